@@ -1,0 +1,38 @@
+"""Train click models with Horovod: embedding tables in shared memory, a constant global batch, elastic without rollback."""
+
+from __future__ import annotations
+
+from gba_hvd import elastic
+from gba_hvd.batch import Bag, Batch
+from gba_hvd.batches import batches
+from gba_hvd.callbacks import Callback, Event, Job, StepRecord
+from gba_hvd.errors import BadInput, GbaError, NonFiniteGradient, ShardMemoryError, StateMismatch
+from gba_hvd.evaluation import evaluate
+from gba_hvd.metrics import Scores
+from gba_hvd.optimizer import DistributedOptimizer
+from gba_hvd.row_optimizers import SGD, Adagrad, Adam, RowAdagrad
+from gba_hvd.tables import EmbeddingTables
+
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "BadInput",
+    "Bag",
+    "Batch",
+    "Callback",
+    "DistributedOptimizer",
+    "EmbeddingTables",
+    "Event",
+    "GbaError",
+    "Job",
+    "NonFiniteGradient",
+    "RowAdagrad",
+    "Scores",
+    "ShardMemoryError",
+    "StateMismatch",
+    "StepRecord",
+    "batches",
+    "elastic",
+    "evaluate",
+]

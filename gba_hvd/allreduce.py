@@ -1,0 +1,129 @@
+"""Allreduce mode: a step's gradients go between the workers by Horovod, and every worker applies its part.
+
+One step, on every rank:
+
+    1. pull    rows that live on other hosts, for all micro-batches of the step (only with several hosts)
+    2. compute the worker's micro-batches, summing gradients
+    3. send    row gradients to the ranks that serve the shards, and *hold* what arrives
+    4. commit  one allreduce of the dense gradients. It ends only when every rank has entered it, so whoever sees its
+               result knows that every rank holds its row gradients: from here on the step is decided
+    5. apply   dense parameters everywhere, rows by the ranks that serve them
+
+A worker that dies before 4 leaves a step that nobody applied; it is computed again. A worker that dies after 4 costs
+its own shards at most this step. A survivor that misses the result of 4 still holds its row gradients and applies them
+as soon as it hears that the step was decided (`elastic`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gba_hvd import kernels
+from gba_hvd.collectives import World, worker_lost
+from gba_hvd.gradients import DenseGradients, RowGrad, distinct, merge, pack_by_owner, unpack
+from gba_hvd.routing import Placement
+from gba_hvd.tables import EmbeddingTables, RemoteRows
+
+
+@dataclass(frozen=True)
+class Held:
+    """Row gradients of one step for the shards this rank serves, waiting for the step to be decided.
+
+    grads: per group, what each rank sent; scale makes their sum the gradient of the global batch's mean loss
+    """
+
+    step: int
+    grads: list[list[RowGrad]]
+    scale: float
+    lr: float
+
+
+class AllreduceMode:
+    """Carries gradients between the workers of one world. Made anew after every change of membership.
+
+    Owns `held`; uses, but does not own, the world, the tables' memory and the dense gradients.
+    """
+
+    name = "allreduce"
+
+    def __init__(self, world: World, placement: Placement, here: int, tables: EmbeddingTables) -> None:
+        """`here`: the index of this rank's host, as in `placement.host`."""
+        assert tables.memory is not None
+        self._world, self._tables, self._memory = world, tables, tables.memory
+        self._server = placement.server
+        self._dims = [group.dim for group in tables.layout.groups]
+        at_home = np.array(placement.host) == here
+        self._mine = np.flatnonzero(placement.server == world.rank)
+        self._on_this_host = np.flatnonzero(at_home)
+        self.several_hosts = len(set(placement.host)) > 1 or not at_home.any()
+        tables.local = at_home if self.several_hosts else None
+        self.held: Held | None = None
+
+    def await_rows(self, step: int) -> None:
+        """Return when every row of this host is as after `step`."""
+        try:
+            self._memory.wait_finished(self._on_this_host, step, self._tables.config.timeout_s)
+        except TimeoutError as error:
+            raise worker_lost(str(error)) from error
+
+    def pull(self, keys: Sequence[np.ndarray]) -> None:
+        """Fetch rows of other hosts: per group the keys this rank is about to use. A collective; does nothing on one host."""
+        if not self.several_hosts:
+            return
+        assert self._tables.local is not None
+        layout, size = self._tables.layout, self._world.size
+        for number, group in enumerate(layout.groups):
+            far = keys[number][~self._tables.local[keys[number] % layout.n_shards]]
+            wanted, _, slots = distinct(far)
+            start, order = np.empty(size + 1, dtype=np.int64), np.empty(len(wanted), dtype=np.int32)
+            kernels.order_by_owner(wanted, layout.n_shards, self._server, start, order)
+            asked, n_asked = self._world.alltoall(f"pull.keys.{number}", wanted[order].view(np.float32), 2 * np.diff(start))
+            asked_keys = np.ascontiguousarray(asked).view(np.int64)
+            rows = np.empty((len(asked_keys), group.dim), dtype=np.float32)
+            kernels.gather_rows(
+                self._memory.flat, asked_keys, layout.n_shards, layout.region_words, group.at_weights, group.dim, rows
+            )
+            got, _ = self._world.alltoall(f"pull.rows.{number}", rows.ravel(), (n_asked // 2) * group.dim)
+            values = np.empty((len(wanted), group.dim), dtype=np.float32)
+            values[order] = got.reshape(-1, group.dim)
+            self._tables.remote[number] = RemoteRows(wanted, slots, values)
+
+    def exchange(self, step: int, parts: Sequence[Sequence[tuple[RowGrad, float]]], scale: float, lr: float) -> None:
+        """Send this rank's row gradients (per group, each with its weight) to the ranks that serve them; hold what comes."""
+        grads = [merge(p) if p else RowGrad(np.empty(0, np.int64), np.empty((0, d), np.float32)) for p, d in zip(parts, self._dims, strict=True)]
+        if self._world.size == 1:
+            held = [[grad] for grad in grads]
+        else:
+            message, words = pack_by_owner(grads, self._server, self._world.size)
+            received, n_received = self._world.alltoall("rows", message, words)
+            messages = np.split(received, np.cumsum(n_received)[:-1])
+            held = [list(by_group) for by_group in zip(*(unpack(m, self._dims) for m in messages), strict=True)]
+        self.held = Held(step, held, scale, lr)
+
+    def commit(self, dense: DenseGradients) -> None:
+        """Sum the dense gradients and the numbers that travel with them over all ranks. Returning means: decided."""
+        self._world.sum_("commit", dense.total)
+
+    def apply_held(self) -> None:
+        """Apply the held row gradients to the shards this rank serves."""
+        held, self.held = self.held, None
+        assert held is not None
+        memory, layout = self._memory, self._tables.layout
+        # A shard that has begun this step has had it: from a worker that died, before the step was computed again.
+        due = self._mine[memory.marks().begun[self._mine] < held.step]
+        memory.begin(due, held.step)
+        for group, parts in zip(layout.groups, held.grads, strict=True):
+            grad = merge([(part, 1.0) for part in parts])
+            if len(due) < len(self._mine):
+                wanted = np.isin(grad.keys % layout.n_shards, due)
+                grad = RowGrad(grad.keys[wanted], grad.values[wanted])
+            self._tables.optimizer.update_(memory.flat, layout, group, grad, held.scale, held.lr, held.step)
+            kernels.count_access(memory.words, grad.keys, layout.n_shards, layout.region_words, group.at_counters)
+        memory.finish(due, held.step)
+
+    def forget_held(self) -> None:
+        """The step was not decided; it will be computed again."""
+        self.held = None

@@ -1,0 +1,87 @@
+"""What a running job tells the outside: steps, metrics, events.
+
+Data flows one way, from the training loop to the callbacks; a callback never changes training by what it returns.
+MLflow tracking, the progress line and (later) mode switching are callbacks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Job:
+    """Where this process stands in the job. Told to callbacks at the start and after every change of membership.
+
+    `job_id` is the same on every worker and through every restart. `settings` are plain values that describe the run.
+    """
+
+    job_id: str
+    rank: int
+    size: int
+    local_rank: int
+    host: str
+    leads_host: bool  # exactly one worker per host
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_chief(self) -> bool:
+        """Exactly one worker per job: the one that speaks for it."""
+        return self.rank == 0
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One applied global step, as every worker saw it."""
+
+    step: int  # number of optimizer applications so far, this one included
+    epoch: int
+    samples: int  # samples in this step, over all workers
+    samples_applied: int  # so far in the job
+    seconds: float  # since the previous step ended on this worker
+    workers: int
+    mode: str
+    loss: float | None  # mean over the global batch, when the loop passes it
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something worth keeping: membership changes, failures, evaluations, the end.
+
+    `kind` is one word (`started`, `membership`, `worker_lost`, `rows_lost`, `finished`, `failed`, ...);
+    `message` a sentence; `data` JSON values.
+    """
+
+    kind: str
+    step: int
+    message: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+    unix_s: float = field(default_factory=time.time)
+
+
+class Callback:
+    """Override what you need. Called on every worker, in the training thread: return quickly, never raise for remote trouble.
+
+    Order: `on_job` (again after each change of membership), then any of `on_step`, `on_metrics`, `on_event`, then `on_end` once.
+    What `state_dict` returns (JSON values) travels with the elastic state, so a replacement worker continues from it:
+    `load_state_dict` runs before `on_job` there.
+    """
+
+    def on_job(self, job: Job) -> None: ...
+
+    def on_step(self, record: StepRecord) -> None: ...
+
+    def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def on_event(self, event: Event) -> None: ...
+
+    def on_end(self, status: str, error: BaseException | None) -> None:
+        """`status` is "FINISHED", "FAILED" or "KILLED" (interrupted)."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...

@@ -1,0 +1,143 @@
+"""The one file that talks to Horovod: five collectives, and the same five for a world of one worker.
+
+Every operation has an explicit name. Horovod numbers unnamed ones per process, and a worker that joins later would
+count from zero and never match the others.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gba_hvd.errors import GbaError
+
+
+class World(Protocol):
+    """The workers of the job, and what they do together. All ranks call the same methods in the same order."""
+
+    rank: int
+    size: int
+    local_rank: int
+    host: str
+
+    def gather(self, name: str, row: np.ndarray) -> np.ndarray:
+        """int64 [n] of every rank as int64 [size, n]; n is the same everywhere."""
+
+    def broadcast(self, name: str, data: bytes | None, root: int) -> bytes:
+        """The root's bytes, on every rank."""
+
+    def alltoall(self, name: str, words: np.ndarray, splits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Send splits[r] float32 words to rank r; returns (words received, in rank order, words from each)."""
+
+    def sum_(self, name: str, values: Tensor) -> None:
+        """Sum over the ranks, in place."""
+
+
+class SoloWorld:
+    """One worker on its own."""
+
+    rank, size, local_rank = 0, 1, 0
+
+    def __init__(self) -> None:
+        self.host = socket.gethostname()
+
+    def gather(self, name: str, row: np.ndarray) -> np.ndarray:
+        return row[None, :].copy()
+
+    def broadcast(self, name: str, data: bytes | None, root: int) -> bytes:
+        assert data is not None
+        return data
+
+    def alltoall(self, name: str, words: np.ndarray, splits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return words, splits
+
+    def sum_(self, name: str, values: Tensor) -> None:
+        pass
+
+
+class HorovodWorld:
+    """The workers Horovod has initialised. Short-lived: made anew after every re-initialisation."""
+
+    def __init__(self) -> None:
+        self._hvd = _horovod()
+        self.rank, self.size, self.local_rank = self._hvd.rank(), self._hvd.size(), self._hvd.local_rank()
+        self.host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+
+    def gather(self, name: str, row: np.ndarray) -> np.ndarray:
+        gathered = self._hvd.allgather(torch.from_numpy(row.astype(np.int64))[None, :], name=f"gba_hvd.{name}")
+        result: np.ndarray = gathered.numpy()
+        return result
+
+    def broadcast(self, name: str, data: bytes | None, root: int) -> bytes:
+        size = torch.tensor([len(data) if data is not None and self.rank == root else 0], dtype=torch.int64)
+        size = self._hvd.broadcast(size, root, name=f"gba_hvd.{name}.size")
+        if self.rank == root:
+            assert data is not None
+            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        else:
+            buffer = torch.empty(int(size), dtype=torch.uint8)
+        if int(size):
+            self._hvd.broadcast_(buffer, root, name=f"gba_hvd.{name}.bytes")
+        result: bytes = buffer.numpy().tobytes()
+        return result
+
+    def alltoall(self, name: str, words: np.ndarray, splits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        received, counts = self._hvd.alltoall(
+            torch.from_numpy(words), torch.from_numpy(splits.astype(np.int32)), name=f"gba_hvd.{name}"
+        )
+        return received.numpy(), counts.numpy()
+
+    def sum_(self, name: str, values: Tensor) -> None:
+        if values.is_cuda:  # our Horovod is built for CPU tensors
+            values.copy_(self._hvd.allreduce_(values.cpu(), op=self._hvd.Sum, name=f"gba_hvd.{name}"))
+        else:
+            self._hvd.allreduce_(values, op=self._hvd.Sum, name=f"gba_hvd.{name}")
+
+
+def current_world() -> World:
+    """Horovod's world where it is initialised, a world of one elsewhere.
+
+    Raises GbaError under `horovodrun` when `hvd.init()` was not called: every worker would train alone.
+    """
+    if "horovod.torch" in sys.modules and _horovod().is_initialized():
+        world = HorovodWorld()
+        return world if world.size > 1 else SoloWorld()
+    if "HOROVOD_RANK" in os.environ:
+        raise GbaError("this worker was started by horovodrun, but Horovod is not initialised: call hvd.init() first")
+    return SoloWorld()
+
+
+def _horovod() -> Any:
+    try:
+        import horovod.torch as hvd
+    except ImportError as error:
+        raise GbaError("Horovod is not installed for this Python: run `make setup`, or `gba-hvd doctor` to see what is missing") from error
+    return hvd
+
+
+def worker_lost(message: str) -> Exception:
+    """The error on which Horovod's elastic loop re-forms the world."""
+    if "horovod.torch" in sys.modules:
+        from horovod.common.exceptions import HorovodInternalError
+
+        error: Exception = HorovodInternalError(message)
+        return error
+    return GbaError(message)
+
+
+def hosts_updated() -> Exception:
+    """The interruption on which Horovod's elastic loop lets workers in or out.
+
+    `skip_sync` is never asked for: survivors that skip the state exchange while newcomers wait in it would hang for
+    ever (horovod #3494). Every worker takes part in every exchange.
+    """
+    from horovod.common.exceptions import HostsUpdatedInterrupt
+
+    interrupt: Exception = HostsUpdatedInterrupt(skip_sync=False)
+    return interrupt

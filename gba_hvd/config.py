@@ -1,0 +1,58 @@
+"""The settings of one job, in one validated place. Argument beats environment beats default."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from gba_hvd.errors import BadInput
+
+_PREFIX = "GBA_HVD_"
+
+
+@dataclass(frozen=True)
+class Config:
+    """
+    shard_dir:  folder for the memory of this host's shards; /dev/shm, or a folder on disk for tables larger than RAM
+    job_id:     name of the job; by default the first worker draws one
+    n_shards:   S, in how many shards every table is cut; fixed for the job
+    timeout_s:  longest wait for another worker of this host to finish applying a step
+    grace_s:    how long the memory stays when every worker of the host has died (a restarted worker finds it again)
+    """
+
+    shard_dir: Path = Path("/dev/shm")
+    job_id: str | None = None
+    n_shards: int = 16
+    timeout_s: float = 60.0
+    grace_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        if self.n_shards < 1:
+            raise BadInput(f"n_shards must be at least 1, got {self.n_shards}")
+        if self.timeout_s <= 0 or self.grace_s < 0:
+            raise BadInput(f"timeout_s must be positive and grace_s not negative, got {self.timeout_s} and {self.grace_s}")
+        if self.job_id is not None and not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.job_id):
+            raise BadInput(f"job_id must be 1 to 64 letters, digits, '.', '_' or '-', got {self.job_id!r}")
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ, **arguments: Any) -> Config:
+        """Build from GBA_HVD_<NAME> variables; arguments that are not None win."""
+        known = {f.name: f for f in fields(cls)}
+        values: dict[str, Any] = {}
+        for name in known:
+            text = environ.get(_PREFIX + name.upper())
+            if text is None:
+                continue
+            try:
+                values[name] = _PARSE.get(name, str)(text)
+            except ValueError as error:
+                raise BadInput(f"{_PREFIX}{name.upper()}={text!r}: {error}") from error
+        values.update({name: value for name, value in arguments.items() if value is not None})
+        return cls(**values)
+
+
+_PARSE: dict[str, Any] = {"shard_dir": Path, "n_shards": int, "timeout_s": float, "grace_s": float}

@@ -1,0 +1,283 @@
+"""`TorchState`: training that survives changes of membership without going back.
+
+Horovod's elastic loop calls `sync` at the start and after every change, `restore` after a failure, `on_reset` after the
+world was formed anew. Horovod's own state copies the model at every commit and rolls everyone back to it. This one
+does neither: the step's commit (`allreduce`) already decides what happened, so `sync` compares steps and goes on.
+
+`sync`, in the order in which things become visible; every rank runs every line, so no rank can wait for one that skips:
+
+    1. gather  who has state, of which step, which step's row gradients it holds, which memory it maps
+    2. agree   the newest step wins; a rank that missed its result applies the row gradients it holds
+    3. open    the memory of each host, gather what it holds, place the shards (`routing`)
+    4. fill    shards nobody holds get initial rows, shards that change host are copied, then old copies are dropped
+    5. send    dense state, position, account, callbacks' state from one rank that has the newest step
+
+A crash anywhere in it ends the others' collectives with an error and Horovod starts it again; 2 and 4 are safe to
+repeat, since the marks in shard memory say what was done.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import secrets
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from gba_hvd import membership, state_codec
+from gba_hvd.callbacks import Callback, Event, Job
+from gba_hvd.collectives import current_world, hosts_updated
+from gba_hvd.errors import BadInput
+from gba_hvd.optimizer import Engine
+
+
+class TorchState:
+    """Model, optimizer and whatever else must survive: `TorchState(model, optimizer, epoch=0, scheduler=scheduler)`.
+
+    Keyword arguments become attributes. They may be numbers, strings, lists, dicts, tensors, arrays, or objects with
+    `state_dict()` and `load_state_dict()`. `optimizer` must come from `DistributedOptimizer`.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, **values: Any) -> None:
+        engine = getattr(optimizer, "engine", None)
+        if not isinstance(engine, Engine):
+            raise BadInput("TorchState needs an optimizer made by gba_hvd.DistributedOptimizer")
+        self.model, self.optimizer, self.engine = model, optimizer, engine
+        self._values = list(values)
+        for name, value in values.items():
+            if hasattr(type(self), name) or name in ("model", "optimizer", "engine"):
+                raise BadInput(f"TorchState has a {name!r} of its own; choose another name")
+            setattr(self, name, value)
+        self._job_id = engine.tables.config.job_id or secrets.token_hex(4)
+        self._reset_callbacks: list[Callable[[], None]] = []
+        self._has_state = self._synced = self._closed = False
+
+    # --- for the user's loop -----------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Number of optimizer applications so far."""
+        return self.engine.step
+
+    @property
+    def samples(self) -> Any:
+        """The account: total, applied, dropped, lost."""
+        return self.engine.account
+
+    @property
+    def world(self) -> Any:
+        """rank, size, local_rank and host of this worker."""
+        return self.engine.world
+
+    @property
+    def job_id(self) -> str:
+        """The job's name, the same on all workers and through all restarts (known after the first sync)."""
+        return self._job_id
+
+    def register_callbacks(self, callbacks: Sequence[Callback]) -> None:
+        """Add callbacks, in the same order on every worker."""
+        self.engine.callbacks.extend(callbacks)
+
+    def report(self, **metrics: float) -> None:
+        """Tell the callbacks some metrics of the current step."""
+        for callback in self.engine.callbacks:
+            callback.on_metrics(self.step, metrics)
+
+    def ensure_synced(self) -> None:
+        """Sync now if nobody has (a loop without `elastic.run`). A collective."""
+        if not self._synced:
+            self.sync()
+
+    def close(self, status: str = "FINISHED", error: BaseException | None = None) -> None:
+        """Tell the callbacks how it ended, and let go of the memory. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._close_at_exit)
+        try:
+            for callback in self.engine.callbacks:
+                callback.on_end(status, error)
+        finally:
+            memory = self.engine.tables.memory
+            if memory is not None:
+                memory.close(remove=status == "FINISHED" or self.engine.world.size == 1)
+
+    # --- Horovod's verbs ---------------------------------------------------------------------------------------------
+
+    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
+        """Functions to run after every change of the world, as in Horovod."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        self._synced = False
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: int, update_result: int) -> None:
+        """Called by Horovod's notification thread, on rank 0 only. The next commit tells everyone."""
+        self.engine.hosts_updated = True
+
+    def commit(self) -> None:
+        """Nothing to save: every step is committed. Kept so that Horovod scripts run unchanged."""
+
+    def check_host_updates(self) -> None:
+        """As `commit`: every step checks, at no cost."""
+
+    def save(self) -> None:
+        """Nothing to save."""
+
+    def restore(self) -> None:
+        """After a failure: forget the step in flight. What was committed stays."""
+        self._synced = False
+        self.engine.abandon_step()
+
+    def stop_if_interrupted(self) -> None:
+        """Leave the loop when hosts came or went: raised on all workers at the same step, as the commit agreed."""
+        if self.engine.interrupt_due:
+            self.engine.interrupt_due = self.engine.hosts_updated = False
+            self._synced = False
+            raise hosts_updated()
+
+    def sync(self) -> None:
+        """Agree with all workers on one state. A collective."""
+        engine = self.engine
+        before = [engine.world.size] if self._has_state else []
+        engine.world = current_world()
+        engine.interrupt_due = engine.hosts_updated = False
+        joined = membership.join(engine, self._job_id, self._has_state)
+        self._job_id = joined.job_id
+        source = joined.source
+        data = state_codec.encode(self._state_dict()) if engine.world.rank == source else None
+        if engine.world.size > 1:
+            received = engine.world.broadcast("state", data, source)
+            if engine.world.rank != source:
+                self._load_state_dict(state_codec.decode(received))
+        engine.account.shard_steps_missed += joined.shard_steps_missed
+        engine.account.rows_lost += joined.rows_lost
+        engine.restarts += joined.is_restart
+        if not self._has_state:
+            atexit.register(self._close_at_exit)
+        self._has_state = self._synced = True
+        self._tell_callbacks(joined, before)
+
+    # -------------------------------------------------------------------------------------------------------------------
+
+    def _tell_callbacks(self, joined: membership.Joined, before: list[int]) -> None:
+        engine = self.engine
+        world = engine.world
+        settings = {
+            "tables": {t.name: [t.n_rows, t.dim] for t in engine.tables.layout.tables},
+            "n_shards": engine.tables.layout.n_shards,
+            "global_batch": engine.global_batch,
+            "micro_batch": engine.micro_batch,
+            "optimizer": type(self.optimizer).__name__,
+            "row_optimizer": repr(engine.tables.optimizer),
+        }
+        job = Job(self._job_id, world.rank, world.size, world.local_rank, world.host, joined.leads_host, settings)
+        for callback in engine.callbacks:
+            callback.on_job(job)
+        workers = f"{world.size} worker{'s' if world.size > 1 else ''} on {joined.n_hosts} host{'s' if joined.n_hosts > 1 else ''}"
+        if not joined.is_restart:
+            engine.emit(Event("started", self.step, f"{workers}, job {self._job_id}", {"workers": world.size}))
+            return
+        was = f", before {before[0]}" if before else ""
+        facts = {"workers": world.size, "shard_steps_missed": joined.shard_steps_missed, "rows_lost": joined.rows_lost}
+        engine.emit(Event("membership", self.step, f"{workers}{was}; going on at step {self.step}", facts))
+        if joined.shard_steps_missed:
+            text = f"{joined.shard_steps_missed} shards missed a step that their worker died in"
+            engine.emit(Event("shard_steps_missed", self.step, text, facts))
+        if joined.rows_lost:
+            text = f"{joined.rows_lost:,} rows went down with their host and begin anew; no checkpoint was configured"
+            engine.emit(Event("rows_lost", self.step, text, facts))
+
+    def _state_dict(self) -> dict[str, Any]:
+        values = {}
+        for name in self._values:
+            value = getattr(self, name)
+            values[name] = value.state_dict() if hasattr(value, "state_dict") else value
+        return {
+            "model": dict(self.model.state_dict()),
+            "optimizer": self.optimizer.state_dict(),
+            "values": values,
+            "position": self.engine.position(),
+            "callbacks": [callback.state_dict() for callback in self.engine.callbacks],
+        }
+
+    def _load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        for name, value in state["values"].items():
+            if hasattr(getattr(self, name), "load_state_dict"):
+                getattr(self, name).load_state_dict(value)
+            else:
+                setattr(self, name, value)
+        self.engine.load_position(state["position"])
+        for callback, saved in zip(self.engine.callbacks, state["callbacks"], strict=True):
+            callback.load_state_dict(saved)
+
+    def _close_at_exit(self) -> None:
+        error = getattr(sys, "last_value", None)  # the exception the interpreter is ending with
+        self.close("FINISHED" if error is None else _status_of(error), error)
+
+
+def run(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`horovod.torch.elastic.run`, and the end is told: callbacks hear how the job ended, SIGTERM counts as interrupted.
+
+    Works without `horovodrun`, and without Horovod, as a world of one.
+    """
+
+    @functools.wraps(function)
+    def wrapper(state: TorchState, *args: Any, **kwargs: Any) -> Any:
+        restore_sigterm = _raise_on_sigterm()
+        try:
+            result = _elastic(function)(state, *args, **kwargs)
+        except BaseException as error:
+            state.close(_status_of(error), error)
+            raise
+        else:
+            state.close()
+            return result
+        finally:
+            restore_sigterm()
+
+    return wrapper
+
+
+def _elastic(function: Callable[..., Any]) -> Callable[..., Any]:
+    if "horovod.torch" not in sys.modules or not sys.modules["horovod.torch"].is_initialized():
+
+        def alone(state: TorchState, *args: Any, **kwargs: Any) -> Any:
+            state.sync()
+            return function(state, *args, **kwargs)
+
+        return alone
+    import horovod.torch as hvd
+
+    wrapped: Callable[..., Any] = hvd.elastic.run(function)
+    return wrapped
+
+
+def _status_of(error: BaseException) -> str:
+    return "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+
+
+def _raise_on_sigterm() -> Callable[[], None]:
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+
+    def interrupt(signum: int, frame: Any) -> None:
+        raise KeyboardInterrupt("SIGTERM")
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+
+    def restore() -> None:
+        signal.signal(signal.SIGTERM, previous)
+
+    return restore
+

@@ -1,0 +1,339 @@
+"""The loops over rows that have to be fast, compiled by numba.
+
+Plain arithmetic on numpy arrays: nothing here knows processes, files or modes. Signatures are explicit, so everything
+is compiled at the first import (and cached on disk), never in the middle of training.
+
+Rows are addressed by *key*: `key % n_shards` is the shard, `key // n_shards` the row's place in it (see `shard.layout`).
+`flat` is a host's whole shard memory as float32 words; `region` the words of one shard; `at` where a section starts in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numba as nb
+import numpy as np
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _compiled(signature: str) -> Callable[[F], F]:
+    return nb.njit(signature, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})  # type: ignore[no-any-return]
+
+
+# --- numbers from a counter ------------------------------------------------------------------------------------------
+
+
+@nb.njit("uint64(uint64)", inline="always", cache=True)  # type: ignore[untyped-decorator]
+def _mix(x: int) -> int:
+    """The finaliser of splitmix64 (Steele et al. 2014): a bijection of 64 bits that looks random."""
+    x = np.uint64(x) + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@_compiled("void(float32[::1], int64, int64, int64, int64, int64, uint64, float32)")
+def init_rows(flat: Any, start: int, n_rows: int, shard: int, n_shards: int, dim: int, seed: int, std: float) -> None:
+    """Write the initial rows of one table in one shard: normal(0, std), a function of (seed, row, column) only.
+
+    `start` is the word where the table's rows of this shard begin, `seed` already carries the table's name.
+    Two normals come from two uniforms (Box-Muller).
+    """
+    local = 0
+    for row in range(shard, n_rows, n_shards):
+        state = _mix(seed ^ _mix(np.uint64(row)))
+        base = start + local * dim
+        for j in range(0, dim, 2):
+            bits = _mix(state + np.uint64(j))
+            u1 = (np.float64(bits >> np.uint64(32)) + 0.5) / 4294967296.0
+            u2 = np.float64(bits & np.uint64(0xFFFFFFFF)) / 4294967296.0
+            radius = std * math.sqrt(-2.0 * math.log(u1))
+            flat[base + j] = radius * math.cos(2.0 * math.pi * u2)
+            if j + 1 < dim:
+                flat[base + j + 1] = radius * math.sin(2.0 * math.pi * u2)
+        local += 1
+
+
+@_compiled("void(int64, int64, uint64, int64[::1])")
+def shuffled(n: int, first: int, seed: int, out: Any) -> None:
+    """out[i] = place of `first + i` in a permutation of 0..n-1: a Feistel network with cycle walking, no table."""
+    bits = 1
+    while (1 << (2 * bits)) < n:
+        bits += 1
+    mask = np.uint64((1 << bits) - 1)
+    half = np.uint64(bits)
+    for i in range(len(out)):
+        x = np.uint64(first + i)
+        while True:
+            left, right = x >> half, x & mask
+            for rounds in range(6):
+                left, right = right, left ^ (_mix(right ^ _mix(seed + np.uint64(rounds))) & mask)
+            x = (left << half) | right
+            if x < np.uint64(n):
+                break
+        out[i] = np.int64(x)
+
+
+# --- distinct keys ---------------------------------------------------------------------------------------------------
+
+
+@_compiled("int64(int64[::1], int64, int64, int64[::1])")
+def fill_keys(ids: Any, base: int, n_rows: int, out: Any) -> int:
+    """Keys of one table's ids; the position of the first id outside the table, or -1."""
+    bad = -1
+    for i in range(len(ids)):
+        row = ids[i]
+        if row < 0 or row >= n_rows:
+            bad = i
+            break
+        out[i] = base + row
+    return bad
+
+
+@_compiled("int64(int64[::1], int32[::1], int64[::1], int32[::1])")
+def number_distinct(keys: Any, slots: Any, distinct: Any, number: Any) -> int:
+    """Number the distinct keys in order of first appearance: keys[i] == distinct[number[i]]. Returns how many.
+
+    slots: scratch of the open-addressing hash table, all -1, a power of two of at least 2 * len(keys).
+    """
+    mask = np.uint64(len(slots) - 1)
+    count = 0
+    for i in range(len(keys)):
+        key = keys[i]
+        at = _mix(np.uint64(key)) & mask
+        while True:
+            j = slots[at]
+            if j < 0:
+                slots[at] = count
+                distinct[count] = key
+                number[i] = count
+                count += 1
+                break
+            if distinct[j] == key:
+                number[i] = j
+                break
+            at = (at + np.uint64(1)) & mask
+    return count
+
+
+@_compiled("int64(int64[::1], int32[::1], int64[::1], int32[::1])")
+def find_keys(keys: Any, slots: Any, distinct: Any, number: Any) -> int:
+    """Look keys up in a table that `number_distinct` filled; the position of the first that is missing, or -1."""
+    mask = np.uint64(len(slots) - 1)
+    for i in range(len(keys)):
+        key = keys[i]
+        at = _mix(np.uint64(key)) & mask
+        while True:
+            j = slots[at]
+            if j < 0:
+                return i
+            if distinct[j] == key:
+                number[i] = j
+                break
+            at = (at + np.uint64(1)) & mask
+    return -1
+
+
+# --- rows out of shard memory, and by owner ----------------------------------------------------------------------------
+
+
+@_compiled("void(float32[::1], int64[::1], int64, int64, int64, int64, float32[:, ::1])")
+def gather_rows(flat: Any, keys: Any, n_shards: int, region: int, at: int, dim: int, out: Any) -> None:
+    for i in range(len(keys)):
+        base = (keys[i] % n_shards) * region + at + (keys[i] // n_shards) * dim
+        for j in range(dim):
+            out[i, j] = flat[base + j]
+
+
+@_compiled("void(int64[::1], int64, int32[::1], int64[::1], int32[::1])")
+def order_by_owner(keys: Any, n_shards: int, owner: Any, start: Any, order: Any) -> None:
+    """Stable counting sort of positions by the owner of each key's shard.
+
+    owner: int32 [n_shards]; start: int64 [n_owners + 1], filled; order: int32 [n], filled.
+    """
+    start[:] = 0
+    for i in range(len(keys)):
+        start[owner[keys[i] % n_shards] + 1] += 1
+    for r in range(1, len(start)):
+        start[r] += start[r - 1]
+    place = start.copy()
+    for i in range(len(keys)):
+        r = owner[keys[i] % n_shards]
+        order[place[r]] = i
+        place[r] += 1
+
+
+@_compiled("void(int64[::1], float32[:, ::1], int32[::1], int64[::1], float32[:, ::1])")
+def take_rows(keys: Any, rows: Any, order: Any, out_keys: Any, out_rows: Any) -> None:
+    dim = rows.shape[1]
+    for i in range(len(order)):
+        j = order[i]
+        out_keys[i] = keys[j]
+        for c in range(dim):
+            out_rows[i, c] = rows[j, c]
+
+
+@_compiled("void(float32[:, ::1], int32[::1], float32, float32[:, ::1])")
+def add_rows(rows: Any, number: Any, weight: float, out: Any) -> None:
+    """out[number[i]] += weight * rows[i]"""
+    dim = rows.shape[1]
+    for i in range(len(number)):
+        k = number[i]
+        for c in range(dim):
+            out[k, c] += weight * rows[i, c]
+
+
+# --- pooling ---------------------------------------------------------------------------------------------------------
+
+
+@_compiled("void(float32[:, ::1], int32[::1], int64, int64, float32[:, :, ::1])")
+def stack_rows(rows: Any, number: Any, n_fields: int, batch: int, out: Any) -> None:
+    """out[b, f] = rows[number[f * batch + b]]"""
+    dim = rows.shape[1]
+    for b in range(batch):
+        for f in range(n_fields):
+            k = number[f * batch + b]
+            for c in range(dim):
+                out[b, f, c] = rows[k, c]
+
+
+@_compiled("void(float32[:, :, ::1], int32[::1], int64, int64, float32[:, ::1])")
+def stack_rows_backward(grad: Any, number: Any, n_fields: int, batch: int, out: Any) -> None:
+    dim = out.shape[1]
+    for b in range(batch):
+        for f in range(n_fields):
+            k = number[f * batch + b]
+            for c in range(dim):
+                out[k, c] += grad[b, f, c]
+
+
+@_compiled("void(float32[:, ::1], int32[::1], int64[::1], float32[::1], boolean, float32[:, ::1])")
+def pool_rows(rows: Any, number: Any, offsets: Any, weights: Any, mean: bool, out: Any) -> None:
+    """out[b] = sum (or mean) of weights[i] * rows[number[i]] over sample b's values. Empty weights mean ones.
+
+    offsets: int64 [B + 1]. As in `nn.EmbeddingBag`, a sample without values gives zeros.
+    """
+    dim = rows.shape[1]
+    weighted = len(weights) > 0
+    for b in range(len(offsets) - 1):
+        lo, hi = offsets[b], offsets[b + 1]
+        share = np.float32(1.0 / (hi - lo)) if mean and hi > lo else np.float32(1.0)
+        for c in range(dim):
+            out[b, c] = 0.0
+        for i in range(lo, hi):
+            w = weights[i] * share if weighted else share
+            k = number[i]
+            for c in range(dim):
+                out[b, c] += w * rows[k, c]
+
+
+@_compiled("void(float32[:, ::1], int32[::1], int64[::1], float32[::1], boolean, float32[:, ::1])")
+def pool_rows_backward(grad: Any, number: Any, offsets: Any, weights: Any, mean: bool, out: Any) -> None:
+    dim = out.shape[1]
+    weighted = len(weights) > 0
+    for b in range(len(offsets) - 1):
+        lo, hi = offsets[b], offsets[b + 1]
+        share = np.float32(1.0 / (hi - lo)) if mean and hi > lo else np.float32(1.0)
+        for i in range(lo, hi):
+            w = weights[i] * share if weighted else share
+            k = number[i]
+            for c in range(dim):
+                out[k, c] += w * grad[b, c]
+
+
+@_compiled("void(float32[:, ::1], float32[:, ::1], int32[::1], int64[::1], boolean, float32[::1])")
+def pool_weights_backward(grad: Any, rows: Any, number: Any, offsets: Any, mean: bool, out: Any) -> None:
+    """Gradient of the per-sample weights: out[i] = <grad[b], rows[number[i]]>, over the sample's count for the mean."""
+    dim = rows.shape[1]
+    for b in range(len(offsets) - 1):
+        lo, hi = offsets[b], offsets[b + 1]
+        share = np.float32(1.0 / (hi - lo)) if mean and hi > lo else np.float32(1.0)
+        for i in range(lo, hi):
+            k = number[i]
+            total = np.float32(0.0)
+            for c in range(dim):
+                total += grad[b, c] * rows[k, c]
+            out[i] = share * total
+
+
+# --- row optimizers: one pass over the touched rows, in place -----------------------------------------------------------
+# Each takes (flat, keys, grads, scale, n_shards, region, at_weights, at_slots..., dim, lr, weight_decay, ...). The gradient
+# of a row is scale * grads[i] + weight_decay * row.
+
+
+@_compiled("void(float32[::1], int64[::1], float32[:, ::1], float32, int64, int64, int64, int64, float32, float32)")
+def apply_sgd(
+    flat: Any, keys: Any, grads: Any, scale: float, n_shards: int, region: int, at: int, dim: int, lr: float, decay: float
+) -> None:
+    for i in range(len(keys)):
+        w = (keys[i] % n_shards) * region + at + (keys[i] // n_shards) * dim
+        for j in range(dim):
+            flat[w + j] -= lr * (scale * grads[i, j] + decay * flat[w + j])
+
+
+@_compiled("void(float32[::1], int64[::1], float32[:, ::1], float32, int64, int64, int64, int64, int64, float32, float32, float32)")
+def apply_adagrad(
+    flat: Any, keys: Any, grads: Any, scale: float, n_shards: int, region: int, at: int, at_sum: int, dim: int,
+    lr: float, decay: float, eps: float,
+) -> None:  # fmt: skip
+    for i in range(len(keys)):
+        shard = (keys[i] % n_shards) * region
+        w = shard + at + (keys[i] // n_shards) * dim
+        s = shard + at_sum + (keys[i] // n_shards) * dim
+        for j in range(dim):
+            g = scale * grads[i, j] + decay * flat[w + j]
+            flat[s + j] += g * g
+            flat[w + j] -= lr * g / (math.sqrt(flat[s + j]) + eps)
+
+
+@_compiled("void(float32[::1], int64[::1], float32[:, ::1], float32, int64, int64, int64, int64, int64, float32, float32, float32)")
+def apply_row_adagrad(
+    flat: Any, keys: Any, grads: Any, scale: float, n_shards: int, region: int, at: int, at_sum: int, dim: int,
+    lr: float, decay: float, eps: float,
+) -> None:  # fmt: skip
+    for i in range(len(keys)):
+        shard = (keys[i] % n_shards) * region
+        w = shard + at + (keys[i] // n_shards) * dim
+        s = shard + at_sum + keys[i] // n_shards
+        total = np.float32(0.0)
+        for j in range(dim):
+            g = scale * grads[i, j] + decay * flat[w + j]
+            total += g * g
+        flat[s] += total / dim
+        rate = lr / (math.sqrt(flat[s]) + eps)
+        for j in range(dim):
+            flat[w + j] -= rate * (scale * grads[i, j] + decay * flat[w + j])
+
+
+@_compiled(
+    "void(float32[::1], int64[::1], float32[:, ::1], float32, int64, int64, int64, int64, int64, int64, float32, float32, "
+    "float32, float32, float32, float32, float32)"
+)
+def apply_adam(
+    flat: Any, keys: Any, grads: Any, scale: float, n_shards: int, region: int, at: int, at_m: int, at_v: int, dim: int,
+    lr: float, decay: float, beta1: float, beta2: float, eps: float, correction1: float, correction2: float,
+) -> None:  # fmt: skip
+    """corrections: 1 - beta ** t, with t the number of steps of the job (as `torch.optim.SparseAdam`)."""
+    one = np.float32(1.0)
+    root = np.float32(math.sqrt(correction2))
+    for i in range(len(keys)):
+        shard = (keys[i] % n_shards) * region
+        place = (keys[i] // n_shards) * dim
+        w, m, v = shard + at + place, shard + at_m + place, shard + at_v + place
+        for j in range(dim):
+            g = scale * grads[i, j] + decay * flat[w + j]
+            flat[m + j] = beta1 * flat[m + j] + (one - beta1) * g
+            flat[v + j] = beta2 * flat[v + j] + (one - beta2) * g * g
+            flat[w + j] -= lr * (flat[m + j] / correction1) / (math.sqrt(flat[v + j]) / root + eps)
+
+
+@_compiled("void(uint32[::1], int64[::1], int64, int64, int64)")
+def count_access(flat: Any, keys: Any, n_shards: int, region: int, at: int) -> None:
+    """Count one update of each row, saturating."""
+    for i in range(len(keys)):
+        place = (keys[i] % n_shards) * region + at + keys[i] // n_shards
+        if flat[place] < np.uint32(0xFFFFFFFF):
+            flat[place] += np.uint32(1)

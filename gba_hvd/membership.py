@@ -1,0 +1,231 @@
+"""How the workers of a new world come to one state: who is newest, where the shards live, what is missing.
+
+`agree` and `routing.place_shards` decide, from facts that every rank has gathered; `join` carries it out. The order of
+its steps is told in `elastic`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from gba_hvd import state_codec
+from gba_hvd.allreduce import AllreduceMode
+from gba_hvd.collectives import World
+from gba_hvd.errors import GbaError, ShardMemoryError, StateMismatch
+from gba_hvd.optimizer import Engine
+from gba_hvd.routing import Holding, Membership, Placement, place_shards
+from gba_hvd.shard.layout import PAGE_WORDS, Layout, digest
+from gba_hvd.shard.memory import ShardMemory, difference, job_folder
+
+T = TypeVar("T")
+_CHUNK_WORDS = 4 << 20  # of a shard that moves to another host, per message
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one rank says of itself when a world forms."""
+
+    has_state: bool
+    step: int
+    held_step: int  # the step whose row gradients it holds, or -1
+    host: int
+    settings: int  # fingerprint of tables, batch sizes and optimizers
+    pid: int
+
+    def row(self) -> np.ndarray:
+        return np.array([self.has_state, self.step, self.held_step, self.host, self.settings, self.pid], dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """step: the newest committed step; source: a rank that has it; catch_up: ranks that apply the gradients they hold."""
+
+    step: int
+    source: int
+    catch_up: tuple[int, ...]
+    is_restart: bool
+    reason: str
+
+
+def agree(facts: Sequence[Facts]) -> Agreement:
+    """The newest step wins. Nobody goes back.
+
+    Seeing a step's result means that every worker holds its row gradients, so the survivors are at most one step apart
+    and the one behind can apply what it holds. Whoever is further behind was gone for longer and starts as a newcomer.
+    """
+    old = [rank for rank, f in enumerate(facts) if f.has_state]
+    if not old:
+        return Agreement(0, 0, (), False, "a new job: everybody takes the values of rank 0")
+    step = max(facts[rank].step for rank in old)
+    source = next(rank for rank in old if facts[rank].step == step)
+    catch_up = tuple(rank for rank in old if facts[rank].step == step - 1 and facts[rank].held_step == step)
+    return Agreement(step, source, catch_up, True, f"rank {source} has step {step}, the newest of {len(old)} survivors")
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What came out of `join`."""
+
+    job_id: str
+    source: int
+    n_hosts: int
+    leads_host: bool
+    is_restart: bool
+    shard_steps_missed: int
+    rows_lost: int
+
+
+def join(engine: Engine, job_id: str, has_state: bool) -> Joined:
+    """Agree on a step, open the memory, place and fill the shards, and give the engine its mode. A collective."""
+    world, tables = engine.world, engine.tables
+    settings = {
+        **tables.layout.describe(),
+        "row optimizer": repr(tables.optimizer),
+        "global_batch": engine.global_batch,
+        "micro_batch": engine.micro_batch,
+        "dense parameters": engine.dense.n,
+    }
+    held_step = engine.mode.held.step if engine.mode is not None and engine.mode.held is not None else -1
+    mine = Facts(has_state, engine.step, held_step, _host_number(tables.config.shard_dir), digest(settings), os.getpid())
+    facts = [Facts(bool(r[0]), *map(int, r[1:])) for r in world.gather("facts", mine.row())]
+    _refuse_different_settings(world, facts, settings)
+    agreed = agree(facts)
+    if engine.mode is not None and engine.mode.held is not None:
+        if world.rank in agreed.catch_up:
+            engine.mode.apply_held()
+        else:
+            engine.mode.forget_held()
+    members = Membership(tuple(f.host for f in facts))
+    here = members.order.index(mine.host)
+    leads = members.lead_of(mine.host) == world.rank
+
+    job_id = world.broadcast("job", job_id.encode(), agreed.source).decode()
+    memory = _together(world, "open", lambda: _open(engine, job_id))
+    holdings = _gather_holdings(world, members, memory)
+    _refuse_foreign_rows(agreed, holdings, memory)
+    placement = place_shards(members, holdings)
+    missed = _close_torn_steps(agreed.step, placement, holdings, here, leads, memory, {f.pid for f in facts})
+    incoming = [s for s in placement.new if placement.host[s] == here] + [s for s, _, to in placement.moves if to == here]
+    _together(world, "reserve", lambda: memory.reserve(incoming) if leads and incoming else None)
+    for shard in placement.new:
+        if placement.server[shard] == world.rank:
+            memory.init_shard(shard, agreed.step)
+    _move_shards(world, members, placement, here, leads, memory, agreed.step)
+    world.gather("filled", np.zeros(1, dtype=np.int64))
+    if leads:
+        for shard, host in placement.drops + tuple((s, source) for s, source, _ in placement.moves):
+            if host == here:
+                memory.drop(shard)
+    engine.mode = AllreduceMode(world, placement, here, tables)
+    rows_lost = sum(_rows_in(tables.layout, shard) for shard in placement.new) if agreed.is_restart and agreed.step else 0
+    return Joined(job_id, agreed.source, len(members.order), leads, agreed.is_restart, missed, rows_lost)
+
+
+def _open(engine: Engine, job_id: str) -> ShardMemory:
+    tables = engine.tables
+    folder = job_folder(tables.config.shard_dir, job_id)
+    if tables.memory is not None and tables.memory.folder != folder:
+        tables.memory.close()
+        tables.memory = None
+    if tables.memory is None:
+        tables.memory = ShardMemory.create_or_open(tables.config.shard_dir, job_id, tables.layout, tables.config.grace_s)
+    return tables.memory
+
+
+def _gather_holdings(world: World, members: Membership, memory: ShardMemory) -> list[Holding]:
+    marks = memory.marks()
+    everyone = world.gather("marks", np.concatenate([marks.ready, marks.begun, marks.finished]))
+    return [Holding(*np.split(everyone[members.lead_of(host)], 3)) for host in members.order]
+
+
+def _close_torn_steps(
+    step: int, placement: Placement, holdings: list[Holding], here: int, leads: bool, memory: ShardMemory, members: set[int]
+) -> int:
+    """Bring the marks of shards that missed a step up to date; returns how many steps shards missed, over all hosts.
+
+    A shard whose worker died while applying a step has the step partly; one whose worker died before has it not.
+    """
+    missed = 0
+    for shard, host in enumerate(placement.host):
+        if shard in placement.new:
+            continue
+        begun, finished = int(holdings[host].begun[shard]), int(holdings[host].finished[shard])
+        due = max(step, begun)
+        missed += due - finished
+        if leads and host == here and due > finished:
+            memory.end_writer(shard, members)
+            memory.set_ready(shard, due)
+    return missed
+
+
+def _move_shards(
+    world: World, members: Membership, placement: Placement, here: int, leads: bool, memory: ShardMemory, step: int
+) -> None:
+    for shard, source, target in placement.moves:
+        sender, receiver = members.lead_of(members.order[source]), members.lead_of(members.order[target])
+        region = memory.region(shard)
+        for at in range(PAGE_WORDS, len(region), _CHUNK_WORDS):
+            splits = np.zeros(world.size, dtype=np.int64)
+            words = np.empty(0, dtype=np.float32)
+            if world.rank == sender:
+                words = region[at : at + _CHUNK_WORDS].copy()
+                splits[receiver] = len(words)
+            received, _ = world.alltoall("move", words, splits)
+            if world.rank == receiver:
+                region[at : at + len(received)] = received
+        if leads and here == target:
+            memory.set_ready(shard, step)
+
+
+def _together(world: World, name: str, act: Callable[[], T]) -> T:
+    """Do something that may fail on one rank, and fail on all: nobody is left waiting for a worker that gave up."""
+    failure: Exception | None = None
+    try:
+        result = act()
+    except (GbaError, OSError) as error:
+        failure = error
+    failed = np.flatnonzero(world.gather(name, np.array([failure is not None], dtype=np.int64))[:, 0])
+    if failure is not None:
+        raise failure
+    if len(failed):
+        raise ShardMemoryError(f"the worker of rank {failed[0]} could not {name} its host's shard memory; its log says why")
+    return result
+
+
+def _refuse_different_settings(world: World, facts: list[Facts], settings: dict[str, object]) -> None:
+    if len({f.settings for f in facts}) == 1:
+        return
+    theirs = state_codec.decode(world.broadcast("settings", state_codec.encode(settings), 0))
+    found = difference(theirs, settings)
+    ranks = [rank for rank, f in enumerate(facts) if f.settings != facts[0].settings]
+    detail = f"rank 0 has {found}" if found else f"see the log of rank {ranks[0]}"
+    raise StateMismatch(f"workers {ranks} define the model differently from rank 0: {detail}; run the same script with the same settings everywhere")
+
+
+def _refuse_foreign_rows(agreed: Agreement, holdings: list[Holding], memory: ShardMemory) -> None:
+    last = max(int(np.max(h.begun * h.ready)) for h in holdings)
+    if not agreed.is_restart and last > 0:
+        raise ShardMemoryError(
+            f"{memory.folder} was left by another job of this name: its rows are of step {last}; "
+            f"remove it (rm -r {memory.folder}) or choose another GBA_HVD_JOB_ID"
+        )
+
+
+def _rows_in(layout: Layout, shard: int) -> int:
+    return sum(len(range(shard, table.n_rows, layout.n_shards)) for table in layout.tables)
+
+
+def _host_number(base: Path) -> int:
+    """Equal for the workers that see the same folder of the same machine."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    parts = [boot.read_text() if boot.exists() else os.uname().nodename, str(base.resolve())]
+    if base.exists():
+        parts.append(str(base.stat().st_dev))
+    return digest({"host": parts})
+

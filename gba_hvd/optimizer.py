@@ -1,0 +1,257 @@
+"""`DistributedOptimizer`: the user's torch optimizer, stepping once per global batch.
+
+Each call of `step()` takes in one micro-batch. The last of a worker's share closes the global step: gradients are
+exchanged, the step is committed, and dense parameters and rows are updated once. `Engine` holds what a step needs;
+`batches` drives it, `elastic` carries it through changes of membership.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from gba_hvd.allreduce import AllreduceMode
+from gba_hvd.callbacks import Callback, Event, StepRecord
+from gba_hvd.collectives import SoloWorld, World
+from gba_hvd.errors import BadInput, GbaError, NonFiniteGradient, StateMismatch
+from gba_hvd.gradients import DenseGradients, RowGrad
+from gba_hvd.order import Account, Cut
+from gba_hvd.tables import EmbeddingTables
+
+O = TypeVar("O", bound=torch.optim.Optimizer)
+
+# The numbers that travel with the dense gradients, so that a step needs no other collective.
+_SAMPLES, _LOSS, _LOSS_WEIGHT, _HOSTS_UPDATED, _N_BAD, _BAD_MICRO, _N_EXTRA = range(7)
+
+
+@dataclass
+class Cursor:
+    """Where training stands in the data: steps done of one epoch. Epoch -1 is before the first."""
+
+    epoch: int = -1
+    steps_done: int = 0
+
+
+@dataclass(frozen=True)
+class _Micro:
+    """The micro-batch being computed."""
+
+    index: int
+    n_samples: int
+    is_last: bool
+
+
+class Engine:
+    """One worker's part of the training: position, account, gradients under way, and the mode that carries them.
+
+    step: number of optimizer applications so far, equal on all workers. Not thread-safe; belongs to the training thread.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, tables: EmbeddingTables, names: Mapping[int, str], global_batch: int, micro_batch: int
+    ) -> None:
+        Cut(1, global_batch, micro_batch)  # refuses a bad pair now
+        self.optimizer, self.tables = optimizer, tables
+        self.global_batch, self.micro_batch = global_batch, micro_batch
+        parameters = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+        self._names = [names.get(id(p), f"parameter {i} {tuple(p.shape)}") for i, p in enumerate(parameters)]
+        self.dense = DenseGradients(parameters, _N_EXTRA)
+        self.world: World = SoloWorld()
+        self.mode: AllreduceMode | None = None
+        self.step, self.cursor, self.account = 0, Cursor(), Account()
+        self.restarts = 0
+        self.callbacks: list[Callback] = []
+        self.hosts_updated = False  # Horovod told this worker (only rank 0 is told)
+        self.interrupt_due = False  # all workers know by now, and stop at the same step
+        self._micro: _Micro | None = None
+        self._rows: list[list[tuple[RowGrad, float]]] = []
+        self._bad: str | None = None
+        self._bad_micro = -1
+        self._cut, self._step_of_epoch, self._ended = Cut(1, 1, 1), 0, time.perf_counter()
+
+    # --- driven by `batches` -----------------------------------------------------------------------------------------
+
+    def begin_step(self, cut: Cut, epoch: int, step_of_epoch: int) -> None:
+        assert self.mode is not None
+        if self.cursor.epoch != epoch:
+            self.cursor = Cursor(epoch, 0)
+        self._cut, self._step_of_epoch = cut, step_of_epoch
+        self._rows = [[] for _ in self.tables.layout.groups]
+        self._bad, self._micro = None, None
+        self.dense.clear_total_()
+        self.tables.drop_gradients()
+        self.mode.await_rows(self.step)
+
+    def begin_micro(self, index: int, is_last: bool) -> None:
+        self._micro = _Micro(index, self._cut.samples_of_micro(index), is_last)
+
+    def check_stepped(self) -> None:
+        if self._micro is not None:
+            raise GbaError(f"micro-batch {self._micro.index} was handed out, but optimizer.step() was not called for it: call it once for each")
+
+    # --- called by the user's loop, through the optimizer --------------------------------------------------------------
+
+    def add_micro_batch(self, loss: Tensor | float | None) -> None:
+        """Take in the gradients of one micro-batch; close the step if it was the last of this worker's share."""
+        if self._micro is None:
+            raise GbaError("optimizer.step() needs a micro-batch: call it once for each batch of gba_hvd.batches(dataset, state)")
+        micro, self._micro = self._micro, None
+        weight = micro.n_samples / self.micro_batch
+        value = None if loss is None else float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
+        self._look_for_bad(micro, value)
+        self.dense.add_micro_batch_(weight)
+        for group, grads in enumerate(self.tables.take_gradients()):
+            self._rows[group] += [(grad, weight) for grad in grads]
+        extra = self.dense.extra
+        extra[_SAMPLES] += micro.n_samples
+        if value is not None:
+            extra[_LOSS] += value * micro.n_samples
+            extra[_LOSS_WEIGHT] += micro.n_samples
+        if micro.is_last:
+            self.close_step()
+
+    def close_step(self) -> None:
+        """Exchange, commit and apply the global step. A collective; workers without a micro-batch call it too."""
+        assert self.mode is not None
+        n_samples = self._cut.samples_of_step(self._step_of_epoch)
+        scale, extra = self.micro_batch / n_samples, self.dense.extra
+        extra[_HOSTS_UPDATED] = float(self.hosts_updated)
+        if self._bad is not None:
+            extra[_N_BAD], extra[_BAD_MICRO] = 1.0, self._bad_micro
+        self.mode.exchange(self.step + 1, self._rows, scale, self._tables_group["lr"])
+        self.mode.commit(self.dense)
+        agreed = extra.tolist()
+        if agreed[_N_BAD] or not math.isfinite(float(self.dense.total.sum())):
+            self.mode.forget_held()
+            raise self._non_finite(agreed)
+        if round(agreed[_SAMPLES]) != n_samples:
+            raise StateMismatch(
+                f"step {self.step + 1}: the workers computed {agreed[_SAMPLES]:.0f} samples, the plan has {n_samples}; "
+                "do all workers use the same dataset, global_batch and micro_batch?"
+            )
+        torch.mul(self.dense.total[: self.dense.n], scale, out=self.dense.flat)
+        self._step_dense()
+        self.dense.zero_()
+        self.mode.apply_held()
+        self.step += 1
+        self.cursor.steps_done = self._step_of_epoch + 1
+        self.account.apply(n_samples)
+        self.interrupt_due = self.interrupt_due or agreed[_HOSTS_UPDATED] > 0
+        self._report_step(n_samples, agreed[_LOSS] / agreed[_LOSS_WEIGHT] if agreed[_LOSS_WEIGHT] else None)
+
+    # --- what the elastic state carries --------------------------------------------------------------------------------
+
+    def position(self) -> dict[str, Any]:
+        return {"step": self.step, "cursor": asdict(self.cursor), "account": asdict(self.account), "restarts": self.restarts}
+
+    def load_position(self, position: Mapping[str, Any]) -> None:
+        self.step, self.restarts = position["step"], position["restarts"]
+        self.cursor, self.account = Cursor(**position["cursor"]), Account(**position["account"])
+
+    def abandon_step(self) -> None:
+        """Forget the micro-batches of a step that will be computed again (row gradients held stay: see `elastic`)."""
+        self._micro = None
+        self.dense.zero_()
+        self.dense.clear_total_()
+        self.tables.drop_gradients()
+
+    def emit(self, event: Event) -> None:
+        for callback in self.callbacks:
+            callback.on_event(event)
+
+    # -------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _tables_group(self) -> dict[str, Any]:
+        return next(g for g in self.optimizer.param_groups if g.get("gba_hvd") == "tables")
+
+    def _step_dense(self) -> None:
+        cast(Any, super(_Distributed, self.optimizer)).step()  # type: ignore[misc]
+
+    def _look_for_bad(self, micro: _Micro, loss: float | None) -> None:
+        if loss is not None and not math.isfinite(loss):
+            self._bad, self._bad_micro = f"loss {loss}", micro.index
+        elif not math.isfinite(float(self.dense.flat.sum())):
+            name = self.dense.non_finite(self._names)
+            if name is not None:
+                self._bad, self._bad_micro = f"gradient of {name}", micro.index
+
+    def _non_finite(self, agreed: list[float]) -> NonFiniteGradient:
+        where = f"micro-batch {self._bad_micro}: {self._bad} is not finite" if self._bad else "on another worker"
+        if not self._bad and agreed[_N_BAD] == 1:
+            where = f"micro-batch {agreed[_BAD_MICRO]:.0f}, on another worker (its log has more)"
+        return NonFiniteGradient(
+            f"step {self.step + 1} (epoch {self.cursor.epoch}, step {self._step_of_epoch} of it), {where}. "
+            f"The step was not applied: the model is as after step {self.step}. Lower the learning rate, or look at that batch"
+        )
+
+    def _report_step(self, n_samples: int, loss: float | None) -> None:
+        assert self.mode is not None
+        now = time.perf_counter()
+        record = StepRecord(
+            self.step, self.cursor.epoch, n_samples, self.account.applied, now - self._ended, self.world.size, self.mode.name, loss
+        )
+        self._ended = now
+        for callback in self.callbacks:
+            callback.on_step(record)
+
+
+class _Distributed(torch.optim.Optimizer):
+    """What `DistributedOptimizer` adds to the class of the user's optimizer."""
+
+    engine: Engine
+
+    def step(self, closure: Any = None, *, loss: Tensor | float | None = None) -> None:  # type: ignore[override]
+        """Take in one micro-batch's gradients; update the model when the global batch is complete.
+
+        loss: the micro-batch's mean loss; its mean over the global batch is then reported with the step, at no cost.
+        """
+        if closure is not None:
+            raise BadInput("DistributedOptimizer.step() takes no closure: optimizers that need one cannot accumulate micro-batches")
+        self.engine.add_micro_batch(loss)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the micro-batch (those of the step so far are kept elsewhere)."""
+        self.engine.dense.zero_()
+        self.engine.tables.drop_gradients()
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: O,
+    tables: EmbeddingTables,
+    *,
+    global_batch: int,
+    micro_batch: int,
+    named_parameters: Iterable[tuple[str, Tensor]] = (),
+) -> O:
+    """Make an optimizer step once per global batch of `global_batch` samples, over all workers and the tables.
+
+    The same object comes back, with one more parameter group, the last: its `lr` is the row optimizer's, and schedulers
+    made for the optimizer from here on drive it like any other.
+
+    global_batch, micro_batch: samples, G = M x B; G is constant whatever the number of workers.
+    named_parameters: names for error messages.
+    Raises BadInput when G is no multiple of B, or the optimizer is of a kind that needs a closure.
+    """
+    if isinstance(optimizer, _Distributed):
+        raise BadInput("this optimizer is distributed already")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise BadInput("LBFGS needs a closure and cannot accumulate micro-batches: use SGD, Adagrad, Adam or another one-pass optimizer")
+    if "step" in vars(optimizer):
+        raise BadInput("a learning-rate scheduler was made for this optimizer already: make it after DistributedOptimizer, so that it drives the tables too")
+    names = {id(p): name for name, p in named_parameters}
+    engine = Engine(optimizer, tables, names, global_batch, micro_batch)
+    group: dict[str, Any] = {"params": [torch.zeros(0, requires_grad=True)], "lr": tables.optimizer.lr, "gba_hvd": "tables"}
+    if "param_names" in optimizer.param_groups[0]:
+        group["params"] = [("gba_hvd.tables", group["params"][0])]
+    optimizer.add_param_group(group)
+    kind = type(optimizer)
+    optimizer.__class__ = type(kind.__name__, (_Distributed, kind), {})
+    cast(Any, optimizer).engine = engine
+    return optimizer

@@ -1,0 +1,63 @@
+"""Removes a job's shard memory when every worker of the host is gone.
+
+Workers that end well remove it themselves. A killed worker cannot, and must not while others or a restart may want
+the rows; so a small process of its own watches. It leaves the launcher's process tree, because launchers kill that.
+
+Every worker holds a shared lock on `alive`. When the keeper can have it exclusively, nobody lives; when that stays so
+for the grace period it removes the folder and ends. When the folder goes away, it ends too.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+_PERIOD_S = 0.25
+
+
+def start(folder: Path, grace_s: float) -> None:
+    """Start the keeper of a folder, detached from this process."""
+    subprocess.run(
+        [sys.executable, "-I", "-S", __file__, str(folder), str(grace_s)],
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        start_new_session=True, check=True, timeout=30,
+    )  # fmt: skip
+
+
+def keep(folder: Path, grace_s: float) -> None:
+    """Watch until the folder is gone, removing it once nobody has lived for `grace_s`."""
+    empty_since = None
+    while True:
+        time.sleep(_PERIOD_S)
+        try:
+            fd = os.open(folder / "alive", os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            empty_since = None
+            continue
+        else:
+            empty_since = empty_since or time.monotonic()
+            if time.monotonic() - empty_since >= grace_s:
+                shutil.rmtree(folder, ignore_errors=True)  # under the lock: a late worker finds no folder, not half of one
+                return
+        finally:
+            os.close(fd)
+
+
+def main() -> None:
+    folder, grace_s = Path(sys.argv[1]), float(sys.argv[2])
+    if os.fork() > 0:  # the parent of the keeper ends, so that no launcher finds it among its children
+        os._exit(0)
+    keep(folder, grace_s)
+
+
+if __name__ == "__main__":
+    main()

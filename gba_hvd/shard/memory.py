@@ -1,0 +1,256 @@
+"""A host's shard memory: one memory-mapped file that all workers of the host share.
+
+Who owns what. The file belongs to the job, not to a process. Each shard is written by one worker at a time, the one
+that serves it; everybody on the host reads. A worker's death leaves the file as it is.
+
+Order in which things become visible. A shard's `ready` mark is written after its rows are initialised. Around each
+step the serving worker writes `begun = k`, changes the rows, writes `finished = k`. A reader of step k waits for
+`finished >= k`. So a crash leaves one of: begun == finished (whole), begun > finished (the step is partly in this shard).
+The marks are aligned 64-bit stores; their order relies on x86-64's total store order (an assumption stated in DESIGN.md).
+
+Life. Every process that has the memory open holds a shared lock on the file `alive`; the kernel lets go of it when the
+process dies, however it dies. The last one out removes the folder; after a crash `shard.keeper` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import mmap
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gba_hvd import kernels
+from gba_hvd.errors import ShardMemoryError
+from gba_hvd.shard import keeper
+from gba_hvd.shard.layout import PAGE_WORDS, Layout, table_seed
+
+FORMAT = 1
+_OPEN_TRIES = 5
+_END_TIMEOUT_S = 10.0
+_READY = 0x6762612D72656479  # "gba-redy"
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Of every shard: is it here, and the last step begun and finished on it. int64 [S] each."""
+
+    ready: np.ndarray
+    begun: np.ndarray
+    finished: np.ndarray
+
+
+def job_folder(base: Path, job_id: str) -> Path:
+    return base / f"gba-hvd-{job_id}"
+
+
+class ShardMemory:
+    """Open with `create_or_open`; `close()` may be called twice.
+
+    flat:  float32 [S * region_words]  the whole memory, shard after shard
+    """
+
+    def __init__(self, folder: Path, layout: Layout, alive_fd: int, mapped: mmap.mmap, created: bool) -> None:
+        self.folder, self.layout, self.created = folder, layout, created
+        self._alive_fd: int | None = alive_fd
+        self._map = mapped
+        self.flat = np.frombuffer(mapped, dtype=np.float32)
+        self.words = np.frombuffer(mapped, dtype=np.uint32)
+        marks = np.frombuffer(mapped, dtype=np.int64).reshape(layout.n_shards, layout.region_words // 2)
+        self._ready, self._begun, self._finished = marks[:, 0], marks[:, 1], marks[:, 2]
+        self._writer = marks[:, 3]
+
+    @classmethod
+    def create_or_open(cls, base: Path, job_id: str, layout: Layout, grace_s: float) -> ShardMemory:
+        """Open the job's memory on this host, or make it (without any shard in it yet).
+
+        Raises ShardMemoryError when the folder cannot be written or belongs to something else.
+        """
+        folder = job_folder(base, job_id)
+        try:
+            for _ in range(_OPEN_TRIES):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                try:
+                    return cls._open(folder, layout, grace_s)
+                except FileNotFoundError:
+                    continue  # the keeper removed the folder under our hands
+        except OSError as error:
+            if isinstance(error, ShardMemoryError):
+                raise
+            raise ShardMemoryError(
+                f"shard memory cannot be made in {base}: {error.strerror}; "
+                "make the folder writable or name another one with GBA_HVD_SHARD_DIR"
+            ) from error
+        raise ShardMemoryError(f"{folder} disappeared {_OPEN_TRIES} times while it was being opened; is something removing it?")
+
+    @classmethod
+    def _open(cls, folder: Path, layout: Layout, grace_s: float) -> ShardMemory:
+        with _locked(folder):
+            alive_fd = os.open(folder / "alive", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(alive_fd, fcntl.LOCK_SH)  # waits while the keeper removes the folder
+                about, path = folder / "memory.json", folder / "shards"
+                mine = {"format": FORMAT, **layout.describe()}
+                created = not about.exists()
+                if created:
+                    with open(path, "wb") as file:
+                        file.truncate(layout.n_bytes)
+                    keeper.start(folder, grace_s)
+                    about.with_suffix(".new").write_text(json.dumps(mine))
+                    about.with_suffix(".new").rename(about)
+                elif (theirs := json.loads(about.read_text())) != mine:
+                    raise ShardMemoryError(
+                        f"{folder} was left by another job: it holds {difference(theirs, mine)}; "
+                        f"remove it (rm -r {folder}) or choose another GBA_HVD_JOB_ID or GBA_HVD_SHARD_DIR"
+                    )
+                with open(path, "r+b") as file:
+                    mapped = mmap.mmap(file.fileno(), layout.n_bytes)
+            except BaseException:
+                os.close(alive_fd)
+                raise
+        return cls(folder, layout, alive_fd, mapped, created)
+
+    # --- shards ----------------------------------------------------------------------------------------------------
+
+    def marks(self) -> Marks:
+        return Marks((self._ready == _READY).astype(np.int64), self._begun.copy(), self._finished.copy())
+
+    def reserve(self, shards: list[int]) -> None:
+        """Take the space of these shards from the file system now, so that no later write can fail for lack of it."""
+        need = len(shards) * self.layout.region_bytes
+        stat = os.statvfs(self.folder)
+        free = stat.f_bavail * stat.f_frsize
+        if need > free:
+            raise ShardMemoryError(
+                f"{len(shards)} of {self.layout.n_shards} shards need {_gib(need)} in {self.folder.parent}, "
+                f"{_gib(free)} are free: name a larger folder with GBA_HVD_SHARD_DIR (a disk will do), "
+                f"or enlarge /dev/shm (mount -o remount,size=..., docker run --shm-size=...)"
+            )
+        with open(self.folder / "shards", "r+b") as file:
+            for shard in shards:
+                os.posix_fallocate(file.fileno(), shard * self.layout.region_bytes, self.layout.region_bytes)
+
+    def init_shard(self, shard: int, step: int) -> None:
+        """Give every row of a shard its initial value, zero slots and counters, as of `step`."""
+        layout, start = self.layout, shard * self.layout.region_words
+        self._ready[shard] = 0
+        self.flat[start + PAGE_WORDS : start + layout.region_words] = 0.0
+        for group in layout.groups:
+            for table, first in zip(group.tables, group.first, strict=True):
+                seed = np.uint64(table_seed(layout.seed, table.name))
+                at = start + group.at_weights + first * group.dim
+                std = np.float32(layout.init_std)
+                kernels.init_rows(self.flat, at, table.n_rows, shard, layout.n_shards, group.dim, seed, std)
+        self.set_ready(shard, step)
+
+    def set_ready(self, shard: int, step: int) -> None:
+        self._begun[shard] = self._finished[shard] = step
+        self._ready[shard] = _READY  # last: from here on the shard exists
+
+    def drop(self, shard: int) -> None:
+        """Give the space of a shard back; it now lives on another host."""
+        self._ready[shard] = 0
+        if hasattr(self._map, "madvise") and hasattr(mmap, "MADV_REMOVE"):
+            self._map.madvise(mmap.MADV_REMOVE, shard * self.layout.region_bytes, self.layout.region_bytes)
+
+    def region(self, shard: int) -> np.ndarray:
+        """float32 [region_words], a view: the whole shard, marks included."""
+        return self.flat[shard * self.layout.region_words : (shard + 1) * self.layout.region_words]
+
+    def begin(self, shards: np.ndarray, step: int) -> None:
+        self._writer[shards] = os.getpid()
+        self._begun[shards] = step
+
+    def finish(self, shards: np.ndarray, step: int) -> None:
+        self._finished[shards] = step
+
+    def wait_finished(self, shards: np.ndarray, step: int, timeout_s: float) -> None:
+        """Wait until `step` is finished on all these shards; TimeoutError names the shard and its writer."""
+        deadline = None
+        while True:
+            behind = shards[self._finished[shards] < step]
+            if len(behind) == 0:
+                return
+            now = time.monotonic()
+            deadline = deadline or now + timeout_s
+            shard, writer = int(behind[0]), int(self._writer[behind[0]])
+            if now > deadline or (writer and not _is_alive(writer)):
+                why = "did not finish" if now > deadline else "died before it finished"
+                raise TimeoutError(f"shard {shard}: process {writer} {why} step {step} (last finished {self._finished[shard]})")
+            time.sleep(20e-6)
+
+    def end_writer(self, shard: int, members: set[int]) -> None:
+        """A worker that the world has moved on without may be stopped in the middle of writing this shard: end it.
+
+        Otherwise it would go on writing an old step when it is continued, under the feet of its successor.
+        """
+        pid = int(self._writer[shard])
+        if self._begun[shard] == self._finished[shard] or pid in members or not _is_alive(pid):
+            return
+        if str(self.folder).encode() not in Path(f"/proc/{pid}/maps").read_bytes():
+            return  # the number now belongs to somebody else
+        os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + _END_TIMEOUT_S
+        while _is_alive(pid):
+            if time.monotonic() > deadline:
+                raise ShardMemoryError(f"shard {shard}: process {pid} is stuck in the middle of writing and cannot be killed; end it by hand")
+            time.sleep(0.01)
+
+    def close(self, remove: bool = True) -> None:
+        """Let go; the last process out removes the folder, unless told not to (a restart may want the rows)."""
+        if self._alive_fd is None:
+            return
+        fd, self._alive_fd = self._alive_fd, None
+        try:
+            with _locked(self.folder):
+                if remove:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(self.folder, ignore_errors=True)
+        except (BlockingIOError, FileNotFoundError):
+            pass  # somebody else still uses it, or has removed it
+        finally:
+            os.close(fd)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Opening and closing are serialised on a host; `alive` itself only says who lives."""
+    with open(folder / "door", "a") as door:
+        fcntl.flock(door, fcntl.LOCK_EX)
+        yield
+
+
+def difference(theirs: dict[str, Any], mine: dict[str, Any]) -> str:
+    """What two descriptions disagree in, in words: `tables['user'] [100, 8], here [200, 8]`."""
+    found = []
+    for name in sorted({*theirs, *mine}):
+        a, b = theirs.get(name), mine.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += [f"{name}[{k!r}] {a.get(k)}, here {b.get(k)}" for k in {**a, **b} if a.get(k) != b.get(k)]
+            if not found and list(a) != list(b):
+                found.append(f"{name} in the order {list(a)}, here {list(b)}")
+        elif a != b:
+            found.append(f"{name} {a}, here {b}")
+    return "; ".join(found[:5])
+
+
+def _is_alive(pid: int) -> bool:
+    """Running or stopped; a zombie that nobody has waited for is dead."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in (b"Z", b"X")
+
+
+def _gib(n_bytes: int) -> str:
+    return f"{n_bytes / 2**30:.2f} GiB"
