@@ -40,7 +40,7 @@ def evaluate(
     assert mode is not None
     size = batch or engine.micro_batch
     cut = Cut(len(dataset), size, size)
-    scores = ScoreAccumulator(exact_limit=max(1, exact_limit // world.size))
+    scores = ScoreAccumulator(exact_limit=exact_limit)
     _share_buffers(world, model)
     mode.await_rows(engine.step)
     was_training = model.training

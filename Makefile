@@ -1,0 +1,75 @@
+# What a person runs, what pre-commit runs and what .ci/run runs. `make help` lists it.
+#
+# Set-up is done in steps, each with a stamp in .venv, so that a second `make test` starts at once:
+#   virtual environment -> pinned dependencies -> Horovod wheel (built once per user) -> this package, editable
+
+SHELL      := /bin/bash
+VENV       := .venv
+PY         := $(VENV)/bin/python
+PYTHON     ?= $(shell command -v python3.11 || command -v python3)
+PYTEST     := $(PY) -m pytest
+export OMP_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test test-fast check bench clean
+
+help:  ## this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+
+setup: $(VENV)/.ready  ## virtual environment, dependencies, Horovod, this package (first time: about 8 minutes)
+
+demo: setup  ## train on the synthetic click log with 2 workers, one of them killed on the way
+	$(PY) examples/demo.py
+
+test: setup  ## every test, also those that start real processes
+	$(PYTEST)
+
+test-fast: setup  ## the tests that start no processes
+	$(PYTEST) -m "not processes"
+
+check: setup  ## formatting, lint, types
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy gba_hvd tools examples
+
+bench: setup  ## ours against plain Horovod and TorchRec, to runs/bench/allreduce.json
+	$(VENV)/bin/gba-hvd bench allreduce --out runs/bench/allreduce.json
+
+clean:  ## remove what runs and builds left; the environment and the cached Horovod wheel stay
+	rm -rf runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
+	rm -f $(VENV)/.ready  # the compiled kernels were in a __pycache__
+
+# --- set-up ---------------------------------------------------------------------------------------------------------
+
+$(VENV)/.venv:
+	@test -n "$(PYTHON)" || { echo "no python3 found; Python 3.11 is needed: apt-get install -y python3 python3-venv"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { \
+	  echo "Python 3.11 is needed (the pinned versions are chosen for it), $(PYTHON) is $$($(PYTHON) -V 2>&1);"; \
+	  echo "install it, or name one: make $(or $(MAKECMDGOALS),setup) PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) cannot make virtual environments: apt-get install -y python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# torch first: it is the largest, and what Horovod is built against.
+$(VENV)/.dependencies: requirements.txt requirements-dev.txt constraints.txt $(VENV)/.venv
+	$(PY) -m pip install "$$(grep '^torch==' requirements.txt)" -c constraints.txt
+	@echo "installing the other dependencies (a minute or two)"
+	$(PY) -m pip install --quiet -r requirements.txt -r requirements-dev.txt -c constraints.txt
+	@touch $@
+
+$(VENV)/.horovod: tools/build_horovod.py $(VENV)/.dependencies
+	$(PY) -m tools.build_horovod --install
+	@touch $@
+
+$(VENV)/.package: setup.cfg pyproject.toml $(VENV)/.horovod
+	$(PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# The row kernels are compiled at their first import and cached on disk; here, so that no worker waits for it later.
+$(VENV)/.ready: gba_hvd/kernels.py $(VENV)/.package
+	$(PY) -c "import gba_hvd.kernels"
+	@touch $@

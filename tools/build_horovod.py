@@ -1,0 +1,293 @@
+"""Build the Horovod wheel for the installed torch, once per user.
+
+PyPI has Horovod as a source distribution only. It asks for C++14, where today's torch needs the standard torch itself
+was built with, and it resolves the host name in process sets where it should use the interface it was given. Decided
+here: what is changed in the source, with which flags it is built, and under which key the wheel is kept. How the
+build is run and shown is in `build_run.py`. Needs nothing but the standard library, so it can run before the package
+is installed: `python -m tools.build_horovod [--install]` in the project folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from .build_run import run_shown
+
+HOROVOD_VERSION = "0.28.1"
+SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+BUILD_FLAGS = {
+    "HOROVOD_WITH_PYTORCH": "1",
+    "HOROVOD_WITHOUT_TENSORFLOW": "1",
+    "HOROVOD_WITHOUT_MXNET": "1",
+    "HOROVOD_WITH_GLOO": "1",
+    "HOROVOD_WITHOUT_MPI": "1",
+    # CMake 4 refuses the old minimum versions that the bundled libraries ask for, unless told otherwise.
+    "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
+}
+GIB_PER_COMPILER = 2
+
+
+class BuildError(Exception):
+    """The wheel cannot be built; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One replacement in one file. `old` must occur exactly once; `{std}` stands for the C++ standard."""
+
+    path: str
+    old: str
+    new: str
+    why: str
+
+
+PATCHES = (
+    Patch(
+        "CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD {std})", "torch's headers need C++{std}"
+    ),
+    Patch(
+        "horovod/torch/CMakeLists.txt",
+        "set(CMAKE_CXX_STANDARD 14)",
+        "set(CMAKE_CXX_STANDARD {std})",
+        "torch's headers need C++{std}",
+    ),
+    Patch(
+        "horovod/common/gloo/gloo_context.cc",
+        "  attr device_attr;\n  device_attr.iface = gloo_iface_;\n  device_attr.ai_family = AF_UNSPEC;\n"
+        "  auto dev = CreateDevice(device_attr);\n\n  global_ctx = global_context.ctx;",
+        "  gloo_iface_ = global_context.gloo_iface_;\n"
+        "  attr device_attr;\n  device_attr.iface = gloo_iface_;\n  device_attr.ai_family = AF_UNSPEC;\n"
+        "  auto dev = CreateDevice(device_attr);\n\n  global_ctx = global_context.ctx;",
+        "process sets use the interface of the global context, not the address of the host name",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the wheel is built for."""
+
+    python: str
+    python_tag: str
+    torch: str
+    cxx_standard: int
+
+    @property
+    def key(self) -> str:
+        recipe = repr((SDIST_SHA256, PATCHES, sorted(BUILD_FLAGS.items()), self.cxx_standard))
+        digest = hashlib.sha256(recipe.encode()).hexdigest()[:10]
+        return f"horovod-{HOROVOD_VERSION}-torch-{self.torch}-{self.python_tag}-{digest}"
+
+
+def cxx_standard(torch_config: str) -> int:
+    """The C++ standard torch was built with, from `torch.__config__.show()`, as CMake wants it (e.g. 20)."""
+    found = re.search(r"C\+\+ Version: (\d{4})\d\d", torch_config)
+    if found is None:
+        raise BuildError(
+            "torch.__config__.show() has no line 'C++ Version: YYYYMM', so the C++ standard to build with is unknown; "
+            "this torch is not one this script knows, install the version in requirements.txt"
+        )
+    return int(found.group(1)) % 100
+
+
+def apply_patches(source: Path, std: int, patches: tuple[Patch, ...] = PATCHES) -> None:
+    """Change the unpacked source in place. Raises BuildError if a text to replace is not there exactly once."""
+    for patch in patches:
+        path = source / patch.path
+        if not path.is_file():
+            raise BuildError(
+                f"expected the file {patch.path} in {source}, found none; is this Horovod {HOROVOD_VERSION}?"
+            )
+        text = path.read_text()
+        count = text.count(patch.old)
+        if count != 1:
+            raise BuildError(
+                f"{patch.path}: expected exactly one place to change ({patch.why.format(std=std)}), found {count}; "
+                f"the patches are written for Horovod {HOROVOD_VERSION}, adapt PATCHES in tools/build_horovod.py"
+            )
+        path.write_text(text.replace(patch.old, patch.new.format(std=std)))
+
+
+def check_sha256(path: Path, expected: str = SDIST_SHA256) -> None:
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    if found != expected:
+        raise BuildError(
+            f"{path.name}: expected sha256 {expected}, got {found}; the download is damaged or not the published one"
+        )
+
+
+def find_target(python: str) -> Target:
+    """Ask an interpreter for its tag and its torch."""
+    probe = (
+        "import sys, sysconfig, torch\n"
+        "print(f'cp{sys.version_info[0]}{sys.version_info[1]}-' + sysconfig.get_platform().replace('-', '_'))\n"
+        "print(torch.__version__)\nprint(torch.__config__.show())"
+    )
+    asked = subprocess.run([python, "-c", probe], check=False, capture_output=True, text=True)
+    if asked.returncode != 0:
+        raise BuildError(
+            f"{python} cannot import torch, which Horovod is built against; run `make setup` "
+            f"(or install requirements.txt first):\n{asked.stderr.strip()[-500:]}"
+        )
+    tag, torch_version, config = asked.stdout.split("\n", 2)
+    return Target(python, tag, torch_version, cxx_standard(config))
+
+
+def missing_tools(python_bin: Path) -> list[str]:
+    """What the build needs and the machine lacks, one sentence each with the command that installs it."""
+    missing = []
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        missing.append("no C++ compiler (g++): apt-get install -y g++")
+    if shutil.which("make") is None:
+        missing.append("no make: apt-get install -y make")
+    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        missing.append("no Python headers (Python.h): apt-get install -y python3-dev")
+    if find_cmake(python_bin) is None:
+        missing.append("no cmake: pip install cmake, or apt-get install -y cmake")
+    return missing
+
+
+def find_cmake(python_bin: Path) -> str | None:
+    return shutil.which("cmake", path=str(python_bin)) or shutil.which("cmake")
+
+
+def compiler_jobs() -> int:
+    """One compiler per core, as far as the memory goes."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(os.cpu_count() or 1, int(memory / (GIB_PER_COMPILER << 30))))
+
+
+def cache_dir() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(root) / "gba-hvd" / "wheels"
+
+
+def cached_wheel(folder: Path) -> Path | None:
+    wheels = sorted(folder.glob("horovod-*.whl")) if folder.is_dir() else []
+    return next((wheel for wheel in wheels if zipfile.is_zipfile(wheel)), None)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a file lock, so that two builds of the same wheel do not meet."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"another build of this wheel is under way, waiting for it ({path})", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def scratch_folder(path: Path) -> Iterator[Path]:
+    """An empty folder that goes again. The caller holds the lock, so what lies there is of a build that was killed."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def fetch_sdist(python: str, folder: Path) -> Path:
+    """Download the source distribution with pip (its indexes, its proxies), checked before anything in it runs."""
+    wanted = folder / "wanted.txt"
+    wanted.write_text(f"horovod=={HOROVOD_VERSION} --hash=sha256:{SDIST_SHA256}\n")
+    command = [python, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "horovod"]
+    command += ["--no-build-isolation", "--require-hashes", "--dest", str(folder), "--requirement", str(wanted)]
+    fetched = subprocess.run(command, check=False, capture_output=True, text=True)
+    sdist = folder / f"horovod-{HOROVOD_VERSION}.tar.gz"
+    if fetched.returncode != 0 or not sdist.is_file():
+        raise BuildError(
+            f"cannot download horovod-{HOROVOD_VERSION}.tar.gz; is the package index reachable? pip said:\n"
+            + (fetched.stderr or fetched.stdout).strip()[-1500:]
+        )
+    check_sha256(sdist)
+    return sdist
+
+
+def build(target: Target, cache: Path) -> Path:
+    """Return the wheel for `target`, from the cache or newly built."""
+    folder = cache / target.key
+    if (wheel := cached_wheel(folder)) is not None:
+        return wheel
+    with locked(cache / f"{target.key}.lock"):
+        if (wheel := cached_wheel(folder)) is not None:
+            return wheel
+        if missing := missing_tools(Path(target.python).parent):
+            raise BuildError("cannot build Horovod on this machine yet:\n  " + "\n  ".join(missing))
+        return _build_locked(target, cache, folder)
+
+
+def _build_locked(target: Target, cache: Path, folder: Path) -> Path:
+    with scratch_folder(cache / f".building-{target.key}") as work:
+        print(
+            f"building Horovod {HOROVOD_VERSION} for torch {target.torch} (C++{target.cxx_standard}), once", flush=True
+        )
+        sdist = fetch_sdist(target.python, work)
+        with tarfile.open(sdist) as archive:
+            archive.extractall(work)  # its checksum is known, so nothing in it can surprise
+        source = work / f"horovod-{HOROVOD_VERSION}"
+        apply_patches(source, target.cxx_standard)
+        cmake = find_cmake(Path(target.python).parent)
+        assert cmake is not None, "missing_tools has looked"
+        settings = {**BUILD_FLAGS, "HOROVOD_CMAKE": cmake, "MAKEFLAGS": f"-j{compiler_jobs()}"}
+        command = [target.python, "-m", "pip", "wheel", "-v", "--no-index", "--no-deps", "--no-build-isolation"]
+        command += ["--use-pep517", "--wheel-dir", str(work / "wheel"), "."]
+        log = cache / f"{target.key}.log"
+        if run_shown(command, cwd=source, env={**os.environ, **settings}, log=log) != 0:
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
+            raise BuildError(f"building Horovod failed; the last lines of {log}:\n{tail}\nthe whole log is {log}")
+        built = cached_wheel(work / "wheel")
+        if built is None:
+            raise BuildError(f"pip finished but left no wheel in {work / 'wheel'}; the log is {log}")
+        folder.mkdir(parents=True, exist_ok=True)
+        # A rename within one file system: the cache holds a whole wheel or none.
+        return built.rename(folder / built.name)
+
+
+def is_installed(wheel: Path) -> bool:
+    """Whether this interpreter's Horovod was installed from this very wheel."""
+    try:
+        origin = distribution("horovod").read_text("direct_url.json")
+    except PackageNotFoundError:
+        return False
+    return origin is not None and json.loads(origin).get("url") == wheel.as_uri()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Build (or find) the Horovod wheel for this interpreter's torch.")
+    parser.add_argument("--install", action="store_true", help="install the wheel into this interpreter's environment")
+    args = parser.parse_args(argv)
+    try:
+        wheel = build(find_target(sys.executable), cache_dir())
+    except BuildError as error:
+        print(f"build_horovod: {error}", file=sys.stderr)
+        return 1
+    print(f"Horovod wheel: {wheel}", flush=True)
+    if not args.install or is_installed(wheel):
+        return 0
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--force-reinstall"]
+    return subprocess.run([*command, str(wheel)], check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

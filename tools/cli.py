@@ -1,0 +1,50 @@
+"""The command `gba-hvd`: which subcommands there are, and how an error reaches the person.
+
+Each subcommand is a module with `add_parser(subparsers)`; what it does, and its heavy imports, are in there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from . import bench, data_command, doctor, mlflow_command
+
+COMMANDS = (doctor, data_command, bench, mlflow_command)
+
+INTERRUPTED = 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gba-hvd", description="Tools around gba_hvd, the Horovod plugin for recommendation models."
+    )
+    parser.add_argument("--version", action="version", version=f"gba-hvd {version('gba-hvd')}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; its exit status. Errors a person can mend are one line, all others keep their traceback."""
+    args = build_parser().parse_args(argv)
+    try:
+        status: int = args.run(args)
+        return status
+    except KeyboardInterrupt:
+        print("gba-hvd: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        from gba_hvd.errors import GbaError  # here, because importing gba_hvd imports torch
+
+        if not isinstance(error, GbaError):
+            raise
+        print(f"gba-hvd: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
