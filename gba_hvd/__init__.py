@@ -1,4 +1,4 @@
-"""Train click models with Horovod: embedding tables in shared memory, a constant global batch, elastic without rollback."""
+"""Train click models with Horovod: tables in shared memory, a constant global batch, elastic without rollback."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class AllreduceMode:
             raise worker_lost(str(error)) from error
 
     def pull(self, keys: Sequence[np.ndarray]) -> None:
-        """Fetch rows of other hosts: per group the keys this rank is about to use. A collective; does nothing on one host."""
+        """Fetch rows of other hosts: per group the keys this rank will use next. A collective; nothing on one host."""
         if not self.several_hosts:
             return
         assert self._tables.local is not None
@@ -80,7 +80,9 @@ class AllreduceMode:
             wanted, _, slots = distinct(far)
             start, order = np.empty(size + 1, dtype=np.int64), np.empty(len(wanted), dtype=np.int32)
             kernels.order_by_owner(wanted, layout.n_shards, self._server, start, order)
-            asked, n_asked = self._world.alltoall(f"pull.keys.{number}", wanted[order].view(np.float32), 2 * np.diff(start))
+            asked, n_asked = self._world.alltoall(
+                f"pull.keys.{number}", wanted[order].view(np.float32), 2 * np.diff(start)
+            )
             asked_keys = np.ascontiguousarray(asked).view(np.int64)
             rows = np.empty((len(asked_keys), group.dim), dtype=np.float32)
             kernels.gather_rows(
@@ -92,8 +94,11 @@ class AllreduceMode:
             self._tables.remote[number] = RemoteRows(wanted, slots, values)
 
     def exchange(self, step: int, parts: Sequence[Sequence[tuple[RowGrad, float]]], scale: float, lr: float) -> None:
-        """Send this rank's row gradients (per group, each with its weight) to the ranks that serve them; hold what comes."""
-        grads = [merge(p) if p else RowGrad(np.empty(0, np.int64), np.empty((0, d), np.float32)) for p, d in zip(parts, self._dims, strict=True)]
+        """Send row gradients (per group, each with its weight) to the ranks that serve them; hold what comes."""
+        grads = [
+            merge(p) if p else RowGrad(np.empty(0, np.int64), np.empty((0, d), np.float32))
+            for p, d in zip(parts, self._dims, strict=True)
+        ]
         if self._world.size == 1:
             held = [[grad] for grad in grads]
         else:

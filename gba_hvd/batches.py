@@ -50,7 +50,10 @@ def batches(
     if epoch is None:
         epoch = max(0, engine.cursor.epoch) if engine.cursor.steps_done < cut.n_steps else engine.cursor.epoch + 1
     first = engine.cursor.steps_done if engine.cursor.epoch == epoch else 0
-    _agree(engine.world, {"samples": len(dataset), "seed": seed, "epoch": epoch, "step of the epoch": first, "step": engine.step})
+    _agree(
+        engine.world,
+        {"samples": len(dataset), "seed": seed, "epoch": epoch, "step of the epoch": first, "step": engine.step},
+    )
     _warn_of_idle_workers(cut, engine.world.rank, engine.world.size)
     order = EpochOrder(len(dataset), seed, epoch, shuffle)
     for step in range(first, cut.n_steps):
@@ -58,7 +61,7 @@ def batches(
         share = cut.micro_of_step(step)[engine.world.rank :: engine.world.size]
         engine.begin_step(cut, epoch, step)
         assert engine.mode is not None
-        read = (_read(dataset, order, cut, index) for index in share)
+        read: Iterator[Any] = (_read(dataset, order, cut, index) for index in share)
         if engine.mode.several_hosts:
             read = iter(loaded := list(read))
             engine.mode.pull(keys_by_group(engine.tables, [find_ids(batch) for batch in loaded]))
@@ -86,7 +89,9 @@ def keys_by_group(tables: EmbeddingTables, ids: list[Ids]) -> list[np.ndarray]:
 
 def _read(dataset: Dataset, order: EpochOrder, cut: Cut, index: int) -> Any:
     batch = dataset.take(order.rows(index * cut.micro_batch, cut.samples_of_micro(index)))
-    return dataclasses.replace(batch, index=index) if dataclasses.is_dataclass(batch) and hasattr(batch, "index") else batch  # type: ignore[type-var]
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type) and hasattr(batch, "index"):
+        return dataclasses.replace(batch, index=index)
+    return batch
 
 
 def _ids_of(batch: Any) -> Ids:
@@ -94,7 +99,8 @@ def _ids_of(batch: Any) -> Ids:
         ids: Ids = batch.ids
     except AttributeError as error:
         raise BadInput(
-            f"a batch of type {type(batch).__name__} has no `ids`: tell gba_hvd.batches where the table ids are, with ids=lambda batch: ..."
+            f"a batch of type {type(batch).__name__} has no `ids`: tell gba_hvd.batches where the table ids are, "
+            "with ids=lambda batch: ..."
         ) from error
     return ids
 
@@ -105,7 +111,10 @@ def _agree(world: Any, facts: dict[str, int]) -> None:
     for column, name in enumerate(facts):
         values = everyone[:, column].tolist()
         if len(set(values)) > 1:
-            raise StateMismatch(f"the workers disagree about the {name}: by rank {values}; they must run the same script on the same data")
+            raise StateMismatch(
+                f"the workers disagree about the {name}: by rank {values}; "
+                "they must run the same script on the same data"
+            )
 
 
 def _warn_of_idle_workers(cut: Cut, rank: int, size: int) -> None:

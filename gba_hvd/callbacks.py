@@ -63,9 +63,10 @@ class Event:
 
 
 class Callback:
-    """Override what you need. Called on every worker, in the training thread: return quickly, never raise for remote trouble.
+    """Override what you need. Called on every worker, in the training thread: be quick, never raise for remote trouble.
 
-    Order: `on_job` (again after each change of membership), then any of `on_step`, `on_metrics`, `on_event`, then `on_end` once.
+    Order: `on_job` (again after each change of membership), then any of `on_step`, `on_metrics`, `on_event`, then
+    `on_end` once.
     What `state_dict` returns (JSON values) travels with the elastic state, so a replacement worker continues from it:
     `load_state_dict` runs before `on_job` there.
     """

@@ -117,7 +117,9 @@ def _horovod() -> Any:
     try:
         import horovod.torch as hvd
     except ImportError as error:
-        raise GbaError("Horovod is not installed for this Python: run `make setup`, or `gba-hvd doctor` to see what is missing") from error
+        raise GbaError(
+            "Horovod is not installed for this Python: run `make setup`, or `gba-hvd doctor` to see what is missing"
+        ) from error
     return hvd
 
 

@@ -31,10 +31,13 @@ class Config:
     grace_s: float = 20.0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "shard_dir", Path(self.shard_dir))
         if self.n_shards < 1:
             raise BadInput(f"n_shards must be at least 1, got {self.n_shards}")
         if self.timeout_s <= 0 or self.grace_s < 0:
-            raise BadInput(f"timeout_s must be positive and grace_s not negative, got {self.timeout_s} and {self.grace_s}")
+            raise BadInput(
+                f"timeout_s must be positive and grace_s not negative, got {self.timeout_s} and {self.grace_s}"
+            )
         if self.job_id is not None and not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.job_id):
             raise BadInput(f"job_id must be 1 to 64 letters, digits, '.', '_' or '-', got {self.job_id!r}")
 

@@ -166,7 +166,7 @@ class TorchState:
         self._has_state = self._synced = True
         self._tell_callbacks(joined, before)
 
-    # -------------------------------------------------------------------------------------------------------------------
+    # -----------------------------------------------------------------------------------------------------------------
 
     def _tell_callbacks(self, joined: membership.Joined, before: list[int]) -> None:
         engine = self.engine
@@ -182,7 +182,7 @@ class TorchState:
         job = Job(self._job_id, world.rank, world.size, world.local_rank, world.host, joined.leads_host, settings)
         for callback in engine.callbacks:
             callback.on_job(job)
-        workers = f"{world.size} worker{'s' if world.size > 1 else ''} on {joined.n_hosts} host{'s' if joined.n_hosts > 1 else ''}"
+        workers = f"{_count(world.size, 'worker')} on {_count(joined.n_hosts, 'host')}"
         if not joined.is_restart:
             engine.emit(Event("started", self.step, f"{workers}, job {self._job_id}", {"workers": world.size}))
             return
@@ -227,7 +227,7 @@ class TorchState:
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`horovod.torch.elastic.run`, and the end is told: callbacks hear how the job ended, SIGTERM counts as interrupted.
+    """`horovod.torch.elastic.run`, and the end is told: callbacks hear how the job ended; SIGTERM interrupts.
 
     Works without `horovodrun`, and without Horovod, as a world of one.
     """
@@ -263,6 +263,10 @@ def _elastic(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'s' if n > 1 else ''}"
+
+
 def _status_of(error: BaseException) -> str:
     return "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
 
@@ -280,4 +284,3 @@ def _raise_on_sigterm() -> Callable[[], None]:
         signal.signal(signal.SIGTERM, previous)
 
     return restore
-

@@ -1,4 +1,4 @@
-"""Gradients on their way: row gradients merged per distinct row, dense gradients in one buffer. No communication here."""
+"""Gradients on their way: row gradients merged per distinct row, dense ones in one buffer. No communication here."""
 
 from __future__ import annotations
 
@@ -23,6 +23,13 @@ class RowGrad:
 
     keys: np.ndarray
     values: np.ndarray
+
+    def non_finite(self) -> int | None:
+        """The key of a row whose gradient is NaN or infinite."""
+        if np.isfinite(float(torch.from_numpy(self.values).sum())):
+            return None
+        bad = np.flatnonzero(~np.isfinite(self.values).all(axis=1))
+        return int(self.keys[bad[0]]) if len(bad) else None
 
 
 def hash_slots(n: int) -> np.ndarray:
@@ -51,7 +58,9 @@ def merge(parts: Sequence[tuple[RowGrad, float]]) -> RowGrad:
 
 
 def pack_by_owner(grads: Sequence[RowGrad], owner: np.ndarray, n_owners: int) -> tuple[np.ndarray, np.ndarray]:
-    """One message for each owner of shards: (float32 words of all messages in owner order, words of each int64 [n_owners]).
+    """One message for each owner of shards.
+
+    Returns the float32 words of all messages in owner order, and the number of words of each, int64 [n_owners].
 
     A message is, for each group of tables: the number of rows (int64), their keys (int64), their values (float32).
     """
@@ -96,7 +105,7 @@ class DenseGradients:
     `N_EXTRA` numbers that travel with them.
 
     flat:  [n]            gradient of the micro-batch, later of the step
-    total: [n + n_extra]  weighted sum over micro-batches
+    total: [n + n_extra]  weighted sum over micro-batches, at least float32
     """
 
     def __init__(self, parameters: Sequence[Tensor], n_extra: int) -> None:
@@ -107,7 +116,8 @@ class DenseGradients:
         dtype, device = next(iter(kinds)) if kinds else (torch.float32, torch.device("cpu"))
         self.n = sum(p.numel() for p in self._parameters)
         self.flat = torch.zeros(self.n, dtype=dtype, device=device)
-        self.total = torch.zeros(self.n + n_extra, dtype=dtype, device=device)
+        total_dtype = torch.promote_types(dtype, torch.float32)  # the numbers that travel along are counts
+        self.total = torch.zeros(self.n + n_extra, dtype=total_dtype, device=device)
         self._views: list[Tensor] = []
         at = 0
         for p in self._parameters:
@@ -125,11 +135,14 @@ class DenseGradients:
         for p, view in zip(self._parameters, self._views, strict=True):
             p.grad = view
 
-    def add_micro_batch_(self, weight: float) -> None:
-        """total += weight * gradient of the micro-batch; then clear the latter."""
+    def collect_(self) -> None:
+        """Bring the micro-batch's gradient to `flat`, also where `p.grad` is None or a tensor of somebody else's."""
         for p, view in zip(self._parameters, self._views, strict=True):
-            if p.grad is not view:  # somebody set it to None or to a tensor of their own
+            if p.grad is not view:
                 view.zero_() if p.grad is None else view.copy_(p.grad)
+
+    def add_micro_batch_(self, weight: float) -> None:
+        """total += weight * gradient of the micro-batch, which `collect_` brought to `flat`; then clear the latter."""
         self.total[: self.n].add_(self.flat, alpha=weight)
         self.zero_()
 

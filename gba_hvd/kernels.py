@@ -3,15 +3,15 @@
 Plain arithmetic on numpy arrays: nothing here knows processes, files or modes. Signatures are explicit, so everything
 is compiled at the first import (and cached on disk), never in the middle of training.
 
-Rows are addressed by *key*: `key % n_shards` is the shard, `key // n_shards` the row's place in it (see `shard.layout`).
-`flat` is a host's whole shard memory as float32 words; `region` the words of one shard; `at` where a section starts in it.
+Rows are addressed by *key*: `key % n_shards` is the shard, `key // n_shards` the row's place in it (`shard.layout`).
+`flat` is a host's whole shard memory as float32 words; `region` the words of one shard; `at` where a section starts.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numba as nb
 import numpy as np
@@ -20,14 +20,22 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _compiled(signature: str) -> Callable[[F], F]:
-    return nb.njit(signature, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})  # type: ignore[no-any-return]
+    compiler: Any = nb.njit(
+        signature, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"}
+    )
+    return cast(Callable[[F], F], compiler)
+
+
+def _inlined(signature: str) -> Callable[[F], F]:
+    compiler: Any = nb.njit(signature, inline="always", cache=True)
+    return cast(Callable[[F], F], compiler)
 
 
 # --- numbers from a counter ------------------------------------------------------------------------------------------
 
 
-@nb.njit("uint64(uint64)", inline="always", cache=True)  # type: ignore[untyped-decorator]
-def _mix(x: int) -> int:
+@_inlined("uint64(uint64)")
+def _mix(x: np.uint64) -> np.uint64:
     """The finaliser of splitmix64 (Steele et al. 2014): a bijection of 64 bits that looks random."""
     x = np.uint64(x) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -36,14 +44,15 @@ def _mix(x: int) -> int:
 
 
 @_compiled("void(float32[::1], int64, int64, int64, int64, int64, uint64, float32)")
-def init_rows(flat: Any, start: int, n_rows: int, shard: int, n_shards: int, dim: int, seed: int, std: float) -> None:
+def init_rows(
+    flat: Any, start: int, n_rows: int, shard: int, n_shards: int, dim: int, seed: np.uint64, std: np.float32
+) -> None:
     """Write the initial rows of one table in one shard: normal(0, std), a function of (seed, row, column) only.
 
     `start` is the word where the table's rows of this shard begin, `seed` already carries the table's name.
     Two normals come from two uniforms (Box-Muller).
     """
-    local = 0
-    for row in range(shard, n_rows, n_shards):
+    for local, row in enumerate(range(shard, n_rows, n_shards)):
         state = _mix(seed ^ _mix(np.uint64(row)))
         base = start + local * dim
         for j in range(0, dim, 2):
@@ -54,11 +63,10 @@ def init_rows(flat: Any, start: int, n_rows: int, shard: int, n_shards: int, dim
             flat[base + j] = radius * math.cos(2.0 * math.pi * u2)
             if j + 1 < dim:
                 flat[base + j + 1] = radius * math.sin(2.0 * math.pi * u2)
-        local += 1
 
 
 @_compiled("void(int64, int64, uint64, int64[::1])")
-def shuffled(n: int, first: int, seed: int, out: Any) -> None:
+def shuffled(n: int, first: int, seed: np.uint64, out: Any) -> None:
     """out[i] = place of `first + i` in a permutation of 0..n-1: a Feistel network with cycle walking, no table."""
     bits = 1
     while (1 << (2 * bits)) < n:
@@ -137,7 +145,7 @@ def find_keys(keys: Any, slots: Any, distinct: Any, number: Any) -> int:
     return -1
 
 
-# --- rows out of shard memory, and by owner ----------------------------------------------------------------------------
+# --- rows out of shard memory, and by owner --------------------------------------------------------------------------
 
 
 @_compiled("void(float32[::1], int64[::1], int64, int64, int64, int64, float32[:, ::1])")
@@ -177,7 +185,7 @@ def take_rows(keys: Any, rows: Any, order: Any, out_keys: Any, out_rows: Any) ->
 
 
 @_compiled("void(float32[:, ::1], int32[::1], float32, float32[:, ::1])")
-def add_rows(rows: Any, number: Any, weight: float, out: Any) -> None:
+def add_rows(rows: Any, number: Any, weight: np.float32, out: Any) -> None:
     """out[number[i]] += weight * rows[i]"""
     dim = rows.shape[1]
     for i in range(len(number)):
@@ -259,25 +267,29 @@ def pool_weights_backward(grad: Any, rows: Any, number: Any, offsets: Any, mean:
             out[i] = share * total
 
 
-# --- row optimizers: one pass over the touched rows, in place -----------------------------------------------------------
-# Each takes (flat, keys, grads, scale, n_shards, region, at_weights, at_slots..., dim, lr, weight_decay, ...). The gradient
-# of a row is scale * grads[i] + weight_decay * row.
+# --- row optimizers: one pass over the touched rows, in place --------------------------------------------------------
+# Each takes (flat, keys, grads, scale, n_shards, region, at_weights, at_slots..., dim, lr, weight_decay, ...). The
+# gradient of a row is scale * grads[i] + weight_decay * row.
 
 
 @_compiled("void(float32[::1], int64[::1], float32[:, ::1], float32, int64, int64, int64, int64, float32, float32)")
 def apply_sgd(
-    flat: Any, keys: Any, grads: Any, scale: float, n_shards: int, region: int, at: int, dim: int, lr: float, decay: float
-) -> None:
+    flat: Any, keys: Any, grads: Any, scale: np.float32, n_shards: int, region: int, at: int, dim: int,
+    lr: np.float32, decay: np.float32,
+) -> None:  # fmt: skip
     for i in range(len(keys)):
         w = (keys[i] % n_shards) * region + at + (keys[i] // n_shards) * dim
         for j in range(dim):
             flat[w + j] -= lr * (scale * grads[i, j] + decay * flat[w + j])
 
 
-@_compiled("void(float32[::1], int64[::1], float32[:, ::1], float32, int64, int64, int64, int64, int64, float32, float32, float32)")
+@_compiled(
+    "void(float32[::1], int64[::1], float32[:, ::1], float32, int64, int64, int64, int64, int64, "
+    "float32, float32, float32)"
+)
 def apply_adagrad(
-    flat: Any, keys: Any, grads: Any, scale: float, n_shards: int, region: int, at: int, at_sum: int, dim: int,
-    lr: float, decay: float, eps: float,
+    flat: Any, keys: Any, grads: Any, scale: np.float32, n_shards: int, region: int, at: int, at_sum: int, dim: int,
+    lr: np.float32, decay: np.float32, eps: np.float32,
 ) -> None:  # fmt: skip
     for i in range(len(keys)):
         shard = (keys[i] % n_shards) * region
@@ -289,10 +301,13 @@ def apply_adagrad(
             flat[w + j] -= lr * g / (math.sqrt(flat[s + j]) + eps)
 
 
-@_compiled("void(float32[::1], int64[::1], float32[:, ::1], float32, int64, int64, int64, int64, int64, float32, float32, float32)")
+@_compiled(
+    "void(float32[::1], int64[::1], float32[:, ::1], float32, int64, int64, int64, int64, int64, "
+    "float32, float32, float32)"
+)
 def apply_row_adagrad(
-    flat: Any, keys: Any, grads: Any, scale: float, n_shards: int, region: int, at: int, at_sum: int, dim: int,
-    lr: float, decay: float, eps: float,
+    flat: Any, keys: Any, grads: Any, scale: np.float32, n_shards: int, region: int, at: int, at_sum: int, dim: int,
+    lr: np.float32, decay: np.float32, eps: np.float32,
 ) -> None:  # fmt: skip
     for i in range(len(keys)):
         shard = (keys[i] % n_shards) * region
@@ -309,12 +324,13 @@ def apply_row_adagrad(
 
 
 @_compiled(
-    "void(float32[::1], int64[::1], float32[:, ::1], float32, int64, int64, int64, int64, int64, int64, float32, float32, "
-    "float32, float32, float32, float32, float32)"
+    "void(float32[::1], int64[::1], float32[:, ::1], float32, int64, int64, int64, int64, int64, int64, "
+    "float32, float32, float32, float32, float32, float32, float32)"
 )
 def apply_adam(
-    flat: Any, keys: Any, grads: Any, scale: float, n_shards: int, region: int, at: int, at_m: int, at_v: int, dim: int,
-    lr: float, decay: float, beta1: float, beta2: float, eps: float, correction1: float, correction2: float,
+    flat: Any, keys: Any, grads: Any, scale: np.float32, n_shards: int, region: int, at: int, at_m: int, at_v: int,
+    dim: int, lr: np.float32, decay: np.float32, beta1: np.float32, beta2: np.float32, eps: np.float32,
+    correction1: np.float32, correction2: np.float32,
 ) -> None:  # fmt: skip
     """corrections: 1 - beta ** t, with t the number of steps of the job (as `torch.optim.SparseAdam`)."""
     one = np.float32(1.0)

@@ -44,7 +44,10 @@ class Facts:
 
 @dataclass(frozen=True)
 class Agreement:
-    """step: the newest committed step; source: a rank that has it; catch_up: ranks that apply the gradients they hold."""
+    """What the ranks make of their facts.
+
+    step: the newest committed step; source: a rank that has it; catch_up: ranks that apply the gradients they hold
+    """
 
     step: int
     source: int
@@ -92,7 +95,9 @@ def join(engine: Engine, job_id: str, has_state: bool) -> Joined:
         "dense parameters": engine.dense.n,
     }
     held_step = engine.mode.held.step if engine.mode is not None and engine.mode.held is not None else -1
-    mine = Facts(has_state, engine.step, held_step, _host_number(tables.config.shard_dir), digest(settings), os.getpid())
+    mine = Facts(
+        has_state, engine.step, held_step, _host_number(tables.config.shard_dir), digest(settings), os.getpid()
+    )
     facts = [Facts(bool(r[0]), *map(int, r[1:])) for r in world.gather("facts", mine.row())]
     _refuse_different_settings(world, facts, settings)
     agreed = agree(facts)
@@ -111,7 +116,9 @@ def join(engine: Engine, job_id: str, has_state: bool) -> Joined:
     _refuse_foreign_rows(agreed, holdings, memory)
     placement = place_shards(members, holdings)
     missed = _close_torn_steps(agreed.step, placement, holdings, here, leads, memory, {f.pid for f in facts})
-    incoming = [s for s in placement.new if placement.host[s] == here] + [s for s, _, to in placement.moves if to == here]
+    incoming = [s for s in placement.new if placement.host[s] == here] + [
+        s for s, _, to in placement.moves if to == here
+    ]
     _together(world, "reserve", lambda: memory.reserve(incoming) if leads and incoming else None)
     for shard in placement.new:
         if placement.server[shard] == world.rank:
@@ -123,7 +130,9 @@ def join(engine: Engine, job_id: str, has_state: bool) -> Joined:
             if host == here:
                 memory.drop(shard)
     engine.mode = AllreduceMode(world, placement, here, tables)
-    rows_lost = sum(_rows_in(tables.layout, shard) for shard in placement.new) if agreed.is_restart and agreed.step else 0
+    rows_lost = (
+        sum(_rows_in(tables.layout, shard) for shard in placement.new) if agreed.is_restart and agreed.step else 0
+    )
     return Joined(job_id, agreed.source, len(members.order), leads, agreed.is_restart, missed, rows_lost)
 
 
@@ -134,7 +143,9 @@ def _open(engine: Engine, job_id: str) -> ShardMemory:
         tables.memory.close()
         tables.memory = None
     if tables.memory is None:
-        tables.memory = ShardMemory.create_or_open(tables.config.shard_dir, job_id, tables.layout, tables.config.grace_s)
+        tables.memory = ShardMemory.create_or_open(
+            tables.config.shard_dir, job_id, tables.layout, tables.config.grace_s
+        )
     return tables.memory
 
 
@@ -145,7 +156,13 @@ def _gather_holdings(world: World, members: Membership, memory: ShardMemory) -> 
 
 
 def _close_torn_steps(
-    step: int, placement: Placement, holdings: list[Holding], here: int, leads: bool, memory: ShardMemory, members: set[int]
+    step: int,
+    placement: Placement,
+    holdings: list[Holding],
+    here: int,
+    leads: bool,
+    memory: ShardMemory,
+    members: set[int],
 ) -> int:
     """Bring the marks of shards that missed a step up to date; returns how many steps shards missed, over all hosts.
 
@@ -194,7 +211,9 @@ def _together(world: World, name: str, act: Callable[[], T]) -> T:
     if failure is not None:
         raise failure
     if len(failed):
-        raise ShardMemoryError(f"the worker of rank {failed[0]} could not {name} its host's shard memory; its log says why")
+        raise ShardMemoryError(
+            f"the worker of rank {failed[0]} could not {name} its host's shard memory; its log says why"
+        )
     return result
 
 
@@ -205,7 +224,10 @@ def _refuse_different_settings(world: World, facts: list[Facts], settings: dict[
     found = difference(theirs, settings)
     ranks = [rank for rank, f in enumerate(facts) if f.settings != facts[0].settings]
     detail = f"rank 0 has {found}" if found else f"see the log of rank {ranks[0]}"
-    raise StateMismatch(f"workers {ranks} define the model differently from rank 0: {detail}; run the same script with the same settings everywhere")
+    raise StateMismatch(
+        f"workers {ranks} define the model differently from rank 0: {detail}; "
+        "run the same script with the same settings everywhere"
+    )
 
 
 def _refuse_foreign_rows(agreed: Agreement, holdings: list[Holding], memory: ShardMemory) -> None:
@@ -228,4 +250,3 @@ def _host_number(base: Path) -> int:
     if base.exists():
         parts.append(str(base.stat().st_dev))
     return digest({"host": parts})
-

@@ -24,7 +24,7 @@ from gba_hvd.gradients import DenseGradients, RowGrad
 from gba_hvd.order import Account, Cut
 from gba_hvd.tables import EmbeddingTables
 
-O = TypeVar("O", bound=torch.optim.Optimizer)
+AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 # The numbers that travel with the dense gradients, so that a step needs no other collective.
 _SAMPLES, _LOSS, _LOSS_WEIGHT, _HOSTS_UPDATED, _N_BAD, _BAD_MICRO, _N_EXTRA = range(7)
@@ -50,11 +50,17 @@ class _Micro:
 class Engine:
     """One worker's part of the training: position, account, gradients under way, and the mode that carries them.
 
-    step: number of optimizer applications so far, equal on all workers. Not thread-safe; belongs to the training thread.
+    step: number of optimizer applications so far, equal on all workers.
+    Not thread-safe; belongs to the training thread.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, tables: EmbeddingTables, names: Mapping[int, str], global_batch: int, micro_batch: int
+        self,
+        optimizer: torch.optim.Optimizer,
+        tables: EmbeddingTables,
+        names: Mapping[int, str],
+        global_batch: int,
+        micro_batch: int,
     ) -> None:
         Cut(1, global_batch, micro_batch)  # refuses a bad pair now
         self.optimizer, self.tables = optimizer, tables
@@ -93,20 +99,27 @@ class Engine:
 
     def check_stepped(self) -> None:
         if self._micro is not None:
-            raise GbaError(f"micro-batch {self._micro.index} was handed out, but optimizer.step() was not called for it: call it once for each")
+            raise GbaError(
+                f"micro-batch {self._micro.index} was handed out, but optimizer.step() was not called for it: "
+                "call it once for each"
+            )
 
-    # --- called by the user's loop, through the optimizer --------------------------------------------------------------
+    # --- called by the user's loop, through the optimizer ------------------------------------------------------------
 
     def add_micro_batch(self, loss: Tensor | float | None) -> None:
         """Take in the gradients of one micro-batch; close the step if it was the last of this worker's share."""
         if self._micro is None:
-            raise GbaError("optimizer.step() needs a micro-batch: call it once for each batch of gba_hvd.batches(dataset, state)")
+            raise GbaError(
+                "optimizer.step() needs a micro-batch: call it once for each batch of gba_hvd.batches(dataset, state)"
+            )
         micro, self._micro = self._micro, None
         weight = micro.n_samples / self.micro_batch
         value = None if loss is None else float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
-        self._look_for_bad(micro, value)
+        rows = self.tables.take_gradients()
+        self.dense.collect_()
+        self._look_for_bad(micro, value, rows)
         self.dense.add_micro_batch_(weight)
-        for group, grads in enumerate(self.tables.take_gradients()):
+        for group, grads in enumerate(rows):
             self._rows[group] += [(grad, weight) for grad in grads]
         extra = self.dense.extra
         extra[_SAMPLES] += micro.n_samples
@@ -145,10 +158,15 @@ class Engine:
         self.interrupt_due = self.interrupt_due or agreed[_HOSTS_UPDATED] > 0
         self._report_step(n_samples, agreed[_LOSS] / agreed[_LOSS_WEIGHT] if agreed[_LOSS_WEIGHT] else None)
 
-    # --- what the elastic state carries --------------------------------------------------------------------------------
+    # --- what the elastic state carries ------------------------------------------------------------------------------
 
     def position(self) -> dict[str, Any]:
-        return {"step": self.step, "cursor": asdict(self.cursor), "account": asdict(self.account), "restarts": self.restarts}
+        return {
+            "step": self.step,
+            "cursor": asdict(self.cursor),
+            "account": asdict(self.account),
+            "restarts": self.restarts,
+        }
 
     def load_position(self, position: Mapping[str, Any]) -> None:
         self.step, self.restarts = position["step"], position["restarts"]
@@ -165,37 +183,56 @@ class Engine:
         for callback in self.callbacks:
             callback.on_event(event)
 
-    # -------------------------------------------------------------------------------------------------------------------
+    # -----------------------------------------------------------------------------------------------------------------
 
     @property
     def _tables_group(self) -> dict[str, Any]:
         return next(g for g in self.optimizer.param_groups if g.get("gba_hvd") == "tables")
 
     def _step_dense(self) -> None:
-        cast(Any, super(_Distributed, self.optimizer)).step()  # type: ignore[misc]
+        cast(Any, super(_Distributed, self.optimizer)).step()
 
-    def _look_for_bad(self, micro: _Micro, loss: float | None) -> None:
+    def _look_for_bad(self, micro: _Micro, loss: float | None, rows: list[list[RowGrad]]) -> None:
+        bad = None
         if loss is not None and not math.isfinite(loss):
-            self._bad, self._bad_micro = f"loss {loss}", micro.index
-        elif not math.isfinite(float(self.dense.flat.sum())):
-            name = self.dense.non_finite(self._names)
-            if name is not None:
-                self._bad, self._bad_micro = f"gradient of {name}", micro.index
+            bad = f"loss {loss}"
+        elif not math.isfinite(float(self.dense.flat.sum())) and (name := self.dense.non_finite(self._names)):
+            bad = f"gradient of {name}"
+        for group, grads in enumerate(rows):
+            for grad in grads:
+                if bad is None and (key := grad.non_finite()) is not None:
+                    table, row = self.tables.layout.locate(key, group)
+                    bad = f"gradient of row {row} of table {table!r}"
+        if bad is not None:
+            self._bad, self._bad_micro = bad, micro.index
 
     def _non_finite(self, agreed: list[float]) -> NonFiniteGradient:
-        where = f"micro-batch {self._bad_micro}: {self._bad} is not finite" if self._bad else "on another worker"
-        if not self._bad and agreed[_N_BAD] == 1:
+        if self._bad:
+            where = f"micro-batch {self._bad_micro}: {self._bad} is not finite"
+        elif agreed[_N_BAD] == 1:
             where = f"micro-batch {agreed[_BAD_MICRO]:.0f}, on another worker (its log has more)"
+        elif agreed[_N_BAD]:
+            where = f"on {agreed[_N_BAD]:.0f} other workers (their logs have more)"
+        else:
+            where = "every micro-batch's gradient is finite, but their sum is not"
         return NonFiniteGradient(
             f"step {self.step + 1} (epoch {self.cursor.epoch}, step {self._step_of_epoch} of it), {where}. "
-            f"The step was not applied: the model is as after step {self.step}. Lower the learning rate, or look at that batch"
+            f"The step was not applied: the model is as after step {self.step}. "
+            "Lower the learning rate, or look at that batch"
         )
 
     def _report_step(self, n_samples: int, loss: float | None) -> None:
         assert self.mode is not None
         now = time.perf_counter()
         record = StepRecord(
-            self.step, self.cursor.epoch, n_samples, self.account.applied, now - self._ended, self.world.size, self.mode.name, loss
+            self.step,
+            self.cursor.epoch,
+            n_samples,
+            self.account.applied,
+            now - self._ended,
+            self.world.size,
+            self.mode.name,
+            loss,
         )
         self._ended = now
         for callback in self.callbacks:
@@ -213,23 +250,29 @@ class _Distributed(torch.optim.Optimizer):
         loss: the micro-batch's mean loss; its mean over the global batch is then reported with the step, at no cost.
         """
         if closure is not None:
-            raise BadInput("DistributedOptimizer.step() takes no closure: optimizers that need one cannot accumulate micro-batches")
+            raise BadInput(
+                "DistributedOptimizer.step() takes no closure: optimizers that need one cannot accumulate micro-batches"
+            )
         self.engine.add_micro_batch(loss)
+
+    # Torch wraps the step of a class so that step hooks run, also when state is loaded. They belong to the global step,
+    # whose own `step` is wrapped; this tells torch that there is nothing to wrap here.
+    step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the micro-batch (those of the step so far are kept elsewhere)."""
         self.engine.dense.zero_()
-        self.engine.tables.drop_gradients()
+        self.engine.tables.zero_gradients()
 
 
-def DistributedOptimizer(  # noqa: N802 - Horovod's name
-    optimizer: O,
+def DistributedOptimizer(
+    optimizer: AnyOptimizer,
     tables: EmbeddingTables,
     *,
     global_batch: int,
     micro_batch: int,
     named_parameters: Iterable[tuple[str, Tensor]] = (),
-) -> O:
+) -> AnyOptimizer:
     """Make an optimizer step once per global batch of `global_batch` samples, over all workers and the tables.
 
     The same object comes back, with one more parameter group, the last: its `lr` is the row optimizer's, and schedulers
@@ -242,12 +285,22 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if isinstance(optimizer, _Distributed):
         raise BadInput("this optimizer is distributed already")
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise BadInput("LBFGS needs a closure and cannot accumulate micro-batches: use SGD, Adagrad, Adam or another one-pass optimizer")
+        raise BadInput(
+            "LBFGS needs a closure and cannot accumulate micro-batches: "
+            "use SGD, Adagrad, Adam or another one-pass optimizer"
+        )
     if "step" in vars(optimizer):
-        raise BadInput("a learning-rate scheduler was made for this optimizer already: make it after DistributedOptimizer, so that it drives the tables too")
+        raise BadInput(
+            "a learning-rate scheduler was made for this optimizer already: make it after DistributedOptimizer, "
+            "so that it drives the tables too"
+        )
     names = {id(p): name for name, p in named_parameters}
     engine = Engine(optimizer, tables, names, global_batch, micro_batch)
-    group: dict[str, Any] = {"params": [torch.zeros(0, requires_grad=True)], "lr": tables.optimizer.lr, "gba_hvd": "tables"}
+    group: dict[str, Any] = {
+        "params": [torch.zeros(0, requires_grad=True)],
+        "lr": tables.optimizer.lr,
+        "gba_hvd": "tables",
+    }
     if "param_names" in optimizer.param_groups[0]:
         group["params"] = [("gba_hvd.tables", group["params"][0])]
     optimizer.add_param_group(group)

@@ -1,4 +1,4 @@
-"""The order of an epoch's samples and the cutting into micro-batches and steps. Depends on the seed, never on the workers.
+"""The order of an epoch's samples and the cutting into micro-batches and steps: by the seed, never by the workers.
 
 The order is a keyed permutation evaluated where it is needed, so it takes no memory and any micro-batch can be found
 by its index. Micro-batch i belongs to step i // M of the epoch; the last step of an epoch may be short.

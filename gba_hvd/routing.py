@@ -68,8 +68,8 @@ class Placement:
 def place_shards(members: Membership, holdings: Sequence[Holding]) -> Placement:
     """Keep every shard where its newest copy is; give the missing ones to the emptiest hosts; then even out.
 
-    `holdings[h]` belongs to `members.order[h]`. Evening out moves as few shards as make the hosts' shares of the
-    shards follow their shares of the workers, within one shard.
+    `holdings[h]` belongs to `members.order[h]`. Evening out moves as few shards as it takes until no move would
+    make the busiest host less busy, in shards per worker (hosts with as many workers: within one shard).
     """
     n_shards, n_hosts = len(holdings[0].ready), len(holdings)
     workers = [len(members.ranks_of(host)) for host in members.order]

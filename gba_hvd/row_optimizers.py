@@ -25,7 +25,9 @@ class RowOptimizer(Protocol):
     @property
     def lr(self) -> float: ...
 
-    def update_(self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float, step: int) -> None:
+    def update_(
+        self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float, step: int
+    ) -> None:
         """Apply scale * grad to the rows. `lr` is the scheduled learning rate, `step` counts from 1."""
 
 
@@ -36,7 +38,10 @@ class _Rule:
 
     def __post_init__(self) -> None:
         if not self.lr >= 0 or not self.weight_decay >= 0:
-            raise BadInput(f"{type(self).__name__}: lr and weight_decay must not be negative, got {self.lr} and {self.weight_decay}")
+            raise BadInput(
+                f"{type(self).__name__}: lr and weight_decay must not be negative, "
+                f"got {self.lr} and {self.weight_decay}"
+            )
 
     def _common(self, layout: Layout, group: Group) -> tuple[int, int, int]:
         return layout.n_shards, layout.region_words, group.at_weights
@@ -48,7 +53,9 @@ class SGD(_Rule):
 
     slots: ClassVar[tuple[SlotSpec, ...]] = ()
 
-    def update_(self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float, step: int) -> None:
+    def update_(
+        self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float, step: int
+    ) -> None:
         kernels.apply_sgd(
             flat, grad.keys, grad.values, np.float32(scale), *self._common(layout, group), group.dim,
             np.float32(lr), np.float32(self.weight_decay),
@@ -62,7 +69,9 @@ class Adagrad(_Rule):
     eps: float = 1e-10
     slots: ClassVar[tuple[SlotSpec, ...]] = (SlotSpec("sum"),)
 
-    def update_(self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float, step: int) -> None:
+    def update_(
+        self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float, step: int
+    ) -> None:
         kernels.apply_adagrad(
             flat, grad.keys, grad.values, np.float32(scale), *self._common(layout, group), group.at_slots[0], group.dim,
             np.float32(lr), np.float32(self.weight_decay), np.float32(self.eps),
@@ -76,7 +85,9 @@ class RowAdagrad(_Rule):
     eps: float = 1e-8
     slots: ClassVar[tuple[SlotSpec, ...]] = (SlotSpec("sum", per_row=True),)
 
-    def update_(self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float, step: int) -> None:
+    def update_(
+        self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float, step: int
+    ) -> None:
         kernels.apply_row_adagrad(
             flat, grad.keys, grad.values, np.float32(scale), *self._common(layout, group), group.at_slots[0], group.dim,
             np.float32(lr), np.float32(self.weight_decay), np.float32(self.eps),
@@ -85,7 +96,7 @@ class RowAdagrad(_Rule):
 
 @dataclass(frozen=True)
 class Adam(_Rule):
-    """Lazy Adam; the bias correction counts the job's steps (`torch.optim.SparseAdam`)."""
+    """Lazy Adam: `torch.optim.Adam` on the touched rows; the bias correction counts the job's steps."""
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -96,10 +107,13 @@ class Adam(_Rule):
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise BadInput(f"Adam: betas must be in [0, 1), got {self.betas}")
 
-    def update_(self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float, step: int) -> None:
+    def update_(
+        self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float, step: int
+    ) -> None:
         beta1, beta2 = self.betas
         kernels.apply_adam(
-            flat, grad.keys, grad.values, np.float32(scale), *self._common(layout, group), *group.at_slots, group.dim,
+            flat, grad.keys, grad.values, np.float32(scale), *self._common(layout, group), group.at_slots[0],
+            group.at_slots[1], group.dim,
             np.float32(lr), np.float32(self.weight_decay), np.float32(beta1), np.float32(beta2), np.float32(self.eps),
             np.float32(1 - beta1**step), np.float32(1 - beta2**step),
         )  # fmt: skip

@@ -33,22 +33,32 @@ def decode(data: bytes) -> Any:
 def _to_json(value: Any, blobs: list[bytes], place: str) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, np.generic):
+    if isinstance(value, np.generic) and value.dtype.kind in "biufU":
         return value.item()
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.layout == torch.strided:
         raw = value.detach().cpu().contiguous().flatten()
-        return _blob("tensor", str(value.dtype)[6:], value.shape, raw.view(torch.uint8).numpy().tobytes() if raw.numel() else b"", blobs)
+        return _blob(
+            "tensor",
+            str(value.dtype)[6:],
+            value.shape,
+            raw.view(torch.uint8).numpy().tobytes() if raw.numel() else b"",
+            blobs,
+        )
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return _blob("array", value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes(), blobs)
     if isinstance(value, dict):
-        return {"kind": "dict", "items": [[_to_json(k, blobs, place), _to_json(v, blobs, f"{place}[{k!r}]")] for k, v in value.items()]}
+        return {
+            "kind": "dict",
+            "items": [[_to_json(k, blobs, place), _to_json(v, blobs, f"{place}[{k!r}]")] for k, v in value.items()],
+        }
     if isinstance(value, tuple):
         return {"kind": "tuple", "items": [_to_json(v, blobs, f"{place}[{i}]") for i, v in enumerate(value)]}
     if isinstance(value, list):
         return [_to_json(v, blobs, f"{place}[{i}]") for i, v in enumerate(value)]
+    kind = "sparse Tensor" if isinstance(value, Tensor) else type(value).__name__
     raise BadInput(
-        f"{place} is a {type(value).__name__}, which cannot travel to other workers: use numbers, strings, lists, dicts, tensors, "
-        "numpy arrays, or an object with state_dict() and load_state_dict()"
+        f"{place} is a {kind}, which cannot travel to other workers: use numbers, strings, lists, "
+        "dicts, tensors, numpy arrays, or an object with state_dict() and load_state_dict()"
     )
 
 

@@ -94,20 +94,21 @@ class EmbeddingTables(nn.Module):
     def forward(self, ids: Mapping[str, Tensor | Bag]) -> dict[str, Tensor]:
         """Pooled embeddings float32 [B, dim] by table name, for the tables named in `ids`.
 
-        ids: by table, int64 [B] or a `Bag` of B samples. Raises BadInput for an unknown table and for an id outside its table.
+        ids: by table, int64 [B] or a `Bag` of B samples.
+        Raises BadInput for an unknown table, an id outside its table, and offsets that do not cut the values.
         """
         out: dict[str, Tensor] = {}
         for number, group in enumerate(self.layout.groups):
             names = [t.name for t in group.tables if t.name in ids]
             if names:
-                bags = {name: _as_bag(ids[name]) for name in names}
+                bags = {name: _bag_of(name, ids[name]) for name in names}
                 rows, index = self._fetch(number, [(name, bags[name].values) for name in names])
                 at = 0
                 for name in names:
                     bag, n = bags[name], bags[name].values.numel()
                     offsets = np.append(bag.offsets.numpy(), n)
                     mean = self.mode[name] == "mean"
-                    out[name] = _Pool.apply(rows, bag.weights, index[at : at + n], offsets, mean)
+                    out[name] = _Pool.apply(rows, bag.weights, index[at : at + n], offsets, mean)  # type: ignore[no-untyped-call]
                     at += n
         if len(out) != len(ids):
             self._unknown_tables(ids)
@@ -122,16 +123,18 @@ class EmbeddingTables(nn.Module):
         columns = [(name, column) for name, column in ids.items() if isinstance(column, Tensor)]
         if len(columns) != len(ids) or len(groups) != 1 or any(n not in self.layout.place_of_table for n in ids):
             self._unknown_tables(ids)
-            raise BadInput("stacked() takes single-valued fields of tables of one dimension; call tables(ids) for others")
+            raise BadInput(
+                "stacked() takes single-valued fields of tables of one dimension; call tables(ids) for others"
+            )
         rows, index = self._fetch(groups.pop(), columns)
         batch = len(columns[0][1])
-        if len(index) != batch * len(columns):
+        if any(len(column) != batch for _, column in columns):
             raise BadInput(f"stacked(): all fields need {batch} ids, got {[len(c) for _, c in columns]}")
-        stacked: Tensor = _Stack.apply(rows, index, len(columns), batch)
+        stacked: Tensor = _Stack.apply(rows, index, len(columns), batch)  # type: ignore[no-untyped-call]
         return stacked
 
     def keys_of(self, group: int, columns: list[tuple[str, Tensor]]) -> np.ndarray:
-        """int64 keys of ids, column after column. Raises BadInput naming table, id and position of an id outside its table."""
+        """int64 keys of ids, column after column. Raises BadInput naming table, id and position of a bad id."""
         keys = np.empty(sum(c.numel() for _, c in columns), dtype=np.int64)
         at = 0
         for name, column in columns:
@@ -143,8 +146,8 @@ class EmbeddingTables(nn.Module):
             bad = kernels.fill_keys(np.ascontiguousarray(ids), base, n_rows, keys[at : at + len(ids)])
             if bad >= 0:
                 raise BadInput(
-                    f"table {name!r} has rows 0 to {n_rows - 1}, got id {ids[bad]} at position {bad} of the micro-batch; "
-                    "make the table larger or map the id (gba-hvd data prepare does)"
+                    f"table {name!r} has rows 0 to {n_rows - 1}, got id {ids[bad]} at position {bad} of the "
+                    "micro-batch; make the table larger or map the id (gba-hvd data prepare does)"
                 )
             at += len(ids)
         return keys
@@ -152,7 +155,9 @@ class EmbeddingTables(nn.Module):
     def _fetch(self, group_number: int, columns: list[tuple[str, Tensor]]) -> tuple[Tensor, np.ndarray]:
         """The distinct rows of some ids as a leaf [d, dim], and each id's number among them int32 [n]."""
         if self.memory is None:
-            raise GbaError("the tables have no memory yet: iterate gba_hvd.batches(dataset, state), or call state.sync() first")
+            raise GbaError(
+                "the tables have no memory yet: iterate gba_hvd.batches(dataset, state), or call state.sync() first"
+            )
         group = self.layout.groups[group_number]
         keys, index, _ = distinct(self.keys_of(group_number, columns))
         rows = torch.empty(len(keys), group.dim)
@@ -166,12 +171,16 @@ class EmbeddingTables(nn.Module):
         assert self.memory is not None
         layout = self.layout
         if self.local is None:
-            kernels.gather_rows(self.memory.flat, keys, layout.n_shards, layout.region_words, group.at_weights, group.dim, out)
+            kernels.gather_rows(
+                self.memory.flat, keys, layout.n_shards, layout.region_words, group.at_weights, group.dim, out
+            )
             return
         here = self.local[keys % layout.n_shards]
         near, far = np.flatnonzero(here), np.flatnonzero(~here)
         rows = np.empty((len(near), group.dim), dtype=np.float32)
-        kernels.gather_rows(self.memory.flat, keys[near], layout.n_shards, layout.region_words, group.at_weights, group.dim, rows)
+        kernels.gather_rows(
+            self.memory.flat, keys[near], layout.n_shards, layout.region_words, group.at_weights, group.dim, rows
+        )
         out[near] = rows
         if len(far):
             remote, index = self.remote[group_number], np.empty(len(far), dtype=np.int32)
@@ -179,15 +188,17 @@ class EmbeddingTables(nn.Module):
             if remote is None or missing >= 0:
                 table, row = layout.locate(int(keys[far][max(missing, 0)]), group_number)
                 raise GbaError(
-                    f"row {row} of table {table!r} lives on another host and was not fetched: ids must come from the batch's `ids` "
-                    "(pass ids=... to gba_hvd.batches when your batches keep them elsewhere)"
+                    f"row {row} of table {table!r} lives on another host and was not fetched: ids must come from the "
+                    "batch's `ids` (pass ids=... to gba_hvd.batches when your batches keep them elsewhere)"
                 )
             out[far] = remote.values[index]
 
     def _unknown_tables(self, ids: Mapping[str, Any]) -> None:
         unknown = [name for name in ids if name not in self.layout.place_of_table]
         if unknown:
-            raise BadInput(f"no table named {unknown[0]!r}; the tables are {', '.join(self.layout.place_of_table)}")
+            raise BadInput(
+                f"no table named {unknown[0]!r}; the tables are {', '.join(t.name for t in self.layout.tables)}"
+            )
 
     # --- backward --------------------------------------------------------------------------------------------------
 
@@ -199,6 +210,11 @@ class EmbeddingTables(nn.Module):
             if c.rows.grad is not None:
                 grads[c.group].append(RowGrad(c.keys, c.rows.grad.numpy()))
         return grads
+
+    def zero_gradients(self) -> None:
+        """Clear the gradients of the forward passes so far; a backward pass may still follow."""
+        for c in self._captured:
+            c.rows.grad = None
 
     def drop_gradients(self) -> None:
         self._captured = []
@@ -217,12 +233,27 @@ class EmbeddingTables(nn.Module):
         slot, at = slots.get(what, (None, group.at_weights))
         width = 1 if slot is not None and slot.per_row else group.dim
         out = np.empty((len(ids), width), dtype=np.float32)
-        kernels.gather_rows(self.memory.flat, ids + base, self.layout.n_shards, self.layout.region_words, at, width, out)
+        kernels.gather_rows(
+            self.memory.flat, ids + base, self.layout.n_shards, self.layout.region_words, at, width, out
+        )
         return out[:, 0] if slot is not None and slot.per_row else out
 
 
-def _as_bag(ids: Tensor | Bag) -> Bag:
-    return ids if isinstance(ids, Bag) else Bag(ids, torch.arange(len(ids)))
+def _bag_of(table: str, ids: Tensor | Bag) -> Bag:
+    """A field as a bag whose offsets cut its values; the kernels rely on it."""
+    if not isinstance(ids, Bag):
+        return Bag(ids, torch.arange(len(ids)))
+    offsets, n, weights = ids.offsets.numpy(), ids.values.numel(), ids.weights
+    if offsets.dtype != np.int64 or offsets.ndim != 1:
+        raise BadInput(f"table {table!r}: offsets must be int64 [B], got {ids.offsets.dtype} {list(offsets.shape)}")
+    if len(offsets) and (offsets[0] != 0 or offsets[-1] > n or (np.diff(offsets) < 0).any()):
+        raise BadInput(
+            f"table {table!r}: offsets must start at 0, never fall, and end at {n}, the number of values, or before; "
+            f"got {offsets[0]} to {offsets[-1]}"
+        )
+    if weights is not None and (weights.dtype != torch.float32 or weights.shape != (n,)):
+        raise BadInput(f"table {table!r}: weights must be float32 [{n}], got {weights.dtype} {list(weights.shape)}")
+    return ids
 
 
 class _Stack(torch.autograd.Function):
@@ -246,7 +277,9 @@ class _Pool(torch.autograd.Function):
     """rows [d, dim], weights [n] or None, index int32 [n], offsets int64 [B + 1] -> [B, dim]"""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor | None, index: np.ndarray, offsets: np.ndarray, mean: bool) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weights: Tensor | None, index: np.ndarray, offsets: np.ndarray, mean: bool
+    ) -> Tensor:
         ctx.index, ctx.offsets, ctx.mean = index, offsets, mean
         ctx.save_for_backward(rows, weights)
         out = torch.empty(len(offsets) - 1, rows.shape[1])
@@ -264,5 +297,7 @@ class _Pool(torch.autograd.Function):
         grad_weights = None
         if weights is not None and ctx.needs_input_grad[1]:
             grad_weights = torch.empty(len(factor))
-            kernels.pool_weights_backward(grad, rows.detach().numpy(), ctx.index, ctx.offsets, ctx.mean, grad_weights.numpy())
+            kernels.pool_weights_backward(
+                grad, rows.detach().numpy(), ctx.index, ctx.offsets, ctx.mean, grad_weights.numpy()
+            )
         return out, grad_weights, None, None, None

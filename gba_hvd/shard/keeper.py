@@ -46,7 +46,9 @@ def keep(folder: Path, grace_s: float) -> None:
         else:
             empty_since = empty_since or time.monotonic()
             if time.monotonic() - empty_since >= grace_s:
-                shutil.rmtree(folder, ignore_errors=True)  # under the lock: a late worker finds no folder, not half of one
+                shutil.rmtree(
+                    folder, ignore_errors=True
+                )  # under the lock: a late worker finds no folder, not half of one
                 return
         finally:
             os.close(fd)

@@ -8,7 +8,7 @@ take no space):
 Tables of one dimension form a *group*. In a group the tables stand one after the other, each padded to the same
 number of rows in every shard, so that a row has a single number, its **key**:
 
-    key = n_shards * first[table] + row        key % n_shards = its shard        key // n_shards = its place in the shard
+    key = n_shards * first[table] + row      key % n_shards = its shard      key // n_shards = its place in the shard
 """
 
 from __future__ import annotations
@@ -72,7 +72,12 @@ class Layout:
 
     @classmethod
     def of(
-        cls, tables: Mapping[str, tuple[int, int]], slots: tuple[SlotSpec, ...], n_shards: int, seed: int, init_std: float
+        cls,
+        tables: Mapping[str, tuple[int, int]],
+        slots: tuple[SlotSpec, ...],
+        n_shards: int,
+        seed: int,
+        init_std: float,
     ) -> Layout:
         if not tables:
             raise BadInput("EmbeddingTables needs at least one table: {'name': (rows, dim)}")
@@ -131,7 +136,6 @@ class Layout:
             "init_std": self.init_std,
         }
 
-
     def locate(self, key: int, group: int) -> tuple[str, int]:
         """(table name, row) of a key, for messages."""
         place, spec = key // self.n_shards, self.groups[group]
@@ -146,7 +150,9 @@ def table_seed(seed: int, table: str) -> int:
 
 def digest(description: Mapping[str, Any]) -> int:
     """A signed 64-bit fingerprint of JSON values; the order of keys counts."""
-    return int.from_bytes(hashlib.blake2b(json.dumps(description).encode(), digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(
+        hashlib.blake2b(json.dumps(description).encode(), digest_size=8).digest(), "little", signed=True
+    )
 
 
 def _aligned(words: int) -> int:

@@ -5,8 +5,9 @@ that serves it; everybody on the host reads. A worker's death leaves the file as
 
 Order in which things become visible. A shard's `ready` mark is written after its rows are initialised. Around each
 step the serving worker writes `begun = k`, changes the rows, writes `finished = k`. A reader of step k waits for
-`finished >= k`. So a crash leaves one of: begun == finished (whole), begun > finished (the step is partly in this shard).
-The marks are aligned 64-bit stores; their order relies on x86-64's total store order (an assumption stated in DESIGN.md).
+`finished >= k`. So a crash leaves one of: begun == finished (whole), begun > finished (the step is partly in this
+shard). The marks are aligned 64-bit stores; their order relies on x86-64's total store order (an assumption stated in
+DESIGN.md).
 
 Life. Every process that has the memory open holds a shared lock on the file `alive`; the kernel lets go of it when the
 process dies, however it dies. The last one out removes the folder; after a crash `shard.keeper` does.
@@ -90,7 +91,9 @@ class ShardMemory:
                 f"shard memory cannot be made in {base}: {error.strerror}; "
                 "make the folder writable or name another one with GBA_HVD_SHARD_DIR"
             ) from error
-        raise ShardMemoryError(f"{folder} disappeared {_OPEN_TRIES} times while it was being opened; is something removing it?")
+        raise ShardMemoryError(
+            f"{folder} disappeared {_OPEN_TRIES} times while it was being opened; is something removing it?"
+        )
 
     @classmethod
     def _open(cls, folder: Path, layout: Layout, grace_s: float) -> ShardMemory:
@@ -107,7 +110,8 @@ class ShardMemory:
                     keeper.start(folder, grace_s)
                     about.with_suffix(".new").write_text(json.dumps(mine))
                     about.with_suffix(".new").rename(about)
-                elif (theirs := json.loads(about.read_text())) != mine:
+                elif about.read_text() != json.dumps(mine):  # the order of the tables counts
+                    theirs = json.loads(about.read_text())
                     raise ShardMemoryError(
                         f"{folder} was left by another job: it holds {difference(theirs, mine)}; "
                         f"remove it (rm -r {folder}) or choose another GBA_HVD_JOB_ID or GBA_HVD_SHARD_DIR"
@@ -185,7 +189,9 @@ class ShardMemory:
             shard, writer = int(behind[0]), int(self._writer[behind[0]])
             if now > deadline or (writer and not _is_alive(writer)):
                 why = "did not finish" if now > deadline else "died before it finished"
-                raise TimeoutError(f"shard {shard}: process {writer} {why} step {step} (last finished {self._finished[shard]})")
+                raise TimeoutError(
+                    f"shard {shard}: process {writer} {why} step {step} (last finished {self._finished[shard]})"
+                )
             time.sleep(20e-6)
 
     def end_writer(self, shard: int, members: set[int]) -> None:
@@ -202,7 +208,10 @@ class ShardMemory:
         deadline = time.monotonic() + _END_TIMEOUT_S
         while _is_alive(pid):
             if time.monotonic() > deadline:
-                raise ShardMemoryError(f"shard {shard}: process {pid} is stuck in the middle of writing and cannot be killed; end it by hand")
+                raise ShardMemoryError(
+                    f"shard {shard}: process {pid} is stuck in the middle of writing and cannot be killed; "
+                    "end it by hand"
+                )
             time.sleep(0.01)
 
     def close(self, remove: bool = True) -> None:

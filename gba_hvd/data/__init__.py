@@ -1,0 +1,25 @@
+"""Click logs: prepared from files (`prepare`, `ClickLog`) or made up (`SyntheticClickLog`).
+
+The flow: sources -> raw_rows -> rows -> encoding -> store, then click_log reads. `recipe` says what the columns are.
+"""
+
+from __future__ import annotations
+
+from gba_hvd.data.click_log import ClickLog
+from gba_hvd.data.prepare import prepare
+from gba_hvd.data.recipe import Categorical, Hashed, Identity, Numeric, Recipe, SplitFiles, SplitShares, Vocabulary
+from gba_hvd.data.synthetic import SyntheticClickLog
+
+__all__ = [
+    "Categorical",
+    "ClickLog",
+    "Hashed",
+    "Identity",
+    "Numeric",
+    "Recipe",
+    "SplitFiles",
+    "SplitShares",
+    "SyntheticClickLog",
+    "Vocabulary",
+    "prepare",
+]

@@ -1,0 +1,231 @@
+"""Inputs to a prepared dataset, in two streaming passes: fit on the train split, then encode and write every split.
+
+The result appears under its name in one rename, when it is whole; until then it is a hidden folder beside it, which the
+next `prepare` of the same name clears away.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from gba_hvd.data.bad_rows import DEFAULT_LIMIT
+from gba_hvd.data.encoding import Encoder, Scaler, ScalerFit, VocabularyEncoder, VocabularyFit, fixed_encoder
+from gba_hvd.data.recipe import Recipe, SplitFiles, SplitShares, encoding_to_json
+from gba_hvd.data.rows import Rows
+from gba_hvd.data.sources import BLOCK_BYTES
+from gba_hvd.data.splits import TRAIN, Input, Progress
+from gba_hvd.data.store import MANIFEST, ROWS_PER_PART, EncodedRows, Layout, SplitWriter, write_manifest
+from gba_hvd.errors import BadInput
+
+
+@dataclass(frozen=True)
+class Encoders:
+    """What turns checked rows into stored rows; `distinct` counts the values a vocabulary saw."""
+
+    fields: dict[str, Encoder]
+    numeric: dict[str, Scaler]
+    distinct: dict[str, int]
+
+    def encode(self, rows: Rows, recipe: Recipe) -> EncodedRows:
+        n = len(rows)
+        ids = {c.name: self.fields[c.name].encode(rows.categorical[c.name]) for c in recipe.categorical}
+        single = [ids[c.name] for c in recipe.categorical if not c.multi_valued]
+        bags = [(_lengths(rows, c.name), ids[c.name]) for c in recipe.categorical if c.multi_valued]
+        dense = [self.numeric[x.name].encode(rows.numeric[x.name]) for x in recipe.numeric]
+        return EncodedRows(
+            rows.label,
+            np.stack(single, axis=1) if single else np.empty((n, 0), dtype=np.int32),
+            np.stack(dense, axis=1) if dense else np.empty((n, 0), dtype=np.float32),
+            tuple(bags),
+        )
+
+
+def _lengths(rows: Rows, name: str) -> npt.NDArray[np.int64]:
+    lengths = rows.categorical[name].lengths
+    assert lengths is not None
+    return lengths
+
+
+def fit(recipe: Recipe, source: Input) -> Encoders:
+    """Learn vocabularies, means and deviations from the train split; no pass at all when nothing is to be learnt."""
+    bad = source.tally()
+    fixed = {c.name: fixed_encoder(c) for c in recipe.categorical}
+    vocabularies = {c.name: VocabularyFit(c) for c in recipe.categorical if fixed[c.name] is None}
+    scalers = {x.name: ScalerFit(x) for x in recipe.numeric if x.standardise}
+    if vocabularies or scalers:
+        for every, masks in source.read("fitting", TRAIN, bad):
+            if TRAIN not in masks:
+                continue
+            rows = every if masks[TRAIN].all() else every.keep(masks[TRAIN])
+            for name, vocabulary in vocabularies.items():
+                vocabulary.add(rows.categorical[name])
+            for name, scaler in scalers.items():
+                scaler.add(rows.numeric[name])
+    encoders: dict[str, Encoder] = {name: encoder for name, encoder in fixed.items() if encoder is not None}
+    distinct = {}
+    for name, vocabulary in vocabularies.items():
+        encoders[name], distinct[name] = vocabulary.finish()
+    numeric = {x.name: scalers[x.name].finish() if x.standardise else Scaler(x) for x in recipe.numeric}
+    return Encoders(encoders, numeric, distinct)
+
+
+@dataclass
+class _SplitTally:
+    rows: int = 0
+    positives: int = 0
+
+
+def prepare(
+    recipe: Recipe,
+    source: SplitFiles | SplitShares,
+    out: str | Path,
+    *,
+    overwrite: bool = False,
+    max_bad_rows: float = DEFAULT_LIMIT,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+    rows_per_part: int = ROWS_PER_PART,
+    block_bytes: int = BLOCK_BYTES,
+) -> dict[str, Any]:
+    """Write a dataset that `ClickLog.open(out, split)` reads; returns its manifest.
+
+    `max_bad_rows` below 1 is a share of the rows, from 1 up a number of rows. After `BadInput`, `out` is as it was.
+    """
+    out = Path(out).absolute()
+    _check_free(out, overwrite)
+    layout = Layout(
+        tuple(c.name for c in recipe.categorical if not c.multi_valued),
+        tuple(c.name for c in recipe.categorical if c.multi_valued),
+        tuple(x.name for x in recipe.numeric),
+    )
+    with _hidden_folder(out) as folder:
+        rows_of = Input(recipe, source, max_bad_rows, on_progress, block_bytes)
+        encoders = fit(recipe, rows_of)
+        bad = rows_of.tally()
+        tallies = {split: _SplitTally() for split in rows_of.splits}
+        id_0 = {c.name: dict.fromkeys(rows_of.splits, 0) for c in recipe.categorical}
+        n_values = {c.name: dict.fromkeys(rows_of.splits, 0) for c in recipe.categorical}
+        with ExitStack() as stack:
+            writers = {split: SplitWriter(folder, split, layout, rows_per_part) for split in rows_of.splits}
+            for writer in writers.values():
+                stack.callback(writer.close)
+            for rows, masks in rows_of.read("writing", None, bad):
+                every = encoders.encode(rows, recipe)
+                for split, mask in masks.items():
+                    encoded = every if mask.all() else every.keep(mask)
+                    writers[split].append(encoded)
+                    tallies[split].rows += len(encoded.label)
+                    tallies[split].positives += int(encoded.label.sum())
+                    for name, ids in _by_field(encoded, layout):
+                        id_0[name][split] += int(np.count_nonzero(ids == 0))
+                        n_values[name][split] += len(ids)
+            parts = {split: writer.finish() for split, writer in writers.items()}
+        for split, tally in tallies.items():
+            if not tally.rows:
+                raise BadInput(f"split {split!r} got no rows; give it a larger share or other files")
+        manifest = {
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "recipe": recipe.to_json(),
+            "input": {"splits": source.to_json(), "bad_rows": bad.to_json()},
+            "fields": [
+                {
+                    "name": c.name,
+                    "multi_valued": c.multi_valued,
+                    "rows": encoders.fields[c.name].rows,
+                    "encoding": encoding_to_json(c.encoding),
+                    "distinct_in_train": encoders.distinct.get(c.name),
+                    "values": n_values[c.name],
+                    "id_0": id_0[c.name],
+                }
+                for c in recipe.categorical
+            ],
+            "numeric": [
+                {"name": x.name, "transform": x.transform, **encoders.numeric[x.name].to_json()} for x in recipe.numeric
+            ],
+            "splits": {
+                split: {"rows": tally.rows, "positives": tally.positives, "parts": parts[split]}
+                for split, tally in tallies.items()
+            },
+        }
+        _write_vocabularies(folder, encoders)
+        # The manifest makes the folder a dataset, so it is written last; the rename then shows it.
+        write_manifest(folder, manifest)
+        _put_in_place(folder, out)
+    return manifest
+
+
+def _by_field(encoded: EncodedRows, layout: Layout) -> Iterator[tuple[str, npt.NDArray[np.int32]]]:
+    for i, name in enumerate(layout.single):
+        yield name, encoded.ids[:, i]
+    for i, name in enumerate(layout.multi):
+        yield name, encoded.bags[i][1]
+
+
+def _write_vocabularies(folder: Path, encoders: Encoders) -> None:
+    """`vocabulary/FIELD.arrow`: row i is the value with id i + 1, and how often the train split had it."""
+    (folder / "vocabulary").mkdir()
+    for name, encoder in encoders.fields.items():
+        if isinstance(encoder, VocabularyEncoder):
+            table = pa.table({"value": encoder.values, "count": encoder.counts})
+            path = folder / "vocabulary" / f"{quote(name, safe='')}.arrow"
+            with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+                writer.write_table(table)
+
+
+def _check_free(out: Path, overwrite: bool) -> None:
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not (out / MANIFEST).is_file():
+        raise BadInput(f"{out}: exists and is no prepared dataset, so it is left alone; choose another --out")
+    if not overwrite:
+        raise BadInput(f"{out}: there is a dataset already; choose another --out, or --overwrite it")
+
+
+@contextmanager
+def _hidden_folder(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that one `prepare` at a time owns; gone at the end, whatever happens but SIGKILL."""
+    folder = out.parent / f".{out.name}.preparing"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"{out}: cannot be written here: {error}") from error
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise BadInput(f"{out}: another prepare is writing it right now ({folder})") from error
+        inside = folder / "dataset"
+        shutil.rmtree(inside, ignore_errors=True)  # what a killed prepare left
+        inside.mkdir()
+        try:
+            yield inside
+        except OSError as error:  # no space left, an input that cannot be read
+            raise BadInput(f"while preparing {out}: {error}") from error
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+def _put_in_place(folder: Path, out: Path) -> None:
+    old = folder.parent / "replaced"
+    shutil.rmtree(old, ignore_errors=True)
+    if out.exists():
+        out.rename(old)
+    folder.rename(out)
+    parent = os.open(out.parent, os.O_RDONLY)
+    os.fsync(parent)
+    os.close(parent)

@@ -1,0 +1,223 @@
+"""Rows as the input has them: strings (or Parquet's own types) by column, each with its place in the input.
+
+Here a row must have the right number of columns and be UTF-8 text; what its values must be is checked in `rows`.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+
+from gba_hvd.data.bad_rows import BadRows
+from gba_hvd.data.recipe import Recipe, require_columns
+from gba_hvd.data.sources import BLOCK_BYTES, read_blocks
+from gba_hvd.errors import BadInput
+
+_PARQUET_ROWS = 32_768
+
+
+@dataclass(frozen=True)
+class RawRows:
+    """Some consecutive rows of one file.
+
+    numbers:    int64 [n]  line (text) or row (Parquet) in the file, from 1
+    positions:  int64 [n]  place among all rows of the split's input, malformed ones included: splits go by it
+    columns:    by name, an Arrow array [n] for each column the recipe uses
+    n_read:     rows read to get these n, malformed ones included
+    read_bytes: how far into the file on disk
+    """
+
+    file: str
+    unit: str
+    numbers: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    columns: dict[str, pa.Array]
+    n_read: int
+    read_bytes: int
+
+    def where(self, row: int) -> str:
+        return f"{self.unit} {self.numbers[row]}"
+
+    def keep(self, mask: npt.NDArray[np.bool_]) -> RawRows:
+        arrow_mask = pa.array(mask)
+        columns = {name: column.filter(arrow_mask) for name, column in self.columns.items()}
+        return RawRows(
+            self.file, self.unit, self.numbers[mask], self.positions[mask], columns, self.n_read, self.read_bytes
+        )
+
+
+def read_rows(
+    files: Sequence[Path], recipe: Recipe, bad: BadRows, block_bytes: int = BLOCK_BYTES
+) -> Iterator[tuple[int, RawRows]]:
+    """(index of the file, rows), one block at a time. Malformed rows go to `bad`, which may stop it."""
+    position = 0
+    for index, path in enumerate(files):
+        read = _read_parquet(path, recipe) if recipe.format == "parquet" else _read_text(path, recipe, bad, block_bytes)
+        start = position
+        for raw in read:
+            bad.rows_read += raw.n_read
+            bad.judge()
+            position += raw.n_read
+            # The readers count positions within the file.
+            raw.positions[:] += start
+            yield index, raw
+        if position == start:
+            raise BadInput(f"{path}: no rows in this file")
+
+
+def count_rows(path: Path, recipe: Recipe) -> int:
+    """Rows of a file, malformed ones included, without parsing them."""
+    if recipe.format == "parquet":
+        return int(_open_parquet(path).metadata.num_rows)
+    lines = sum(block.n_lines for block in read_blocks(path))
+    return lines - (recipe.columns is None)
+
+
+def _read_text(path: Path, recipe: Recipe, bad: BadRows, block_bytes: int) -> Iterator[RawRows]:
+    columns = recipe.columns
+    n_before = 0
+    for block in read_blocks(path, block_bytes):
+        data, first_line, n_lines = block.data, block.first_line, block.n_lines
+        if first_line == 1:
+            data = data.removeprefix(b"\xef\xbb\xbf")
+            if columns is None:
+                header, _, data = data.partition(b"\n")
+                columns = _header(path, header)
+                require_columns(recipe.used, columns, f"{path}, line 1")
+                first_line, n_lines = 2, n_lines - 1
+        assert columns is not None
+        if data:
+            sound, kept = _sound_lines(path, data, first_line, n_lines, recipe.format == "csv", bad)
+            last = n_lines - 1 if block.ends_in_line else None
+            kept, arrays = _parse(path, sound, kept, first_line, last, columns, recipe, bad)
+            rows = RawRows(str(path), "line", kept + first_line, kept, arrays, n_lines, block.read_bytes)
+            rows.positions[:] += n_before
+            n_before += rows.n_read
+            yield rows
+
+
+def _header(path: Path, line: bytes) -> tuple[str, ...]:
+    try:
+        return tuple(next(csv.reader([line.decode("utf-8").rstrip("\r")])))
+    except (UnicodeDecodeError, StopIteration) as error:
+        raise BadInput(f"{path}, line 1: expected a header with the names of the columns: {error}") from error
+
+
+def _sound_lines(
+    path: Path, data: bytes, first_line: int, n_lines: int, quoted: bool, bad: BadRows
+) -> tuple[bytes, npt.NDArray[np.int64]]:
+    """The lines that are proper text, and which of the n_lines they are."""
+    if _plainly_sound(data, quoted):
+        return data, np.arange(n_lines, dtype=np.int64)
+    sound: list[bytes] = []
+    kept: list[int] = []
+    for i, line in enumerate(data.split(b"\n")[:-1]):
+        if flaw := _flaw(line, quoted):
+            bad.report(str(path), f"line {first_line + i}", flaw)
+        else:
+            sound.append(line + b"\n")
+            kept.append(i)
+    return b"".join(sound), np.array(kept, dtype=np.int64)
+
+
+def _parse(
+    path: Path,
+    data: bytes,
+    lines: npt.NDArray[np.int64],
+    first_line: int,
+    cut_line: int | None,
+    columns: Sequence[str],
+    recipe: Recipe,
+    bad: BadRows,
+) -> tuple[npt.NDArray[np.int64], dict[str, pa.Array]]:
+    """The lines that have the right number of columns, and their columns as strings."""
+    quoted = recipe.format == "csv"
+    if not data:
+        return lines, {name: pa.array([], pa.string()) for name in recipe.used}
+    skipped: list[int] = []
+
+    def skip(row: Any) -> str:
+        line = int(lines[row.number - 1])
+        skipped.append(row.number - 1)
+        reason = f"{row.actual_columns} columns, expected {row.expected_columns}"
+        if line == cut_line:
+            reason += "; the file ends in the middle of this row"
+        bad.report(str(path), f"line {first_line + line}", reason)
+        return "skip"
+
+    table = pa.csv.read_csv(
+        pa.BufferReader(data),
+        # One thread: only then pyarrow numbers the rows it refuses. One block, so that numbers and lines agree.
+        read_options=pa.csv.ReadOptions(column_names=list(columns), use_threads=False, block_size=len(data) + 1),
+        parse_options=pa.csv.ParseOptions(
+            delimiter="," if quoted else "\t",
+            quote_char='"' if quoted else False,
+            double_quote=quoted,
+            ignore_empty_lines=False,
+            invalid_row_handler=skip,
+        ),
+        convert_options=pa.csv.ConvertOptions(
+            column_types={name: pa.string() for name in columns}, include_columns=list(recipe.used), check_utf8=False
+        ),
+    )
+    lines = np.delete(lines, skipped)
+    assert len(lines) == table.num_rows, f"{path}: {table.num_rows} rows parsed from {len(lines)} lines"
+    return lines, {name: _one_array(table[name]) for name in recipe.used}
+
+
+def _plainly_sound(data: bytes, quoted: bool) -> bool:
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return (b"\r" not in data or data.count(b"\r") == data.count(b"\r\n")) and not (quoted and b'"' in data)
+
+
+def _flaw(line: bytes, quoted: bool) -> str | None:
+    try:
+        line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return f"not UTF-8: byte 0x{line[error.start]:02x} at column {error.start + 1}"
+    if b"\r" in line.removesuffix(b"\r"):
+        return "a carriage return inside the line"
+    if quoted and line.count(b'"') % 2:
+        return "a quote is not closed in this line (values with line ends are not supported)"
+    return None
+
+
+def _open_parquet(path: Path) -> Any:
+    try:
+        return pa.parquet.ParquetFile(path, memory_map=False)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise BadInput(f"{path}: not a whole Parquet file (cut or damaged?): {error}") from error
+
+
+def _read_parquet(path: Path, recipe: Recipe) -> Iterator[RawRows]:
+    file = _open_parquet(path)
+    require_columns(recipe.used, file.schema_arrow.names, str(path))
+    size, n_rows, n_before = path.stat().st_size, file.metadata.num_rows, 0
+    try:
+        for batch in file.iter_batches(_PARQUET_ROWS, columns=list(recipe.used), use_threads=False):
+            positions = np.arange(n_before, n_before + len(batch), dtype=np.int64)
+            n_before += len(batch)
+            columns = {name: batch.column(name) for name in recipe.used}
+            read_bytes = size * n_before // max(n_rows, 1)
+            yield RawRows(str(path), "row", positions + 1, positions, columns, len(batch), read_bytes)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise BadInput(f"{path}, after row {n_before}: damaged: {error}") from error
+
+
+def _one_array(column: pa.ChunkedArray) -> pa.Array:
+    combined = column.combine_chunks()
+    if isinstance(combined, pa.ChunkedArray):  # depends on the version of pyarrow
+        return combined.chunk(0) if combined.num_chunks else pa.array([], combined.type)
+    return combined

@@ -1,0 +1,191 @@
+"""Raw rows to checked rows: labels are 0 or 1, numbers finite, identity ids in range; other rows are malformed.
+
+Nothing is fitted here and nothing depends on other rows; ids of vocabularies and hashes are made in `encoding`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from gba_hvd.data.bad_rows import BadRows
+from gba_hvd.data.raw_rows import RawRows
+from gba_hvd.data.recipe import Categorical, Identity, Recipe
+from gba_hvd.errors import BadInput
+
+_ONE, _ZERO = ("1", "1.0", "true", "True"), ("0", "0.0", "false", "False")
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True)
+class Values:
+    """Values of one categorical column.
+
+    flat:    a string array without nulls, missing is ""; for an identity field int64 [m], the ids
+    lengths: int64 [n] values per row of a multi-valued column, which sum to m; None when each row has one
+    """
+
+    flat: pa.Array | npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64] | None = None
+
+    def keep(self, mask: npt.NDArray[np.bool_]) -> Values:
+        of_values = mask if self.lengths is None else np.repeat(mask, self.lengths)
+        flat = self.flat[of_values] if isinstance(self.flat, np.ndarray) else self.flat.filter(pa.array(of_values))
+        return Values(flat, None if self.lengths is None else self.lengths[mask])
+
+
+@dataclass(frozen=True)
+class Rows:
+    """n sound rows. numeric: float64 [n] by column, NaN where missing."""
+
+    positions: npt.NDArray[np.int64]
+    label: npt.NDArray[np.uint8]
+    numeric: dict[str, npt.NDArray[np.float64]]
+    categorical: dict[str, Values]
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+    def keep(self, mask: npt.NDArray[np.bool_]) -> Rows:
+        numeric = {name: values[mask] for name, values in self.numeric.items()}
+        categorical = {name: values.keep(mask) for name, values in self.categorical.items()}
+        return Rows(self.positions[mask], self.label[mask], numeric, categorical)
+
+
+def check_rows(raw: RawRows, recipe: Recipe, bad: BadRows) -> Rows:
+    """Rows with a flaw are reported once, with their first flaw, and left out."""
+    flaws: dict[int, str] = {}
+    rows = _convert(raw, recipe, flaws)
+    if not flaws:
+        return rows
+    for row in sorted(flaws):
+        bad.report(raw.file, raw.where(row), flaws[row])
+    sound = np.ones(len(raw.numbers), dtype=bool)
+    sound[list(flaws)] = False
+    bad.judge()
+    return _convert(raw.keep(sound), recipe, {})
+
+
+def _convert(raw: RawRows, recipe: Recipe, flaws: dict[int, str]) -> Rows:
+    label = _label(raw.columns[recipe.label], recipe.label, flaws)
+    numeric = {n.name: _numbers(raw.columns[n.name], n.name, flaws) for n in recipe.numeric}
+    categorical = {c.name: _values(raw, c, flaws) for c in recipe.categorical}
+    return Rows(raw.positions, label, numeric, categorical)
+
+
+def _label(column: pa.Array, name: str, flaws: dict[int, str]) -> npt.NDArray[np.uint8]:
+    strings = _strings(column)
+    ones = _to_numpy(pc.is_in(strings, pa.array(_ONE)))
+    zeros = _to_numpy(pc.is_in(strings, pa.array(_ZERO)))
+    for row in np.flatnonzero(~(ones | zeros)):
+        flaws.setdefault(int(row), f"label {name} is {_shown(strings[row])}, expected 0 or 1")
+    return ones.astype(np.uint8)
+
+
+def _numbers(column: pa.Array, name: str, flaws: dict[int, str]) -> npt.NDArray[np.float64]:
+    def expect_number(row: int, value: str) -> None:
+        flaws.setdefault(row, f"{name} is {value}, expected a number or nothing")
+
+    numbers = _cast(_null_if_empty(column), pa.float64(), expect_number)
+    values: npt.NDArray[np.float64] = numbers.to_numpy(zero_copy_only=False)
+    for row in np.flatnonzero(np.abs(values) > _LARGEST):
+        expect_number(int(row), _shown(column[row]))
+    return values
+
+
+def _values(raw: RawRows, field: Categorical, flaws: dict[int, str]) -> Values:
+    column = raw.columns[field.name]
+    lengths: npt.NDArray[np.int64] | None = None
+    is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+    if is_list != field.is_list:
+        has, wants = ("lists", "single values") if is_list else ("single values", "lists")
+        raise BadInput(f"{raw.file}: column {field.name!r} has {has}, the recipe expects {wants}")
+    if field.separator is not None:
+        column = pc.split_pattern(_strings(column), field.separator)
+        is_list = True
+    if is_list:
+        lengths = _to_numpy(pc.fill_null(pc.list_value_length(column), 0)).astype(np.int64)
+        column = column.flatten()
+    if isinstance(field.encoding, Identity):
+        return _identity(column, lengths, field, field.encoding, flaws)
+    strings = _strings(column)
+    if lengths is not None:
+        # "a||b" and an empty cell: no value between separators is no value, not an unknown one.
+        present = _to_numpy(pc.greater(pc.binary_length(strings), 0))
+        if not present.all():
+            of_row = np.repeat(np.arange(len(lengths)), lengths)
+            lengths = np.bincount(of_row[present], minlength=len(lengths)).astype(np.int64)
+            strings = strings.filter(pa.array(present))
+    return Values(strings, lengths)
+
+
+def _identity(
+    column: pa.Array,
+    lengths: npt.NDArray[np.int64] | None,
+    field: Categorical,
+    encoding: Identity,
+    flaws: dict[int, str],
+) -> Values:
+    of_row = np.arange(len(column)) if lengths is None else np.repeat(np.arange(len(lengths)), lengths)
+    column = _null_if_empty(column)
+    if lengths is not None and column.null_count:
+        present = _to_numpy(pc.is_valid(column))
+        of_row, column = of_row[present], column.filter(pa.array(present))
+    if lengths is not None:
+        lengths = np.bincount(of_row, minlength=len(lengths)).astype(np.int64)
+    lowest, highest = encoding.offset, encoding.offset + encoding.rows - 1
+
+    def expect_id(at: int, value: str) -> None:
+        flaws.setdefault(int(of_row[at]), f"{field.name} is {value}, expected an integer from {lowest} to {highest}")
+
+    integers = _cast(column, pa.int64(), expect_id)
+    for at in np.flatnonzero(_to_numpy(pc.is_null(integers))):
+        expect_id(int(at), _shown(column[at]))
+    values = _to_numpy(pc.fill_null(integers, lowest))
+    for at in np.flatnonzero((values < lowest) | (values > highest)):
+        expect_id(int(at), str(values[at]))
+    return Values(values - encoding.offset, lengths)
+
+
+def _cast(column: pa.Array, type: pa.DataType, report: Callable[[int, str], None], start: int = 0) -> pa.Array:
+    """Cast; what cannot be cast is reported and becomes null. Halves the array around bad values, which are few."""
+    try:
+        return pc.cast(column, type)
+    except pa.ArrowInvalid:
+        if len(column) == 1:
+            report(start, _shown(column[0]))
+            return pa.nulls(1, type)
+    half = len(column) // 2
+    left = _cast(column[:half], type, report, start)
+    return pa.concat_arrays([left, _cast(column[half:], type, report, start + half)])
+
+
+def _strings(column: pa.Array) -> pa.Array:
+    if column.type != pa.string():
+        column = pc.cast(column, pa.string())
+    return pc.fill_null(column, "") if column.null_count else column
+
+
+def _null_if_empty(column: pa.Array) -> pa.Array:
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        empty = pc.equal(pc.binary_length(column), 0)
+        return pc.if_else(empty, pa.scalar(None, column.type), column)
+    return column
+
+
+def _shown(value: pa.Scalar) -> str:
+    text = repr(value.as_py())
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _to_numpy(column: pa.Array) -> npt.NDArray[Any]:
+    array: npt.NDArray[Any] = column.to_numpy(zero_copy_only=False)
+    return array

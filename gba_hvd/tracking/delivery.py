@@ -1,0 +1,70 @@
+"""What to do when MLflow does not take a record, how long to wait, and who speaks for a run.
+
+Decisions only, each with its reason; `sender.py` carries them out.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Action(enum.Enum):
+    RETRY = "retry"  # the record is good, the server is not: later
+    DROP = "drop"  # this record will never be taken: count it, say it, go on
+    STOP = "stop"  # nothing will be taken until a person acts: keep the spool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    action: Action
+    reason: str
+
+
+_REFUSED = frozenset(
+    {"INVALID_PARAMETER_VALUE", "RESOURCE_ALREADY_EXISTS", "BAD_REQUEST", "MALFORMED_REQUEST", "REQUEST_LIMIT_EXCEEDED"}
+)
+
+
+def judge(error: BaseException, run_is_active: bool | None) -> Verdict:
+    """What an exception of an MLflow call means for the record that was being sent.
+
+    `run_is_active`: None when not known (the server could not be asked).
+    Refusals name their cause in `error_code`; everything else (connection refused, time-out, 5xx, wrong password,
+    SQLite busy) says nothing about the record, so it is kept.
+    """
+    what = first_line(error)
+    if run_is_active is False:
+        return Verdict(Action.STOP, f"the run was deleted in MLflow (`mlflow runs restore` brings it back): {what}")
+    if isinstance(error, ModuleNotFoundError):
+        return Verdict(Action.STOP, f"{what}: pip install {error.name}")
+    if getattr(error, "error_code", None) in _REFUSED:
+        return Verdict(Action.DROP, what)
+    return Verdict(Action.RETRY, what)
+
+
+def backoff_s(failures: int, ending: bool) -> float:
+    """0.5 s, doubled per failure up to 30 s; at the end of a job, when somebody waits, up to 1 s."""
+    return float(min(0.5 * 2 ** min(failures, 10), 1.0 if ending else 30.0))
+
+
+def may_speak(own: str, current: str | None) -> bool:
+    """Whether the process with stamp `own` speaks for the run that is tagged with `current`.
+
+    A stamp is "<ms since 1970 at which it became chief>:<spool name>". The latest chief speaks; earlier ones only
+    deliver what they still hold.
+    """
+    if not current or own == current:
+        return True
+    return _ms(own) > _ms(current)
+
+
+def _ms(stamp: str) -> int:
+    head = stamp.partition(":")[0]
+    return int(head) if head.isdigit() else 0
+
+
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return text if len(text) <= 400 else text[:397] + "..."

@@ -1,0 +1,333 @@
+"""`MLflowCallback`: what the training loop sees of MLflow. It writes records to the spool and looks after the sender.
+
+Nothing here talks to MLflow or imports it.
+"""
+
+from __future__ import annotations
+
+import getpass
+import importlib.util
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gba_hvd.callbacks import Callback, Event, Job, StepRecord
+from gba_hvd.errors import BadInput
+from gba_hvd.tracking.plots import LOSS, THROUGHPUT, WORKERS
+from gba_hvd.tracking.records import metric_key, metrics_records, params_records
+from gba_hvd.tracking.spool import SpoolStatus, SpoolWriter, log_path, read_status, remove
+
+_LOOK_EVERY_S = 10.0
+_RESTARTS = 3
+_numbers = itertools.count()
+
+# The sender needs this package's tracking part but not torch, which `import gba_hvd` would bring: seconds and 200 MB.
+_START_SENDER = (
+    "import sys, types; package = types.ModuleType('gba_hvd'); package.__path__ = [sys.argv.pop(1)]; "
+    "sys.modules['gba_hvd'] = package; from gba_hvd.tracking.follow import main; sys.exit(main())"
+)
+
+
+class MLflowCallback(Callback):
+    """One MLflow run per job, whatever happens to its workers or to the tracking server.
+
+    experiment: default $MLFLOW_EXPERIMENT_NAME, else "gba-hvd".
+    tracking_uri: default MLflow's own ($MLFLOW_TRACKING_URI, else sqlite:///mlflow.db in the working directory).
+    params: nested values, logged as parameters together with the job's settings.
+    config, data: the model's configuration and the data's description, kept as config.json and data.json.
+    log_every_steps: a point per so many steps; its loss and throughput are means over them.
+    system_metrics, system_every_s: CPU, memory, network and /dev/shm of every host.
+    spool_dir: default $GBA_HVD_SPOOL_DIR, else ./gba-hvd-spool; removed when everything is sent.
+    flush_timeout_s: how long the end of training may wait for the last records to be sent.
+    """
+
+    def __init__(
+        self,
+        experiment: str | None = None,
+        *,
+        tracking_uri: str | None = None,
+        run_name: str | None = None,
+        params: Mapping[str, Any] | None = None,
+        config: Mapping[str, Any] | None = None,
+        data: Mapping[str, Any] | None = None,
+        log_every_steps: int = 10,
+        system_metrics: bool = True,
+        system_every_s: float = 10.0,
+        spool_dir: str | Path | None = None,
+        spool_limit_bytes: int = 1 << 30,
+        flush_timeout_s: float = 30.0,
+    ) -> None:
+        if log_every_steps < 1:
+            raise BadInput(f"MLflowCallback: log_every_steps must be at least 1, not {log_every_steps}")
+        if importlib.util.find_spec("mlflow") is None:
+            raise ModuleNotFoundError("MLflowCallback needs mlflow: pip install 'mlflow>=3.7'", name="mlflow")
+        self._experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "gba-hvd"
+        self._tracking_uri = tracking_uri
+        self._run_name = run_name
+        self._params = dict(params or {})
+        self._artifacts = {"config.json": config, "data.json": data}
+        self._log_every_steps = log_every_steps
+        self._system_every_s = system_every_s if system_metrics else 0.0
+        self._spool_dir = Path(spool_dir or os.environ.get("GBA_HVD_SPOOL_DIR") or "gba-hvd-spool").absolute()
+        self._spool_limit_bytes = spool_limit_bytes
+        self._flush_timeout_s = flush_timeout_s
+
+        self._job: Job | None = None
+        self._run_id: str | None = None
+        self._stamp = ""
+        self._writer: SpoolWriter | None = None
+        self._sender: subprocess.Popen[bytes] | None = None
+        self._restarts = 0
+        self._next_look_s = 0.0
+        self._told: str | None = None
+        self._logged_step = -1
+        self._mode: str | None = None
+        self._since = _Interval()
+        self._untold: deque[Event] = deque(maxlen=64)
+        self._ended = False
+
+    # The training thread calls these.
+
+    def on_job(self, job: Job) -> None:
+        was_chief = self._job is not None and self._job.is_chief
+        self._job = job
+        self._since = _Interval()
+        if not (job.is_chief or (job.leads_host and self._system_every_s)) and self._writer is None:
+            return
+        if job.is_chief and not was_chief:
+            self._stamp = f"{_now_ms()}:{job.host}:{os.getpid()}"
+        self._write(
+            {
+                "kind": "job",
+                **{"job_id": metric_key(job.job_id), "rank": job.rank, "size": job.size, "host": job.host},
+                **{"chief": job.is_chief, "leads_host": job.leads_host, "stamp": self._stamp, "ms": _now_ms()},
+                **{"experiment": self._experiment, "tracking_uri": self._tracking_uri, "run_name": self._run_name},
+                **{"run_id": self._known_run_id(), "system_every_s": self._system_every_s},
+                **{"user": _user(), "source": sys.argv[0] or "python"},
+            }
+        )
+        if job.is_chief and not was_chief:
+            for record in params_records({**job.settings, **self._params}):
+                self._write(record)
+            for path, values in self._artifacts.items():
+                if values is not None:
+                    self._write({"kind": "artifact", "path": path, "text": _pretty(values)})
+            while self._untold:  # what the previous chief may not have lived to tell
+                self._write_event(self._untold.popleft())
+        self._untold.clear()
+        self._look_after_sender()
+
+    def on_step(self, record: StepRecord) -> None:
+        self._since.add(record)
+        if record.step % self._log_every_steps:
+            return
+        since, self._since = self._since, _Interval()
+        job = self._job
+        if job is None or self._writer is None or record.step <= self._logged_step:
+            return
+        values: dict[str, float] = {}
+        if job.is_chief:
+            values = {**since.values(), "epoch": record.epoch, WORKERS: record.workers}
+            values["samples_applied"] = record.samples_applied
+            if record.mode != self._mode:
+                self._mode = record.mode
+                self._write({"kind": "tags", "values": {"gba_hvd.mode": record.mode}})
+        self._write({"kind": "metrics", "step": record.step, "ms": _now_ms(), "values": values})
+        self._logged_step = record.step
+        if time.monotonic() >= self._next_look_s:
+            self._look_after_sender()
+
+    def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._job is None or not self._job.is_chief:
+            return
+        values = {}
+        for key, value in metrics.items():
+            try:
+                values[key] = float(value)
+            except (TypeError, ValueError):
+                _say(f"metric {key!r} is {type(value).__name__} {value!r}, not a number: not logged")
+        for record in metrics_records(step, _now_ms(), values):
+            self._write(record)
+
+    def on_event(self, event: Event) -> None:
+        if self._job is not None and self._job.is_chief:
+            self._write_event(event)
+        else:
+            self._untold.append(event)
+
+    def on_end(self, status: str, error: BaseException | None) -> None:
+        """Waits until everything is sent, at most `flush_timeout_s`; what is left then stays on disk."""
+        if self._ended or self._writer is None or self._job is None:
+            return
+        self._ended = True
+        reason = "" if error is None else f"{type(error).__name__}: {error}"
+        self._write({"kind": "end", "status": status if self._job.is_chief else None, "reason": reason})
+        self._writer.close()
+        self._wait_for_sender()
+        self._report(status)
+
+    # These travel with the elastic state.
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"run_id": self._known_run_id(), "logged_step": self._logged_step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._run_id = state.get("run_id") or self._run_id
+        self._logged_step = max(self._logged_step, int(state.get("logged_step", -1)))
+
+    @property
+    def spool(self) -> Path | None:
+        """This process's spool file, once it has one."""
+        return None if self._writer is None else self._writer.path
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self._writer is None:
+            assert self._job is not None
+            name = f"{metric_key(self._job.job_id)}.{self._job.host}.{os.getpid()}.{next(_numbers)}.jsonl".replace(
+                "/", "_"
+            )
+            self._writer = SpoolWriter(self._spool_dir / name, self._spool_limit_bytes)
+        self._writer.append(record)
+
+    def _write_event(self, event: Event) -> None:
+        values = {"step": event.step, "message": event.message, "data": dict(event.data), "unix_s": event.unix_s}
+        self._write({"kind": "event", "event": event.kind, **values})
+
+    def _known_run_id(self) -> str | None:
+        if self._run_id is None and self._writer is not None:
+            self._run_id = read_status(self._writer.path).run_id
+        return self._run_id
+
+    def _look_after_sender(self) -> None:
+        """Start the sender, or start it again; tell the user once about each trouble."""
+        assert self._writer is not None
+        self._next_look_s = time.monotonic() + _LOOK_EVERY_S
+        status = read_status(self._writer.path)
+        if self._sender is None or (
+            self._sender.poll() is not None and not status.stopped and self._restarts < _RESTARTS
+        ):
+            self._restarts += self._sender is not None
+            self._start_sender()
+        problem = self._writer.problem or (status.problem if self._job and self._job.is_chief else None)
+        if problem != self._told:
+            self._told = problem
+            _say(f"records wait in {self._writer.path}: {problem}" if problem else "records are being sent again")
+
+    def _start_sender(self) -> None:
+        assert self._writer is not None
+        package = str(Path(__file__).resolve().parent.parent)
+        command = [
+            sys.executable,
+            "-P",
+            "-c",
+            _START_SENDER,
+            package,
+            str(self._writer.path),
+            "--parent",
+            str(os.getpid()),
+        ]
+        # Its own session, so that Ctrl-C reaches it through us only; its own log, because a launcher waits until nobody
+        # holds a worker's output any more, and the sender may live a few seconds longer than a killed worker.
+        with log_path(self._writer.path).open("ab") as log:
+            self._sender = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def _wait_for_sender(self) -> None:
+        assert self._writer is not None
+        if self._sender is None or self._sender.poll() is not None:
+            if read_status(self._writer.path).stopped:
+                return
+            self._start_sender()
+        assert self._sender is not None
+        try:
+            self._sender.wait(self._flush_timeout_s)
+        except subprocess.TimeoutExpired:
+            self._sender.send_signal(signal.SIGTERM)
+            try:
+                self._sender.wait(5.0)
+            except subprocess.TimeoutExpired:
+                self._sender.kill()
+                self._sender.wait()
+
+    def _report(self, status: str) -> None:
+        assert self._writer is not None
+        assert self._job is not None
+        delivered = read_status(self._writer.path)
+        lost = self._writer.lost + delivered.dropped
+        self._run_id = delivered.run_id or self._run_id
+        if lost:
+            print(log_path(self._writer.path).read_text()[-4000:], file=sys.stderr)
+            _say(
+                f"{lost} values were not recorded"
+                + (f": {self._writer.problem}" if self._writer.problem else ", see above")
+            )
+        if delivered.done:
+            remove(self._writer.path)
+            if self._job.is_chief:
+                print(f"MLflow: run {self._run_id} is {status}. {how_to_open(delivered)}", flush=True)
+            return
+        why = delivered.problem or f"no answer within {self._flush_timeout_s:.0f} s; see {log_path(self._writer.path)}"
+        _say(f"NOT everything reached MLflow: {why}")
+        _say(f"the rest is kept; send it later with: gba-hvd mlflow-send {self._writer.path}")
+
+
+class _Interval:
+    """The steps since the last point."""
+
+    def __init__(self) -> None:
+        self._samples = 0
+        self._seconds = 0.0
+        self._losses: list[float] = []
+
+    def add(self, record: StepRecord) -> None:
+        self._samples += record.samples
+        self._seconds += record.seconds
+        if record.loss is not None:
+            self._losses.append(record.loss)
+
+    def values(self) -> dict[str, float]:
+        values = {}
+        if self._losses:
+            values[LOSS] = sum(self._losses) / len(self._losses)
+        if self._seconds > 0:
+            values[THROUGHPUT] = self._samples / self._seconds
+        return values
+
+
+def how_to_open(status: SpoolStatus) -> str:
+    """One sentence with the exact command or address."""
+    uri = status.tracking_uri or ""
+    # Without the query MLflow opens its pages for language models.
+    page = f"/#/experiments/{status.experiment_id}/runs/{status.run_id}?workflowType=machine_learning"
+    if uri.startswith(("http://", "https://")):
+        return f"Open {uri.rstrip('/')}{page}"
+    return f"Open it: mlflow ui --backend-store-uri '{uri}' and then http://127.0.0.1:5000{page}"
+
+
+def _say(message: str) -> None:
+    print(f"MLflow: {message}", file=sys.stderr, flush=True)
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def _pretty(values: Mapping[str, Any]) -> str:
+    import json
+
+    return json.dumps(values, indent=2, default=str) + "\n"
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container without a user database
+        return "unknown"

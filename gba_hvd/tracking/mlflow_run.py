@@ -1,0 +1,226 @@
+"""The one MLflow run of a job: found or created, written to, ended. Every MLflow call of the project is in this file.
+
+All calls may raise; `delivery.judge` says what that means. Nothing here is imported by a training process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from mlflow import MlflowClient, get_tracking_uri
+from mlflow.entities import Metric, Param, Run, RunStatus, RunTag
+from mlflow.exceptions import MlflowException
+
+from gba_hvd.tracking.delivery import may_speak
+from gba_hvd.tracking.records import Batch, Point, Record, merge_events
+
+JOB_TAG = "gba_hvd.job_id"
+CHIEF_TAG = "gba_hvd.chief"  # stamp of the process that speaks for the run, see delivery.may_speak
+HEARTBEAT_TAG = "gba_hvd.heartbeat"  # unix time of the last sign of life of the chief's training loop
+REASON_TAG = "gba_hvd.status_reason"
+SUPERSEDED_TAG = "gba_hvd.superseded_by"
+EVENTS_FILE = "events.jsonl"
+
+
+class RunNotThere(Exception):
+    """The chief has not created the job's run yet; only a chief may."""
+
+
+class JobRun:
+    """A run this process may write to; in one that others wrote to before, points they have sent are not repeated."""
+
+    def __init__(self, client: MlflowClient, run: Run, stamp: str, joined: bool) -> None:
+        self.run_id: str = run.info.run_id
+        self.experiment_id: str = run.info.experiment_id
+        self._client = client
+        self._stamp = stamp
+        self._params: dict[str, str] = dict(run.data.params)
+        self._known_steps: dict[str, set[int]] | None = {} if joined else None
+
+    def is_active(self) -> bool | None:
+        """False when somebody deleted the run, None when the server cannot be asked."""
+        try:
+            stage: str = self._client.get_run(self.run_id).info.lifecycle_stage
+        except Exception:  # any failure to ask is the same answer: not known
+            return None
+        return stage == "active"
+
+    def send(self, batch: Batch) -> list[str]:
+        """Log a batch. Parameters the run has already are left alone; returns the names of those that differ now."""
+        params = {key: text for key, text in batch.params.items() if key not in self._params}
+        changed = [key for key, text in batch.params.items() if self._params.get(key, text) != text]
+        points = [point for point in batch.points if not self._has(point)]
+        if points or params or batch.tags:
+            self._client.log_batch(
+                self.run_id,
+                metrics=[Metric(p.key, p.value, p.ms, p.step) for p in points],
+                params=[Param(key, text) for key, text in params.items()],
+                tags=[RunTag(key, text) for key, text in batch.tags.items()],
+                synchronous=True,
+            )
+        self._params |= params
+        return changed
+
+    def _has(self, point: Point) -> bool:
+        if self._known_steps is None or point.key.startswith("system/"):
+            return False
+        steps = self._known_steps.get(point.key)
+        if steps is None:
+            steps = {metric.step for metric in self._client.get_metric_history(self.run_id, point.key)}
+            self._known_steps[point.key] = steps
+        return point.step in steps
+
+    def claim(self, stamp: str) -> None:
+        """Become the process that speaks for the run, unless a later chief already does; then the run is running."""
+        self._stamp = stamp
+        run = self._client.get_run(self.run_id)
+        if not may_speak(self._stamp, run.data.tags.get(CHIEF_TAG)):
+            return
+        self._client.set_tag(self.run_id, CHIEF_TAG, self._stamp)
+        if run.info.status != "RUNNING":
+            self._client.update_run(self.run_id, status="RUNNING")
+
+    def speaks(self) -> bool:
+        return bool(self._client.get_run(self.run_id).data.tags.get(CHIEF_TAG) == self._stamp)
+
+    def put_text(self, path: str, text: str) -> None:
+        self._client.log_text(self.run_id, text, path)
+
+    def put_file(self, file: Path) -> None:
+        self._client.log_artifact(self.run_id, str(file))
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        self._client.log_batch(self.run_id, tags=[RunTag(key, text) for key, text in tags.items()], synchronous=True)
+
+    def put_events(self, events: list[Record]) -> list[Record]:
+        """Merge `events` with those of earlier chiefs; returns all of them."""
+        with tempfile.TemporaryDirectory(prefix="gba-hvd-") as folder:
+            earlier: list[Record] = []
+            if any(info.path == EVENTS_FILE for info in self._client.list_artifacts(self.run_id)):
+                text = Path(self._client.download_artifacts(self.run_id, EVENTS_FILE, folder)).read_text()
+                earlier = [json.loads(line) for line in text.splitlines()]
+            merged = merge_events(earlier, events)
+            if merged != earlier:
+                self.put_text(EVENTS_FILE, "".join(json.dumps(event) + "\n" for event in merged))
+            return merged
+
+    def history(self, wanted: Callable[[str], bool]) -> dict[str, list[Point]]:
+        """All points of the metrics whose name is wanted, by step."""
+        keys = [key for key in self._client.get_run(self.run_id).data.metrics if wanted(key)]
+        return {
+            key: [
+                Point(key, metric.value, metric.timestamp, metric.step)
+                for metric in sorted(self._client.get_metric_history(self.run_id, key), key=lambda m: m.step)
+            ]
+            for key in sorted(keys)
+        }
+
+    def finish(self, status: str, reason: str, job_id: str) -> None:
+        """Set the final status; other runs of this job that were left running are closed as superseded."""
+        if reason:
+            self.set_tags({REASON_TAG: reason[:4000]})
+        self._client.set_terminated(self.run_id, status)
+        for other in runs_of(self._client, self.experiment_id, job_id):
+            if other.info.run_id != self.run_id and other.info.status == "RUNNING":
+                self._client.set_tag(other.info.run_id, SUPERSEDED_TAG, self.run_id)
+                self._client.set_terminated(other.info.run_id, RunStatus.to_string(RunStatus.KILLED))
+
+
+def open_run(uri: str, job: Mapping[str, Any], may_create: Callable[[], bool]) -> JobRun:
+    """Find the job's run by its id, else by the job's id, else create it.
+
+    Raises RunNotThere when there is none and `may_create()` says no.
+    """
+    with _one_at_a_time(_database_file(uri), must_exist=not may_create()):
+        client = MlflowClient(tracking_uri=uri)
+        experiment_id = _experiment(client, job["experiment"], may_create)
+        found = _find(client, experiment_id, job)
+        if found is not None:
+            return JobRun(client, found, job["stamp"], joined=True)
+        if not may_create():
+            raise RunNotThere(f"no run of job {job['job_id']} in experiment {job['experiment']!r} yet")
+        tags = {JOB_TAG: job["job_id"], CHIEF_TAG: job["stamp"], "mlflow.user": job["user"]}
+        tags |= {"mlflow.source.name": job["source"], "mlflow.source.type": "LOCAL"}
+        mine = client.create_run(experiment_id, start_time=job["ms"], tags=tags, run_name=job["run_name"])
+        runs = runs_of(client, experiment_id, job["job_id"])
+        if len(runs) > 1 and not (may_create() and runs[0].info.run_id == mine.info.run_id):
+            # Another chief created one at the same moment. Ours is still empty, so it is ours that goes.
+            client.delete_run(mine.info.run_id)
+            others = [run for run in runs if run.info.run_id != mine.info.run_id]
+            return JobRun(client, others[0], job["stamp"], joined=True)
+        return JobRun(client, mine, job["stamp"], joined=False)
+
+
+def resolved_uri(uri: str | None) -> str:
+    """The tracking URI as MLflow understands it here, with an absolute path when it is a local file."""
+    uri = uri or get_tracking_uri()
+    file = _database_file(uri)
+    return f"sqlite:///{file.resolve()}" if file is not None else uri
+
+
+def runs_of(client: MlflowClient, experiment_id: str, job_id: str) -> list[Run]:
+    """Every run tagged with this job, the first one first."""
+    runs = client.search_runs([experiment_id], f"tags.`{JOB_TAG}` = '{job_id}'")
+    return sorted(runs, key=lambda run: (run.info.start_time, run.info.run_id))
+
+
+def _find(client: MlflowClient, experiment_id: str, job: Mapping[str, Any]) -> Run | None:
+    if job.get("run_id"):
+        try:
+            return client.get_run(job["run_id"])
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise  # the server is in trouble; the run may well be there
+    runs = runs_of(client, experiment_id, job["job_id"])
+    return runs[0] if runs else None
+
+
+def _experiment(client: MlflowClient, name: str, may_create: Callable[[], bool]) -> str:
+    experiment = client.get_experiment_by_name(name)
+    if experiment is not None:
+        return str(experiment.experiment_id)
+    if not may_create():
+        raise RunNotThere(f"no experiment {name!r} yet")
+    try:
+        return str(client.create_experiment(name))
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
+        raise RunNotThere(f"experiment {name!r} was there and is gone")
+    return str(experiment.experiment_id)
+
+
+def _database_file(uri: str) -> Path | None:
+    prefix = "sqlite:///"
+    return Path(unquote(uri[len(prefix) :])) if uri.startswith(prefix) else None
+
+
+@contextlib.contextmanager
+def _one_at_a_time(database: Path | None, must_exist: bool) -> Iterator[None]:
+    """MLflow creates the tables of a new SQLite file without asking whether somebody else is doing so: take turns.
+
+    The lock is on the folder, so it leaves no file behind and stays clear of SQLite's own locks.
+    """
+    if database is None:
+        yield
+        return
+    if not must_exist:
+        database.parent.mkdir(parents=True, exist_ok=True)
+    elif not database.exists():
+        raise RunNotThere(f"{database} is not there; on several hosts use a tracking server or a shared folder")
+    folder = os.open(database.parent, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)

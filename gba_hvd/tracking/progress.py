@@ -1,0 +1,213 @@
+"""`ProgressLine`: what a person sees of a running job, from one worker.
+
+On a terminal one line is rewritten in place; in a pipe or file (horovodrun prefixes every line with the rank) a plain
+line appears every few seconds. Events stand on lines of their own. When training fails, its cause comes first.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+from gba_hvd.callbacks import Callback, Event, Job, StepRecord
+
+# Every worker tells of these; they follow from a cause another worker reports.
+_CONSEQUENCES = frozenset({"HorovodInternalError", "HostsUpdatedInterrupt", "WorkersAvailableException"})
+_ACCOUNT = ("samples_total", "samples_applied", "samples_dropped", "samples_lost")
+
+
+class ProgressLine(Callback):
+    """Progress of the job on rank 0's output; errors of any rank.
+
+    total_steps: for the percentage and the time left; default `Job.settings["total_steps"]` when it is there.
+    every_s: how often a plain line appears (on a terminal the line is renewed 4 times a second).
+    The closing summary takes the account of samples from the data of the last event that has it
+    (`samples_total`, `samples_applied`, `samples_dropped`, `samples_lost`, `restarts`).
+    """
+
+    def __init__(
+        self,
+        *,
+        total_steps: int | None = None,
+        every_s: float = 10.0,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total_steps = total_steps
+        self._stream = stream
+        self._clock = clock
+        self._terminal = (stream or sys.stdout).isatty()
+        self._every_s = 0.25 if self._terminal else every_s
+        self._job: Job | None = None
+        self._record: StepRecord | None = None
+        self._rate = Rate()
+        self._metrics: dict[str, float] = {}
+        self._account: dict[str, Any] = {}
+        self._memberships = 0
+        self._started_s = clock()
+        self._first_step = 0
+        self._first_step_s: float | None = None
+        self._next_s = 0.0
+        self._open = False  # the line on the terminal has no newline yet
+        self._ended = False
+
+    def on_job(self, job: Job) -> None:
+        self._job = job
+        self._memberships += 1
+        self._rate = Rate()
+
+    def on_step(self, record: StepRecord) -> None:
+        now = self._clock()
+        if self._first_step_s is None:
+            self._first_step_s, self._first_step = now, record.step
+        self._record = record
+        self._rate.add(record)
+        if self._is_speaker() and now >= self._next_s:
+            self._next_s = now + self._every_s
+            self._show(now)
+
+    def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._metrics |= {key: value for key, value in metrics.items() if isinstance(value, int | float)}
+        if self._is_speaker() and metrics:
+            values = "  ".join(f"{key} {_number(value)}" for key, value in metrics.items())
+            self._print(f"step {step:,}  {values}")
+
+    def on_event(self, event: Event) -> None:
+        self._account |= {key: event.data[key] for key in (*_ACCOUNT, "restarts") if key in event.data}
+        if self._is_speaker() and event.kind != "finished":
+            self._print(f"[{event.kind.replace('_', ' ')}] step {event.step:,}: {event.message}")
+
+    def on_end(self, status: str, error: BaseException | None) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        tells = self._is_speaker() or type(error).__name__ not in _CONSEQUENCES
+        if status == "FAILED" and error is not None and tells:
+            for line in failure_lines(error, self._job, self._record):
+                self._print(line)
+        if self._is_speaker():
+            for line in self._summary(status):
+                self._print(line)
+
+    def _is_speaker(self) -> bool:
+        return self._job is None or self._job.is_chief
+
+    def _show(self, now: float) -> None:
+        assert self._record is not None
+        total = self._total_steps
+        if total is None and self._job is not None:
+            total = self._job.settings.get("total_steps")
+        left_s = None
+        done = self._record.step - self._first_step
+        if total and done > 0 and self._first_step_s is not None:
+            left_s = (total - self._record.step) * (now - self._first_step_s) / done
+        line = progress_line(self._record, self._rate.take(), self._metrics, total, left_s)
+        if not self._terminal:
+            self._print(line)
+            return
+        width = shutil.get_terminal_size().columns - 1
+        self._write(f"\r\x1b[K{line[:width]}")
+        self._open = True
+
+    def _summary(self, status: str) -> list[str]:
+        word = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "interrupted"}.get(status, status.lower())
+        steps = self._record.step if self._record else 0
+        restarts = int(self._account.get("restarts", max(0, self._memberships - 1)))
+        times = "no restart" if restarts == 0 else f"{restarts} restart" + "s" * (restarts > 1)
+        lines = [f"{word}: {steps:,} step{'s' * (steps != 1)} in {_duration(self._clock() - self._started_s)}, {times}"]
+        if all(key in self._account for key in _ACCOUNT):
+            total, applied, dropped, lost = (int(self._account[key]) for key in _ACCOUNT)
+            lines.append(f"samples: {applied:,} applied + {dropped:,} dropped + {lost:,} lost = {total:,}")
+        elif self._record is not None:
+            lines.append(f"samples: {self._record.samples_applied:,} applied")
+        if self._metrics:
+            lines.append("last: " + "  ".join(f"{key} {_number(value)}" for key, value in self._metrics.items()))
+        return lines
+
+    def _print(self, line: str) -> None:
+        self._write(("\r\x1b[K" if self._open else "") + line + "\n")
+        self._open = False
+
+    def _write(self, text: str) -> None:
+        stream = self._stream or sys.stdout
+        try:
+            stream.write(text)
+            stream.flush()
+        except (BrokenPipeError, ValueError):
+            pass  # nobody reads any more; training goes on
+
+
+class Rate:
+    """Samples per second over the steps since it was last asked."""
+
+    def __init__(self) -> None:
+        self._samples, self._seconds = 0, 0.0
+
+    def add(self, record: StepRecord) -> None:
+        self._samples += record.samples
+        self._seconds += record.seconds
+
+    def take(self) -> float | None:
+        rate = self._samples / self._seconds if self._seconds > 0 else None
+        self._samples, self._seconds = 0, 0.0
+        return rate
+
+
+def progress_line(
+    record: StepRecord, rate: float | None, metrics: Mapping[str, float], total_steps: int | None, left_s: float | None
+) -> str:
+    """`step 1,200/5,000 (24%)  epoch 1  loss 0.4312  auc 0.7812  45.2k samples/s  2 workers  allreduce  1m20s left`"""
+    step = f"step {record.step:,}"
+    if total_steps:
+        step += f"/{total_steps:,} ({100 * record.step // total_steps}%)"
+    parts = [step, f"epoch {record.epoch}"]
+    if record.loss is not None:
+        parts.append(f"loss {record.loss:.4f}")
+    parts += [f"{key} {_number(value)}" for key, value in metrics.items() if "auc" in key.lower()][:1]
+    if rate is not None:
+        parts.append(f"{_short(rate)} samples/s")
+    parts.append(f"{record.workers} worker" + "s" * (record.workers != 1))
+    parts.append(record.mode)
+    if left_s is not None:
+        parts.append(f"{_duration(left_s)} left")
+    return "  ".join(parts)
+
+
+def failure_lines(error: BaseException, job: Job | None, record: StepRecord | None) -> list[str]:
+    """The cause in the first line, where and when below it."""
+    root = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    lines = [f"error: {type(root).__name__}: {root}"]
+    frames = traceback.extract_tb(root.__traceback__)
+    if frames:
+        lines.append(f"  in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno}")
+    if root is not error:
+        lines.append(f"  which led to {type(error).__name__}: {error}")
+    if job is not None:
+        lines.append(f"  on rank {job.rank} of {job.size}, host {job.host}, job {job.job_id}")
+    if record is not None:
+        lines.append(f"  after step {record.step:,}, epoch {record.epoch}")
+    return lines
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.5g}" if abs(value) >= 1000 else f"{value:.4f}"
+
+
+def _short(rate: float) -> str:
+    if rate >= 1e6:
+        return f"{rate / 1e6:.2f}M"
+    return f"{rate / 1e3:.1f}k" if rate >= 1e3 else f"{rate:.0f}"
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"

@@ -1,0 +1,176 @@
+"""What is written to the spool, and how spool records become batches that MLflow accepts.
+
+Plain functions over plain values: no file, no clock, no MLflow. A record is one JSON object with a `kind`:
+
+    job       who writes, in which run; again after every change of membership
+    metrics   {"step", "ms", "values"}        one point per value
+    params    {"values"}                      at most 100, already flattened to text
+    tags      {"values"}
+    event     {"event", "step", "message", "data", "unix_s"}
+    artifact  {"path", "text"}
+    end       {"status", "reason"}            the last record; status is null unless this process speaks for the job
+
+`job`, `artifact` and `end` are carried out one by one; runs of the others are packed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Record = dict[str, Any]
+
+# What MLflow takes in one `log_batch`.
+MAX_METRICS = 900
+MAX_PARAMS = 100
+MAX_TAGS = 90
+MAX_TOTAL = 1000
+_MAX_KEY = 250
+_MAX_TEXT = 4000
+_ONE_BY_ONE = frozenset({"job", "artifact", "end"})
+
+
+@dataclass(frozen=True)
+class Line:
+    """One spool record and the file offset just behind it."""
+
+    end: int
+    record: Record
+
+
+@dataclass(frozen=True)
+class Point:
+    """One value of one metric. Sent twice it is the same point: MLflow's key is (run, key, step, time, value)."""
+
+    key: str
+    value: float
+    ms: int
+    step: int
+
+
+@dataclass
+class Batch:
+    """What one `log_batch` call carries; `end` is the spool offset it brings us to."""
+
+    end: int
+    points: list[Point] = field(default_factory=list)
+    params: dict[str, str] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
+    has_event: bool = False
+
+    def __len__(self) -> int:
+        return len(self.points) + len(self.params) + len(self.tags)
+
+    def takes(self, other: Batch) -> bool:
+        """Whether both together are still within MLflow's limits (params cannot change, so a repeated key waits)."""
+        return (
+            len(self) + len(other) <= MAX_TOTAL
+            and len(self.points) + len(other.points) <= MAX_METRICS
+            and len(self.params) + len(other.params) <= MAX_PARAMS
+            and len(self.tags) + len(other.tags) <= MAX_TAGS
+            and not self.params.keys() & other.params.keys()
+        )
+
+    def add(self, other: Batch) -> None:
+        self.end = other.end
+        self.points += other.points
+        self.params |= other.params
+        self.tags |= other.tags
+        self.has_event |= other.has_event
+
+
+def pack(lines: Sequence[Line]) -> Iterator[Batch | Line]:
+    """Group lines into batches, in order; a record that must be carried out alone comes as its `Line`."""
+    batch: Batch | None = None
+    for line in lines:
+        if line.record.get("kind") in _ONE_BY_ONE:
+            if batch is not None:
+                yield batch
+            batch = None
+            yield line
+            continue
+        one = _as_batch(line)
+        if batch is None:
+            batch = one
+        elif batch.takes(one):
+            batch.add(one)
+        else:
+            yield batch
+            batch = one
+    if batch is not None:
+        yield batch
+
+
+def halves(batch: Batch) -> tuple[Batch, Batch] | None:
+    """Split a refused batch to find what was wrong with it; None when there is nothing left to split."""
+    if len(batch) < 2:
+        return None
+    first, second = Batch(batch.end), Batch(batch.end)
+    n = len(batch) // 2
+    for i, point in enumerate(batch.points):
+        (first if i < n else second).points.append(point)
+    for i, (key, text) in enumerate(batch.params.items(), start=len(batch.points)):
+        (first if i < n else second).params[key] = text
+    for i, (key, text) in enumerate(batch.tags.items(), start=len(batch.points) + len(batch.params)):
+        (first if i < n else second).tags[key] = text
+    return first, second
+
+
+def _as_batch(line: Line) -> Batch:
+    record = line.record
+    batch = Batch(line.end)
+    match record.get("kind"):
+        case "metrics":
+            ms, step = int(record["ms"]), int(record["step"])
+            batch.points = [Point(key, float(value), ms, step) for key, value in record["values"].items()]
+        case "params":
+            batch.params = dict(record["values"])
+        case "tags":
+            batch.tags = dict(record["values"])
+        case "event":
+            batch.tags = {f"gba_hvd.event.{record['event']}": f"step {record['step']}: {record['message']}"[:_MAX_TEXT]}
+            batch.has_event = True
+    return batch
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested settings as MLflow parameters: {"model": {"dim": 8}} -> {"model.dim": "8"}."""
+    flat: dict[str, str] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{name}.")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            flat[metric_key(name)] = text[:_MAX_TEXT]
+    return flat
+
+
+def params_records(values: Mapping[str, Any]) -> list[Record]:
+    items = list(flatten(values).items())
+    return [{"kind": "params", "values": dict(items[i : i + MAX_PARAMS])} for i in range(0, len(items), MAX_PARAMS)]
+
+
+def metrics_records(step: int, ms: int, values: Mapping[str, float]) -> list[Record]:
+    items = [(metric_key(key), value) for key, value in values.items()]
+    return [
+        {"kind": "metrics", "step": step, "ms": ms, "values": dict(items[i : i + MAX_METRICS])}
+        for i in range(0, len(items), MAX_METRICS)
+    ]
+
+
+def metric_key(name: str) -> str:
+    """MLflow allows letters, digits and ` _-.:/` in names; anything else becomes `_`."""
+    return "".join(c if c.isalnum() or c in "_-.:/ " else "_" for c in name)[:_MAX_KEY]
+
+
+def merge_events(*logs: Iterable[Record]) -> list[Record]:
+    """Several processes' events as one log, by time. The same thing told by two workers is kept once."""
+    kept: dict[tuple[Any, ...], Record] = {}
+    for log in logs:
+        for event in log:
+            kept.setdefault((event.get("event"), event.get("step"), event.get("message")), event)
+    return sorted(kept.values(), key=lambda event: float(event.get("unix_s", math.inf)))

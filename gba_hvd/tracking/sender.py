@@ -1,0 +1,264 @@
+"""Delivers the records of one spool to MLflow, in order, each once: carries out what `delivery.py` decides.
+
+How long it is tried, and in which process, is decided in `follow.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gba_hvd.tracking import delivery
+from gba_hvd.tracking.delivery import Action, first_line
+from gba_hvd.tracking.records import Batch, Line, Record, halves, pack
+from gba_hvd.tracking.spool import all_records, read_lines, read_status, write_status
+
+if TYPE_CHECKING:
+    from gba_hvd.tracking.mlflow_run import JobRun
+
+HEARTBEAT_EVERY_S = 30.0
+EVENTS_EVERY_S = 10.0
+ARTIFACT_ATTEMPTS = 3
+_GONE = "the process that spoke for the job ended without saying how (killed, or out of memory?)"
+
+
+class Blocked(Exception):
+    """Nothing more can be sent now."""
+
+
+class Stopped(Exception):
+    """Nothing more can be sent until a person has acted."""
+
+
+class Sender:
+    """Delivers the records of one spool, in order. Not thread-safe; one per spool, which `locked` sees to.
+
+    Use: call `turn(now)` again and again; it delivers what it can and returns. `status` says how far it has come.
+    """
+
+    def __init__(self, spool: Path) -> None:
+        self.spool = spool
+        self.status = replace(read_status(spool), problem=None, stopped=False)
+        self.job: Record | None = None
+        self.orphaned = False  # the worker is gone, nothing will be added
+        self.late = False  # and long ago: nobody else is at work for this job
+        self._run: JobRun | None = None
+        self._failures = 0
+        self._artifact_failures = 0
+        self._next_try_s = 0.0
+        self._next_heartbeat_s = 0.0
+        self._next_events_s = 0.0
+        self._events_waiting = False
+        self.last_step = 0
+        self._last_sign_s = 0.0
+        self._seen = 0
+        self.newest_job: Record | None = None
+        self.look()
+
+    def look(self) -> None:
+        """Read what is new without sending it: where training stands, even while nothing gets through."""
+        while lines := read_lines(self.spool, self._seen):
+            for line in lines:
+                self._note(line)
+            self._seen = lines[-1].end
+
+    def turn(self, now: float) -> None:
+        """Deliver until nothing is left or something is in the way; after that, wait for the back-off to be over."""
+        if now < self._next_try_s or self.status.done:
+            return
+        try:
+            self._deliver(now)
+        except Stopped as stopped:
+            self._set(problem=str(stopped), stopped=True)
+            say(f"stopped: {stopped}")
+        except Blocked as blocked:
+            self._failures += 1
+            self._next_try_s = now + delivery.backoff_s(self._failures, ending=self.orphaned)
+            if self.status.problem != str(blocked):
+                say(f"cannot send now: {blocked}")
+            self._set(problem=str(blocked))
+        else:
+            self._failures = 0
+            if self.status.problem is not None:
+                say("sending again")
+                self._set(problem=None)
+
+    def _deliver(self, now: float) -> None:
+        while not self.status.done and (lines := read_lines(self.spool, self.status.offset)):
+            for item in pack(lines):
+                if isinstance(item, Batch):
+                    self._send(item)
+                    self._events_waiting |= item.has_event
+                else:
+                    self._carry_out(item)
+        if self.status.done:
+            return
+        if self.job is not None and self.job["chief"] and self._last_sign_s and now >= self._next_heartbeat_s:
+            self._call(lambda run: run.set_tags({"gba_hvd.heartbeat": str(round(self._last_sign_s))}))
+            self._next_heartbeat_s = now + HEARTBEAT_EVERY_S
+        if self._events_waiting and (self.orphaned or now >= self._next_events_s):
+            self._put_events()
+            self._next_events_s = now + EVENTS_EVERY_S
+        if self.orphaned:
+            if self.job is not None and self.job["chief"] and self._call(lambda run: run.speaks()):
+                self._finish("FAILED", _GONE)
+            self._set(done=True)
+
+    def _carry_out(self, line: Line) -> None:
+        record = line.record
+        match record["kind"]:
+            case "job":
+                self.job = record
+                if record["chief"]:
+                    self._call(lambda run: run.claim(record["stamp"]))
+            case "artifact":
+                self._call(lambda run: run.put_text(record["path"], record["text"]), artifact=record["path"])
+            case "end":
+                if self._events_waiting:
+                    self._put_events()
+                status = record["status"]
+                if status and self._call(lambda run: run.speaks()):
+                    self._finish(status, record["reason"])
+                self._set(done=True)
+        self._set(offset=line.end, sent=self.status.sent + 1)
+
+    def _send(self, batch: Batch) -> None:
+        sent = self._sent_of(batch) if len(batch) else 0
+        dropped = len(batch) - sent
+        self._set(offset=batch.end, sent=self.status.sent + sent, dropped=self.status.dropped + dropped)
+
+    def _sent_of(self, batch: Batch) -> int:
+        """Send a batch, halving a refused one until the refused values stand alone. Returns how many were taken."""
+        try:
+            changed = self._run_now().send(batch)
+        except (Blocked, Stopped):
+            raise
+        except Exception as error:
+            verdict = self._judge(error)
+            if verdict.action is not Action.DROP:
+                raise _as_signal(verdict) from error
+            parts = halves(batch)
+            if parts is not None:
+                return sum(self._sent_of(part) for part in parts)
+            what = [point.key for point in batch.points] + list(batch.params) + list(batch.tags)
+            say(f"MLflow refused {what[0]!r}, dropped: {verdict.reason}")
+            return 0
+        if changed:
+            say(f"parameters keep the values the run was started with: {', '.join(changed)}")
+        return len(batch)
+
+    def _call(self, call: Any, artifact: str | None = None) -> Any:
+        """Do something with the run; what MLflow refuses for good is dropped, anything else ends this turn."""
+        try:
+            return call(self._run_now())
+        except (Blocked, Stopped):
+            raise
+        except Exception as error:
+            verdict = self._judge(error)
+            if (
+                artifact is not None
+                and verdict.action is Action.RETRY
+                and self._run is not None
+                and self._run.is_active()
+            ):
+                # The tracking server answers, so the artifact store is in trouble: no reason to hold back metrics.
+                self._artifact_failures += 1
+                if self._artifact_failures >= ARTIFACT_ATTEMPTS:
+                    self._artifact_failures = 0
+                    verdict = delivery.Verdict(Action.DROP, verdict.reason)
+            if verdict.action is not Action.DROP:
+                raise _as_signal(verdict) from error
+            say(f"MLflow refused {artifact or 'a change of the run'}, dropped: {verdict.reason}")
+            self._set(dropped=self.status.dropped + 1)
+            return None
+
+    def _run_now(self) -> JobRun:
+        if self._run is not None:
+            return self._run
+        if self.job is None:
+            raise Stopped(f"{self.spool} does not begin with a job record: not a spool of this program?")
+        try:
+            from gba_hvd.tracking.mlflow_run import RunNotThere, open_run, resolved_uri
+        except ModuleNotFoundError as error:
+            raise _as_signal(delivery.judge(error, run_is_active=None)) from error
+        uri = self.status.tracking_uri or resolved_uri(self.job["tracking_uri"])
+        self._set(tracking_uri=uri)
+        try:
+            self._run = open_run(uri, self.job, self._may_create)
+        except RunNotThere as error:
+            raise Blocked(str(error)) from error
+        except Exception as error:
+            raise _as_signal(self._judge(error)) from error
+        self._set(run_id=self._run.run_id, experiment_id=self._run.experiment_id)
+        return self._run
+
+    def _may_create(self) -> bool:
+        """Only a chief, and not one that a survivor is just replacing."""
+        assert self.job is not None
+        return bool(self.job["chief"]) and not (self.orphaned and self.job["size"] > 1 and not self.late)
+
+    def _judge(self, error: Exception) -> delivery.Verdict:
+        active = None
+        if self._run is not None and getattr(error, "error_code", None) is not None:
+            active = self._run.is_active()
+        return delivery.judge(error, active)
+
+    def _put_events(self) -> list[Record]:
+        own = [_without_kind(record) for record in all_records(self.spool) if record.get("kind") == "event"]
+        merged: list[Record] | None = self._call(lambda run: run.put_events(own), artifact="events.jsonl")
+        self._events_waiting = False
+        return merged if merged is not None else own
+
+    def _finish(self, status: str, reason: str) -> None:
+        """The status first: when time runs out, a missing picture is the smaller loss."""
+        assert self.job is not None
+        job = self.job
+        self._call(lambda run: run.finish(status, reason, job["job_id"]))
+        try:
+            from gba_hvd.tracking.plots import draw_plots, is_plotted
+
+            run = self._run_now()
+            with tempfile.TemporaryDirectory(prefix="gba-hvd-") as folder:
+                history = run.history(is_plotted)
+                for file in draw_plots(history, self._put_events(), job["run_name"] or job["job_id"], Path(folder)):
+                    run.put_file(file)
+        except Exception as error:  # whatever it is: the record of the run is complete, only the pictures are missing
+            say(f"no plots: {first_line(error)}")
+
+    def _note(self, line: Line) -> None:
+        record = line.record
+        behind_us = line.end <= self.status.offset  # delivered by an earlier sender of this spool
+        match record.get("kind"):
+            case "job":
+                self.newest_job = record
+                self.job = record if behind_us else self.job
+            case "event" if behind_us:
+                self._events_waiting = True
+            case "metrics" if not record.get("host"):
+                self.last_step = max(self.last_step, record["step"])
+                self._last_sign_s = max(self._last_sign_s, record["ms"] / 1000)
+            case "broken" if not behind_us:
+                say("a line of the spool is not readable, skipped")
+                self._set(dropped=self.status.dropped + 1)
+
+    def _set(self, **changes: Any) -> None:
+        self.status = replace(self.status, **changes)
+        with contextlib.suppress(OSError):  # a full disk: the old status stays, and more is sent twice after a crash
+            write_status(self.spool, self.status)
+
+
+def _as_signal(verdict: delivery.Verdict) -> Exception:
+    return Stopped(verdict.reason) if verdict.action is Action.STOP else Blocked(verdict.reason)
+
+
+def _without_kind(record: Record) -> Record:
+    return {key: value for key, value in record.items() if key != "kind"}
+
+
+def say(message: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {message}", file=sys.stderr, flush=True)

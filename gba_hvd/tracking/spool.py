@@ -1,0 +1,138 @@
+"""Records on their way to MLflow: one append-only file of JSON lines per process, and how far it was sent.
+
+    NAME.jsonl        the records; appended by the worker, and by its sender for what the sender measures
+    NAME.status.json  written by the sender only: the offset delivered so far, the run, the last problem
+    NAME.log          what the sender had to say
+
+A line counts once its newline is there, so a writer killed half-way leaves nothing that could be misread. The status
+is replaced atomically *after* MLflow has taken a batch: a sender killed between the two sends that batch again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gba_hvd.tracking.records import Line, Record
+
+_CHUNK_BYTES = 1 << 18
+
+
+@dataclass(frozen=True)
+class SpoolStatus:
+    """How far a spool has been delivered, as the sender last wrote it down."""
+
+    offset: int = 0
+    run_id: str | None = None
+    experiment_id: str | None = None
+    tracking_uri: str | None = None
+    sent: int = 0
+    dropped: int = 0
+    problem: str | None = None  # why nothing is getting through, None while it is
+    stopped: bool = False  # waiting will not help
+    done: bool = False
+
+
+def status_path(spool: Path) -> Path:
+    return spool.with_suffix(".status.json")
+
+
+def log_path(spool: Path) -> Path:
+    return spool.with_suffix(".log")
+
+
+def read_status(spool: Path) -> SpoolStatus:
+    try:
+        values = json.loads(status_path(spool).read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return SpoolStatus()
+    known = {field.name for field in dataclasses.fields(SpoolStatus)}
+    return SpoolStatus(**{key: value for key, value in values.items() if key in known})
+
+
+def write_status(spool: Path, status: SpoolStatus) -> None:
+    path = status_path(spool)
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps(dataclasses.asdict(status)))
+    os.replace(fresh, path)
+
+
+class SpoolWriter:
+    """Appends records. Never raises, waits for nothing but the page cache; what cannot be written is counted."""
+
+    def __init__(self, path: Path, limit_bytes: int = 1 << 30) -> None:
+        self.path = path
+        self.lost = 0
+        self.problem: str | None = None
+        self._limit_bytes = limit_bytes
+        self._torn = False
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # O_APPEND: the worker and its sender write whole lines to one file.
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        if self._fd < 0:
+            return
+        line = (json.dumps(record, default=str, separators=(",", ":")) + "\n").encode()
+        if self._torn:
+            line = b"\n" + line
+        try:
+            if record["kind"] != "end" and os.fstat(self._fd).st_size + len(line) > self._limit_bytes:
+                raise OSError(f"{self.path} has reached its limit of {self._limit_bytes >> 20} MiB")
+            self._torn = os.write(self._fd, line) != len(line)
+            if self._torn:
+                raise OSError(f"{self.path}: the disk is full")
+        except OSError as error:
+            self.lost += 1
+            self.problem = str(error)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+
+def read_lines(path: Path, offset: int) -> list[Line]:
+    """The next complete records from `offset`, about 256 KiB of them; what is no JSON object is a `broken` record."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        data = file.read(_CHUNK_BYTES)
+        while b"\n" not in data and (more := file.read(_CHUNK_BYTES)):
+            data += more
+    lines: list[Line] = []
+    for raw in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
+        offset += len(raw)
+        lines.append(Line(offset, _parse(raw)))
+    return lines
+
+
+def all_records(path: Path) -> Iterator[Record]:
+    """Every record of the spool, sent or not."""
+    offset = 0
+    while lines := read_lines(path, offset):
+        yield from (line.record for line in lines)
+        offset = lines[-1].end
+
+
+def _parse(raw: bytes) -> Record:
+    if not raw.strip():
+        return {"kind": "blank"}
+    try:
+        record = json.loads(raw)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return {"kind": "broken"}
+    return record if isinstance(record, dict) else {"kind": "broken"}
+
+
+def remove(spool: Path) -> None:
+    """Delete a spool and what belongs to it, and its folder when nothing else is in there."""
+    for path in (spool, status_path(spool), status_path(spool).with_suffix(".new"), log_path(spool)):
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # other spools are in there
+        spool.parent.rmdir()

@@ -1,0 +1,200 @@
+"""Launches `worker.py` under real `horovodrun` on this machine and reads what the workers wrote.
+
+Everything has a hard time-out. `Cluster` is a context manager: at its end every process it started is gone, or the
+test fails naming what is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).parent
+HOROVODRUN = Path(sys.executable).parent / "horovodrun"
+GRACE_S = 2.0
+NAMES = ("localhost", "127.0.0.1", socket.gethostname())  # Horovod counts these as different hosts
+
+
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
+    """Poll until the condition gives something true; fail naming what did not come."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {timeout_s:.0f} s in vain for {what}")
+        time.sleep(0.05)
+
+
+@dataclass
+class Cluster:
+    """One job. `plan` is what `worker.py` reads; `out` where the workers write."""
+
+    folder: Path
+    plan: dict[str, Any] = field(default_factory=dict)
+    environ: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.out, self.shard_dir = self.folder / "out", self.folder / "shm"
+        self.out.mkdir(parents=True)
+        self.plan_file, self.hosts_file, self.log_file = (self.folder / n for n in ("plan.json", "hosts", "log"))
+        self.plan = {"out": str(self.out), "shard_dir": str(self.shard_dir), **self.plan}
+        self.plan_file.write_text(json.dumps(self.plan))
+        self.launcher: subprocess.Popen[bytes] | None = None
+
+    # --- start and end -----------------------------------------------------------------------------------------------
+
+    def start_static(self, workers: int) -> None:
+        self._launch([HOROVODRUN, "-np", workers, "--network-interface", "lo"])
+
+    def start_elastic(self, names: tuple[str, ...], min_np: int = 1, max_np: int | None = None) -> None:
+        self.set_hosts(names)
+        script = self.folder / "discover.sh"
+        script.write_text(f"#!/bin/sh\ncat {self.hosts_file}\n")
+        script.chmod(0o755)
+        self._launch(
+            [HOROVODRUN, "-np", len(names), "--min-np", min_np, "--max-np", max_np or len(NAMES), "--network-interface", "lo"]
+            + ["--host-discovery-script", script, "--blacklist-cooldown-range", 1, 2]
+        )
+
+    def start_alone(self) -> None:
+        self._launch([])
+
+    def set_hosts(self, names: tuple[str, ...]) -> None:
+        fresh = self.hosts_file.with_suffix(".new")
+        fresh.write_text("".join(f"{name}:1\n" for name in names))
+        fresh.rename(self.hosts_file)
+
+    def _launch(self, launcher: list[Any]) -> None:
+        environ = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD", "GBA_HVD"))}
+        environ |= {"TEST_PLAN": str(self.plan_file), "OMP_NUM_THREADS": "1", "GBA_HVD_GRACE_S": str(GRACE_S), "PYTHONUNBUFFERED": "1"}
+        command = [*map(str, launcher), sys.executable, str(HERE / "worker.py")]
+        with open(self.log_file, "wb") as log:
+            self.launcher = subprocess.Popen(
+                command, env=environ | self.environ, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                start_new_session=True, cwd=self.folder,
+            )  # fmt: skip
+
+    def wait(self, timeout_s: float = 90.0) -> int:
+        """The launcher's exit code."""
+        assert self.launcher is not None
+        try:
+            return self.launcher.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the job still runs after {timeout_s:.0f} s:\n{self.log()}") from None
+
+    def run(self, start: Callable[[], None], timeout_s: float = 90.0) -> Cluster:
+        """Start, wait for success, check that nothing is left."""
+        start()
+        code = self.wait(timeout_s)
+        assert code == 0, f"exit code {code}:\n{self.log()}"
+        self.assert_nothing_left()
+        return self
+
+    def end(self) -> None:
+        """Kill whatever of this job still lives."""
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if self.launcher is not None:
+            self.launcher.kill()
+            self.launcher.wait(10)
+
+    # --- what is there -------------------------------------------------------------------------------------------------
+
+    def processes(self, only_workers: bool = False) -> list[int]:
+        """Live processes of this job: by the plan in their environment, or the folder in their command line."""
+        marker, found = f"TEST_PLAN={self.plan_file}".encode(), []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit() or int(entry.name) == os.getpid():
+                continue
+            with contextlib.suppress(OSError):
+                command = (entry / "cmdline").read_bytes()
+                environ = (entry / "environ").read_bytes()
+                if command and (marker in environ.split(b"\0") or str(self.shard_dir).encode() in command):
+                    worker = b"worker.py" in command and b"horovod" not in command and not command.startswith((b"/bin/sh", b"sh\0"))
+                    if worker or not only_workers:
+                        found.append(int(entry.name))
+        return found
+
+    def assert_nothing_left(self) -> None:
+        """No process and no shard memory of this job remains, at the latest a grace period after its end."""
+        wait_for(lambda: not self.processes(), f"the end of the job's processes {self.processes()}", GRACE_S + 20)
+        left = [str(p) for p in self.shard_dir.glob("**/gba-hvd-*")]
+        assert not left, f"shard memory is left: {left}"
+
+    def log(self) -> str:
+        return self.log_file.read_text(errors="replace")[-6000:]
+
+    # --- what the workers wrote ------------------------------------------------------------------------------------------
+
+    def notes(self, kind: str) -> list[dict[str, Any]]:
+        """All notes that have the key `kind`, in the order of time."""
+        lines = []
+        for path in self.out.glob("*.jsonl"):
+            whole, _, _ = path.read_text().rpartition("\n")  # a killed worker may leave half a line
+            lines += [{"pid": int(path.stem), **json.loads(line)} for line in whole.splitlines()]
+        return sorted((line for line in lines if kind in line), key=lambda line: float(line["time"]))
+
+    def last_step(self) -> int:
+        """The newest step that some worker has seen committed."""
+        return max((int(line["committed"]) for line in self.notes("committed")), default=0)
+
+    def samples_of_epoch(self, epoch: int) -> list[int]:
+        """Every sample of every committed step of an epoch, as often as it took part.
+
+        A step may have been attempted by several worlds; the newest that saw it committed counts.
+        """
+        committed = {line["committed"]: line["world"] for line in self.notes("committed") if line["epoch"] == epoch}
+        newest: dict[tuple[int, int], list[int]] = {}
+        for line in self.notes("attempt"):
+            if committed.get(line["attempt"]) == line["world"]:
+                newest[line["attempt"], line["pid"]] = line["rows"]
+        return sorted(row for rows in newest.values() for row in rows)
+
+    def assert_every_sample_once(self, epochs: int, samples: int = 1000) -> None:
+        """What the workers noted is every sample once an epoch, and the account says the same."""
+        for epoch in range(epochs):
+            assert self.samples_of_epoch(epoch) == list(range(samples)), f"epoch {epoch}"
+        result = self.result()
+        assert result["total"] == result["applied"] + result["dropped"] + result["lost"] == epochs * samples
+
+    def result(self) -> dict[str, Any]:
+        loaded: dict[str, Any] = json.loads((self.out / "result.json").read_text())
+        return loaded
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        with np.load(self.out / "result.npz") as stored:
+            return dict(stored)
+
+    def fired(self) -> int:
+        return len(list(self.out.glob("fault-*")))
+
+
+@contextlib.contextmanager
+def cluster(folder: Path, environ: dict[str, str] | None = None, **plan: Any) -> Iterator[Cluster]:
+    job = Cluster(folder, plan, environ or {})
+    try:
+        yield job
+    finally:
+        job.end()
+
+
+def assert_same_parameters(arrays: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> None:
+    """Equal up to the order of float additions."""
+    assert set(arrays) == set(reference)
+    for name, value in reference.items():
+        np.testing.assert_allclose(arrays[name], value, rtol=1e-3, atol=2e-5, err_msg=name)

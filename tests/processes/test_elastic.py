@@ -1,0 +1,144 @@
+"""Workers die, leave and join at every point of a step; the survivors never go back and no sample is lost or repeated."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from .cluster import NAMES, Cluster, assert_same_parameters, cluster, wait_for
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+TWO = NAMES[:2]
+
+
+def fault(point: str, do: str = "kill", step: int = 8, rank: int = 1) -> dict[str, Any]:
+    return {"point": point, "do": do, "step": step, "rank": rank}
+
+
+def assert_nobody_went_back(job: Cluster) -> None:
+    by_worker: dict[int, list[int]] = {}
+    for line in job.notes("committed"):
+        by_worker.setdefault(line["pid"], []).append(line["committed"])
+    for steps in by_worker.values():
+        assert steps == sorted(set(steps))
+
+
+@pytest.mark.parametrize("point", ["before exchange", "after exchange", "after apply"])
+def test_a_worker_killed_there_changes_no_parameter(reference: dict[str, np.ndarray], tmp_path: Path, point: str) -> None:
+    with cluster(tmp_path, faults=[fault(point)]) as job:
+        job.run(lambda: job.start_elastic(TWO), timeout_s=150)
+        assert job.fired() == 1
+        job.assert_every_sample_once(epochs=2)
+        assert_nobody_went_back(job)
+        assert job.result()["shard_steps_missed"] == 0
+        assert_same_parameters(job.arrays(), reference)
+
+
+@pytest.mark.parametrize("point", ["after commit", "in apply"])
+def test_a_worker_killed_while_applying_costs_its_shards_that_step_and_it_is_counted(tmp_path: Path, point: str) -> None:
+    with cluster(tmp_path, n_shards=4, faults=[fault(point)]) as job:
+        job.run(lambda: job.start_elastic(TWO), timeout_s=150)
+        assert job.fired() == 1
+        job.assert_every_sample_once(epochs=2)
+        assert_nobody_went_back(job)
+        assert job.result()["shard_steps_missed"] == 2  # rank 1 served two of four shards
+
+
+def test_a_survivor_that_misses_the_result_catches_up_from_what_it_holds(reference: dict[str, np.ndarray], tmp_path: Path) -> None:
+    with cluster(tmp_path, faults=[fault("after commit", "lose the result")]) as job:
+        job.run(lambda: job.start_elastic(TWO), timeout_s=150)
+        assert job.fired() == 1
+        assert job.result()["shard_steps_missed"] == 0
+        job.assert_every_sample_once(epochs=2)
+        assert_same_parameters(job.arrays(), reference)
+
+
+def test_a_worker_killed_in_the_first_agreement(reference: dict[str, np.ndarray], tmp_path: Path) -> None:
+    with cluster(tmp_path, faults=[fault("in sync", step=0, rank=0)]) as job:
+        job.run(lambda: job.start_elastic(TWO), timeout_s=150)
+        assert job.fired() == 1
+        job.assert_every_sample_once(epochs=2)
+        assert_same_parameters(job.arrays(), reference)
+
+
+def test_a_newcomer_killed_while_it_is_let_in(reference: dict[str, np.ndarray], tmp_path: Path) -> None:
+    faults = [fault("before exchange", step=9), {**fault("in sync", step=0), "after": 0}]
+    with cluster(tmp_path, faults=faults, wait_at_step=12) as job:
+        job.start_elastic(TWO)
+        wait_for(lambda: job.notes("hosts_updated"), "Horovod's word of the returned host", 120)
+        (job.out / "go").touch()
+        assert job.wait(120) == 0, job.log()
+        job.assert_nothing_left()
+        assert job.fired() == 2
+        job.assert_every_sample_once(epochs=2)
+        assert_same_parameters(job.arrays(), reference)
+
+
+def test_a_worker_joins_in_mid_epoch_and_gets_everything(reference: dict[str, np.ndarray], tmp_path: Path) -> None:
+    with cluster(tmp_path, wait_at_step=5) as job:
+        job.start_elastic(NAMES[:1])
+        wait_for(lambda: list(job.out.glob("waiting-*")), "the worker at step 5")
+        job.set_hosts(TWO)
+        wait_for(lambda: job.notes("hosts_updated"), "Horovod's word of the new host")
+        (job.out / "go").touch()
+        assert job.wait(120) == 0, job.log()
+        job.assert_nothing_left()
+        assert {line["workers"] for line in job.notes("committed")} == {1, 2}
+        assert len({line["pid"] for line in job.notes("committed")}) == 2
+        job.assert_every_sample_once(epochs=2)
+        assert_same_parameters(job.arrays(), reference)
+
+
+def test_falling_below_min_np_and_growing_again_does_not_hang(reference: dict[str, np.ndarray], tmp_path: Path) -> None:
+    """horovod #3494: survivors of a removal skip the state exchange that the newcomers wait in."""
+    with cluster(tmp_path, wait_at_step=5) as job:
+        job.start_elastic(TWO, min_np=2)
+        wait_for(lambda: len(list(job.out.glob("waiting-*"))) == 2, "both workers at step 5")
+        job.set_hosts(NAMES[:1])
+        wait_for(lambda: job.notes("hosts_updated"), "Horovod's word of the removal")
+        (job.out / "go").touch()
+        wait_for(lambda: len(job.notes("interrupted")) == 2, "both workers to leave their loop")
+        job.set_hosts((NAMES[0], NAMES[2]))
+        assert job.wait(120) == 0, job.log()
+        job.assert_nothing_left()
+        assert len({line["pid"] for line in job.notes("committed")}) == 3
+        job.assert_every_sample_once(epochs=2)
+        assert_same_parameters(job.arrays(), reference)
+
+
+def test_a_lost_host_costs_its_rows_and_it_is_said(tmp_path: Path) -> None:
+    """Two names with a memory each: the survivor takes the lost shards over and counts what began anew."""
+    with cluster(tmp_path, own_memory_per_name=True, faults=[fault("before exchange")], wait_at_step=20) as job:
+        job.start_elastic(TWO)
+        event = wait_for(lambda: [e for e in job.notes("event") if e["event"] == "rows_lost"], "the word of the lost rows", 120)[0]
+        (job.out / "go").touch()
+        assert job.wait(120) == 0, job.log()
+        job.assert_nothing_left()
+        assert event["rows_lost"] in (170, 340)  # half of 340 rows; all of them if the host came back before the survivor asked
+        job.assert_every_sample_once(epochs=2)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_random_kills_lose_and_repeat_no_sample(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    with cluster(tmp_path, epochs=8, sleep_s=0.05) as job:
+        job.start_elastic(TWO)
+        killed = 0
+        for _ in range(2):
+            target = job.last_step() + rng.randint(2, 12)
+            wait_for(lambda target=target: job.last_step() >= target, f"step {target}", 120)
+            workers = job.processes(only_workers=True)
+            if len(workers) > 1:
+                os.kill(rng.choice(workers), signal.SIGKILL)
+                killed += 1
+        assert job.wait(150) == 0, job.log()
+        job.assert_nothing_left()
+        assert killed >= 1
+        assert_nobody_went_back(job)
+        job.assert_every_sample_once(epochs=8)

@@ -1,0 +1,79 @@
+"""However a job ends, it says why and nothing of it remains."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from .cluster import cluster, wait_for
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+
+
+@pytest.mark.parametrize(("number", "to_group"), [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGKILL, False)])
+def test_nothing_is_left_when_the_launcher_is_ended(tmp_path: Path, number: signal.Signals, to_group: bool) -> None:
+    with cluster(tmp_path, epochs=1000, sleep_s=0.01) as job:
+        job.start_static(2)
+        assert job.launcher is not None
+        wait_for(lambda: job.last_step() > 3, "training", 90)
+        if to_group:
+            os.killpg(job.launcher.pid, number)  # what Ctrl-C in a terminal does
+        else:
+            job.launcher.send_signal(number)
+        assert job.wait(60) != 0
+        job.assert_nothing_left()
+
+
+def test_nothing_is_left_when_a_worker_fails_and_its_error_is_shown(tmp_path: Path) -> None:
+    with cluster(tmp_path, faults=[{"point": "before exchange", "do": "raise", "step": 5, "rank": 1}]) as job:
+        job.start_static(2)
+        assert job.wait() != 0
+        assert job.fired() == 1
+        assert "planned failure" in job.log()
+        job.assert_nothing_left()
+
+
+def test_a_loss_that_is_not_a_number_stops_all_workers_at_the_same_step(tmp_path: Path) -> None:
+    with cluster(tmp_path, nan_at_step=7, nan_rank=1) as job:
+        job.start_static(2)
+        assert job.wait() != 0
+        ends = job.notes("end")
+        assert [end["end"] for end in ends] == ["FAILED", "FAILED"]
+        assert all(re.search(r"step 7 .*micro-batch \d+.*as after step 6", end["error"]) for end in ends), ends
+        job.assert_nothing_left()
+
+
+def test_workers_that_define_different_tables_refuse_each_other(tmp_path: Path) -> None:
+    with cluster(tmp_path, rank_one_differs=1) as job:
+        job.start_static(2)
+        assert job.wait() != 0
+        assert "define the model differently from rank 0" in job.log()
+        assert "tables['user'] [300, 8], here [301, 8]" in job.log()
+        job.assert_nothing_left()
+
+
+def test_all_workers_of_a_host_map_one_copy(tmp_path: Path) -> None:
+    """The proportional set sizes of the table pages add up to the file."""
+    with cluster(tmp_path, wait_at_step=3, samples=2000) as job:
+        job.start_static(2)
+        wait_for(lambda: len(list(job.out.glob("waiting-*"))) == 2, "both workers at step 3", 90)
+        mapped = sum(pss_bytes(pid, str(job.shard_dir)) for pid in job.processes(only_workers=True))
+        (file,) = job.shard_dir.glob("*/shards")
+        assert mapped == pytest.approx(file.stat().st_blocks * 512, rel=0.02)
+        (job.out / "go").touch()
+        assert job.wait() == 0, job.log()
+        job.assert_nothing_left()
+
+
+def pss_bytes(pid: int, folder: str) -> int:
+    total, counts = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            counts = folder in line
+        elif counts and line.startswith("Pss:"):
+            total += int(line.split()[1]) * 1024
+    return total

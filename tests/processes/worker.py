@@ -1,0 +1,227 @@
+"""A small but real training script that the process tests launch with `horovodrun`.
+
+Reads what to do from the JSON file in TEST_PLAN: sizes, epochs, faults. Each worker appends what it did to
+`OUT/<pid>.jsonl`: the samples it is about to contribute to a step, the steps that were committed, events, the end. The
+chief writes the final parameters. Faults really happen (SIGKILL, SIGSTOP, exceptions) and are written down just before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+PLAN: dict[str, Any] = json.loads(Path(os.environ["TEST_PLAN"]).read_text())
+OUT = Path(PLAN["out"])
+
+if PLAN.get("own_memory_per_name"):  # two names of one machine then count as two hosts
+    os.environ["GBA_HVD_SHARD_DIR"] = f"{PLAN['shard_dir']}/{os.environ.get('HOROVOD_HOSTNAME', 'alone')}"
+else:
+    os.environ["GBA_HVD_SHARD_DIR"] = PLAN["shard_dir"]
+
+if PLAN.get("horovod", True):
+    import horovod.torch as hvd
+    from horovod.common.exceptions import HorovodInternalError
+
+    hvd.init()
+
+import gba_hvd  # noqa: E402
+from gba_hvd import allreduce, membership  # noqa: E402
+from gba_hvd.shard.memory import ShardMemory  # noqa: E402
+
+
+def note(**facts: Any) -> None:
+    with open(OUT / f"{os.getpid()}.jsonl", "a") as file:
+        file.write(json.dumps({"time": time.time(), **facts}) + "\n")
+
+
+@dataclass(frozen=True)
+class NamedBatch(gba_hvd.Batch):
+    """A batch that knows which samples it holds."""
+
+    rows: tuple[int, ...] = ()
+
+
+class Clicks:
+    """Two fields; the label is a function of them."""
+
+    def __init__(self, n: int) -> None:
+        rng = np.random.default_rng(7)
+        self.user, self.item = rng.integers(0, 300, n), rng.integers(0, 40, n)
+        self.dense = rng.normal(size=(n, 2)).astype(np.float32)
+        self.label = ((self.user % 7 + self.item % 3) > 4).astype(np.float32)
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+    def take(self, rows: np.ndarray) -> NamedBatch:
+        ids: dict[str, Tensor | gba_hvd.Bag] = {"user": torch.from_numpy(self.user[rows]), "item": torch.from_numpy(self.item[rows])}
+        dense, label = torch.from_numpy(self.dense[rows]), torch.from_numpy(self.label[rows])
+        return NamedBatch(ids, dense, label, rows=tuple(rows.tolist()))
+
+
+class Model(nn.Module):
+    def __init__(self, tables: gba_hvd.EmbeddingTables) -> None:
+        super().__init__()
+        self.tables = tables
+        self.mlp = nn.Sequential(nn.Linear(8 + 6 + 2, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def forward(self, batch: gba_hvd.Batch) -> Tensor:
+        out = self.tables(batch.ids)
+        logits: Tensor = self.mlp(torch.cat([out["user"], out["item"], batch.dense], dim=1)).squeeze(1)
+        return logits
+
+
+def die(point: str, step: int) -> None:
+    """Carry out the faults planned for this worker at this point of this step; each happens once in the job."""
+    rank = state.world.rank
+    for number, fault in enumerate(PLAN.get("faults", [])):
+        fired = OUT / f"fault-{number}"
+        in_turn = "after" not in fault or (OUT / f"fault-{fault['after']}").exists()
+        if (fault["point"], fault["step"], fault["rank"]) == (point, step, rank) and in_turn and not fired.exists():
+            fired.write_text(json.dumps({"pid": os.getpid(), "time": time.time()}))
+            if fault["do"] == "raise":
+                raise RuntimeError("planned failure")
+            if fault["do"] == "lose the result":
+                raise HorovodInternalError("planned: the result of this collective is lost on the way")
+            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "int": signal.SIGINT}[fault["do"]])
+
+
+def around(owner: type, name: str, before: Callable[[Any], None] | None, after: Callable[[Any], None] | None) -> None:
+    """Make a method of the package call us before and after: faults happen at exact places of the real code."""
+    method = getattr(owner, name)
+
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if before:
+            before(self)
+        result = method(self, *args, **kwargs)
+        if after:
+            after(self)
+        return result
+
+    setattr(owner, name, wrapper)
+
+
+
+
+def before_exchange(_: Any) -> None:
+    note(attempt=state.step + 1, world=optimizer.engine.restarts, rows=notes.rows)
+    notes.rows = []
+    die("before exchange", state.step + 1)
+
+
+around(allreduce.AllreduceMode, "exchange", before_exchange, lambda _: die("after exchange", state.step + 1))
+around(gba_hvd.elastic.TorchState, "on_hosts_updated", lambda _: note(hosts_updated=True), None)
+_hosts_updated = gba_hvd.elastic.hosts_updated
+
+
+def hosts_updated() -> Exception:
+    note(interrupted=True)
+    return _hosts_updated()
+
+
+gba_hvd.elastic.hosts_updated = hosts_updated
+around(allreduce.AllreduceMode, "commit", None, lambda _: die("after commit", state.step + 1))
+around(ShardMemory, "begin", None, lambda _: die("in apply", state.step + 1))
+around(ShardMemory, "finish", None, lambda _: die("after apply", state.step + 1))
+_move = membership._move_shards
+
+
+def move_shards(*args: Any) -> None:
+    die("in sync", state.step)
+    _move(*args)
+
+
+membership._move_shards = move_shards
+
+
+class Notes(gba_hvd.Callback):
+    """Writes down events and committed steps; `rows` are this worker's samples of the step in flight."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def on_event(self, event: gba_hvd.Event) -> None:
+        note(event=event.kind, step=event.step, message=event.message, **event.data)
+
+    def on_step(self, record: gba_hvd.StepRecord) -> None:
+        note(committed=record.step, epoch=record.epoch, world=optimizer.engine.restarts, workers=record.workers)
+
+    def on_end(self, status: str, error: BaseException | None) -> None:
+        note(end=status, error=None if error is None else str(error))
+
+
+torch.manual_seed(PLAN.get("torch_seed", 3))
+dataset = Clicks(PLAN.get("samples", 1000))
+row_optimizer = getattr(gba_hvd, PLAN.get("row_optimizer", "Adagrad"))(lr=0.05)
+n_users = 300 + (PLAN.get("rank_one_differs", 0) if os.environ.get("HOROVOD_RANK") == "1" else 0)
+tables = gba_hvd.EmbeddingTables({"user": (n_users, 8), "item": (40, 6)}, optimizer=row_optimizer, seed=5, n_shards=PLAN.get("n_shards", 4))
+model = Model(tables)
+optimizer = gba_hvd.DistributedOptimizer(
+    torch.optim.Adam(model.parameters(), lr=0.01),
+    tables,
+    global_batch=PLAN.get("global_batch", 96),
+    micro_batch=PLAN.get("micro_batch", 16),
+    named_parameters=model.named_parameters(),
+)
+state = gba_hvd.elastic.TorchState(model, optimizer, epoch=0, aucs=[])
+notes = Notes()
+state.register_callbacks([notes])
+
+
+@gba_hvd.elastic.run
+def train(state: gba_hvd.elastic.TorchState) -> None:
+    if state.world.rank == 0:
+        (OUT / "training").touch()
+    for state.epoch in range(state.epoch, PLAN.get("epochs", 2)):
+        notes.rows = []  # of a step that a failure cut off
+        for batch in gba_hvd.batches(dataset, state, seed=PLAN.get("seed", 1)):
+            wait_where_planned(state.step)
+            notes.rows += batch.rows
+            optimizer.zero_grad()
+            loss = nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label)
+            if PLAN.get("nan_at_step") == state.step + 1 and state.world.rank == PLAN.get("nan_rank", 0):
+                loss = loss * float("nan")
+            loss.backward()
+            optimizer.step(loss=loss)
+            if PLAN.get("sleep_s"):
+                time.sleep(PLAN["sleep_s"])
+        scores = gba_hvd.evaluate(model, dataset, state, batch=64)
+        state.aucs = [*state.aucs, scores.auc]
+        state.report(auc=scores.auc)
+    if state.world.rank == 0:
+        write_result()
+
+
+def wait_where_planned(step: int) -> None:
+    """Hold the step until the test says go on: `{"wait_at_step": k}` waits for the file `go`."""
+    if PLAN.get("wait_at_step") != step or (OUT / "go").exists():
+        return
+    (OUT / f"waiting-{os.getpid()}").touch()
+    deadline = time.monotonic() + 60
+    while not (OUT / "go").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def write_result() -> None:
+    """The chief's view of the end; rows only where one host has them all."""
+    arrays: dict[str, Any] = {f"dense.{name}": p.detach().numpy() for name, p in model.named_parameters()}
+    if tables.local is None:
+        for table in tables.layout.tables:
+            for what in ("weights", *(slot.name for slot in tables.layout.slots)):
+                arrays[f"{table.name}.{what}"] = tables.rows(table.name, np.arange(table.n_rows), what)
+    np.savez(OUT / "result.npz", **arrays)
+    facts = {"step": state.step, "aucs": state.aucs, "restarts": optimizer.engine.restarts, **vars(state.samples)}
+    (OUT / "result.json").write_text(json.dumps(facts))
+
+
+train(state)
