@@ -1,0 +1,118 @@
+"""A `prepare` that does not finish leaves nothing that opens, nothing half, and nothing in the way of the next one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gba_hvd.data import ClickLog, SplitFiles, prepare
+from gba_hvd.data import prepare as prepare_function
+from gba_hvd.data.splits import Progress
+from gba_hvd.errors import BadInput
+
+from .colours import COLOURS, GOOD, HEADER
+
+KILLED_WHILE_WRITING = """
+import os, signal, sys
+from pathlib import Path
+from gba_hvd.data import SplitFiles, prepare
+from tests_colours import COLOURS
+
+def kill(progress):
+    if progress.phase == "writing" and progress.rows >= 100:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+source = SplitFiles({"train": [Path(sys.argv[1])]})
+prepare(COLOURS, source, sys.argv[2], on_progress=kill, block_bytes=200, rows_per_part=10)
+"""
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> SplitFiles:
+    path = tmp_path / "train.csv"
+    path.write_text(HEADER + GOOD * 100)
+    return SplitFiles({"train": [path]})
+
+
+@pytest.mark.parametrize("phase", ["fitting", "writing"])
+@pytest.mark.parametrize("after_rows", [0, 100, 200])
+def test_an_error_on_the_way_leaves_nothing(phase: str, after_rows: int, source: SplitFiles, tmp_path: Path) -> None:
+    def interrupt(progress: Progress) -> None:
+        if progress.phase == phase and progress.rows >= after_rows:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        prepare(COLOURS, source, tmp_path / "out", on_progress=interrupt, block_bytes=200, rows_per_part=10)
+    assert [path.name for path in tmp_path.iterdir()] == ["train.csv"]
+
+
+def test_a_failed_overwrite_keeps_the_old_dataset(source: SplitFiles, tmp_path: Path) -> None:
+    prepare(COLOURS, source, tmp_path / "out")
+    before = (tmp_path / "out/dataset.json").read_bytes()
+    (tmp_path / "train.csv").write_text(HEADER + "7,1,red,round\n")
+    with pytest.raises(BadInput, match="malformed"):
+        prepare(COLOURS, source, tmp_path / "out", overwrite=True)
+    assert (tmp_path / "out/dataset.json").read_bytes() == before
+    assert len(ClickLog.open(tmp_path / "out")) == 200
+
+
+def test_an_overwrite_replaces_all(source: SplitFiles, tmp_path: Path) -> None:
+    prepare(COLOURS, source, tmp_path / "out", rows_per_part=10, block_bytes=100)
+    (tmp_path / "train.csv").write_text(HEADER + GOOD)
+    prepare(COLOURS, source, tmp_path / "out", overwrite=True)
+    assert len(ClickLog.open(tmp_path / "out")) == 2
+    assert len(list((tmp_path / "out/train").iterdir())) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "train.csv"]
+
+
+def test_without_overwrite_what_is_there_is_left_alone(source: SplitFiles, tmp_path: Path) -> None:
+    prepare(COLOURS, source, tmp_path / "out")
+    with pytest.raises(BadInput, match="there is a dataset already; choose another --out, or --overwrite it"):
+        prepare(COLOURS, source, tmp_path / "out")
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious/letter.txt").write_text("dear")
+    with pytest.raises(BadInput, match="exists and is no prepared dataset, so it is left alone"):
+        prepare(COLOURS, source, tmp_path / "precious", overwrite=True)
+    assert (tmp_path / "precious/letter.txt").read_text() == "dear"
+
+
+def test_two_at_once_do_not_mix(source: SplitFiles, tmp_path: Path) -> None:
+    refused = []
+
+    def start_another(progress: Progress) -> None:
+        with pytest.raises(BadInput, match="another prepare is writing it right now"):
+            prepare_function(COLOURS, source, tmp_path / "out")
+        refused.append(progress)
+
+    prepare(COLOURS, source, tmp_path / "out", on_progress=start_another)
+    assert refused
+    assert len(ClickLog.open(tmp_path / "out")) == 200
+
+
+@pytest.mark.processes
+def test_a_killed_prepare_leaves_no_dataset_and_the_next_one_clears_up(source: SplitFiles, tmp_path: Path) -> None:
+    (tmp_path / "tests_colours.py").write_text((Path(__file__).parent / "colours.py").read_text())
+    command = [sys.executable, "-c", KILLED_WHILE_WRITING, str(tmp_path / "train.csv"), str(tmp_path / "made/out")]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    killed = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], timeout=60, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert [path.name for path in (tmp_path / "made").iterdir()] == [".out.preparing"]
+    assert not list((tmp_path / "made").rglob("dataset.json"))
+    with pytest.raises(BadInput, match="no prepared dataset"):
+        ClickLog.open(tmp_path / "made/out")
+    for unfinished in (tmp_path / "made/.out.preparing", tmp_path / "made/.out.preparing/dataset"):
+        with pytest.raises(BadInput, match="no prepared dataset"):
+            ClickLog.open(unfinished)
+    prepare(COLOURS, source, tmp_path / "made/out")
+    assert [path.name for path in (tmp_path / "made").iterdir()] == ["out"]
+    assert len(ClickLog.open(tmp_path / "made/out").take(np.arange(200))) == 200

@@ -1,0 +1,175 @@
+"""Tables with real shard memory in a folder of the test, and a world of one to train in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from torch import Tensor, nn
+
+import gba_hvd
+from gba_hvd.shard import keeper
+from gba_hvd.shard.memory import ShardMemory
+
+# The same examples every time, however busy the machine is.
+settings.register_profile(
+    "unit",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("unit")
+
+
+@pytest.fixture(autouse=True)
+def _no_keeper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keeper is a process of its own: only tests marked `processes` start it."""
+    if request.node.get_closest_marker("processes") is None:
+        monkeypatch.setattr(keeper, "start", lambda folder, grace_s: None)
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SHARD_DIR", "JOB_ID", "N_SHARDS", "TIMEOUT_S", "GRACE_S"):
+        monkeypatch.delenv(f"GBA_HVD_{name}", raising=False)
+    monkeypatch.delenv("HOROVOD_RANK", raising=False)
+
+
+@pytest.fixture
+def make_tables(tmp_path: Path) -> Iterator[Callable[..., gba_hvd.EmbeddingTables]]:
+    """Tables with initial rows, ready for a forward pass: `make_tables({"user": (100, 8)}, mode="mean")`."""
+    made: list[gba_hvd.EmbeddingTables] = []
+
+    def make(tables: Mapping[str, tuple[int, int]], optimizer: Any = None, **settings: Any) -> gba_hvd.EmbeddingTables:
+        settings = {"n_shards": 3, "seed": 1, "shard_dir": tmp_path, **settings}
+        new = gba_hvd.EmbeddingTables(tables, optimizer or gba_hvd.SGD(lr=0.1), **settings)
+        new.memory = ShardMemory.create_or_open(tmp_path, f"tables-{len(made)}", new.layout, grace_s=0)
+        new.memory.reserve(list(range(new.layout.n_shards)))
+        for shard in range(new.layout.n_shards):
+            new.memory.init_shard(shard, 0)
+        made.append(new)
+        return new
+
+    yield make
+    for tables in made:
+        assert tables.memory is not None
+        tables.memory.close()
+
+
+class Clicks:
+    """Two fields and two dense features; remembers which rows were taken."""
+
+    def __init__(self, n: int = 50, users: int = 20, items: int = 7, seed: int = 3) -> None:
+        rng = np.random.default_rng(seed)
+        self.user, self.item = rng.integers(0, users, n), rng.integers(0, items, n)
+        self.dense = rng.normal(size=(n, 2)).astype(np.float32)
+        self.label = (rng.random(n) < 0.4).astype(np.float32)
+        self.taken: list[np.ndarray] = []
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+    def take(self, rows: np.ndarray) -> gba_hvd.Batch:
+        self.taken.append(rows)
+        ids: dict[str, Tensor | gba_hvd.Bag] = {
+            "user": torch.from_numpy(self.user[rows]),
+            "item": torch.from_numpy(self.item[rows]),
+        }
+        return gba_hvd.Batch(ids, torch.from_numpy(self.dense[rows]), torch.from_numpy(self.label[rows]))
+
+
+class Clicker(nn.Module):
+    """A small click model on any `embed(ids) -> {"user": [B, 4], "item": [B, 3]}`."""
+
+    def __init__(self, embed: Callable[..., Any]) -> None:
+        super().__init__()
+        self.embed = embed
+        torch.manual_seed(11)
+        self.mlp = nn.Sequential(nn.Linear(4 + 3 + 2, 6), nn.Tanh(), nn.Linear(6, 1))
+
+    def forward(self, batch: gba_hvd.Batch) -> Tensor:
+        out = self.embed(batch.ids)
+        logits: Tensor = self.mlp(torch.cat([out["user"], out["item"], batch.dense], dim=1)).squeeze(1)
+        return logits
+
+
+class Training:
+    """A whole job in a world of one: `Training(tmp_path).epoch(dataset)`."""
+
+    def __init__(
+        self,
+        shard_dir: Path,
+        *,
+        rows: Any = None,
+        dense: Callable[..., torch.optim.Optimizer] = lambda p: torch.optim.SGD(p, lr=0.5),
+        global_batch: int = 16,
+        micro_batch: int = 4,
+        n_shards: int = 3,
+        **values: Any,
+    ) -> None:
+        self.tables = gba_hvd.EmbeddingTables(
+            {"user": (20, 4), "item": (7, 3)},
+            rows or gba_hvd.SGD(lr=0.5),
+            seed=2,
+            n_shards=n_shards,
+            shard_dir=shard_dir,
+        )
+        self.model = Clicker(self.tables)
+        self.optimizer = gba_hvd.DistributedOptimizer(
+            dense(list(self.model.parameters())),
+            self.tables,
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            named_parameters=self.model.named_parameters(),
+        )
+        self.state = gba_hvd.elastic.TorchState(self.model, self.optimizer, **values)
+
+    def loss(self, batch: gba_hvd.Batch) -> Tensor:
+        return nn.functional.binary_cross_entropy_with_logits(self.model(batch), batch.label)
+
+    def micro_step(self, batch: gba_hvd.Batch) -> None:
+        self.optimizer.zero_grad()
+        loss = self.loss(batch)
+        loss.backward()
+        self.optimizer.step(loss=loss)
+
+    def epoch(self, dataset: Clicks, **settings: Any) -> None:
+        for batch in gba_hvd.batches(dataset, self.state, **settings):
+            self.micro_step(batch)
+
+    def all_rows(self) -> dict[str, np.ndarray]:
+        return {t.name: self.tables.rows(t.name, np.arange(t.n_rows)) for t in self.tables.layout.tables}
+
+    def all_dense(self) -> dict[str, np.ndarray]:
+        return {name: p.detach().numpy().copy() for name, p in self.model.named_parameters()}
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[Callable[..., Training]]:
+    """Makes `Training`s, each closed at the end."""
+    made: list[Training] = []
+
+    def make(**settings: Any) -> Training:
+        made.append(Training(tmp_path / f"job-{len(made)}", **settings))
+        return made[-1]
+
+    yield make
+    for job in made:
+        job.state.close()
+
+
+@pytest.fixture
+def clicks() -> Callable[..., Clicks]:
+    return Clicks
+
+
+@pytest.fixture
+def clicker() -> Callable[..., Clicker]:
+    return Clicker

@@ -1,0 +1,140 @@
+"""Every sample once an epoch, and a loop that stopped goes on where it stood."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gba_hvd
+from gba_hvd import BadInput, StateMismatch
+from gba_hvd.batches import _agree
+from gba_hvd.order import Cut
+
+
+@pytest.mark.parametrize("n", [1, 16, 50])
+def test_every_sample_is_taken_once_an_epoch(training: Any, clicks: Any, n: int) -> None:
+    job, dataset = training(), clicks(n)
+    for _ in range(2):
+        dataset.taken.clear()
+        job.epoch(dataset)
+        assert sorted(np.concatenate(dataset.taken)) == list(range(n))
+
+
+def test_batches_carry_their_index_and_their_size(training: Any, clicks: Any) -> None:
+    job, seen = training(), []
+    for batch in gba_hvd.batches(clicks(50), job.state):
+        seen.append((batch.index, len(batch)))
+        job.micro_step(batch)
+    assert seen == [(i, 4) for i in range(12)] + [(12, 2)]
+
+
+def test_epochs_have_orders_of_their_own_and_seeds_repeat_them(training: Any, clicks: Any) -> None:
+    dataset, orders = clicks(50), []
+    for seed in (1, 1, 2):
+        job = training()
+        for _ in range(2):
+            dataset.taken.clear()
+            job.epoch(dataset, seed=seed)
+            orders.append(tuple(np.concatenate(dataset.taken)))
+    first, second, first_again, second_again, *_ = orders
+    assert (first, second) == (first_again, second_again)
+    assert len(set(orders)) == 4
+
+
+def test_without_shuffling_samples_come_in_their_order(training: Any, clicks: Any) -> None:
+    job, dataset = training(), clicks(50)
+    job.epoch(dataset, shuffle=False)
+    assert np.concatenate(dataset.taken).tolist() == list(range(50))
+
+
+@pytest.mark.parametrize("stop_after", [1, 4, 6, 8, 12])
+def test_a_loop_that_was_left_goes_on_with_the_first_step_not_done(training: Any, clicks: Any, stop_after: int) -> None:
+    job, dataset = training(epoch=0), clicks(50)
+    for count, batch in enumerate(gba_hvd.batches(dataset, job.state), start=1):
+        job.micro_step(batch)
+        if count == stop_after:
+            break
+    steps_done = job.state.step
+    again = [batch.index for batch in gba_hvd.batches(dataset, job.state) if job.micro_step(batch) is None]
+    assert again == list(range(4 * steps_done, 13))
+    assert job.state.samples.applied == 50
+    whole = training(epoch=0)
+    whole.epoch(dataset)
+    for name, rows in whole.all_rows().items():
+        assert np.array_equal(rows, job.all_rows()[name])
+
+
+def test_the_epoch_is_the_one_of_the_state(training: Any, clicks: Any) -> None:
+    dataset, orders = clicks(50), []
+    for epochs in ([0, 1, 2], [2]):
+        job = training(epoch=0)
+        for job.state.epoch in epochs:
+            dataset.taken.clear()
+            job.epoch(dataset)
+        orders.append(np.concatenate(dataset.taken).tolist())
+    assert orders[0] == orders[1]
+
+
+def test_an_epoch_that_is_done_is_not_done_again(training: Any, clicks: Any) -> None:
+    job, dataset = training(epoch=0), clicks(50)
+    job.epoch(dataset)
+    assert list(gba_hvd.batches(dataset, job.state)) == []
+
+
+def test_batches_may_be_of_any_kind_that_has_ids(training: Any, clicks: Any) -> None:
+    job, dataset = training(), clicks(20)
+
+    class Plain:
+        def __len__(self) -> int:
+            return 20
+
+        def take(self, rows: np.ndarray) -> Any:
+            batch = dataset.take(rows)
+            return SimpleNamespace(ids=batch.ids, dense=batch.dense, label=batch.label)
+
+    job.epoch(Plain())
+    assert job.state.samples.applied == 20
+
+
+def test_an_id_outside_its_table_stops_the_loop(training: Any, clicks: Any) -> None:
+    job = training()
+    with pytest.raises(BadInput, match="table 'user' has rows 0 to 19, got id"):
+        job.epoch(clicks(50, users=30))
+
+
+def test_an_empty_dataset_is_refused(training: Any, clicks: Any) -> None:
+    with pytest.raises(BadInput, match="no samples"):
+        training().epoch(clicks(0))
+
+
+def test_workers_about_to_do_different_things_are_stopped() -> None:
+    world = SimpleNamespace(gather=lambda name, row: np.stack([row, row + np.array([0, 5])]))
+    with pytest.raises(StateMismatch, match=r"disagree about the seed: by rank \[3, 8\]"):
+        _agree(world, {"samples": 50, "seed": 3})
+
+
+def test_idle_workers_are_warned_of() -> None:
+    from gba_hvd.batches import _warn_of_idle_workers
+
+    with pytest.warns(
+        UserWarning, match=r"6 workers share 4 micro-batches a step: 2 stay idle\. Use a smaller micro_batch \(2"
+    ):
+        _warn_of_idle_workers(Cut(50, 16, 4), rank=0, size=6)
+    _warn_of_idle_workers(Cut(50, 16, 4), rank=1, size=6)
+    _warn_of_idle_workers(Cut(50, 16, 4), rank=0, size=4)
+
+
+def test_evaluation_is_the_auc_of_all_scores(training: Any, clicks: Any) -> None:
+    job, dataset = training(), clicks(50)
+    job.epoch(dataset)
+    scores = gba_hvd.evaluate(job.model, dataset, job.state, batch=7)
+    with torch.no_grad():
+        logits = job.model(dataset.take(np.arange(50))).numpy()
+    positive, negative = logits[dataset.label == 1, None], logits[None, dataset.label == 0]
+    assert scores.auc == pytest.approx(float(np.mean(positive > negative)))
+    assert (scores.n, scores.exact) == (50, True)
+    assert job.model.training

@@ -1,0 +1,358 @@
+"""Several workers as threads of one process: whatever their number and their hosts, they train the same model.
+
+Collectives are barriers here, so every rank of the real code runs, without Horovod. That workers die is for the tests
+of real processes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import gba_hvd
+from gba_hvd import NonFiniteGradient, ShardMemoryError, StateMismatch
+
+TIMEOUT_S = 30.0
+
+
+class Meeting:
+    """Where the threads of one world exchange what they bring."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=TIMEOUT_S)
+        self.brought: list[Any] = [None] * size
+
+    def exchange(self, rank: int, name: str, value: Any) -> list[Any]:
+        self.brought[rank] = (name, value)
+        self.barrier.wait()
+        everyone = list(self.brought)
+        self.barrier.wait()
+        assert {n for n, _ in everyone} == {name}, f"different collectives at once: {[n for n, _ in everyone]}"
+        return [v for _, v in everyone]
+
+
+class ThreadWorld:
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.before_result: Callable[[], None] = lambda: None  # a place for faults: a commit is decided, not yet known
+        self.meeting, self.rank, self.size, self.local_rank, self.host = meeting, rank, meeting.size, rank, "here"
+
+    def gather(self, name: str, row: np.ndarray) -> np.ndarray:
+        return np.stack(self.meeting.exchange(self.rank, name, row.copy()))
+
+    def broadcast(self, name: str, data: bytes | None, root: int) -> bytes:
+        result = self.meeting.exchange(self.rank, name, data)[root]
+        assert isinstance(result, bytes)
+        return result
+
+    def alltoall(self, name: str, words: np.ndarray, splits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        assert splits.sum() == len(words)
+        parts = np.split(words.copy(), np.cumsum(splits)[:-1])
+        mine = [sent[self.rank] for sent in self.meeting.exchange(self.rank, name, parts)]
+        return np.concatenate(mine), np.array([len(part) for part in mine])
+
+    def sum_(self, name: str, values: Tensor) -> None:
+        total = torch.stack(self.meeting.exchange(self.rank, name, values.clone())).sum(0)
+        self.before_result()
+        values.copy_(total)
+
+
+class Workers:
+    """`together(jobs, act)` runs `act(job)` for every worker of a world at once; worlds may change in between."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._here = threading.local()
+        monkeypatch.setattr(gba_hvd.elastic, "current_world", lambda: self._here.world)
+
+    def together(self, jobs: list[Any], act: Callable[[Any], Any]) -> list[Any]:
+        """What `act` returned on each rank; every rank must succeed."""
+        results = self.outcomes(jobs, act)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return results
+
+    def outcomes(self, jobs: list[Any], act: Callable[[Any], Any]) -> list[Any]:
+        """What `act` returned or raised on each rank."""
+        meeting = Meeting(len(jobs))
+        results: list[Any] = [None] * len(jobs)
+
+        def work(rank: int, job: Any) -> None:
+            self._here.world = ThreadWorld(meeting, rank)
+            try:
+                results[rank] = act(job)
+            except Exception as error:
+                results[rank] = error
+
+        threads = [threading.Thread(target=work, args=(rank, job), daemon=True) for rank, job in enumerate(jobs)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * TIMEOUT_S)
+            assert not thread.is_alive()
+        return results
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> Workers:
+    return Workers(monkeypatch)
+
+
+@pytest.fixture
+def on_host(training: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """A worker on a host; a host is a folder here."""
+
+    def make(host: str, **settings: Any) -> Any:
+        settings = {"rows": gba_hvd.Adagrad(lr=0.1, eps=1e-3), "n_shards": 5, "epoch": 0, **settings}
+        job = training(**settings)
+        (tmp_path / host).mkdir(exist_ok=True)
+        object.__setattr__(job.tables.config, "shard_dir", tmp_path / host)
+        return job
+
+    return make
+
+
+def rows_of(jobs: list[Any]) -> dict[str, np.ndarray]:
+    """All rows of the job, each from a worker of the host where it lives; all other copies are gone."""
+    found: dict[str, np.ndarray] = {}
+    for spec in jobs[0].tables.layout.tables:
+        found[spec.name] = np.full((spec.n_rows, spec.dim), np.nan, dtype=np.float32)
+    for job in jobs:
+        ready = job.tables.memory.marks().ready
+        for name, rows in job.all_rows().items():
+            here = ready[np.arange(len(rows)) % len(ready)] == 1
+            found[name][here] = rows[here]
+    return found
+
+
+def check_same(jobs: list[Any], expected: Any) -> None:
+    for name, rows in rows_of(jobs).items():
+        np.testing.assert_allclose(rows, expected.all_rows()[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    for job in jobs:
+        for name, value in job.all_dense().items():
+            np.testing.assert_allclose(value, expected.all_dense()[name], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def train(job: Any, dataset: Any, epochs: int) -> None:
+    for job.state.epoch in range(job.state.epoch, epochs):
+        job.epoch(dataset)
+
+
+HOSTS = {
+    "one worker": "a",
+    "two on one host": "aa",
+    "three on one host": "aaa",
+    "six, of which two have nothing to do": "aaaaaa",
+    "two on two hosts": "ab",
+    "four on two hosts": "abba",
+    "three on two hosts": "aab",
+    "three on three hosts": "abc",
+}
+
+
+@pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
+@pytest.mark.filterwarnings("ignore:6 workers share 4 micro-batches")
+def test_any_number_of_workers_on_any_hosts_trains_the_same_model(
+    workers: Workers, on_host: Any, training: Any, clicks: Any, hosts: str
+) -> None:
+    jobs = [on_host(host) for host in hosts]
+    torch.manual_seed(0)
+    for job in jobs[1:]:
+        for parameter in job.model.parameters():  # rank 0's values count, whatever the others drew
+            torch.nn.init.normal_(parameter)
+    workers.together(jobs, lambda job: train(job, clicks(50), 2))
+    alone = on_host("alone")
+    workers.together([alone], lambda job: train(job, clicks(50), 2))
+    check_same(jobs, alone)
+    assert {job.state.step for job in jobs} == {8}
+    assert {job.state.samples.applied for job in jobs} == {100}
+    assert len({job.state.job_id for job in jobs}) == 1
+
+
+@pytest.mark.parametrize("at_step", [1, 2])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("a", "aa"), ("a", "ab"), ("aa", "aabc"), ("ab", "baa"), ("a", "ba")],
+    ids=["a worker joins", "a host joins", "two hosts join", "ranks change", "the newcomer is rank 0"],
+)
+def test_workers_that_join_in_the_middle_of_an_epoch_change_nothing(
+    workers: Workers, on_host: Any, clicks: Any, before: str, after: str, at_step: int
+) -> None:
+    """A letter in `after` is the next worker of that host from before, or a new one when there is none left."""
+    jobs = [on_host(host) for host in before]
+    left = list(zip(before, jobs, strict=True))
+
+    def leave_after_some_steps(job: Any) -> None:
+        source = gba_hvd.batches(clicks(50), job.state)
+        for batch in source:
+            if job.state.step == at_step:
+                break
+            job.micro_step(batch)
+
+    workers.together(jobs, leave_after_some_steps)
+    assert {job.state.step for job in jobs} == {at_step}
+    changed = []
+    for host in after:
+        known = next((entry for entry in left if entry[0] == host), None)
+        if known is not None:
+            left.remove(known)
+        changed.append(on_host(host) if known is None else known[1])
+    assert not left
+    for job in jobs:
+        job.state.on_reset()
+    workers.together(changed, lambda job: train(job, clicks(50), 2))
+    alone = on_host("alone")
+    workers.together([alone], lambda job: train(job, clicks(50), 2))
+    check_same(changed, alone)
+    assert {job.state.samples.applied for job in changed} == {100}
+    assert {job.state.samples.rows_lost for job in changed} == {0}
+    for shard in range(5):
+        homes = {job.tables.memory.folder for job in changed if job.tables.memory.marks().ready[shard]}
+        assert len(homes) == 1
+
+
+@pytest.mark.parametrize("hosts", ["aa", "ab", "aab"])
+@pytest.mark.parametrize("misses", [0, 1])
+def test_a_worker_that_missed_the_result_of_a_step_applies_what_it_holds(
+    workers: Workers, on_host: Any, clicks: Any, hosts: str, misses: int
+) -> None:
+    """Its neighbours saw the step decided and have applied it: nobody goes back, and the step counts once."""
+    jobs = [on_host(host) for host in hosts]
+    others = [job for job in jobs if job is not jobs[misses]]
+    fired = []
+
+    def miss_the_result() -> None:
+        if jobs[misses].state.step == 1 and not fired:
+            fired.append(misses)
+            deadline = time.monotonic() + TIMEOUT_S
+            while any(job.state.step < 2 for job in others) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            jobs[misses].state.world.meeting.barrier.abort()
+            raise ConnectionError("the network went away")
+
+    def run_into_it(job: Any) -> None:
+        job.state.sync()
+
+        def do_not_wait_long_for_rows() -> None:
+            object.__setattr__(job.tables.config, "timeout_s", TIMEOUT_S if job.state.step != 1 else 0.01)
+
+        job.state.world.before_result = miss_the_result if job is jobs[misses] else do_not_wait_long_for_rows
+        train(job, clicks(50), 2)
+
+    outcomes = workers.outcomes(jobs, run_into_it)
+    assert fired
+    assert all(isinstance(outcome, Exception) for outcome in outcomes)
+    assert [job.state.step for job in jobs] == [1 if rank == misses else 2 for rank in range(len(jobs))]
+    for job in jobs:
+        object.__setattr__(job.tables.config, "timeout_s", TIMEOUT_S)
+        job.state.restore()
+        job.state.on_reset()
+    workers.together(jobs, lambda job: train(job, clicks(50), 2))
+    alone = on_host("alone")
+    workers.together([alone], lambda job: train(job, clicks(50), 2))
+    check_same(jobs, alone)
+    for job in jobs:
+        assert (job.state.step, job.state.samples.applied, job.state.samples.shard_steps_missed) == (8, 100, 0)
+
+
+def test_rows_that_leave_with_their_host_begin_anew_and_are_counted(
+    workers: Workers, on_host: Any, clicks: Any
+) -> None:
+    jobs = [on_host("a"), on_host("b")]
+    workers.together(jobs, lambda job: train(job, clicks(50), 1))
+    gone = jobs[1].tables.memory.marks().ready
+    initial = on_host("alone")
+    workers.together([initial], lambda job: job.state.sync())
+    jobs[0].state.on_reset()
+    workers.together(jobs[:1], lambda job: job.state.sync())
+    lost = 0
+    for name, rows in jobs[0].all_rows().items():
+        new = gone[np.arange(len(rows)) % 5] == 1
+        assert np.array_equal(rows[new], initial.all_rows()[name][new])
+        lost += int(new.sum())
+    assert jobs[0].state.samples.rows_lost == lost > 0
+    assert jobs[0].state.step == 4
+
+
+def test_every_worker_hears_of_one_workers_bad_number(workers: Workers, on_host: Any, clicks: Any) -> None:
+    jobs = [on_host("a"), on_host("a"), on_host("b")]
+
+    def poison(job: Any) -> None:
+        for batch in gba_hvd.batches(clicks(50), job.state):
+            loss = job.loss(batch) * (float("nan") if batch.index == 5 else 1.0)
+            loss.backward()
+            job.optimizer.step(loss=loss)
+
+    results = workers.outcomes(jobs, poison)
+    assert all(isinstance(result, NonFiniteGradient) for result in results), results
+    assert "micro-batch 5: loss nan" in str(results[1])
+    for other in (0, 2):
+        assert "micro-batch 5, on another worker" in str(results[other])
+    assert {job.state.step for job in jobs} == {1}
+
+
+def test_evaluation_gives_every_worker_the_same_result(workers: Workers, on_host: Any, clicks: Any) -> None:
+    jobs, alone = [on_host("a"), on_host("b"), on_host("a")], on_host("alone")
+    results = [
+        workers.together(some, lambda job: gba_hvd.evaluate(job.model, clicks(50), job.state, batch=7))
+        for some in (jobs, [alone])
+    ]
+    (expected,) = results[1]
+    assert {(r.auc, r.n, r.exact) for r in results[0]} == {(expected.auc, 50, True)}
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"global_batch": 32}, "global_batch 16, here 32"),
+        ({"n_shards": 6}, "n_shards 5, here 6"),
+        ({"rows": gba_hvd.Adagrad(lr=0.2, eps=1e-3)}, r"row optimizer Adagrad\(lr=0.1.*here Adagrad\(lr=0.2"),
+    ],
+    ids=["global batch", "shards", "row optimizer"],
+)
+def test_workers_that_define_the_model_differently_are_stopped(
+    workers: Workers, on_host: Any, other: dict[str, Any], message: str
+) -> None:
+    jobs = [on_host("a"), on_host("a"), on_host("a", **other)]
+    results = workers.outcomes(jobs, lambda job: job.state.sync())
+    for result in results:
+        assert isinstance(result, StateMismatch), result
+        assert str(result).startswith("workers [2] define the model differently from rank 0")
+    with pytest.raises(StateMismatch, match=message):
+        raise results[2]
+
+
+def test_datasets_of_different_sizes_are_noticed(workers: Workers, on_host: Any, clicks: Any) -> None:
+    jobs = [on_host("a"), on_host("a")]
+    results = workers.outcomes(jobs, lambda job: train(job, clicks(50 if job is jobs[0] else 49), 1))
+    assert all(isinstance(result, StateMismatch) for result in results)
+    assert "disagree about the samples: by rank [50, 49]" in str(results[0])
+
+
+def test_a_worker_that_cannot_open_its_memory_stops_all(workers: Workers, on_host: Any, tmp_path: Path) -> None:
+    jobs = [on_host("a"), on_host("b")]
+    (tmp_path / "file").write_text("")
+    object.__setattr__(jobs[1].tables.config, "shard_dir", tmp_path / "file")
+    results = workers.outcomes(jobs, lambda job: job.state.sync())
+    assert all(isinstance(result, ShardMemoryError) for result in results)
+    assert "the worker of rank 1 could not open its host's shard memory" in str(results[0])
+    assert "Not a directory" in str(results[1])
+
+
+def test_rows_of_an_earlier_job_are_not_taken_for_ours(
+    workers: Workers, on_host: Any, clicks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GBA_HVD_JOB_ID", "again")
+    first, second = on_host("a"), on_host("a")
+    workers.together([first], lambda job: train(job, clicks(50), 1))
+    (result,) = workers.outcomes([second], lambda job: job.state.sync())
+    assert isinstance(result, ShardMemoryError)
+    assert "was left by another job of this name: its rows are of step 4" in str(result)
