@@ -85,9 +85,7 @@ class AllreduceMode:
             )
             asked_keys = np.ascontiguousarray(asked).view(np.int64)
             rows = np.empty((len(asked_keys), group.dim), dtype=np.float32)
-            kernels.gather_rows(
-                self._memory.flat, asked_keys, layout.n_shards, layout.region_words, group.at_weights, group.dim, rows
-            )
+            kernels.gather_rows(self._memory.flat, layout.places(asked_keys, group), 0, rows)
             got, _ = self._world.alltoall(f"pull.rows.{number}", rows.ravel(), (n_asked // 2) * group.dim)
             values = np.empty((len(wanted), group.dim), dtype=np.float32)
             values[order] = got.reshape(-1, group.dim)
@@ -126,7 +124,6 @@ class AllreduceMode:
                 wanted = np.isin(grad.keys % layout.n_shards, due)
                 grad = RowGrad(grad.keys[wanted], grad.values[wanted])
             self._tables.optimizer.update_(memory.flat, layout, group, grad, held.scale, held.lr, held.step)
-            kernels.count_access(memory.words, grad.keys, layout.n_shards, layout.region_words, group.at_counters)
         memory.finish(due, held.step)
 
     def forget_held(self) -> None:

@@ -4,7 +4,8 @@ Plain arithmetic on numpy arrays: nothing here knows processes, files or modes. 
 is compiled at the first import (and cached on disk), never in the middle of training.
 
 Rows are addressed by *key*: `key % n_shards` is the shard, `key // n_shards` the row's place in it (`shard.layout`).
-`flat` is a host's whole shard memory as float32 words; `region` the words of one shard; `at` where a section starts.
+`flat` is a host's whole shard memory as float32 words; `region` the words of one shard; `at` where its records start;
+`record` the words of one row with its slots and counter.
 """
 
 from __future__ import annotations
@@ -43,18 +44,26 @@ def _mix(x: np.uint64) -> np.uint64:
     return x ^ (x >> np.uint64(31))
 
 
-@_compiled("void(float32[::1], int64, int64, int64, int64, int64, uint64, float32)")
+@_compiled("void(float32[::1], int64, int64, int64, int64, int64, int64, uint64, float32)")
 def init_rows(
-    flat: Any, start: int, n_rows: int, shard: int, n_shards: int, dim: int, seed: np.uint64, std: np.float32
+    flat: Any,
+    start: int,
+    record: int,
+    n_rows: int,
+    shard: int,
+    n_shards: int,
+    dim: int,
+    seed: np.uint64,
+    std: np.float32,
 ) -> None:
     """Write the initial rows of one table in one shard: normal(0, std), a function of (seed, row, column) only.
 
-    `start` is the word where the table's rows of this shard begin, `seed` already carries the table's name.
+    `start` is the word where the table's records of this shard begin, `seed` already carries the table's name.
     Two normals come from two uniforms (Box-Muller).
     """
     for local, row in enumerate(range(shard, n_rows, n_shards)):
         state = _mix(seed ^ _mix(np.uint64(row)))
-        base = start + local * dim
+        base = start + local * record
         for j in range(0, dim, 2):
             bits = _mix(state + np.uint64(j))
             u1 = (np.float64(bits >> np.uint64(32)) + 0.5) / 4294967296.0
@@ -148,12 +157,24 @@ def find_keys(keys: Any, slots: Any, distinct: Any, number: Any) -> int:
 # --- rows out of shard memory, and by owner --------------------------------------------------------------------------
 
 
-@_compiled("void(float32[::1], int64[::1], int64, int64, int64, int64, float32[:, ::1])")
-def gather_rows(flat: Any, keys: Any, n_shards: int, region: int, at: int, dim: int, out: Any) -> None:
+@_compiled("void(int64[::1], int64, int64, int64, int64, uint64[::1])")
+def place_records(keys: Any, n_shards: int, region: int, at: int, record: int, out: Any) -> None:
+    """The word at which each key's record starts. A pass of its own, so that the accesses that follow overlap."""
+    shards, words, first, size = np.uint64(n_shards), np.uint64(region), np.uint64(at), np.uint64(record)
     for i in range(len(keys)):
-        base = (keys[i] % n_shards) * region + at + (keys[i] // n_shards) * dim
-        for j in range(dim):
-            out[i, j] = flat[base + j]
+        key = np.uint64(keys[i])
+        place = key // shards
+        out[i] = (key - place * shards) * words + first + place * size
+
+
+@_compiled("void(float32[::1], uint64[::1], int64, float32[:, ::1])")
+def gather_rows(flat: Any, places: Any, offset: int, out: Any) -> None:
+    """out[i] = the words of record i from `offset` on."""
+    to, width, skip = out.ravel(), np.uint64(out.shape[1]), np.uint64(offset)
+    for i in range(np.uint64(len(places))):
+        base, p = places[i] + skip, i * width
+        for j in range(width):
+            to[p + j] = flat[base + j]
 
 
 @_compiled("void(int64[::1], int64, int32[::1], int64[::1], int32[::1])")
@@ -189,7 +210,7 @@ def add_rows(rows: Any, number: Any, weight: np.float32, out: Any) -> None:
     """out[number[i]] += weight * rows[i]"""
     dim = rows.shape[1]
     for i in range(len(number)):
-        k = number[i]
+        k = np.uint64(number[i])
         for c in range(dim):
             out[k, c] += weight * rows[i, c]
 
@@ -203,7 +224,7 @@ def stack_rows(rows: Any, number: Any, n_fields: int, batch: int, out: Any) -> N
     dim = rows.shape[1]
     for b in range(batch):
         for f in range(n_fields):
-            k = number[f * batch + b]
+            k = np.uint64(number[f * batch + b])
             for c in range(dim):
                 out[b, f, c] = rows[k, c]
 
@@ -213,7 +234,7 @@ def stack_rows_backward(grad: Any, number: Any, n_fields: int, batch: int, out: 
     dim = out.shape[1]
     for b in range(batch):
         for f in range(n_fields):
-            k = number[f * batch + b]
+            k = np.uint64(number[f * batch + b])
             for c in range(dim):
                 out[k, c] += grad[b, f, c]
 
@@ -233,7 +254,7 @@ def pool_rows(rows: Any, number: Any, offsets: Any, weights: Any, mean: bool, ou
             out[b, c] = 0.0
         for i in range(lo, hi):
             w = weights[i] * share if weighted else share
-            k = number[i]
+            k = np.uint64(number[i])
             for c in range(dim):
                 out[b, c] += w * rows[k, c]
 
@@ -247,7 +268,7 @@ def pool_rows_backward(grad: Any, number: Any, offsets: Any, weights: Any, mean:
         share = np.float32(1.0 / (hi - lo)) if mean and hi > lo else np.float32(1.0)
         for i in range(lo, hi):
             w = weights[i] * share if weighted else share
-            k = number[i]
+            k = np.uint64(number[i])
             for c in range(dim):
                 out[k, c] += w * grad[b, c]
 
@@ -260,96 +281,142 @@ def pool_weights_backward(grad: Any, rows: Any, number: Any, offsets: Any, mean:
         lo, hi = offsets[b], offsets[b + 1]
         share = np.float32(1.0 / (hi - lo)) if mean and hi > lo else np.float32(1.0)
         for i in range(lo, hi):
-            k = number[i]
+            k = np.uint64(number[i])
             total = np.float32(0.0)
             for c in range(dim):
                 total += grad[b, c] * rows[k, c]
             out[i] = share * total
 
 
-# --- row optimizers: one pass over the touched rows, in place --------------------------------------------------------
-# Each takes (flat, keys, grads, scale, n_shards, region, at_weights, at_slots..., dim, lr, weight_decay, ...). The
-# gradient of a row is scale * grads[i] + weight_decay * row.
+# --- row optimizers: one pass over the touched records, in place ---------------------------------------------------
+# A row's record is [weights: dim | slots | access counter], all on one page of memory or two: random access to pages is
+# what a pass costs. `words` is `flat` seen as uint32, for the counters. The gradient of a row is
+# scale * grads[i] + decay * weights. Records are brought into small contiguous blocks, where the arithmetic is one
+# vectorised loop, and written back.
+
+_BLOCK = 256
 
 
-@_compiled("void(float32[::1], int64[::1], float32[:, ::1], float32, int64, int64, int64, int64, float32, float32)")
+@_compiled("void(float32[::1], uint64[::1], int64, int64, float32[::1])")
+def _read_block(flat: Any, places: Any, offset: int, width: int, out: Any) -> None:
+    skip, size = np.uint64(offset), np.uint64(width)
+    for i in range(np.uint64(len(places))):
+        base, p = places[i] + skip, i * size
+        for j in range(size):
+            out[p + j] = flat[base + j]
+
+
+@_compiled("void(float32[::1], uint64[::1], int64, int64, float32[::1])")
+def _write_block(flat: Any, places: Any, offset: int, width: int, block: Any) -> None:
+    skip, size = np.uint64(offset), np.uint64(width)
+    for i in range(np.uint64(len(places))):
+        base, p = places[i] + skip, i * size
+        for j in range(size):
+            flat[base + j] = block[p + j]
+
+
+@_compiled("void(uint32[::1], uint64[::1], int64)")
+def _count(words: Any, places: Any, record: int) -> None:
+    """Count one update of each row; at 2^32 - 1 a counter stays."""
+    last = np.uint64(record - 1)
+    for i in range(len(places)):
+        at = places[i] + last
+        words[at] += np.uint32(words[at] != np.uint32(0xFFFFFFFF))
+
+
+_HEAD = "float32[::1], uint32[::1], uint64[::1], float32[:, ::1], float32, int64, float32, float32"
+
+
+@_compiled(f"void({_HEAD})")
 def apply_sgd(
-    flat: Any, keys: Any, grads: Any, scale: np.float32, n_shards: int, region: int, at: int, dim: int,
-    lr: np.float32, decay: np.float32,
-) -> None:  # fmt: skip
-    for i in range(len(keys)):
-        w = (keys[i] % n_shards) * region + at + (keys[i] // n_shards) * dim
-        for j in range(dim):
-            flat[w + j] -= lr * (scale * grads[i, j] + decay * flat[w + j])
+    flat: Any, words: Any, places: Any, grads: Any, scale: np.float32, record: int, lr: np.float32, decay: np.float32
+) -> None:
+    dim, grad = grads.shape[1], grads.ravel()
+    w = np.empty(_BLOCK * dim, dtype=np.float32)
+    for lo in range(0, len(places), _BLOCK):
+        block = places[lo : lo + _BLOCK]
+        g = grad[lo * dim : (lo + len(block)) * dim]
+        _read_block(flat, block, 0, dim, w)
+        for j in range(len(g)):
+            w[j] -= lr * (scale * g[j] + decay * w[j])
+        _write_block(flat, block, 0, dim, w)
+        _count(words, block, record)
 
 
-@_compiled(
-    "void(float32[::1], int64[::1], float32[:, ::1], float32, int64, int64, int64, int64, int64, "
-    "float32, float32, float32)"
-)
+@_compiled(f"void({_HEAD}, float32)")
 def apply_adagrad(
-    flat: Any, keys: Any, grads: Any, scale: np.float32, n_shards: int, region: int, at: int, at_sum: int, dim: int,
-    lr: np.float32, decay: np.float32, eps: np.float32,
+    flat: Any, words: Any, places: Any, grads: Any, scale: np.float32, record: int, lr: np.float32, decay: np.float32,
+    eps: np.float32,
 ) -> None:  # fmt: skip
-    for i in range(len(keys)):
-        shard = (keys[i] % n_shards) * region
-        w = shard + at + (keys[i] // n_shards) * dim
-        s = shard + at_sum + (keys[i] // n_shards) * dim
-        for j in range(dim):
-            g = scale * grads[i, j] + decay * flat[w + j]
-            flat[s + j] += g * g
-            flat[w + j] -= lr * g / (math.sqrt(flat[s + j]) + eps)
+    """Slots: sum [dim]."""
+    dim, grad = grads.shape[1], grads.ravel()
+    w, s = np.empty(_BLOCK * dim, dtype=np.float32), np.empty(_BLOCK * dim, dtype=np.float32)
+    for lo in range(0, len(places), _BLOCK):
+        block = places[lo : lo + _BLOCK]
+        g = grad[lo * dim : (lo + len(block)) * dim]
+        _read_block(flat, block, 0, dim, w)
+        _read_block(flat, block, dim, dim, s)
+        for j in range(len(g)):
+            gradient = scale * g[j] + decay * w[j]
+            total = s[j] + gradient * gradient
+            s[j] = total
+            w[j] -= lr * gradient / (np.sqrt(total) + eps)
+        _write_block(flat, block, 0, dim, w)
+        _write_block(flat, block, dim, dim, s)
+        _count(words, block, record)
 
 
-@_compiled(
-    "void(float32[::1], int64[::1], float32[:, ::1], float32, int64, int64, int64, int64, int64, "
-    "float32, float32, float32)"
-)
+@_compiled(f"void({_HEAD}, float32)")
 def apply_row_adagrad(
-    flat: Any, keys: Any, grads: Any, scale: np.float32, n_shards: int, region: int, at: int, at_sum: int, dim: int,
-    lr: np.float32, decay: np.float32, eps: np.float32,
+    flat: Any, words: Any, places: Any, grads: Any, scale: np.float32, record: int, lr: np.float32, decay: np.float32,
+    eps: np.float32,
 ) -> None:  # fmt: skip
-    for i in range(len(keys)):
-        shard = (keys[i] % n_shards) * region
-        w = shard + at + (keys[i] // n_shards) * dim
-        s = shard + at_sum + keys[i] // n_shards
-        total = np.float32(0.0)
-        for j in range(dim):
-            g = scale * grads[i, j] + decay * flat[w + j]
-            total += g * g
-        flat[s] += total / dim
-        rate = lr / (math.sqrt(flat[s]) + eps)
-        for j in range(dim):
-            flat[w + j] -= rate * (scale * grads[i, j] + decay * flat[w + j])
+    """Slots: sum [1]."""
+    dim, grad = grads.shape[1], grads.ravel()
+    w, s = np.empty(_BLOCK * dim, dtype=np.float32), np.empty(_BLOCK, dtype=np.float32)
+    gradient = np.empty(_BLOCK * dim, dtype=np.float32)
+    for lo in range(0, len(places), _BLOCK):
+        block = places[lo : lo + _BLOCK]
+        g = grad[lo * dim : (lo + len(block)) * dim]
+        _read_block(flat, block, 0, dim, w)
+        _read_block(flat, block, dim, 1, s)
+        for j in range(len(g)):
+            gradient[j] = scale * g[j] + decay * w[j]
+        for i in range(len(block)):
+            squares = np.float32(0.0)
+            for j in range(i * dim, (i + 1) * dim):
+                squares += gradient[j] * gradient[j]
+            s[i] += squares / np.float32(dim)
+            rate = lr / (np.sqrt(s[i]) + eps)
+            for j in range(i * dim, (i + 1) * dim):
+                w[j] -= rate * gradient[j]
+        _write_block(flat, block, 0, dim, w)
+        _write_block(flat, block, dim, 1, s)
+        _count(words, block, record)
 
 
-@_compiled(
-    "void(float32[::1], int64[::1], float32[:, ::1], float32, int64, int64, int64, int64, int64, int64, "
-    "float32, float32, float32, float32, float32, float32, float32)"
-)
+@_compiled(f"void({_HEAD}, float32, float32, float32, float32, float32)")
 def apply_adam(
-    flat: Any, keys: Any, grads: Any, scale: np.float32, n_shards: int, region: int, at: int, at_m: int, at_v: int,
-    dim: int, lr: np.float32, decay: np.float32, beta1: np.float32, beta2: np.float32, eps: np.float32,
-    correction1: np.float32, correction2: np.float32,
+    flat: Any, words: Any, places: Any, grads: Any, scale: np.float32, record: int, lr: np.float32, decay: np.float32,
+    eps: np.float32, beta1: np.float32, beta2: np.float32, correction1: np.float32, correction2: np.float32,
 ) -> None:  # fmt: skip
-    """corrections: 1 - beta ** t, with t the number of steps of the job (as `torch.optim.SparseAdam`)."""
-    one = np.float32(1.0)
-    root = np.float32(math.sqrt(correction2))
-    for i in range(len(keys)):
-        shard = (keys[i] % n_shards) * region
-        place = (keys[i] // n_shards) * dim
-        w, m, v = shard + at + place, shard + at_m + place, shard + at_v + place
-        for j in range(dim):
-            g = scale * grads[i, j] + decay * flat[w + j]
-            flat[m + j] = beta1 * flat[m + j] + (one - beta1) * g
-            flat[v + j] = beta2 * flat[v + j] + (one - beta2) * g * g
-            flat[w + j] -= lr * (flat[m + j] / correction1) / (math.sqrt(flat[v + j]) / root + eps)
-
-
-@_compiled("void(uint32[::1], int64[::1], int64, int64, int64)")
-def count_access(flat: Any, keys: Any, n_shards: int, region: int, at: int) -> None:
-    """Count one update of each row, saturating."""
-    for i in range(len(keys)):
-        place = (keys[i] % n_shards) * region + at + keys[i] // n_shards
-        if flat[place] < np.uint32(0xFFFFFFFF):
-            flat[place] += np.uint32(1)
+    """Slots: exp_avg [dim], exp_avg_sq [dim]. corrections: 1 - beta ** t, with t the number of steps of the job."""
+    dim, grad = grads.shape[1], grads.ravel()
+    one, root = np.float32(1.0), np.float32(math.sqrt(correction2))
+    w = np.empty(_BLOCK * dim, dtype=np.float32)
+    m, v = np.empty(_BLOCK * dim, dtype=np.float32), np.empty(_BLOCK * dim, dtype=np.float32)
+    for lo in range(0, len(places), _BLOCK):
+        block = places[lo : lo + _BLOCK]
+        g = grad[lo * dim : (lo + len(block)) * dim]
+        _read_block(flat, block, 0, dim, w)
+        _read_block(flat, block, dim, dim, m)
+        _read_block(flat, block, 2 * dim, dim, v)
+        for j in range(len(g)):
+            gradient = scale * g[j] + decay * w[j]
+            m[j] = beta1 * m[j] + (one - beta1) * gradient
+            v[j] = beta2 * v[j] + (one - beta2) * gradient * gradient
+            w[j] -= lr * (m[j] / correction1) / (np.sqrt(v[j]) / root + eps)
+        _write_block(flat, block, 0, dim, w)
+        _write_block(flat, block, dim, dim, m)
+        _write_block(flat, block, 2 * dim, dim, v)
+        _count(words, block, record)

@@ -7,7 +7,7 @@ only when its row is touched, as in `torch.optim.SparseAdam`). `weight_decay` is
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -43,8 +43,10 @@ class _Rule:
                 f"got {self.lr} and {self.weight_decay}"
             )
 
-    def _common(self, layout: Layout, group: Group) -> tuple[int, int, int]:
-        return layout.n_shards, layout.region_words, group.at_weights
+    def _arguments(self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float) -> Any:
+        """What every kernel takes first."""
+        rows = (flat, flat.view(np.uint32), layout.places(grad.keys, group), grad.values)
+        return (*rows, np.float32(scale), group.record, np.float32(lr), np.float32(self.weight_decay))
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,7 @@ class SGD(_Rule):
     def update_(
         self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float, step: int
     ) -> None:
-        kernels.apply_sgd(
-            flat, grad.keys, grad.values, np.float32(scale), *self._common(layout, group), group.dim,
-            np.float32(lr), np.float32(self.weight_decay),
-        )  # fmt: skip
+        kernels.apply_sgd(*self._arguments(flat, layout, group, grad, scale, lr))
 
 
 @dataclass(frozen=True)
@@ -72,10 +71,7 @@ class Adagrad(_Rule):
     def update_(
         self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float, step: int
     ) -> None:
-        kernels.apply_adagrad(
-            flat, grad.keys, grad.values, np.float32(scale), *self._common(layout, group), group.at_slots[0], group.dim,
-            np.float32(lr), np.float32(self.weight_decay), np.float32(self.eps),
-        )  # fmt: skip
+        kernels.apply_adagrad(*self._arguments(flat, layout, group, grad, scale, lr), np.float32(self.eps))
 
 
 @dataclass(frozen=True)
@@ -88,10 +84,7 @@ class RowAdagrad(_Rule):
     def update_(
         self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float, step: int
     ) -> None:
-        kernels.apply_row_adagrad(
-            flat, grad.keys, grad.values, np.float32(scale), *self._common(layout, group), group.at_slots[0], group.dim,
-            np.float32(lr), np.float32(self.weight_decay), np.float32(self.eps),
-        )  # fmt: skip
+        kernels.apply_row_adagrad(*self._arguments(flat, layout, group, grad, scale, lr), np.float32(self.eps))
 
 
 @dataclass(frozen=True)
@@ -111,9 +104,5 @@ class Adam(_Rule):
         self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float, step: int
     ) -> None:
         beta1, beta2 = self.betas
-        kernels.apply_adam(
-            flat, grad.keys, grad.values, np.float32(scale), *self._common(layout, group), group.at_slots[0],
-            group.at_slots[1], group.dim,
-            np.float32(lr), np.float32(self.weight_decay), np.float32(beta1), np.float32(beta2), np.float32(self.eps),
-            np.float32(1 - beta1**step), np.float32(1 - beta2**step),
-        )  # fmt: skip
+        own = (self.eps, beta1, beta2, 1 - beta1**step, 1 - beta2**step)
+        kernels.apply_adam(*self._arguments(flat, layout, group, grad, scale, lr), *map(np.float32, own))

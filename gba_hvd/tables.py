@@ -171,16 +171,12 @@ class EmbeddingTables(nn.Module):
         assert self.memory is not None
         layout = self.layout
         if self.local is None:
-            kernels.gather_rows(
-                self.memory.flat, keys, layout.n_shards, layout.region_words, group.at_weights, group.dim, out
-            )
+            kernels.gather_rows(self.memory.flat, layout.places(keys, group), 0, out)
             return
         here = self.local[keys % layout.n_shards]
         near, far = np.flatnonzero(here), np.flatnonzero(~here)
         rows = np.empty((len(near), group.dim), dtype=np.float32)
-        kernels.gather_rows(
-            self.memory.flat, keys[near], layout.n_shards, layout.region_words, group.at_weights, group.dim, rows
-        )
+        kernels.gather_rows(self.memory.flat, layout.places(keys[near], group), 0, rows)
         out[near] = rows
         if len(far):
             remote, index = self.remote[group_number], np.empty(len(far), dtype=np.int32)
@@ -228,15 +224,12 @@ class EmbeddingTables(nn.Module):
         """
         assert self.memory is not None
         g, base = self.layout.place_of_table[table]
-        group, ids = self.layout.groups[g], np.asarray(ids, dtype=np.int64)
-        slots = {slot.name: (slot, at) for slot, at in zip(self.layout.slots, group.at_slots, strict=True)}
-        slot, at = slots.get(what, (None, group.at_weights))
-        width = 1 if slot is not None and slot.per_row else group.dim
-        out = np.empty((len(ids), width), dtype=np.float32)
-        kernels.gather_rows(
-            self.memory.flat, ids + base, self.layout.n_shards, self.layout.region_words, at, width, out
-        )
-        return out[:, 0] if slot is not None and slot.per_row else out
+        group, layout, keys = self.layout.groups[g], self.layout, base + np.asarray(ids, dtype=np.int64)
+        slots = {slot.name: (slot.per_row, at) for slot, at in zip(layout.slots, group.slots, strict=True)}
+        per_row, offset = slots.get(what, (False, 0))
+        out = np.empty((len(keys), 1 if per_row else group.dim), dtype=np.float32)
+        kernels.gather_rows(self.memory.flat, layout.places(keys, group), offset, out)
+        return out[:, 0] if per_row else out
 
 
 def _bag_of(table: str, ids: Tensor | Bag) -> Bag:

@@ -3,7 +3,7 @@
 A host's memory is S equal regions, one per shard, whether the host holds the shard or not (absent regions are holes and
 take no space):
 
-    region s:  [ marks, one page ][ per group: weights | optimizer slots | access counters ]
+    region s:  [ marks, one page ][ per group of tables, a record for each row: weights | optimizer slots | counter ]
 
 Tables of one dimension form a *group*. In a group the tables stand one after the other, each padded to the same
 number of rows in every shard, so that a row has a single number, its **key**:
@@ -20,10 +20,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
+from gba_hvd import kernels
 from gba_hvd.errors import BadInput
 
 PAGE_WORDS = 1024  # 4 KiB of float32 words
-_LINE_WORDS = 16  # sections start on a cache line
+_LINE_WORDS = 16  # groups start on a cache line
 
 
 @dataclass(frozen=True)
@@ -49,15 +52,15 @@ class SlotSpec:
 
 @dataclass(frozen=True)
 class Group:
-    """The tables of one dimension, and where their sections start in a region (in words)."""
+    """The tables of one dimension, and where their numbers stand, in words."""
 
     dim: int
     tables: tuple[TableSpec, ...]
     first: tuple[int, ...]  # place of each table's first row in a shard
     places: int  # rows per shard, all tables
-    at_weights: int
-    at_slots: tuple[int, ...]
-    at_counters: int
+    at: int  # where the records start in a region
+    record: int  # words of one row: weights, slots, and the access counter as its last word
+    slots: tuple[int, ...]  # where each slot starts in a record
 
 
 @dataclass(frozen=True)
@@ -93,19 +96,19 @@ class Layout:
             for table in tables:
                 first.append(places)
                 places += -(-table.n_rows // self.n_shards)
-            at_weights, at = at, _aligned(at + places * dim)
-            at_slots = []
+            record, slots = dim, []
             for slot in self.slots:
-                at_slots.append(at)
-                at = _aligned(at + places * (1 if slot.per_row else dim))
-            at_counters, at = at, _aligned(at + places)
-            groups.append(Group(dim, tables, tuple(first), places, at_weights, tuple(at_slots), at_counters))
+                slots.append(record)
+                record += 1 if slot.per_row else dim
+            record += 1  # the access counter
+            groups.append(Group(dim, tables, tuple(first), places, at, record, tuple(slots)))
+            at = -(-(at + places * record) // _LINE_WORDS) * _LINE_WORDS
         return tuple(groups)
 
     @cached_property
     def region_words(self) -> int:
         last = self.groups[-1]
-        return -(-(last.at_counters + last.places) // PAGE_WORDS) * PAGE_WORDS
+        return -(-(last.at + last.places * last.record) // PAGE_WORDS) * PAGE_WORDS
 
     @property
     def region_bytes(self) -> int:
@@ -136,6 +139,12 @@ class Layout:
             "init_std": self.init_std,
         }
 
+    def places(self, keys: np.ndarray, group: Group) -> np.ndarray:
+        """uint64 [n]: the word of the host's memory at which each key's record starts."""
+        out = np.empty(len(keys), dtype=np.uint64)
+        kernels.place_records(keys, self.n_shards, self.region_words, group.at, group.record, out)
+        return out
+
     def locate(self, key: int, group: int) -> tuple[str, int]:
         """(table name, row) of a key, for messages."""
         place, spec = key // self.n_shards, self.groups[group]
@@ -153,7 +162,3 @@ def digest(description: Mapping[str, Any]) -> int:
     return int.from_bytes(
         hashlib.blake2b(json.dumps(description).encode(), digest_size=8).digest(), "little", signed=True
     )
-
-
-def _aligned(words: int) -> int:
-    return -(-words // _LINE_WORDS) * _LINE_WORDS

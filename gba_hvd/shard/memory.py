@@ -151,9 +151,11 @@ class ShardMemory:
         for group in layout.groups:
             for table, first in zip(group.tables, group.first, strict=True):
                 seed = np.uint64(table_seed(layout.seed, table.name))
-                at = start + group.at_weights + first * group.dim
+                at = start + group.at + first * group.record
                 std = np.float32(layout.init_std)
-                kernels.init_rows(self.flat, at, table.n_rows, shard, layout.n_shards, group.dim, seed, std)
+                kernels.init_rows(
+                    self.flat, at, group.record, table.n_rows, shard, layout.n_shards, group.dim, seed, std
+                )
         self.set_ready(shard, step)
 
     def set_ready(self, shard: int, step: int) -> None:

@@ -23,9 +23,9 @@ def test_no_two_numbers_share_a_word(tables: dict[str, tuple[int, int]], n_shard
     layout = Layout.of(tables, SLOTS, n_shards, seed=0, init_std=0.01)
     used = [(0, PAGE_WORDS)]
     for group in layout.groups:
-        places = group.places
-        used += [(group.at_weights, places * group.dim), (group.at_counters, places)]
-        used += [(group.at_slots[0], places), (group.at_slots[1], places * group.dim)]
+        for at in range(group.at, group.at + group.places * group.record, group.record):
+            used += [(at, group.dim), (at + group.slots[0], 1), (at + group.slots[1], group.dim)]
+            used += [(at + group.record - 1, 1)]
     used.sort()
     for (start, n), (following, _) in itertools.pairwise(used):
         assert start + n <= following

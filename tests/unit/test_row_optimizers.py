@@ -29,15 +29,15 @@ class Rows:
         self.values = np.random.default_rng(0).normal(size=(N_ROWS, DIM)).astype(np.float32)
         for row, value in enumerate(self.values):
             key = self.base + row
-            at = (key % 3) * self.layout.region_words + self.group.at_weights + key // 3 * DIM
+            at = (key % 3) * self.layout.region_words + self.group.at + key // 3 * self.group.record
             self.flat[at : at + DIM] = value
         self.untouched = self.flat.copy()
 
-    def read(self, at: int | None = None, width: int = DIM) -> np.ndarray:
+    def read(self, offset: int = 0, width: int = DIM) -> np.ndarray:
+        """`width` words of every row's record, from its word `offset`."""
         out = np.empty((N_ROWS, width), dtype=np.float32)
-        keys = np.arange(N_ROWS, dtype=np.int64) + self.base
-        at = self.group.at_weights if at is None else at
-        kernels.gather_rows(self.flat, keys, 3, self.layout.region_words, at, width, out)
+        keys, group = np.arange(N_ROWS, dtype=np.int64) + self.base, self.group
+        kernels.gather_rows(self.flat, self.layout.places(keys, group), offset, out)
         return out
 
     def step(self, rows: np.ndarray, grad: np.ndarray, lr: float, step: int) -> None:
@@ -121,7 +121,7 @@ def test_row_adagrad_keeps_one_sum_of_mean_squares(decay: float) -> None:
         total[touched] += np.mean(g**2, axis=1)
         expected[touched] -= lr * g / (np.sqrt(total[touched]) + 1e-3)[:, None]
     np.testing.assert_allclose(run_ours(rows, some_steps()), expected, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(rows.read(rows.group.at_slots[0], 1)[:, 0], total, rtol=1e-4)
+    np.testing.assert_allclose(rows.read(rows.group.slots[0], 1)[:, 0], total, rtol=1e-4)
 
 
 EVERY_RULE = [gba_hvd.SGD, gba_hvd.Adagrad, gba_hvd.RowAdagrad, gba_hvd.Adam]
@@ -131,8 +131,7 @@ EVERY_RULE = [gba_hvd.SGD, gba_hvd.Adagrad, gba_hvd.RowAdagrad, gba_hvd.Adam]
 def test_what_a_step_does_not_touch_does_not_change(rule: Any) -> None:
     rows = Rows(rule(lr=0.1, weight_decay=0.1))
     rows.step(np.array([4]), np.ones((1, DIM), np.float32), 0.1, step=1)
-    width = sum(1 if slot.per_row else DIM for slot in rule.slots) + DIM
-    assert 0 < np.count_nonzero(rows.flat != rows.untouched) <= width
+    assert 0 < np.count_nonzero(rows.flat != rows.untouched) <= rows.group.record
     assert np.array_equal(np.delete(rows.read(), 4, axis=0), np.delete(rows.values, 4, axis=0))
 
 
@@ -156,12 +155,13 @@ def test_adam_refuses_betas_that_never_forget(betas: tuple[float, float]) -> Non
         gba_hvd.Adam(lr=0.1, betas=betas)
 
 
-def test_updates_are_counted_and_the_count_saturates() -> None:
-    layout = Layout.of({"a": (4, 2)}, (), 2, seed=0, init_std=1.0)
-    words = np.zeros(2 * layout.region_words, dtype=np.uint32)
-    at = layout.groups[0].at_counters
-    words[at + 1] = 2**32 - 1  # row 2: place 1 of shard 0
-    for _ in range(3):
-        kernels.count_access(words, np.array([1, 2], dtype=np.int64), 2, layout.region_words, at)
-    assert words[layout.region_words + at] == 3
-    assert words[at + 1] == 2**32 - 1
+@pytest.mark.parametrize("rule", [gba_hvd.SGD, gba_hvd.Adagrad, gba_hvd.RowAdagrad, gba_hvd.Adam])
+def test_updates_are_counted_and_the_count_saturates(rule: Any) -> None:
+    rows = Rows(rule(lr=0.1))
+    counter = rows.group.record - 1
+    words = rows.flat.view(np.uint32)
+    key = rows.base + 2
+    words[key % 3 * rows.layout.region_words + rows.group.at + key // 3 * rows.group.record + counter] = 2**32 - 2
+    for step in range(1, 4):
+        rows.step(np.array([1, 2]), np.ones((2, DIM), dtype=np.float32), 0.1, step)
+    assert rows.read(counter, 1).view(np.uint32)[:4, 0].tolist() == [0, 3, 2**32 - 1, 0]

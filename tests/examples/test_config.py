@@ -1,0 +1,76 @@
+"""Settings: read from YAML, replaced from the command line, checked before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ctr.config import JobConfig, load
+from gba_hvd.errors import BadInput
+
+CONFIGS = sorted((Path(__file__).resolve().parents[2] / "examples" / "configs").glob("*.yaml"))
+
+
+def file_with(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_configuration_that_comes_along_is_valid_and_named_after_its_file(path: Path) -> None:
+    assert load(path).name == path.stem
+
+
+def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
+    assert load(file_with(tmp_path, "")) == JobConfig(name="job")
+
+
+def test_the_command_line_beats_the_file_and_the_file_beats_the_defaults(tmp_path: Path) -> None:
+    path = file_with(tmp_path, "embedding: {lr: 0.5, dim: 3}\n")
+    config = load(path, ["embedding.lr=2e-3", "model.hidden=[8, 4]", "data.synthetic.tables.user=7", "name=mine"])
+    assert (config.embedding.lr, config.embedding.dim) == (0.002, 3)
+    assert config.model.hidden == (8, 4)
+    assert config.data.synthetic.tables["user"] == 7
+    assert config.name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.epoch=3", r"train\.epoch: no such setting; did you mean train\.epochs\?"),
+        ("tarin.epochs=3", r"tarin: no such setting; did you mean train\?"),
+        ("xyz=1", r"xyz: no such setting; known here: name, seed"),
+        ("train.epochs=three", r"train\.epochs: expected a whole number, got 'three'"),
+        ("train.epochs=true", r"train\.epochs: expected a whole number, got True"),
+        ("model.batch_norm=1", r"model\.batch_norm: expected true or false, got 1"),
+        ("model.hidden=400", r"model\.hidden: expected a list, each a whole number, got 400"),
+        ("model.kind=fm", r"model\.kind: expected one of deepfm, dlrm, dcn, got 'fm'"),
+        ("embedding.lr=fast", r"embedding\.lr: expected a number, got 'fast'"),
+        ("data.synthetic.tables={user: many}", r"data\.synthetic\.tables\.user: expected a whole number, got 'many'"),
+        ("train=3", r"train: expected a section with global_batch"),
+        ("name.first=x", r"name is a value, not a section"),
+        ("train.epochs", r"override 'train\.epochs': expected key\.path=value"),
+        ("train.micro_batch=1000", r"train\.global_batch: must be a multiple of micro_batch \(1000\), got 4096"),
+        ("train.epochs=0", r"train\.epochs: must be positive, got 0"),
+        ("model.dropout=1", r"model\.dropout: must be in \[0, 1\), got 1\.0"),
+        ("model.cross_layers=2", r"model\.cross_layers: belongs to dcn, but model\.kind is deepfm"),
+    ],
+)
+def test_a_wrong_setting_is_refused_with_its_place_and_what_was_expected(
+    tmp_path: Path, override: str, message: str
+) -> None:
+    with pytest.raises(BadInput, match=message):
+        load(file_with(tmp_path, "name: test"), [override])
+
+
+def test_a_missing_file_says_where_the_ready_ones_are(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"nothing\.yaml: no such configuration; the ready ones are in examples/configs"):
+        load(tmp_path / "nothing.yaml")
+
+
+@pytest.mark.parametrize(("text", "message"), [("a: [1", "not valid YAML"), ("- 1", "expected `key: value` lines")])
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        load(file_with(tmp_path, text))

@@ -1,0 +1,92 @@
+"""The plan of a dry run says what the job will really take, and starts nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ctr.build import refuse_single_sample, row_optimizer, table_shapes
+from ctr.config import JobConfig, load
+from ctr.datasets import open_splits
+from ctr.plan import plan
+from gba_hvd.errors import BadInput
+from gba_hvd.shard.layout import Layout
+from train_ctr import main
+
+JOB = """
+data: {synthetic: {train: 100000, valid: 1000, test: 2000, tables: {user: 1000000, item: 50000}, n_dense: 2}}
+train: {global_batch: 4096, micro_batch: 512, epochs: 3}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GBA_HVD_SHARD_DIR", str(tmp_path))
+    monkeypatch.setenv("GBA_HVD_N_SHARDS", "4")
+
+
+def config(tmp_path: Path, *overrides: str) -> JobConfig:
+    (tmp_path / "job.yaml").write_text(JOB)
+    return load(tmp_path / "job.yaml", overrides)
+
+
+def test_the_bytes_are_those_the_shard_memory_will_have(tmp_path: Path) -> None:
+    job = config(tmp_path, "embedding.optimizer=adam", "embedding.dim=15")
+    splits = open_splits(job.data)
+    layout = Layout.of(table_shapes(job, splits.train.tables), row_optimizer(job.embedding).slots, 4, job.seed, 0.01)
+    text = plan(job, splits)
+    assert f"{layout.n_bytes / 2**20:,.1f} MiB in S = 4 shards" in text
+    assert f"1: {layout.n_bytes / 2**20:,.1f} MiB  2: {layout.n_bytes / 2**21:,.1f} MiB" in text
+    assert "exp_avg per weight, exp_avg_sq per weight" in text
+
+
+def test_deepfm_has_one_more_column_for_its_linear_weights(tmp_path: Path) -> None:
+    rows = {"user": 10, "item": 5}
+    assert table_shapes(config(tmp_path, "embedding.dim=15"), rows) == {"user": (10, 16), "item": (5, 16)}
+    assert table_shapes(config(tmp_path, "embedding.dim=15", "model.kind=dcn"), rows)["user"] == (10, 15)
+
+
+def test_steps_and_shares_are_those_of_the_run(tmp_path: Path) -> None:
+    job = config(tmp_path)
+    lines = plan(job, open_splits(job.data)).splitlines()
+    assert any("G = 4,096 samples = M 8 micro-batches x B 512" in line for line in lines)
+    shares = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines if line.split()[0] in "12348"}
+    assert shares == {"1": "8 each", "2": "4 each", "3": "2 x 3 + 1 x 2", "4": "2 each", "8": "1 each"}
+    assert any("more than 8: the extra workers idle" in line for line in lines)
+    assert any("25 steps; at most 3 epochs = 75 steps" in line for line in lines)
+
+
+def test_too_small_a_folder_is_said_before_anything_starts(tmp_path: Path) -> None:
+    job = config(tmp_path, "data.synthetic.tables.user=10000000000000")
+    assert "NOT enough" in plan(job, open_splits(job.data))
+
+
+def test_a_dry_run_prints_the_plan_and_makes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    assert (
+        main(["--config", str(tmp_path / "job.yaml"), "--out", str(tmp_path / "out"), "--dry-run", "--seed", "5"]) == 0
+    )
+    assert capsys.readouterr().out.startswith("job       job: deepfm, seed 5\n")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_dry_run_on_raw_files_does_not_prepare_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config(tmp_path)
+    settings = ["data.preset=criteo-kaggle", f"data.cache={tmp_path / 'cache'}"]
+    assert main(["--config", str(tmp_path / "job.yaml"), "--data", str(tmp_path), "--dry-run", *settings]) == 0
+    assert "is not prepared yet" in capsys.readouterr().out
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_wrong_setting_ends_with_one_line_and_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config(tmp_path)
+    assert main(["--config", str(tmp_path / "job.yaml"), "--dry-run", "train.epoch=3"]) == 1
+    assert capsys.readouterr().err == "train_ctr: train.epoch: no such setting; did you mean train.epochs?\n"
+
+
+def test_batch_norm_on_a_last_micro_batch_of_one_sample_is_refused_at_the_start(tmp_path: Path) -> None:
+    refuse_single_sample(config(tmp_path, "model.batch_norm=true"), 512 * 7)
+    with pytest.raises(BadInput, match=r"the last micro-batch of 513 samples would have 1 sample"):
+        refuse_single_sample(config(tmp_path, "model.batch_norm=true"), 513)

@@ -1,0 +1,161 @@
+"""The scripts, run as a person runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SMALL = """
+mlflow: false
+data:
+  synthetic: {train: 20000, valid: 4000, test: 4000, tables: {user: 200, item: 50}, n_dense: 2}
+model: {kind: dlrm, bottom: [8], hidden: [8]}
+embedding: {dim: 4, optimizer: row_adagrad, lr: 0.05}
+train: {global_batch: 400, micro_batch: 100, epochs: 3}
+"""
+SHORT_DEMO = [
+    *("mlflow=false", "train.epochs=1", "train.global_batch=1024", "train.micro_batch=256"),
+    *("data.synthetic.train=100000", "data.synthetic.test=20000", "data.synthetic.tables={user: 100, item: 50}"),
+    *("embedding.lr=0.05", "dense.lr=5e-3"),
+]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    (folder / "shards").mkdir(exist_ok=True)
+    own = {"GBA_HVD_SHARD_DIR": str(folder / "shards"), "GBA_HVD_GRACE_S": "1", "OMP_NUM_THREADS": "1"}
+    return {name: value for name, value in os.environ.items() if not name.startswith("GBA_HVD_")} | own
+
+
+def run(folder: Path, *command: str | Path) -> str:
+    done = subprocess.run(
+        [str(word) for word in command],
+        check=False,
+        cwd=folder,
+        env=environment(folder),
+        text=True,
+        timeout=200,
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def on_workers(n: int) -> list[str | Path]:
+    if n == 1:
+        return [sys.executable]
+    return [Path(sys.executable).with_name("horovodrun"), "-np", str(n), "--network-interface", "lo", sys.executable]
+
+
+def train(folder: Path, workers: int, *settings: str) -> dict[str, Any]:
+    (folder / "job.yaml").write_text(SMALL)
+    out = folder / f"out-{workers}"
+    run(folder, *on_workers(workers), EXAMPLES / "train_ctr.py", "--config", "job.yaml", "--out", out, *settings)
+    assert not list((folder / "shards").iterdir())
+    summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    return summary
+
+
+def test_two_workers_reach_what_one_reaches(tmp_path: Path) -> None:
+    alone, together = train(tmp_path, 1), train(tmp_path, 2)
+    assert (alone["workers"], together["workers"]) == (1, 2)
+    assert together["auc"] == pytest.approx(alone["auc"], abs=1e-4)
+    assert together["logloss"] == pytest.approx(alone["logloss"], abs=1e-4)
+    assert together["steps"] == alone["steps"] == 50 * alone["epochs"]
+    assert together["samples_total"] == together["samples_applied"] == 20_000 * alone["epochs"]
+    assert alone["auc"] > 0.7
+
+
+def test_raw_criteo_files_go_through_prepare_train_and_evaluate_on_two_workers(tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    rows = [
+        "\t".join(
+            [
+                str(int(rng.random() < 0.3)),
+                *map(str, rng.integers(0, 9, 13)),
+                *(f"{v:08x}" for v in rng.integers(0, 5, 26)),
+            ]
+        )
+        for _ in range(2000)
+    ]
+    (tmp_path / "criteo.txt").write_text("\n".join([*rows, ""]))
+    settings = ["data.preset=criteo-kaggle", f"data.cache={tmp_path / 'cache'}", "train.epochs=1"]
+    summary = train(tmp_path, 2, "--data", str(tmp_path / "criteo.txt"), *settings)
+    assert summary["samples_applied"] == summary["samples_total"] > 1500
+    assert 0 < summary["auc"] < 1
+    assert len([p for p in (tmp_path / "cache").iterdir() if p.is_dir()]) == 1
+
+
+def test_the_minimal_script_runs_as_it_stands(tmp_path: Path) -> None:
+    assert "epoch 1: step 196, validation AUC 0." in run(tmp_path, sys.executable, EXAMPLES / "minimal.py")
+
+
+def demo_command(folder: Path, *settings: str) -> list[str]:
+    return [sys.executable, str(EXAMPLES / "demo.py"), "--out", str(folder / "demo"), *SHORT_DEMO, *settings]
+
+
+def test_the_demo_kills_a_worker_and_ends_well(tmp_path: Path) -> None:
+    shown = run(tmp_path, *demo_command(tmp_path, "--kill-at-step", "20"))
+    summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
+    assert "killed with SIGKILL" in shown
+    assert summary["restarts"] >= 1
+    assert (
+        summary["samples_applied"] + summary["samples_dropped"] + summary["samples_lost"]
+        == summary["samples_total"]
+        == 100_000
+    )
+    assert summary["auc"] > summary["auc_bayes"] - 0.01
+
+
+@pytest.mark.parametrize("interrupt", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_an_interrupted_demo_leaves_no_process_and_no_memory(tmp_path: Path, interrupt: signal.Signals) -> None:
+    command = demo_command(tmp_path, "--kill-at-step", "0", "train.epochs=1000")
+    demo = subprocess.Popen(
+        command, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    family: list[psutil.Process] = []
+    try:
+        wait_for(tmp_path / "demo" / "pulse" / "step.json", demo)
+        family = psutil.Process(demo.pid).children(recursive=True)
+        assert len(family) >= 3  # the launcher and two workers
+        demo.send_signal(interrupt)
+        _, errors = demo.communicate(timeout=60)
+        assert demo.returncode == 130
+        assert b"everything the demo started has been ended" in errors
+        _, left = psutil.wait_procs(family, timeout=10)
+        assert not left
+        wait_until_empty(tmp_path / "shards")
+    finally:
+        for process in [psutil.Process(demo.pid)] if demo.poll() is None else []:
+            family += process.children(recursive=True)
+            process.kill()
+        for process in family:
+            if process.is_running():
+                process.kill()
+
+
+def wait_for(path: Path, process: subprocess.Popen[bytes], timeout_s: float = 90.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def wait_until_empty(folder: Path, timeout_s: float = 30.0) -> None:
+    """Workers that are killed leave their memory to its keeper, which waits out the grace period."""
+    deadline = time.monotonic() + timeout_s
+    while list(folder.iterdir()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,313 @@
+"""The whole way to a real MLflow: callback, spool, sender process, and a SQLite file or a server that fails."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gba_hvd_tools import mlflow_command
+
+from gba_hvd.errors import BadInput
+from gba_hvd.tracking import MLflowCallback
+from gba_hvd.tracking.spool import read_status
+from tests.tracking.conftest import (
+    Server,
+    Worker,
+    artifact,
+    artifact_names,
+    client,
+    event,
+    job,
+    logged_steps,
+    only_run,
+    runs,
+    step,
+    wait_until,
+)
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.timeout(400),  # importing MLflow takes seconds, many times over on a machine that trains meanwhile
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning"
+    ),  # MLflow's use of SQLAlchemy, when a test asks it directly
+]
+
+
+def wait_until_delivered(callback: MLflowCallback) -> None:
+    """Until everything written so far has reached MLflow (samples of the host go on being added)."""
+    spool = callback.spool
+    assert spool is not None
+    written = spool.stat().st_size
+    wait_until("delivered", lambda: read_status(spool).offset >= written)
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [("FINISHED", None), ("FAILED", ValueError("loss is nan at step 5")), ("KILLED", KeyboardInterrupt())],
+)
+def test_a_run_ends_as_the_job_ended(database: str, tmp_path: Path, status: str, error: BaseException | None):
+    callback = MLflowCallback(
+        *["ends"], tracking_uri=database, spool_dir=tmp_path / "spool", log_every_steps=1, system_every_s=0.1,
+        params={"model": {"dim": 8}}, config={"hidden": [8]}, data={"rows": 10},
+    )  # fmt: skip
+    callback.on_job(job(f"ends-{status}", lr=0.1))
+    for k in range(1, 6):
+        callback.on_step(step(k, loss=1 / k))
+    callback.on_metrics(5, {"valid_auc": 0.75})
+    callback.on_event(event("membership", 3, "1 -> 2 workers"))
+    callback.on_end(status, error)
+
+    run = only_run(database, f"ends-{status}")
+    assert run.info.status == status
+    assert run.data.params == {"model.dim": "8", "lr": "0.1"}
+    assert logged_steps(database, run, "train/loss") == [1, 2, 3, 4, 5]
+    assert run.data.metrics["valid_auc"] == 0.75
+    assert run.data.tags["gba_hvd.event.membership"] == "step 3: 1 -> 2 workers"
+    assert run.data.tags.get("gba_hvd.status_reason", "") == (f"{type(error).__name__}: {error}" if error else "")
+    assert artifact_names(database, run) == {
+        *("config.json", "data.json", "events.jsonl", "learning_curves.png", "throughput.png")
+    }
+    assert json.loads(artifact(database, run, "config.json", tmp_path / "down")) == {"hidden": [8]}
+    assert not (tmp_path / "spool").exists()
+
+
+def test_a_job_killed_outright_is_failed_and_its_last_records_arrive(database: str, tmp_path: Path):
+    worker = Worker(tmp_path, tracking_uri=database, spool_dir="spool", log_every_steps=1, system_metrics=False)
+    worker("on_job", dataclasses.asdict(job("killed")))
+    wait_until("the run is there", lambda: runs(database, "killed"))
+    for k in range(1, 4):
+        worker("on_step", dataclasses.asdict(step(k)))
+    worker.kill()
+    run = wait_until("FAILED", lambda: next((r for r in runs(database, "killed") if r.info.status == "FAILED"), None))
+    assert logged_steps(database, run, "train/loss") == [1, 2, 3]
+    assert "killed" in run.data.tags["gba_hvd.status_reason"]
+    wait_until("the sender cleaned up", lambda: not (tmp_path / "spool").exists())
+
+
+def test_several_processes_share_one_sqlite_file_and_one_run(database: str, tmp_path: Path):
+    callbacks = [
+        MLflowCallback(tracking_uri=database, spool_dir=tmp_path, log_every_steps=1, system_every_s=0.05)
+        for _ in range(3)
+    ]
+    for rank, callback in enumerate(callbacks):
+        callback.on_job(job("shared", rank=rank, size=3, host=f"h{rank}"))
+    for k in range(1, 101):
+        for callback in callbacks:
+            callback.on_step(step(k, workers=3))
+    names = [f"system/h{rank}/cpu_percent" for rank in range(3)]
+    wait_until(
+        "system metrics of all hosts",
+        lambda: [r for r in runs(database, "shared") if all(name in r.data.metrics for name in names)],
+    )
+    for callback in reversed(callbacks):
+        callback.on_end("FINISHED", None)
+    run = only_run(database, "shared")
+    assert logged_steps(database, run, "train/loss") == list(range(1, 101))
+    assert run.info.status == "FINISHED"
+
+
+def test_a_worker_that_neither_speaks_nor_leads_its_host_starts_nothing(tmp_path: Path):
+    callback = MLflowCallback(tracking_uri="http://127.0.0.1:9", spool_dir=tmp_path / "spool")
+    callback.on_job(job("quiet", rank=1, size=2, leads_host=False))
+    callback.on_step(step(10))
+    callback.on_event(event("membership", 10))
+    callback.on_end("FINISHED", None)
+    assert callback.spool is None
+    assert not (tmp_path / "spool").exists()
+
+
+def test_a_killed_and_restarted_server_costs_no_point_and_makes_no_second_run(server: Server, tmp_path: Path):
+    chief, other = (
+        MLflowCallback(tracking_uri=server.uri, spool_dir=tmp_path / "spool", log_every_steps=1, system_every_s=0.2)
+        for _ in range(2)
+    )
+    chief.on_job(job("server-dies", rank=0, size=2, host="h0", lr=1))
+    other.on_job(job("server-dies", rank=1, size=2, host="h1"))
+    chief.on_step(step(1))
+    wait_until_delivered(chief)
+
+    server.kill()
+    for k in range(2, 1001):
+        chief.on_step(step(k))
+        other.on_step(step(k))
+    chief.on_metrics(1000, {"valid_auc": 0.8})
+    assert chief.spool is not None
+    wait_until("the sender notices", lambda: read_status(chief.spool).problem)
+    assert not server.is_there()
+
+    server.start()
+    wait_until_delivered(chief)
+    chief.on_step(step(1001))
+    chief.on_end("FINISHED", None)
+    other.on_end("FINISHED", None)
+
+    run = only_run(server.uri, "server-dies")
+    assert logged_steps(server.uri, run, "train/loss") == list(range(1, 1002))
+    assert logged_steps(server.uri, run, "valid_auc") == [1000]
+    assert {"system/h0/cpu_percent", "system/h1/cpu_percent"} <= run.data.metrics.keys()
+    assert run.info.status == "FINISHED"
+    assert "learning_curves.png" in artifact_names(server.uri, run)
+
+
+def test_training_goes_on_while_the_server_hangs(server: Server, tmp_path: Path):
+    callback = MLflowCallback(tracking_uri=server.uri, spool_dir=tmp_path, log_every_steps=1, system_metrics=False)
+    callback.on_job(job("server-hangs"))
+    wait_until("the run is there", lambda: runs(server.uri, "server-hangs"))
+    server.freeze()
+    for k in range(1, 501):
+        callback.on_step(step(k))  # returns: nothing here waits for the server
+    callback.on_event(event("membership", 500))
+    assert callback.spool is not None
+    wait_until("the sender is held up", lambda: read_status(callback.spool).problem)
+    server.thaw()
+    callback.on_end("FINISHED", None)
+    run = only_run(server.uri, "server-hangs")
+    assert logged_steps(server.uri, run, "train/loss") == list(range(1, 501))
+
+
+def test_a_survivor_goes_on_in_the_run_of_a_killed_chief(server: Server, tmp_path: Path):
+    settings = dict(tracking_uri=server.uri, spool_dir="spool", log_every_steps=1, system_metrics=False)
+    chief, survivor = Worker(tmp_path, **settings), Worker(tmp_path, **settings)
+    chief("on_job", dataclasses.asdict(job("chief-dies", rank=0, size=2, lr=0.1)))
+    survivor("on_job", dataclasses.asdict(job("chief-dies", rank=1, size=2, leads_host=False, lr=0.1)))
+    for k in range(1, 6):
+        chief("on_step", dataclasses.asdict(step(k)))
+        survivor("on_step", dataclasses.asdict(step(k)))
+    wait_until("the first chief's run", lambda: runs(server.uri, "chief-dies"))
+    chief("on_metrics", 5, {"valid_auc": 0.7})
+    chief.kill()
+    wait_until("its last word arrives", lambda: "valid_auc" in only_run(server.uri, "chief-dies").data.metrics)
+
+    survivor("on_event", dataclasses.asdict(event("worker_lost", 5, "rank 0 is gone")))
+    survivor("on_job", dataclasses.asdict(job("chief-dies", rank=0, size=1, lr=0.2)))
+    survivor("on_metrics", 5, {"valid_auc": 0.7})  # the evaluation it was in is done again
+    for k in range(6, 11):
+        survivor("on_step", dataclasses.asdict(step(k)))
+    survivor("on_end", "FINISHED", None)
+    survivor.leave()
+
+    run = only_run(server.uri, "chief-dies")
+    assert run.info.status == "FINISHED"
+    assert run.data.params["lr"] == "0.1"
+    assert logged_steps(server.uri, run, "train/loss") == list(range(1, 11))
+    assert logged_steps(server.uri, run, "valid_auc") == [5]
+    assert "rank 0 is gone" in artifact(server.uri, run, "events.jsonl", tmp_path / "down")
+
+
+def test_a_new_worker_that_becomes_chief_goes_on_in_the_run_it_is_told(database: str, tmp_path: Path):
+    first = MLflowCallback(tracking_uri=database, spool_dir=tmp_path, log_every_steps=1, system_metrics=False)
+    first.on_job(job("handed-over", lr=1))
+    for k in (1, 2):
+        first.on_step(step(k))
+    wait_until_delivered(first)
+    told = first.state_dict()
+    assert told == {"run_id": only_run(database, "handed-over").info.run_id, "logged_step": 2}
+    first.on_end("FAILED", RuntimeError("the whole job stopped"))
+
+    second = MLflowCallback(tracking_uri=database, spool_dir=tmp_path, log_every_steps=1, system_metrics=False)
+    second.load_state_dict(told)
+    second.on_job(job("handed-over", lr=1))
+    for k in (1, 2, 3):
+        second.on_step(step(k))
+    wait_until("running again", lambda: only_run(database, "handed-over").info.status == "RUNNING")
+    second.on_end("FINISHED", None)
+
+    run = only_run(database, "handed-over")
+    assert logged_steps(database, run, "train/loss") == [1, 2, 3]
+    assert run.info.status == "FINISHED"
+
+
+def test_a_server_that_never_comes_leaves_the_spool_and_the_command_that_sends_it(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    server.kill()
+    callback = MLflowCallback(
+        tracking_uri=server.uri, spool_dir=tmp_path, log_every_steps=1, flush_timeout_s=4.0, system_metrics=False
+    )
+    callback.on_job(job("sent-later", lr=1))
+    for k in range(1, 51):
+        callback.on_step(step(k))
+    callback.on_end("FINISHED", None)
+
+    told = capsys.readouterr().err
+    command = re.search(r"gba-hvd (mlflow-send \S+\.jsonl)", told)
+    assert command is not None, told
+    assert "NOT everything reached MLflow" in told
+    assert callback.spool is not None
+    assert callback.spool.exists()
+
+    server.start()
+    assert runs(server.uri, "sent-later") == []
+    assert run_command(*command.group(1).split()) == 0
+    run = only_run(server.uri, "sent-later")
+    assert logged_steps(server.uri, run, "train/loss") == list(range(1, 51))
+    assert (run.info.status, run.data.params) == ("FINISHED", {"lr": "1"})
+    assert not callback.spool.exists()
+
+
+def test_one_parameter_mlflow_refuses_does_not_stop_the_others(
+    database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    callback = MLflowCallback(
+        tracking_uri=database, spool_dir=tmp_path, log_every_steps=1, params={"": "no name", "good": 1}
+    )
+    callback.on_job(job("refused"))
+    callback.on_step(step(1))
+    callback.on_end("FINISHED", None)
+    run = only_run(database, "refused")
+    assert run.data.params == {"good": "1"}
+    assert run.info.status == "FINISHED"
+    assert "1 values were not recorded" in capsys.readouterr().err
+
+
+def test_a_run_left_running_by_the_same_job_is_closed_when_the_job_ends(database: str, tmp_path: Path):
+    mlflow = client(database)
+    experiment = mlflow.get_experiment_by_name("twice")
+    experiment_id = experiment.experiment_id if experiment else mlflow.create_experiment("twice")
+    mine, stray = (
+        mlflow.create_run(experiment_id, start_time=time, tags={"gba_hvd.job_id": "twice"}).info.run_id
+        for time in (1, 2)
+    )
+    callback = MLflowCallback("twice", tracking_uri=database, spool_dir=tmp_path, system_metrics=False)
+    callback.on_job(job("twice"))
+    callback.on_end("FINISHED", None)
+    assert mlflow.get_run(mine).info.status == "FINISHED"
+    assert mlflow.get_run(stray).info.status == "KILLED"
+    assert mlflow.get_run(stray).data.tags["gba_hvd.superseded_by"] == mine
+
+
+def test_importing_the_callback_does_not_import_mlflow():
+    code = "import sys, gba_hvd.tracking; assert not {'mlflow', 'matplotlib'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_without_mlflow_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'mlflow"):
+        MLflowCallback()
+
+
+def test_settings_that_make_no_sense_are_refused():
+    with pytest.raises(BadInput, match="log_every_steps must be at least 1, not 0"):
+        MLflowCallback(log_every_steps=0)
+
+
+def test_sending_what_is_not_there_says_so(tmp_path: Path):
+    with pytest.raises(BadInput, match="neither a spool file nor a folder"):
+        run_command("mlflow-send", str(tmp_path / "gone.jsonl"))
+    with pytest.raises(BadInput, match="nothing to send"):
+        run_command("mlflow-send", str(tmp_path))
+
+
+def run_command(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    mlflow_command.add_parser(parser.add_subparsers())
+    args = parser.parse_args(arguments)
+    return int(args.run(args))

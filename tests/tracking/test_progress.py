@@ -1,0 +1,107 @@
+"""What a person reads while a job runs, at its end, and when it fails."""
+
+from __future__ import annotations
+
+import io
+
+from gba_hvd.callbacks import Event, Job, StepRecord
+from gba_hvd.tracking import ProgressLine
+from tests.tracking.conftest import event, job, step
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def told(stream: io.StringIO) -> list[str]:
+    return stream.getvalue().splitlines()
+
+
+def run(progress: ProgressLine, jobs: list[Job], records: list[StepRecord]) -> None:
+    for one in jobs:
+        progress.on_job(one)
+    for record in records:
+        progress.on_step(record)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+
+def test_in_a_pipe_plain_lines_come_every_few_seconds():
+    stream = io.StringIO()
+    progress = ProgressLine(total_steps=40, every_s=10.0, stream=stream, clock=Clock())
+    progress.on_metrics(0, {"valid_auc": 0.5})
+    run(progress, [job("j")], [step(k, workers=2, loss=0.25) for k in range(1, 31)])
+    assert told(stream) == [
+        "step 0  valid_auc 0.5000",
+        "step 1/40 (2%)  epoch 0  loss 0.2500  valid_auc 0.5000  6.4k samples/s  2 workers  allreduce",
+        "step 11/40 (27%)  epoch 0  loss 0.2500  valid_auc 0.5000  6.4k samples/s  2 workers  allreduce  29s left",
+        "step 21/40 (52%)  epoch 0  loss 0.2500  valid_auc 0.5000  6.4k samples/s  2 workers  allreduce  19s left",
+    ]
+
+
+def test_on_a_terminal_one_line_is_renewed_and_events_stand_on_their_own():
+    stream = Terminal()
+    progress = ProgressLine(stream=stream, clock=Clock())
+    run(progress, [job("j")], [step(1), step(2)])
+    progress.on_event(event("worker_lost", 2, "rank 1 on h2 is gone"))
+    assert stream.getvalue().count("\n") == 1
+    assert stream.getvalue().endswith("\r\x1b[K[worker lost] step 2: rank 1 on h2 is gone\n")
+
+
+def test_the_summary_accounts_for_every_sample():
+    stream = io.StringIO()
+    progress = ProgressLine(stream=stream, clock=Clock())
+    run(progress, [job("j", size=2), job("j")], [step(1)])
+    account = dict(samples_total=1000, samples_applied=900, samples_dropped=60, samples_lost=40, restarts=1)
+    progress.on_event(Event("finished", 1, "done", account))
+    progress.on_end("FINISHED", None)
+    progress.on_end("FINISHED", None)
+    assert told(stream)[-2:] == [
+        "finished: 1 step in 2s, 1 restart",
+        "samples: 900 applied + 60 dropped + 40 lost = 1,000",
+    ]
+
+
+def test_a_failure_begins_with_its_root_cause():
+    stream = io.StringIO()
+    progress = ProgressLine(stream=stream, clock=Clock(), every_s=1e9)
+    run(progress, [job("j7", rank=0, size=2, host="h1")], [step(12)])
+    n_before = len(told(stream))
+    try:
+        try:
+            raise ValueError("row 7: label 2, expected 0 or 1")
+        except ValueError as cause:
+            raise RuntimeError("reading failed") from cause
+    except RuntimeError as error:
+        progress.on_end("FAILED", error)
+    lines = told(stream)[n_before:]
+    assert lines[0] == "error: ValueError: row 7: label 2, expected 0 or 1"
+    assert "test_progress.py" in lines[1]
+    assert lines[2:5] == [
+        "  which led to RuntimeError: reading failed",
+        "  on rank 0 of 2, host h1, job j7",
+        "  after step 12, epoch 0",
+    ]
+    assert lines[5].startswith("failed: 12 steps")
+
+
+class HorovodInternalError(RuntimeError):
+    pass
+
+
+def test_other_ranks_tell_only_of_errors_that_began_with_them():
+    for error, n_lines in ((HorovodInternalError("a peer is gone"), 0), (ValueError("mine"), 3)):
+        stream = io.StringIO()
+        progress = ProgressLine(stream=stream, clock=Clock())
+        run(progress, [job("j", rank=1, size=2)], [step(1)])
+        progress.on_event(event("membership", 1))
+        progress.on_end("FAILED", error)
+        assert len(told(stream)) == n_lines

@@ -1,0 +1,238 @@
+"""The sender against an MLflow that fails on purpose: nothing is lost, nothing loops, nothing is sent out of order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gba_hvd.tracking import mlflow_run
+from gba_hvd.tracking.follow import locked
+from gba_hvd.tracking.records import Batch, metrics_records, pack
+from gba_hvd.tracking.sender import Sender
+from gba_hvd.tracking.spool import SpoolWriter, all_records, read_lines, read_status
+
+JOB = {"kind": "job", "job_id": "j", "rank": 0, "size": 1, "host": "h", "chief": True, "leads_host": True}
+JOB |= {"stamp": "1:h:1", "ms": 1, "experiment": "e", "tracking_uri": "http://nowhere", "run_name": None}
+JOB |= {"run_id": None, "system_every_s": 0, "user": "u", "source": "s"}
+END = {"kind": "end", "status": "FINISHED", "reason": ""}
+
+
+class Refusal(Exception):
+    error_code = "INVALID_PARAMETER_VALUE"
+
+
+class FaultyRun:
+    """Stands for `JobRun`: the next calls of `send` raise `faults`, the keys in `refuses` are never taken."""
+
+    def __init__(self) -> None:
+        self.run_id, self.experiment_id = "r", "1"
+        self.faults: list[Exception] = []
+        self.refuses: set[str] = set()
+        self.points: list[tuple[str, int]] = []
+        self.calls: list[str] = []
+        self.files: dict[str, str] = {}
+        self.active: bool | None = True
+        self.status: str | None = None
+
+    def send(self, batch: Batch) -> list[str]:
+        self.calls.append("send")
+        if self.faults:
+            raise self.faults.pop(0)
+        if self.refuses & {point.key for point in batch.points}:
+            raise Refusal("bad name")
+        self.points += [(point.key, point.step) for point in batch.points]
+        return []
+
+    def is_active(self) -> bool | None:
+        return self.active
+
+    def claim(self, stamp: str) -> None:
+        self.calls.append("claim")
+
+    def speaks(self) -> bool:
+        return True
+
+    def put_text(self, path: str, text: str) -> None:
+        if path == "bad.json":
+            raise OSError("no such bucket")
+        self.files[path] = text
+
+    def put_events(self, events: list[Any]) -> list[Any]:
+        if events:
+            self.files["events.jsonl"] = json.dumps(events)
+        return events
+
+    def set_tags(self, tags: dict[str, str]) -> None:
+        self.calls.append("tags")
+
+    def history(self, wanted: Callable[[str], bool]) -> dict[str, Any]:
+        return {}
+
+    def finish(self, status: str, reason: str, job_id: str) -> None:
+        self.status = status
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> FaultyRun:
+    run = FaultyRun()
+    monkeypatch.setattr(mlflow_run, "open_run", lambda uri, job, may_create: run)
+    return run
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Path:
+    return tmp_path / "spool" / "job.jsonl"
+
+
+def write(spool: Path, *records: dict[str, Any]) -> None:
+    writer = SpoolWriter(spool)
+    for record in records:
+        writer.append(record)
+    assert writer.lost == 0
+    writer.close()
+
+
+def points(*steps: int, key: str = "loss") -> list[dict[str, Any]]:
+    return [record for step in steps for record in metrics_records(step, step, {key: 0.5})]
+
+
+def test_everything_is_delivered_in_order_and_the_run_is_ended_last(run: FaultyRun, spool: Path):
+    write(spool, JOB, *points(1, 2), {"kind": "artifact", "path": "a.json", "text": "{}"}, *points(3), END)
+    sender = Sender(spool)
+    sender.turn(0.0)
+    assert run.points == [("loss", 1), ("loss", 2), ("loss", 3)]
+    assert (run.files, run.status) == ({"a.json": "{}"}, "FINISHED")
+    assert read_status(spool).done
+
+
+def test_a_server_in_trouble_is_left_alone_until_the_back_off_is_over(run: FaultyRun, spool: Path):
+    run.faults = [ConnectionError("refused"), TimeoutError("slow")]
+    write(spool, JOB, *points(1))
+    sender = Sender(spool)
+    sender.turn(0.0)
+    assert sender.status.problem == "ConnectionError: refused"
+    n_calls = len(run.calls)
+    sender.turn(0.1)
+    assert len(run.calls) == n_calls
+    sender.turn(2.0)
+    assert sender.status.problem == "TimeoutError: slow"
+    sender.turn(10.0)
+    assert (run.faults, run.points, sender.status.problem) == ([], [("loss", 1)], None)
+
+
+def test_a_refused_value_is_dropped_and_counted_and_its_neighbours_arrive(run: FaultyRun, spool: Path):
+    run.refuses = {"bad"}
+    write(spool, JOB, *points(1, 2), *points(3, key="bad"), *points(4), END)
+    sender = Sender(spool)
+    sender.turn(0.0)
+    assert run.points == [("loss", 1), ("loss", 2), ("loss", 4)]
+    assert (sender.status.dropped, sender.status.done) == (1, True)
+
+
+def test_a_run_somebody_deleted_stops_the_sender_and_keeps_the_records(run: FaultyRun, spool: Path):
+    run.refuses, run.active = {"loss"}, False
+    write(spool, JOB, *points(1), END)
+    sender = Sender(spool)
+    sender.turn(0.0)
+    assert sender.status.stopped
+    assert "mlflow runs restore" in (sender.status.problem or "")
+    assert sender.status.dropped == 0
+    assert [record["kind"] for record in all_records(spool)] == ["job", "metrics", "end"]
+
+
+def test_an_artifact_store_in_trouble_holds_back_nothing_else(run: FaultyRun, spool: Path):
+    write(spool, JOB, {"kind": "artifact", "path": "bad.json", "text": "{}"}, *points(1), END)
+    sender = Sender(spool)
+    for turn in range(5):
+        sender.turn(turn * 100.0)
+    assert run.points == [("loss", 1)]
+    assert (sender.status.dropped, run.status) == (1, "FINISHED")
+
+
+@pytest.mark.parametrize("dies_before", range(4))
+def test_a_sender_that_dies_is_followed_by_one_that_repeats_at_most_a_batch(
+    run: FaultyRun, spool: Path, dies_before: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Dies after MLflow has taken a batch and before that is written down; MLflow keeps equal points once."""
+
+    class Killed(BaseException):
+        pass
+
+    monkeypatch.setattr("gba_hvd.tracking.sender.pack", _one_by_one)
+    write(spool, JOB, *points(1, 2, 3), END)
+    sender = Sender(spool)
+    set_status, written = sender._set, 0
+
+    def set_or_die(**changes: Any) -> None:
+        nonlocal written
+        written += "offset" in changes
+        if "offset" in changes and written > dies_before:
+            raise Killed
+        set_status(**changes)
+
+    monkeypatch.setattr(sender, "_set", set_or_die)
+    with pytest.raises(Killed):
+        sender.turn(0.0)
+    Sender(spool).turn(0.0)
+    assert set(run.points) == {("loss", 1), ("loss", 2), ("loss", 3)}
+    assert len(run.points) <= 4
+    assert run.status == "FINISHED"
+
+
+def _one_by_one(lines: list[Any]) -> Any:
+    for line in lines:
+        yield from pack([line])
+
+
+def test_a_chief_that_vanished_leaves_a_failed_run(run: FaultyRun, spool: Path):
+    write(spool, JOB, *points(1))
+    sender = Sender(spool)
+    sender.turn(0.0)
+    assert run.status is None
+    sender.orphaned = True
+    sender.turn(1.0)
+    assert (run.status, sender.status.done) == ("FAILED", True)
+
+
+def test_a_line_cut_off_by_a_kill_is_not_read_and_a_damaged_one_is_counted(run: FaultyRun, spool: Path):
+    write(spool, JOB, *points(1))
+    with spool.open("ab") as file:
+        file.write(b'{"kind": "met\xff\n')
+    write(spool, *points(2))
+    with spool.open("ab") as file:
+        file.write(b'{"kind": "metrics", "step": 3')
+    sender = Sender(spool)
+    sender.turn(0.0)
+    assert run.points == [("loss", 1), ("loss", 2)]
+    assert sender.status.dropped == 1
+
+
+def test_a_spool_that_may_not_grow_counts_what_it_turns_away_but_takes_the_end(spool: Path):
+    writer = SpoolWriter(spool, limit_bytes=300)
+    for record in points(*range(100)):
+        writer.append(record)
+    writer.append(END)
+    writer.close()
+    kinds = [record["kind"] for record in all_records(spool)]
+    assert kinds.count("metrics") + writer.lost == 100
+    assert kinds[-1] == "end"
+    assert "limit" in (writer.problem or "")
+
+
+def test_a_spool_larger_than_a_chunk_is_read_piece_by_piece(spool: Path):
+    text = "x" * 300_000
+    write(spool, {"kind": "artifact", "path": "p", "text": text}, *points(*range(10_000)))
+    first = read_lines(spool, 0)
+    assert first[0].record["text"] == text
+    assert len(first) < 10_001
+    assert sum(1 for _ in all_records(spool)) == 10_001
+
+
+def test_two_senders_never_work_on_one_spool(spool: Path):
+    write(spool, JOB)
+    with locked(spool) as mine, locked(spool) as second:
+        assert (mine, second) == (True, False)
