@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gba_hvd.batch import Bag
 from gba_hvd.elastic import TorchState
-from gba_hvd.errors import BadInput, StateMismatch
+from gba_hvd.errors import BadInput, GbaError, StateMismatch
 from gba_hvd.order import Cut, EpochOrder
 from gba_hvd.tables import EmbeddingTables
 
@@ -55,6 +55,8 @@ def batches(
         {"samples": len(dataset), "seed": seed, "epoch": epoch, "step of the epoch": first, "step": engine.step},
     )
     _warn_of_idle_workers(cut, engine.world.rank, engine.world.size)
+    if state.finished_epoch == epoch:
+        warnings.warn(f"epoch {epoch} is done and has no batches left: advance state.epoch", stacklevel=2)
     order = EpochOrder(len(dataset), seed, epoch, shuffle)
     for step in range(first, cut.n_steps):
         state.stop_if_interrupted()
@@ -71,6 +73,9 @@ def batches(
             engine.check_stepped()
         if not share:
             engine.close_step()
+        if engine.cursor.steps_done != step + 1:
+            raise GbaError(f"step {engine.step + 1} was not applied: leave the loop over batches when a step raises")
+    state.finished_epoch = epoch
 
 
 def keys_by_group(tables: EmbeddingTables, ids: list[Ids]) -> list[np.ndarray]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 
 from gba_hvd.errors import GbaError
+
+_POLL_S = 50e-6
 
 
 class World(Protocol):
@@ -88,16 +91,23 @@ class HorovodWorld:
         return result
 
     def alltoall(self, name: str, words: np.ndarray, splits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        received, counts = self._hvd.alltoall(
-            torch.from_numpy(words), torch.from_numpy(splits.astype(np.int32)), name=f"gba_hvd.{name}"
+        counts = torch.from_numpy(splits.astype(np.int32))
+        received, received_counts = self._wait(
+            self._hvd.alltoall_async(torch.from_numpy(words), counts, name=f"gba_hvd.{name}")
         )
-        return received.numpy(), counts.numpy()
+        return received.numpy(), received_counts.numpy()
 
     def sum_(self, name: str, values: Tensor) -> None:
-        if values.is_cuda:  # our Horovod is built for CPU tensors
-            values.copy_(self._hvd.allreduce_(values.cpu(), op=self._hvd.Sum, name=f"gba_hvd.{name}"))
-        else:
-            self._hvd.allreduce_(values, op=self._hvd.Sum, name=f"gba_hvd.{name}")
+        local = values.cpu()  # the same tensor on a CPU; our Horovod is built for CPU tensors
+        self._wait(self._hvd.allreduce_async_(local, op=self._hvd.Sum, name=f"gba_hvd.{name}"))
+        if local is not values:
+            values.copy_(local)
+
+    def _wait(self, handle: Any) -> Any:
+        """The result of an operation. Horovod's own wait spins: it takes the core from whom it waits for."""
+        while not self._hvd.poll(handle):
+            time.sleep(_POLL_S)
+        return self._hvd.synchronize(handle)
 
 
 def current_world() -> World:

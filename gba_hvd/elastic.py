@@ -57,6 +57,7 @@ class TorchState:
         self._job_id = engine.tables.config.job_id or secrets.token_hex(4)
         self._reset_callbacks: list[Callable[[], None]] = []
         self._has_state = self._synced = self._closed = False
+        self.finished_epoch: int | None = None  # the last epoch this process saw the end of since it last synced
 
     # --- for the user's loop -----------------------------------------------------------------------------------------
 
@@ -100,7 +101,11 @@ class TorchState:
             return
         self._closed = True
         atexit.unregister(self._close_at_exit)
+        account = {f"samples_{k}": getattr(self.samples, k) for k in ("total", "applied", "dropped", "lost")}
+        word = "finished" if error is None else f"{type(error).__name__}: {error}"
+        facts = {**account, "restarts": self.engine.restarts}
         try:
+            self.engine.emit(Event("finished" if error is None else "failed", self.step, word, facts))
             for callback in self.engine.callbacks:
                 callback.on_end(status, error)
         finally:
@@ -164,6 +169,7 @@ class TorchState:
         if not self._has_state:
             atexit.register(self._close_at_exit)
         self._has_state = self._synced = True
+        self.finished_epoch = None
         self._tell_callbacks(joined, before)
 
     # -----------------------------------------------------------------------------------------------------------------

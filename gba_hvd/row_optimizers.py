@@ -43,10 +43,13 @@ class _Rule:
                 f"got {self.lr} and {self.weight_decay}"
             )
 
-    def _arguments(self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float) -> Any:
-        """What every kernel takes first."""
+    def _arguments(
+        self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float, *own: float
+    ) -> tuple[Any, ...]:
+        """What a kernel takes: the same for all, then the rule's own numbers."""
         rows = (flat, flat.view(np.uint32), layout.places(grad.keys, group), grad.values)
-        return (*rows, np.float32(scale), group.record, np.float32(lr), np.float32(self.weight_decay))
+        numbers = map(np.float32, (lr, self.weight_decay, *own))
+        return (*rows, np.float32(scale), group.record, *numbers)
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class Adagrad(_Rule):
     def update_(
         self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float, step: int
     ) -> None:
-        kernels.apply_adagrad(*self._arguments(flat, layout, group, grad, scale, lr), np.float32(self.eps))
+        kernels.apply_adagrad(*self._arguments(flat, layout, group, grad, scale, lr, self.eps))
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class RowAdagrad(_Rule):
     def update_(
         self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float, step: int
     ) -> None:
-        kernels.apply_row_adagrad(*self._arguments(flat, layout, group, grad, scale, lr), np.float32(self.eps))
+        kernels.apply_row_adagrad(*self._arguments(flat, layout, group, grad, scale, lr, self.eps))
 
 
 @dataclass(frozen=True)
@@ -105,4 +108,4 @@ class Adam(_Rule):
     ) -> None:
         beta1, beta2 = self.betas
         own = (self.eps, beta1, beta2, 1 - beta1**step, 1 - beta2**step)
-        kernels.apply_adam(*self._arguments(flat, layout, group, grad, scale, lr), *map(np.float32, own))
+        kernels.apply_adam(*self._arguments(flat, layout, group, grad, scale, lr, *own))

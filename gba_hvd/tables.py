@@ -89,6 +89,15 @@ class EmbeddingTables(nn.Module):
     def extra_repr(self) -> str:
         return ", ".join(f"{t.name}: {t.n_rows:,} x {t.dim}" for t in self.layout.tables)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Neither `copy.deepcopy` nor pickle can copy memory that other processes write."""
+        if self.memory is not None:
+            raise GbaError(
+                "the tables live in memory shared by all workers and are not copied with the model: "
+                "keep model.state_dict() for the dense part, and tables.rows(name, ids) for rows"
+            )
+        return dict(self.__dict__)
+
     # --- forward ---------------------------------------------------------------------------------------------------
 
     def forward(self, ids: Mapping[str, Tensor | Bag]) -> dict[str, Tensor]:
@@ -135,12 +144,15 @@ class EmbeddingTables(nn.Module):
 
     def keys_of(self, group: int, columns: list[tuple[str, Tensor]]) -> np.ndarray:
         """int64 keys of ids, column after column. Raises BadInput naming table, id and position of a bad id."""
+        for name, column in columns:
+            if not isinstance(column, Tensor):
+                raise BadInput(f"table {name!r}: ids must be an int64 tensor or a Bag, got {type(column).__name__}")
         keys = np.empty(sum(c.numel() for _, c in columns), dtype=np.int64)
         at = 0
         for name, column in columns:
-            ids = column.numpy()
-            if ids.dtype != np.int64 or ids.ndim != 1:
+            if column.dtype != torch.int64 or column.ndim != 1:
                 raise BadInput(f"table {name!r}: ids must be int64 [n], got {column.dtype} {list(column.shape)}")
+            ids = column.numpy()
             n_rows = next(t.n_rows for t in self.layout.groups[group].tables if t.name == name)
             base = self.layout.place_of_table[name][1]
             bad = kernels.fill_keys(np.ascontiguousarray(ids), base, n_rows, keys[at : at + len(ids)])
@@ -223,8 +235,9 @@ class EmbeddingTables(nn.Module):
         what: "weights" or the name of an optimizer slot. For tests, export and curiosity.
         """
         assert self.memory is not None
-        g, base = self.layout.place_of_table[table]
-        group, layout, keys = self.layout.groups[g], self.layout, base + np.asarray(ids, dtype=np.int64)
+        g, _ = self.layout.place_of_table[table]
+        group, layout = self.layout.groups[g], self.layout
+        keys = self.keys_of(g, [(table, torch.as_tensor(ids, dtype=torch.int64))])
         slots = {slot.name: (slot.per_row, at) for slot, at in zip(layout.slots, group.slots, strict=True)}
         per_row, offset = slots.get(what, (False, 0))
         out = np.empty((len(keys), 1 if per_row else group.dim), dtype=np.float32)

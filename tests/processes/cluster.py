@@ -55,7 +55,7 @@ class Cluster:
         self.plan_file.write_text(json.dumps(self.plan))
         self.launcher: subprocess.Popen[bytes] | None = None
 
-    # --- start and end -----------------------------------------------------------------------------------------------
+    # --- start and end ---
 
     def start_static(self, workers: int) -> None:
         self._launch([HOROVODRUN, "-np", workers, "--network-interface", "lo"])
@@ -65,10 +65,9 @@ class Cluster:
         script = self.folder / "discover.sh"
         script.write_text(f"#!/bin/sh\ncat {self.hosts_file}\n")
         script.chmod(0o755)
-        self._launch(
-            [HOROVODRUN, "-np", len(names), "--min-np", min_np, "--max-np", max_np or len(NAMES), "--network-interface", "lo"]
-            + ["--host-discovery-script", script, "--blacklist-cooldown-range", 1, 2]
-        )
+        workers = ["-np", len(names), "--min-np", min_np, "--max-np", max_np or len(NAMES)]
+        hosts = ["--host-discovery-script", script, "--blacklist-cooldown-range", 1, 2]
+        self._launch([HOROVODRUN, *workers, *hosts, "--network-interface", "lo"])
 
     def start_alone(self) -> None:
         self._launch([])
@@ -80,7 +79,12 @@ class Cluster:
 
     def _launch(self, launcher: list[Any]) -> None:
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD", "GBA_HVD"))}
-        environ |= {"TEST_PLAN": str(self.plan_file), "OMP_NUM_THREADS": "1", "GBA_HVD_GRACE_S": str(GRACE_S), "PYTHONUNBUFFERED": "1"}
+        environ |= {
+            "TEST_PLAN": str(self.plan_file),
+            "OMP_NUM_THREADS": "1",
+            "GBA_HVD_GRACE_S": str(GRACE_S),
+            "PYTHONUNBUFFERED": "1",
+        }
         command = [*map(str, launcher), sys.executable, str(HERE / "worker.py")]
         with open(self.log_file, "wb") as log:
             self.launcher = subprocess.Popen(
@@ -113,7 +117,7 @@ class Cluster:
             self.launcher.kill()
             self.launcher.wait(10)
 
-    # --- what is there -------------------------------------------------------------------------------------------------
+    # --- what is there ---
 
     def processes(self, only_workers: bool = False) -> list[int]:
         """Live processes of this job: by the plan in their environment, or the folder in their command line."""
@@ -125,7 +129,11 @@ class Cluster:
                 command = (entry / "cmdline").read_bytes()
                 environ = (entry / "environ").read_bytes()
                 if command and (marker in environ.split(b"\0") or str(self.shard_dir).encode() in command):
-                    worker = b"worker.py" in command and b"horovod" not in command and not command.startswith((b"/bin/sh", b"sh\0"))
+                    worker = (
+                        b"worker.py" in command
+                        and b"horovod" not in command
+                        and not command.startswith((b"/bin/sh", b"sh\0"))
+                    )
                     if worker or not only_workers:
                         found.append(int(entry.name))
         return found
@@ -139,7 +147,7 @@ class Cluster:
     def log(self) -> str:
         return self.log_file.read_text(errors="replace")[-6000:]
 
-    # --- what the workers wrote ------------------------------------------------------------------------------------------
+    # --- what the workers wrote ---
 
     def notes(self, kind: str) -> list[dict[str, Any]]:
         """All notes that have the key `kind`, in the order of time."""

@@ -1,4 +1,4 @@
-"""Workers die, leave and join at every point of a step; the survivors never go back and no sample is lost or repeated."""
+"""Workers die, leave and join at every point of a step; survivors never go back, no sample is lost or repeated."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def assert_nobody_went_back(job: Cluster) -> None:
 
 
 @pytest.mark.parametrize("point", ["before exchange", "after exchange", "after apply"])
-def test_a_worker_killed_there_changes_no_parameter(reference: dict[str, np.ndarray], tmp_path: Path, point: str) -> None:
+def test_a_worker_killed_there_changes_no_parameter(
+    reference: dict[str, np.ndarray], tmp_path: Path, point: str
+) -> None:
     with cluster(tmp_path, faults=[fault(point)]) as job:
         job.run(lambda: job.start_elastic(TWO), timeout_s=150)
         assert job.fired() == 1
@@ -41,7 +43,9 @@ def test_a_worker_killed_there_changes_no_parameter(reference: dict[str, np.ndar
 
 
 @pytest.mark.parametrize("point", ["after commit", "in apply"])
-def test_a_worker_killed_while_applying_costs_its_shards_that_step_and_it_is_counted(tmp_path: Path, point: str) -> None:
+def test_a_worker_killed_while_applying_costs_its_shards_that_step_and_it_is_counted(
+    tmp_path: Path, point: str
+) -> None:
     with cluster(tmp_path, n_shards=4, faults=[fault(point)]) as job:
         job.run(lambda: job.start_elastic(TWO), timeout_s=150)
         assert job.fired() == 1
@@ -50,7 +54,9 @@ def test_a_worker_killed_while_applying_costs_its_shards_that_step_and_it_is_cou
         assert job.result()["shard_steps_missed"] == 2  # rank 1 served two of four shards
 
 
-def test_a_survivor_that_misses_the_result_catches_up_from_what_it_holds(reference: dict[str, np.ndarray], tmp_path: Path) -> None:
+def test_a_survivor_that_misses_the_result_catches_up_from_what_it_holds(
+    reference: dict[str, np.ndarray], tmp_path: Path
+) -> None:
     with cluster(tmp_path, faults=[fault("after commit", "lose the result")]) as job:
         job.run(lambda: job.start_elastic(TWO), timeout_s=150)
         assert job.fired() == 1
@@ -116,11 +122,16 @@ def test_a_lost_host_costs_its_rows_and_it_is_said(tmp_path: Path) -> None:
     """Two names with a memory each: the survivor takes the lost shards over and counts what began anew."""
     with cluster(tmp_path, own_memory_per_name=True, faults=[fault("before exchange")], wait_at_step=20) as job:
         job.start_elastic(TWO)
-        event = wait_for(lambda: [e for e in job.notes("event") if e["event"] == "rows_lost"], "the word of the lost rows", 120)[0]
+        event = wait_for(
+            lambda: [e for e in job.notes("event") if e["event"] == "rows_lost"], "the word of the lost rows", 120
+        )[0]
         (job.out / "go").touch()
         assert job.wait(120) == 0, job.log()
         job.assert_nothing_left()
-        assert event["rows_lost"] in (170, 340)  # half of 340 rows; all of them if the host came back before the survivor asked
+        assert event["rows_lost"] in (
+            170,
+            340,
+        )  # half of 340 rows; all of them if the host came back before the survivor asked
         job.assert_every_sample_once(epochs=2)
 
 

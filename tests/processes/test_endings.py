@@ -14,7 +14,9 @@ from .cluster import cluster, wait_for
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
 
-@pytest.mark.parametrize(("number", "to_group"), [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGKILL, False)])
+@pytest.mark.parametrize(
+    ("number", "to_group"), [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGKILL, False)]
+)
 def test_nothing_is_left_when_the_launcher_is_ended(tmp_path: Path, number: signal.Signals, to_group: bool) -> None:
     with cluster(tmp_path, epochs=1000, sleep_s=0.01) as job:
         job.start_static(2)

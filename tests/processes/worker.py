@@ -64,7 +64,10 @@ class Clicks:
         return len(self.label)
 
     def take(self, rows: np.ndarray) -> NamedBatch:
-        ids: dict[str, Tensor | gba_hvd.Bag] = {"user": torch.from_numpy(self.user[rows]), "item": torch.from_numpy(self.item[rows])}
+        ids: dict[str, Tensor | gba_hvd.Bag] = {
+            "user": torch.from_numpy(self.user[rows]),
+            "item": torch.from_numpy(self.item[rows]),
+        }
         dense, label = torch.from_numpy(self.dense[rows]), torch.from_numpy(self.label[rows])
         return NamedBatch(ids, dense, label, rows=tuple(rows.tolist()))
 
@@ -109,8 +112,6 @@ def around(owner: type, name: str, before: Callable[[Any], None] | None, after: 
         return result
 
     setattr(owner, name, wrapper)
-
-
 
 
 def before_exchange(_: Any) -> None:
@@ -164,7 +165,9 @@ torch.manual_seed(PLAN.get("torch_seed", 3))
 dataset = Clicks(PLAN.get("samples", 1000))
 row_optimizer = getattr(gba_hvd, PLAN.get("row_optimizer", "Adagrad"))(lr=0.05)
 n_users = 300 + (PLAN.get("rank_one_differs", 0) if os.environ.get("HOROVOD_RANK") == "1" else 0)
-tables = gba_hvd.EmbeddingTables({"user": (n_users, 8), "item": (40, 6)}, optimizer=row_optimizer, seed=5, n_shards=PLAN.get("n_shards", 4))
+tables = gba_hvd.EmbeddingTables(
+    {"user": (n_users, 8), "item": (40, 6)}, optimizer=row_optimizer, seed=5, n_shards=PLAN.get("n_shards", 4)
+)
 model = Model(tables)
 optimizer = gba_hvd.DistributedOptimizer(
     torch.optim.Adam(model.parameters(), lr=0.01),

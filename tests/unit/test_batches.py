@@ -82,6 +82,7 @@ def test_the_epoch_is_the_one_of_the_state(training: Any, clicks: Any) -> None:
 def test_an_epoch_that_is_done_is_not_done_again(training: Any, clicks: Any) -> None:
     job, dataset = training(epoch=0), clicks(50)
     job.epoch(dataset)
+    job.state.sync()  # as after a failure during the evaluation of that epoch
     assert list(gba_hvd.batches(dataset, job.state)) == []
 
 

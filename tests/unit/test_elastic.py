@@ -66,7 +66,15 @@ def test_callbacks_hear_a_run_from_beginning_to_end(training: Any, clicks: Any) 
         return "done"
 
     assert train(job.state) == "done"
-    assert diary.heard == ["job", "started", "step 1", "step 2", "metrics 2 {'auc': 0.5}", "end FINISHED None"]
+    assert diary.heard == [
+        "job",
+        "started",
+        "step 1",
+        "step 2",
+        "metrics 2 {'auc': 0.5}",
+        "finished",
+        "end FINISHED None",
+    ]
     (told,) = diary.jobs
     assert (told.rank, told.size, told.leads_host, told.is_chief) == (0, 1, True, True)
     assert told.job_id == job.state.job_id
@@ -131,7 +139,7 @@ def test_closing_twice_tells_the_end_once(training: Any) -> None:
     job.state.sync()
     job.state.close()
     job.state.close("FAILED")
-    assert diary.heard == ["job", "started", "end FINISHED None"]
+    assert diary.heard == ["job", "started", "finished", "end FINISHED None"]
 
 
 def test_the_memory_is_freed_even_when_a_callback_fails_at_the_end(training: Any) -> None:

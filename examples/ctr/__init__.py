@@ -1,0 +1,1 @@
+"""Click-through-rate models and what `train_ctr.py` needs around them: settings, data, the plan."""

@@ -1,0 +1,241 @@
+"""The settings of a training job: one frozen tree, read from YAML, checked before anything starts.
+
+Decided here: names, defaults and what is a sensible value. A key that does not exist is an error that names the
+nearest right one. Command line beats file beats default: `load("frappe_deepfm.yaml", ["embedding.lr=2e-3"])`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import yaml
+
+from gba_hvd.errors import BadInput
+
+Section = TypeVar("Section")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise BadInput(message)
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """A click log computed from a hash, whose best possible AUC is known."""
+
+    train: int = 1_000_000
+    valid: int = 50_000
+    test: int = 100_000
+    tables: dict[str, int] = field(default_factory=lambda: {"user": 20_000, "item": 5_000, "category": 100, "hour": 24})
+    n_dense: int = 4
+    zipf: float = 1.05
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require(min(self.train, self.valid, self.test) > 0, "data.synthetic: train, valid and test must be positive")
+        _require(len(self.tables) > 0, "data.synthetic.tables: at least one table is needed, as `name: rows`")
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where the samples come from."""
+
+    preset: str = "synthetic"  # or a preset of `gba-hvd data prepare`, which says how to read raw files
+    dir: str = ""  # a prepared store, or the folder of raw files; --data on the command line
+    cache: str = "~/.cache/gba_hvd/stores"  # where stores made from raw files are kept
+    shares: dict[str, float] = field(default_factory=lambda: {"train": 0.8, "valid": 0.1, "test": 0.1})
+    min_count: int = 0  # rarer values share a row; 0: as the preset has it
+    hash_rows: int = 0  # hash every field into so many rows; 0: as the preset has it
+    synthetic: Synthetic = field(default_factory=Synthetic)
+
+    def __post_init__(self) -> None:
+        _require(
+            set(self.shares) == {"train", "valid", "test"}, "data.shares: needs train, valid and test, nothing else"
+        )
+        _require(
+            min(self.shares.values()) > 0 and abs(sum(self.shares.values()) - 1) < 1e-6,
+            f"data.shares: must be positive and sum to 1, got {self.shares}",
+        )
+        _require(self.min_count >= 0, f"data.min_count: must not be negative, got {self.min_count}")
+        _require(self.hash_rows >= 0, f"data.hash_rows: must not be negative, got {self.hash_rows}")
+
+
+@dataclass(frozen=True)
+class Model:
+    """Which network, and its widths."""
+
+    kind: Literal["deepfm", "dlrm", "dcn"] = "deepfm"
+    hidden: tuple[int, ...] = (400, 400, 400)
+    batch_norm: bool = False
+    dropout: float = 0.0
+    bottom: tuple[int, ...] = (64, 32)  # dlrm
+    interaction: Literal["dot", "cat"] = "dot"  # dlrm
+    cross_layers: int = 3  # dcn
+    structure: Literal["parallel", "stacked"] = "parallel"  # dcn
+
+    def __post_init__(self) -> None:
+        _require(
+            len(self.hidden) > 0 and min(self.hidden) > 0, f"model.hidden: widths must be positive, got {self.hidden}"
+        )
+        _require(0 <= self.dropout < 1, f"model.dropout: must be in [0, 1), got {self.dropout}")
+        _require(self.cross_layers > 0, f"model.cross_layers: must be at least 1, got {self.cross_layers}")
+        for name, kind in (("bottom", "dlrm"), ("interaction", "dlrm"), ("cross_layers", "dcn"), ("structure", "dcn")):
+            changed = getattr(self, name) != Model.__dataclass_fields__[name].default
+            _require(
+                not changed or self.kind == kind, f"model.{name}: belongs to {kind}, but model.kind is {self.kind}"
+            )
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """The tables and the optimizer of their rows. `weight_decay` is L2 on the rows a batch touches."""
+
+    dim: int = 16
+    optimizer: Literal["sgd", "row_adagrad", "adagrad", "adam"] = "adam"
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    init_std: float = 0.01
+
+    def __post_init__(self) -> None:
+        _require(self.dim > 0, f"embedding.dim: must be positive, got {self.dim}")
+        _require(self.lr > 0, f"embedding.lr: must be positive, got {self.lr}")
+        _require(self.weight_decay >= 0, f"embedding.weight_decay: must not be negative, got {self.weight_decay}")
+        _require(self.init_std >= 0, f"embedding.init_std: must not be negative, got {self.init_std}")
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Adam for everything that is not an embedding row."""
+
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(self.lr > 0, f"dense.lr: must be positive, got {self.lr}")
+        _require(self.weight_decay >= 0, f"dense.weight_decay: must not be negative, got {self.weight_decay}")
+
+
+@dataclass(frozen=True)
+class Train:
+    """One step is always `global_batch` samples: that many / `micro_batch` micro-batches over all workers."""
+
+    global_batch: int = 4096
+    micro_batch: int = 2048
+    epochs: int = 10
+    plateau_factor: float = 0.1  # learning rates are multiplied by this when validation AUC stops improving
+    plateau_patience: int = 0  # epochs without improvement that are still forgiven
+    min_lr: float = 1e-6
+    early_stop: int = 2  # epochs in a row without improvement that end training; 0 = never
+
+    def __post_init__(self) -> None:
+        _require(self.micro_batch > 0, f"train.micro_batch: must be positive, got {self.micro_batch}")
+        _require(
+            self.global_batch > 0 and self.global_batch % self.micro_batch == 0,
+            f"train.global_batch: must be a multiple of micro_batch ({self.micro_batch}), got {self.global_batch}",
+        )
+        _require(self.epochs > 0, f"train.epochs: must be positive, got {self.epochs}")
+        _require(0 < self.plateau_factor < 1, f"train.plateau_factor: must be in (0, 1), got {self.plateau_factor}")
+        _require(
+            self.plateau_patience >= 0, f"train.plateau_patience: must not be negative, got {self.plateau_patience}"
+        )
+        _require(self.early_stop >= 0, f"train.early_stop: must not be negative, got {self.early_stop}")
+
+    @property
+    def micro_batches(self) -> int:
+        """M: micro-batches in a step."""
+        return self.global_batch // self.micro_batch
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """Everything `train_ctr.py` can be told."""
+
+    name: str
+    seed: int = 2021
+    mlflow: bool = True
+    data: Data = field(default_factory=Data)
+    model: Model = field(default_factory=Model)
+    embedding: Embedding = field(default_factory=Embedding)
+    dense: Dense = field(default_factory=Dense)
+    train: Train = field(default_factory=Train)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for MLflow and the summary."""
+        return dataclasses.asdict(self)
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
+    """Read a YAML file, put `key.path=value` overrides on top, and check the lot."""
+    try:
+        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except FileNotFoundError as error:
+        raise BadInput(f"{path}: no such configuration; the ready ones are in examples/configs") from error
+    except yaml.YAMLError as error:
+        raise BadInput(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise BadInput(f"{path}: expected `key: value` lines at the top, got {type(tree).__name__}")
+    tree.setdefault("name", Path(path).stem)
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise BadInput(f"override {override!r}: expected key.path=value, such as train.epochs=3")
+        *sections, last = key.split(".")
+        branch = tree
+        for section in sections:
+            branch = branch.setdefault(section, {})
+            if not isinstance(branch, dict):
+                raise BadInput(f"override {override!r}: {section} is a value, not a section")
+        branch[last] = yaml.safe_load(value)
+    return section_from(JobConfig, tree)
+
+
+def section_from(section: type[Section], values: Mapping[str, Any], where: str = "") -> Section:
+    """Build one settings dataclass from plain values; unknown keys and wrong types are errors that name their place."""
+    hints = get_type_hints(section)
+    given: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in hints:
+            near = difflib.get_close_matches(str(key), hints, n=1)
+            advice = f"did you mean {where}{near[0]}?" if near else f"known here: {', '.join(hints)}"
+            raise BadInput(f"{where}{key}: no such setting; {advice}")
+        given[key] = _value_from(hints[key], value, f"{where}{key}")
+    return section(**given)
+
+
+def _value_from(kind: Any, value: Any, where: str) -> Any:
+    origin = get_origin(kind)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        if not isinstance(value, Mapping):
+            raise BadInput(f"{where}: expected a section with {', '.join(get_type_hints(kind))}, got {value!r}")
+        return section_from(kind, value, where + ".")
+    if origin is Literal:
+        if value not in get_args(kind):
+            raise BadInput(f"{where}: expected one of {', '.join(get_args(kind))}, got {value!r}")
+        return value
+    if origin is tuple and isinstance(value, (list, tuple)):
+        return tuple(_value_from(get_args(kind)[0], item, where) for item in value)
+    if origin is dict and isinstance(value, Mapping):
+        return {str(name): _value_from(get_args(kind)[1], item, f"{where}.{name}") for name, item in value.items()}
+    if kind is float and not isinstance(value, bool):
+        try:
+            return float(value)  # YAML 1.1 reads 1e-3 as a string
+        except (TypeError, ValueError):
+            pass
+    if isinstance(kind, type) and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+        return value
+    raise BadInput(f"{where}: expected {_name(kind)}, got {value!r}")
+
+
+def _name(kind: Any) -> str:
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    if get_origin(kind) is tuple:
+        return f"a list, each {_name(get_args(kind)[0])}"
+    if get_origin(kind) is dict:
+        return f"`name: value` lines, each {_name(get_args(kind)[1])}"
+    return names.get(kind, str(kind))

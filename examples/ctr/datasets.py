@@ -1,0 +1,151 @@
+"""The three splits of a log: from a prepared store, from raw files, or synthetic.
+
+Raw files are prepared once into a cache: by whichever process of a host comes first, while the others wait for it.
+The name of a store in the cache follows from the files and the settings, so a change of either prepares anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ctr.config import Data
+from gba_hvd.data import ClickLog, Hashed, Recipe, SplitFiles, SplitShares, SyntheticClickLog, Vocabulary, prepare
+from gba_hvd.data.presets import PRESETS
+from gba_hvd.data.splits import Progress
+from gba_hvd.data.store import MANIFEST
+from gba_hvd.errors import BadInput
+
+SPLITS = ("train", "valid", "test")
+Log = ClickLog | SyntheticClickLog
+
+
+@dataclass(frozen=True)
+class Splits:
+    """One log in three parts. The Bayes AUC, the best that is possible, is known for synthetic logs only."""
+
+    train: Log
+    valid: Log
+    test: Log
+    auc_bayes: float | None = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {name: len(getattr(self, name)) for name in SPLITS}
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """JSON values, for MLflow."""
+        return {name: getattr(self, name).description for name in SPLITS}
+
+
+def open_splits(data: Data) -> Splits:
+    """Open the log, and prepare it first where that has not been done."""
+    if data.preset == "synthetic":
+        return _synthetic(data)
+    store, raw = store_of(data)
+    if raw is not None:
+        with _one_at_a_time(store):
+            if not (store / MANIFEST).is_file():
+                print(f"preparing {data.dir} as {data.preset}, once, into {store}", file=sys.stderr, flush=True)
+                prepare(*raw, store, on_progress=_tell_progress())
+    return _opened(store)
+
+
+def prepared_splits(data: Data) -> Splits | None:
+    """Open the log if it is there; None when raw files would have to be prepared first."""
+    if data.preset == "synthetic":
+        return _synthetic(data)
+    store, _ = store_of(data)
+    return _opened(store) if (store / MANIFEST).is_file() else None
+
+
+def store_of(data: Data) -> tuple[Path, tuple[Recipe, SplitFiles | SplitShares] | None]:
+    """Where the prepared store is or will be, and for raw files what makes it."""
+    if not data.dir:
+        raise BadInput(
+            f"data.preset is {data.preset}: name the folder of its files, or a prepared store, with --data DIR"
+        )
+    folder = Path(data.dir).expanduser().absolute()
+    if not folder.exists():
+        raise BadInput(f"--data {folder}: no such file or folder")
+    if (folder / MANIFEST).is_file():
+        return folder, None
+    raw = _recipe(data), _source(data, folder)
+    return Path(data.cache).expanduser().absolute() / f"{data.preset}-{_fingerprint(folder, *raw)}", raw
+
+
+def _opened(store: Path) -> Splits:
+    return Splits(ClickLog.open(store, "train"), ClickLog.open(store, "valid"), ClickLog.open(store, "test"))
+
+
+def _synthetic(data: Data) -> Splits:
+    made = data.synthetic
+
+    def rows(n_samples: int, start: int) -> SyntheticClickLog:
+        return SyntheticClickLog(n_samples, made.tables, made.n_dense, made.seed, made.zipf, start)
+
+    test = rows(made.test, made.train + made.valid)
+    return Splits(rows(made.train, 0), rows(made.valid, made.train), test, auc_bayes=test.bayes_auc(made.test))
+
+
+def _recipe(data: Data) -> Recipe:
+    if data.preset not in PRESETS:
+        raise BadInput(f"data.preset: expected synthetic, {', '.join(PRESETS)}, got {data.preset!r}")
+    preset = PRESETS[data.preset]
+    encoding = preset.encoding
+    if data.hash_rows:
+        encoding = Hashed(rows=data.hash_rows)
+    elif data.min_count:
+        encoding = Vocabulary(min_count=data.min_count)
+    return preset.recipe(encoding)
+
+
+def _source(data: Data, folder: Path) -> SplitFiles | SplitShares:
+    by = PRESETS[data.preset].split_by
+    if by == "random" or by == "order":
+        return SplitShares([folder], data.shares, by)
+    files = {split: sorted(p for p in folder.iterdir() if p.name.split(".")[0] == split) for split in SPLITS}
+    missing = [split for split in SPLITS if not files[split]]
+    if missing:
+        raise BadInput(
+            f"{folder}: no file for {', '.join(missing)}; {data.preset} has train, valid and test (.csv, .csv.gz)"
+        )
+    return SplitFiles(files)
+
+
+def _fingerprint(folder: Path, recipe: Recipe, source: SplitFiles | SplitShares) -> str:
+    files = sorted(p for p in folder.rglob("*") if p.is_file()) if folder.is_dir() else [folder]
+    facts: list[Any] = [str(folder), recipe.to_json(), dataclasses.asdict(source)]
+    facts += [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for p in files]
+    return hashlib.blake2b(json.dumps(facts, default=str).encode(), digest_size=6).hexdigest()
+
+
+@contextmanager
+def _one_at_a_time(store: Path) -> Iterator[None]:
+    store.parent.mkdir(parents=True, exist_ok=True)
+    with open(store.parent / f".{store.name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # let go when the file is closed, also by a crash
+        yield
+
+
+def _tell_progress(every_s: float = 5.0) -> Callable[[Progress], None]:
+    next_s = time.monotonic() + every_s
+
+    def tell(progress: Progress) -> None:
+        nonlocal next_s
+        if time.monotonic() >= next_s:
+            next_s = time.monotonic() + every_s
+            share = progress.done_bytes / max(1, progress.total_bytes)
+            print(f"preparing: {progress.phase} {share:.0%}, {progress.rows:,} rows", file=sys.stderr, flush=True)
+
+    return tell

@@ -1,0 +1,88 @@
+"""What a job will need and do, as text, before anything is started (`--dry-run`)."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+
+from ctr.build import row_optimizer, table_shapes
+from ctr.config import JobConfig
+from ctr.datasets import Splits
+from gba_hvd.config import Config
+from gba_hvd.order import Cut
+from gba_hvd.routing import shares
+from gba_hvd.shard.layout import Layout
+
+
+def plan(config: JobConfig, splits: Splits | None) -> str:
+    """The plan of a job; without `splits` (not prepared yet) what can be said without them."""
+    lines = [("job", f"{config.name}: {config.model.kind}, seed {config.seed}")]
+    if splits is None:
+        lines += [("data", f"{config.data.dir} is not prepared yet (the first run does it), so sizes are not known")]
+    else:
+        lines += _data(splits)
+        lines += _memory(config, splits.train.tables)
+    lines += _steps(config, None if splits is None else len(splits.train))
+    return "\n".join(f"{title:<10}{text}" for title, text in lines)
+
+
+def most_steps(config: JobConfig, n_samples: int) -> int:
+    """Steps when no early stop shortens the job."""
+    return config.train.epochs * Cut(n_samples, config.train.global_batch, config.train.micro_batch).n_steps
+
+
+def _data(splits: Splits) -> Iterator[tuple[str, str]]:
+    yield "data", ", ".join(f"{n:,} {split}" for split, n in splits.sizes.items()) + " samples"
+    yield "", f"{len(splits.train.tables)} categorical and {splits.train.n_dense} numeric fields"
+
+
+def _memory(config: JobConfig, rows: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    settings, shapes = Config.from_env(), table_shapes(config, rows)
+    optimizer = row_optimizer(config.embedding)
+    layout = Layout.of(shapes, optimizer.slots, settings.n_shards, config.seed, config.embedding.init_std)
+    yield "tables", f"{'name':<16}{'rows':>14}{'columns':>9}{'weights':>12}"
+    for name, (n_rows, columns) in shapes.items():
+        yield "", f"{name:<16}{n_rows:>14,}{columns:>9}{_size(4 * n_rows * columns):>12}"
+    weights = sum(4 * n_rows * columns for n_rows, columns in shapes.values())
+    yield "", f"{'all':<16}{sum(rows.values()):>14,}{'':>9}{_size(weights):>12}"
+    slots = ", ".join(f"{s.name} per {'row' if s.per_row else 'weight'}" for s in optimizer.slots) or "no slots"
+    yield "optimizer", f"rows: {config.embedding.optimizer} ({slots}); the rest: adam"
+
+    yield (
+        "memory",
+        f"{_size(layout.n_bytes)} in S = {layout.n_shards} shards: weights, optimizer slots, access counters",
+    )
+    per_host = [f"{hosts}: {_size(-(-layout.n_shards // hosts) * layout.region_bytes)}" for hosts in (1, 2, 4, 8)]
+    yield "", f"per host, one copy for all its workers, by number of hosts  {'  '.join(per_host)}"
+    free = shutil.disk_usage(settings.shard_dir).free
+    fits = "enough" if free > layout.n_bytes else "NOT enough for one host: set GBA_HVD_SHARD_DIR to a larger folder"
+    yield "", f"{settings.shard_dir} has {_size(free)} free: {fits}"
+
+
+def _steps(config: JobConfig, n_samples: int | None) -> Iterator[tuple[str, str]]:
+    train, m = config.train, config.train.micro_batches
+    yield "step", f"G = {train.global_batch:,} samples = M {m} micro-batches x B {train.micro_batch:,}, always"
+    yield "workers", "micro-batches of a step for each worker"
+    for n_workers in sorted({n for n in (1, 2, 3, 4, 8, m) if n <= m}):
+        yield "", f"{n_workers:>4}  {_shares_text(m, n_workers)}"
+    yield "", f"more than {m}: the extra workers idle"
+    if n_samples is not None:
+        most = most_steps(config, n_samples)
+        yield "epoch", f"{most // train.epochs:,} steps; at most {train.epochs} epochs = {most:,} steps"
+    patience = f"stop after {train.early_stop} epochs without gain" if train.early_stop else "no early stop"
+    yield "schedule", f"learning rates x {train.plateau_factor:g} when validation AUC stops improving; {patience}"
+
+
+def _shares_text(n_micro: int, n_workers: int) -> str:
+    counts = shares(n_micro, n_workers)
+    groups = [f"{counts.count(n)} x {n}" for n in sorted(set(counts), reverse=True)]
+    return f"{counts[0]} each" if len(groups) == 1 else " + ".join(groups)
+
+
+def _size(n_bytes: int) -> str:
+    amount, unit = float(n_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if amount < 1024 or unit == "TiB":
+            break
+        amount /= 1024
+    return f"{amount:,.0f} {unit}" if unit == "B" else f"{amount:,.1f} {unit}"

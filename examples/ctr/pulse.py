@@ -1,0 +1,45 @@
+"""Tells other programs, in small files, which processes train and how far they are.
+
+OUT/pulse/step.json holds the chief's newest step, OUT/pulse/worker-R.json the process of rank R. The demo reads them to
+kill a worker at a known step; a person may read them to find the processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gba_hvd.callbacks import Callback, Job, StepRecord
+
+
+class Pulse(Callback):
+    """Writes the files, whole each time: a reader never sees half of one."""
+
+    def __init__(self, out: Path, every_steps: int = 5) -> None:
+        self.folder = out / "pulse"
+        self.every_steps = every_steps
+        self._chief = False
+
+    def on_job(self, job: Job) -> None:
+        self._chief = job.is_chief
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._write(
+            f"worker-{job.rank}.json", {"pid": os.getpid(), "host": job.host, "rank": job.rank, "size": job.size}
+        )
+
+        if job.is_chief:
+            for file in self.folder.glob("worker-*.json"):  # of ranks the job no longer has
+                if int(file.stem.removeprefix("worker-")) >= job.size:
+                    file.unlink(missing_ok=True)
+
+    def on_step(self, record: StepRecord) -> None:
+        if self._chief and record.step % self.every_steps == 0:
+            self._write("step.json", {"step": record.step, "epoch": record.epoch, "workers": record.workers})
+
+    def _write(self, name: str, values: Mapping[str, Any]) -> None:
+        fresh = self.folder / f".{name}.{os.getpid()}"
+        fresh.write_text(json.dumps(values))
+        fresh.replace(self.folder / name)

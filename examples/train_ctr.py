@@ -1,0 +1,160 @@
+"""Trains a click-through-rate model: DeepFM, DLRM or DCN-v2, on a prepared log, raw files or a synthetic log.
+
+    python examples/train_ctr.py --config examples/configs/synthetic.yaml
+    horovodrun -np 2 python examples/train_ctr.py --config examples/configs/frappe_deepfm.yaml --data FOLDER
+    python examples/train_ctr.py --config FILE.yaml --dry-run train.epochs=3     # the plan; starts nothing
+
+The loop is `train` below; around it are settings (ctr/config.py), data (ctr/datasets.py) and models (ctr/*.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+import gba_hvd
+from ctr.build import build_model, build_tables, refuse_single_sample
+from ctr.config import JobConfig, load
+from ctr.datasets import open_splits, prepared_splits
+from ctr.plan import most_steps, plan
+from ctr.pulse import Pulse
+from gba_hvd.callbacks import Callback
+from gba_hvd.errors import GbaError
+from gba_hvd.tracking import MLflowCallback, ProgressLine
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--config", required=True, metavar="FILE.yaml", help="settings; ready ones are in examples/configs"
+    )
+    parser.add_argument("--data", metavar="DIR", help="a prepared store, or a folder of raw files for data.preset")
+    parser.add_argument("--out", metavar="DIR", help="results (default: runs/NAME)")
+    parser.add_argument("--seed", type=int, help="short for seed=N")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key.path=value", help="settings that replace those in the file"
+    )
+    given = parser.parse_intermixed_args(arguments)
+    try:
+        config = load(given.config, [
+            *([f"data.dir={json.dumps(given.data)}"] if given.data else []),
+            *([f"seed={given.seed}"] if given.seed is not None else []),
+            *given.overrides,
+        ])  # fmt: skip
+        if given.dry_run:
+            print(plan(config, prepared_splits(config.data)))
+            return 0
+        run(config, Path(given.out or Path("runs") / config.name))
+    except GbaError as error:
+        print(f"train_ctr: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run(config: JobConfig, out: Path) -> None:
+    """Train, and write OUT/summary.json on the chief."""
+    if find_spec("horovod") is not None:  # without Horovod: a world of one worker
+        import horovod.torch as hvd
+
+        hvd.init()
+    torch.manual_seed(config.seed)
+    splits = open_splits(config.data)
+    refuse_single_sample(config, len(splits.train))
+    tables = build_tables(config, splits.train.tables)
+    model = build_model(config, tables, splits.train.n_dense)
+    # The same weights everywhere, but dropout of its own on every worker.
+    torch.manual_seed(config.seed + int(os.environ.get("HOROVOD_RANK", "0")))
+    optimizer: Any = gba_hvd.DistributedOptimizer(
+        torch.optim.Adam(model.parameters(), lr=config.dense.lr, weight_decay=config.dense.weight_decay),
+        tables,
+        global_batch=config.train.global_batch,
+        micro_batch=config.train.micro_batch,
+        named_parameters=model.named_parameters(),
+    )
+    scheduler = ReduceLROnPlateau(
+        optimizer, mode="max", threshold=0.0, factor=config.train.plateau_factor,
+        patience=config.train.plateau_patience, min_lr=config.train.min_lr,
+    )  # fmt: skip
+    state = gba_hvd.elastic.TorchState(
+        model, optimizer, epoch=0, scheduler=scheduler, best={}, epochs_done=0, epochs_without_gain=0,
+        started_unix_s=time.time(), seconds=0.0,
+    )  # fmt: skip
+    callbacks: list[Callback] = [ProgressLine(total_steps=most_steps(config, len(splits.train))), Pulse(out)]
+    if config.mlflow:
+        callbacks.append(MLflowCallback(experiment="ctr examples", config=config.as_dict(), data=splits.description))
+    state.register_callbacks(callbacks)
+
+    @gba_hvd.elastic.run
+    def train(state: Any) -> None:
+        for state.epoch in range(state.epoch, config.train.epochs):
+            if 0 < config.train.early_stop <= state.epochs_without_gain:
+                break
+            model.train()
+            for batch in gba_hvd.batches(splits.train, state, seed=config.seed):
+                optimizer.zero_grad()
+                loss = binary_cross_entropy_with_logits(model(batch), batch.label)
+                loss.backward()
+                optimizer.step(loss=loss)
+            valid = gba_hvd.evaluate(model, splits.valid, state)
+            gain = valid.auc > state.best.get("valid_auc", 0.0)
+            test = gba_hvd.evaluate(model, splits.test, state) if gain else None
+            # Nothing below talks to other workers, so each survivor of a failure has done all of it or none.
+            state.report(valid_auc=valid.auc, valid_logloss=valid.logloss)
+            if valid.note and state.world.rank == 0:
+                print(f"validation: {valid.note}", flush=True)
+            scheduler.step(valid.auc)
+            state.epochs_done = state.epoch + 1
+            state.epochs_without_gain = 0 if gain else state.epochs_without_gain + 1
+            if test is not None:
+                state.report(test_auc=test.auc, test_logloss=test.logloss)
+                state.best = {
+                    "best_epoch": state.epoch, "auc": test.auc, "logloss": test.logloss, "auc_exact": test.exact,
+                    "valid_auc": valid.auc, "valid_logloss": valid.logloss,
+                }  # fmt: skip
+        state.seconds = time.time() - state.started_unix_s
+
+    train(state)
+    if state.world.rank == 0:
+        write_summary(out, config, state, splits.auc_bayes)
+
+
+def write_summary(out: Path, config: JobConfig, state: Any, auc_bayes: float | None) -> None:
+    """The test figures are those of the epoch with the best validation AUC, measured on that epoch's weights."""
+    summary = {
+        "name": config.name,
+        "seed": config.seed,
+        "auc": None,
+        "logloss": None,
+        **state.best,
+        "auc_bayes": auc_bayes,
+        "samples_total": state.samples.total,
+        "samples_applied": state.samples.applied,
+        "samples_dropped": state.samples.dropped,
+        "samples_lost": state.samples.lost,
+        "restarts": state.engine.restarts,
+        "workers": state.world.size,
+        "steps": state.step,
+        "epochs": state.epochs_done,
+        "seconds": round(state.seconds, 2),
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    if summary["auc"] is None:
+        print(f"no test AUC, as validation AUC was never defined; {out / 'summary.json'}")
+    else:
+        print(f"test AUC {summary['auc']:.5f}, log loss {summary['logloss']:.5f}; {out / 'summary.json'}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""Things people do that cannot work say so."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+import gba_hvd
+from gba_hvd.errors import BadInput, GbaError
+
+
+class Bias(torch.nn.Module):
+    def __init__(self, tables: gba_hvd.EmbeddingTables) -> None:
+        super().__init__()
+        self.tables, self.bias = tables, torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, batch: gba_hvd.Batch) -> torch.Tensor:
+        logits: torch.Tensor = self.tables.stacked(batch.ids).sum((1, 2)) + self.bias
+        return logits
+
+
+class Numbers:
+    """Sample i has id i."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def take(self, rows: np.ndarray) -> gba_hvd.Batch:
+        return gba_hvd.Batch(
+            {"a": torch.from_numpy(rows)}, torch.zeros(len(rows), 0), torch.from_numpy(rows % 2).float()
+        )
+
+
+@pytest.fixture
+def job(tmp_path: Any) -> Any:
+    tables = gba_hvd.EmbeddingTables({"a": (32, 4)}, optimizer=gba_hvd.SGD(lr=0.1), shard_dir=tmp_path)
+    model = Bias(tables)
+    optimizer = gba_hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), tables, global_batch=16, micro_batch=8
+    )
+    state = gba_hvd.elastic.TorchState(model, optimizer, epoch=0)
+    yield model, optimizer, state
+    state.close()
+
+
+def train(model: Any, optimizer: Any, state: Any, factor: float = 1.0) -> int:
+    steps = 0
+    for batch in gba_hvd.batches(Numbers(), state):
+        (factor * binary_cross_entropy_with_logits(model(batch), batch.label)).backward()
+        optimizer.step()
+        steps += 1
+    return steps
+
+
+def test_an_epoch_asked_for_again_has_no_batches_and_it_is_said(job: Any) -> None:
+    assert train(*job) == 4
+    with pytest.warns(UserWarning, match=r"epoch 0 is done.*advance state\.epoch"):
+        assert train(*job) == 0
+
+
+def test_a_loop_that_swallows_a_bad_step_is_stopped(job: Any) -> None:
+    model, optimizer, state = job
+    batches = gba_hvd.batches(Numbers(), state)
+    for _ in range(2):  # the two micro-batches of step 1
+        (float("nan") * model(next(batches)).sum()).backward()
+        with contextlib.suppress(gba_hvd.NonFiniteGradient):
+            optimizer.step()
+    with pytest.raises(GbaError, match="step 1 was not applied"):
+        next(batches)
+    assert train(model, optimizer, state) == 4  # nothing was lost
+    assert state.samples.applied == 32
+
+
+def test_a_model_with_shared_tables_is_not_copied(job: Any) -> None:
+    train(*job)
+    with pytest.raises(GbaError, match=r"keep model\.state_dict\(\)"):
+        copy.deepcopy(job[0])
+
+
+def test_rows_are_checked_when_looked_at(job: Any) -> None:
+    train(*job)
+    with pytest.raises(BadInput, match=r"table 'a' has rows 0 to 31, got id 32"):
+        job[0].tables.rows("a", [1, 32])
+
+
+def test_ids_that_are_no_tensor_are_refused(job: Any) -> None:
+    train(*job)
+    with pytest.raises(BadInput, match="must be an int64 tensor or a Bag, got list"):
+        job[0].tables({"a": [1, 2]})
