@@ -4,7 +4,8 @@ One step, on every rank:
 
     1. pull    rows that live on other hosts, for all micro-batches of the step (only with several hosts)
     2. compute the worker's micro-batches, summing gradients
-    3. send    row gradients to the ranks that serve the shards, and *hold* what arrives
+    3. send    row gradients to the ranks that serve the shards, through memory on a host and by alltoall between hosts;
+               what arrives is *held*
     4. commit  one allreduce of the dense gradients. It ends only when every rank has entered it, so whoever sees its
                result knows that every rank holds its row gradients: from here on the step is decided
     5. apply   dense parameters everywhere, rows by the ranks that serve them
@@ -16,7 +17,7 @@ as soon as it hears that the step was decided (`elastic`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +25,8 @@ import numpy as np
 from gba_hvd import kernels
 from gba_hvd.collectives import World, worker_lost
 from gba_hvd.gradients import DenseGradients, RowGrad, distinct, merge, pack_by_owner, unpack
-from gba_hvd.routing import Placement
+from gba_hvd.routing import Membership, Placement
+from gba_hvd.shard.outbox import Outbox
 from gba_hvd.tables import EmbeddingTables, RemoteRows
 
 
@@ -32,11 +34,13 @@ from gba_hvd.tables import EmbeddingTables, RemoteRows
 class Held:
     """Row gradients of one step for the shards this rank serves, waiting for the step to be decided.
 
-    grads: per group, what each rank sent; scale makes their sum the gradient of the global batch's mean loss
+    own: this rank's gradients, in a world of one; far: what ranks of other hosts sent, by rank. What ranks of this host
+    left is still in their outboxes. scale makes the sum of all the gradient of the global batch's mean loss.
     """
 
     step: int
-    grads: list[list[RowGrad]]
+    own: list[RowGrad]
+    far: dict[int, np.ndarray]
     scale: float
     lr: float
 
@@ -44,21 +48,28 @@ class Held:
 class AllreduceMode:
     """Carries gradients between the workers of one world. Made anew after every change of membership.
 
-    Owns `held`; uses, but does not own, the world, the tables' memory and the dense gradients.
+    Owns `held` and the outboxes (of the ranks of this host, its own among them; none in a world of one); uses, but does
+    not own, the world, the tables' memory and the dense gradients.
     """
 
     name = "allreduce"
 
-    def __init__(self, world: World, placement: Placement, here: int, tables: EmbeddingTables) -> None:
-        """`here`: the index of this rank's host, as in `placement.host`."""
+    def __init__(
+        self,
+        world: World,
+        members: Membership,
+        placement: Placement,
+        tables: EmbeddingTables,
+        outboxes: Mapping[int, Outbox],
+    ) -> None:
         assert tables.memory is not None
-        self._world, self._tables, self._memory = world, tables, tables.memory
+        self._world, self._tables, self._memory, self._outboxes = world, tables, tables.memory, outboxes
         self._server = placement.server
         self._dims = [group.dim for group in tables.layout.groups]
-        at_home = np.array(placement.host) == here
+        at_home = np.array(placement.host) == members.order.index(members.hosts[world.rank])
         self._mine = np.flatnonzero(placement.server == world.rank)
         self._on_this_host = np.flatnonzero(at_home)
-        self.several_hosts = len(set(placement.host)) > 1 or not at_home.any()
+        self.several_hosts = len(members.order) > 1  # the same on every rank: it decides which collectives are run
         tables.local = at_home if self.several_hosts else None
         self.held: Held | None = None
 
@@ -98,13 +109,19 @@ class AllreduceMode:
             for p, d in zip(parts, self._dims, strict=True)
         ]
         if self._world.size == 1:
-            held = [[grad] for grad in grads]
-        else:
-            message, words = pack_by_owner(grads, self._server, self._world.size)
-            received, n_received = self._world.alltoall("rows", message, words)
-            messages = np.split(received, np.cumsum(n_received)[:-1])
-            held = [list(by_group) for by_group in zip(*(unpack(m, self._dims) for m in messages), strict=True)]
-        self.held = Held(step, held, scale, lr)
+            self.held = Held(step, grads, {}, scale, lr)
+            return
+        message, words = pack_by_owner(grads, self._server, self._world.size)
+        self._outboxes[self._world.rank].post(step, message, words)
+        far: dict[int, np.ndarray] = {}
+        if self.several_hosts:
+            parts_by_rank = np.split(message, np.cumsum(words)[:-1])
+            for rank in self._outboxes:
+                parts_by_rank[rank], words[rank] = message[:0], 0
+            received, n_received = self._world.alltoall("rows", np.concatenate(parts_by_rank), words)
+            by_rank = enumerate(np.split(received, np.cumsum(n_received)[:-1]))
+            far = {rank: part for rank, part in by_rank if rank not in self._outboxes}
+        self.held = Held(step, [], far, scale, lr)
 
     def commit(self, dense: DenseGradients) -> None:
         """Sum the dense gradients and the numbers that travel with them over all ranks. Returning means: decided."""
@@ -118,7 +135,7 @@ class AllreduceMode:
         # A shard that has begun this step has had it: from a worker that died, before the step was computed again.
         due = self._mine[memory.marks().begun[self._mine] < held.step]
         memory.begin(due, held.step)
-        for group, parts in zip(layout.groups, held.grads, strict=True):
+        for group, parts in zip(layout.groups, self._arrived(held), strict=True):
             grad = merge([(part, 1.0) for part in parts])
             if len(due) < len(self._mine):
                 wanted = np.isin(grad.keys % layout.n_shards, due)
@@ -129,3 +146,16 @@ class AllreduceMode:
     def forget_held(self) -> None:
         """The step was not decided; it will be computed again."""
         self.held = None
+
+    def close(self) -> None:
+        """Let go of the outboxes. May be called twice."""
+        for outbox in self._outboxes.values():
+            outbox.close()
+
+    def _arrived(self, held: Held) -> list[list[RowGrad]]:
+        """Per group, the row gradients for this rank, in the order of the ranks that sent them."""
+        if self._world.size == 1:
+            return [[grad] for grad in held.own]
+        messages = {r: outbox.message(held.step, self._world.rank) for r, outbox in self._outboxes.items()} | held.far
+        grads = [unpack(messages[rank], self._dims) for rank in range(self._world.size)]
+        return [list(by_group) for by_group in zip(*grads, strict=True)]

@@ -22,6 +22,7 @@ from gba_hvd.optimizer import Engine
 from gba_hvd.routing import Holding, Membership, Placement, place_shards
 from gba_hvd.shard.layout import PAGE_WORDS, Layout, digest
 from gba_hvd.shard.memory import ShardMemory, difference, job_folder
+from gba_hvd.shard.outbox import Outbox, remove_others
 
 T = TypeVar("T")
 _CHUNK_WORDS = 4 << 20  # of a shard that moves to another host, per message
@@ -124,16 +125,34 @@ def join(engine: Engine, job_id: str, has_state: bool) -> Joined:
         if placement.server[shard] == world.rank:
             memory.init_shard(shard, agreed.step)
     _move_shards(world, members, placement, here, leads, memory, agreed.step)
-    world.gather("filled", np.zeros(1, dtype=np.int64))
+    outboxes = _open_outboxes(world, members, facts, memory)  # all shards are filled when all outboxes are there
     if leads:
         for shard, host in placement.drops + tuple((s, source) for s, source, _ in placement.moves):
             if host == here:
                 memory.drop(shard)
-    engine.mode = AllreduceMode(world, placement, here, tables)
+    if engine.mode is not None:
+        engine.mode.close()
+    engine.mode = AllreduceMode(world, members, placement, tables, outboxes)
     rows_lost = (
         sum(_rows_in(tables.layout, shard) for shard in placement.new) if agreed.is_restart and agreed.step else 0
     )
     return Joined(job_id, agreed.source, len(members.order), leads, agreed.is_restart, missed, rows_lost)
+
+
+def _open_outboxes(world: World, members: Membership, facts: Sequence[Facts], memory: ShardMemory) -> dict[int, Outbox]:
+    """The outboxes of this host's ranks, this rank's newly made. A collective."""
+    if world.size == 1:
+        return {}
+    folder, layout = memory.folder, memory.layout
+    n_words = sum(layout.n_shards * g.places * (2 + g.dim) + 2 * world.size for g in layout.groups)  # every row
+    own, number = _together(world, "make room for messages in", lambda: Outbox.create(folder, n_words))
+    numbers = world.gather("outboxes", np.array([number], dtype=np.int64))[:, 0]
+    neighbours = [rank for rank in members.ranks_of(members.hosts[world.rank]) if rank != world.rank]
+    boxes = {rank: Outbox.open(folder, facts[rank].pid, int(numbers[rank]), n_words) for rank in neighbours}
+    if members.lead_of(members.hosts[world.rank]) == world.rank:
+        ranks = [world.rank, *neighbours]
+        remove_others(folder, {Outbox.path(folder, facts[rank].pid, int(numbers[rank])) for rank in ranks})
+    return {world.rank: own, **boxes}
 
 
 def _open(engine: Engine, job_id: str) -> ShardMemory:
