@@ -71,6 +71,8 @@ class AllreduceMode:
         self._on_this_host = np.flatnonzero(at_home)
         self.several_hosts = len(members.order) > 1  # the same on every rank: it decides which collectives are run
         tables.local = at_home if self.several_hosts else None
+        tables.remote = [None] * len(self._dims)
+        self._memory.claim(self._mine)
         self.held: Held | None = None
 
     def await_rows(self, step: int) -> None:
@@ -134,8 +136,9 @@ class AllreduceMode:
         memory, layout = self._memory, self._tables.layout
         # A shard that has begun this step has had it: from a worker that died, before the step was computed again.
         due = self._mine[memory.marks().begun[self._mine] < held.step]
+        arrived = self._arrived(held)
         memory.begin(due, held.step)
-        for group, parts in zip(layout.groups, self._arrived(held), strict=True):
+        for group, parts in zip(layout.groups, arrived, strict=True):
             grad = merge([(part, 1.0) for part in parts])
             if len(due) < len(self._mine):
                 wanted = np.isin(grad.keys % layout.n_shards, due)

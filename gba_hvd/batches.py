@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from gba_hvd.batch import Bag
+from gba_hvd.collectives import World
 from gba_hvd.elastic import TorchState
 from gba_hvd.errors import BadInput, GbaError, StateMismatch
 from gba_hvd.order import Cut, EpochOrder
@@ -44,14 +45,15 @@ def batches(
     Raises StateMismatch when the workers' datasets or settings differ.
     """
     state.ensure_synced()
-    engine, find_ids = state.engine, ids or _ids_of
+    engine, find_ids = state.engine, ids or ids_of
     cut = Cut(len(dataset), engine.global_batch, engine.micro_batch)
     epoch = getattr(state, "epoch", None)
     if epoch is None:
         epoch = max(0, engine.cursor.epoch) if engine.cursor.steps_done < cut.n_steps else engine.cursor.epoch + 1
     first = engine.cursor.steps_done if engine.cursor.epoch == epoch else 0
-    _agree(
+    agree_on(
         engine.world,
+        "epoch",
         {"samples": len(dataset), "seed": seed, "epoch": epoch, "step of the epoch": first, "step": engine.step},
     )
     _warn_of_idle_workers(cut, engine.world.rank, engine.world.size)
@@ -99,7 +101,7 @@ def _read(dataset: Dataset, order: EpochOrder, cut: Cut, index: int) -> Any:
     return batch
 
 
-def _ids_of(batch: Any) -> Ids:
+def ids_of(batch: Any) -> Ids:
     try:
         ids: Ids = batch.ids
     except AttributeError as error:
@@ -110,14 +112,14 @@ def _ids_of(batch: Any) -> Ids:
     return ids
 
 
-def _agree(world: Any, facts: dict[str, int]) -> None:
+def agree_on(world: World, name: str, facts: dict[str, int]) -> None:
     """All workers must be about to do the same thing."""
-    everyone = world.gather("epoch", np.array(list(facts.values()), dtype=np.int64))
-    for column, name in enumerate(facts):
+    everyone = world.gather(name, np.array(list(facts.values()), dtype=np.int64))
+    for column, what in enumerate(facts):
         values = everyone[:, column].tolist()
         if len(set(values)) > 1:
             raise StateMismatch(
-                f"the workers disagree about the {name}: by rank {values}; "
+                f"the workers disagree about the {what}: by rank {values}; "
                 "they must run the same script on the same data"
             )
 

@@ -1,4 +1,4 @@
-"""The one file that talks to Horovod: five collectives, and the same five for a world of one worker.
+"""The one file that talks to Horovod: four collectives, and the same four for a world of one worker.
 
 Every operation has an explicit name. Horovod numbers unnamed ones per process, and a worker that joins later would
 count from zero and never match the others.
@@ -6,6 +6,7 @@ count from zero and never match the others.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -16,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gba_hvd.errors import GbaError
+from gba_hvd.errors import BadInput, GbaError
 
 _POLL_S = 50e-6
+_PIECE_BYTES = 1 << 30  # Gloo counts the bytes of a broadcast in 32 bits
 
 
 class World(Protocol):
@@ -73,24 +75,27 @@ class HorovodWorld:
         self.host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
 
     def gather(self, name: str, row: np.ndarray) -> np.ndarray:
-        gathered = self._hvd.allgather(torch.from_numpy(row.astype(np.int64))[None, :], name=f"gba_hvd.{name}")
+        mine = torch.from_numpy(row.astype(np.int64))[None, :]
+        gathered = self._wait(self._hvd.allgather_async(mine, name=f"gba_hvd.{name}"))
         result: np.ndarray = gathered.numpy()
         return result
 
     def broadcast(self, name: str, data: bytes | None, root: int) -> bytes:
         size = torch.tensor([len(data) if data is not None and self.rank == root else 0], dtype=torch.int64)
-        size = self._hvd.broadcast(size, root, name=f"gba_hvd.{name}.size")
+        self._wait(self._hvd.broadcast_async_(size, root, name=f"gba_hvd.{name}.size"))
         if self.rank == root:
             assert data is not None
             buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         else:
             buffer = torch.empty(int(size), dtype=torch.uint8)
-        if int(size):
-            self._hvd.broadcast_(buffer, root, name=f"gba_hvd.{name}.bytes")
+        for piece in buffer.split(_PIECE_BYTES):
+            self._wait(self._hvd.broadcast_async_(piece, root, name=f"gba_hvd.{name}.bytes"))
         result: bytes = buffer.numpy().tobytes()
         return result
 
     def alltoall(self, name: str, words: np.ndarray, splits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if len(words) >= 2**31:
+            raise BadInput(f"{len(words):,} words are too many for one exchange: use a smaller micro_batch")
         counts = torch.from_numpy(splits.astype(np.int32))
         received, received_counts = self._wait(
             self._hvd.alltoall_async(torch.from_numpy(words), counts, name=f"gba_hvd.{name}")
@@ -134,7 +139,8 @@ def _horovod() -> Any:
 
 
 def worker_lost(message: str) -> Exception:
-    """The error on which Horovod's elastic loop re-forms the world."""
+    """The error on which Horovod's elastic loop re-forms the world. It shows nobody the message, so that is logged."""
+    logging.getLogger("gba_hvd").warning(message)
     if "horovod.torch" in sys.modules:
         from horovod.common.exceptions import HorovodInternalError
 

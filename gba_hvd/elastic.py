@@ -140,6 +140,7 @@ class TorchState:
     def restore(self) -> None:
         """After a failure: forget the step in flight. What was committed stays."""
         self._synced = False
+        self.engine.interrupt_due = self.engine.hosts_updated = False
         self.engine.abandon_step()
 
     def stop_if_interrupted(self) -> None:
@@ -154,21 +155,21 @@ class TorchState:
         engine = self.engine
         before = [engine.world.size] if self._has_state else []
         engine.world = current_world()
-        engine.interrupt_due = engine.hosts_updated = False
         joined = membership.join(engine, self._job_id, self._has_state)
         self._job_id = joined.job_id
+        # Counted before the state is sent, so that no failure from here on loses the count.
+        engine.account.shard_steps_missed += joined.shard_steps_missed
+        engine.account.rows_lost += joined.rows_lost
+        engine.restarts += joined.is_restart
         source = joined.source
         data = state_codec.encode(self._state_dict()) if engine.world.rank == source else None
         if engine.world.size > 1:
             received = engine.world.broadcast("state", data, source)
             if engine.world.rank != source:
                 self._load_state_dict(state_codec.decode(received))
-        engine.account.shard_steps_missed += joined.shard_steps_missed
-        engine.account.rows_lost += joined.rows_lost
-        engine.restarts += joined.is_restart
         if not self._has_state:
             atexit.register(self._close_at_exit)
-        self._has_state = self._synced = True
+        self._has_state, self._synced, self._closed = True, True, False
         self.finished_epoch = None
         self._tell_callbacks(joined, before)
 
@@ -244,7 +245,8 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             result = _elastic(function)(state, *args, **kwargs)
         except BaseException as error:
-            state.close(_status_of(error), error)
+            status = _status_of(error)
+            state.close(status, None if status == "FINISHED" else error)
             raise
         else:
             state.close()
@@ -274,6 +276,8 @@ def _count(n: int, what: str) -> str:
 
 
 def _status_of(error: BaseException) -> str:
+    if isinstance(error, SystemExit) and error.code in (0, None):
+        return "FINISHED"
     return "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
 
 

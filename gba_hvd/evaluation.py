@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from gba_hvd import state_codec
-from gba_hvd.batches import Dataset, Ids, _ids_of, keys_by_group
+from gba_hvd.batches import Dataset, Ids, agree_on, ids_of, keys_by_group
 from gba_hvd.collectives import World
 from gba_hvd.elastic import TorchState
+from gba_hvd.errors import GbaError
 from gba_hvd.metrics import ScoreAccumulator, Scores, scores_from
 from gba_hvd.order import Cut
 
@@ -38,7 +39,10 @@ def evaluate(
     engine = state.engine
     world, mode = engine.world, engine.mode
     assert mode is not None
+    if engine.is_within_step:
+        raise GbaError("evaluate() only between steps: workers with uneven shares would wait for each other")
     size = batch or engine.micro_batch
+    agree_on(world, "evaluation", {"samples to evaluate": len(dataset), "batch": size, "step": engine.step})
     cut = Cut(len(dataset), size, size)
     scores = ScoreAccumulator(exact_limit=exact_limit)
     _share_buffers(world, model)
@@ -52,9 +56,9 @@ def evaluate(
                 rows = np.arange(index * size, min((index + 1) * size, len(dataset)), dtype=np.int64)
                 loaded = dataset.take(rows) if len(rows) else None
                 if mode.several_hosts:
-                    mode.pull(keys_by_group(engine.tables, [] if loaded is None else [(ids or _ids_of)(loaded)]))
+                    mode.pull(keys_by_group(engine.tables, [] if loaded is None else [(ids or ids_of)(loaded)]))
                 if loaded is not None:
-                    scores.add(model(loaded).float().numpy(), label(loaded).numpy())
+                    scores.add(model(loaded).float().cpu().numpy(), label(loaded).cpu().numpy())
     finally:
         model.train(was_training)
     return _combine(world, scores)

@@ -16,7 +16,7 @@ import numpy as np
 
 from gba_hvd import state_codec
 from gba_hvd.allreduce import AllreduceMode
-from gba_hvd.collectives import World
+from gba_hvd.collectives import World, worker_lost
 from gba_hvd.errors import GbaError, ShardMemoryError, StateMismatch
 from gba_hvd.optimizer import Engine
 from gba_hvd.routing import Holding, Membership, Placement, place_shards
@@ -112,22 +112,26 @@ def join(engine: Engine, job_id: str, has_state: bool) -> Joined:
     leads = members.lead_of(mine.host) == world.rank
 
     job_id = world.broadcast("job", job_id.encode(), agreed.source).decode()
-    memory = _together(world, "open", lambda: _open(engine, job_id))
+    memory = _together(world, agreed.is_restart, "open", lambda: _open(engine, job_id))
     holdings = _gather_holdings(world, members, memory)
     _refuse_foreign_rows(agreed, holdings, memory)
     placement = place_shards(members, holdings)
-    missed = _close_torn_steps(agreed.step, placement, holdings, here, leads, memory, {f.pid for f in facts})
+    if leads:
+        memory.end_old_writers({f.pid for f in facts if f.host == mine.host})
+    newest, missed = _close_torn_steps(agreed.step, placement, holdings, here, leads, memory)
     incoming = [s for s in placement.new if placement.host[s] == here] + [
         s for s, _, to in placement.moves if to == here
     ]
-    _together(world, "reserve", lambda: memory.reserve(incoming) if leads and incoming else None)
+    _together(world, agreed.is_restart, "reserve", lambda: memory.reserve(incoming) if leads and incoming else None)
     for shard in placement.new:
         if placement.server[shard] == world.rank:
             memory.init_shard(shard, agreed.step)
-    _move_shards(world, members, placement, here, leads, memory, agreed.step)
-    outboxes = _open_outboxes(world, members, facts, memory)  # all shards are filled when all outboxes are there
+    _move_shards(world, members, placement, here, leads, memory, newest)
+    outboxes = _open_outboxes(
+        world, agreed, members, facts, memory
+    )  # all shards are filled when all outboxes are there
     if leads:
-        for shard, host in placement.drops + tuple((s, source) for s, source, _ in placement.moves):
+        for shard, host in placement.drops:
             if host == here:
                 memory.drop(shard)
     if engine.mode is not None:
@@ -139,13 +143,17 @@ def join(engine: Engine, job_id: str, has_state: bool) -> Joined:
     return Joined(job_id, agreed.source, len(members.order), leads, agreed.is_restart, missed, rows_lost)
 
 
-def _open_outboxes(world: World, members: Membership, facts: Sequence[Facts], memory: ShardMemory) -> dict[int, Outbox]:
+def _open_outboxes(
+    world: World, agreed: Agreement, members: Membership, facts: Sequence[Facts], memory: ShardMemory
+) -> dict[int, Outbox]:
     """The outboxes of this host's ranks, this rank's newly made. A collective."""
     if world.size == 1:
         return {}
     folder, layout = memory.folder, memory.layout
     n_words = sum(layout.n_shards * g.places * (2 + g.dim) + 2 * world.size for g in layout.groups)  # every row
-    own, number = _together(world, "make room for messages in", lambda: Outbox.create(folder, n_words))
+    own, number = _together(
+        world, agreed.is_restart, "make room for messages in", lambda: Outbox.create(folder, n_words)
+    )
     numbers = world.gather("outboxes", np.array([number], dtype=np.int64))[:, 0]
     neighbours = [rank for rank in members.ranks_of(members.hosts[world.rank]) if rank != world.rank]
     boxes = {rank: Outbox.open(folder, facts[rank].pid, int(numbers[rank]), n_words) for rank in neighbours}
@@ -158,7 +166,7 @@ def _open_outboxes(world: World, members: Membership, facts: Sequence[Facts], me
 def _open(engine: Engine, job_id: str) -> ShardMemory:
     tables = engine.tables
     folder = job_folder(tables.config.shard_dir, job_id)
-    if tables.memory is not None and tables.memory.folder != folder:
+    if tables.memory is not None and (tables.memory.folder != folder or tables.memory.is_closed):
         tables.memory.close()
         tables.memory = None
     if tables.memory is None:
@@ -175,37 +183,42 @@ def _gather_holdings(world: World, members: Membership, memory: ShardMemory) -> 
 
 
 def _close_torn_steps(
-    step: int,
-    placement: Placement,
-    holdings: list[Holding],
-    here: int,
-    leads: bool,
-    memory: ShardMemory,
-    members: set[int],
-) -> int:
-    """Bring the marks of shards that missed a step up to date; returns how many steps shards missed, over all hosts.
+    step: int, placement: Placement, holdings: list[Holding], here: int, leads: bool, memory: ShardMemory
+) -> tuple[dict[int, int], int]:
+    """Bring the marks of shards that missed a step up to date, where they are held now.
 
     A shard whose worker died while applying a step has the step partly; one whose worker died before has it not.
+    Returns (shard -> the step its marks now say, how many steps shards missed over all hosts).
     """
-    missed = 0
-    for shard, host in enumerate(placement.host):
+    holder = {shard: source for shard, source, _ in placement.moves}
+    newest, missed = {}, 0
+    for shard, home in enumerate(placement.host):
         if shard in placement.new:
             continue
+        host = holder.get(shard, home)
         begun, finished = int(holdings[host].begun[shard]), int(holdings[host].finished[shard])
-        due = max(step, begun)
-        missed += due - finished
-        if leads and host == here and due > finished:
-            memory.end_writer(shard, members)
-            memory.set_ready(shard, due)
-    return missed
+        newest[shard] = max(step, begun)
+        missed += newest[shard] - finished
+        if leads and host == here and newest[shard] > finished:
+            memory.set_ready(shard, newest[shard])
+    return newest, missed
 
 
 def _move_shards(
-    world: World, members: Membership, placement: Placement, here: int, leads: bool, memory: ShardMemory, step: int
+    world: World,
+    members: Membership,
+    placement: Placement,
+    here: int,
+    leads: bool,
+    memory: ShardMemory,
+    newest: dict[int, int],
 ) -> None:
+    """Copy shards to their new hosts. A copy counts when it is complete; until then the source is the shard."""
     for shard, source, target in placement.moves:
         sender, receiver = members.lead_of(members.order[source]), members.lead_of(members.order[target])
         region = memory.region(shard)
+        if world.rank == receiver:
+            memory.set_absent(shard)
         for at in range(PAGE_WORDS, len(region), _CHUNK_WORDS):
             splits = np.zeros(world.size, dtype=np.int64)
             words = np.empty(0, dtype=np.float32)
@@ -216,11 +229,14 @@ def _move_shards(
             if world.rank == receiver:
                 region[at : at + len(received)] = received
         if leads and here == target:
-            memory.set_ready(shard, step)
+            memory.set_ready(shard, newest[shard])
 
 
-def _together(world: World, name: str, act: Callable[[], T]) -> T:
-    """Do something that may fail on one rank, and fail on all: nobody is left waiting for a worker that gave up."""
+def _together(world: World, is_restart: bool, name: str, act: Callable[[], T]) -> T:
+    """Do something that may fail on one rank, and stop on all: nobody is left waiting for a worker that gave up.
+
+    The survivors of a running job do not fail with a newcomer: they form a world without it.
+    """
     failure: Exception | None = None
     try:
         result = act()
@@ -230,23 +246,23 @@ def _together(world: World, name: str, act: Callable[[], T]) -> T:
     if failure is not None:
         raise failure
     if len(failed):
-        raise ShardMemoryError(
-            f"the worker of rank {failed[0]} could not {name} its host's shard memory; its log says why"
-        )
+        text = f"the worker of rank {failed[0]} could not {name} its host's shard memory; its log says why"
+        raise worker_lost(text) if is_restart else ShardMemoryError(text)
     return result
 
 
 def _refuse_different_settings(world: World, facts: list[Facts], settings: dict[str, object]) -> None:
     if len({f.settings for f in facts}) == 1:
         return
-    theirs = state_codec.decode(world.broadcast("settings", state_codec.encode(settings), 0))
+    measure = next((rank for rank, f in enumerate(facts) if f.has_state), 0)
+    theirs = state_codec.decode(world.broadcast("settings", state_codec.encode(settings), measure))
+    ranks = [rank for rank, f in enumerate(facts) if f.settings != facts[measure].settings]
+    text = f"workers {ranks} define the model differently from rank {measure}"
+    if world.rank not in ranks and facts[measure].has_state:
+        raise worker_lost(f"{text}; going on without them")
     found = difference(theirs, settings)
-    ranks = [rank for rank, f in enumerate(facts) if f.settings != facts[0].settings]
-    detail = f"rank 0 has {found}" if found else f"see the log of rank {ranks[0]}"
-    raise StateMismatch(
-        f"workers {ranks} define the model differently from rank 0: {detail}; "
-        "run the same script with the same settings everywhere"
-    )
+    detail = f"rank {measure} has {found}" if found else f"see the log of rank {ranks[0]}"
+    raise StateMismatch(f"{text}: {detail}; run the same script with the same settings everywhere")
 
 
 def _refuse_foreign_rows(agreed: Agreement, holdings: list[Holding], memory: ShardMemory) -> None:
@@ -263,9 +279,10 @@ def _rows_in(layout: Layout, shard: int) -> int:
 
 
 def _host_number(base: Path) -> int:
-    """Equal for the workers that see the same folder of the same machine."""
+    """Equal for the workers that see the same folder of the same machine, and each other's processes."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     parts = [boot.read_text() if boot.exists() else os.uname().nodename, str(base.resolve())]
-    if base.exists():
-        parts.append(str(base.stat().st_dev))
+    parts.append(str(next(p for p in (base, *base.resolve().parents) if p.exists()).stat().st_dev))
+    processes = Path("/proc/self/ns/pid")
+    parts.append(str(processes.stat().st_ino) if processes.exists() else "")
     return digest({"host": parts})

@@ -27,7 +27,7 @@ from gba_hvd.tables import EmbeddingTables
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 # The numbers that travel with the dense gradients, so that a step needs no other collective.
-_SAMPLES, _LOSS, _LOSS_WEIGHT, _HOSTS_UPDATED, _N_BAD, _BAD_MICRO, _N_EXTRA = range(7)
+_SAMPLES, _LOSS, _LOSS_WEIGHT, _HOSTS_UPDATED, _N_BAD, _BAD_MICRO, _RATES, _N_EXTRA = range(8)
 
 
 @dataclass
@@ -104,6 +104,11 @@ class Engine:
                 "call it once for each"
             )
 
+    @property
+    def is_within_step(self) -> bool:
+        """Some micro-batch of a step was handed out, and the step is not applied yet."""
+        return self._micro is not None or float(self.dense.extra[_SAMPLES]) > 0
+
     # --- called by the user's loop, through the optimizer ------------------------------------------------------------
 
     def add_micro_batch(self, loss: Tensor | float | None) -> None:
@@ -135,6 +140,7 @@ class Engine:
         n_samples = self._cut.samples_of_step(self._step_of_epoch)
         scale, extra = self.micro_batch / n_samples, self.dense.extra
         extra[_HOSTS_UPDATED] = float(self.hosts_updated)
+        rates = extra[_RATES] = sum(float(group["lr"]) for group in self.optimizer.param_groups)
         if self._bad is not None:
             extra[_N_BAD], extra[_BAD_MICRO] = 1.0, self._bad_micro
         self.mode.exchange(self.step + 1, self._rows, scale, self._tables_group["lr"])
@@ -142,19 +148,28 @@ class Engine:
         agreed = extra.tolist()
         if agreed[_N_BAD] or not math.isfinite(float(self.dense.total.sum())):
             self.mode.forget_held()
+            self.dense.clear_total_()
             raise self._non_finite(agreed)
         if round(agreed[_SAMPLES]) != n_samples:
             raise StateMismatch(
                 f"step {self.step + 1}: the workers computed {agreed[_SAMPLES]:.0f} samples, the plan has {n_samples}; "
                 "do all workers use the same dataset, global_batch and micro_batch?"
             )
+        if abs(agreed[_RATES] - rates * self.world.size) > 1e-5 * abs(agreed[_RATES]):
+            raise StateMismatch(
+                f"step {self.step + 1}: this worker's learning rates add up to {rates}, the mean of all workers is "
+                f"{agreed[_RATES] / self.world.size}: step the scheduler once per epoch or "
+                "global step, on all workers, and give it to TorchState"
+            )
         torch.mul(self.dense.total[: self.dense.n], scale, out=self.dense.flat)
         self._step_dense()
         self.dense.zero_()
+        self.dense.clear_total_()
         self.mode.apply_held()
         self.step += 1
         self.cursor.steps_done = self._step_of_epoch + 1
-        self.account.apply(n_samples)
+        self.account.total += n_samples  # by the plan
+        self.account.applied += round(agreed[_SAMPLES])  # by the workers' own count
         self.interrupt_due = self.interrupt_due or agreed[_HOSTS_UPDATED] > 0
         self._report_step(n_samples, agreed[_LOSS] / agreed[_LOSS_WEIGHT] if agreed[_LOSS_WEIGHT] else None)
 

@@ -80,7 +80,3 @@ class Account:
     lost: int = 0  # handed out, and gone with a failure
     shard_steps_missed: int = 0  # steps that one shard did not get because its worker died while applying them
     rows_lost: int = 0  # rows that went down with a host and began anew
-
-    def apply(self, n: int) -> None:
-        self.total += n
-        self.applied += n

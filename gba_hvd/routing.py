@@ -86,7 +86,7 @@ def place_shards(members: Membership, holdings: Sequence[Holding]) -> Placement:
     for shard in new:
         home[shard] = min(range(n_hosts), key=load)
         count[home[shard]] += 1
-    moves = []
+    held = list(home)
     while True:
         source = max(range(n_hosts), key=lambda h: (count[h] / workers[h], -h))
         target = min(range(n_hosts), key=load)
@@ -94,11 +94,10 @@ def place_shards(members: Membership, holdings: Sequence[Holding]) -> Placement:
             break
         movable = [s for s in range(n_shards) if home[s] == source]
         shard = next((s for s in reversed(movable) if s in new), movable[-1])
-        if shard not in new:
-            moves.append((shard, source, target))
         home[shard] = target
         count[source] -= 1
         count[target] += 1
+    moves = [(s, held[s], home[s]) for s in range(n_shards) if held[s] != home[s] and s not in new]
     drops = [(s, h) for h in range(n_hosts) for s in range(n_shards) if holdings[h].ready[s] and h != home[s]]
     server = np.empty(n_shards, dtype=np.int32)
     for h, host in enumerate(members.order):

@@ -28,6 +28,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from .build_run import run_shown
+from .endings import INTERRUPTED, ended_cleanly
 
 HOROVOD_VERSION = "0.28.1"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
@@ -278,10 +279,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--install", action="store_true", help="install the wheel into this interpreter's environment")
     args = parser.parse_args(argv)
     try:
-        wheel = build(find_target(sys.executable), cache_dir())
+        with ended_cleanly():
+            wheel = build(find_target(sys.executable), cache_dir())
     except BuildError as error:
         print(f"build_horovod: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("build_horovod: interrupted", file=sys.stderr)
+        return INTERRUPTED
     print(f"Horovod wheel: {wheel}", flush=True)
     if not args.install or is_installed(wheel):
         return 0

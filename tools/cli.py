@@ -6,15 +6,15 @@ Each subcommand is a module with `add_parser(subparsers)`; what it does, and its
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
 from . import bench, data_command, doctor, mlflow_command
+from .endings import INTERRUPTED, ended_cleanly
 
 COMMANDS = (doctor, data_command, bench, mlflow_command)
-
-INTERRUPTED = 130
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -32,11 +32,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit status. Errors a person can mend are one line, all others keep their traceback."""
     args = build_parser().parse_args(argv)
     try:
-        status: int = args.run(args)
+        with ended_cleanly():
+            status: int = args.run(args)
+            sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         print("gba-hvd: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:  # `gba-hvd data show --json | head`: whoever read it has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes at exit
+        return 1
     except Exception as error:
         from gba_hvd.errors import GbaError  # here, because importing gba_hvd imports torch
 

@@ -54,8 +54,8 @@ def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     columns.add_argument("--preset", metavar="NAME", help="criteo-kaggle, criteo-1tb or frappe")
     columns.add_argument("--format", choices=("csv", "parquet"), default="csv", help="default: csv, with a header")
     columns.add_argument("--label", metavar="COLUMN", default="label", help="0 or 1; default: label")
-    columns.add_argument("--categorical", metavar="A,B,...", type=_names, default=[])
-    columns.add_argument("--numeric", metavar="A,B,...", type=_names, default=[])
+    columns.add_argument("--categorical", metavar="A,B,...", type=_names, action="extend", default=[])
+    columns.add_argument("--numeric", metavar="A,B,...", type=_names, action="extend", default=[])
     columns.add_argument(
         "--multi",
         metavar="FIELD[=SEPARATOR]",
@@ -80,7 +80,8 @@ def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
     splits = parser.add_argument_group("splits")
     for split in SPLITS:
-        splits.add_argument(f"--{split}", type=Path, nargs="+", metavar="PATH", help=f"files or folders of {split}")
+        what = f"files or folders of {split}"
+        splits.add_argument(f"--{split}", type=Path, nargs="+", action="extend", metavar="PATH", help=what)
     splits.add_argument(
         "--split", metavar="A,B,C", type=_shares, help="shares of train,valid,test; default 0.8,0.1,0.1"
     )
@@ -140,13 +141,17 @@ def run_prepare(args: argparse.Namespace) -> int:
 
 def run_show(args: argparse.Namespace) -> int:
     from gba_hvd.data.store import read_manifest, verify
+    from gba_hvd.errors import BadInput
 
     manifest = read_manifest(args.dataset)
-    if args.json:
-        print(json.dumps(manifest, indent=1))
-    else:
-        print_summary(args.dataset, manifest)
-    flaws = verify(args.dataset) if args.verify else []
+    try:
+        if args.json:
+            print(json.dumps(manifest, indent=1))
+        else:
+            print_summary(args.dataset, manifest)
+        flaws = verify(args.dataset) if args.verify else []
+    except (KeyError, TypeError) as error:
+        raise BadInput(f"{args.dataset}: its dataset.json lacks {error}; prepare the dataset again") from error
     for flaw in flaws:
         print(flaw, file=sys.stderr)
     if args.verify and not flaws:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +27,8 @@ class BadRows:
     """Counts malformed rows. `limit` below 1 is a share of the rows read, from 1 up a number of rows; 0 allows none."""
 
     def __init__(self, limit: float = DEFAULT_LIMIT, n_kept: int = 5) -> None:
-        if limit < 0:
-            raise ValueError(f"the limit of bad rows is {limit}, expected 0, a share below 1, or a number of rows")
+        if not 0 <= limit < math.inf:
+            raise BadInput(f"the limit of bad rows is {limit}, expected 0, a share below 1, or a number of rows")
         self._limit = limit
         self._n_kept = n_kept
         self.count = 0

@@ -128,6 +128,8 @@ class VocabularyFit:
 
     def finish(self) -> tuple[VocabularyEncoder, int]:
         """The encoder, and how many distinct values the train split had (rare ones included)."""
+        if not self._counted:
+            return VocabularyEncoder(pa.array([], pa.large_string()), np.empty(0, dtype=np.int64)), 0
         self._merge()
         table = self._counted[0]
         table = table.filter(pc.greater(pc.binary_length(table["value"]), 0))

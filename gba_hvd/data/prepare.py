@@ -225,7 +225,12 @@ def _put_in_place(folder: Path, out: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
     if out.exists():
         out.rename(old)
-    folder.rename(out)
+    try:
+        folder.rename(out)
+    except OSError:
+        if old.exists():
+            old.rename(out)
+        raise
     parent = os.open(out.parent, os.O_RDONLY)
     os.fsync(parent)
     os.close(parent)

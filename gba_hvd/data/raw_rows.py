@@ -6,7 +6,7 @@ Here a row must have the right number of columns and be UTF-8 text; what its val
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,12 @@ class RawRows:
     def where(self, row: int) -> str:
         return f"{self.unit} {self.numbers[row]}"
 
-    def keep(self, mask: npt.NDArray[np.bool_]) -> RawRows:
+    def without(self, flaws: Mapping[int, str], bad: BadRows) -> RawRows:
+        """The rows that have no flaw; the others are reported to `bad`, each with its flaw."""
+        for row in sorted(flaws):
+            bad.report(self.file, self.where(row), flaws[row])
+        mask = np.ones(len(self.numbers), dtype=bool)
+        mask[list(flaws)] = False
         arrow_mask = pa.array(mask)
         columns = {name: column.filter(arrow_mask) for name, column in self.columns.items()}
         return RawRows(
@@ -61,7 +66,11 @@ def read_rows(
     """(index of the file, rows), one block at a time. Malformed rows go to `bad`, which may stop it."""
     position = 0
     for index, path in enumerate(files):
-        read = _read_parquet(path, recipe) if recipe.format == "parquet" else _read_text(path, recipe, bad, block_bytes)
+        read = (
+            _read_parquet(path, recipe, bad)
+            if recipe.format == "parquet"
+            else _read_text(path, recipe, bad, block_bytes)
+        )
         start = position
         for raw in read:
             bad.rows_read += raw.n_read
@@ -108,7 +117,7 @@ def _read_text(path: Path, recipe: Recipe, bad: BadRows, block_bytes: int) -> It
 def _header(path: Path, line: bytes) -> tuple[str, ...]:
     try:
         return tuple(next(csv.reader([line.decode("utf-8").rstrip("\r")])))
-    except (UnicodeDecodeError, StopIteration) as error:
+    except (UnicodeDecodeError, csv.Error, StopIteration) as error:
         raise BadInput(f"{path}, line 1: expected a header with the names of the columns: {error}") from error
 
 
@@ -183,14 +192,20 @@ def _plainly_sound(data: bytes, quoted: bool) -> bool:
 
 
 def _flaw(line: bytes, quoted: bool) -> str | None:
-    try:
-        line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return f"not UTF-8: byte 0x{line[error.start]:02x} at column {error.start + 1}"
+    if flaw := _not_utf8(line):
+        return flaw
     if b"\r" in line.removesuffix(b"\r"):
         return "a carriage return inside the line"
     if quoted and line.count(b'"') % 2:
         return "a quote is not closed in this line (values with line ends are not supported)"
+    return None
+
+
+def _not_utf8(text: bytes) -> str | None:
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return f"not UTF-8: byte 0x{text[error.start]:02x} at column {error.start + 1}"
     return None
 
 
@@ -201,7 +216,7 @@ def _open_parquet(path: Path) -> Any:
         raise BadInput(f"{path}: not a whole Parquet file (cut or damaged?): {error}") from error
 
 
-def _read_parquet(path: Path, recipe: Recipe) -> Iterator[RawRows]:
+def _read_parquet(path: Path, recipe: Recipe, bad: BadRows) -> Iterator[RawRows]:
     file = _open_parquet(path)
     require_columns(recipe.used, file.schema_arrow.names, str(path))
     size, n_rows, n_before = path.stat().st_size, file.metadata.num_rows, 0
@@ -211,9 +226,26 @@ def _read_parquet(path: Path, recipe: Recipe) -> Iterator[RawRows]:
             n_before += len(batch)
             columns = {name: batch.column(name) for name in recipe.used}
             read_bytes = size * n_before // max(n_rows, 1)
-            yield RawRows(str(path), "row", positions + 1, positions, columns, len(batch), read_bytes)
+            rows = RawRows(str(path), "row", positions + 1, positions, columns, len(batch), read_bytes)
+            yield _without_broken_text(rows, bad)
     except (pa.ArrowInvalid, OSError) as error:
         raise BadInput(f"{path}, after row {n_before}: damaged: {error}") from error
+
+
+def _without_broken_text(rows: RawRows, bad: BadRows) -> RawRows:
+    """Leave out rows whose text is not UTF-8: a Parquet file need not keep what its types promise."""
+    flaws: dict[int, str] = {}
+    for name, column in rows.columns.items():
+        if column.type not in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
+            continue
+        text = column.cast(pa.large_binary())
+        try:
+            text.cast(pa.large_string())
+        except pa.ArrowInvalid:
+            for row, value in enumerate(text.to_pylist()):
+                if value is not None and (flaw := _not_utf8(value)):
+                    flaws.setdefault(row, f"{name}: {flaw}")
+    return rows.without(flaws, bad) if flaws else rows
 
 
 def _one_array(column: pa.ChunkedArray) -> pa.Array:

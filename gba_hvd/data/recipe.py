@@ -63,6 +63,12 @@ class Categorical:
     separator: str | None = None  # in text; a list column of a Parquet file needs `is_list` instead
     is_list: bool = False
 
+    def __post_init__(self) -> None:
+        if self.separator == "" or (self.is_list and self.separator is not None):
+            raise ValueError(
+                f"{self.name}: separator is {self.separator!r}, expected one in text, none for a list column"
+            )
+
     @property
     def multi_valued(self) -> bool:
         return self.is_list or self.separator is not None
@@ -137,7 +143,8 @@ class SplitShares:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.shares or min(self.shares.values()) <= 0 or abs(sum(self.shares.values()) - 1) > 1e-6:
+        shares = self.shares.values()
+        if not shares or not all(share > 0 for share in shares) or abs(sum(shares) - 1) > 1e-6:
             raise ValueError(f"shares of the splits are {dict(self.shares)}, expected positive numbers that sum to 1")
 
     def to_json(self) -> dict[str, Any]:

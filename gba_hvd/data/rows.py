@@ -5,7 +5,8 @@ Nothing is fitted here and nothing depends on other rows; ids of vocabularies an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,19 +65,34 @@ def check_rows(raw: RawRows, recipe: Recipe, bad: BadRows) -> Rows:
     rows = _convert(raw, recipe, flaws)
     if not flaws:
         return rows
-    for row in sorted(flaws):
-        bad.report(raw.file, raw.where(row), flaws[row])
-    sound = np.ones(len(raw.numbers), dtype=bool)
-    sound[list(flaws)] = False
+    sound = raw.without(flaws, bad)
     bad.judge()
-    return _convert(raw.keep(sound), recipe, {})
+    return _convert(sound, recipe, {})
 
 
 def _convert(raw: RawRows, recipe: Recipe, flaws: dict[int, str]) -> Rows:
-    label = _label(raw.columns[recipe.label], recipe.label, flaws)
-    numeric = {n.name: _numbers(raw.columns[n.name], n.name, flaws) for n in recipe.numeric}
-    categorical = {c.name: _values(raw, c, flaws) for c in recipe.categorical}
+    numeric, categorical = {}, {}
+    with _column(raw, recipe.label):
+        label = _label(raw.columns[recipe.label], recipe.label, flaws)
+    for n in recipe.numeric:
+        with _column(raw, n.name):
+            numeric[n.name] = _numbers(raw.columns[n.name], n.name, flaws)
+    for c in recipe.categorical:
+        with _column(raw, c.name):
+            categorical[c.name] = _values(raw, c, flaws)
     return Rows(raw.positions, label, numeric, categorical)
+
+
+@contextmanager
+def _column(raw: RawRows, name: str) -> Iterator[None]:
+    """A Parquet column may have any type; what Arrow cannot convert is said with its name."""
+    try:
+        yield
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        found = f"column {name!r} is of type {raw.columns[name].type}, which cannot be used"
+        raise BadInput(
+            f"{raw.file}: {found} ({error}); expected text or numbers, or lists of them if declared"
+        ) from error
 
 
 def _label(column: pa.Array, name: str, flaws: dict[int, str]) -> npt.NDArray[np.uint8]:

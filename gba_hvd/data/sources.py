@@ -71,10 +71,10 @@ def find_files(inputs: Iterable[Path], format: Format) -> list[Path]:
 def files_by_split(folder: Path, format: Format) -> dict[str, list[Path]]:
     """What in `folder` is called train, valid and test, with any suffix; {} unless something is called train."""
     named: dict[str, list[Path]] = {}
-    for path in sorted(folder.iterdir()):
-        split = path.name.split(".")[0]
-        if split in ("train", "valid", "test") and (path.is_dir() or _belongs(Path(path.name), format)):
-            named.setdefault(split, []).append(path)
+    for split in ("train", "valid", "test"):
+        for path in sorted(p for p in folder.iterdir() if p.name.split(".")[0] == split):
+            if path.is_dir() or _belongs(Path(path.name), format):
+                named.setdefault(split, []).append(path)
     return named if "train" in named else {}
 
 

@@ -46,12 +46,20 @@ def keep(folder: Path, grace_s: float) -> None:
         else:
             empty_since = empty_since or time.monotonic()
             if time.monotonic() - empty_since >= grace_s:
-                shutil.rmtree(
-                    folder, ignore_errors=True
-                )  # under the lock: a late worker finds no folder, not half of one
+                remove(folder)
                 return
         finally:
             os.close(fd)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder at once: a late worker finds none, not half of one."""
+    gone = folder.with_name(f"{folder.name}.gone-{os.getpid()}")
+    try:
+        folder.rename(gone)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def main() -> None:

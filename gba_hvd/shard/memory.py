@@ -20,7 +20,6 @@ import fcntl
 import json
 import mmap
 import os
-import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -60,8 +59,8 @@ class ShardMemory:
     flat:  float32 [S * region_words]  the whole memory, shard after shard
     """
 
-    def __init__(self, folder: Path, layout: Layout, alive_fd: int, mapped: mmap.mmap, created: bool) -> None:
-        self.folder, self.layout, self.created = folder, layout, created
+    def __init__(self, folder: Path, layout: Layout, alive_fd: int, mapped: mmap.mmap) -> None:
+        self.folder, self.layout = folder, layout
         self._alive_fd: int | None = alive_fd
         self._map = mapped
         self.flat = np.frombuffer(mapped, dtype=np.float32)
@@ -101,6 +100,8 @@ class ShardMemory:
             alive_fd = os.open(folder / "alive", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(alive_fd, fcntl.LOCK_SH)  # waits while the keeper removes the folder
+                if os.fstat(alive_fd).st_nlink == 0:
+                    raise FileNotFoundError(folder)
                 about, path = folder / "memory.json", folder / "shards"
                 mine = {"format": FORMAT, **layout.describe()}
                 created = not about.exists()
@@ -121,7 +122,7 @@ class ShardMemory:
             except BaseException:
                 os.close(alive_fd)
                 raise
-        return cls(folder, layout, alive_fd, mapped, created)
+        return cls(folder, layout, alive_fd, mapped)
 
     # --- shards ----------------------------------------------------------------------------------------------------
 
@@ -132,7 +133,9 @@ class ShardMemory:
         """Take the space of these shards from the file system now, so that no later write can fail for lack of it."""
         need = len(shards) * self.layout.region_bytes
         stat = os.statvfs(self.folder)
-        free = stat.f_bavail * stat.f_frsize
+        own = 512 * os.stat(self.folder / "shards").st_blocks  # of it, shards that are not ready hold space for nothing
+        spare = own - int((self._ready == _READY).sum()) * self.layout.region_bytes
+        free = stat.f_bavail * stat.f_frsize + max(0, spare)
         if need > free:
             raise ShardMemoryError(
                 f"{len(shards)} of {self.layout.n_shards} shards need {_gib(need)} in {self.folder.parent}, "
@@ -162,10 +165,14 @@ class ShardMemory:
         self._begun[shard] = self._finished[shard] = step
         self._ready[shard] = _READY  # last: from here on the shard exists
 
+    def set_absent(self, shard: int) -> None:
+        """The shard is not here, or not whole yet."""
+        self._ready[shard] = 0
+
     def drop(self, shard: int) -> None:
         """Give the space of a shard back; it now lives on another host."""
         self._ready[shard] = 0
-        if hasattr(self._map, "madvise") and hasattr(mmap, "MADV_REMOVE"):
+        with contextlib.suppress(OSError, AttributeError):  # not every file system can; then the space stays taken
             self._map.madvise(mmap.MADV_REMOVE, shard * self.layout.region_bytes, self.layout.region_bytes)
 
     def region(self, shard: int) -> np.ndarray:
@@ -196,25 +203,38 @@ class ShardMemory:
                 )
             time.sleep(20e-6)
 
-    def end_writer(self, shard: int, members: set[int]) -> None:
-        """A worker that the world has moved on without may be stopped in the middle of writing this shard: end it.
+    def claim(self, shards: np.ndarray) -> None:
+        """This process serves these shards from now on."""
+        self._writer[shards] = os.getpid()
 
-        Otherwise it would go on writing an old step when it is continued, under the feet of its successor.
+    def end_old_writers(self, members: set[int]) -> None:
+        """End workers of this host that served shards and that the world has moved on without.
+
+        Such a worker is dead or stopped. Stopped, it would go on writing an old step when it is continued, under the
+        feet of its successor.
         """
-        pid = int(self._writer[shard])
-        if self._begun[shard] == self._finished[shard] or pid in members or not _is_alive(pid):
-            return
-        if str(self.folder).encode() not in Path(f"/proc/{pid}/maps").read_bytes():
-            return  # the number now belongs to somebody else
-        os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + _END_TIMEOUT_S
-        while _is_alive(pid):
-            if time.monotonic() > deadline:
-                raise ShardMemoryError(
-                    f"shard {shard}: process {pid} is stuck in the middle of writing and cannot be killed; "
-                    "end it by hand"
-                )
-            time.sleep(0.01)
+        for pid in set(self._writer[self._ready == _READY].tolist()) - members - {0}:
+            if not _is_alive(pid) or not self._maps_us(pid):
+                continue
+            os.kill(pid, signal.SIGKILL)
+            deadline = time.monotonic() + _END_TIMEOUT_S
+            while _is_alive(pid):
+                if time.monotonic() > deadline:
+                    raise ShardMemoryError(
+                        f"process {pid} served shards, is no longer in the job and cannot be killed; end it by hand"
+                    )
+                time.sleep(0.01)
+
+    def _maps_us(self, pid: int) -> bool:
+        """Whether the process with this number still is one of ours."""
+        try:
+            return str(self.folder).encode() in Path(f"/proc/{pid}/maps").read_bytes()
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            return False
+
+    @property
+    def is_closed(self) -> bool:
+        return self._alive_fd is None
 
     def close(self, remove: bool = True) -> None:
         """Let go; the last process out removes the folder, unless told not to (a restart may want the rows)."""
@@ -225,7 +245,7 @@ class ShardMemory:
             with _locked(self.folder):
                 if remove:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(self.folder, ignore_errors=True)
+                    keeper.remove(self.folder)
         except (BlockingIOError, FileNotFoundError):
             pass  # somebody else still uses it, or has removed it
         finally:

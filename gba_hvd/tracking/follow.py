@@ -17,7 +17,7 @@ from pathlib import Path
 
 from gba_hvd.tracking.host_metrics import HostReporter
 from gba_hvd.tracking.sender import Sender, say
-from gba_hvd.tracking.spool import SpoolStatus, remove
+from gba_hvd.tracking.spool import SpoolStatus, read_lines, remove
 
 ORPHAN_TIMEOUT_S = 10.0
 TERMINATED_TIMEOUT_S = 3.0
@@ -76,7 +76,9 @@ def follow(spool: Path, parent: int, tick_s: float = 0.2) -> bool:
 
 
 def send_left_behind(spool: Path, timeout_s: float) -> SpoolStatus:
-    """Deliver a spool whose worker is gone; removes it when everything was taken."""
+    """Deliver a spool whose worker is gone; removes it when everything was taken. Any other file is left alone."""
+    if not _is_spool(spool):
+        return SpoolStatus(problem="its first line is no job record, so it is no spool of gba_hvd", stopped=True)
     sender = Sender(spool)
     sender.orphaned = sender.late = True
     deadline_s = time.monotonic() + timeout_s
@@ -88,6 +90,11 @@ def send_left_behind(spool: Path, timeout_s: float) -> SpoolStatus:
         if sender.status.stopped or time.monotonic() > deadline_s:
             return sender.status
         time.sleep(0.2)
+
+
+def _is_spool(path: Path) -> bool:
+    lines = read_lines(path, 0)
+    return bool(lines) and lines[0].record.get("kind") == "job"
 
 
 def main() -> int:

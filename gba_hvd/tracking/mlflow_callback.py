@@ -126,8 +126,10 @@ class MLflowCallback(Callback):
 
     def on_step(self, record: StepRecord) -> None:
         self._since.add(record)
-        if record.step % self._log_every_steps:
-            return
+        if record.step % self._log_every_steps == 0:
+            self._write_point(record)
+
+    def _write_point(self, record: StepRecord) -> None:
         since, self._since = self._since, _Interval()
         job = self._job
         if job is None or self._writer is None or record.step <= self._logged_step:
@@ -167,6 +169,8 @@ class MLflowCallback(Callback):
         if self._ended or self._writer is None or self._job is None:
             return
         self._ended = True
+        if self._since.last is not None:  # the steps after the last multiple of `log_every_steps`
+            self._write_point(self._since.last)
         reason = "" if error is None else f"{type(error).__name__}: {error}"
         self._write({"kind": "end", "status": status if self._job.is_chief else None, "reason": reason})
         self._writer.close()
@@ -286,8 +290,10 @@ class _Interval:
         self._samples = 0
         self._seconds = 0.0
         self._losses: list[float] = []
+        self.last: StepRecord | None = None
 
     def add(self, record: StepRecord) -> None:
+        self.last = record
         self._samples += record.samples
         self._seconds += record.seconds
         if record.loss is not None:

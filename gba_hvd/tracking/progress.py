@@ -137,8 +137,8 @@ class ProgressLine(Callback):
         try:
             stream.write(text)
             stream.flush()
-        except (BrokenPipeError, ValueError):
-            pass  # nobody reads any more; training goes on
+        except (OSError, ValueError):
+            pass  # nobody reads any more, or the disk is full; training goes on
 
 
 class Rate:

@@ -79,16 +79,16 @@ class SpoolWriter:
     def append(self, record: Mapping[str, Any]) -> None:
         if self._fd < 0:
             return
-        line = (json.dumps(record, default=str, separators=(",", ":")) + "\n").encode()
-        if self._torn:
-            line = b"\n" + line
         try:
+            line = (json.dumps(record, default=str, separators=(",", ":")) + "\n").encode()
+            if self._torn:
+                line = b"\n" + line
             if record["kind"] != "end" and os.fstat(self._fd).st_size + len(line) > self._limit_bytes:
                 raise OSError(f"{self.path} has reached its limit of {self._limit_bytes >> 20} MiB")
             self._torn = os.write(self._fd, line) != len(line)
             if self._torn:
                 raise OSError(f"{self.path}: the disk is full")
-        except OSError as error:
+        except (OSError, TypeError, ValueError) as error:  # the latter two: no JSON, such as a tuple as a key
             self.lost += 1
             self.problem = str(error)
 

@@ -201,7 +201,7 @@ def test_a_split_without_rows_is_refused(tmp_path: Path, write: Write) -> None:
         prepare(COLOURS, SplitShares([path], {"train": 0.999, "valid": 0.001}, by="order"), tmp_path / "out")
 
 
-@pytest.mark.parametrize("shares", [{"train": 0.5}, {"train": 1.5, "valid": -0.5}, {}])
+@pytest.mark.parametrize("shares", [{"train": 0.5}, {"train": 1.5, "valid": -0.5}, {"train": float("nan")}, {}])
 def test_shares_must_sum_to_one(shares: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="expected positive numbers that sum to 1"):
         SplitShares([], shares)
@@ -215,3 +215,54 @@ def test_without_a_train_split_nothing_can_be_fitted(tmp_path: Path, write: Writ
 def test_a_recipe_with_a_column_in_two_roles_is_refused() -> None:
     with pytest.raises(ValueError, match="column size has more than one role"):
         Recipe(format="csv", label="label", categorical=(Categorical("size"),), numeric=(Numeric("size"),))
+
+
+@pytest.mark.parametrize("type", [pa.string(), pa.large_string(), pa.binary(), pa.large_binary()], ids=str)
+def test_parquet_text_that_is_not_utf8_is_a_malformed_row(type: pa.DataType, tmp_path: Path) -> None:
+    values = pa.array([b"red", b"r\xe9d", None, b"blue"], type if "binary" in str(type) else pa.binary())
+    colour = values if values.type == type else _as_it_is(values, type)
+    pq.write_table(pa.table({"label": [1, 0, 1, 0], "colour": colour}), tmp_path / "train.parquet")
+    recipe = Recipe(format="parquet", label="label", categorical=(Categorical("colour"),))
+    source = SplitFiles({"train": [tmp_path / "train.parquet"]})
+    report = prepare(recipe, source, tmp_path / "out", max_bad_rows=1)["input"]["bad_rows"]
+    assert report["count"] == 1
+    assert "row 2: colour: not UTF-8: byte 0xe9 at column 2" in report["first"][0]
+    assert ClickLog.open(tmp_path / "out").tables == {"colour": 3}
+
+
+def _as_it_is(values: pa.Array, type: pa.DataType) -> pa.Array:
+    """Bytes called text without a look at them, as some writers do."""
+    if type == pa.large_string():
+        values = values.cast(pa.large_binary())
+    return pa.Array.from_buffers(type, len(values), values.buffers(), null_count=values.null_count)
+
+
+def test_a_parquet_type_without_use_is_named_with_its_column(tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    pq.write_table(pa.table({"label": [1, 0], "colour": [{"r": 1}, {"r": 2}]}), path)
+    for column in ({"categorical": (Categorical("colour"),)}, {"categorical": (Categorical("colour", Identity(9)),)}):
+        with pytest.raises(BadInput, match=r"train\.parquet: column 'colour' is of type struct<r: int64>"):
+            prepare(Recipe(format="parquet", label="label", **column), SplitFiles({"train": [path]}), tmp_path / "out")
+
+
+def test_a_header_that_cannot_be_one_is_refused(prepared: Prepared) -> None:
+    with pytest.raises(BadInput, match=r"train\.csv, line 1: expected a header with the names of the columns: field"):
+        prepared("x" * 200_000 + "\n1,2\n")
+
+
+def test_a_train_split_without_rows_is_refused(tmp_path: Path, write: Write) -> None:
+    path = write("in/all.csv", HEADER + GOOD)
+    with pytest.raises(BadInput, match="split 'train' got no rows"):
+        prepare(COLOURS, SplitShares([path], {"train": 0.001, "valid": 0.999}), tmp_path / "out")
+
+
+@pytest.mark.parametrize("limit", [-1.0, float("nan"), float("inf")])
+def test_a_limit_of_bad_rows_that_is_none_is_refused(limit: float) -> None:
+    with pytest.raises(BadInput, match="the limit of bad rows is"):
+        BadRows(limit)
+
+
+@pytest.mark.parametrize("settings", [{"separator": ""}, {"separator": "|", "is_list": True}])
+def test_a_separator_that_separates_nothing_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="tags: separator is"):
+        Categorical("tags", **settings)

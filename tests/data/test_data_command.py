@@ -33,7 +33,9 @@ def test_a_folder_with_a_file_per_split(tmp_path: Path, write: Write, capsys: py
     for split in ("train", "valid", "test"):
         write(f"in/{split}.csv", HEADER + GOOD * 5)
     assert gba_hvd("prepare", tmp_path / "in", "--out", tmp_path / "out", *BY_HAND) == 0
-    assert "malformed rows left out: 0 of 30" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "malformed rows left out: 0 of 30" in shown
+    assert [line.split()[0] for line in shown.splitlines()[1:4]] == ["train", "valid", "test"]
     assert [len(ClickLog.open(tmp_path / "out", split)) for split in ("train", "valid", "test")] == [10, 10, 10]
 
 
@@ -91,6 +93,7 @@ WRONG = {
     "half a hash": (["{in}", *BY_HAND, "--hash", "colour"], "colour: expected FIELD=ROWS"),
     "two ways to split": (["{in}", "--train", "{in}", *BY_HAND], "leave out INPUT"),
     "shares": (["{in}", *BY_HAND, "--split", "0.5,0.1"], "expected positive numbers that sum to 1"),
+    "no separator": (["{in}", "--multi", "colour="], "separator is ''"),
     "column with two roles": (["{in}", "--categorical", "size", "--numeric", "size"], "more than one role"),
 }
 
@@ -114,3 +117,17 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(capsys: pytest.Captu
         "writing 45%, 5,000 rows, 1 malformed",
         "writing 91%, 10,000 rows, 1 malformed",
     ]
+
+
+def test_an_option_given_twice_adds_to_the_first(tmp_path: Path, write: Write) -> None:
+    one, two = write("in/a.csv", HEADER + GOOD), write("in/b.csv", HEADER + GOOD)
+    columns = ["--categorical", "colour", "--categorical", "shape", "--numeric", "size"]
+    gba_hvd("prepare", "--train", one, "--train", two, "--out", tmp_path / "out", *columns)
+    log = ClickLog.open(tmp_path / "out")
+    assert (len(log), list(log.tables)) == (4, ["colour", "shape"])
+
+
+def test_a_damaged_manifest_is_said_to_be_one(tmp_path: Path, write: Write) -> None:
+    write("set/dataset.json", '{"format": "gba_hvd click log", "version": 1}')
+    with pytest.raises(BadInput, match=r"its dataset\.json lacks 'splits'; prepare the dataset again"):
+        gba_hvd("show", tmp_path / "set")

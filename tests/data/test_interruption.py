@@ -116,3 +116,24 @@ def test_a_killed_prepare_leaves_no_dataset_and_the_next_one_clears_up(source: S
     prepare(COLOURS, source, tmp_path / "made/out")
     assert [path.name for path in (tmp_path / "made").iterdir()] == ["out"]
     assert len(ClickLog.open(tmp_path / "made/out").take(np.arange(200))) == 200
+
+
+def test_when_the_new_dataset_cannot_be_put_in_place_the_old_one_is_back(
+    source: SplitFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(COLOURS, source, tmp_path / "out")
+    before = (tmp_path / "out/dataset.json").read_bytes()
+    rename, failed = Path.rename, []
+
+    def fail_for_the_new(path: Path, target: Path) -> Path:
+        if path.name == "dataset":
+            failed.append(path)
+            raise OSError("the disk does not answer")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail_for_the_new)
+    with pytest.raises(BadInput, match="the disk does not answer"):
+        prepare(COLOURS, source, tmp_path / "out", overwrite=True)
+    assert failed
+    assert (tmp_path / "out/dataset.json").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "train.csv"]

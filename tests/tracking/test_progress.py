@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 
+import pytest
+
 from gba_hvd.callbacks import Event, Job, StepRecord
 from gba_hvd.tracking import ProgressLine
 from tests.tracking.conftest import event, job, step
@@ -105,3 +107,15 @@ def test_other_ranks_tell_only_of_errors_that_began_with_them():
         progress.on_event(event("membership", 1))
         progress.on_end("FAILED", error)
         assert len(told(stream)) == n_lines
+
+
+@pytest.mark.parametrize("trouble", [BrokenPipeError(), OSError(28, "No space left on device"), ValueError("closed")])
+def test_an_output_that_takes_nothing_does_not_stop_training(trouble: Exception):
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            tried.append(text)
+            raise trouble
+
+    tried: list[str] = []
+    run(ProgressLine(stream=Full(), clock=Clock()), [job("j")], [step(1)])
+    assert tried

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gba_hvd.tracking import mlflow_run
-from gba_hvd.tracking.follow import locked
+from gba_hvd.tracking.follow import locked, send_left_behind
 from gba_hvd.tracking.records import Batch, metrics_records, pack
 from gba_hvd.tracking.sender import Sender
 from gba_hvd.tracking.spool import SpoolWriter, all_records, read_lines, read_status
@@ -236,3 +236,32 @@ def test_two_senders_never_work_on_one_spool(spool: Path):
     write(spool, JOB)
     with locked(spool) as mine, locked(spool) as second:
         assert (mine, second) == (True, False)
+
+
+@pytest.mark.parametrize("content", [b'{"event": "x", "step": 1}\n', b"hello\nworld\n", b"", b'{"kind": "job"'])
+def test_a_file_that_is_no_spool_is_neither_sent_nor_removed(run: FaultyRun, tmp_path: Path, content: bytes):
+    file = tmp_path / "theirs.jsonl"
+    file.write_bytes(content)
+    status = send_left_behind(file, timeout_s=5.0)
+    assert (status.done, status.stopped) == (False, True)
+    assert "no spool" in (status.problem or "")
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs.jsonl"]
+    assert file.read_bytes() == content
+    assert run.calls == []
+
+
+def test_a_spool_left_behind_is_sent_and_removed(run: FaultyRun, spool: Path):
+    write(spool, JOB, *points(1, 2), END)
+    assert send_left_behind(spool, timeout_s=5.0).done
+    assert (run.points, run.status) == ([("loss", 1), ("loss", 2)], "FINISHED")
+    assert not spool.parent.exists()
+
+
+def test_a_record_that_is_no_json_is_counted_and_training_goes_on(spool: Path):
+    writer = SpoolWriter(spool)
+    writer.append({"kind": "event", "data": {("a", "tuple"): 1}})
+    writer.append(JOB)
+    writer.close()
+    assert writer.lost == 1
+    assert "keys must be" in (writer.problem or "")
+    assert list(all_records(spool)) == [JOB]

@@ -11,7 +11,7 @@ import torch
 
 import gba_hvd
 from gba_hvd import BadInput, StateMismatch
-from gba_hvd.batches import _agree
+from gba_hvd.batches import agree_on
 from gba_hvd.order import Cut
 
 
@@ -115,7 +115,7 @@ def test_an_empty_dataset_is_refused(training: Any, clicks: Any) -> None:
 def test_workers_about_to_do_different_things_are_stopped() -> None:
     world = SimpleNamespace(gather=lambda name, row: np.stack([row, row + np.array([0, 5])]))
     with pytest.raises(StateMismatch, match=r"disagree about the seed: by rank \[3, 8\]"):
-        _agree(world, {"samples": 50, "seed": 3})
+        agree_on(world, "epoch", {"samples": 50, "seed": 3})
 
 
 def test_idle_workers_are_warned_of() -> None:

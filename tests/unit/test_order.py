@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gba_hvd.errors import BadInput
-from gba_hvd.order import Account, Cut, EpochOrder
+from gba_hvd.order import Cut, EpochOrder
 from gba_hvd.routing import shares
 
 
@@ -73,10 +73,3 @@ def test_the_refusal_names_the_nearest_global_batch() -> None:
 def test_an_empty_dataset_is_refused() -> None:
     with pytest.raises(BadInput, match="no samples"):
         Cut(0, 8, 4)
-
-
-def test_the_account_adds_up() -> None:
-    account = Account()
-    account.apply(16)
-    account.apply(2)
-    assert (account.total, account.applied, account.dropped, account.lost) == (18, 18, 0, 0)

@@ -47,8 +47,8 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     try:
-        with measure.ended_cleanly():
-            rows, result = compare(args)
+        measure.check_writable(args.out)
+        rows, result = compare(args)
     except measure.RunFailed as error:
         print(f"gba-hvd: {error}", file=sys.stderr)
         return 1

@@ -13,8 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -38,16 +37,6 @@ class Variant:
 
 class RunFailed(Exception):
     """A launched run ended with an error or ran out of time."""
-
-
-@contextmanager
-def ended_cleanly() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt, as Ctrl-C does, so that launched runs and scratch folders go with us."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def launch(variant: Variant, more: Sequence[str], *, log: Path, timeout_s: float) -> float:
@@ -141,6 +130,17 @@ def console_script(name: str) -> str:
             f"no {name} beside {sys.executable}; run `make setup` and use that virtual environment's gba-hvd"
         )
     return str(path)
+
+
+def check_writable(path: Path) -> None:
+    """Raise RunFailed unless a result can be written there: before the minutes of work, not after them."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunFailed(f"{path}: the result cannot be written here: {error}") from error
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        what = "is a folder" if path.is_dir() else "cannot be written"
+        raise RunFailed(f"{path}: {what}; --out is the file that gets the result")
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
