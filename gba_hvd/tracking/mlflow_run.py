@@ -24,7 +24,6 @@ from gba_hvd.tracking.records import Batch, Point, Record, merge_events
 
 JOB_TAG = "gba_hvd.job_id"
 CHIEF_TAG = "gba_hvd.chief"  # stamp of the process that speaks for the run, see delivery.may_speak
-HEARTBEAT_TAG = "gba_hvd.heartbeat"  # unix time of the last sign of life of the chief's training loop
 REASON_TAG = "gba_hvd.status_reason"
 SUPERSEDED_TAG = "gba_hvd.superseded_by"
 EVENTS_FILE = "events.jsonl"

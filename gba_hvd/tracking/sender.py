@@ -21,6 +21,7 @@ from gba_hvd.tracking.spool import all_records, read_lines, read_status, write_s
 if TYPE_CHECKING:
     from gba_hvd.tracking.mlflow_run import JobRun
 
+HEARTBEAT_TAG = "gba_hvd.heartbeat"  # unix time of the last sign of life of the chief's training loop
 HEARTBEAT_EVERY_S = 30.0
 EVENTS_EVERY_S = 10.0
 ARTIFACT_ATTEMPTS = 3
@@ -99,7 +100,7 @@ class Sender:
         if self.status.done:
             return
         if self.job is not None and self.job["chief"] and self._last_sign_s and now >= self._next_heartbeat_s:
-            self._call(lambda run: run.set_tags({"gba_hvd.heartbeat": str(round(self._last_sign_s))}))
+            self._call(lambda run: run.set_tags({HEARTBEAT_TAG: str(round(self._last_sign_s))}))
             self._next_heartbeat_s = now + HEARTBEAT_EVERY_S
         if self._events_waiting and (self.orphaned or now >= self._next_events_s):
             self._put_events()

@@ -26,7 +26,8 @@ def test_nothing_is_left_when_the_launcher_is_ended(tmp_path: Path, number: sign
             os.killpg(job.launcher.pid, number)  # what Ctrl-C in a terminal does
         else:
             job.launcher.send_signal(number)
-        assert job.wait(60) != 0
+        job.wait(60)  # what horovodrun returns then is its own affair
+        assert "FINISHED" not in [end["end"] for end in job.notes("end")]
         job.assert_nothing_left()
 
 

@@ -15,7 +15,7 @@ from gba_hvd_tools import mlflow_command
 
 from gba_hvd.errors import BadInput
 from gba_hvd.tracking import MLflowCallback
-from gba_hvd.tracking.spool import read_status
+from gba_hvd.tracking.spool import all_records, read_status
 from tests.tracking.conftest import (
     Server,
     Worker,
@@ -292,6 +292,20 @@ def test_without_mlflow_the_error_says_what_to_install(monkeypatch: pytest.Monke
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'mlflow"):
         MLflowCallback()
+
+
+def test_the_steps_after_the_last_point_are_a_point_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(MLflowCallback, "_start_sender", lambda self: None)
+    monkeypatch.setattr(MLflowCallback, "_wait_for_sender", lambda self: None)
+    callback = MLflowCallback(spool_dir=tmp_path / "spool", log_every_steps=3)
+    callback.on_job(job("tail"))
+    for k in range(1, 6):
+        callback.on_step(step(k, loss=float(k)))
+    callback.on_end("FINISHED", None)
+    assert callback.spool is not None
+    records = [record for record in all_records(callback.spool) if record["kind"] == "metrics"]
+    assert [(record["step"], record["values"]["train/loss"]) for record in records] == [(3, 2.0), (5, 4.5)]
+    assert list(all_records(callback.spool))[-1]["kind"] == "end"
 
 
 def test_settings_that_make_no_sense_are_refused():

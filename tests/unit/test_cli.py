@@ -59,6 +59,7 @@ def test_what_a_person_can_mend_is_one_line(command: Command, capsys: pytest.Cap
     assert capsys.readouterr().err == "gba-hvd: no such thing\n"
 
 
+@pytest.mark.processes
 def test_a_reader_that_has_had_enough_is_no_error(tmp_path: Path) -> None:
     program = """
 import argparse, sys

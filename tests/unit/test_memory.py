@@ -195,6 +195,18 @@ def test_waiting_for_a_writer_that_is_stuck_times_out(open_memory: Open) -> None
 
 
 @pytest.mark.processes
+def test_a_dead_predecessor_is_not_waited_for_in_vain(open_memory: Open) -> None:
+    """Who serves a shard after a death says so before anybody waits for it."""
+    memory = open_memory(grace_s=30)
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as dead:
+        dead.wait()
+    memory._writer[2] = dead.pid
+    memory.claim(np.array([2]))
+    with pytest.raises(TimeoutError, match="did not finish step 1"):
+        memory.wait_finished(np.array([2]), 1, timeout_s=0.01)
+
+
+@pytest.mark.processes
 def test_nobody_waits_for_a_dead_writer(open_memory: Open) -> None:
     memory = open_memory(grace_s=30)
     with subprocess.Popen([sys.executable, "-c", "pass"]) as dead:
@@ -319,10 +331,9 @@ def test_a_worker_stopped_in_the_middle_of_writing_is_ended(
     one = worker(grace_s=60)
     memory = open_memory()
     one.process.send_signal(signal.SIGSTOP)
-    memory.end_writer(2, members={one.process.pid})
-    memory.end_writer(1, members=set())  # nothing half-written there
+    memory.end_old_writers(members={one.process.pid})
     assert one.process.poll() is None
-    memory.end_writer(2, members=set())
+    memory.end_old_writers(members={os.getpid()})
     assert one.process.wait(timeout=30) == -signal.SIGKILL
 
 
@@ -331,7 +342,7 @@ def test_a_process_that_only_has_the_number_of_a_dead_writer_is_left_alone(open_
     memory = open_memory(grace_s=60)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as bystander:
         memory._begun[2], memory._writer[2] = 1, bystander.pid
-        memory.end_writer(2, members=set())
+        memory.end_old_writers(members={os.getpid()})
         assert bystander.poll() is None
         bystander.communicate(b"\n", timeout=30)
     assert bystander.returncode == 0

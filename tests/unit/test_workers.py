@@ -154,12 +154,13 @@ HOSTS = {
     "two on two hosts": "ab",
     "four on two hosts": "abba",
     "three on two hosts": "aab",
+    "seven on two hosts, one of which holds no shard": "aaaaaab",
     "three on three hosts": "abc",
 }
 
 
 @pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
-@pytest.mark.filterwarnings("ignore:6 workers share 4 micro-batches")
+@pytest.mark.filterwarnings("ignore:[67] workers share 4 micro-batches")
 def test_any_number_of_workers_on_any_hosts_trains_the_same_model(
     workers: Workers, on_host: Any, training: Any, clicks: Any, hosts: str
 ) -> None:
@@ -214,6 +215,7 @@ def test_workers_that_join_in_the_middle_of_an_epoch_change_nothing(
     check_same(changed, alone)
     assert {job.state.samples.applied for job in changed} == {100}
     assert {job.state.samples.rows_lost for job in changed} == {0}
+    assert {job.state.samples.shard_steps_missed for job in changed} == {0}
     for shard in range(5):
         homes = {job.tables.memory.folder for job in changed if job.tables.memory.marks().ready[shard]}
         assert len(homes) == 1
@@ -297,6 +299,43 @@ def test_every_worker_hears_of_one_workers_bad_number(workers: Workers, on_host:
     for other in (0, 2):
         assert "micro-batch 5, on another worker" in str(results[other])
     assert {job.state.step for job in jobs} == {1}
+
+
+def test_learning_rates_that_drift_apart_are_noticed(workers: Workers, on_host: Any, clicks: Any) -> None:
+    jobs = [on_host("a"), on_host("a")]
+
+    def decay_on_one(job: Any) -> None:
+        job.state.sync()
+        if job is jobs[1]:
+            job.optimizer.param_groups[0]["lr"] *= 0.5
+        train(job, clicks(50), 1)
+
+    for result in workers.outcomes(jobs, decay_on_one):
+        assert isinstance(result, StateMismatch)
+        assert "learning rates add up to" in str(result)
+    assert {job.state.step for job in jobs} == {0}
+
+
+def test_evaluating_different_data_is_noticed(workers: Workers, on_host: Any, clicks: Any) -> None:
+    jobs = [on_host("a"), on_host("a")]
+    sizes = dict(zip(map(id, jobs), (50, 40), strict=True))
+    results = workers.outcomes(jobs, lambda job: gba_hvd.evaluate(job.model, clicks(sizes[id(job)]), job.state))
+    for result in results:
+        assert isinstance(result, StateMismatch)
+        assert "disagree about the samples to evaluate: by rank [50, 40]" in str(result)
+
+
+def test_a_newcomer_with_other_settings_does_not_end_the_job(workers: Workers, on_host: Any, clicks: Any) -> None:
+    old, new = on_host("a"), on_host("a", global_batch=32)
+    workers.together([old], lambda job: train(job, clicks(50), 1))
+    old.state.on_reset()
+    survivor, newcomer = workers.outcomes([old, new], lambda job: job.state.sync())
+    assert isinstance(newcomer, StateMismatch)
+    assert not isinstance(survivor, StateMismatch)
+    assert "going on without them" in str(survivor)  # the error on which Horovod forms the world anew
+    old.state.on_reset()
+    workers.together([old], lambda job: train(job, clicks(50), 2))
+    assert old.state.samples.applied == 100
 
 
 def test_evaluation_gives_every_worker_the_same_result(workers: Workers, on_host: Any, clicks: Any) -> None:
