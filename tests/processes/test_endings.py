@@ -64,19 +64,19 @@ def test_all_workers_of_a_host_map_one_copy(tmp_path: Path) -> None:
     with cluster(tmp_path, wait_at_step=3, samples=2000) as job:
         job.start_static(2)
         wait_for(lambda: len(list(job.out.glob("waiting-*"))) == 2, "both workers at step 3", 90)
-        mapped = sum(pss_bytes(pid, str(job.shard_dir)) for pid in job.processes(only_workers=True))
         (file,) = job.shard_dir.glob("*/shards")
+        mapped = sum(pss_bytes(pid, str(file)) for pid in job.processes(only_workers=True))
         assert mapped == pytest.approx(file.stat().st_blocks * 512, rel=0.02)
         (job.out / "go").touch()
         assert job.wait() == 0, job.log()
         job.assert_nothing_left()
 
 
-def pss_bytes(pid: int, folder: str) -> int:
+def pss_bytes(pid: int, file: str) -> int:
     total, counts = 0, False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            counts = folder in line
+            counts = line.endswith(file)
         elif counts and line.startswith("Pss:"):
             total += int(line.split()[1]) * 1024
     return total
