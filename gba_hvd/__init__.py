@@ -8,10 +8,13 @@ from gba_hvd.batches import batches
 from gba_hvd.callbacks import Callback, Event, Job, StepRecord
 from gba_hvd.errors import BadInput, GbaError, NonFiniteGradient, ShardMemoryError, StateMismatch
 from gba_hvd.evaluation import evaluate
+from gba_hvd.faults import FaultSchedule
+from gba_hvd.gba_callback import GBACallback
 from gba_hvd.metrics import Scores
 from gba_hvd.optimizer import DistributedOptimizer
 from gba_hvd.row_optimizers import SGD, Adagrad, Adam, RowAdagrad
 from gba_hvd.tables import EmbeddingTables
+from gba_hvd.torch_optimizers import register_optimizer
 
 __all__ = [
     "SGD",
@@ -24,6 +27,8 @@ __all__ = [
     "DistributedOptimizer",
     "EmbeddingTables",
     "Event",
+    "FaultSchedule",
+    "GBACallback",
     "GbaError",
     "Job",
     "NonFiniteGradient",
@@ -35,4 +40,5 @@ __all__ = [
     "batches",
     "elastic",
     "evaluate",
+    "register_optimizer",
 ]

@@ -24,7 +24,16 @@ import numpy as np
 
 from gba_hvd import kernels
 from gba_hvd.collectives import World, worker_lost
-from gba_hvd.gradients import DenseGradients, RowGrad, distinct, merge, pack_by_owner, unpack
+from gba_hvd.gradients import (
+    DenseGradients,
+    RowGrad,
+    average_over_contributors,
+    distinct,
+    merge,
+    pack_by_owner,
+    unpack,
+    with_contributors,
+)  # fmt: skip
 from gba_hvd.routing import Membership, Placement
 from gba_hvd.shard.outbox import Outbox
 from gba_hvd.tables import EmbeddingTables, RemoteRows
@@ -61,19 +70,26 @@ class AllreduceMode:
         placement: Placement,
         tables: EmbeddingTables,
         outboxes: Mapping[int, Outbox],
+        row_average: str = "global",
     ) -> None:
         assert tables.memory is not None
         self._world, self._tables, self._memory, self._outboxes = world, tables, tables.memory, outboxes
+        self.members, self.placement = members, placement
         self._server = placement.server
-        self._dims = [group.dim for group in tables.layout.groups]
-        at_home = np.array(placement.host) == members.order.index(members.hosts[world.rank])
+        self._by_contributors = row_average == "contributors"
+        self._dims = [group.dim + self._by_contributors for group in tables.layout.groups]
+        self._at_home = np.array(placement.host) == members.order.index(members.hosts[world.rank])
         self._mine = np.flatnonzero(placement.server == world.rank)
-        self._on_this_host = np.flatnonzero(at_home)
+        self._on_this_host = np.flatnonzero(self._at_home)
         self.several_hosts = len(members.order) > 1  # the same on every rank: it decides which collectives are run
-        tables.local = at_home if self.several_hosts else None
-        tables.remote = [None] * len(self._dims)
-        self._memory.claim(self._mine)
         self.held: Held | None = None
+        self.resume()
+
+    def resume(self) -> None:
+        """Serve this rank's shards, from the start or after an asynchronous mode."""
+        self._tables.local = self._at_home if self.several_hosts else None
+        self._tables.remote = [None] * len(self._dims)
+        self._memory.claim(self._mine)
 
     def await_rows(self, step: int) -> None:
         """Return when every row of this host is as after `step`."""
@@ -106,6 +122,8 @@ class AllreduceMode:
 
     def exchange(self, step: int, parts: Sequence[Sequence[tuple[RowGrad, float]]], scale: float, lr: float) -> None:
         """Send row gradients (per group, each with its weight) to the ranks that serve them; hold what comes."""
+        if self._by_contributors:
+            parts = [[(with_contributors(grad), weight) for grad, weight in some] for some in parts]
         grads = [
             merge(p) if p else RowGrad(np.empty(0, np.int64), np.empty((0, d), np.float32))
             for p, d in zip(parts, self._dims, strict=True)
@@ -143,7 +161,10 @@ class AllreduceMode:
             if len(due) < len(self._mine):
                 wanted = np.isin(grad.keys % layout.n_shards, due)
                 grad = RowGrad(grad.keys[wanted], grad.values[wanted])
-            self._tables.optimizer.update_(memory.flat, layout, group, grad, held.scale, held.lr, held.step)
+            scale = held.scale
+            if self._by_contributors:
+                grad, scale = average_over_contributors(grad), 1.0
+            self._tables.optimizer.update_(memory.flat, layout, group, grad, scale, held.lr, held.step)
         memory.finish(due, held.step)
 
     def forget_held(self) -> None:

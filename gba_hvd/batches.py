@@ -1,25 +1,33 @@
 """`batches`: the micro-batches of an epoch, each handed out to one worker once.
 
-The order comes from the seed and the epoch; which worker computes what comes from the world as it is at each step.
-After a failure or a change of membership the loop simply goes on where the job stands.
+The order comes from the seed and the epoch. In allreduce mode, which worker computes what comes from the world as it is
+at each step; in an asynchronous mode, from the leases the coordinator gives. After a failure, a change of membership or
+a switch the loop simply goes on where the job stands.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
 
+from gba_hvd import handover
+from gba_hvd.allreduce import AllreduceMode
 from gba_hvd.batch import Bag
 from gba_hvd.collectives import World
 from gba_hvd.elastic import TorchState
 from gba_hvd.errors import BadInput, GbaError, StateMismatch
+from gba_hvd.gba import Ahead, GbaMode
 from gba_hvd.order import Cut, EpochOrder
-from gba_hvd.tables import EmbeddingTables
+from gba_hvd.ps.protocol import Given
+from gba_hvd.switching import MODES
+from gba_hvd.tables import EmbeddingTables, RemoteRows
 
 Ids = Mapping[str, Tensor | Bag]
 
@@ -51,24 +59,62 @@ def batches(
     if epoch is None:
         epoch = max(0, engine.cursor.epoch) if engine.cursor.steps_done < cut.n_steps else engine.cursor.epoch + 1
     first = engine.cursor.steps_done if engine.cursor.epoch == epoch else 0
-    agree_on(
-        engine.world,
-        "epoch",
-        {"samples": len(dataset), "seed": seed, "epoch": epoch, "step of the epoch": first, "step": engine.step},
-    )
-    _warn_of_idle_workers(cut, engine.world.rank, engine.world.size)
+    if isinstance(engine.mode, AllreduceMode):  # the coordinator checks the same in asynchronous modes
+        facts = {"samples": len(dataset), "seed": seed, "epoch": epoch, "step of the epoch": first, "step": engine.step}
+        agree_on(engine.world, "epoch", facts)
+        _warn_of_idle_workers(cut, engine.world.rank, engine.world.size)
+        if first < cut.n_steps:
+            _begin_in_the_mode_asked_for(state)
     if state.finished_epoch == epoch:
         warnings.warn(f"epoch {epoch} is done and has no batches left: advance state.epoch", stacklevel=2)
-    order = EpochOrder(len(dataset), seed, epoch, shuffle)
+    source = _Source(dataset, EpochOrder(len(dataset), seed, epoch, shuffle), cut, epoch, find_ids)
+    finished = first == cut.n_steps
+    while not finished:
+        if isinstance(engine.mode, GbaMode):
+            finished = yield from _leases(source, state, engine.mode)
+        else:
+            finished = yield from _steps(source, state)
+    state.finished_epoch = epoch
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The micro-batches of one epoch."""
+
+    dataset: Dataset
+    order: EpochOrder
+    cut: Cut
+    epoch: int
+    find_ids: Callable[[Any], Ids]
+
+    def read(self, index: int) -> Any:
+        cut = self.cut
+        batch = self.dataset.take(self.order.rows(index * cut.micro_batch, cut.samples_of_micro(index)))
+        if dataclasses.is_dataclass(batch) and not isinstance(batch, type) and hasattr(batch, "index"):
+            return dataclasses.replace(batch, index=index)
+        return batch
+
+
+def _steps(source: _Source, state: TorchState) -> Generator[Any, None, bool]:
+    """Allreduce mode: this worker's share of each step. Returns whether the epoch is over; if not, the mode changed."""
+    engine, cut = state.engine, source.cut
+    first = engine.cursor.steps_done if engine.cursor.epoch == source.epoch else 0
     for step in range(first, cut.n_steps):
         state.stop_if_interrupted()
+        if engine.switch_to is not None:
+            (mode, reason), engine.switch_to = engine.switch_to, None
+            if engine.cursor.epoch != source.epoch:
+                engine.cursor.epoch, engine.cursor.steps_done = source.epoch, step
+            if handover.to_servers(engine, mode, reason, len(source.dataset)):
+                return False
+        mode_now = engine.mode
+        assert isinstance(mode_now, AllreduceMode)
         share = cut.micro_of_step(step)[engine.world.rank :: engine.world.size]
-        engine.begin_step(cut, epoch, step)
-        assert engine.mode is not None
-        read: Iterator[Any] = (_read(dataset, order, cut, index) for index in share)
-        if engine.mode.several_hosts:
+        engine.begin_step(cut, source.epoch, step)
+        read: Iterator[Any] = (source.read(index) for index in share)
+        if mode_now.several_hosts:
             read = iter(loaded := list(read))
-            engine.mode.pull(keys_by_group(engine.tables, [find_ids(batch) for batch in loaded]))
+            mode_now.pull(keys_by_group(engine.tables, [source.find_ids(batch) for batch in loaded]))
         for index, batch in zip(share, read, strict=True):
             engine.begin_micro(index, is_last=index == share[-1])
             yield batch
@@ -77,7 +123,56 @@ def batches(
             engine.close_step()
         if engine.cursor.steps_done != step + 1:
             raise GbaError(f"step {engine.step + 1} was not applied: leave the loop over batches when a step raises")
-    state.finished_epoch = epoch
+    return True
+
+
+def _leases(source: _Source, state: TorchState, mode: GbaMode) -> Generator[Any, None, bool]:
+    """An asynchronous mode: one lease after the other. Returns whether the epoch is over; if not, the mode changed."""
+    engine = state.engine
+
+    def fetch() -> tuple[Given, Any, list[RemoteRows | None]]:
+        lrs = [*engine.dense_lrs, engine.row_lr]
+        given = mode.ask(source.epoch, len(source.dataset), lrs, engine.step, lambda: ahead.is_closed)
+        if given.lease is None:
+            return given, None, []
+        batch = source.read(given.lease.micro)
+        rows = mode.fetch_rows(keys_by_group(engine.tables, [source.find_ids(batch)])) if mode.several_hosts else []
+        return given, batch, rows
+
+    ahead = Ahead(fetch)
+    try:
+        while True:
+            asked_s = time.perf_counter()
+            given, batch, rows = ahead.next()
+            if given.lease is None:
+                break
+            if rows:
+                mode.use_rows(rows)
+            engine.begin_lease(given.lease, source.cut, source.epoch)
+            engine.follow_async(time.perf_counter() - asked_s)
+            yield batch
+            engine.check_stepped()
+    finally:
+        ahead.close()
+    if given.instead == "finished":
+        handover.take_dense_state(engine, mode, leaving=False)
+        engine.observe(given.position)
+        return True
+    handover.to_workers(engine, given.position)
+    return False
+
+
+def _begin_in_the_mode_asked_for(state: TorchState) -> None:
+    """The mode that rank 0 is told to be in, unless it decides by measurements. A collective."""
+    engine = state.engine
+    if engine.switching is None:
+        return
+    fixed = engine.switching.mode
+    code = MODES.index(fixed) if fixed in MODES else -1
+    code = int(engine.world.gather("mode", np.array([code], dtype=np.int64))[0][0])
+    assert engine.mode is not None
+    if code >= 0 and MODES[code] != engine.mode.name and engine.switch_to is None:
+        engine.switch_to = (MODES[code], f"mode {MODES[code]!r} was asked for")
 
 
 def keys_by_group(tables: EmbeddingTables, ids: list[Ids]) -> list[np.ndarray]:
@@ -92,13 +187,6 @@ def keys_by_group(tables: EmbeddingTables, ids: list[Ids]) -> list[np.ndarray]:
         ]
         keys.append(tables.keys_of(number, columns))
     return keys
-
-
-def _read(dataset: Dataset, order: EpochOrder, cut: Cut, index: int) -> Any:
-    batch = dataset.take(order.rows(index * cut.micro_batch, cut.samples_of_micro(index)))
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type) and hasattr(batch, "index"):
-        return dataclasses.replace(batch, index=index)
-    return batch
 
 
 def ids_of(batch: Any) -> Ids:

@@ -34,6 +34,8 @@ from gba_hvd import membership, state_codec
 from gba_hvd.callbacks import Callback, Event, Job
 from gba_hvd.collectives import current_world, hosts_updated
 from gba_hvd.errors import BadInput
+from gba_hvd.faults import FaultSchedule
+from gba_hvd.gba_callback import GBACallback
 from gba_hvd.optimizer import Engine
 
 
@@ -84,6 +86,13 @@ class TorchState:
     def register_callbacks(self, callbacks: Sequence[Callback]) -> None:
         """Add callbacks, in the same order on every worker."""
         self.engine.callbacks.extend(callbacks)
+        for callback in callbacks:
+            if isinstance(callback, GBACallback):
+                if self.engine.switching is not None:
+                    raise BadInput("one GBACallback decides about the mode, a second one came")
+                self.engine.switching = callback
+            elif isinstance(callback, FaultSchedule):
+                self.engine.faults = callback
 
     def report(self, **metrics: float) -> None:
         """Tell the callbacks some metrics of the current step."""
@@ -109,6 +118,8 @@ class TorchState:
             for callback in self.engine.callbacks:
                 callback.on_end(status, error)
         finally:
+            if self.engine.mode is not None:
+                self.engine.mode.close()
             memory = self.engine.tables.memory
             if memory is not None:
                 memory.close(remove=status == "FINISHED" or self.engine.world.size == 1)
@@ -155,8 +166,11 @@ class TorchState:
         engine = self.engine
         before = [engine.world.size] if self._has_state else []
         engine.world = current_world()
+        engine.size_extra()
         joined = membership.join(engine, self._job_id, self._has_state)
-        self._job_id = joined.job_id
+        self._job_id = engine.job_id = joined.job_id
+        if engine.faults is not None and engine.faults.folder is None:
+            engine.faults.record_in(engine.folder / "faults")
         # Counted before the state is sent, so that no failure from here on loses the count.
         engine.account.shard_steps_missed += joined.shard_steps_missed
         engine.account.rows_lost += joined.rows_lost

@@ -98,6 +98,17 @@ def unpack(message: np.ndarray, dims: Sequence[int]) -> list[RowGrad]:
     return grads
 
 
+def with_contributors(grad: RowGrad) -> RowGrad:
+    """The gradient with one more column, 1: summed, it counts the micro-batches that contain the row."""
+    ones = np.ones((len(grad.keys), 1), dtype=np.float32)
+    return RowGrad(grad.keys, np.hstack([grad.values, ones]))
+
+
+def average_over_contributors(grad: RowGrad) -> RowGrad:
+    """Divide each row by the sum of its contributors' weights, its last column."""
+    return RowGrad(grad.keys, np.ascontiguousarray(grad.values[:, :-1] / grad.values[:, -1:]))
+
+
 class DenseGradients:
     """The gradients of all dense parameters as one flat buffer, so that a step needs one allreduce.
 
@@ -128,6 +139,29 @@ class DenseGradients:
     @property
     def extra(self) -> Tensor:
         return self.total[self.n :]
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return list(self._parameters)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers in each parameter."""
+        return [p.numel() for p in self._parameters]
+
+    def resize_extra(self, n_extra: int) -> None:
+        """Let another number of values travel with the gradients; `total` is empty afterwards."""
+        if len(self.total) != self.n + n_extra:
+            self.total = self.total.new_zeros(self.n + n_extra)
+
+    def set_parameters_(self, which: Sequence[int], values: Tensor) -> None:
+        """Overwrite some parameters, given by number; `values` [n] holds them one after the other."""
+        at = 0
+        with torch.no_grad():
+            for number in which:
+                p = self._parameters[number]
+                p.copy_(values[at : at + p.numel()].view_as(p))
+                at += p.numel()
 
     def zero_(self) -> None:
         """Clear the micro-batch's gradient and make every `p.grad` a view of `flat` again."""

@@ -19,6 +19,8 @@ from gba_hvd.allreduce import AllreduceMode
 from gba_hvd.collectives import World, worker_lost
 from gba_hvd.errors import GbaError, ShardMemoryError, StateMismatch
 from gba_hvd.optimizer import Engine
+from gba_hvd.ps import process
+from gba_hvd.ps.transport import new_key
 from gba_hvd.routing import Holding, Membership, Placement, place_shards
 from gba_hvd.shard.layout import PAGE_WORDS, Layout, digest
 from gba_hvd.shard.memory import ShardMemory, difference, job_folder
@@ -94,15 +96,18 @@ def join(engine: Engine, job_id: str, has_state: bool) -> Joined:
         "global_batch": engine.global_batch,
         "micro_batch": engine.micro_batch,
         "dense parameters": engine.dense.n,
+        "row_average": engine.row_average,
+        "GBACallback": None if engine.switching is None else {"servers_per_host": engine.switching.servers_per_host},
     }
-    held_step = engine.mode.held.step if engine.mode is not None and engine.mode.held is not None else -1
+    held = engine.mode.held if isinstance(engine.mode, AllreduceMode) else None
+    held_step = held.step if held is not None else -1
     mine = Facts(
         has_state, engine.step, held_step, _host_number(tables.config.shard_dir), digest(settings), os.getpid()
     )
     facts = [Facts(bool(r[0]), *map(int, r[1:])) for r in world.gather("facts", mine.row())]
     _refuse_different_settings(world, facts, settings)
     agreed = agree(facts)
-    if engine.mode is not None and engine.mode.held is not None:
+    if isinstance(engine.mode, AllreduceMode) and held is not None:
         if world.rank in agreed.catch_up:
             engine.mode.apply_held()
         else:
@@ -111,7 +116,8 @@ def join(engine: Engine, job_id: str, has_state: bool) -> Joined:
     here = members.order.index(mine.host)
     leads = members.lead_of(mine.host) == world.rank
 
-    job_id = world.broadcast("job", job_id.encode(), agreed.source).decode()
+    named = world.broadcast("job", f"{job_id} {(engine.key or new_key()).hex()}".encode(), agreed.source).decode()
+    job_id, engine.key = named.split()[0], bytes.fromhex(named.split()[1])
     memory = _together(world, agreed.is_restart, "open", lambda: _open(engine, job_id))
     holdings = _gather_holdings(world, members, memory)
     _refuse_foreign_rows(agreed, holdings, memory)
@@ -136,7 +142,11 @@ def join(engine: Engine, job_id: str, has_state: bool) -> Joined:
                 memory.drop(shard)
     if engine.mode is not None:
         engine.mode.close()
-    engine.mode = AllreduceMode(world, members, placement, tables, outboxes)
+    engine.mode = AllreduceMode(world, members, placement, tables, outboxes, engine.row_average)
+    if leads and engine.switching is not None:
+        process.write_settings(memory.folder, job_id, engine.key, tables.layout, tables.optimizer)
+        for index in range(engine.switching.servers_per_host):
+            process.ensure_running(memory.folder, index)
     rows_lost = (
         sum(_rows_in(tables.layout, shard) for shard in placement.new) if agreed.is_restart and agreed.step else 0
     )

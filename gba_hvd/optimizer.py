@@ -8,9 +8,11 @@ exchanged, the step is committed, and dense parameters and rows are updated once
 from __future__ import annotations
 
 import math
+import secrets
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -20,14 +22,22 @@ from gba_hvd.allreduce import AllreduceMode
 from gba_hvd.callbacks import Callback, Event, StepRecord
 from gba_hvd.collectives import SoloWorld, World
 from gba_hvd.errors import BadInput, GbaError, NonFiniteGradient, StateMismatch
+from gba_hvd.faults import FaultSchedule
+from gba_hvd.gba import GbaMode
+from gba_hvd.gba_callback import CODES, GBACallback
 from gba_hvd.gradients import DenseGradients, RowGrad
 from gba_hvd.order import Account, Cut
+from gba_hvd.ps import process
+from gba_hvd.ps.protocol import GivenLease, Position, SwitchTo
+from gba_hvd.switching import MODES
 from gba_hvd.tables import EmbeddingTables
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
-# The numbers that travel with the dense gradients, so that a step needs no other collective.
-_SAMPLES, _LOSS, _LOSS_WEIGHT, _HOSTS_UPDATED, _N_BAD, _BAD_MICRO, _RATES, _N_EXTRA = range(8)
+# The numbers that travel with the dense gradients, so that a step needs no other collective. After them comes a number
+# for each mode (who wants it) and for each worker (its seconds per micro-batch).
+_SAMPLES, _LOSS, _LOSS_WEIGHT, _HOSTS_UPDATED, _N_BAD, _BAD_MICRO, _RATES, _WISHES = range(8)
+_TIMES = _WISHES + len(MODES)
 
 
 @dataclass
@@ -45,6 +55,8 @@ class _Micro:
     index: int
     n_samples: int
     is_last: bool
+    started_s: float
+    lease: GivenLease | None = None  # in an asynchronous mode
 
 
 class Engine:
@@ -61,15 +73,33 @@ class Engine:
         names: Mapping[int, str],
         global_batch: int,
         micro_batch: int,
+        row_average: str = "global",
     ) -> None:
         Cut(1, global_batch, micro_batch)  # refuses a bad pair now
+        if row_average not in ("global", "contributors"):
+            raise BadInput(f"row_average must be 'global' or 'contributors', got {row_average!r}")
+        self.row_average = row_average
         self.optimizer, self.tables = optimizer, tables
         self.global_batch, self.micro_batch = global_batch, micro_batch
         parameters = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
-        self._names = [names.get(id(p), f"parameter {i} {tuple(p.shape)}") for i, p in enumerate(parameters)]
-        self.dense = DenseGradients(parameters, _N_EXTRA)
+        self.names = [names.get(id(p), f"parameter {i} {tuple(p.shape)}") for i, p in enumerate(parameters)]
+        self.dense = DenseGradients(parameters, _TIMES + 1)
         self.world: World = SoloWorld()
-        self.mode: AllreduceMode | None = None
+        self.mode: AllreduceMode | GbaMode | None = None
+        self.idle_mode: AllreduceMode | None = None  # waits while an asynchronous mode is on
+        self.switching: GBACallback | None = None
+        self.faults: FaultSchedule | None = None
+        self.job_id, self.key = "", b""
+        self.worker_id = secrets.randbits(62)
+        self.staleness: dict[int, int] = {}  # of all micro-batches so far in asynchronous modes
+        self.refused = self.reissued = 0
+        self.switch_to: tuple[str, str] | None = None  # agreed: (mode, reason), to be carried out before the next step
+        self._wished: tuple[str, str] | None = None
+        self._followed, self._told = (
+            -1,
+            cast(GbaMode | None, None),
+        )  # step last looked at, mode whose coordinator was told, in async modes
+        self._seconds: list[float] = []  # of this worker's micro-batches in the step
         self.step, self.cursor, self.account = 0, Cursor(), Account()
         self.restarts = 0
         self.callbacks: list[Callback] = []
@@ -84,18 +114,27 @@ class Engine:
     # --- driven by `batches` -----------------------------------------------------------------------------------------
 
     def begin_step(self, cut: Cut, epoch: int, step_of_epoch: int) -> None:
-        assert self.mode is not None
+        assert isinstance(self.mode, AllreduceMode)
         if self.cursor.epoch != epoch:
             self.cursor = Cursor(epoch, 0)
         self._cut, self._step_of_epoch = cut, step_of_epoch
         self._rows = [[] for _ in self.tables.layout.groups]
-        self._bad, self._micro = None, None
+        self._bad, self._micro, self._seconds = None, None, []
         self.dense.clear_total_()
         self.tables.drop_gradients()
         self.mode.await_rows(self.step)
 
     def begin_micro(self, index: int, is_last: bool) -> None:
-        self._micro = _Micro(index, self._cut.samples_of_micro(index), is_last)
+        self._micro = _Micro(index, self._cut.samples_of_micro(index), is_last, time.perf_counter())
+
+    def begin_lease(self, lease: GivenLease, cut: Cut, epoch: int) -> None:
+        """In an asynchronous mode: the newest dense values are in place from here on."""
+        assert isinstance(self.mode, GbaMode)
+        self._cut, self._bad = cut, None
+        self.observe(self.mode.position)
+        self.tables.drop_gradients()
+        self.mode.refresh_dense_()
+        self._micro = _Micro(lease.micro, lease.n_samples, False, time.perf_counter(), lease)
 
     def check_stepped(self) -> None:
         if self._micro is not None:
@@ -122,7 +161,12 @@ class Engine:
         value = None if loss is None else float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
         rows = self.tables.take_gradients()
         self.dense.collect_()
+        seconds = self._took(micro)
         self._look_for_bad(micro, value, rows)
+        if micro.lease is not None:
+            self._push(micro.lease, rows, value, seconds)
+            return
+        self._seconds.append(seconds)
         self.dense.add_micro_batch_(weight)
         for group, grads in enumerate(rows):
             self._rows[group] += [(grad, weight) for grad in grads]
@@ -136,13 +180,14 @@ class Engine:
 
     def close_step(self) -> None:
         """Exchange, commit and apply the global step. A collective; workers without a micro-batch call it too."""
-        assert self.mode is not None
+        assert isinstance(self.mode, AllreduceMode)
         n_samples = self._cut.samples_of_step(self._step_of_epoch)
         scale, extra = self.micro_batch / n_samples, self.dense.extra
         extra[_HOSTS_UPDATED] = float(self.hosts_updated)
         rates = extra[_RATES] = sum(float(group["lr"]) for group in self.optimizer.param_groups)
         if self._bad is not None:
             extra[_N_BAD], extra[_BAD_MICRO] = 1.0, self._bad_micro
+        self._tell_wishes(extra)
         self.mode.exchange(self.step + 1, self._rows, scale, self._tables_group["lr"])
         self.mode.commit(self.dense)
         agreed = extra.tolist()
@@ -171,7 +216,11 @@ class Engine:
         self.account.total += n_samples  # by the plan
         self.account.applied += round(agreed[_SAMPLES])  # by the workers' own count
         self.interrupt_due = self.interrupt_due or agreed[_HOSTS_UPDATED] > 0
-        self._report_step(n_samples, agreed[_LOSS] / agreed[_LOSS_WEIGHT] if agreed[_LOSS_WEIGHT] else None)
+        self._hear_wishes(agreed)
+        loss = agreed[_LOSS] / agreed[_LOSS_WEIGHT] if agreed[_LOSS_WEIGHT] else None
+        seconds = self._report_step(n_samples, loss, self.mode.name)
+        if self.switching is not None:
+            self.switching.measured_allreduce(self.step, agreed[_TIMES:], seconds, self._cut.n_micro)
 
     # --- what the elastic state carries ------------------------------------------------------------------------------
 
@@ -181,11 +230,52 @@ class Engine:
             "cursor": asdict(self.cursor),
             "account": asdict(self.account),
             "restarts": self.restarts,
+            "staleness": [[k, n] for k, n in self.staleness.items()],
+            "refused": self.refused,
+            "reissued": self.reissued,
         }
 
     def load_position(self, position: Mapping[str, Any]) -> None:
         self.step, self.restarts = position["step"], position["restarts"]
         self.cursor, self.account = Cursor(**position["cursor"]), Account(**position["account"])
+        self.staleness = {k: n for k, n in position["staleness"]}
+        self.refused, self.reissued = position["refused"], position["reissued"]
+
+    def wire_position(self) -> Position:
+        """The position as servers take it."""
+        return Position(
+            step=self.step, epoch=self.cursor.epoch, steps_done=self.cursor.steps_done, account=asdict(self.account),
+            staleness=dict(self.staleness), refused=self.refused, reissued=self.reissued,
+        )  # fmt: skip
+
+    def observe(self, position: Position) -> None:
+        """Take over what the coordinator says of the job, and report the steps since."""
+        if position.step < self.step or not position.account:
+            return
+        steps, before = position.step - self.step, self.account.total
+        self.step, self.account = position.step, Account(**position.account)
+        self.staleness, self.refused, self.reissued = position.staleness, position.refused, position.reissued
+        self.cursor = Cursor(position.epoch, position.steps_done)
+        if steps and self.mode is not None:
+            self._report_step(self.account.total - before, position.loss, self.mode.name)
+
+    def size_extra(self) -> None:
+        """After the world changed: a number for each worker travels with a step."""
+        self.dense.resize_extra(_TIMES + self.world.size)
+
+    @property
+    def folder(self) -> Path:
+        """The job's folder on this host."""
+        assert self.tables.memory is not None
+        return self.tables.memory.folder
+
+    @property
+    def row_lr(self) -> float:
+        return float(self._tables_group["lr"])
+
+    @property
+    def dense_lrs(self) -> list[float]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups if group is not self._tables_group]
 
     def abandon_step(self) -> None:
         """Forget the micro-batches of a step that will be computed again (row gradients held stay: see `elastic`)."""
@@ -211,7 +301,7 @@ class Engine:
         bad = None
         if loss is not None and not math.isfinite(loss):
             bad = f"loss {loss}"
-        elif not math.isfinite(float(self.dense.flat.sum())) and (name := self.dense.non_finite(self._names)):
+        elif not math.isfinite(float(self.dense.flat.sum())) and (name := self.dense.non_finite(self.names)):
             bad = f"gradient of {name}"
         for group, grads in enumerate(rows):
             for grad in grads:
@@ -236,8 +326,8 @@ class Engine:
             "Lower the learning rate, or look at that batch"
         )
 
-    def _report_step(self, n_samples: int, loss: float | None) -> None:
-        assert self.mode is not None
+    def _report_step(self, n_samples: int, loss: float | None, mode: str) -> float:
+        """Tell the callbacks; returns the seconds since the step before."""
         now = time.perf_counter()
         record = StepRecord(
             self.step,
@@ -246,12 +336,83 @@ class Engine:
             self.account.applied,
             now - self._ended,
             self.world.size,
-            self.mode.name,
+            mode,
             loss,
         )
         self._ended = now
         for callback in self.callbacks:
             callback.on_step(record)
+        return record.seconds
+
+    # --- asynchronous modes, wishes, faults --------------------------------------------------------------------------
+
+    def _push(self, lease: GivenLease, rows: list[list[RowGrad]], loss: float | None, seconds: float) -> None:
+        assert isinstance(self.mode, GbaMode)
+        drop = False
+        if self.faults is not None and (fault := self.faults.push_fault(self.world.rank, self.step)) is not None:
+            time.sleep(fault.seconds or 0.0)
+            drop = fault.kind == "drop_push"
+        self.mode.push(lease, rows, loss, seconds, self._bad or "", drop)
+        self.dense.zero_()
+
+    def follow_async(self, waited_s: float) -> None:
+        """On the chief, before each micro-batch: would another mode be better? The coordinator is told."""
+        mode, switching = self.mode, self.switching
+        if not isinstance(mode, GbaMode) or switching is None or self.world.rank != 0:
+            return
+        if self.step > self._followed:
+            self._followed = self.step
+            if mode.name == "gba":
+                seconds = [seconds for _, seconds in mode.position.rates]
+                switching.measured_async(self.step, seconds, self.global_batch // self.micro_batch, waited_s)
+        wish = switching.wish(self.step, mode.name)
+        if wish is not None and not mode.position.wanted and mode is not self._told:
+            self._told = mode  # once
+            mode.client.send(0, SwitchTo(*wish))
+
+    def _took(self, micro: _Micro) -> float:
+        """Seconds the micro-batch took; planned faults happen here."""
+        seconds = time.perf_counter() - micro.started_s
+        if self.faults is None:
+            return seconds
+        rank = self.world.rank
+        time.sleep(self.faults.service(rank, self.step, seconds, micro.index))
+        for fault in self.faults.due(rank, self.step):
+            self.faults.carry_out(fault, self._server_pids(), self.step)
+        return time.perf_counter() - micro.started_s
+
+    def _server_pids(self) -> dict[int, int]:
+        """This host's companion server, by the number of the host among the servers."""
+        pid = process.pid_of(self.folder, 0)
+        if pid is None:
+            return {}
+        if isinstance(self.mode, GbaMode):
+            hosts = list(dict.fromkeys(server.host for server in self.mode.session.servers))
+            return {hosts.index(self.mode.host): pid}
+        return {0: pid}
+
+    def _tell_wishes(self, extra: Tensor) -> None:
+        if self._seconds:
+            extra[_TIMES + self.world.rank] = sum(self._seconds) / len(self._seconds)
+        self._wished = None
+        if self.switching is not None:
+            assert self.mode is not None
+            if self.world.rank == 0:
+                self._wished = self.switching.wish(self.step + 1, self.mode.name)
+            self._wished = self.operator_wish(self.mode.name) or self._wished
+        if self._wished is not None:
+            extra[_WISHES + CODES[self._wished[0]]] = 1.0
+
+    def _hear_wishes(self, agreed: list[float]) -> None:
+        for mode, code in CODES.items():
+            if agreed[_WISHES + code]:
+                own = self._wished is not None and self._wished[0] == mode
+                reason = self._wished[1] if own and self._wished is not None else "the chief's log has the reason"
+                self.switch_to = (mode, reason)
+
+    def operator_wish(self, current: str) -> tuple[str, str] | None:
+        """What `gba-hvd switch` asked this host's server for. Set by `elastic` where there is one."""
+        return None
 
 
 class _Distributed(torch.optim.Optimizer):
@@ -287,6 +448,7 @@ def DistributedOptimizer(
     global_batch: int,
     micro_batch: int,
     named_parameters: Iterable[tuple[str, Tensor]] = (),
+    row_average: str = "global",
 ) -> AnyOptimizer:
     """Make an optimizer step once per global batch of `global_batch` samples, over all workers and the tables.
 
@@ -295,6 +457,8 @@ def DistributedOptimizer(
 
     global_batch, micro_batch: samples, G = M x B; G is constant whatever the number of workers.
     named_parameters: names for error messages.
+    row_average: a row's gradient is the sum over the step's micro-batches divided by all of them ("global", the gradient
+    of the global batch's mean loss) or by those that contain the row ("contributors", as in the GBA paper).
     Raises BadInput when G is no multiple of B, or the optimizer is of a kind that needs a closure.
     """
     if isinstance(optimizer, _Distributed):
@@ -310,7 +474,7 @@ def DistributedOptimizer(
             "so that it drives the tables too"
         )
     names = {id(p): name for name, p in named_parameters}
-    engine = Engine(optimizer, tables, names, global_batch, micro_batch)
+    engine = Engine(optimizer, tables, names, global_batch, micro_batch, row_average)
     group: dict[str, Any] = {
         "params": [torch.zeros(0, requires_grad=True)],
         "lr": tables.optimizer.lr,

@@ -105,3 +105,12 @@ def place_shards(members: Membership, holdings: Sequence[Holding]) -> Placement:
         for i, shard in enumerate(s for s in range(n_shards) if home[s] == h):
             server[shard] = ranks[i % len(ranks)]
     return Placement(tuple(home), server, new, tuple(moves), tuple(drops))
+
+
+def place_dense(sizes: Sequence[int], n_servers: int) -> list[int]:
+    """Server of each dense tensor: the largest first, each to the server that has least."""
+    load, server = [0] * n_servers, [0] * len(sizes)
+    for tensor in sorted(range(len(sizes)), key=lambda t: -sizes[t]):
+        server[tensor] = min(range(n_servers), key=lambda s: (load[s], s))
+        load[server[tensor]] += sizes[tensor]
+    return server

@@ -59,7 +59,7 @@ class ShardMemory:
     flat:  float32 [S * region_words]  the whole memory, shard after shard
     """
 
-    def __init__(self, folder: Path, layout: Layout, alive_fd: int, mapped: mmap.mmap) -> None:
+    def __init__(self, folder: Path, layout: Layout, alive_fd: int | None, mapped: mmap.mmap) -> None:
         self.folder, self.layout = folder, layout
         self._alive_fd: int | None = alive_fd
         self._map = mapped
@@ -93,6 +93,12 @@ class ShardMemory:
         raise ShardMemoryError(
             f"{folder} disappeared {_OPEN_TRIES} times while it was being opened; is something removing it?"
         )
+
+    @classmethod
+    def attach(cls, folder: Path, layout: Layout) -> ShardMemory:
+        """Map a memory that workers keep alive. The companion server does: it lives no longer than they want it."""
+        with open(folder / "shards", "r+b") as file:
+            return cls(folder, layout, None, mmap.mmap(file.fileno(), layout.n_bytes))
 
     @classmethod
     def _open(cls, folder: Path, layout: Layout, grace_s: float) -> ShardMemory:
@@ -196,7 +202,7 @@ class ShardMemory:
             now = time.monotonic()
             deadline = deadline or now + timeout_s
             shard, writer = int(behind[0]), int(self._writer[behind[0]])
-            if now > deadline or (writer and not _is_alive(writer)):
+            if now > deadline or (writer and not is_alive(writer)):
                 why = "did not finish" if now > deadline else "died before it finished"
                 raise TimeoutError(
                     f"shard {shard}: process {writer} {why} step {step} (last finished {self._finished[shard]})"
@@ -214,11 +220,11 @@ class ShardMemory:
         feet of its successor.
         """
         for pid in set(self._writer[self._ready == _READY].tolist()) - members - {0}:
-            if not _is_alive(pid) or not self._maps_us(pid):
+            if not is_alive(pid) or not self._maps_us(pid):
                 continue
             os.kill(pid, signal.SIGKILL)
             deadline = time.monotonic() + _END_TIMEOUT_S
-            while _is_alive(pid):
+            while is_alive(pid):
                 if time.monotonic() > deadline:
                     raise ShardMemoryError(
                         f"process {pid} served shards, is no longer in the job and cannot be killed; end it by hand"
@@ -274,7 +280,7 @@ def difference(theirs: dict[str, Any], mine: dict[str, Any]) -> str:
     return "; ".join(found[:5])
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """Running or stopped; a zombie that nobody has waited for is dead."""
     try:
         state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from . import allreduce
+from . import allreduce, gba, ps, switch
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-BENCHMARKS = (allreduce,)
+BENCHMARKS = (allreduce, gba, ps, switch)
 
 
 def add_parser(subparsers: Subparsers) -> None:

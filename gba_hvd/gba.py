@@ -1,0 +1,397 @@
+"""A worker's part in the asynchronous modes: lease, pull, push. It waits for no other worker.
+
+    lease -> (rows of other hosts are pulled) -> newest dense values -> the user's forward and backward -> push
+
+The rows of this host are read straight from shared memory, which the server writes. A push goes to every server and,
+once all have it, is reported to the coordinator; at most `MAX_UNDER_WAY` of them are on the way. Which pushes make a
+step, with what weight, and who applies it, is decided by the coordinator (`ps.coordinator`) and done by the servers.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+
+from gba_hvd.collectives import worker_lost
+from gba_hvd.errors import GbaError, StateMismatch
+from gba_hvd.gradients import DenseGradients, RowGrad, distinct, merge, pack_by_owner, with_contributors
+from gba_hvd.ps.client import Client, Reply, ServerLost
+from gba_hvd.ps.dense import DenseReader
+from gba_hvd.ps.protocol import (
+    Ask,
+    Beat,
+    Dense,
+    Done,
+    Endpoint,
+    Export,
+    Given,
+    GivenLease,
+    Ok,
+    Position,
+    PullDense,
+    PullRows,
+    Push,
+    Refused,
+)  # fmt: skip
+from gba_hvd.tables import EmbeddingTables, RemoteRows
+
+MAX_UNDER_WAY = 2
+_Item = TypeVar("_Item")
+
+
+@dataclass(frozen=True)
+class Session:
+    """What all workers agree on when an asynchronous mode is entered, and what a newcomer is told.
+
+    shard_servers: server of each shard; dense_servers: server of each dense tensor (indices into `servers`)
+    """
+
+    generation: int
+    mode: str
+    job: str
+    key: bytes
+    servers: tuple[Endpoint, ...]
+    shard_servers: tuple[int, ...]
+    dense_servers: tuple[int, ...]
+    row_average: str
+
+
+class GbaMode:
+    """One worker's asynchronous mode. Start with `start()`; `close()` may be called twice.
+
+    Owns the client and the reader of dense values; uses, but does not own, the tables and the dense gradients.
+    """
+
+    def __init__(
+        self, session: Session, worker: int, rank: int, host: int, pid: int, tables: EmbeddingTables,
+        dense: DenseGradients, timeout_s: float,
+    ) -> None:  # fmt: skip
+        assert tables.memory is not None
+        self.session, self.name, self.worker, self.rank = session, session.mode, worker, rank
+        self._tables, self._memory, self._dense, self._timeout_s = tables, tables.memory, dense, timeout_s
+        self.host, self._pid = host, pid
+        self._shard_server = np.array(session.shard_servers, dtype=np.int32)
+        at_home = np.array([server.host == host for server in session.servers])
+        self.several_hosts = not bool(at_home[self._shard_server].all())
+        tables.local = at_home[self._shard_server] if self.several_hosts else None
+        tables.remote = [None] * len(tables.layout.groups)
+        self.client = Client(session.job, session.key, session.servers, host, tables.memory.folder, timeout_s)
+        self.client.beat = self._beat
+        self.client.on_position = self._take_position
+        self.position = Position()
+        self.hosts_updated = False  # Horovod told this worker; the coordinator is told with the next heartbeat
+        self._request = 0
+        self._under_way = threading.BoundedSemaphore(MAX_UNDER_WAY)
+        self._failure: Exception | None = None
+        self._parts = [
+            [t for t, server in enumerate(session.dense_servers) if server == s] for s in range(len(session.servers))
+        ]
+        sizes = dense.sizes
+        ends = np.cumsum([0, *sizes])
+        self._slices = [[slice(int(ends[t]), int(ends[t + 1])) for t in part] for part in self._parts]
+        self._values = [np.empty(sum(sizes[t] for t in part), dtype=np.float32) for part in self._parts]
+        self._dense_step = [-1] * len(self._parts)
+        self._readers: list[DenseReader | None] = [None] * len(self._parts)
+        self.lock = threading.Lock()
+
+    def start(self) -> None:
+        self.client.start()
+        for s, server in enumerate(self.session.servers):
+            if server.host == self.host:
+                self._readers[s] = DenseReader(self._memory.folder / f"ps-{server.index}.dense")
+
+    def close(self) -> None:
+        self.client.close()
+        for reader in self._readers:
+            if reader is not None:
+                reader.close()
+        self._readers = [None] * len(self._readers)
+
+    # --- leases ------------------------------------------------------------------------------------------------------
+
+    def ask(self, epoch: int, n_samples: int, lrs: Sequence[float], lrs_step: int, stop: Callable[[], bool]) -> Given:
+        """A lease, or "finished" or "drained". Waits while there is nothing to do but the epoch is not over.
+
+        lrs: learning rates of the dense groups and of the rows, as this worker has them since step `lrs_step`.
+        stop: asked now and then; true gives up waiting ("wait").
+        """
+        self._raise_failure()
+        self._request += 1
+        body = Ask(self.worker, self.session.generation, self._request, epoch, n_samples, list(lrs), lrs_step)
+        while True:
+            reply = self._call(0, body)
+            assert isinstance(reply.body, Given)
+            self._take_position(reply.body.position)
+            if reply.body.instead != "wait" or stop():
+                return reply.body
+
+    def refresh_dense_(self) -> int:
+        """Bring the model's dense parameters to the newest values; returns the oldest step among them."""
+        for s, part in enumerate(self._parts):
+            if not part:
+                self._dense_step[s] = max(self._dense_step)
+                continue
+            reader, before = self._readers[s], self._dense_step[s]
+            if reader is not None:
+                self._dense_step[s] = reader.read(self._values[s], before)
+            else:
+                reply = self._call(s, PullDense(self.session.generation, before))
+                assert isinstance(reply.body, Dense)
+                if reply.frames:
+                    self._values[s] = np.frombuffer(reply.frames[0], dtype=np.float32)
+                    self._dense_step[s] = reply.body.step
+            if self._dense_step[s] > before:
+                self._dense.set_parameters_(part, torch.from_numpy(self._values[s]))
+        return min(self._dense_step)
+
+    def fetch_rows(self, keys: Sequence[np.ndarray]) -> list[RemoteRows | None]:
+        """Rows of other hosts, per group the keys that will be used next. For `use_rows`."""
+        if not self.several_hosts:
+            return [None] * len(keys)
+        assert self._tables.local is not None
+        layout, local = self._tables.layout, self._tables.local
+        far = [distinct(k[~local[k % layout.n_shards]]) for k in keys]
+        owners = [self._shard_server[wanted % layout.n_shards] for wanted, _, _ in far]
+        replies = {}
+        for s in range(len(self.session.servers)):
+            asked = [np.ascontiguousarray(w[o == s]) for (w, _, _), o in zip(far, owners, strict=True)]
+            if any(map(len, asked)):
+                replies[s] = self.client.send(s, PullRows(self.session.generation), asked, pull=True)
+        rows = [np.empty((len(w), g.dim), np.float32) for (w, _, _), g in zip(far, layout.groups, strict=True)]
+        for s, future in replies.items():
+            frames = self._result(future.result).frames
+            for number, group in enumerate(layout.groups):
+                rows[number][owners[number] == s] = np.frombuffer(frames[number], np.float32).reshape(-1, group.dim)
+        return [RemoteRows(wanted, slots, values) for (wanted, _, slots), values in zip(far, rows, strict=True)]
+
+    def use_rows(self, rows: list[RemoteRows | None]) -> None:
+        self._tables.remote = rows
+
+    def pull(self, keys: Sequence[np.ndarray]) -> None:
+        """As in allreduce mode, but no collective."""
+        self.use_rows(self.fetch_rows(keys))
+
+    def await_rows(self, step: int) -> None:
+        """Rows are the newest there are; nobody waits."""
+
+    # --- pushes ------------------------------------------------------------------------------------------------------
+
+    def push(
+        self, lease: GivenLease, rows: Sequence[Sequence[RowGrad]], loss: float | None, seconds: float, refused: str,
+        drop: bool = False,
+    ) -> None:  # fmt: skip
+        """Send the gradients of one micro-batch (dense ones from `dense.flat`) to the servers, and go on.
+
+        refused: what was not finite; then nothing is sent but that. drop: lose it, as a fault would.
+        Waits only while `MAX_UNDER_WAY` earlier pushes are on the way.
+        """
+        self._raise_failure()
+        if not self._under_way.acquire(timeout=self._timeout_s):
+            self._raise_failure()
+            raise worker_lost(f"the servers took no gradient for {self._timeout_s:.0f} s")
+        if drop:
+            self._under_way.release()
+            return
+        done = Done(self.worker, self.session.generation, lease.micro, lease.serial, loss, seconds, refused)
+        if refused:
+            self._report(done)
+            return
+        frames = self._frames(rows)
+        waiting = [len(frames)]
+        for s, part in enumerate(frames):
+            body = Push(self.worker, self.session.generation, lease.micro, lease.serial)
+            future = self.client.send(s, body, part)
+            future.add_done_callback(lambda f: self._pushed(f.result, waiting, done))
+
+    def _frames(self, rows: Sequence[Sequence[RowGrad]]) -> list[list[np.ndarray]]:
+        """For each server the dense slice and the row message."""
+        contributors = self.session.row_average == "contributors"
+        grads = []
+        for group, parts in zip(self._tables.layout.groups, rows, strict=True):
+            none = RowGrad(np.empty(0, np.int64), np.empty((0, group.dim), np.float32))
+            grad = merge([(part, 1.0) for part in parts]) if parts else none
+            grads.append(with_contributors(grad) if contributors else grad)
+        n_servers = len(self.session.servers)
+        message, words = pack_by_owner(grads, self._shard_server, n_servers)
+        messages = np.split(message, np.cumsum(words)[:-1])
+        flat = self._dense.flat.detach().cpu().numpy()
+        dense = [np.concatenate([flat[at] for at in slices]) if slices else flat[:0].copy() for slices in self._slices]
+        return [[d, m] for d, m in zip(dense, messages, strict=True)]
+
+    def _pushed(self, result: Callable[[], Reply], waiting: list[int], done: Done) -> None:
+        """One server answered (on the client's thread); after the last one the coordinator hears of it."""
+        try:
+            body = result().body
+        except ServerLost as error:
+            self._fail(error)
+            return
+        if isinstance(body, Refused):
+            if body.kind != "NotFinite":
+                self._fail(GbaError(f"a server refused a gradient: {body.why}"))
+                return
+            done = Done(done.worker, done.generation, done.micro, done.serial, done.loss, done.seconds, body.why)
+        waiting[0] -= 1
+        if waiting[0] == 0 or done.refused:
+            waiting[0] = -1
+            self._report(done)
+
+    def _report(self, done: Done) -> None:
+        def reported(result: Callable[[], Reply]) -> None:
+            try:
+                body = result().body
+                if isinstance(body, Ok) and body.position is not None:
+                    self._take_position(body.position)
+                elif isinstance(body, Refused):
+                    self._failure = self._failure or GbaError(body.why)
+            except ServerLost as error:
+                self._failure = self._failure or error
+            self._under_way.release()
+
+        self.client.send(0, done).add_done_callback(lambda f: reported(f.result))
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = self._failure or error
+        self._under_way.release()
+
+    def flush(self) -> None:
+        """Return when nothing of this worker is on the way."""
+        for _ in range(MAX_UNDER_WAY):
+            if not self._under_way.acquire(timeout=self._timeout_s):
+                raise worker_lost(f"the servers took no gradient for {self._timeout_s:.0f} s")
+        for _ in range(MAX_UNDER_WAY):
+            self._under_way.release()
+        self._raise_failure()
+
+    # --- the dense state ---------------------------------------------------------------------------------------------
+
+    def export(self, leaving: bool) -> tuple[list[np.ndarray], list[dict[str, Any]]]:
+        """The dense values and the optimizer's state of every dense tensor, in the model's order; bit-exact."""
+        from gba_hvd import state_codec
+
+        futures = [self.client.send(s, Export(self.session.generation, leaving)) for s in range(len(self._parts))]
+        n = len(self.session.dense_servers)
+        values: list[Any] = [None] * n
+        state: list[Any] = [None] * n
+        for s, part in enumerate(self._parts):
+            reply = self._result(futures[s].result)
+            flat, at = np.frombuffer(reply.frames[0], dtype=np.float32), 0
+            for t, saved in zip(part, state_codec.decode(bytes(reply.frames[1])), strict=True):
+                size = self._dense.sizes[t]
+                values[t], state[t] = flat[at : at + size], saved
+                at += size
+        return values, state
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _beat(self) -> Beat:
+        hosts_updated, self.hosts_updated = self.hosts_updated, False
+        return Beat(self.worker, self.rank, self.host, self._pid, self.session.generation, hosts_updated)
+
+    def _take_position(self, position: Position) -> None:
+        with self.lock:
+            if (position.epoch, position.step) >= (self.position.epoch, self.position.step):
+                self.position = position
+
+    def _call(self, server: int, body: Any, *, pull: bool = False) -> Reply:
+        return self._result(self.client.send(server, body, pull=pull).result)
+
+    def _result(self, result: Callable[[], Reply]) -> Reply:
+        try:
+            reply = result()
+        except ServerLost as error:
+            raise worker_lost(str(error)) from error
+        if isinstance(reply.body, Refused):
+            if reply.body.kind == "mismatch":
+                raise StateMismatch(reply.body.why)
+            raise worker_lost(f"a server refused: {reply.body.why}")
+        return reply
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise worker_lost(str(self._failure)) from self._failure
+
+
+class Ahead(Generic[_Item]):
+    """Fetches the next item while this one is computed, and no earlier than needed.
+
+    A lease that waits in a worker's hands grows stale, most of all in a slow worker's. So the next one is asked for when
+    the current one should soon be done, going by how long the last ones took.
+    """
+
+    def __init__(self, fetch: Callable[[], _Item], clock: Callable[[], float] = time.monotonic) -> None:
+        self._fetch, self._clock = fetch, clock
+        self._changed = threading.Condition()
+        self._due_s: float | None = None
+        self._item: _Item | None = None
+        self._error: BaseException | None = None
+        self._closed = False
+        self._computing_s = self._fetching_s = 0.0
+        self._handed_s: float | None = None
+        self._thread: threading.Thread | None = None
+
+    def next(self) -> _Item:
+        """The next item; waits for it. Raises what fetching it raised."""
+        now = self._clock()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="gba-hvd leases", daemon=True)
+            self._thread.start()
+        with self._changed:
+            if self._handed_s is not None:
+                took = now - self._handed_s
+                self._computing_s = took if not self._computing_s else 0.7 * self._computing_s + 0.3 * took
+            self._due_s = now
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._item is not None or self._error is not None)
+            if self._error is not None:
+                raise self._error
+            item, self._item = self._item, None
+            assert item is not None
+            self._handed_s = self._clock()
+            margin = 2 * self._fetching_s + 0.1 * self._computing_s
+            self._due_s = self._handed_s + max(0.0, self._computing_s - margin) if self._computing_s else None
+            self._changed.notify_all()
+            return item
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while self._wait_until_due():
+                started = self._clock()
+                item = self._fetch()
+                with self._changed:
+                    took = self._clock() - started
+                    self._fetching_s = took if not self._fetching_s else 0.7 * self._fetching_s + 0.3 * took
+                    self._item, self._due_s = item, None
+                    self._changed.notify_all()
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _wait_until_due(self) -> bool:
+        with self._changed:
+            while not self._closed:
+                if self._item is None and self._due_s is not None:
+                    left = self._due_s - self._clock()
+                    if left <= 0:
+                        return True
+                    self._changed.wait(left)
+                else:
+                    self._changed.wait()
+            return False

@@ -1,0 +1,155 @@
+"""`GBACallback`: which mode the job should be in. Measures, asks `switching.decide`, and keeps what an operator wants.
+
+It only speaks its mind: the chief's wish travels with the commit of a step (allreduce) or to the coordinator
+(asynchronous modes), and all workers carry it out at the same step (`handover`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from gba_hvd.callbacks import Callback
+from gba_hvd.errors import BadInput
+from gba_hvd.routing import shares
+from gba_hvd.switching import (
+    MODES,
+    Decision,
+    Options,
+    Rates,
+    RecentRates,
+    Stance,
+    decide,
+    expected_drops,
+    known_mode,
+)  # fmt: skip
+from gba_hvd.tokens import Discipline
+
+_FIRST_SERVE_S = 0.003  # what a lease and a push cost, until it was measured
+
+
+class GBACallback(Callback):
+    """Switches a running job between allreduce and asynchronous modes. Register the same on every worker.
+
+    mode:       "auto" (allreduce or gba, whichever measurements say is faster), or a mode to be in:
+                "allreduce", "gba", or one of the baselines "async", "bsp", "hop_bs", "hop_bw"
+    staleness, tolerance, lookahead, slack, backups: see `gba_hvd.tokens.Discipline`
+    enter_gain, leave_gain, patience, min_stay:      see `gba_hvd.switching.Options`
+    switch_at:  modes to change to at given global steps, e.g. {1000: "gba"}
+    servers_per_host: companion processes on each host; shards and dense parameters are spread over them
+
+    Raises BadInput for a mode or setting that does not exist.
+    """
+
+    def __init__(
+        self,
+        mode: str = "auto",
+        *,
+        staleness: str = "threshold",
+        tolerance: int = 4,
+        lookahead: int | None = None,
+        slack: int = 2,
+        backups: int = 1,
+        enter_gain: float = 1.2,
+        leave_gain: float = 1.05,
+        patience: int = 5,
+        min_stay: int = 20,
+        switch_at: Mapping[int, str] | None = None,
+        servers_per_host: int = 1,
+    ) -> None:
+        self.mode = known_mode(mode)
+        self.switch_at = {int(step): known_mode(name) for step, name in (switch_at or {}).items()}
+        if servers_per_host < 1:
+            raise BadInput(f"servers_per_host must be at least 1, got {servers_per_host}")
+        self.servers_per_host = servers_per_host
+        self._rules: dict[str, Any] = {
+            "staleness": staleness, "tolerance": tolerance, "lookahead": lookahead, "slack": slack, "backups": backups,
+        }  # fmt: skip
+        self.discipline("gba")  # refuses bad settings now
+        self.options = Options(enter_gain, leave_gain, patience, min_stay)
+        self._stance = Stance("allreduce", 0)
+        self._recent = RecentRates()
+        self._exchange_s, self._serve_s = 0.0, _FIRST_SERVE_S
+        self._wish: tuple[str, str] | None = None
+        self._handled = -1  # the newest step of `switch_at` that has come
+        self.last: Decision | None = None
+
+    def discipline(self, mode: str) -> Discipline:
+        return Discipline(name=mode, **self._rules)
+
+    def describe(self) -> dict[str, Any]:
+        """What all workers must agree on."""
+        return {"mode": self.mode, "switch_at": {str(k): v for k, v in self.switch_at.items()}, **self._rules}
+
+    # --- asked by the engine of the chief ----------------------------------------------------------------------------
+
+    def wish(self, step: int, current: str) -> tuple[str, str] | None:
+        """(mode, reason) to change to once `step` is applied, or None."""
+        due = [at for at in sorted(self.switch_at) if self._handled < at <= step]
+        if due:
+            self._handled = due[-1]
+            self.pin(self.switch_at[due[-1]])
+        if self.mode == "auto":
+            return self._wish if self._wish is not None and self._wish[0] != current else None
+        return None if self.mode == current else (self.mode, f"mode {self.mode!r} was asked for")
+
+    def pin(self, mode: str) -> None:
+        """Be in this mode from now on; "auto" goes back to deciding by measurements."""
+        self.mode, self._wish = known_mode(mode), None
+
+    def measured_allreduce(self, step: int, seconds: Sequence[float], step_s: float, n_micro: int) -> None:
+        """Every worker's seconds per micro-batch in one step (0: it had none), and what the step took."""
+        n_workers = len(seconds)
+        shared = shares(n_micro, n_workers)
+        slowest_s = max(n * t for n, t in zip(shared, seconds, strict=True))
+        exchange_s = max(0.0, step_s - slowest_s)
+        self._exchange_s = exchange_s if not self._exchange_s else 0.9 * self._exchange_s + 0.1 * exchange_s
+        self._measure(step, "allreduce", seconds, shared, n_micro)
+
+    def measured_async(self, step: int, seconds: Sequence[float], n_micro: int, serve_s: float) -> None:
+        """Every worker's recent seconds per micro-batch, once per step; serve_s: lease, pull and push of this worker."""
+        self._serve_s = 0.9 * self._serve_s + 0.1 * serve_s
+        self._measure(step, "gba", seconds, shares(n_micro, len(seconds)), n_micro)
+
+    def _measure(self, step: int, current: str, seconds: Sequence[float], shared: Sequence[int], n_micro: int) -> None:
+        if self.mode != "auto" or len(seconds) < 1:
+            return
+        for worker, t in enumerate(seconds):
+            if t > 0:
+                self._recent.add(worker, t)
+        medians = self._recent.medians(range(len(seconds)))
+        if medians is None:
+            return
+        if self._stance.mode != current:
+            self._stance = Stance(current, step)
+        rates = Rates(medians, tuple(shared), n_micro, self._exchange_s, self._serve_s)
+        rates = Rates(
+            medians, tuple(shared), n_micro, self._exchange_s, self._serve_s,
+            expected_drops(rates, self._rules["tolerance"]) if self._rules["staleness"] == "threshold" else 0.0,
+        )  # fmt: skip
+        decision, stance = decide(self._stance, step, rates, self.options)
+        self.last = decision
+        if decision.mode != current:
+            self._wish = (decision.mode, decision.reason)  # the stance changes when the switch is done
+        else:
+            self._stance, self._wish = stance, None
+
+    def switched(self, mode: str, step: int) -> None:
+        """The job is in `mode` from `step` on."""
+        self._wish = None
+        self._recent = RecentRates()
+        if mode in ("allreduce", "gba"):
+            self._stance = Stance(mode, step)
+
+    def on_job(self, job: Any) -> None:
+        self._recent = RecentRates()  # ranks may mean other workers now
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mode": self.mode, "stance": asdict(self._stance), "handled": self._handled}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.mode, self._stance, self._handled = state["mode"], Stance(**state["stance"]), state["handled"]
+
+
+CODES = {mode: number for number, mode in enumerate(MODES)}

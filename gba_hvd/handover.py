@@ -1,0 +1,226 @@
+"""Changing the mode of a running job, at a global step on which all workers agree. No embedding row moves.
+
+To an asynchronous mode, after the commit of step k told all workers to; every rank runs every line:
+
+    1. wait     until the rows of this host are as of step k
+    2. gather   where the servers listen (each host's lead starts them if they do not run yet)
+    3. enter    each lead gives its servers their part of the dense parameters and of the optimizer's state, as of k
+    4. gather   did all enter? Then, and only then, the workers ask for leases. If not, allreduce goes on; that gather is
+                the commit of the switch, and a worker that dies before it leaves a job that is still in allreduce mode
+
+To allreduce, after the coordinator ran dry at a step boundary and told each worker so with its next request for a lease:
+
+    1. export   each worker takes the dense parameters and the optimizer's state from the servers, which thereby go idle
+    2. go on    with the allreduce mode that was left, if Horovod's world is still the same; else it is formed anew
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gba_hvd import state_codec, torch_optimizers
+from gba_hvd.allreduce import AllreduceMode
+from gba_hvd.callbacks import Event
+from gba_hvd.collectives import hosts_updated
+from gba_hvd.errors import BadInput, GbaError
+from gba_hvd.gba import GbaMode, Session
+from gba_hvd.ps import process
+from gba_hvd.ps.client import Client
+from gba_hvd.ps.protocol import Endpoint, Enter, Position
+from gba_hvd.routing import place_dense
+
+if TYPE_CHECKING:
+    from gba_hvd.optimizer import Engine
+
+_START_TIMEOUT_S = 60.0
+
+
+def to_servers(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
+    """Enter an asynchronous mode. A collective between steps; False when it could not be done and allreduce goes on.
+
+    n_samples: of the epoch at hand.
+    """
+    started = time.perf_counter()
+    here, world = engine.mode, engine.world
+    assert isinstance(here, AllreduceMode) and engine.switching is not None
+    here.await_rows(engine.step)
+    members, n = here.members, engine.switching.servers_per_host
+    host = members.hosts[world.rank]
+    leads = members.lead_of(host) == world.rank
+    failure = ""
+    own: list[Endpoint] = []
+    if leads:
+        try:
+            _refuse_what_servers_cannot_do(engine)
+            own = [process.endpoint(engine.folder, i, host, _START_TIMEOUT_S) for i in range(n)]
+        except (GbaError, OSError) as error:
+            failure = str(error)
+    generation = secrets.randbits(48) if world.rank == 0 else 0
+    servers, generation = _gather_servers(engine, own, host, n, generation)
+    session = None
+    if len(servers) == n * len(members.order):
+        session = _session(engine, here, mode, servers, generation)
+        if leads:
+            try:
+                _enter(engine, session, own, n_samples)
+            except (GbaError, OSError) as error:
+                failure = str(error)
+    entered = world.gather("entered", np.array([session is not None and not failure], dtype=np.int64))
+    if session is None or not entered.all():
+        text = failure or "a server of another host could not take over (the log of its workers says why)"
+        engine.emit(Event("switch_failed", engine.step, f"still in allreduce: {text}", {"to": mode}))
+        engine.switching.switched("allreduce", engine.step)
+        return False
+    start(engine, session, host)
+    engine.idle_mode = here
+    seconds = time.perf_counter() - started
+    data = {"from": "allreduce", "to": mode, "seconds": round(seconds, 4), "reason": reason}
+    engine.emit(Event("switch", engine.step, f"allreduce -> {mode}: {reason}", data))
+    engine.switching.switched(mode, engine.step)
+    return True
+
+
+def start(engine: Engine, session: Session, host: int) -> None:
+    """Be a worker of an asynchronous mode from now on."""
+    mode = GbaMode(
+        session, engine.worker_id, engine.world.rank, host, os.getpid(), engine.tables, engine.dense,
+        engine.tables.config.timeout_s,
+    )  # fmt: skip
+    mode.start()
+    engine.mode = mode
+
+
+def to_workers(engine: Engine, position: Position) -> None:
+    """Leave an asynchronous mode that ran dry at `position`.
+
+    Raises Horovod's interruption when the membership changed meanwhile: the world is formed anew, then allreduce goes on.
+    """
+    started = time.perf_counter()
+    mode = engine.mode
+    assert isinstance(mode, GbaMode) and engine.switching is not None
+    take_dense_state(engine, mode, leaving=True)
+    engine.observe(position)
+    engine.cursor.epoch, engine.cursor.steps_done = position.epoch, position.steps_done
+    mode.close()
+    left, engine.mode, engine.idle_mode = mode.name, engine.idle_mode, None
+    data = {
+        "from": left,
+        "to": "allreduce",
+        "seconds": round(time.perf_counter() - started, 4),
+        "reason": position.reason,
+    }
+    engine.emit(Event("switch", engine.step, f"{left} -> allreduce: {position.reason}", data))
+    if position.wanted != engine.switching.mode and engine.switching.mode != "auto":
+        engine.switching.pin(position.wanted)
+    engine.switching.switched("allreduce", engine.step)
+    if engine.mode is None:
+        raise hosts_updated()
+    assert isinstance(engine.mode, AllreduceMode)
+    engine.mode.resume()
+
+
+def take_dense_state(engine: Engine, mode: GbaMode, leaving: bool) -> None:
+    """Bring the model's dense parameters and the optimizer's state to what the servers hold, bit for bit."""
+    import torch
+
+    mode.flush()
+    values, state = mode.export(leaving)
+    for number, (value, saved) in enumerate(zip(values, state, strict=True)):
+        engine.dense.set_parameters_([number], torch.from_numpy(np.array(value)))
+        if saved:
+            engine.optimizer.state[engine.dense.parameters[number]] = saved
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _gather_servers(
+    engine: Engine, own: list[Endpoint], host: int, n: int, generation: int
+) -> tuple[list[Endpoint], int]:
+    """The servers of all hosts, in the order of their lowest ranks, and the generation that rank 0 drew."""
+    row = [generation, len(own)]
+    for i in range(n):
+        row += [host, int(ipaddress.IPv4Address(own[i].address)), own[i].control, own[i].pull] if own else [0, 0, 0, 0]
+    everyone = engine.world.gather("servers", np.array(row, dtype=np.int64))
+    servers = []
+    for told in everyone:
+        for i in range(int(told[1])):
+            at, address, control, pull = map(int, told[2 + 4 * i : 6 + 4 * i])
+            servers.append(Endpoint(at, i, str(ipaddress.IPv4Address(address)), control, pull))
+    return servers, int(everyone[0][0])
+
+
+def _session(engine: Engine, here: AllreduceMode, mode: str, servers: list[Endpoint], generation: int) -> Session:
+    of_host = {host: [i for i, s in enumerate(servers) if s.host == host] for host in here.members.order}
+    shard_servers = []
+    for shard, home in enumerate(here.placement.host):
+        candidates = of_host[here.members.order[home]]
+        shard_servers.append(candidates[shard % len(candidates)])
+    return Session(
+        generation, mode, engine.job_id, engine.key, tuple(servers), tuple(shard_servers),
+        tuple(place_dense(engine.dense.sizes, len(servers))), engine.row_average,
+    )  # fmt: skip
+
+
+def _enter(engine: Engine, session: Session, own: list[Endpoint], n_samples: int) -> None:
+    """Give this host's servers their parts."""
+    assert engine.switching is not None and engine.tables.memory is not None
+    optimizer = engine.optimizer
+    spec = torch_optimizers.spec_of(optimizer)
+    group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    parameters = engine.dense.parameters
+    host = own[0].host
+    client = Client(session.job, session.key, session.servers, host, engine.folder, _START_TIMEOUT_S)
+    client.start()
+    try:
+
+        def enter(me: int) -> None:
+            mine = [t for t, server in enumerate(session.dense_servers) if server == me]
+            values = [parameters[t].detach().cpu().numpy().ravel() for t in mine]
+            state = state_codec.encode([dict(optimizer.state.get(parameters[t], {})) for t in mine])
+            assert engine.switching is not None
+            body = Enter(
+                generation=session.generation,
+                servers=list(session.servers),
+                me=me,
+                shard_servers=list(session.shard_servers),
+                position=engine.wire_position(),
+                n_samples=n_samples,
+                global_batch=engine.global_batch,
+                micro_batch=engine.micro_batch,
+                discipline=vars(engine.switching.discipline(session.mode)).copy(),
+                row_average=session.row_average,
+                row_lr=engine.row_lr,
+                lrs=engine.dense_lrs,
+                tensors=[(engine.names[t], list(parameters[t].shape), group_of[id(parameters[t])]) for t in mine],
+                optimizer=spec,
+            )
+            flat = np.concatenate(values) if values else np.empty(0, np.float32)
+            client.call(me, body, [np.ascontiguousarray(flat), state])
+
+        indices = [i for i, server in enumerate(session.servers) if server.host == host]
+        with ThreadPoolExecutor(len(indices)) as pool:
+            list(pool.map(enter, indices))
+    finally:
+        client.beat = None
+        client.close()
+
+
+def _refuse_what_servers_cannot_do(engine: Engine) -> None:
+    kinds = {p.dtype for p in engine.dense.parameters}
+    if kinds and kinds != {_float32()}:
+        raise BadInput(f"asynchronous modes take dense parameters of float32, got {sorted(map(str, kinds))}")
+    torch_optimizers.spec_of(engine.optimizer)
+
+
+def _float32() -> Any:
+    import torch
+
+    return torch.float32

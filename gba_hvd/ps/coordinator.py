@@ -1,0 +1,231 @@
+"""The coordinator's decisions: who may compute what, when a step is decided, who is alive. One per job, in server 0.
+
+Holds the ledger of the current epoch and what is known of the workers. It knows no sockets: the server feeds it requests
+and carries out the `Apply` that it decides. Everything that must survive the process is in `state()`, saved by the
+server before any answer leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gba_hvd.order import Account, Cut
+from gba_hvd.ps.protocol import Apply, Ask, Beat, Done, Enter, Given, GivenLease, PlannedMember, Position, Refused
+from gba_hvd.tokens import Discipline, Drained, Finished, Lease, Ledger
+
+
+@dataclass
+class WorkerSeen:
+    """What is known of one worker."""
+
+    rank: int
+    host: int
+    pid: int
+    heard_s: float
+    silent: bool = False
+    seconds: float = 0.0  # per micro-batch, recent mean
+    done: int = 0
+
+    def took(self, seconds: float) -> None:
+        self.seconds = seconds if not self.done else 0.8 * self.seconds + 0.2 * seconds
+        self.done += 1
+
+
+class Coordinator:
+    """Not thread-safe: belongs to the server's main thread. `clock` counts seconds."""
+
+    def __init__(self, enter: Enter, *, alive_s: float, lease_s: float, clock: Callable[[], float]) -> None:
+        self._enter, self._alive_s, self._lease_s, self._clock = enter, alive_s, lease_s, clock
+        position = enter.position
+        self.account = Account(**position.account)
+        self.ledger = self._ledger(position.epoch, enter.n_samples, position.steps_done, position.step)
+        self.workers: dict[int, WorkerSeen] = {}
+        self.world = position.world
+        self.wanted, self.reason = "", ""
+        self.last_loss: float | None = None
+        self._staleness_before = dict(position.staleness)
+        self._refused_before, self._reissued_before = position.refused, position.reissued
+        self._lrs, self._row_lr, self._lrs_key = list(enter.lrs), enter.row_lr, (position.epoch, position.step)
+        self._losses: dict[int, float] = {}
+        self._given_s: dict[int, float] = {}  # by micro-batch: when its lease was given
+        self.names_refused: list[str] = []
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def ask(self, request: Ask) -> Given | Refused | None:
+        """A lease, or why there is none; None while the worker should wait."""
+        ledger = self.ledger
+        if request.epoch < ledger.epoch:
+            return Given(self.position(epoch=request.epoch, done=True), None, "finished")
+        if request.epoch > ledger.epoch:
+            if not ledger.finished:
+                return None  # others still work on the epoch before
+            if self.wanted:
+                return Given(self.position(epoch=request.epoch, steps_done=0), None, "drained")
+            self._staleness_before = self.staleness()
+            self._refused_before += ledger.refused
+            self._reissued_before += ledger.reissued
+            self.ledger = ledger = self._ledger(request.epoch, request.n_samples, 0, ledger.step)
+        if request.n_samples != ledger.cut.n_samples:
+            return Refused(
+                f"epoch {request.epoch} has {ledger.cut.n_samples} samples for the others and {request.n_samples} here; "
+                "all workers must run the same script on the same data",
+                kind="mismatch",
+            )
+        if (request.epoch, request.lrs_step) >= self._lrs_key:
+            *self._lrs, self._row_lr = request.lrs
+            self._lrs_key = (request.epoch, request.lrs_step)
+        answer = ledger.lease(request.worker, request.request)
+        if isinstance(answer, Lease):
+            self._given_s.setdefault(answer.micro, self._clock())
+            lease = GivenLease(answer.micro, answer.serial, answer.token, answer.n_samples)
+            return Given(self.position(), lease)
+        if isinstance(answer, Finished):
+            return Given(self.position(), None, "finished")
+        if isinstance(answer, Drained):
+            return Given(self.position(), None, "drained")
+        return None
+
+    def done(self, request: Done) -> str:
+        """Every server has this push: "accepted", "repeated" or "revoked"."""
+        answer = self.ledger.accept(request.worker, request.micro, request.serial, request.refused or None)
+        if answer == "accepted":
+            self._given_s.pop(request.micro, None)
+            if request.loss is not None:
+                self._losses[request.serial] = request.loss
+            if request.worker in self.workers:
+                self.workers[request.worker].took(request.seconds)
+            if request.refused:
+                rank = self.workers[request.worker].rank if request.worker in self.workers else -1
+                self.names_refused = [
+                    *self.names_refused[-9:], f"worker {rank}, micro-batch {request.micro}: {request.refused}"
+                ]  # fmt: skip
+        return answer
+
+    def beat(self, request: Beat) -> None:
+        seen = self.workers.get(request.worker)
+        if seen is None:
+            seen = self.workers[request.worker] = WorkerSeen(request.rank, request.host, request.pid, self._clock())
+        seen.rank, seen.heard_s, seen.silent = request.rank, self._clock(), False
+        if request.generation == self._enter.generation:
+            self.ledger.join(request.worker)
+        if request.hosts_updated:
+            self.world += 1
+
+    def bye(self, worker: int) -> None:
+        self.ledger.leave(worker)
+        self.workers.pop(worker, None)
+
+    def dead(self, worker: int) -> None:
+        """The process is gone: the others form a new world."""
+        self.ledger.leave(worker)
+        self.workers.pop(worker, None)
+        self.world += 1
+
+    def fall_silent(self) -> list[int]:
+        """Take the leases of workers that are not heard of; returns the silent ones, whose processes may be dead."""
+        now = self._clock()
+        for worker, seen in self.workers.items():
+            if not seen.silent and now - seen.heard_s > self._alive_s:
+                seen.silent = True
+                for micro in self.ledger.leave(worker):
+                    self._given_s.pop(micro, None)
+        for micro in [m for m, given in self._given_s.items() if now - given > self._lease_s]:
+            self.ledger.revoke(micro)
+            del self._given_s[micro]
+        return [worker for worker, seen in self.workers.items() if seen.silent]
+
+    def want(self, mode: str, reason: str) -> None:
+        """Somebody asks for another mode: stop at the next step boundary."""
+        self.wanted, self.reason = mode, reason
+        self.ledger.hold()
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def decide(self) -> Apply | None:
+        """The next step, if one is due; or the one that was decided before a crash."""
+        plan = self.ledger.decided or self.ledger.next_step()
+        if plan is None:
+            return None
+        micro_batch = self._enter.micro_batch
+        members = [
+            PlannedMember(m.micro, m.serial, m.weight * m.n_samples / micro_batch) for m in plan.members if m.weight > 0
+        ]
+        losses = [(self._losses.pop(m.serial), m.n_samples) for m in plan.members if m.serial in self._losses]
+        if losses:
+            self.last_loss = sum(loss * n for loss, n in losses) / sum(n for _, n in losses)
+        return Apply(
+            self._enter.generation, plan.step, members, micro_batch / plan.n_samples,
+            self._row_lr, self._lrs, self.ledger.oldest_serial,
+        )  # fmt: skip
+
+    def applied(self, step: int, lost_micros: set[int], shard_steps_missed: int) -> None:
+        """The decided step is applied everywhere. `lost_micros`: members that some server had no push of any more."""
+        plan = self.ledger.decided
+        assert plan is not None
+        lost = sum(m.n_samples for m in plan.members if m.weight > 0 and m.micro in lost_micros)
+        self.ledger.applied(step)
+        self.account.applied -= lost
+        self.account.lost += lost
+        self.account.shard_steps_missed += shard_steps_missed
+
+    # --- a look ------------------------------------------------------------------------------------------------------
+
+    def staleness(self) -> dict[int, int]:
+        total = dict(self._staleness_before)
+        for key, count in self.ledger.staleness_histogram.items():
+            total[key] = total.get(key, 0) + count
+        return total
+
+    def position(self, epoch: int | None = None, steps_done: int | None = None, done: bool = False) -> Position:
+        ledger = self.ledger
+        if done:  # an epoch that is over
+            steps_done = ledger.cut.n_steps
+        return Position(
+            step=ledger.step,
+            epoch=ledger.epoch if epoch is None else epoch,
+            steps_done=ledger.steps_done if steps_done is None else steps_done,
+            account=asdict(self.account),
+            staleness=self.staleness(),
+            refused=self._refused_before + ledger.refused,
+            reissued=self._reissued_before + ledger.reissued,
+            loss=self.last_loss,
+            rates=sorted((s.rank, s.seconds) for s in self.workers.values() if not s.silent),
+            wanted=self.wanted,
+            reason=self.reason,
+            world=self.world,
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Plain values; `resume` is the inverse."""
+        return {
+            "ledger": self.ledger.state(),
+            "n_samples": self.ledger.cut.n_samples,
+            "workers": [[w, s.rank, s.host, s.pid] for w, s in self.workers.items()],
+            "world": self.world,
+            "wanted": self.wanted,
+            "reason": self.reason,
+            "staleness": self._staleness_before,
+            "refused": self._refused_before,
+            "reissued": self._reissued_before,
+            "lrs": [*self._lrs, self._row_lr],
+            "lrs_key": list(self._lrs_key),
+        }
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Go on from the state of a coordinator that died; workers get the full time to be heard of."""
+        self.ledger = Ledger.from_state(state["ledger"])
+        self.account = self.ledger.account
+        self.workers = {w: WorkerSeen(rank, host, pid, self._clock()) for w, rank, host, pid in state["workers"]}
+        self.world, self.wanted, self.reason = state["world"], state["wanted"], state["reason"]
+        self._staleness_before = {int(k): v for k, v in state["staleness"].items()}
+        self._refused_before, self._reissued_before = state["refused"], state["reissued"]
+        *self._lrs, self._row_lr = state["lrs"]
+        self._lrs_key = (state["lrs_key"][0], state["lrs_key"][1])
+
+    def _ledger(self, epoch: int, n_samples: int, steps_done: int, step: int) -> Ledger:
+        cut = Cut(n_samples, self._enter.global_batch, self._enter.micro_batch)
+        discipline = Discipline(**self._enter.discipline)
+        return Ledger(cut, discipline, epoch=epoch, steps_done=steps_done, step=step, account=self.account)

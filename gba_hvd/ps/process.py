@@ -1,0 +1,135 @@
+"""Starting the companion server, and finding it again.
+
+A worker that finds no server on its host starts one, outside the launcher's process tree: launchers end what they find
+there, and the server must outlive a restart of the workers. Who holds the lock on `ps-N.lock` is the server; the kernel
+lets go of it however the process ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from gba_hvd.errors import GbaError
+from gba_hvd.ps.protocol import Endpoint
+from gba_hvd.ps.server import Settings
+from gba_hvd.row_optimizers import RowOptimizer
+from gba_hvd.shard.layout import Layout
+
+# Forks before anything heavy is imported and takes the lock at once: whoever comes second ends without a word.
+_START = """
+import fcntl, os, sys
+if os.fork(): os._exit(0)
+folder, index = sys.argv[1], int(sys.argv[2])
+lock = open(os.path.join(folder, f"ps-{index}.lock"), "a")
+try: fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except OSError: os._exit(0)
+from pathlib import Path
+from gba_hvd.ps.server import main
+main(Path(folder), index)
+"""
+
+
+def write_settings(folder: Path, job: str, key: bytes, layout: Layout, optimizer: RowOptimizer, **more: Any) -> None:
+    """What servers of this host read at their start. Written once; the same values again change nothing."""
+    if (folder / "ps.json").exists():
+        return
+    settings = Settings(job, layout.describe(), describe_optimizer(optimizer), own_address(), **more)
+    fd = os.open(folder / "key", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(fd, "wb") as file:
+        file.write(key)
+    fresh = folder / "ps.json.new"
+    fresh.write_text(json.dumps(dataclasses.asdict(settings)))
+    fresh.rename(folder / "ps.json")
+
+
+def ensure_running(folder: Path, index: int) -> bool:
+    """Start the server unless it runs. Returns at once; True if one had to be started."""
+    if not (folder / "ps.json").exists():
+        return False
+    try:
+        with open(folder / f"ps-{index}.lock", "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except FileNotFoundError:
+        return False  # the job's folder is gone
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("HOROVOD_")}
+    with open(folder / f"ps-{index}.log", "ab") as log:
+        subprocess.run(
+            [sys.executable, "-c", _START, str(folder), str(index)],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, check=True, timeout=30,
+            env=environ | {"OMP_NUM_THREADS": "1"}, cwd="/",
+        )  # fmt: skip
+    return True
+
+
+def endpoint(folder: Path, index: int, host: int, timeout_s: float) -> Endpoint:
+    """Where the server of this host listens; waits until it does. Raises GbaError with the end of its log."""
+    deadline = time.monotonic() + timeout_s
+    settings = json.loads((folder / "ps.json").read_text())
+    while True:
+        ensure_running(folder, index)
+        try:
+            ports = json.loads((folder / f"ps-{index}.address").read_text())
+            return Endpoint(host, index, settings["address"], ports["control"], ports["pull"])
+        except FileNotFoundError:
+            if time.monotonic() > deadline:
+                raise GbaError(
+                    f"the companion server did not start within {timeout_s:.0f} s; it said: {last_words(folder, index)}"
+                ) from None
+            time.sleep(0.02)
+
+
+def last_words(folder: Path, index: int) -> str:
+    """The end of a server's log."""
+    try:
+        return (folder / f"ps-{index}.log").read_text(errors="replace")[-2000:].strip() or "nothing"
+    except FileNotFoundError:
+        return "nothing"
+
+
+def pid_of(folder: Path, index: int) -> int | None:
+    """The process that serves, if one has started."""
+    try:
+        return int(json.loads((folder / f"ps-{index}.address").read_text())["pid"])
+    except (FileNotFoundError, KeyError):
+        return None
+
+
+def describe_optimizer(optimizer: RowOptimizer) -> dict[str, Any]:
+    """A row optimizer as plain values. Another process imports its class by name."""
+    kind = type(optimizer)
+    if not dataclasses.is_dataclass(optimizer) or kind.__module__ == "__main__":
+        raise GbaError(
+            f"the row optimizer {kind.__qualname__} must be a dataclass in a module that other processes can import, "
+            f"not in {kind.__module__}"
+        )
+    return {"class": f"{kind.__module__}:{kind.__qualname__}", "fields": dataclasses.asdict(optimizer)}
+
+
+def own_address() -> str:
+    """The address other hosts reach this one at: of the interface Horovod uses, when it was named.
+
+    A host's name is not asked for: many hosts resolve their own to 127.0.0.1.
+    """
+    interfaces = psutil.net_if_addrs()
+    named = os.environ.get("HOROVOD_GLOO_IFACE", "")
+    if not named and "HOROVOD_RANK" not in os.environ:
+        return "127.0.0.1"
+    candidates = [named] if named in interfaces else [n for n in interfaces if n != "lo"] + ["lo"]
+    for name in candidates:
+        for address in interfaces[name]:
+            if address.family == socket.AF_INET:
+                return str(address.address)
+    return "127.0.0.1"

@@ -1,0 +1,382 @@
+"""What workers and servers say to each other: the messages, their encoding, and the checks before anything is believed.
+
+A message is a msgpack header and, where it carries numbers, raw frames. Headers are decoded into typed structs, so a
+wrong field is refused by the decoder; frames are checked here against the tables, before anything is stored.
+Numbered by who speaks:
+
+    1. a worker that leads its host    Enter             here is your part of the dense parameters; serve these shards
+    2. any worker                      Ask, PullRows, PullDense, Push, Done, Beat, Export, Bye
+    3. the coordinator, to servers     Apply, Discard, Alive
+    4. an operator                     Status, SwitchTo
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from gba_hvd.errors import GbaError
+from gba_hvd.shard.layout import Layout
+
+VERSION = 1
+
+
+class ProtocolError(GbaError):
+    """A message that is not what the protocol says. Nothing was changed."""
+
+
+class NotFinite(ProtocolError):
+    """A gradient with NaN or infinity. It was not stored."""
+
+
+class Struct(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    pass
+
+
+# --- values inside messages ------------------------------------------------------------------------------------------
+
+
+class Endpoint(Struct):
+    """Where a server listens: control and pulls, and the host (number of its memory) it serves."""
+
+    host: int
+    index: int  # of the host's servers
+    address: str  # an IP address
+    control: int
+    pull: int
+
+
+class Position(Struct):
+    """Where training stands: what every worker needs to know of the job."""
+
+    step: int = 0
+    epoch: int = 0
+    steps_done: int = 0
+    account: dict[str, int] = {}
+    staleness: dict[int, int] = {}  # histogram over applied and dropped micro-batches
+    refused: int = 0
+    reissued: int = 0
+    loss: float | None = None  # of the newest step
+    rates: list[tuple[int, float]] = []  # of each living worker: rank, seconds per micro-batch
+    wanted: str = ""  # the mode somebody asked for, with the reason
+    reason: str = ""
+    world: int = 0  # how often the membership changed; workers form a new Horovod world when it grows
+
+
+class GivenLease(Struct):
+    micro: int
+    serial: int
+    token: int
+    n_samples: int
+
+
+class PlannedMember(Struct):
+    micro: int
+    serial: int
+    weight: float
+
+
+# --- requests --------------------------------------------------------------------------------------------------------
+
+
+class Enter(Struct):
+    """Serve `shards` and these dense tensors from `position` on. Frames: values, optimizer state (state_codec)."""
+
+    generation: int
+    servers: list[Endpoint]
+    me: int  # index into servers; server 0 is the coordinator
+    shard_servers: list[int]  # shard -> index into servers
+    position: Position
+    n_samples: int  # of the epoch
+    global_batch: int
+    micro_batch: int
+    discipline: dict[str, Any]
+    row_average: str
+    row_lr: float
+    lrs: list[float]
+    tensors: list[tuple[str, list[int], int]]  # name, shape, optimizer group
+    optimizer: dict[str, Any]
+
+
+class Ask(Struct):
+    """A lease, please. `request` grows with every new question; the same one again gets the same answer."""
+
+    worker: int
+    generation: int
+    request: int
+    epoch: int
+    n_samples: int
+    lrs: list[float]  # of the dense groups, then the rows', as of step `lrs_step`
+    lrs_step: int
+
+
+class PullRows(Struct):
+    """Frames: for each group the keys, int64. Answer: for each group the weights, float32 [n, dim]."""
+
+    generation: int
+
+
+class PullDense(Struct):
+    """This server's dense values, if they are newer than `newer_than`."""
+
+    generation: int
+    newer_than: int
+
+
+class Push(Struct):
+    """Gradients of one micro-batch, for one server. Frames: its dense slice float32, its row message (`gradients`)."""
+
+    worker: int
+    generation: int
+    micro: int
+    serial: int
+
+
+class Done(Struct):
+    """Every server has its part of this micro-batch's gradients. `refused` names what was not finite."""
+
+    worker: int
+    generation: int
+    micro: int
+    serial: int
+    loss: float | None = None
+    seconds: float = 0.0
+    refused: str = ""
+
+
+class Beat(Struct):
+    """I live. In allreduce mode the chief also tells where training stands, for `gba-hvd status`."""
+
+    worker: int
+    rank: int
+    host: int
+    pid: int
+    generation: int  # 0 in allreduce mode
+    hosts_updated: bool = False
+    told: dict[str, Any] = {}
+
+
+class Export(Struct):
+    """All of this server's dense state. Frames of the answer: values, optimizer state (state_codec).
+
+    leaving: the workers apply the steps from here on; the server must not touch a shard any more
+    """
+
+    generation: int
+    leaving: bool
+
+
+class Bye(Struct):
+    worker: int
+
+
+class Apply(Struct):
+    """Step `step` is decided: merge these pushes, apply them once."""
+
+    generation: int
+    step: int
+    members: list[PlannedMember]
+    scale: float
+    row_lr: float
+    lrs: list[float]
+    oldest_serial: int  # pushes of older leases will never be asked for
+
+
+class Discard(Struct):
+    """Forget all pushes: their micro-batches will be computed again."""
+
+    generation: int
+
+
+class Alive(Struct):
+    """Does the process live?"""
+
+    pid: int
+
+
+class Status(Struct):
+    pass
+
+
+class SwitchTo(Struct):
+    mode: str
+    reason: str
+
+
+Request = (
+    Enter | Ask | PullRows | PullDense | Push | Done | Beat | Export | Bye | Apply | Discard | Alive | Status | SwitchTo
+)
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+class Ok(Struct):
+    position: Position | None = None
+
+
+class Given(Struct):
+    """The answer to `Ask`: a lease, or why there is none: "wait", "finished", "drained"."""
+
+    position: Position
+    lease: GivenLease | None = None
+    instead: str = ""
+
+
+class Dense(Struct):
+    """Frames: the values, unless `step` is not newer than asked."""
+
+    step: int
+
+
+class Rows(Struct):
+    pass
+
+
+class Exported(Struct):
+    step: int
+
+
+class Applied(Struct):
+    """`missing`: micro-batches whose push is not here; `missed`: shards that did not get the step before a crash."""
+
+    step: int
+    missing: list[int] = []
+    missed: int = 0
+
+
+class Lives(Struct):
+    alive: bool
+
+
+class StatusReport(Struct):
+    report: dict[str, Any]
+
+
+class Refused(Struct):
+    """The request was not carried out, and changed nothing. `again`: it may be sent again later."""
+
+    why: str
+    again: bool = False
+    kind: str = ""
+
+
+Answer = Ok | Given | Dense | Rows | Exported | Applied | Lives | StatusReport | Refused
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    version: int
+    job: str
+    number: int  # the answer carries its request's
+    body: msgspec.Raw
+
+
+_encoder = msgspec.msgpack.Encoder()
+_envelope = msgspec.msgpack.Decoder(Envelope)
+_request: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def encode(job: str, number: int, body: Request | Answer) -> bytes:
+    return _encoder.encode(Envelope(VERSION, job, number, msgspec.Raw(_encoder.encode(body))))
+
+
+def open_envelope(data: Any, job: str) -> Envelope:
+    """Raises ProtocolError for anything that is not a message of this version and job."""
+    try:
+        envelope = _envelope.decode(data)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"not a message of this protocol: {error}") from error
+    if envelope.version != VERSION:
+        raise ProtocolError(
+            f"protocol version {envelope.version}, this is {VERSION}: all hosts need the same version of gba-hvd"
+        )
+    if envelope.job != job:
+        raise ProtocolError(f"a message for job {envelope.job!r} came to job {job!r}")
+    return envelope
+
+
+def decode_request(envelope: Envelope) -> Request:
+    try:
+        return _request.decode(envelope.body)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"request {envelope.number}: {error}") from error
+
+
+def decode_answer(envelope: Envelope) -> Answer:
+    try:
+        return _answer.decode(envelope.body)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"answer {envelope.number}: {error}") from error
+
+
+# --- checks of frames ------------------------------------------------------------------------------------------------
+
+
+def array_of(frame: Any, dtype: str, what: str) -> np.ndarray:
+    """A frame as a read-only array, a view."""
+    size = np.dtype(dtype).itemsize
+    if len(frame) % size:
+        raise ProtocolError(f"{what}: {len(frame)} bytes are no whole number of {dtype}")
+    return np.frombuffer(frame, dtype=dtype)
+
+
+def check_keys(layout: Layout, group: int, keys: np.ndarray, mine: np.ndarray) -> None:
+    """Raises ProtocolError unless every key is a row of a table, in a shard of `mine` (bool [S])."""
+    if len(keys) == 0:
+        return
+    spec = layout.groups[group]
+    if keys.min() < 0 or keys.max() >= spec.places * layout.n_shards:
+        raise ProtocolError(
+            f"tables of dimension {spec.dim}: keys {keys.min()} to {keys.max()}, "
+            f"expected 0 to {spec.places * layout.n_shards - 1}"
+        )
+    first = np.array(spec.first)
+    table = np.searchsorted(first, keys // layout.n_shards, side="right") - 1
+    rows = keys - first[table] * layout.n_shards
+    beyond = np.flatnonzero(rows >= np.array([t.n_rows for t in spec.tables])[table])
+    if len(beyond):
+        at = beyond[0]
+        found = spec.tables[table[at]]
+        raise ProtocolError(f"table {found.name!r} has rows 0 to {found.n_rows - 1}, got {rows[at]}")
+    foreign = np.flatnonzero(~mine[keys % layout.n_shards])
+    if len(foreign):
+        raise ProtocolError(f"shard {keys[foreign[0]] % layout.n_shards} is not served here")
+
+
+def check_row_message(layout: Layout, message: np.ndarray, mine: np.ndarray, extra: int) -> None:
+    """Raises ProtocolError unless `message` is row gradients of shards served here (`gradients.pack_by_owner`).
+
+    extra: words that follow a row's gradient (its number of contributors, when rows are averaged over them).
+    """
+    at = 0
+    for number, group in enumerate(layout.groups):
+        if at + 2 > len(message):
+            raise ProtocolError(f"row gradients end in group {number} of {len(layout.groups)}")
+        n = int(message[at : at + 2].view(np.int64)[0])
+        width = 2 + group.dim + extra
+        if n < 0 or at + 2 + n * width > len(message):
+            raise ProtocolError(f"row gradients of dimension {group.dim}: {n} rows do not fit {len(message)} words")
+        keys = message[at + 2 : at + 2 + 2 * n].view(np.int64)
+        check_keys(layout, number, keys, mine)
+        values = message[at + 2 + 2 * n : at + 2 + n * width]
+        if not np.isfinite(values.sum(dtype=np.float64)) and not np.isfinite(values).all():
+            bad = np.flatnonzero(~np.isfinite(values.reshape(n, -1)).all(axis=1))[0]
+            table, row = layout.locate(int(keys[bad]), number)
+            raise NotFinite(f"the gradient of row {row} of table {table!r} is not finite")
+        at += 2 + n * width
+    if at != len(message):
+        raise ProtocolError(f"row gradients: {len(message) - at} words too many")
+
+
+def check_finite(values: np.ndarray, names: Sequence[str], sizes: Sequence[int]) -> None:
+    """Raises NotFinite naming the dense tensor whose gradient is not finite."""
+    if np.isfinite(values.sum(dtype=np.float64)):
+        return
+    at = 0
+    for name, size in zip(names, sizes, strict=True):
+        if not np.isfinite(values[at : at + size]).all():
+            raise NotFinite(f"the gradient of {name} is not finite")
+        at += size

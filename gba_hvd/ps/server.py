@@ -1,0 +1,574 @@
+"""The companion server: one process per host that serves rows, takes gradients and applies steps in asynchronous modes.
+
+Who owns what. The main thread owns the control sockets, the part (buffer, dense tensors), and in server 0 the
+coordinator; it is the only writer of the host's shards while the job is in an asynchronous mode. A second thread owns the
+pull socket and only reads shard memory. What must survive the process lies in files of the job's folder: shard memory,
+dense part, `session` (what it serves), `ledger` (the coordinator's state, saved before any answer leaves).
+
+A killed server is started again by a worker of its host and goes on from these files. Its waiting pushes are gone: the
+coordinator has their micro-batches computed again. Life: it holds no claim on the memory; when the folder goes
+(`shard.keeper`), it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import zmq
+
+from gba_hvd.errors import GbaError
+from gba_hvd.ps import protocol, transport
+from gba_hvd.ps.coordinator import Coordinator
+from gba_hvd.ps.dense import DensePart
+from gba_hvd.ps.part import Limits, Part, gather, optimizer_of
+from gba_hvd.ps.protocol import (
+    Alive,
+    Answer,
+    Applied,
+    Apply,
+    Ask,
+    Beat,
+    Bye,
+    Dense,
+    Discard,
+    Done,
+    Enter,
+    Export,
+    Exported,
+    Given,
+    Lives,
+    Ok,
+    Position,
+    ProtocolError,
+    PullDense,
+    PullRows,
+    Push,
+    Refused,
+    Request,
+    Rows,
+    Status,
+    StatusReport,
+    SwitchTo,
+)  # fmt: skip
+from gba_hvd.ps.snapshot import SnapshotFile
+from gba_hvd.shard.layout import Layout
+from gba_hvd.shard.memory import ShardMemory, is_alive
+
+log = logging.getLogger("gba_hvd.ps")
+_TICK_MS = 100
+_WAIT_S = 0.5  # longest time an `Ask` is kept before it is told to wait
+_RESEND_S = 1.0
+_KEPT_DECISIONS = 10
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a server reads at its start, from `ps.json` in the job's folder, written by the worker that starts it."""
+
+    job: str
+    layout: dict[str, Any]
+    row_optimizer: dict[str, Any]
+    address: str
+    alive_s: float = 2.0
+    lease_s: float = 60.0
+    buffer_bytes: int = 4 << 30
+
+
+@dataclass
+class _Waiter:
+    socket: Any
+    peer: bytes
+    number: int
+    ask: Ask
+    since_s: float
+
+
+@dataclass
+class _Applying:
+    """A decided step on its way: which servers have not applied it yet."""
+
+    request: Apply
+    pending: set[int]
+    sent_s: float
+    lost: set[int]
+    missed: int
+
+
+class Server:
+    """`run()` until the job's folder is gone. Not thread-safe."""
+
+    def __init__(self, folder: Path, index: int) -> None:
+        self.folder, self.index = folder, index
+        self.settings = Settings(**json.loads((folder / "ps.json").read_text()))
+        described = dict(self.settings.layout)
+        self.layout = layout_from(described)
+        self.memory = ShardMemory.attach(folder, self.layout)
+        self.optimizer = optimizer_of(self.settings.row_optimizer)
+        self.key = (folder / "key").read_bytes()
+        self.part: Part | None = None
+        self.coordinator: Coordinator | None = None
+        self.idle = True  # workers apply the steps; this server must not touch a shard
+        self._ledger_file: SnapshotFile | None = None
+        self._waiters: list[_Waiter] = []
+        self._applying: _Applying | None = None
+        self._alive_asked: dict[int, float] = {}
+        self._told: dict[str, Any] = {}
+        self._beats: dict[int, Beat] = {}
+        self._wanted: tuple[str, str] = ("", "")
+        self._decisions: list[str] = []
+        self._ended = False
+        self._context: zmq.Context[Any] = zmq.Context()
+        ports = {"control": 0, "pull": 0}
+        with contextlib.suppress(FileNotFoundError):  # a successor listens where its predecessor did
+            ports |= json.loads(self._file("address").read_text())
+        self._gate = transport.Gate(self._context, self.key)
+        self._control = transport.Listener(
+            self._context, folder, f"ps-{index}.control", self.settings.address, ports["control"], self.key
+        )
+        self._pull = transport.Listener(
+            self._context, folder, f"ps-{index}.pull", self.settings.address, ports["pull"], self.key
+        )
+        self._peers: dict[int, Any] = {}  # the coordinator's sockets to the other servers, by index
+        self._limits = Limits(self.settings.buffer_bytes)
+        self._poller = self._poll_all()
+        self._resume()
+
+    def _file(self, name: str) -> Path:
+        return self.folder / f"ps-{self.index}.{name}"
+
+    # --- life --------------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        puller = threading.Thread(target=self._serve_pulls, name="pulls", daemon=True)
+        puller.start()
+        fresh = self._file("address.new")
+        fresh.write_text(json.dumps({"control": self._control.port, "pull": self._pull.port, "pid": os.getpid()}))
+        fresh.rename(self._file("address"))  # last: from here on the server is there
+        next_tick = 0.0
+        while not self._ended:
+            ready = dict(self._poller.poll(_TICK_MS))
+            if self._gate.socket in ready:
+                self._gate.serve()
+            for socket in (self._control.local, self._control.tcp):
+                while socket in ready:
+                    try:
+                        self._handle(socket, *transport.receive(socket, wait=False))
+                    except zmq.Again:
+                        break
+            for index, socket in list(self._peers.items()):
+                if socket in ready and not socket.closed:
+                    self._peer_answered(index, socket)
+            if time.monotonic() >= next_tick:
+                next_tick = time.monotonic() + _TICK_MS / 1000
+                self._tick()
+        self._context.destroy(linger=0)
+
+    def end(self) -> None:
+        self._ended = True
+
+    def _tick(self) -> None:
+        if not (self.folder / "alive").exists():
+            self.end()  # the job is over and its memory gone
+            return
+        coordinator = self.coordinator
+        if coordinator is None or self.idle:
+            return
+        for worker in coordinator.fall_silent():
+            seen = coordinator.workers[worker]
+            if self.part is not None and seen.host == self.part.enter.servers[0].host:
+                if not is_alive(seen.pid):
+                    self._worker_is_dead(worker)
+            elif time.monotonic() - self._alive_asked.get(worker, 0.0) > _RESEND_S:
+                self._alive_asked[worker] = time.monotonic()
+                self._ask_whether_alive(worker, seen.host, seen.pid)
+        applying = self._applying
+        if applying is not None and time.monotonic() - applying.sent_s > _RESEND_S:
+            self._send_apply(applying)
+        self._advance()
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def _handle(self, socket: Any, peer: bytes, frames: list[Any]) -> None:
+        number = 0
+        try:
+            if not frames:
+                raise ProtocolError("an empty message")
+            envelope = protocol.open_envelope(frames[0], self.settings.job)
+            number = envelope.number
+            request = protocol.decode_request(envelope)
+            answer, out = self._answer(socket, peer, number, request, frames[1:])
+        except (GbaError, ValueError) as error:
+            answer, out = Refused(str(error), kind=type(error).__name__), ()
+        if answer is not None:
+            transport.send(socket, peer, protocol.encode(self.settings.job, number, answer), out)
+
+    def _answer(
+        self, socket: Any, peer: bytes, number: int, request: Request, frames: list[Any]
+    ) -> tuple[Answer | None, Sequence[Any]]:
+        match request:
+            case Push():
+                return self._on_push(request, frames), ()
+            case Ask():
+                return self._on_ask(_Waiter(socket, peer, number, request, time.monotonic())), ()
+            case Done():
+                return self._on_done(request), ()
+            case Beat():
+                return self._on_beat(request), ()
+            case PullDense():
+                part = self._active(request.generation)
+                if part.dense.step > request.newer_than:
+                    return Dense(part.dense.step), (part.dense.values.copy(),)
+                return Dense(part.dense.step), ()
+            case Apply():
+                return self._active(request.generation).apply(request), ()
+            case Discard():
+                self._active(request.generation).buffer.clear()
+                return Ok(), ()
+            case Export():
+                return self._on_export(request)
+            case Enter():
+                return self._on_enter(request, frames), ()
+            case Bye():
+                self._beats.pop(request.worker, None)
+                if self.coordinator is not None:
+                    self.coordinator.bye(request.worker)
+                    self._advance()
+                return Ok(), ()
+            case Alive():
+                return Lives(is_alive(request.pid)), ()
+            case Status():
+                return StatusReport(self._status()), ()
+            case SwitchTo():
+                return self._on_switch(request), ()
+            case PullRows():
+                return Refused("rows are pulled at the other port", kind="ProtocolError"), ()
+
+    def _active(self, generation: int) -> Part:
+        if self.part is None or self.part.enter.generation != generation:
+            now = 0 if self.part is None else self.part.enter.generation
+            raise ProtocolError(f"generation {generation} is not served here, it is {now}: the job switched meanwhile")
+        return self.part
+
+    def _lead(self, generation: int) -> Coordinator:
+        self._active(generation)
+        if self.coordinator is None:
+            raise ProtocolError("this server is not the coordinator")
+        return self.coordinator
+
+    def _on_push(self, request: Push, frames: list[Any]) -> Answer:
+        part = self._active(request.generation)
+        if not part.push(request.micro, request.serial, frames):
+            return Refused(f"{part.buffer.n_bytes:,} bytes of gradients wait already", again=True)
+        return Ok()
+
+    def _on_ask(self, waiter: _Waiter) -> Answer | None:
+        answer = self._lead(waiter.ask.generation).ask(waiter.ask)
+        if answer is None:
+            self._waiters = [w for w in self._waiters if w.ask.worker != waiter.ask.worker] + [waiter]
+            return None
+        if isinstance(answer, Given):
+            self._save_ledger()
+        return answer
+
+    def _on_done(self, request: Done) -> Answer:
+        coordinator = self._lead(request.generation)
+        coordinator.done(request)
+        self._save_ledger()
+        self._advance()
+        return Ok(coordinator.position())
+
+    def _on_beat(self, request: Beat) -> Answer:
+        self._beats[request.worker] = request
+        if request.told:
+            self._told = dict(request.told)
+        if self.coordinator is None or self.idle:
+            wanted, reason = self._wanted
+            return Ok(Position(wanted=wanted, reason=reason))
+        self.coordinator.beat(request)
+        return Ok(self.coordinator.position())
+
+    def _on_switch(self, request: SwitchTo) -> Answer:
+        self._decisions = [*self._decisions[1 - _KEPT_DECISIONS :], f"{request.mode}: {request.reason}"]
+        if self.coordinator is not None and not self.idle:
+            self.coordinator.want(request.mode, request.reason)
+            self._save_ledger()
+            self._advance()
+        else:
+            self._wanted = (request.mode, request.reason)
+        return Ok()
+
+    def _on_enter(self, request: Enter, frames: list[Any]) -> Answer:
+        if self.part is not None and self.part.enter.generation == request.generation:
+            return Ok()  # asked again
+        if self.part is not None:
+            self.part.close()
+        self.part = Part.begin(request, frames, self._file("dense"), self.memory, self.optimizer, self._limits)
+        self._waiters, self._applying, self._wanted = [], None, ("", "")
+        self._connect_peers()
+        self.coordinator = self._new_coordinator(request) if request.me == 0 else None
+        self._save_ledger()
+        self.idle = False
+        self._save_session()
+        return Ok()
+
+    def _on_export(self, request: Export) -> tuple[Answer, Sequence[Any]]:
+        part = self._active(request.generation)
+        if request.leaving and not self.idle:
+            self.idle = True
+            self._save_session()  # before the workers write shards: a successor must leave them alone
+        step, values, state = part.export()
+        return Exported(step), (values, state)
+
+    # --- steps, at the coordinator -----------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Decide and apply what is due, then answer who waits."""
+        coordinator = self.coordinator
+        if coordinator is None or self.idle:
+            return
+        while self._applying is None and (request := coordinator.decide()) is not None:
+            self._save_ledger()  # the decision, before anything of it is applied
+            self._applying = _Applying(request, set(self._peers), time.monotonic(), set(), 0)
+            self._send_apply(self._applying)
+            assert self.part is not None
+            self._note_applied(self._applying, self.part.apply(request))
+            self._finish_step()
+        self._answer_waiters()
+
+    def _send_apply(self, applying: _Applying) -> None:
+        applying.sent_s = time.monotonic()
+        message = protocol.encode(self.settings.job, applying.request.step, applying.request)
+        for index in applying.pending:
+            with contextlib.suppress(zmq.Again):
+                self._peers[index].send(message, flags=zmq.DONTWAIT)
+
+    def _note_applied(self, applying: _Applying, answer: Applied) -> None:
+        applying.lost |= set(answer.missing)
+        applying.missed += answer.missed
+
+    def _finish_step(self) -> None:
+        applying = self._applying
+        if applying is not None and not applying.pending:
+            assert self.coordinator is not None
+            self.coordinator.applied(applying.request.step, applying.lost, applying.missed)
+            self._applying = None
+            self._save_ledger()
+
+    def _peer_answered(self, index: int, socket: Any) -> None:
+        frames = [frame.buffer for frame in socket.recv_multipart(copy=False)]
+        envelope = protocol.open_envelope(frames[0], self.settings.job)
+        answer = protocol.decode_answer(envelope)
+        if isinstance(answer, Applied) and self._applying is not None:
+            if answer.step == self._applying.request.step and index in self._applying.pending:
+                self._applying.pending.discard(index)
+                self._note_applied(self._applying, answer)
+                self._finish_step()
+                self._advance()
+        elif isinstance(answer, Lives) and not answer.alive:
+            self._worker_is_dead(envelope.number)
+
+    def _answer_waiters(self) -> None:
+        assert self.coordinator is not None
+        waiting: list[_Waiter] = []
+        for waiter in self._waiters:
+            answer = self.coordinator.ask(waiter.ask)
+            if answer is None and time.monotonic() - waiter.since_s < _WAIT_S:
+                waiting.append(waiter)
+                continue
+            if isinstance(answer, Given) and answer.lease is not None:
+                self._save_ledger()
+            answer = answer or Given(self.coordinator.position(), None, "wait")
+            message = protocol.encode(self.settings.job, waiter.number, answer)
+            transport.send(waiter.socket, waiter.peer, message)
+        self._waiters = waiting
+
+    def _worker_is_dead(self, worker: int) -> None:
+        assert self.coordinator is not None
+        if worker in self.coordinator.workers:
+            log.warning("worker of rank %d is dead", self.coordinator.workers[worker].rank)
+            self.coordinator.dead(worker)
+            self._save_ledger()
+            self._advance()
+
+    def _ask_whether_alive(self, worker: int, host: int, pid: int) -> None:
+        assert self.part is not None
+        there = [i for i, endpoint in enumerate(self.part.enter.servers) if endpoint.host == host]
+        if there and there[0] in self._peers:
+            with contextlib.suppress(zmq.Again):
+                message = protocol.encode(self.settings.job, worker, Alive(pid))
+                self._peers[there[0]].send(message, flags=zmq.DONTWAIT)
+
+    # --- what survives -----------------------------------------------------------------------------------------------
+
+    def _new_coordinator(self, enter: Enter) -> Coordinator:
+        settings = self.settings
+        return Coordinator(enter, alive_s=settings.alive_s, lease_s=settings.lease_s, clock=time.monotonic)
+
+    def _save_ledger(self) -> None:
+        if self.coordinator is None:
+            return
+        if self._ledger_file is None:
+            self._ledger_file = SnapshotFile(self._file("ledger"))
+        assert self.part is not None
+        record = {"generation": self.part.enter.generation, **self.coordinator.state()}
+        self._ledger_file.write(msgspec.msgpack.encode(record))
+
+    def _save_session(self) -> None:
+        assert self.part is not None
+        fresh = self._file("session.new")
+        fresh.write_bytes(msgspec.msgpack.encode({"idle": self.idle, "enter": self.part.enter}))
+        fresh.rename(self._file("session"))
+
+    def _resume(self) -> None:
+        """Go on where a server that died stopped, if there was one."""
+        try:
+            session = msgspec.msgpack.decode(self._file("session").read_bytes())
+        except FileNotFoundError:
+            return
+        enter = msgspec.convert(session["enter"], Enter)
+        self.idle = session["idle"]
+        if self.idle:
+            dense = DensePart.open(self._file("dense"))
+            self.part = Part(enter, dense, self.memory, self.optimizer, self._limits)
+            return
+        self.part, torn = Part.resume(enter, self._file("dense"), self.memory, self.optimizer, self._limits)
+        self._connect_peers()
+        if enter.me != 0:
+            return
+        self.coordinator = self._new_coordinator(enter)
+        self._ledger_file = SnapshotFile(self._file("ledger"))
+        saved = self._ledger_file.read()
+        if (
+            saved is not None
+            and (state := msgspec.msgpack.decode(saved, strict=False))["generation"] == enter.generation
+        ):
+            self.coordinator.resume(state)
+        self._settle(torn)
+        self._save_ledger()
+        log.warning("going on at step %d where a server that died stopped", self.coordinator.ledger.step)
+
+    def _settle(self, torn: int) -> None:
+        """What became of the pushes and of a decided step that the dead server held."""
+        assert self.coordinator is not None and self.part is not None
+        ledger = self.coordinator.ledger
+        decided = ledger.decided
+        if decided is not None:
+            begun, done = self.part.begun_and_done(decided.step)
+            if not begun and not self._peers:
+                ledger.undo()
+            elif done and not torn:
+                self.coordinator.applied(decided.step, set(), 0) if not self._peers else None
+            else:
+                missed = self.part.skip(decided.step)
+                self.coordinator.applied(decided.step, set(), max(torn, missed)) if not self._peers else None
+        ledger.lost_pushes()
+        for peer in self._peers.values():
+            peer.send(protocol.encode(self.settings.job, 0, Discard(self.part.enter.generation)))
+
+    def _connect_peers(self) -> None:
+        for socket in self._peers.values():
+            socket.close()
+        self._peers = {}
+        assert self.part is not None
+        enter = self.part.enter
+        if enter.me == 0:
+            for index, server in enumerate(enter.servers[1:], start=1):
+                self._peers[index] = transport.connect(
+                    self._context, self.key, address=server.address, port=server.control
+                )
+        self._poller = self._poll_all()
+
+    def _poll_all(self) -> zmq.Poller:
+        poller = zmq.Poller()
+        for socket in (self._gate.socket, self._control.local, self._control.tcp, *self._peers.values()):
+            poller.register(socket, zmq.POLLIN)
+        return poller
+
+    # --- a look ------------------------------------------------------------------------------------------------------
+
+    def _status(self) -> dict[str, Any]:
+        report: dict[str, Any] = {"job": self.settings.job, "server": self.index, "decisions": self._decisions}
+        if self.coordinator is None or self.idle:
+            return {**report, "mode": "allreduce", **self._told}
+        position = self.coordinator.position()
+        now = time.monotonic()
+        return {
+            **report,
+            "mode": self.coordinator.ledger.discipline.name,
+            **msgspec.to_builtins(position, str_keys=True),
+            "under_way": self.coordinator.ledger.n_outstanding,
+            "refused_gradients": self.coordinator.names_refused,
+            "by_worker": [
+                {"rank": s.rank, "pid": s.pid, "silent_s": round(now - s.heard_s, 1), "micro_batches": s.done,
+                 "seconds_per_micro_batch": round(s.seconds, 4)}
+                for s in sorted(self.coordinator.workers.values(), key=lambda s: s.rank)
+            ],
+        }  # fmt: skip
+
+    # --- the other thread --------------------------------------------------------------------------------------------
+
+    def _serve_pulls(self) -> None:
+        """Answer pulls of rows. Only reads shard memory; a row that is being written may come half old, half new."""
+        everywhere = np.ones(self.layout.n_shards, dtype=bool)
+        poller = zmq.Poller()
+        for socket in (self._pull.local, self._pull.tcp):
+            poller.register(socket, zmq.POLLIN)
+        while not self._ended:
+            try:
+                ready = poller.poll(_TICK_MS)
+                for socket, _ in ready:
+                    self._answer_pull(socket, everywhere)
+            except zmq.ZMQError:
+                return  # the context is being destroyed
+
+    def _answer_pull(self, socket: Any, everywhere: np.ndarray) -> None:
+        peer, frames = transport.receive(socket)
+        number = 0
+        answer: Answer
+        out: Sequence[Any] = ()
+        try:
+            envelope = protocol.open_envelope(frames[0], self.settings.job)
+            number = envelope.number
+            request = protocol.decode_request(envelope)
+            if not isinstance(request, PullRows):
+                raise ProtocolError(f"{type(request).__name__} does not belong to the port for pulls")
+            part = self.part
+            answer, out = Rows(), gather(self.memory, everywhere if part is None else part.mine, frames[1:])
+        except (GbaError, ValueError, IndexError) as error:
+            answer = Refused(str(error), kind=type(error).__name__)
+        transport.send(socket, peer, protocol.encode(self.settings.job, number, answer), out)
+
+
+def layout_from(description: dict[str, Any]) -> Layout:
+    """The inverse of `Layout.describe`."""
+    from gba_hvd.shard.layout import SlotSpec
+
+    slots = tuple(SlotSpec(name, kind == "row") for name, kind in description["slots"].items())
+    tables = {name: (rows, dim) for name, (rows, dim) in description["tables"].items()}
+    return Layout.of(tables, slots, description["n_shards"], description["seed"], description["init_std"])
+
+
+def main(folder: Path, index: int) -> None:
+    """Serve until the job is over."""
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    torch.set_num_threads(1)
+    # The first optimizer of a process imports for seconds: now, not when the workers wait.
+    torch.optim.Adam([torch.zeros(1, requires_grad=True)]).step()
+    server = Server(folder, index)
+    signal.signal(signal.SIGTERM, lambda *_: server.end())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the workers; the server sees them go
+    server.run()

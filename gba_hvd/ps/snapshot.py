@@ -1,0 +1,69 @@
+"""A small record that outlives its process: written whole, read whole, whenever the writer is killed.
+
+One file, two halves, in memory that the kernel keeps when the process dies. A write fills the half that does not count
+and then makes it count by one aligned store.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import zlib
+from pathlib import Path
+
+_HEAD = struct.Struct("<QI")  # of a half: length, crc
+_FIRST = 64  # the halves start behind the number of the newest write
+
+
+class SnapshotFile:
+    """Not thread-safe; one writer."""
+
+    def __init__(self, path: Path, half_bytes: int = 1 << 18) -> None:
+        self._path = path
+        if path.exists():
+            half_bytes = (path.stat().st_size - _FIRST) // 2
+            self._open(half_bytes)
+        else:
+            self._create(half_bytes)
+
+    def write(self, data: bytes) -> None:
+        if len(data) + _HEAD.size > self._half:
+            self._create(2 * len(data) + _HEAD.size, carry=self.read())
+        newest = self._newest()
+        at = _FIRST + (newest + 1) % 2 * self._half
+        self._map[at + _HEAD.size : at + _HEAD.size + len(data)] = data
+        _HEAD.pack_into(self._map, at, len(data), zlib.crc32(data))
+        self._numbers[0] = newest + 1  # last: now it counts
+
+    def read(self) -> bytes | None:
+        """The newest write, or None when there was none."""
+        newest = self._newest()
+        if newest == 0:
+            return None
+        at = _FIRST + newest % 2 * self._half
+        length, crc = _HEAD.unpack_from(self._map, at)
+        data = self._map[at + _HEAD.size : at + _HEAD.size + length]
+        assert zlib.crc32(data) == crc, f"{self._path} is damaged"
+        return data
+
+    def _newest(self) -> int:
+        number: int = self._numbers[0]
+        return number
+
+    def _create(self, half_bytes: int, carry: bytes | None = None) -> None:
+        fresh = self._path.with_name(f"{self._path.name}.new")
+        with open(fresh, "wb") as file:
+            file.truncate(_FIRST + 2 * (-(-half_bytes // 64) * 64))
+        path, self._path = self._path, fresh
+        self._open(-(-half_bytes // 64) * 64)
+        self._path = path
+        if carry is not None:
+            self.write(carry)
+        os.rename(fresh, path)
+
+    def _open(self, half_bytes: int) -> None:
+        self._half = half_bytes
+        with open(self._path, "r+b") as file:
+            self._map = mmap.mmap(file.fileno(), _FIRST + 2 * half_bytes)
+        self._numbers = memoryview(self._map)[:8].cast("q")

@@ -1,0 +1,156 @@
+"""How much staleness a learning rate bears: limits from theory, advice in a sentence, and the curvature they need.
+
+Theory is that of delayed gradient descent on a quadratic, x <- x - lr * h * x_(d steps ago), h the curvature: stable
+iff lr * h < 2 sin(pi / (2 (2d + 1))), fastest at lr * h = d^d / (d + 1)^(d + 1) (delay equations' characteristic roots;
+see Yu, Chen and Poor, arXiv 2406.11159, for staleness in SGD). It speaks of plain SGD: momentum m narrows the limit,
+and for Adagrad, Adam and the like the curvature that counts is that of the preconditioned loss. Nothing here changes a
+learning rate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gba_hvd.errors import BadInput
+
+_NEAR = 0.5  # share of the limit from which on the noise of mini-batches may matter
+_SETTLED = 0.9  # an eigenvector found: the Rayleigh quotient is this share of the growth, or more
+
+
+def limit(delay: float) -> float:
+    """The largest stable lr * curvature when every gradient is `delay` steps old: 2 without delay, 0.1845 at 8."""
+    return 2 * math.sin(math.pi / (2 * (2 * _not_negative(delay) + 1)))
+
+
+def best(delay: float) -> float:
+    """The lr * curvature of fastest convergence when every gradient is `delay` steps old: 1 without, 0.0433 at 8."""
+    d = _not_negative(delay)
+    return math.exp(d * math.log(d) - (d + 1) * math.log(d + 1)) if d > 0 else 1.0
+
+
+def _not_negative(delay: float) -> float:
+    if not 0 <= delay < math.inf:
+        raise BadInput(f"a delay must be a number of steps, not negative, got {delay}")
+    return delay
+
+
+@dataclass(frozen=True)
+class Advice:
+    """How far a learning rate is from the stability limit.
+
+    lr_limit:       largest stable learning rate at the mean staleness; infinite when the curvature is not positive
+    lr_limit_worst: the same, were every gradient as stale as the stalest
+    lr_best:        learning rate of fastest convergence at the mean staleness, for the direction of largest curvature
+    share:          lr / lr_limit; 1 and above is unstable
+    level:          "stable", "near" (half the limit, or above the worst case's), "unstable"
+    reason:         the sentence
+    """
+
+    lr: float
+    lr_limit: float
+    lr_limit_worst: float
+    lr_best: float
+    share: float
+    level: str
+    reason: str
+
+    @property
+    def is_stable(self) -> bool:
+        return self.level != "unstable"
+
+
+def advise(lr: float, curvature: float, staleness_mean: float, staleness_max: float) -> Advice:
+    """How far `lr` is from the limit, at a measured staleness (steps) and the loss's largest curvature."""
+    if not 0 <= lr < math.inf or not math.isfinite(curvature):
+        raise BadInput(f"lr must not be negative and curvature a number, got lr={lr} and curvature={curvature}")
+    if _not_negative(staleness_mean) > _not_negative(staleness_max):
+        raise BadInput(f"the mean staleness {staleness_mean} is above the largest, {staleness_max}")
+    if curvature <= 0:
+        text = f"stable: no direction is curved upwards (curvature {curvature:.3g}), no limit on the learning rate"
+        return Advice(lr, math.inf, math.inf, math.inf, 0.0, "stable", text)
+    at_mean, at_worst, fastest = (
+        value / curvature for value in (limit(staleness_mean), limit(staleness_max), best(staleness_mean))
+    )
+    share = lr / at_mean
+    level = "unstable" if share >= 1 else "near" if share >= _NEAR or lr >= at_worst else "stable"
+    verdict = "near the limit" if level == "near" else level
+    text = (
+        f"{verdict}: learning rate {lr:.3g} is {share:.2f}x the limit {at_mean:.3g} at a mean staleness of "
+        f"{staleness_mean:.3g} steps and a curvature of {curvature:.3g}; at the largest staleness, "
+        f"{staleness_max:.3g}, the limit is {at_worst:.3g}; fastest near {fastest:.3g}"
+    )
+    if level == "unstable":
+        text += "; lower the learning rate, the tolerance or the lookahead, or stay in allreduce"
+    return Advice(lr, at_mean, at_worst, fastest, share, level, text)
+
+
+def largest_curvature(
+    loss_fn: Callable[[], Tensor], parameters: Iterable[Tensor], iterations: int = 20, seed: int = 0
+) -> float:
+    """The largest eigenvalue of the loss's Hessian, by power iteration on Hessian-vector products.
+
+    loss_fn: makes the loss, a scalar, from the current parameters; called once, so dropout and data stay the same
+    parameters: dense ones, with requires_grad; `.grad` and the global random state are left alone
+    Costs `iterations` backward passes through a backward pass, twice that near a saddle, where a negative eigenvalue is
+    as large. An estimate from below: never above the true value, but for rounding.
+    Raises BadInput when the loss is no finite scalar.
+    """
+    held = [p for p in parameters if p.requires_grad]
+    if not held or iterations < 1:
+        raise BadInput(
+            f"give parameters that require a gradient and at least 1 iteration, got {len(held)} and {iterations}"
+        )
+    loss = loss_fn()
+    if loss.numel() != 1 or not loss.requires_grad or not bool(torch.isfinite(loss).all()):
+        raise BadInput(f"loss_fn must return one finite number computed from the parameters, got {loss.detach()}")
+    slopes = torch.autograd.grad(loss, held, create_graph=True, allow_unused=True, materialize_grads=True)
+    linked = [slope for slope in slopes if slope.requires_grad]  # the others do not change with the parameters
+
+    def times_hessian(vector: list[Tensor]) -> list[Tensor]:
+        with_grad = [v for slope, v in zip(slopes, vector, strict=True) if slope.requires_grad]
+        return list(
+            torch.autograd.grad(
+                linked, held, grad_outputs=with_grad, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+        )
+
+    if not linked:
+        return 0.0
+    start = _random_direction(held, seed)
+    largest, size = _dominant(times_hessian, start, iterations, shift=0.0)
+    if largest >= _SETTLED * size:
+        return largest
+    # A negative eigenvalue hides the positive ones, or is mixed with one of its size (as in a product x * y). Moved up
+    # by that size, the largest eigenvalue is the dominant one.
+    moved, _ = _dominant(times_hessian, start, iterations, shift=size)
+    return max(largest, moved - size)
+
+
+def _dominant(
+    times_hessian: Callable[[list[Tensor]], list[Tensor]], start: list[Tensor], iterations: int, shift: float
+) -> tuple[float, float]:
+    """The eigenvalue of H + shift that is largest by magnitude (Rayleigh quotient), and that magnitude (growth)."""
+    vector, value, growth = start, 0.0, 0.0
+    for _ in range(iterations):
+        image = [h.detach() + shift * v for h, v in zip(times_hessian(vector), vector, strict=True)]
+        value, growth = _dot(vector, image), math.sqrt(_dot(image, image))
+        if growth == 0:
+            break
+        vector = [part / growth for part in image]
+    return value, growth
+
+
+def _random_direction(parameters: list[Tensor], seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    parts = [torch.randn(p.shape, generator=generator).to(p) for p in parameters]
+    norm = math.sqrt(_dot(parts, parts))
+    return [part / norm for part in parts]
+
+
+def _dot(a: list[Tensor], b: list[Tensor]) -> float:
+    return sum(float((x.double() * y.double()).sum()) for x, y in zip(a, b, strict=True))

@@ -1,0 +1,195 @@
+"""Emulated accelerators: when a micro-batch is done, by scenario and time, and what a run of such workers measured.
+
+Every worker computes its small model for real and then sleeps until the micro-batch has taken its service time, so that
+a few cores carry several workers whose speed is known exactly. Time decides, not steps: a worker that is slow for ten
+seconds is slow for ten seconds whatever the mode makes of them. When the time is over nobody sleeps any more, and the
+rest of the epoch is trained as fast as it goes: all contestants see the same samples once, and all end cleanly.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+N_WORKERS = 4
+MICRO_BATCH = 256  # B, samples
+N_MICRO = 8  # M, micro-batches of a global step
+GAMMA_SHAPE = 100.0  # service times of mean 1 and standard deviation 0.1
+SPARE = 1.02  # micro-batches beyond what the ideal could do in the time
+
+
+@dataclass(frozen=True)
+class Slow:
+    """One worker takes `factor` times as long for micro-batches that begin in [from_s, to_s)."""
+
+    worker: int
+    factor: float
+    from_s: float = 0.0
+    to_s: float = float("inf")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What the accelerators do. Speed is measured in [warmup_s, end_s] after the first micro-batch."""
+
+    name: str
+    service_s: float
+    warmup_s: float
+    end_s: float
+    slow: tuple[Slow, ...] = ()
+    gamma: bool = False
+    n_workers: int = N_WORKERS
+
+    def mean_service_s(self, worker: int, at_s: float) -> float:
+        """Expected seconds for a micro-batch that this worker begins at `at_s`; 0 when the emulation is over."""
+        if at_s >= self.end_s:
+            return 0.0
+        factor = 1.0
+        for slow in self.slow:
+            if slow.worker == worker and slow.from_s <= at_s < slow.to_s:
+                factor *= slow.factor
+        return self.service_s * factor
+
+    def ideal_rate(self, from_s: float, to_s: float) -> float:
+        """sum_w 1 / t_w, its mean over the time: micro-batches/s of workers that never wait."""
+        changes = {edge for slow in self.slow for edge in (slow.from_s, slow.to_s) if from_s < edge < to_s}
+        edges = [from_s, *sorted(changes), to_s]
+        done = 0.0
+        for start, end in pairwise(edges):
+            times = (self.mean_service_s(worker, start) for worker in range(self.n_workers))
+            done += (end - start) * sum(1 / seconds for seconds in times)
+        return done / (to_s - from_s)
+
+    def n_micro(self, global_step: int = N_MICRO) -> int:
+        """Micro-batches of the epoch: whole steps, a little more than the ideal could do while it is emulated."""
+        return -(-int(self.ideal_rate(0.0, self.end_s) * self.end_s * SPARE) // global_step) * global_step
+
+
+def scenarios(service_s: float, measured_s: float) -> dict[str, Scenario]:
+    """The four scenarios. `measured_s`: seconds of the steady ones that count; the one with a change takes longer.
+
+    The straggler starts fast, so that an automatic mode has something to notice; that is over before speed is measured.
+    """
+    last = N_WORKERS - 1
+    warm = 75 * service_s
+    straggler = Slow(last, 5.0, from_s=warm)
+    cycle = max(7 * measured_s, 700 * service_s)
+    visit = Slow(last, 5.0, from_s=warm + cycle / 3, to_s=warm + 2 * cycle / 3)
+    return {
+        "none": Scenario("none", service_s, warm, warm + measured_s),
+        # 100 services: the 10 slow steps of allreduce in which a decision matures and is carried out.
+        "straggler_5x": Scenario(
+            "straggler_5x", service_s, warm + 100 * service_s, warm + 100 * service_s + measured_s, (straggler,)
+        ),
+        "gamma": Scenario("gamma", service_s, warm, warm + measured_s, gamma=True),
+        "come_and_go": Scenario("come_and_go", service_s, warm, warm + cycle, (visit,)),
+    }
+
+
+class Accelerator:
+    """One worker's: `begin()` a micro-batch, compute it for real, `wait()` until its service time is over."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        worker: int,
+        *,
+        seed: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.scenario, self.worker = scenario, worker
+        self._draws = np.random.default_rng([seed, worker])
+        self._clock, self._sleep = clock, sleep
+        self._start: float | None = None
+        self._began = 0.0
+
+    @property
+    def at_s(self) -> float:
+        """Seconds since the first micro-batch began; 0 before it."""
+        return 0.0 if self._start is None else self._clock() - self._start
+
+    def begin(self) -> None:
+        if self._start is None:
+            self._start = self._clock()
+        self._began = self.at_s
+
+    def wait(self, n_micro: int = 1) -> None:
+        """Sleep until the n micro-batches begun together have taken their time."""
+        takes = self.scenario.mean_service_s(self.worker, self._began) * n_micro
+        if self.scenario.gamma:
+            takes *= self._draws.gamma(GAMMA_SHAPE * n_micro, 1 / (GAMMA_SHAPE * n_micro))
+        left = self._began + takes - self.at_s
+        if left > 0:
+            self._sleep(left)
+
+
+class Progress:
+    """What the chief saw, step by step, within the measured time."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._seen: list[tuple[float, int, int]] = []
+
+    def note(self, samples_applied: int, samples_dropped: int = 0) -> None:
+        """A step is done; both counts since the start of the job."""
+        at, scenario = self._accelerator.at_s, self._accelerator.scenario
+        if scenario.warmup_s <= at <= scenario.end_s:
+            self._seen.append((at, samples_applied, samples_dropped))
+
+    def result(self, micro_batch: int) -> dict[str, Any]:
+        """samples_per_s (applied ones), ideal_share, dropped, dropped_share. Raises ValueError without two steps."""
+        scenario = self._accelerator.scenario
+        if len(self._seen) < 2:
+            raise ValueError(f"{len(self._seen)} steps in the measured time, 2 are the least: measure for longer")
+        (start, applied, dropped), (end, applied_then, dropped_then) = self._seen[0], self._seen[-1]
+        rate = (applied_then - applied) / (end - start)
+        gone = dropped_then - dropped
+        return {
+            "samples_per_s": rate,
+            "ideal_share": rate / (micro_batch * scenario.ideal_rate(scenario.warmup_s, scenario.end_s)),
+            "dropped": gone,
+            "dropped_share": gone / (gone + applied_then - applied),
+            "measured_s": end - start,
+        }
+
+
+def staleness(histogram: Mapping[int, int]) -> dict[str, float]:
+    """Mean and largest staleness of the pushes counted by staleness; 0 for a mode that has none."""
+    n = sum(histogram.values())
+    if not n:
+        return {"staleness_mean": 0.0, "staleness_max": 0}
+    return {
+        "staleness_mean": sum(int(stale) * count for stale, count in histogram.items()) / n,
+        "staleness_max": max(int(stale) for stale, count in histogram.items() if count),
+    }
+
+
+def headline(scenarios: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, Any]:
+    """The ratios people ask for; without those whose modes did not run.
+
+    scenarios: name -> mode -> columns
+    """
+
+    def ratio(name: str, mode: str, against: Sequence[str]) -> float | None:
+        speed = {m: columns["samples_per_s"] for m, columns in scenarios.get(name, {}).items()}
+        if mode not in speed or any(other not in speed for other in against):
+            return None
+        return speed[mode] / max(speed[other] for other in against)
+
+    found = {
+        "gba_vs_allreduce": ratio("straggler_5x", "gba", ["allreduce"]),
+        "gba_vs_horovod": ratio("straggler_5x", "gba", ["horovod"]),
+        "gba_vs_torch_rpc": ratio("straggler_5x", "gba", ["torch_rpc"]),
+        "gba_ideal_share": scenarios.get("straggler_5x", {}).get("gba", {}).get("ideal_share"),
+        "auto_vs_allreduce_without_straggler": ratio("none", "auto", ["allreduce"]),
+        "auto_vs_better_mode": {
+            name: value for name in scenarios if (value := ratio(name, "auto", ["allreduce", "gba"])) is not None
+        },
+    }
+    return {name: value for name, value in found.items() if value not in (None, {})}
