@@ -67,7 +67,12 @@ class Coordinator:
             self._staleness_before = self.staleness()
             self._refused_before += ledger.refused
             self._reissued_before += ledger.reissued
-            self.ledger = ledger = self._ledger(request.epoch, request.n_samples, 0, ledger.step)
+            self.ledger = ledger = self._ledger(request.epoch, request.n_samples, 0, ledger.step, ledger.last_serial)
+            for worker, seen in self.workers.items():
+                if not seen.silent:
+                    ledger.join(worker)
+            self._losses.clear()
+            self._given_s.clear()
         if request.n_samples != ledger.cut.n_samples:
             return Refused(
                 f"epoch {request.epoch} has {ledger.cut.n_samples} samples for the others and {request.n_samples} here; "
@@ -156,8 +161,11 @@ class Coordinator:
         losses = [(self._losses.pop(m.serial), m.n_samples) for m in plan.members if m.serial in self._losses]
         if losses:
             self.last_loss = sum(loss * n for loss, n in losses) / sum(n for _, n in losses)
+        n_samples = plan.n_samples
+        if self.ledger.discipline.name == "hop_bw":  # a round is the gradients it waited for
+            n_samples = sum(m.n_samples for m in plan.members if m.weight > 0) or n_samples
         return Apply(
-            self._enter.generation, plan.step, members, micro_batch / plan.n_samples,
+            self._enter.generation, plan.step, members, micro_batch / n_samples,
             self._row_lr, self._lrs, self.ledger.oldest_serial,
         )  # fmt: skip
 
@@ -222,10 +230,15 @@ class Coordinator:
         self.world, self.wanted, self.reason = state["world"], state["wanted"], state["reason"]
         self._staleness_before = {int(k): v for k, v in state["staleness"].items()}
         self._refused_before, self._reissued_before = state["refused"], state["reissued"]
+        self._given_s = {
+            lease.micro: self._clock() for worker in self.workers for lease in self.ledger.outstanding(worker)
+        }
         *self._lrs, self._row_lr = state["lrs"]
         self._lrs_key = (state["lrs_key"][0], state["lrs_key"][1])
 
-    def _ledger(self, epoch: int, n_samples: int, steps_done: int, step: int) -> Ledger:
+    def _ledger(self, epoch: int, n_samples: int, steps_done: int, step: int, last_serial: int = 0) -> Ledger:
         cut = Cut(n_samples, self._enter.global_batch, self._enter.micro_batch)
         discipline = Discipline(**self._enter.discipline)
-        return Ledger(cut, discipline, epoch=epoch, steps_done=steps_done, step=step, account=self.account)
+        return Ledger(
+            cut, discipline, epoch=epoch, steps_done=steps_done, step=step, account=self.account, last_serial=last_serial
+        )
