@@ -74,7 +74,7 @@ def batches(
             finished = yield from _leases(source, state, engine.mode)
         else:
             finished = yield from _steps(source, state)
-    state.finished_epoch = epoch
+    state.finished_epoch, engine.n_evaluated = epoch, 0
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ class Config:
     job_id:     name of the job; by default the first worker draws one
     n_shards:   S, in how many shards every table is cut; fixed for the job
     timeout_s:  longest wait for another worker of this host to finish applying a step
+    alive_s:    asynchronous modes: a worker not heard of for this long loses its leases to others
+    lease_s:    asynchronous modes: longest time for one micro-batch, before it is given to another worker
     grace_s:    how long the memory stays when every worker of the host has died (a restarted worker finds it again)
     """
 
@@ -28,16 +30,19 @@ class Config:
     job_id: str | None = None
     n_shards: int = 16
     timeout_s: float = 60.0
+    alive_s: float = 2.0
+    lease_s: float = 60.0
     grace_s: float = 20.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shard_dir", Path(self.shard_dir))
         if self.n_shards < 1:
             raise BadInput(f"n_shards must be at least 1, got {self.n_shards}")
-        if self.timeout_s <= 0 or self.grace_s < 0:
-            raise BadInput(
-                f"timeout_s must be positive and grace_s not negative, got {self.timeout_s} and {self.grace_s}"
-            )
+        for name in ("timeout_s", "alive_s", "lease_s"):
+            if not getattr(self, name) > 0:
+                raise BadInput(f"{name} must be positive, got {getattr(self, name)}")
+        if self.grace_s < 0:
+            raise BadInput(f"grace_s must not be negative, got {self.grace_s}")
         if self.job_id is not None and not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.job_id):
             raise BadInput(f"job_id must be 1 to 64 letters, digits, '.', '_' or '-', got {self.job_id!r}")
 
@@ -58,4 +63,11 @@ class Config:
         return cls(**values)
 
 
-_PARSE: dict[str, Any] = {"shard_dir": Path, "n_shards": int, "timeout_s": float, "grace_s": float}
+_PARSE: dict[str, Any] = {
+    "shard_dir": Path,
+    "n_shards": int,
+    "timeout_s": float,
+    "alive_s": float,
+    "lease_s": float,
+    "grace_s": float,
+}

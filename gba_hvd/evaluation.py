@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -16,8 +17,12 @@ from gba_hvd.batches import Dataset, Ids, agree_on, ids_of, keys_by_group
 from gba_hvd.collectives import World
 from gba_hvd.elastic import TorchState
 from gba_hvd.errors import GbaError
+from gba_hvd.gba import GbaMode
 from gba_hvd.metrics import ScoreAccumulator, Scores, scores_from
+from gba_hvd.optimizer import Engine
 from gba_hvd.order import Cut
+
+_ASK_AGAIN_S = 0.02
 
 
 def evaluate(
@@ -30,18 +35,22 @@ def evaluate(
     label: Callable[[Any], Tensor] = lambda b: b.label,
     exact_limit: int = 5_000_000,
 ) -> Scores:
-    """AUC and log loss of `model(batch)` (logits [B]) over a dataset. A collective; the same result on every rank.
+    """AUC and log loss of `model(batch)` (logits [B]) over a dataset; the same result on every rank.
+
+    A collective in allreduce mode. In asynchronous modes the workers take parts of the dataset as they come; call it
+    after an epoch's batches, where all workers have the same parameters.
 
     Buffers (batch norm statistics) are those of rank 0 on all workers, so that one model is judged. Above
     `exact_limit` samples the AUC comes from a histogram, and the result says so.
     """
     state.ensure_synced()
     engine = state.engine
-    world, mode = engine.world, engine.mode
-    assert mode is not None
+    world, mode, size = engine.world, engine.mode, batch or engine.micro_batch
     if engine.is_within_step:
         raise GbaError("evaluate() only between steps: workers with uneven shares would wait for each other")
-    size = batch or engine.micro_batch
+    if isinstance(mode, GbaMode):
+        return _evaluate_by_leases(model, dataset, engine, mode, size, ids or ids_of, label, exact_limit)
+    assert mode is not None
     agree_on(world, "evaluation", {"samples to evaluate": len(dataset), "batch": size, "step": engine.step})
     cut = Cut(len(dataset), size, size)
     scores = ScoreAccumulator(exact_limit=exact_limit)
@@ -62,6 +71,49 @@ def evaluate(
     finally:
         model.train(was_training)
     return _combine(world, scores)
+
+
+def _evaluate_by_leases(
+    model: nn.Module,
+    dataset: Dataset,
+    engine: Engine,
+    mode: GbaMode,
+    size: int,
+    ids: Callable[[Any], Ids],
+    label: Callable[[Any], Tensor],
+    exact_limit: int,
+) -> Scores:
+    ordinal = engine.n_evaluated
+    engine.n_evaluated += 1
+    own = {name: value.clone() for name, value in model.named_buffers()}
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            while True:
+                found, frames = mode.ask_to_judge(
+                    engine.cursor.epoch, ordinal, len(dataset), size, exact_limit, state_codec.encode(own)
+                )
+                if found.result is not None:
+                    return Scores(**found.result)
+                if found.lease is None:
+                    time.sleep(_ASK_AGAIN_S)
+                    continue
+                _load_buffers(model, state_codec.decode(bytes(frames[0])))
+                first = found.lease.micro * size
+                loaded = dataset.take(np.arange(first, first + found.lease.n_samples, dtype=np.int64))
+                mode.pull(keys_by_group(engine.tables, [ids(loaded)]) if mode.several_hosts else [])
+                logits = model(loaded).float().cpu().numpy()
+                labels = label(loaded).cpu().numpy().astype(np.float32)
+                mode.send_scores(engine.cursor.epoch, ordinal, found.lease, logits, labels)
+    finally:
+        _load_buffers(model, own)
+        model.train(was_training)
+
+
+def _load_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    for name, value in model.named_buffers():
+        value.copy_(buffers[name])
 
 
 def _combine(world: World, scores: ScoreAccumulator) -> Scores:

@@ -29,15 +29,18 @@ from gba_hvd.ps.protocol import (
     Dense,
     Done,
     Endpoint,
+    Evaluate,
     Export,
     Given,
     GivenLease,
+    Judged,
     Ok,
     Position,
     PullDense,
     PullRows,
     Push,
     Refused,
+    Score,
 )  # fmt: skip
 from gba_hvd.tables import EmbeddingTables, RemoteRows
 
@@ -267,6 +270,24 @@ class GbaMode:
         for _ in range(MAX_UNDER_WAY):
             self._under_way.release()
         self._raise_failure()
+
+    # --- evaluations -------------------------------------------------------------------------------------------------
+
+    def ask_to_judge(
+        self, epoch: int, ordinal: int, n_samples: int, batch: int, exact_limit: int, buffers: bytes
+    ) -> tuple[Judged, list[Any]]:
+        """A lease on some samples, or the result, or neither. Frame: the buffers to score with."""
+        self._request += 1
+        body = Evaluate(
+            self.worker, self.session.generation, self._request, epoch, ordinal, n_samples, batch, exact_limit
+        )
+        reply = self._result(self.client.send(0, body, [buffers]).result)
+        assert isinstance(reply.body, Judged)
+        return reply.body, reply.frames
+
+    def send_scores(self, epoch: int, ordinal: int, lease: GivenLease, logits: np.ndarray, labels: np.ndarray) -> None:
+        body = Score(self.worker, self.session.generation, epoch, ordinal, lease.micro, lease.serial)
+        self._result(self.client.send(0, body, [np.ascontiguousarray(logits), labels]).result)
 
     # --- the dense state ---------------------------------------------------------------------------------------------
 

@@ -144,7 +144,11 @@ def join(engine: Engine, job_id: str, has_state: bool) -> Joined:
         engine.mode.close()
     engine.mode = AllreduceMode(world, members, placement, tables, outboxes, engine.row_average)
     if leads and engine.switching is not None:
-        process.write_settings(memory.folder, job_id, engine.key, tables.layout, tables.optimizer)
+        config = tables.config
+        process.write_settings(
+            memory.folder, job_id, engine.key, tables.layout, tables.optimizer,
+            alive_s=config.alive_s, lease_s=config.lease_s,
+        )  # fmt: skip
         for index in range(engine.switching.servers_per_host):
             process.ensure_running(memory.folder, index)
     rows_lost = (

@@ -93,6 +93,7 @@ class Engine:
         self.worker_id = secrets.randbits(62)
         self.staleness: dict[int, int] = {}  # of all micro-batches so far in asynchronous modes
         self.refused = self.reissued = 0
+        self.n_evaluated = 0  # evaluations since the last epoch of batches ended: their names in asynchronous modes
         self.switch_to: tuple[str, str] | None = None  # agreed: (mode, reason), to be carried out before the next step
         self._wished: tuple[str, str] | None = None
         self._followed, self._told = (

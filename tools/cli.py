@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from . import bench, data_command, doctor, mlflow_command
+from . import advise_command, bench, data_command, doctor, job_command, mlflow_command, report
 from .endings import INTERRUPTED, ended_cleanly
 
-COMMANDS = (doctor, data_command, bench, mlflow_command)
+COMMANDS = (doctor, data_command, job_command, report, advise_command, bench, mlflow_command)
 
 
 def build_parser() -> argparse.ArgumentParser:

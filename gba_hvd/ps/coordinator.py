@@ -240,5 +240,11 @@ class Coordinator:
         cut = Cut(n_samples, self._enter.global_batch, self._enter.micro_batch)
         discipline = Discipline(**self._enter.discipline)
         return Ledger(
-            cut, discipline, epoch=epoch, steps_done=steps_done, step=step, account=self.account, last_serial=last_serial
+            cut,
+            discipline,
+            epoch=epoch,
+            steps_done=steps_done,
+            step=step,
+            account=self.account,
+            last_serial=last_serial,
         )

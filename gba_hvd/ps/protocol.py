@@ -5,7 +5,7 @@ wrong field is refused by the decoder; frames are checked here against the table
 Numbered by who speaks:
 
     1. a worker that leads its host    Enter             here is your part of the dense parameters; serve these shards
-    2. any worker                      Ask, PullRows, PullDense, Push, Done, Beat, Export, Bye
+    2. any worker                      Ask, PullRows, PullDense, Push, Done, Beat, Evaluate, Score, Export, Bye
     3. the coordinator, to servers     Apply, Discard, Alive
     4. an operator                     Status, SwitchTo
 """
@@ -159,6 +159,30 @@ class Beat(Struct):
     told: dict[str, Any] = {}
 
 
+class Evaluate(Struct):
+    """Samples to score, please, in evaluation `ordinal` of `epoch`. Frame: this worker's buffers (state_codec)."""
+
+    worker: int
+    generation: int
+    request: int
+    epoch: int
+    ordinal: int
+    n_samples: int
+    batch: int
+    exact_limit: int
+
+
+class Score(Struct):
+    """Scores of one lease of an evaluation. Frames: logits float32, labels float32."""
+
+    worker: int
+    generation: int
+    epoch: int
+    ordinal: int
+    micro: int
+    serial: int
+
+
 class Export(Struct):
     """All of this server's dense state. Frames of the answer: values, optimizer state (state_codec).
 
@@ -207,7 +231,22 @@ class SwitchTo(Struct):
 
 
 Request = (
-    Enter | Ask | PullRows | PullDense | Push | Done | Beat | Export | Bye | Apply | Discard | Alive | Status | SwitchTo
+    Enter
+    | Ask
+    | Evaluate
+    | Score
+    | PullRows
+    | PullDense
+    | Push
+    | Done
+    | Beat
+    | Export
+    | Bye
+    | Apply
+    | Discard
+    | Alive
+    | Status
+    | SwitchTo
 )
 
 # --- answers ---------------------------------------------------------------------------------------------------------
@@ -223,6 +262,13 @@ class Given(Struct):
     position: Position
     lease: GivenLease | None = None
     instead: str = ""
+
+
+class Judged(Struct):
+    """The answer to `Evaluate`: a lease, or the result (`metrics.Scores`), or neither: ask again soon."""
+
+    lease: GivenLease | None = None
+    result: dict[str, Any] | None = None
 
 
 class Dense(Struct):
@@ -263,7 +309,7 @@ class Refused(Struct):
     kind: str = ""
 
 
-Answer = Ok | Given | Dense | Rows | Exported | Applied | Lives | StatusReport | Refused
+Answer = Ok | Given | Judged | Dense | Rows | Exported | Applied | Lives | StatusReport | Refused
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):

@@ -34,6 +34,7 @@ from gba_hvd.errors import GbaError
 from gba_hvd.ps import protocol, transport
 from gba_hvd.ps.coordinator import Coordinator
 from gba_hvd.ps.dense import DensePart
+from gba_hvd.ps.judging import Judging
 from gba_hvd.ps.part import Limits, Part, gather, optimizer_of
 from gba_hvd.ps.protocol import (
     Alive,
@@ -47,6 +48,7 @@ from gba_hvd.ps.protocol import (
     Discard,
     Done,
     Enter,
+    Evaluate,
     Export,
     Exported,
     Given,
@@ -60,6 +62,7 @@ from gba_hvd.ps.protocol import (
     Refused,
     Request,
     Rows,
+    Score,
     Status,
     StatusReport,
     SwitchTo,
@@ -127,6 +130,7 @@ class Server:
         self._applying: _Applying | None = None
         self._alive_asked: dict[int, float] = {}
         self._told: dict[str, Any] = {}
+        self._judging = Judging()
         self._beats: dict[int, Beat] = {}
         self._wanted: tuple[str, str] = ("", "")
         self._decisions: list[str] = []
@@ -188,6 +192,7 @@ class Server:
         if coordinator is None or self.idle:
             return
         for worker in coordinator.fall_silent():
+            self._judging.leave(worker)
             seen = coordinator.workers[worker]
             if self.part is not None and seen.host == self.part.enter.servers[0].host:
                 if not is_alive(seen.pid):
@@ -224,6 +229,13 @@ class Server:
                 return self._on_push(request, frames), ()
             case Ask():
                 return self._on_ask(_Waiter(socket, peer, number, request, time.monotonic())), ()
+            case Evaluate():
+                self._lead(request.generation)
+                return self._judging.ask(request, frames)
+            case Score():
+                self._lead(request.generation)
+                self._judging.score(request, frames)
+                return Ok(), ()
             case Done():
                 return self._on_done(request), ()
             case Beat():

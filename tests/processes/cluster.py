@@ -141,8 +141,8 @@ class Cluster:
     def assert_nothing_left(self) -> None:
         """No process and no shard memory of this job remains, at the latest a grace period after its end."""
         wait_for(lambda: not self.processes(), f"the end of the job's processes {self.processes()}", GRACE_S + 20)
-        left = [str(p) for p in self.shard_dir.glob("**/gba-hvd-*")]
-        assert not left, f"shard memory is left: {left}"
+        left = [str(p) for p in self.shard_dir.glob("**/*") if not p.is_dir() or p.name.startswith("gba-hvd-")]
+        assert not left, f"shard memory or sockets are left: {left}"
 
     def log(self) -> str:
         return self.log_file.read_text(errors="replace")[-6000:]
@@ -164,14 +164,21 @@ class Cluster:
     def samples_of_epoch(self, epoch: int) -> list[int]:
         """Every sample of every committed step of an epoch, as often as it took part.
 
-        A step may have been attempted by several worlds; the newest that saw it committed counts.
+        A step may have been attempted by several worlds; the newest that saw it committed counts. In asynchronous modes
+        a micro-batch may have been pushed several times; the newest lease counts.
         """
         committed = {line["committed"]: line["world"] for line in self.notes("committed") if line["epoch"] == epoch}
         newest: dict[tuple[int, int], list[int]] = {}
         for line in self.notes("attempt"):
             if committed.get(line["attempt"]) == line["world"]:
                 newest[line["attempt"], line["pid"]] = line["rows"]
-        return sorted(row for rows in newest.values() for row in rows)
+        by_lease = sorted(self.pushes(epoch), key=lambda line: int(line["serial"]))
+        pushed = {line["push"]: line["rows"] for line in by_lease}
+        return sorted(row for rows in (*newest.values(), *pushed.values()) for row in rows)
+
+    def pushes(self, epoch: int | None = None) -> list[dict[str, Any]]:
+        """What workers noted just before they pushed a micro-batch in an asynchronous mode."""
+        return [line for line in self.notes("push") if epoch is None or line["epoch"] == epoch]
 
     def assert_every_sample_once(self, epochs: int, samples: int = 1000) -> None:
         """What the workers noted is every sample once an epoch, and the account says the same."""
@@ -179,6 +186,9 @@ class Cluster:
             assert self.samples_of_epoch(epoch) == list(range(samples)), f"epoch {epoch}"
         result = self.result()
         assert result["total"] == result["applied"] + result["dropped"] + result["lost"] == epochs * samples
+        pushes = [(line["epoch"], line["push"]) for line in self.pushes()]
+        again = len(pushes) - len(set(pushes))
+        assert again <= result["reissued"], f"{again} micro-batches were pushed again, {result['reissued']} given again"
 
     def result(self) -> dict[str, Any]:
         loaded: dict[str, Any] = json.loads((self.out / "result.json").read_text())
@@ -188,8 +198,18 @@ class Cluster:
         with np.load(self.out / "result.npz") as stored:
             return dict(stored)
 
+    def optimizer_arrays(self) -> dict[str, np.ndarray]:
+        """The state of the dense optimizer."""
+        with np.load(self.out / "optimizer.npz") as stored:
+            return dict(stored)
+
     def fired(self) -> int:
         return len(list(self.out.glob("fault-*")))
+
+    def schedule_fired(self) -> list[str]:
+        """Kinds of the faults of `fault_schedule` that happened, in planned order."""
+        paths = sorted((self.out / "schedule").glob("fault-*.json"))
+        return [json.loads(path.read_text())["fault"]["kind"] for path in paths]
 
 
 @contextlib.contextmanager
@@ -199,6 +219,13 @@ def cluster(folder: Path, environ: dict[str, str] | None = None, **plan: Any) ->
         yield job
     finally:
         job.end()
+
+
+def assert_identical(arrays: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> None:
+    """Equal bit for bit."""
+    assert set(arrays) == set(reference)
+    for name, value in reference.items():
+        np.testing.assert_array_equal(arrays[name], value, err_msg=name)
 
 
 def assert_same_parameters(arrays: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> None:

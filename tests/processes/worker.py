@@ -1,8 +1,8 @@
 """A small but real training script that the process tests launch with `horovodrun`.
 
 Reads what to do from the JSON file in TEST_PLAN: sizes, epochs, faults. Each worker appends what it did to
-`OUT/<pid>.jsonl`: the samples it is about to contribute to a step, the steps that were committed, events, the end. The
-chief writes the final parameters. Faults really happen (SIGKILL, SIGSTOP, exceptions) and are written down just before.
+`OUT/<pid>.jsonl`: the samples it is about to contribute to a step or push, the steps that were committed, events, the
+end. The chief writes the final parameters. Faults really happen (SIGKILL, SIGSTOP, exceptions) and are written down just before.
 """
 
 from __future__ import annotations
@@ -12,13 +12,10 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
 PLAN: dict[str, Any] = json.loads(Path(os.environ["TEST_PLAN"]).read_text())
 OUT = Path(PLAN["out"])
@@ -34,54 +31,19 @@ if PLAN.get("horovod", True):
 
     hvd.init()
 
+from workload import Training  # noqa: E402
+
 import gba_hvd  # noqa: E402
 from gba_hvd import allreduce, membership  # noqa: E402
+from gba_hvd.faults import Fault  # noqa: E402
+from gba_hvd.gba import GbaMode  # noqa: E402
+from gba_hvd.ps import process  # noqa: E402
 from gba_hvd.shard.memory import ShardMemory  # noqa: E402
 
 
 def note(**facts: Any) -> None:
     with open(OUT / f"{os.getpid()}.jsonl", "a") as file:
         file.write(json.dumps({"time": time.time(), **facts}) + "\n")
-
-
-@dataclass(frozen=True)
-class NamedBatch(gba_hvd.Batch):
-    """A batch that knows which samples it holds."""
-
-    rows: tuple[int, ...] = ()
-
-
-class Clicks:
-    """Two fields; the label is a function of them."""
-
-    def __init__(self, n: int) -> None:
-        rng = np.random.default_rng(7)
-        self.user, self.item = rng.integers(0, 300, n), rng.integers(0, 40, n)
-        self.dense = rng.normal(size=(n, 2)).astype(np.float32)
-        self.label = ((self.user % 7 + self.item % 3) > 4).astype(np.float32)
-
-    def __len__(self) -> int:
-        return len(self.label)
-
-    def take(self, rows: np.ndarray) -> NamedBatch:
-        ids: dict[str, Tensor | gba_hvd.Bag] = {
-            "user": torch.from_numpy(self.user[rows]),
-            "item": torch.from_numpy(self.item[rows]),
-        }
-        dense, label = torch.from_numpy(self.dense[rows]), torch.from_numpy(self.label[rows])
-        return NamedBatch(ids, dense, label, rows=tuple(rows.tolist()))
-
-
-class Model(nn.Module):
-    def __init__(self, tables: gba_hvd.EmbeddingTables) -> None:
-        super().__init__()
-        self.tables = tables
-        self.mlp = nn.Sequential(nn.Linear(8 + 6 + 2, 16), nn.ReLU(), nn.Linear(16, 1))
-
-    def forward(self, batch: gba_hvd.Batch) -> Tensor:
-        out = self.tables(batch.ids)
-        logits: Tensor = self.mlp(torch.cat([out["user"], out["item"], batch.dense], dim=1)).squeeze(1)
-        return logits
 
 
 def die(point: str, step: int) -> None:
@@ -134,6 +96,25 @@ gba_hvd.elastic.hosts_updated = hosts_updated
 around(allreduce.AllreduceMode, "commit", None, lambda _: die("after commit", state.step + 1))
 around(ShardMemory, "begin", None, lambda _: die("in apply", state.step + 1))
 around(ShardMemory, "finish", None, lambda _: die("after apply", state.step + 1))
+_push = GbaMode.push
+
+
+def push(self: GbaMode, lease: Any, rows: Any, loss: Any, seconds: float, refused: str, drop: bool = False) -> None:
+    note(push=lease.micro, serial=lease.serial, token=lease.token, epoch=state.epoch, rank=state.world.rank,
+         refused=refused, drop=drop, rows=notes.rows)  # fmt: skip
+    notes.rows = []
+    _push(self, lease, rows, loss, seconds, refused, drop)
+    for number, micro in enumerate(PLAN.get("kill_server_after_push", [])):
+        fired = OUT / f"fault-server-{number}"
+        if [state.epoch, lease.micro] == micro and not fired.exists():
+            self.flush()  # the server has it, and the coordinator knows
+            pid = process.pid_of(state.engine.folder, 0)
+            assert pid is not None
+            fired.write_text(json.dumps({"pid": pid, "time": time.time()}))
+            os.kill(pid, signal.SIGKILL)
+
+
+GbaMode.push = push  # type: ignore[method-assign]
 _move = membership._move_shards
 
 
@@ -161,24 +142,15 @@ class Notes(gba_hvd.Callback):
         note(end=status, error=None if error is None else str(error))
 
 
-torch.manual_seed(PLAN.get("torch_seed", 3))
-dataset = Clicks(PLAN.get("samples", 1000))
-row_optimizer = getattr(gba_hvd, PLAN.get("row_optimizer", "Adagrad"))(lr=0.05)
-n_users = 300 + (PLAN.get("rank_one_differs", 0) if os.environ.get("HOROVOD_RANK") == "1" else 0)
-tables = gba_hvd.EmbeddingTables(
-    {"user": (n_users, 8), "item": (40, 6)}, optimizer=row_optimizer, seed=5, n_shards=PLAN.get("n_shards", 4)
-)
-model = Model(tables)
-optimizer = gba_hvd.DistributedOptimizer(
-    torch.optim.Adam(model.parameters(), lr=0.01),
-    tables,
-    global_batch=PLAN.get("global_batch", 96),
-    micro_batch=PLAN.get("micro_batch", 16),
-    named_parameters=model.named_parameters(),
-)
-state = gba_hvd.elastic.TorchState(model, optimizer, epoch=0, aucs=[])
+more_users = PLAN.get("rank_one_differs", 0) if os.environ.get("HOROVOD_RANK") == "1" else 0
+training = Training.of(PLAN, more_users, epoch=0, aucs=[])
+dataset, tables, model, optimizer, state = vars(training).values()
 notes = Notes()
 state.register_callbacks([notes])
+if "gba" in PLAN:
+    state.register_callbacks([gba_hvd.GBACallback(**PLAN["gba"])])
+if "fault_schedule" in PLAN:
+    state.register_callbacks([gba_hvd.FaultSchedule(map(Fault.of, PLAN["fault_schedule"]), OUT / "schedule")])
 
 
 @gba_hvd.elastic.run
@@ -191,8 +163,10 @@ def train(state: gba_hvd.elastic.TorchState) -> None:
             wait_where_planned(state.step)
             notes.rows += batch.rows
             optimizer.zero_grad()
-            loss = nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label)
+            loss = training.loss(batch)
             if PLAN.get("nan_at_step") == state.step + 1 and state.world.rank == PLAN.get("nan_rank", 0):
+                loss = loss * float("nan")
+            if state.epoch == PLAN.get("nan_epoch", 0) and batch.index in PLAN.get("nan_micros", ()):
                 loss = loss * float("nan")
             loss.backward()
             optimizer.step(loss=loss)
@@ -217,13 +191,12 @@ def wait_where_planned(step: int) -> None:
 
 def write_result() -> None:
     """The chief's view of the end; rows only where one host has them all."""
-    arrays: dict[str, Any] = {f"dense.{name}": p.detach().numpy() for name, p in model.named_parameters()}
-    if tables.local is None:
-        for table in tables.layout.tables:
-            for what in ("weights", *(slot.name for slot in tables.layout.slots)):
-                arrays[f"{table.name}.{what}"] = tables.rows(table.name, np.arange(table.n_rows), what)
-    np.savez(OUT / "result.npz", **arrays)
-    facts = {"step": state.step, "aucs": state.aucs, "restarts": optimizer.engine.restarts, **vars(state.samples)}
+    np.savez(OUT / "result.npz", **training.arrays())  # type: ignore[arg-type]
+    np.savez(OUT / "optimizer.npz", **training.optimizer_arrays())  # type: ignore[arg-type]
+    engine = state.engine
+    facts = {"step": state.step, "aucs": state.aucs, "restarts": engine.restarts, **vars(state.samples)}
+    facts |= {"refused": engine.refused, "reissued": engine.reissued, "mode": engine.mode.name}
+    facts["staleness"] = {str(steps): count for steps, count in engine.staleness.items()}
     (OUT / "result.json").write_text(json.dumps(facts))
 
 

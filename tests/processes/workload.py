@@ -1,0 +1,116 @@
+"""What the process tests train: a small click model, and how to look at everything it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import gba_hvd
+
+
+@dataclass(frozen=True)
+class NamedBatch(gba_hvd.Batch):
+    """A batch that knows which samples it holds."""
+
+    rows: tuple[int, ...] = ()
+
+
+class Clicks:
+    """Two fields; the label is a function of them."""
+
+    def __init__(self, n: int) -> None:
+        rng = np.random.default_rng(7)
+        self.user, self.item = rng.integers(0, 300, n), rng.integers(0, 40, n)
+        self.dense = rng.normal(size=(n, 2)).astype(np.float32)
+        self.label = ((self.user % 7 + self.item % 3) > 4).astype(np.float32)
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+    def take(self, rows: np.ndarray) -> NamedBatch:
+        ids: dict[str, Tensor | gba_hvd.Bag] = {
+            "user": torch.from_numpy(self.user[rows]),
+            "item": torch.from_numpy(self.item[rows]),
+        }
+        dense, label = torch.from_numpy(self.dense[rows]), torch.from_numpy(self.label[rows])
+        return NamedBatch(ids, dense, label, rows=tuple(rows.tolist()))
+
+
+class Model(nn.Module):
+    def __init__(self, tables: gba_hvd.EmbeddingTables) -> None:
+        super().__init__()
+        self.tables = tables
+        self.mlp = nn.Sequential(nn.Linear(8 + 6 + 2, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def forward(self, batch: gba_hvd.Batch) -> Tensor:
+        out = self.tables(batch.ids)
+        logits: Tensor = self.mlp(torch.cat([out["user"], out["item"], batch.dense], dim=1)).squeeze(1)
+        return logits
+
+
+DENSE_OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.05),
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+}
+
+
+@dataclass(frozen=True)
+class Training:
+    """The parts of one worker's training, as a plan (a dict with everything optional) describes them."""
+
+    dataset: Clicks
+    tables: gba_hvd.EmbeddingTables
+    model: Model
+    optimizer: Any
+    state: gba_hvd.elastic.TorchState
+
+    @classmethod
+    def of(cls, plan: dict[str, Any], more_users: int = 0, **values: Any) -> Training:
+        torch.manual_seed(plan.get("torch_seed", 3))
+        row_optimizer = getattr(gba_hvd, plan.get("row_optimizer", "Adagrad"))(lr=0.05)
+        tables = gba_hvd.EmbeddingTables(
+            {"user": (300 + more_users, 8), "item": (40, 6)},
+            optimizer=row_optimizer,
+            seed=5,
+            n_shards=plan.get("n_shards", 4),
+        )
+        model = Model(tables)
+        optimizer = gba_hvd.DistributedOptimizer(
+            DENSE_OPTIMIZERS[plan.get("dense_optimizer", "Adam")](model.parameters()),
+            tables,
+            global_batch=plan.get("global_batch", 96),
+            micro_batch=plan.get("micro_batch", 16),
+            named_parameters=model.named_parameters(),
+            row_average=plan.get("row_average", "global"),
+        )
+        state = gba_hvd.elastic.TorchState(model, optimizer, **values)
+        return cls(Clicks(plan.get("samples", 1000)), tables, model, optimizer, state)
+
+    def loss(self, batch: gba_hvd.Batch) -> Tensor:
+        return nn.functional.binary_cross_entropy_with_logits(self.model(batch), batch.label)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Dense parameters, and rows and their slots where one host has them all."""
+        arrays = {f"dense.{name}": p.detach().numpy().copy() for name, p in self.model.named_parameters()}
+        if self.tables.local is None:
+            for table in self.tables.layout.tables:
+                for what in ("weights", *(slot.name for slot in self.tables.layout.slots)):
+                    arrays[f"{table.name}.{what}"] = self.tables.rows(table.name, np.arange(table.n_rows), what)
+        return arrays
+
+    def optimizer_arrays(self) -> dict[str, np.ndarray]:
+        """The state of the dense optimizer, from its `state_dict`."""
+        state = self.optimizer.state_dict()["state"]
+        return {
+            f"{number}.{name}": np.asarray(value)
+            for number, values in state.items()
+            for name, value in values.items()
+            if value is not None
+        }

@@ -1,0 +1,7 @@
+"""Being written."""
+
+import argparse
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    pass
