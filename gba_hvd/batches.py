@@ -139,6 +139,8 @@ def _leases(source: _Source, state: TorchState, mode: GbaMode) -> Generator[Any,
         rows = mode.fetch_rows(keys_by_group(engine.tables, [source.find_ids(batch)])) if mode.several_hosts else []
         return given, batch, rows
 
+    state.take_snapshot()
+    state.watch_membership()
     ahead = Ahead(fetch)
     try:
         while True:
@@ -148,6 +150,7 @@ def _leases(source: _Source, state: TorchState, mode: GbaMode) -> Generator[Any,
                 break
             if rows:
                 mode.use_rows(rows)
+            state.tell_of_membership()
             engine.begin_lease(given.lease, source.cut, source.epoch)
             engine.follow_async(time.perf_counter() - asked_s)
             yield batch

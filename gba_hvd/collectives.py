@@ -128,6 +128,13 @@ def current_world() -> World:
     return SoloWorld()
 
 
+def initialise_again() -> None:
+    """Leave Horovod's world and wait for the next one."""
+    hvd = _horovod()
+    hvd.shutdown()
+    hvd.init()
+
+
 def _horovod() -> Any:
     try:
         import horovod.torch as hvd

@@ -20,23 +20,28 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import secrets
 import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import asdict
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from gba_hvd import membership, state_codec
 from gba_hvd.callbacks import Callback, Event, Job
-from gba_hvd.collectives import current_world, hosts_updated
-from gba_hvd.errors import BadInput
+from gba_hvd.collectives import World, current_world, hosts_updated
+from gba_hvd.errors import BadInput, GbaError
 from gba_hvd.faults import FaultSchedule
+from gba_hvd.gba import GbaMode
 from gba_hvd.gba_callback import GBACallback
+from gba_hvd.local_server import LocalServer
 from gba_hvd.optimizer import Engine
+from gba_hvd.reform import Reformer
 
 
 class TorchState:
@@ -59,6 +64,9 @@ class TorchState:
         self._job_id = engine.tables.config.job_id or secrets.token_hex(4)
         self._reset_callbacks: list[Callable[[], None]] = []
         self._has_state = self._synced = self._closed = False
+        self._snapshot = b""
+        self._met: list[tuple[membership.Joined, World]] = []  # by the background thread, for the training thread
+        self._line: LocalServer | None = None
         self.finished_epoch: int | None = None  # the last epoch this process saw the end of since it last synced
 
     # --- for the user's loop -----------------------------------------------------------------------------------------
@@ -118,8 +126,13 @@ class TorchState:
             for callback in self.engine.callbacks:
                 callback.on_end(status, error)
         finally:
-            if self.engine.mode is not None:
-                self.engine.mode.close()
+            if self.engine.reformer is not None:
+                self.engine.reformer.stop()
+            if self._line is not None:
+                self._line.close()
+            for mode in (self.engine.mode, self.engine.idle_mode):
+                if mode is not None:
+                    mode.close()
             memory = self.engine.tables.memory
             if memory is not None:
                 memory.close(remove=status == "FINISHED" or self.engine.world.size == 1)
@@ -136,8 +149,12 @@ class TorchState:
             callback()
 
     def on_hosts_updated(self, timestamp: int, update_result: int) -> None:
-        """Called by Horovod's notification thread, on rank 0 only. The next commit tells everyone."""
-        self.engine.hosts_updated = True
+        """Called by Horovod's notification thread, on rank 0 only. The next commit, or heartbeat, tells everyone."""
+        mode = self.engine.mode
+        if isinstance(mode, GbaMode):
+            mode.hosts_updated = True
+        else:
+            self.engine.hosts_updated = True
 
     def commit(self) -> None:
         """Nothing to save: every step is committed. Kept so that Horovod scripts run unchanged."""
@@ -152,7 +169,13 @@ class TorchState:
         """After a failure: forget the step in flight. What was committed stays."""
         self._synced = False
         self.engine.interrupt_due = self.engine.hosts_updated = False
+        self.engine.switch_to = None
         self.engine.abandon_step()
+        if isinstance(self.engine.mode, GbaMode):  # this worker fell out of it
+            if self.engine.reformer is not None:
+                self.engine.reformer.stop()
+            self.engine.mode.close()
+            self.engine.mode = self.engine.idle_mode = self.engine.reformer = None
 
     def stop_if_interrupted(self) -> None:
         """Leave the loop when hosts came or went: raised on all workers at the same step, as the commit agreed."""
@@ -167,10 +190,13 @@ class TorchState:
         before = [engine.world.size] if self._has_state else []
         engine.world = current_world()
         engine.size_extra()
-        joined = membership.join(engine, self._job_id, self._has_state)
+        joined = membership.join(engine, engine.world, self._job_id, self._has_state)
         self._job_id = engine.job_id = joined.job_id
         if engine.faults is not None and engine.faults.folder is None:
             engine.faults.record_in(engine.folder / "faults")
+        if joined.asynchronous:
+            self._join_asynchronous(joined)
+            return
         # Counted before the state is sent, so that no failure from here on loses the count.
         engine.account.shard_steps_missed += joined.shard_steps_missed
         engine.account.rows_lost += joined.rows_lost
@@ -186,6 +212,82 @@ class TorchState:
         self._has_state, self._synced, self._closed = True, True, False
         self.finished_epoch = None
         self._tell_callbacks(joined, before)
+        self._talk_to_server(joined)
+
+    # --- asynchronous modes ------------------------------------------------------------------------------------------
+
+    def take_snapshot(self) -> None:
+        """Keep what a newcomer starts from. Called where an asynchronous mode begins to hand out an epoch's batches.
+
+        A newcomer runs the user's loop from here: it finds what is left of the epoch, then the evaluations after it,
+        finished ones with their results.
+        """
+        if self._follows_membership:
+            self._snapshot = state_codec.encode(self._state_dict())
+
+    def watch_membership(self) -> None:
+        """Called when an asynchronous mode is on: from now on the world is formed anew beside the training."""
+        mode = self.engine.mode
+        assert isinstance(mode, GbaMode)
+        if self.engine.reformer is None:
+            self.engine.reformer = Reformer(mode, mode.position.world, self._meet)
+            self.engine.reformer.start()
+
+    def tell_of_membership(self) -> None:
+        """In the training thread: tell the callbacks what changed meanwhile."""
+        if self._met:
+            joined, world = self._met.pop()
+            self._met.clear()
+            before = [self.engine.world.size]
+            self.engine.world = world
+            self.engine.restarts += 1
+            self._tell_callbacks(joined, before)
+
+    @property
+    def _follows_membership(self) -> bool:
+        return os.environ.get("HOROVOD_ELASTIC") == "1"
+
+    def _meet(self, world: World) -> int:
+        """A survivor's part in letting newcomers in, in the background."""
+        joined = membership.join(self.engine, world, self._job_id, True)
+        if not joined.asynchronous:
+            raise GbaError("the others have left the asynchronous mode")
+        world.broadcast("snapshot", self._snapshot if world.rank == joined.source else None, joined.source)
+        self._met.append((joined, world))
+        return joined.membership
+
+    def _join_asynchronous(self, joined: membership.Joined) -> None:
+        """A newcomer's part, before its training."""
+        engine, world = self.engine, self.engine.world
+        self._snapshot = world.broadcast("snapshot", None, joined.source)
+        self._load_state_dict(state_codec.decode(self._snapshot))
+        if not self._has_state:
+            atexit.register(self._close_at_exit)
+        self._has_state, self._synced, self._closed = True, True, False
+        self.finished_epoch = None
+        engine.reformer = Reformer(cast(GbaMode, engine.mode), joined.membership, self._meet)
+        engine.reformer.start()
+        self._tell_callbacks(joined, [])
+
+    def _talk_to_server(self, joined: membership.Joined) -> None:
+        """The lead of a host follows what an operator wants."""
+        engine, world = self.engine, self.engine.world
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+        if engine.switching is not None and joined.leads_host:
+            self._line = LocalServer(
+                self._job_id, engine.key, engine.folder, joined.host, engine.worker_id, world.rank, self._look
+            )
+            self._line.start()
+            engine.operator = self._line.wanted
+
+    def _look(self) -> dict[str, Any]:
+        engine = self.engine
+        told = {"step": engine.step, "epoch": engine.cursor.epoch, "workers": engine.world.size}
+        last = None if engine.switching is None else engine.switching.last
+        reason = {} if last is None else {"last_decision": last.reason}
+        return {**told, "account": asdict(engine.account), **reason}
 
     # -----------------------------------------------------------------------------------------------------------------
 

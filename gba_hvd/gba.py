@@ -12,9 +12,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 
@@ -48,8 +48,7 @@ MAX_UNDER_WAY = 2
 _Item = TypeVar("_Item")
 
 
-@dataclass(frozen=True)
-class Session:
+class Session(msgspec.Struct, frozen=True):
     """What all workers agree on when an asynchronous mode is entered, and what a newcomer is told.
 
     shard_servers: server of each shard; dense_servers: server of each dense tensor (indices into `servers`)

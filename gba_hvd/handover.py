@@ -78,7 +78,7 @@ def to_servers(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
         engine.emit(Event("switch_failed", engine.step, f"still in allreduce: {text}", {"to": mode}))
         engine.switching.switched("allreduce", engine.step)
         return False
-    start(engine, session, host)
+    start(engine, session, world.rank, host)
     engine.idle_mode = here
     seconds = time.perf_counter() - started
     data = {"from": "allreduce", "to": mode, "seconds": round(seconds, 4), "reason": reason}
@@ -87,10 +87,10 @@ def to_servers(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
     return True
 
 
-def start(engine: Engine, session: Session, host: int) -> None:
+def start(engine: Engine, session: Session, rank: int, host: int) -> None:
     """Be a worker of an asynchronous mode from now on."""
     mode = GbaMode(
-        session, engine.worker_id, engine.world.rank, host, os.getpid(), engine.tables, engine.dense,
+        session, engine.worker_id, rank, host, os.getpid(), engine.tables, engine.dense,
         engine.tables.config.timeout_s,
     )  # fmt: skip
     mode.start()
@@ -108,6 +108,11 @@ def to_workers(engine: Engine, position: Position) -> None:
     take_dense_state(engine, mode, leaving=True)
     engine.observe(position)
     engine.cursor.epoch, engine.cursor.steps_done = position.epoch, position.steps_done
+    if engine.reformer is not None:
+        engine.reformer.stop()
+        if engine.reformer.n_formed or position.world > engine.reformer.number:
+            engine.idle_mode = None  # of a world that is no more
+        engine.reformer = None
     mode.close()
     left, engine.mode, engine.idle_mode = mode.name, engine.idle_mode, None
     data = {
@@ -117,9 +122,11 @@ def to_workers(engine: Engine, position: Position) -> None:
         "reason": position.reason,
     }
     engine.emit(Event("switch", engine.step, f"{left} -> allreduce: {position.reason}", data))
-    if position.wanted != engine.switching.mode and engine.switching.mode != "auto":
+    if position.pin or engine.switching.mode != "auto":
         engine.switching.pin(position.wanted)
     engine.switching.switched("allreduce", engine.step)
+    if position.wanted not in ("allreduce", "auto"):
+        engine.switch_to = (position.wanted, position.reason)  # from one asynchronous mode to another
     if engine.mode is None:
         raise hosts_updated()
     assert isinstance(engine.mode, AllreduceMode)

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 
-from gba_hvd import state_codec
+from gba_hvd import handover, state_codec
 from gba_hvd.allreduce import AllreduceMode
 from gba_hvd.collectives import World, worker_lost
 from gba_hvd.errors import GbaError, ShardMemoryError, StateMismatch
+from gba_hvd.gba import GbaMode, Session
 from gba_hvd.optimizer import Engine
 from gba_hvd.ps import process
 from gba_hvd.ps.transport import new_key
@@ -40,9 +42,12 @@ class Facts:
     host: int
     settings: int  # fingerprint of tables, batch sizes and optimizers
     pid: int
+    generation: int = 0  # of the asynchronous mode it is in; 0 in allreduce mode
+    membership: int = 0  # in an asynchronous mode: the newest change of membership it heard of
 
     def row(self) -> np.ndarray:
-        return np.array([self.has_state, self.step, self.held_step, self.host, self.settings, self.pid], dtype=np.int64)
+        fields = (self.has_state, self.step, self.held_step, self.host, self.settings, self.pid)
+        return np.array([*fields, self.generation, self.membership], dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -74,9 +79,24 @@ def agree(facts: Sequence[Facts]) -> Agreement:
     return Agreement(step, source, catch_up, True, f"rank {source} has step {step}, the newest of {len(old)} survivors")
 
 
+def asynchronous_source(facts: Sequence[Facts]) -> int | None:
+    """The rank from which newcomers learn of the asynchronous mode the others are in; None in allreduce mode.
+
+    A survivor that is not in it and behind was gone for long: a newcomer. One that is not behind has just left it.
+    Raises the error on which the world is formed again: the others are about to leave, too.
+    """
+    inside = [rank for rank, f in enumerate(facts) if f.has_state and f.generation]
+    if not inside:
+        return None
+    newest = max(facts[rank].step for rank in inside)
+    if any(f.has_state and not f.generation and f.step >= newest for f in facts):
+        raise worker_lost("some workers have left the asynchronous mode and some have not yet")
+    return max(inside, key=lambda rank: (facts[rank].generation, -rank))
+
+
 @dataclass(frozen=True)
 class Joined:
-    """What came out of `join`."""
+    """What came out of `join`. membership: in an asynchronous mode, the change of membership this world stands for."""
 
     job_id: str
     source: int
@@ -85,11 +105,17 @@ class Joined:
     is_restart: bool
     shard_steps_missed: int
     rows_lost: int
+    host: int
+    asynchronous: bool = False
+    membership: int = 0
 
 
-def join(engine: Engine, job_id: str, has_state: bool) -> Joined:
-    """Agree on a step, open the memory, place and fill the shards, and give the engine its mode. A collective."""
-    world, tables = engine.world, engine.tables
+def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
+    """Agree on a step, open the memory, place and fill the shards, and give the engine its mode. A collective.
+
+    In an asynchronous mode survivors change nothing and newcomers become workers of it.
+    """
+    tables = engine.tables
     settings = {
         **tables.layout.describe(),
         "row optimizer": repr(tables.optimizer),
@@ -101,11 +127,16 @@ def join(engine: Engine, job_id: str, has_state: bool) -> Joined:
     }
     held = engine.mode.held if isinstance(engine.mode, AllreduceMode) else None
     held_step = held.step if held is not None else -1
+    inside = engine.mode if isinstance(engine.mode, GbaMode) else None
     mine = Facts(
-        has_state, engine.step, held_step, _host_number(tables.config.shard_dir), digest(settings), os.getpid()
-    )
+        has_state, engine.step, held_step, _host_number(tables.config.shard_dir), digest(settings), os.getpid(),
+        0 if inside is None else inside.session.generation, 0 if inside is None else inside.position.world,
+    )  # fmt: skip
     facts = [Facts(bool(r[0]), *map(int, r[1:])) for r in world.gather("facts", mine.row())]
     _refuse_different_settings(world, facts, settings)
+    source = asynchronous_source(facts)
+    if source is not None:
+        return _join_asynchronous(engine, world, facts, source)
     agreed = agree(facts)
     if isinstance(engine.mode, AllreduceMode) and held is not None:
         if world.rank in agreed.catch_up:
@@ -154,7 +185,32 @@ def join(engine: Engine, job_id: str, has_state: bool) -> Joined:
     rows_lost = (
         sum(_rows_in(tables.layout, shard) for shard in placement.new) if agreed.is_restart and agreed.step else 0
     )
-    return Joined(job_id, agreed.source, len(members.order), leads, agreed.is_restart, missed, rows_lost)
+    return Joined(job_id, agreed.source, len(members.order), leads, agreed.is_restart, missed, rows_lost, mine.host)
+
+
+def _join_asynchronous(engine: Engine, world: World, facts: list[Facts], source: int) -> Joined:
+    """Tell newcomers of the mode the others are in. Survivors run this beside their training, newcomers before theirs."""
+    mine, tables = facts[world.rank], engine.tables
+    own = engine.mode.session if isinstance(engine.mode, GbaMode) else None
+    told = world.broadcast("session", msgspec.msgpack.encode(own) if world.rank == source else None, source)
+    session = msgspec.msgpack.decode(told, type=Session)
+    members = Membership(tuple(f.host for f in facts))
+    gone = {server.host for server in session.servers} - set(members.order)
+    if gone:
+        raise worker_lost("a host that holds shards has gone")
+    is_new = mine.generation != session.generation
+    memory = _together(world, True, "open", lambda: _open(engine, session.job))
+    leads = members.lead_of(mine.host) == world.rank
+    if is_new:
+        engine.key = session.key
+        if engine.mode is not None:
+            engine.mode.close()
+        handover.start(engine, session, world.rank, mine.host)
+        assert not memory.is_closed
+    elif isinstance(engine.mode, GbaMode):
+        engine.mode.rank = world.rank
+    number = max(f.membership for f in facts)
+    return Joined(session.job, source, len(members.order), leads, True, 0, 0, mine.host, True, number)
 
 
 def _open_outboxes(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -29,15 +29,18 @@ from gba_hvd.gradients import DenseGradients, RowGrad
 from gba_hvd.order import Account, Cut
 from gba_hvd.ps import process
 from gba_hvd.ps.protocol import GivenLease, Position, SwitchTo
+from gba_hvd.reform import Reformer
 from gba_hvd.switching import MODES
 from gba_hvd.tables import EmbeddingTables
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 # The numbers that travel with the dense gradients, so that a step needs no other collective. After them comes a number
-# for each mode (who wants it) and for each worker (its seconds per micro-batch).
+# for each mode (the chief wants it), for each mode again (an operator wants it), and for each worker (its seconds per
+# micro-batch).
 _SAMPLES, _LOSS, _LOSS_WEIGHT, _HOSTS_UPDATED, _N_BAD, _BAD_MICRO, _RATES, _WISHES = range(8)
-_TIMES = _WISHES + len(MODES)
+_ORDERS = _WISHES + len(MODES)
+_TIMES = _ORDERS + len(MODES)
 
 
 @dataclass
@@ -93,6 +96,8 @@ class Engine:
         self.worker_id = secrets.randbits(62)
         self.staleness: dict[int, int] = {}  # of all micro-batches so far in asynchronous modes
         self.refused = self.reissued = 0
+        self.operator: Callable[[], tuple[str, str] | None] = lambda: None  # what `gba-hvd switch` asked for, once
+        self.reformer: Reformer | None = None
         self.n_evaluated = 0  # evaluations since the last epoch of batches ended: their names in asynchronous modes
         self.switch_to: tuple[str, str] | None = None  # agreed: (mode, reason), to be carried out before the next step
         self._wished: tuple[str, str] | None = None
@@ -396,24 +401,31 @@ class Engine:
         if self._seconds:
             extra[_TIMES + self.world.rank] = sum(self._seconds) / len(self._seconds)
         self._wished = None
-        if self.switching is not None:
-            assert self.mode is not None
-            if self.world.rank == 0:
-                self._wished = self.switching.wish(self.step + 1, self.mode.name)
-            self._wished = self.operator_wish(self.mode.name) or self._wished
+        if self.switching is None or self.mode is None:
+            return
+        if self.world.rank == 0:
+            self._wished = self.switching.wish(self.step + 1, self.mode.name)
+        order = self.operator()
         if self._wished is not None:
             extra[_WISHES + CODES[self._wished[0]]] = 1.0
+        if order is not None and order[0] == "auto":
+            self.switching.pin("auto")
+        elif order is not None:
+            extra[_ORDERS + CODES[order[0]]] = 1.0
+            self._wished = order
 
     def _hear_wishes(self, agreed: list[float]) -> None:
+        if self.switching is None or self.mode is None:
+            return
         for mode, code in CODES.items():
-            if agreed[_WISHES + code]:
-                own = self._wished is not None and self._wished[0] == mode
-                reason = self._wished[1] if own and self._wished is not None else "the chief's log has the reason"
-                self.switch_to = (mode, reason)
-
-    def operator_wish(self, current: str) -> tuple[str, str] | None:
-        """What `gba-hvd switch` asked this host's server for. Set by `elastic` where there is one."""
-        return None
+            ordered = bool(agreed[_ORDERS + code])
+            if not ordered and not agreed[_WISHES + code]:
+                continue
+            own = self._wished is not None and self._wished[0] == mode
+            reason = self._wished[1] if own and self._wished is not None else "the log of another worker has the reason"
+            if ordered:
+                self.switching.pin(mode)
+            self.switch_to = (mode, reason) if mode != self.mode.name else None
 
 
 class _Distributed(torch.optim.Optimizer):

@@ -1,5 +1,7 @@
 """Being written."""
 
+from __future__ import annotations
+
 import argparse
 
 

@@ -240,6 +240,8 @@ def _user() -> str:
 
 def facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What a report says of the whole job, as (word, sentence)."""
+    from gba_hvd.tracking.gauges import staleness_words, whole_numbers
+
     said = [("mode", str(report["mode"]))]
     if report.get("wanted"):
         why = f": {report['reason']}" if report.get("reason") else ""
@@ -253,24 +255,15 @@ def facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     if account:
         parts = [f"{account.get(k, 0):,} {k}" for k in ("applied", "dropped", "lost")]
         said.append(("samples", f"{' + '.join(parts)} = {account.get('total', 0):,}"))
-    if any((report.get("staleness") or {}).values()):
-        said.append(("staleness", staleness_words(report["staleness"])))
+    staleness = whole_numbers(report.get("staleness"))
+    if staleness:
+        said.append(("staleness", staleness_words(staleness)))
     counts = [f"{report[k]:,} {k}" for k in ("under_way", "reissued", "refused") if report.get(k)]
     if counts:
         said.append(("micro-batches", ", ".join(counts).replace("_", " ")))
     said += [("refused", text) for text in report.get("refused_gradients") or ()]
     said += [("switch asked for", text) for text in report.get("decisions") or ()]
     return said
-
-
-def staleness_words(histogram: Mapping[Any, int]) -> str:
-    """`mean 0.42, max 3 (0: 81%, 1: 12%, 2: 5%, 3: 2%)` from counts by number of steps."""
-    counts = {int(steps): n for steps, n in histogram.items() if n}
-    total = sum(counts.values())
-    mean = sum(steps * n for steps, n in counts.items()) / total
-    most = sorted(counts, key=lambda steps: -counts[steps])[:6]
-    shares = ", ".join(f"{steps}: {counts[steps] / total:.0%}" for steps in sorted(most))
-    return f"mean {mean:.2f}, max {max(counts)} ({shares})"
 
 
 def workers(report: Mapping[str, Any]) -> list[dict[str, Any]]:

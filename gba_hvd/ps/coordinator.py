@@ -43,7 +43,7 @@ class Coordinator:
         self.ledger = self._ledger(position.epoch, enter.n_samples, position.steps_done, position.step)
         self.workers: dict[int, WorkerSeen] = {}
         self.world = position.world
-        self.wanted, self.reason = "", ""
+        self.wanted, self.reason, self.pin = "", "", False
         self.last_loss: float | None = None
         self._staleness_before = dict(position.staleness)
         self._refused_before, self._reissued_before = position.refused, position.reissued
@@ -142,9 +142,9 @@ class Coordinator:
             del self._given_s[micro]
         return [worker for worker, seen in self.workers.items() if seen.silent]
 
-    def want(self, mode: str, reason: str) -> None:
+    def want(self, mode: str, reason: str, pin: bool) -> None:
         """Somebody asks for another mode: stop at the next step boundary."""
-        self.wanted, self.reason = mode, reason
+        self.wanted, self.reason, self.pin = mode, reason, pin
         self.ledger.hold()
 
     # --- steps -------------------------------------------------------------------------------------------------------
@@ -203,6 +203,7 @@ class Coordinator:
             rates=sorted((s.rank, s.seconds) for s in self.workers.values() if not s.silent),
             wanted=self.wanted,
             reason=self.reason,
+            pin=self.pin,
             world=self.world,
         )
 
@@ -215,6 +216,7 @@ class Coordinator:
             "world": self.world,
             "wanted": self.wanted,
             "reason": self.reason,
+            "pin": self.pin,
             "staleness": self._staleness_before,
             "refused": self._refused_before,
             "reissued": self._reissued_before,
@@ -228,6 +230,7 @@ class Coordinator:
         self.account = self.ledger.account
         self.workers = {w: WorkerSeen(rank, host, pid, self._clock()) for w, rank, host, pid in state["workers"]}
         self.world, self.wanted, self.reason = state["world"], state["wanted"], state["reason"]
+        self.pin = state["pin"]
         self._staleness_before = {int(k): v for k, v in state["staleness"].items()}
         self._refused_before, self._reissued_before = state["refused"], state["reissued"]
         self._given_s = {

@@ -12,6 +12,7 @@ Numbered by who speaks:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,10 +23,14 @@ from gba_hvd.errors import GbaError
 from gba_hvd.shard.layout import Layout
 
 VERSION = 1
+MAX_HEADER_BYTES = 16 << 20  # `Enter` names every dense tensor; all other headers are small
+MAX_ANSWER_BYTES = 1 << 31  # of rows, to one pull
 
 
 class ProtocolError(GbaError):
-    """A message that is not what the protocol says. Nothing was changed."""
+    """A message that is not what the protocol says. Nothing was changed. `number`: the request's, when it has one."""
+
+    number = 0
 
 
 class NotFinite(ProtocolError):
@@ -63,6 +68,7 @@ class Position(Struct):
     rates: list[tuple[int, float]] = []  # of each living worker: rank, seconds per micro-batch
     wanted: str = ""  # the mode somebody asked for, with the reason
     reason: str = ""
+    pin: bool = False  # an operator asked for it: stay there
     world: int = 0  # how often the membership changed; workers form a new Horovod world when it grows
 
 
@@ -210,9 +216,10 @@ class Apply(Struct):
 
 
 class Discard(Struct):
-    """Forget all pushes: their micro-batches will be computed again."""
+    """Forget the pushes of leases older than `oldest_serial`: their micro-batches will be computed again."""
 
     generation: int
+    oldest_serial: int
 
 
 class Alive(Struct):
@@ -228,6 +235,7 @@ class Status(Struct):
 class SwitchTo(Struct):
     mode: str
     reason: str
+    pin: bool = False
 
 
 Request = (
@@ -331,16 +339,21 @@ def encode(job: str, number: int, body: Request | Answer) -> bytes:
 
 def open_envelope(data: Any, job: str) -> Envelope:
     """Raises ProtocolError for anything that is not a message of this version and job."""
+    if len(data) > MAX_HEADER_BYTES:
+        raise ProtocolError(f"a header of {len(data):,} bytes, the limit is {MAX_HEADER_BYTES:,}")
     try:
         envelope = _envelope.decode(data)
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"not a message of this protocol: {error}") from error
+    refusal = ""
     if envelope.version != VERSION:
-        raise ProtocolError(
-            f"protocol version {envelope.version}, this is {VERSION}: all hosts need the same version of gba-hvd"
-        )
-    if envelope.job != job:
-        raise ProtocolError(f"a message for job {envelope.job!r} came to job {job!r}")
+        refusal = f"protocol version {envelope.version}, this is {VERSION}: all hosts need the same version of gba-hvd"
+    elif envelope.job != job:
+        refusal = f"a message for job {envelope.job[:80]!r} came to job {job!r}"
+    if refusal:
+        error = ProtocolError(refusal)
+        error.number = envelope.number
+        raise error
     return envelope
 
 
@@ -362,11 +375,12 @@ def decode_answer(envelope: Envelope) -> Answer:
 
 
 def array_of(frame: Any, dtype: str, what: str) -> np.ndarray:
-    """A frame as a read-only array, a view."""
+    """A frame as an array, a view where its place in memory allows."""
     size = np.dtype(dtype).itemsize
     if len(frame) % size:
         raise ProtocolError(f"{what}: {len(frame)} bytes are no whole number of {dtype}")
-    return np.frombuffer(frame, dtype=dtype)
+    array = np.frombuffer(frame, dtype=dtype)
+    return array if array.flags.aligned else array.copy()
 
 
 def check_keys(layout: Layout, group: int, keys: np.ndarray, mine: np.ndarray) -> None:
@@ -408,10 +422,12 @@ def check_row_message(layout: Layout, message: np.ndarray, mine: np.ndarray, ext
         keys = message[at + 2 : at + 2 + 2 * n].view(np.int64)
         check_keys(layout, number, keys, mine)
         values = message[at + 2 + 2 * n : at + 2 + n * width]
-        if not np.isfinite(values.sum(dtype=np.float64)) and not np.isfinite(values).all():
+        if not all_finite(values):
             bad = np.flatnonzero(~np.isfinite(values.reshape(n, -1)).all(axis=1))[0]
             table, row = layout.locate(int(keys[bad]), number)
             raise NotFinite(f"the gradient of row {row} of table {table!r} is not finite")
+        if extra and (values.reshape(n, -1)[:, group.dim :] != 1.0).any():
+            raise ProtocolError(f"row gradients of dimension {group.dim}: a micro-batch contributes once to a row")
         at += 2 + n * width
     if at != len(message):
         raise ProtocolError(f"row gradients: {len(message) - at} words too many")
@@ -419,10 +435,50 @@ def check_row_message(layout: Layout, message: np.ndarray, mine: np.ndarray, ext
 
 def check_finite(values: np.ndarray, names: Sequence[str], sizes: Sequence[int]) -> None:
     """Raises NotFinite naming the dense tensor whose gradient is not finite."""
-    if np.isfinite(values.sum(dtype=np.float64)):
+    if all_finite(values):
         return
     at = 0
     for name, size in zip(names, sizes, strict=True):
         if not np.isfinite(values[at : at + size]).all():
             raise NotFinite(f"the gradient of {name} is not finite")
         at += size
+
+
+def all_finite(values: np.ndarray) -> bool:
+    """Whether no number is NaN or infinite. In float64 the sum of float32 numbers cannot overflow: one pass tells."""
+    with np.errstate(invalid="ignore"):
+        return bool(np.isfinite(values.sum(dtype=np.float64)))
+
+
+def check_rates(lrs: Sequence[float], expected: int) -> None:
+    """Raises ProtocolError unless these are learning rates for so many optimizer groups."""
+    if len(lrs) != expected or not all(math.isfinite(lr) for lr in lrs):
+        raise ProtocolError(f"expected {expected} finite learning rates, got {list(lrs)[:10]}")
+
+
+def check_enter(enter: Enter, layout: Layout) -> None:
+    """Raises ProtocolError for an `Enter` that contradicts itself or the tables."""
+    n_servers = len(enter.servers)
+    if not 0 <= enter.me < n_servers:
+        raise ProtocolError(f"server {enter.me} of {n_servers} servers")
+    if len(enter.shard_servers) != layout.n_shards:
+        raise ProtocolError(f"{len(enter.shard_servers)} shards, this job has {layout.n_shards}")
+    if not all(0 <= server < n_servers for server in enter.shard_servers):
+        raise ProtocolError(f"shards are at servers 0 to {n_servers - 1}, got {sorted(set(enter.shard_servers))[:10]}")
+    if enter.row_average not in ("global", "contributors"):
+        raise ProtocolError(f"rows are averaged 'global' or over 'contributors', got {enter.row_average[:80]!r}")
+    for name, shape, _ in enter.tensors:
+        if any(size < 0 for size in shape):
+            raise ProtocolError(f"{name} has the shape {shape}")
+    check_rates([*enter.lrs, enter.row_lr], len(enter.optimizer.get("groups", ())) + 1)
+
+
+def check_apply(request: Apply, last_step: int, n_groups: int) -> None:
+    """Raises ProtocolError unless this step follows `last_step` and nothing in it would destroy parameters."""
+    if request.step != last_step + 1:
+        raise ProtocolError(f"step {request.step} cannot follow step {last_step}")
+    if not all(math.isfinite(m.weight) and m.weight > 0 for m in request.members):
+        raise ProtocolError(f"step {request.step}: weights are positive numbers")
+    if not (math.isfinite(request.scale) and request.scale > 0):
+        raise ProtocolError(f"step {request.step}: the scale is a positive number, got {request.scale}")
+    check_rates([*request.lrs, request.row_lr], n_groups + 1)

@@ -316,7 +316,7 @@ class Server:
     def _on_switch(self, request: SwitchTo) -> Answer:
         self._decisions = [*self._decisions[1 - _KEPT_DECISIONS :], f"{request.mode}: {request.reason}"]
         if self.coordinator is not None and not self.idle:
-            self.coordinator.want(request.mode, request.reason)
+            self.coordinator.want(request.mode, request.reason, request.pin)
             self._save_ledger()
             self._advance()
         else:

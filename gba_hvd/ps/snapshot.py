@@ -12,12 +12,14 @@ import struct
 import zlib
 from pathlib import Path
 
+from gba_hvd.errors import ShardMemoryError
+
 _HEAD = struct.Struct("<QI")  # of a half: length, crc
 _FIRST = 64  # the halves start behind the number of the newest write
 
 
 class SnapshotFile:
-    """Not thread-safe; one writer."""
+    """Not thread-safe; one writer. Reading raises ShardMemoryError when the file is damaged."""
 
     def __init__(self, path: Path, half_bytes: int = 1 << 18) -> None:
         self._path = path
@@ -44,7 +46,8 @@ class SnapshotFile:
         at = _FIRST + newest % 2 * self._half
         length, crc = _HEAD.unpack_from(self._map, at)
         data = self._map[at + _HEAD.size : at + _HEAD.size + length]
-        assert zlib.crc32(data) == crc, f"{self._path} is damaged"
+        if len(data) != length or zlib.crc32(data) != crc:
+            raise ShardMemoryError(f"{self._path} is damaged; a checkpoint may have what it held")
         return data
 
     def _newest(self) -> int:

@@ -6,9 +6,12 @@ socket lies in the job's own folder, which only the job's user can enter: whoeve
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import secrets
+import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +19,17 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
+from gba_hvd.errors import GbaError
+
 MAX_FRAME_BYTES = 1 << 31
+MAX_FRAMES = 1024  # of one message
 QUEUED_MESSAGES = 64  # per peer and direction; a peer that does not read loses what comes after
+READ_AHEAD_MESSAGES = 8  # that a server takes in from one peer before it gets to them
+UNREAD_BYTES = 4 << 30  # of large answers that peers have not read yet; then there are no more
+LARGE_BYTES = 1 << 16
 KEY_BYTES = 32
+_DOMAIN = b"gba-hvd"
+_BIND_TRIES_S = 5.0  # a successor waits so long for its predecessor's port
 
 
 def new_key() -> bytes:
@@ -47,8 +58,8 @@ class Gate:
 
     def serve(self) -> None:
         """Answer one request; the socket must have one."""
-        version, request, _, _, _, mechanism, *credentials = self.socket.recv_multipart()
-        admitted = mechanism == b"CURVE" and credentials == [self._admitted]
+        version, request, domain, _, _, mechanism, *credentials = self.socket.recv_multipart()
+        admitted = (domain, mechanism, credentials) == (_DOMAIN, b"CURVE", [self._admitted])
         status, text = (b"200", b"OK") if admitted else (b"400", b"this process does not hold the job's key")
         self.socket.send_multipart([version, request, status, text, b"", b""])
 
@@ -57,23 +68,66 @@ class Gate:
 
 
 class Listener:
-    """A server's pair of sockets for one purpose: local and TCP. Not thread-safe."""
+    """A server's pair of sockets for one purpose: local and TCP. Not thread-safe.
 
-    def __init__(self, context: zmq.Context[Any], folder: Path, name: str, address: str, port: int, key: bytes) -> None:
+    What peers can make it hold is bounded: a frame by `max_frame_bytes`, what waits from one peer by
+    `READ_AHEAD_MESSAGES`, large answers that peers do not read by `UNREAD_BYTES`. A peer that is connected and silent,
+    or not a ZeroMQ peer, is cut off.
+
+    Raises GbaError when the port is taken, saying what to do.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        folder: Path,
+        name: str,
+        address: str,
+        port: int,
+        key: bytes,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+    ) -> None:
         self._folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.local, self.tcp = context.socket(zmq.ROUTER), context.socket(zmq.ROUTER)
+        self._unread: deque[tuple[zmq.MessageTracker, int]] = deque()
+        self._unread_bytes = 0
         for socket in (self.local, self.tcp):
             socket.linger = 0
-            socket.set_hwm(QUEUED_MESSAGES)
-            socket.maxmsgsize = MAX_FRAME_BYTES
+            socket.sndhwm, socket.rcvhwm = QUEUED_MESSAGES, READ_AHEAD_MESSAGES
+            socket.maxmsgsize = max_frame_bytes
+            socket.handshake_ivl = 5000
+        self.tcp.heartbeat_ivl, self.tcp.heartbeat_timeout = 5000, 30000
         self.tcp.curve_server = True
+        self.tcp.zap_domain = _DOMAIN
+        self.tcp.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody gets in while there is no gate
         self.tcp.curve_publickey, self.tcp.curve_secretkey = key_pair(key, "server")
         self.local.bind(local_address(self._folder_fd, name))
         self.port: int = port
         if port:
-            self.tcp.bind(f"tcp://{address}:{port}")
+            _bind_to(self.tcp, address, port)
         else:
             self.port = self.tcp.bind_to_random_port(f"tcp://{address}")
+
+    def answer(self, socket: Any, peer: bytes, header: bytes, frames: Sequence[Any] = ()) -> bool:
+        """As `send`; False, and nothing is sent, while peers leave too many large answers unread."""
+        n_bytes = sum(memoryview(frame).nbytes for frame in frames)
+        if n_bytes < LARGE_BYTES:
+            send(socket, peer, header, frames)
+            return True
+        while self._unread and self._unread[0][0].done:
+            self._unread_bytes -= self._unread.popleft()[1]
+        if self._unread_bytes + n_bytes > UNREAD_BYTES:  # perhaps the first is for a peer that does not read
+            self._unread = deque(waiting for waiting in self._unread if not waiting[0].done)
+            self._unread_bytes = sum(size for _, size in self._unread)
+        if self._unread and self._unread_bytes + n_bytes > UNREAD_BYTES:
+            return False
+        try:
+            tracker = socket.send_multipart([peer, header, *frames], flags=zmq.DONTWAIT, copy=False, track=True)
+        except zmq.Again:
+            return True
+        self._unread.append((tracker, n_bytes))
+        self._unread_bytes += n_bytes
+        return True
 
     def close(self) -> None:
         self.local.close()
@@ -81,10 +135,27 @@ class Listener:
         os.close(self._folder_fd)
 
 
+def _bind_to(socket: Any, address: str, port: int) -> None:
+    """Listen at this port, where workers of other hosts expect this server."""
+    deadline = time.monotonic() + _BIND_TRIES_S
+    while True:
+        try:
+            socket.bind(f"tcp://{address}:{port}")
+        except zmq.ZMQError as error:
+            if time.monotonic() < deadline and error.errno == errno.EADDRINUSE:
+                time.sleep(0.1)
+                continue
+            raise GbaError(
+                f"the companion server cannot listen at {address}:{port}, where its predecessor did: {error.strerror}; "
+                f"another process has taken the port (ss -ltnp 'sport = :{port}' names it): end that, or restart the job"
+            ) from error
+        return
+
+
 def receive(socket: zmq.Socket[Any], wait: bool = True) -> tuple[bytes, list[Any]]:
     """(peer, frames) of a waiting message; large frames are not copied. Raises zmq.Again when none waits."""
     peer, *frames = socket.recv_multipart(flags=0 if wait else zmq.DONTWAIT, copy=False)
-    return peer.bytes, [frame.buffer for frame in frames]
+    return peer.bytes, [frame.buffer for frame in frames[:MAX_FRAMES]]
 
 
 def send(socket: zmq.Socket[Any], peer: bytes, header: bytes, frames: Sequence[Any] = ()) -> None:

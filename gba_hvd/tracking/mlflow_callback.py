@@ -20,7 +20,9 @@ from typing import Any
 
 from gba_hvd.callbacks import Callback, Event, Job, StepRecord
 from gba_hvd.errors import BadInput
-from gba_hvd.tracking.plots import LOSS, THROUGHPUT, WORKERS
+from gba_hvd.switching import MODES
+from gba_hvd.tracking import gauges
+from gba_hvd.tracking.plots import LOSS, MODE, THROUGHPUT, WORKERS
 from gba_hvd.tracking.records import metric_key, metrics_records, params_records
 from gba_hvd.tracking.spool import SpoolStatus, SpoolWriter, log_path, read_status, remove
 
@@ -89,6 +91,7 @@ class MLflowCallback(Callback):
         self._told: str | None = None
         self._logged_step = -1
         self._mode: str | None = None
+        self._seen_step: int | None = None
         self._since = _Interval()
         self._untold: deque[Event] = deque(maxlen=64)
         self._ended = False
@@ -125,9 +128,16 @@ class MLflowCallback(Callback):
         self._look_after_sender()
 
     def on_step(self, record: StepRecord) -> None:
+        before = self._since.last
+        if before is not None and before.mode != record.mode:  # no point is the mean of two modes
+            self._write_point(before)
         self._since.add(record)
-        if record.step % self._log_every_steps == 0:
+        # In asynchronous modes a worker may hear of several steps at once.
+        due = record.step - record.step % self._log_every_steps
+        seen = record.step - 1 if self._seen_step is None else self._seen_step
+        if seen < due:
             self._write_point(record)
+        self._seen_step = record.step
 
     def _write_point(self, record: StepRecord) -> None:
         since, self._since = self._since, _Interval()
@@ -138,6 +148,8 @@ class MLflowCallback(Callback):
         if job.is_chief:
             values = {**since.values(), "epoch": record.epoch, WORKERS: record.workers}
             values["samples_applied"] = record.samples_applied
+            if record.mode in MODES:
+                values[MODE] = MODES.index(record.mode)
             if record.mode != self._mode:
                 self._mode = record.mode
                 self._write({"kind": "tags", "values": {"gba_hvd.mode": record.mode}})
@@ -152,9 +164,14 @@ class MLflowCallback(Callback):
         values = {}
         for key, value in metrics.items():
             try:
-                values[key] = float(value)
+                number = float(value)
             except (TypeError, ValueError):
                 _say(f"metric {key!r} is {type(value).__name__} {value!r}, not a number: not logged")
+                continue
+            if key.startswith(gauges.PREFIX):
+                self._since.read(key, number)  # told with the next point
+            else:
+                values[key] = number
         for record in metrics_records(step, _now_ms(), values):
             self._write(record)
 
@@ -290,6 +307,7 @@ class _Interval:
         self._samples = 0
         self._seconds = 0.0
         self._losses: list[float] = []
+        self._readings: dict[str, list[float]] = {}
         self.last: StepRecord | None = None
 
     def add(self, record: StepRecord) -> None:
@@ -299,8 +317,14 @@ class _Interval:
         if record.loss is not None:
             self._losses.append(record.loss)
 
+    def read(self, gauge: str, value: float) -> None:
+        self._readings.setdefault(gauge, []).append(value)
+
     def values(self) -> dict[str, float]:
-        values = {}
+        values = {
+            metric_key(name): sum(read) / len(read) if gauges.is_mean(name) else read[-1]
+            for name, read in self._readings.items()
+        }
         if self._losses:
             values[LOSS] = sum(self._losses) / len(self._losses)
         if self._seconds > 0:

@@ -21,6 +21,7 @@ from mlflow.exceptions import MlflowException
 
 from gba_hvd.tracking.delivery import may_speak
 from gba_hvd.tracking.records import Batch, Point, Record, merge_events
+from gba_hvd.tracking.story import Story
 
 JOB_TAG = "gba_hvd.job_id"
 CHIEF_TAG = "gba_hvd.chief"  # stamp of the process that speaks for the run, see delivery.may_speak
@@ -99,17 +100,21 @@ class JobRun:
     def set_tags(self, tags: Mapping[str, str]) -> None:
         self._client.log_batch(self.run_id, tags=[RunTag(key, text) for key, text in tags.items()], synchronous=True)
 
+    def events(self) -> list[Record]:
+        """Those that were delivered so far."""
+        if all(info.path != EVENTS_FILE for info in self._client.list_artifacts(self.run_id)):
+            return []
+        with tempfile.TemporaryDirectory(prefix="gba-hvd-") as folder:
+            text = Path(self._client.download_artifacts(self.run_id, EVENTS_FILE, folder)).read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
     def put_events(self, events: list[Record]) -> list[Record]:
         """Merge `events` with those of earlier chiefs; returns all of them."""
-        with tempfile.TemporaryDirectory(prefix="gba-hvd-") as folder:
-            earlier: list[Record] = []
-            if any(info.path == EVENTS_FILE for info in self._client.list_artifacts(self.run_id)):
-                text = Path(self._client.download_artifacts(self.run_id, EVENTS_FILE, folder)).read_text()
-                earlier = [json.loads(line) for line in text.splitlines()]
-            merged = merge_events(earlier, events)
-            if merged != earlier:
-                self.put_text(EVENTS_FILE, "".join(json.dumps(event) + "\n" for event in merged))
-            return merged
+        earlier = self.events()
+        merged = merge_events(earlier, events)
+        if merged != earlier:
+            self.put_text(EVENTS_FILE, "".join(json.dumps(event) + "\n" for event in merged))
+        return merged
 
     def history(self, wanted: Callable[[str], bool]) -> dict[str, list[Point]]:
         """All points of the metrics whose name is wanted, by step."""
@@ -156,6 +161,49 @@ def open_run(uri: str, job: Mapping[str, Any], may_create: Callable[[], bool]) -
             others = [run for run in runs if run.info.run_id != mine.info.run_id]
             return JobRun(client, others[0], job["stamp"], joined=True)
         return JobRun(client, mine, job["stamp"], joined=False)
+
+
+def read_story(uri: str, name: str, wanted: Callable[[str], bool]) -> Story | list[str]:
+    """What a run tells: by its id, the id of its job, or its name (the latest, where several have it).
+
+    Otherwise what the newest runs are called, "id  name  job", to choose from.
+    """
+    database = _database_file(uri)
+    if database is not None and not database.exists():
+        return []
+    client = MlflowClient(tracking_uri=uri)
+    run = _run_called(client, name)
+    if isinstance(run, list):
+        return [f"{r.info.run_id}  {r.info.run_name}  {r.data.tags.get(JOB_TAG, '')}".rstrip() for r in run]
+    info, tags = run.info, run.data.tags
+    job = JobRun(client, run, "", joined=True)
+    return Story(
+        title=info.run_name or info.run_id,
+        source=f"MLflow run {info.run_id} at {uri}",
+        job_id=tags.get(JOB_TAG, ""),
+        status=info.status,
+        reason=tags.get(REASON_TAG, ""),
+        started_ms=info.start_time,
+        ended_ms=info.end_time,
+        params=dict(run.data.params),
+        history=job.history(wanted),
+        events=tuple(job.events()),
+    )
+
+
+def _run_called(client: MlflowClient, name: str) -> Run | list[Run]:
+    try:
+        return client.get_run(name)
+    except MlflowException as error:
+        if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            raise
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    quoted = name.replace("'", "")
+    for search in (f"tags.`{JOB_TAG}` = '{quoted}'", f"attributes.run_name = '{quoted}'"):
+        runs = client.search_runs(experiments, search, max_results=1, order_by=["attributes.start_time DESC"])
+        if runs:
+            return runs[0]
+    return list(client.search_runs(experiments, max_results=10, order_by=["attributes.start_time DESC"]))
 
 
 def resolved_uri(uri: str | None) -> str:

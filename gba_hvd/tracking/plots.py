@@ -1,40 +1,100 @@
-"""The pictures a run ends with: learning curves, and throughput with every change of membership marked."""
+"""The pictures a run ends with: learning curves, throughput with modes and changes marked, workers, staleness."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gba_hvd.switching import MODES
+from gba_hvd.tracking import gauges
 from gba_hvd.tracking.records import Point, Record
 
 LOSS = "train/loss"
 THROUGHPUT = "train/samples_per_s"
 WORKERS = "workers"
-_MARKED = {"membership": "#8a6d3b", "worker_lost": "#c0392b", "rows_lost": "#c0392b", "mode": "#2c6fbb"}
+MODE = "mode"  # index into switching.MODES
+_MARKED = {"membership": "#8a6d3b", "worker_lost": "#c0392b", "rows_lost": "#c0392b", "switch_failed": "#c0392b"}
 _INK, _GRID = "#333333", "#dddddd"
-_COLOURS = ("#2c6fbb", "#d1761c", "#2f8f5b", "#8e44ad")
+_COLOURS = ("#2c6fbb", "#d1761c", "#2f8f5b", "#8e44ad", "#c0392b", "#5d6d7e", "#b7950b", "#16a085")
+MODE_COLOURS = dict(zip(MODES, ("#dfe7ef", "#cfe8d5", "#f6e3c5", "#f3d0cb", "#e6d6ec", "#d3ebe7"), strict=True))
 
 History = Mapping[str, Sequence[Point]]
 
 
+@dataclass(frozen=True)
+class Span:
+    """Steps (first, last] spent in one mode."""
+
+    first: int
+    last: int
+    mode: str
+
+
 def is_plotted(key: str) -> bool:
-    return key in (LOSS, THROUGHPUT, WORKERS) or _is_quality(key)
+    return key in (LOSS, THROUGHPUT, WORKERS, MODE) or key.startswith(gauges.PREFIX) or _is_quality(key)
 
 
 def _is_quality(key: str) -> bool:
     return "auc" in key.lower() and not key.startswith("system/")
 
 
-def draw_plots(history: History, events: Sequence[Record], title: str, folder: Path) -> list[Path]:
-    """Write `learning_curves.png` and `throughput.png` as far as there is something to show. Needs matplotlib."""
-    files = []
-    if history.get(LOSS) or any(_is_quality(key) and points for key, points in history.items()):
-        files.append(_learning_curves(history, title, folder / "learning_curves.png"))
-    if history.get(THROUGHPUT):
-        files.append(_throughput(history, events, title, folder / "throughput.png"))
-    return files
+def mode_spans(points: Sequence[Point], events: Sequence[Record]) -> list[Span]:
+    """When the job was in which mode, from the points of the metric `mode` and the events of its switches.
+
+    A point tells the mode of the steps before it, an event the exact step of a change; an event that was lost with a
+    worker is made up for by the points.
+    """
+    told = [(point.step, 0, MODES[int(point.value)]) for point in points if 0 <= point.value < len(MODES)]
+    last = max((step for step, _, _ in told), default=0)
+    for event in events:
+        if event.get("event") == "switch":
+            told.append((int(event.get("step", 0)), 1, str(event.get("data", {}).get("to"))))
+            last = max(last, told[-1][0])
+    spans: list[Span] = []
+    begun, mode, before = 0, None, 0
+    for step, is_change, now in sorted(told):
+        if mode is None and is_change:
+            mode = next((str(e["data"].get("from")) for e in events if e.get("event") == "switch"), now)
+        if mode is not None and now != mode:
+            changed = step if is_change else before
+            if changed > begun:
+                spans.append(Span(begun, changed, mode))
+            begun = changed
+        mode, before = now, step
+    if mode is not None and last > begun:
+        spans.append(Span(begun, last, mode))
+    return spans
+
+
+def draw_plots(history: History, events: Sequence[Record], title: str, folder: Path, form: str = "png") -> list[Path]:
+    """Write the pictures there is something to show in, as `png` or `svg`. Needs matplotlib.
+
+    learning_curves, throughput; in runs that measured it also workers (their pace) and staleness
+    """
+    drawn: list[tuple[str, bool, Callable[[Path], Path]]] = [
+        (
+            "learning_curves",
+            any((key == LOSS or _is_quality(key)) and points for key, points in history.items()),
+            lambda file: _learning_curves(history, title, file),
+        ),
+        ("throughput", bool(history.get(THROUGHPUT)), lambda file: _throughput(history, events, title, file)),
+        ("workers", bool(_paces(history)), lambda file: _workers(history, events, title, file)),
+        (
+            "staleness",
+            bool(history.get(gauges.STALENESS_MEAN) or last_staleness(events)),
+            lambda file: _staleness(history, events, title, file),
+        ),
+    ]
+    return [draw(folder / f"{name}.{form}") for name, has_data, draw in drawn if has_data]
+
+
+def last_staleness(events: Sequence[Record]) -> dict[int, int]:
+    """The newest histogram of the whole job that an event carries: {steps: micro-batches}."""
+    told = [event["data"]["staleness"] for event in events if event.get("data", {}).get("staleness")]
+    return gauges.whole_numbers(told[-1]) if told else {}
 
 
 def _learning_curves(history: History, title: str, file: Path) -> Path:
@@ -69,6 +129,90 @@ def _throughput(history: History, events: Sequence[Record], title: str, file: Pa
         axes[-1].set_ylabel("workers")
         axes[-1].set_ylim(0, max(counts) + 1)
         axes[-1].yaxis.get_major_locator().set_params(integer=True)
+    if _shade_modes(axes, history, events) | _mark_events(axes, events):
+        _legend_above(axes[0])
+    return _save(figure, axes, file)
+
+
+def _workers(history: History, events: Sequence[Record], title: str, file: Path) -> Path:
+    figure, axes = _figure(title, rows=1)
+    paces = _paces(history)
+    for number, (rank, points) in enumerate(sorted(paces.items())):
+        steps, values = _xy(points)
+        colour = _COLOURS[number % len(_COLOURS)]
+        label = f"worker {rank}" if len(paces) <= 16 else None
+        axes[0].plot(steps, values, color=colour, linewidth=1.4, label=label)
+    axes[0].set_ylabel("ms per micro-batch")
+    axes[0].set_ylim(bottom=0)
+    _shade_modes(axes, history, events)
+    _legend_above(axes[0])
+    return _save(figure, axes, file)
+
+
+def _staleness(history: History, events: Sequence[Record], title: str, file: Path) -> Path:
+    histogram = last_staleness(events)
+    over_time = bool(history.get(gauges.STALENESS_MEAN))
+    counts = {key: history[key] for key in _COUNTS if any(point.value for point in history.get(key, ()))}
+    figure, axes = _figure(title, rows=over_time + bool(counts) + bool(histogram), shared=False)
+    steps_axes = axes[: over_time + bool(counts)]
+    if over_time:
+        for key, label, colour in (
+            (gauges.STALENESS_MAX, "largest", "#b8c9dc"),
+            (gauges.STALENESS_MEAN, "mean", _COLOURS[0]),
+        ):
+            steps, values = _xy(history.get(key, ()))
+            axes[0].plot(steps, values, color=colour, linewidth=1.4, label=label)
+        axes[0].set_ylabel("staleness (steps)")
+        axes[0].set_ylim(bottom=0)
+    for (key, points), colour in zip(counts.items(), _COLOURS[1:], strict=False):
+        steps, values = _xy(points)
+        axis = steps_axes[-1]
+        axis.step(steps, values, where="post", color=colour, linewidth=1.6, label=_COUNTS[key])
+        axis.set_ylabel("so far in the job")
+        axis.set_ylim(bottom=0)
+        axis.yaxis.set_major_formatter("{x:,.0f}")
+    _shade_modes(steps_axes, history, events)
+    for axis in steps_axes:
+        _legend_above(axis)
+        axis.set_xlabel("global step")
+    if histogram:
+        total = sum(histogram.values())
+        bars = axes[-1].bar(list(histogram), [100 * n / total for n in histogram.values()], color=_COLOURS[0])
+        axes[-1].bar_label(bars, labels=[f"{n:,}" for n in histogram.values()], fontsize=8, color=_INK)
+        axes[-1].set_ylabel("% of micro-batches")
+        axes[-1].xaxis.get_major_locator().set_params(integer=True)
+    return _save(figure, axes, file, "staleness of a micro-batch (steps)" if histogram else "global step")
+
+
+_COUNTS = {
+    gauges.DROPPED: "samples dropped",
+    gauges.LOST: "samples lost",
+    gauges.REFUSED: "micro-batches refused",
+    gauges.REISSUED: "micro-batches handed out again",
+}
+
+
+def _paces(history: History) -> dict[int, Sequence[Point]]:
+    ranked = {gauges.rank_of(key): points for key, points in history.items() if points}
+    return {rank: points for rank, points in ranked.items() if rank is not None}
+
+
+def _shade_modes(axes: Sequence[Any], history: History, events: Sequence[Record]) -> bool:
+    """Colour the ground by mode, when there was more than allreduce."""
+    spans = mode_spans(history.get(MODE, ()), events)
+    if all(span.mode == "allreduce" for span in spans):
+        return False
+    named: set[str] = set()
+    for span in spans:
+        for axis in axes:
+            label = span.mode if axis is axes[0] and span.mode not in named else None
+            colour = MODE_COLOURS.get(span.mode, "#eeeeee")
+            axis.axvspan(span.first, span.last, color=colour, alpha=0.8, linewidth=0, zorder=0, label=label)
+        named.add(span.mode)
+    return True
+
+
+def _mark_events(axes: Sequence[Any], events: Sequence[Record]) -> bool:
     named: set[str] = set()
     for event in events:
         kind = str(event.get("event"))
@@ -77,29 +221,40 @@ def _throughput(history: History, events: Sequence[Record], title: str, file: Pa
                 label = kind.replace("_", " ") if axis is axes[0] and kind not in named else None
                 axis.axvline(event.get("step", 0), color=_MARKED[kind], linestyle="--", linewidth=1.1, label=label)
             named.add(kind)
-    if named:
-        axes[0].legend(loc="lower right", frameon=True, framealpha=0.9, edgecolor="none")
-    return _save(figure, axes, file)
+    return bool(named)
 
 
-def _figure(title: str, rows: int) -> tuple[Any, list[Any]]:
+def _legend_above(axis: Any) -> None:
+    """Over the picture, where it hides no curve."""
+    handles, labels = axis.get_legend_handles_labels()
+    if handles:
+        axis.legend(
+            handles, labels, loc="lower left", bbox_to_anchor=(0, 1), ncols=min(8, len(labels)), frameon=False,
+            fontsize=9, borderaxespad=0.2, columnspacing=1.4, handlelength=1.5,
+        )  # fmt: skip
+
+
+def _figure(title: str, rows: int, shared: bool = True) -> tuple[Any, list[Any]]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 2.6 + 2.4 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = list(figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0])
-    figure.suptitle(title, fontsize=11, color=_INK)
+    axes = list(figure.subplots(rows, 1, sharex=shared, squeeze=False)[:, 0])
+    if title:
+        figure.suptitle(title, fontsize=11, color=_INK)
     return figure, axes
 
 
-def _save(figure: Any, axes: list[Any], file: Path) -> Path:
+def _save(figure: Any, axes: list[Any], file: Path, across: str = "global step") -> Path:
     for axis in axes:
         axis.grid(color=_GRID, linewidth=0.6)
+        axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
         axis.xaxis.set_major_formatter("{x:,.0f}")
         axis.yaxis.label.set_color(_INK)
-    axes[-1].set_xlabel("global step")
+        axis.margins(x=0.01)
+    axes[-1].set_xlabel(across)
     figure.savefig(file, dpi=130)
     return file
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 from gba_hvd.callbacks import Callback, Event, Job, StepRecord
+from gba_hvd.tracking.gauges import DROPPED, PREFIX, STALENESS_MEAN, staleness_words, whole_numbers
 
 # Every worker tells of these; they follow from a cause another worker reports.
 _CONSEQUENCES = frozenset({"HorovodInternalError", "HostsUpdatedInterrupt", "WorkersAvailableException"})
@@ -26,7 +27,8 @@ class ProgressLine(Callback):
     total_steps: for the percentage and the time left; default `Job.settings["total_steps"]` when it is there.
     every_s: how often a plain line appears (on a terminal the line is renewed 4 times a second).
     The closing summary takes the account of samples from the data of the last event that has it
-    (`samples_total`, `samples_applied`, `samples_dropped`, `samples_lost`, `restarts`).
+    (`samples_total`, `samples_applied`, `samples_dropped`, `samples_lost`, `restarts`, and in asynchronous modes
+    `staleness`).
     """
 
     def __init__(
@@ -46,7 +48,9 @@ class ProgressLine(Callback):
         self._record: StepRecord | None = None
         self._rate = Rate()
         self._metrics: dict[str, float] = {}
+        self._gauges: dict[str, float] = {}
         self._account: dict[str, Any] = {}
+        self._switches: list[str] = []
         self._memberships = 0
         self._started_s = clock()
         self._first_step = 0
@@ -71,13 +75,17 @@ class ProgressLine(Callback):
             self._show(now)
 
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._metrics |= {key: value for key, value in metrics.items() if isinstance(value, int | float)}
-        if self._is_speaker() and metrics:
-            values = "  ".join(f"{key} {_number(value)}" for key, value in metrics.items())
+        self._gauges |= {key: value for key, value in metrics.items() if key.startswith(PREFIX)}
+        told = {key: value for key, value in metrics.items() if not key.startswith(PREFIX)}
+        self._metrics |= {key: value for key, value in told.items() if isinstance(value, int | float)}
+        if self._is_speaker() and told:
+            values = "  ".join(f"{key} {_number(value)}" for key, value in told.items())
             self._print(f"step {step:,}  {values}")
 
     def on_event(self, event: Event) -> None:
-        self._account |= {key: event.data[key] for key in (*_ACCOUNT, "restarts") if key in event.data}
+        self._account |= {key: event.data[key] for key in (*_ACCOUNT, "restarts", "staleness") if key in event.data}
+        if event.kind == "switch":
+            self._switches.append(f"{event.data.get('to', '?')} at step {event.step:,}")
         if self._is_speaker() and event.kind != "finished":
             self._print(f"[{event.kind.replace('_', ' ')}] step {event.step:,}: {event.message}")
 
@@ -105,7 +113,7 @@ class ProgressLine(Callback):
         done = self._record.step - self._first_step
         if total and done > 0 and self._first_step_s is not None:
             left_s = (total - self._record.step) * (now - self._first_step_s) / done
-        line = progress_line(self._record, self._rate.take(), self._metrics, total, left_s)
+        line = progress_line(self._record, self._rate.take(), self._metrics, total, left_s, self._gauges)
         if not self._terminal:
             self._print(line)
             return
@@ -124,6 +132,10 @@ class ProgressLine(Callback):
             lines.append(f"samples: {applied:,} applied + {dropped:,} dropped + {lost:,} lost = {total:,}")
         elif self._record is not None:
             lines.append(f"samples: {self._record.samples_applied:,} applied")
+        if self._switches:
+            lines.append(f"switches: {', '.join(self._switches)}")
+        if staleness := whole_numbers(self._account.get("staleness")):
+            lines.append(f"staleness: {staleness_words(staleness)}")
         if self._metrics:
             lines.append("last: " + "  ".join(f"{key} {_number(value)}" for key, value in self._metrics.items()))
         return lines
@@ -158,9 +170,17 @@ class Rate:
 
 
 def progress_line(
-    record: StepRecord, rate: float | None, metrics: Mapping[str, float], total_steps: int | None, left_s: float | None
+    record: StepRecord,
+    rate: float | None,
+    metrics: Mapping[str, float],
+    total_steps: int | None,
+    left_s: float | None,
+    readings: Mapping[str, float],
 ) -> str:
-    """`step 1,200/5,000 (24%)  epoch 1  loss 0.4312  auc 0.7812  45.2k samples/s  2 workers  allreduce  1m20s left`"""
+    """`step 1,200/5,000 (24%)  epoch 1  loss 0.4312  auc 0.7812  45.2k samples/s  2 workers  allreduce  1m20s left`
+
+    In asynchronous modes the mode is followed by staleness and drops: `gba, staleness 0.42, 64 samples dropped`.
+    """
     step = f"step {record.step:,}"
     if total_steps:
         step += f"/{total_steps:,} ({100 * record.step // total_steps}%)"
@@ -171,10 +191,19 @@ def progress_line(
     if rate is not None:
         parts.append(f"{_short(rate)} samples/s")
     parts.append(f"{record.workers} worker" + "s" * (record.workers != 1))
-    parts.append(record.mode)
+    parts.append(record.mode if record.mode == "allreduce" else _asynchronous(record.mode, readings))
     if left_s is not None:
         parts.append(f"{_duration(left_s)} left")
     return "  ".join(parts)
+
+
+def _asynchronous(mode: str, readings: Mapping[str, float]) -> str:
+    parts = [mode]
+    if STALENESS_MEAN in readings:
+        parts.append(f"staleness {readings[STALENESS_MEAN]:.2f}")
+    if readings.get(DROPPED):
+        parts.append(f"{readings[DROPPED]:,.0f} samples dropped")
+    return ", ".join(parts)
 
 
 def failure_lines(error: BaseException, job: Job | None, record: StepRecord | None) -> list[str]:

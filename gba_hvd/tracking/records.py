@@ -172,5 +172,7 @@ def merge_events(*logs: Iterable[Record]) -> list[Record]:
     kept: dict[tuple[Any, ...], Record] = {}
     for log in logs:
         for event in log:
-            kept.setdefault((event.get("event"), event.get("step"), event.get("message")), event)
+            # Every worker tells of a switch, each with the seconds it took there; not all know the reason.
+            said = None if event.get("event") == "switch" else event.get("message")
+            kept.setdefault((event.get("event"), event.get("step"), said), event)
     return sorted(kept.values(), key=lambda event: float(event.get("unix_s", math.inf)))

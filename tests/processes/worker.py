@@ -2,7 +2,8 @@
 
 Reads what to do from the JSON file in TEST_PLAN: sizes, epochs, faults. Each worker appends what it did to
 `OUT/<pid>.jsonl`: the samples it is about to contribute to a step or push, the steps that were committed, events, the
-end. The chief writes the final parameters. Faults really happen (SIGKILL, SIGSTOP, exceptions) and are written down just before.
+end. The chief writes the final parameters. Faults really happen (SIGKILL, SIGSTOP, exceptions) and are written down
+just before.
 """
 
 from __future__ import annotations

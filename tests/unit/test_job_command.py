@@ -61,14 +61,14 @@ def test_one_of_several_jobs_must_be_named(start: Start, tmp_path: Path) -> None
     start("ctr-b"), start("ctr-a")
     with pytest.raises(BadInput, match=r"2 jobs run on this host, name one with --job: ctr-a, ctr-b"):
         job_command.find_job(tmp_path, None)
-    with pytest.raises(BadInput, match="job 'ctr-c' does not run here .*; did you mean 'ctr-"):
+    with pytest.raises(BadInput, match=r"job 'ctr-c' does not run here .*; did you mean 'ctr-"):
         job_command.find_job(tmp_path, "ctr-c")
 
 
 def test_a_folder_whose_workers_are_gone_is_no_running_job(start: Start, tmp_path: Path) -> None:
     start("ctr").close(remove=False)
     assert (tmp_path / "gba-hvd-ctr").is_dir()
-    with pytest.raises(BadInput, match="no job runs here: .*--dir"):
+    with pytest.raises(BadInput, match=r"no job runs here: .*--dir"):
         job_command.find_job(tmp_path, None)
     with pytest.raises(BadInput, match="job 'ctr' has no living worker on this host; running here: none"):
         job_command.find_job(tmp_path, "ctr")

@@ -1,0 +1,51 @@
+"""What a host's lead and its companion server tell each other in allreduce mode: where training stands, what is wanted.
+
+So `gba-hvd status` and `gba-hvd switch` find the same server to talk to in every mode.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gba_hvd.ps.client import Client
+from gba_hvd.ps.protocol import Beat, Endpoint, Position
+
+
+class LocalServer:
+    """The lead's line to its host's server. Start with `start()`; `close()` may be called twice.
+
+    look: where training stands, plain values; called on the client's thread
+    """
+
+    def __init__(
+        self, job: str, key: bytes, folder: Path, host: int, worker: int, rank: int, look: Callable[[], dict[str, Any]]
+    ) -> None:
+        self._worker, self._rank, self._host, self._look = worker, rank, host, look
+        self._client = Client(job, key, [Endpoint(host, 0, "", 0, 0)], host, folder, timeout_s=10.0)
+        self._client.beat = self._beat
+        self._client.on_position = self._hear
+        self._heard: tuple[str, str] = ("", "")
+        self._handled: tuple[str, str] = ("", "")
+
+    def start(self) -> None:
+        self._client.start()
+
+    def close(self) -> None:
+        self._client.beat = None  # no goodbye: the worker stays in the job
+        self._client.close()
+
+    def wanted(self) -> tuple[str, str] | None:
+        """(mode, reason) that an operator asked for, once."""
+        if self._heard == self._handled:
+            return None
+        self._handled = self._heard
+        return self._heard if self._heard[0] else None
+
+    def _beat(self) -> Beat:
+        return Beat(self._worker, self._rank, self._host, os.getpid(), 0, told=self._look())
+
+    def _hear(self, position: Position) -> None:
+        self._heard = (position.wanted, position.reason)

@@ -1,0 +1,55 @@
+"""Membership in asynchronous modes: Horovod's world is formed anew in the background while the worker computes.
+
+The coordinator counts changes of membership (a worker died, Horovod found new hosts) and every heartbeat's answer says
+the count. A worker that stands for an older one shuts Horovod down and initialises it again, in this thread: the driver
+starts replacements only when all survivors have done so. Newcomers then meet the survivors' threads in
+`membership.join`, learn where the servers are, and ask for leases. The training threads take no part.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+from gba_hvd.collectives import World, current_world, initialise_again
+from gba_hvd.gba import GbaMode
+
+log = logging.getLogger("gba_hvd")
+_LOOK_S = 0.1
+_TRY_AGAIN_S = 0.5
+
+
+class Reformer:
+    """Start with `start()`; `stop()` waits for an attempt under way and may be called twice.
+
+    number: the membership that the present world stands for; meet: what all ranks of a new world run, returns the number
+    they agree on.
+    """
+
+    def __init__(self, mode: GbaMode, number: int, meet: Callable[[World], int]) -> None:
+        self.number, self._mode, self._meet = number, mode, meet
+        self.n_formed = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gba-hvd membership", daemon=True)
+
+    def start(self) -> None:
+        if os.environ.get("HOROVOD_ELASTIC") == "1":
+            self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_LOOK_S):
+            while self._mode.position.world > self.number and not self._stop.is_set():
+                try:
+                    initialise_again()
+                    self.number = self._meet(current_world())
+                    self.n_formed += 1
+                except Exception as error:
+                    log.warning("the world was not formed (%s: %s); trying again", type(error).__name__, error)
+                    self._stop.wait(_TRY_AGAIN_S)

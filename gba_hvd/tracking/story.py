@@ -1,0 +1,175 @@
+"""What a job told of itself, read back: the one value that reports and advice are made from.
+
+From MLflow it comes through `mlflow_run.read_story`; from records on disk, which may not have reached MLflow, through
+`from_files`. What can be concluded from it, such as the time spent in each mode, is worked out here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gba_hvd.errors import BadInput
+from gba_hvd.tracking.plots import MODE, THROUGHPUT, Span, last_staleness, mode_spans
+from gba_hvd.tracking.records import Point, Record, merge_events
+from gba_hvd.tracking.spool import all_records
+
+_ACCOUNT = ("samples_total", "samples_applied", "samples_dropped", "samples_lost")
+
+
+@dataclass(frozen=True)
+class Story:
+    """A job as its records tell it. Times in milliseconds since 1970; history by metric, ascending in steps."""
+
+    title: str
+    source: str  # where the records were read
+    job_id: str
+    status: str
+    reason: str  # of the status
+    started_ms: int | None
+    ended_ms: int | None
+    params: Mapping[str, str] = field(default_factory=dict)
+    history: Mapping[str, Sequence[Point]] = field(default_factory=dict)
+    events: Sequence[Record] = ()
+
+    @property
+    def n_steps(self) -> int:
+        ends = [points[-1].step for points in self.history.values() if points]
+        return max([*ends, *(int(event.get("step", 0)) for event in self.events)], default=0)
+
+    @property
+    def account(self) -> dict[str, int]:
+        """Where every sample went, as the newest event that has it says; empty when none does."""
+        for event in reversed(self.events):
+            data = event.get("data", {})
+            if all(key in data for key in _ACCOUNT):
+                return {key.removeprefix("samples_"): int(data[key]) for key in _ACCOUNT}
+        return {}
+
+    @property
+    def staleness(self) -> dict[int, int]:
+        """{steps: micro-batches} of the whole job."""
+        return last_staleness(self.events)
+
+    @property
+    def spans(self) -> list[Span]:
+        return mode_spans(self.history.get(MODE, ()), self.events)
+
+    def events_of(self, *kinds: str) -> list[Record]:
+        return [event for event in self.events if event.get("event") in kinds]
+
+    def last(self, metric: str) -> float | None:
+        points = self.history.get(metric)
+        return points[-1].value if points else None
+
+
+@dataclass(frozen=True)
+class InMode:
+    """What a mode was good for in a job. samples_per_s: mean over its points; None without a point."""
+
+    mode: str
+    steps: int
+    visits: int
+    samples_per_s: float | None
+
+
+def by_mode(story: Story) -> list[InMode]:
+    """In the order in which the modes first came."""
+    rates = story.history.get(THROUGHPUT, ())
+    spans = story.spans
+    found = []
+    for mode in dict.fromkeys(span.mode for span in spans):
+        own = [span for span in spans if span.mode == mode]
+        within = [p.value for p in rates if any(span.first < p.step <= span.last for span in own)]
+        mean = sum(within) / len(within) if within else None
+        found.append(InMode(mode, sum(span.last - span.first for span in own), len(own), mean))
+    return found
+
+
+def from_files(path: Path) -> Story:
+    """From a spool file, a folder of spools of one job, or a folder with a run's `events.jsonl`.
+
+    Raises BadInput when there is nothing of the kind, or records of several jobs.
+    """
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    records = [record for file in files for record in all_records(file)]
+    loose = [record for record in records if "kind" not in record and "event" in record]  # an events.jsonl of MLflow
+    jobs = [record for record in records if record.get("kind") == "job"]
+    if not jobs and not loose:
+        raise BadInput(f"{path} holds no records of a job: expected a spool (*.jsonl) or a run's events.jsonl")
+    job_ids = sorted({str(job["job_id"]) for job in jobs})
+    if len(job_ids) > 1:
+        raise BadInput(f"{path} holds records of {len(job_ids)} jobs ({', '.join(job_ids)}): name one of its files")
+    params: dict[str, str] = {}
+    for record in records:
+        if record.get("kind") == "params":
+            params = {**record["values"], **params}
+    ends = [record for record in records if record.get("kind") == "end" and record.get("status")]
+    told = [{k: v for k, v in record.items() if k != "kind"} for record in records if record.get("kind") == "event"]
+    events = merge_events(loose, told)
+    times = [int(record["ms"]) for record in records if "ms" in record]
+    times += [int(1000 * event["unix_s"]) for event in events if "unix_s" in event]
+    finished = [event for event in events if event.get("event") in ("finished", "failed")]
+    status = str(ends[-1]["status"]) if ends else finished[-1]["event"].upper() if finished else "not ended"
+    named = [str(job["run_name"]) for job in jobs if job.get("run_name")]
+    return Story(
+        title=(named or job_ids or [path.name])[0],
+        source=str(path),
+        job_id=job_ids[0] if job_ids else "",
+        status=status,
+        reason=str(ends[-1].get("reason", "")) if ends else "",
+        started_ms=min(times, default=None),
+        ended_ms=max(times, default=None),
+        params=params,
+        history=_history(records),
+        events=tuple(events),
+    )
+
+
+def _history(records: Iterable[Record]) -> dict[str, list[Point]]:
+    history: dict[str, dict[int, Point]] = {}
+    for record in records:
+        if record.get("kind") != "metrics":
+            continue
+        step, ms = int(record["step"]), int(record["ms"])
+        for key, value in record["values"].items():
+            history.setdefault(key, {})[step] = Point(key, float(value), ms, step)
+    return {key: [points[step] for step in sorted(points)] for key, points in sorted(history.items())}
+
+
+def read(run: str, tracking_uri: str | None) -> Story:
+    """The story of a run in MLflow (its id, its job's id, or its name), or of records in a file or folder.
+
+    Raises BadInput when there is no such run; it then names the newest ones.
+    """
+    path = Path(run)
+    if path.exists():
+        return from_files(path)
+    from gba_hvd.tracking.mlflow_run import read_story, resolved_uri
+    from gba_hvd.tracking.plots import is_plotted
+
+    uri = resolved_uri(tracking_uri)
+    found = read_story(uri, run, lambda key: is_plotted(key) or key == "curvature")
+    if isinstance(found, Story):
+        return found
+    known = "".join(f"\n  {line}" for line in found)
+    raise BadInput(
+        f"no run, job or file is called {run!r} (looked in {uri}; --tracking-uri or MLFLOW_TRACKING_URI name another "
+        f"store)" + (f"; the newest runs there are:{known}" if known else "; it holds no runs")
+    )
+
+
+def as_json(story: Story) -> dict[str, Any]:
+    """The figures of a report, for programs."""
+    return {
+        "title": story.title, "job_id": story.job_id, "status": story.status, "reason": story.reason,
+        "steps": story.n_steps, "samples": story.account, "staleness": story.staleness,
+        "modes": [vars(one) for one in by_mode(story)],
+        "switches": [{"step": e.get("step"), **e.get("data", {})} for e in story.events_of("switch")],
+        "last": {key: points[-1].value for key, points in story.history.items() if points},
+        "params": dict(story.params),
+    }  # fmt: skip
+
+
