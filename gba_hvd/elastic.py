@@ -120,7 +120,9 @@ class TorchState:
         atexit.unregister(self._close_at_exit)
         account = {f"samples_{k}": getattr(self.samples, k) for k in ("total", "applied", "dropped", "lost")}
         word = "finished" if error is None else f"{type(error).__name__}: {error}"
-        facts = {**account, "restarts": self.engine.restarts}
+        engine = self.engine
+        facts = {**account, "restarts": engine.restarts, "refused": engine.refused, "reissued": engine.reissued}
+        facts["staleness"] = {str(k): n for k, n in sorted(engine.staleness.items())}
         try:
             self.engine.emit(Event("finished" if error is None else "failed", self.step, word, facts))
             for callback in self.engine.callbacks:

@@ -6,8 +6,10 @@ It only speaks its mind: the chief's wish travels with the commit of a step (all
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from statistics import median
 from typing import Any
 
 from gba_hvd.callbacks import Callback
@@ -26,6 +28,7 @@ from gba_hvd.switching import (
 )  # fmt: skip
 from gba_hvd.tokens import Discipline
 
+_N_RECENT = 9
 _FIRST_SERVE_S = 0.003  # what a lease and a push cost, until it was measured
 
 
@@ -70,7 +73,8 @@ class GBACallback(Callback):
         self.options = Options(enter_gain, leave_gain, patience, min_stay)
         self._stance = Stance("allreduce", 0)
         self._recent = RecentRates()
-        self._exchange_s, self._serve_s = 0.0, _FIRST_SERVE_S
+        self._exchanges: deque[float] = deque(maxlen=_N_RECENT)
+        self._waits: deque[float] = deque([_FIRST_SERVE_S], maxlen=_N_RECENT)
         self._wish: tuple[str, str] | None = None
         self._handled = -1  # the newest step of `switch_at` that has come
         self.last: Decision | None = None
@@ -103,13 +107,12 @@ class GBACallback(Callback):
         n_workers = len(seconds)
         shared = shares(n_micro, n_workers)
         slowest_s = max(n * t for n, t in zip(shared, seconds, strict=True))
-        exchange_s = max(0.0, step_s - slowest_s)
-        self._exchange_s = exchange_s if not self._exchange_s else 0.9 * self._exchange_s + 0.1 * exchange_s
+        self._exchanges.append(max(0.0, step_s - slowest_s))
         self._measure(step, "allreduce", seconds, shared, n_micro)
 
     def measured_async(self, step: int, seconds: Sequence[float], n_micro: int, serve_s: float) -> None:
         """Every worker's recent seconds per micro-batch, once per step; serve_s: lease, pull and push of this worker."""
-        self._serve_s = 0.9 * self._serve_s + 0.1 * serve_s
+        self._waits.append(serve_s)
         self._measure(step, "gba", seconds, shares(n_micro, len(seconds)), n_micro)
 
     def _measure(self, step: int, current: str, seconds: Sequence[float], shared: Sequence[int], n_micro: int) -> None:
@@ -123,11 +126,10 @@ class GBACallback(Callback):
             return
         if self._stance.mode != current:
             self._stance = Stance(current, step)
-        rates = Rates(medians, tuple(shared), n_micro, self._exchange_s, self._serve_s)
-        rates = Rates(
-            medians, tuple(shared), n_micro, self._exchange_s, self._serve_s,
-            expected_drops(rates, self._rules["tolerance"]) if self._rules["staleness"] == "threshold" else 0.0,
-        )  # fmt: skip
+        exchange_s, serve_s = median(self._exchanges or [0.0]), median(self._waits)
+        rates = Rates(medians, tuple(shared), n_micro, exchange_s, serve_s)
+        if self._rules["staleness"] == "threshold":
+            rates = replace(rates, dropped_share=expected_drops(rates, self._rules["tolerance"]))
         decision, stance = decide(self._stance, step, rates, self.options)
         self.last = decision
         if decision.mode != current:

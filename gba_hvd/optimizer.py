@@ -33,6 +33,7 @@ from gba_hvd.reform import Reformer
 from gba_hvd.switching import MODES
 from gba_hvd.tables import EmbeddingTables
 
+_RATES_EVERY_S = 10.0
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 # The numbers that travel with the dense gradients, so that a step needs no other collective. After them comes a number
@@ -101,10 +102,12 @@ class Engine:
         self.n_evaluated = 0  # evaluations since the last epoch of batches ended: their names in asynchronous modes
         self.switch_to: tuple[str, str] | None = None  # agreed: (mode, reason), to be carried out before the next step
         self._wished: tuple[str, str] | None = None
+        self._rates_told_s = time.perf_counter()
         self._followed, self._told = (
             -1,
             cast(GbaMode | None, None),
         )  # step last looked at, mode whose coordinator was told, in async modes
+        self._began_s = 0.0
         self._seconds: list[float] = []  # of this worker's micro-batches in the step
         self.step, self.cursor, self.account = 0, Cursor(), Account()
         self.restarts = 0
@@ -125,7 +128,7 @@ class Engine:
             self.cursor = Cursor(epoch, 0)
         self._cut, self._step_of_epoch = cut, step_of_epoch
         self._rows = [[] for _ in self.tables.layout.groups]
-        self._bad, self._micro, self._seconds = None, None, []
+        self._bad, self._micro, self._seconds, self._began_s = None, None, [], time.perf_counter()
         self.dense.clear_total_()
         self.tables.drop_gradients()
         self.mode.await_rows(self.step)
@@ -224,7 +227,8 @@ class Engine:
         self.interrupt_due = self.interrupt_due or agreed[_HOSTS_UPDATED] > 0
         self._hear_wishes(agreed)
         loss = agreed[_LOSS] / agreed[_LOSS_WEIGHT] if agreed[_LOSS_WEIGHT] else None
-        seconds = self._report_step(n_samples, loss, self.mode.name)
+        seconds = time.perf_counter() - self._began_s
+        self._report_step(n_samples, loss, self.mode.name)
         if self.switching is not None:
             self.switching.measured_allreduce(self.step, agreed[_TIMES:], seconds, self._cut.n_micro)
 
@@ -332,8 +336,7 @@ class Engine:
             "Lower the learning rate, or look at that batch"
         )
 
-    def _report_step(self, n_samples: int, loss: float | None, mode: str) -> float:
-        """Tell the callbacks; returns the seconds since the step before."""
+    def _report_step(self, n_samples: int, loss: float | None, mode: str) -> None:
         now = time.perf_counter()
         record = StepRecord(
             self.step,
@@ -348,7 +351,6 @@ class Engine:
         self._ended = now
         for callback in self.callbacks:
             callback.on_step(record)
-        return record.seconds
 
     # --- asynchronous modes, wishes, faults --------------------------------------------------------------------------
 
@@ -368,6 +370,7 @@ class Engine:
             return
         if self.step > self._followed:
             self._followed = self.step
+            self._tell_rates(mode.position)
             if mode.name == "gba":
                 seconds = [seconds for _, seconds in mode.position.rates]
                 switching.measured_async(self.step, seconds, self.global_batch // self.micro_batch, waited_s)
@@ -375,6 +378,16 @@ class Engine:
         if wish is not None and not mode.position.wanted and mode is not self._told:
             self._told = mode  # once
             mode.client.send(0, SwitchTo(*wish))
+
+    def _tell_rates(self, position: Position) -> None:
+        """Every few seconds, from the chief: how long the workers take."""
+        now = time.perf_counter()
+        if now - self._rates_told_s < _RATES_EVERY_S:
+            return
+        self._rates_told_s = now
+        seconds = {str(rank): round(s, 5) for rank, s in position.rates}
+        words = ", ".join(f"{rank}: {s:.3f} s" for rank, s in seconds.items())
+        self.emit(Event("rates", self.step, f"seconds per micro-batch by worker: {words}", {"seconds": seconds}))
 
     def _took(self, micro: _Micro) -> float:
         """Seconds the micro-batch took; planned faults happen here."""

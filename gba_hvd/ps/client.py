@@ -1,13 +1,14 @@
 """A worker's side of the conversation with the servers: requests, answers, repeats, heartbeats.
 
-One thread per worker owns the sockets. Requests may come from any thread; every one is answered, refused, or times out
-with a message. A request without an answer is sent again: servers recognise what they have had. When a server of this
-host is gone, the thread starts it again.
+One thread per worker owns the sockets. Requests may come from any thread; every one is answered, refused, or fails with
+a message, also when the thread ends, whatever ended it. A request without an answer is sent again, less and less often:
+servers recognise what they have had. When a server of this host is gone, the thread starts it again.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import queue
 import threading
@@ -22,9 +23,12 @@ import zmq
 
 from gba_hvd.errors import GbaError
 from gba_hvd.ps import process, protocol, transport
-from gba_hvd.ps.protocol import Answer, Beat, Bye, Endpoint, Ok, Position, Refused, Request
+from gba_hvd.ps.protocol import Answer, Beat, Bye, Endpoint, Ok, Position, ProtocolError, Refused, Request
 
+log = logging.getLogger("gba_hvd")
 _RESEND_S = 1.0
+_RESEND_MOST_S = 8.0
+_TRY_AGAIN_S = 0.2  # after a server said: later
 _BEAT_S = 0.3
 _POLL_S = 0.1
 
@@ -49,7 +53,17 @@ class _Pending:
     what: str
     future: Future[Reply]
     deadline_s: float
-    resend_s: float
+    resend_s: float = 0.0
+    pause_s: float = _RESEND_S
+    why_not: str = ""  # what the server said when it put this request off
+
+    def answer(self, reply: Reply) -> None:
+        if not self.future.done():
+            self.future.set_result(reply)
+
+    def fail(self, error: Exception) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
 
 
 class Client:
@@ -69,6 +83,8 @@ class Client:
         self._folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="gba-hvd client", daemon=True)
         self._closing = False
+        self._over = ""  # why no request can be answered any more
+        self._door = threading.Lock()  # between requests that come and the end of the thread
         self.beat: Callable[[], Beat] | None = None
         self.on_position: Callable[[Position], None] = lambda position: None
 
@@ -76,13 +92,17 @@ class Client:
         self._thread.start()
 
     def close(self) -> None:
-        if self._closing:
-            return
-        self._closing = True
-        os.eventfd_write(self._wake, 1)
-        self._thread.join(10)
-        os.close(self._folder_fd)
-        os.close(self._wake)
+        with self._door:
+            if self._closing:
+                return
+            self._closing = True
+            os.eventfd_write(self._wake, 1)
+        if self._thread.ident is not None:
+            self._thread.join(10)
+        self._end({}, "the client is closed")
+        if not self._thread.is_alive():
+            os.close(self._folder_fd)
+            os.close(self._wake)
 
     # --- from any thread ---------------------------------------------------------------------------------------------
 
@@ -95,17 +115,22 @@ class Client:
         pull: bool = False,
         timeout_s: float | None = None,
     ) -> Future[Reply]:
-        """Send a request; the future holds its reply, or ServerLost. Frames must not change until then."""
+        """Send a request; the future holds its reply, or ServerLost. Frames must not change until then.
+
+        What is called when the future is done runs on the client's thread.
+        """
         number = next(self._numbers)
         message = [protocol.encode(self._job, number, body), *frames]
         deadline = time.monotonic() + (timeout_s or self._timeout_s)
         what = type(body).__name__
-        pending = _Pending(server, pull, message, what, Future(), deadline, 0.0)
-        if self._closing:
-            pending.future.set_exception(ServerLost("the client is closed"))
-            return pending.future
-        self._new.put((number, pending))
-        os.eventfd_write(self._wake, 1)
+        pending = _Pending(server, pull, message, what, Future(), deadline)
+        with self._door:
+            over = self._over or ("the client is closed" if self._closing else "")
+            if not over:
+                self._new.put((number, pending))
+                os.eventfd_write(self._wake, 1)
+        if over:
+            pending.fail(ServerLost(f"{what}: {over}"))
         return pending.future
 
     def call(
@@ -136,6 +161,7 @@ class Client:
             poller.register(socket, zmq.POLLIN)
         pending: dict[int, _Pending] = {}
         next_beat = next_look = 0.0
+        over = "the client was closed before the answer came"
         try:
             while not self._closing:
                 ready = dict(poller.poll(int(1000 * _POLL_S)))
@@ -145,13 +171,13 @@ class Client:
                     number, request = self._new.get()
                     pending[number] = request
                     self._post(sockets, request)
-                for socket in sockets.values():
+                for (server, _), socket in sockets.items():
                     while socket in ready:
                         try:
                             frames = socket.recv_multipart(flags=zmq.DONTWAIT, copy=False)
                         except zmq.Again:
                             break
-                        self._take(pending, [frame.buffer for frame in frames])
+                        self._take(pending, server, [frame.buffer for frame in frames])
                 now = time.monotonic()
                 if now >= next_beat:
                     next_beat = now + _BEAT_S
@@ -160,11 +186,12 @@ class Client:
                     next_look = now + _POLL_S
                     self._look_after(sockets, pending, now)
             self._say_goodbye(sockets)
+        except BaseException as error:
+            over = f"the client's thread died of {type(error).__name__}: {error}"
+            log.exception("the thread that talks to the servers died")
+            raise
         finally:
-            for request in pending.values():
-                request.future.set_exception(
-                    ServerLost(f"{request.what}: the client was closed before the answer came")
-                )
+            self._end(pending, over)
             for socket in sockets.values():
                 socket.close(linger=200)
             context.term()
@@ -177,16 +204,34 @@ class Client:
         port = endpoint.pull if pull else endpoint.control
         return transport.connect(context, self._key, address=endpoint.address, port=port)
 
+    def _end(self, pending: dict[int, _Pending], why: str) -> None:
+        """From here on every request fails, those that came meanwhile too."""
+        with self._door:
+            self._over = self._over or why
+            while not self._new.empty():
+                number, request = self._new.get()
+                pending[number] = request
+        for request in pending.values():
+            request.fail(ServerLost(f"{request.what}: {why}"))
+
     def _post(self, sockets: dict[tuple[int, bool], Any], request: _Pending) -> None:
-        request.resend_s = time.monotonic() + _RESEND_S
+        request.resend_s = time.monotonic() + request.pause_s
+        request.pause_s = min(2 * request.pause_s, _RESEND_MOST_S)
         try:
             sockets[request.server, request.pull].send_multipart(request.message, flags=zmq.DONTWAIT, copy=False)
         except zmq.Again:
             return  # the queue is full: sent again later
 
-    def _take(self, pending: dict[int, _Pending], frames: list[Any]) -> None:
-        envelope = protocol.open_envelope(frames[0], self._job)
-        body = protocol.decode_answer(envelope)
+    def _take(self, pending: dict[int, _Pending], server: int, frames: list[Any]) -> None:
+        try:
+            envelope = protocol.open_envelope(frames[0], self._job)
+            body = protocol.decode_answer(envelope)
+        except ProtocolError as error:  # it will answer nothing else
+            for number, request in list(pending.items()):
+                if request.server == server:
+                    del pending[number]
+                    request.fail(ServerLost(f"server {server} answered {request.what} with {error}"))
+            return
         if isinstance(body, Ok) and envelope.number == 0 and body.position is not None:
             self.on_position(body.position)
             return
@@ -194,24 +239,39 @@ class Client:
         if request is None:
             return  # the second answer to a request that was sent twice
         if isinstance(body, Refused) and body.again:
-            return  # `_look_after` sends it again
+            request.why_not, request.pause_s = body.why, _RESEND_S
+            request.resend_s = time.monotonic() + _TRY_AGAIN_S  # `_look_after` sends it
+            return
         del pending[envelope.number]
-        request.future.set_result(Reply(body, frames[1:]))
+        request.answer(Reply(body, frames[1:]))
 
     def _look_after(self, sockets: dict[tuple[int, bool], Any], pending: dict[int, _Pending], now: float) -> None:
+        cannot_start: dict[int, str] = {}
+        for server, endpoint in enumerate(self.servers):
+            if endpoint.host == self._here:
+                try:
+                    process.ensure_running(self._folder, endpoint.index)
+                    cannot_start[server] = process.why_not_started(self._folder, endpoint.index)
+                except GbaError as error:
+                    cannot_start[server] = str(error)
         for number, request in list(pending.items()):
-            if now > request.deadline_s:
+            if why := cannot_start.get(request.server):
                 del pending[number]
-                endpoint = self.servers[request.server]
-                words = process.last_words(self._folder, endpoint.index) if endpoint.host == self._here else "not here"
-                request.future.set_exception(
-                    ServerLost(f"server {request.server} did not answer {request.what}; its log: {words}")
-                )
+                request.fail(ServerLost(f"server {request.server} is gone and a new one cannot start: {why}"))
+            elif now > request.deadline_s:
+                del pending[number]
+                request.fail(ServerLost(self._in_vain(request)))
             elif now > request.resend_s:
                 self._post(sockets, request)
-        for endpoint in self.servers:
-            if endpoint.host == self._here:
-                process.ensure_running(self._folder, endpoint.index)
+
+    def _in_vain(self, request: _Pending) -> str:
+        endpoint = self.servers[request.server]
+        said = f"server {request.server} did not answer {request.what}"
+        if request.why_not:
+            return f"server {request.server} did not take {request.what}: {request.why_not}"
+        if endpoint.host == self._here:
+            return f"{said}; its log: {process.last_words(self._folder, endpoint.index)}"
+        return f"{said}; it should listen at {endpoint.address}:{endpoint.pull if request.pull else endpoint.control}"
 
     def _send_beat(self, sockets: dict[tuple[int, bool], Any]) -> None:
         if self.beat is None:

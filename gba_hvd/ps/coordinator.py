@@ -7,13 +7,36 @@ server before any answer leaves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from gba_hvd.order import Account, Cut
-from gba_hvd.ps.protocol import Apply, Ask, Beat, Done, Enter, Given, GivenLease, PlannedMember, Position, Refused
+from gba_hvd.ps.protocol import (
+    Apply,
+    Ask,
+    Beat,
+    Done,
+    Enter,
+    Given,
+    GivenLease,
+    PlannedMember,
+    Position,
+    ProtocolError,
+    Refused,
+    check_rates,
+)  # fmt: skip
 from gba_hvd.tokens import Discipline, Drained, Finished, Lease, Ledger
+
+
+@dataclass(frozen=True)
+class _Handed:
+    """A lease in somebody's hands, and since when."""
+
+    serial: int
+    worker: int
+    given_s: float
 
 
 @dataclass
@@ -29,6 +52,8 @@ class WorkerSeen:
     done: int = 0
 
     def took(self, seconds: float) -> None:
+        if not (math.isfinite(seconds) and seconds >= 0):
+            return
         self.seconds = seconds if not self.done else 0.8 * self.seconds + 0.2 * seconds
         self.done += 1
 
@@ -49,13 +74,17 @@ class Coordinator:
         self._refused_before, self._reissued_before = position.refused, position.reissued
         self._lrs, self._row_lr, self._lrs_key = list(enter.lrs), enter.row_lr, (position.epoch, position.step)
         self._losses: dict[int, float] = {}
-        self._given_s: dict[int, float] = {}  # by micro-batch: when its lease was given
+        self._given: dict[int, _Handed] = {}  # by micro-batch: the newest lease on it
         self.names_refused: list[str] = []
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def ask(self, request: Ask) -> Given | Refused | None:
         """A lease, or why there is none; None while the worker should wait."""
+        try:
+            check_rates(request.lrs, len(self._enter.lrs) + 1)
+        except ProtocolError as error:
+            return Refused(str(error), kind="mismatch")
         ledger = self.ledger
         if request.epoch < ledger.epoch:
             return Given(self.position(epoch=request.epoch, done=True), None, "finished")
@@ -64,15 +93,16 @@ class Coordinator:
                 return None  # others still work on the epoch before
             if self.wanted:
                 return Given(self.position(epoch=request.epoch, steps_done=0), None, "drained")
+            new = self._ledger(request.epoch, request.n_samples, 0, ledger.step, ledger.last_serial)
             self._staleness_before = self.staleness()
             self._refused_before += ledger.refused
             self._reissued_before += ledger.reissued
-            self.ledger = ledger = self._ledger(request.epoch, request.n_samples, 0, ledger.step, ledger.last_serial)
+            self.ledger = ledger = new
             for worker, seen in self.workers.items():
                 if not seen.silent:
                     ledger.join(worker)
             self._losses.clear()
-            self._given_s.clear()
+            self._given.clear()
         if request.n_samples != ledger.cut.n_samples:
             return Refused(
                 f"epoch {request.epoch} has {ledger.cut.n_samples} samples for the others and {request.n_samples} here; "
@@ -84,7 +114,9 @@ class Coordinator:
             self._lrs_key = (request.epoch, request.lrs_step)
         answer = ledger.lease(request.worker, request.request)
         if isinstance(answer, Lease):
-            self._given_s.setdefault(answer.micro, self._clock())
+            handed = self._given.get(answer.micro)
+            if handed is None or handed.serial != answer.serial:
+                self._given[answer.micro] = _Handed(answer.serial, request.worker, self._clock())
             lease = GivenLease(answer.micro, answer.serial, answer.token, answer.n_samples)
             return Given(self.position(), lease)
         if isinstance(answer, Finished):
@@ -97,7 +129,7 @@ class Coordinator:
         """Every server has this push: "accepted", "repeated" or "revoked"."""
         answer = self.ledger.accept(request.worker, request.micro, request.serial, request.refused or None)
         if answer == "accepted":
-            self._given_s.pop(request.micro, None)
+            self._given.pop(request.micro, None)
             if request.loss is not None:
                 self._losses[request.serial] = request.loss
             if request.worker in self.workers:
@@ -105,7 +137,7 @@ class Coordinator:
             if request.refused:
                 rank = self.workers[request.worker].rank if request.worker in self.workers else -1
                 self.names_refused = [
-                    *self.names_refused[-9:], f"worker {rank}, micro-batch {request.micro}: {request.refused}"
+                    *self.names_refused[-9:], f"worker {rank}, micro-batch {request.micro}: {request.refused[:200]}"
                 ]  # fmt: skip
         return answer
 
@@ -135,11 +167,13 @@ class Coordinator:
         for worker, seen in self.workers.items():
             if not seen.silent and now - seen.heard_s > self._alive_s:
                 seen.silent = True
-                for micro in self.ledger.leave(worker):
-                    self._given_s.pop(micro, None)
-        for micro in [m for m, given in self._given_s.items() if now - given > self._lease_s]:
-            self.ledger.revoke(micro)
-            del self._given_s[micro]
+                self.ledger.leave(worker)
+        for micro, handed in list(self._given.items()):
+            # A worker that never said it lives, or has said goodbye: its request was late.
+            limit = self._lease_s if handed.worker in self.workers else self._alive_s
+            if now - handed.given_s > limit:
+                self.ledger.revoke(micro)
+                del self._given[micro]
         return [worker for worker, seen in self.workers.items() if seen.silent]
 
     def want(self, mode: str, reason: str, pin: bool) -> None:
@@ -233,8 +267,9 @@ class Coordinator:
         self.pin = state["pin"]
         self._staleness_before = {int(k): v for k, v in state["staleness"].items()}
         self._refused_before, self._reissued_before = state["refused"], state["reissued"]
-        self._given_s = {
-            lease.micro: self._clock() for worker in self.workers for lease in self.ledger.outstanding(worker)
+        self._given = {
+            micro: _Handed(serial, worker, self._clock())
+            for worker, _, micro, serial, *_ in state["ledger"]["outstanding"]
         }
         *self._lrs, self._row_lr = state["lrs"]
         self._lrs_key = (state["lrs_key"][0], state["lrs_key"][1])

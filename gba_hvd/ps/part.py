@@ -4,13 +4,18 @@ Owns the buffer and the dense part; uses the host's shard memory, of which it is
 asynchronous mode. What a kill leaves behind, in the order of `apply`:
 
     before `begin`     nothing of the step; its pushes are gone with the process
-    rows in part       marks say begun > finished: the shards missed a step, which `resume` counts
+    rows in part       marks say begun > finished: the shards missed a step, which is counted
     rows, not dense    the dense part is as of the step before: it missed this one, counted too
     after both         the step is applied; asked again, the server says so
+
+A step that cannot be applied (the optimizer raises, the disk is full) is over too: what missed it is counted, and the
+answer says why.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +23,17 @@ from typing import Any
 
 import numpy as np
 
-from gba_hvd import state_codec
+from gba_hvd import kernels, state_codec
 from gba_hvd.buffer import GradientBuffer, StoredPush, merge_pushes
+from gba_hvd.errors import NonFiniteGradient
 from gba_hvd.gradients import RowGrad, average_over_contributors
 from gba_hvd.ps import protocol
 from gba_hvd.ps.dense import DensePart, DenseTensor
 from gba_hvd.ps.protocol import Applied, Apply, Enter, ProtocolError
 from gba_hvd.row_optimizers import RowOptimizer
 from gba_hvd.shard.memory import ShardMemory
+
+log = logging.getLogger("gba_hvd.ps")
 
 
 @dataclass(frozen=True)
@@ -47,10 +55,11 @@ class Part:
         self._extra = int(enter.row_average == "contributors")
         self._dims = [group.dim + self._extra for group in memory.layout.groups]
         self._names = [name for name, _, _ in enter.tensors]
-        self._sizes = [int(np.prod(shape)) for _, shape, _ in enter.tensors]
+        self._sizes = [math.prod(shape) for _, shape, _ in enter.tensors]
         self.n_dense = sum(self._sizes)
         self.buffer = GradientBuffer()
         self._last: Applied | None = None
+        self._torn = 0  # shards that a server which died left in the middle of its last step
 
     @classmethod
     def begin(
@@ -62,14 +71,13 @@ class Part:
         optimizer: RowOptimizer,
         limits: Limits,
     ) -> Part:
-        """Take over from the workers. Frames: dense values, optimizer state."""
+        """Take over from the workers. Frames: dense values, optimizer state. Changes nothing when it raises."""
         if len(frames) != 2:
             raise ProtocolError(f"Enter comes with two frames, got {len(frames)}")
-        if len(enter.shard_servers) != memory.layout.n_shards:
-            raise ProtocolError(f"{len(enter.shard_servers)} shards, this job has {memory.layout.n_shards}")
+        protocol.check_enter(enter, memory.layout)
         values = protocol.array_of(frames[0], "float32", "dense values")
         tensors = [DenseTensor(name, tuple(shape), group) for name, shape, group in enter.tensors]
-        expected = sum(int(np.prod(t.shape)) for t in tensors)
+        expected = sum(t.size for t in tensors)
         if len(values) != expected:
             raise ProtocolError(f"{len(values)} dense values, the tensors have {expected}")
         state = state_codec.decode(bytes(frames[1]))
@@ -88,6 +96,7 @@ class Part:
         torn = [int(s) for s in part.shards if marks.begun[s] > marks.finished[s]]
         for shard in torn:
             memory.set_ready(shard, int(marks.begun[shard]))
+        part._torn = len(torn)
         memory.claim(part.shards)
         return part, len(torn)
 
@@ -121,40 +130,60 @@ class Part:
             return self._last
         if request.step <= self.dense.step:
             return Applied(request.step)
+        protocol.check_apply(request, self.dense.step, len(self.enter.lrs))
         found = self.buffer.take((m.micro, m.serial) for m in request.members)
         self.buffer.forget_before(request.oldest_serial)
         pushes = [(found[m.micro, m.serial], m.weight) for m in request.members if (m.micro, m.serial) in found]
         missing = [m.micro for m in request.members if (m.micro, m.serial) not in found]
-        dense, rows = merge_pushes(pushes, self.n_dense, self._dims)
+        due = self.shards[self._memory.marks().begun[self.shards] < request.step]
+        missed = len(self.shards) - len(due)
+        failed = ""
+        try:
+            self._apply(request, pushes, due)
+        except Exception as error:
+            log.exception("step %d could not be applied", request.step)
+            failed = f"step {request.step} could not be applied: {type(error).__name__}: {error}"
+            self._memory.finish(due, request.step)
+            if self.dense.step < request.step:
+                self.dense.skip_(request.step)
+            missed = len(self.shards) + bool(self.n_dense)
+        self._last = Applied(request.step, missing, missed, failed)
+        return self._last
+
+    def _apply(self, request: Apply, pushes: Sequence[tuple[StoredPush, float]], due: np.ndarray) -> None:
         memory, layout = self._memory, self._memory.layout
-        due = self.shards[memory.marks().begun[self.shards] < request.step]
+        dense, rows = merge_pushes(pushes, self.n_dense, self._dims)
         scale = request.scale
         if self._extra:
             rows, scale = [average_over_contributors(grad) for grad in rows], 1.0
+        if not all(map(protocol.all_finite, (dense, *(grad.values for grad in rows)))):
+            raise NonFiniteGradient("the sum of finite gradients is not finite: they are far too large")
         memory.begin(due, request.step)
         for group, grad in zip(layout.groups, rows, strict=True):
-            if len(due) < len(self.shards):
-                wanted = np.isin(grad.keys % layout.n_shards, due)
-                grad = RowGrad(grad.keys[wanted], grad.values[wanted])
-            self._optimizer.update_(memory.flat, layout, group, grad, scale, request.row_lr, request.step)
+            wanted = _of_shards(grad, due, layout.n_shards) if len(due) < len(self.shards) else grad
+            self._optimizer.update_(memory.flat, layout, group, wanted, scale, request.row_lr, request.step)
         memory.finish(due, request.step)
         if pushes:
             dense *= np.float32(request.scale)
             self.dense.step_(dense, request.lrs, request.step)
         else:  # nothing came through to this server: it misses the step
             self.dense.skip_(request.step)
-        self._last = Applied(request.step, missing, len(self.shards) - len(due))
-        return self._last
 
     def skip(self, step: int) -> int:
-        """This server missed a decided step, having lost its pushes; returns how many of its shards missed it."""
+        """This server missed a decided step, having lost its pushes, or part of it.
+
+        Returns how many of its shards missed it, and one more if the dense part did. Asked to apply it, says the same.
+        """
         marks = self._memory.marks()
         behind = [int(s) for s in self.shards if marks.finished[s] < step]
         for shard in behind:
             self._memory.set_ready(shard, step)
+        missed = len(behind) + self._torn
         if self.dense.step < step:
             self.dense.skip_(step)
-        return len(behind)
+            missed += bool(self.n_dense)
+        self._last = Applied(step, [], missed)
+        return missed
 
     def rows_for(self, frames: Sequence[Any]) -> list[np.ndarray]:
         return gather(self._memory, self.mine, frames)
@@ -167,13 +196,21 @@ class Part:
         self.dense.close()
 
 
+def _of_shards(grad: RowGrad, shards: np.ndarray, n_shards: int) -> RowGrad:
+    wanted = np.isin(grad.keys % n_shards, shards)
+    return RowGrad(grad.keys[wanted], grad.values[wanted])
+
+
 def gather(memory: ShardMemory, mine: np.ndarray, frames: Sequence[Any]) -> list[np.ndarray]:
     """Weights float32 [n, dim] of the keys (int64) of each group, checked. Safe beside a thread that applies."""
-    from gba_hvd import kernels
-
     layout = memory.layout
     if len(frames) != len(layout.groups):
         raise ProtocolError(f"{len(frames)} frames of keys, expected one for each of {len(layout.groups)} groups")
+    n_bytes = sum(len(frame) // 8 * 4 * group.dim for group, frame in zip(layout.groups, frames, strict=True))
+    if n_bytes > protocol.MAX_ANSWER_BYTES:
+        raise ProtocolError(
+            f"these rows take {n_bytes:,} bytes, the limit is {protocol.MAX_ANSWER_BYTES:,}: ask for fewer"
+        )
     out = []
     for number, (group, frame) in enumerate(zip(layout.groups, frames, strict=True)):
         keys = protocol.array_of(frame, "int64", "keys")

@@ -7,6 +7,7 @@ lets go of it however the process ends.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -14,6 +15,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ from gba_hvd.ps.protocol import Endpoint
 from gba_hvd.ps.server import Settings
 from gba_hvd.row_optimizers import RowOptimizer
 from gba_hvd.shard.layout import Layout
+
+_TRY_AGAIN_S = 5.0
 
 # Forks before anything heavy is imported and takes the lock at once: whoever comes second ends without a word.
 _START = """
@@ -45,19 +49,27 @@ def write_settings(folder: Path, job: str, key: bytes, layout: Layout, optimizer
     if (folder / "ps.json").exists():
         return
     settings = Settings(job, layout.describe(), describe_optimizer(optimizer), own_address(), **more)
-    fd = os.open(folder / "key", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    mine = f"new-{os.getpid()}-{threading.get_ident()}"  # several workers may write at once
+    fd = os.open(folder / f"key.{mine}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with open(fd, "wb") as file:
         file.write(key)
-    fresh = folder / "ps.json.new"
+    (folder / f"key.{mine}").rename(folder / "key")
+    fresh = folder / f"ps.json.{mine}"
     fresh.write_text(json.dumps(dataclasses.asdict(settings)))
-    fresh.rename(folder / "ps.json")
+    fresh.rename(folder / "ps.json")  # last: from here on a server can start
 
 
 def ensure_running(folder: Path, index: int) -> bool:
-    """Start the server unless it runs. Returns at once; True if one had to be started."""
+    """Start the server unless it runs. Returns at once; True if one had to be started.
+
+    One that could not start is tried again only after some seconds. Raises GbaError when no process can be started.
+    """
     if not (folder / "ps.json").exists():
         return False
     try:
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - (folder / f"ps-{index}.failed").stat().st_mtime < _TRY_AGAIN_S:
+                return False
         with open(folder / f"ps-{index}.lock", "a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -65,13 +77,27 @@ def ensure_running(folder: Path, index: int) -> bool:
     except FileNotFoundError:
         return False  # the job's folder is gone
     environ = {k: v for k, v in os.environ.items() if not k.startswith("HOROVOD_")}
-    with open(folder / f"ps-{index}.log", "ab") as log:
-        subprocess.run(
-            [sys.executable, "-c", _START, str(folder), str(index)],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, check=True, timeout=30,
-            env=environ | {"OMP_NUM_THREADS": "1"}, cwd="/",
-        )  # fmt: skip
+    try:
+        with open(folder / f"ps-{index}.log", "ab") as log:
+            (folder / f"ps-{index}.failed").unlink(missing_ok=True)
+            subprocess.run(
+                [sys.executable, "-c", _START, str(folder), str(index)],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, check=True, timeout=30,
+                env=environ | {"OMP_NUM_THREADS": "1"}, cwd="/",
+            )  # fmt: skip
+    except FileNotFoundError:
+        return False  # the job's folder is gone
+    except (OSError, subprocess.SubprocessError) as error:
+        raise GbaError(f"no companion server can be started in {folder}: {error}") from error
     return True
+
+
+def why_not_started(folder: Path, index: int) -> str:
+    """Why the newest server could not start; empty if it could, or has not had time to."""
+    try:
+        return (folder / f"ps-{index}.failed").read_text() or "it said nothing"
+    except FileNotFoundError:
+        return ""
 
 
 def endpoint(folder: Path, index: int, host: int, timeout_s: float) -> Endpoint:
@@ -80,6 +106,8 @@ def endpoint(folder: Path, index: int, host: int, timeout_s: float) -> Endpoint:
     settings = json.loads((folder / "ps.json").read_text())
     while True:
         ensure_running(folder, index)
+        if failure := why_not_started(folder, index):
+            raise GbaError(f"the companion server cannot start: {failure}")
         try:
             ports = json.loads((folder / f"ps-{index}.address").read_text())
             return Endpoint(host, index, settings["address"], ports["control"], ports["pull"])

@@ -294,11 +294,15 @@ class Exported(Struct):
 
 
 class Applied(Struct):
-    """`missing`: micro-batches whose push is not here; `missed`: shards that did not get the step before a crash."""
+    """`missing`: micro-batches whose push is not here; `missed`: shards and dense parts that did not get the step.
+
+    failed: why the step could not be applied; it is over all the same, and the job should end with these words
+    """
 
     step: int
     missing: list[int] = []
     missed: int = 0
+    failed: str = ""
 
 
 class Lives(Struct):

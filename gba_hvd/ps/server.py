@@ -191,13 +191,15 @@ class Server:
         coordinator = self.coordinator
         if coordinator is None or self.idle:
             return
+        assert self.part is not None
+        here = self.part.enter.servers[0].host
+        for worker, seen in list(coordinator.workers.items()):
+            if seen.host == here and not is_alive(seen.pid):  # no need to wait until it is missed
+                self._worker_is_dead(worker)
         for worker in coordinator.fall_silent():
             self._judging.leave(worker)
             seen = coordinator.workers[worker]
-            if self.part is not None and seen.host == self.part.enter.servers[0].host:
-                if not is_alive(seen.pid):
-                    self._worker_is_dead(worker)
-            elif time.monotonic() - self._alive_asked.get(worker, 0.0) > _RESEND_S:
+            if seen.host != here and time.monotonic() - self._alive_asked.get(worker, 0.0) > _RESEND_S:
                 self._alive_asked[worker] = time.monotonic()
                 self._ask_whether_alive(worker, seen.host, seen.pid)
         applying = self._applying
@@ -413,6 +415,7 @@ class Server:
         if worker in self.coordinator.workers:
             log.warning("worker of rank %d is dead", self.coordinator.workers[worker].rank)
             self.coordinator.dead(worker)
+            self._judging.leave(worker)
             self._save_ledger()
             self._advance()
 

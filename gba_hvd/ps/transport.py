@@ -25,7 +25,7 @@ MAX_FRAME_BYTES = 1 << 31
 MAX_FRAMES = 1024  # of one message
 QUEUED_MESSAGES = 64  # per peer and direction; a peer that does not read loses what comes after
 READ_AHEAD_MESSAGES = 8  # that a server takes in from one peer before it gets to them
-UNREAD_BYTES = 4 << 30  # of large answers that peers have not read yet; then there are no more
+UNREAD_BYTES = 4 << 30  # of large answers that peers have not read yet; then there are no more for now
 LARGE_BYTES = 1 << 16
 KEY_BYTES = 32
 _DOMAIN = b"gba-hvd"
@@ -71,7 +71,7 @@ class Listener:
     """A server's pair of sockets for one purpose: local and TCP. Not thread-safe.
 
     What peers can make it hold is bounded: a frame by `max_frame_bytes`, what waits from one peer by
-    `READ_AHEAD_MESSAGES`, large answers that peers do not read by `UNREAD_BYTES`. A peer that is connected and silent,
+    `READ_AHEAD_MESSAGES`, large answers that peers do not read by `unread_bytes`. A peer that is connected and silent,
     or not a ZeroMQ peer, is cut off.
 
     Raises GbaError when the port is taken, saying what to do.
@@ -86,11 +86,12 @@ class Listener:
         port: int,
         key: bytes,
         max_frame_bytes: int = MAX_FRAME_BYTES,
+        unread_bytes: int = UNREAD_BYTES,
     ) -> None:
         self._folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.local, self.tcp = context.socket(zmq.ROUTER), context.socket(zmq.ROUTER)
         self._unread: deque[tuple[zmq.MessageTracker, int]] = deque()
-        self._unread_bytes = 0
+        self._unread_bytes, self._unread_limit = 0, unread_bytes
         for socket in (self.local, self.tcp):
             socket.linger = 0
             socket.sndhwm, socket.rcvhwm = QUEUED_MESSAGES, READ_AHEAD_MESSAGES
@@ -116,10 +117,10 @@ class Listener:
             return True
         while self._unread and self._unread[0][0].done:
             self._unread_bytes -= self._unread.popleft()[1]
-        if self._unread_bytes + n_bytes > UNREAD_BYTES:  # perhaps the first is for a peer that does not read
+        if self._unread_bytes + n_bytes > self._unread_limit:  # perhaps the first is for a peer that does not read
             self._unread = deque(waiting for waiting in self._unread if not waiting[0].done)
             self._unread_bytes = sum(size for _, size in self._unread)
-        if self._unread and self._unread_bytes + n_bytes > UNREAD_BYTES:
+        if self._unread and self._unread_bytes + n_bytes > self._unread_limit:
             return False
         try:
             tracker = socket.send_multipart([peer, header, *frames], flags=zmq.DONTWAIT, copy=False, track=True)
@@ -147,7 +148,7 @@ def _bind_to(socket: Any, address: str, port: int) -> None:
                 continue
             raise GbaError(
                 f"the companion server cannot listen at {address}:{port}, where its predecessor did: {error.strerror}; "
-                f"another process has taken the port (ss -ltnp 'sport = :{port}' names it): end that, or restart the job"
+                f"another process took the port (ss -ltnp 'sport = :{port}' names it): end that, or restart the job"
             ) from error
         return
 

@@ -78,5 +78,9 @@ def staleness_words(histogram: Mapping[int, int]) -> str:
     """`mean 0.42, max 3 (0: 81%, 1: 12%, 2: 5%, 3: 2%)`: at most the six commonest bins."""
     total = sum(histogram.values())
     common = sorted(sorted(histogram, key=lambda steps: -histogram[steps])[:6])
-    shares = ", ".join(f"{steps}: {histogram[steps] / total:.0%}" for steps in common)
+    shares = ", ".join(f"{steps}: {_percent(histogram[steps] / total)}" for steps in common)
     return f"mean {mean_staleness(histogram):.2f}, max {max(histogram)} ({shares})"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.005 else "<1%"

@@ -145,34 +145,27 @@ def _workers(history: History, events: Sequence[Record], title: str, file: Path)
     axes[0].set_ylabel("ms per micro-batch")
     axes[0].set_ylim(bottom=0)
     _shade_modes(axes, history, events)
+    _mark_events(axes, events)
     _legend_above(axes[0])
     return _save(figure, axes, file)
 
 
 def _staleness(history: History, events: Sequence[Record], title: str, file: Path) -> Path:
     histogram = last_staleness(events)
-    over_time = bool(history.get(gauges.STALENESS_MEAN))
-    counts = {key: history[key] for key in _COUNTS if any(point.value for point in history.get(key, ()))}
-    figure, axes = _figure(title, rows=over_time + bool(counts) + bool(histogram), shared=False)
-    steps_axes = axes[: over_time + bool(counts)]
-    if over_time:
-        for key, label, colour in (
-            (gauges.STALENESS_MAX, "largest", "#b8c9dc"),
-            (gauges.STALENESS_MEAN, "mean", _COLOURS[0]),
-        ):
-            steps, values = _xy(history.get(key, ()))
-            axes[0].plot(steps, values, color=colour, linewidth=1.4, label=label)
-        axes[0].set_ylabel("staleness (steps)")
-        axes[0].set_ylim(bottom=0)
-    for (key, points), colour in zip(counts.items(), _COLOURS[1:], strict=False):
-        steps, values = _xy(points)
-        axis = steps_axes[-1]
-        axis.step(steps, values, where="post", color=colour, linewidth=1.6, label=_COUNTS[key])
-        axis.set_ylabel("so far in the job")
+    over_time = [named for named in _OVER_TIME if any(_is_told(history, key) for key in named.lines)]
+    figure, axes = _figure(title, rows=len(over_time) + bool(histogram), shared=False)
+    for axis, named in zip(axes, over_time, strict=False):
+        for number, (key, label) in enumerate(named.lines.items()):
+            if _is_told(history, key):
+                steps, values = _xy(history[key])
+                axis.plot(
+                    steps, values, color=_COLOURS[number], linewidth=1.4, label=label,
+                    drawstyle="steps-post" if named.counts else "default",
+                )  # fmt: skip
+        axis.set_ylabel(named.label)
         axis.set_ylim(bottom=0)
-        axis.yaxis.set_major_formatter("{x:,.0f}")
-    _shade_modes(steps_axes, history, events)
-    for axis in steps_axes:
+        axis.yaxis.set_major_formatter("{x:,.0f}" if named.counts else "{x:,.1f}")
+        _shade_modes([axis], history, events)
         _legend_above(axis)
         axis.set_xlabel("global step")
     if histogram:
@@ -184,12 +177,22 @@ def _staleness(history: History, events: Sequence[Record], title: str, file: Pat
     return _save(figure, axes, file, "staleness of a micro-batch (steps)" if histogram else "global step")
 
 
-_COUNTS = {
-    gauges.DROPPED: "samples dropped",
-    gauges.LOST: "samples lost",
-    gauges.REFUSED: "micro-batches refused",
-    gauges.REISSUED: "micro-batches handed out again",
-}
+@dataclass(frozen=True)
+class _Panel:
+    label: str
+    lines: Mapping[str, str]
+    counts: bool  # so far in the job
+
+
+_OVER_TIME = (
+    _Panel("staleness (steps)", {gauges.STALENESS_MEAN: "mean", gauges.STALENESS_MAX: "largest"}, counts=False),
+    _Panel("samples so far", {gauges.DROPPED: "dropped", gauges.LOST: "lost"}, counts=True),
+    _Panel("micro-batches so far", {gauges.REFUSED: "refused", gauges.REISSUED: "handed out again"}, counts=True),
+)
+
+
+def _is_told(history: History, key: str) -> bool:
+    return any(point.value for point in history.get(key, ()))
 
 
 def _paces(history: History) -> dict[int, Sequence[Point]]:
@@ -238,7 +241,7 @@ def _figure(title: str, rows: int, shared: bool = True) -> tuple[Any, list[Any]]
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 2.6 + 2.4 * rows), layout="constrained")
+    figure = Figure(figsize=(9, 0.9 + 2.5 * rows), layout="constrained")
     FigureCanvasAgg(figure)
     axes = list(figure.subplots(rows, 1, sharex=shared, squeeze=False)[:, 0])
     if title:

@@ -171,5 +171,3 @@ def as_json(story: Story) -> dict[str, Any]:
         "last": {key: points[-1].value for key, points in story.history.items() if points},
         "params": dict(story.params),
     }  # fmt: skip
-
-
