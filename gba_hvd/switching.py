@@ -39,8 +39,8 @@ class Options:
     min_stay:   global steps in a mode before it is left, the first mode of the job included
     """
 
-    enter_gain: float = 1.2
-    leave_gain: float = 1.05
+    enter_gain: float = 1.05
+    leave_gain: float = 1.0
     patience: int = 5
     min_stay: int = 20
 

@@ -235,15 +235,15 @@ class Client:
         if isinstance(body, Ok) and envelope.number == 0 and body.position is not None:
             self.on_position(body.position)
             return
-        request = pending.get(envelope.number)
-        if request is None:
+        asked = pending.get(envelope.number)
+        if asked is None:
             return  # the second answer to a request that was sent twice
         if isinstance(body, Refused) and body.again:
-            request.why_not, request.pause_s = body.why, _RESEND_S
-            request.resend_s = time.monotonic() + _TRY_AGAIN_S  # `_look_after` sends it
+            asked.why_not, asked.pause_s = body.why, _RESEND_S
+            asked.resend_s = time.monotonic() + _TRY_AGAIN_S  # `_look_after` sends it
             return
         del pending[envelope.number]
-        request.answer(Reply(body, frames[1:]))
+        asked.answer(Reply(body, frames[1:]))
 
     def _look_after(self, sockets: dict[tuple[int, bool], Any], pending: dict[int, _Pending], now: float) -> None:
         cannot_start: dict[int, str] = {}

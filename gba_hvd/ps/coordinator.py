@@ -1,8 +1,8 @@
 """The coordinator's decisions: who may compute what, when a step is decided, who is alive. One per job, in server 0.
 
-Holds the ledger of the current epoch and what is known of the workers. It knows no sockets: the server feeds it requests
-and carries out the `Apply` that it decides. Everything that must survive the process is in `state()`, saved by the
-server before any answer leaves.
+Holds the ledger of the current epoch and what is known of the workers. It knows no sockets: the server gives it
+requests and carries out the `Apply` that it decides. Everything that must survive the process is in `state()`, saved by
+the server before any answer leaves.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Coordinator:
             self._given.clear()
         if request.n_samples != ledger.cut.n_samples:
             return Refused(
-                f"epoch {request.epoch} has {ledger.cut.n_samples} samples for the others and {request.n_samples} here; "
+                f"epoch {request.epoch} has {ledger.cut.n_samples} samples for others and {request.n_samples} here: "
                 "all workers must run the same script on the same data",
                 kind="mismatch",
             )

@@ -80,7 +80,12 @@ class Part:
         expected = sum(t.size for t in tensors)
         if len(values) != expected:
             raise ProtocolError(f"{len(values)} dense values, the tensors have {expected}")
-        state = state_codec.decode(bytes(frames[1]))
+        try:
+            state = state_codec.decode(bytes(frames[1]))
+        except Exception as error:  # whatever bytes that are none of the codec's may cause
+            raise ProtocolError(f"optimizer state: {type(error).__name__}: {error}") from error
+        if not isinstance(state, list) or not all(isinstance(entries, dict) for entries in state):
+            raise ProtocolError("optimizer state: expected a list of dicts, one for each tensor")
         dense = DensePart.create(path, tensors, enter.optimizer, values, state, enter.position.step)
         part = cls(enter, dense, memory, optimizer, limits)
         memory.claim(part.shards)
@@ -90,7 +95,7 @@ class Part:
     def resume(
         cls, enter: Enter, path: Path, memory: ShardMemory, optimizer: RowOptimizer, limits: Limits
     ) -> tuple[Part, int]:
-        """Go on where a server that died stopped. Returns the part, and how many shards were in the middle of a step."""
+        """Go on where a server that died stopped. Returns the part, and how many shards were in mid-step."""
         part = cls(enter, DensePart.open(path), memory, optimizer, limits)
         marks = memory.marks()
         torn = [int(s) for s in part.shards if marks.begun[s] > marks.finished[s]]

@@ -355,9 +355,9 @@ def open_envelope(data: Any, job: str) -> Envelope:
     elif envelope.job != job:
         refusal = f"a message for job {envelope.job[:80]!r} came to job {job!r}"
     if refusal:
-        error = ProtocolError(refusal)
-        error.number = envelope.number
-        raise error
+        refused = ProtocolError(refusal)
+        refused.number = envelope.number
+        raise refused
     return envelope
 
 

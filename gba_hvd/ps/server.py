@@ -1,13 +1,13 @@
 """The companion server: one process per host that serves rows, takes gradients and applies steps in asynchronous modes.
 
 Who owns what. The main thread owns the control sockets, the part (buffer, dense tensors), and in server 0 the
-coordinator; it is the only writer of the host's shards while the job is in an asynchronous mode. A second thread owns the
-pull socket and only reads shard memory. What must survive the process lies in files of the job's folder: shard memory,
-dense part, `session` (what it serves), `ledger` (the coordinator's state, saved before any answer leaves).
+coordinator; it is the only writer of the host's shards while the job is in an asynchronous mode. A second thread owns
+the pull socket and only reads shard memory. What must survive the process lies in files of the job's folder: shard
+memory, dense part, `session` (what it serves), `ledger` (the coordinator's state, saved before any answer leaves).
 
 A killed server is started again by a worker of its host and goes on from these files. Its waiting pushes are gone: the
-coordinator has their micro-batches computed again. Life: it holds no claim on the memory; when the folder goes
-(`shard.keeper`), it ends.
+coordinator has their micro-batches computed again. No message ends a server: what a request raises is its answer.
+Life: it holds no claim on the memory; when the folder goes (`shard.keeper`), it ends.
 """
 
 from __future__ import annotations
@@ -70,12 +70,16 @@ from gba_hvd.ps.protocol import (
 from gba_hvd.ps.snapshot import SnapshotFile
 from gba_hvd.shard.layout import Layout
 from gba_hvd.shard.memory import ShardMemory, is_alive
+from gba_hvd.switching import known_mode
 
 log = logging.getLogger("gba_hvd.ps")
 _TICK_MS = 100
 _WAIT_S = 0.5  # longest time an `Ask` is kept before it is told to wait
 _RESEND_S = 1.0
+_MESSAGES_A_TURN = 64  # from one socket, before the others have their turn
+_LATE_TICK_S = 1.0  # after such a pause of this server, nobody is called silent for one tick
 _KEPT_DECISIONS = 10
+_DEFECTS_LOGGED = 50
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,6 @@ class Server:
         self._alive_asked: dict[int, float] = {}
         self._told: dict[str, Any] = {}
         self._judging = Judging()
-        self._beats: dict[int, Beat] = {}
         self._wanted: tuple[str, str] = ("", "")
         self._decisions: list[str] = []
         self._ended = False
@@ -140,12 +143,10 @@ class Server:
         with contextlib.suppress(FileNotFoundError):  # a successor listens where its predecessor did
             ports |= json.loads(self._file("address").read_text())
         self._gate = transport.Gate(self._context, self.key)
-        self._control = transport.Listener(
-            self._context, folder, f"ps-{index}.control", self.settings.address, ports["control"], self.key
-        )
-        self._pull = transport.Listener(
-            self._context, folder, f"ps-{index}.pull", self.settings.address, ports["pull"], self.key
-        )
+        self._control, self._pull = self._listen("control", ports["control"]), self._listen("pull", ports["pull"])
+        self._folder_id = os.stat(folder).st_ino
+        self._failure = ""  # why a step could not be applied; told to whoever asks for a lease
+        self._ticked_s = time.monotonic()
         self._peers: dict[int, Any] = {}  # the coordinator's sockets to the other servers, by index
         self._limits = Limits(self.settings.buffer_bytes)
         self._poller = self._poll_all()
@@ -153,6 +154,13 @@ class Server:
 
     def _file(self, name: str) -> Path:
         return self.folder / f"ps-{self.index}.{name}"
+
+    def _listen(self, purpose: str, port: int) -> transport.Listener:
+        settings = self.settings
+        return transport.Listener(
+            self._context, self.folder, f"ps-{self.index}.{purpose}", settings.address, port, self.key,
+            min(transport.MAX_FRAME_BYTES, settings.buffer_bytes), settings.buffer_bytes,
+        )  # fmt: skip
 
     # --- life --------------------------------------------------------------------------------------------------------
 
@@ -164,39 +172,53 @@ class Server:
         fresh.rename(self._file("address"))  # last: from here on the server is there
         next_tick = 0.0
         while not self._ended:
-            ready = dict(self._poller.poll(_TICK_MS))
-            if self._gate.socket in ready:
-                self._gate.serve()
-            for socket in (self._control.local, self._control.tcp):
-                while socket in ready:
-                    try:
-                        self._handle(socket, *transport.receive(socket, wait=False))
-                    except zmq.Again:
-                        break
-            for index, socket in list(self._peers.items()):
-                if socket in ready and not socket.closed:
-                    self._peer_answered(index, socket)
-            if time.monotonic() >= next_tick:
-                next_tick = time.monotonic() + _TICK_MS / 1000
-                self._tick()
+            try:
+                self._turn()
+                if time.monotonic() >= next_tick:
+                    next_tick = time.monotonic() + _TICK_MS / 1000
+                    self._tick()
+            except Exception:
+                log.exception("the server goes on after an error that belongs to no request")
+                time.sleep(_TICK_MS / 1000)  # should it come again at once, the log must not fill the disk
+        puller.join()  # sockets belong to one thread: close them when it is done
         self._context.destroy(linger=0)
+
+    def _turn(self) -> None:
+        """Wait for messages and answer them, some from each socket."""
+        ready = dict(self._poller.poll(_TICK_MS))
+        if self._gate.socket in ready:
+            self._gate.serve()
+        for socket in (self._control.local, self._control.tcp):
+            for _ in range(_MESSAGES_A_TURN if socket in ready else 0):
+                try:
+                    peer, frames = transport.receive(socket, wait=False)
+                except zmq.Again:
+                    break
+                self._handle(socket, peer, frames)
+        for index, socket in list(self._peers.items()):
+            if socket in ready and not socket.closed:
+                self._peer_answered(index, socket)
 
     def end(self) -> None:
         self._ended = True
 
     def _tick(self) -> None:
-        if not (self.folder / "alive").exists():
+        if not self._folder_is_there():
             self.end()  # the job is over and its memory gone
             return
+        now, before = time.monotonic(), self._ticked_s
+        self._ticked_s = now
         coordinator = self.coordinator
         if coordinator is None or self.idle:
+            self._answer_waiters()
             return
         assert self.part is not None
         here = self.part.enter.servers[0].host
         for worker, seen in list(coordinator.workers.items()):
             if seen.host == here and not is_alive(seen.pid):  # no need to wait until it is missed
                 self._worker_is_dead(worker)
-        for worker in coordinator.fall_silent():
+        # A server that was stopped or busy has not heard anybody: heartbeats wait to be read.
+        for worker in coordinator.fall_silent() if now - before < _LATE_TICK_S else []:
             self._judging.leave(worker)
             seen = coordinator.workers[worker]
             if seen.host != here and time.monotonic() - self._alive_asked.get(worker, 0.0) > _RESEND_S:
@@ -206,6 +228,13 @@ class Server:
         if applying is not None and time.monotonic() - applying.sent_s > _RESEND_S:
             self._send_apply(applying)
         self._advance()
+
+    def _folder_is_there(self) -> bool:
+        """Whether the folder is still ours: a job of the same name may have made a new one."""
+        try:
+            return os.stat(self.folder).st_ino == self._folder_id and (self.folder / "alive").exists()
+        except FileNotFoundError:
+            return False
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -218,10 +247,13 @@ class Server:
             number = envelope.number
             request = protocol.decode_request(envelope)
             answer, out = self._answer(socket, peer, number, request, frames[1:])
-        except (GbaError, ValueError) as error:
-            answer, out = Refused(str(error), kind=type(error).__name__), ()
+        except Exception as error:
+            answer, out = _refusal(error), ()
+            number = number or getattr(error, "number", 0)
         if answer is not None:
-            transport.send(socket, peer, protocol.encode(self.settings.job, number, answer), out)
+            header = protocol.encode(self.settings.job, number, answer)
+            if not self._control.answer(socket, peer, header, out):
+                transport.send(socket, peer, protocol.encode(self.settings.job, number, _TOO_MUCH_UNREAD))
 
     def _answer(
         self, socket: Any, peer: bytes, number: int, request: Request, frames: list[Any]
@@ -250,16 +282,16 @@ class Server:
             case Apply():
                 return self._active(request.generation).apply(request), ()
             case Discard():
-                self._active(request.generation).buffer.clear()
+                self._active(request.generation).buffer.forget_before(request.oldest_serial)
                 return Ok(), ()
             case Export():
                 return self._on_export(request)
             case Enter():
                 return self._on_enter(request, frames), ()
             case Bye():
-                self._beats.pop(request.worker, None)
-                if self.coordinator is not None:
+                if self.coordinator is not None and not self.idle and request.worker in self.coordinator.workers:
                     self.coordinator.bye(request.worker)
+                    self._save_ledger()
                     self._advance()
                 return Ok(), ()
             case Alive():
@@ -285,16 +317,28 @@ class Server:
 
     def _on_push(self, request: Push, frames: list[Any]) -> Answer:
         part = self._active(request.generation)
-        if not part.push(request.micro, request.serial, frames):
-            return Refused(f"{part.buffer.n_bytes:,} bytes of gradients wait already", again=True)
-        return Ok()
+        if part.push(request.micro, request.serial, frames):
+            return Ok()
+        if self.coordinator is not None:  # pushes of revoked leases will never be asked for
+            part.buffer.forget_before(self.coordinator.ledger.oldest_serial)
+            if part.push(request.micro, request.serial, frames):
+                return Ok()
+        return Refused(
+            f"{part.buffer.n_bytes:,} bytes of gradients wait already, buffer_bytes is {self.settings.buffer_bytes:,}; "
+            "the gradients of one global batch have to fit",
+            again=True,
+        )
 
     def _on_ask(self, waiter: _Waiter) -> Answer | None:
-        answer = self._lead(waiter.ask.generation).ask(waiter.ask)
+        coordinator = self._lead(waiter.ask.generation)
+        if self._failure:
+            return Refused(self._failure, kind="failed")
+        answer = coordinator.ask(waiter.ask)
         if answer is None:
-            self._waiters = [w for w in self._waiters if w.ask.worker != waiter.ask.worker] + [waiter]
+            asked = waiter.ask.worker, waiter.ask.request
+            self._waiters = [w for w in self._waiters if (w.ask.worker, w.ask.request) != asked] + [waiter]
             return None
-        if isinstance(answer, Given):
+        if isinstance(answer, Given) and answer.lease is not None:
             self._save_ledger()
         return answer
 
@@ -306,16 +350,19 @@ class Server:
         return Ok(coordinator.position())
 
     def _on_beat(self, request: Beat) -> Answer:
-        self._beats[request.worker] = request
         if request.told:
             self._told = dict(request.told)
         if self.coordinator is None or self.idle:
             wanted, reason = self._wanted
             return Ok(Position(wanted=wanted, reason=reason))
+        world = self.coordinator.world
         self.coordinator.beat(request)
+        if self.coordinator.world != world:
+            self._save_ledger()
         return Ok(self.coordinator.position())
 
     def _on_switch(self, request: SwitchTo) -> Answer:
+        known_mode(request.mode)
         self._decisions = [*self._decisions[1 - _KEPT_DECISIONS :], f"{request.mode}: {request.reason}"]
         if self.coordinator is not None and not self.idle:
             self.coordinator.want(request.mode, request.reason, request.pin)
@@ -328,12 +375,13 @@ class Server:
     def _on_enter(self, request: Enter, frames: list[Any]) -> Answer:
         if self.part is not None and self.part.enter.generation == request.generation:
             return Ok()  # asked again
+        coordinator = self._new_coordinator(request)  # what can be refused is tried before anything is changed
+        part = Part.begin(request, frames, self._file("dense"), self.memory, self.optimizer, self._limits)
         if self.part is not None:
             self.part.close()
-        self.part = Part.begin(request, frames, self._file("dense"), self.memory, self.optimizer, self._limits)
-        self._waiters, self._applying, self._wanted = [], None, ("", "")
+        self.part, self.coordinator = part, coordinator if request.me == 0 else None
+        self._waiters, self._applying, self._wanted, self._failure = [], None, ("", ""), ""
         self._connect_peers()
-        self.coordinator = self._new_coordinator(request) if request.me == 0 else None
         self._save_ledger()
         self.idle = False
         self._save_session()
@@ -373,6 +421,7 @@ class Server:
     def _note_applied(self, applying: _Applying, answer: Applied) -> None:
         applying.lost |= set(answer.missing)
         applying.missed += answer.missed
+        self._failure = self._failure or answer.failed
 
     def _finish_step(self) -> None:
         applying = self._applying
@@ -384,9 +433,17 @@ class Server:
 
     def _peer_answered(self, index: int, socket: Any) -> None:
         frames = [frame.buffer for frame in socket.recv_multipart(copy=False)]
-        envelope = protocol.open_envelope(frames[0], self.settings.job)
-        answer = protocol.decode_answer(envelope)
-        if isinstance(answer, Applied) and self._applying is not None:
+        try:
+            envelope = protocol.open_envelope(frames[0], self.settings.job)
+            answer = protocol.decode_answer(envelope)
+        except ProtocolError as error:
+            answer = Refused(str(error))
+        if isinstance(answer, Refused) and not answer.again:
+            log.error("server %d refused: %s", index, answer.why)
+            if self._applying is not None and index in self._applying.pending:
+                self._failure = f"server {index} cannot take part in step {self._applying.request.step}: {answer.why}"
+                self._answer_waiters()
+        elif isinstance(answer, Applied) and self._applying is not None:
             if answer.step == self._applying.request.step and index in self._applying.pending:
                 self._applying.pending.discard(index)
                 self._note_applied(self._applying, answer)
@@ -396,19 +453,24 @@ class Server:
             self._worker_is_dead(envelope.number)
 
     def _answer_waiters(self) -> None:
-        assert self.coordinator is not None
         waiting: list[_Waiter] = []
+        answered: list[tuple[_Waiter, Answer]] = []
         for waiter in self._waiters:
-            answer = self.coordinator.ask(waiter.ask)
-            if answer is None and time.monotonic() - waiter.since_s < _WAIT_S:
-                waiting.append(waiter)
-                continue
-            if isinstance(answer, Given) and answer.lease is not None:
-                self._save_ledger()
-            answer = answer or Given(self.coordinator.position(), None, "wait")
-            message = protocol.encode(self.settings.job, waiter.number, answer)
-            transport.send(waiter.socket, waiter.peer, message)
+            answer: Answer | None
+            try:
+                coordinator = self._lead(waiter.ask.generation)
+                answer = Refused(self._failure, kind="failed") if self._failure else coordinator.ask(waiter.ask)
+                if answer is None and time.monotonic() - waiter.since_s < _WAIT_S:
+                    waiting.append(waiter)
+                    continue
+                answered.append((waiter, answer or Given(coordinator.position(), None, "wait")))
+            except Exception as error:
+                answered.append((waiter, _refusal(error)))
         self._waiters = waiting
+        if any(isinstance(answer, Given) and answer.lease is not None for _, answer in answered):
+            self._save_ledger()
+        for waiter, answer in answered:
+            transport.send(waiter.socket, waiter.peer, protocol.encode(self.settings.job, waiter.number, answer))
 
     def _worker_is_dead(self, worker: int) -> None:
         assert self.coordinator is not None
@@ -431,7 +493,10 @@ class Server:
 
     def _new_coordinator(self, enter: Enter) -> Coordinator:
         settings = self.settings
-        return Coordinator(enter, alive_s=settings.alive_s, lease_s=settings.lease_s, clock=time.monotonic)
+        try:
+            return Coordinator(enter, alive_s=settings.alive_s, lease_s=settings.lease_s, clock=time.monotonic)
+        except TypeError as error:  # a discipline or an account with names that it does not have
+            raise ProtocolError(f"Enter: {error}") from error
 
     def _save_ledger(self) -> None:
         if self.coordinator is None:
@@ -489,10 +554,12 @@ class Server:
                 self.coordinator.applied(decided.step, set(), 0) if not self._peers else None
             else:
                 missed = self.part.skip(decided.step)
-                self.coordinator.applied(decided.step, set(), max(torn, missed)) if not self._peers else None
+                self.coordinator.applied(decided.step, set(), missed) if not self._peers else None
         ledger.lost_pushes()
-        for peer in self._peers.values():
-            peer.send(protocol.encode(self.settings.job, 0, Discard(self.part.enter.generation)))
+        discard = Discard(self.part.enter.generation, ledger.last_serial + 1)
+        if ledger.decided is None:  # else the peers may still need what they have
+            for peer in self._peers.values():
+                peer.send(protocol.encode(self.settings.job, 0, discard), flags=zmq.DONTWAIT)
 
     def _connect_peers(self) -> None:
         for socket in self._peers.values():
@@ -544,11 +611,11 @@ class Server:
             poller.register(socket, zmq.POLLIN)
         while not self._ended:
             try:
-                ready = poller.poll(_TICK_MS)
-                for socket, _ in ready:
+                for socket, _ in poller.poll(_TICK_MS):
                     self._answer_pull(socket, everywhere)
-            except zmq.ZMQError:
-                return  # the context is being destroyed
+            except Exception:
+                log.exception("the server goes on after an error that belongs to no pull")
+                time.sleep(_TICK_MS / 1000)
 
     def _answer_pull(self, socket: Any, everywhere: np.ndarray) -> None:
         peer, frames = transport.receive(socket)
@@ -563,9 +630,25 @@ class Server:
                 raise ProtocolError(f"{type(request).__name__} does not belong to the port for pulls")
             part = self.part
             answer, out = Rows(), gather(self.memory, everywhere if part is None else part.mine, frames[1:])
-        except (GbaError, ValueError, IndexError) as error:
-            answer = Refused(str(error), kind=type(error).__name__)
-        transport.send(socket, peer, protocol.encode(self.settings.job, number, answer), out)
+        except Exception as error:
+            answer, out = _refusal(error), ()
+            number = number or getattr(error, "number", 0)
+        if not self._pull.answer(socket, peer, protocol.encode(self.settings.job, number, answer), out):
+            transport.send(socket, peer, protocol.encode(self.settings.job, number, _TOO_MUCH_UNREAD))
+
+
+_logged: list[str] = []  # a peer that goes wrong again and again must not fill the disk
+
+
+def _refusal(error: Exception) -> Refused:
+    """The answer to a request that raised. What is no fault of the request goes to the log as a defect of ours."""
+    if not isinstance(error, GbaError | ValueError) and len(_logged) < _DEFECTS_LOGGED:
+        _logged.append(error.__class__.__name__)
+        log.error("a request failed", exc_info=error)
+    return Refused(str(error)[:2000] or type(error).__name__, kind=type(error).__name__)
+
+
+_TOO_MUCH_UNREAD = Refused("too many large answers wait to be read by others", again=True)
 
 
 def layout_from(description: dict[str, Any]) -> Layout:
@@ -583,7 +666,13 @@ def main(folder: Path, index: int) -> None:
     torch.set_num_threads(1)
     # The first optimizer of a process imports for seconds: now, not when the workers wait.
     torch.optim.Adam([torch.zeros(1, requires_grad=True)]).step()
-    server = Server(folder, index)
+    try:
+        server = Server(folder, index)
+    except Exception as error:
+        fresh = folder / f"ps-{index}.failed.new"
+        fresh.write_text(f"{type(error).__name__}: {error}")
+        fresh.rename(folder / f"ps-{index}.failed")
+        raise
     signal.signal(signal.SIGTERM, lambda *_: server.end())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the workers; the server sees them go
     server.run()

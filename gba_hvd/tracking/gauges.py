@@ -7,7 +7,7 @@ progress line shows two of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 PREFIX = "job/"
 STALENESS_MEAN = "job/staleness_mean"  # steps; over the micro-batches since the reading before
@@ -30,9 +30,11 @@ def rank_of(name: str) -> int | None:
     return int(text) if name.startswith(_PACE) and text.isdigit() else None
 
 
-def is_mean(name: str) -> bool:
-    """Several readings make one point: their mean, or the last one."""
-    return name == STALENESS_MEAN or rank_of(name) is not None
+def point_of(name: str, readings: Sequence[float]) -> float:
+    """Several readings of a gauge as one point: the mean of paces and staleness, the largest, or the last one."""
+    if name == STALENESS_MEAN or rank_of(name) is not None:
+        return sum(readings) / len(readings)
+    return max(readings) if name == STALENESS_MAX else readings[-1]
 
 
 def pace(seconds: Iterable[tuple[int, float]]) -> dict[str, float]:

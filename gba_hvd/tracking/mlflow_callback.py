@@ -321,10 +321,7 @@ class _Interval:
         self._readings.setdefault(gauge, []).append(value)
 
     def values(self) -> dict[str, float]:
-        values = {
-            metric_key(name): sum(read) / len(read) if gauges.is_mean(name) else read[-1]
-            for name, read in self._readings.items()
-        }
+        values = {metric_key(name): gauges.point_of(name, read) for name, read in self._readings.items()}
         if self._losses:
             values[LOSS] = sum(self._losses) / len(self._losses)
         if self._seconds > 0:

@@ -164,6 +164,7 @@ def _staleness(history: History, events: Sequence[Record], title: str, file: Pat
                 )  # fmt: skip
         axis.set_ylabel(named.label)
         axis.set_ylim(bottom=0)
+        axis.yaxis.get_major_locator().set_params(integer=named.counts)
         axis.yaxis.set_major_formatter("{x:,.0f}" if named.counts else "{x:,.1f}")
         _shade_modes([axis], history, events)
         _legend_above(axis)

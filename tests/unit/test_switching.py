@@ -89,7 +89,7 @@ def test_expected_drops_agree_with_a_run_of_the_rules(n_micro: int, factor: floa
 
 
 def test_a_straggler_sends_the_job_to_gba_after_patience_and_the_sentence_has_the_numbers() -> None:
-    decisions, stance = run(Stance("allreduce", 0), [STRAGGLER] * 5, Options(patience=5, min_stay=0))
+    decisions, stance = run(Stance("allreduce", 0), [STRAGGLER] * 5, Options(1.2, 1.05, patience=5, min_stay=0))
     assert [d.mode for d in decisions] == ["allreduce"] * 4 + ["gba"]
     assert decisions[0].reason == (
         "stay in allreduce: worker 2 takes 6.0x the median, predicted 4.61x faster for 1 of 5 steps"
@@ -101,13 +101,13 @@ def test_a_straggler_sends_the_job_to_gba_after_patience_and_the_sentence_has_th
 
 def test_the_sentence_names_what_staleness_would_drop() -> None:
     decision, _ = decide(
-        Stance("allreduce", 0), 9, replace(STRAGGLER, dropped_share=0.03), Options(patience=1, min_stay=0)
+        Stance("allreduce", 0), 9, replace(STRAGGLER, dropped_share=0.03), Options(1.2, 1.05, patience=1, min_stay=0)
     )
     assert decision.reason.endswith("predicted 4.47x faster with 3.0% dropped as stale for 1 steps")
 
 
 def test_the_job_returns_when_the_straggler_has_recovered() -> None:
-    decisions, stance = run(Stance("gba", 0), [EVEN] * 3, Options(patience=3, min_stay=0), first=40)
+    decisions, stance = run(Stance("gba", 0), [EVEN] * 3, Options(1.2, 1.05, patience=3, min_stay=0), first=40)
     assert [d.mode for d in decisions] == ["gba", "gba", "allreduce"]
     assert (
         decisions[-1].reason == "to allreduce: worker 0 takes 1.0x the median, gba predicted 1.01x as fast for 3 steps"
@@ -116,24 +116,26 @@ def test_the_job_returns_when_the_straggler_has_recovered() -> None:
 
 
 def test_without_a_gain_the_job_stays_and_says_so() -> None:
-    decision, stance = decide(Stance("allreduce", 0), 50, EVEN, Options())
+    decision, stance = decide(Stance("allreduce", 0), 50, EVEN, Options(1.2, 1.05))
     assert decision.mode == "allreduce"
     assert decision.reason == "stay in allreduce: gba predicted 1.01x as fast, enter at 1.20x"
     assert stance == Stance("allreduce", 0, 0)
-    assert decide(Stance("gba", 0), 50, STRAGGLER, Options())[0].reason == (
+    assert decide(Stance("gba", 0), 50, STRAGGLER, Options(1.2, 1.05))[0].reason == (
         "stay in gba: gba predicted 4.61x as fast, leave below 1.05x"
     )
 
 
 def test_one_step_against_it_begins_the_patience_anew() -> None:
     series = [STRAGGLER] * 4 + [EVEN] + [STRAGGLER] * 4
-    decisions, stance = run(Stance("allreduce", 0), series, Options(patience=5, min_stay=0))
+    decisions, stance = run(Stance("allreduce", 0), series, Options(1.2, 1.05, patience=5, min_stay=0))
     assert {d.mode for d in decisions} == {"allreduce"}
     assert stance.in_favour == 4
 
 
 def test_a_mode_is_not_left_before_its_minimum_stay() -> None:
-    decisions, _ = run(Stance("allreduce", 100), [STRAGGLER] * 20, Options(patience=5, min_stay=20), first=101)
+    decisions, _ = run(
+        Stance("allreduce", 100), [STRAGGLER] * 20, Options(1.2, 1.05, patience=5, min_stay=20), first=101
+    )
     assert [d.mode for d in decisions] == ["allreduce"] * 19 + ["gba"]
     assert decisions[10].reason.endswith("but only 11 of 20 steps in allreduce")
 
@@ -144,7 +146,7 @@ def test_a_gain_between_the_two_limits_changes_nothing(mode: str) -> None:
     between = replace(EVEN, seconds_per_micro=(0.1, 0.1, 0.1, seconds), exchange_s=0.0, serve_s=0.0)
     allreduce, gba = predicted(between)
     assert 1.05 < gba / allreduce < 1.2
-    decisions, stance = run(Stance(mode, 0), [between] * 50, Options(patience=1, min_stay=0))
+    decisions, stance = run(Stance(mode, 0), [between] * 50, Options(1.2, 1.05, patience=1, min_stay=0))
     assert {d.mode for d in decisions} == {mode}
     assert stance == Stance(mode, 0, 0)
 
@@ -153,7 +155,7 @@ def test_a_gain_between_the_two_limits_changes_nothing(mode: str) -> None:
 def test_switches_are_never_closer_than_patience_and_minimum_stay(
     series: list[Rates], patience: int, min_stay: int
 ) -> None:
-    options = Options(patience=patience, min_stay=min_stay)
+    options = Options(1.2, 1.05, patience=patience, min_stay=min_stay)
     decisions, _ = run(Stance("allreduce", 0), series, options)
     modes = ["allreduce", *(d.mode for d in decisions)]
     switches = [0] + [step for step in range(1, len(modes)) if modes[step] != modes[step - 1]]
@@ -166,7 +168,7 @@ def test_switches_are_never_closer_than_patience_and_minimum_stay(
 
 def test_only_allreduce_and_gba_are_entered_and_left_automatically() -> None:
     with pytest.raises(BadInput, match="choose one of allreduce, gba"):
-        decide(Stance("hop_bw", 0), 1, EVEN, Options())
+        decide(Stance("hop_bw", 0), 1, EVEN, Options(1.2, 1.05))
 
 
 @pytest.mark.parametrize(
@@ -186,7 +188,7 @@ def test_known_modes_are_known() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"enter_gain": 1.0}, "leave_gain must be positive and not above enter_gain"),
+        ({"enter_gain": 0.99}, "leave_gain must be positive and not above enter_gain"),
         ({"leave_gain": 0.0}, "leave_gain must be positive"),
         ({"patience": 0}, "patience must be at least 1"),
         ({"min_stay": -1}, "min_stay not negative"),
