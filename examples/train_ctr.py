@@ -4,6 +4,18 @@
     horovodrun -np 2 python examples/train_ctr.py --config examples/configs/frappe_deepfm.yaml --data FOLDER
     python examples/train_ctr.py --config FILE.yaml --dry-run train.epochs=3     # the plan; starts nothing
 
+A job trains by allreduce unless its settings have a section `switching`: then it is in `switching.mode` (auto: whatever
+is faster just now; allreduce, gba, bsp, async, hop_bs, hop_bw) and changes as `switching.switch_at` says:
+
+    horovodrun -np 3 python examples/train_ctr.py --config FILE.yaml switching.mode=auto
+    horovodrun -np 3 python examples/train_ctr.py --config FILE.yaml 'switching.switch_at={500: gba, 900: allreduce}'
+
+The other settings of the section are those of `gba_hvd.GBACallback`. `--faults FILE.json` slows, stops or kills workers
+as planned (`gba_hvd.FaultSchedule`), e.g. {"faults": [{"kind": "slow", "worker": 1, "factor": 3, "from_step": 100}]}.
+
+OUT/summary.json says how it ended: test AUC and log loss, the account of samples, restarts, each switch with its
+reason, how stale the micro-batches of asynchronous modes were, how many were refused (not finite) or given out again.
+
 The loop is `train` below; around it are settings (ctr/config.py), data (ctr/datasets.py) and models (ctr/*.py).
 """
 
@@ -28,8 +40,10 @@ from ctr.config import JobConfig, load
 from ctr.datasets import open_splits, prepared_splits
 from ctr.plan import most_steps, plan
 from ctr.pulse import Pulse
+from ctr.switch_log import SwitchLog, staleness_summary
 from gba_hvd.callbacks import Callback
 from gba_hvd.errors import GbaError
+from gba_hvd.faults import FaultSchedule
 from gba_hvd.tracking import MLflowCallback, ProgressLine
 
 
@@ -41,6 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--data", metavar="DIR", help="a prepared store, or a folder of raw files for data.preset")
     parser.add_argument("--out", metavar="DIR", help="results (default: runs/NAME)")
     parser.add_argument("--seed", type=int, help="short for seed=N")
+    parser.add_argument("--faults", metavar="FILE.json", help="planned faults, as gba_hvd.FaultSchedule writes them")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     parser.add_argument(
         "overrides", nargs="*", metavar="key.path=value", help="settings that replace those in the file"
@@ -52,17 +67,18 @@ def main(arguments: list[str] | None = None) -> int:
             *([f"seed={given.seed}"] if given.seed is not None else []),
             *given.overrides,
         ])  # fmt: skip
+        faults = FaultSchedule.load(given.faults) if given.faults else FaultSchedule()
         if given.dry_run:
-            print(plan(config, prepared_splits(config.data)))
+            print(plan(config, prepared_splits(config.data), faults.faults))
             return 0
-        run(config, Path(given.out or Path("runs") / config.name))
+        run(config, Path(given.out or Path("runs") / config.name), faults)
     except GbaError as error:
         print(f"train_ctr: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def run(config: JobConfig, out: Path) -> None:
+def run(config: JobConfig, out: Path, faults: FaultSchedule) -> None:
     """Train, and write OUT/summary.json on the chief."""
     if find_spec("horovod") is not None:  # without Horovod: a world of one worker
         import horovod.torch as hvd
@@ -81,6 +97,7 @@ def run(config: JobConfig, out: Path) -> None:
         global_batch=config.train.global_batch,
         micro_batch=config.train.micro_batch,
         named_parameters=model.named_parameters(),
+        row_average=config.train.row_average,
     )
     scheduler = ReduceLROnPlateau(
         optimizer, mode="max", threshold=0.0, factor=config.train.plateau_factor,
@@ -90,7 +107,14 @@ def run(config: JobConfig, out: Path) -> None:
         model, optimizer, epoch=0, scheduler=scheduler, best={}, epochs_done=0, epochs_without_gain=0,
         started_unix_s=time.time(), seconds=0.0,
     )  # fmt: skip
-    callbacks: list[Callback] = [ProgressLine(total_steps=most_steps(config, len(splits.train))), Pulse(out)]
+    switch_log = SwitchLog()
+    callbacks: list[Callback] = [
+        ProgressLine(total_steps=most_steps(config, len(splits.train))), Pulse(out), switch_log,
+    ]  # fmt: skip
+    if config.switching is not None:
+        callbacks.append(config.switching.callback())
+    if faults.faults:
+        callbacks.append(faults)
     if config.mlflow:
         callbacks.append(MLflowCallback(experiment="ctr examples", config=config.as_dict(), data=splits.description))
     state.register_callbacks(callbacks)
@@ -126,10 +150,12 @@ def run(config: JobConfig, out: Path) -> None:
 
     train(state)
     if state.world.rank == 0:
-        write_summary(out, config, state, splits.auc_bayes)
+        write_summary(out, config, state, splits.auc_bayes, switch_log.switches)
 
 
-def write_summary(out: Path, config: JobConfig, state: Any, auc_bayes: float | None) -> None:
+def write_summary(
+    out: Path, config: JobConfig, state: Any, auc_bayes: float | None, switches: list[dict[str, Any]]
+) -> None:
     """The test figures are those of the epoch with the best validation AUC, measured on that epoch's weights."""
     summary = {
         "name": config.name,
@@ -142,6 +168,10 @@ def write_summary(out: Path, config: JobConfig, state: Any, auc_bayes: float | N
         "samples_applied": state.samples.applied,
         "samples_dropped": state.samples.dropped,
         "samples_lost": state.samples.lost,
+        "refused": state.engine.refused,
+        "reissued": state.engine.reissued,
+        "staleness": staleness_summary(state.engine.staleness),
+        "switches": switches,
         "restarts": state.engine.restarts,
         "workers": state.world.size,
         "steps": state.step,

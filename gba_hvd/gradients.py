@@ -177,7 +177,9 @@ class DenseGradients:
 
     def add_micro_batch_(self, weight: float) -> None:
         """total += weight * gradient of the micro-batch, which `collect_` brought to `flat`; then clear the latter."""
-        self.total[: self.n].add_(self.flat, alpha=weight)
+        if weight != 1.0:  # multiplied first, rounded as servers round it
+            self.flat.mul_(weight)
+        self.total[: self.n].add_(self.flat)
         self.zero_()
 
     def clear_total_(self) -> None:

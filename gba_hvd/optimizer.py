@@ -102,6 +102,7 @@ class Engine:
         self.n_evaluated = 0  # evaluations since the last epoch of batches ended: their names in asynchronous modes
         self.switch_to: tuple[str, str] | None = None  # agreed: (mode, reason), to be carried out before the next step
         self._wished: tuple[str, str] | None = None
+        self._n_refused = 0
         self._rates_told_s = time.perf_counter()
         self._followed, self._told = (
             -1,
@@ -260,6 +261,11 @@ class Engine:
 
     def observe(self, position: Position) -> None:
         """Take over what the coordinator says of the job, and report the steps since."""
+        if position.failure:
+            raise NonFiniteGradient(
+                f"{position.failure}. None was applied: the model is as after step {position.step}. "
+                "Lower the learning rate, or look at the data"
+            )
         if position.step < self.step or not position.account:
             return
         steps, before = position.step - self.step, self.account.total
@@ -360,8 +366,17 @@ class Engine:
         if self.faults is not None and (fault := self.faults.push_fault(self.world.rank, self.step)) is not None:
             time.sleep(fault.seconds or 0.0)
             drop = fault.kind == "drop_push"
+        if self._bad is not None:
+            self._tell_refused(lease.micro, self._bad)
         self.mode.push(lease, rows, loss, seconds, self._bad or "", drop)
         self.dense.zero_()
+
+    def _tell_refused(self, micro: int, bad: str) -> None:
+        self._n_refused += 1
+        if self._n_refused > 10 and self._n_refused.bit_count() > 1:
+            return  # after ten, the 16th, 32nd, ... are told
+        text = f"micro-batch {micro} of epoch {self.cursor.epoch}: {bad} is not finite; its gradient is dropped"
+        self.emit(Event("refused", self.step, text, {"micro_batch": micro, "what": bad, "so_far": self._n_refused}))
 
     def follow_async(self, waited_s: float) -> None:
         """On the chief, before each micro-batch: would another mode be better? The coordinator is told."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -43,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
         fresh.write_text(page(story), encoding="utf-8")
         fresh.rename(out)
     except OSError as error:
-        fresh.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            fresh.unlink()
         raise BadInput(f"{out} cannot be written: {error.strerror}; name another file with --out") from error
     print(f"{out} ({out.stat().st_size / 1e6:.1f} MB): open it in a browser")
     return 0

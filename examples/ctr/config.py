@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,10 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
+from gba_hvd import GBACallback
 from gba_hvd.errors import BadInput
+from gba_hvd.switching import Options
+from gba_hvd.tokens import Discipline
 
 Section = TypeVar("Section")
 
@@ -127,6 +131,9 @@ class Train:
 
     global_batch: int = 4096
     micro_batch: int = 2048
+    row_average: Literal["global", "contributors"] = (
+        "global"  # a row's gradient: over all micro-batches, or those with it
+    )
     epochs: int = 10
     plateau_factor: float = 0.1  # learning rates are multiplied by this when validation AUC stops improving
     plateau_patience: int = 0  # epochs without improvement that are still forgiven
@@ -153,6 +160,32 @@ class Train:
 
 
 @dataclass(frozen=True)
+class Switching:
+    """In which mode the job trains: see `gba_hvd.GBACallback`. A job without this section stays in allreduce."""
+
+    mode: str = "allreduce"  # auto, allreduce, gba, bsp, async, hop_bs or hop_bw
+    switch_at: dict[int, str] = field(default_factory=dict)  # global step: the mode to change to
+    staleness: str = Discipline.staleness
+    tolerance: int = Discipline.tolerance
+    lookahead: int | None = Discipline.lookahead
+    slack: int = Discipline.slack
+    backups: int = Discipline.backups
+    enter_gain: float = Options.enter_gain
+    leave_gain: float = Options.leave_gain
+    patience: int = Options.patience
+    min_stay: int = Options.min_stay
+
+    def __post_init__(self) -> None:
+        try:
+            self.callback()
+        except BadInput as error:
+            raise BadInput(f"switching: {error}") from error
+
+    def callback(self) -> GBACallback:
+        return GBACallback(**dataclasses.asdict(self))
+
+
+@dataclass(frozen=True)
 class JobConfig:
     """Everything `train_ctr.py` can be told."""
 
@@ -164,6 +197,7 @@ class JobConfig:
     embedding: Embedding = field(default_factory=Embedding)
     dense: Dense = field(default_factory=Dense)
     train: Train = field(default_factory=Train)
+    switching: Switching | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for MLflow and the summary."""
@@ -210,6 +244,8 @@ def section_from(section: type[Section], values: Mapping[str, Any], where: str =
 
 def _value_from(kind: Any, value: Any, where: str) -> Any:
     origin = get_origin(kind)
+    if origin is types.UnionType:  # X | None
+        return None if value is None else _value_from(get_args(kind)[0], value, where)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         if not isinstance(value, Mapping):
             raise BadInput(f"{where}: expected a section with {', '.join(get_type_hints(kind))}, got {value!r}")
@@ -221,7 +257,10 @@ def _value_from(kind: Any, value: Any, where: str) -> Any:
     if origin is tuple and isinstance(value, (list, tuple)):
         return tuple(_value_from(get_args(kind)[0], item, where) for item in value)
     if origin is dict and isinstance(value, Mapping):
-        return {str(name): _value_from(get_args(kind)[1], item, f"{where}.{name}") for name, item in value.items()}
+        names, items = get_args(kind)
+        return {
+            _key_from(names, name, where): _value_from(items, item, f"{where}.{name}") for name, item in value.items()
+        }
     if kind is float and not isinstance(value, bool):
         try:
             return float(value)  # YAML 1.1 reads 1e-3 as a string
@@ -230,6 +269,13 @@ def _value_from(kind: Any, value: Any, where: str) -> Any:
     if isinstance(kind, type) and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
         return value
     raise BadInput(f"{where}: expected {_name(kind)}, got {value!r}")
+
+
+def _key_from(kind: Any, key: Any, where: str) -> Any:
+    try:
+        return kind(key)  # whole numbers come as text from the command line, and names as numbers from YAML
+    except ValueError as error:
+        raise BadInput(f"{where}: expected {_name(kind)} before the colon, got {key!r}") from error
 
 
 def _name(kind: Any) -> str:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from ctr.build import row_optimizer, table_shapes
-from ctr.config import JobConfig
+from ctr.config import JobConfig, Switching
 from ctr.datasets import Splits
 from gba_hvd.config import Config
+from gba_hvd.faults import Fault
 from gba_hvd.order import Cut
 from gba_hvd.routing import shares
 from gba_hvd.shard.layout import Layout
 
 
-def plan(config: JobConfig, splits: Splits | None) -> str:
+def plan(config: JobConfig, splits: Splits | None, faults: Sequence[Fault] = ()) -> str:
     """The plan of a job; without `splits` (not prepared yet) what can be said without them."""
     lines = [("job", f"{config.name}: {config.model.kind}, seed {config.seed}")]
     if splits is None:
@@ -23,6 +24,10 @@ def plan(config: JobConfig, splits: Splits | None) -> str:
         lines += _data(splits)
         lines += _memory(config, splits.train.tables)
     lines += _steps(config, None if splits is None else len(splits.train))
+    lines += _modes(config.switching)
+    for number, fault in enumerate(faults):
+        details = [f"{name} {value}" for name, value in fault.entry().items() if name != "kind"]
+        lines.append(("" if number else "faults", ", ".join([fault.kind, *details])))
     return "\n".join(f"{title:<10}{text}" for title, text in lines)
 
 
@@ -71,6 +76,28 @@ def _steps(config: JobConfig, n_samples: int | None) -> Iterator[tuple[str, str]
         yield "epoch", f"{most // train.epochs:,} steps; at most {train.epochs} epochs = {most:,} steps"
     patience = f"stop after {train.early_stop} epochs without gain" if train.early_stop else "no early stop"
     yield "schedule", f"learning rates x {train.plateau_factor:g} when validation AUC stops improving; {patience}"
+
+
+def _modes(switching: Switching | None) -> Iterator[tuple[str, str]]:
+    if switching is None:
+        yield "mode", "allreduce throughout"
+        return
+    s, visited = switching, {switching.mode, *switching.switch_at.values()}
+    if s.mode == "auto":
+        yield "mode", f"auto: gba when predicted {s.enter_gain:g}x as fast as allreduce, back below {s.leave_gain:g}x,"
+        yield "", f"each for {s.patience} steps, after {s.min_stay} steps or more in a mode"
+    else:
+        yield "mode", s.mode
+    for step, mode in sorted(s.switch_at.items()):
+        yield "", f"{mode} from step {step:,}"
+    if visited & {"auto", "gba"}:
+        yield "", f"gba: staleness weighting {s.staleness}, tolerance {s.tolerance} steps"
+    if visited & {"auto", "gba", "bsp"} and s.lookahead is not None:
+        yield "", f"micro-batches are handed out {s.lookahead} steps ahead at most"
+    if "hop_bs" in visited:
+        yield "", f"hop_bs: at most {s.slack} micro-batches ahead of the slowest worker"
+    if "hop_bw" in visited:
+        yield "", f"hop_bw: a step does not wait for the last {s.backups} of the workers"
 
 
 def _shares_text(n_micro: int, n_workers: int) -> str:

@@ -39,6 +39,10 @@ class _Handed:
     given_s: float
 
 
+# Training ends when so many gradients in a row, of all workers, were not finite: steps, and micro-batches.
+_REFUSED_STEPS, _REFUSED_AT_LEAST = 3, 100
+
+
 @dataclass
 class WorkerSeen:
     """What is known of one worker."""
@@ -76,6 +80,7 @@ class Coordinator:
         self._losses: dict[int, float] = {}
         self._given: dict[int, _Handed] = {}  # by micro-batch: the newest lease on it
         self.names_refused: list[str] = []
+        self._refused_in_a_row = 0
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -134,6 +139,7 @@ class Coordinator:
                 self._losses[request.serial] = request.loss
             if request.worker in self.workers:
                 self.workers[request.worker].took(request.seconds)
+            self._refused_in_a_row = self._refused_in_a_row + 1 if request.refused else 0
             if request.refused:
                 rank = self.workers[request.worker].rank if request.worker in self.workers else -1
                 self.names_refused = [
@@ -213,6 +219,13 @@ class Coordinator:
         self.account.lost += lost
         self.account.shard_steps_missed += shard_steps_missed
 
+    def _failure(self) -> str:
+        """Why training makes no sense any more: nothing but gradients that are not finite."""
+        limit = max(_REFUSED_AT_LEAST, _REFUSED_STEPS * self.ledger.cut.n_micro)
+        if self._refused_in_a_row < limit:
+            return ""
+        return f"{self._refused_in_a_row} gradients in a row were not finite, the last of {self.names_refused[-1]}"
+
     # --- a look ------------------------------------------------------------------------------------------------------
 
     def staleness(self) -> dict[int, int]:
@@ -238,6 +251,7 @@ class Coordinator:
             wanted=self.wanted,
             reason=self.reason,
             pin=self.pin,
+            failure=self._failure(),
             world=self.world,
         )
 

@@ -69,6 +69,7 @@ class Position(Struct):
     wanted: str = ""  # the mode somebody asked for, with the reason
     reason: str = ""
     pin: bool = False  # an operator asked for it: stay there
+    failure: str = ""  # training cannot go on
     world: int = 0  # how often the membership changed; workers form a new Horovod world when it grows
 
 
@@ -331,6 +332,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     body: msgspec.Raw
 
 
+_UNDECODABLE = (msgspec.MsgspecError, ValueError, RecursionError)  # text that is no UTF-8; nesting without end
 _encoder = msgspec.msgpack.Encoder()
 _envelope = msgspec.msgpack.Decoder(Envelope)
 _request: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
@@ -347,7 +349,7 @@ def open_envelope(data: Any, job: str) -> Envelope:
         raise ProtocolError(f"a header of {len(data):,} bytes, the limit is {MAX_HEADER_BYTES:,}")
     try:
         envelope = _envelope.decode(data)
-    except msgspec.MsgspecError as error:
+    except _UNDECODABLE as error:
         raise ProtocolError(f"not a message of this protocol: {error}") from error
     refusal = ""
     if envelope.version != VERSION:
@@ -364,14 +366,14 @@ def open_envelope(data: Any, job: str) -> Envelope:
 def decode_request(envelope: Envelope) -> Request:
     try:
         return _request.decode(envelope.body)
-    except msgspec.MsgspecError as error:
+    except _UNDECODABLE as error:
         raise ProtocolError(f"request {envelope.number}: {error}") from error
 
 
 def decode_answer(envelope: Envelope) -> Answer:
     try:
         return _answer.decode(envelope.body)
-    except msgspec.MsgspecError as error:
+    except _UNDECODABLE as error:
         raise ProtocolError(f"answer {envelope.number}: {error}") from error
 
 

@@ -102,12 +102,16 @@ class Listener:
         self.tcp.zap_domain = _DOMAIN
         self.tcp.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody gets in while there is no gate
         self.tcp.curve_publickey, self.tcp.curve_secretkey = key_pair(key, "server")
-        self.local.bind(local_address(self._folder_fd, name))
         self.port: int = port
-        if port:
-            _bind_to(self.tcp, address, port)
-        else:
-            self.port = self.tcp.bind_to_random_port(f"tcp://{address}")
+        try:
+            self.local.bind(local_address(self._folder_fd, name))
+            if port:
+                _bind_to(self.tcp, address, port)
+            else:
+                self.port = self.tcp.bind_to_random_port(f"tcp://{address}")
+        except BaseException:
+            self.close()
+            raise
 
     def answer(self, socket: Any, peer: bytes, header: bytes, frames: Sequence[Any] = ()) -> bool:
         """As `send`; False, and nothing is sent, while peers leave too many large answers unread."""

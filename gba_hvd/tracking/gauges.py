@@ -1,14 +1,16 @@
 """Readings of a running job between its events: staleness, drops, the pace of every worker. Metrics named `job/...`.
 
-What they are called and how they are worked out is decided here. The engine hands them to `Callback.on_metrics`, every
-step if it likes, before `on_step`; the trackers know them by their prefix: MLflow gets them with its points, the
+What they are called and how they are worked out is decided here. The engine's chief tells of them every few seconds
+with an event of the kind `rates`; it is no line and no record of its own: MLflow gets the readings with its points, the
 progress line shows two of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+EVENT = "rates"
 PREFIX = "job/"
 STALENESS_MEAN = "job/staleness_mean"  # steps; over the micro-batches since the reading before
 STALENESS_MAX = "job/staleness_max"
@@ -16,6 +18,7 @@ DROPPED = "job/samples_dropped"  # these four: so far in the job
 LOST = "job/samples_lost"
 REFUSED = "job/micro_batches_refused"
 REISSUED = "job/micro_batches_reissued"
+_COUNTS = {"dropped": DROPPED, "lost": LOST, "refused": REFUSED, "reissued": REISSUED}
 _PACE = "job/ms_per_micro_batch/rank_"
 
 
@@ -37,33 +40,27 @@ def point_of(name: str, readings: Sequence[float]) -> float:
     return max(readings) if name == STALENESS_MAX else readings[-1]
 
 
-def pace(seconds: Iterable[tuple[int, float]]) -> dict[str, float]:
-    """From (rank, seconds per micro-batch); a worker that had none is left out."""
-    return {pace_of(rank): 1000 * s for rank, s in seconds if s > 0}
+class Readings:
+    """Works out gauges from what `rates` events carry; remembers the staleness told before."""
 
+    def __init__(self) -> None:
+        self._before: dict[int, int] = {}
 
-def gauges(
-    staleness: Mapping[int, int],
-    before: Mapping[int, int],
-    *,
-    dropped: int,
-    lost: int,
-    refused: int,
-    reissued: int,
-    seconds: Iterable[tuple[int, float]] = (),
-) -> dict[str, float]:
-    """One reading of a job in an asynchronous mode.
+    def take(self, data: Mapping[str, Any]) -> dict[str, float]:
+        """Gauges of one event. Any key of `data` may be missing:
 
-    staleness, before: histograms {steps: micro-batches} of the whole job, now and at the reading before
-    dropped, lost:     samples; refused, reissued: micro-batches; all since the job began
-    seconds:           (rank, seconds per micro-batch) of each worker
-    """
-    fresh = {steps: n - before.get(steps, 0) for steps, n in staleness.items() if n > before.get(steps, 0)}
-    values: dict[str, float] = {DROPPED: dropped, LOST: lost, REFUSED: refused, REISSUED: reissued}
-    if fresh:
-        values[STALENESS_MEAN] = mean_staleness(fresh)
-        values[STALENESS_MAX] = max(fresh)
-    return {**values, **pace(seconds)}
+        seconds:           {rank: seconds per micro-batch}; 0 when a worker had none
+        staleness:         {steps: micro-batches} of the whole job
+        dropped, lost:     samples; refused, reissued: micro-batches; all since the job began
+        """
+        values = {pace_of(int(rank)): 1000 * float(s) for rank, s in data.get("seconds", {}).items() if s > 0}
+        values |= {name: float(data[key]) for key, name in _COUNTS.items() if key in data}
+        now = whole_numbers(data.get("staleness"))
+        fresh = {steps: n - self._before.get(steps, 0) for steps, n in now.items() if n > self._before.get(steps, 0)}
+        if fresh:
+            values |= {STALENESS_MEAN: mean_staleness(fresh), STALENESS_MAX: float(max(fresh))}
+        self._before = now or self._before
+        return values
 
 
 def mean_staleness(histogram: Mapping[int, int]) -> float:

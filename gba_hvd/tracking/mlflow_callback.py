@@ -93,6 +93,7 @@ class MLflowCallback(Callback):
         self._mode: str | None = None
         self._seen_step: int | None = None
         self._since = _Interval()
+        self._readings = gauges.Readings()
         self._untold: deque[Event] = deque(maxlen=64)
         self._ended = False
 
@@ -164,18 +165,16 @@ class MLflowCallback(Callback):
         values = {}
         for key, value in metrics.items():
             try:
-                number = float(value)
+                values[key] = float(value)
             except (TypeError, ValueError):
                 _say(f"metric {key!r} is {type(value).__name__} {value!r}, not a number: not logged")
-                continue
-            if key.startswith(gauges.PREFIX):
-                self._since.read(key, number)  # told with the next point
-            else:
-                values[key] = number
         for record in metrics_records(step, _now_ms(), values):
             self._write(record)
 
     def on_event(self, event: Event) -> None:
+        if event.kind == gauges.EVENT:  # told with the next point
+            self._since.read(self._readings.take(event.data))
+            return
         if self._job is not None and self._job.is_chief:
             self._write_event(event)
         else:
@@ -317,8 +316,9 @@ class _Interval:
         if record.loss is not None:
             self._losses.append(record.loss)
 
-    def read(self, gauge: str, value: float) -> None:
-        self._readings.setdefault(gauge, []).append(value)
+    def read(self, readings: Mapping[str, float]) -> None:
+        for name, value in readings.items():
+            self._readings.setdefault(name, []).append(value)
 
     def values(self) -> dict[str, float]:
         values = {metric_key(name): gauges.point_of(name, read) for name, read in self._readings.items()}

@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 from gba_hvd.callbacks import Callback, Event, Job, StepRecord
-from gba_hvd.tracking.gauges import DROPPED, PREFIX, STALENESS_MEAN, staleness_words, whole_numbers
+from gba_hvd.tracking import gauges
+from gba_hvd.tracking.gauges import DROPPED, STALENESS_MEAN, staleness_words, whole_numbers
 
 # Every worker tells of these; they follow from a cause another worker reports.
 _CONSEQUENCES = frozenset({"HorovodInternalError", "HostsUpdatedInterrupt", "WorkersAvailableException"})
@@ -49,6 +50,7 @@ class ProgressLine(Callback):
         self._rate = Rate()
         self._metrics: dict[str, float] = {}
         self._gauges: dict[str, float] = {}
+        self._readings = gauges.Readings()
         self._account: dict[str, Any] = {}
         self._switches: list[str] = []
         self._memberships = 0
@@ -75,14 +77,15 @@ class ProgressLine(Callback):
             self._show(now)
 
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._gauges |= {key: value for key, value in metrics.items() if key.startswith(PREFIX)}
-        told = {key: value for key, value in metrics.items() if not key.startswith(PREFIX)}
-        self._metrics |= {key: value for key, value in told.items() if isinstance(value, int | float)}
-        if self._is_speaker() and told:
-            values = "  ".join(f"{key} {_number(value)}" for key, value in told.items())
+        self._metrics |= {key: value for key, value in metrics.items() if isinstance(value, int | float)}
+        if self._is_speaker() and metrics:
+            values = "  ".join(f"{key} {_number(value)}" for key, value in metrics.items())
             self._print(f"step {step:,}  {values}")
 
     def on_event(self, event: Event) -> None:
+        if event.kind == gauges.EVENT:
+            self._gauges |= self._readings.take(event.data)
+            return
         self._account |= {key: event.data[key] for key in (*_ACCOUNT, "restarts", "staleness") if key in event.data}
         if event.kind == "switch":
             self._switches.append(f"{event.data.get('to', '?')} at step {event.step:,}")

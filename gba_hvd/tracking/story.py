@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import harmonic_mean
 from typing import Any
 
 from gba_hvd.errors import BadInput
@@ -67,7 +68,11 @@ class Story:
 
 @dataclass(frozen=True)
 class InMode:
-    """What a mode was good for in a job. samples_per_s: mean over its points; None without a point."""
+    """What a mode was good for in a job.
+
+    samples_per_s: all samples over all time, so the harmonic mean of its points, which stand for about as many samples
+                   each; None without a point
+    """
 
     mode: str
     steps: int
@@ -82,8 +87,8 @@ def by_mode(story: Story) -> list[InMode]:
     found = []
     for mode in dict.fromkeys(span.mode for span in spans):
         own = [span for span in spans if span.mode == mode]
-        within = [p.value for p in rates if any(span.first < p.step <= span.last for span in own)]
-        mean = sum(within) / len(within) if within else None
+        within = [p.value for p in rates if p.value > 0 and any(span.first < p.step <= span.last for span in own)]
+        mean = harmonic_mean(within) if within else None
         found.append(InMode(mode, sum(span.last - span.first for span in own), len(own), mean))
     return found
 

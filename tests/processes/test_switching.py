@@ -1,0 +1,78 @@
+"""Switching a running job between allreduce and asynchronous modes changes no value (invariant 4).
+
+In lock-step (`lookahead=0`) the steps between two switches are those of allreduce mode, so the whole job must arrive
+where a job without a switch does. A switch from allreduce comes exactly at its step; one from an asynchronous mode when
+the coordinator, told after that step, has run dry.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from .alone import train_alone
+from .cluster import Cluster, assert_identical, assert_same_parameters, cluster
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+THERE_AND_BACK: dict[str, Any] = {"mode": "allreduce", "lookahead": 0, "switch_at": {4: "gba", 17: "allreduce"}}
+STEPS_OF_EPOCH = 11
+
+
+def switches_by_worker(job: Cluster) -> list[list[tuple[str, int]]]:
+    """(to, step) of every switch, for each worker."""
+    by_pid: dict[int, list[tuple[str, int]]] = {}
+    for line in job.notes("event"):
+        assert line["event"] != "switch_failed", line
+        if line["event"] == "switch":
+            by_pid.setdefault(line["pid"], []).append((line["to"], line["step"]))
+    return list(by_pid.values())
+
+
+def assert_there_and_back(switches: list[tuple[str, int]]) -> None:
+    (there, at), (back, later) = switches
+    assert (there, at, back) == ("gba", 4, "allreduce")
+    assert 17 <= later < 2 * STEPS_OF_EPOCH, "the switch back was to come within the second epoch"
+
+
+@pytest.mark.parametrize(
+    ("dense", "rows", "row_average"), [("Adam", "Adam", "global"), ("momentum", "RowAdagrad", "contributors")]
+)
+def test_there_and_back_is_bit_for_bit_as_if_nothing_happened(
+    tmp_path: Path, dense: str, rows: str, row_average: str
+) -> None:
+    plan = {"dense_optimizer": dense, "row_optimizer": rows, "row_average": row_average, "epochs": 3}
+    reference = train_alone(tmp_path / "allreduce", plan)
+    result = train_alone(tmp_path / "switching", plan, **THERE_AND_BACK)
+    assert_there_and_back([(to, step) for _, to, step in result.switches])
+    assert result.modes == {"allreduce", "gba"}
+    assert result.step == reference.step == 3 * STEPS_OF_EPOCH
+    assert_identical(result.arrays, reference.arrays)
+    assert_identical(result.optimizer_arrays, reference.optimizer_arrays)
+    assert result.samples == reference.samples
+
+
+def test_two_workers_there_and_back(reference: dict[str, np.ndarray], tmp_path: Path) -> None:
+    with cluster(tmp_path, gba=THERE_AND_BACK) as job:
+        job.run(lambda: job.start_static(2))
+        job.assert_every_sample_once(epochs=2)
+        first, second = switches_by_worker(job)
+        assert first == second, "the workers did not switch at the same steps"
+        assert_there_and_back(first)
+        assert_same_parameters(job.arrays(), reference)
+
+
+def test_switches_through_every_mode_account_for_every_sample(tmp_path: Path) -> None:
+    """Steps of async and hop modes are of one micro-batch or a round, so their numbers run faster."""
+    at = {3: "gba", 8: "allreduce", 13: "bsp", 18: "async", 60: "gba", 85: "hop_bs", 125: "hop_bw", 145: "allreduce"}
+    with cluster(tmp_path, gba={"mode": "allreduce", "switch_at": at}, epochs=6) as job:
+        job.run(lambda: job.start_static(2))
+        job.assert_every_sample_once(epochs=6)
+        first, second = switches_by_worker(job)
+        assert first == second, "the workers did not switch at the same steps"
+        reached = iter(mode for mode, _ in first)
+        for mode in at.values():  # one asynchronous mode is left for another through allreduce
+            assert mode in reached, f"{mode} was not reached, or not in turn: {first}"
+        assert job.result()["mode"] == "allreduce"

@@ -11,11 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from gba_hvd_tools import mlflow_command
+from gba_hvd_tools import cli, mlflow_command
 
 from gba_hvd.errors import BadInput
-from gba_hvd.tracking import MLflowCallback
+from gba_hvd.tracking import MLflowCallback, gauges
 from gba_hvd.tracking.spool import all_records, read_status
+from gba_hvd.tracking.story import read
 from tests.tracking.conftest import (
     Server,
     Worker,
@@ -30,6 +31,7 @@ from tests.tracking.conftest import (
     step,
     wait_until,
 )
+from tests.tracking.told_job import tell
 
 pytestmark = [
     pytest.mark.processes,
@@ -76,6 +78,45 @@ def test_a_run_ends_as_the_job_ended(database: str, tmp_path: Path, status: str,
     }
     assert json.loads(artifact(database, run, "config.json", tmp_path / "down")) == {"hidden": [8]}
     assert not (tmp_path / "spool").exists()
+
+
+def test_a_job_that_switched_modes_is_read_back_as_it_was(
+    database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    callback = MLflowCallback(
+        tracking_uri=database,
+        spool_dir=tmp_path / "spool",
+        log_every_steps=20,
+        system_metrics=False,
+        run_name="slow w2",
+    )
+    tell([callback], job_id="told")
+    callback.on_end("FINISHED", None)
+
+    run = only_run(database, "told")
+    assert artifact_names(database, run) >= {"workers.png", "staleness.png", "throughput.png"}
+    assert run.data.tags["gba_hvd.event.switch"].startswith("step 300: gba -> allreduce: ")
+    for name in (run.info.run_id, "told", "slow w2"):
+        story = read(name, database)
+        assert (story.job_id, story.status, story.title) == ("told", "FINISHED", "slow w2")
+        assert [(span.first, span.last, span.mode) for span in story.spans] == [
+            (0, 120, "allreduce"), (120, 300, "gba"), (300, 400, "allreduce")
+        ]  # fmt: skip
+        assert sum(story.staleness.values()) == 6 * 180
+        assert {gauges.pace_of(rank) for rank in range(3)} <= story.history.keys()
+    with pytest.raises(
+        BadInput, match=rf"no run, job or file is called 'tolt' .*newest runs .*\n(.*\n)*  {run.info.run_id}"
+    ):
+        read("tolt", database)
+    capsys.readouterr()
+    assert cli.main(["report", "told", "--tracking-uri", database, "--out", str(tmp_path / "page.html")]) == 0
+    assert "worker 2 takes 6.1x the median" in (tmp_path / "page.html").read_text()
+
+
+def test_a_store_that_is_not_there_is_said_and_not_made(tmp_path: Path):
+    with pytest.raises(BadInput, match="it holds no runs"):
+        read("any", f"sqlite:///{tmp_path}/none.db")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_job_killed_outright_is_failed_and_its_last_records_arrive(database: str, tmp_path: Path):

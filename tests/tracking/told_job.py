@@ -1,15 +1,18 @@
-"""Records of a job that saw everything: both modes, switches, a dead worker, drops. As its spool, or told to callbacks."""
+"""A job that saw everything, told to callbacks: both modes, switches with reasons, a worker that left, drops."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections.abc import Iterable
+from typing import Any
 
 from gba_hvd.callbacks import Callback, Event, Job, StepRecord
-from gba_hvd.tracking.gauges import gauges
 
-STALENESS = {0: 700, 1: 150, 2: 40, 3: 8, 4: 2, 6: 3}
+SWITCHES = {
+    120: ("allreduce", "gba", "worker 2 takes 6.1x the median, predicted 2.4x faster for 5 steps"),
+    300: ("gba", "allreduce", "gba is predicted 1.02x as fast, the limit is 1.05x"),
+}
 
 
 def tell(callbacks: Iterable[Callback], n_steps: int = 400, job_id: str = "ctr-42") -> None:
@@ -20,25 +23,25 @@ def tell(callbacks: Iterable[Callback], n_steps: int = 400, job_id: str = "ctr-4
     for callback in heard:
         callback.on_job(job)
     counted: dict[int, int] = {}
+    data: dict[str, Any]
     dropped = 0
-    switch_at = {120: ("allreduce", "gba", "to gba: worker 2 takes 6.1x the median, predicted 2.4x faster for 5 steps"),
-                 300: ("gba", "allreduce", "to allreduce: gba is predicted 1.02x as fast, the limit is 1.05x")}  # fmt: skip
     for k in range(1, n_steps + 1):
         slow, mode = 100 < k <= 290, "gba" if 120 < k <= 300 else "allreduce"
         workers = 2 if k > 330 else 3
         rate = 40_000 if not slow else 8_000 if mode == "allreduce" else 31_000
         seconds = [(rank, (0.06 if rank == 2 and slow else 0.01) * draw.uniform(0.9, 1.1)) for rank in range(workers)]
         if mode == "gba":
-            before = dict(counted)
             for _ in range(6):
                 late = min(int(draw.expovariate(1.2)), 6)
                 counted[late] = counted.get(late, 0) + 1
                 dropped += 512 * (late > 4)
-            readings = gauges(
-                counted, before, dropped=dropped, lost=0, refused=0, reissued=int(k > 200), seconds=seconds
-            )
+            data = {
+                "seconds": {str(rank): s for rank, s in seconds},
+                "staleness": {str(s): n for s, n in counted.items()},
+            }
+            data |= {"dropped": dropped, "lost": 0, "refused": 0, "reissued": int(k > 200)}
             for callback in heard:
-                callback.on_metrics(k, readings)
+                callback.on_event(Event("rates", k, "how long the workers take", data))
         loss = 0.4 + 0.3 * math.exp(-k / 80) + draw.gauss(0, 0.01)
         record = StepRecord(
             k, k // 200, 3072, 3072 * k - dropped, 3072 / rate * draw.uniform(0.9, 1.1), workers, mode, loss
@@ -49,8 +52,8 @@ def tell(callbacks: Iterable[Callback], n_steps: int = 400, job_id: str = "ctr-4
             for callback in heard:
                 callback.on_metrics(k, {"valid_auc": 0.8 - 0.1 * math.exp(-k / 120)})
         events = []
-        if k in switch_at:
-            was, to, reason = switch_at[k]
+        if k in SWITCHES:
+            was, to, reason = SWITCHES[k]
             data = {"from": was, "to": to, "seconds": 0.0123, "reason": reason}
             events.append(Event("switch", k, f"{was} -> {to}: {reason}", data))
         if k == 330:

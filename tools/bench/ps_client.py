@@ -11,6 +11,7 @@ import json
 import multiprocessing as mp
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,9 +21,20 @@ from typing import Any, Protocol
 
 import numpy as np
 import psutil
+import torch
+
+import gba_hvd
+from gba_hvd import state_codec, torch_optimizers
+from gba_hvd.gba import Ahead, GbaMode, Session
+from gba_hvd.gradients import DenseGradients, RowGrad
+from gba_hvd.ps import process, protocol, transport
+from gba_hvd.ps.client import Client
+from gba_hvd.shard.memory import ShardMemory
+from gba_hvd.tokens import Discipline
 
 from .ps import CONTESTANTS, DIM, N_ROWS
 
+N_SAMPLES = 10**9  # of the epoch that the leases are on: it does not end
 N_REQUESTS = 16  # different ones, cycled
 LEARNING_RATE = 1e-3
 
@@ -99,10 +111,63 @@ def split(ids: np.ndarray, servers: int) -> list[np.ndarray]:
 # --- ours ------------------------------------------------------------------------------------------------------------
 
 
+class Ours:
+    """A worker of gba mode, as if on another host. A push is acknowledged, reported and, every eighth, applied."""
+
+    def __init__(self, mode: GbaMode, pids: Sequence[int]) -> None:
+        self._mode, self.pids = mode, pids
+        self._leases = Ahead(lambda: mode.ask(0, N_SAMPLES, [0.0, LEARNING_RATE], 0, lambda: True))
+
+    def pull(self, ids: np.ndarray) -> Any:
+        return self._mode.fetch_rows([ids])[0]
+
+    def push(self, ids: np.ndarray, grads: np.ndarray) -> None:
+        lease = self._leases.next().lease
+        assert lease is not None
+        self._mode.push(lease, [[RowGrad(ids, grads)]], None, 0.0, "")
+        self._mode.flush()
+
+    def close(self) -> None:
+        self._leases.close()
+        self._mode.close()
+
+
 @contextmanager
 def ours(servers: int) -> Iterator[Endpoint]:
-    raise NotImplementedError("the companion servers have no client for another host yet")
-    yield  # a generator nonetheless
+    here, elsewhere = 1, 2  # the servers' host, and the host that this client says it is on
+    key = transport.new_key()
+    with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-", dir="/dev/shm") as base:
+        tables = gba_hvd.EmbeddingTables({"t": (N_ROWS, DIM)}, gba_hvd.SGD(lr=LEARNING_RATE), shard_dir=base)
+        layout = tables.layout
+        tables.memory = memory = ShardMemory.create_or_open(Path(base), "bench", layout, grace_s=1.0)
+        for shard in range(layout.n_shards):
+            memory.init_shard(shard, 0)
+        process.write_settings(memory.folder, "bench", key, layout, tables.optimizer)
+        endpoints = [process.endpoint(memory.folder, i, here, 60.0) for i in range(servers)]
+        shard_servers = tuple(shard % servers for shard in range(layout.n_shards))
+        session = Session(1, "gba", "bench", key, tuple(endpoints), shard_servers, (0,), "global")
+        parameter = torch.zeros(1, requires_grad=True)
+        spec = torch_optimizers.spec_of(torch.optim.SGD([parameter], lr=0.0))
+        client = Client("bench", key, endpoints, elsewhere, memory.folder, 60.0)
+        client.start()
+        for me in range(servers):
+            tensors: list[tuple[str, list[int], int]] = [("p", [1], 0)] if me == 0 else []
+            enter = protocol.Enter(
+                1, endpoints, me, list(shard_servers), protocol.Position(), N_SAMPLES, 8, 1,
+                vars(Discipline()).copy(), "global", LEARNING_RATE, [0.0], tensors, spec,
+            )  # fmt: skip
+            values = np.zeros(len(tensors), np.float32)
+            client.call(me, enter, [values, state_codec.encode([{}] * len(tensors))])
+        client.close()
+        mode = GbaMode(session, 1, 0, elsewhere, os.getpid(), tables, DenseGradients([parameter], 1), 60.0)
+        mode.start()
+        pids = [process.pid_of(memory.folder, i) for i in range(servers)]
+        endpoint = Ours(mode, [pid for pid in pids if pid is not None])
+        try:
+            yield endpoint
+        finally:
+            endpoint.close()
+            memory.close()
 
 
 # --- local memory ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,512 @@
+"""A real companion server: what bad messages, full buffers, kills and blocked ports do to it, and what they do not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import zmq
+
+from gba_hvd.errors import GbaError
+from gba_hvd.ps import process, protocol, transport
+from gba_hvd.ps.client import Client, ServerLost
+from gba_hvd.ps.protocol import (
+    Apply,
+    Done,
+    Given,
+    GivenLease,
+    Ok,
+    PlannedMember,
+    PullDense,
+    PullRows,
+    Push,
+    Refused,
+    Rows,
+    Status,
+    StatusReport,
+)  # fmt: skip
+from gba_hvd.shard.layout import Layout
+from tools import fuzz_server
+from tools.fuzz_server import GENERATION, LR, N_DENSE, N_SHARDS, ROW_LR, TABLES, WORKER, Host, Peer
+
+from .cluster import wait_for
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+LAYOUT = Layout.of(TABLES, (), N_SHARDS, seed=3, init_std=0.1)
+BEGIN = np.arange(N_DENSE, dtype=np.float32)
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    """A server in the midst of an asynchronous mode, with one push in its buffer."""
+    served = Host(tmp_path_factory.mktemp("memory"), job="job")
+    peer = served.peer()
+    peer.ask(*fuzz_server.enter(served.endpoints))
+    peer.send(fuzz_server.a_beat())
+    given = fuzz_server.lease(peer, 1)
+    assert isinstance(fuzz_server.push(peer, given, fuzz_server.gradients(served.layout)[0]), Ok)
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def unchanged(host: Host) -> Iterator[Host]:
+    """Whatever the test does, the server stays up, and no byte of any row, dense value or the ledger changes."""
+    before, pid = host.everything(), host.pid()
+    yield host
+    answer, _ = host.peer().ask(Status())
+    assert isinstance(answer, StatusReport)
+    assert host.pid() == pid
+    assert host.everything() == before
+    assert "Traceback" not in host.log()
+
+
+# --- bad messages ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", sorted(fuzz_server.bad_envelopes("job")))
+def test_what_is_no_message_of_this_job_is_refused(unchanged: Host, what: str) -> None:
+    for pull in (False, True):
+        peer = unchanged.peer(pull=pull)
+        peer.post(fuzz_server.bad_envelopes("job")[what])
+        envelope = protocol._envelope.decode(peer.socket.recv_multipart()[0])
+        assert isinstance(protocol.decode_answer(envelope), Refused)
+
+
+@pytest.mark.parametrize("what", sorted(fuzz_server.bad_pushes(LAYOUT)))
+def test_a_bad_push_is_refused(unchanged: Host, what: str) -> None:
+    body = Push(WORKER, GENERATION, 1, 2)
+    answer, _ = unchanged.peer().ask(body, fuzz_server.bad_pushes(LAYOUT)[what])
+    assert isinstance(answer, Refused)
+    assert not answer.again
+    assert answer.kind == ("NotFinite" if what.startswith(("NaN", "inf")) else "ProtocolError"), answer.why
+
+
+@pytest.mark.parametrize("what", sorted(fuzz_server.bad_requests(LAYOUT, [])))
+def test_a_bad_request_is_refused(unchanged: Host, what: str) -> None:
+    body, frames = fuzz_server.bad_requests(unchanged.layout, unchanged.endpoints)[what]
+    answer, _ = unchanged.peer(local=False).ask(body, frames)
+    assert isinstance(answer, Refused)
+    assert answer.why
+
+
+@pytest.mark.parametrize("what", sorted(fuzz_server.bad_pulls(LAYOUT)))
+def test_a_bad_pull_is_refused(unchanged: Host, what: str) -> None:
+    peer = unchanged.peer(local=False, pull=True)
+    answer, _ = peer.ask(PullRows(GENERATION), fuzz_server.bad_pulls(LAYOUT)[what])
+    assert isinstance(answer, Refused)
+
+
+def test_a_non_finite_gradient_is_named(unchanged: Host) -> None:
+    frames = fuzz_server.bad_pushes(LAYOUT)
+    dense, _ = unchanged.peer().ask(Push(WORKER, GENERATION, 1, 2), frames["infinity in a dense tensor"])
+    row, _ = unchanged.peer().ask(Push(WORKER, GENERATION, 1, 2), frames["NaN in a row"])
+    assert isinstance(dense, Refused)
+    assert "gradient of w " in dense.why
+    assert isinstance(row, Refused)
+    assert "row 0 of table 'user'" in row.why
+
+
+def test_random_messages_for_some_seconds(tmp_path: Path) -> None:
+    counts = fuzz_server.fuzz(tmp_path, seconds=2, seed=11)
+    assert counts["rounds"] >= 1
+    assert counts["answers"] > 50
+
+
+# --- who gets in -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mechanism", ["NULL", "PLAIN", "another key", "the server's key, another client's"])
+def test_a_process_without_the_key_gets_nothing_over_tcp(unchanged: Host, mechanism: str) -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    if mechanism == "another key":
+        endpoint = unchanged.endpoints[0]
+        stranger = transport.connect(context, transport.new_key(), address=endpoint.address, port=endpoint.control)
+    else:
+        stranger = context.socket(zmq.DEALER)
+        if mechanism == "PLAIN":
+            stranger.plain_username, stranger.plain_password = b"operator", b"password"
+        elif mechanism != "NULL":
+            stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
+            stranger.curve_serverkey = transport.key_pair(unchanged.key, "server")[0]
+        stranger.connect(f"tcp://{unchanged.endpoints[0].address}:{unchanged.endpoints[0].control}")
+    try:
+        stranger.send(protocol.encode("job", 1, Status()))
+        answer, _ = unchanged.peer(local=False).ask(Status())  # with the key: at once
+        assert isinstance(answer, StatusReport)
+        assert not stranger.poll(1500)
+    finally:
+        stranger.close(linger=0)
+        context.term()
+
+
+# --- limits ----------------------------------------------------------------------------------------------------------
+
+
+def test_limits_hold_and_others_are_served_meanwhile(tmp_path: Path) -> None:
+    limit = 600_000
+    host = Host(tmp_path, job="limits", buffer_bytes=limit)
+    silent: list[socket.socket] = []
+    try:
+        peer = host.peer()
+        body, frames = fuzz_server.enter(host.endpoints)
+        assert peer.ask(body, frames)[0] == Ok()
+        for _ in range(50):  # connected, and not a word
+            silent.append(socket.create_connection((host.endpoints[0].address, host.endpoints[0].control)))
+        memory_before = psutil.Process(host.pid()).memory_info().rss
+
+        giant = host.peer(local=False)
+        giant.post(protocol.encode("limits", 1, Push(WORKER, GENERATION, 0, 1)), bytes(limit + 1), b"")
+        assert not giant.socket.poll(500), "an oversized frame is not answered: the connection is cut"
+
+        rows = np.zeros(2 * 50_000, dtype=np.float32)  # large, and no row message
+        refused = [peer.ask(Push(WORKER, GENERATION, 0, 1), [bytes(4 * N_DENSE), rows])[0] for _ in range(5)]
+        assert {answer.kind for answer in refused if isinstance(answer, Refused)} == {"ProtocolError"}
+
+        deaf = host.peer(pull=True)
+        keys = [np.zeros(9000, np.int64), np.zeros(9000, np.int64)]  # answered with 432,000 bytes
+        for _ in range(200):
+            try:
+                deaf.send(PullRows(GENERATION), keys)
+            except zmq.Again:  # the server takes no more from a peer that takes nothing itself
+                break
+        assert isinstance(host.peer(pull=True).ask(PullRows(GENERATION), [k[:3] for k in keys])[0], Rows)
+        assert isinstance(peer.ask(Status())[0], StatusReport)
+        grown = psutil.Process(host.pid()).memory_info().rss - memory_before
+        assert grown < 150e6, f"{grown:,} bytes"
+    finally:
+        for each in silent:
+            each.close()
+        host.close()
+
+
+def test_a_full_buffer_refuses_for_now_and_says_what_is_full(tmp_path: Path) -> None:
+    push_bytes = sum(frame.nbytes for frame in fuzz_server.gradients(LAYOUT)[0])
+    host = Host(tmp_path, job="full", buffer_bytes=push_bytes + 2000)
+    try:
+        peer = host.peer()
+        peer.ask(*fuzz_server.enter(host.endpoints))
+        peer.send(fuzz_server.a_beat())
+        leases = [fuzz_server.lease(peer, request) for request in (1, 2)]
+        padded = [fuzz_server.gradients(host.layout)[0] for _ in leases]
+        keep = [np.concatenate([frames[1]]) for frames in padded]
+        assert fuzz_server.push(peer, leases[0], [padded[0][0], keep[0]]) == Ok()
+        for extra in range(1, 12):  # the same micro-batch under other serials: nobody will ask for them
+            answer = fuzz_server.push(peer, GivenLease(0, 1000 + extra, 0, 8), [padded[0][0], keep[0]])
+            if isinstance(answer, Refused):
+                break
+        assert isinstance(answer, Refused)
+        assert answer.again
+        assert "buffer_bytes" in answer.why
+    finally:
+        host.close()
+
+
+# --- kills -----------------------------------------------------------------------------------------------------------
+
+# Serves like `gba_hvd.ps.server.main`, but dies at one exact place of the real code, the first time it comes there.
+_DIES = """
+import fcntl, os, signal, sys
+from pathlib import Path
+folder, index, point = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+lock = open(folder / f"ps-{index}.lock", "a")
+fcntl.flock(lock, fcntl.LOCK_EX)
+from gba_hvd.ps import server
+from gba_hvd.ps.coordinator import Coordinator
+from gba_hvd.ps.dense import DensePart
+from gba_hvd.ps.part import Part
+from gba_hvd.shard.memory import ShardMemory
+owner, name, before = {
+    "before the step": (Part, "_apply", True),
+    "rows begun": (ShardMemory, "begin", False),
+    "rows done": (ShardMemory, "finish", False),
+    "dense done": (DensePart, "step_", False),
+    "before it counts": (Coordinator, "applied", True),
+    "push stored": (Part, "push", False),
+    "entered": (Part, "begin", False),
+}[point]
+method = getattr(owner, name)
+def dying(*args, **kwargs):
+    if before: os.kill(os.getpid(), signal.SIGKILL)
+    method(*args, **kwargs)
+    os.kill(os.getpid(), signal.SIGKILL)
+setattr(owner, name, dying)
+server.main(folder, index)
+"""
+
+
+def replace_by_one_that_dies(host: Host, point: str, index: int = 0) -> subprocess.Popen[bytes]:
+    old = host.pid(index)
+    with open(host.folder / f"ps-{index}.log", "ab") as log:
+        dying = subprocess.Popen(
+            [sys.executable, "-c", _DIES, str(host.folder), str(index), point], stdout=log, stderr=log
+        )
+    time.sleep(0)  # it waits for the lock, which the old server's end releases
+    os.kill(old, signal.SIGKILL)
+    wait_for(lambda: process.pid_of(host.folder, index) == dying.pid, "the server that will die")
+    return dying
+
+
+def restarted(host: Host, dead: int, index: int = 0) -> None:
+    """A successor serves."""
+
+    def serves() -> bool:
+        process.ensure_running(host.folder, index)
+        return process.pid_of(host.folder, index) not in (None, dead)
+
+    wait_for(serves, f"a successor; the log: {host.log(index)}")
+
+
+def finish_epoch(peer: Peer, layout: Layout, first_request: int) -> dict[str, Any]:
+    """Take and push whatever is left of the epoch; returns the account."""
+    request = first_request
+    peer.send(fuzz_server.a_beat())
+    while True:
+        answer, _ = peer.ask(fuzz_server.an_ask(request))
+        assert isinstance(answer, Given), answer
+        if answer.instead == "finished":
+            return answer.position.account
+        if answer.lease is None:
+            continue
+        assert fuzz_server.push(peer, answer.lease, fuzz_server.gradients(layout)[0]) == Ok()
+        assert isinstance(fuzz_server.done(peer, answer.lease), Ok)
+        request += 1
+
+
+@pytest.mark.parametrize(
+    ("point", "steps_of_dense", "missed"),
+    [
+        ("push stored", 4, 0),
+        ("before the step", 4, 0),
+        ("rows begun", 3, N_SHARDS + 1),
+        ("rows done", 3, 1),
+        ("dense done", 4, 0),
+        ("before it counts", 4, 0),
+    ],
+)
+def test_a_killed_server_goes_on_where_it_stopped(tmp_path: Path, point: str, steps_of_dense: int, missed: int) -> None:
+    host = Host(tmp_path, job="killed")
+    try:
+        first = host.peer()
+        first.ask(*fuzz_server.enter(host.endpoints))
+        rows_before = host.memory.flat.copy()
+        dying = replace_by_one_that_dies(host, point)
+        first.send(fuzz_server.a_beat())
+        for request in (1, 2):
+            given = fuzz_server.lease(first, request)
+            first.send(Push(WORKER, GENERATION, given.micro, given.serial), fuzz_server.gradients(host.layout)[0])
+            first.send(Done(WORKER, GENERATION, given.micro, given.serial))
+            if point == "push stored":
+                break
+        assert dying.wait(60) == -signal.SIGKILL
+        restarted(host, dying.pid)
+
+        account = finish_epoch(host.peer(), host.layout, first_request=10)
+        assert account["total"] == account["applied"] == 64
+        assert account["shard_steps_missed"] == missed
+        step, values = host.dense()
+        assert step == 4
+        np.testing.assert_array_equal(values, BEGIN - np.float32(LR * steps_of_dense))
+        changed = (host.memory.flat - rows_before)[np.abs(host.memory.flat - rows_before) > 1e-6]
+        steps_of_rows = 3 if point == "rows begun" else 4
+        marks_and_counters = changed < 0  # rows went down by their gradient; counters and marks went up
+        np.testing.assert_allclose(changed[marks_and_counters], -ROW_LR * steps_of_rows, rtol=1e-5)
+    finally:
+        host.close()
+
+
+def test_a_server_killed_while_it_takes_over_takes_over_when_asked_again(tmp_path: Path) -> None:
+    host = Host(tmp_path, job="entering")
+    try:
+        dying = replace_by_one_that_dies(host, "entered")
+        peer = host.peer()
+        body, frames = fuzz_server.enter(host.endpoints)
+        peer.send(body, frames)
+        assert dying.wait(60) == -signal.SIGKILL
+        restarted(host, dying.pid)
+        assert host.peer().ask(body, frames)[0] == Ok()
+        assert finish_epoch(host.peer(), host.layout, 1)["applied"] == 64
+    finally:
+        host.close()
+
+
+def test_a_port_that_was_taken_meanwhile_is_named(tmp_path: Path) -> None:
+    host = Host(tmp_path, job="port")
+    client = Client(host.job, host.key, host.endpoints, 0, host.folder, timeout_s=100)
+    try:
+        os.kill(host.pid(), signal.SIGKILL)
+        endpoint = host.endpoints[0]
+        with socket.socket() as taken:
+
+            def take() -> bool:
+                try:
+                    taken.bind((endpoint.address, endpoint.control))
+                except OSError:
+                    return False
+                return True
+
+            wait_for(take, "the port")
+            taken.listen()
+            client.start()
+            with pytest.raises(ServerLost, match=f"cannot listen at {endpoint.address}:{endpoint.control}"):
+                client.call(0, Status())
+            (host.folder / "ps-0.address").rename(host.folder / "kept")
+            with pytest.raises(GbaError, match="another process took the port"):
+                process.endpoint(host.folder, 0, 0, 60)
+            (host.folder / "kept").rename(host.folder / "ps-0.address")
+        restarted(host, host.pid())  # the port is free again
+        assert isinstance(client.call(0, Status()).body, StatusReport)
+    finally:
+        client.close()
+        host.close()
+
+
+def test_a_step_that_cannot_be_applied_is_over_and_the_workers_are_told(tmp_path: Path) -> None:
+    host = Host(tmp_path, job="overflow")
+    try:
+        peer = host.peer()
+        peer.ask(*fuzz_server.enter(host.endpoints))
+        before = host.everything()
+        fuzz_server.train_a_step(peer, host.layout, 1, value=3e38)  # finite, but not the sum of two
+        answer, _ = peer.ask(fuzz_server.an_ask(3))
+        assert isinstance(answer, Refused)
+        assert answer.kind == "failed"
+        assert "step 1 could not be applied" in answer.why
+        step, values = host.dense()
+        assert step == 1
+        np.testing.assert_array_equal(values, BEGIN)
+        weights = np.frombuffer(before[0], np.float32)
+        assert np.isfinite(host.memory.flat[1024:]).all()
+        assert len(weights) == len(host.memory.flat)
+    finally:
+        host.close()
+
+
+# --- several servers -------------------------------------------------------------------------------------------------
+
+
+def train_with(peers: list[Peer], layout: Layout, owner: list[int], first_request: int, steps: int) -> dict[str, Any]:
+    """Whole steps at several servers; returns the account after the last."""
+    answer: Any = None
+    peers[0].send(fuzz_server.a_beat())
+    for request in range(first_request, first_request + 2 * steps):
+        given = fuzz_server.lease(peers[0], request)
+        for peer, frames in zip(peers, fuzz_server.gradients(layout, owner), strict=True):
+            assert fuzz_server.push(peer, given, frames) == Ok()
+        answer = fuzz_server.done(peers[0], given)
+        assert isinstance(answer, Ok)
+    return answer.position.account if answer.position is not None else {}
+
+
+def test_two_servers_of_one_memory_apply_every_step_and_outlive_a_kill(tmp_path: Path) -> None:
+    owner = [0, 1, 0]
+    host = Host(tmp_path, job="two", n_servers=2)
+    try:
+        peers = [host.peer(i) for i in (0, 1)]
+        for me, peer in enumerate(peers):
+            assert peer.ask(*fuzz_server.enter(host.endpoints, me, owner))[0] == Ok()
+        train_with(peers, host.layout, owner, 1, steps=1)
+        wait_for(lambda: host.memory.marks().finished.min() == 1, "step 1 at both servers")
+
+        for index in (0, 1):  # the coordinator, then the other one
+            dead = host.pid(index)
+            os.kill(dead, signal.SIGKILL)
+            restarted(host, dead, index)
+            peers = [host.peer(i) for i in (0, 1)]
+            train_with(peers, host.layout, owner, 10 * (index + 1), steps=1)
+            step = index + 2
+            wait_for(lambda step=step: host.memory.marks().finished.min() == step, f"step {step}")
+
+        account = finish_with(peers, host.layout, owner, 30)
+        assert account["total"] == account["applied"] == 64
+        assert (host.memory.marks().finished == 4).all()
+        np.testing.assert_array_equal(host.dense(0)[1], BEGIN - np.float32(4 * LR))
+    finally:
+        host.close()
+
+
+def finish_with(peers: list[Peer], layout: Layout, owner: list[int], first_request: int) -> dict[str, Any]:
+    peers[0].send(fuzz_server.a_beat())
+    request = first_request
+    while True:
+        answer, _ = peers[0].ask(fuzz_server.an_ask(request))
+        assert isinstance(answer, Given), answer
+        if answer.instead == "finished":
+            return answer.position.account
+        if answer.lease is None:
+            continue
+        for peer, frames in zip(peers, fuzz_server.gradients(layout, owner), strict=True):
+            assert fuzz_server.push(peer, answer.lease, frames) == Ok()
+        assert isinstance(fuzz_server.done(peers[0], answer.lease), Ok)
+        request += 1
+
+
+def test_a_server_of_another_host_that_lost_a_push_costs_those_samples_and_no_more(tmp_path: Path) -> None:
+    owner = [0, 1, 0]
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    key = transport.new_key()
+    hosts = [Host(tmp_path / name, "hosts", number, key=key) for number, name in enumerate("ab")]
+    try:
+        endpoints = [host.endpoints[0] for host in hosts]
+        peers = [host.peer(local=False) for host in hosts]
+        for me, peer in enumerate(peers):
+            assert peer.ask(*fuzz_server.enter(endpoints, me, owner))[0] == Ok()
+        leases = [fuzz_server.lease(peers[0], request) for request in (1, 2)]
+        for given in leases:
+            for peer, frames in zip(peers, fuzz_server.gradients(LAYOUT, owner), strict=True):
+                assert fuzz_server.push(peer, given, frames) == Ok()
+        assert isinstance(fuzz_server.done(peers[0], leases[0]), Ok)
+        dead = hosts[1].pid()
+        os.kill(dead, signal.SIGKILL)  # with both pushes
+        restarted(hosts[1], dead)
+        assert isinstance(fuzz_server.done(peers[0], leases[1]), Ok)
+        peers = [host.peer(local=False) for host in hosts]
+        account = finish_with(peers, LAYOUT, owner, 10)
+        assert account["total"] == 64
+        assert account["lost"] == 16
+        assert account["applied"] == 48
+        np.testing.assert_array_equal(hosts[0].dense()[1], BEGIN - np.float32(4 * LR))
+    finally:
+        for host in hosts:
+            host.close()
+
+
+# --- repeats ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_sent_twice_counts_once(tmp_path: Path) -> None:
+    host = Host(tmp_path, job="twice")
+    try:
+        peer = host.peer()
+        body, frames = fuzz_server.enter(host.endpoints)
+        assert peer.ask(body, frames)[0] == peer.ask(body, frames)[0] == Ok()
+        peer.send(fuzz_server.a_beat())
+        leases = [fuzz_server.lease(peer, request) for request in (1, 1, 2, 2)]
+        assert leases[0] == leases[1]
+        assert leases[2] == leases[3]
+        for given in leases:
+            assert fuzz_server.push(peer, given, fuzz_server.gradients(host.layout)[0]) == Ok()
+        for given in leases:
+            assert isinstance(fuzz_server.done(peer, given), Ok)
+        late = fuzz_server.push(peer, leases[0], fuzz_server.gradients(host.layout, value=100.0)[0])
+        assert late == Ok()
+        again = Apply(GENERATION, 1, [PlannedMember(0, 1, 1.0)], 0.5, ROW_LR, [LR], 0)
+        assert peer.ask(again)[0] == protocol.Applied(1)
+        assert finish_epoch(peer, host.layout, 3)["total"] == 64
+        answer, frames = peer.ask(PullDense(GENERATION, -1))
+        assert answer == protocol.Dense(4)
+        np.testing.assert_array_equal(np.frombuffer(frames[0], np.float32), BEGIN - np.float32(4 * LR))
+        assert peer.ask(PullDense(GENERATION, 4))[1] == []
+    finally:
+        host.close()

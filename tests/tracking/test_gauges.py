@@ -1,0 +1,185 @@
+"""Readings between events: worked out from counters, thinned to points, and read by a person."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gba_hvd.callbacks import Event, StepRecord
+from gba_hvd.tracking import MLflowCallback, ProgressLine
+from gba_hvd.tracking import gauges as g
+from gba_hvd.tracking.plots import MODE, THROUGHPUT
+from gba_hvd.tracking.story import Story, from_files
+from tests.tracking.conftest import event, job, step
+from tests.tracking.told_job import tell
+
+
+def test_staleness_is_that_of_the_micro_batches_since_the_last_reading():
+    readings = g.Readings()
+    readings.take({"staleness": {"0": 10, "1": 3}})
+    read = readings.take(
+        {"staleness": {"0": 10, "1": 4, "3": 2}, "dropped": 64, "lost": 0, "refused": 1, "reissued": 2}
+    )
+    assert read == {
+        g.STALENESS_MEAN: (1 * 1 + 3 * 2) / 3, g.STALENESS_MAX: 3,
+        g.DROPPED: 64, g.LOST: 0, g.REFUSED: 1, g.REISSUED: 2,
+    }  # fmt: skip
+
+
+def test_without_a_new_micro_batch_there_is_no_staleness_to_tell():
+    readings = g.Readings()
+    assert readings.take({"staleness": {"0": 5}}) == {g.STALENESS_MEAN: 0, g.STALENESS_MAX: 0}
+    assert readings.take({"staleness": {"0": 5}}) == {}
+
+
+def test_the_pace_of_a_worker_is_named_by_its_rank():
+    assert g.Readings().take({"seconds": {"0": 0.01, "2": 0.06, "3": 0.0}}) == {
+        "job/ms_per_micro_batch/rank_0": 10.0,
+        "job/ms_per_micro_batch/rank_2": 60.0,
+    }
+    assert g.rank_of(g.pace_of(17)) == 17
+    assert g.rank_of("job/ms_per_micro_batch/rank_") is g.rank_of("train/loss") is None
+
+
+def test_several_readings_make_one_point():
+    assert g.point_of(g.STALENESS_MEAN, [1.0, 2.0]) == 1.5
+    assert g.point_of(g.pace_of(0), [10.0, 20.0]) == 15.0
+    assert g.point_of(g.STALENESS_MAX, [4.0, 1.0]) == 4.0
+    assert g.point_of(g.DROPPED, [64.0, 128.0]) == 128.0
+
+
+def test_a_histogram_is_read_as_words():
+    assert g.whole_numbers({"10": 1, "2": 0, "0": 3}) == {0: 3, 10: 1}
+    assert g.staleness_words({0: 3, 10: 1}) == "mean 2.50, max 10 (0: 75%, 10: 25%)"
+    assert g.staleness_words({0: 9999, 1: 1}) == "mean 0.00, max 1 (0: 100%, 1: <1%)"
+    many = g.staleness_words(dict.fromkeys(range(20), 1))
+    assert many.count("%") == 6
+
+
+# --- the progress line -----------------------------------------------------------------------------------------------
+
+
+def rates(k: int = 1, **data: Any) -> Event:
+    return Event("rates", k, "seconds per micro-batch by worker: ...", data)
+
+
+def lines_of(*told: StepRecord | Event) -> list[str]:
+    stream = io.StringIO()
+    progress = ProgressLine(stream=stream, clock=lambda: 0.0)
+    progress.on_job(job("j"))
+    for one in told:
+        if isinstance(one, Event):
+            progress.on_event(one)
+        else:
+            progress.on_step(one)
+    progress.on_end("FINISHED", None)
+    return stream.getvalue().splitlines()
+
+
+def test_in_asynchronous_modes_the_line_tells_staleness_and_drops():
+    record = StepRecord(7, 0, 64, 448, 0.01, 3, "gba", 0.5)
+    reading = rates(seconds={"0": 0.01}, staleness={"0": 3, "2": 1}, dropped=1280)
+    assert lines_of(reading, record)[0].endswith("3 workers  gba, staleness 0.50, 1,280 samples dropped")
+    assert lines_of(rates(dropped=0), record)[0].endswith("3 workers  gba")
+    assert lines_of(reading, step(7))[0].endswith("1 worker  allreduce")
+
+
+def test_readings_are_no_lines_of_their_own():
+    assert [line.split()[0] for line in lines_of(rates(seconds={"0": 0.01}), step(7))] == [
+        "step",
+        "finished:",
+        "samples:",
+    ]
+
+
+def test_the_summary_tells_of_switches_and_staleness():
+    switch = Event("switch", 4, "allreduce -> gba: slow", {"from": "allreduce", "to": "gba"})
+    finished = Event("finished", 7, "finished", {"staleness": {"0": 3, "1": 1}})
+    lines = lines_of(step(7), switch, finished)
+    assert lines[-2:] == ["switches: gba at step 4", "staleness: mean 0.25, max 1 (0: 75%, 1: 25%)"]
+
+
+# --- points ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MLflowCallback:
+    """Writes its spool; nothing sends it."""
+    monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
+    return MLflowCallback(spool_dir=tmp_path / "spool", log_every_steps=10, system_metrics=False)
+
+
+def told(callback: MLflowCallback) -> Story:
+    assert callback.spool is not None
+    return from_files(callback.spool)
+
+
+def steps_of(callback: MLflowCallback, key: str) -> list[int]:
+    return [point.step for point in told(callback).history.get(key, ())]
+
+
+def test_readings_come_with_the_points(quiet: MLflowCallback):
+    quiet.on_job(job("j"))
+    for k in range(1, 21):
+        quiet.on_event(rates(k, seconds={"0": k / 1000}, dropped=k, staleness={str(s): 1 for s in range(k)}))
+        quiet.on_step(step(k))
+    story = told(quiet)
+    assert [(p.step, p.value) for p in story.history[g.pace_of(0)]] == [(10, 5.5), (20, 15.5)]
+    assert [p.value for p in story.history[g.DROPPED]] == [10, 20]
+    assert [p.value for p in story.history[g.STALENESS_MAX]] == [9, 19]
+    assert story.events == ()  # they would drown the others
+
+
+def test_no_point_is_missed_when_several_steps_are_heard_at_once(quiet: MLflowCallback):
+    quiet.on_job(job("j"))
+    for k in (3, 8, 13, 18, 23, 49, 51):
+        quiet.on_step(step(k))
+    assert steps_of(quiet, THROUGHPUT) == [13, 23, 49, 51]
+
+
+def test_a_worker_that_begins_in_the_middle_waits_for_the_next_point(quiet: MLflowCallback):
+    quiet.on_job(job("j"))
+    for k in range(105, 122):
+        quiet.on_step(step(k))
+    assert steps_of(quiet, THROUGHPUT) == [110, 120]
+
+
+def test_no_point_is_the_mean_of_two_modes(quiet: MLflowCallback):
+    quiet.on_job(job("j"))
+    for k in range(1, 21):
+        mode, seconds = ("gba", 0.01) if k > 14 else ("allreduce", 0.1)
+        quiet.on_step(StepRecord(k, 0, 64, 64 * k, seconds, 1, mode, 0.5))
+    history = told(quiet).history
+    assert [(p.step, round(p.value)) for p in history[THROUGHPUT]] == [(10, 640), (14, 640), (20, 6400)]
+    assert [p.value for p in history[MODE]] == [0, 0, 1]
+
+
+def test_a_worker_that_becomes_chief_tells_no_old_readings(quiet: MLflowCallback):
+    quiet.on_job(job("j", rank=1, size=2, leads_host=False))
+    quiet.on_event(rates(5, seconds={"0": 0.01}))
+    quiet.on_event(event("membership", 6))
+    quiet.on_job(job("j"))
+    quiet.on_step(step(10))
+    story = told(quiet)
+    assert [e["event"] for e in story.events] == ["membership"]
+    assert g.pace_of(0) not in story.history
+
+
+def test_a_switch_told_by_two_chiefs_is_one_switch(quiet: MLflowCallback):
+    quiet.on_job(job("j"))
+    quiet.on_event(Event("switch", 5, "allreduce -> gba: slow", {"to": "gba"}, unix_s=1.0))
+    quiet.on_event(Event("switch", 5, "allreduce -> gba: the chief's log has the reason", {"to": "gba"}, unix_s=2.0))
+    quiet.on_event(event("membership", 5, "one"))
+    quiet.on_event(event("membership", 5, "two"))
+    story = told(quiet)
+    assert [e["message"] for e in story.events] == ["allreduce -> gba: slow", "one", "two"]
+
+
+def test_a_whole_job_is_told_to_both_trackers(quiet: MLflowCallback):
+    stream = io.StringIO()
+    tell([quiet, ProgressLine(stream=stream)])
+    assert told(quiet).n_steps == 400
+    assert "[switch] step 120: allreduce -> gba: worker 2 takes 6.1x the median" in stream.getvalue()

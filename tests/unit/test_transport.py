@@ -1,0 +1,209 @@
+"""Sockets and the client on them: no request stays without an end, whatever answers or does not."""
+
+from __future__ import annotations
+
+import os
+import socket as sockets
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from gba_hvd.errors import GbaError
+from gba_hvd.ps import client as client_module
+from gba_hvd.ps import protocol, transport
+from gba_hvd.ps.client import Client, ServerLost
+from gba_hvd.ps.protocol import Answer, Beat, Endpoint, Ok, Refused, Request, Status, StatusReport
+
+KEY = b"k" * 32
+Reaction = Callable[[int, Request], list[bytes] | Answer | None]
+
+
+class Stub:
+    """A server of one thread: answers each request as it is told to."""
+
+    def __init__(self, folder: Path, react: Reaction) -> None:
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._gate = transport.Gate(self._context, KEY)
+        self.listener = transport.Listener(self._context, folder, "ps-0.control", "127.0.0.1", 0, KEY)
+        self.seen: list[tuple[int, Request]] = []
+        self._react, self._ended = react, False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for each in (self._gate.socket, self.listener.local, self.listener.tcp):
+            poller.register(each, zmq.POLLIN)
+        while not self._ended:
+            for each, _ in poller.poll(20):
+                if each is self._gate.socket:
+                    self._gate.serve()
+                    continue
+                peer, frames = transport.receive(each)
+                envelope = protocol.open_envelope(frames[0], "job")
+                request = protocol.decode_request(envelope)
+                self.seen.append((envelope.number, request))
+                answer = self._react(envelope.number, request)
+                if isinstance(answer, list):
+                    each.send_multipart([peer, *answer])
+                elif answer is not None:
+                    transport.send(each, peer, protocol.encode("job", envelope.number, answer))
+
+    def close(self) -> None:
+        self._ended = True
+        self._thread.join()
+        self._gate.close()
+        self.listener.close()
+        self._context.term()
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> Iterator[Callable[[Reaction], Stub]]:
+    made: list[Stub] = []
+
+    def make(react: Reaction) -> Stub:
+        made.append(Stub(tmp_path, react))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def a_client(folder: Path, stub: Stub | None = None, local: bool = True, timeout_s: float = 20.0) -> Client:
+    endpoint = Endpoint(0, 0, "127.0.0.1", stub.listener.port if stub else 1, 1)
+    return Client("job", KEY, [endpoint], 0 if local else 1, folder, timeout_s)
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_a_request_is_answered(tmp_path: Path, stub: Callable[[Reaction], Stub], local: bool) -> None:
+    client = a_client(tmp_path, stub(lambda number, request: StatusReport({"n": number})), local)
+    client.start()
+    assert client.call(0, Status()).body == StatusReport({"n": 1})
+    client.close()
+    client.close()
+
+
+def test_a_request_that_is_put_off_is_sent_again_and_the_reason_is_kept(
+    tmp_path: Path, stub: Callable[[Reaction], Stub]
+) -> None:
+    server = stub(lambda number, request: Refused("4 bytes of gradients wait already", again=True))
+    client = a_client(tmp_path, server, timeout_s=1.0)
+    client.start()
+    with pytest.raises(ServerLost, match="did not take Status: 4 bytes of gradients wait already"):
+        client.call(0, Status())
+    assert len(server.seen) > 1
+    client.close()
+
+
+def test_an_answer_of_another_version_ends_the_wait_and_not_the_thread(
+    tmp_path: Path, stub: Callable[[Reaction], Stub]
+) -> None:
+    answers: list[Any] = [[b"\xff\x00garbage"], [b"\x94\x00\xa3\x80ob"], Ok()]
+    client = a_client(tmp_path, stub(lambda number, request: answers.pop(0)))
+    client.start()
+    for _ in range(2):
+        with pytest.raises(ServerLost, match="not a message of this protocol"):
+            client.call(0, Status())
+    assert client.call(0, Status()).body == Ok()
+    client.close()
+
+
+def test_requests_that_wait_when_the_client_closes_fail(tmp_path: Path) -> None:
+    client = a_client(tmp_path)
+    client.start()
+    waiting = [client.send(0, Status()) for _ in range(3)]
+    client.close()
+    for future in [*waiting, client.send(0, Status())]:
+        with pytest.raises(ServerLost, match="closed"):
+            future.result(1)
+
+
+def test_a_client_that_was_never_started_can_be_closed(tmp_path: Path) -> None:
+    client = a_client(tmp_path)
+    future = client.send(0, Status())
+    client.close()
+    with pytest.raises(ServerLost):
+        future.result(1)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_kills_the_thread_is_told_to_all_requests(tmp_path: Path) -> None:
+    client = a_client(tmp_path)
+
+    def broken() -> Beat:
+        raise RuntimeError("no heart")
+
+    client.beat = broken
+    client.start()
+    with pytest.raises(ServerLost, match=r"no heart|closed"):
+        client.send(0, Status()).result(10)
+    client._thread.join(10)
+    with pytest.raises(ServerLost, match="the client's thread died of RuntimeError: no heart"):
+        client.send(0, Status()).result(10)
+    client.close()
+
+
+def test_what_is_asked_when_a_request_fails_fails_too(tmp_path: Path) -> None:
+    """A callback that sends the next request, while the thread ends."""
+    client = a_client(tmp_path)
+    client.start()
+    after: list[Any] = []
+    client.send(0, Status()).add_done_callback(lambda _: after.append(client.send(0, Status())))
+    client.close()
+    with pytest.raises(ServerLost):
+        after[0].result(1)
+
+
+def test_repeats_grow_rarer(tmp_path: Path) -> None:
+    request = client_module._Pending(0, False, [], "Status", client_module.Future(), deadline_s=0.0)
+    client = a_client(tmp_path)
+
+    class Nowhere:
+        def send_multipart(self, *args: Any, **kwargs: Any) -> None:
+            raise zmq.Again
+
+    pauses = []
+    for _ in range(6):
+        pauses.append(request.pause_s)
+        client._post({(0, False): Nowhere()}, request)
+    assert pauses == [1, 2, 4, 8, 8, 8]
+    client.close()
+
+
+def test_a_taken_port_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "_BIND_TRIES_S", 0.0)
+    context: zmq.Context[Any] = zmq.Context()
+    with sockets.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(GbaError, match=f"cannot listen at 127.0.0.1:{port}.*another process took the port"):
+            transport.Listener(context, tmp_path, "ps-0.control", "127.0.0.1", port, KEY)
+    context.destroy(linger=0)
+
+
+def test_a_peer_that_does_not_read_gets_no_more_large_answers(tmp_path: Path) -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    listener = transport.Listener(context, tmp_path, "s", "127.0.0.1", 0, KEY, unread_bytes=10 << 20)
+    folder_fd = os.open(tmp_path, os.O_RDONLY)
+    deaf = transport.connect(context, KEY, folder_fd=folder_fd, name="s")
+    deaf.send(b"hello")
+    peer, _ = transport.receive(listener.local)
+    large = np.zeros(1 << 20, np.uint8)
+    sent = [listener.answer(listener.local, peer, b"header", [large]) for _ in range(40)]
+    assert not all(sent), "40 MiB for a peer that reads nothing"
+    assert listener.answer(listener.local, peer, b"small", [])
+    for _ in range(sum(sent)):
+        assert len(deaf.recv_multipart()) == 2
+    while not listener.answer(listener.local, peer, b"header", [large]):
+        pass  # the room is given back a moment after the last byte was read
+    deaf.close(linger=0)
+    listener.close()
+    os.close(folder_fd)
+    context.destroy(linger=0)

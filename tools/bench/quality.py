@@ -1,0 +1,327 @@
+"""`gba-hvd bench quality`: what asynchronous training costs in AUC, with the same hyper-parameters in every mode.
+
+Each run is `examples/train_ctr.py` with three workers, whole epochs, and the switch (if any) in the middle. Where the
+mode is asynchronous one worker takes three times as long, so that gradients are stale. Rows already in the result file
+are kept and not run again, so a long measurement can be done in pieces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from typing import TYPE_CHECKING, Any
+
+from . import measure
+from .measure import Row, Variant
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+WORKERS = 3
+SLOW = {"kind": "slow", "worker": 2, "factor": 3.0}
+SEEDS = (2021, 2022, 2023)
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+KEY = ("dataset", "epochs", "protocol", "seed")  # what tells one row from another
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """One of the example configurations, and what is changed in it for every run alike.
+
+    n_train: samples of an epoch
+    """
+
+    config: str
+    epochs: int
+    n_train: int
+    global_batch: int
+    overrides: tuple[str, ...] = ()
+    needs_data: bool = False
+
+    def steps(self, epochs: int) -> int:
+        """Global steps of a run, counted in global batches."""
+        return epochs * math.ceil(self.n_train / self.global_batch)
+
+
+# Four micro-batches a step, so that all three workers have a share. No early stop: all runs see the same samples.
+DATASETS = {
+    "frappe": DataSet("frappe_deepfm", 12, 202_027, 4096, ("train.micro_batch=1024",), needs_data=True),
+    "synthetic": DataSet("synthetic", 3, 700_000, 2048, ("train.micro_batch=512",)),
+}
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """The mode at the start and, from the middle of training on, another one."""
+
+    mode: str
+    then: str | None = None
+
+    def overrides(self, half: int) -> list[str]:
+        switch = {half: self.then} if self.then else {}
+        return [f"switching.mode={self.mode}", f"switching.switch_at={json.dumps(switch)}"]
+
+    def faults(self, half: int) -> list[dict[str, Any]]:
+        """A slow worker while the mode is asynchronous; in allreduce it would change nothing but the time."""
+        if self.mode == "allreduce":
+            return [SLOW | {"from_step": half}] if self.then else []
+        return [SLOW | {"to_step": half}] if self.then else [dict(SLOW)]
+
+
+PROTOCOLS = {
+    "sync": Protocol("allreduce"),
+    "gba": Protocol("gba"),
+    "sync_to_gba": Protocol("allreduce", "gba"),
+    "gba_to_sync": Protocol("gba", "allreduce"),
+    "async": Protocol("async"),
+    "bsp": Protocol("bsp"),
+    "hop_bs": Protocol("hop_bs"),
+    "hop_bw": Protocol("hop_bw"),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training to be done."""
+
+    dataset: str
+    epochs: int
+    protocol: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.dataset}, {self.protocol}, seed {self.seed}"
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser("quality", help="AUC of every mode, with the same settings", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="rows in it are kept")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="frappe: the folder of its files")
+    names: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
+    parser.add_argument("--datasets", default=list(DATASETS), choices=DATASETS, help=", ".join(DATASETS), **names)
+    parser.add_argument("--protocols", default=list(PROTOCOLS), choices=PROTOCOLS, help=", ".join(PROTOCOLS), **names)
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), metavar="N")
+    parser.add_argument(
+        "--epochs", type=int, help="instead of " + ", ".join(f"{d.epochs} ({n})" for n, d in DATASETS.items())
+    )
+    parser.add_argument("--limit-minutes", type=float, default=math.inf, help="start no further run after so long")
+    parser.add_argument("--timeout", type=float, default=900.0, metavar="SECONDS", help="for one run")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    started = time.monotonic()
+    try:
+        check(args)
+        about = measure.machine()
+        rows = rows_of(args.out)
+    except measure.RunFailed as error:
+        print(f"gba-hvd: {error}", file=sys.stderr)
+        return 1
+    failures: dict[str, str] = {}
+    waiting = missing(planned(args.datasets, args.protocols, args.seeds, args.epochs), rows)
+    print(f"{len(rows)} rows in {args.out}, {len(waiting)} runs to do", flush=True)
+    for number, job in enumerate(waiting):
+        if time.monotonic() - started > 60 * args.limit_minutes:
+            print(f"no time left for {len(waiting) - number} runs; the same command goes on with them")
+            break
+        try:
+            row = train(job, args.data, args.timeout)
+        except measure.RunFailed as error:
+            failures[str(job)] = str(error)
+            print(f"gba-hvd: {job}: {error}", file=sys.stderr, flush=True)
+        else:
+            rows.append(row)
+            auc = "undefined" if row["auc"] is None else f"{row['auc']:.5f}"
+            print(f"{job}: AUC {auc} in {row['seconds']:.0f} s", flush=True)
+        write(args.out, about, rows, failures)
+    write(args.out, about, rows, failures)
+    show(rows)
+    print(f"written to {args.out}")
+    return 1 if failures else 0
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise RunFailed for what would otherwise fail after minutes."""
+    measure.check_writable(args.out)
+    if not EXAMPLES.is_dir():
+        raise measure.RunFailed(f"{EXAMPLES} is missing: run this from a clone of the repository")
+    if args.epochs is not None and args.epochs < 1:
+        raise measure.RunFailed(f"--epochs must be at least 1, got {args.epochs}")
+    for name in args.datasets:
+        if DATASETS[name].needs_data and (args.data is None or not args.data.exists()):
+            raise measure.RunFailed(
+                f"{name} needs its files: --data DIR, got {args.data} (or leave it out: --datasets)"
+            )
+
+
+def planned(datasets: Sequence[str], protocols: Sequence[str], seeds: Sequence[int], epochs: int | None) -> list[Run]:
+    """Seed by seed, so that what is there when time is over can be compared."""
+    return [
+        Run(dataset, epochs or DATASETS[dataset].epochs, protocol, seed)
+        for seed in seeds
+        for dataset in datasets
+        for protocol in protocols
+    ]
+
+
+def missing(runs: Sequence[Run], rows: Sequence[Row]) -> list[Run]:
+    """Those that have no row yet."""
+    done = {tuple(row[name] for name in KEY) for row in rows}
+    return [run for run in runs if tuple(getattr(run, name) for name in KEY) not in done]
+
+
+def rows_of(path: Path) -> list[Row]:
+    """What earlier invocations measured. Raises RunFailed when the file is something else."""
+    if not path.exists():
+        return []
+    try:
+        rows: list[Row] = json.loads(path.read_text())["rows"]
+        for row in rows:
+            _ = [row[name] for name in KEY]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise measure.RunFailed(f"{path} is no result of this benchmark: give --out another name") from error
+    return rows
+
+
+def train(job: Run, data: Path | None, timeout_s: float) -> Row:
+    """One run. Raises RunFailed."""
+    of = DATASETS[job.dataset]
+    protocol, half = PROTOCOLS[job.protocol], of.steps(job.epochs) // 2
+    with tempfile.TemporaryDirectory(prefix="gba-hvd-quality-") as scratch:
+        faults = Path(scratch) / "faults.json"
+        faults.write_text(json.dumps({"faults": protocol.faults(half)}))
+        arguments = ["--out", scratch, "--seed", str(job.seed), "--faults", str(faults)]
+        if of.needs_data:
+            arguments += ["--data", str(data)]
+        arguments += [*of.overrides, "mlflow=false", f"train.epochs={job.epochs}", "train.early_stop=0"]
+        arguments += protocol.overrides(half)
+        started = time.monotonic()
+        measure.launch(variant(of), arguments, log=Path(scratch) / "log", timeout_s=timeout_s)
+        seconds = time.monotonic() - started
+        try:
+            summary = json.loads((Path(scratch) / "summary.json").read_text())
+        except FileNotFoundError as error:
+            raise measure.RunFailed("ended without a summary") from error
+    row = row_of(job, summary, seconds)
+    expected = int(protocol.then is not None) or int(protocol.mode != "allreduce")
+    if len(row["switches"]) < expected:
+        raise measure.RunFailed(f"was to be in {protocol.mode}, then {protocol.then}, but switched {row['switches']}")
+    return row
+
+
+def variant(of: DataSet) -> Variant:
+    launcher = (measure.console_script("horovodrun"), "-np", str(WORKERS), "--network-interface", "lo")
+    script = (
+        sys.executable,
+        str(EXAMPLES / "train_ctr.py"),
+        "--config",
+        str(EXAMPLES / "configs" / f"{of.config}.yaml"),
+    )
+    return Variant("train_ctr", (*launcher, *script), {"OMP_NUM_THREADS": "1", "HOROVOD_CYCLE_TIME": "3"})
+
+
+def row_of(job: Run, summary: Mapping[str, Any], seconds: float) -> Row:
+    """What is kept of a run."""
+    kept = ("auc", "logloss", "valid_auc", "best_epoch", "auc_bayes", "steps", "refused", "reissued", "switches")
+    total, dropped = summary["samples_total"], summary["samples_dropped"]
+    return {
+        **{name: getattr(job, name) for name in KEY},
+        **{name: summary.get(name) for name in kept},
+        "samples_total": total,
+        "samples_dropped": dropped,
+        "dropped_share": dropped / total if total else 0.0,
+        "staleness_mean": summary["staleness"]["mean"],
+        "staleness_max": summary["staleness"]["max"],
+        "staleness": summary["staleness"]["histogram"],
+        "seconds": round(seconds, 1),
+    }
+
+
+def headline(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, Any]]]:
+    """dataset (with its epochs) -> protocol -> means over the seeds; `vs_sync` is of the seeds that both have.
+
+    A run whose AUC was never defined (it diverged) counts in `diverged` and in no mean.
+    """
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, protocol, some in _groups(rows):
+        good = {row["seed"]: row["auc"] for row in some if row["auc"] is not None}
+        sync = {
+            row["seed"]: row["auc"]
+            for row in rows
+            if _title(row) == name and row["protocol"] == "sync" and row["auc"] is not None
+        }
+        differences = [auc - sync[seed] for seed, auc in good.items() if seed in sync]
+        stale = [row["staleness_mean"] for row in some if row["staleness_mean"] is not None]
+        found.setdefault(name, {})[protocol] = {
+            "seeds": len(some),
+            "diverged": len(some) - len(good),
+            "auc": mean(good.values()) if good else None,
+            "auc_std": stdev(good.values()) if len(good) > 1 else None,
+            "vs_sync": mean(differences) if differences else None,
+            "vs_sync_worst": min(differences) if differences else None,
+            "dropped_share": mean(row["dropped_share"] for row in some),
+            "staleness_mean": mean(stale) if stale else None,
+            "staleness_max": max(
+                (row["staleness_max"] for row in some if row["staleness_max"] is not None), default=None
+            ),
+        }
+    return found
+
+
+def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Row]]]:
+    """The rows of each dataset and protocol, protocols in the order of `PROTOCOLS`."""
+    for name in dict.fromkeys(_title(row) for row in rows):
+        for protocol in PROTOCOLS:
+            some = [row for row in rows if _title(row) == name and row["protocol"] == protocol]
+            if some:
+                yield name, protocol, some
+
+
+def _title(row: Row) -> str:
+    return f"{row['dataset']}, {row['epochs']} epochs"
+
+
+def write(path: Path, about: Mapping[str, Any], rows: Sequence[Row], failures: Mapping[str, str]) -> None:
+    """Whole each time: an interruption leaves the file of before."""
+    settings = {
+        "workers": WORKERS,
+        "slow_worker": SLOW,
+        "command": {name: str(variant(of)) for name, of in DATASETS.items()},
+        "overrides": {name: [*of.overrides, "train.early_stop=0"] for name, of in DATASETS.items()},
+    }
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    measure.write_json(
+        fresh,
+        {"machine": about, "settings": settings, "headline": headline(rows), "failures": failures, "rows": list(rows)},
+    )
+    fresh.replace(path)
+
+
+def show(rows: Sequence[Row]) -> None:
+    columns: dict[str, tuple[str, Callable[[Any], str]]] = {
+        "seeds": ("seeds", str),
+        "AUC": ("auc", "{:.5f}".format),
+        "std": ("auc_std", "{:.5f}".format),
+        "vs sync": ("vs_sync", "{:+.5f}".format),
+        "worst": ("vs_sync_worst", "{:+.5f}".format),
+        "dropped": ("dropped_share", "{:.2%}".format),
+        "staleness": ("staleness_mean", "{:.2f}".format),
+        "largest": ("staleness_max", str),
+        "diverged": ("diverged", str),
+    }
+    for name, protocols in headline(rows).items():
+        table = [
+            (protocol, *("-" if found[key] is None else how(found[key]) for key, how in columns.values()))
+            for protocol, found in protocols.items()
+        ]
+        measure.print_table(f"test AUC on {name}, {WORKERS} workers", ("protocol", *columns), table)
