@@ -33,7 +33,7 @@ from gba_hvd.reform import Reformer
 from gba_hvd.switching import MODES
 from gba_hvd.tables import EmbeddingTables
 
-_RATES_EVERY_S = 10.0
+_RATES_EVERY_S = 2.0
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 # The numbers that travel with the dense gradients, so that a step needs no other collective. After them comes a number
@@ -232,6 +232,8 @@ class Engine:
         self._report_step(n_samples, loss, self.mode.name)
         if self.switching is not None:
             self.switching.measured_allreduce(self.step, agreed[_TIMES:], seconds, self._cut.n_micro)
+            if self.world.rank == 0:
+                self._tell_rates({str(rank): round(s, 5) for rank, s in enumerate(agreed[_TIMES:]) if s})
 
     # --- what the elastic state carries ------------------------------------------------------------------------------
 
@@ -385,24 +387,28 @@ class Engine:
             return
         if self.step > self._followed:
             self._followed = self.step
-            self._tell_rates(mode.position)
+            self._tell_rates({str(rank): round(s, 5) for rank, s in mode.position.rates})
             if mode.name == "gba":
                 seconds = [seconds for _, seconds in mode.position.rates]
                 switching.measured_async(self.step, seconds, self.global_batch // self.micro_batch, waited_s)
+        if mode.position.wanted == "auto" and switching.mode != "auto":
+            switching.pin("auto")
         wish = switching.wish(self.step, mode.name)
-        if wish is not None and not mode.position.wanted and mode is not self._told:
+        if wish is not None and mode.position.wanted in ("", "auto") and mode is not self._told:
             self._told = mode  # once
             mode.client.send(0, SwitchTo(*wish))
 
-    def _tell_rates(self, position: Position) -> None:
-        """Every few seconds, from the chief: how long the workers take."""
+    def _tell_rates(self, seconds: dict[str, float]) -> None:
+        """Every few seconds, from the chief: how long the workers take, and where micro-batches went."""
         now = time.perf_counter()
         if now - self._rates_told_s < _RATES_EVERY_S:
             return
         self._rates_told_s = now
-        seconds = {str(rank): round(s, 5) for rank, s in position.rates}
         words = ", ".join(f"{rank}: {s:.3f} s" for rank, s in seconds.items())
-        self.emit(Event("rates", self.step, f"seconds per micro-batch by worker: {words}", {"seconds": seconds}))
+        counts = {"dropped": self.account.dropped, "lost": self.account.lost, "refused": self.refused}
+        staleness = {str(k): n for k, n in sorted(self.staleness.items())}
+        data = {"seconds": seconds, **counts, "reissued": self.reissued, "staleness": staleness}
+        self.emit(Event("rates", self.step, f"seconds per micro-batch by worker: {words}", data))
 
     def _took(self, micro: _Micro) -> float:
         """Seconds the micro-batch took; planned faults happen here."""
@@ -431,7 +437,7 @@ class Engine:
         self._wished = None
         if self.switching is None or self.mode is None:
             return
-        if self.world.rank == 0:
+        if self.world.rank == 0 and (self.switching.mode != "auto" or process.pid_of(self.folder, 0)):
             self._wished = self.switching.wish(self.step + 1, self.mode.name)
         order = self.operator()
         if self._wished is not None:

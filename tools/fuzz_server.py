@@ -132,7 +132,7 @@ class Host:
         self.folder = self.memory.folder
         self.key = settings.pop("key", transport.new_key())
         process.write_settings(self.folder, job, self.key, self.layout, self.optimizer, **settings)
-        self.endpoints = [process.endpoint(self.folder, i, host, 60.0) for i in range(n_servers)]
+        self.endpoints = [process.endpoint(self.folder, i, host, 120.0) for i in range(n_servers)]
         self._peers: list[Peer] = []
 
     def peer(self, index: int = 0, *, local: bool = True, pull: bool = False, **other: Any) -> Peer:

@@ -70,7 +70,7 @@ def run_switch(args: argparse.Namespace) -> int:
     if before["mode"] == mode and not before.get("wanted"):
         print(f"job {before['job']} is in {mode} already")
         return 0
-    ask_switch(folder, mode, args.reason or f"asked for by {_user()}", args.timeout)
+    ask_switch(folder, mode, args.reason or f"asked for by {_user()} at {time.strftime('%H:%M:%S')}", args.timeout)
     print(f"job {before['job']}: asked for {mode}; it is in {before['mode']} now")
     if mode == "auto" or args.wait <= 0:
         return 0
@@ -247,8 +247,11 @@ def facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         why = f": {report['reason']}" if report.get("reason") else ""
         said.append(("on the way to", f"{report['wanted']}{why}"))
     if "step" in report:
-        epoch = f", epoch {report['epoch']} (step {report['steps_done']:,} of it)" if "steps_done" in report else ""
-        said.append(("step", f"{report['step']:,}{epoch}"))
+        epoch = f", epoch {report['epoch']}" if "epoch" in report else ""
+        within = f" (step {report['steps_done']:,} of it)" if "steps_done" in report else ""
+        said.append(("step", f"{report['step']:,}{epoch}{within}"))
+    if "workers" in report:
+        said.append(("workers", str(report["workers"])))
     if isinstance(report.get("loss"), float):
         said.append(("loss", f"{report['loss']:.4f}"))
     account = report.get("account") or {}
@@ -262,7 +265,9 @@ def facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     if counts:
         said.append(("micro-batches", ", ".join(counts).replace("_", " ")))
     said += [("refused", text) for text in report.get("refused_gradients") or ()]
-    said += [("switch asked for", text) for text in report.get("decisions") or ()]
+    if report.get("last_decision"):
+        said.append(("last decision", str(report["last_decision"])))
+    said += [("decided", text) for text in report.get("decisions") or ()]
     return said
 
 

@@ -96,7 +96,7 @@ class Coordinator:
         if request.epoch > ledger.epoch:
             if not ledger.finished:
                 return None  # others still work on the epoch before
-            if self.wanted:
+            if self.wanted not in ("", "auto"):
                 return Given(self.position(epoch=request.epoch, steps_done=0), None, "drained")
             new = self._ledger(request.epoch, request.n_samples, 0, ledger.step, ledger.last_serial)
             self._staleness_before = self.staleness()
@@ -185,7 +185,8 @@ class Coordinator:
     def want(self, mode: str, reason: str, pin: bool) -> None:
         """Somebody asks for another mode: stop at the next step boundary."""
         self.wanted, self.reason, self.pin = mode, reason, pin
-        self.ledger.hold()
+        if mode != "auto":  # the chief decides again, that is all
+            self.ledger.hold()
 
     # --- steps -------------------------------------------------------------------------------------------------------
 

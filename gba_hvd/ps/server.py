@@ -145,6 +145,7 @@ class Server:
         self._gate = transport.Gate(self._context, self.key)
         self._control, self._pull = self._listen("control", ports["control"]), self._listen("pull", ports["pull"])
         self._folder_id = os.stat(folder).st_ino
+        self._n_saved = 0
         self._failure = ""  # why a step could not be applied; told to whoever asks for a lease
         self._ticked_s = time.monotonic()
         self._peers: dict[int, Any] = {}  # the coordinator's sockets to the other servers, by index
@@ -345,8 +346,10 @@ class Server:
     def _on_done(self, request: Done) -> Answer:
         coordinator = self._lead(request.generation)
         coordinator.done(request)
-        self._save_ledger()
+        before = self._n_saved
         self._advance()
+        if self._n_saved == before:  # no step was decided, whose save has this in it
+            self._save_ledger()
         return Ok(coordinator.position())
 
     def _on_beat(self, request: Beat) -> Answer:
@@ -506,6 +509,7 @@ class Server:
         assert self.part is not None
         record = {"generation": self.part.enter.generation, **self.coordinator.state()}
         self._ledger_file.write(msgspec.msgpack.encode(record))
+        self._n_saved += 1
 
     def _save_session(self) -> None:
         assert self.part is not None

@@ -92,6 +92,10 @@ class Cluster:
                 start_new_session=True, cwd=self.folder,
             )  # fmt: skip
 
+    @property
+    def ended(self) -> bool:
+        return self.launcher is not None and self.launcher.poll() is not None
+
     def wait(self, timeout_s: float = 90.0) -> int:
         """The launcher's exit code."""
         assert self.launcher is not None

@@ -16,7 +16,7 @@ import pytest
 from .alone import train_alone
 from .cluster import Cluster, assert_identical, assert_same_parameters, cluster
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 THERE_AND_BACK: dict[str, Any] = {"mode": "allreduce", "lookahead": 0, "switch_at": {4: "gba", 17: "allreduce"}}
 STEPS_OF_EPOCH = 11
 
@@ -56,7 +56,7 @@ def test_there_and_back_is_bit_for_bit_as_if_nothing_happened(
 
 def test_two_workers_there_and_back(reference: dict[str, np.ndarray], tmp_path: Path) -> None:
     with cluster(tmp_path, gba=THERE_AND_BACK) as job:
-        job.run(lambda: job.start_static(2))
+        job.run(lambda: job.start_static(2), timeout_s=180)
         job.assert_every_sample_once(epochs=2)
         first, second = switches_by_worker(job)
         assert first == second, "the workers did not switch at the same steps"
@@ -68,7 +68,7 @@ def test_switches_through_every_mode_account_for_every_sample(tmp_path: Path) ->
     """Steps of async and hop modes are of one micro-batch or a round, so their numbers run faster."""
     at = {3: "gba", 8: "allreduce", 13: "bsp", 18: "async", 60: "gba", 85: "hop_bs", 125: "hop_bw", 145: "allreduce"}
     with cluster(tmp_path, gba={"mode": "allreduce", "switch_at": at}, epochs=6) as job:
-        job.run(lambda: job.start_static(2))
+        job.run(lambda: job.start_static(2), timeout_s=180)
         job.assert_every_sample_once(epochs=6)
         first, second = switches_by_worker(job)
         assert first == second, "the workers did not switch at the same steps"

@@ -108,13 +108,23 @@ def test_a_report_reads_as_sentences() -> None:
         ("samples", "940 applied + 50 dropped + 10 lost = 1,000"),
         ("staleness", "mean 0.70, max 5 (0: 70%, 1: 20%, 5: 10%)"),
         ("micro-batches", "3 under way, 1 reissued"),
-        ("switch asked for", "gba: worker 2 takes 6.1x the median"),
+        ("decided", "gba: worker 2 takes 6.1x the median"),
     ]
 
 
 def test_a_switch_on_its_way_is_told_with_its_reason() -> None:
     report = {"job": "ctr", "mode": "gba", "wanted": "allreduce", "reason": "worker 2 recovered"}
     assert ("on the way to", "allreduce: worker 2 recovered") in job_command.facts(report)
+
+
+def test_in_allreduce_the_last_decision_is_told() -> None:
+    report = {"job": "ctr", "mode": "allreduce", "step": 9, "epoch": 0, "workers": 3, "last_decision": "stay: 1.0x"}
+    assert job_command.facts(report) == [
+        ("mode", "allreduce"),
+        ("step", "9, epoch 0"),
+        ("workers", "3"),
+        ("last decision", "stay: 1.0x"),
+    ]
 
 
 def test_the_least_a_server_may_say_is_enough(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,93 @@
+"""Random fault schedules: workers and servers are killed and stopped, hosts leave and return, the mode changes.
+
+Whatever happens: the job ends well, every sample is in the account once, the model learned, nothing is left behind.
+`GBA_HVD_RANDOM_SCHEDULES=200 pytest tests/processes/test_random_schedules.py` runs that many; a seed that fails is added
+to SEEDS.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gba_hvd.faults import FaultSchedule
+
+from .cluster import NAMES, cluster, wait_for
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+EPOCHS, SAMPLES, STEPS = 8, 1000, 88  # 11 steps of 96 samples an epoch
+SEEDS = [1, 2]
+
+
+def seeds() -> list[int]:
+    wanted = int(os.environ.get("GBA_HVD_RANDOM_SCHEDULES", "0"))
+    first = int(os.environ.get("GBA_HVD_RANDOM_FIRST", "1"))
+    return list(range(first, first + wanted)) if wanted else SEEDS
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What happens: faults by step, modes by step, and the step at which one host leaves for a while."""
+
+    faults: FaultSchedule
+    switch_at: dict[int, str]
+    host_leaves_at: int | None
+
+    @property
+    def kills(self) -> int:
+        return sum(fault.kind == "kill" for fault in self.faults.planned)
+
+
+def draw(seed: int) -> Schedule:
+    rng = np.random.default_rng(seed)
+
+    def step() -> int:
+        return int(rng.integers(3, STEPS - 15))
+
+    def worker() -> int:
+        return int(rng.integers(0, 3))
+
+    faults = FaultSchedule().serve(seconds=0.04)
+    for rank in rng.choice(3, size=rng.integers(0, 3), replace=False):  # never all three: somebody must have the state
+        faults = faults.kill(worker=int(rank), at_step=step())
+    for _ in range(rng.integers(0, 2)):
+        faults = faults.stop(worker=worker(), at_step=step(), seconds=float(rng.uniform(0.5, 4)))
+    for _ in range(rng.integers(0, 3)):
+        faults = faults.kill_server(host=0, at_step=step())
+    if rng.random() < 0.3:
+        faults = faults.stop_server(host=0, at_step=step(), seconds=float(rng.uniform(0.5, 3)))
+    if rng.random() < 0.5:
+        faults = faults.slow(worker=worker(), factor=float(rng.uniform(2, 6)), from_step=step())
+    for _ in range(rng.integers(0, 3)):
+        faults = faults.drop_push(worker=worker(), at_step=step())
+    modes = rng.permutation(["gba", "allreduce", "gba", "allreduce"])[: rng.integers(0, 4)]
+    switch_at = {step(): str(mode) for mode in modes}
+    return Schedule(faults, switch_at, step() if rng.random() < 0.3 else None)
+
+
+@pytest.mark.parametrize("seed", seeds())
+def test_the_account_is_exact_and_nothing_is_left(tmp_path: Path, seed: int) -> None:
+    plan = draw(seed)
+    gba = {"mode": "gba" if seed % 2 else "allreduce", "switch_at": {str(k): v for k, v in plan.switch_at.items()}}
+    faults = [fault.entry() for fault in plan.faults.faults]
+    environ = {"GBA_HVD_LEASE_S": "3"}
+    with cluster(tmp_path, environ, gba=gba, fault_schedule=faults, epochs=EPOCHS) as job:
+        job.start_elastic(NAMES)
+        if plan.host_leaves_at is not None:
+            at = plan.host_leaves_at
+            wait_for(lambda: job.last_step() >= at or job.ended, f"step {at}", 240)
+            job.set_hosts(NAMES[:2])
+            wait_for(lambda: job.last_step() >= at + 10 or job.ended, f"step {at + 10}", 240)
+            job.set_hosts(NAMES)
+        code = job.wait(300)
+        assert code == 0, f"exit code {code}:\n{job.log()}"
+        job.assert_nothing_left()
+        result = job.result()
+        assert result["total"] == EPOCHS * SAMPLES
+        assert result["applied"] + result["dropped"] + result["lost"] == result["total"]
+        assert result["lost"] == 0
+        assert max(result["aucs"]) > 0.9
