@@ -38,6 +38,10 @@ class GradientBuffer:
     def __len__(self) -> int:
         return len(self._pushes)
 
+    def __contains__(self, lease: tuple[int, int]) -> bool:
+        """Whether the push that answers this lease (micro-batch, serial) is here."""
+        return lease in self._pushes
+
     def add(self, push: StoredPush) -> bool:
         """Store a push; False when it is here already."""
         key = push.micro, push.serial

@@ -88,6 +88,7 @@ class GbaMode:
         self.client.on_position = self._take_position
         self.position = Position()
         self.hosts_updated = False  # Horovod told this worker; the coordinator is told with the next heartbeat
+        self._world_told: int | None = None
         self._request = 0
         self._under_way = threading.BoundedSemaphore(MAX_UNDER_WAY)
         self._failure: Exception | None = None
@@ -228,13 +229,17 @@ class GbaMode:
 
     def _pushed(self, result: Callable[[], Reply], waiting: list[int], done: Done) -> None:
         """One server answered (on the client's thread); after the last one the coordinator hears of it."""
+        if waiting[0] < 0:
+            return  # another server settled it
         try:
             body = result().body
         except ServerLost as error:
+            waiting[0] = -1
             self._fail(error)
             return
         if isinstance(body, Refused):
             if body.kind != "NotFinite":
+                waiting[0] = -1
                 self._fail(GbaError(f"a server refused a gradient: {body.why}"))
                 return
             done = Done(done.worker, done.generation, done.micro, done.serial, done.loss, done.seconds, body.why)
@@ -310,7 +315,11 @@ class GbaMode:
     # -----------------------------------------------------------------------------------------------------------------
 
     def _beat(self) -> Beat:
-        hosts_updated, self.hosts_updated = self.hosts_updated, False
+        if self.hosts_updated and self._world_told is None:
+            self._world_told = self.position.world
+        elif self._world_told is not None and self.position.world > self._world_told:
+            self.hosts_updated, self._world_told = False, None  # heartbeats are not repeated: said until it was heard
+        hosts_updated = self.hosts_updated
         return Beat(self.worker, self.rank, self.host, self._pid, self.session.generation, hosts_updated)
 
     def _take_position(self, position: Position) -> None:
@@ -327,7 +336,7 @@ class GbaMode:
         except ServerLost as error:
             raise worker_lost(str(error)) from error
         if isinstance(reply.body, Refused):
-            if reply.body.kind == "mismatch":
+            if reply.body.kind in ("mismatch", "failed"):  # forming the world anew would not mend it
                 raise StateMismatch(reply.body.why)
             raise worker_lost(f"a server refused: {reply.body.why}")
         return reply

@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, Literal
 
@@ -123,6 +123,10 @@ class _Work:
     serial: int
     token: int
     refused: bool = False
+
+
+def _fields(work: _Work) -> list[Any]:
+    return [work.worker, work.request, work.micro, work.serial, work.token, work.refused]
 
 
 class Ledger:
@@ -343,11 +347,11 @@ class Ledger:
         """Plain values, for JSON or msgpack."""
         plan = self._decided
         return {
-            "cut": asdict(self.cut),
-            "discipline": asdict(self.discipline),
+            "cut": vars(self.cut).copy(),
+            "discipline": vars(self.discipline).copy(),
             "epoch": self.epoch,
             "step": self.step,
-            "account": asdict(self.account),
+            "account": vars(self.account).copy(),
             "histogram": [list(pair) for pair in sorted(self.staleness_histogram.items())],
             "reissued": self.reissued,
             "repeated": self.repeated,
@@ -357,10 +361,10 @@ class Ledger:
             "n_resolved": self._n_resolved,
             "again": sorted(self._again),
             "serial": self._serial,
-            "outstanding": [list(astuple(work)) for work in self._outstanding.values()],
+            "outstanding": [_fields(work) for work in self._outstanding.values()],
             "revoked": list(self._revoked),
-            "accepted": [list(astuple(work)) for work in self._accepted],
-            "decided": None if plan is None else [list(astuple(member)) for member in plan.members],
+            "accepted": [_fields(work) for work in self._accepted],
+            "decided": None if plan is None else [list(vars(member).values()) for member in plan.members],
             "held": self._held,
             "clock": [list(pair) for pair in self._clock.items()],
         }

@@ -1,7 +1,7 @@
 """Tells other programs, in small files, which processes train and how far they are.
 
-OUT/pulse/step.json holds the chief's newest step, OUT/pulse/worker-R.json the process of rank R. The demo reads them to
-kill a worker at a known step; a person may read them to find the processes.
+OUT/pulse/step.json holds the chief's newest step and mode, OUT/pulse/worker-R.json the process of rank R. The demo
+reads them to kill a worker at a chosen moment; a person may read them to find the processes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ class Pulse(Callback):
         self.folder = out / "pulse"
         self.every_steps = every_steps
         self._chief = False
+        self._written: StepRecord | None = None
 
     def on_job(self, job: Job) -> None:
         self._chief = job.is_chief
@@ -36,8 +37,17 @@ class Pulse(Callback):
                     file.unlink(missing_ok=True)
 
     def on_step(self, record: StepRecord) -> None:
-        if self._chief and record.step % self.every_steps == 0:
-            self._write("step.json", {"step": record.step, "epoch": record.epoch, "workers": record.workers})
+        last = self._written
+        if not self._chief or (last is not None and not self._is_news(last, record)):
+            return
+        self._written = record
+        told = {"step": record.step, "epoch": record.epoch, "workers": record.workers, "mode": record.mode}
+        self._write("step.json", told)
+
+    def _is_news(self, last: StepRecord, record: StepRecord) -> bool:
+        """In asynchronous modes the chief may hear of several steps at once."""
+        far = record.step >= last.step + self.every_steps
+        return far or (record.mode, record.workers) != (last.mode, last.workers)
 
     def _write(self, name: str, values: Mapping[str, Any]) -> None:
         fresh = self.folder / f".{name}.{os.getpid()}"

@@ -147,6 +147,12 @@ class Coordinator:
                 ]  # fmt: skip
         return answer
 
+    def lost_push(self, request: Done) -> None:
+        """The push of a lease that is still out is gone: its micro-batch is computed again."""
+        if any(lease.serial == request.serial for lease in self.ledger.outstanding(request.worker)):
+            self.ledger.revoke(request.micro)
+            self._given.pop(request.micro, None)
+
     def beat(self, request: Beat) -> None:
         seen = self.workers.get(request.worker)
         if seen is None:

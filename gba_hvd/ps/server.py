@@ -344,7 +344,9 @@ class Server:
         return answer
 
     def _on_done(self, request: Done) -> Answer:
-        coordinator = self._lead(request.generation)
+        coordinator, part = self._lead(request.generation), self._active(request.generation)
+        if not request.refused and (request.micro, request.serial) not in part.buffer:
+            coordinator.lost_push(request)  # it went down with a predecessor, unless the step had it already
         coordinator.done(request)
         before = self._n_saved
         self._advance()

@@ -457,12 +457,13 @@ def test_a_server_of_another_host_that_lost_a_push_costs_those_samples_and_no_mo
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     key = transport.new_key()
-    hosts = [Host(tmp_path / name, "hosts", number, key=key) for number, name in enumerate("ab")]
+    hosts = [Host(tmp_path / name, "hosts", number, key=key, alive_s=1000.0) for number, name in enumerate("ab")]
     try:
         endpoints = [host.endpoints[0] for host in hosts]
         peers = [host.peer(local=False) for host in hosts]
         for me, peer in enumerate(peers):
             assert peer.ask(*fuzz_server.enter(endpoints, me, owner))[0] == Ok()
+        peers[0].send(fuzz_server.a_beat())
         leases = [fuzz_server.lease(peers[0], request) for request in (1, 2)]
         for given in leases:
             for peer, frames in zip(peers, fuzz_server.gradients(LAYOUT, owner), strict=True):
