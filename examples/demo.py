@@ -249,7 +249,7 @@ def outcome(summary: dict[str, Any], out: Path) -> str:
         ("Log loss", f"{summary['logloss']:.4f}"),
         ("Samples", f"{total:,} = {applied:,} applied + {dropped:,} dropped + {lost:,} lost"),
         ("Steps", f"{summary['steps']:,} on {course}"),
-        *(("Switch", f"to {s['to']} at step {s['step']:,}: {s['reason']}") for s in summary["switches"]),
+        *(("Switch", _switch_words(switch)) for switch in summary["switches"]),
     ]
     if stale["max"] is not None:
         lines.append(("Staleness", f"{stale['mean']:.2f} steps on average, at most {stale['max']}, while in gba"))
@@ -257,6 +257,11 @@ def outcome(summary: dict[str, Any], out: Path) -> str:
     if tracked := _last_line(out / "output.log", CHIEF + "MLflow: "):
         lines.append(("MLflow", tracked))
     return "\n".join(["", *(f"{title:<13}{text}" for title, text in lines)])
+
+
+def _switch_words(switch: dict[str, Any]) -> str:
+    why = switch["reason"].removeprefix(f"to {switch['to']}: ")
+    return f"to {switch['to']} at step {switch['step']:,}: {why}"
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""Train click models with Horovod: tables in shared memory, a constant global batch, elastic without rollback."""
+"""Train click models with Horovod: allreduce or an asynchronous parameter server, switched live, with shared tables."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from gba_hvd.optimizer import DistributedOptimizer
 from gba_hvd.row_optimizers import SGD, Adagrad, Adam, RowAdagrad
 from gba_hvd.tables import EmbeddingTables
 from gba_hvd.torch_optimizers import register_optimizer
+from gba_hvd.tracking import MLflowCallback, ProgressLine
 
 __all__ = [
     "SGD",
@@ -31,7 +32,9 @@ __all__ = [
     "GBACallback",
     "GbaError",
     "Job",
+    "MLflowCallback",
     "NonFiniteGradient",
+    "ProgressLine",
     "RowAdagrad",
     "Scores",
     "ShardMemoryError",

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ctr.config import JobConfig, load
+from gba_hvd import GBACallback
 from gba_hvd.errors import BadInput
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "examples" / "configs").glob("*.yaml"))
@@ -55,6 +56,17 @@ def test_the_command_line_beats_the_file_and_the_file_beats_the_defaults(tmp_pat
         ("train.micro_batch=1000", r"train\.global_batch: must be a multiple of micro_batch \(1000\), got 4096"),
         ("train.epochs=0", r"train\.epochs: must be positive, got 0"),
         ("model.dropout=1", r"model\.dropout: must be in \[0, 1\), got 1\.0"),
+        ("train.row_average=local", r"train\.row_average: expected one of global, contributors, got 'local'"),
+        ("switching.mode=gbaa", r"switching: mode 'gbaa' is not known: did you mean 'gba'\?"),
+        ("switching.tolerance=-1", r"switching: tolerance must be"),
+        ("switching.leave_gain=9", r"switching: leave_gain must be"),
+        ("switching.lookahead=far", r"switching\.lookahead: expected a whole number, got 'far'"),
+        (
+            "switching.switch_at={soon: gba}",
+            r"switching\.switch_at: expected a whole number before the colon, got 'soon'",
+        ),
+        ("switching.switch_at.7=bga", r"switching: mode 'bga' is not known"),
+        ("switching=gba", r"switching: expected a section with mode, switch_at"),
         ("model.cross_layers=2", r"model\.cross_layers: belongs to dcn, but model\.kind is deepfm"),
     ],
 )
@@ -74,3 +86,25 @@ def test_a_missing_file_says_where_the_ready_ones_are(tmp_path: Path) -> None:
 def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(BadInput, match=message):
         load(file_with(tmp_path, text))
+
+
+def test_a_job_without_the_section_has_no_switching(tmp_path: Path) -> None:
+    assert load(file_with(tmp_path, "name: test")).switching is None
+    assert load(file_with(tmp_path, "switching:")).switching is None
+
+
+def test_switching_is_read_from_the_file_and_the_command_line(tmp_path: Path) -> None:
+    path = file_with(tmp_path, "switching: {mode: auto, switch_at: {100: gba}, lookahead: null}\n")
+    switching = load(path, ["switching.switch_at.20=hop_bw", "switching.patience=3"]).switching
+    assert switching is not None
+    callback = switching.callback()
+    assert (callback.mode, callback.switch_at, callback.options.patience) == ("auto", {20: "hop_bw", 100: "gba"}, 3)
+    assert callback.discipline("gba").lookahead is None
+    assert load(path, ["switching.lookahead=2"]).switching.callback().discipline("gba").lookahead == 2  # type: ignore[union-attr]
+
+
+def test_a_section_with_nothing_but_a_mode_has_the_defaults_of_the_callback(tmp_path: Path) -> None:
+    switching = load(file_with(tmp_path, "switching: {mode: auto}")).switching
+    assert switching is not None
+    ours, default = switching.callback(), GBACallback()
+    assert (ours.describe(), ours.options) == (default.describe(), default.options)

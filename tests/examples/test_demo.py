@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -13,13 +14,22 @@ import psutil
 import pytest
 
 from ctr.pulse import Pulse
-from demo import DemoFailed, Watch, checked, outcome
+from demo import DemoFailed, Watch, checked, host_names, outcome
 from gba_hvd.callbacks import Job, StepRecord
 
+TO_GBA = {
+    "step": 70,
+    "from": "allreduce",
+    "to": "gba",
+    "reason": "to gba: worker 1 takes 6.0x the median",
+    "seconds": 0.2,
+}
+TO_ALLREDUCE = {"step": 310, "from": "gba", "to": "allreduce", "reason": "gba predicted 1.10x as fast", "seconds": 0.1}
 GOOD = {
     "auc": 0.781, "auc_bayes": 0.785, "logloss": 0.41,
     "samples_total": 2000, "samples_applied": 1990, "samples_dropped": 0, "samples_lost": 10,
-    "restarts": 1, "workers": 2, "steps": 40, "seconds": 61.0,
+    "restarts": 4, "workers": 3, "steps": 40, "seconds": 61.0, "switches": [TO_GBA, TO_ALLREDUCE],
+    "staleness": {"mean": 0.125, "max": 3, "histogram": {"0": 23, "3": 1}},
 }  # fmt: skip
 
 
@@ -30,9 +40,12 @@ def written(folder: Path, **changes: Any) -> Path:
 
 def test_a_good_summary_is_accepted_and_told_in_words(tmp_path: Path) -> None:
     (tmp_path / "output.log").write_text("[0]<stdout>:MLflow: run 7 is FINISHED. Open it: mlflow ui\n")
-    text = outcome(checked(written(tmp_path), killed=True), tmp_path)
+    text = outcome(checked(written(tmp_path), disturbed=True), tmp_path)
     assert "0.7810; the best that any model can reach on this log is 0.7850" in text
     assert "2,000 = 1,990 applied + 0 dropped + 10 lost" in text
+    assert "to gba at step 70: worker 1 takes 6.0x the median\n" in text
+    assert "to allreduce at step 310: gba predicted 1.10x as fast\n" in text
+    assert "0.12 steps on average, at most 3" in text
     assert "run 7 is FINISHED. Open it: mlflow ui" in text
 
 
@@ -40,19 +53,27 @@ def test_a_good_summary_is_accepted_and_told_in_words(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"samples_lost": 9}, "does not add up"),
-        ({"restarts": 0}, "no restart was counted"),
+        ({"restarts": 1}, "two workers were killed, yet 1 restarts were counted"),
+        ({"switches": [TO_GBA]}, r"its changes were \[\('allreduce', 'gba'\)\]"),
+        ({"switches": []}, r"its changes were \[\]"),
         ({"auc": 0.774}, r"AUC 0\.774 is not within 0\.01"),
         ({"auc": None}, "AUC None is not within"),
     ],
 )
 def test_a_run_that_falls_short_fails_the_demo(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(DemoFailed, match=message):
-        checked(written(tmp_path, **changes), killed=True)
+        checked(written(tmp_path, **changes), disturbed=True)
+
+
+def test_a_job_that_nobody_disturbed_needs_no_switch_and_no_restart(tmp_path: Path) -> None:
+    (tmp_path / "output.log").touch()
+    quiet = {"switches": [], "restarts": 0, "staleness": {"mean": None, "max": None, "histogram": {}}}
+    assert "Staleness" not in outcome(checked(written(tmp_path, **quiet), disturbed=False), tmp_path)
 
 
 def test_a_job_without_a_summary_fails_the_demo(tmp_path: Path) -> None:
     with pytest.raises(DemoFailed, match=r"without writing .*summary\.json"):
-        checked(tmp_path / "summary.json", killed=True)
+        checked(tmp_path / "summary.json", disturbed=True)
 
 
 def test_the_pulse_tells_the_step_and_the_process_of_each_rank(tmp_path: Path) -> None:
@@ -61,13 +82,23 @@ def test_the_pulse_tells_the_step_and_the_process_of_each_rank(tmp_path: Path) -
         pulse.on_job(Job("job", rank, 2, 0, "here", leads_host=True))
         for step in range(1, 6):
             pulse.on_step(StepRecord(step + rank, 0, 8, 8 * step, 0.1, 2, "allreduce", None))
-    assert json.loads((tmp_path / "pulse" / "step.json").read_text())["step"] == 4
+    told = json.loads((tmp_path / "pulse" / "step.json").read_text())
+    assert told == {"step": 5, "epoch": 0, "workers": 2, "mode": "allreduce"}
     assert psutil.pid_exists(json.loads((tmp_path / "pulse" / "worker-1.json").read_text())["pid"])
     assert sorted(path.name for path in (tmp_path / "pulse").iterdir()) == [
         "step.json",
         "worker-0.json",
         "worker-1.json",
     ]
+
+
+def test_the_pulse_tells_a_change_of_mode_at_once_and_needs_no_round_step(tmp_path: Path) -> None:
+    pulse, seen = Pulse(tmp_path, every_steps=10), []
+    pulse.on_job(Job("job", 0, 2, 0, "here", leads_host=True))
+    for step, mode in [(1, "allreduce"), (2, "gba"), (9, "gba"), (13, "gba"), (14, "gba")]:
+        pulse.on_step(StepRecord(step, 0, 8, 8 * step, 0.1, 2, mode, None))
+        seen.append(json.loads((tmp_path / "pulse" / "step.json").read_text())["step"])
+    assert seen == [1, 2, 2, 13, 13]
 
 
 def test_the_pulse_forgets_ranks_that_the_job_no_longer_has(tmp_path: Path) -> None:
@@ -97,3 +128,25 @@ def test_waiting_ends_when_the_time_is_over(tmp_path: Path) -> None:
         with pytest.raises(DemoFailed, match="no time left while waiting for the moon"):
             Watch(job, tmp_path, deadline=time.monotonic()).until(lambda: False, "the moon")
         job.kill()
+
+
+def test_the_demo_reads_the_processes_and_the_mode_from_the_pulse(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as job:
+        watch = Watch(job, tmp_path, time.monotonic() + 30)
+        assert (watch.step(), watch.mode(), watch.pids()) == (-1, "", {})
+        for rank in (0, 1):
+            pulse = Pulse(tmp_path)
+            pulse.on_job(Job("job", rank, 2, 0, "here", leads_host=True))
+            pulse.on_step(StepRecord(7, 0, 8, 56, 0.1, 2, "gba", None))
+        assert (watch.step(), watch.mode(), watch.n_workers()) == (7, "gba", 2)
+        assert watch.pids() == {0: os.getpid(), 1: os.getpid()}
+
+
+def test_every_worker_of_the_demo_has_a_host_name_of_its_own() -> None:
+    assert len(set(host_names())) == 3
+
+
+def test_a_machine_with_too_few_names_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "net_if_addrs", dict)
+    with pytest.raises(DemoFailed, match="put its host name into /etc/hosts"):
+        host_names()

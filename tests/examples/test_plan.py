@@ -11,6 +11,7 @@ from ctr.config import JobConfig, load
 from ctr.datasets import open_splits
 from ctr.plan import plan
 from gba_hvd.errors import BadInput
+from gba_hvd.faults import FaultSchedule
 from gba_hvd.shard.layout import Layout
 from train_ctr import main
 
@@ -90,3 +91,42 @@ def test_batch_norm_on_a_last_micro_batch_of_one_sample_is_refused_at_the_start(
     refuse_single_sample(config(tmp_path, "model.batch_norm=true"), 512 * 7)
     with pytest.raises(BadInput, match=r"the last micro-batch of 513 samples would have 1 sample"):
         refuse_single_sample(config(tmp_path, "model.batch_norm=true"), 513)
+
+
+def modes_of(text: str) -> list[str]:
+    lines = text.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("mode "))
+    return [line[10:] for line in lines[first:]]
+
+
+def test_the_plan_says_which_modes_the_job_will_be_in(tmp_path: Path) -> None:
+    assert modes_of(plan(config(tmp_path), None)) == ["allreduce throughout"]
+    switching = ["switching.switch_at={500: gba, 900: hop_bs}", "switching.tolerance=2", "switching.lookahead=3"]
+    assert modes_of(plan(config(tmp_path, *switching), None)) == [
+        "allreduce",
+        "gba from step 500",
+        "hop_bs from step 900",
+        "gba: staleness weighting threshold, tolerance 2 steps",
+        "micro-batches are handed out 3 steps ahead at most",
+        "hop_bs: at most 2 micro-batches ahead of the slowest worker",
+    ]
+
+
+def test_the_plan_of_an_automatic_job_says_when_it_would_change(tmp_path: Path) -> None:
+    text = plan(config(tmp_path, "switching.mode=auto", "switching.enter_gain=1.5", "switching.patience=7"), None)
+    assert "auto: gba when predicted 1.5x as fast as allreduce" in text
+    assert "each for 7 steps" in text
+
+
+def test_planned_faults_are_part_of_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config(tmp_path)
+    faults = tmp_path / "faults.json"
+    FaultSchedule().slow(2, 3.0, from_step=50).kill(1, at_step=80).dump(faults)
+    assert main(["--config", str(tmp_path / "job.yaml"), "--faults", str(faults), "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "faults    slow, worker 2, factor 3.0, from_step 50",
+        "          kill, worker 1, at_step 80",
+    ]
+    faults.write_text('{"faults": [{"kind": "sloow"}]}')
+    assert main(["--config", str(tmp_path / "job.yaml"), "--faults", str(faults), "--dry-run"]) == 1
+    assert "did you mean 'slow'?" in capsys.readouterr().err

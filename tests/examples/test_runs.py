@@ -15,6 +15,8 @@ import numpy as np
 import psutil
 import pytest
 
+from gba_hvd.faults import FaultSchedule
+
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -26,11 +28,6 @@ model: {kind: dlrm, bottom: [8], hidden: [8]}
 embedding: {dim: 4, optimizer: row_adagrad, lr: 0.05}
 train: {global_batch: 400, micro_batch: 100, epochs: 3}
 """
-SHORT_DEMO = [
-    *("mlflow=false", "train.epochs=1", "train.global_batch=1024", "train.micro_batch=256"),
-    *("data.synthetic.train=100000", "data.synthetic.test=20000", "data.synthetic.tables={user: 100, item: 50}"),
-    *("embedding.lr=0.05", "dense.lr=5e-3"),
-]
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -39,14 +36,14 @@ def environment(folder: Path) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("GBA_HVD_")} | own
 
 
-def run(folder: Path, *command: str | Path) -> str:
+def run(folder: Path, *command: str | Path, timeout_s: float = 200) -> str:
     done = subprocess.run(
         [str(word) for word in command],
         check=False,
         cwd=folder,
         env=environment(folder),
         text=True,
-        timeout=200,
+        timeout=timeout_s,
         capture_output=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -102,26 +99,41 @@ def test_the_minimal_script_runs_as_it_stands(tmp_path: Path) -> None:
     assert "epoch 1: step 196, validation AUC 0." in run(tmp_path, sys.executable, EXAMPLES / "minimal.py")
 
 
+def test_a_run_goes_through_the_modes_it_is_told_to_and_says_so(tmp_path: Path) -> None:
+    faults = tmp_path / "faults.json"
+    FaultSchedule().slow(worker=1, factor=4, from_step=40, to_step=90).dump(faults)
+    modes = "switching.switch_at={40: gba, 90: allreduce}"
+    summary = train(tmp_path, 2, "--faults", str(faults), modes, "train.row_average=contributors")
+    assert [(s["from"], s["to"]) for s in summary["switches"]] == [("allreduce", "gba"), ("gba", "allreduce")]
+    assert 40 <= summary["switches"][0]["step"] < 90 <= summary["switches"][1]["step"]
+    assert sum(summary["staleness"]["histogram"].values()) > 0
+    account = {name: summary[f"samples_{name}"] for name in ("applied", "dropped", "lost")}
+    assert sum(account.values()) == summary["samples_total"] == 20_000 * summary["epochs"]
+    assert (summary["refused"], summary["samples_lost"]) == (0, 0)
+    assert summary["auc"] > 0.7
+
+
 def demo_command(folder: Path, *settings: str) -> list[str]:
-    return [sys.executable, str(EXAMPLES / "demo.py"), "--out", str(folder / "demo"), *SHORT_DEMO, *settings]
+    return [sys.executable, str(EXAMPLES / "demo.py"), "--out", str(folder / "demo"), "mlflow=false", *settings]
 
 
-def test_the_demo_kills_a_worker_and_ends_well(tmp_path: Path) -> None:
-    shown = run(tmp_path, *demo_command(tmp_path, "--kill-at-step", "20"))
+@pytest.mark.timeout(600)
+def test_the_demo_tells_its_story_and_ends_well(tmp_path: Path) -> None:
+    shown = run(tmp_path, *demo_command(tmp_path), timeout_s=560)
     summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
-    assert "killed with SIGKILL" in shown
-    assert summary["restarts"] >= 1
-    assert (
-        summary["samples_applied"] + summary["samples_dropped"] + summary["samples_lost"]
-        == summary["samples_total"]
-        == 100_000
-    )
+    assert shown.count("killed with SIGKILL") == shown.count("a replacement has joined") == 2
+    assert "killed with SIGKILL, in gba" in shown
+    assert "killed with SIGKILL, in allreduce" in shown
+    assert [s["to"] for s in summary["switches"][:2]] == ["gba", "allreduce"]
+    assert summary["restarts"] >= 2
+    account = [summary[f"samples_{name}"] for name in ("applied", "dropped", "lost")]
+    assert sum(account) == summary["samples_total"] == 3 * 360_000
     assert summary["auc"] > summary["auc_bayes"] - 0.01
 
 
 @pytest.mark.parametrize("interrupt", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 def test_an_interrupted_demo_leaves_no_process_and_no_memory(tmp_path: Path, interrupt: signal.Signals) -> None:
-    command = demo_command(tmp_path, "--kill-at-step", "0", "train.epochs=1000")
+    command = demo_command(tmp_path, "--undisturbed", "train.epochs=1000")
     demo = subprocess.Popen(
         command, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
@@ -129,7 +141,7 @@ def test_an_interrupted_demo_leaves_no_process_and_no_memory(tmp_path: Path, int
     try:
         wait_for(tmp_path / "demo" / "pulse" / "step.json", demo)
         family = psutil.Process(demo.pid).children(recursive=True)
-        assert len(family) >= 3  # the launcher and two workers
+        assert len(family) >= 4  # the launcher and three workers
         demo.send_signal(interrupt)
         _, errors = demo.communicate(timeout=60)
         assert demo.returncode == 130
