@@ -349,8 +349,8 @@ class GbaMode:
 class Ahead(Generic[_Item]):
     """Fetches the next item while this one is computed, and no earlier than needed.
 
-    A lease that waits in a worker's hands grows stale, most of all in a slow worker's. So the next one is asked for when
-    the current one should soon be done, going by how long the last ones took.
+    A lease that waits in a worker's hands grows stale, most of all in a slow worker's. So the next one is asked for
+    when the current one should soon be done, going by how long the last ones took.
     """
 
     def __init__(self, fetch: Callable[[], _Item], clock: Callable[[], float] = time.monotonic) -> None:

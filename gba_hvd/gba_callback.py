@@ -111,7 +111,7 @@ class GBACallback(Callback):
         self._measure(step, "allreduce", seconds, shared, n_micro)
 
     def measured_async(self, step: int, seconds: Sequence[float], n_micro: int, serve_s: float) -> None:
-        """Every worker's recent seconds per micro-batch, once per step; serve_s: lease, pull and push of this worker."""
+        """Every worker's recent seconds per micro-batch, once per step; serve_s: this worker's lease, pull and push."""
         self._waits.append(serve_s)
         self._measure(step, "gba", seconds, shares(n_micro, len(seconds)), n_micro)
 

@@ -5,10 +5,10 @@ To an asynchronous mode, after the commit of step k told all workers to; every r
     1. wait     until the rows of this host are as of step k
     2. gather   where the servers listen (each host's lead starts them if they do not run yet)
     3. enter    each lead gives its servers their part of the dense parameters and of the optimizer's state, as of k
-    4. gather   did all enter? Then, and only then, the workers ask for leases. If not, allreduce goes on; that gather is
-                the commit of the switch, and a worker that dies before it leaves a job that is still in allreduce mode
+    4. gather   did all enter? Then, and only then, the workers ask for leases. If not, allreduce goes on; that gather
+                is the commit of the switch: a worker that dies before it leaves a job that is still in allreduce mode
 
-To allreduce, after the coordinator ran dry at a step boundary and told each worker so with its next request for a lease:
+To allreduce, after the coordinator ran dry at a step boundary and said so to each worker that asked for a lease:
 
     1. export   each worker takes the dense parameters and the optimizer's state from the servers, which thereby go idle
     2. go on    with the allreduce mode that was left, if Horovod's world is still the same; else it is formed anew
@@ -100,7 +100,7 @@ def start(engine: Engine, session: Session, rank: int, host: int) -> None:
 def to_workers(engine: Engine, position: Position) -> None:
     """Leave an asynchronous mode that ran dry at `position`.
 
-    Raises Horovod's interruption when the membership changed meanwhile: the world is formed anew, then allreduce goes on.
+    Raises Horovod's interruption when the membership changed meanwhile: first the world is formed anew.
     """
     started = time.perf_counter()
     mode = engine.mode

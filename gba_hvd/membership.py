@@ -189,8 +189,8 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
 
 
 def _join_asynchronous(engine: Engine, world: World, facts: list[Facts], source: int) -> Joined:
-    """Tell newcomers of the mode the others are in. Survivors run this beside their training, newcomers before theirs."""
-    mine, tables = facts[world.rank], engine.tables
+    """Tell newcomers of the mode the others are in. Survivors run it beside their training, newcomers before theirs."""
+    mine = facts[world.rank]
     own = engine.mode.session if isinstance(engine.mode, GbaMode) else None
     told = world.broadcast("session", msgspec.msgpack.encode(own) if world.rank == source else None, source)
     session = msgspec.msgpack.decode(told, type=Session)

@@ -504,8 +504,8 @@ def DistributedOptimizer(
 
     global_batch, micro_batch: samples, G = M x B; G is constant whatever the number of workers.
     named_parameters: names for error messages.
-    row_average: a row's gradient is the sum over the step's micro-batches divided by all of them ("global", the gradient
-    of the global batch's mean loss) or by those that contain the row ("contributors", as in the GBA paper).
+    row_average: a row's gradient is the sum over the step's micro-batches divided by all of them ("global": the
+    gradient of the global batch's mean loss) or by those that contain the row ("contributors", as in the GBA paper).
     Raises BadInput when G is no multiple of B, or the optimizer is of a kind that needs a closure.
     """
     if isinstance(optimizer, _Distributed):

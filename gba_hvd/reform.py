@@ -24,8 +24,8 @@ _TRY_AGAIN_S = 0.5
 class Reformer:
     """Start with `start()`; `stop()` waits for an attempt under way and may be called twice.
 
-    number: the membership that the present world stands for; meet: what all ranks of a new world run, returns the number
-    they agree on.
+    number: the membership that the present world stands for; meet: what all ranks of a new world run, returns the
+    number they agree on.
     """
 
     def __init__(self, mode: GbaMode, number: int, meet: Callable[[World], int]) -> None:

@@ -334,7 +334,7 @@ class Ledger:
 
     @property
     def last_serial(self) -> int:
-        """The newest serial given. The ledger of the next epoch goes on from it: no lease is ever mistaken for another."""
+        """The newest serial given. The ledger of the next epoch goes on from it: no two leases are ever the same."""
         return self._serial
 
     @property
