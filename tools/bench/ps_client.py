@@ -27,7 +27,8 @@ import gba_hvd
 from gba_hvd import state_codec, torch_optimizers
 from gba_hvd.gba import Ahead, GbaMode, Session
 from gba_hvd.gradients import DenseGradients, RowGrad
-from gba_hvd.ps import process, protocol, transport
+from gba_hvd.ps import process as companion
+from gba_hvd.ps import protocol, transport
 from gba_hvd.ps.client import Client
 from gba_hvd.shard.memory import ShardMemory
 from gba_hvd.tokens import Discipline
@@ -142,8 +143,8 @@ def ours(servers: int) -> Iterator[Endpoint]:
         tables.memory = memory = ShardMemory.create_or_open(Path(base), "bench", layout, grace_s=1.0)
         for shard in range(layout.n_shards):
             memory.init_shard(shard, 0)
-        process.write_settings(memory.folder, "bench", key, layout, tables.optimizer)
-        endpoints = [process.endpoint(memory.folder, i, here, 60.0) for i in range(servers)]
+        companion.write_settings(memory.folder, "bench", key, layout, tables.optimizer)
+        endpoints = [companion.endpoint(memory.folder, i, here, 60.0) for i in range(servers)]
         shard_servers = tuple(shard % servers for shard in range(layout.n_shards))
         session = Session(1, "gba", "bench", key, tuple(endpoints), shard_servers, (0,), "global")
         parameter = torch.zeros(1, requires_grad=True)
@@ -161,7 +162,7 @@ def ours(servers: int) -> Iterator[Endpoint]:
         client.close()
         mode = GbaMode(session, 1, 0, elsewhere, os.getpid(), tables, DenseGradients([parameter], 1), 60.0)
         mode.start()
-        pids = [process.pid_of(memory.folder, i) for i in range(servers)]
+        pids = [companion.pid_of(memory.folder, i) for i in range(servers)]
         endpoint = Ours(mode, [pid for pid in pids if pid is not None])
         try:
             yield endpoint
