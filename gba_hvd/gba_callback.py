@@ -15,6 +15,7 @@ from typing import Any
 from gba_hvd.callbacks import Callback
 from gba_hvd.errors import BadInput
 from gba_hvd.routing import shares
+from gba_hvd.stability import advise
 from gba_hvd.switching import (
     MODES,
     Decision,
@@ -40,6 +41,8 @@ class GBACallback(Callback):
     staleness, tolerance, lookahead, slack, backups: see `gba_hvd.tokens.Discipline`
     enter_gain, leave_gain, patience, min_stay:      see `gba_hvd.switching.Options`
     switch_at:  modes to change to at given global steps, e.g. {1000: "gba"}
+    curvature:  largest curvature of the loss (`gba_hvd.stability.largest_curvature`), if known: entering gba where the
+                learning rate is predicted unstable under the expected staleness is then warned of in the reason
     servers_per_host: companion processes on each host; shards and dense parameters are spread over them
 
     Raises BadInput for a mode or setting that does not exist.
@@ -59,13 +62,15 @@ class GBACallback(Callback):
         patience: int = 5,
         min_stay: int = 20,
         switch_at: Mapping[int, str] | None = None,
+        curvature: float | None = None,
         servers_per_host: int = 1,
     ) -> None:
         self.mode = known_mode(mode)
         self.switch_at = {int(step): known_mode(name) for step, name in (switch_at or {}).items()}
         if servers_per_host < 1:
             raise BadInput(f"servers_per_host must be at least 1, got {servers_per_host}")
-        self.servers_per_host = servers_per_host
+        self.servers_per_host, self.curvature = servers_per_host, curvature
+        self.lr = 0.0  # the largest of the dense groups, told by the engine
         self._rules: dict[str, Any] = {
             "staleness": staleness, "tolerance": tolerance, "lookahead": lookahead, "slack": slack, "backups": backups,
         }  # fmt: skip
@@ -133,9 +138,22 @@ class GBACallback(Callback):
         decision, stance = decide(self._stance, step, rates, self.options)
         self.last = decision
         if decision.mode != current:
-            self._wish = (decision.mode, decision.reason)  # the stance changes when the switch is done
+            warning = self._warning(rates) if decision.mode == "gba" else ""
+            self._wish = (decision.mode, decision.reason + warning)  # the stance changes when the switch is done
         else:
             self._stance, self._wish = stance, None
+
+    def _warning(self, rates: Rates) -> str:
+        """What the expected staleness would do to stability; empty when all is well or the curvature is not known."""
+        if self.curvature is None or self.lr <= 0:
+            return ""
+        cycles = [t + rates.serve_s for t in rates.seconds_per_micro]
+        steps_per_s = sum(1 / t for t in cycles) / rates.n_micro
+        staleness = [t * steps_per_s for t in cycles]
+        mean = sum(s / t for s, t in zip(staleness, cycles, strict=True)) / sum(1 / t for t in cycles)
+        worst = max(mean, min(max(staleness), float(self._rules["tolerance"])))
+        advice = advise(self.lr, self.curvature, mean, worst)
+        return "" if advice.is_stable else f"; warning: {advice.reason}"
 
     def switched(self, mode: str, step: int) -> None:
         """The job is in `mode` from `step` on."""

@@ -437,6 +437,7 @@ class Engine:
         self._wished = None
         if self.switching is None or self.mode is None:
             return
+        self.switching.lr = max(self.dense_lrs, default=0.0)
         if self.world.rank == 0 and (self.switching.mode != "auto" or process.pid_of(self.folder, 0)):
             self._wished = self.switching.wish(self.step + 1, self.mode.name)
         order = self.operator()

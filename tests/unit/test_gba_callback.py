@@ -1,0 +1,93 @@
+"""GBACallback: what it wishes for, when, and what an operator or a plan makes of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from gba_hvd import BadInput, GBACallback
+
+EVEN, SLOW = [0.1, 0.1, 0.1], [0.1, 0.1, 0.6]
+
+
+def measured(callback: GBACallback, seconds: list[float], steps: int, first: int = 0) -> None:
+    for step in range(first, first + steps):
+        callback.measured_allreduce(step, seconds, 2 * max(seconds) + 0.001, 6)
+
+
+def test_a_straggler_makes_it_wish_for_gba_with_a_reason() -> None:
+    callback = GBACallback(min_stay=0, patience=3)
+    measured(callback, SLOW, 12)
+    wish = callback.wish(12, "allreduce")
+    assert wish is not None and wish[0] == "gba"
+    assert "worker 2 takes 6.0x the median" in wish[1]
+
+
+def test_equal_workers_leave_it_content() -> None:
+    callback = GBACallback(min_stay=0, patience=3)
+    measured(callback, EVEN, 30)
+    assert callback.wish(30, "allreduce") is None
+
+
+def test_times_from_before_a_switch_do_not_count() -> None:
+    callback = GBACallback(min_stay=0, patience=1)
+    measured(callback, SLOW, 12)
+    callback.switched("allreduce", 12)
+    assert callback.wish(13, "allreduce") is None
+
+
+def test_a_fixed_mode_is_wished_for_until_it_is_on() -> None:
+    callback = GBACallback(mode="async")
+    wish = callback.wish(1, "allreduce")
+    assert wish is not None and wish[0] == "async"
+    assert callback.wish(1, "async") is None
+
+
+def test_a_plan_is_followed_in_order_even_when_steps_are_skipped() -> None:
+    callback = GBACallback(mode="allreduce", switch_at={10: "gba", 20: "allreduce"})
+    assert callback.wish(9, "allreduce") is None
+    wish = callback.wish(11, "allreduce")
+    assert wish is not None and wish[0] == "gba"
+    assert callback.wish(15, "gba") is None
+    wish = callback.wish(25, "gba")
+    assert wish is not None and wish[0] == "allreduce"
+
+
+def test_an_operator_overrules_measurements_until_told_auto() -> None:
+    callback = GBACallback(min_stay=0, patience=1)
+    callback.pin("allreduce")
+    measured(callback, SLOW, 12)
+    assert callback.wish(12, "allreduce") is None
+    callback.pin("auto")
+    measured(callback, SLOW, 12, first=12)
+    assert callback.wish(24, "allreduce") is not None
+
+
+def test_a_learning_rate_that_staleness_makes_unstable_is_warned_of() -> None:
+    callback = GBACallback(min_stay=0, patience=1, curvature=100.0)
+    callback.lr = 1.0
+    measured(callback, SLOW, 12)
+    wish = callback.wish(12, "allreduce")
+    assert wish is not None and "warning" in wish[1]
+
+
+def test_its_stance_travels_with_the_state() -> None:
+    callback = GBACallback(switch_at={5: "gba"}, mode="allreduce")
+    callback.wish(5, "allreduce")
+    other = GBACallback(switch_at={5: "gba"}, mode="allreduce")
+    other.load_state_dict(callback.state_dict())
+    assert other.mode == "gba" and other.wish(6, "gba") is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"mode": "gbaa"}, "did you mean 'gba'"),
+        ({"staleness": "treshold"}, "threshold"),
+        ({"switch_at": {3: "hopbs"}}, "hop_bs"),
+        ({"servers_per_host": 0}, "at least 1"),
+        ({"tolerance": -1}, "tolerance"),
+    ],
+)
+def test_bad_settings_are_refused_at_once(settings: dict[str, object], says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        GBACallback(**settings)  # type: ignore[arg-type]
