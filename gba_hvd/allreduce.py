@@ -171,6 +171,10 @@ class AllreduceMode:
         """The step was not decided; it will be computed again."""
         self.held = None
 
+    def leave_step(self) -> None:
+        """This rank's world broke: neighbours that wait for its shards need not wait until the time-out."""
+        self._memory.release(self._mine)
+
     def close(self) -> None:
         """Let go of the outboxes. May be called twice."""
         for outbox in self._outboxes.values():

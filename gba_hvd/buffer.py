@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from gba_hvd.gap_aware import Damping
 from gba_hvd.gradients import RowGrad, merge, unpack
 
 
@@ -16,12 +17,14 @@ class StoredPush:
 
     dense: float32 [n]
     rows:  float32 words (`gradients.pack_by_owner`)
+    dense_step: the step of the dense values they were computed with, -1 if not known
     """
 
     micro: int
     serial: int
     dense: np.ndarray
     rows: np.ndarray
+    dense_step: int = -1
 
     @property
     def n_bytes(self) -> int:
@@ -66,17 +69,26 @@ class GradientBuffer:
 
 
 def merge_pushes(
-    pushes: Sequence[tuple[StoredPush, float]], n_dense: int, dims: Sequence[int]
+    pushes: Sequence[tuple[StoredPush, float]],
+    n_dense: int,
+    dims: Sequence[int],
+    damping: Callable[[int], Damping] | None = None,
 ) -> tuple[np.ndarray, list[RowGrad]]:
     """Weighted sums over pushes: dense float32 [n_dense], and one row gradient per group of tables.
 
     A push of weight 0 takes no part: a row that only such pushes touched is not touched.
+    damping: by the step of the dense values that a push was computed with, what more it is multiplied by.
     """
     dense = np.zeros(n_dense, dtype=np.float32)
     parts: list[list[tuple[RowGrad, float]]] = [[] for _ in dims]
     for push, weight in pushes:
         if weight:
-            dense += np.float32(weight) * push.dense
+            if damping is None:
+                dense += np.float32(weight) * push.dense
+            else:
+                damped = damping(push.dense_step)
+                dense += np.float32(weight) * damped.dense * push.dense
+                weight *= damped.rows
             for group, grad in enumerate(unpack(push.rows, dims)):
                 parts[group].append((grad, weight))
     empty = [RowGrad(np.empty(0, np.int64), np.empty((0, dim), np.float32)) for dim in dims]

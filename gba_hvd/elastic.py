@@ -33,6 +33,7 @@ import torch
 from torch import nn
 
 from gba_hvd import membership, state_codec
+from gba_hvd.allreduce import AllreduceMode
 from gba_hvd.callbacks import Callback, Event, Job
 from gba_hvd.collectives import World, current_world, hosts_updated
 from gba_hvd.errors import BadInput, GbaError
@@ -173,6 +174,8 @@ class TorchState:
         self.engine.interrupt_due = self.engine.hosts_updated = False
         self.engine.switch_to = None
         self.engine.abandon_step()
+        if isinstance(self.engine.mode, AllreduceMode):
+            self.engine.mode.leave_step()
         if isinstance(self.engine.mode, GbaMode):  # this worker fell out of it
             if self.engine.reformer is not None:
                 self.engine.reformer.stop()

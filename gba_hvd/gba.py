@@ -208,7 +208,7 @@ class GbaMode:
         frames = self._frames(rows)
         waiting = [len(frames)]
         for s, part in enumerate(frames):
-            body = Push(self.worker, self.session.generation, lease.micro, lease.serial)
+            body = Push(self.worker, self.session.generation, lease.micro, lease.serial, self._dense_step[s])
             future = self.client.send(s, body, part)
             future.add_done_callback(lambda f: self._pushed(f.result, waiting, done))
 

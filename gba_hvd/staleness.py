@@ -74,6 +74,7 @@ _WEIGHTINGS: dict[str, Callable[[int], Weighting]] = {
     "linear": LinearDecay,
     "inverse": lambda tolerance: InverseDecay(),
     "none": lambda tolerance: Unweighted(),
+    "gap_aware": lambda tolerance: Unweighted(),  # by distance, not by steps: `gap_aware` damps where steps are applied
 }
 WEIGHTINGS = tuple(_WEIGHTINGS)
 

@@ -26,6 +26,7 @@ import numpy as np
 from gba_hvd import kernels, state_codec
 from gba_hvd.buffer import GradientBuffer, StoredPush, merge_pushes
 from gba_hvd.errors import NonFiniteGradient
+from gba_hvd.gap_aware import GapAware
 from gba_hvd.gradients import RowGrad, average_over_contributors
 from gba_hvd.ps import protocol
 from gba_hvd.ps.dense import DensePart, DenseTensor
@@ -58,6 +59,7 @@ class Part:
         self._sizes = [math.prod(shape) for _, shape, _ in enter.tensors]
         self.n_dense = sum(self._sizes)
         self.buffer = GradientBuffer()
+        self._gaps = gaps_of(enter, dense)
         self._last: Applied | None = None
         self._torn = 0  # shards that a server which died left in the middle of its last step
 
@@ -114,7 +116,7 @@ class Part:
             bool((finished >= step).all()) and self.dense.step >= step,
         )
 
-    def push(self, micro: int, serial: int, frames: Sequence[Any]) -> bool:
+    def push(self, micro: int, serial: int, frames: Sequence[Any], dense_step: int = -1) -> bool:
         """Store a checked push; False when there is no room. Raises ProtocolError; then nothing is stored."""
         if len(frames) != 2:
             raise ProtocolError(f"Push comes with two frames, got {len(frames)}")
@@ -126,7 +128,7 @@ class Part:
             return False
         protocol.check_finite(dense, self._names, self._sizes)
         protocol.check_row_message(self._memory.layout, rows, self.mine, self._extra)
-        self.buffer.add(StoredPush(micro, serial, dense, rows))
+        self.buffer.add(StoredPush(micro, serial, dense, rows, dense_step))
         return True
 
     def apply(self, request: Apply) -> Applied:
@@ -157,7 +159,7 @@ class Part:
 
     def _apply(self, request: Apply, pushes: Sequence[tuple[StoredPush, float]], due: np.ndarray) -> None:
         memory, layout = self._memory, self._memory.layout
-        dense, rows = merge_pushes(pushes, self.n_dense, self._dims)
+        dense, rows = merge_pushes(pushes, self.n_dense, self._dims, self._gaps.damping if self._gaps else None)
         scale = request.scale
         if self._extra:
             rows, scale = [average_over_contributors(grad) for grad in rows], 1.0
@@ -171,6 +173,8 @@ class Part:
         if pushes:
             dense *= np.float32(request.scale)
             self.dense.step_(dense, request.lrs, request.step)
+            if self._gaps is not None:
+                self._gaps.stepped(self.dense.values, dense, request.lrs, request.step)
         else:  # nothing came through to this server: it misses the step
             self.dense.skip_(request.step)
 
@@ -204,6 +208,18 @@ class Part:
 def _of_shards(grad: RowGrad, shards: np.ndarray, n_shards: int) -> RowGrad:
     wanted = np.isin(grad.keys % n_shards, shards)
     return RowGrad(grad.keys[wanted], grad.values[wanted])
+
+
+def gaps_of(enter: Enter, dense: DensePart) -> GapAware | None:
+    """What damps stale pushes where Gap-Aware was asked for."""
+    rule = enter.discipline
+    if (rule.get("name"), rule.get("staleness")) != ("gba", "gap_aware"):
+        return None
+    groups = np.repeat([t.group for t in dense.tensors], [t.size for t in dense.tensors]).astype(np.int32)
+    plain_sgd = enter.optimizer["class"] == "torch.optim.sgd:SGD" and not any(
+        group.get("momentum") for group in enter.optimizer["groups"]
+    )
+    return GapAware(dense.values, dense.step, groups, by_gradient=plain_sgd)
 
 
 def gather(memory: ShardMemory, mine: np.ndarray, frames: Sequence[Any]) -> list[np.ndarray]:

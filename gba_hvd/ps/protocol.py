@@ -140,6 +140,7 @@ class Push(Struct):
     generation: int
     micro: int
     serial: int
+    dense_step: int = -1  # step of this server's dense values that they were computed with, -1 if not known
 
 
 class Done(Struct):

@@ -37,6 +37,7 @@ from gba_hvd.shard.layout import PAGE_WORDS, Layout, table_seed
 FORMAT = 1
 _OPEN_TRIES = 5
 _END_TIMEOUT_S = 10.0
+_NOBODY = -1
 _READY = 0x6762612D72656479  # "gba-redy"
 
 
@@ -203,7 +204,7 @@ class ShardMemory:
             deadline = deadline or now + timeout_s
             shard, writer = int(behind[0]), int(self._writer[behind[0]])
             if now > deadline or (writer and not is_alive(writer)):
-                why = "did not finish" if now > deadline else "died before it finished"
+                why = "did not finish" if now > deadline else "left, or died, before it finished"
                 raise TimeoutError(
                     f"shard {shard}: process {writer} {why} step {step} (last finished {self._finished[shard]})"
                 )
@@ -212,6 +213,10 @@ class ShardMemory:
     def claim(self, shards: np.ndarray) -> None:
         """This process serves these shards from now on."""
         self._writer[shards] = os.getpid()
+
+    def release(self, shards: np.ndarray) -> None:
+        """This process leaves these shards as they are for now; who waits for a step on them need not wait longer."""
+        self._writer[shards] = _NOBODY
 
     def end_old_writers(self, members: set[int]) -> None:
         """End workers of this host that served shards and that the world has moved on without.
