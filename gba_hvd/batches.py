@@ -7,6 +7,7 @@ a switch the loop simply goes on where the job stands.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 import warnings
@@ -67,6 +68,7 @@ def batches(
             _begin_in_the_mode_asked_for(state)
     if state.finished_epoch == epoch:
         warnings.warn(f"epoch {epoch} is done and has no batches left: advance state.epoch", stacklevel=2)
+    engine.n_evaluated, engine.epoch_over = 0, False
     source = _Source(dataset, EpochOrder(len(dataset), seed, epoch, shuffle), cut, epoch, find_ids)
     finished = first == cut.n_steps
     while not finished:
@@ -74,7 +76,7 @@ def batches(
             finished = yield from _leases(source, state, engine.mode)
         else:
             finished = yield from _steps(source, state)
-    state.finished_epoch, engine.n_evaluated = epoch, 0
+    state.finished_epoch, engine.n_evaluated, engine.epoch_over = epoch, 0, True
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,11 @@ def _leases(source: _Source, state: TorchState, mode: GbaMode) -> Generator[Any,
             engine.follow_async(time.perf_counter() - asked_s)
             yield batch
             engine.check_stepped()
+    except GeneratorExit:  # the user left the loop; the model is to be as the servers have it
+        ahead.close()
+        with contextlib.suppress(Exception):  # whatever fails here will be told where the servers are asked next
+            handover.take_dense_state(engine, mode, leaving=False)
+        raise
     finally:
         ahead.close()
     if given.instead == "finished":
@@ -170,12 +177,14 @@ def _begin_in_the_mode_asked_for(state: TorchState) -> None:
     engine = state.engine
     if engine.switching is None:
         return
-    fixed = engine.switching.mode
-    code = MODES.index(fixed) if fixed in MODES else -1
+    pending, engine.switch_to = engine.switch_to, None  # newcomers have none: rank 0's counts for all
+    wanted = engine.switching.mode if pending is None else pending[0]
+    code = MODES.index(wanted) if wanted in MODES else -1
     code = int(engine.world.gather("mode", np.array([code], dtype=np.int64))[0][0])
     assert engine.mode is not None
-    if code >= 0 and MODES[code] != engine.mode.name and engine.switch_to is None:
-        engine.switch_to = (MODES[code], f"mode {MODES[code]!r} was asked for")
+    if code >= 0 and MODES[code] != engine.mode.name:
+        known = pending is not None and pending[0] == MODES[code]
+        engine.switch_to = pending if known else (MODES[code], f"mode {MODES[code]!r} was asked for")
 
 
 def keys_by_group(tables: EmbeddingTables, ids: list[Ids]) -> list[np.ndarray]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gba_hvd.gap_aware import Damping
+from gba_hvd.gap_aware import Damping, not_damped
 from gba_hvd.gradients import RowGrad, merge, unpack
 
 
@@ -72,7 +72,7 @@ def merge_pushes(
     pushes: Sequence[tuple[StoredPush, float]],
     n_dense: int,
     dims: Sequence[int],
-    damping: Callable[[int], Damping] | None = None,
+    damping: Callable[[int], Damping] = not_damped,
 ) -> tuple[np.ndarray, list[RowGrad]]:
     """Weighted sums over pushes: dense float32 [n_dense], and one row gradient per group of tables.
 
@@ -83,13 +83,9 @@ def merge_pushes(
     parts: list[list[tuple[RowGrad, float]]] = [[] for _ in dims]
     for push, weight in pushes:
         if weight:
-            if damping is None:
-                dense += np.float32(weight) * push.dense
-            else:
-                damped = damping(push.dense_step)
-                dense += np.float32(weight) * damped.dense * push.dense
-                weight *= damped.rows
+            by = damping(push.dense_step)
+            dense += np.float32(weight) * by.dense * push.dense
             for group, grad in enumerate(unpack(push.rows, dims)):
-                parts[group].append((grad, weight))
+                parts[group].append((grad, weight * by.rows))
     empty = [RowGrad(np.empty(0, np.int64), np.empty((0, dim), np.float32)) for dim in dims]
     return dense, [merge(some) if some else none for some, none in zip(parts, empty, strict=True)]

@@ -44,6 +44,8 @@ from gba_hvd.local_server import LocalServer
 from gba_hvd.optimizer import Engine
 from gba_hvd.reform import Reformer
 
+_STOP_TIMEOUT_S = 5.0
+
 
 class TorchState:
     """Model, optimizer and whatever else must survive: `TorchState(model, optimizer, epoch=0, scheduler=scheduler)`.
@@ -130,9 +132,11 @@ class TorchState:
                 callback.on_end(status, error)
         finally:
             if self.engine.reformer is not None:
-                self.engine.reformer.stop()
+                self.engine.reformer.stop(_STOP_TIMEOUT_S)
             if self._line is not None:
                 self._line.close()
+            if isinstance(self.engine.mode, GbaMode):
+                self.engine.mode.close(finished=error is None)
             for mode in (self.engine.mode, self.engine.idle_mode):
                 if mode is not None:
                     mode.close()
@@ -179,7 +183,7 @@ class TorchState:
         if isinstance(self.engine.mode, GbaMode):  # this worker fell out of it
             if self.engine.reformer is not None:
                 self.engine.reformer.stop()
-            self.engine.mode.close()
+            self.engine.mode.close(finished=False)
             self.engine.mode = self.engine.idle_mode = self.engine.reformer = None
 
     def stop_if_interrupted(self) -> None:
@@ -235,7 +239,7 @@ class TorchState:
         mode = self.engine.mode
         assert isinstance(mode, GbaMode)
         if self.engine.reformer is None:
-            self.engine.reformer = Reformer(mode, mode.position.world, self._meet)
+            self.engine.reformer = Reformer(mode, 0, self._meet)
             self.engine.reformer.start()
 
     def tell_of_membership(self) -> None:

@@ -83,7 +83,7 @@ def _evaluate_by_leases(
     label: Callable[[Any], Tensor],
     exact_limit: int,
 ) -> Scores:
-    ordinal = engine.n_evaluated
+    ordinal, phase = engine.n_evaluated, 2 * engine.cursor.epoch + engine.epoch_over
     engine.n_evaluated += 1
     own = {name: value.clone() for name, value in model.named_buffers()}
     was_training = model.training
@@ -92,7 +92,7 @@ def _evaluate_by_leases(
         with torch.no_grad():
             while True:
                 found, frames = mode.ask_to_judge(
-                    engine.cursor.epoch, ordinal, len(dataset), size, exact_limit, state_codec.encode(own)
+                    phase, ordinal, len(dataset), size, exact_limit, state_codec.encode(own)
                 )
                 if found.result is not None:
                     return Scores(**found.result)
@@ -105,7 +105,7 @@ def _evaluate_by_leases(
                 mode.pull(keys_by_group(engine.tables, [ids(loaded)]) if mode.several_hosts else [])
                 logits = model(loaded).float().cpu().numpy()
                 labels = label(loaded).cpu().numpy().astype(np.float32)
-                mode.send_scores(engine.cursor.epoch, ordinal, found.lease, logits, labels)
+                mode.send_scores(phase, ordinal, found.lease, logits, labels)
     finally:
         _load_buffers(model, own)
         model.train(was_training)

@@ -89,6 +89,7 @@ class GbaMode:
         self.position = Position()
         self.hosts_updated = False  # Horovod told this worker; the coordinator is told with the next heartbeat
         self._world_told: int | None = None
+        self.stands_for = 0  # the change of membership that this worker had heard of when it last formed a world
         self._request = 0
         self._under_way = threading.BoundedSemaphore(MAX_UNDER_WAY)
         self._failure: Exception | None = None
@@ -109,7 +110,9 @@ class GbaMode:
             if server.host == self.host:
                 self._readers[s] = DenseReader(self._memory.folder / f"ps-{server.index}.dense")
 
-    def close(self) -> None:
+    def close(self, finished: bool = True) -> None:
+        """finished: training or the mode is over; otherwise this worker alone leaves, to be replaced."""
+        self.client.finished = finished
         self.client.close()
         for reader in self._readers:
             if reader is not None:

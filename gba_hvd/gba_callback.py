@@ -30,6 +30,7 @@ from gba_hvd.switching import (
 from gba_hvd.tokens import Discipline
 
 _N_RECENT = 9
+_PAUSE_STEPS = 20
 _FIRST_SERVE_S = 0.003  # what a lease and a push cost, until it was measured
 
 
@@ -83,6 +84,7 @@ class GBACallback(Callback):
         self._wish: tuple[str, str] | None = None
         self._handled = -1  # the newest step of `switch_at` that has come
         self.last: Decision | None = None
+        self._not_before, self._pause = 0, _PAUSE_STEPS
 
     def discipline(self, mode: str) -> Discipline:
         return Discipline(name=mode, **self._rules)
@@ -95,6 +97,8 @@ class GBACallback(Callback):
 
     def wish(self, step: int, current: str) -> tuple[str, str] | None:
         """(mode, reason) to change to once `step` is applied, or None."""
+        if step < self._not_before:
+            return None
         due = [at for at in sorted(self.switch_at) if self._handled < at <= step]
         if due:
             self._handled = due[-1]
@@ -155,9 +159,14 @@ class GBACallback(Callback):
         advice = advise(self.lr, self.curvature, mean, worst)
         return "" if advice.is_stable else f"; warning: {advice.reason}"
 
+    def failed(self, step: int) -> None:
+        """A switch could not be done: no other is wished for so soon, and later ever less often."""
+        self._not_before, self._pause = step + self._pause, 2 * self._pause
+        self._wish = None
+
     def switched(self, mode: str, step: int) -> None:
         """The job is in `mode` from `step` on."""
-        self._wish = None
+        self._wish, self._pause = None, _PAUSE_STEPS
         self._recent = RecentRates()
         if mode in ("allreduce", "gba"):
             self._stance = Stance(mode, step)

@@ -16,6 +16,7 @@ To allreduce, after the coordinator ran dry at a step boundary and said so to ea
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import secrets
@@ -33,13 +34,14 @@ from gba_hvd.errors import BadInput, GbaError
 from gba_hvd.gba import GbaMode, Session
 from gba_hvd.ps import process
 from gba_hvd.ps.client import Client
-from gba_hvd.ps.protocol import Endpoint, Enter, Position
+from gba_hvd.ps.protocol import Endpoint, Enter, Export, Position
 from gba_hvd.routing import place_dense
 
 if TYPE_CHECKING:
     from gba_hvd.optimizer import Engine
 
 _START_TIMEOUT_S = 60.0
+_LEAVE_TIMEOUT_S = 5.0
 
 
 def to_servers(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
@@ -76,7 +78,10 @@ def to_servers(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
     if session is None or not entered.all():
         text = failure or "a server of another host could not take over (the log of its workers says why)"
         engine.emit(Event("switch_failed", engine.step, f"still in allreduce: {text}", {"to": mode}))
-        engine.switching.switched("allreduce", engine.step)
+        if leads and session is not None:
+            _leave(engine, session, own)
+        here.resume()
+        engine.switching.failed(engine.step)
         return False
     start(engine, session, world.rank, host)
     engine.idle_mode = here
@@ -93,6 +98,7 @@ def start(engine: Engine, session: Session, rank: int, host: int) -> None:
         session, engine.worker_id, rank, host, os.getpid(), engine.tables, engine.dense,
         engine.tables.config.timeout_s,
     )  # fmt: skip
+    mode.hosts_updated, engine.hosts_updated = engine.hosts_updated, False
     mode.start()
     engine.mode = mode
 
@@ -110,7 +116,9 @@ def to_workers(engine: Engine, position: Position) -> None:
     engine.cursor.epoch, engine.cursor.steps_done = position.epoch, position.steps_done
     if engine.reformer is not None:
         engine.reformer.stop()
-        if engine.reformer.n_formed or position.world > engine.reformer.number:
+        world = max(position.world, mode.position.world)
+        engine.hosts_updated = engine.hosts_updated or mode.hosts_updated
+        if engine.reformer.n_formed or world > engine.reformer.number:
             engine.idle_mode = None  # of a world that is no more
         engine.reformer = None
     mode.close()
@@ -218,6 +226,17 @@ def _enter(engine: Engine, session: Session, own: list[Endpoint], n_samples: int
     finally:
         client.beat = None
         client.close()
+
+
+def _leave(engine: Engine, session: Session, own: list[Endpoint]) -> None:
+    """Tell this host's servers that the mode was not entered after all. Those that cannot hear it have not entered."""
+    client = Client(session.job, session.key, session.servers, own[0].host, engine.folder, _LEAVE_TIMEOUT_S)
+    client.start()
+    for me, server in enumerate(session.servers):
+        if server.host == own[0].host:
+            with contextlib.suppress(GbaError):
+                client.call(me, Export(session.generation, leaving=True))
+    client.close()
 
 
 def _refuse_what_servers_cannot_do(engine: Engine) -> None:

@@ -130,7 +130,7 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
     inside = engine.mode if isinstance(engine.mode, GbaMode) else None
     mine = Facts(
         has_state, engine.step, held_step, _host_number(tables.config.shard_dir), digest(settings), os.getpid(),
-        0 if inside is None else inside.session.generation, 0 if inside is None else inside.position.world,
+        0 if inside is None else inside.session.generation, 0 if inside is None else inside.stands_for,
     )  # fmt: skip
     facts = [Facts(bool(r[0]), *map(int, r[1:])) for r in world.gather("facts", mine.row())]
     _refuse_different_settings(world, facts, settings)
@@ -155,6 +155,8 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
     placement = place_shards(members, holdings)
     if leads:
         memory.end_old_writers({f.pid for f in facts if f.host == mine.host})
+        for session in memory.folder.glob("ps-*.session"):  # of an asynchronous mode that is over
+            session.unlink(missing_ok=True)
     newest, missed = _close_torn_steps(agreed.step, placement, holdings, here, leads, memory)
     incoming = [s for s in placement.new if placement.host[s] == here] + [
         s for s, _, to in placement.moves if to == here

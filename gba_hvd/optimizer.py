@@ -99,6 +99,7 @@ class Engine:
         self.refused = self.reissued = 0
         self.operator: Callable[[], tuple[str, str] | None] = lambda: None  # what `gba-hvd switch` asked for, once
         self.reformer: Reformer | None = None
+        self.epoch_over = False
         self.n_evaluated = 0  # evaluations since the last epoch of batches ended: their names in asynchronous modes
         self.switch_to: tuple[str, str] | None = None  # agreed: (mode, reason), to be carried out before the next step
         self._wished: tuple[str, str] | None = None

@@ -22,7 +22,7 @@ _TRY_AGAIN_S = 0.5
 
 
 class Reformer:
-    """Start with `start()`; `stop()` waits for an attempt under way and may be called twice.
+    """Start with `start()`; `stop()` waits for an attempt under way (at most so long) and may be called twice.
 
     number: the membership that the present world stands for; meet: what all ranks of a new world run, returns the
     number they agree on.
@@ -38,15 +38,17 @@ class Reformer:
         if os.environ.get("HOROVOD_ELASTIC") == "1":
             self._thread.start()
 
-    def stop(self) -> None:
+    def stop(self, timeout_s: float | None = None) -> None:
         self._stop.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(timeout_s)
 
     def _run(self) -> None:
         while not self._stop.wait(_LOOK_S):
             while self._mode.position.world > self.number and not self._stop.is_set():
                 try:
+                    # What is heard from here on may concern a host that has no place in the world that forms now.
+                    self._mode.stands_for = self._mode.position.world
                     initialise_again()
                     self.number = self._meet(current_world())
                     self.n_formed += 1

@@ -86,6 +86,7 @@ class Client:
         self._over = ""  # why no request can be answered any more
         self._door = threading.Lock()  # between requests that come and the end of the thread
         self.beat: Callable[[], Beat] | None = None
+        self.finished = True  # what the goodbye says: training is over, or this worker alone leaves
         self.on_position: Callable[[Position], None] = lambda position: None
 
     def start(self) -> None:
@@ -284,7 +285,7 @@ class Client:
 
     def _say_goodbye(self, sockets: dict[tuple[int, bool], Any]) -> None:
         if self.beat is not None:
-            message = protocol.encode(self._job, 0, Bye(self.beat().worker))
+            message = protocol.encode(self._job, 0, Bye(self.beat().worker, self.finished))
             try:
                 sockets[0, False].send(message, flags=zmq.DONTWAIT)
             except zmq.Again:

@@ -81,6 +81,8 @@ class Coordinator:
         self._given: dict[int, _Handed] = {}  # by micro-batch: the newest lease on it
         self.names_refused: list[str] = []
         self._refused_in_a_row = 0
+        self._ending = False
+        self._left_early: set[int] = set()  # workers that ask for the next epoch already
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -94,7 +96,7 @@ class Coordinator:
         if request.epoch < ledger.epoch:
             return Given(self.position(epoch=request.epoch, done=True), None, "finished")
         if request.epoch > ledger.epoch:
-            if not ledger.finished:
+            if not ledger.finished and not self._all_left_early(request.worker):
                 return None  # others still work on the epoch before
             if self.wanted not in ("", "auto"):
                 return Given(self.position(epoch=request.epoch, steps_done=0), None, "drained")
@@ -108,6 +110,7 @@ class Coordinator:
                     ledger.join(worker)
             self._losses.clear()
             self._given.clear()
+            self._left_early.clear()
         if request.n_samples != ledger.cut.n_samples:
             return Refused(
                 f"epoch {request.epoch} has {ledger.cut.n_samples} samples for others and {request.n_samples} here: "
@@ -129,6 +132,13 @@ class Coordinator:
         if isinstance(answer, Drained):
             return Given(self.position(), None, "drained")
         return None
+
+    def _all_left_early(self, worker: int) -> bool:
+        """This worker left the epoch before its end, and gives back what it held. When all did, the rest is skipped."""
+        self.ledger.leave(worker)
+        self._left_early.add(worker)
+        alive = {w for w, seen in self.workers.items() if not seen.silent}
+        return alive <= self._left_early and self.ledger.decided is None
 
     def done(self, request: Done) -> str:
         """Every server has this push: "accepted", "repeated" or "revoked"."""
@@ -160,18 +170,21 @@ class Coordinator:
         seen.rank, seen.heard_s, seen.silent = request.rank, self._clock(), False
         if request.generation == self._enter.generation:
             self.ledger.join(request.worker)
-        if request.hosts_updated:
+        if request.hosts_updated and not self._ending:
             self.world += 1
 
     def bye(self, worker: int) -> None:
+        """Training is over for this worker, so it is for all: nobody is let in any more."""
         self.ledger.leave(worker)
         self.workers.pop(worker, None)
+        self._ending = True
 
     def dead(self, worker: int) -> None:
-        """The process is gone: the others form a new world."""
+        """The worker is gone: the others form a new world."""
         self.ledger.leave(worker)
         self.workers.pop(worker, None)
-        self.world += 1
+        if not self._ending:
+            self.world += 1
 
     def fall_silent(self) -> list[int]:
         """Take the leases of workers that are not heard of; returns the silent ones, whose processes may be dead."""

@@ -26,7 +26,7 @@ import numpy as np
 from gba_hvd import kernels, state_codec
 from gba_hvd.buffer import GradientBuffer, StoredPush, merge_pushes
 from gba_hvd.errors import NonFiniteGradient
-from gba_hvd.gap_aware import GapAware
+from gba_hvd.gap_aware import GapAware, not_damped
 from gba_hvd.gradients import RowGrad, average_over_contributors
 from gba_hvd.ps import protocol
 from gba_hvd.ps.dense import DensePart, DenseTensor
@@ -159,7 +159,7 @@ class Part:
 
     def _apply(self, request: Apply, pushes: Sequence[tuple[StoredPush, float]], due: np.ndarray) -> None:
         memory, layout = self._memory, self._memory.layout
-        dense, rows = merge_pushes(pushes, self.n_dense, self._dims, self._gaps.damping if self._gaps else None)
+        dense, rows = merge_pushes(pushes, self.n_dense, self._dims, self._gaps.damping if self._gaps else not_damped)
         scale = request.scale
         if self._extra:
             rows, scale = [average_over_contributors(grad) for grad in rows], 1.0

@@ -202,7 +202,10 @@ class Export(Struct):
 
 
 class Bye(Struct):
+    """The worker leaves. finished: training is over; otherwise a replacement is wanted."""
+
     worker: int
+    finished: bool = True
 
 
 class Apply(Struct):

@@ -290,8 +290,12 @@ class Server:
             case Enter():
                 return self._on_enter(request, frames), ()
             case Bye():
+                self._judging.leave(request.worker)
                 if self.coordinator is not None and not self.idle and request.worker in self.coordinator.workers:
-                    self.coordinator.bye(request.worker)
+                    if request.finished:
+                        self.coordinator.bye(request.worker)
+                    else:  # its process may go on, but not as a worker of this world
+                        self.coordinator.dead(request.worker)
                     self._save_ledger()
                     self._advance()
                 return Ok(), ()

@@ -49,6 +49,7 @@ def message(keys: list[list[int]], value: float = 1.0, contributors: bool = Fals
     "body",
     [
         Push(3, 9, 4, 5),
+        Push(3, 9, 4, 5, dense_step=17),
         Done(3, 9, 4, 5, None, 0.25, "the gradient of w is not finite"),
         Beat(1, 0, 0, 123, 9, told={"step": 4}),
         Apply(9, 7, [PlannedMember(1, 2, 0.5)], 0.25, 0.1, [0.1, 0.2], 3),

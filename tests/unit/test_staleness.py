@@ -17,6 +17,7 @@ from gba_hvd.staleness import WEIGHTINGS, InverseDecay, LinearDecay, Threshold, 
         ("linear", [1, 0.75, 0.5, 0.25, 0, 0]),
         ("inverse", [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 6]),
         ("none", [1, 1, 1, 1, 1, 1]),
+        ("gap_aware", [1, 1, 1, 1, 1, 1]),  # damped by distance, elsewhere
     ],
 )
 def test_weights_for_a_staleness_of_0_to_5_and_a_tolerance_of_3(name: str, weights: list[float]) -> None:
@@ -52,7 +53,7 @@ def test_a_misspelt_name_is_answered_with_the_right_one() -> None:
 
 
 def test_a_name_like_no_other_is_answered_with_all_of_them() -> None:
-    with pytest.raises(BadInput, match="'threshold' or 'linear' or 'inverse' or 'none'"):
+    with pytest.raises(BadInput, match="'threshold' or 'linear' or 'inverse' or 'none' or 'gap_aware'"):
         weighting("xyz")
 
 

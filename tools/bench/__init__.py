@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from . import allreduce, gba, ps, quality, switch
+from . import allreduce, gba, membership, ps, quality, switch
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-BENCHMARKS = (allreduce, gba, ps, quality, switch)
+BENCHMARKS = (allreduce, gba, membership, ps, quality, switch)
 
 
 def add_parser(subparsers: Subparsers) -> None:
