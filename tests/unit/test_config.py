@@ -27,7 +27,7 @@ def test_a_folder_may_be_a_string() -> None:
     [
         ({"n_shards": 0}, "n_shards must be at least 1, got 0"),
         ({"timeout_s": 0.0}, "timeout_s must be positive"),
-        ({"grace_s": -1.0}, "grace_s not negative"),
+        ({"grace_s": -1.0}, "grace_s must not be negative"),
         ({"job_id": "a/b"}, "job_id must be 1 to 64 letters"),
         ({"job_id": ""}, "job_id must be"),
     ],
