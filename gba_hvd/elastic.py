@@ -125,6 +125,7 @@ class TorchState:
         word = "finished" if error is None else f"{type(error).__name__}: {error}"
         engine = self.engine
         facts = {**account, "restarts": engine.restarts, "refused": engine.refused, "reissued": engine.reissued}
+        facts["lags"] = {str(k): n for k, n in sorted(engine.lags.items())}
         facts["staleness"] = {str(k): n for k, n in sorted(engine.staleness.items())}
         try:
             self.engine.emit(Event("finished" if error is None else "failed", self.step, word, facts))

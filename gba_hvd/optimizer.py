@@ -96,6 +96,7 @@ class Engine:
         self.job_id, self.key = "", b""
         self.worker_id = secrets.randbits(62)
         self.staleness: dict[int, int] = {}  # of all micro-batches so far in asynchronous modes
+        self.lags: dict[int, int] = {}  # the same for the dense values that gradients were computed with
         self.refused = self.reissued = 0
         self.operator: Callable[[], tuple[str, str] | None] = lambda: None  # what `gba-hvd switch` asked for, once
         self.reformer: Reformer | None = None
@@ -259,7 +260,7 @@ class Engine:
         """The position as servers take it."""
         return Position(
             step=self.step, epoch=self.cursor.epoch, steps_done=self.cursor.steps_done, account=asdict(self.account),
-            staleness=dict(self.staleness), refused=self.refused, reissued=self.reissued,
+            staleness=dict(self.staleness), lags=dict(self.lags), refused=self.refused, reissued=self.reissued,
         )  # fmt: skip
 
     def observe(self, position: Position) -> None:
@@ -273,7 +274,8 @@ class Engine:
             return
         steps, before = position.step - self.step, self.account.total
         self.step, self.account = position.step, Account(**position.account)
-        self.staleness, self.refused, self.reissued = position.staleness, position.refused, position.reissued
+        self.staleness, self.lags = position.staleness, position.lags
+        self.refused, self.reissued = position.refused, position.reissued
         self.cursor = Cursor(position.epoch, position.steps_done)
         if steps and self.mode is not None:
             self._report_step(self.account.total - before, position.loss, self.mode.name)

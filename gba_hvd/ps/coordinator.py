@@ -82,6 +82,7 @@ class Coordinator:
         self.names_refused: list[str] = []
         self._refused_in_a_row = 0
         self._ending = False
+        self.lags: dict[int, int] = {}  # counted by the part of this server
         self._left_early: set[int] = set()  # workers that ask for the next epoch already
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -264,6 +265,7 @@ class Coordinator:
             steps_done=ledger.steps_done if steps_done is None else steps_done,
             account=asdict(self.account),
             staleness=self.staleness(),
+            lags=dict(self.lags),
             refused=self._refused_before + ledger.refused,
             reissued=self._reissued_before + ledger.reissued,
             loss=self.last_loss,

@@ -59,6 +59,7 @@ class Part:
         self._sizes = [math.prod(shape) for _, shape, _ in enter.tensors]
         self.n_dense = sum(self._sizes)
         self.buffer = GradientBuffer()
+        self.lags = dict(enter.position.lags)  # how many steps the dense values of applied pushes were old, histogram
         self._gaps = gaps_of(enter, dense)
         self._last: Applied | None = None
         self._torn = 0  # shards that a server which died left in the middle of its last step
@@ -141,6 +142,10 @@ class Part:
         found = self.buffer.take((m.micro, m.serial) for m in request.members)
         self.buffer.forget_before(request.oldest_serial)
         pushes = [(found[m.micro, m.serial], m.weight) for m in request.members if (m.micro, m.serial) in found]
+        for push in found.values():
+            if push.dense_step >= 0:
+                lag = request.step - 1 - push.dense_step
+                self.lags[lag] = self.lags.get(lag, 0) + 1
         missing = [m.micro for m in request.members if (m.micro, m.serial) not in found]
         due = self.shards[self._memory.marks().begun[self.shards] < request.step]
         missed = len(self.shards) - len(due)

@@ -62,6 +62,7 @@ class Position(Struct):
     steps_done: int = 0
     account: dict[str, int] = {}
     staleness: dict[int, int] = {}  # histogram over applied and dropped micro-batches
+    lags: dict[int, int] = {}  # as staleness, but of the dense values that gradients were computed with (server 0)
     refused: int = 0
     reissued: int = 0
     loss: float | None = None  # of the newest step

@@ -322,11 +322,11 @@ class Server:
 
     def _on_push(self, request: Push, frames: list[Any]) -> Answer:
         part = self._active(request.generation)
-        if part.push(request.micro, request.serial, frames):
+        if part.push(request.micro, request.serial, frames, request.dense_step):
             return Ok()
         if self.coordinator is not None:  # pushes of revoked leases will never be asked for
             part.buffer.forget_before(self.coordinator.ledger.oldest_serial)
-            if part.push(request.micro, request.serial, frames):
+            if part.push(request.micro, request.serial, frames, request.dense_step):
                 return Ok()
         return Refused(
             f"{part.buffer.n_bytes:,} bytes of gradients wait already, buffer_bytes is {self.settings.buffer_bytes:,}; "
@@ -388,6 +388,7 @@ class Server:
         part = Part.begin(request, frames, self._file("dense"), self.memory, self.optimizer, self._limits)
         if self.part is not None:
             self.part.close()
+        coordinator.lags = part.lags
         self.part, self.coordinator = part, coordinator if request.me == 0 else None
         self._waiters, self._applying, self._wanted, self._failure = [], None, ("", ""), ""
         self._connect_peers()
@@ -540,6 +541,7 @@ class Server:
         if enter.me != 0:
             return
         self.coordinator = self._new_coordinator(enter)
+        self.coordinator.lags = self.part.lags
         self._ledger_file = SnapshotFile(self._file("ledger"))
         saved = self._ledger_file.read()
         if (
