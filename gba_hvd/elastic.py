@@ -246,8 +246,8 @@ class TorchState:
     def tell_of_membership(self) -> None:
         """In the training thread: tell the callbacks what changed meanwhile."""
         if self._met:
-            joined, world = self._met.pop()
-            self._met.clear()
+            met, self._met = self._met, []
+            joined, world = met[-1]
             before = [self.engine.world.size]
             self.engine.world = world
             self.engine.restarts += 1

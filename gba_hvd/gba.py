@@ -327,7 +327,8 @@ class GbaMode:
 
     def _take_position(self, position: Position) -> None:
         with self.lock:
-            if (position.epoch, position.step) >= (self.position.epoch, self.position.step):
+            now = self.position
+            if (position.epoch, position.step, position.world) >= (now.epoch, now.step, now.world):
                 self.position = position
 
     def _call(self, server: int, body: Any, *, pull: bool = False) -> Reply:

@@ -166,7 +166,7 @@ class GBACallback(Callback):
 
     def switched(self, mode: str, step: int) -> None:
         """The job is in `mode` from `step` on."""
-        self._wish, self._pause = None, _PAUSE_STEPS
+        self._wish, self._not_before, self._pause = None, 0, _PAUSE_STEPS
         self._recent = RecentRates()
         if mode in ("allreduce", "gba"):
             self._stance = Stance(mode, step)

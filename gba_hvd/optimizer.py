@@ -34,6 +34,7 @@ from gba_hvd.switching import MODES
 from gba_hvd.tables import EmbeddingTables
 
 _RATES_EVERY_S = 2.0
+_TELL_AGAIN_S = 2.0
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 # The numbers that travel with the dense gradients, so that a step needs no other collective. After them comes a number
@@ -106,10 +107,7 @@ class Engine:
         self._wished: tuple[str, str] | None = None
         self._n_refused = 0
         self._rates_told_s = time.perf_counter()
-        self._followed, self._told = (
-            -1,
-            cast(GbaMode | None, None),
-        )  # step last looked at, mode whose coordinator was told, in async modes
+        self._followed, self._told_s = -1, 0.0  # step last looked at, when the coordinator was told; async modes
         self._began_s = 0.0
         self._seconds: list[float] = []  # of this worker's micro-batches in the step
         self.step, self.cursor, self.account = 0, Cursor(), Account()
@@ -397,8 +395,9 @@ class Engine:
         if mode.position.wanted == "auto" and switching.mode != "auto":
             switching.pin("auto")
         wish = switching.wish(self.step, mode.name)
-        if wish is not None and mode.position.wanted in ("", "auto") and mode is not self._told:
-            self._told = mode  # once
+        now = time.perf_counter()
+        if wish is not None and mode.position.wanted in ("", "auto") and now - self._told_s > _TELL_AGAIN_S:
+            self._told_s = now  # it is heard with the next positions; until then it is not said again
             mode.client.send(0, SwitchTo(*wish))
 
     def _tell_rates(self, seconds: dict[str, float]) -> None:

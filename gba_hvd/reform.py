@@ -18,7 +18,7 @@ from gba_hvd.gba import GbaMode
 
 log = logging.getLogger("gba_hvd")
 _LOOK_S = 0.1
-_TRY_AGAIN_S = 0.5
+_TRY_AGAIN_S, _TRY_AGAIN_AT_MOST_S = 0.5, 8.0
 
 
 class Reformer:
@@ -44,6 +44,7 @@ class Reformer:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        pause_s = _TRY_AGAIN_S
         while not self._stop.wait(_LOOK_S):
             while self._mode.position.world > self.number and not self._stop.is_set():
                 try:
@@ -52,6 +53,8 @@ class Reformer:
                     initialise_again()
                     self.number = self._meet(current_world())
                     self.n_formed += 1
+                    pause_s = _TRY_AGAIN_S
                 except Exception as error:
                     log.warning("the world was not formed (%s: %s); trying again", type(error).__name__, error)
-                    self._stop.wait(_TRY_AGAIN_S)
+                    self._stop.wait(pause_s)
+                    pause_s = min(2 * pause_s, _TRY_AGAIN_AT_MOST_S)

@@ -183,7 +183,13 @@ def cache_dir() -> Path:
 
 def cached_wheel(folder: Path) -> Path | None:
     wheels = sorted(folder.glob("horovod-*.whl")) if folder.is_dir() else []
-    return next((wheel for wheel in wheels if zipfile.is_zipfile(wheel)), None)
+    return next((wheel for wheel in wheels if zipfile.is_zipfile(wheel) and has_library(wheel)), None)
+
+
+def has_library(wheel: Path) -> bool:
+    """Whether the compiled part is where Python will look for it."""
+    with zipfile.ZipFile(wheel) as archive:
+        return any(re.fullmatch(r"horovod/torch/mpi_lib[^/]*\.so", name) for name in archive.namelist())
 
 
 @contextlib.contextmanager
@@ -241,7 +247,8 @@ def build(target: Target, cache: Path) -> Path:
 
 
 def _build_locked(target: Target, cache: Path, folder: Path) -> Path:
-    with scratch_folder(cache / f".building-{target.key}") as work:
+    # Horovod's CMakeLists takes its own path for a regular expression: a "+" in it puts the library in a wrong place.
+    with scratch_folder(cache / f".building-{re.sub(r'[^A-Za-z0-9._-]', '-', target.key)}") as work:
         print(
             f"building Horovod {HOROVOD_VERSION} for torch {target.torch} (C++{target.cxx_standard}), once", flush=True
         )
@@ -261,7 +268,10 @@ def _build_locked(target: Target, cache: Path, folder: Path) -> Path:
             raise BuildError(f"building Horovod failed; the last lines of {log}:\n{tail}\nthe whole log is {log}")
         built = cached_wheel(work / "wheel")
         if built is None:
-            raise BuildError(f"pip finished but left no wheel in {work / 'wheel'}; the log is {log}")
+            raise BuildError(
+                f"pip finished but left no wheel with horovod/torch's library in {work / 'wheel'}; is there a special "
+                f"character in the path of {cache}? XDG_CACHE_HOME names another one. The log is {log}"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         # A rename within one file system: the cache holds a whole wheel or none.
         return built.rename(folder / built.name)

@@ -40,6 +40,7 @@ class _Handed:
 
 
 # Training ends when so many gradients in a row, of all workers, were not finite: steps, and micro-batches.
+_PATIENCE = 4  # a lease may take so many times what the worker's micro-batches took, however short `lease_s` is
 _REFUSED_STEPS, _REFUSED_AT_LEAST = 3, 100
 
 
@@ -165,12 +166,13 @@ class Coordinator:
             self._given.pop(request.micro, None)
 
     def beat(self, request: Beat) -> None:
+        if request.generation != self._enter.generation:
+            return  # its lead talking to this host's server, or a worker that was away through a change of mode
         seen = self.workers.get(request.worker)
         if seen is None:
             seen = self.workers[request.worker] = WorkerSeen(request.rank, request.host, request.pid, self._clock())
         seen.rank, seen.heard_s, seen.silent = request.rank, self._clock(), False
-        if request.generation == self._enter.generation:
-            self.ledger.join(request.worker)
+        self.ledger.join(request.worker)
         if request.hosts_updated and not self._ending:
             self.world += 1
 
@@ -196,7 +198,8 @@ class Coordinator:
                 self.ledger.leave(worker)
         for micro, handed in list(self._given.items()):
             # A worker that never said it lives, or has said goodbye: its request was late.
-            limit = self._lease_s if handed.worker in self.workers else self._alive_s
+            holder = self.workers.get(handed.worker)
+            limit = self._alive_s if holder is None else max(self._lease_s, _PATIENCE * holder.seconds)
             if now - handed.given_s > limit:
                 self.ledger.revoke(micro)
                 del self._given[micro]

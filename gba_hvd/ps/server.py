@@ -79,6 +79,7 @@ _RESEND_S = 1.0
 _MESSAGES_A_TURN = 64  # from one socket, before the others have their turn
 _LATE_TICK_S = 1.0  # after such a pause of this server, nobody is called silent for one tick
 _KEPT_DECISIONS = 10
+_GIVEN_UP = 10  # a worker of another host that is silent for so many times `alive_s` counts as dead
 _DEFECTS_LOGGED = 50
 
 
@@ -222,7 +223,9 @@ class Server:
         for worker in coordinator.fall_silent() if now - before < _LATE_TICK_S else []:
             self._judging.leave(worker)
             seen = coordinator.workers[worker]
-            if seen.host != here and time.monotonic() - self._alive_asked.get(worker, 0.0) > _RESEND_S:
+            if time.monotonic() - seen.heard_s > _GIVEN_UP * self.settings.alive_s and seen.host != here:
+                self._worker_is_dead(worker)  # nobody there could say; should it live, it comes back with a heartbeat
+            elif seen.host != here and time.monotonic() - self._alive_asked.get(worker, 0.0) > _RESEND_S:
                 self._alive_asked[worker] = time.monotonic()
                 self._ask_whether_alive(worker, seen.host, seen.pid)
         applying = self._applying
@@ -417,7 +420,13 @@ class Server:
             self._applying = _Applying(request, set(self._peers), time.monotonic(), set(), 0)
             self._send_apply(self._applying)
             assert self.part is not None
-            self._note_applied(self._applying, self.part.apply(request))
+            try:
+                answer = self.part.apply(request)
+            except GbaError as error:  # nothing of it was applied, and nothing after it will be: workers are told why
+                self._failure = f"step {request.step}: {error}"
+                self._applying = None
+                break
+            self._note_applied(self._applying, answer)
             self._finish_step()
         self._answer_waiters()
 

@@ -36,10 +36,11 @@ def source(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def write_wheel(path: Path) -> Path:
+def write_wheel(path: Path, library_at: str = "horovod/torch/") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(path, "w") as wheel:
         wheel.writestr("horovod/__init__.py", "")
+        wheel.writestr(f"{library_at}mpi_lib_v2.so", "")
     return path
 
 
@@ -109,6 +110,11 @@ def test_a_cached_wheel_is_used_without_building(tmp_path: Path, monkeypatch: py
 def test_half_a_wheel_is_no_wheel(tmp_path: Path) -> None:
     wheel = write_wheel(tmp_path / "horovod-0.28.1-cp311.whl")
     wheel.write_bytes(wheel.read_bytes()[:40])
+    assert cached_wheel(tmp_path) is None
+
+
+def test_a_wheel_whose_library_is_in_a_wrong_place_is_no_wheel(tmp_path: Path) -> None:
+    write_wheel(tmp_path / "horovod-0.28.1-cp311.whl", library_at="root/build+1/horovod/torch/")
     assert cached_wheel(tmp_path) is None
 
 
