@@ -52,8 +52,8 @@ class DataSet:
         return epochs * math.ceil(self.n_train / self.global_batch)
 
 
-# More micro-batches a step than workers: gradients are then computed with values a fraction of a step old. No early stop:
-# all runs see the same samples.
+# More micro-batches a step than workers: gradients are then computed with values a fraction of a step old. No early
+# stop: all runs see the same samples.
 DATASETS = {
     "frappe": DataSet("frappe_deepfm", 16, 202_027, 4096, ("train.micro_batch=512",), needs_data=True),
     "synthetic": DataSet("synthetic", 3, 700_000, 2048, ("train.micro_batch=256",)),
