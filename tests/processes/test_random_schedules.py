@@ -20,7 +20,7 @@ from .cluster import NAMES, cluster, wait_for
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 EPOCHS, SAMPLES, STEPS = 8, 1000, 88  # 11 steps of 96 samples an epoch
-SEEDS = [1, 2]
+SEEDS = [2]
 
 
 def seeds() -> list[int]:
