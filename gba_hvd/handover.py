@@ -100,7 +100,7 @@ def start(engine: Engine, session: Session, rank: int, host: int) -> None:
     )  # fmt: skip
     mode.hosts_updated, engine.hosts_updated = engine.hosts_updated, False
     mode.start()
-    engine.mode = mode
+    engine.mode, engine.told_s = mode, 0.0
 
 
 def to_workers(engine: Engine, position: Position) -> None:

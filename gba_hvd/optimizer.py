@@ -107,7 +107,7 @@ class Engine:
         self._wished: tuple[str, str] | None = None
         self._n_refused = 0
         self._rates_told_s = time.perf_counter()
-        self._followed, self._told_s = -1, 0.0  # step last looked at, when the coordinator was told; async modes
+        self._followed, self.told_s = -1, 0.0  # step last looked at, when the coordinator was told; async modes
         self._began_s = 0.0
         self._seconds: list[float] = []  # of this worker's micro-batches in the step
         self.step, self.cursor, self.account = 0, Cursor(), Account()
@@ -396,8 +396,8 @@ class Engine:
             switching.pin("auto")
         wish = switching.wish(self.step, mode.name)
         now = time.perf_counter()
-        if wish is not None and mode.position.wanted in ("", "auto") and now - self._told_s > _TELL_AGAIN_S:
-            self._told_s = now  # it is heard with the next positions; until then it is not said again
+        if wish is not None and mode.position.wanted in ("", "auto") and now - self.told_s > _TELL_AGAIN_S:
+            self.told_s = now  # it is heard with the next positions; until then it is not said again
             mode.client.send(0, SwitchTo(*wish))
 
     def _tell_rates(self, seconds: dict[str, float]) -> None:
