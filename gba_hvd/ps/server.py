@@ -415,7 +415,7 @@ class Server:
         coordinator = self.coordinator
         if coordinator is None or self.idle:
             return
-        while self._applying is None and (request := coordinator.decide()) is not None:
+        while not self._failure and self._applying is None and (request := coordinator.decide()) is not None:
             self._save_ledger()  # the decision, before anything of it is applied
             self._applying = _Applying(request, set(self._peers), time.monotonic(), set(), 0)
             self._send_apply(self._applying)

@@ -86,6 +86,7 @@ def test_the_account_is_exact_and_nothing_is_left(tmp_path: Path, seed: int) -> 
         code = job.wait(300)
         assert code == 0, f"exit code {code}:\n{job.log()}"
         job.assert_nothing_left()
+        assert "kill" in job.schedule_fired() or not plan.kills  # the faults really happened
         result = job.result()
         assert result["total"] == EPOCHS * SAMPLES
         assert result["applied"] + result["dropped"] + result["lost"] == result["total"]

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -252,8 +251,7 @@ def replace_by_one_that_dies(host: Host, point: str, index: int = 0) -> subproce
         dying = subprocess.Popen(
             [sys.executable, "-c", _DIES, str(host.folder), str(index), point], stdout=log, stderr=log
         )
-    time.sleep(0)  # it waits for the lock, which the old server's end releases
-    os.kill(old, signal.SIGKILL)
+    os.kill(old, signal.SIGKILL)  # the new one waits for the lock, which the old one's end releases
     wait_for(lambda: process.pid_of(host.folder, index) == dying.pid, "the server that will die", PATIENCE_S)
     return dying
 
