@@ -57,7 +57,7 @@ def next_status(pid: int) -> int:
 
 
 def ended_with(pid: int) -> int:
-    return os.waitstatus_to_exitcode(next_status(pid))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 @pytest.fixture
