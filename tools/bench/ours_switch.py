@@ -17,9 +17,9 @@ import gba_hvd
 
 from . import emulated, small_ctr
 from .ours_gba import Model
-from .switch import EVERY, SWITCHES
+from .switch import EVERY, SWITCHES, WARM_UP
 
-N_STEPS = EVERY * (SWITCHES + 1)
+N_STEPS = WARM_UP + EVERY * SWITCHES
 
 
 class Clicks:
@@ -70,7 +70,7 @@ def main() -> None:
         micro_batch=emulated.MICRO_BATCH,
     )
     steps = Steps()
-    plan = {EVERY * (i + 1): ("gba", "allreduce")[i % 2] for i in range(SWITCHES)}
+    plan = {WARM_UP + EVERY * i: ("gba", "allreduce")[i % 2] for i in range(SWITCHES)}
     state = gba_hvd.elastic.TorchState(model, optimizer, epoch=0)
     state.register_callbacks([gba_hvd.GBACallback(mode="allreduce", switch_at=plan), steps])
     forever = emulated.Scenario("none", args.service_s, 0.0, float("inf"))

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 BYTES = (10_000_000, 100_000_000, 1_000_000_000, 4_000_000_000)
+WARM_UP = 60  # steps until the first switch: the server, started beside the training, is up by then
 EVERY = 15  # steps between switches
 SWITCHES = 6  # three in each direction
 
@@ -59,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
         "micro_batch": emulated.MICRO_BATCH,
         "global_batch": emulated.N_MICRO * emulated.MICRO_BATCH,
         "service_s": args.service_ms / 1000,
+        "steps_before_the_first_switch": WARM_UP,
         "steps_between_switches": EVERY,
     }
     whole = {"machine": about, "commands": {"ours": str(ours)}, "settings": settings, **result, "rows": rows}
@@ -100,7 +102,7 @@ class Step:
 def switches(steps: Sequence[Step], every: int = EVERY) -> list[Row]:
     """Each change of mode: the seconds since the decision, and how many steps of the old mode that is.
 
-    The decision falls at the end of every `every`-th step. Steps the chief saw together count as one interval each.
+    The decision falls at the end of every `every`-th step (`WARM_UP` is a multiple). Steps the chief saw together count as one interval each.
     """
     found: list[Row] = []
     for old, new in pairwise(steps):
