@@ -32,7 +32,7 @@ test-fast: setup  ## the tests that start no processes
 check: setup  ## formatting, lint, types
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
-	$(VENV)/bin/mypy gba_hvd tools examples
+	$(VENV)/bin/mypy gba_hvd recovery tools examples
 
 bench: setup  ## ours against plain Horovod and TorchRec, to runs/bench/allreduce.json
 	$(VENV)/bin/gba-hvd bench allreduce --out runs/bench/allreduce.json

@@ -104,7 +104,7 @@ def run(config: JobConfig, out: Path, faults: FaultSchedule) -> None:
         patience=config.train.plateau_patience, min_lr=config.train.min_lr,
     )  # fmt: skip
     state = gba_hvd.elastic.TorchState(
-        model, optimizer, epoch=0, scheduler=scheduler, best={}, epochs_done=0, epochs_without_gain=0,
+        model, optimizer, epoch=0, scheduler=scheduler, best={}, auc_last=None, epochs_done=0, epochs_without_gain=0,
         started_unix_s=time.time(), seconds=0.0,
     )  # fmt: skip
     switch_log = SwitchLog()
@@ -132,7 +132,8 @@ def run(config: JobConfig, out: Path, faults: FaultSchedule) -> None:
                 optimizer.step(loss=loss)
             valid = gba_hvd.evaluate(model, splits.valid, state)
             gain = valid.auc > state.best.get("valid_auc", 0.0)
-            test = gba_hvd.evaluate(model, splits.test, state) if gain else None
+            is_last = state.epoch + 1 == config.train.epochs
+            test = gba_hvd.evaluate(model, splits.test, state) if gain or is_last else None
             # Nothing below talks to other workers, so each survivor of a failure has done all of it or none.
             state.report(valid_auc=valid.auc, valid_logloss=valid.logloss)
             if valid.note and state.world.rank == 0:
@@ -142,6 +143,8 @@ def run(config: JobConfig, out: Path, faults: FaultSchedule) -> None:
             state.epochs_without_gain = 0 if gain else state.epochs_without_gain + 1
             if test is not None:
                 state.report(test_auc=test.auc, test_logloss=test.logloss)
+                state.auc_last = test.auc
+            if gain and test is not None:
                 state.best = {
                     "best_epoch": state.epoch, "auc": test.auc, "logloss": test.logloss, "auc_exact": test.exact,
                     "valid_auc": valid.auc, "valid_logloss": valid.logloss,
@@ -156,13 +159,17 @@ def run(config: JobConfig, out: Path, faults: FaultSchedule) -> None:
 def write_summary(
     out: Path, config: JobConfig, state: Any, auc_bayes: float | None, switches: list[dict[str, Any]]
 ) -> None:
-    """The test figures are those of the epoch with the best validation AUC, measured on that epoch's weights."""
+    """The test figures are those of the epoch with the best validation AUC, measured on that epoch's weights.
+
+    auc_last: test AUC after the last epoch; None if training stopped early.
+    """
     summary = {
         "name": config.name,
         "seed": config.seed,
         "auc": None,
         "logloss": None,
         **state.best,
+        "auc_last": state.auc_last if state.epochs_done == config.train.epochs else None,
         "auc_bayes": auc_bayes,
         "samples_total": state.samples.total,
         "samples_applied": state.samples.applied,

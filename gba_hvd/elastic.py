@@ -32,7 +32,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from gba_hvd import membership, state_codec
+from gba_hvd import membership
 from gba_hvd.allreduce import AllreduceMode
 from gba_hvd.callbacks import Callback, Event, Job
 from gba_hvd.collectives import World, current_world, hosts_updated
@@ -43,6 +43,7 @@ from gba_hvd.gba_callback import GBACallback
 from gba_hvd.local_server import LocalServer
 from gba_hvd.optimizer import Engine
 from gba_hvd.reform import Reformer
+from recovery import state_codec
 
 _STOP_TIMEOUT_S = 5.0
 

@@ -1,14 +1,14 @@
-"""The exceptions users may want to catch."""
+"""The exceptions users may want to catch.
+
+`GbaError` is the one base of what both packages raise on purpose, so it covers checkpoints, too.
+"""
 
 from __future__ import annotations
 
+from recovery.errors import BadInput
+from recovery.errors import RecoveryError as GbaError
 
-class GbaError(Exception):
-    """Everything this package raises on purpose."""
-
-
-class BadInput(GbaError, ValueError):
-    """Data or settings that the user can mend; the message says how."""
+__all__ = ["BadInput", "GbaError", "NonFiniteGradient", "ShardMemoryError", "StateMismatch"]
 
 
 class NonFiniteGradient(GbaError, ArithmeticError):

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gba_hvd import state_codec
 from gba_hvd.batches import Dataset, Ids, agree_on, ids_of, keys_by_group
 from gba_hvd.collectives import World
 from gba_hvd.elastic import TorchState
@@ -21,6 +20,7 @@ from gba_hvd.gba import GbaMode
 from gba_hvd.metrics import ScoreAccumulator, Scores, scores_from
 from gba_hvd.optimizer import Engine
 from gba_hvd.order import Cut
+from recovery import state_codec
 
 _ASK_AGAIN_S = 0.02
 

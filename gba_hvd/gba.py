@@ -300,7 +300,7 @@ class GbaMode:
 
     def export(self, leaving: bool) -> tuple[list[np.ndarray], list[dict[str, Any]]]:
         """The dense values and the optimizer's state of every dense tensor, in the model's order; bit-exact."""
-        from gba_hvd import state_codec
+        from recovery import state_codec
 
         futures = [self.client.send(s, Export(self.session.generation, leaving)) for s in range(len(self._parts))]
         n = len(self.session.dense_servers)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gba_hvd import state_codec, torch_optimizers
+from gba_hvd import torch_optimizers
 from gba_hvd.allreduce import AllreduceMode
 from gba_hvd.callbacks import Event
 from gba_hvd.collectives import hosts_updated
@@ -36,6 +36,7 @@ from gba_hvd.ps import process
 from gba_hvd.ps.client import Client
 from gba_hvd.ps.protocol import Endpoint, Enter, Export, Position
 from gba_hvd.routing import place_dense
+from recovery import state_codec
 
 if TYPE_CHECKING:
     from gba_hvd.optimizer import Engine

@@ -15,7 +15,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from gba_hvd import handover, state_codec
+from gba_hvd import handover
 from gba_hvd.allreduce import AllreduceMode
 from gba_hvd.collectives import World, worker_lost
 from gba_hvd.errors import GbaError, ShardMemoryError, StateMismatch
@@ -27,6 +27,7 @@ from gba_hvd.routing import Holding, Membership, Placement, place_shards
 from gba_hvd.shard.layout import PAGE_WORDS, Layout, digest
 from gba_hvd.shard.memory import ShardMemory, difference, job_folder
 from gba_hvd.shard.outbox import Outbox, remove_others
+from recovery import state_codec
 
 T = TypeVar("T")
 _CHUNK_WORDS = 4 << 20  # of a shard that moves to another host, per message

@@ -27,7 +27,6 @@ import numpy as np
 import torch
 import zmq
 
-from gba_hvd import state_codec
 from gba_hvd.gradients import RowGrad, pack_by_owner, with_contributors
 from gba_hvd.ps import process, protocol, transport
 from gba_hvd.ps.dense import DenseReader
@@ -59,6 +58,7 @@ from gba_hvd.row_optimizers import SGD
 from gba_hvd.shard.layout import Layout
 from gba_hvd.shard.memory import ShardMemory
 from gba_hvd.torch_optimizers import spec_of
+from recovery import state_codec
 
 TABLES = {"user": (40, 4), "item": (10, 4), "wide": (6, 8)}
 N_SHARDS, N_SAMPLES, GLOBAL_BATCH, MICRO_BATCH = 3, 64, 16, 8

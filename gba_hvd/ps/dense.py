@@ -29,9 +29,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gba_hvd import state_codec
 from gba_hvd.errors import BadInput, ShardMemoryError, StateMismatch
 from gba_hvd.torch_optimizers import build
+from recovery import state_codec
 
 _MAGIC = 0x6762612D646E7331  # "gba-dns1"
 _DTYPES = ("float16", "float32", "float64")

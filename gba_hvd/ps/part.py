@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from gba_hvd import kernels, state_codec
+from gba_hvd import kernels
 from gba_hvd.buffer import GradientBuffer, StoredPush, merge_pushes
 from gba_hvd.errors import NonFiniteGradient
 from gba_hvd.gap_aware import GapAware, not_damped
@@ -33,6 +33,7 @@ from gba_hvd.ps.dense import DensePart, DenseTensor
 from gba_hvd.ps.protocol import Applied, Apply, Enter, ProtocolError
 from gba_hvd.row_optimizers import RowOptimizer
 from gba_hvd.shard.memory import ShardMemory
+from recovery import state_codec
 
 log = logging.getLogger("gba_hvd.ps")
 

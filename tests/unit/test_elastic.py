@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import gba_hvd
-from gba_hvd import BadInput, state_codec
+from gba_hvd import BadInput
+from recovery import state_codec
 
 
 class Diary(gba_hvd.Callback):

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gba_hvd import SGD, state_codec
+from gba_hvd import SGD
 from gba_hvd.buffer import StoredPush, merge_pushes
 from gba_hvd.gap_aware import GapAware, not_damped
 from gba_hvd.gradients import RowGrad, pack_by_owner
@@ -21,6 +21,7 @@ from gba_hvd.ps.protocol import Apply, Endpoint, Enter, PlannedMember, Position
 from gba_hvd.shard.layout import Layout
 from gba_hvd.shard.memory import ShardMemory
 from gba_hvd.torch_optimizers import spec_of
+from recovery import state_codec
 
 N = 6
 GROUPS = np.array([0, 0, 0, 0, 1, 1])

@@ -21,7 +21,9 @@ def setup_cfg() -> configparser.ConfigParser:
 
 def test_every_folder_with_code_is_a_listed_package(setup_cfg: configparser.ConfigParser) -> None:
     folders = {
-        path.parent.relative_to(ROOT).as_posix() for top in ("gba_hvd", "tools") for path in (ROOT / top).rglob("*.py")
+        path.parent.relative_to(ROOT).as_posix()
+        for top in ("gba_hvd", "recovery", "tools")
+        for path in (ROOT / top).rglob("*.py")
     }
     packages = {folder.replace("tools", "gba_hvd_tools", 1).replace("/", ".") for folder in folders}
     assert set(setup_cfg["options"]["packages"].split()) == packages

@@ -24,7 +24,7 @@ import psutil
 import torch
 
 import gba_hvd
-from gba_hvd import state_codec, torch_optimizers
+from gba_hvd import torch_optimizers
 from gba_hvd.gba import Ahead, GbaMode, Session
 from gba_hvd.gradients import DenseGradients, RowGrad
 from gba_hvd.ps import process as companion
@@ -32,6 +32,7 @@ from gba_hvd.ps import protocol, transport
 from gba_hvd.ps.client import Client
 from gba_hvd.shard.memory import ShardMemory
 from gba_hvd.tokens import Discipline
+from recovery import state_codec
 
 from .ps import CONTESTANTS, DIM, N_ROWS
 

@@ -233,7 +233,18 @@ def variant(of: DataSet) -> Variant:
 
 def row_of(job: Run, summary: Mapping[str, Any], seconds: float) -> Row:
     """What is kept of a run."""
-    kept = ("auc", "logloss", "valid_auc", "best_epoch", "auc_bayes", "steps", "refused", "reissued", "switches")
+    kept = (
+        "auc",
+        "auc_last",
+        "logloss",
+        "valid_auc",
+        "best_epoch",
+        "auc_bayes",
+        "steps",
+        "refused",
+        "reissued",
+        "switches",
+    )
     total, dropped = summary["samples_total"], summary["samples_dropped"]
     return {
         **{name: getattr(job, name) for name in KEY},
@@ -249,27 +260,20 @@ def row_of(job: Run, summary: Mapping[str, Any], seconds: float) -> Row:
 
 
 def headline(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, Any]]]:
-    """dataset (with its epochs) -> protocol -> means over the seeds; `vs_sync` is of the seeds that both have.
+    """dataset (with its epochs) -> protocol -> means over the seeds.
 
-    A run whose AUC was never defined (it diverged) counts in `diverged` and in no mean.
+    `auc` is that of the epoch with the best validation AUC, `auc_last` that after the last epoch; `vs_sync` is of the
+    seeds that both have. A run whose AUC was never defined (it diverged) counts in `diverged` and in no mean.
     """
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for name, protocol, some in _groups(rows):
-        good = {row["seed"]: row["auc"] for row in some if row["auc"] is not None}
-        sync = {
-            row["seed"]: row["auc"]
-            for row in rows
-            if _title(row) == name and row["protocol"] == "sync" and row["auc"] is not None
-        }
-        differences = [auc - sync[seed] for seed, auc in good.items() if seed in sync]
+        sync = [row for row in rows if _title(row) == name and row["protocol"] == "sync"]
         stale = [row["staleness_mean"] for row in some if row["staleness_mean"] is not None]
         found.setdefault(name, {})[protocol] = {
             "seeds": len(some),
-            "diverged": len(some) - len(good),
-            "auc": mean(good.values()) if good else None,
-            "auc_std": stdev(good.values()) if len(good) > 1 else None,
-            "vs_sync": mean(differences) if differences else None,
-            "vs_sync_worst": min(differences) if differences else None,
+            "diverged": sum(row["auc"] is None for row in some),
+            **_against(sync, some, "auc", ""),
+            **_against(sync, some, "auc_last", "_last"),
             "dropped_share": mean(row["dropped_share"] for row in some),
             "staleness_mean": mean(stale) if stale else None,
             "staleness_max": max(
@@ -277,6 +281,19 @@ def headline(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, Any]]]:
             ),
         }
     return found
+
+
+def _against(sync: Sequence[Row], some: Sequence[Row], column: str, suffix: str) -> dict[str, Any]:
+    """Mean AUC of some runs, and its distance from synchronous training of the same seeds."""
+    good = {row["seed"]: row[column] for row in some if row.get(column) is not None}
+    theirs = {row["seed"]: row[column] for row in sync if row.get(column) is not None}
+    differences = [auc - theirs[seed] for seed, auc in good.items() if seed in theirs]
+    return {
+        f"auc{suffix}": mean(good.values()) if good else None,
+        f"auc{suffix}_std": stdev(good.values()) if len(good) > 1 else None,
+        f"vs_sync{suffix}": mean(differences) if differences else None,
+        f"vs_sync{suffix}_worst": min(differences) if differences else None,
+    }
 
 
 def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Row]]]:
@@ -313,6 +330,9 @@ def show(rows: Sequence[Row]) -> None:
         "AUC": ("auc", "{:.5f}".format),
         "vs sync": ("vs_sync", "{:+.5f}".format),
         "worst": ("vs_sync_worst", "{:+.5f}".format),
+        "last AUC": ("auc_last", "{:.5f}".format),
+        "last vs sync": ("vs_sync_last", "{:+.5f}".format),
+        "last worst": ("vs_sync_last_worst", "{:+.5f}".format),
         "dropped": ("dropped_share", "{:.2%}".format),
         "stale": ("staleness_mean", "{:.2f}".format),
         "most": ("staleness_max", str),

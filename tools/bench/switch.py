@@ -102,7 +102,8 @@ class Step:
 def switches(steps: Sequence[Step], every: int = EVERY) -> list[Row]:
     """Each change of mode: the seconds since the decision, and how many steps of the old mode that is.
 
-    The decision falls at the end of every `every`-th step (`WARM_UP` is a multiple). Steps the chief saw together count as one interval each.
+    The decision falls at the end of every `every`-th step (`WARM_UP` is a multiple). Steps the chief saw together count
+    as one interval each.
     """
     found: list[Row] = []
     for old, new in pairwise(steps):

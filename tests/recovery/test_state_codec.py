@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gba_hvd.errors import BadInput
-from gba_hvd.state_codec import decode, encode
+from recovery.state_codec import decode, encode
 
 
 def there_and_back(value: Any) -> Any:

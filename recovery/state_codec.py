@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gba_hvd.errors import BadInput
+from recovery.errors import BadInput
 
 
 def encode(value: Any) -> bytes:

@@ -1,0 +1,101 @@
+"""The words of this package: what a table is, where its rows lie in memory, and who has them.
+
+A table is cut in S shards: row r is in shard r mod S, at place r div S. A row is saved and restored as one record: its
+weights, then its optimizer slots, column after column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from recovery.errors import BadInput
+
+
+@dataclass(frozen=True)
+class Column:
+    """Some float32 numbers that every row of a table has: its weights, or one slot of its optimizer."""
+
+    name: str
+    width: int
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table: name, number of rows, and columns (the weights first)."""
+
+    name: str
+    n_rows: int
+    columns: tuple[Column, ...]
+
+    def __post_init__(self) -> None:
+        if self.n_rows < 1 or not self.columns or any(column.width < 1 for column in self.columns):
+            raise BadInput(f"table {self.name!r} needs rows and columns, got {self.n_rows} rows, {self.columns}")
+
+    @property
+    def width(self) -> int:
+        """float32 numbers of a record."""
+        return sum(column.width for column in self.columns)
+
+    @property
+    def record_bytes(self) -> int:
+        return 4 * self.width
+
+    def rows_in(self, shard: int, n_shards: int) -> int:
+        """How many rows a shard has."""
+        return len(range(shard, self.n_rows, n_shards))
+
+
+@dataclass(frozen=True)
+class Schema:
+    """All tables of a model, and in how many shards they are cut."""
+
+    tables: tuple[Table, ...]
+    n_shards: int
+
+    @property
+    def n_rows(self) -> int:
+        return sum(table.n_rows for table in self.tables)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all records."""
+        return sum(table.n_rows * table.record_bytes for table in self.tables)
+
+
+@dataclass(frozen=True)
+class Slab:
+    """The rows of one table in one shard, where they lie in memory. Views: writing to them writes the model.
+
+    columns: float32 [n, width_i] each, together the table's columns in order; one array may hold several columns.
+        They may be strided.
+    counts:  uint32 [n]  how often each row was updated so far, modulo 2^32; counted by whoever updates it
+    """
+
+    columns: tuple[np.ndarray, ...]
+    counts: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+
+class Holder(Protocol):
+    """Whoever has the rows of some shards in memory.
+
+    A step on a shard is: begun = k, change rows and counts, finished = k, in this order. So a reader that finds begun
+    equal to finished, copies, and finds begun unchanged, has rows of one step.
+    """
+
+    schema: Schema
+
+    def shards(self) -> Sequence[int]:
+        """The shards that are here, whole."""
+
+    def slab(self, table: int, shard: int) -> Slab:
+        """By the table's number in the schema."""
+
+    def marks(self, shard: int) -> tuple[int, int]:
+        """(finished, begun), read in this order: the last steps finished and begun on a shard."""
