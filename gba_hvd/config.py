@@ -23,6 +23,7 @@ class Config:
     timeout_s:  longest wait for another worker of this host to finish applying a step
     alive_s:    asynchronous modes: a worker not heard of for this long loses its leases to others
     lease_s:    asynchronous modes: longest time for one micro-batch, before it is given to another worker
+    server_s:   asynchronous modes: a server that answers nothing for this long counts as lost, with its host
     grace_s:    how long the memory stays when every worker of the host has died (a restarted worker finds it again)
     """
 
@@ -32,13 +33,14 @@ class Config:
     timeout_s: float = 60.0
     alive_s: float = 2.0
     lease_s: float = 60.0
+    server_s: float = 20.0
     grace_s: float = 20.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shard_dir", Path(self.shard_dir))
         if self.n_shards < 1:
             raise BadInput(f"n_shards must be at least 1, got {self.n_shards}")
-        for name in ("timeout_s", "alive_s", "lease_s"):
+        for name in ("timeout_s", "alive_s", "lease_s", "server_s"):
             if not getattr(self, name) > 0:
                 raise BadInput(f"{name} must be positive, got {getattr(self, name)}")
         if self.grace_s < 0:
@@ -69,5 +71,6 @@ _PARSE: dict[str, Any] = {
     "timeout_s": float,
     "alive_s": float,
     "lease_s": float,
+    "server_s": float,
     "grace_s": float,
 }

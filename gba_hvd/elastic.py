@@ -32,7 +32,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from gba_hvd import membership
+from gba_hvd import handover, membership
 from gba_hvd.allreduce import AllreduceMode
 from gba_hvd.callbacks import Callback, Event, Job
 from gba_hvd.collectives import World, current_world, hosts_updated
@@ -45,7 +45,8 @@ from gba_hvd.optimizer import Engine
 from gba_hvd.reform import Reformer
 from recovery import state_codec
 
-_STOP_TIMEOUT_S = 5.0
+# How long the end waits for a world that is being formed. The launcher calls a job failed whose newcomer it has to kill.
+_END_TIMEOUT_S, _FAILED_TIMEOUT_S = 60.0, 5.0
 
 
 class TorchState:
@@ -134,7 +135,7 @@ class TorchState:
                 callback.on_end(status, error)
         finally:
             if self.engine.reformer is not None:
-                self.engine.reformer.stop(_STOP_TIMEOUT_S)
+                self.engine.reformer.stop(_END_TIMEOUT_S if error is None else _FAILED_TIMEOUT_S)
             if self._line is not None:
                 self._line.close()
             if isinstance(self.engine.mode, GbaMode):
@@ -185,6 +186,7 @@ class TorchState:
         if isinstance(self.engine.mode, GbaMode):  # this worker fell out of it
             if self.engine.reformer is not None:
                 self.engine.reformer.stop()
+            handover.rescue_dense_state(self.engine, self.engine.mode)
             self.engine.mode.close(finished=False)
             self.engine.mode = self.engine.idle_mode = self.engine.reformer = None
 

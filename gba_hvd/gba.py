@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -31,6 +32,7 @@ from gba_hvd.ps.protocol import (
     Endpoint,
     Evaluate,
     Export,
+    Exported,
     Given,
     GivenLease,
     Judged,
@@ -43,6 +45,7 @@ from gba_hvd.ps.protocol import (
     Score,
 )  # fmt: skip
 from gba_hvd.tables import EmbeddingTables, RemoteRows
+from recovery import state_codec
 
 MAX_UNDER_WAY = 2
 _Item = TypeVar("_Item")
@@ -62,6 +65,14 @@ class Session(msgspec.Struct, frozen=True):
     shard_servers: tuple[int, ...]
     dense_servers: tuple[int, ...]
     row_average: str
+
+
+@dataclass(frozen=True)
+class DenseState:
+    """One dense tensor as a server has it: values float32 [n], and the optimizer's state of it."""
+
+    values: np.ndarray
+    state: dict[str, Any]
 
 
 class GbaMode:
@@ -269,6 +280,10 @@ class GbaMode:
         self._failure = self._failure or error
         self._under_way.release()
 
+    def give_up(self, why: str) -> None:
+        """From another thread: the next request of the training thread raises this."""
+        self._failure = self._failure or GbaError(why)
+
     def flush(self) -> None:
         """Return when nothing of this worker is on the way."""
         for _ in range(MAX_UNDER_WAY):
@@ -298,22 +313,37 @@ class GbaMode:
 
     # --- the dense state ---------------------------------------------------------------------------------------------
 
-    def export(self, leaving: bool) -> tuple[list[np.ndarray], list[dict[str, Any]]]:
-        """The dense values and the optimizer's state of every dense tensor, in the model's order; bit-exact."""
-        from recovery import state_codec
-
+    def export(self, leaving: bool) -> dict[int, DenseState]:
+        """Every dense tensor by its number in the model, bit-exact. leaving: the servers go idle."""
         futures = [self.client.send(s, Export(self.session.generation, leaving)) for s in range(len(self._parts))]
-        n = len(self.session.dense_servers)
-        values: list[Any] = [None] * n
-        state: list[Any] = [None] * n
-        for s, part in enumerate(self._parts):
-            reply = self._result(futures[s].result)
-            flat, at = np.frombuffer(reply.frames[0], dtype=np.float32), 0
-            for t, saved in zip(part, state_codec.decode(bytes(reply.frames[1])), strict=True):
-                size = self._dense.sizes[t]
-                values[t], state[t] = flat[at : at + size], saved
-                at += size
-        return values, state
+        replies = [self._result(future.result) for future in futures]
+        return {t: state for s, reply in enumerate(replies) for t, state in self._unpack(s, reply)}
+
+    def rescue(self, timeout_s: float) -> dict[int, DenseState]:
+        """As `export`, what the servers that still answer have. Brings the position up to date, too."""
+        asked = [
+            self.client.send(s, Export(self.session.generation, False), timeout_s=timeout_s)
+            for s in range(len(self._parts))
+        ]
+        word = self.client.send(0, self._beat(), timeout_s=timeout_s)
+        found: dict[int, DenseState] = {}
+        for s, future in enumerate((*asked, word)):
+            try:
+                reply = future.result()
+            except ServerLost:
+                continue
+            if isinstance(reply.body, Exported):
+                found |= dict(self._unpack(s, reply))
+            elif isinstance(reply.body, Ok) and reply.body.position is not None:
+                self._take_position(reply.body.position)
+        return found
+
+    def _unpack(self, server: int, reply: Reply) -> Iterator[tuple[int, DenseState]]:
+        flat, at = np.frombuffer(reply.frames[0], dtype=np.float32), 0
+        for t, state in zip(self._parts[server], state_codec.decode(bytes(reply.frames[1])), strict=True):
+            size = self._dense.sizes[t]
+            yield t, DenseState(flat[at : at + size], state)
+            at += size
 
     # -----------------------------------------------------------------------------------------------------------------
 

@@ -21,17 +21,19 @@ import ipaddress
 import os
 import secrets
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from gba_hvd import torch_optimizers
 from gba_hvd.allreduce import AllreduceMode
 from gba_hvd.callbacks import Event
 from gba_hvd.collectives import hosts_updated
 from gba_hvd.errors import BadInput, GbaError
-from gba_hvd.gba import GbaMode, Session
+from gba_hvd.gba import DenseState, GbaMode, Session
 from gba_hvd.ps import process
 from gba_hvd.ps.client import Client
 from gba_hvd.ps.protocol import Endpoint, Enter, Export, Position
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 
 _START_TIMEOUT_S = 60.0
 _LEAVE_TIMEOUT_S = 5.0
+_RESCUE_TIMEOUT_S = 3.0
 
 
 def to_servers(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
@@ -66,13 +69,13 @@ def to_servers(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
         except (GbaError, OSError) as error:
             failure = str(error)
     generation = secrets.randbits(48) if world.rank == 0 else 0
-    servers, generation = _gather_servers(engine, own, host, n, generation)
+    servers, workers, generation = _gather_who_is_there(engine, own, host, n, generation)
     session = None
     if len(servers) == n * len(members.order):
         session = _session(engine, here, mode, servers, generation)
         if leads:
             try:
-                _enter(engine, session, own, n_samples)
+                _enter(engine, session, own, workers, n_samples)
             except (GbaError, OSError) as error:
                 failure = str(error)
     entered = world.gather("entered", np.array([session is not None and not failure], dtype=np.int64))
@@ -97,7 +100,7 @@ def start(engine: Engine, session: Session, rank: int, host: int) -> None:
     """Be a worker of an asynchronous mode from now on."""
     mode = GbaMode(
         session, engine.worker_id, rank, host, os.getpid(), engine.tables, engine.dense,
-        engine.tables.config.timeout_s,
+        engine.tables.config.server_s,
     )  # fmt: skip
     mode.hosts_updated, engine.hosts_updated = engine.hosts_updated, False
     mode.start()
@@ -144,33 +147,52 @@ def to_workers(engine: Engine, position: Position) -> None:
 
 def take_dense_state(engine: Engine, mode: GbaMode, leaving: bool) -> None:
     """Bring the model's dense parameters and the optimizer's state to what the servers hold, bit for bit."""
-    import torch
-
     mode.flush()
-    values, state = mode.export(leaving)
-    for number, (value, saved) in enumerate(zip(values, state, strict=True)):
-        engine.dense.set_parameters_([number], torch.from_numpy(np.array(value)))
-        if saved:
-            engine.optimizer.state[engine.dense.parameters[number]] = saved
+    _put(engine, mode.export(leaving))
+
+
+def rescue_dense_state(engine: Engine, mode: GbaMode) -> None:
+    """This worker fell out of the mode: take over what the servers that still answer hold, and say what is missing."""
+    found = mode.rescue(_RESCUE_TIMEOUT_S)
+    engine.observe(mode.position)
+    _put(engine, found)
+    missing = len(engine.dense.parameters) - len(found)
+    if missing:
+        text = (
+            f"{missing} of {len(engine.dense.parameters)} dense tensors were on servers that do not answer any more: "
+            "their values are those this worker last saw, their optimizer state is as of the switch"
+        )
+        engine.emit(Event("dense_state_old", engine.step, text, {"tensors": missing}))
+
+
+def _put(engine: Engine, tensors: Mapping[int, DenseState]) -> None:
+    for number, tensor in tensors.items():
+        engine.dense.set_parameters_([number], torch.from_numpy(tensor.values.copy()))
+        if tensor.state:
+            engine.optimizer.state[engine.dense.parameters[number]] = tensor.state
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _gather_servers(
+def _gather_who_is_there(
     engine: Engine, own: list[Endpoint], host: int, n: int, generation: int
-) -> tuple[list[Endpoint], int]:
-    """The servers of all hosts, in the order of their lowest ranks, and the generation that rank 0 drew."""
-    row = [generation, len(own)]
+) -> tuple[list[Endpoint], list[tuple[int, int, int, int]], int]:
+    """The servers of all hosts, in the order of their lowest ranks; the workers (id, rank, host, pid); and the
+    generation that rank 0 drew.
+    """
+    row = [generation, engine.worker_id, host, os.getpid(), len(own)]
     for i in range(n):
         row += [host, int(ipaddress.IPv4Address(own[i].address)), own[i].control, own[i].pull] if own else [0, 0, 0, 0]
     everyone = engine.world.gather("servers", np.array(row, dtype=np.int64))
-    servers = []
-    for told in everyone:
-        for i in range(int(told[1])):
-            at, address, control, pull = map(int, told[2 + 4 * i : 6 + 4 * i])
+    servers, workers = [], []
+    for rank, told in enumerate(everyone):
+        _, worker, of_host, pid, n_own = map(int, told[:5])
+        workers.append((worker, rank, of_host, pid))
+        for i in range(n_own):
+            at, address, control, pull = map(int, told[5 + 4 * i : 9 + 4 * i])
             servers.append(Endpoint(at, i, str(ipaddress.IPv4Address(address)), control, pull))
-    return servers, int(everyone[0][0])
+    return servers, workers, int(everyone[0][0])
 
 
 def _session(engine: Engine, here: AllreduceMode, mode: str, servers: list[Endpoint], generation: int) -> Session:
@@ -185,7 +207,13 @@ def _session(engine: Engine, here: AllreduceMode, mode: str, servers: list[Endpo
     )  # fmt: skip
 
 
-def _enter(engine: Engine, session: Session, own: list[Endpoint], n_samples: int) -> None:
+def _enter(
+    engine: Engine,
+    session: Session,
+    own: list[Endpoint],
+    workers: list[tuple[int, int, int, int]],
+    n_samples: int,
+) -> None:
     """Give this host's servers their parts."""
     assert engine.switching is not None and engine.tables.memory is not None
     optimizer = engine.optimizer
@@ -217,6 +245,7 @@ def _enter(engine: Engine, session: Session, own: list[Endpoint], n_samples: int
                 lrs=engine.dense_lrs,
                 tensors=[(engine.names[t], list(parameters[t].shape), group_of[id(parameters[t])]) for t in mine],
                 optimizer=spec,
+                workers=workers,
             )
             flat = np.concatenate(values) if values else np.empty(0, np.float32)
             client.call(me, body, [np.ascontiguousarray(flat), state])
@@ -242,12 +271,6 @@ def _leave(engine: Engine, session: Session, own: list[Endpoint]) -> None:
 
 def _refuse_what_servers_cannot_do(engine: Engine) -> None:
     kinds = {p.dtype for p in engine.dense.parameters}
-    if kinds and kinds != {_float32()}:
+    if kinds and kinds != {torch.float32}:
         raise BadInput(f"asynchronous modes take dense parameters of float32, got {sorted(map(str, kinds))}")
     torch_optimizers.spec_of(engine.optimizer)
-
-
-def _float32() -> Any:
-    import torch
-
-    return torch.float32

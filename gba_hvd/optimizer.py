@@ -384,7 +384,12 @@ class Engine:
     def follow_async(self, waited_s: float) -> None:
         """On the chief, before each micro-batch: would another mode be better? The coordinator is told."""
         mode, switching = self.mode, self.switching
-        if not isinstance(mode, GbaMode) or switching is None or self.world.rank != 0:
+        if not isinstance(mode, GbaMode) or switching is None:
+            return
+        order = self.operator()
+        if order is not None:  # given to the server of this host, which does not lead
+            mode.client.send(0, SwitchTo(*order, pin=True))
+        if self.world.rank != 0:
             return
         if self.step > self._followed:
             self._followed = self.step

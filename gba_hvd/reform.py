@@ -56,5 +56,8 @@ class Reformer:
                     pause_s = _TRY_AGAIN_S
                 except Exception as error:
                     log.warning("the world was not formed (%s: %s); trying again", type(error).__name__, error)
+                    if "has been removed" in str(error):  # this host has no place in the job any more
+                        self._mode.give_up(str(error))
+                        return
                     self._stop.wait(pause_s)
                     pause_s = min(2 * pause_s, _TRY_AGAIN_AT_MOST_S)

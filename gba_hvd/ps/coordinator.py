@@ -72,6 +72,9 @@ class Coordinator:
         self.account = Account(**position.account)
         self.ledger = self._ledger(position.epoch, enter.n_samples, position.steps_done, position.step)
         self.workers: dict[int, WorkerSeen] = {}
+        for worker, rank, host, pid in enter.workers:  # one that dies before its first heartbeat is missed as well
+            self.workers[worker] = WorkerSeen(rank, host, pid, clock())
+            self.ledger.join(worker)
         self.world = position.world
         self.wanted, self.reason, self.pin = "", "", False
         self.last_loss: float | None = None

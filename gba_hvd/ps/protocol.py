@@ -107,6 +107,7 @@ class Enter(Struct):
     lrs: list[float]
     tensors: list[tuple[str, list[int], int]]  # name, shape, optimizer group
     optimizer: dict[str, Any]
+    workers: list[tuple[int, int, int, int]] = []  # those who enter: id, rank, host, pid
 
 
 class Ask(Struct):

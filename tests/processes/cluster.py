@@ -142,6 +142,18 @@ class Cluster:
                         found.append(int(entry.name))
         return found
 
+    def processes_of_name(self, name: str) -> list[int]:
+        """Worker, server and keeper of one of the names that have a memory each."""
+        found = []
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                facts = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                is_worker = f"HOROVOD_HOSTNAME={name}".encode() in facts and pid in self.processes(only_workers=True)
+                if is_worker or f"{self.shard_dir}/{name}/".encode() in command:
+                    found.append(pid)
+        return found
+
     def assert_nothing_left(self) -> None:
         """No process and no shard memory of this job remains, at the latest a grace period after its end."""
         wait_for(lambda: not self.processes(), f"the end of the job's processes {self.processes()}", GRACE_S + 20)

@@ -135,6 +135,27 @@ def test_a_lost_host_costs_its_rows_and_it_is_said(tmp_path: Path) -> None:
         job.assert_every_sample_once(epochs=2)
 
 
+def test_a_host_lost_in_gba_mode_takes_only_its_own_part_along(tmp_path: Path) -> None:
+    """Its rows begin anew, its dense tensors keep older optimizer state; what the other server held is taken over."""
+    environ = {"GBA_HVD_SERVER_S": "4", "GBA_HVD_ALIVE_S": "1"}
+    with cluster(tmp_path, environ, own_memory_per_name=True, gba={"mode": "gba"}, epochs=6, sleep_s=0.03) as job:
+        job.start_elastic(TWO)
+        wait_for(lambda: job.last_step() >= 15, "step 15", 120)
+        killed = job.processes_of_name(TWO[1])
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        assert job.wait(150) == 0, job.log()
+        job.assert_nothing_left()
+        assert len(killed) >= 3, "a worker, its server and the keeper were to be killed"
+        result, (lost,) = job.result(), job.notes("rows_lost")[:1]
+        assert lost["rows_lost"] in (170, 340)
+        assert result["total"] == result["applied"] + result["dropped"] + result["lost"] == 6000
+        (old,) = (line["tensors"] for line in job.notes("event") if line["event"] == "dense_state_old")
+        steps = [value for name, value in job.optimizer_arrays().items() if name.endswith(".step")]
+        assert 0 < old < len(steps)
+        assert sum(result["step"] - step < 5 for step in steps) == len(steps) - old
+
+
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_random_kills_lose_and_repeat_no_sample(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
