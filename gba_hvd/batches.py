@@ -154,7 +154,7 @@ def _leases(source: _Source, state: TorchState, mode: GbaMode) -> Generator[Any,
                 mode.use_rows(rows)
             state.tell_of_membership()
             engine.begin_lease(given.lease, source.cut, source.epoch)
-            engine.follow_async(time.perf_counter() - asked_s)
+            engine.wishes.follow(time.perf_counter() - asked_s)
             yield batch
             engine.check_stepped()
     except GeneratorExit:  # the user left the loop; the model is to be as the servers have it

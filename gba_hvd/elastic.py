@@ -36,16 +36,16 @@ from gba_hvd import handover, membership
 from gba_hvd.allreduce import AllreduceMode
 from gba_hvd.callbacks import Callback, Event, Job
 from gba_hvd.collectives import World, current_world, hosts_updated
+from gba_hvd.engine import Engine
 from gba_hvd.errors import BadInput, GbaError
 from gba_hvd.faults import FaultSchedule
 from gba_hvd.gba import GbaMode
 from gba_hvd.gba_callback import GBACallback
 from gba_hvd.local_server import LocalServer
-from gba_hvd.optimizer import Engine
 from gba_hvd.reform import Reformer
 from recovery import state_codec
 
-# How long the end waits for a world that is being formed. The launcher calls a job failed whose newcomer it has to kill.
+# How long the end waits for a world that is being formed: the launcher calls a job failed when it has to kill a newcomer.
 _END_TIMEOUT_S, _FAILED_TIMEOUT_S = 60.0, 5.0
 
 
@@ -293,7 +293,7 @@ class TorchState:
                 self._job_id, engine.key, engine.folder, joined.host, engine.worker_id, world.rank, self._look
             )
             self._line.start()
-            engine.operator = self._line.wanted
+            engine.wishes.operator = self._line.wanted
 
     def _look(self) -> dict[str, Any]:
         engine = self.engine

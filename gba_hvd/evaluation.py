@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from gba_hvd.batches import Dataset, Ids, agree_on, ids_of, keys_by_group
 from gba_hvd.collectives import World
 from gba_hvd.elastic import TorchState
+from gba_hvd.engine import Engine
 from gba_hvd.errors import GbaError
 from gba_hvd.gba import GbaMode
 from gba_hvd.metrics import ScoreAccumulator, Scores, scores_from
-from gba_hvd.optimizer import Engine
 from gba_hvd.order import Cut
 from recovery import state_codec
 

@@ -41,7 +41,7 @@ from gba_hvd.routing import place_dense
 from recovery import state_codec
 
 if TYPE_CHECKING:
-    from gba_hvd.optimizer import Engine
+    from gba_hvd.engine import Engine
 
 _START_TIMEOUT_S = 60.0
 _LEAVE_TIMEOUT_S = 5.0
@@ -104,7 +104,8 @@ def start(engine: Engine, session: Session, rank: int, host: int) -> None:
     )  # fmt: skip
     mode.hosts_updated, engine.hosts_updated = engine.hosts_updated, False
     mode.start()
-    engine.mode, engine.told_s = mode, 0.0
+    engine.mode = mode
+    engine.wishes.entered()
 
 
 def to_workers(engine: Engine, position: Position) -> None:

@@ -18,9 +18,9 @@ import numpy as np
 from gba_hvd import handover
 from gba_hvd.allreduce import AllreduceMode
 from gba_hvd.collectives import World, worker_lost
+from gba_hvd.engine import Engine
 from gba_hvd.errors import GbaError, ShardMemoryError, StateMismatch
 from gba_hvd.gba import GbaMode, Session
-from gba_hvd.optimizer import Engine
 from gba_hvd.ps import process
 from gba_hvd.ps.transport import new_key
 from gba_hvd.routing import Holding, Membership, Placement, place_shards

@@ -1,0 +1,394 @@
+"""One worker's training engine: it takes in micro-batches and makes global steps of them.
+
+In allreduce mode the last micro-batch of a worker's share closes the step: gradients are exchanged, the step is
+committed, and dense parameters and rows are updated once. In an asynchronous mode each micro-batch is pushed to the
+servers. `batches` drives the engine, the optimizer feeds it, `elastic` carries it through changes of membership.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gba_hvd import wishes
+from gba_hvd.allreduce import AllreduceMode
+from gba_hvd.callbacks import Callback, Event, StepRecord
+from gba_hvd.collectives import SoloWorld, World
+from gba_hvd.errors import BadInput, GbaError, NonFiniteGradient, StateMismatch
+from gba_hvd.faults import FaultSchedule
+from gba_hvd.gba import GbaMode
+from gba_hvd.gba_callback import GBACallback
+from gba_hvd.gradients import DenseGradients, RowGrad
+from gba_hvd.order import Account, Cut
+from gba_hvd.ps import process
+from gba_hvd.ps.protocol import GivenLease, Position
+from gba_hvd.reform import Reformer
+from gba_hvd.tables import EmbeddingTables
+
+# The numbers that travel with the dense gradients, so that a step needs no other collective. After them come those of
+# `wishes`, and a number for each worker: its seconds per micro-batch.
+_SAMPLES, _LOSS, _LOSS_WEIGHT, _HOSTS_UPDATED, _N_BAD, _BAD_MICRO, _RATES, _WISHES = range(8)
+_TIMES = _WISHES + wishes.N_NUMBERS
+
+
+@dataclass
+class Cursor:
+    """Where training stands in the data: steps done of one epoch. Epoch -1 is before the first."""
+
+    epoch: int = -1
+    steps_done: int = 0
+
+
+@dataclass(frozen=True)
+class _Micro:
+    """The micro-batch being computed."""
+
+    index: int
+    n_samples: int
+    is_last: bool
+    started_s: float
+    lease: GivenLease | None = None  # in an asynchronous mode
+
+
+class Engine:
+    """One worker's part of the training: position, account, gradients under way, and the mode that carries them.
+
+    step: number of optimizer applications so far, equal on all workers.
+    Not thread-safe; belongs to the training thread.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        tables: EmbeddingTables,
+        names: Mapping[int, str],
+        global_batch: int,
+        micro_batch: int,
+        row_average: str = "global",
+    ) -> None:
+        Cut(1, global_batch, micro_batch)  # refuses a bad pair now
+        if row_average not in ("global", "contributors"):
+            raise BadInput(f"row_average must be 'global' or 'contributors', got {row_average!r}")
+        self.row_average = row_average
+        self.optimizer, self.tables = optimizer, tables
+        self.global_batch, self.micro_batch = global_batch, micro_batch
+        parameters = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+        self.names = [names.get(id(p), f"parameter {i} {tuple(p.shape)}") for i, p in enumerate(parameters)]
+        self.dense = DenseGradients(parameters, _TIMES + 1)
+        self.world: World = SoloWorld()
+        self.mode: AllreduceMode | GbaMode | None = None
+        self.idle_mode: AllreduceMode | None = None  # waits while an asynchronous mode is on
+        self.switching: GBACallback | None = None
+        self.faults: FaultSchedule | None = None
+        self.job_id, self.key = "", b""
+        self.worker_id = secrets.randbits(62)
+        self.staleness: dict[int, int] = {}  # of all micro-batches so far in asynchronous modes
+        self.lags: dict[int, int] = {}  # the same for the dense values that gradients were computed with
+        self.refused = self.reissued = 0
+        self.wishes = wishes.Wishes(self)
+        self.step_dense: Callable[[], None] = lambda: None  # the user's optimizer, on the dense parameters
+        self.reformer: Reformer | None = None
+        self.epoch_over = False
+        self.n_evaluated = 0  # evaluations since the last epoch of batches ended: their names in asynchronous modes
+        self.switch_to: tuple[str, str] | None = None  # agreed: (mode, reason), to be carried out before the next step
+        self._n_refused = 0
+        self._began_s = 0.0
+        self._seconds: list[float] = []  # of this worker's micro-batches in the step
+        self.step, self.cursor, self.account = 0, Cursor(), Account()
+        self.restarts = 0
+        self.callbacks: list[Callback] = []
+        self.hosts_updated = False  # Horovod told this worker (only rank 0 is told)
+        self.interrupt_due = False  # all workers know by now, and stop at the same step
+        self._micro: _Micro | None = None
+        self._rows: list[list[tuple[RowGrad, float]]] = []
+        self._bad: str | None = None
+        self._bad_micro = -1
+        self._cut, self._step_of_epoch, self._ended = Cut(1, 1, 1), 0, time.perf_counter()
+
+    # --- driven by `batches` -----------------------------------------------------------------------------------------
+
+    def begin_step(self, cut: Cut, epoch: int, step_of_epoch: int) -> None:
+        assert isinstance(self.mode, AllreduceMode)
+        if self.cursor.epoch != epoch:
+            self.cursor = Cursor(epoch, 0)
+        self._cut, self._step_of_epoch = cut, step_of_epoch
+        self._rows = [[] for _ in self.tables.layout.groups]
+        self._bad, self._micro, self._seconds, self._began_s = None, None, [], time.perf_counter()
+        self.dense.clear_total_()
+        self.tables.drop_gradients()
+        self.mode.await_rows(self.step)
+
+    def begin_micro(self, index: int, is_last: bool) -> None:
+        self._micro = _Micro(index, self._cut.samples_of_micro(index), is_last, time.perf_counter())
+
+    def begin_lease(self, lease: GivenLease, cut: Cut, epoch: int) -> None:
+        """In an asynchronous mode: the newest dense values are in place from here on."""
+        assert isinstance(self.mode, GbaMode)
+        self._cut, self._bad = cut, None
+        self.observe(self.mode.position)
+        self.tables.drop_gradients()
+        self.mode.refresh_dense_()
+        self._micro = _Micro(lease.micro, lease.n_samples, False, time.perf_counter(), lease)
+
+    def check_stepped(self) -> None:
+        if self._micro is not None:
+            raise GbaError(
+                f"micro-batch {self._micro.index} was handed out, but optimizer.step() was not called for it: "
+                "call it once for each"
+            )
+
+    @property
+    def is_within_step(self) -> bool:
+        """Some micro-batch of a step was handed out, and the step is not applied yet."""
+        return self._micro is not None or float(self.dense.extra[_SAMPLES]) > 0
+
+    # --- called by the user's loop, through the optimizer ------------------------------------------------------------
+
+    def add_micro_batch(self, loss: Tensor | float | None) -> None:
+        """Take in the gradients of one micro-batch; close the step if it was the last of this worker's share."""
+        if self._micro is None:
+            raise GbaError(
+                "optimizer.step() needs a micro-batch: call it once for each batch of gba_hvd.batches(dataset, state)"
+            )
+        micro, self._micro = self._micro, None
+        weight = micro.n_samples / self.micro_batch
+        value = None if loss is None else float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
+        rows = self.tables.take_gradients()
+        self.dense.collect_()
+        seconds = self._took(micro)
+        self._look_for_bad(micro, value, rows)
+        if micro.lease is not None:
+            self._push(micro.lease, rows, value, seconds)
+            return
+        self._seconds.append(seconds)
+        self.dense.add_micro_batch_(weight)
+        for group, grads in enumerate(rows):
+            self._rows[group] += [(grad, weight) for grad in grads]
+        extra = self.dense.extra
+        extra[_SAMPLES] += micro.n_samples
+        if value is not None:
+            extra[_LOSS] += value * micro.n_samples
+            extra[_LOSS_WEIGHT] += micro.n_samples
+        if micro.is_last:
+            self.close_step()
+
+    def close_step(self) -> None:
+        """Exchange, commit and apply the global step. A collective; workers without a micro-batch call it too."""
+        assert isinstance(self.mode, AllreduceMode)
+        n_samples = self._cut.samples_of_step(self._step_of_epoch)
+        scale, extra = self.micro_batch / n_samples, self.dense.extra
+        extra[_HOSTS_UPDATED] = float(self.hosts_updated)
+        rates = extra[_RATES] = sum(float(group["lr"]) for group in self.optimizer.param_groups)
+        if self._bad is not None:
+            extra[_N_BAD], extra[_BAD_MICRO] = 1.0, self._bad_micro
+        if self._seconds:
+            extra[_TIMES + self.world.rank] = sum(self._seconds) / len(self._seconds)
+        self.wishes.tell(extra[_WISHES:_TIMES])
+        self.mode.exchange(self.step + 1, self._rows, scale, self._tables_group["lr"])
+        self.mode.commit(self.dense)
+        agreed = extra.tolist()
+        if agreed[_N_BAD] or not math.isfinite(float(self.dense.total.sum())):
+            self.mode.forget_held()
+            self.dense.clear_total_()
+            raise self._non_finite(agreed)
+        if round(agreed[_SAMPLES]) != n_samples:
+            raise StateMismatch(
+                f"step {self.step + 1}: the workers computed {agreed[_SAMPLES]:.0f} samples, the plan has {n_samples}; "
+                "do all workers use the same dataset, global_batch and micro_batch?"
+            )
+        if abs(agreed[_RATES] - rates * self.world.size) > 1e-5 * abs(agreed[_RATES]):
+            raise StateMismatch(
+                f"step {self.step + 1}: this worker's learning rates add up to {rates}, the mean of all workers is "
+                f"{agreed[_RATES] / self.world.size}: step the scheduler once per epoch or "
+                "global step, on all workers, and give it to TorchState"
+            )
+        torch.mul(self.dense.total[: self.dense.n], scale, out=self.dense.flat)
+        self.step_dense()
+        self.dense.zero_()
+        self.dense.clear_total_()
+        self.mode.apply_held()
+        self.step += 1
+        self.cursor.steps_done = self._step_of_epoch + 1
+        self.account.total += n_samples  # by the plan
+        self.account.applied += round(agreed[_SAMPLES])  # by the workers' own count
+        self.interrupt_due = self.interrupt_due or agreed[_HOSTS_UPDATED] > 0
+        self.wishes.hear(agreed[_WISHES:_TIMES])
+        loss = agreed[_LOSS] / agreed[_LOSS_WEIGHT] if agreed[_LOSS_WEIGHT] else None
+        seconds = time.perf_counter() - self._began_s
+        self._report_step(n_samples, loss, self.mode.name)
+        if self.switching is not None:
+            self.switching.measured_allreduce(self.step, agreed[_TIMES:], seconds, self._cut.n_micro)
+            if self.world.rank == 0:
+                self.wishes.tell_rates({str(rank): round(s, 5) for rank, s in enumerate(agreed[_TIMES:]) if s})
+
+    # --- what the elastic state carries ------------------------------------------------------------------------------
+
+    def position(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "cursor": asdict(self.cursor),
+            "account": asdict(self.account),
+            "restarts": self.restarts,
+            "staleness": [[k, n] for k, n in self.staleness.items()],
+            "refused": self.refused,
+            "reissued": self.reissued,
+        }
+
+    def load_position(self, position: Mapping[str, Any]) -> None:
+        self.step, self.restarts = position["step"], position["restarts"]
+        self.cursor, self.account = Cursor(**position["cursor"]), Account(**position["account"])
+        self.staleness = {k: n for k, n in position["staleness"]}
+        self.refused, self.reissued = position["refused"], position["reissued"]
+
+    def wire_position(self) -> Position:
+        """The position as servers take it."""
+        return Position(
+            step=self.step, epoch=self.cursor.epoch, steps_done=self.cursor.steps_done, account=asdict(self.account),
+            staleness=dict(self.staleness), lags=dict(self.lags), refused=self.refused, reissued=self.reissued,
+        )  # fmt: skip
+
+    def observe(self, position: Position) -> None:
+        """Take over what the coordinator says of the job, and report the steps since."""
+        if position.failure:
+            raise NonFiniteGradient(
+                f"{position.failure}. None was applied: the model is as after step {position.step}. "
+                "Lower the learning rate, or look at the data"
+            )
+        if position.step < self.step or not position.account:
+            return
+        steps, before = position.step - self.step, self.account.total
+        self.step, self.account = position.step, Account(**position.account)
+        self.staleness, self.lags = position.staleness, position.lags
+        self.refused, self.reissued = position.refused, position.reissued
+        self.cursor = Cursor(position.epoch, position.steps_done)
+        if steps and self.mode is not None:
+            self._report_step(self.account.total - before, position.loss, self.mode.name)
+
+    def size_extra(self) -> None:
+        """After the world changed: a number for each worker travels with a step."""
+        self.dense.resize_extra(_TIMES + self.world.size)
+
+    @property
+    def folder(self) -> Path:
+        """The job's folder on this host."""
+        assert self.tables.memory is not None
+        return self.tables.memory.folder
+
+    @property
+    def row_lr(self) -> float:
+        return float(self._tables_group["lr"])
+
+    @property
+    def dense_lrs(self) -> list[float]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups if group is not self._tables_group]
+
+    def abandon_step(self) -> None:
+        """Forget the micro-batches of a step that will be computed again (row gradients held stay: see `elastic`)."""
+        self._micro = None
+        self.dense.zero_()
+        self.dense.clear_total_()
+        self.tables.drop_gradients()
+
+    def emit(self, event: Event) -> None:
+        for callback in self.callbacks:
+            callback.on_event(event)
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _tables_group(self) -> dict[str, Any]:
+        return next(g for g in self.optimizer.param_groups if g.get("gba_hvd") == "tables")
+
+    def _look_for_bad(self, micro: _Micro, loss: float | None, rows: list[list[RowGrad]]) -> None:
+        bad = None
+        if loss is not None and not math.isfinite(loss):
+            bad = f"loss {loss}"
+        elif not math.isfinite(float(self.dense.flat.sum())) and (name := self.dense.non_finite(self.names)):
+            bad = f"gradient of {name}"
+        for group, grads in enumerate(rows):
+            for grad in grads:
+                if bad is None and (key := grad.non_finite()) is not None:
+                    table, row = self.tables.layout.locate(key, group)
+                    bad = f"gradient of row {row} of table {table!r}"
+        if bad is not None:
+            self._bad, self._bad_micro = bad, micro.index
+
+    def _non_finite(self, agreed: list[float]) -> NonFiniteGradient:
+        if self._bad:
+            where = f"micro-batch {self._bad_micro}: {self._bad} is not finite"
+        elif agreed[_N_BAD] == 1:
+            where = f"micro-batch {agreed[_BAD_MICRO]:.0f}, on another worker (its log has more)"
+        elif agreed[_N_BAD]:
+            where = f"on {agreed[_N_BAD]:.0f} other workers (their logs have more)"
+        else:
+            where = "every micro-batch's gradient is finite, but their sum is not"
+        return NonFiniteGradient(
+            f"step {self.step + 1} (epoch {self.cursor.epoch}, step {self._step_of_epoch} of it), {where}. "
+            f"The step was not applied: the model is as after step {self.step}. "
+            "Lower the learning rate, or look at that batch"
+        )
+
+    def _report_step(self, n_samples: int, loss: float | None, mode: str) -> None:
+        now = time.perf_counter()
+        record = StepRecord(
+            self.step,
+            self.cursor.epoch,
+            n_samples,
+            self.account.applied,
+            now - self._ended,
+            self.world.size,
+            mode,
+            loss,
+        )
+        self._ended = now
+        for callback in self.callbacks:
+            callback.on_step(record)
+
+    # --- asynchronous modes, faults ----------------------------------------------------------------------------------
+
+    def _push(self, lease: GivenLease, rows: list[list[RowGrad]], loss: float | None, seconds: float) -> None:
+        assert isinstance(self.mode, GbaMode)
+        drop = False
+        if self.faults is not None and (fault := self.faults.push_fault(self.world.rank, self.step)) is not None:
+            time.sleep(fault.seconds or 0.0)
+            drop = fault.kind == "drop_push"
+        if self._bad is not None:
+            self._tell_refused(lease.micro, self._bad)
+        self.mode.push(lease, rows, loss, seconds, self._bad or "", drop)
+        self.dense.zero_()
+
+    def _tell_refused(self, micro: int, bad: str) -> None:
+        self._n_refused += 1
+        if self._n_refused > 10 and self._n_refused.bit_count() > 1:
+            return  # after ten, the 16th, 32nd, ... are told
+        text = f"micro-batch {micro} of epoch {self.cursor.epoch}: {bad} is not finite; its gradient is dropped"
+        self.emit(Event("refused", self.step, text, {"micro_batch": micro, "what": bad, "so_far": self._n_refused}))
+
+    def _took(self, micro: _Micro) -> float:
+        """Seconds the micro-batch took; planned faults happen here."""
+        seconds = time.perf_counter() - micro.started_s
+        if self.faults is None:
+            return seconds
+        rank = self.world.rank
+        time.sleep(self.faults.service(rank, self.step, seconds, micro.index))
+        for fault in self.faults.due(rank, self.step):
+            self.faults.carry_out(fault, self._server_pids(), self.step)
+        return time.perf_counter() - micro.started_s
+
+    def _server_pids(self) -> dict[int, int]:
+        """This host's companion server, by the number of the host among the servers."""
+        pid = process.pid_of(self.folder, 0)
+        if pid is None:
+            return {}
+        if isinstance(self.mode, GbaMode):
+            hosts = list(dict.fromkeys(server.host for server in self.mode.session.servers))
+            return {hosts.index(self.mode.host): pid}
+        return {0: pid}

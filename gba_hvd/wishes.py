@@ -1,0 +1,123 @@
+"""Which mode the job should be in: who wishes it, and how all workers hear of it at the same step.
+
+The chief's `GBACallback` decides from measurements; an operator (`gba-hvd switch`) speaks through the server of a host.
+In allreduce mode wishes travel with the commit of a step, in an asynchronous mode they are told to the coordinator.
+Carrying them out is the business of `handover`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from gba_hvd.callbacks import Event
+from gba_hvd.gba import GbaMode
+from gba_hvd.gba_callback import CODES
+from gba_hvd.ps import process
+from gba_hvd.ps.protocol import SwitchTo
+
+if TYPE_CHECKING:
+    from gba_hvd.engine import Engine
+
+# A number for each mode (the chief wants it), and for each mode again (an operator wants it).
+N_NUMBERS = 2 * len(CODES)
+_RATES_EVERY_S = 2.0
+_TELL_AGAIN_S = 2.0
+
+
+class Wishes:
+    """One worker's part. Belongs to the training thread.
+
+    operator: what `gba-hvd switch` asked the server of this host for, (mode, reason), once
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.operator: Callable[[], tuple[str, str] | None] = lambda: None
+        self._wished: tuple[str, str] | None = None
+        self._followed, self._told_s = -1, 0.0  # step last looked at, when the coordinator was told
+        self._rates_told_s = time.perf_counter()
+
+    # --- allreduce mode ----------------------------------------------------------------------------------------------
+
+    def tell(self, numbers: Tensor) -> None:
+        """Before a commit: what this worker wishes, into its share of what is summed over the workers."""
+        engine, switching = self._engine, self._engine.switching
+        self._wished = None
+        if switching is None or engine.mode is None:
+            return
+        switching.lr = max(engine.dense_lrs, default=0.0)
+        if engine.world.rank == 0 and (switching.mode != "auto" or process.pid_of(engine.folder, 0)):
+            self._wished = switching.wish(engine.step + 1, engine.mode.name)
+        order = self.operator()
+        if self._wished is not None:
+            numbers[CODES[self._wished[0]]] = 1.0
+        if order is not None and order[0] == "auto":
+            switching.pin("auto")
+        elif order is not None:
+            numbers[len(CODES) + CODES[order[0]]] = 1.0
+            self._wished = order
+
+    def hear(self, agreed: Sequence[float]) -> None:
+        """After it: what all wish. An operator's word counts most."""
+        engine, switching = self._engine, self._engine.switching
+        if switching is None or engine.mode is None:
+            return
+        for mode, code in CODES.items():
+            ordered = bool(agreed[len(CODES) + code])
+            if not ordered and not agreed[code]:
+                continue
+            own = self._wished is not None and self._wished[0] == mode
+            reason = self._wished[1] if own and self._wished is not None else "the log of another worker has the reason"
+            if ordered:
+                switching.pin(mode)
+            engine.switch_to = (mode, reason) if mode != engine.mode.name else None
+
+    # --- asynchronous modes ------------------------------------------------------------------------------------------
+
+    def entered(self) -> None:
+        """A mode has begun: nobody was told of a wish in it."""
+        self._told_s = 0.0
+
+    def follow(self, waited_s: float) -> None:
+        """Before each micro-batch: tell the coordinator what an operator said here; on the chief, what would be better.
+
+        waited_s: what the lease of the micro-batch was waited for.
+        """
+        engine, mode, switching = self._engine, self._engine.mode, self._engine.switching
+        if not isinstance(mode, GbaMode) or switching is None:
+            return
+        if (order := self.operator()) is not None:  # given to the server of this host, which does not lead
+            mode.client.send(0, SwitchTo(*order, pin=True))
+        if engine.world.rank != 0:
+            return
+        if engine.step > self._followed:
+            self._followed = engine.step
+            self.tell_rates({str(rank): round(s, 5) for rank, s in mode.position.rates})
+            if mode.name == "gba":
+                seconds = [seconds for _, seconds in mode.position.rates]
+                switching.measured_async(engine.step, seconds, engine.global_batch // engine.micro_batch, waited_s)
+        if mode.position.wanted == "auto" and switching.mode != "auto":
+            switching.pin("auto")
+        wish = switching.wish(engine.step, mode.name)
+        now = time.perf_counter()
+        if wish is not None and mode.position.wanted in ("", "auto") and now - self._told_s > _TELL_AGAIN_S:
+            self._told_s = now  # it is heard with the next positions; until then it is not said again
+            mode.client.send(0, SwitchTo(*wish))
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def tell_rates(self, seconds: dict[str, float]) -> None:
+        """Every few seconds, from the chief: how long the workers take, and where micro-batches went."""
+        engine, now = self._engine, time.perf_counter()
+        if now - self._rates_told_s < _RATES_EVERY_S:
+            return
+        self._rates_told_s = now
+        words = ", ".join(f"{rank}: {s:.3f} s" for rank, s in seconds.items())
+        counts = {"dropped": engine.account.dropped, "lost": engine.account.lost, "refused": engine.refused}
+        staleness = {str(k): n for k, n in sorted(engine.staleness.items())}
+        data = {"seconds": seconds, **counts, "reissued": engine.reissued, "staleness": staleness}
+        engine.emit(Event("rates", engine.step, f"seconds per micro-batch by worker: {words}", data))
