@@ -15,7 +15,7 @@ from gba_hvd.faults import FaultSchedule
 
 
 def row(protocol: str, seed: int, auc: float | None, **more: Any) -> measure.Row:
-    found = {"dataset": "frappe", "epochs": 2, "protocol": protocol, "seed": seed, "auc": auc}
+    found = {"dataset": "frappe", "epochs": 2, "micro_batch": 512, "protocol": protocol, "seed": seed, "auc": auc}
     return {**found, "dropped_share": 0.0, "staleness_mean": None, "staleness_max": None, **more}
 
 
@@ -39,14 +39,14 @@ def test_all_protocols_of_a_seed_come_before_the_next_seed():
 
 def test_what_has_a_row_is_not_run_again_unless_the_epochs_differ():
     rows = [row("sync", 1, 0.98)]
-    assert quality.missing([Run("frappe", 2, "sync", 1)], rows) == []
-    others = [Run("frappe", 3, "sync", 1), Run("frappe", 2, "gba", 1), Run("frappe", 2, "sync", 2)]
+    assert quality.missing([Run("frappe", 2, 512, "sync", 1)], rows) == []
+    others = [Run("frappe", 3, 512, "sync", 1), Run("frappe", 2, 512, "gba", 1), Run("frappe", 2, 512, "sync", 2)]
     assert quality.missing(others, rows) == others
 
 
 def test_the_mean_difference_to_sync_is_over_the_seeds_that_both_have():
     rows = [row("gba", 1, 0.90), row("gba", 3, 0.5), row("sync", 1, 0.92), row("gba", 2, 0.97), row("sync", 2, 0.96)]
-    found = quality.headline(rows)["frappe, 2 epochs"]
+    found = quality.headline(rows)["frappe, 2 epochs, micro-batches of 512"]
     assert list(found) == ["sync", "gba"]
     assert found["gba"]["vs_sync"] == pytest.approx(-0.005)
     assert found["gba"]["vs_sync_worst"] == pytest.approx(-0.02)
@@ -56,7 +56,7 @@ def test_the_mean_difference_to_sync_is_over_the_seeds_that_both_have():
 
 def test_runs_of_other_lengths_are_never_compared():
     found = quality.headline([row("sync", 1, 0.9), row("gba", 1, 0.8, epochs=5)])
-    assert found["frappe, 5 epochs"]["gba"]["vs_sync"] is None
+    assert found["frappe, 5 epochs, micro-batches of 512"]["gba"]["vs_sync"] is None
 
 
 def test_a_run_that_diverged_is_counted_and_is_in_no_mean(
@@ -64,7 +64,7 @@ def test_a_run_that_diverged_is_counted_and_is_in_no_mean(
 ):
     monkeypatch.setenv("COLUMNS", "120")
     rows = [row("sync", 1, 0.9), row("async", 1, None, staleness_mean=2.0, staleness_max=7), row("async", 2, 0.8)]
-    found = quality.headline(rows)["frappe, 2 epochs"]["async"]
+    found = quality.headline(rows)["frappe, 2 epochs, micro-batches of 512"]["async"]
     assert (found["seeds"], found["diverged"], found["auc"], found["vs_sync"]) == (2, 1, 0.8, None)
     assert (found["staleness_mean"], found["staleness_max"]) == (2.0, 7)
     quality.show(rows)
@@ -121,6 +121,6 @@ def test_a_row_keeps_what_the_summary_says():
         "auc": 0.9, "logloss": 0.3, "steps": 100, "samples_total": 400, "samples_dropped": 20, "switches": [],
         "staleness": {"mean": 0.5, "max": 3, "histogram": {"0": 7, "3": 1}}, "refused": 0, "reissued": 1,
     }  # fmt: skip
-    kept = quality.row_of(Run("frappe", 2, "gba", 1), summary, seconds=12.34)
+    kept = quality.row_of(Run("frappe", 2, 512, "gba", 1), summary, seconds=12.34)
     assert (kept["dropped_share"], kept["staleness_max"], kept["seconds"], kept["reissued"]) == (0.05, 3, 12.3, 1)
-    assert quality.missing([Run("frappe", 2, "gba", 1)], [kept]) == []
+    assert quality.missing([Run("frappe", 2, 512, "gba", 1)], [kept]) == []

@@ -30,7 +30,7 @@ WORKERS = 3
 SLOW = {"kind": "slow", "worker": 2, "factor": 3.0}
 SEEDS = (2021, 2022, 2023)
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-KEY = ("dataset", "epochs", "protocol", "seed")  # what tells one row from another
+KEY = ("dataset", "epochs", "micro_batch", "protocol", "seed")  # what tells one row from another
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class DataSet:
     epochs: int
     n_train: int
     global_batch: int
-    overrides: tuple[str, ...] = ()
+    micro_batch: int
     needs_data: bool = False
 
     def steps(self, epochs: int) -> int:
@@ -55,8 +55,8 @@ class DataSet:
 # More micro-batches a step than workers: gradients are then computed with values a fraction of a step old. No early
 # stop: all runs see the same samples.
 DATASETS = {
-    "frappe": DataSet("frappe_deepfm", 16, 202_027, 4096, ("train.micro_batch=512",), needs_data=True),
-    "synthetic": DataSet("synthetic", 3, 700_000, 2048, ("train.micro_batch=256",)),
+    "frappe": DataSet("frappe_deepfm", 16, 202_027, 4096, 512, needs_data=True),
+    "synthetic": DataSet("synthetic", 3, 700_000, 2048, 256),
 }
 
 
@@ -96,11 +96,12 @@ class Run:
 
     dataset: str
     epochs: int
+    micro_batch: int
     protocol: str
     seed: int
 
     def __str__(self) -> str:
-        return f"{self.dataset}, {self.protocol}, seed {self.seed}"
+        return f"{self.dataset}, micro-batches of {self.micro_batch}, {self.protocol}, seed {self.seed}"
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -114,6 +115,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--epochs", type=int, help="instead of " + ", ".join(f"{d.epochs} ({n})" for n, d in DATASETS.items())
     )
+    parser.add_argument("--micro-batch", type=int, metavar="N", help="samples; the global batch stays as it is")
     parser.add_argument("--limit-minutes", type=float, default=math.inf, help="start no further run after so long")
     parser.add_argument("--timeout", type=float, default=900.0, metavar="SECONDS", help="for one run")
     parser.set_defaults(run=run)
@@ -129,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"gba-hvd: {error}", file=sys.stderr)
         return 1
     failures: dict[str, str] = {}
-    waiting = missing(planned(args.datasets, args.protocols, args.seeds, args.epochs), rows)
+    waiting = missing(planned(args.datasets, args.protocols, args.seeds, args.epochs, args.micro_batch), rows)
     print(f"{len(rows)} rows in {args.out}, {len(waiting)} runs to do", flush=True)
     for number, job in enumerate(waiting):
         if time.monotonic() - started > 60 * args.limit_minutes:
@@ -156,8 +158,9 @@ def check(args: argparse.Namespace) -> None:
     measure.check_writable(args.out)
     if not EXAMPLES.is_dir():
         raise measure.RunFailed(f"{EXAMPLES} is missing: run this from a clone of the repository")
-    if args.epochs is not None and args.epochs < 1:
-        raise measure.RunFailed(f"--epochs must be at least 1, got {args.epochs}")
+    for name in ("epochs", "micro_batch"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise measure.RunFailed(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     for name in args.datasets:
         if DATASETS[name].needs_data and (args.data is None or not args.data.exists()):
             raise measure.RunFailed(
@@ -165,12 +168,18 @@ def check(args: argparse.Namespace) -> None:
             )
 
 
-def planned(datasets: Sequence[str], protocols: Sequence[str], seeds: Sequence[int], epochs: int | None) -> list[Run]:
+def planned(
+    datasets: Sequence[str],
+    protocols: Sequence[str],
+    seeds: Sequence[int],
+    epochs: int | None,
+    micro_batch: int | None = None,
+) -> list[Run]:
     """Seed by seed, so that what is there when time is over can be compared."""
     return [
-        Run(dataset, epochs or DATASETS[dataset].epochs, protocol, seed)
+        Run(dataset, epochs or of.epochs, micro_batch or of.micro_batch, protocol, seed)
         for seed in seeds
-        for dataset in datasets
+        for dataset, of in ((name, DATASETS[name]) for name in datasets)
         for protocol in protocols
     ]
 
@@ -204,7 +213,8 @@ def train(job: Run, data: Path | None, timeout_s: float) -> Row:
         arguments = ["--out", scratch, "--seed", str(job.seed), "--faults", str(faults)]
         if of.needs_data:
             arguments += ["--data", str(data)]
-        arguments += [*of.overrides, "mlflow=false", f"train.epochs={job.epochs}", "train.early_stop=0"]
+        arguments += [f"train.epochs={job.epochs}", f"train.micro_batch={job.micro_batch}"]
+        arguments += ["train.early_stop=0", "mlflow=false"]
         arguments += protocol.overrides(half)
         started = time.monotonic()
         measure.launch(variant(of), arguments, log=Path(scratch) / "log", timeout_s=timeout_s)
@@ -306,7 +316,7 @@ def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Row]]]:
 
 
 def _title(row: Row) -> str:
-    return f"{row['dataset']}, {row['epochs']} epochs"
+    return f"{row['dataset']}, {row['epochs']} epochs, micro-batches of {row['micro_batch']}"
 
 
 def write(path: Path, about: Mapping[str, Any], rows: Sequence[Row], failures: Mapping[str, str]) -> None:
@@ -315,7 +325,6 @@ def write(path: Path, about: Mapping[str, Any], rows: Sequence[Row], failures: M
         "workers": WORKERS,
         "slow_worker": SLOW,
         "command": {name: str(variant(of)) for name, of in DATASETS.items()},
-        "overrides": {name: [*of.overrides, "train.early_stop=0"] for name, of in DATASETS.items()},
     }
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     measure.write_json(
