@@ -103,6 +103,7 @@ def _steps(source: _Source, state: TorchState) -> Generator[Any, None, bool]:
     first = engine.cursor.steps_done if engine.cursor.epoch == source.epoch else 0
     for step in range(first, cut.n_steps):
         state.stop_if_interrupted()
+        state.save_if_due()
         if engine.switch_to is not None:
             (mode, reason), engine.switch_to = engine.switch_to, None
             if engine.cursor.epoch != source.epoch:

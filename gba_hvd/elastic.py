@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import json
 import os
 import secrets
 import signal
@@ -35,6 +36,7 @@ from torch import nn
 from gba_hvd import handover, membership
 from gba_hvd.allreduce import AllreduceMode
 from gba_hvd.callbacks import Callback, Event, Job
+from gba_hvd.checkpoints import Checkpoints
 from gba_hvd.collectives import World, current_world, hosts_updated
 from gba_hvd.engine import Engine
 from gba_hvd.errors import BadInput, GbaError
@@ -44,8 +46,9 @@ from gba_hvd.gba_callback import GBACallback
 from gba_hvd.local_server import LocalServer
 from gba_hvd.reform import Reformer
 from recovery import state_codec
+from recovery.callback import CheckpointCallback
 
-# How long the end waits for a world that is being formed: the launcher calls a job failed when it has to kill a newcomer.
+# How long the end waits for a world that is being formed: a job whose launcher has to kill a newcomer counts as failed.
 _END_TIMEOUT_S, _FAILED_TIMEOUT_S = 60.0, 5.0
 
 
@@ -72,6 +75,7 @@ class TorchState:
         self._snapshot = b""
         self._met: list[tuple[membership.Joined, World]] = []  # by the background thread, for the training thread
         self._line: LocalServer | None = None
+        self._part = (0, 1)  # this host's number, and how many there are
         self.finished_epoch: int | None = None  # the last epoch this process saw the end of since it last synced
 
     # --- for the user's loop -----------------------------------------------------------------------------------------
@@ -96,10 +100,14 @@ class TorchState:
         """The job's name, the same on all workers and through all restarts (known after the first sync)."""
         return self._job_id
 
-    def register_callbacks(self, callbacks: Sequence[Callback]) -> None:
+    def register_callbacks(self, callbacks: Sequence[Callback | CheckpointCallback]) -> None:
         """Add callbacks, in the same order on every worker."""
-        self.engine.callbacks.extend(callbacks)
+        self.engine.callbacks.extend(cast(Sequence[Callback], callbacks))
         for callback in callbacks:
+            if isinstance(callback, CheckpointCallback):
+                if self.engine.checkpoints is not None:
+                    raise BadInput("one CheckpointCallback saves a job, a second one came")
+                self.engine.checkpoints = Checkpoints(self.engine, callback)
             if isinstance(callback, GBACallback):
                 if self.engine.switching is not None:
                     raise BadInput("one GBACallback decides about the mode, a second one came")
@@ -138,6 +146,8 @@ class TorchState:
                 self.engine.reformer.stop(_END_TIMEOUT_S if error is None else _FAILED_TIMEOUT_S)
             if self._line is not None:
                 self._line.close()
+            if self.engine.checkpoints is not None and self.engine.world.rank == 0:
+                self.engine.checkpoints.release()
             if isinstance(self.engine.mode, GbaMode):
                 self.engine.mode.close(finished=error is None)
             for mode in (self.engine.mode, self.engine.idle_mode):
@@ -215,17 +225,39 @@ class TorchState:
         engine.account.rows_lost += joined.rows_lost
         engine.restarts += joined.is_restart
         source = joined.source
-        data = state_codec.encode(self._state_dict()) if engine.world.rank == source else None
+        if joined.resumed is not None and joined.resumed.state is not None:  # on the source
+            self._load_state_dict(state_codec.decode(joined.resumed.state))
+        data = None
+        if engine.world.rank == source:
+            saving = None if engine.checkpoints is None else engine.checkpoints.state()
+            data = state_codec.encode({**self._state_dict(), "checkpoints": saving})
         if engine.world.size > 1:
             received = engine.world.broadcast("state", data, source)
             if engine.world.rank != source:
-                self._load_state_dict(state_codec.decode(received))
+                state = state_codec.decode(received)
+                self._load_state_dict(state)
+                if engine.checkpoints is not None:
+                    engine.checkpoints.load_state(state["checkpoints"])
         if not self._has_state:
             atexit.register(self._close_at_exit)
         self._has_state, self._synced, self._closed = True, True, False
         self.finished_epoch = None
         self._tell_callbacks(joined, before)
         self._talk_to_server(joined)
+
+    def save_if_due(self) -> None:
+        """Between two steps of allreduce mode: have a checkpoint made if the last commit said so. A collective then."""
+        engine, checkpoints = self.engine, self.engine.checkpoints
+        if checkpoints is None:
+            return
+        if engine.world.rank == 0 and self._line is not None:
+            checkpoints.follow(self._line.saved)
+        if not checkpoints.is_due:
+            return
+        is_chief = engine.world.rank == 0
+        word = engine.world.broadcast("save", json.dumps(checkpoints.plan()).encode() if is_chief else None, 0)
+        state = state_codec.encode(self._state_dict()) if is_chief else b""
+        checkpoints.save(json.loads(word), self._line, *self._part, state)
 
     # --- asynchronous modes ------------------------------------------------------------------------------------------
 
@@ -288,12 +320,15 @@ class TorchState:
         if self._line is not None:
             self._line.close()
             self._line = None
-        if engine.switching is not None and joined.leads_host:
+        if (engine.switching is not None or engine.checkpoints is not None) and joined.leads_host:
             self._line = LocalServer(
                 self._job_id, engine.key, engine.folder, joined.host, engine.worker_id, world.rank, self._look
             )
             self._line.start()
             engine.wishes.operator = self._line.wanted
+        self._part = (joined.part, joined.n_hosts)
+        if engine.checkpoints is not None and world.rank == 0 and self._line is not None:
+            engine.checkpoints.hold(self._line)
 
     def _look(self) -> dict[str, Any]:
         engine = self.engine
@@ -321,15 +356,33 @@ class TorchState:
         workers = f"{_count(world.size, 'worker')} on {_count(joined.n_hosts, 'host')}"
         if not joined.is_restart:
             engine.emit(Event("started", self.step, f"{workers}, job {self._job_id}", {"workers": world.size}))
+            if (report := joined.resumed) is not None:
+                name = report.manifest.name
+                text = f"going on at step {self.step} from {name}: {report.n_rows:,} rows in {report.seconds:.1f} s"
+                skipped = [f"{one.name}: {one.why}" for one in report.skipped]
+                told = {"manifest": name, "rows_restored": report.n_rows, "seconds": report.seconds, "skipped": skipped}
+                engine.emit(Event("resumed", self.step, text, told))
             return
         was = f", before {before[0]}" if before else ""
-        facts = {"workers": world.size, "shard_steps_missed": joined.shard_steps_missed, "rows_lost": joined.rows_lost}
+        facts = {
+            "workers": world.size,
+            "shard_steps_missed": joined.shard_steps_missed,
+            "rows_lost": joined.rows_lost,
+            "rows_restored": joined.rows_restored,
+        }
         engine.emit(Event("membership", self.step, f"{workers}{was}; going on at step {self.step}", facts))
         if joined.shard_steps_missed:
             text = f"{joined.shard_steps_missed} shards missed a step that their worker died in"
             engine.emit(Event("shard_steps_missed", self.step, text, facts))
+        if joined.rows_restored:
+            text = (
+                f"{joined.rows_restored:,} rows that went down with their host came back from the checkpoint; "
+                f"they are {joined.rows_age:.0f} steps old"
+            )
+            engine.emit(Event("rows_restored", self.step, text, {**facts, "pls": joined.pls, "age": joined.rows_age}))
         if joined.rows_lost:
-            text = f"{joined.rows_lost:,} rows went down with their host and begin anew; no checkpoint was configured"
+            why = "no checkpoint was configured" if engine.checkpoints is None else "no checkpoint has them"
+            text = f"{joined.rows_lost:,} rows went down with their host and begin anew; {why}"
             engine.emit(Event("rows_lost", self.step, text, facts))
 
     def _state_dict(self) -> dict[str, Any]:

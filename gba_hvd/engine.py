@@ -21,6 +21,7 @@ from torch import Tensor
 from gba_hvd import wishes
 from gba_hvd.allreduce import AllreduceMode
 from gba_hvd.callbacks import Callback, Event, StepRecord
+from gba_hvd.checkpoints import N_NUMBERS, Checkpoints
 from gba_hvd.collectives import SoloWorld, World
 from gba_hvd.errors import BadInput, GbaError, NonFiniteGradient, StateMismatch
 from gba_hvd.faults import FaultSchedule
@@ -34,9 +35,10 @@ from gba_hvd.reform import Reformer
 from gba_hvd.tables import EmbeddingTables
 
 # The numbers that travel with the dense gradients, so that a step needs no other collective. After them come those of
-# `wishes`, and a number for each worker: its seconds per micro-batch.
+# `wishes` and `checkpoints`, and a number for each worker: its seconds per micro-batch.
 _SAMPLES, _LOSS, _LOSS_WEIGHT, _HOSTS_UPDATED, _N_BAD, _BAD_MICRO, _RATES, _WISHES = range(8)
-_TIMES = _WISHES + wishes.N_NUMBERS
+_SAVE = _WISHES + wishes.N_NUMBERS
+_TIMES = _SAVE + N_NUMBERS
 
 
 @dataclass
@@ -87,6 +89,7 @@ class Engine:
         self.mode: AllreduceMode | GbaMode | None = None
         self.idle_mode: AllreduceMode | None = None  # waits while an asynchronous mode is on
         self.switching: GBACallback | None = None
+        self.checkpoints: Checkpoints | None = None
         self.faults: FaultSchedule | None = None
         self.job_id, self.key = "", b""
         self.worker_id = secrets.randbits(62)
@@ -191,7 +194,9 @@ class Engine:
             extra[_N_BAD], extra[_BAD_MICRO] = 1.0, self._bad_micro
         if self._seconds:
             extra[_TIMES + self.world.rank] = sum(self._seconds) / len(self._seconds)
-        self.wishes.tell(extra[_WISHES:_TIMES])
+        self.wishes.tell(extra[_WISHES:_SAVE])
+        if self.checkpoints is not None:
+            self.checkpoints.tell(extra[_SAVE:_TIMES])
         self.mode.exchange(self.step + 1, self._rows, scale, self._tables_group["lr"])
         self.mode.commit(self.dense)
         agreed = extra.tolist()
@@ -220,7 +225,9 @@ class Engine:
         self.account.total += n_samples  # by the plan
         self.account.applied += round(agreed[_SAMPLES])  # by the workers' own count
         self.interrupt_due = self.interrupt_due or agreed[_HOSTS_UPDATED] > 0
-        self.wishes.hear(agreed[_WISHES:_TIMES])
+        self.wishes.hear(agreed[_WISHES:_SAVE])
+        if self.checkpoints is not None:
+            self.checkpoints.hear(agreed[_SAVE:_TIMES])
         loss = agreed[_LOSS] / agreed[_LOSS_WEIGHT] if agreed[_LOSS_WEIGHT] else None
         seconds = time.perf_counter() - self._began_s
         self._report_step(n_samples, loss, self.mode.name)

@@ -317,11 +317,10 @@ def _write_block(flat: Any, places: Any, offset: int, width: int, block: Any) ->
 
 @_compiled("void(uint32[::1], uint64[::1], int64)")
 def _count(words: Any, places: Any, record: int) -> None:
-    """Count one update of each row; at 2^32 - 1 a counter stays."""
+    """Count one update of each row, modulo 2^32: two counts tell whether, and how often, a row changed in between."""
     last = np.uint64(record - 1)
     for i in range(len(places)):
-        at = places[i] + last
-        words[at] += np.uint32(words[at] != np.uint32(0xFFFFFFFF))
+        words[places[i] + last] += np.uint32(1)
 
 
 _HEAD = "float32[::1], uint32[::1], uint64[::1], float32[:, ::1], float32, int64, float32, float32"

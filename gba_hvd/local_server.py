@@ -10,8 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gba_hvd.ps.client import Client
-from gba_hvd.ps.protocol import Beat, Endpoint, Position
+from gba_hvd.ps.client import Client, Reply, ServerLost
+from gba_hvd.ps.protocol import Beat, Endpoint, Hold, Position, Refused, Save, Saved
+
+
+_SAVE_TIMEOUT_S = 60.0  # a server that has just been started takes some seconds
 
 
 class LocalServer:
@@ -29,6 +32,7 @@ class LocalServer:
         self._client.on_position = self._hear
         self._heard: tuple[str, str] = ("", "")
         self._handled: tuple[str, str] = ("", "")
+        self.saved: Saved | None = None
 
     def start(self) -> None:
         self._client.start()
@@ -44,8 +48,28 @@ class LocalServer:
         self._handled = self._heard
         return self._heard if self._heard[0] else None
 
+    def save(self, request: Save, state: bytes) -> None:
+        """Have the server save what it holds; what became of it is in `saved`."""
+        future = self._client.send(0, request, [state], timeout_s=_SAVE_TIMEOUT_S)
+        future.add_done_callback(lambda f: self._asked_to_save(request, f.result))
+
+    def hold(self, request: Hold) -> None:
+        """Have the server give the signs of life of a claim."""
+        self._client.send(0, request, timeout_s=_SAVE_TIMEOUT_S)
+
+    def _asked_to_save(self, request: Save, result: Callable[[], Reply]) -> None:
+        try:
+            body = result().body
+            why = body.why if isinstance(body, Refused) else ""
+        except ServerLost as error:
+            why = str(error)
+        if why:
+            self.saved = Saved(request.epoch, request.number, "failed", {"why": why})
+
     def _beat(self) -> Beat:
         return Beat(self._worker, self._rank, self._host, os.getpid(), 0, told=self._look())
 
     def _hear(self, position: Position) -> None:
         self._heard = (position.wanted, position.reason)
+        if position.saved is not None and position.saved.number:
+            self.saved = position.saved

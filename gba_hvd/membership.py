@@ -28,6 +28,7 @@ from gba_hvd.shard.layout import PAGE_WORDS, Layout, digest
 from gba_hvd.shard.memory import ShardMemory, difference, job_folder
 from gba_hvd.shard.outbox import Outbox, remove_others
 from recovery import state_codec
+from recovery.restore import Now, Report
 
 T = TypeVar("T")
 _CHUNK_WORDS = 4 << 20  # of a shard that moves to another host, per message
@@ -97,7 +98,11 @@ def asynchronous_source(facts: Sequence[Facts]) -> int | None:
 
 @dataclass(frozen=True)
 class Joined:
-    """What came out of `join`. membership: in an asynchronous mode, the change of membership this world stands for."""
+    """What came out of `join`.
+
+    membership: in an asynchronous mode, the change of membership this world stands for. part: this host's number.
+    rows_restored, rows_age (steps, mean), pls: of a host that was lost. resumed: the checkpoint a new job goes on from
+    """
 
     job_id: str
     source: int
@@ -109,6 +114,11 @@ class Joined:
     host: int
     asynchronous: bool = False
     membership: int = 0
+    part: int = 0
+    rows_restored: int = 0
+    rows_age: float = 0.0
+    pls: float = 0.0
+    resumed: Report | None = None
 
 
 def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
@@ -124,6 +134,7 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
         "micro_batch": engine.micro_batch,
         "dense parameters": engine.dense.n,
         "row_average": engine.row_average,
+        "CheckpointCallback": None if engine.checkpoints is None else engine.checkpoints.callback.url,
         "GBACallback": None if engine.switching is None else {"servers_per_host": engine.switching.servers_per_host},
     }
     held = engine.mode.held if isinstance(engine.mode, AllreduceMode) else None
@@ -148,6 +159,7 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
     here = members.order.index(mine.host)
     leads = members.lead_of(mine.host) == world.rank
 
+    job_id = _take_place(engine, world, agreed, job_id)
     named = world.broadcast("job", f"{job_id} {(engine.key or new_key()).hex()}".encode(), agreed.source).decode()
     job_id, engine.key = named.split()[0], bytes.fromhex(named.split()[1])
     memory = _together(world, agreed.is_restart, "open", lambda: _open(engine, job_id))
@@ -163,9 +175,7 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
         s for s, _, to in placement.moves if to == here
     ]
     _together(world, agreed.is_restart, "reserve", lambda: memory.reserve(incoming) if leads and incoming else None)
-    for shard in placement.new:
-        if placement.server[shard] == world.rank:
-            memory.init_shard(shard, agreed.step)
+    refilled = _fill_new_shards(engine, world, agreed, placement, here, leads, memory)
     _move_shards(world, members, placement, here, leads, memory, newest)
     outboxes = _open_outboxes(
         world, agreed, members, facts, memory
@@ -177,18 +187,22 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
     if engine.mode is not None:
         engine.mode.close()
     engine.mode = AllreduceMode(world, members, placement, tables, outboxes, engine.row_average)
-    if leads and engine.switching is not None:
+    if leads and (engine.switching is not None or engine.checkpoints is not None):
         config = tables.config
         process.write_settings(
             memory.folder, job_id, engine.key, tables.layout, tables.optimizer,
             alive_s=config.alive_s, lease_s=config.lease_s,
         )  # fmt: skip
-        for index in range(engine.switching.servers_per_host):
+        for index in range(1 if engine.switching is None else engine.switching.servers_per_host):
             process.ensure_running(memory.folder, index)
-    rows_lost = (
-        sum(_rows_in(tables.layout, shard) for shard in placement.new) if agreed.is_restart and agreed.step else 0
-    )
-    return Joined(job_id, agreed.source, len(members.order), leads, agreed.is_restart, missed, rows_lost, mine.host)
+    rows_lost = 0
+    if agreed.is_restart and agreed.step:
+        rows_lost = sum(_rows_in(tables.layout, shard) for shard in placement.new) - refilled.rows
+    return Joined(
+        job_id, agreed.source, len(members.order), leads, agreed.is_restart, missed, rows_lost, mine.host, part=here,
+        rows_restored=refilled.rows if agreed.is_restart else 0, rows_age=refilled.age, pls=refilled.pls,
+        resumed=refilled.report,
+    )  # fmt: skip
 
 
 def _join_asynchronous(engine: Engine, world: World, facts: list[Facts], source: int) -> Joined:
@@ -214,6 +228,76 @@ def _join_asynchronous(engine: Engine, world: World, facts: list[Facts], source:
         engine.mode.rank = world.rank
     number = max(f.membership for f in facts)
     return Joined(session.job, source, len(members.order), leads, True, 0, 0, mine.host, True, number)
+
+
+def _take_place(engine: Engine, world: World, agreed: Agreement, job_id: str) -> str:
+    """Claim the place for checkpoints, and find the job's name if it goes on from one. A collective."""
+    checkpoints = engine.checkpoints
+    if checkpoints is None:
+        return job_id
+
+    def act() -> str:
+        if world.rank != agreed.source:
+            return job_id
+        saved = None if agreed.is_restart else checkpoints.job_to_resume()
+        name = job_id if saved is None or engine.tables.config.job_id else saved
+        checkpoints.take_place(name)
+        return name
+
+    return _together(world, agreed.is_restart, "use", act, "the place for checkpoints")
+
+
+@dataclass(frozen=True)
+class _Refilled:
+    """Rows that came from a checkpoint into new shards, over all hosts; age: in steps, mean."""
+
+    rows: int = 0
+    age: float = 0.0
+    pls: float = 0.0
+    report: Report | None = None  # of a job that goes on from a checkpoint as a whole
+
+
+def _fill_new_shards(
+    engine: Engine, world: World, agreed: Agreement, placement: Placement, here: int, leads: bool, memory: ShardMemory
+) -> _Refilled:
+    """Shards nobody holds: from the newest checkpoint, by each host's lead; without one, initial rows. A collective."""
+    checkpoints = engine.checkpoints
+    if checkpoints is None or not placement.new or not (agreed.is_restart or checkpoints.callback.resume):
+        for shard in placement.new:
+            if placement.server[shard] == world.rank:
+                memory.init_shard(shard, agreed.step)
+        return _Refilled()
+    mine = [shard for shard in placement.new if placement.host[shard] == here] if leads else []
+    account = engine.account
+    now = Now(agreed.step, account.applied, max(1, account.total)) if agreed.is_restart else None
+
+    def fill() -> Report | None:
+        for shard in mine:
+            memory.init_shard(shard, agreed.step, ready=False)
+        return checkpoints.fill(memory, mine, now) if mine else None
+
+    report = _together(world, agreed.is_restart, "fill", fill)
+    facts = [0] * 5
+    if report is not None:
+        newest = report.manifest
+        facts = [newest.epoch, newest.number, report.step, report.n_rows, round(report.age.mean * report.n_rows)]
+    everyone = world.gather("filled", np.array(facts, dtype=np.int64))
+    restored = everyone[everyone[:, 3] > 0]
+    step = agreed.step
+    if now is None and len(restored):
+        if len({tuple(row[:3]) for row in restored.tolist()}) > 1:
+            raise StateMismatch("the hosts restored different checkpoints: the newest is damaged in part, remove it")
+        step = int(restored[0, 2])
+    for shard in mine:
+        memory.set_ready(shard, step)
+    rows = int(everyone[:, 3].sum())
+    pls = world.gather("pls", np.array([int(1e12 * (report.pls or 0.0)) if report else 0], dtype=np.int64)).sum() / 1e12
+    age = float(everyone[:, 4].sum() / max(1, rows))
+    if now is not None:
+        return _Refilled(rows, age, float(pls))
+    if report is not None and world.rank == agreed.source:
+        checkpoints.goes_on_from(report)
+    return _Refilled(rows, age, 0.0, report if world.rank == agreed.source else None)
 
 
 def _open_outboxes(
@@ -305,7 +389,9 @@ def _move_shards(
             memory.set_ready(shard, newest[shard])
 
 
-def _together(world: World, is_restart: bool, name: str, act: Callable[[], T]) -> T:
+def _together(
+    world: World, is_restart: bool, name: str, act: Callable[[], T], what: str = "its host's shard memory"
+) -> T:
     """Do something that may fail on one rank, and stop on all: nobody is left waiting for a worker that gave up.
 
     The survivors of a running job do not fail with a newcomer: they form a world without it.
@@ -319,7 +405,7 @@ def _together(world: World, is_restart: bool, name: str, act: Callable[[], T]) -
     if failure is not None:
         raise failure
     if len(failed):
-        text = f"the worker of rank {failed[0]} could not {name} its host's shard memory; its log says why"
+        text = f"the worker of rank {failed[0]} could not {name} {what}; its log says why"
         raise worker_lost(text) if is_restart else ShardMemoryError(text)
     return result
 

@@ -8,6 +8,7 @@ Numbered by who speaks:
     2. any worker                      Ask, PullRows, PullDense, Push, Done, Beat, Evaluate, Score, Export, Bye
     3. the coordinator, to servers     Apply, Discard, Alive
     4. an operator                     Status, SwitchTo
+    5. the chief                       Hold, Save              in asynchronous modes the coordinator passes it on
 """
 
 from __future__ import annotations
@@ -54,6 +55,15 @@ class Endpoint(Struct):
     pull: int
 
 
+class Saved(Struct):
+    """What became of the newest checkpoint: "running", "done" or "failed". All zero: there was none."""
+
+    epoch: int = 0
+    number: int = 0
+    state: str = ""
+    facts: dict[str, Any] = {}
+
+
 class Position(Struct):
     """Where training stands: what every worker needs to know of the job."""
 
@@ -72,6 +82,7 @@ class Position(Struct):
     pin: bool = False  # an operator asked for it: stay there
     failure: str = ""  # training cannot go on
     world: int = 0  # how often the membership changed; workers form a new Horovod world when it grows
+    saved: Saved | None = None
 
 
 class GivenLease(Struct):
@@ -245,6 +256,34 @@ class SwitchTo(Struct):
     pin: bool = False
 
 
+class Hold(Struct):
+    """Give the signs of life of this claim (`recovery.claims`) until another one comes. settings: as in `Save`."""
+
+    claim: dict[str, Any]
+    settings: dict[str, Any]
+
+
+class Save(Struct):
+    """Save the shards that are here, as one part of a checkpoint. Frame: what it has beside rows (part 0 only).
+
+    kind, parent, about: as in `recovery.manifest.Manifest`. settings: url, storage_options, config. claim: see `Hold`.
+    generation: of the asynchronous mode; its servers add the dense state themselves. 0 in allreduce mode
+    """
+
+    epoch: int
+    number: int
+    part: int
+    n_parts: int
+    kind: str
+    parent: str | None
+    step: int
+    samples: int
+    settings: dict[str, Any]
+    claim: dict[str, Any]
+    about: dict[str, Any]
+    generation: int = 0
+
+
 Request = (
     Enter
     | Ask
@@ -262,6 +301,8 @@ Request = (
     | Alive
     | Status
     | SwitchTo
+    | Save
+    | Hold
 )
 
 # --- answers ---------------------------------------------------------------------------------------------------------

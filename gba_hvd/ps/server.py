@@ -52,6 +52,7 @@ from gba_hvd.ps.protocol import (
     Export,
     Exported,
     Given,
+    Hold,
     Lives,
     Ok,
     Position,
@@ -62,11 +63,13 @@ from gba_hvd.ps.protocol import (
     Refused,
     Request,
     Rows,
+    Save,
     Score,
     Status,
     StatusReport,
     SwitchTo,
 )  # fmt: skip
+from gba_hvd.ps.saver import Saver
 from gba_hvd.ps.snapshot import SnapshotFile
 from gba_hvd.shard.layout import Layout
 from gba_hvd.shard.memory import ShardMemory, is_alive
@@ -152,6 +155,7 @@ class Server:
         self._peers: dict[int, Any] = {}  # the coordinator's sockets to the other servers, by index
         self._limits = Limits(self.settings.buffer_bytes)
         self._poller = self._poll_all()
+        self._saver = Saver(self.memory)
         self._resume()
 
     def _file(self, name: str) -> Path:
@@ -182,6 +186,7 @@ class Server:
             except Exception:
                 log.exception("the server goes on after an error that belongs to no request")
                 time.sleep(_TICK_MS / 1000)  # should it come again at once, the log must not fill the disk
+        self._saver.close()
         puller.join()  # sockets belong to one thread: close them when it is done
         self._context.destroy(linger=0)
 
@@ -308,6 +313,11 @@ class Server:
                 return StatusReport(self._status()), ()
             case SwitchTo():
                 return self._on_switch(request), ()
+            case Hold():
+                self._saver.hold(request)
+                return Ok(), ()
+            case Save():
+                return self._on_save(request, frames), ()
             case PullRows():
                 return Refused("rows are pulled at the other port", kind="ProtocolError"), ()
 
@@ -366,7 +376,7 @@ class Server:
             self._told = dict(request.told)
         if self.coordinator is None or self.idle:
             wanted, reason = self._wanted
-            return Ok(Position(wanted=wanted, reason=reason))
+            return Ok(Position(wanted=wanted, reason=reason, saved=self._saver.report()))
         world = self.coordinator.world
         self.coordinator.beat(request)
         if self.coordinator.world != world:
@@ -382,6 +392,15 @@ class Server:
             self._advance()
         else:
             self._wanted = (request.mode, request.reason)
+        return Ok()
+
+    def _on_save(self, request: Save, frames: list[Any]) -> Answer:
+        if request.generation:
+            raise ProtocolError("checkpoints are not saved in asynchronous modes yet")
+        if self.coordinator is not None and not self.idle:
+            raise ProtocolError("this save is of allreduce mode: the job switched meanwhile")
+        state = bytes(frames[0]) if frames else b""
+        self._saver.begin(request, lambda extras: state)
         return Ok()
 
     def _on_enter(self, request: Enter, frames: list[Any]) -> Answer:

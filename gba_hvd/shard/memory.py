@@ -136,6 +136,15 @@ class ShardMemory:
     def marks(self) -> Marks:
         return Marks((self._ready == _READY).astype(np.int64), self._begun.copy(), self._finished.copy())
 
+    def ready(self) -> list[int]:
+        """The shards that are here."""
+        return [int(shard) for shard in np.flatnonzero(self._ready == _READY)]
+
+    def steps_of(self, shard: int) -> tuple[int, int]:
+        """(finished, begun), read in this order: a reader of rows in between sees whether a step is under way."""
+        finished = int(self._finished[shard])
+        return finished, int(self._begun[shard])
+
     def reserve(self, shards: list[int]) -> None:
         """Take the space of these shards from the file system now, so that no later write can fail for lack of it."""
         need = len(shards) * self.layout.region_bytes
@@ -153,8 +162,11 @@ class ShardMemory:
             for shard in shards:
                 os.posix_fallocate(file.fileno(), shard * self.layout.region_bytes, self.layout.region_bytes)
 
-    def init_shard(self, shard: int, step: int) -> None:
-        """Give every row of a shard its initial value, zero slots and counters, as of `step`."""
+    def init_shard(self, shard: int, step: int, ready: bool = True) -> None:
+        """Give every row of a shard its initial value, zero slots and counters, as of `step`.
+
+        ready: False leaves it absent, for somebody who fills it before `set_ready`.
+        """
         layout, start = self.layout, shard * self.layout.region_words
         self._ready[shard] = 0
         self.flat[start + PAGE_WORDS : start + layout.region_words] = 0.0
@@ -166,7 +178,8 @@ class ShardMemory:
                 kernels.init_rows(
                     self.flat, at, group.record, table.n_rows, shard, layout.n_shards, group.dim, seed, std
                 )
-        self.set_ready(shard, step)
+        if ready:
+            self.set_ready(shard, step)
 
     def set_ready(self, shard: int, step: int) -> None:
         self._begun[shard] = self._finished[shard] = step

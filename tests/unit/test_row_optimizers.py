@@ -156,7 +156,7 @@ def test_adam_refuses_betas_that_never_forget(betas: tuple[float, float]) -> Non
 
 
 @pytest.mark.parametrize("rule", [gba_hvd.SGD, gba_hvd.Adagrad, gba_hvd.RowAdagrad, gba_hvd.Adam])
-def test_updates_are_counted_and_the_count_saturates(rule: Any) -> None:
+def test_updates_are_counted_modulo_2_to_the_32(rule: Any) -> None:
     rows = Rows(rule(lr=0.1))
     counter = rows.group.record - 1
     words = rows.flat.view(np.uint32)
@@ -164,4 +164,4 @@ def test_updates_are_counted_and_the_count_saturates(rule: Any) -> None:
     words[key % 3 * rows.layout.region_words + rows.group.at + key // 3 * rows.group.record + counter] = 2**32 - 2
     for step in range(1, 4):
         rows.step(np.array([1, 2]), np.ones((2, DIM), dtype=np.float32), 0.1, step)
-    assert rows.read(counter, 1).view(np.uint32)[:4, 0].tolist() == [0, 3, 2**32 - 1, 0]
+    assert rows.read(counter, 1).view(np.uint32)[:4, 0].tolist() == [0, 3, 1, 0]

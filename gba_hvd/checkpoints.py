@@ -1,0 +1,190 @@
+"""Checkpoints as a job sees them: when one is made, who saves what, and going on from one.
+
+The rows are saved by the companion servers, in their processes; each host's lead asks its own. The order of one save in
+allreduce mode, after the commit of step k said that one is due:
+
+    1. broadcast  the chief tells all what is to be saved: epoch of its claim, number k, kind, parent
+    2. ask        each host's lead asks its server; the chief's request has the training state, as of step k
+    3. (servers)  save their rows while training goes on; the chief's waits for all parts and writes the manifest
+    4. follow     the chief hears what became of it with the heartbeats, and tells the callbacks
+
+A crash before the manifest leaves the checkpoint before in force. The claim on the place is made anew whenever the
+world was formed anew with other hosts, so a host that was cut off is fenced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from gba_hvd.callbacks import Event
+from gba_hvd.local_server import LocalServer
+from gba_hvd.ps import process
+from gba_hvd.ps.protocol import Hold, Save, Saved
+from gba_hvd.shard.holder import MemoryRows
+from gba_hvd.shard.memory import ShardMemory
+from recovery import claims, planner
+from recovery.callback import CheckpointCallback
+from recovery.chains import Chain, chains
+from recovery.errors import StoreError
+from recovery.restore import Now, Report, restore
+from recovery.store import Store, check, open_store
+
+if TYPE_CHECKING:
+    from gba_hvd.engine import Engine
+
+N_NUMBERS = 1  # travels with the commit: the chief wants a checkpoint of this step
+
+
+class Checkpoints:
+    """One worker's part. Belongs to the training thread.
+
+    newest: the checkpoint the next one is on top of. All but `callback` counts on the chief only, and travels with the
+    training state, so that a successor of the chief goes on with it.
+    """
+
+    def __init__(self, engine: Engine, callback: CheckpointCallback) -> None:
+        self.callback = callback
+        self._engine = engine
+        self._store: Store | None = None
+        self._claim: claims.Claim | None = None
+        self._newest: str | None = None
+        self._chain = planner.Chain()
+        self._told = Saved()  # what callbacks were told of last
+        self._running = False
+        self._due = False
+
+    # --- at the start, and after a change of hosts -------------------------------------------------------------------
+
+    @property
+    def store(self) -> Store:
+        if self._store is None:
+            self._store = open_store(self.callback.url, **self.callback.storage_options)
+        return self._store
+
+    def job_to_resume(self) -> str | None:
+        """The name of the job whose checkpoint is the newest, if this one is to go on from it. On the chief."""
+        if not self.callback.resume:
+            return None
+        chain = next((one for one in chains(self.store) if isinstance(one, Chain)), None)
+        return None if chain is None else str(chain.newest.about.get("job", "")) or None
+
+    def take_place(self, writer: str) -> None:
+        """Claim the place for this job. On the chief.
+
+        Raises BadInput when the store cannot be used, or another job writes there. Later on, a store that cannot be
+        reached is no reason to stop: saving will fail, and be told, until it can.
+        """
+        first = self._claim is None
+        try:
+            if first:
+                check(self.store)
+            self._claim = claims.claim(self.store, writer, takeover=self.callback.takeover)
+        except StoreError:
+            if first:
+                raise
+
+    def fill(self, memory: ShardMemory, shards: Sequence[int], now: Now | None) -> Report | None:
+        """Bring shards back from the newest good checkpoint; None when there is none. Nobody may use them meanwhile.
+
+        now: where the job is, if it goes on: then only rows come back, else also the state.
+        """
+        rows = MemoryRows(memory, list(shards))
+        return restore(self.store, rows, config=self.callback.config, now=now, with_state=now is None)
+
+    def hold(self, line: LocalServer) -> None:
+        """On the chief: from now on its server gives the signs of life of the claim."""
+        assert self._claim is not None
+        line.hold(Hold(asdict(self._claim), self.callback.settings()))
+
+    def release(self) -> None:
+        """On the chief, at the end: whoever comes next need not wait."""
+        if self._claim is not None:
+            with contextlib.suppress(StoreError):
+                claims.release(self.store, self._claim)
+
+    def goes_on_from(self, report: Report) -> None:
+        """The whole job was restored. On the chief."""
+        chain = report.chain
+        self._newest = chain.newest.name
+        partial = sum(m.n_bytes for m in chain.manifests[1:])
+        self._chain = planner.Chain(chain.base.n_bytes, partial, trusted=False)
+        self.callback.began(report.step, time.monotonic())
+
+    # --- allreduce mode ----------------------------------------------------------------------------------------------
+
+    def tell(self, numbers: Tensor) -> None:
+        """Before a commit, into this worker's share of what is summed."""
+        engine = self._engine
+        if engine.world.rank != 0 or self._running or process.pid_of(engine.folder, 0) is None:
+            return
+        if self.callback.due(engine.step + 1, time.monotonic()):
+            numbers[0] = 1.0
+
+    def hear(self, agreed: Sequence[float]) -> None:
+        self._due = agreed[0] > 0
+
+    @property
+    def is_due(self) -> bool:
+        return self._due
+
+    def plan(self) -> dict[str, Any]:
+        """What is to be saved now: the chief's word to all."""
+        engine = self._engine
+        assert self._claim is not None
+        kind, why = planner.next_kind(self._chain, self.callback.config.policy)
+        return {
+            "epoch": self._claim.epoch,
+            "number": engine.step,
+            "kind": kind,
+            "parent": None if kind == "full" else self._newest,
+            "step": engine.step,
+            "samples": engine.account.applied,
+            "settings": self.callback.settings(),
+            "claim": asdict(self._claim),
+            "about": {"job": engine.job_id, "mode": "allreduce", "why": why},
+        }
+
+    def save(self, plan: dict[str, Any], line: LocalServer | None, part: int, n_parts: int, state: bytes) -> None:
+        """Ask this host's server for its part, if this worker leads the host."""
+        self._due, self._running = False, True
+        self.callback.began(plan["step"], time.monotonic())
+        if line is not None:
+            line.save(Save(part=part, n_parts=n_parts, **plan), state)
+
+    def follow(self, saved: Saved | None) -> None:
+        """On the chief: tell the callbacks what became of a checkpoint."""
+        engine = self._engine
+        if saved is None or saved.state == "running" or saved == self._told:
+            return
+        self._told, self._running = saved, False
+        if saved.state == "failed":
+            text = f"the checkpoint of step {saved.number} was not saved: {saved.facts['why']}"
+            engine.emit(Event("checkpoint_failed", engine.step, text, dict(saved.facts)))
+            self._chain = planner.Chain(self._chain.base_bytes, self._chain.partial_bytes, trusted=False)
+            return
+        facts, n_bytes = saved.facts, int(saved.facts["n_bytes"])
+        self._newest = facts["manifest"]
+        if facts["kind"] == "full":
+            self._chain = planner.Chain(n_bytes)
+        else:
+            chain = self._chain
+            self._chain = planner.Chain(chain.base_bytes, chain.partial_bytes + n_bytes, n_bytes)
+        text = f"step {saved.number} saved ({facts['kind']}): {n_bytes / 1e6:,.1f} MB in {facts['seconds']:.2f} s"
+        engine.emit(Event("checkpoint", engine.step, text, dict(facts)))
+
+    # --- what travels with the training state ------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        claim = None if self._claim is None else asdict(self._claim)
+        return {"claim": claim, "newest": self._newest, "chain": asdict(self._chain)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._claim = None if state["claim"] is None else claims.Claim(**state["claim"])
+        self._newest, self._chain = state["newest"], planner.Chain(**state["chain"])
+        self._running = False

@@ -1,0 +1,245 @@
+"""Checkpoints, in the server's process: saves the rows of this host in a thread of its own; training does not wait.
+
+Who owns what. Each server saves the shards it holds, as blobs under its own part number, and then one object that lists
+them. The one that commits (part 0) waits until the lists of all parts are in the store and writes the manifest, last.
+So what each crash leaves behind is blobs and lists that nothing refers to; the checkpoint before stays in force.
+
+What was saved is known to the tracker only once the manifest is there. Part 0 knows that at once, the others when the
+next save names it as its parent; a part that knows of no such save, or holds other shards now, saves all its rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import xxhash
+
+from gba_hvd.errors import GbaError
+from gba_hvd.ps.protocol import Hold, Save, Saved
+from gba_hvd.shard.holder import MemoryRows
+from gba_hvd.shard.memory import ShardMemory
+from recovery import claims, retention
+from recovery.chains import Chain, chains
+from recovery.config import Config
+from recovery.errors import Damaged, RecoveryError, StoreError
+from recovery.manifest import Blob, Manifest
+from recovery.selection import Selection
+from recovery.store import Store, blob_prefix, open_store
+from recovery.writer import Cancelled, Written, commit, save_rows
+
+log = logging.getLogger("gba_hvd.ps")
+_LOOK_S = 0.2
+_PARTS_TIMEOUT_S = 600.0
+
+
+class Saver:
+    """One save at a time. `close()` cancels the one under way; it may be called twice.
+
+    Only `begin`, `report` and `close` are called by others, all from one thread.
+    """
+
+    def __init__(self, memory: ShardMemory) -> None:
+        self._memory = memory
+        self._thread: threading.Thread | None = None
+        self._cancel = threading.Event()
+        self._report = Saved()
+        self._store: Store | None = None
+        self._selection: Selection | None = None
+        self._settings: dict[str, Any] = {}
+        self._not_yet_known: str = ""  # the manifest that the last save of this part belongs to
+        self._shards: list[int] = []  # of that save
+        self._own: set[str] = set()  # manifests of this job, as far as this process knows
+        self._claim: claims.Claim | None = None
+        self._held: Hold | None = None
+        self._holder: threading.Thread | None = None
+        self._ended = threading.Event()
+
+    def report(self) -> Saved:
+        """What became of the newest save."""
+        return self._report
+
+    def begin(self, request: Save, state: Callable[[list[bytes]], bytes] | None, extra: bytes = b"") -> None:
+        """Save in the background. extra: goes with this part's list; state: makes of all parts' extras what the
+        checkpoint has beside rows (part 0 only).
+
+        Asked again for the same save, does nothing. Raises GbaError while another one is under way.
+        """
+        if (request.epoch, request.number) == (self._report.epoch, self._report.number):
+            return
+        if self._thread is not None and self._thread.is_alive():
+            if request.epoch == self._report.epoch:
+                raise GbaError(f"checkpoint {self._report.number} is still being saved")
+            self._cancel.set()  # of a world that is no more
+            self._thread.join()
+        self._cancel.clear()
+        self._report = Saved(request.epoch, request.number, "running")
+        self._thread = threading.Thread(target=self._run, args=(request, state, extra), name="saver", daemon=True)
+        self._thread.start()
+
+    def hold(self, request: Hold) -> None:
+        """Give the signs of life of a claim, in a thread of its own, until another claim comes or `close`."""
+        self._held = request
+        if self._holder is None:
+            self._holder = threading.Thread(target=self._give_signs, name="claim", daemon=True)
+            self._holder.start()
+
+    def close(self) -> None:
+        self._ended.set()
+        self._cancel.set()
+        for thread in (self._thread, self._holder):
+            if thread is not None:
+                thread.join()
+        if self._selection is not None:
+            self._selection.close()
+            self._selection = None
+
+    # --- threads -----------------------------------------------------------------------------------------------------
+
+    def _give_signs(self) -> None:
+        claim, of = None, None
+        while True:
+            if of is not self._held and self._held is not None:
+                of = self._held
+                claim, store = claims.Claim(**of.claim), _open(of.settings)
+            assert claim is not None
+            if self._ended.wait(claim.lease_s / 3):
+                return
+            try:
+                claim = claims.renew(store, claim)
+            except (RecoveryError, OSError):
+                log.warning("a sign of life was not written to %s", store.url, exc_info=True)
+
+    def _run(self, request: Save, state: Callable[[list[bytes]], bytes] | None, extra: bytes) -> None:
+        started = time.monotonic()
+        try:
+            facts = self._save(request, state, extra)
+        except Cancelled:
+            self._report = Saved(request.epoch, request.number, "failed", {"why": "the server ended"})
+        except Exception as error:
+            log.exception("checkpoint %d was not saved", request.number)
+            why = f"{type(error).__name__}: {error}"
+            self._report = Saved(request.epoch, request.number, "failed", {"why": why})
+        else:
+            facts["seconds"] = round(time.monotonic() - started, 3)
+            self._report = Saved(request.epoch, request.number, "done", facts)
+
+    def _save(self, request: Save, state: Callable[[list[bytes]], bytes] | None, extra: bytes) -> dict[str, Any]:
+        config = Config(**request.settings["config"])
+        store, selection = self._prepared(request, config)
+        rows = MemoryRows(self._memory)
+        kind = request.kind if self._knows(selection, request.parent) else "full"
+        prefix, name = blob_prefix(request.epoch, request.number), _manifest_name(request)
+        choice = selection.begin(kind)
+        try:
+            written = save_rows(
+                rows, choice, store, f"{prefix}{request.part:04d}-", config, note=selection.note, cancel=self._cancel
+            )
+            self._not_yet_known, self._shards = name, rows.shards()
+            if request.part:
+                store.put(_list_name(prefix, request.part), [encode_part(written.blobs, extra)])
+                return _facts(written)
+            assert state is not None
+            blobs, extras = list(written.blobs), [extra]
+            for part in range(1, request.n_parts):
+                theirs, word = self._part_of(store, prefix, part)
+                blobs += theirs
+                extras.append(word)
+            claim = claims.Claim(**request.claim)
+            manifest = commit(
+                store, prefix, epoch=request.epoch, number=request.number, kind=request.kind, parent=request.parent,
+                step=request.step, samples=request.samples, schema=rows.schema, blobs=blobs, state=state(extras),
+                about=request.about, still_mine=lambda: claims.check(store, claim),
+            )  # fmt: skip
+        except BaseException:
+            selection.abandon()
+            self._not_yet_known = ""
+            raise
+        selection.commit(name)
+        self._not_yet_known = ""
+        self._own.add(name)
+        retention.delete(store, retention.expired(_manifests(store), self._own, retention.Keep(config.keep_last)))
+        facts = {**_facts(written), "manifest": name, "n_bytes": manifest.n_bytes, "kind": request.kind}
+        facts |= {"url": store.url, "step": request.step}
+        return facts
+
+    def _prepared(self, request: Save, config: Config) -> tuple[Store, Selection]:
+        if self._store is None or self._selection is None or request.settings != self._settings:
+            if self._selection is not None:
+                self._selection.close()
+            self._store = _open(request.settings)
+            folder = self._memory.folder
+            self._selection = Selection(
+                MemoryRows(self._memory), config, tracker_path=folder / "saved", counters=str(folder.stat().st_ino)
+            )
+            self._settings = request.settings
+        return self._store, self._selection
+
+    def _knows(self, selection: Selection, parent: str | None) -> bool:
+        """Whether a partial save on top of `parent` would be right for this part."""
+        if self._not_yet_known:  # the save before belongs to a manifest that may be there or not
+            if parent == self._not_yet_known:
+                selection.commit(parent)
+            else:
+                selection.abandon()
+            self._not_yet_known = ""
+        known = not self._shards or self._shards == self._memory.ready()
+        return parent is not None and selection.is_valid_for(parent) and known
+
+    def _part_of(self, store: Store, prefix: str, part: int) -> tuple[list[Blob], bytes]:
+        """What another server saved; waits until its list is there."""
+        name, deadline = _list_name(prefix, part), time.monotonic() + _PARTS_TIMEOUT_S
+        while name not in store.names(name):
+            if time.monotonic() > deadline:
+                raise StoreError(f"the server of part {part} has not saved its rows in {_PARTS_TIMEOUT_S:.0f} s")
+            if self._cancel.wait(_LOOK_S):
+                raise Cancelled("the save was cancelled")
+        return decode_part(store.get(name), name)
+
+
+def _manifests(store: Store) -> list[Manifest]:
+    """All that can be read."""
+    found: dict[str, Manifest] = {}
+    for one in chains(store):
+        if isinstance(one, Chain):
+            found |= {manifest.name: manifest for manifest in one.manifests}
+    return list(found.values())
+
+
+def _open(settings: dict[str, Any]) -> Store:
+    return open_store(settings["url"], **settings["storage_options"])
+
+
+def _manifest_name(request: Save) -> str:
+    return f"manifests/{request.epoch:06d}-{request.number:08d}.json"
+
+
+def _list_name(prefix: str, part: int) -> str:
+    return f"{prefix}part-{part:04d}"
+
+
+def _facts(written: Written) -> dict[str, Any]:
+    return {"rows": written.n_rows, "n_bytes": written.n_bytes, "raw_bytes": written.raw_bytes, "torn": written.n_torn}
+
+
+class _Part(msgspec.Struct):
+    blobs: list[Blob]
+    extra: bytes
+
+
+def encode_part(blobs: tuple[Blob, ...], extra: bytes) -> bytes:
+    """What one server saved, with a checksum before it."""
+    body = msgspec.msgpack.encode(_Part(list(blobs), extra))
+    return xxhash.xxh3_128_digest(body) + body
+
+
+def decode_part(data: bytes, name: str) -> tuple[list[Blob], bytes]:
+    """Raises Damaged."""
+    if data[:16] != xxhash.xxh3_128_digest(data[16:]):
+        raise Damaged(f"{name} is not what a server wrote")
+    part = msgspec.msgpack.decode(data[16:], type=_Part)
+    return part.blobs, part.extra
