@@ -9,6 +9,54 @@ Knows arrays and rows; nothing of Horovod, and never imports `gba_hvd`.
 
 from __future__ import annotations
 
-from recovery.errors import BadInput, Damaged, RecoveryError, StoreError
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["BadInput", "Damaged", "RecoveryError", "StoreError"]
+from recovery.errors import BadInput, Damaged, Fenced, RecoveryError, StoreError
+
+if TYPE_CHECKING:
+    from recovery.callback import CheckpointCallback
+    from recovery.checkpointer import Checkpointer, Event, Handle, Saved
+    from recovery.config import Config
+    from recovery.restore import Now, Report
+    from recovery.store import open_store
+    from recovery.tensors import Parts, TensorRows, load_rest, of_optimizer, rest
+
+__all__ = [
+    "BadInput",
+    "CheckpointCallback",
+    "Checkpointer",
+    "Config",
+    "Damaged",
+    "Event",
+    "Fenced",
+    "Handle",
+    "Now",
+    "Parts",
+    "RecoveryError",
+    "Report",
+    "Saved",
+    "StoreError",
+    "TensorRows",
+    "load_rest",
+    "of_optimizer",
+    "open_store",
+    "rest",
+]
+
+# Loaded when they are asked for: a process that only needs the errors does not wait for torch.
+_IN = {
+    "callback": ("CheckpointCallback",),
+    "checkpointer": ("Checkpointer", "Event", "Handle", "Saved"),
+    "config": ("Config",),
+    "restore": ("Now", "Report"),
+    "store": ("open_store",),
+    "tensors": ("Parts", "TensorRows", "load_rest", "of_optimizer", "rest"),
+}
+_MODULE = {name: module for module, names in _IN.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE:
+        raise AttributeError(f"module 'recovery' has no attribute {name!r}")
+    return getattr(import_module(f"recovery.{_MODULE[name]}"), name)

@@ -11,10 +11,32 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from . import advise_command, bench, data_command, doctor, job_command, mlflow_command, report
+from . import (
+    advise_command,
+    bench,
+    checkpoint_command,
+    data_command,
+    doctor,
+    job_command,
+    mlflow_command,
+    plan_command,
+    report,
+    simulate_command,
+)
 from .endings import INTERRUPTED, ended_cleanly
 
-COMMANDS = (doctor, data_command, job_command, report, advise_command, bench, mlflow_command)
+COMMANDS = (
+    doctor,
+    data_command,
+    job_command,
+    report,
+    advise_command,
+    bench,
+    mlflow_command,
+    plan_command,
+    simulate_command,
+    checkpoint_command,
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -44,8 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except Exception as error:
         from gba_hvd.errors import GbaError  # here, because importing gba_hvd imports torch
+        from recovery.errors import RecoveryError
 
-        if not isinstance(error, GbaError):
+        if not isinstance(error, GbaError | RecoveryError):
             raise
         print(f"gba-hvd: {error}", file=sys.stderr)
         return 1

@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from recovery.errors import NotFound, StoreError
 from recovery.store import Store, Transient, checked
@@ -72,7 +73,7 @@ class FaultyStore:
         self.planned: set[Fault] = set()
         self.fired: set[Fault] = set()
         self.calls: list[tuple[str, str]] = []
-        self._plan: dict[tuple[str, int], tuple[Fault, Callable[..., object]]] = {}
+        self._plan: dict[tuple[str, int], tuple[Fault, Callable[..., Any]]] = {}
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._released = threading.Event()
@@ -129,7 +130,8 @@ class FaultyStore:
         self._call("put", self.store.put, name, pieces)
 
     def get(self, name: str, start: int = 0, n_bytes: int | None = None) -> bytes:
-        return self._call("get", self.store.get, name, start, n_bytes)  # type: ignore[no-any-return]
+        found: bytes = self._call("get", self.store.get, name, start, n_bytes)
+        return found
 
     def names(self, prefix: str) -> dict[str, int]:
         found: dict[str, int] = self._call("names", self.store.names, prefix)
@@ -151,19 +153,19 @@ class FaultyStore:
 
     # -----------------------------------------------------------------------------------------------------------------
 
-    def _add(self, operation: str, at: int, what: str, act: Callable[..., object]) -> FaultyStore:
+    def _add(self, operation: str, at: int, what: str, act: Callable[..., Any]) -> FaultyStore:
         fault = Fault(operation, at, what)
         assert (operation, at) not in self._plan, f"two faults at {operation} {at}"
         self._plan[operation, at] = fault, act
         self.planned.add(fault)
         return self
 
-    def _call(self, operation: str, do: Callable[..., object], *args: object) -> object:
+    def _call(self, operation: str, do: Callable[..., Any], *args: Any) -> Any:
         with self._lock:
             if self._dead:
                 raise Crash(f"{operation} of a process that is dead")
             self._counts[operation] += 1
-            about = args[0] if isinstance(args[0], str) else " ".join(args[0])  # type: ignore[arg-type]
+            about = args[0] if isinstance(args[0], str) else " ".join(args[0])
             self.calls.append((operation, about))
             fault, act = self._plan.get((operation, self._counts[operation]), (None, None))
             if fault is not None:
@@ -173,18 +175,18 @@ class FaultyStore:
     def _raise(self, error: BaseException) -> None:
         raise error
 
-    def _do_and_raise(self, do: Callable[..., object], *args: object) -> None:
+    def _do_and_raise(self, do: Callable[..., Any], *args: Any) -> None:
         do(*args)
         raise Transient("planned fault: the answer is lost")
 
-    def _hang(self, do: Callable[..., object], *args: object) -> object:
+    def _hang(self, do: Callable[..., Any], *args: Any) -> Any:
         self._released.wait()
         return do(*args)
 
-    def _cut(self, do: Callable[..., object], keep_bytes: int, name: str, *args: object) -> object:
+    def _cut(self, do: Callable[..., Any], keep_bytes: int, name: str, *args: Any) -> Any:
         if len(args) == 1:  # put
-            return do(name, [b"".join(args[0])[:keep_bytes]])  # type: ignore[arg-type]
-        return do(name, *args)[:keep_bytes]  # type: ignore[index]
+            return do(name, [b"".join(args[0])[:keep_bytes]])
+        return do(name, *args)[:keep_bytes]
 
     def _die(self) -> None:
         with self._lock:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from . import allreduce, gba, membership, ps, quality, switch
+from . import allreduce, gba, membership, ps, quality, recovery, switch
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-BENCHMARKS = (allreduce, gba, membership, ps, quality, switch)
+BENCHMARKS = (allreduce, gba, membership, ps, quality, recovery, switch)
 
 
 def add_parser(subparsers: Subparsers) -> None:

@@ -1,0 +1,93 @@
+"""`CheckpointCallback`: what a training script says about its checkpoints. The training framework acts on it.
+
+Nothing is saved here: the framework that runs the callback (gba_hvd) asks `due`, has its servers save, and tells how it
+went. For a training loop of your own there is `Checkpointer`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from recovery.config import Config
+from recovery.errors import BadInput
+
+
+class CheckpointCallback:
+    """Save to `url` and, when a job starts, go on from the newest good checkpoint there.
+
+    url: a folder, or what fsspec knows: s3://bucket/job, gs://..., memory://...; one for each job.
+    every_s, every_steps: a checkpoint is due after so long since the last one began; the first to come counts.
+    resume: False starts anew beside the checkpoints that are there, and saves after them.
+    takeover: write here although another job does; it will be refused from then on.
+    storage_options: for fsspec, see `open_store`. settings: fields of `recovery.config.Config` (policy, r, ...).
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        every_s: float = 300.0,
+        every_steps: int | None = None,
+        resume: bool = True,
+        takeover: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        if not every_s > 0 or (every_steps is not None and every_steps < 1):
+            raise BadInput(f"every_s and every_steps must be positive, got {every_s} and {every_steps}")
+        self.url, self.every_s, self.every_steps = str(url), float(every_s), every_steps
+        self.resume, self.takeover = resume, takeover
+        self.storage_options = dict(storage_options or {})
+        self.config = Config.from_env(**settings)
+        self._last_step, self._last_s = 0, math.nan
+
+    def due(self, step: int, now_s: float) -> bool:
+        """Whether a checkpoint should be made of `step`."""
+        if math.isnan(self._last_s):
+            self._last_s, self._last_step = now_s, step
+        if step <= self._last_step:
+            return False
+        by_steps = self.every_steps is not None and step - self._last_step >= self.every_steps
+        return by_steps or now_s - self._last_s >= self.every_s
+
+    def began(self, step: int, now_s: float) -> None:
+        """A checkpoint of `step` was begun, or restored."""
+        self._last_step, self._last_s = step, now_s
+
+    def done(self, step: int) -> None:
+        """The newest checkpoint has this step; it may be a little later than what was asked for."""
+        self._last_step = max(self._last_step, step)
+
+    def settings(self) -> dict[str, Any]:
+        """Plain values for the process that saves."""
+        return {
+            "url": self.url,
+            "storage_options": self.storage_options,
+            "config": asdict(self.config),
+        }
+
+    # What a callback of a training loop has; this one only speaks when asked.
+
+    def on_job(self, job: Any) -> None:
+        pass
+
+    def on_step(self, record: Any) -> None:
+        pass
+
+    def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        pass
+
+    def on_event(self, event: Any) -> None:
+        pass
+
+    def on_end(self, status: str, error: BaseException | None) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass

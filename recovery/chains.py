@@ -1,0 +1,92 @@
+"""Which checkpoints of a store can be restored: whole chains, newest first; and why the others cannot.
+
+Only names, sizes and manifests are looked at here. Whether the bytes of a blob are right is seen when they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from recovery.errors import Damaged, NotFound
+from recovery.manifest import Manifest, from_json
+from recovery.store import Store
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The base, and every save on top of it up to the newest."""
+
+    manifests: tuple[Manifest, ...]
+
+    @property
+    def newest(self) -> Manifest:
+        return self.manifests[-1]
+
+    @property
+    def base(self) -> Manifest:
+        return self.manifests[0]
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A checkpoint that is not restored from, and why."""
+
+    name: str
+    why: str
+
+
+def chains(store: Store) -> Iterator[Chain | Skipped]:
+    """Every checkpoint of the store, newest first by (epoch, number): its chain, or what is wrong with it.
+
+    Raises BadInput when a newer version of this program wrote one: to fall back silently behind it would lose work.
+    """
+    there, names = store.names("blobs/"), store.names("manifests/")
+    known: dict[str, Manifest | Damaged] = {}
+    for name in sorted(names, reverse=True):
+        try:
+            yield _chain(store, name, known, there)
+        except Damaged as error:
+            yield Skipped(name, str(error))
+
+
+def _chain(store: Store, name: str, known: dict[str, Manifest | Damaged], there: dict[str, int]) -> Chain:
+    found: list[Manifest] = []
+    at: str | None = name
+    while at is not None:  # ends: a parent's name is smaller, or the manifest is Damaged
+        try:
+            manifest = _manifest(store, at, known, there)
+        except Damaged as error:
+            raise error if at == name else Damaged(f"{name} is on top of {at}, and {error}") from error
+        found.append(manifest)
+        at = manifest.parent
+    if (state := found[0].state) is not None:  # of the others, only the rows are needed
+        _require(name, state.name, state.n_bytes, there)
+    return Chain(tuple(reversed(found)))
+
+
+def _manifest(store: Store, name: str, known: dict[str, Manifest | Damaged], there: dict[str, int]) -> Manifest:
+    if name not in known:
+        try:
+            known[name] = _checked(from_json(store.get(name), name), there)
+        except NotFound:
+            known[name] = Damaged(f"{name} is gone")
+        except Damaged as error:
+            known[name] = error
+    found = known[name]
+    if isinstance(found, Damaged):
+        raise found
+    return found
+
+
+def _checked(manifest: Manifest, there: dict[str, int]) -> Manifest:
+    for blob in manifest.blobs:
+        _require(manifest.name, blob.name, blob.n_bytes, there)
+    return manifest
+
+
+def _require(manifest: str, name: str, n_bytes: int, there: dict[str, int]) -> None:
+    if name not in there:
+        raise Damaged(f"{manifest}: {name} is gone")
+    if there[name] != n_bytes:
+        raise Damaged(f"{manifest}: {name} has {there[name]} bytes, {n_bytes} were saved")

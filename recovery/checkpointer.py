@@ -1,0 +1,325 @@
+"""The one object that users hold: saves in the background while training goes on, and restores.
+
+Puts the parts together and owns their threads; what a save takes, how it is written and what is kept is decided
+elsewhere. A save that fails is told and leaves the last good checkpoint in force; the next one tries again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from recovery import claims, state_codec
+from recovery.claims import Claim
+from recovery.config import Config
+from recovery.errors import BadInput, Fenced, StoreError
+from recovery.events import Event, Handle, Saved, StillSaving, said, told
+from recovery.lineage import Lineage
+from recovery.manifest import Manifest
+from recovery.restore import Now, Report, restore
+from recovery.rows import Holder
+from recovery.selection import Selection
+from recovery.store import Store, blob_prefix, check, open_store
+from recovery.writer import Written, commit, save_rows
+
+_LOG = logging.getLogger(__name__)
+__all__ = ["Checkpointer", "Event", "Handle", "Saved", "StillSaving"]
+
+
+@dataclass(frozen=True)
+class _Job:
+    handle: Handle
+    step: int
+    samples: int
+    state: bytes | None
+    kind: str
+    about: Mapping[str, Any]
+    asked: float
+    stall_s: float
+
+
+class Checkpointer:
+    """Checkpoints of a holder's rows, and of whatever else is given to `save`, at a URL.
+
+        with Checkpointer("s3://bucket/job", rows, Config(job="job", policy="mfu")) as checkpoints:
+            report = checkpoints.restore()
+            ...
+            handle = checkpoints.save(step, samples, {"model": dense, "optimizer": rest})   # returns at once
+
+    Entering claims the place and starts two threads: one that saves, and one that gives signs of life. Leaving waits
+    for the save under way, stops them, and raises what a thread died of, if one did.
+
+    One thread calls save and restore. `on_event` is called in whatever thread something happens in.
+    """
+
+    def __init__(
+        self,
+        url: str | Path | Store,
+        rows: Holder,
+        config: Config | None = None,
+        *,
+        takeover: bool = False,
+        tracker_path: Path | None = None,
+        counters: str = "",
+        on_event: Callable[[Event], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        unix_clock: Callable[[], float] = time.time,
+        rng: np.random.Generator | None = None,
+        **storage_options: Any,
+    ) -> None:
+        """takeover: from another job that writes there. tracker_path, counters: see `Tracker`.
+        storage_options: see `open_store`."""
+        self._config = config or Config()
+        self._store = open_store(url, **storage_options) if isinstance(url, str | Path) else url
+        self._rows, self._takeover, self._on_event = rows, takeover, on_event
+        self._selection = Selection(rows, self._config, tracker_path=tracker_path, counters=counters, rng=rng)
+        self._clock, self._unix_clock = clock, unix_clock
+        self._tracker_path = tracker_path
+        self._claim: Claim | None = None
+        self._lineage = Lineage(self._store, self._selection)
+        self._number = 0
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._last: Handle | None = None
+        self._fenced: Fenced | None = None
+        self._died: BaseException | None = None
+        self._cancel, self._leaving = threading.Event(), threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def url(self) -> str:
+        return self._store.url
+
+    @property
+    def newest(self) -> Manifest | None:
+        """The checkpoint in force, as far as this process made or restored it."""
+        return self._lineage.chain.newest if self._lineage.chain else None
+
+    def __enter__(self) -> Checkpointer:
+        check(self._store)
+        job = self._config.job or f"run-{secrets.token_hex(6)}"
+        self._claim = claims.claim(self._store, job, takeover=self._takeover, lease_s=self._config.lease_s)
+        if self._tracker_path is not None:
+            self._lineage.find()
+        for run, name in ((self._save_all, "recovery-save"), (self._live, "recovery-live")):
+            self._threads.append(threading.Thread(target=run, name=name, daemon=True))
+            self._threads[-1].start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._claim is None or self._leaving.is_set():
+            return
+        if self._last is not None:
+            with contextlib.suppress(BaseException):  # told when it happened
+                self._last.future.exception(self._config.close_timeout_s)
+            if not self._last.done():
+                self._tell("failed", f"the save was cancelled: not over after {self._config.close_timeout_s:g} s")
+        self._cancel.set()
+        self._leaving.set()
+        self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._selection.close()
+        with contextlib.suppress(StoreError):  # then the next writer waits a little
+            claims.release(self._store, self._claim)
+        if self._died is not None:
+            raise self._died
+
+    def save(
+        self,
+        step: int,
+        samples: int,
+        state: Any = None,
+        *,
+        kind: str | None = None,
+        about: Mapping[str, Any] | None = None,
+    ) -> Handle:
+        """Start to save, and return; in strict mode, when the last row was read.
+
+        step, samples: where training is. state: bytes, or what `state_codec` can encode; copied before this returns.
+        kind: "full", or None: what the configured policy and the chain so far ask for. about: plain JSON, for people.
+
+        When the save before is still under way this one is left out, and its handle raises StillSaving. Raises BadInput
+        for a state that cannot be encoded, and Fenced when another writer has taken over.
+        """
+        if self._claim is None or self._leaving.is_set():
+            raise BadInput("a checkpointer saves between `with` and its end only")
+        if (ended := self._fenced or self._died) is not None:
+            raise ended
+        if kind not in (None, "full", self._config.policy):
+            raise BadInput(f"kind must be 'full' or {self._config.policy!r} (the policy), got {kind!r}")
+        asked, handle = self._clock(), Handle()
+        if self._last is not None and not self._last.done():
+            late = StillSaving(f"step {step} is not saved: the save before is still under way")
+            handle.future.set_exception(late)
+            self._tell("left out", str(late), error=late)
+            return handle
+        encoded = None if state is None else state if isinstance(state, bytes) else state_codec.encode(state)
+        self._last = handle
+        wanted = kind or self._config.policy
+        self._jobs.put(
+            _Job(handle, step, samples, encoded, wanted, dict(about or {}), asked, stall_s=self._clock() - asked)
+        )
+        if self._config.strict:
+            handle.read_all.wait()
+        return handle
+
+    def restore(self, shards: Sequence[int] | None = None, *, now: Now | None = None) -> Report | None:
+        """Fill the rows of these shards, or of all that are here, from the newest good checkpoint; None: there is none.
+
+        Waits for the save under way. Raises what `restore.restore` raises.
+        """
+        if self._last is not None:
+            self._last.future.exception()
+        report = restore(
+            self._store, self._rows, shards, config=self._config, now=now, with_state=shards is None, clock=self._clock
+        )
+        if report is None:
+            return None
+        if report.n_lost:
+            self._lineage.chain = None  # the chain lacks rows, so nothing can be saved on top of it
+        else:
+            self._selection.restored(report.manifest.name, None if shards is None else tuple(shards))
+            if shards is None:
+                self._lineage.chain = report.chain
+        self._tell("restored", told(report), report=report)
+        return report
+
+    # --- the thread that saves ---------------------------------------------------------------------------------------
+
+    def _save_all(self) -> None:
+        try:
+            while (job := self._jobs.get()) is not None:
+                self._do(job)
+        except BaseException as error:  # a death, or a mistake of ours: raised to who leaves, or saves next
+            self._died = error
+
+    def _do(self, job: _Job) -> None:
+        try:
+            saved = self._save(job)
+        except BaseException as error:
+            if isinstance(error, Fenced):
+                self._fenced = error
+            kept = self.newest.name if self.newest else "none yet"
+            text = f"step {job.step} could not be saved; the last checkpoint is {kept}: {error}"
+            self._tell("failed", text, error=error)
+            job.handle.future.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            job.handle.future.set_result(saved)
+            self._tell("saved", said(saved), saved=saved)
+            self._expire()
+        finally:
+            job.handle.read_all.set()
+
+    def _save(self, job: _Job) -> Saved:
+        assert self._claim is not None
+        kind, why = ("full", "full: asked for") if job.kind == "full" else self._lineage.next_kind(job.kind)
+        self._number += 1  # a save that is tried again takes another number, so its blobs other names
+        prefix, config, stall_s = blob_prefix(self._claim.epoch, self._number), self._config, job.stall_s
+
+        def read_all() -> None:
+            nonlocal stall_s
+            if config.strict:
+                stall_s = self._clock() - job.asked
+            job.handle.read_all.set()
+
+        try:
+            written = save_rows(
+                self._rows,
+                self._selection.begin(kind),
+                self._store,
+                prefix,
+                config,
+                exact=kind == "full",
+                note=self._selection.note,
+                read_all=read_all,
+                cancel=self._cancel,
+                clock=self._clock,
+            )
+            if config.strict:
+                _check_strict(written)
+            manifest = commit(
+                self._store,
+                prefix,
+                epoch=self._claim.epoch,
+                number=self._number,
+                kind=kind,
+                parent=None if kind == "full" or self._lineage.chain is None else self._lineage.chain.newest.name,
+                step=job.step,
+                samples=job.samples,
+                schema=self._rows.schema,
+                blobs=written.blobs,
+                state=job.state,
+                about={**job.about, "save_s": round(written.seconds, 3)},
+                still_mine=self._still_mine,
+                clock=self._unix_clock,
+            )
+        except BaseException:
+            self._selection.abandon()
+            raise
+        self._selection.commit(manifest.name)
+        self._lineage.add(manifest)
+        return Saved(self.url, manifest, why, written, self._clock() - job.asked, stall_s)
+
+    def _still_mine(self) -> None:
+        assert self._claim is not None
+        claims.check(self._store, self._claim)
+
+    def _expire(self) -> None:
+        """A failure costs space only."""
+        assert self._claim is not None
+        try:
+            gone = self._lineage.expire(self._claim.epoch, self._config.keep)
+        except StoreError as error:
+            self._tell("store", f"old checkpoints could not be deleted, and take space: {error}", error=error)
+        else:
+            if gone.manifests:
+                self._tell("expired", gone.reason)
+
+    # --- the thread that gives signs of life -------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        while not self._leaving.wait(self._config.lease_s / 3):
+            assert self._claim is not None
+            try:
+                self._claim = claims.renew(self._store, self._claim)
+            except StoreError as error:
+                self._tell("store", f"no sign of life could be given; another job may take over: {error}", error=error)
+
+    def _tell(
+        self,
+        what: str,
+        text: str,
+        saved: Saved | None = None,
+        report: Report | None = None,
+        error: BaseException | None = None,
+    ) -> None:
+        level = logging.WARNING if error is not None or (report and report.skipped) else logging.INFO
+        _LOG.log(level, "%s: %s", self.url, text)
+        if self._on_event is not None:
+            try:
+                self._on_event(Event(what, text, saved, report, error))
+            except Exception:
+                _LOG.exception("on_event failed for %r; saving goes on", text)
+
+
+def _check_strict(written: Written) -> None:
+    steps = {section.step for blob in written.blobs for section in blob.sections}
+    if len(steps) > 1:
+        raise BadInput(
+            f"strict: rows of steps {min(steps)} to {max(steps)} were saved; no step may be taken until `save` returns"
+        )

@@ -1,0 +1,127 @@
+"""The settings of checkpoints, in one validated place. Argument beats environment beats default."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from recovery.codec import Encoding
+from recovery.errors import BadInput
+from recovery.priority import POLICIES
+from recovery.retention import Keep
+
+_PREFIX = "RECOVERY_"
+_LEAST_BUDGET = 1 << 20
+
+
+@dataclass(frozen=True)
+class Config:
+    """
+    job:              name of the job that writes: one of the same name takes over at once. None: a name nobody else has
+    policy:           which rows a save takes once there is a base: full, delta, mfu, ssu, scar
+    r:                share of a table's rows that mfu, ssu and scar take
+    ssu_period:       ssu looks at every so-manieth update
+    budget_bytes:     memory for all rows under way while saving or restoring; not what the policy itself needs, nor the
+                      list of sections (half a kilobyte for each)
+    section_bytes:    rows encoded, checked and restored as one; smaller if the budget asks for it
+    blob_bytes:       size of the objects written; smaller if the budget asks for it
+    rate_bytes_s:     most bytes written per second; None: as fast as the store takes them
+    threads:          that encode
+    readers:          that read, verify and decode when rows are restored
+    puts:             objects written at the same time; more than 1 pays with object stores
+    level:            of zstd, see `codec.Encoding`
+    bits:             8 or 4: partial saves have their weights quantised; None: exact
+    keep_last:        checkpoints that this run keeps, with what they are on top of
+    keep_every_steps: and the first one of every so many steps
+    keep_every_s:     and the first one of every so many seconds
+    lease_s:          another job may take over when there was no sign of life of this one for so long
+    strict:           all shards at one step: `save` returns when the last row has been read
+    busy_timeout_s:   longest wait for a moment in which a shard is not being changed
+    close_timeout_s:  longest wait for the save under way when the checkpointer is left
+    """
+
+    job: str | None = None
+    policy: str = "delta"
+    r: float = 0.125
+    ssu_period: int = 2
+    budget_bytes: int = 256 << 20
+    section_bytes: int = 8 << 20
+    blob_bytes: int = 64 << 20
+    rate_bytes_s: float | None = None
+    threads: int = 1
+    readers: int = 4
+    puts: int = 1
+    level: int = -5
+    bits: int | None = None
+    keep_last: int = 3
+    keep_every_steps: int | None = None
+    keep_every_s: float | None = None
+    lease_s: float = 30.0
+    strict: bool = False
+    busy_timeout_s: float = 30.0
+    close_timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise BadInput(f"policy {self.policy!r} is not known: choose one of {', '.join(POLICIES)}")
+        if not 0 < self.r <= 1:
+            raise BadInput(f"r is a share of the rows, above 0 and at most 1, got {self.r}")
+        if self.budget_bytes < _LEAST_BUDGET:
+            raise BadInput(f"budget_bytes must be at least {_LEAST_BUDGET}, got {self.budget_bytes}")
+        for name in ("section_bytes", "blob_bytes", "threads", "readers", "puts", "ssu_period"):
+            if getattr(self, name) < 1:
+                raise BadInput(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("rate_bytes_s", "lease_s", "busy_timeout_s", "close_timeout_s"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise BadInput(f"{name} must be positive, got {getattr(self, name)}")
+        Encoding(self.level, bits=self.bits)
+        _ = self.keep
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ, **arguments: Any) -> Config:
+        """Build from RECOVERY_<NAME> variables; arguments that are not None win."""
+        values: dict[str, Any] = {}
+        for field in fields(cls):
+            text = environ.get(_PREFIX + field.name.upper())
+            if text is None:
+                continue
+            try:
+                values[field.name] = _PARSE[str(field.type)](text)
+            except ValueError as error:
+                raise BadInput(f"{_PREFIX}{field.name.upper()}={text!r}: {error}") from error
+        values.update({name: value for name, value in arguments.items() if value is not None})
+        return cls(**values)
+
+    @property
+    def keep(self) -> Keep:
+        return Keep(self.keep_last, self.keep_every_steps, self.keep_every_s)
+
+    @property
+    def blob_buffer_bytes(self) -> int:
+        """Three quarters of the budget: a buffer that is filled, and for each put one and the store's own copy."""
+        return min(self.blob_bytes, 3 * self.budget_bytes // 4 // (2 * self.puts + 1))
+
+    @property
+    def section_buffer_bytes(self) -> int:
+        """A quarter of the budget: a buffer that is read into and one per thread, each encoded in two more copies."""
+        return min(self.section_bytes, self.blob_buffer_bytes, self.budget_bytes // 4 // (3 * (self.threads + 1)))
+
+
+def _truth(text: str) -> bool:
+    known = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    if text.lower() not in known:
+        raise ValueError(f"expected one of {', '.join(known)}")
+    return known[text.lower()]
+
+
+_PARSE: dict[str, Callable[[str], Any]] = {
+    "str": str,
+    "str | None": str,
+    "int": int,
+    "float": float,
+    "bool": _truth,
+    "int | None": int,
+    "float | None": float,
+}

@@ -1,0 +1,81 @@
+"""What becomes of a save or a restore, as values and in words: for whoever asked, for the log, for a tracker."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+
+from recovery.errors import RecoveryError
+from recovery.manifest import Manifest
+from recovery.restore import Report
+from recovery.writer import Written
+
+
+class StillSaving(RecoveryError):
+    """The save before is not over; this one was left out."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One checkpoint that is in the store.
+
+    why: it is of this kind. seconds: until it was durable. stall_s: of them, how long the caller of `save` was held up.
+    """
+
+    url: str
+    manifest: Manifest
+    why: str
+    written: Written
+    seconds: float
+    stall_s: float
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened, in words: what is "saved", "failed", "left out", "restored", "expired", or "store"."""
+
+    what: str
+    text: str
+    saved: Saved | None = None
+    report: Report | None = None
+    error: BaseException | None = None
+
+
+class Handle:
+    """A save under way. Its checkpointer sets `future`, and `read_all` when the last row was read."""
+
+    def __init__(self) -> None:
+        self.future: Future[Saved] = Future()
+        self.read_all = threading.Event()
+
+    def done(self) -> bool:
+        return self.future.done()
+
+    def result(self, timeout_s: float | None = None) -> Saved:
+        """Wait until the checkpoint is durable. Raises what the save died of, or TimeoutError."""
+        try:
+            return self.future.result(timeout_s)
+        except FutureTimeoutError:
+            if self.future.done():
+                raise
+            raise TimeoutError(f"the save is not over after {timeout_s} s") from None
+
+
+def said(saved: Saved) -> str:
+    manifest, written = saved.manifest, saved.written
+    return (
+        f"step {manifest.step} saved as {manifest.name} in {saved.seconds:.1f} s: {written.n_rows:,} rows, "
+        f"{manifest.n_bytes / 1e6:,.1f} MB ({saved.why})"
+    )
+
+
+def told(report: Report) -> str:
+    lost = f", {report.n_lost:,} rows were never saved" if report.n_lost else ""
+    pls = f", {100 * report.pls:.3g} % of all samples lost (PLS)" if report.pls is not None else ""
+    passed = "".join(f"; {one.name} was passed over: {one.why}" for one in report.skipped)
+    return (
+        f"{report.n_rows:,} rows of {report.manifest.name} (step {report.step}) restored in {report.seconds:.1f} s, "
+        f"{report.age.least} to {report.age.most} steps old{lost}{pls}{passed}"
+    )

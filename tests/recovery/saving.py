@@ -1,0 +1,66 @@
+"""Checkpoints made by hand, one after the other, for tests of restoring them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from recovery.config import Config
+from recovery.manifest import Manifest
+from recovery.rows import Schema
+from recovery.selection import Selection
+from recovery.store import Store, blob_prefix
+from recovery.tensors import TensorRows
+from recovery.writer import commit, save_rows
+
+SMALL = Config(section_bytes=8 << 10, blob_bytes=32 << 10, level=0)
+
+
+@dataclass
+class Saver:
+    """Saves rows as the checkpointer does, in the calling thread and without claims.
+
+    made: every manifest so far
+    """
+
+    rows: TensorRows
+    store: Store
+    config: Config = SMALL
+    epoch: int = 1
+    made: list[Manifest] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.selection = Selection(self.rows, self.config, rng=np.random.default_rng(0))
+
+    def save(self, kind: str | None = None, state: bytes | None = None) -> Manifest:
+        """The first one is full, the others are of the configured policy; the state says the step by default."""
+        kind = kind or (self.config.policy if self.made else "full")
+        number, step = len(self.made) + 1, self.rows.last_step
+        prefix = blob_prefix(self.epoch, number)
+        choice = self.selection.begin(kind)
+        written = save_rows(
+            self.rows, choice, self.store, prefix, self.config, exact=kind == "full", note=self.selection.note
+        )
+        manifest = commit(
+            self.store,
+            prefix,
+            epoch=self.epoch,
+            number=number,
+            kind=kind,
+            parent=None if kind == "full" else self.made[-1].name,
+            step=step,
+            samples=10 * step,
+            schema=self.rows.schema,
+            blobs=written.blobs,
+            state=b"state of step %d" % step if state is None else state,
+            clock=lambda: 0.0,
+        )
+        self.selection.commit(manifest.name)
+        self.made.append(manifest)
+        return manifest
+
+
+def other_schema(schema: Schema) -> Schema:
+    """The same tables, in the other order."""
+    return Schema(schema.tables[::-1], schema.n_shards)

@@ -1,0 +1,119 @@
+"""`gba-hvd plan` and `gba-hvd simulate`: from figures, from files, and what they ask for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from gba_hvd_tools import cli
+
+FIGURES = ["--save-s", "360", "--load-s", "60", "--mtbf-hours", "28"]
+FEW = ["simulate", "--save-s", "60", "--servers", "4", "--repeats", "2", "--sampled-servers", "2"]
+
+
+def test_the_table_has_both_strategies_and_the_reason_follows(capsys):
+    assert cli.main(["plan", *FIGURES, "--rebase-at", "inf", "--price", "0.02"]) == 0
+    said = capsys.readouterr().out
+    assert "8.690%" in said
+    assert "partial: partial recovery costs 0.46% of training time, full 8.69%" in said
+    assert "save: mfu (12.5% of rows) every 5.6 h" in said
+    assert "cost: 4.00 per month" in said
+
+
+def test_json_has_what_was_found_and_what_it_is_from(capsys):
+    assert cli.main(["plan", *FIGURES, "--json", "--target-pls", "0.02", "--policy", "ssu"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["strategy"], found["kind"]) == ("partial", "ssu")
+    assert found["partial"]["pls"] == pytest.approx(0.02)
+    assert found["costs"]["load_s"] == 60
+    assert found["between_failures"]["n_failures"] == 0
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_measured_costs_come_from_a_file_and_options_win(nested, tmp_path, capsys):
+    costs = {"save_s": 10, "load_s": 5, "reschedule_s": 7, "stall_share": 0.1, "machine": "any"}
+    (tmp_path / "costs.json").write_text(json.dumps({"costs": costs} if nested else costs))
+    arguments = ["plan", "--costs", str(tmp_path / "costs.json"), "--load-s", "6", "--mtbf-hours", "5", "--json"]
+    assert cli.main(arguments) == 0
+    found = json.loads(capsys.readouterr().out)["costs"]
+    assert (found["save_s"], found["load_s"], found["stall_share"]) == (10, 6, 0.1)
+
+
+def test_observed_failures_are_weighed_with_what_was_assumed(tmp_path, capsys):
+    (tmp_path / "failures").write_text("# hour\n3\n10.5, server 2\n\n30\n")
+    arguments = ["plan", "--save-s", "9", "--failures", str(tmp_path / "failures"), "--observed-hours", "40", "--json"]
+    assert cli.main([*arguments, "--mtbf-hours", "100"]) == 0
+    found = json.loads(capsys.readouterr().out)["between_failures"]
+    assert (found["n_failures"], found["mean_s"]) == (3, 35 * 3600)
+    assert cli.main(arguments) == 0  # with nothing assumed, by themselves
+    assert json.loads(capsys.readouterr().out)["between_failures"]["mean_s"] == pytest.approx(40 / 3 * 3600)
+
+
+def test_the_plot_is_a_picture(tmp_path, capsys):
+    assert cli.main(["plan", *FIGURES, "--plot", str(tmp_path / "plan.png")]) == 0
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert "written to" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asks"),
+    [
+        (["--mtbf-hours", "28"], "how long a save takes is not known: give --save-s"),
+        (["--save-s", "3"], "the mean time between failures is not known: give --mtbf-hours"),
+        (["--save-s", "3", "--mtbf-hours", "-1"], "the prior above 0"),
+        (["--save-s", "3", "--mtbf-hours", "1", "--target-pls", "2"], "target_pls"),
+        (["--save-s", "3", "--mtbf-hours", "1", "--servers", "0"], "n_servers=0"),
+        (["--costs", "absent.json", "--mtbf-hours", "1"], "cannot be read as JSON"),
+        (["--save-s", "3", "--failures", "absent"], "cannot be read as text"),
+        ([*FIGURES, "--plot", "absent/plan.png"], "the plot cannot be written here"),
+        ([*FIGURES, "--plot", "plan.nonsense"], "the plot cannot be written here"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_one_line(arguments, asks, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["plan", *arguments]) == 1
+    said = capsys.readouterr().err
+    assert asks in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["3\n2\n", "0\n", "three\n", "nan\n"])
+def test_failures_that_are_no_ascending_hours_are_refused(text, tmp_path, capsys):
+    (tmp_path / "failures").write_text(text)
+    assert cli.main(["plan", "--save-s", "3", "--failures", str(tmp_path / "failures")]) == 1
+    assert "failures" in capsys.readouterr().err
+
+
+def test_a_simulation_prints_both_strategies_and_writes_its_results(tmp_path, capsys):
+    out = tmp_path / "year.json"
+    assert cli.main([*FEW, "--out", str(out), "--servers", "4", "8"]) == 0
+    said = capsys.readouterr().out
+    assert "full: 4 to 8 servers: overhead" in said
+    lines = json.loads(out.read_text())["results"]
+    assert [(line["servers"], line["strategy"]) for line in lines] == [
+        (4, "full"),
+        (4, "partial"),
+        (8, "full"),
+        (8, "partial"),
+    ]
+    assert lines[1]["pls"]["value"] > 0
+    assert lines[1]["updates_lost"]["value"] > 0
+
+
+def test_a_simulation_takes_failures_as_they_were(tmp_path, capsys):
+    (tmp_path / "trace").write_text("# hour,server\n100,3\n50,0\n9000,1\n")
+    out = tmp_path / "year.json"
+    assert cli.main([*FEW, "--failures", str(tmp_path / "trace"), "--out", str(out)]) == 0
+    assert {line["failures"] for line in json.loads(out.read_text())["results"]} == {2}
+    capsys.readouterr()
+    (tmp_path / "trace").write_text("100,4\n")
+    assert cli.main([*FEW, "--failures", str(tmp_path / "trace")]) == 1
+    assert "has failures of server 4, of 4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "1,2,3\n", "1,x\n", "1,0.5\n", "-1,0\n"])
+def test_a_trace_that_is_none_is_refused(text, tmp_path: Path, capsys):
+    (tmp_path / "trace").write_text(text)
+    assert cli.main([*FEW, "--failures", str(tmp_path / "trace")]) == 1
+    assert "expected lines of hour,server" in capsys.readouterr().err

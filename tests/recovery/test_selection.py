@@ -1,0 +1,116 @@
+"""Which rows a save takes: the same however large a shard is, and again after a save that failed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from recovery import priority
+from recovery.config import Config
+from recovery.errors import BadInput
+from recovery.rows import Places
+from recovery.selection import Selection
+from recovery.tensors import TensorRows
+from tests.recovery.holders import train, two_tables
+
+CONFIG = Config(policy="mfu", r=0.02)
+
+
+def noted(selection: Selection, rows: TensorRows, kind: str) -> dict[tuple[int, int], Places]:
+    """What a save reads: everything that is chosen."""
+    choice, found = selection.begin(kind), {}
+    for shard in rows.shards():
+        for table in range(2):
+            slab, places = rows.slab(table, shard), choice(table, shard)
+            records = np.concatenate([column[places] for column in slab.columns], axis=1)
+            selection.note(table, shard, places, records, slab.counts[places])
+            found[table, shard] = places
+    return found
+
+
+def based(policy: str, n_shards: int = 2) -> tuple[Selection, TensorRows]:
+    rows = two_tables(n_shards)
+    selection = Selection(rows, replace(CONFIG, policy=policy), rng=np.random.default_rng(0))
+    noted(selection, rows, "full")
+    selection.commit("base")
+    return selection, rows
+
+
+@pytest.mark.parametrize("policy", ["delta", "mfu", "scar"])
+@pytest.mark.parametrize("piece", [1, 7, 100])
+def test_looking_in_pieces_finds_the_same_rows(policy: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for rows_at_once in (1 << 20, piece):
+        monkeypatch.setattr("recovery.selection._PIECE", rows_at_once)
+        selection, rows = based(policy)
+        train(rows, 6, seed=1)
+        found.append(
+            {part: np.arange(10**4)[places].tolist() for part, places in noted(selection, rows, policy).items()}
+        )
+        assert selection.expected_bytes(policy) > 0
+    assert found[0] == found[1]
+
+
+def test_mfu_takes_the_share_of_the_whole_table_that_was_updated_most() -> None:
+    selection, rows = based("mfu", n_shards=3)
+    train(rows, 40, seed=1)
+    since = np.zeros(5000, np.int64)
+    for shard in range(3):
+        since[shard::3] = rows.slab(0, shard).counts
+    found = noted(selection, rows, "mfu")
+    taken = np.concatenate([shard + 3 * np.asarray(found[0, shard]) for shard in range(3)])
+    assert len(taken) == 100
+    assert since[taken].min() >= np.sort(since)[-100]
+
+
+def test_a_delta_of_all_rows_needs_no_places() -> None:
+    selection, rows = based("delta")
+    rows.touched("user", np.arange(5000))
+    with rows.step():
+        pass
+    assert noted(selection, rows, "delta")[0, 1] == slice(0, 2500)
+
+
+@pytest.mark.parametrize("policy", ["delta", "mfu", "ssu"])
+def test_after_a_save_that_failed_its_rows_are_taken_again(policy: str) -> None:
+    selection, rows = based(policy)
+    train(rows, 2, seed=1)
+    first = noted(selection, rows, policy)
+    selection.abandon()
+    assert selection.is_valid_for("base")
+    again = noted(selection, rows, policy)
+    assert len(np.asarray(first[0, 1])) > 0
+    for part, places in first.items():
+        assert np.array_equal(np.arange(10**4)[places], np.arange(10**4)[again[part]])
+
+
+def test_after_a_failed_save_the_copies_of_scar_are_of_no_use() -> None:
+    selection, rows = based("scar")
+    noted(selection, rows, "scar")
+    selection.abandon()
+    assert not selection.is_valid_for("base")
+
+
+@pytest.mark.parametrize("policy", priority.POLICIES)
+def test_it_says_how_much_memory_it_takes(policy: str) -> None:
+    rows = two_tables(1)
+    selection = Selection(rows, replace(CONFIG, policy=policy))
+    each = {"full": 0, "delta": 4 * 5011, "mfu": 4 * 5011, "scar": 5000 * 36 + 11 * 8}
+    assert selection.n_bytes == each.get(policy, selection.n_bytes)
+    assert (selection.n_bytes == 0) == (policy == "full")
+
+
+def test_ssu_needs_a_holder_that_tells_its_updates() -> None:
+    class Silent:
+        def __init__(self, rows: TensorRows) -> None:
+            self.schema, self.slab, self.marks, self.shards = rows.schema, rows.slab, rows.marks, rows.shards
+
+    with pytest.raises(BadInput, match="use mfu"):
+        Selection(Silent(two_tables()), replace(CONFIG, policy="ssu"))
+
+
+def test_a_kind_that_is_not_the_policy_is_refused() -> None:
+    with pytest.raises(BadInput, match="full or mfu"):
+        based("mfu")[0].begin("delta")

@@ -1,0 +1,125 @@
+"""What a person sees of `gba-hvd checkpoint`: tables, sizes and ages in words, a bar while it reads."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def progress(doing: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal, nothing elsewhere. To be told how many bytes more are done, from any thread."""
+    if not sys.stderr.isatty():
+        yield lambda n_bytes: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+        task, lock = bar.add_task(doing, total=total_bytes), threading.Lock()
+
+        def done(n_bytes: int) -> None:
+            with lock:
+                bar.advance(task, n_bytes)
+
+        yield done
+
+
+def print_list(url: str, listed: Sequence[Mapping[str, Any]]) -> None:
+    """One line for each checkpoint, newest first; what is wrong with the damaged ones below."""
+    if not listed:
+        print(f"{url}: no checkpoints")
+        return
+    rows = [
+        (
+            short(one["name"]),
+            one.get("kind", "-"),
+            _count(one.get("step")),
+            _count(one.get("samples")),
+            _size(one.get("n_bytes")),
+            _age(one.get("age_s")),
+            _count(one.get("chain")),
+            "ok" if one["ok"] else "DAMAGED",
+        )
+        for one in listed
+    ]
+    print_table(("name", "kind", "step", "samples", "bytes", "age", "chain", ""), rows, left=(0, 1, 7))
+    for one in listed:
+        if not one["ok"]:
+            print(one["why"])
+
+
+def print_one(shown: Mapping[str, Any]) -> None:
+    """What `show` says."""
+    print(f"{shown['name']}: {shown['kind']}, step {shown['step']:,}, {shown['samples']:,} samples")
+    print(f"  saved     {_age(shown['age_s'])} ago, {_size(shown['n_bytes'])}, blobs: {shown['blobs']}")
+    print(f"  chain     {', '.join(short(name) for name in shown['chain'])} ({_size(shown['chain_bytes'])})")
+    print(f"  state     {_size(shown['state_bytes'])}; rows in {shown['n_shards']} shards")
+    for key, value in shown["about"].items():
+        print(f"  {key:9} {value}")
+    rows = [
+        (t["name"], _count(t["n_rows"]), t["columns"], _count(t["saved"]), _size(t["n_bytes"]), t["steps"])
+        for t in shown["tables"]
+    ]
+    print_table(("table", "rows", "columns", "saved here", "bytes", "of steps"), rows, left=(0, 2))
+
+
+def print_diff(found: Mapping[str, Any]) -> None:
+    print(f"{short(found['from'])} (step {found['from_step']:,}) to {short(found['to'])} (step {found['to_step']:,})")
+    rows = [
+        (
+            one["table"],
+            _count(one["n_rows"]),
+            _count(one["changed"]),
+            f"{one['changed'] / one['n_rows']:.2%}",
+            "-" if one["largest"] is None else f"{one['largest']:.6g} (row {one['largest_row']:,})",
+            _count(one["only_one"]),
+        )
+        for one in found["tables"]
+    ]
+    print_table(("table", "rows", "changed", "share", "largest change of a weight", "in one only"), rows, left=(0,))
+
+
+def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if number in left else "right", no_wrap=number not in left)
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def short(name: str) -> str:
+    return name.removeprefix("manifests/").removesuffix(".json")
+
+
+def _count(number: int | None) -> str:
+    return "-" if number is None else f"{number:,}"
+
+
+def _size(n_bytes: float | None) -> str:
+    if n_bytes is None:
+        return "-"
+    for unit in ("B", "kB", "MB", "GB"):
+        if n_bytes < 1000:
+            return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.1f} {unit}"
+        n_bytes /= 1000
+    return f"{n_bytes:.1f} TB"
+
+
+def _age(age_s: float | None) -> str:
+    """Clocks may have been set back: then it is of now."""
+    if age_s is None:
+        return "-"
+    for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if age_s >= 2 * length_s:
+            return f"{age_s / length_s:.0f} {unit}"
+    return f"{max(0.0, age_s):.0f} s"
