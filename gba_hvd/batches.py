@@ -23,6 +23,7 @@ from gba_hvd.allreduce import AllreduceMode
 from gba_hvd.batch import Bag
 from gba_hvd.collectives import World
 from gba_hvd.elastic import TorchState
+from gba_hvd.engine import Cursor
 from gba_hvd.errors import BadInput, GbaError, StateMismatch
 from gba_hvd.gba import Ahead, GbaMode
 from gba_hvd.order import Cut, EpochOrder
@@ -69,7 +70,8 @@ def batches(
     if state.finished_epoch == epoch:
         warnings.warn(f"epoch {epoch} is done and has no batches left: advance state.epoch", stacklevel=2)
     engine.n_evaluated, engine.epoch_over = 0, False
-    source = _Source(dataset, EpochOrder(len(dataset), seed, epoch, shuffle), cut, epoch, find_ids)
+    moved = dict(engine.cursor.moved) if engine.cursor.epoch == epoch else {}
+    source = _Source(dataset, EpochOrder(len(dataset), seed, epoch, shuffle), cut, epoch, find_ids, moved)
     finished = first == cut.n_steps
     while not finished:
         if isinstance(engine.mode, GbaMode):
@@ -88,10 +90,11 @@ class _Source:
     cut: Cut
     epoch: int
     find_ids: Callable[[Any], Ids]
+    moved: Mapping[int, int]  # as of `engine.Cursor`
 
     def read(self, index: int) -> Any:
-        cut = self.cut
-        batch = self.dataset.take(self.order.rows(index * cut.micro_batch, cut.samples_of_micro(index)))
+        cut, place = self.cut, self.moved.get(index, index)
+        batch = self.dataset.take(self.order.rows(place * cut.micro_batch, cut.samples_of_micro(place)))
         if dataclasses.is_dataclass(batch) and not isinstance(batch, type) and hasattr(batch, "index"):
             return dataclasses.replace(batch, index=index)
         return batch
@@ -107,7 +110,7 @@ def _steps(source: _Source, state: TorchState) -> Generator[Any, None, bool]:
         if engine.switch_to is not None:
             (mode, reason), engine.switch_to = engine.switch_to, None
             if engine.cursor.epoch != source.epoch:
-                engine.cursor.epoch, engine.cursor.steps_done = source.epoch, step
+                engine.cursor = Cursor(source.epoch, step)
             if handover.to_servers(engine, mode, reason, len(source.dataset)):
                 return False
         mode_now = engine.mode
@@ -156,6 +159,7 @@ def _leases(source: _Source, state: TorchState, mode: GbaMode) -> Generator[Any,
             state.tell_of_membership()
             engine.begin_lease(given.lease, source.cut, source.epoch)
             engine.wishes.follow(time.perf_counter() - asked_s)
+            state.save_asynchronously_if_due()
             yield batch
             engine.check_stepped()
     except GeneratorExit:  # the user left the loop; the model is to be as the servers have it

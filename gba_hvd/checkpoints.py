@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from gba_hvd.callbacks import Event
+from gba_hvd.gba import GbaMode
 from gba_hvd.local_server import LocalServer
 from gba_hvd.ps import process
 from gba_hvd.ps.protocol import Hold, Save, Saved
@@ -38,6 +39,7 @@ from recovery.store import Store, check, open_store
 if TYPE_CHECKING:
     from gba_hvd.engine import Engine
 
+_FORGET_S = 300.0  # a save of which nothing was heard for so long, because its server died or the mode changed
 N_NUMBERS = 1  # travels with the commit: the chief wants a checkpoint of this step
 
 
@@ -56,7 +58,7 @@ class Checkpoints:
         self._newest: str | None = None
         self._chain = planner.Chain()
         self._told = Saved()  # what callbacks were told of last
-        self._running = False
+        self._asked_s: float | None = None  # when a checkpoint was asked for that nobody has told of yet
         self._due = False
 
     # --- at the start, and after a change of hosts -------------------------------------------------------------------
@@ -94,7 +96,7 @@ class Checkpoints:
 
         now: where the job is, if it goes on: then only rows come back, else also the state.
         """
-        rows = MemoryRows(memory, list(shards))
+        rows = MemoryRows(memory, lambda: shards, filling=True)
         return restore(self.store, rows, config=self.callback.config, now=now, with_state=now is None)
 
     def hold(self, line: LocalServer) -> None:
@@ -121,13 +123,15 @@ class Checkpoints:
     def tell(self, numbers: Tensor) -> None:
         """Before a commit, into this worker's share of what is summed."""
         engine = self._engine
-        if engine.world.rank != 0 or self._running or process.pid_of(engine.folder, 0) is None:
-            return
-        if self.callback.due(engine.step + 1, time.monotonic()):
+        if engine.world.rank == 0 and process.pid_of(engine.folder, 0) and self.is_due_at(engine.step + 1):
             numbers[0] = 1.0
 
     def hear(self, agreed: Sequence[float]) -> None:
         self._due = agreed[0] > 0
+
+    def is_due_at(self, step: int) -> bool:
+        now = time.monotonic()
+        return (self._asked_s is None or now - self._asked_s > _FORGET_S) and self.callback.due(step, now)
 
     @property
     def is_due(self) -> bool:
@@ -152,17 +156,30 @@ class Checkpoints:
 
     def save(self, plan: dict[str, Any], line: LocalServer | None, part: int, n_parts: int, state: bytes) -> None:
         """Ask this host's server for its part, if this worker leads the host."""
-        self._due, self._running = False, True
-        self.callback.began(plan["step"], time.monotonic())
+        self._due, self._asked_s = False, time.monotonic()
+        self.callback.began(plan["step"], self._asked_s)
         if line is not None:
             line.save(Save(part=part, n_parts=n_parts, **plan), state)
+
+    # --- asynchronous modes ------------------------------------------------------------------------------------------
+
+    def save_asynchronously(self, mode: GbaMode, snapshot: bytes) -> None:
+        """The coordinator has all servers save at its next moment between two steps. On the chief."""
+        plan = self.plan()
+        plan["about"]["mode"] = mode.name
+        self._asked_s = time.monotonic()
+        self.callback.began(self._engine.step, self._asked_s)
+        mode.client.send(0, Save(part=0, n_parts=1, generation=mode.session.generation, **plan), [snapshot])
+
+    # -----------------------------------------------------------------------------------------------------------------
 
     def follow(self, saved: Saved | None) -> None:
         """On the chief: tell the callbacks what became of a checkpoint."""
         engine = self._engine
         if saved is None or saved.state == "running" or saved == self._told:
             return
-        self._told, self._running = saved, False
+        self._told, self._asked_s = saved, None
+        self.callback.done(saved.number)
         if saved.state == "failed":
             text = f"the checkpoint of step {saved.number} was not saved: {saved.facts['why']}"
             engine.emit(Event("checkpoint_failed", engine.step, text, dict(saved.facts)))
@@ -187,4 +204,4 @@ class Checkpoints:
     def load_state(self, state: dict[str, Any]) -> None:
         self._claim = None if state["claim"] is None else claims.Claim(**state["claim"])
         self._newest, self._chain = state["newest"], planner.Chain(**state["chain"])
-        self._running = False
+        self._asked_s = None

@@ -30,6 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, cast
 
+import msgspec
 import torch
 from torch import nn
 
@@ -44,6 +45,7 @@ from gba_hvd.faults import FaultSchedule
 from gba_hvd.gba import GbaMode
 from gba_hvd.gba_callback import GBACallback
 from gba_hvd.local_server import LocalServer
+from gba_hvd.ps.protocol import Position
 from gba_hvd.reform import Reformer
 from recovery import state_codec
 from recovery.callback import CheckpointCallback
@@ -226,7 +228,7 @@ class TorchState:
         engine.restarts += joined.is_restart
         source = joined.source
         if joined.resumed is not None and joined.resumed.state is not None:  # on the source
-            self._load_state_dict(state_codec.decode(joined.resumed.state))
+            self._resume(state_codec.decode(joined.resumed.state))
         data = None
         if engine.world.rank == source:
             saving = None if engine.checkpoints is None else engine.checkpoints.state()
@@ -259,6 +261,15 @@ class TorchState:
         state = state_codec.encode(self._state_dict()) if is_chief else b""
         checkpoints.save(json.loads(word), self._line, *self._part, state)
 
+    def save_asynchronously_if_due(self) -> None:
+        """On the chief, before each micro-batch of an asynchronous mode."""
+        engine, checkpoints = self.engine, self.engine.checkpoints
+        if checkpoints is None or engine.world.rank != 0 or not isinstance(engine.mode, GbaMode):
+            return
+        checkpoints.follow(engine.mode.saved)
+        if checkpoints.is_due_at(engine.step):
+            checkpoints.save_asynchronously(engine.mode, self._snapshot)
+
     # --- asynchronous modes ------------------------------------------------------------------------------------------
 
     def take_snapshot(self) -> None:
@@ -267,7 +278,7 @@ class TorchState:
         A newcomer runs the user's loop from here: it finds what is left of the epoch, then the evaluations after it,
         finished ones with their results.
         """
-        if self._follows_membership:
+        if self._follows_membership or self.engine.checkpoints is not None:
             self._snapshot = state_codec.encode(self._state_dict())
 
     def watch_membership(self) -> None:
@@ -409,6 +420,15 @@ class TorchState:
         self.engine.load_position(state["position"])
         for callback, saved in zip(self.engine.callbacks, state["callbacks"], strict=True):
             callback.load_state_dict(saved)
+
+    def _resume(self, state: Mapping[str, Any]) -> None:
+        """Take over the state of a checkpoint. One of an asynchronous mode has three parts, see `ps.server`."""
+        if "snapshot" not in state:
+            self._load_state_dict(state)
+            return
+        self._load_state_dict(state["snapshot"])
+        self.engine.load_dense(state["dense"])
+        self.engine.go_on_from(msgspec.convert(state["position"], Position))
 
     def _close_at_exit(self) -> None:
         error = getattr(sys, "last_value", None)  # the exception the interpreter is ending with

@@ -11,7 +11,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +43,14 @@ _TIMES = _SAVE + N_NUMBERS
 
 @dataclass
 class Cursor:
-    """Where training stands in the data: steps done of one epoch. Epoch -1 is before the first."""
+    """Where training stands in the data: steps done of one epoch. Epoch -1 is before the first.
+
+    moved: index -> the micro-batch that stands in its place in this epoch, after going on from an asynchronous mode
+    """
 
     epoch: int = -1
     steps_done: int = 0
+    moved: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -255,11 +259,27 @@ class Engine:
         self.staleness = {k: n for k, n in position["staleness"]}
         self.refused, self.reissued = position["refused"], position["reissued"]
 
+    def load_dense(self, tensors: Mapping[str, Any]) -> None:
+        """Dense values and their optimizer state by name, from a checkpoint."""
+        for number, name in enumerate(self.names):
+            if name in tensors:
+                self.dense.set_parameters_([number], torch.from_numpy(tensors[name]["values"]))
+                if tensors[name]["state"]:
+                    self.optimizer.state[self.dense.parameters[number]] = tensors[name]["state"]
+
+    def go_on_from(self, position: Position) -> None:
+        """Where a checkpoint of an asynchronous mode stands."""
+        self.step, self.account = position.step, Account(**position.account)
+        self.cursor = Cursor(position.epoch, position.steps_done, position.moved)
+        self.staleness, self.lags = position.staleness, position.lags
+        self.refused, self.reissued = position.refused, position.reissued
+
     def wire_position(self) -> Position:
         """The position as servers take it."""
         return Position(
             step=self.step, epoch=self.cursor.epoch, steps_done=self.cursor.steps_done, account=asdict(self.account),
             staleness=dict(self.staleness), lags=dict(self.lags), refused=self.refused, reissued=self.reissued,
+            moved=self.cursor.moved,
         )  # fmt: skip
 
     def observe(self, position: Position) -> None:
@@ -275,7 +295,7 @@ class Engine:
         self.step, self.account = position.step, Account(**position.account)
         self.staleness, self.lags = position.staleness, position.lags
         self.refused, self.reissued = position.refused, position.reissued
-        self.cursor = Cursor(position.epoch, position.steps_done)
+        self.cursor = Cursor(position.epoch, position.steps_done, position.moved)
         if steps and self.mode is not None:
             self._report_step(self.account.total - before, position.loss, self.mode.name)
 

@@ -42,6 +42,7 @@ from gba_hvd.ps.protocol import (
     PullRows,
     Push,
     Refused,
+    Saved,
     Score,
 )  # fmt: skip
 from gba_hvd.tables import EmbeddingTables, RemoteRows
@@ -98,6 +99,7 @@ class GbaMode:
         self.client.beat = self._beat
         self.client.on_position = self._take_position
         self.position = Position()
+        self.saved: Saved | None = None  # what became of the newest checkpoint
         self.hosts_updated = False  # Horovod told this worker; the coordinator is told with the next heartbeat
         self._world_told: int | None = None
         self.stands_for = 0  # the change of membership that this worker had heard of when it last formed a world
@@ -356,6 +358,8 @@ class GbaMode:
         return Beat(self.worker, self.rank, self.host, self._pid, self.session.generation, hosts_updated)
 
     def _take_position(self, position: Position) -> None:
+        if position.saved is not None and position.saved.number:
+            self.saved = position.saved
         with self.lock:
             now = self.position
             if (position.epoch, position.step, position.world) >= (now.epoch, now.step, now.world):

@@ -13,7 +13,6 @@ from typing import Any
 from gba_hvd.ps.client import Client, Reply, ServerLost
 from gba_hvd.ps.protocol import Beat, Endpoint, Hold, Position, Refused, Save, Saved
 
-
 _SAVE_TIMEOUT_S = 60.0  # a server that has just been started takes some seconds
 
 

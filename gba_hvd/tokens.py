@@ -328,6 +328,19 @@ class Ledger:
         """Steps of the epoch, of M micro-batches each, whatever the discipline."""
         return self.cut.n_steps if self.finished else self._n_resolved // self.cut.n_micro
 
+    def moved(self) -> dict[int, int] | None:
+        """How somebody else goes on from here in order: index -> the micro-batch in its place, where another.
+
+        What is not done yet stands in the places from n_resolved on. None: not now, as a step is under way, or a place
+        has another number of samples.
+        """
+        if self._decided is not None or (not self.finished and self._n_resolved % self.cut.n_micro):
+            return None
+        open_ = sorted([*self._again, *(work.micro for work in self._under_way())])
+        moved = {place: micro for place, micro in enumerate(open_, self._n_resolved) if place != micro}
+        samples = self.cut.samples_of_micro
+        return moved if all(samples(place) == samples(micro) for place, micro in moved.items()) else None
+
     @property
     def n_outstanding(self) -> int:
         return len(self._outstanding)

@@ -75,6 +75,7 @@ class Coordinator:
         for worker, rank, host, pid in enter.workers:  # one that dies before its first heartbeat is missed as well
             self.workers[worker] = WorkerSeen(rank, host, pid, clock())
             self.ledger.join(worker)
+        self.moved = dict(position.moved)
         self.world = position.world
         self.wanted, self.reason, self.pin = "", "", False
         self.last_loss: float | None = None
@@ -114,6 +115,7 @@ class Coordinator:
                 if not seen.silent:
                     ledger.join(worker)
             self._losses.clear()
+            self.moved.clear()
             self._given.clear()
             self._left_early.clear()
         if request.n_samples != ledger.cut.n_samples:
@@ -281,7 +283,17 @@ class Coordinator:
             pin=self.pin,
             failure=self._failure(),
             world=self.world,
+            moved=self.moved,
         )
+
+    def to_go_on_from(self) -> Position | None:
+        """Where another job would go on, in order; None while a step is under way."""
+        moved = self.ledger.moved()
+        if moved is None:
+            return None
+        told = self.position()
+        told.moved = {**self.moved, **{place: self.moved.get(micro, micro) for place, micro in moved.items()}}
+        return told
 
     def state(self) -> dict[str, Any]:
         """Plain values; `resume` is the inverse."""

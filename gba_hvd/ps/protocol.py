@@ -83,6 +83,7 @@ class Position(Struct):
     failure: str = ""  # training cannot go on
     world: int = 0  # how often the membership changed; workers form a new Horovod world when it grows
     saved: Saved | None = None
+    moved: dict[int, int] = {}  # as of `tokens.Ledger.moved`, in the job this one goes on from
 
 
 class GivenLease(Struct):

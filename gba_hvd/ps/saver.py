@@ -13,7 +13,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -34,7 +35,7 @@ from recovery.writer import Cancelled, Written, commit, save_rows
 
 log = logging.getLogger("gba_hvd.ps")
 _LOOK_S = 0.2
-_PARTS_TIMEOUT_S = 600.0
+_PARTS_TIMEOUT_S = 120.0
 
 
 class Saver:
@@ -43,8 +44,9 @@ class Saver:
     Only `begin`, `report` and `close` are called by others, all from one thread.
     """
 
-    def __init__(self, memory: ShardMemory) -> None:
-        self._memory = memory
+    def __init__(self, memory: ShardMemory, tracker: Path) -> None:
+        self._memory, self._tracker = memory, tracker
+        self._meant: list[int] = []
         self._thread: threading.Thread | None = None
         self._cancel = threading.Event()
         self._report = Saved()
@@ -63,9 +65,13 @@ class Saver:
         """What became of the newest save."""
         return self._report
 
-    def begin(self, request: Save, state: Callable[[list[bytes]], bytes] | None, extra: bytes = b"") -> None:
-        """Save in the background. extra: goes with this part's list; state: makes of all parts' extras what the
-        checkpoint has beside rows (part 0 only).
+    def begin(
+        self, request: Save, shards: Sequence[int], state: Callable[[list[bytes]], bytes], extra: bytes = b""
+    ) -> None:
+        """Save these shards in the background.
+
+        extra: goes with this part's list; state: makes of all parts' extras what the checkpoint has beside rows (asked
+        by part 0 only).
 
         Asked again for the same save, does nothing. Raises GbaError while another one is under way.
         """
@@ -77,7 +83,7 @@ class Saver:
             self._cancel.set()  # of a world that is no more
             self._thread.join()
         self._cancel.clear()
-        self._report = Saved(request.epoch, request.number, "running")
+        self._report, self._meant = Saved(request.epoch, request.number, "running"), list(shards)
         self._thread = threading.Thread(target=self._run, args=(request, state, extra), name="saver", daemon=True)
         self._thread.start()
 
@@ -114,7 +120,7 @@ class Saver:
             except (RecoveryError, OSError):
                 log.warning("a sign of life was not written to %s", store.url, exc_info=True)
 
-    def _run(self, request: Save, state: Callable[[list[bytes]], bytes] | None, extra: bytes) -> None:
+    def _run(self, request: Save, state: Callable[[list[bytes]], bytes], extra: bytes) -> None:
         started = time.monotonic()
         try:
             facts = self._save(request, state, extra)
@@ -128,10 +134,10 @@ class Saver:
             facts["seconds"] = round(time.monotonic() - started, 3)
             self._report = Saved(request.epoch, request.number, "done", facts)
 
-    def _save(self, request: Save, state: Callable[[list[bytes]], bytes] | None, extra: bytes) -> dict[str, Any]:
+    def _save(self, request: Save, state: Callable[[list[bytes]], bytes], extra: bytes) -> dict[str, Any]:
         config = Config(**request.settings["config"])
         store, selection = self._prepared(request, config)
-        rows = MemoryRows(self._memory)
+        rows = MemoryRows(self._memory, lambda: self._meant)
         kind = request.kind if self._knows(selection, request.parent) else "full"
         prefix, name = blob_prefix(request.epoch, request.number), _manifest_name(request)
         choice = selection.begin(kind)
@@ -143,7 +149,6 @@ class Saver:
             if request.part:
                 store.put(_list_name(prefix, request.part), [encode_part(written.blobs, extra)])
                 return _facts(written)
-            assert state is not None
             blobs, extras = list(written.blobs), [extra]
             for part in range(1, request.n_parts):
                 theirs, word = self._part_of(store, prefix, part)
@@ -164,18 +169,16 @@ class Saver:
         self._own.add(name)
         retention.delete(store, retention.expired(_manifests(store), self._own, retention.Keep(config.keep_last)))
         facts = {**_facts(written), "manifest": name, "n_bytes": manifest.n_bytes, "kind": request.kind}
-        facts |= {"url": store.url, "step": request.step}
-        return facts
+        return {**facts, "url": store.url, "saved_step": request.step}
 
     def _prepared(self, request: Save, config: Config) -> tuple[Store, Selection]:
         if self._store is None or self._selection is None or request.settings != self._settings:
             if self._selection is not None:
                 self._selection.close()
             self._store = _open(request.settings)
-            folder = self._memory.folder
-            self._selection = Selection(
-                MemoryRows(self._memory), config, tracker_path=folder / "saved", counters=str(folder.stat().st_ino)
-            )
+            rows = MemoryRows(self._memory, lambda: self._meant)
+            counters = str(self._memory.folder.stat().st_ino)
+            self._selection = Selection(rows, config, tracker_path=self._tracker, counters=counters)
             self._settings = request.settings
         return self._store, self._selection
 
@@ -187,7 +190,7 @@ class Saver:
             else:
                 selection.abandon()
             self._not_yet_known = ""
-        known = not self._shards or self._shards == self._memory.ready()
+        known = not self._shards or self._shards == self._meant
         return parent is not None and selection.is_valid_for(parent) and known
 
     def _part_of(self, store: Store, prefix: str, part: int) -> tuple[list[Blob], bytes]:

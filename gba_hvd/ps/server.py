@@ -74,6 +74,7 @@ from gba_hvd.ps.snapshot import SnapshotFile
 from gba_hvd.shard.layout import Layout
 from gba_hvd.shard.memory import ShardMemory, is_alive
 from gba_hvd.switching import known_mode
+from recovery import state_codec
 
 log = logging.getLogger("gba_hvd.ps")
 _TICK_MS = 100
@@ -119,6 +120,14 @@ class _Applying:
     missed: int
 
 
+@dataclass(frozen=True)
+class _SaveNext:
+    """A checkpoint that waits until no step is under way. snapshot: what a newcomer would start from."""
+
+    request: Save | None = None
+    snapshot: bytes = b""
+
+
 class Server:
     """`run()` until the job's folder is gone. Not thread-safe."""
 
@@ -155,7 +164,7 @@ class Server:
         self._peers: dict[int, Any] = {}  # the coordinator's sockets to the other servers, by index
         self._limits = Limits(self.settings.buffer_bytes)
         self._poller = self._poll_all()
-        self._saver = Saver(self.memory)
+        self._saver, self._save_next = Saver(self.memory, self._file("saved")), _SaveNext()
         self._resume()
 
     def _file(self, name: str) -> Path:
@@ -237,6 +246,7 @@ class Server:
         if applying is not None and time.monotonic() - applying.sent_s > _RESEND_S:
             self._send_apply(applying)
         self._advance()
+        self._save_between_steps()
 
     def _folder_is_there(self) -> bool:
         """Whether the folder is still ours: a job of the same name may have made a new one."""
@@ -381,7 +391,9 @@ class Server:
         self.coordinator.beat(request)
         if self.coordinator.world != world:
             self._save_ledger()
-        return Ok(self.coordinator.position())
+        position = self.coordinator.position()
+        position.saved = self._saver.report()
+        return Ok(position)
 
     def _on_switch(self, request: SwitchTo) -> Answer:
         known_mode(request.mode)
@@ -395,13 +407,40 @@ class Server:
         return Ok()
 
     def _on_save(self, request: Save, frames: list[Any]) -> Answer:
-        if request.generation:
-            raise ProtocolError("checkpoints are not saved in asynchronous modes yet")
-        if self.coordinator is not None and not self.idle:
-            raise ProtocolError("this save is of allreduce mode: the job switched meanwhile")
         state = bytes(frames[0]) if frames else b""
-        self._saver.begin(request, lambda extras: state)
+        if not request.generation:
+            if self.part is not None and not self.idle:
+                raise ProtocolError("this save is of allreduce mode: the job switched meanwhile")
+            self._saver.begin(request, self.memory.ready(), lambda extras: state)
+            return Ok()
+        part = self._active(request.generation)
+        if self.coordinator is not None:  # at the next moment between two steps
+            self._save_next = _SaveNext(request, state)
+            self._save_between_steps()
+        else:
+            self._saver.begin(request, part.shards.tolist(), lambda extras: b"", _dense_state(part))
         return Ok()
+
+    def _save_between_steps(self) -> None:
+        """At the coordinator: all servers save, as of the same step."""
+        request, snapshot = self._save_next.request, self._save_next.snapshot
+        if request is None or self.coordinator is None or self.part is None or self._applying is not None:
+            return
+        position = self.coordinator.to_go_on_from()
+        if position is None:
+            return
+        self._save_next = _SaveNext()
+        facts = {"n_parts": 1 + len(self._peers), "step": position.step, "samples": position.account["applied"]}
+        request = msgspec.structs.replace(request, number=position.step, **facts)
+        for index, socket in self._peers.items():  # they get it before the next step
+            message = protocol.encode(self.settings.job, 0, msgspec.structs.replace(request, part=index))
+            with contextlib.suppress(zmq.Again):
+                socket.send(message, flags=zmq.DONTWAIT)
+
+        def state(extras: list[bytes]) -> bytes:
+            return asynchronous_state(snapshot, extras, position)
+
+        self._saver.begin(request, self.part.shards.tolist(), state, _dense_state(self.part))
 
     def _on_enter(self, request: Enter, frames: list[Any]) -> Answer:
         if self.part is not None and self.part.enter.generation == request.generation:
@@ -468,6 +507,7 @@ class Server:
             self.coordinator.applied(applying.request.step, applying.lost, applying.missed)
             self._applying = None
             self._save_ledger()
+            self._save_between_steps()
 
     def _peer_answered(self, index: int, socket: Any) -> None:
         frames = [frame.buffer for frame in socket.recv_multipart(copy=False)]
@@ -675,6 +715,28 @@ class Server:
             number = number or getattr(error, "number", 0)
         if not self._pull.answer(socket, peer, protocol.encode(self.settings.job, number, answer), out):
             transport.send(socket, peer, protocol.encode(self.settings.job, number, _TOO_MUCH_UNREAD))
+
+
+def _dense_state(part: Part) -> bytes:
+    """This server's dense tensors by name."""
+    _, values, state = part.export()
+    ends = np.cumsum([0, *(tensor.size for tensor in part.dense.tensors)])
+    states = state_codec.decode(state)
+    return state_codec.encode(
+        {
+            tensor.name: {"values": values[ends[i] : ends[i + 1]], "state": states[i]}
+            for i, tensor in enumerate(part.dense.tensors)
+        }
+    )
+
+
+def asynchronous_state(snapshot: bytes, extras: Sequence[bytes], position: Position) -> bytes:
+    """What a checkpoint has beside rows: the user's values, the dense tensors of all servers, and where to go on."""
+    dense: dict[str, Any] = {}
+    for extra in extras:
+        dense |= state_codec.decode(extra)
+    told = msgspec.to_builtins(position)
+    return state_codec.encode({"snapshot": state_codec.decode(snapshot), "dense": dense, "position": told})
 
 
 _logged: list[str] = []  # a peer that goes wrong again and again must not fill the disk

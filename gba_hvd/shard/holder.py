@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from gba_hvd.errors import ShardMemoryError
 from gba_hvd.shard.layout import Layout
@@ -27,14 +27,19 @@ def schema_of(layout: Layout) -> Schema:
 
 
 class MemoryRows:
-    """A `recovery.rows.Holder`. shards: those meant; by default the ones that are ready when asked."""
+    """A `recovery.rows.Holder`. mine: the shards meant, asked for whenever it matters; by default all that are ready.
 
-    def __init__(self, memory: ShardMemory, shards: Sequence[int] | None = None) -> None:
+    filling: nobody uses these shards yet; otherwise one that leaves this host while it is read raises ShardMemoryError.
+    """
+
+    def __init__(
+        self, memory: ShardMemory, mine: Callable[[], Sequence[int]] | None = None, filling: bool = False
+    ) -> None:
         self.schema = schema_of(memory.layout)
-        self._memory, self._only = memory, shards
+        self._memory, self._mine, self._filling = memory, mine or memory.ready, filling
 
     def shards(self) -> list[int]:
-        return list(self._memory.ready() if self._only is None else self._only)
+        return list(self._mine())
 
     def slab(self, table: int, shard: int) -> Slab:
         layout, spec = self._memory.layout, self._memory.layout.tables[table]
@@ -48,6 +53,6 @@ class MemoryRows:
 
     def marks(self, shard: int) -> tuple[int, int]:
         steps = self._memory.steps_of(shard)
-        if self._only is None and shard not in self._memory.ready():  # looked at last: what was copied before is whole
+        if not self._filling and shard not in self._memory.ready():  # looked at last: what was copied before is whole
             raise ShardMemoryError(f"shard {shard} has left this host meanwhile")
         return steps

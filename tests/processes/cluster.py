@@ -160,6 +160,10 @@ class Cluster:
         left = [str(p) for p in self.shard_dir.glob("**/*") if not p.is_dir() or p.name.startswith("gba-hvd-")]
         assert not left, f"shard memory or sockets are left: {left}"
 
+    def assert_nothing_left_but_memory(self) -> None:
+        """Everything was killed, the keeper of the memory as well."""
+        wait_for(lambda: not self.processes(), f"the end of the job's processes {self.processes()}", GRACE_S + 20)
+
     def log(self) -> str:
         return self.log_file.read_text(errors="replace")[-6000:]
 

@@ -40,6 +40,7 @@ from gba_hvd.faults import Fault  # noqa: E402
 from gba_hvd.gba import GbaMode  # noqa: E402
 from gba_hvd.ps import process  # noqa: E402
 from gba_hvd.shard.memory import ShardMemory  # noqa: E402
+from recovery.callback import CheckpointCallback  # noqa: E402
 
 
 def note(**facts: Any) -> None:
@@ -150,6 +151,8 @@ notes = Notes()
 state.register_callbacks([notes])
 if "gba" in PLAN:
     state.register_callbacks([gba_hvd.GBACallback(**PLAN["gba"])])
+if "checkpoint" in PLAN:
+    state.register_callbacks([CheckpointCallback(**PLAN["checkpoint"])])
 if "fault_schedule" in PLAN:
     state.register_callbacks([gba_hvd.FaultSchedule(map(Fault.of, PLAN["fault_schedule"]), OUT / "schedule")])
 
