@@ -176,7 +176,7 @@ class Checkpoints:
     def follow(self, saved: Saved | None) -> None:
         """On the chief: tell the callbacks what became of a checkpoint."""
         engine = self._engine
-        if saved is None or saved.state == "running" or saved == self._told:
+        if saved is None or saved.state in ("running", "part") or saved == self._told:
             return
         self._told, self._asked_s = saved, None
         self.callback.done(saved.number)

@@ -25,9 +25,9 @@ class Lineage:
         self._manifests: dict[str, Manifest] = {}
 
     def find(self) -> None:
-        """Go on with what a process before this one saved of the same memory, if its tracker says so."""
+        """Go on from the newest checkpoint there is; the tracker says whether it is of this memory."""
         newest = next(chains(self._store), None)
-        if isinstance(newest, Chain) and self._selection.is_valid_for(newest.newest.name):
+        if isinstance(newest, Chain):
             self.chain = newest
 
     def next_kind(self, wanted: str) -> tuple[str, str]:

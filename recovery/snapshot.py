@@ -85,7 +85,7 @@ def read(
         if now > deadline:
             name = holder.schema.tables[table].name
             raise Busy(
-                f"shard {shard}: no {min(piece, n)} rows of {name!r} could be read between two steps in {timeout_s:g} s "
+                f"shard {shard}: no {min(piece, n)} rows of {name!r} could be read between steps in {timeout_s:g} s "
                 f"(step {begun} has begun, {finished} was the last one finished); "
                 + ("its writer died or failed in the middle of it" if n_torn == 0 else "leave pauses between steps")
             )

@@ -56,7 +56,10 @@ class Endpoint(Struct):
 
 
 class Saved(Struct):
-    """What became of the newest checkpoint: "running", "done" or "failed". All zero: there was none."""
+    """What became of the newest checkpoint: "running", "done", "failed", or "part": this server's part of it is saved.
+
+    All zero: there was none.
+    """
 
     epoch: int = 0
     number: int = 0

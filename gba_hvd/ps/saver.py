@@ -132,7 +132,7 @@ class Saver:
             self._report = Saved(request.epoch, request.number, "failed", {"why": why})
         else:
             facts["seconds"] = round(time.monotonic() - started, 3)
-            self._report = Saved(request.epoch, request.number, "done", facts)
+            self._report = Saved(request.epoch, request.number, "part" if request.part else "done", facts)
 
     def _save(self, request: Save, state: Callable[[list[bytes]], bytes], extra: bytes) -> dict[str, Any]:
         config = Config(**request.settings["config"])

@@ -79,9 +79,7 @@ def test_two_hosts_are_killed_in_gba_mode_and_go_on_with_every_sample_once(tmp_p
 
 
 def test_a_lost_host_gets_its_rows_back_and_the_others_stay_as_they_are(tmp_path: Path) -> None:
-    with cluster(
-        tmp_path, **saving(tmp_path), own_memory_per_name=True, epochs=8, sleep_s=0.05, wait_at_step=60
-    ) as job:
+    with cluster(tmp_path, **saving(tmp_path), own_memory_per_name=True, epochs=4, sleep_s=0.2, wait_at_step=36) as job:
         job.start_elastic(TWO)
         wait_for_two_checkpoints(job)
         killed = job.processes_of_name(TWO[1])
@@ -94,7 +92,7 @@ def test_a_lost_host_gets_its_rows_back_and_the_others_stay_as_they_are(tmp_path
         assert len(killed) >= 3, "a worker, its server and the keeper were to be killed"
         assert back["rows_restored"] in (170, 340) and back["rows_lost"] == 0
         assert 0 < back["pls"] < 1
-        job.assert_every_sample_once(epochs=8)
+        job.assert_every_sample_once(epochs=4)
 
 
 def test_a_second_job_may_not_write_to_the_place_of_a_living_one(tmp_path: Path) -> None:

@@ -175,6 +175,18 @@ def test_after_a_failed_delta_the_next_one_has_its_rows_too(ram: RamStore) -> No
     assert_same(restored(ram), values(rows))
 
 
+def test_after_a_failed_save_ssu_still_has_its_rows(ram: RamStore) -> None:
+    rows, store = two_tables(2), FaultyStore(ram)
+    with Checkpointer(store, rows, replace(SMALL, policy="ssu"), rng=np.random.default_rng(0)) as checkpoints:
+        checkpoints.save(0, 0).result(60)
+        store.fails("put", sum(operation == "put" for operation, _ in store.calls) + 1, StoreError("gone"))
+        train(rows, 4, seed=1)
+        with pytest.raises(StoreError):
+            checkpoints.save(4, 40).result(60)
+        saved = checkpoints.save(4, 40).result(60)
+    assert sum(s.n_rows for blob in saved.manifest.blobs for s in blob.sections) > 50
+
+
 def test_a_manifest_whose_answer_was_lost_does_no_harm(ram: RamStore) -> None:
     rows, store = two_tables(2), FaultyStore(ram)
     with Checkpointer(store, rows, replace(SMALL, keep_last=1)) as checkpoints:

@@ -150,11 +150,12 @@ def test_half_a_step_between_the_first_look_and_the_copy_is_noticed(tmp_path: Pa
     assert not is_torn(records, counts)
 
 
-def test_what_was_copied_before_a_step_began_counts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("look", [4, 5])  # between two pieces, and in the middle of one
+def test_what_was_copied_before_a_step_began_counts(tmp_path: Path, look: int) -> None:
     n_rows = 4 * PIECE_BYTES // (8 * WIDTH)
 
-    def a_step_after_the_second_piece(rows: SharedRows, look: int) -> None:
-        if look == 5:
+    def a_step_after_the_second_piece(rows: SharedRows, this_look: int) -> None:
+        if this_look == look:
             rows.step(1, slice(0, n_rows))
 
     rows = Interrupted(tmp_path / "rows", n_rows, a_step_after_the_second_piece)
