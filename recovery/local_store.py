@@ -1,8 +1,8 @@
-"""A folder as a store. Each object is one file, written under its final name: nothing refers to it before it is whole.
+"""A folder as a store. Each object is one file, which has its name only when it is whole and on the disk.
 
-An object is durable when `put` returns: the file is synced, then every folder on the way to it that `put` made, and the
-one that holds it. A file that a crash left half written keeps its name; names are fresh, so nobody comes across it
-but the one who cleans up.
+`put` writes and syncs a hidden file, `.NAME.RANDOM`, gives it its name by a link, which fails if the name is taken, and
+syncs every folder that is new or has a new entry. What a crash leaves is a hidden file that no listing shows, or the
+whole object.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -42,20 +43,21 @@ class LocalStore:
         n_bytes = sum(len(piece) for piece in pieces)
         with _explained(f"{path}: {n_bytes:,} bytes cannot be written"):
             made = _make_folders(path.parent)
+            hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
             try:
-                file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+                file = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+                try:
+                    _write_all(file, pieces)
+                    os.fsync(file)
+                finally:
+                    os.close(file)
+                os.link(hidden, path)
             except FileExistsError:
                 _require_equal(path, pieces)
                 return
-            try:
-                _write_all(file, pieces)
-                os.fsync(file)
-            except BaseException:
-                with contextlib.suppress(OSError):  # so that a full disk has room for the next attempt
-                    path.unlink()
-                raise
             finally:
-                os.close(file)
+                with contextlib.suppress(OSError):  # also so that a full disk has room for the next attempt
+                    hidden.unlink()
             for folder in made:
                 _sync_folder(folder)
 
@@ -90,6 +92,8 @@ class LocalStore:
             for folder in folders:
                 if folder.parent.parent == self.folder:  # of one save; its name never comes again
                     with contextlib.suppress(OSError):
+                        for hidden in folder.glob(".*"):
+                            hidden.unlink()
                         folder.rmdir()
 
     def _path(self, name: str) -> Path:
@@ -149,7 +153,7 @@ def _files(folder: Path) -> Iterator[tuple[Path, int]]:
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
             yield from _files(Path(entry.path))
-        elif entry.is_file(follow_symlinks=False):
+        elif entry.is_file(follow_symlinks=False) and not entry.name.startswith("."):
             with contextlib.suppress(FileNotFoundError):  # deleted since it was listed
                 yield Path(entry.path), entry.stat(follow_symlinks=False).st_size
 
