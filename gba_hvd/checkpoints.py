@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from gba_hvd.engine import Engine
 
 _FORGET_S = 300.0  # a save of which nothing was heard for so long, because its server died or the mode changed
+_LOOK_S, _BEGIN_S = 0.05, 60.0
 N_NUMBERS = 1  # travels with the commit: the chief wants a checkpoint of this step
 
 
@@ -172,6 +173,33 @@ class Checkpoints:
         mode.client.send(0, Save(part=0, n_parts=1, generation=mode.session.generation, **plan), [snapshot])
 
     # -----------------------------------------------------------------------------------------------------------------
+
+    def has(self, step: int) -> bool:
+        """On the chief: whether the newest checkpoint is of this step."""
+        return self._told.state == "done" and self._told.number == step
+
+    def await_quiet(self, heard: Callable[[], Saved | None], timeout_s: float) -> None:
+        """Wait until no save is under way here. On the chief, and on the leads of hosts."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            saved = heard()
+            if self._engine.world.rank == 0:
+                self.follow(saved)
+            is_quiet = self._asked_s is None if self._engine.world.rank == 0 else not saved or saved.state != "running"
+            if is_quiet or time.monotonic() > deadline:
+                return
+            time.sleep(_LOOK_S)
+
+    def await_saved(self, heard: Callable[[], Saved | None], step: int, timeout_s: float) -> None:
+        """Wait until a checkpoint of this step or a later one, or this host's part of it, is saved, or has failed."""
+        began_s = time.monotonic()
+        while (saved := heard()) is None or saved.number < step or saved.state == "running":
+            has_begun = saved is not None and saved.number >= step
+            if time.monotonic() - began_s > (timeout_s if has_begun else min(timeout_s, _BEGIN_S)):
+                raise StoreError(f"nothing was heard of it for {time.monotonic() - began_s:.0f} s")
+            time.sleep(_LOOK_S)
+        if self._engine.world.rank == 0:
+            self.follow(saved)
 
     def follow(self, saved: Saved | None) -> None:
         """On the chief: tell the callbacks what became of a checkpoint."""

@@ -52,6 +52,7 @@ from recovery.callback import CheckpointCallback
 
 # How long the end waits for a world that is being formed: a job whose launcher has to kill a newcomer counts as failed.
 _END_TIMEOUT_S, _FAILED_TIMEOUT_S = 60.0, 5.0
+_SAVE_LAST_TIMEOUT_S = 600.0
 
 
 class TorchState:
@@ -254,12 +255,49 @@ class TorchState:
             return
         if engine.world.rank == 0 and self._line is not None:
             checkpoints.follow(self._line.saved)
-        if not checkpoints.is_due:
+        if checkpoints.is_due:
+            self._save()
+
+    def _save(self, again: bool = True) -> bool:
+        """A collective. again: also if there is a checkpoint of this step. Returns whether one is being made."""
+        engine, checkpoints = self.engine, self.engine.checkpoints
+        assert checkpoints is not None
+        is_chief, word = engine.world.rank == 0, b"null"
+        if is_chief and (again or not checkpoints.has(engine.step)):
+            word = json.dumps(checkpoints.plan()).encode()
+        plan = json.loads(engine.world.broadcast("save", word if is_chief else None, 0))
+        if plan is not None:
+            state = state_codec.encode(self._state_dict()) if is_chief else b""
+            checkpoints.save(plan, self._line, *self._part, state)
+        return plan is not None
+
+    def save_last(self, timeout_s: float = _SAVE_LAST_TIMEOUT_S) -> None:
+        """At the end of training, on all workers: a checkpoint of the last step, if there is none yet. Waits for it.
+
+        What goes wrong is told, and is no reason for a job to fail that has done its work.
+        """
+        engine, checkpoints = self.engine, self.engine.checkpoints
+        if checkpoints is None:
             return
-        is_chief = engine.world.rank == 0
-        word = engine.world.broadcast("save", json.dumps(checkpoints.plan()).encode() if is_chief else None, 0)
-        state = state_codec.encode(self._state_dict()) if is_chief else b""
-        checkpoints.save(json.loads(word), self._line, *self._part, state)
+        try:
+            if isinstance(engine.mode, GbaMode):
+                mode = engine.mode
+                if engine.world.rank == 0:
+                    checkpoints.await_quiet(lambda: mode.saved, timeout_s)
+                    if not checkpoints.has(engine.step):
+                        checkpoints.save_asynchronously(mode, self._snapshot)
+                    checkpoints.await_saved(lambda: mode.saved, engine.step, timeout_s)
+                elif mode.own_server:  # the first host's memory stays as long as the chief does
+                    checkpoints.await_saved(mode.saved_here, engine.step, timeout_s)
+                return
+            line = self._line
+            if line is not None:
+                checkpoints.await_quiet(lambda: line.saved, timeout_s)
+            if self._save(again=False) and line is not None:
+                checkpoints.await_saved(lambda: line.saved, engine.step, timeout_s)
+        except Exception as error:  # of Horovod, too: a worker may have died after its work was done
+            text = f"the checkpoint of the last step was not saved: {type(error).__name__}: {error}"
+            engine.emit(Event("checkpoint_failed", engine.step, text, {"why": str(error)}))
 
     def save_asynchronously_if_due(self) -> None:
         """On the chief, before each micro-batch of an asynchronous mode."""
@@ -446,6 +484,7 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
         restore_sigterm = _raise_on_sigterm()
         try:
             result = _elastic(function)(state, *args, **kwargs)
+            state.save_last()
         except BaseException as error:
             status = _status_of(error)
             state.close(status, None if status == "FINISHED" else error)

@@ -313,6 +313,19 @@ class GbaMode:
         body = Score(self.worker, self.session.generation, epoch, ordinal, lease.micro, lease.serial)
         self._result(self.client.send(0, body, [np.ascontiguousarray(logits), labels]).result)
 
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    @property
+    def own_server(self) -> int:
+        """The first server of this host."""
+        return next(s for s, server in enumerate(self.session.servers) if server.host == self.host)
+
+    def saved_here(self) -> Saved | None:
+        """What became of this host's part of the newest checkpoint."""
+        reply = self._call(self.own_server, Beat(self.worker, self.rank, self.host, self._pid, 0))
+        assert isinstance(reply.body, Ok)
+        return None if reply.body.position is None else reply.body.position.saved
+
     # --- the dense state ---------------------------------------------------------------------------------------------
 
     def export(self, leaving: bool) -> dict[int, DenseState]:

@@ -55,6 +55,7 @@ def test_a_job_that_was_killed_goes_on_as_if_nothing_had_happened(
         result = job.result()
         assert result["total"] == result["applied"] == 2000
         assert_identical(job.arrays(), reference)
+        assert events(job, "checkpoint")[-1]["saved_step"] == result["step"] == 22
 
 
 def test_two_hosts_are_killed_in_gba_mode_and_go_on_with_every_sample_once(tmp_path: Path) -> None:
