@@ -15,14 +15,16 @@ world was formed anew with other hosts, so a host that was cut off is fenced.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from gba_hvd.callbacks import Event
+from gba_hvd.errors import BadInput
 from gba_hvd.gba import GbaMode
 from gba_hvd.local_server import LocalServer
 from gba_hvd.ps import process
@@ -32,7 +34,7 @@ from gba_hvd.shard.memory import ShardMemory
 from recovery import claims, planner
 from recovery.callback import CheckpointCallback
 from recovery.chains import Chain, chains
-from recovery.errors import StoreError
+from recovery.errors import RecoveryError, StoreError
 from recovery.restore import Now, Report, restore
 from recovery.store import Store, check, open_store
 
@@ -47,16 +49,24 @@ N_NUMBERS = 1  # travels with the commit: the chief wants a checkpoint of this s
 class Checkpoints:
     """One worker's part. Belongs to the training thread.
 
-    newest: the checkpoint the next one is on top of. All but `callback` counts on the chief only, and travels with the
-    training state, so that a successor of the chief goes on with it.
+    What was saved last is known to the chief only: its successor begins with a save of all rows. The claim travels with
+    the training state, so that a successor goes on under it.
     """
 
     def __init__(self, engine: Engine, callback: CheckpointCallback) -> None:
+        config = callback.config
+        if config.policy == "ssu" or config.strict:
+            raise BadInput(
+                "checkpoints of a job cannot have policy 'ssu' (servers are not told of single updates, 'mfu' counts "
+                "them) nor strict=True (training would have to wait)"
+            )
         self.callback = callback
         self._engine = engine
+        self._launch = f"{secrets.token_hex(4)}"  # the same command started twice is two writers
         self._store: Store | None = None
         self._claim: claims.Claim | None = None
-        self._newest: str | None = None
+        self._first_epoch = 0  # of this job
+        self._newest: str | None = None  # the checkpoint the next one is on top of
         self._chain = planner.Chain()
         self._told = Saved()  # what callbacks were told of last
         self._asked_s: float | None = None  # when a checkpoint was asked for that nobody has told of yet
@@ -77,20 +87,23 @@ class Checkpoints:
         chain = next((one for one in chains(self.store) if isinstance(one, Chain)), None)
         return None if chain is None else str(chain.newest.about.get("job", "")) or None
 
-    def take_place(self, writer: str) -> None:
+    def take_place(self, job: str) -> None:
         """Claim the place for this job. On the chief.
 
         Raises BadInput when the store cannot be used, or another job writes there. Later on, a store that cannot be
         reached is no reason to stop: saving will fail, and be told, until it can.
         """
-        first = self._claim is None
+        config = self.callback.config
+        if self._claim is None:
+            check(self.store)
+            writer = f"{config.job or job}.{self._launch}"
+            self._claim = claims.claim(self.store, writer, takeover=self.callback.takeover, lease_s=config.lease_s)
+            self._first_epoch = self._claim.epoch
+            return
         try:
-            if first:
-                check(self.store)
-            self._claim = claims.claim(self.store, writer, takeover=self.callback.takeover)
-        except StoreError:
-            if first:
-                raise
+            self._claim = claims.claim(self.store, self._claim.writer, lease_s=self._claim.lease_s)
+        except RecoveryError as error:
+            self._tell_failure(f"the place for checkpoints was not claimed again: {error}")
 
     def fill(self, memory: ShardMemory, shards: Sequence[int], now: Now | None) -> Report | None:
         """Bring shards back from the newest good checkpoint; None when there is none. Nobody may use them meanwhile.
@@ -98,7 +111,22 @@ class Checkpoints:
         now: where the job is, if it goes on: then only rows come back, else also the state.
         """
         rows = MemoryRows(memory, lambda: shards, filling=True)
-        return restore(self.store, rows, config=self.callback.config, now=now, with_state=now is None)
+        if now is None:
+            return restore(self.store, rows, config=self.callback.config)
+        try:
+            if not self.callback.resume and not self._has_saved():
+                return None  # what is there is of another run
+            return restore(self.store, rows, config=self.callback.config, now=now, with_state=False)
+        except RecoveryError as error:
+            self._tell_failure(f"the lost rows did not come back: {error}")
+            return None
+
+    def _has_saved(self) -> bool:
+        chain = next((one for one in chains(self.store) if isinstance(one, Chain)), None)
+        return chain is not None and chain.newest.epoch >= self._first_epoch
+
+    def _tell_failure(self, text: str) -> None:
+        self._engine.emit(Event("checkpoint_failed", self._engine.step, text, {"why": text}))
 
     def hold(self, line: LocalServer) -> None:
         """On the chief: from now on its server gives the signs of life of the claim."""
@@ -108,16 +136,23 @@ class Checkpoints:
     def release(self) -> None:
         """On the chief, at the end: whoever comes next need not wait."""
         if self._claim is not None:
-            with contextlib.suppress(StoreError):
+            with contextlib.suppress(RecoveryError):
                 claims.release(self.store, self._claim)
 
     def goes_on_from(self, report: Report) -> None:
         """The whole job was restored. On the chief."""
-        chain = report.chain
-        self._newest = chain.newest.name
-        partial = sum(m.n_bytes for m in chain.manifests[1:])
-        self._chain = planner.Chain(chain.base.n_bytes, partial, trusted=False)
         self.callback.began(report.step, time.monotonic())
+
+    def check_fits(self, about: Mapping[str, Any]) -> None:
+        """Raises BadInput when the checkpoint is of a job that cut its data otherwise: its place in it is void."""
+        engine = self._engine
+        for name in ("global_batch", "micro_batch"):
+            saved, mine = about.get(name), getattr(engine, name)
+            if saved != mine:
+                raise BadInput(
+                    f"the checkpoint at {self.store.url} is of a job with {name}={saved}, this one has {mine}: "
+                    "keep it, or start anew at another url or with resume=False"
+                )
 
     # --- allreduce mode ----------------------------------------------------------------------------------------------
 
@@ -152,7 +187,13 @@ class Checkpoints:
             "samples": engine.account.applied,
             "settings": self.callback.settings(),
             "claim": asdict(self._claim),
-            "about": {"job": engine.job_id, "mode": "allreduce", "why": why},
+            "about": {
+                "job": engine.job_id,
+                "mode": "allreduce",
+                "why": why,
+                "global_batch": engine.global_batch,
+                "micro_batch": engine.micro_batch,
+            },
         }
 
     def save(self, plan: dict[str, Any], line: LocalServer | None, part: int, n_parts: int, state: bytes) -> None:
@@ -209,8 +250,7 @@ class Checkpoints:
         self._told, self._asked_s = saved, None
         self.callback.done(saved.number)
         if saved.state == "failed":
-            text = f"the checkpoint of step {saved.number} was not saved: {saved.facts['why']}"
-            engine.emit(Event("checkpoint_failed", engine.step, text, dict(saved.facts)))
+            self._tell_failure(f"the checkpoint of step {saved.number} was not saved: {saved.facts['why']}")
             self._chain = planner.Chain(self._chain.base_bytes, self._chain.partial_bytes, trusted=False)
             return
         facts, n_bytes = saved.facts, int(saved.facts["n_bytes"])
@@ -227,9 +267,14 @@ class Checkpoints:
 
     def state(self) -> dict[str, Any]:
         claim = None if self._claim is None else asdict(self._claim)
-        return {"claim": claim, "newest": self._newest, "chain": asdict(self._chain)}
+        return {"claim": claim, "first_epoch": self._first_epoch}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._claim = None if state["claim"] is None else claims.Claim(**state["claim"])
-        self._newest, self._chain = state["newest"], planner.Chain(**state["chain"])
-        self._asked_s = None
+        self._first_epoch = state["first_epoch"]
+
+    def world_formed(self) -> None:
+        """What was under way is no more; and whoever is not the chief now knows nothing of what will be saved."""
+        self._due, self._asked_s = False, None
+        if self._engine.world.rank != 0:
+            self._newest, self._chain = None, planner.Chain()

@@ -229,11 +229,12 @@ class TorchState:
         engine.restarts += joined.is_restart
         source = joined.source
         if joined.resumed is not None and joined.resumed.state is not None:  # on the source
+            assert engine.checkpoints is not None
+            engine.checkpoints.check_fits(joined.resumed.manifest.about)
             self._resume(state_codec.decode(joined.resumed.state))
         data = None
         if engine.world.rank == source:
-            saving = None if engine.checkpoints is None else engine.checkpoints.state()
-            data = state_codec.encode({**self._state_dict(), "checkpoints": saving})
+            data = state_codec.encode(self._whole_state())
         if engine.world.size > 1:
             received = engine.world.broadcast("state", data, source)
             if engine.world.rank != source:
@@ -241,6 +242,8 @@ class TorchState:
                 self._load_state_dict(state)
                 if engine.checkpoints is not None:
                     engine.checkpoints.load_state(state["checkpoints"])
+        if engine.checkpoints is not None:
+            engine.checkpoints.world_formed()
         if not self._has_state:
             atexit.register(self._close_at_exit)
         self._has_state, self._synced, self._closed = True, True, False
@@ -317,7 +320,7 @@ class TorchState:
         finished ones with their results.
         """
         if self._follows_membership or self.engine.checkpoints is not None:
-            self._snapshot = state_codec.encode(self._state_dict())
+            self._snapshot = state_codec.encode(self._whole_state())
 
     def watch_membership(self) -> None:
         """Called when an asynchronous mode is on: from now on the world is formed anew beside the training."""
@@ -334,6 +337,8 @@ class TorchState:
             joined, world = met[-1]
             before = [self.engine.world.size]
             self.engine.world = world
+            if self.engine.checkpoints is not None:
+                self.engine.checkpoints.world_formed()
             self.engine.restarts += 1
             self._tell_callbacks(joined, before)
 
@@ -354,7 +359,11 @@ class TorchState:
         """A newcomer's part, before its training."""
         engine, world = self.engine, self.engine.world
         self._snapshot = world.broadcast("snapshot", None, joined.source)
-        self._load_state_dict(state_codec.decode(self._snapshot))
+        state = state_codec.decode(self._snapshot)
+        self._load_state_dict(state)
+        if engine.checkpoints is not None:
+            engine.checkpoints.load_state(state["checkpoints"])
+            engine.checkpoints.world_formed()
         if not self._has_state:
             atexit.register(self._close_at_exit)
         self._has_state, self._synced, self._closed = True, True, False
@@ -428,11 +437,23 @@ class TorchState:
                 f"{joined.rows_restored:,} rows that went down with their host came back from the checkpoint; "
                 f"they are {joined.rows_age:.0f} steps old"
             )
-            engine.emit(Event("rows_restored", self.step, text, {**facts, "pls": joined.pls, "age": joined.rows_age}))
+            told = {**facts, "pls": self._pls(joined), "age": joined.rows_age}
+            engine.emit(Event("rows_restored", self.step, text, told))
         if joined.rows_lost:
             why = "no checkpoint was configured" if engine.checkpoints is None else "no checkpoint has them"
             text = f"{joined.rows_lost:,} rows went down with their host and begin anew; {why}"
             engine.emit(Event("rows_lost", self.step, text, facts))
+
+    def _pls(self, joined: membership.Joined) -> float:
+        """Portion of lost samples, of all so far (CPR): each host's rows lost what came after their checkpoint."""
+        n_rows = sum(table.n_rows for table in self.engine.tables.layout.tables)
+        lost = sum((self.engine.account.applied - samples) * n for samples, n in joined.refilled)
+        return lost / n_rows / max(1, self.engine.account.total)
+
+    def _whole_state(self) -> dict[str, Any]:
+        """What newcomers get; a checkpoint has no use for the claim it was saved under."""
+        checkpoints = self.engine.checkpoints
+        return {**self._state_dict(), "checkpoints": None if checkpoints is None else checkpoints.state()}
 
     def _state_dict(self) -> dict[str, Any]:
         values = {}

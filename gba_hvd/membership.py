@@ -25,7 +25,7 @@ from gba_hvd.ps import process
 from gba_hvd.ps.transport import new_key
 from gba_hvd.routing import Holding, Membership, Placement, place_shards
 from gba_hvd.shard.layout import PAGE_WORDS, Layout, digest
-from gba_hvd.shard.memory import ShardMemory, difference, job_folder
+from gba_hvd.shard.memory import ShardMemory, clear_leftover, difference, job_folder
 from gba_hvd.shard.outbox import Outbox, remove_others
 from recovery import state_codec
 from recovery.restore import Now, Report
@@ -101,7 +101,8 @@ class Joined:
     """What came out of `join`.
 
     membership: in an asynchronous mode, the change of membership this world stands for. part: this host's number.
-    rows_restored, rows_age (steps, mean), pls: of a host that was lost. resumed: the checkpoint a new job goes on from
+    rows_restored, rows_age (steps, mean): of a host that was lost. refilled: for each host that took over some of its
+    rows: samples of the checkpoint, and how many. resumed: the checkpoint a new job goes on from
     """
 
     job_id: str
@@ -117,7 +118,7 @@ class Joined:
     part: int = 0
     rows_restored: int = 0
     rows_age: float = 0.0
-    pls: float = 0.0
+    refilled: tuple[tuple[int, int], ...] = ()
     resumed: Report | None = None
 
 
@@ -162,6 +163,9 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
     job_id = _take_place(engine, world, agreed, job_id)
     named = world.broadcast("job", f"{job_id} {(engine.key or new_key()).hex()}".encode(), agreed.source).decode()
     job_id, engine.key = named.split()[0], bytes.fromhex(named.split()[1])
+    if engine.checkpoints is not None and not agreed.is_restart:
+        clear = leads and tables.memory is None
+        _together(world, False, "clear", lambda: clear_leftover(tables.config.shard_dir, job_id) if clear else None)
     memory = _together(world, agreed.is_restart, "open", lambda: _open(engine, job_id))
     holdings = _gather_holdings(world, members, memory)
     _refuse_foreign_rows(agreed, holdings, memory)
@@ -200,8 +204,8 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
         rows_lost = sum(_rows_in(tables.layout, shard) for shard in placement.new) - refilled.rows
     return Joined(
         job_id, agreed.source, len(members.order), leads, agreed.is_restart, missed, rows_lost, mine.host, part=here,
-        rows_restored=refilled.rows if agreed.is_restart else 0, rows_age=refilled.age, pls=refilled.pls,
-        resumed=refilled.report,
+        rows_restored=refilled.rows if agreed.is_restart else 0, rows_age=refilled.age,
+        refilled=refilled.by_host, resumed=refilled.report,
     )  # fmt: skip
 
 
@@ -249,11 +253,11 @@ def _take_place(engine: Engine, world: World, agreed: Agreement, job_id: str) ->
 
 @dataclass(frozen=True)
 class _Refilled:
-    """Rows that came from a checkpoint into new shards, over all hosts; age: in steps, mean."""
+    """Rows that came from a checkpoint into new shards, over all hosts; age: in steps, mean. by_host: see `Joined`."""
 
     rows: int = 0
     age: float = 0.0
-    pls: float = 0.0
+    by_host: tuple[tuple[int, int], ...] = ()
     report: Report | None = None  # of a job that goes on from a checkpoint as a whole
 
 
@@ -274,13 +278,17 @@ def _fill_new_shards(
     def fill() -> Report | None:
         for shard in mine:
             memory.init_shard(shard, agreed.step, ready=False)
-        return checkpoints.fill(memory, mine, now) if mine else None
+        report = checkpoints.fill(memory, mine, now) if mine else None
+        if report is None and now is not None:  # what came of an attempt that failed is not to stay
+            for shard in mine:
+                memory.init_shard(shard, agreed.step, ready=False)
+        return report
 
     report = _together(world, agreed.is_restart, "fill", fill)
-    facts = [0] * 5
+    facts = [0] * 6
     if report is not None:
-        newest = report.manifest
-        facts = [newest.epoch, newest.number, report.step, report.n_rows, round(report.age.mean * report.n_rows)]
+        newest, age = report.manifest, round(report.age.mean * report.n_rows)
+        facts = [newest.epoch, newest.number, report.step, report.n_rows, age, report.samples]
     everyone = world.gather("filled", np.array(facts, dtype=np.int64))
     restored = everyone[everyone[:, 3] > 0]
     step = agreed.step
@@ -291,13 +299,12 @@ def _fill_new_shards(
     for shard in mine:
         memory.set_ready(shard, step)
     rows = int(everyone[:, 3].sum())
-    pls = world.gather("pls", np.array([int(1e12 * (report.pls or 0.0)) if report else 0], dtype=np.int64)).sum() / 1e12
-    age = float(everyone[:, 4].sum() / max(1, rows))
+    mean_age = float(everyone[:, 4].sum() / max(1, rows))
     if now is not None:
-        return _Refilled(rows, age, float(pls))
+        return _Refilled(rows, mean_age, tuple((int(row[5]), int(row[3])) for row in restored))
     if report is not None and world.rank == agreed.source:
         checkpoints.goes_on_from(report)
-    return _Refilled(rows, age, 0.0, report if world.rank == agreed.source else None)
+    return _Refilled(rows, mean_age, (), report if world.rank == agreed.source else None)
 
 
 def _open_outboxes(

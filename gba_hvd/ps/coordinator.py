@@ -283,7 +283,7 @@ class Coordinator:
             pin=self.pin,
             failure=self._failure(),
             world=self.world,
-            moved=self.moved,
+            moved=self.moved if epoch in (None, ledger.epoch) else {},
         )
 
     def to_go_on_from(self) -> Position | None:
@@ -310,6 +310,7 @@ class Coordinator:
             "reissued": self._reissued_before,
             "lrs": [*self._lrs, self._row_lr],
             "lrs_key": list(self._lrs_key),
+            "moved": [[place, micro] for place, micro in self.moved.items()],
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
@@ -327,6 +328,7 @@ class Coordinator:
         }
         *self._lrs, self._row_lr = state["lrs"]
         self._lrs_key = (state["lrs_key"][0], state["lrs_key"][1])
+        self.moved = dict(state["moved"])
 
     def _ledger(self, epoch: int, n_samples: int, steps_done: int, step: int, last_serial: int = 0) -> Ledger:
         cut = Cut(n_samples, self._enter.global_batch, self._enter.micro_batch)

@@ -30,12 +30,12 @@ from recovery.config import Config
 from recovery.errors import Damaged, RecoveryError, StoreError
 from recovery.manifest import Blob, Manifest
 from recovery.selection import Selection
-from recovery.store import Store, blob_prefix, open_store
+from recovery.store import Store, blob_prefix, epoch_of, open_store
 from recovery.writer import Cancelled, Written, commit, save_rows
 
 log = logging.getLogger("gba_hvd.ps")
 _LOOK_S = 0.2
-_PARTS_TIMEOUT_S = 120.0
+_PARTS_TIMEOUT_S = 600.0
 
 
 class Saver:
@@ -48,7 +48,7 @@ class Saver:
         self._memory, self._tracker = memory, tracker
         self._meant: list[int] = []
         self._thread: threading.Thread | None = None
-        self._cancel = threading.Event()
+        self._cancel = threading.Event()  # of the newest save
         self._report = Saved()
         self._store: Store | None = None
         self._selection: Selection | None = None
@@ -56,7 +56,6 @@ class Saver:
         self._not_yet_known: str = ""  # the manifest that the last save of this part belongs to
         self._shards: list[int] = []  # of that save
         self._own: set[str] = set()  # manifests of this job, as far as this process knows
-        self._claim: claims.Claim | None = None
         self._held: Hold | None = None
         self._holder: threading.Thread | None = None
         self._ended = threading.Event()
@@ -81,10 +80,10 @@ class Saver:
             if request.epoch == self._report.epoch:
                 raise GbaError(f"checkpoint {self._report.number} is still being saved")
             self._cancel.set()  # of a world that is no more
-            self._thread.join()
-        self._cancel.clear()
-        self._report, self._meant = Saved(request.epoch, request.number, "running"), list(shards)
-        self._thread = threading.Thread(target=self._run, args=(request, state, extra), name="saver", daemon=True)
+        self._cancel = threading.Event()
+        self._report = Saved(request.epoch, request.number, "running")
+        work = (request, list(shards), state, extra, self._cancel, self._thread)
+        self._thread = threading.Thread(target=self._run, args=work, name="saver", daemon=True)
         self._thread.start()
 
     def hold(self, request: Hold) -> None:
@@ -120,38 +119,52 @@ class Saver:
             except (RecoveryError, OSError):
                 log.warning("a sign of life was not written to %s", store.url, exc_info=True)
 
-    def _run(self, request: Save, state: Callable[[list[bytes]], bytes], extra: bytes) -> None:
-        started = time.monotonic()
+    def _run(
+        self,
+        request: Save,
+        shards: list[int],
+        state: Callable[[list[bytes]], bytes],
+        extra: bytes,
+        cancel: threading.Event,
+        before: threading.Thread | None,
+    ) -> None:
+        if before is not None:
+            before.join()  # it was cancelled, or is over
+        started, facts = time.monotonic(), {}
+        self._meant = shards
         try:
-            facts = self._save(request, state, extra)
+            facts = self._save(request, state, extra, cancel)
+            facts["seconds"] = round(time.monotonic() - started, 3)
+            became = "part" if request.part else "done"
         except Cancelled:
-            self._report = Saved(request.epoch, request.number, "failed", {"why": "the server ended"})
+            became, facts = "failed", {"why": "the world was formed anew, or the job ended"}
         except Exception as error:
             log.exception("checkpoint %d was not saved", request.number)
-            why = f"{type(error).__name__}: {error}"
-            self._report = Saved(request.epoch, request.number, "failed", {"why": why})
-        else:
-            facts["seconds"] = round(time.monotonic() - started, 3)
-            self._report = Saved(request.epoch, request.number, "part" if request.part else "done", facts)
+            became, facts = "failed", {"why": f"{type(error).__name__}: {error}"}
+        if not cancel.is_set():  # else the report is the next one's by now
+            self._report = Saved(request.epoch, request.number, became, facts)
 
-    def _save(self, request: Save, state: Callable[[list[bytes]], bytes], extra: bytes) -> dict[str, Any]:
+    def _save(
+        self, request: Save, state: Callable[[list[bytes]], bytes], extra: bytes, cancel: threading.Event
+    ) -> dict[str, Any]:
         config = Config(**request.settings["config"])
         store, selection = self._prepared(request, config)
         rows = MemoryRows(self._memory, lambda: self._meant)
-        kind = request.kind if self._knows(selection, request.parent) else "full"
+        kind = request.kind if self._knows(selection, request) else "full"
         prefix, name = blob_prefix(request.epoch, request.number), _manifest_name(request)
         choice = selection.begin(kind)
         try:
             written = save_rows(
-                rows, choice, store, f"{prefix}{request.part:04d}-", config, note=selection.note, cancel=self._cancel
-            )
+                rows, choice, store, f"{prefix}{request.part:04d}-", config, exact=kind == "full", note=selection.note,
+                cancel=cancel,
+            )  # fmt: skip
             self._not_yet_known, self._shards = name, rows.shards()
             if request.part:
                 store.put(_list_name(prefix, request.part), [encode_part(written.blobs, extra)])
                 return _facts(written)
             blobs, extras = list(written.blobs), [extra]
             for part in range(1, request.n_parts):
-                theirs, word = self._part_of(store, prefix, part)
+                theirs, word = _part_of(store, prefix, part, cancel)
                 blobs += theirs
                 extras.append(word)
             claim = claims.Claim(**request.claim)
@@ -167,7 +180,11 @@ class Saver:
         selection.commit(name)
         self._not_yet_known = ""
         self._own.add(name)
-        retention.delete(store, retention.expired(_manifests(store), self._own, retention.Keep(config.keep_last)))
+        try:
+            store.delete([_list_name(prefix, part) for part in range(1, request.n_parts)])
+            retention.delete(store, retention.expired(_manifests(store), self._own, config.keep))
+        except (RecoveryError, OSError):
+            log.warning("expired checkpoints were not deleted; that is tried again", exc_info=True)
         facts = {**_facts(written), "manifest": name, "n_bytes": manifest.n_bytes, "kind": request.kind}
         return {**facts, "url": store.url, "saved_step": request.step}
 
@@ -182,26 +199,32 @@ class Saver:
             self._settings = request.settings
         return self._store, self._selection
 
-    def _knows(self, selection: Selection, parent: str | None) -> bool:
-        """Whether a partial save on top of `parent` would be right for this part."""
+    def _knows(self, selection: Selection, request: Save) -> bool:
+        """Whether a partial save on top of the parent would be right for this part.
+
+        Not across a change of the world (another epoch): rows may have come from elsewhere, with other counts.
+        """
+        parent = request.parent
         if self._not_yet_known:  # the save before belongs to a manifest that may be there or not
             if parent == self._not_yet_known:
                 selection.commit(parent)
             else:
                 selection.abandon()
             self._not_yet_known = ""
-        known = not self._shards or self._shards == self._meant
-        return parent is not None and selection.is_valid_for(parent) and known
+        if parent is None or epoch_of(parent) != request.epoch or self._shards not in ([], self._meant):
+            return False
+        return selection.is_valid_for(parent)
 
-    def _part_of(self, store: Store, prefix: str, part: int) -> tuple[list[Blob], bytes]:
-        """What another server saved; waits until its list is there."""
-        name, deadline = _list_name(prefix, part), time.monotonic() + _PARTS_TIMEOUT_S
-        while name not in store.names(name):
-            if time.monotonic() > deadline:
-                raise StoreError(f"the server of part {part} has not saved its rows in {_PARTS_TIMEOUT_S:.0f} s")
-            if self._cancel.wait(_LOOK_S):
-                raise Cancelled("the save was cancelled")
-        return decode_part(store.get(name), name)
+
+def _part_of(store: Store, prefix: str, part: int, cancel: threading.Event) -> tuple[list[Blob], bytes]:
+    """What another server saved; waits until its list is there."""
+    name, deadline = _list_name(prefix, part), time.monotonic() + _PARTS_TIMEOUT_S
+    while name not in store.names(name):
+        if time.monotonic() > deadline:
+            raise StoreError(f"the server of part {part} has not saved its rows in {_PARTS_TIMEOUT_S:.0f} s")
+        if cancel.wait(_LOOK_S):
+            raise Cancelled("the save was cancelled")
+    return decode_part(store.get(name), name)
 
 
 def _manifests(store: Store) -> list[Manifest]:

@@ -440,7 +440,10 @@ class Server:
         def state(extras: list[bytes]) -> bytes:
             return asynchronous_state(snapshot, extras, position)
 
-        self._saver.begin(request, self.part.shards.tolist(), state, _dense_state(self.part))
+        try:
+            self._saver.begin(request, self.part.shards.tolist(), state, _dense_state(self.part))
+        except GbaError as error:  # nobody waits for this answer; the chief asks again when it has heard nothing
+            log.warning("%s", error)
 
     def _on_enter(self, request: Enter, frames: list[Any]) -> Answer:
         if self.part is not None and self.part.enter.generation == request.generation:
@@ -511,15 +514,17 @@ class Server:
 
     def _peer_answered(self, index: int, socket: Any) -> None:
         frames = [frame.buffer for frame in socket.recv_multipart(copy=False)]
+        applying, number = self._applying, None
         try:
             envelope = protocol.open_envelope(frames[0], self.settings.job)
+            number = envelope.number
             answer = protocol.decode_answer(envelope)
         except ProtocolError as error:
             answer = Refused(str(error))
         if isinstance(answer, Refused) and not answer.again:
             log.error("server %d refused: %s", index, answer.why)
-            if self._applying is not None and index in self._applying.pending:
-                self._failure = f"server {index} cannot take part in step {self._applying.request.step}: {answer.why}"
+            if applying is not None and index in applying.pending and number in (None, applying.request.step):
+                self._failure = f"server {index} cannot take part in step {applying.request.step}: {answer.why}"
                 self._answer_waiters()
         elif isinstance(answer, Applied) and self._applying is not None:
             if answer.step == self._applying.request.step and index in self._applying.pending:

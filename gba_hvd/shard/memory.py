@@ -276,6 +276,17 @@ class ShardMemory:
             os.close(fd)
 
 
+def clear_leftover(base: Path, job_id: str) -> None:
+    """Remove the memory of a job of this name that nobody lives in any more, before its keeper would.
+
+    Its companion server ends when the folder is gone. A memory that somebody lives in is left alone.
+    """
+    folder = job_folder(base, job_id)
+    with contextlib.suppress(FileNotFoundError, BlockingIOError), _locked(folder), open(folder / "alive") as alive:
+        fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        keeper.remove(folder)
+
+
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Opening and closing are serialised on a host; `alive` itself only says who lives."""

@@ -19,7 +19,8 @@ PATIENCE_S = 180.0
 
 
 def saving(tmp_path: Path, **settings: Any) -> dict[str, Any]:
-    return {"checkpoint": {"url": str(tmp_path / "checkpoints"), "every_steps": 2, **settings}}
+    """lease_s: for so long a restarted job waits for signs of life of one that was killed."""
+    return {"checkpoint": {"url": str(tmp_path / "checkpoints"), "every_steps": 2, "lease_s": 1.0, **settings}}
 
 
 def events(job: Cluster, kind: str) -> list[dict[str, Any]]:
@@ -97,11 +98,11 @@ def test_a_lost_host_gets_its_rows_back_and_the_others_stay_as_they_are(tmp_path
 
 
 def test_a_second_job_may_not_write_to_the_place_of_a_living_one(tmp_path: Path) -> None:
-    plan = saving(tmp_path)
+    plan = saving(tmp_path, lease_s=9.0)
     with cluster(tmp_path / "first", **plan, sleep_s=0.2, epochs=100, horovod=False) as first:
         first.start_alone()
-        wait_for(lambda: first.notes("committed"), "the first job's training", 60)
-        with cluster(tmp_path / "second", {"GBA_HVD_JOB_ID": "another"}, **plan, horovod=False) as second:
+        wait_for(lambda: events(first, "checkpoint"), "the first job's checkpoint", PATIENCE_S)
+        with cluster(tmp_path / "second", **plan, horovod=False) as second:  # the same command, once more
             second.start_alone()
             assert second.wait(90) != 0
             assert "takeover=True" in second.log()
