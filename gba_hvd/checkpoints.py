@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 _FORGET_S = 300.0  # a save of which nothing was heard for so long, because its server died or the mode changed
 _LOOK_S, _BEGIN_S = 0.05, 60.0
+_STORE_TIMEOUT_S = 20.0
 N_NUMBERS = 1  # travels with the commit: the chief wants a checkpoint of this step
 
 
@@ -65,7 +66,7 @@ class Checkpoints:
         self._launch = f"{secrets.token_hex(4)}"  # the same command started twice is two writers
         self._store: Store | None = None
         self._claim: claims.Claim | None = None
-        self._first_epoch = 0  # of this job
+        self.first_epoch = 0  # of this job
         self._newest: str | None = None  # the checkpoint the next one is on top of
         self._chain = planner.Chain()
         self._told = Saved()  # what callbacks were told of last
@@ -77,7 +78,8 @@ class Checkpoints:
     @property
     def store(self) -> Store:
         if self._store is None:
-            self._store = open_store(self.callback.url, **self.callback.storage_options)
+            options = self.callback.storage_options  # short waits: all workers stand while one of them looks
+            self._store = open_store(self.callback.url, timeout_s=_STORE_TIMEOUT_S, tries=2, **options)
         return self._store
 
     def job_to_resume(self) -> str | None:
@@ -98,7 +100,7 @@ class Checkpoints:
             check(self.store)
             writer = f"{config.job or job}.{self._launch}"
             self._claim = claims.claim(self.store, writer, takeover=self.callback.takeover, lease_s=config.lease_s)
-            self._first_epoch = self._claim.epoch
+            self.first_epoch = self._claim.epoch
             return
         try:
             self._claim = claims.claim(self.store, self._claim.writer, lease_s=self._claim.lease_s)
@@ -123,7 +125,7 @@ class Checkpoints:
 
     def _has_saved(self) -> bool:
         chain = next((one for one in chains(self.store) if isinstance(one, Chain)), None)
-        return chain is not None and chain.newest.epoch >= self._first_epoch
+        return chain is not None and chain.newest.epoch >= self.first_epoch
 
     def _tell_failure(self, text: str) -> None:
         self._engine.emit(Event("checkpoint_failed", self._engine.step, text, {"why": text}))
@@ -185,8 +187,6 @@ class Checkpoints:
             "parent": None if kind == "full" else self._newest,
             "step": engine.step,
             "samples": engine.account.applied,
-            "settings": self.callback.settings(),
-            "claim": asdict(self._claim),
             "about": {
                 "job": engine.job_id,
                 "mode": "allreduce",
@@ -200,8 +200,12 @@ class Checkpoints:
         """Ask this host's server for its part, if this worker leads the host."""
         self._due, self._asked_s = False, time.monotonic()
         self.callback.began(plan["step"], self._asked_s)
-        if line is not None:
-            line.save(Save(part=part, n_parts=n_parts, **plan), state)
+        if line is not None:  # credentials and claim stay on each host: all know them
+            line.save(Save(part=part, n_parts=n_parts, **plan, **self._own_facts()), state)
+
+    def _own_facts(self) -> dict[str, Any]:
+        assert self._claim is not None
+        return {"settings": self.callback.settings(), "claim": asdict(self._claim)}
 
     # --- asynchronous modes ------------------------------------------------------------------------------------------
 
@@ -211,7 +215,8 @@ class Checkpoints:
         plan["about"]["mode"] = mode.name
         self._asked_s = time.monotonic()
         self.callback.began(self._engine.step, self._asked_s)
-        mode.client.send(0, Save(part=0, n_parts=1, generation=mode.session.generation, **plan), [snapshot])
+        request = Save(part=0, n_parts=1, generation=mode.session.generation, **plan, **self._own_facts())
+        mode.client.send(0, request, [snapshot])
 
     # -----------------------------------------------------------------------------------------------------------------
 
@@ -226,7 +231,9 @@ class Checkpoints:
             saved = heard()
             if self._engine.world.rank == 0:
                 self.follow(saved)
-            is_quiet = self._asked_s is None if self._engine.world.rank == 0 else not saved or saved.state != "running"
+            is_quiet = not saved or saved.state != "running"
+            if self._engine.world.rank == 0:
+                is_quiet = self._asked_s is None or (time.monotonic() - self._asked_s > _BEGIN_S and is_quiet)
             if is_quiet or time.monotonic() > deadline:
                 return
             time.sleep(_LOOK_S)
@@ -267,14 +274,17 @@ class Checkpoints:
 
     def state(self) -> dict[str, Any]:
         claim = None if self._claim is None else asdict(self._claim)
-        return {"claim": claim, "first_epoch": self._first_epoch}
+        return {"claim": claim, "first_epoch": self.first_epoch}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._claim = None if state["claim"] is None else claims.Claim(**state["claim"])
-        self._first_epoch = state["first_epoch"]
+        self.first_epoch = state["first_epoch"]
 
-    def world_formed(self) -> None:
-        """What was under way is no more; and whoever is not the chief now knows nothing of what will be saved."""
+    def world_formed(self, rows_moved: bool) -> None:
+        """What was under way is no more; and whoever is not the chief now knows nothing of what will be saved.
+
+        rows_moved: shards may be elsewhere, or have begun anew: the next save takes all rows
+        """
         self._due, self._asked_s = False, None
-        if self._engine.world.rank != 0:
+        if rows_moved or self._engine.world.rank != 0:
             self._newest, self._chain = None, planner.Chain()

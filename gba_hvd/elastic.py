@@ -229,8 +229,6 @@ class TorchState:
         engine.restarts += joined.is_restart
         source = joined.source
         if joined.resumed is not None and joined.resumed.state is not None:  # on the source
-            assert engine.checkpoints is not None
-            engine.checkpoints.check_fits(joined.resumed.manifest.about)
             self._resume(state_codec.decode(joined.resumed.state))
         data = None
         if engine.world.rank == source:
@@ -243,7 +241,7 @@ class TorchState:
                 if engine.checkpoints is not None:
                     engine.checkpoints.load_state(state["checkpoints"])
         if engine.checkpoints is not None:
-            engine.checkpoints.world_formed()
+            engine.checkpoints.world_formed(rows_moved=True)
         if not self._has_state:
             atexit.register(self._close_at_exit)
         self._has_state, self._synced, self._closed = True, True, False
@@ -338,7 +336,7 @@ class TorchState:
             before = [self.engine.world.size]
             self.engine.world = world
             if self.engine.checkpoints is not None:
-                self.engine.checkpoints.world_formed()
+                self.engine.checkpoints.world_formed(rows_moved=False)
             self.engine.restarts += 1
             self._tell_callbacks(joined, before)
 
@@ -363,7 +361,7 @@ class TorchState:
         self._load_state_dict(state)
         if engine.checkpoints is not None:
             engine.checkpoints.load_state(state["checkpoints"])
-            engine.checkpoints.world_formed()
+            engine.checkpoints.world_formed(rows_moved=False)
         if not self._has_state:
             atexit.register(self._close_at_exit)
         self._has_state, self._synced, self._closed = True, True, False
@@ -465,20 +463,23 @@ class TorchState:
             "optimizer": self.optimizer.state_dict(),
             "values": values,
             "position": self.engine.position(),
-            "callbacks": [callback.state_dict() for callback in self.engine.callbacks],
+            "callbacks": [(type(callback).__name__, callback.state_dict()) for callback in self.engine.callbacks],
         }
 
     def _load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         for name, value in state["values"].items():
+            if name not in self._values:
+                continue  # of a checkpoint; this script has it no more
             if hasattr(getattr(self, name), "load_state_dict"):
                 getattr(self, name).load_state_dict(value)
             else:
                 setattr(self, name, value)
         self.engine.load_position(state["position"])
-        for callback, saved in zip(self.engine.callbacks, state["callbacks"], strict=True):
-            callback.load_state_dict(saved)
+        for callback, (kind, saved) in zip(self.engine.callbacks, state["callbacks"], strict=False):
+            if type(callback).__name__ == kind:  # a job that goes on from a checkpoint may have other callbacks
+                callback.load_state_dict(saved)
 
     def _resume(self, state: Mapping[str, Any]) -> None:
         """Take over the state of a checkpoint. One of an asynchronous mode has three parts, see `ps.server`."""

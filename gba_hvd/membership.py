@@ -161,8 +161,12 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
     leads = members.lead_of(mine.host) == world.rank
 
     job_id = _take_place(engine, world, agreed, job_id)
-    named = world.broadcast("job", f"{job_id} {(engine.key or new_key()).hex()}".encode(), agreed.source).decode()
-    job_id, engine.key = named.split()[0], bytes.fromhex(named.split()[1])
+    first_epoch = 0 if engine.checkpoints is None else engine.checkpoints.first_epoch
+    mine_to_tell = f"{job_id} {(engine.key or new_key()).hex()} {first_epoch}".encode()
+    named = world.broadcast("job", mine_to_tell, agreed.source).decode().split()
+    job_id, engine.key = named[0], bytes.fromhex(named[1])
+    if engine.checkpoints is not None:
+        engine.checkpoints.first_epoch = int(named[2])
     if engine.checkpoints is not None and not agreed.is_restart:
         clear = leads and tables.memory is None
         _together(world, False, "clear", lambda: clear_leftover(tables.config.shard_dir, job_id) if clear else None)
@@ -279,6 +283,8 @@ def _fill_new_shards(
         for shard in mine:
             memory.init_shard(shard, agreed.step, ready=False)
         report = checkpoints.fill(memory, mine, now) if mine else None
+        if report is not None and now is None:
+            checkpoints.check_fits(report.manifest.about)
         if report is None and now is not None:  # what came of an attempt that failed is not to stay
             for shard in mine:
                 memory.init_shard(shard, agreed.step, ready=False)

@@ -27,6 +27,7 @@ job, which was started again: it is let in at once, and the process it replaces 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -114,8 +115,13 @@ def claim(
     epochs += [epoch for name in store.names("manifests/") if (epoch := epoch_of(name)) is not None]
     mine = Claim(max(epochs, default=0) + 1, writer, nonce(), lease_s=lease_s)
     while True:
-        _write(store, mine, "000000")
-        others = [one for one in _listing(store, mine, sleep) if one.name != mine.name and one.epoch >= mine.epoch]
+        try:
+            _write(store, mine, "000000")
+            others = [one for one in _listing(store, mine, sleep) if one.name != mine.name and one.epoch >= mine.epoch]
+        except StoreError:
+            with contextlib.suppress(StoreError):  # it would fence the one who wrote it
+                store.delete([f"{mine.name}/000000"])
+            raise
         if not others:
             return mine
         first = max(others)

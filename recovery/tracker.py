@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 from collections.abc import Collection
 from pathlib import Path
 
@@ -55,6 +56,7 @@ class Tracker:
             else np.frombuffer(self._map, np.uint32, offset=_HEADER_BYTES)
         )
         starts = np.cumsum([0, *sizes])
+        self._path, self._starts = path, dict(zip(parts, starts[:-1].tolist(), strict=True))
         self._saved = {part: whole[a:b] for part, a, b in zip(parts, starts[:-1], starts[1:], strict=True)}
         self._valid_for = self._read_header()
         self._pending: list[tuple[int, int, Places, np.ndarray]] = []
@@ -75,10 +77,22 @@ class Tracker:
         return sum(4 * len(counts) + getattr(places, "nbytes", 0) for _, _, places, counts in self._pending)
 
     def begin(self, full: bool) -> None:
+        self._take_space()
         self._pending.clear()
         self._writes_through = full
         if full:
             self._write_header(None)
+
+    def _take_space(self) -> None:
+        """Of the shards that are here, from the file system: a write to a page without space would kill the process."""
+        if self._path is None:
+            return
+        with open(self._path, "r+b") as file:
+            for shard in self._holder.shards():
+                for table in range(len(self._holder.schema.tables)):
+                    n = len(self._saved[table, shard])
+                    if n:
+                        os.posix_fallocate(file.fileno(), _HEADER_BYTES + 4 * self._starts[table, shard], 4 * n)
 
     def note(self, table: int, shard: int, places: Places, counts: np.ndarray) -> None:
         """These rows were read with these counters. `counts` is copied."""

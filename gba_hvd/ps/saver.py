@@ -34,7 +34,8 @@ from recovery.store import Store, blob_prefix, epoch_of, open_store
 from recovery.writer import Cancelled, Written, commit, save_rows
 
 log = logging.getLogger("gba_hvd.ps")
-_LOOK_S = 0.2
+_LOOK_S, _CLOSE_S = 0.2, 5.0
+_SILENT_S = 5.0  # without a word of any worker
 _PARTS_TIMEOUT_S = 600.0
 
 
@@ -59,6 +60,7 @@ class Saver:
         self._held: Hold | None = None
         self._holder: threading.Thread | None = None
         self._ended = threading.Event()
+        self._heard_s = time.monotonic()
 
     def report(self) -> Saved:
         """What became of the newest save."""
@@ -81,24 +83,36 @@ class Saver:
                 raise GbaError(f"checkpoint {self._report.number} is still being saved")
             self._cancel.set()  # of a world that is no more
         self._cancel = threading.Event()
+        if request.part == 0:
+            self.hold(Hold(request.claim, request.settings))
         self._report = Saved(request.epoch, request.number, "running")
         work = (request, list(shards), state, extra, self._cancel, self._thread)
         self._thread = threading.Thread(target=self._run, args=work, name="saver", daemon=True)
         self._thread.start()
 
     def hold(self, request: Hold) -> None:
-        """Give the signs of life of a claim, in a thread of its own, until another claim comes or `close`."""
+        """Give the signs of life of a claim, in a thread of its own, until another claim comes or `close`.
+
+        And only while somebody calls `alive` every now and then: the signs are of the job, not of this server.
+        """
+        self.alive()
+        if self._held is not None and self._held.claim["nonce"] == request.claim["nonce"]:
+            return
         self._held = request
         if self._holder is None:
             self._holder = threading.Thread(target=self._give_signs, name="claim", daemon=True)
             self._holder.start()
+
+    def alive(self) -> None:
+        """A worker was heard."""
+        self._heard_s = time.monotonic()
 
     def close(self) -> None:
         self._ended.set()
         self._cancel.set()
         for thread in (self._thread, self._holder):
             if thread is not None:
-                thread.join()
+                thread.join(_CLOSE_S)  # a store that hangs must not keep this process
         if self._selection is not None:
             self._selection.close()
             self._selection = None
@@ -114,6 +128,8 @@ class Saver:
             assert claim is not None
             if self._ended.wait(claim.lease_s / 3):
                 return
+            if time.monotonic() - self._heard_s > _SILENT_S:
+                continue
             try:
                 claim = claims.renew(store, claim)
             except (RecoveryError, OSError):

@@ -382,6 +382,7 @@ class Server:
         return Ok(coordinator.position())
 
     def _on_beat(self, request: Beat) -> Answer:
+        self._saver.alive()
         if request.told:
             self._told = dict(request.told)
         if self.coordinator is None or self.idle:
@@ -432,10 +433,6 @@ class Server:
         self._save_next = _SaveNext()
         facts = {"n_parts": 1 + len(self._peers), "step": position.step, "samples": position.account["applied"]}
         request = msgspec.structs.replace(request, number=position.step, **facts)
-        for index, socket in self._peers.items():  # they get it before the next step
-            message = protocol.encode(self.settings.job, 0, msgspec.structs.replace(request, part=index))
-            with contextlib.suppress(zmq.Again):
-                socket.send(message, flags=zmq.DONTWAIT)
 
         def state(extras: list[bytes]) -> bytes:
             return asynchronous_state(snapshot, extras, position)
@@ -444,6 +441,11 @@ class Server:
             self._saver.begin(request, self.part.shards.tolist(), state, _dense_state(self.part))
         except GbaError as error:  # nobody waits for this answer; the chief asks again when it has heard nothing
             log.warning("%s", error)
+            return
+        for index, socket in self._peers.items():  # they get it before the next step
+            message = protocol.encode(self.settings.job, 0, msgspec.structs.replace(request, part=index))
+            with contextlib.suppress(zmq.Again):
+                socket.send(message, flags=zmq.DONTWAIT)
 
     def _on_enter(self, request: Enter, frames: list[Any]) -> Answer:
         if self.part is not None and self.part.enter.generation == request.generation:
@@ -455,6 +457,7 @@ class Server:
         coordinator.lags = part.lags
         self.part, self.coordinator = part, coordinator if request.me == 0 else None
         self._waiters, self._applying, self._wanted, self._failure = [], None, ("", ""), ""
+        self._save_next = _SaveNext()
         self._connect_peers()
         self._save_ledger()
         self.idle = False
