@@ -77,10 +77,13 @@ class Checkpoints:
 
     @property
     def store(self) -> Store:
+        """With little patience: all workers stand while one of them asks it."""
         if self._store is None:
-            options = self.callback.storage_options  # short waits: all workers stand while one of them looks
-            self._store = open_store(self.callback.url, timeout_s=_STORE_TIMEOUT_S, tries=2, **options)
+            self._store = self._opened({"timeout_s": _STORE_TIMEOUT_S, "tries": 2})
         return self._store
+
+    def _opened(self, patience: Mapping[str, Any]) -> Store:
+        return open_store(self.callback.url, **{**patience, **self.callback.storage_options})
 
     def job_to_resume(self) -> str | None:
         """The name of the job whose checkpoint is the newest, if this one is to go on from it. On the chief."""
@@ -114,7 +117,7 @@ class Checkpoints:
         """
         rows = MemoryRows(memory, lambda: shards, filling=True)
         if now is None:
-            return restore(self.store, rows, config=self.callback.config)
+            return restore(self._opened({}), rows, config=self.callback.config)
         try:
             if not self.callback.resume and not self._has_saved():
                 return None  # what is there is of another run

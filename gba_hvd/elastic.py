@@ -477,16 +477,21 @@ class TorchState:
             else:
                 setattr(self, name, value)
         self.engine.load_position(state["position"])
-        for callback, (kind, saved) in zip(self.engine.callbacks, state["callbacks"], strict=False):
-            if type(callback).__name__ == kind:  # a job that goes on from a checkpoint may have other callbacks
-                callback.load_state_dict(saved)
+        saved = list(state["callbacks"])
+        for callback in self.engine.callbacks:  # by kind: a job that goes on from a checkpoint may have other callbacks
+            mine = next((entry for entry in saved if entry[0] == type(callback).__name__), None)
+            if mine is not None:
+                saved.remove(mine)
+                callback.load_state_dict(mine[1])
 
     def _resume(self, state: Mapping[str, Any]) -> None:
         """Take over the state of a checkpoint. One of an asynchronous mode has three parts, see `ps.server`."""
+        first = state.get("snapshot", state)
+        # The script says which mode it wants, not the job that was lost.
+        kept = [entry for entry in first["callbacks"] if entry[0] != GBACallback.__name__]
+        self._load_state_dict({**first, "callbacks": kept})
         if "snapshot" not in state:
-            self._load_state_dict(state)
             return
-        self._load_state_dict(state["snapshot"])
         self.engine.load_dense(state["dense"])
         self.engine.go_on_from(msgspec.convert(state["position"], Position))
 

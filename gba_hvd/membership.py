@@ -160,16 +160,11 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
     here = members.order.index(mine.host)
     leads = members.lead_of(mine.host) == world.rank
 
-    job_id = _take_place(engine, world, agreed, job_id)
-    first_epoch = 0 if engine.checkpoints is None else engine.checkpoints.first_epoch
-    mine_to_tell = f"{job_id} {(engine.key or new_key()).hex()} {first_epoch}".encode()
-    named = world.broadcast("job", mine_to_tell, agreed.source).decode().split()
-    job_id, engine.key = named[0], bytes.fromhex(named[1])
+    job_id = _name_of_job(engine, world, agreed, job_id)
+    named = world.broadcast("job", f"{job_id} {(engine.key or new_key()).hex()}".encode(), agreed.source).decode()
+    job_id, engine.key = named.split()[0], bytes.fromhex(named.split()[1])
     if engine.checkpoints is not None:
-        engine.checkpoints.first_epoch = int(named[2])
-    if engine.checkpoints is not None and not agreed.is_restart:
-        clear = leads and tables.memory is None
-        _together(world, False, "clear", lambda: clear_leftover(tables.config.shard_dir, job_id) if clear else None)
+        _take_place(engine, world, agreed, job_id, leads)
     memory = _together(world, agreed.is_restart, "open", lambda: _open(engine, job_id))
     holdings = _gather_holdings(world, members, memory)
     _refuse_foreign_rows(agreed, holdings, memory)
@@ -238,21 +233,31 @@ def _join_asynchronous(engine: Engine, world: World, facts: list[Facts], source:
     return Joined(session.job, source, len(members.order), leads, True, 0, 0, mine.host, True, number)
 
 
-def _take_place(engine: Engine, world: World, agreed: Agreement, job_id: str) -> str:
-    """Claim the place for checkpoints, and find the job's name if it goes on from one. A collective."""
+def _name_of_job(engine: Engine, world: World, agreed: Agreement, job_id: str) -> str:
+    """The name of the job that this one goes on from, if there is a checkpoint; on the source. A collective."""
     checkpoints = engine.checkpoints
-    if checkpoints is None:
+    if checkpoints is None or agreed.is_restart:
         return job_id
 
-    def act() -> str:
-        if world.rank != agreed.source:
-            return job_id
-        saved = None if agreed.is_restart else checkpoints.job_to_resume()
-        name = job_id if saved is None or engine.tables.config.job_id else saved
-        checkpoints.take_place(name)
-        return name
+    def look() -> str:
+        saved = checkpoints.job_to_resume() if world.rank == agreed.source else None
+        return job_id if saved is None or engine.tables.config.job_id else saved
 
-    return _together(world, agreed.is_restart, "use", act, "the place for checkpoints")
+    return _together(world, False, "read", look, "the checkpoints")
+
+
+def _take_place(engine: Engine, world: World, agreed: Agreement, job_id: str, leads: bool) -> None:
+    """Clear what a dead job of this name left on the hosts, and claim the place for checkpoints. A collective."""
+    checkpoints, tables = engine.checkpoints, engine.tables
+    assert checkpoints is not None
+    if not agreed.is_restart:  # first: a server that is left gives signs of life for the dead job
+        clear = leads and tables.memory is None
+        _together(world, False, "clear", lambda: clear_leftover(tables.config.shard_dir, job_id) if clear else None)
+    is_source = world.rank == agreed.source
+    act = (lambda: checkpoints.take_place(job_id)) if is_source else (lambda: None)
+    _together(world, agreed.is_restart, "use", act, "the place for checkpoints")
+    told = world.broadcast("epoch", str(checkpoints.first_epoch).encode() if is_source else None, agreed.source)
+    checkpoints.first_epoch = int(told)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from recovery.writer import Cancelled, Written, commit, save_rows
 log = logging.getLogger("gba_hvd.ps")
 _LOOK_S, _CLOSE_S = 0.2, 5.0
 _SILENT_S = 5.0  # without a word of any worker
-_PARTS_TIMEOUT_S = 600.0
+_PARTS_TIMEOUT_S = 240.0  # less than the chief waits until it asks for the next one
 
 
 class Saver:

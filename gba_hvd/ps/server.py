@@ -439,8 +439,8 @@ class Server:
 
         try:
             self._saver.begin(request, self.part.shards.tolist(), state, _dense_state(self.part))
-        except GbaError as error:  # nobody waits for this answer; the chief asks again when it has heard nothing
-            log.warning("%s", error)
+        except Exception:  # nobody waits for this answer; the chief asks again when it has heard nothing
+            log.exception("a checkpoint was not begun")
             return
         for index, socket in self._peers.items():  # they get it before the next step
             message = protocol.encode(self.settings.job, 0, msgspec.structs.replace(request, part=index))
@@ -786,3 +786,5 @@ def main(folder: Path, index: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: server.end())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the workers; the server sees them go
     server.run()
+    logging.shutdown()
+    os._exit(0)  # threads that wait for a store that hangs must not keep this process

@@ -57,7 +57,7 @@ def test_a_worker_killed_while_applying_costs_its_shards_that_step_and_it_is_cou
 def test_a_survivor_that_misses_the_result_catches_up_from_what_it_holds(
     reference: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
-    with cluster(tmp_path, faults=[fault("after commit", "lose the result")]) as job:
+    with cluster(tmp_path, {"GBA_HVD_TIMEOUT_S": "10"}, faults=[fault("after commit", "lose the result")]) as job:
         job.run(lambda: job.start_elastic(TWO), timeout_s=150)
         assert job.fired() == 1
         assert job.result()["shard_steps_missed"] == 0
