@@ -1,11 +1,12 @@
-"""The demonstration: three workers train, one of them grows slow and recovers, two are killed; the job ends well.
+"""The demonstration: one of three workers grows slow and recovers, two are killed, a host is lost; the job ends well.
 
     python examples/demo.py            # what `make demo` runs; about two minutes, results in runs/demo
 
 The job begins in allreduce, changes to gba by itself while one worker is slow, and back when it has recovered. In each
-mode a worker is killed, and its replacement joins. Every micro-batch takes 50 ms, as on an accelerator, so that three
-workers fit on two cores. The truth behind the synthetic clicks is known, so the AUC can be held against the best that
-is possible at all.
+mode a worker is killed, and its replacement joins; the second one on a host of its own, which takes its share of the
+rows. Then this host is lost with them, and they come back from the newest checkpoint. Every micro-batch takes 50 ms, as
+on an accelerator, so that three workers fit on two cores. The truth behind the synthetic clicks is known, so the AUC
+can be held against the best that is possible at all.
 """
 
 from __future__ import annotations
@@ -13,33 +14,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import psutil
-
+from demo_hosts import WORKERS, Hosts, folder_of_memory, launched
+from demo_watch import CHIEF, DemoFailed, Watch, Worker
 from gba_hvd.faults import FaultSchedule
 
-EXAMPLES = Path(__file__).resolve().parent
 AUC_MARGIN = 0.01
-CHIEF = "[0]<stdout>:"  # what horovodrun puts before the lines of rank 0
-WORKERS = 3
 SERVICE_S = 0.05  # of a micro-batch
 SLOW, FACTOR, SLOW_FROM, SLOW_TO = 1, 6, 60, 300  # which worker is how many times slower, between which global steps
 STEPS_BETWEEN = 10  # after a change of mode, before a worker is killed
-
-
-class DemoFailed(Exception):
-    """The demonstration did not show what it should."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -68,6 +60,8 @@ def demonstrate(out: Path, disturbed: bool, overrides: list[str], deadline: floa
     out.mkdir(parents=True, exist_ok=True)
     for left in [out / "summary.json", out / "output.log", *(out / "pulse").glob("*.json")]:
         left.unlink(missing_ok=True)
+    for old in (out / "checkpoints", out / "recovery.jsonl"):  # else the job would go on from the last demonstration's
+        shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
     faults = FaultSchedule().serve(SERVICE_S)
     if disturbed:
         faults = faults.slow(SLOW, FACTOR, SLOW_FROM, SLOW_TO)
@@ -75,144 +69,80 @@ def demonstrate(out: Path, disturbed: bool, overrides: list[str], deadline: floa
     print(
         f"Three workers train DeepFM on synthetic clicks, {SERVICE_S * 1000:.0f} ms for each micro-batch.", flush=True
     )
-    with tempfile.TemporaryDirectory(prefix="gba-hvd-demo-") as scratch, launched(out, Path(scratch), overrides) as job:
-        watch = Watch(job, out, deadline)
-        if disturbed:
-            disturb(watch)
-        watch.until(lambda: job.poll() is not None, "the end of training")
+    with tempfile.TemporaryDirectory(prefix="gba-hvd-demo-") as scratch, folder_of_memory() as memory:
+        hosts = Hosts(Path(scratch), memory)
+        with launched(out, hosts, overrides) as job:
+            watch = Watch(job, out, deadline)
+            if disturbed:
+                disturb(watch, hosts)
+            watch.until(lambda: job.poll() is not None, "the end of training")
         if job.returncode != 0:
             raise DemoFailed(f"horovodrun ended with status {job.returncode}")
     return checked(out / "summary.json", disturbed)
 
 
-def disturb(watch: Watch) -> None:
+def disturb(watch: Watch, hosts: Hosts) -> None:
     """The story, told where it happens. Slowness comes and goes by the fault schedule, the rest is done here."""
     watch.until(lambda: watch.step() >= SLOW_FROM, f"global step {SLOW_FROM}")
     watch.tell(f"worker {SLOW} takes {FACTOR} times as long from now on; in allreduce all wait for it")
     watch.until(lambda: watch.mode() == "gba", "the change to gba")
     watch.tell(f"the job has changed to gba by itself; nobody waits for worker {SLOW} any more")
-    replaced(watch, 2)
+    replaced(watch, kill_a_worker(watch, 2))
     watch.until(lambda: watch.step() >= SLOW_TO, f"global step {SLOW_TO}")
     watch.tell(f"worker {SLOW} is as fast as the others again")
     watch.until(lambda: watch.mode() == "allreduce", "the change back to allreduce")
     watch.tell("the job has changed back to allreduce by itself")
-    replaced(watch, 1)
+    victim = kill_a_worker(watch, 1, hosts.separate)
+    replaced(watch, victim)
+    watch.tell("it is on a host of its own, and its share of the rows has moved there")
+    lose_a_host(watch, victim.host, hosts)
 
 
-def replaced(watch: Watch, rank: int) -> None:
-    """Kill a worker and wait for the replacement that Horovod starts."""
+def kill_a_worker(watch: Watch, rank: int, before: Callable[[str], None] = lambda name: None) -> Worker:
+    """Returns the worker that was killed. before: done just before, with the name of its host."""
     mode, first = watch.mode(), watch.step()
     watch.until(lambda: watch.step() >= first + STEPS_BETWEEN, f"{STEPS_BETWEEN} more steps")
-    before = set(watch.pids().values())
-    victim = watch.pids()[rank]
-    os.kill(victim, signal.SIGKILL)
-    watch.tell(f"worker {rank} (process {victim}) killed with SIGKILL, in {mode}; its host may come back in a second")
-
-    def joined() -> set[int]:
-        now = set(watch.pids().values())
-        return now - before if watch.n_workers() == len(now) == WORKERS and victim not in now else set()
-
-    watch.until(lambda: bool(joined()), "a replacement")
-    watch.tell(f"a replacement has joined (process {min(joined())})")
+    victim = next(worker for worker in watch.workers() if worker.rank == rank)
+    before(victim.host)
+    os.kill(victim.pid, signal.SIGKILL)
+    what = f"worker {rank} (process {victim.pid}) killed with SIGKILL, in {mode}"
+    watch.tell(f"{what}; its host may come back in a second")
+    return victim
 
 
-@contextmanager
-def launched(out: Path, scratch: Path, overrides: list[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """`horovodrun` on three "hosts" that are all this machine; on the way out every process it started is gone."""
-    discovery = scratch / "hosts.sh"
-    discovery.write_text("\n".join(["#!/bin/sh", *(f"echo {name}:1" for name in host_names()), ""]))
-    discovery.chmod(0o700)
-    command = [
-        str(Path(sys.executable).with_name("horovodrun")),
-        *("-np", str(WORKERS), "--min-np", "1", "--max-np", str(WORKERS), "--host-discovery-script", str(discovery)),
-        *("--blacklist-cooldown-range", "1", "2", "--network-interface", "lo"),
-        *(sys.executable, "-u", str(EXAMPLES / "train_ctr.py"), "--out", str(out)),
-        *("--config", str(EXAMPLES / "configs" / "demo.yaml"), "--faults", str(out / "faults.json"), *overrides),
-    ]
-    with open(out / "output.log", "wb") as log:
-        job = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-            env={"OMP_NUM_THREADS": "1", **os.environ},
-        )  # fmt: skip
-        try:
-            yield job
-        finally:
-            for impatient in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(impatient, signal.SIG_IGN)  # what follows ends by itself, and must not be cut short
-            if job.poll() is None:
-                print("Ending the job ...", file=sys.stderr, flush=True)
-            _end(job)
+def lose_a_host(watch: Watch, name: str, hosts: Hosts) -> None:
+    """Kill worker, companion server and keeper of a host at once, and remove its memory; wait for its rows."""
+    first, n_restored = watch.step(), len(watch.recovery("rows_restored"))
+    watch.until(
+        lambda: watch.step() >= first + STEPS_BETWEEN and watch.mode() == "allreduce", f"{STEPS_BETWEEN} more steps"
+    )
+    watch.until(lambda: bool(watch.recovery("checkpoint")), "a checkpoint")
+    (victim,) = (worker for worker in watch.workers() if worker.host == name)
+    killed = {victim.pid} | hosts.processes_of_separate()
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(hosts.second, ignore_errors=True)
+    watch.tell(f"that host is lost: its {len(killed)} processes killed with SIGKILL, the rows in its memory gone")
+    watch.until(lambda: len(watch.recovery("rows_restored")) > n_restored, "the return of its rows")
+    told = watch.recovery("rows_restored")[-1]
+    watch.tell(
+        f"{told['rows_restored']:,} rows are back from the checkpoint, {told['age']:.0f} steps old; the others stayed "
+        f"as they were (portion of lost samples {told['pls']:.5f})"
+    )
+    replaced(watch, victim)
 
 
-def host_names() -> list[str]:
-    """Three names of this machine. Horovod excludes whole hosts after a failure, so each worker gets one of its own."""
-    addresses = [a.address for of in psutil.net_if_addrs().values() for a in of if a.family == socket.AF_INET]
-    resolves = []
-    try:
-        if socket.gethostbyname(socket.gethostname()) in addresses:
-            resolves = [socket.gethostname()]
-    except OSError:
-        pass  # the name is not in /etc/hosts
-    names = list(dict.fromkeys(["localhost", "127.0.0.1", *resolves, *addresses]))
-    if len(names) < WORKERS:
-        raise DemoFailed(f"this machine has only the names {names}: put its host name into /etc/hosts")
-    return names[:WORKERS]
+def replaced(watch: Watch, victim: Worker) -> None:
+    """Wait for the replacement that Horovod starts on the host."""
 
+    def joined() -> Worker | None:
+        now = watch.workers()
+        new = [worker for worker in now if worker.host == victim.host and worker.pid != victim.pid]
+        return new[0] if new and watch.n_workers() == len(now) == WORKERS else None
 
-class Watch:
-    """Waits for conditions while it shows what the chief prints. Gives up when the job ends or the time is over."""
-
-    def __init__(self, job: subprocess.Popen[bytes], out: Path, deadline: float) -> None:
-        self.job, self.out, self.deadline = job, out, deadline
-        self._shown = 0
-
-    def until(self, condition: Callable[[], bool], awaited: str) -> None:
-        while not condition():
-            self._show()
-            if self.job.poll() is not None and not condition():
-                raise DemoFailed(f"the job ended with status {self.job.returncode} while waiting for {awaited}")
-            if time.monotonic() > self.deadline:
-                raise DemoFailed(f"no time left while waiting for {awaited}")
-            time.sleep(0.05)
-        self._show()
-
-    def step(self) -> int:
-        return int(self._pulse("step.json").get("step", -1))
-
-    def mode(self) -> str:
-        return str(self._pulse("step.json").get("mode", ""))
-
-    def n_workers(self) -> int:
-        return int(self._pulse("step.json").get("workers", 0))
-
-    def pids(self) -> dict[int, int]:
-        """The process of each rank."""
-        found = {}
-        for file in (self.out / "pulse").glob("worker-*.json"):
-            if worker := self._pulse(file.name):
-                found[int(worker["rank"])] = int(worker["pid"])
-        return found
-
-    def tell(self, what: str) -> None:
-        self._show()
-        print(f"--- step {self.step()}: {what} ---", flush=True)
-
-    def _pulse(self, name: str) -> dict[str, Any]:
-        try:
-            values: dict[str, Any] = json.loads((self.out / "pulse" / name).read_text())
-        except FileNotFoundError:
-            return {}
-        return values
-
-    def _show(self) -> None:
-        with open(self.out / "output.log", "rb") as log:
-            log.seek(self._shown)
-            new = log.read()
-        whole = new[: new.rfind(b"\n") + 1]
-        self._shown += len(whole)
-        for line in whole.decode(errors="replace").splitlines():
-            if line.startswith(CHIEF):
-                print(line.removeprefix(CHIEF), flush=True)
+    watch.until(lambda: joined() is not None, "a replacement")
+    new = joined()
+    watch.tell(f"a replacement has joined{'' if new is None else f' (process {new.pid})'}")
 
 
 def checked(path: Path, disturbed: bool) -> dict[str, Any]:
@@ -224,11 +154,16 @@ def checked(path: Path, disturbed: bool) -> dict[str, Any]:
     account = {name: summary[f"samples_{name}"] for name in ("total", "applied", "dropped", "lost")}
     if account["applied"] + account["dropped"] + account["lost"] != account["total"]:
         raise DemoFailed(f"the account of samples does not add up: {account}")
-    if disturbed and summary["restarts"] < 2:
-        raise DemoFailed(f"two workers were killed, yet {summary['restarts']} restarts were counted")
+    if disturbed and summary["restarts"] < 3:
+        raise DemoFailed(f"two workers were killed and a host lost, yet {summary['restarts']} restarts were counted")
     changes = [(switch["from"], switch["to"]) for switch in summary["switches"]]
     if disturbed and changes[:2] != [("allreduce", "gba"), ("gba", "allreduce")]:
         raise DemoFailed(f"the job was to change to gba and back by itself, its changes were {changes}")
+    if not summary["checkpoints"]["count"]:
+        raise DemoFailed(f"the job was to be saved, its checkpoints were {summary['checkpoints']}")
+    back = [one for one in summary["recoveries"] if one["rows_restored"] and not one["rows_lost"]]
+    if disturbed and not back:
+        raise DemoFailed(f"the rows of the lost host were to come back, its recoveries were {summary['recoveries']}")
     if summary["auc"] is None or summary["auc"] < summary["auc_bayes"] - AUC_MARGIN:
         raise DemoFailed(
             f"AUC {summary['auc']} is not within {AUC_MARGIN} of the best possible, {summary['auc_bayes']}"
@@ -251,6 +186,12 @@ def outcome(summary: dict[str, Any], out: Path) -> str:
         ("Steps", f"{summary['steps']:,} on {course}"),
         *(("Switch", _switch_words(switch)) for switch in summary["switches"]),
     ]
+    saved = summary["checkpoints"]
+    lines.append(("Checkpoints", f"{saved['count']}, the newest of step {saved['last']['saved_step']:,}"))
+    for one in summary["recoveries"]:
+        rows = f"{one['rows_restored']:,} rows restored, {one['rows_lost']:,} lost"
+        pls = "" if one["pls"] is None else f"; portion of lost samples {one['pls']:.5f}"
+        lines.append(("Lost host", f"at step {one['step']:,}: {rows}{pls}"))
     if stale["max"] is not None:
         lines.append(("Staleness", f"{stale['mean']:.2f} steps on average, at most {stale['max']}, while in gba"))
     lines.append(("Summary", f"{out / 'summary.json'}, everything printed: {out / 'output.log'}"))
@@ -262,28 +203,6 @@ def outcome(summary: dict[str, Any], out: Path) -> str:
 def _switch_words(switch: dict[str, Any]) -> str:
     why = switch["reason"].removeprefix(f"to {switch['to']}: ")
     return f"to {switch['to']} at step {switch['step']:,}: {why}"
-
-
-def _end(job: subprocess.Popen[bytes]) -> None:
-    """End the launcher, which ends its workers; kill what is left of either."""
-    if job.poll() is not None:
-        return
-    family = psutil.Process(job.pid).children(recursive=True)
-    job.terminate()
-    try:
-        job.wait(timeout=15)
-    except subprocess.TimeoutExpired:
-        family += psutil.Process(job.pid).children(recursive=True)
-        job.kill()
-        job.wait()
-    # The senders of MLflow records outlive the workers by a few seconds, to deliver the last ones.
-    _, left = psutil.wait_procs(family, timeout=20)
-    for process in left:  # psutil compares start times, so a process number in use again is not touched
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs(left, timeout=5)
 
 
 def _last_line(log: Path, start: str) -> str:

@@ -13,8 +13,14 @@ is faster just now; allreduce, gba, bsp, async, hop_bs, hop_bw) and changes as `
 The other settings of the section are those of `gba_hvd.GBACallback`. `--faults FILE.json` slows, stops or kills workers
 as planned (`gba_hvd.FaultSchedule`), e.g. {"faults": [{"kind": "slow", "worker": 1, "factor": 3, "from_step": 100}]}.
 
+With a section `checkpoint` the job is saved while it trains, gets the rows of a lost host back, and goes on from the
+newest checkpoint when all of it was lost and the same command is given again:
+
+    horovodrun -np 3 python examples/train_ctr.py --config FILE.yaml checkpoint.url=FOLDER checkpoint.every_steps=500
+
 OUT/summary.json says how it ended: test AUC and log loss, the account of samples, restarts, each switch with its
-reason, how stale the micro-batches of asynchronous modes were, how many were refused (not finite) or given out again.
+reason, how stale the micro-batches of asynchronous modes were, how many were refused (not finite) or given out again,
+how many checkpoints were saved, and which rows came back from them.
 
 The loop is `train` below; around it are settings (ctr/config.py), data (ctr/datasets.py) and models (ctr/*.py).
 """
@@ -26,6 +32,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,11 +47,13 @@ from ctr.config import JobConfig, load
 from ctr.datasets import open_splits, prepared_splits
 from ctr.plan import most_steps, plan
 from ctr.pulse import Pulse
+from ctr.recovery_log import RecoveryLog, recovery_summary
 from ctr.switch_log import SwitchLog, staleness_summary
 from gba_hvd.callbacks import Callback
 from gba_hvd.errors import GbaError
 from gba_hvd.faults import FaultSchedule
 from gba_hvd.tracking import MLflowCallback, ProgressLine
+from recovery.callback import CheckpointCallback
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -107,12 +116,14 @@ def run(config: JobConfig, out: Path, faults: FaultSchedule) -> None:
         model, optimizer, epoch=0, scheduler=scheduler, best={}, auc_last=None, epochs_done=0, epochs_without_gain=0,
         started_unix_s=time.time(), seconds=0.0,
     )  # fmt: skip
-    switch_log = SwitchLog()
-    callbacks: list[Callback] = [
-        ProgressLine(total_steps=most_steps(config, len(splits.train))), Pulse(out), switch_log,
+    switch_log, recovery_log = SwitchLog(), RecoveryLog(out)
+    callbacks: list[Callback | CheckpointCallback] = [
+        ProgressLine(total_steps=most_steps(config, len(splits.train))), Pulse(out), switch_log, recovery_log,
     ]  # fmt: skip
     if config.switching is not None:
         callbacks.append(config.switching.callback())
+    if config.checkpoint is not None:
+        callbacks.append(config.checkpoint.callback())
     if faults.faults:
         callbacks.append(faults)
     if config.mlflow:
@@ -153,15 +164,14 @@ def run(config: JobConfig, out: Path, faults: FaultSchedule) -> None:
 
     train(state)
     if state.world.rank == 0:
-        write_summary(out, config, state, splits.auc_bayes, switch_log.switches)
+        told = {"switches": switch_log.switches, **recovery_summary(recovery_log.events())}
+        write_summary(out, config, state, splits.auc_bayes, told)
 
 
-def write_summary(
-    out: Path, config: JobConfig, state: Any, auc_bayes: float | None, switches: list[dict[str, Any]]
-) -> None:
+def write_summary(out: Path, config: JobConfig, state: Any, auc_bayes: float | None, told: Mapping[str, Any]) -> None:
     """The test figures are those of the epoch with the best validation AUC, measured on that epoch's weights.
 
-    auc_last: test AUC after the last epoch; None if training stopped early.
+    told: switches, checkpoints, recoveries. auc_last: test AUC after the last epoch; None if training stopped early.
     """
     summary = {
         "name": config.name,
@@ -178,7 +188,7 @@ def write_summary(
         "refused": state.engine.refused,
         "reissued": state.engine.reissued,
         "staleness": staleness_summary(state.engine.staleness),
-        "switches": switches,
+        **told,
         "restarts": state.engine.restarts,
         "workers": state.world.size,
         "steps": state.step,

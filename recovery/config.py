@@ -47,8 +47,8 @@ class Config:
     r: float = 0.125
     ssu_period: int = 2
     budget_bytes: int = 256 << 20
-    section_bytes: int = 8 << 20
-    blob_bytes: int = 64 << 20
+    section_bytes: int = 2 << 20
+    blob_bytes: int = 32 << 20
     rate_bytes_s: float | None = None
     threads: int = 1
     readers: int = 4

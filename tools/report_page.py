@@ -9,14 +9,16 @@ import base64
 import math
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gba_hvd.tracking.gauges import mean_staleness
 from gba_hvd.tracking.plots import MODE_COLOURS, THROUGHPUT, WORKERS, draw_plots
 from gba_hvd.tracking.story import by_mode
+
+from . import report_timeline
+from .report_tables import Html, date, duration, section
 
 if TYPE_CHECKING:
     from gba_hvd.tracking.story import Story
@@ -27,7 +29,6 @@ _CAPTIONS = {
     "workers": "Pace of every worker: lower is faster.",
     "staleness": "Staleness, and what it cost.",
 }
-_MANY = 200  # events of a table; the rest is counted
 
 
 def page(story: Story) -> str:
@@ -37,16 +38,18 @@ def page(story: Story) -> str:
         _head(story),
         _tiles(story),
         pictures.get("throughput"),
-        _switches(story),
+        report_timeline.switches(story),
         _modes(story),
         pictures.get("learning_curves"),
         pictures.get("workers"),
         pictures.get("staleness"),
         _staleness(story),
         _account(story),
-        _events(story),
+        report_timeline.recoveries(story),
+        report_timeline.checkpoints(story),
+        report_timeline.events(story),
         _parameters(story),
-        f"<footer>{escape(story.source)} &middot; written {_date(time.time() * 1000)} by gba-hvd report</footer>",
+        f"<footer>{escape(story.source)} &middot; written {date(time.time() * 1000)} by gba-hvd report</footer>",
     ]
     body = "\n".join(part for part in parts if part)
     return (
@@ -62,9 +65,9 @@ def page(story: Story) -> str:
 def _head(story: Story) -> str:
     facts = [f"job {story.job_id}"] if story.job_id else []
     if story.started_ms is not None:
-        facts.append(f"started {_date(story.started_ms)}")
+        facts.append(f"started {date(story.started_ms)}")
         if story.ended_ms is not None:
-            facts.append(f"took {_duration((story.ended_ms - story.started_ms) / 1000)}")
+            facts.append(f"took {duration((story.ended_ms - story.started_ms) / 1000)}")
     kind = {"FINISHED": "good", "RUNNING": "busy"}.get(story.status, "bad")
     reason = f'<p class="reason">{escape(story.reason)}</p>' if story.reason else ""
     return (
@@ -93,6 +96,10 @@ def _tiles(story: Story) -> str:
         share = account["dropped"] / max(1, account["total"])
         tiles.append(("samples dropped", f"{share:.2%}" if account["dropped"] else "none"))
         tiles.append(("samples lost", f"{account['lost']:,}" if account["lost"] else "none"))
+    if story.checkpoints:
+        tiles.append(("checkpoints", f"{len(story.checkpoints):,}"))
+    if story.recoveries:
+        tiles.append(("recoveries", f"{len(story.recoveries):,}"))
     if staleness:
         tiles.append(("staleness, mean", f"{mean_staleness(staleness):.2f}"))
     return '<section class="tiles">' + "".join(
@@ -117,25 +124,12 @@ def _modes(story: Story) -> str:
         return ""
     total = sum(one.steps for one in modes)
     rows = [
-        [_Html(f'<i style="background:{MODE_COLOURS.get(one.mode, "#eee")}"></i> {escape(one.mode)}'),
+        [Html(f'<i style="background:{MODE_COLOURS.get(one.mode, "#eee")}"></i> {escape(one.mode)}'),
          f"{one.steps:,}", f"{one.steps / total:.1%}", str(one.visits),
          "-" if one.samples_per_s is None else f"{one.samples_per_s:,.0f}"]
         for one in modes
     ]  # fmt: skip
-    return _section("Time in each mode", ["mode", "steps", "share", "times entered", "samples/s"], rows, "lrrrr")
-
-
-def _switches(story: Story) -> str:
-    rows = []
-    for event in story.events_of("switch", "switch_failed"):
-        data = event.get("data", {})
-        done = event["event"] == "switch"
-        seconds = f"{float(data['seconds']):.3f}" if "seconds" in data else "-"
-        rows.append([
-            f"{event.get('step', 0):,}", str(data.get("from", "allreduce")), str(data.get("to", "?")), seconds,
-            str(data.get("reason") or event.get("message", "")) if done else f"failed: {event.get('message', '')}",
-        ])  # fmt: skip
-    return _section("Switches", ["step", "from", "to", "seconds", "reason"], rows, "rllrl")
+    return section("Time in each mode", ["mode", "steps", "share", "times entered", "samples/s"], rows, "lrrrr")
 
 
 def _account(story: Story) -> str:
@@ -150,7 +144,7 @@ def _account(story: Story) -> str:
         "total": "every sample of the epochs that were trained",
     }
     rows = [[name, f"{account[name]:,}", f"{account[name] / total:.2%}", text] for name, text in words.items()]
-    return _section("Where every sample went", ["", "samples", "share", ""], rows, "lrrl")
+    return section("Where every sample went", ["", "samples", "share", ""], rows, "lrrl")
 
 
 def _staleness(story: Story) -> str:
@@ -159,66 +153,15 @@ def _staleness(story: Story) -> str:
         return ""
     total, most = sum(histogram.values()), max(histogram.values())
     rows: list[list[str]] = [
-        [f"{steps}", f"{n:,}", f"{n / total:.2%}", _Html(f'<u style="width:{100 * n / most:.1f}%"></u>')]
+        [f"{steps}", f"{n:,}", f"{n / total:.2%}", Html(f'<u style="width:{100 * n / most:.1f}%"></u>')]
         for steps, n in histogram.items()
     ]
-    return _section("Staleness", ["steps", "micro-batches", "share", ""], rows, "rrrl")
-
-
-def _events(story: Story) -> str:
-    shown = [event for event in story.events if event.get("event") not in ("switch", "switch_failed")]
-    first = story.started_ms
-    rows = []
-    for event in shown[:_MANY]:
-        at = "-" if first is None or "unix_s" not in event else _duration(float(event["unix_s"]) - first / 1000)
-        kind = str(event.get("event", "")).replace("_", " ")
-        rows.append([at, f"{event.get('step', 0):,}", kind, str(event.get("message", ""))])
-    if len(shown) > _MANY:
-        rows.append(["", "", "", f"... and {len(shown) - _MANY:,} more"])
-    return _section("Membership and other events", ["after", "step", "what", "message"], rows, "rrll")
+    return section("Staleness", ["steps", "micro-batches", "share", ""], rows, "rrrl")
 
 
 def _parameters(story: Story) -> str:
     rows = [[key, value] for key, value in sorted(story.params.items())]
-    return _section("Parameters", ["name", "value"], rows, "ll")
-
-
-# --- words and tables ------------------------------------------------------------------------------------------------
-
-
-class _Html(str):
-    """Text that is HTML already."""
-
-
-def _section(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], sides: str) -> str:
-    rows = list(rows)
-    if not rows:
-        return ""
-    kinds = [' class="n"' if side == "r" else "" for side in sides]
-    head = "".join(f"<th{kind}>{escape(text)}</th>" for text, kind in zip(headings, kinds, strict=True))
-    body = "\n".join(
-        "<tr>" + "".join(f"<td{kind}>{_cell(cell)}</td>" for cell, kind in zip(row, kinds, strict=True)) + "</tr>"
-        for row in rows
-    )
-    return (
-        f"<section><h2>{escape(title)}</h2><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></section>"
-    )
-
-
-def _cell(text: Any) -> str:
-    return text if isinstance(text, _Html) else escape(str(text))
-
-
-def _date(ms: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ms / 1000))
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{max(0.0, seconds):.1f} s"
-    whole = round(seconds)
-    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+    return section("Parameters", ["name", "value"], rows, "ll")
 
 
 _STYLE = """

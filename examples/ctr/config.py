@@ -20,6 +20,8 @@ from gba_hvd import GBACallback
 from gba_hvd.errors import BadInput
 from gba_hvd.switching import Options
 from gba_hvd.tokens import Discipline
+from recovery.callback import CheckpointCallback
+from recovery.config import Config as Saving
 
 Section = TypeVar("Section")
 
@@ -186,6 +188,32 @@ class Switching:
 
 
 @dataclass(frozen=True)
+class Checkpoint:
+    """Where and how often the job is saved: see `recovery.callback.CheckpointCallback`. Without this section: never."""
+
+    url: str = ""  # a folder, or what fsspec knows, such as s3://bucket/job; one for each job
+    every_s: float = 300.0  # whichever comes first
+    every_steps: int | None = None
+    resume: bool = True  # go on from the newest checkpoint there
+    takeover: bool = False  # write there although another job does
+    policy: str = Saving.policy  # which rows a save takes once there is a base: full, delta, mfu, scar
+    r: float = Saving.r  # share of a table's rows that mfu and scar take
+    bits: int | None = Saving.bits  # 8 or 4: partial saves are quantised
+    keep_last: int = Saving.keep_last
+    rate_bytes_s: float | None = Saving.rate_bytes_s
+
+    def __post_init__(self) -> None:
+        _require(bool(self.url), "checkpoint.url: needed, a folder or an address such as s3://bucket/job")
+        try:
+            self.callback()
+        except BadInput as error:
+            raise BadInput(f"checkpoint: {error}") from error
+
+    def callback(self) -> CheckpointCallback:
+        return CheckpointCallback(**dataclasses.asdict(self))
+
+
+@dataclass(frozen=True)
 class JobConfig:
     """Everything `train_ctr.py` can be told."""
 
@@ -198,6 +226,7 @@ class JobConfig:
     dense: Dense = field(default_factory=Dense)
     train: Train = field(default_factory=Train)
     switching: Switching | None = None
+    checkpoint: Checkpoint | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for MLflow and the summary."""

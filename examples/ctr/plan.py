@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 
 from ctr.build import row_optimizer, table_shapes
-from ctr.config import JobConfig, Switching
+from ctr.config import Checkpoint, JobConfig, Switching
 from ctr.datasets import Splits
 from gba_hvd.config import Config
 from gba_hvd.faults import Fault
@@ -25,6 +25,8 @@ def plan(config: JobConfig, splits: Splits | None, faults: Sequence[Fault] = ())
         lines += _memory(config, splits.train.tables)
     lines += _steps(config, None if splits is None else len(splits.train))
     lines += _modes(config.switching)
+    if config.checkpoint is not None:
+        lines += _checkpoints(config.checkpoint)
     for number, fault in enumerate(faults):
         details = [f"{name} {value}" for name, value in fault.entry().items() if name != "kind"]
         lines.append(("" if number else "faults", ", ".join([fault.kind, *details])))
@@ -98,6 +100,15 @@ def _modes(switching: Switching | None) -> Iterator[tuple[str, str]]:
         yield "", f"hop_bs: at most {s.slack} micro-batches ahead of the slowest worker"
     if "hop_bw" in visited:
         yield "", f"hop_bw: a step does not wait for the last {s.backups} of the workers"
+
+
+def _checkpoints(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    often = [f"{checkpoint.every_steps:,} steps"] if checkpoint.every_steps else []
+    often.append(f"{checkpoint.every_s:g} s")
+    yield "save", f"to {checkpoint.url} every {' or '.join(often)}"
+    partial = "all rows" if checkpoint.policy == "full" else f"rows chosen by {checkpoint.policy} on top of a full save"
+    start = "goes on from the newest one there" if checkpoint.resume else "begins anew beside those there"
+    yield "", f"{partial}; keeps {checkpoint.keep_last}; {start}"
 
 
 def _shares_text(n_micro: int, n_workers: int) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 from gba_hvd.callbacks import Callback, Event, Job, StepRecord
 from gba_hvd.errors import BadInput
 from gba_hvd.switching import MODES
-from gba_hvd.tracking import gauges
+from gba_hvd.tracking import gauges, recoveries
 from gba_hvd.tracking.plots import LOSS, MODE, THROUGHPUT, WORKERS
 from gba_hvd.tracking.records import metric_key, metrics_records, params_records
 from gba_hvd.tracking.spool import SpoolStatus, SpoolWriter, log_path, read_status, remove
@@ -219,6 +219,11 @@ class MLflowCallback(Callback):
     def _write_event(self, event: Event) -> None:
         values = {"step": event.step, "message": event.message, "data": dict(event.data), "unix_s": event.unix_s}
         self._write({"kind": "event", "event": event.kind, **values})
+        step, found = recoveries.metrics_of(event.kind, event.step, event.data)
+        for record in metrics_records(step, recoveries.ms_of(values), found):
+            self._write(record)
+        if event.kind == "checkpoint":
+            self._write({"kind": "tags", "values": {recoveries.CHECKPOINT_TAG: recoveries.place_of(event.data)}})
 
     def _known_run_id(self) -> str | None:
         if self._run_id is None and self._writer is not None:

@@ -11,6 +11,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -21,6 +22,7 @@ from mlflow.exceptions import MlflowException
 
 from gba_hvd.tracking.delivery import may_speak
 from gba_hvd.tracking.records import Batch, Point, Record, merge_events
+from gba_hvd.tracking.recoveries import RESUMED_FROM, Resume, in_force, is_superseded, pointers, resumes_of_points
 from gba_hvd.tracking.story import Story
 
 JOB_TAG = "gba_hvd.job_id"
@@ -28,6 +30,7 @@ CHIEF_TAG = "gba_hvd.chief"  # stamp of the process that speaks for the run, see
 REASON_TAG = "gba_hvd.status_reason"
 SUPERSEDED_TAG = "gba_hvd.superseded_by"
 EVENTS_FILE = "events.jsonl"
+CHECKPOINTS_FILE = "checkpoints.json"  # where they are; what is in them stays there
 
 
 class RunNotThere(Exception):
@@ -43,7 +46,9 @@ class JobRun:
         self._client = client
         self._stamp = stamp
         self._params: dict[str, str] = dict(run.data.params)
-        self._known_steps: dict[str, set[int]] | None = {} if joined else None
+        # Of points that were there before: metric -> step -> times. None in a run of our own.
+        self._known: dict[str, dict[int, list[int]]] | None = {} if joined else None
+        self._resumes: list[Resume] | None = None
 
     def is_active(self) -> bool | None:
         """False when somebody deleted the run, None when the server cannot be asked."""
@@ -70,13 +75,22 @@ class JobRun:
         return changed
 
     def _has(self, point: Point) -> bool:
-        if self._known_steps is None or point.key.startswith("system/"):
+        if self._known is None or point.key.startswith("system/"):
             return False
-        steps = self._known_steps.get(point.key)
-        if steps is None:
-            steps = {metric.step for metric in self._client.get_metric_history(self.run_id, point.key)}
-            self._known_steps[point.key] = steps
-        return point.step in steps
+        if self._resumes is None:
+            self._resumes = resumes_of_points(self._history_of(RESUMED_FROM))
+        if point.key not in self._known:
+            times: dict[int, list[int]] = {}
+            for one in self._history_of(point.key):
+                times.setdefault(one.step, []).append(one.ms)
+            self._known[point.key] = times
+        known = self._known[point.key].get(point.step, [])
+        if point.key == RESUMED_FROM:  # from one checkpoint a job may go on several times
+            self._resumes += resumes_of_points([point])
+            return point.ms in known
+        # A job that went on from a checkpoint does steps again: points from before that are of lost training.
+        resumes = [one for one in self._resumes if one.ms <= point.ms]
+        return any(not is_superseded(replace(point, ms=ms), resumes) for ms in known)
 
     def claim(self, stamp: str) -> None:
         """Become the process that speaks for the run, unless a later chief already does; then the run is running."""
@@ -112,20 +126,21 @@ class JobRun:
         """Merge `events` with those of earlier chiefs; returns all of them."""
         earlier = self.events()
         merged = merge_events(earlier, events)
+        if (saved := pointers(merged)) != pointers(earlier):
+            self.put_text(CHECKPOINTS_FILE, json.dumps(saved, indent=2) + "\n")
         if merged != earlier:
             self.put_text(EVENTS_FILE, "".join(json.dumps(event) + "\n" for event in merged))
         return merged
 
     def history(self, wanted: Callable[[str], bool]) -> dict[str, list[Point]]:
-        """All points of the metrics whose name is wanted, by step."""
-        keys = [key for key in self._client.get_run(self.run_id).data.metrics if wanted(key)]
-        return {
-            key: [
-                Point(key, metric.value, metric.timestamp, metric.step)
-                for metric in sorted(self._client.get_metric_history(self.run_id, key), key=lambda m: m.step)
-            ]
-            for key in sorted(keys)
-        }
+        """Points of the metrics whose name is wanted, by step, without those superseded by a resume."""
+        names = self._client.get_run(self.run_id).data.metrics
+        resumes = resumes_of_points(self._history_of(RESUMED_FROM)) if RESUMED_FROM in names else []
+        return {key: in_force(self._history_of(key), resumes) for key in sorted(names) if wanted(key)}
+
+    def _history_of(self, key: str) -> list[Point]:
+        history = self._client.get_metric_history(self.run_id, key)
+        return [Point(key, one.value, one.timestamp, one.step) for one in history]
 
     def finish(self, status: str, reason: str, job_id: str) -> None:
         """Set the final status; other runs of this job that were left running are closed as superseded."""

@@ -11,12 +11,16 @@ from typing import Any
 from gba_hvd.switching import MODES
 from gba_hvd.tracking import gauges
 from gba_hvd.tracking.records import Point, Record
+from gba_hvd.tracking.recoveries import events_in_force
 
 LOSS = "train/loss"
 THROUGHPUT = "train/samples_per_s"
 WORKERS = "workers"
 MODE = "mode"  # index into switching.MODES
-_MARKED = {"membership": "#8a6d3b", "worker_lost": "#c0392b", "rows_lost": "#c0392b", "switch_failed": "#c0392b"}
+_MARKED = {
+    "membership": "#8a6d3b", "worker_lost": "#c0392b", "rows_lost": "#c0392b", "switch_failed": "#c0392b",
+    "rows_restored": "#2f8f5b", "resumed": "#2f8f5b",
+}  # fmt: skip
 _INK, _GRID = "#333333", "#dddddd"
 _COLOURS = ("#2c6fbb", "#d1761c", "#2f8f5b", "#8e44ad", "#c0392b", "#5d6d7e", "#b7950b", "#16a085")
 MODE_COLOURS = dict(zip(MODES, ("#dfe7ef", "#cfe8d5", "#f6e3c5", "#f3d0cb", "#e6d6ec", "#d3ebe7"), strict=True))
@@ -49,6 +53,7 @@ def mode_spans(points: Sequence[Point], events: Sequence[Record]) -> list[Span]:
     """
     told = [(point.step, 0, MODES[int(point.value)]) for point in points if 0 <= point.value < len(MODES)]
     last = max((step for step, _, _ in told), default=0)
+    events = events_in_force(events)
     for event in events:
         if event.get("event") == "switch":
             told.append((int(event.get("step", 0)), 1, str(event.get("data", {}).get("to"))))

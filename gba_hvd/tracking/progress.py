@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from gba_hvd.callbacks import Callback, Event, Job, StepRecord
 from gba_hvd.tracking import gauges
 from gba_hvd.tracking.gauges import DROPPED, STALENESS_MEAN, staleness_words, whole_numbers
+from gba_hvd.tracking.recoveries import is_recovery, place_of
 
 # Every worker tells of these; they follow from a cause another worker reports.
 _CONSEQUENCES = frozenset({"HorovodInternalError", "HostsUpdatedInterrupt", "WorkersAvailableException"})
@@ -53,6 +54,8 @@ class ProgressLine(Callback):
         self._readings = gauges.Readings()
         self._account: dict[str, Any] = {}
         self._switches: list[str] = []
+        self._newest_saved = ""
+        self._recoveries: list[str] = []
         self._memberships = 0
         self._started_s = clock()
         self._first_step = 0
@@ -89,6 +92,10 @@ class ProgressLine(Callback):
         self._account |= {key: event.data[key] for key in (*_ACCOUNT, "restarts", "staleness") if key in event.data}
         if event.kind == "switch":
             self._switches.append(f"{event.data.get('to', '?')} at step {event.step:,}")
+        if event.kind == "checkpoint":
+            self._newest_saved = f"of step {event.data.get('saved_step', event.step):,}, {place_of(event.data)}"
+        if is_recovery(event.kind, event.data):
+            self._recoveries.append(recovery_words(event))
         if self._is_speaker() and event.kind != "finished":
             self._print(f"[{event.kind.replace('_', ' ')}] step {event.step:,}: {event.message}")
 
@@ -137,6 +144,10 @@ class ProgressLine(Callback):
             lines.append(f"samples: {self._record.samples_applied:,} applied")
         if self._switches:
             lines.append(f"switches: {', '.join(self._switches)}")
+        if self._newest_saved:
+            lines.append(f"newest checkpoint: {self._newest_saved}")
+        if self._recoveries:
+            lines.append(f"recoveries: {'; '.join(self._recoveries)}")
         if staleness := whole_numbers(self._account.get("staleness")):
             lines.append(f"staleness: {staleness_words(staleness)}")
         if self._metrics:
@@ -207,6 +218,17 @@ def _asynchronous(mode: str, readings: Mapping[str, float]) -> str:
     if readings.get(DROPPED):
         parts.append(f"{readings[DROPPED]:,.0f} samples dropped")
     return ", ".join(parts)
+
+
+def recovery_words(event: Event) -> str:
+    """`step 120: 340 rows restored, PLS 0.0012`, or `resumed at step 120: 340 rows restored`."""
+    data = event.data
+    parts = [f"{data.get('rows_restored', 0):,} rows restored"]
+    if data.get("rows_lost"):
+        parts.append(f"{data['rows_lost']:,} lost")
+    if data.get("pls") is not None:
+        parts.append(f"PLS {data['pls']:.4f}")
+    return f"{'resumed at ' if event.kind == 'resumed' else ''}step {event.step:,}: {', '.join(parts)}"
 
 
 def failure_lines(error: BaseException, job: Job | None, record: StepRecord | None) -> list[str]:

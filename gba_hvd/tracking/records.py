@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -168,11 +169,16 @@ def metric_key(name: str) -> str:
 
 
 def merge_events(*logs: Iterable[Record]) -> list[Record]:
-    """Several processes' events as one log, by time. The same thing told by two workers is kept once."""
+    """Several processes' events as one log, by time. The same thing told by two workers is kept once.
+
+    What is told again after the job went on from a checkpoint happened again.
+    """
+    told = [event for log in logs for event in log]
+    resumed_s = sorted({float(event["unix_s"]) for event in told if event.get("event") == "resumed"})
     kept: dict[tuple[Any, ...], Record] = {}
-    for log in logs:
-        for event in log:
-            # Every worker tells of a switch, each with the seconds it took there; not all know the reason.
-            said = None if event.get("event") == "switch" else event.get("message")
-            kept.setdefault((event.get("event"), event.get("step"), said), event)
+    for event in told:
+        # Every worker tells of a switch, each with the seconds it took there; not all know the reason.
+        said = None if event.get("event") == "switch" else event.get("message")
+        n_resumed = bisect(resumed_s, float(event.get("unix_s", math.inf)))
+        kept.setdefault((n_resumed, event.get("event"), event.get("step"), said), event)
     return sorted(kept.values(), key=lambda event: float(event.get("unix_s", math.inf)))

@@ -15,6 +15,15 @@ from typing import Any
 from gba_hvd.errors import BadInput
 from gba_hvd.tracking.plots import MODE, THROUGHPUT, Span, last_staleness, mode_spans
 from gba_hvd.tracking.records import Point, Record, merge_events
+from gba_hvd.tracking.recoveries import (
+    RESUMED_FROM,
+    Resume,
+    in_force,
+    pointers,
+    recoveries,
+    resumes_of_events,
+    resumes_of_points,
+)
 from gba_hvd.tracking.spool import all_records
 
 _ACCOUNT = ("samples_total", "samples_applied", "samples_dropped", "samples_lost")
@@ -22,7 +31,10 @@ _ACCOUNT = ("samples_total", "samples_applied", "samples_dropped", "samples_lost
 
 @dataclass(frozen=True)
 class Story:
-    """A job as its records tell it. Times in milliseconds since 1970; history by metric, ascending in steps."""
+    """A job as its records tell it. Times in milliseconds since 1970; history by metric, ascending in steps.
+
+    What was superseded, because the job went on from a checkpoint, is not in `history`; of `events` it is.
+    """
 
     title: str
     source: str  # where the records were read
@@ -57,6 +69,19 @@ class Story:
     @property
     def spans(self) -> list[Span]:
         return mode_spans(self.history.get(MODE, ()), self.events)
+
+    @property
+    def resumes(self) -> list[Resume]:
+        return resumes_of_events(self.events)
+
+    @property
+    def checkpoints(self) -> list[Record]:
+        """Where each is, oldest first, see `recoveries.pointers`."""
+        return pointers(self.events)
+
+    @property
+    def recoveries(self) -> list[Record]:
+        return recoveries(self.events)
 
     def events_of(self, *kinds: str) -> list[Record]:
         return [event for event in self.events if event.get("event") in kinds]
@@ -99,7 +124,8 @@ def from_files(path: Path) -> Story:
     Raises BadInput when there is nothing of the kind, or records of several jobs.
     """
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    records = [record for file in files for record in all_records(file)]
+    spools = sorted((list(all_records(file)) for file in files), key=_first_ms)
+    records = [record for spool in spools for record in spool]
     loose = [record for record in records if "kind" not in record and "event" in record]  # an events.jsonl of MLflow
     jobs = [record for record in records if record.get("kind") == "job"]
     if not jobs and not loose:
@@ -133,15 +159,20 @@ def from_files(path: Path) -> Story:
     )
 
 
+def _first_ms(records: Sequence[Record]) -> int:
+    return next((int(record["ms"]) for record in records if "ms" in record), 0)
+
+
 def _history(records: Iterable[Record]) -> dict[str, list[Point]]:
-    history: dict[str, dict[int, Point]] = {}
+    history: dict[str, list[Point]] = {}
     for record in records:
         if record.get("kind") != "metrics":
             continue
         step, ms = int(record["step"]), int(record["ms"])
         for key, value in record["values"].items():
-            history.setdefault(key, {})[step] = Point(key, float(value), ms, step)
-    return {key: [points[step] for step in sorted(points)] for key, points in sorted(history.items())}
+            history.setdefault(key, []).append(Point(key, float(value), ms, step))
+    resumes = resumes_of_points(history.get(RESUMED_FROM, ()))
+    return {key: in_force(points, resumes) for key, points in sorted(history.items())}
 
 
 def read(run: str, tracking_uri: str | None) -> Story:
@@ -173,6 +204,8 @@ def as_json(story: Story) -> dict[str, Any]:
         "steps": story.n_steps, "samples": story.account, "staleness": story.staleness,
         "modes": [vars(one) for one in by_mode(story)],
         "switches": [{"step": e.get("step"), **e.get("data", {})} for e in story.events_of("switch")],
+        "checkpoints": story.checkpoints,
+        "recoveries": story.recoveries,
         "last": {key: points[-1].value for key, points in story.history.items() if points},
         "params": dict(story.params),
     }  # fmt: skip

@@ -9,6 +9,7 @@ import pytest
 from ctr.config import JobConfig, load
 from gba_hvd import GBACallback
 from gba_hvd.errors import BadInput
+from recovery.callback import CheckpointCallback
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "examples" / "configs").glob("*.yaml"))
 
@@ -67,6 +68,14 @@ def test_the_command_line_beats_the_file_and_the_file_beats_the_defaults(tmp_pat
         ),
         ("switching.switch_at.7=bga", r"switching: mode 'bga' is not known"),
         ("switching=gba", r"switching: expected a section with mode, switch_at"),
+        ("checkpoint.every_steps=10", r"checkpoint\.url: needed, a folder or an address"),
+        ("checkpoint={url: c, every_steps: 0}", r"checkpoint: every_s and every_steps must be positive"),
+        ("checkpoint={url: c, policy: mfuu}", r"checkpoint: policy 'mfuu' is not known: choose one of full, delta"),
+        ("checkpoint={url: c, r: 2}", r"checkpoint: r is a share of the rows"),
+        ("checkpoint={url: c, bits: 5}", r"checkpoint: .*5"),
+        ("checkpoint={url: c, resum: false}", r"checkpoint\.resum: no such setting; did you mean checkpoint\.resume\?"),
+        ("checkpoint={url: c, resume: 1}", r"checkpoint\.resume: expected true or false, got 1"),
+        ("checkpoint=folder", r"checkpoint: expected a section with url, every_s"),
         ("model.cross_layers=2", r"model\.cross_layers: belongs to dcn, but model\.kind is deepfm"),
     ],
 )
@@ -108,3 +117,26 @@ def test_a_section_with_nothing_but_a_mode_has_the_defaults_of_the_callback(tmp_
     assert switching is not None
     ours, default = switching.callback(), GBACallback()
     assert (ours.describe(), ours.options) == (default.describe(), default.options)
+
+
+def test_a_job_without_the_section_is_never_saved(tmp_path: Path) -> None:
+    assert load(file_with(tmp_path, "name: test")).checkpoint is None
+    assert load(file_with(tmp_path, "checkpoint:")).checkpoint is None
+
+
+def test_checkpoints_are_read_from_the_file_and_the_command_line(tmp_path: Path) -> None:
+    path = file_with(tmp_path, "checkpoint: {url: s3://bucket/job, every_s: 60, policy: mfu, r: 0.25}\n")
+    checkpoint = load(path, ["checkpoint.every_steps=20", "checkpoint.resume=false", "checkpoint.bits=8"]).checkpoint
+    assert checkpoint is not None
+    callback = checkpoint.callback()
+    assert (callback.url, callback.every_s, callback.every_steps) == ("s3://bucket/job", 60.0, 20)
+    assert (callback.resume, callback.takeover) == (False, False)
+    assert (callback.config.policy, callback.config.r, callback.config.bits) == ("mfu", 0.25, 8)
+
+
+def test_a_section_with_nothing_but_a_place_has_the_defaults_of_the_callback(tmp_path: Path) -> None:
+    checkpoint = load(file_with(tmp_path, "checkpoint: {url: folder}")).checkpoint
+    assert checkpoint is not None
+    ours, default = checkpoint.callback(), CheckpointCallback("folder")
+    assert ours.settings() == default.settings()
+    assert (ours.every_s, ours.every_steps, ours.resume) == (default.every_s, default.every_steps, default.resume)

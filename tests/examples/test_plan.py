@@ -130,3 +130,13 @@ def test_planned_faults_are_part_of_the_plan(tmp_path: Path, capsys: pytest.Capt
     faults.write_text('{"faults": [{"kind": "sloow"}]}')
     assert main(["--config", str(tmp_path / "job.yaml"), "--faults", str(faults), "--dry-run"]) == 1
     assert "did you mean 'slow'?" in capsys.readouterr().err
+
+
+def test_the_plan_says_where_and_how_often_the_job_is_saved(tmp_path: Path) -> None:
+    assert "save " not in plan(config(tmp_path), None)
+    settings = ["checkpoint.url=s3://bucket/job", "checkpoint.every_steps=500", "checkpoint.policy=mfu"]
+    lines = plan(config(tmp_path, *settings), None).splitlines()
+    assert lines[-2:] == [
+        "save      to s3://bucket/job every 500 steps or 300 s",
+        "          rows chosen by mfu on top of a full save; keeps 3; goes on from the newest one there",
+    ]

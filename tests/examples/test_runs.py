@@ -113,6 +113,19 @@ def test_a_run_goes_through_the_modes_it_is_told_to_and_says_so(tmp_path: Path) 
     assert summary["auc"] > 0.7
 
 
+def test_the_same_command_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    saving = [f"checkpoint.url={tmp_path / 'checkpoints'}", "checkpoint.every_steps=20"]
+    first = train(tmp_path, 1, *saving, "train.epochs=1")
+    assert first["recoveries"] == []
+    assert first["checkpoints"]["last"]["saved_step"] == first["steps"] == 50
+    second = train(tmp_path, 1, *saving)
+    (resumed,) = second["recoveries"]
+    assert (resumed["kind"], resumed["step"], resumed["rows_restored"]) == ("resumed", 50, 250)
+    assert second["checkpoints"]["count"] > first["checkpoints"]["count"]
+    assert second["steps"] == 50 * second["epochs"] > 50
+    assert second["samples_total"] == second["samples_applied"] == 20_000 * second["epochs"]
+
+
 def demo_command(folder: Path, *settings: str) -> list[str]:
     return [sys.executable, str(EXAMPLES / "demo.py"), "--out", str(folder / "demo"), "mlflow=false", *settings]
 
@@ -121,11 +134,17 @@ def demo_command(folder: Path, *settings: str) -> list[str]:
 def test_the_demo_tells_its_story_and_ends_well(tmp_path: Path) -> None:
     shown = run(tmp_path, *demo_command(tmp_path), timeout_s=560)
     summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
-    assert shown.count("killed with SIGKILL") == shown.count("a replacement has joined") == 2
+    assert shown.count("killed with SIGKILL") == shown.count("a replacement has joined") == 3
     assert "killed with SIGKILL, in gba" in shown
     assert "killed with SIGKILL, in allreduce" in shown
     assert [s["to"] for s in summary["switches"][:2]] == ["gba", "allreduce"]
-    assert summary["restarts"] >= 2
+    assert summary["restarts"] >= 3
+    assert "that host is lost" in shown
+    assert "rows are back from the checkpoint" in shown
+    assert summary["checkpoints"]["count"] >= 1
+    assert [one["rows_lost"] for one in summary["recoveries"]] == [0]
+    assert 0 < summary["recoveries"][0]["pls"] < 0.1
+    assert not list((tmp_path / "shards").iterdir())
     account = [summary[f"samples_{name}"] for name in ("applied", "dropped", "lost")]
     assert sum(account) == summary["samples_total"] == 3 * 320_000
     assert summary["auc"] > summary["auc_bayes"] - 0.01

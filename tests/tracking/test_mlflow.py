@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from gba_hvd_tools import cli, mlflow_command
 
+from gba_hvd.callbacks import Event
 from gba_hvd.errors import BadInput
 from gba_hvd.tracking import MLflowCallback, gauges
 from gba_hvd.tracking.spool import all_records, read_status
@@ -263,6 +264,58 @@ def test_a_new_worker_that_becomes_chief_goes_on_in_the_run_it_is_told(database:
     run = only_run(database, "handed-over")
     assert logged_steps(database, run, "train/loss") == [1, 2, 3]
     assert run.info.status == "FINISHED"
+
+
+def test_a_job_that_goes_on_from_a_checkpoint_goes_on_in_its_run(database: str, tmp_path: Path):
+    settings = dict(tracking_uri=database, spool_dir="spool", log_every_steps=1, system_metrics=False)
+    first = Worker(tmp_path, **settings)
+    first("on_job", dataclasses.asdict(job("resumed", lr=1)))
+    for k in range(1, 4):
+        first("on_step", dataclasses.asdict(step(k, loss=1.0)))
+    wait_until("the run is there", lambda: runs(database, "resumed"))
+    at_step_3 = first("state_dict")
+    where = {"url": str(tmp_path / "checkpoints"), "manifest": "manifests/1-3.json", "saved_step": 3, "kind": "full"}
+    facts = {**where, "n_bytes": 2000, "rows": 9, "seconds": 0.5}
+    first("on_event", dataclasses.asdict(Event("checkpoint", 3, "step 3 saved", facts)))
+    for k in range(4, 7):
+        first("on_step", dataclasses.asdict(step(k, loss=1.0)))
+    first.kill()
+    wait_until("FAILED", lambda: only_run(database, "resumed").info.status == "FAILED")
+
+    second = Worker(tmp_path, **settings)
+    second("load_state_dict", {**at_step_3, "run_id": None})  # found by the job's name
+    second("on_job", dataclasses.asdict(job("resumed", lr=1)))
+    told = {"manifest": "manifests/1-3.json", "rows_restored": 500, "seconds": 0.1}
+    second("on_event", dataclasses.asdict(Event("resumed", 3, "going on at step 3", told)))
+    for k in range(4, 9):
+        second("on_step", dataclasses.asdict(step(k, loss=2.0)))
+    second("on_metrics", 6, {"valid_auc": 0.7})
+    lost = {"rows_restored": 340, "rows_lost": 0, "pls": 0.0025, "age": 3.0}
+    second("on_event", dataclasses.asdict(Event("rows_restored", 8, "340 rows came back", lost)))
+    facts |= {"saved_step": 8, "kind": "delta", "n_bytes": 300, "manifest": "manifests/2-8.json"}
+    second("on_event", dataclasses.asdict(Event("checkpoint", 8, "step 8 saved", facts)))
+    second("on_end", "FINISHED", None)
+    second.leave()
+
+    run = only_run(database, "resumed")
+    assert run.info.status == "FINISHED"
+    assert logged_steps(database, run, "train/loss") == [1, 2, 3, 4, 4, 5, 5, 6, 6, 7, 8]  # MLflow keeps everything
+    history = read("resumed", database).history["train/loss"]
+    assert [(point.step, point.value) for point in history] == [(k, 1.0 if k <= 3 else 2.0) for k in range(1, 9)]
+    values = run.data.metrics
+    assert (values["resumed_from_step"], values["rows_restored"], values["rows_lost"], values["pls"]) == (
+        3,
+        340,
+        0,
+        0.0025,
+    )
+    assert (
+        logged_steps(database, run, "checkpoint_bytes") == logged_steps(database, run, "checkpoint_seconds") == [3, 8]
+    )
+    assert run.data.tags["gba_hvd.checkpoint"] == f"{tmp_path}/checkpoints/manifests/2-8.json"
+    saved = json.loads(artifact(database, run, "checkpoints.json", tmp_path / "down"))
+    assert [(one["step"], one["kind"], one["bytes"]) for one in saved] == [(3, "full", 2000), (8, "delta", 300)]
+    assert {one["url"] for one in saved} == {where["url"]}
 
 
 def test_a_server_that_never_comes_leaves_the_spool_and_the_command_that_sends_it(

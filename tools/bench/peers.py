@@ -6,6 +6,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Sequence
 from pathlib import Path
 
 PEERS = Path(__file__).resolve().parents[2] / ".peers"
@@ -23,21 +24,33 @@ TORCHREC = (
     "typing-inspect==0.9.0",
 )
 
+TORCHSNAPSHOT = ("torchsnapshot==0.1.0", "aiofiles==25.1.0", "nest-asyncio==1.6.0")
+
 
 def torchrec_python() -> Path:
-    """The Python that has TorchRec 1.8; takes torch and everything else from the project's environment."""
-    home = PEERS / "torchrec"
+    """The Python that has TorchRec 1.8. Raises CalledProcessError when it cannot be installed."""
+    return _python("torchrec", TORCHREC)
+
+
+def torchsnapshot_python() -> Path:
+    """The Python that has torchsnapshot. Raises CalledProcessError when it cannot be installed."""
+    return _python("torchsnapshot", TORCHSNAPSHOT)
+
+
+def _python(module: str, packages: Sequence[str]) -> Path:
+    """Of an environment with these packages, which takes torch and everything else from the project's."""
+    home = PEERS / module
     python, ready = home / "bin" / "python", home / ".ready"
-    wanted = "\n".join((sys.executable, *TORCHREC))
+    wanted = "\n".join((sys.executable, *packages))
     if ready.exists() and ready.read_text() == wanted:
         return python
-    print(f"installing TorchRec into {home} (once)", flush=True)
+    print(f"installing {packages[0]} into {home} (once)", flush=True)
     venv.create(home, with_pip=False, clear=True)
     (PEERS / ".gitignore").write_text("*\n")
-    packages = Path(sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)}))
-    (packages / "project.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)}))
+    (site / "project.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps"]
-    subprocess.run([*pip, *TORCHREC], check=True)
-    subprocess.run([str(python), "-W", "ignore", "-c", "import torchrec"], check=True)
+    subprocess.run([*pip, *packages], check=True)
+    subprocess.run([str(python), "-W", "ignore", "-c", f"import {module}"], check=True)
     ready.write_text(wanted)
     return python

@@ -1,0 +1,136 @@
+"""Checkpoints and recoveries, as records tell of them: their metrics, the pointers to them, and what was superseded.
+
+When a whole job goes on from the checkpoint of step k, what the records hold of later steps is of training that was
+lost. MLflow can neither delete nor change a point, so a point of the metric `resumed_from_step` speaks for all of them:
+its value is k, its time is when the job went on. A point of a step above k and of an earlier time is *superseded*. This
+is one small point however many it speaks of; no later resume overwrites it, as it would a tag; it comes in order with
+the points around it; and whoever reads the run with other tools can apply the same rule. Readers here leave superseded
+points out.
+
+Pure functions over plain values; no file, no MLflow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gba_hvd.tracking.records import Point, Record
+
+RESUMED_FROM = "resumed_from_step"
+CHECKPOINT_TAG = "gba_hvd.checkpoint"  # where the newest one is
+KINDS = ("resumed", "rows_restored", "rows_lost")  # of events that are recoveries
+_OF_CHECKPOINT = {"seconds": "checkpoint_seconds", "n_bytes": "checkpoint_bytes"}
+_OF_RECOVERY = ("rows_restored", "rows_lost", "pls")
+_MEASURED_ANYWAY = "system/"  # of hosts, not of training: never superseded
+
+
+def metrics_of(kind: str, step: int, data: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
+    """The metrics that an event stands for, and their step: that of the saved state, for a checkpoint."""
+    if kind == "checkpoint":
+        found = {name: float(data[key]) for key, name in _OF_CHECKPOINT.items() if key in data}
+        return int(data.get("saved_step", step)), found
+    if not is_recovery(kind, data):
+        return step, {}
+    found = {name: float(data[name]) for name in _OF_RECOVERY if data.get(name) is not None}
+    if kind == "resumed":
+        found[RESUMED_FROM] = float(step)
+    return step, found
+
+
+def is_recovery(kind: str, data: Mapping[str, Any]) -> bool:
+    """Rows that are lost although others came back are told by the event of those, too."""
+    return kind in KINDS and not (kind == "rows_lost" and bool(data.get("rows_restored")))
+
+
+def place_of(data: Mapping[str, Any]) -> str:
+    """A checkpoint as one address, from the data of its event."""
+    return f"{str(data.get('url', '')).rstrip('/')}/{data.get('manifest', '')}"
+
+
+# --- what was superseded ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Resume:
+    """The job went on from `step` at `ms` since 1970."""
+
+    step: int
+    ms: int
+
+    def supersedes(self, step: int, ms: float) -> bool:
+        return step > self.step and ms < self.ms
+
+
+def resumes_of_points(points: Iterable[Point]) -> list[Resume]:
+    """From the history of `resumed_from_step`."""
+    return sorted({Resume(int(point.value), point.ms) for point in points}, key=lambda one: one.ms)
+
+
+def resumes_of_events(events: Iterable[Record]) -> list[Resume]:
+    told = [event for event in events if event.get("event") == "resumed"]
+    return sorted({Resume(int(e.get("step", 0)), ms_of(e)) for e in told if "unix_s" in e}, key=lambda one: one.ms)
+
+
+def ms_of(event: Mapping[str, Any]) -> int:
+    return int(1000 * float(event["unix_s"]))
+
+
+def is_superseded(point: Point, resumes: Sequence[Resume]) -> bool:
+    if point.key.startswith(_MEASURED_ANYWAY) or point.key == RESUMED_FROM:
+        return False
+    return any(resume.supersedes(point.step, point.ms) for resume in resumes)
+
+
+def in_force(points: Iterable[Point], resumes: Sequence[Resume]) -> list[Point]:
+    """Points without the superseded ones; of a step, the newest. Ascending in steps."""
+    kept: dict[int, Point] = {}
+    for point in points:
+        if not is_superseded(point, resumes) and (point.step not in kept or point.ms >= kept[point.step].ms):
+            kept[point.step] = point
+    return [kept[step] for step in sorted(kept)]
+
+
+def events_in_force(events: Iterable[Record]) -> list[Record]:
+    """Events without those of steps that were done again."""
+    told = list(events)
+    resumes = resumes_of_events(told)
+    return [event for event in told if not is_event_superseded(event, resumes)]
+
+
+def is_event_superseded(event: Record, resumes: Sequence[Resume]) -> bool:
+    if "unix_s" not in event:
+        return False
+    return any(resume.supersedes(int(event.get("step", 0)), ms_of(event)) for resume in resumes)
+
+
+# --- pointers --------------------------------------------------------------------------------------------------------
+
+
+def pointers(events: Iterable[Record]) -> list[Record]:
+    """Every checkpoint that was saved, oldest first: where it is, of which step, what kind, how large.
+
+    Which of them still exist is for the store to say (`gba-hvd checkpoint ls URL`): the job keeps only some.
+    """
+    found = []
+    for event in events:
+        if event.get("event") == "checkpoint":
+            step, data = int(event.get("step", 0)), event.get("data", {})
+            found.append({
+                "step": int(data.get("saved_step", step)), "kind": data.get("kind"), "bytes": data.get("n_bytes"),
+                "rows": data.get("rows"), "seconds": data.get("seconds"), "url": data.get("url"),
+                "manifest": data.get("manifest"), "unix_s": event.get("unix_s"),
+            })  # fmt: skip
+    return found
+
+
+def recoveries(events: Iterable[Record]) -> list[Record]:
+    """Every recovery: what it was, at which step, rows that came back and rows that did not, age in steps, PLS."""
+    found = []
+    for event in events:
+        kind, data = str(event.get("event")), event.get("data", {})
+        if is_recovery(kind, data):
+            facts = {name: data.get(name) for name in (*_OF_RECOVERY, "age", "manifest", "skipped")}
+            found.append({"kind": kind, "step": int(event.get("step", 0)), **facts})
+    return found

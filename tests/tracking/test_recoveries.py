@@ -1,0 +1,289 @@
+"""What records tell of checkpoints and recoveries, and which of them are superseded when a job goes on from one."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from gba_hvd_tools.report_page import page
+from hypothesis import given
+from hypothesis import strategies as st
+from mlflow.entities import Metric
+
+from gba_hvd.callbacks import Event
+from gba_hvd.tracking import MLflowCallback, ProgressLine
+from gba_hvd.tracking.mlflow_run import JobRun
+from gba_hvd.tracking.plots import THROUGHPUT, Span
+from gba_hvd.tracking.records import Batch, Point, Record, merge_events
+from gba_hvd.tracking.recoveries import (
+    RESUMED_FROM,
+    Resume,
+    events_in_force,
+    in_force,
+    is_superseded,
+    metrics_of,
+    place_of,
+    pointers,
+    recoveries,
+    resumes_of_points,
+)
+from gba_hvd.tracking.spool import all_records
+from gba_hvd.tracking.story import Story, as_json, from_files
+from tests.tracking.conftest import job, step
+
+BACK = {"rows_restored": 340, "rows_lost": 0, "pls": 0.0025, "age": 12.0, "workers": 2, "shard_steps_missed": 0}
+GONE = {"rows_restored": 0, "rows_lost": 170, "workers": 2, "shard_steps_missed": 0}
+
+
+def saved(k: int, kind: str = "full", **more: Any) -> Event:
+    data = {"url": "s3://bucket/job", "manifest": f"manifests/000001-{k:08d}.json", "kind": kind, "n_bytes": 2_000_000}
+    return Event("checkpoint", k + 2, f"step {k} saved", {**data, "saved_step": k, "rows": 9, "seconds": 0.5, **more})
+
+
+def resumed(k: int) -> Event:
+    return Event("resumed", k, f"going on at step {k}", {"manifest": "m", "rows_restored": 500, "seconds": 0.25})
+
+
+def record_of(event: Event) -> Record:
+    return {"event": event.kind, "step": event.step, "message": event.message, "data": dict(event.data),
+            "unix_s": event.unix_s}  # fmt: skip
+
+
+# --- events as metrics and pointers ----------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_two_points_at_the_step_that_was_saved():
+    assert metrics_of("checkpoint", 42, saved(40).data) == (40, {"checkpoint_seconds": 0.5, "checkpoint_bytes": 2e6})
+
+
+def test_a_recovery_is_a_point_of_what_came_back_and_what_did_not():
+    assert metrics_of("rows_restored", 7, BACK) == (7, {"rows_restored": 340, "rows_lost": 0, "pls": 0.0025})
+    assert metrics_of("rows_lost", 7, GONE) == (7, {"rows_restored": 0, "rows_lost": 170})
+    assert metrics_of("resumed", 7, resumed(7).data) == (7, {"rows_restored": 500, RESUMED_FROM: 7})
+
+
+def test_rows_that_are_lost_beside_others_that_came_back_are_told_once():
+    partly = {**BACK, "rows_lost": 30}
+    told = [Event("rows_restored", 7, "", partly), Event("rows_lost", 7, "", partly)]
+    assert [metrics_of(event.kind, 7, event.data)[1].get("rows_lost") for event in told] == [30, None]
+    assert [one["rows_lost"] for one in recoveries(map(record_of, told))] == [30]
+
+
+@pytest.mark.parametrize("kind", ["membership", "checkpoint_failed", "switch"])
+def test_other_events_are_no_points(kind: str):
+    assert metrics_of(kind, 7, BACK) == (7, {})
+
+
+def test_pointers_say_where_and_carry_nothing():
+    (one,) = pointers(map(record_of, [resumed(3), saved(40, "delta")]))
+    assert (one["step"], one["kind"], one["bytes"], one["url"]) == (40, "delta", 2_000_000, "s3://bucket/job")
+    assert place_of(one) == "s3://bucket/job/manifests/000001-00000040.json"
+
+
+# --- superseded ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("at", "ms", "superseded"),
+    [(10, 500, False), (11, 500, True), (99, 999, True), (11, 1000, False), (11, 2000, False)],
+)
+def test_later_steps_of_earlier_times_are_superseded(at: int, ms: int, superseded: bool):
+    assert is_superseded(Point("train/loss", 1.0, ms, at), [Resume(10, 1000)]) is superseded
+
+
+def test_what_was_measured_of_a_host_stays_true():
+    assert not is_superseded(Point("system/h1/cpu_percent", 1.0, 500, 11), [Resume(10, 1000)])
+
+
+def test_every_resume_counts_also_one_that_was_superseded_itself():
+    marks = [Point(RESUMED_FROM, 20.0, 1000, 20), Point(RESUMED_FROM, 10.0, 2000, 10)]
+    resumes = resumes_of_points(marks)
+    points = [
+        Point("loss", v, ms, k) for v, ms, k in ((1, 100, 9), (2, 200, 15), (3, 300, 25), (4, 1500, 25), (5, 2500, 15))
+    ]
+    assert [(one.step, one.value) for one in in_force(points, resumes)] == [(9, 1), (15, 5)]
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=6), st.integers(1, 20))
+def test_what_is_in_force_is_one_line_of_training(stops: list[int], more: int):
+    """A job that goes on from any earlier step again and again: each step is there once, from its last doing."""
+    points, marks, resumes, done, ms, life = list[Point](), list[Point](), list[Resume](), 0, 0, 0
+    wanted: dict[int, float] = {}
+    for stop in stops:
+        for k in range(done + 1, done + more + 1):
+            ms += 1
+            points.append(Point("loss", float(life), ms, k))
+            wanted[k] = float(life)
+        done, ms, life = min(stop, done + more), ms + 1, life + 1
+        marks.append(Point(RESUMED_FROM, float(done), ms, done))
+        wanted = {k: value for k, value in wanted.items() if k <= done}
+    resumes = resumes_of_points(marks)
+    assert {one.step: one.value for one in in_force(points, resumes)} == wanted
+
+
+def test_what_is_told_again_after_a_resume_happened_again():
+    first = {"event": "switch", "step": 70, "message": "a", "data": {"to": "gba"}, "unix_s": 1.0}
+    went_on = {"event": "resumed", "step": 50, "message": "b", "data": {}, "unix_s": 2.0}
+    again = {**first, "unix_s": 3.0}
+    merged = merge_events([first, went_on], [again, {**again, "unix_s": 3.5}])
+    assert merged == [first, went_on, again]
+    assert events_in_force(merged) == [went_on, again]
+
+
+# --- in a run that others wrote to -----------------------------------------------------------------------------------
+
+
+class Points:
+    """Stands for MLflow: keeps the points of one run."""
+
+    def __init__(self) -> None:
+        self.kept: list[Metric] = []
+
+    def get_metric_history(self, run_id: str, key: str) -> list[Metric]:
+        return [one for one in self.kept if one.key == key]
+
+    def log_batch(self, run_id: str, metrics: list[Metric], **more: Any) -> None:
+        self.kept += metrics
+
+
+def send(mlflow: Points, *points: Point) -> None:
+    """By a process that finds the run already there."""
+    info = SimpleNamespace(run_id="r", experiment_id="1")
+    run: Any = SimpleNamespace(info=info, data=SimpleNamespace(params={}))
+    client: Any = mlflow
+    JobRun(client, run, "stamp", joined=True).send(Batch(1, list(points)))
+
+
+def lossy(k: int, ms: int) -> Point:
+    return Point("train/loss", 0.5, ms, k)
+
+
+def test_steps_that_are_done_again_are_sent_again_and_others_are_not():
+    mlflow = Points()
+    send(mlflow, *(lossy(k, 100 + k) for k in range(1, 7)))
+    send(mlflow, *(lossy(k, 200 + k) for k in range(1, 7)))  # a survivor tells what the chief told
+    assert [one.step for one in mlflow.kept] == [1, 2, 3, 4, 5, 6]
+    send(mlflow, Point(RESUMED_FROM, 4, 300, 4), *(lossy(k, 300 + k) for k in range(3, 8)))
+    assert [one.step for one in mlflow.kept if one.timestamp > 300] == [5, 6, 7]
+    send(mlflow, *(lossy(k, 400 + k) for k in range(3, 9)))  # a survivor of the second start
+    assert [one.step for one in mlflow.kept if one.timestamp > 400] == [8]
+
+
+def test_a_job_may_go_on_from_one_checkpoint_again_and_again():
+    mlflow = Points()
+    for ms in (100, 200, 300):
+        send(mlflow, Point(RESUMED_FROM, 4, ms, 4), lossy(5, ms + 5))
+        send(mlflow, Point(RESUMED_FROM, 4, ms, 4), lossy(5, ms + 5))  # a sender that was killed before it noted it
+    assert [(one.key, one.timestamp) for one in mlflow.kept] == [
+        (key, ms + at) for ms in (100, 200, 300) for key, at in ((RESUMED_FROM, 0), ("train/loss", 5))
+    ]
+
+
+# --- through the spool -----------------------------------------------------------------------------------------------
+
+
+def callback_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> MLflowCallback:
+    monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
+    monkeypatch.setattr(MLflowCallback, "_wait_for_sender", lambda self: None)
+    return MLflowCallback(spool_dir=folder, log_every_steps=1, system_metrics=False)
+
+
+@pytest.fixture
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Story:
+    """Killed at step 6, went on from step 4, lost a host at step 7."""
+    clock = itertools.count(1_000_000, 5)
+    monkeypatch.setattr("gba_hvd.tracking.mlflow_callback._now_ms", lambda: next(clock))
+
+    def now(event: Event) -> Event:
+        return dataclasses.replace(event, unix_s=next(clock) / 1000)
+
+    first = callback_in(tmp_path, monkeypatch)
+    first.on_job(job("j"))
+    for k in range(1, 7):
+        first.on_step(step(k, loss=1.0))
+        if k == 5:
+            first.on_event(now(Event("switch", 5, "lost with the job", {"from": "allreduce", "to": "gba"})))
+    first.on_event(now(saved(4)))
+    second = callback_in(tmp_path, monkeypatch)
+    second.load_state_dict({"run_id": None, "logged_step": 4})
+    second.on_job(job("j"))
+    second.on_event(now(resumed(4)))
+    for k in range(5, 9):
+        second.on_step(step(k, loss=2.0))
+        if k == 7:
+            second.on_event(now(Event("rows_restored", 7, "340 rows came back", BACK)))
+    second.on_event(now(saved(8, "delta")))
+    second.on_event(now(Event("finished", 8, "done", {})))
+    return from_files(tmp_path)
+
+
+def test_a_story_leaves_out_what_was_superseded(told: Story):
+    assert [(p.step, p.value) for p in told.history["train/loss"]] == [
+        *((k, 1.0) for k in range(1, 5)),
+        *((k, 2.0) for k in range(5, 9)),
+    ]
+    assert [p.step for p in told.history[THROUGHPUT]] == list(range(1, 9))
+    assert told.spans == [Span(0, 8, "allreduce")]
+
+
+def test_a_story_has_checkpoints_and_recoveries_in_figures(told: Story):
+    figures = json.loads(json.dumps(as_json(told)))
+    assert [(one["step"], one["kind"]) for one in figures["checkpoints"]] == [(4, "full"), (8, "delta")]
+    assert [(one["kind"], one["step"], one["rows_restored"]) for one in figures["recoveries"]] == [
+        ("resumed", 4, 500), ("rows_restored", 7, 340)
+    ]  # fmt: skip
+    assert told.history["checkpoint_bytes"][-1].step == 8
+    assert told.history["pls"][0].value == 0.0025
+
+
+def test_the_newest_checkpoint_is_a_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    callback = callback_in(tmp_path, monkeypatch)
+    callback.on_job(job("j"))
+    callback.on_event(saved(4))
+    assert callback.spool is not None
+    tags = [record["values"] for record in all_records(callback.spool) if record["kind"] == "tags"]
+    assert tags == [{"gba_hvd.checkpoint": "s3://bucket/job/manifests/000001-00000004.json"}]
+
+
+def test_the_page_shows_them_and_says_what_was_superseded(told: Story):
+    text = page(told)
+    for words in ("<h2>Checkpoints</h2>", "<h2>Recoveries</h2>", "340 rows came back", "the whole job", "a lost host",
+                  "superseded: the job went on from an earlier checkpoint; lost with the job"):  # fmt: skip
+        assert words in text
+    assert "Checkpoints" not in page(Story("t", "here", "j", "RUNNING", "", 0, None))
+
+
+def test_many_checkpoints_do_not_drown_what_else_happened():
+    events = [saved(k) for k in range(1, 301)] + [Event("rows_restored", 301, "340 rows came back", BACK)]
+    text = page(Story("t", "here", "j", "RUNNING", "", 0, None, {}, {}, tuple(map(record_of, events))))
+    assert "300 checkpoints until step 302: 600.0 MB" in text
+    assert "340 rows came back" in text
+    assert "Checkpoints, the newest 20 of 300" in text
+
+
+# --- what a person sees ----------------------------------------------------------------------------------------------
+
+
+def test_the_progress_line_tells_of_them_and_sums_up():
+    stream = io.StringIO()
+    progress = ProgressLine(stream=stream, clock=lambda: 0.0)
+    progress.on_job(job("j"))
+    partly = {**BACK, "rows_lost": 30}
+    for event in (
+        resumed(4),
+        saved(8),
+        Event("rows_restored", 9, "back", partly),
+        Event("rows_lost", 9, "gone", partly),
+    ):
+        progress.on_event(event)
+    progress.on_end("FINISHED", None)
+    lines = stream.getvalue().splitlines()
+    assert lines[:2] == ["[resumed] step 4: going on at step 4", "[checkpoint] step 10: step 8 saved"]
+    assert "newest checkpoint: of step 8, s3://bucket/job/manifests/000001-00000008.json" in lines
+    assert "recoveries: resumed at step 4: 500 rows restored; step 9: 340 rows restored, 30 lost, PLS 0.0025" in lines
