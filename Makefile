@@ -20,7 +20,7 @@ help:  ## this list
 
 setup: $(VENV)/.ready  ## virtual environment, dependencies, Horovod, this package (first time: about 8 minutes)
 
-demo: setup  ## 3 workers on the synthetic log: a straggler, two switches of mode, two kills (3 minutes)
+demo: setup  ## 3 workers on the synthetic log: a straggler, two switches of mode, two kills, a lost host (3 minutes)
 	$(PY) examples/demo.py
 
 test: setup  ## every test, also those that start real processes

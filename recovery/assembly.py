@@ -21,6 +21,7 @@ import numpy as np
 from recovery import codec, snapshot
 from recovery.codec import Encoded, Encoding
 from recovery.config import Config
+from recovery.direct import aligned
 from recovery.errors import BadInput, RecoveryError
 from recovery.manifest import Blob, Section
 from recovery.rows import Places, Schema, Table
@@ -98,7 +99,7 @@ class Line:
             for _ in range(config.threads + 1)
         )
         room = self._blob_bytes + 64  # the places of a section may be padded
-        self._free_blobs = deque(np.empty(room, np.uint8) for _ in range(config.puts + 1))
+        self._free_blobs = deque(aligned(room) for _ in range(config.puts + 1))
         self._encoders = ThreadPoolExecutor(config.threads, "recovery-encode")
         self._putters = ThreadPoolExecutor(config.puts, "recovery-put")
         self._under_way: deque[_UnderWay] = deque()
