@@ -48,7 +48,7 @@ class Config:
     ssu_period: int = 2
     budget_bytes: int = 256 << 20
     section_bytes: int = 2 << 20
-    blob_bytes: int = 32 << 20
+    blob_bytes: int = 16 << 20
     rate_bytes_s: float | None = None
     threads: int = 1
     readers: int = 4

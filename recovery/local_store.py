@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
+from recovery.direct import write_blocks
 from recovery.errors import NotFound, StoreError
 from recovery.store import checked, checked_prefix
 
@@ -102,7 +103,10 @@ class LocalStore:
 
 def _write_all(file: int, pieces: Sequence[bytes | memoryview]) -> None:
     """One piece after the other, without joining them."""
-    waiting = iter([view for piece in pieces if len(view := memoryview(piece).cast("B"))])
+    views = [view for piece in pieces if len(view := memoryview(piece).cast("B"))]
+    if views:
+        views[0] = views[0][write_blocks(file, views[0]) :]
+    waiting = iter([view for view in views if len(view)])
     batch = list(islice(waiting, _PIECES_AT_ONCE))
     while batch:
         written = os.writev(file, batch)
