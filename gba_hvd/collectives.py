@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gba_hvd.errors import BadInput, GbaError
+from gba_hvd.errors import BadInput, GbaError, HorovodMissing
 
 _POLL_S = 50e-6
 _PIECE_BYTES = 1 << 30  # Gloo counts the bytes of a broadcast in 32 bits
@@ -118,13 +118,15 @@ class HorovodWorld:
 def current_world() -> World:
     """Horovod's world where it is initialised, a world of one elsewhere.
 
-    Raises GbaError under `horovodrun` when `hvd.init()` was not called: every worker would train alone.
+    Raises HorovodMissing under `horovodrun` when `hvd.init()` was not called: every worker would train alone.
     """
     if "horovod.torch" in sys.modules and _horovod().is_initialized():
         world = HorovodWorld()
         return world if world.size > 1 else SoloWorld()
     if "HOROVOD_RANK" in os.environ:
-        raise GbaError("this worker was started by horovodrun, but Horovod is not initialised: call hvd.init() first")
+        raise HorovodMissing(
+            "this worker was started by horovodrun, but Horovod is not initialised: call hvd.init() first"
+        )
     return SoloWorld()
 
 
@@ -139,7 +141,7 @@ def _horovod() -> Any:
     try:
         import horovod.torch as hvd
     except ImportError as error:
-        raise GbaError(
+        raise HorovodMissing(
             "Horovod is not installed for this Python: run `make setup`, or `gba-hvd doctor` to see what is missing"
         ) from error
     return hvd

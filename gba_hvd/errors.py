@@ -8,7 +8,11 @@ from __future__ import annotations
 from recovery.errors import BadInput
 from recovery.errors import RecoveryError as GbaError
 
-__all__ = ["BadInput", "GbaError", "NonFiniteGradient", "ShardMemoryError", "StateMismatch"]
+__all__ = ["BadInput", "GbaError", "HorovodMissing", "NonFiniteGradient", "ShardMemoryError", "StateMismatch"]
+
+
+class HorovodMissing(GbaError, RuntimeError):
+    """Horovod is not installed, or `hvd.init()` was not called."""
 
 
 class NonFiniteGradient(GbaError, ArithmeticError):

@@ -161,7 +161,7 @@ def rescue_dense_state(engine: Engine, mode: GbaMode) -> None:
     if missing:
         text = (
             f"{missing} of {len(engine.dense.parameters)} dense tensors were on servers that do not answer any more: "
-            "their values are those this worker last saw, their optimizer state is as of the switch"
+            "their values are those this worker last saw, their optimizer state is of the last epoch's end or switch"
         )
         engine.emit(Event("dense_state_old", engine.step, text, {"tensors": missing}))
 

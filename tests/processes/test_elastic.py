@@ -153,7 +153,7 @@ def test_a_host_lost_in_gba_mode_takes_only_its_own_part_along(tmp_path: Path) -
         (old,) = (line["tensors"] for line in job.notes("event") if line["event"] == "dense_state_old")
         steps = [value for name, value in job.optimizer_arrays().items() if name.endswith(".step")]
         assert 0 < old < len(steps)
-        assert sum(result["step"] - step < 5 for step in steps) == len(steps) - old
+        assert sum(step >= result["step"] for step in steps) == len(steps) - old
 
 
 @pytest.mark.parametrize("seed", [1])

@@ -69,7 +69,7 @@ def test_under_horovodrun_an_uninitialised_horovod_is_an_error(tmp_path: Path) -
     done = run(TRAIN, GBA_HVD_SHARD_DIR=str(tmp_path), HOROVOD_RANK="0")
     assert done.returncode == 1
     assert (
-        "GbaError: this worker was started by horovodrun, but Horovod is not initialised: call hvd.init() first"
+        "HorovodMissing: this worker was started by horovodrun, but Horovod is not initialised: call hvd.init() first"
         in done.stderr
     )
 
@@ -78,5 +78,7 @@ def test_under_horovodrun_an_uninitialised_horovod_is_an_error(tmp_path: Path) -
 def test_what_needs_horovod_says_how_to_get_it() -> None:
     done = run("collectives.HorovodWorld()")
     assert done.returncode == 1
-    assert "GbaError: Horovod is not installed for this Python: run `make setup`, or `gba-hvd doctor`" in done.stderr
+    assert (
+        "HorovodMissing: Horovod is not installed for this Python: run `make setup`, or `gba-hvd doctor`" in done.stderr
+    )
     assert "No module named 'horovod'" in done.stderr
