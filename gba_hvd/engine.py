@@ -28,7 +28,7 @@ from gba_hvd.faults import FaultSchedule
 from gba_hvd.gba import GbaMode
 from gba_hvd.gba_callback import GBACallback
 from gba_hvd.gradients import DenseGradients, RowGrad
-from gba_hvd.order import Account, Cut
+from gba_hvd.order import Account, Cut, EpochOrder
 from gba_hvd.ps import process
 from gba_hvd.ps.protocol import GivenLease, Position
 from gba_hvd.reform import Reformer
@@ -110,6 +110,7 @@ class Engine:
         self._began_s = 0.0
         self._seconds: list[float] = []  # of this worker's micro-batches in the step
         self.step, self.cursor, self.account = 0, Cursor(), Account()
+        self.order: EpochOrder | None = None  # of the newest epoch whose batches were asked for
         self.restarts = 0
         self.callbacks: list[Callback] = []
         self.hosts_updated = False  # Horovod told this worker (only rank 0 is told)
@@ -246,6 +247,7 @@ class Engine:
         return {
             "step": self.step,
             "cursor": asdict(self.cursor),
+            "order": None if self.order is None else asdict(self.order),
             "account": asdict(self.account),
             "restarts": self.restarts,
             "staleness": [[k, n] for k, n in self.staleness.items()],
@@ -256,6 +258,8 @@ class Engine:
     def load_position(self, position: Mapping[str, Any]) -> None:
         self.step, self.restarts = position["step"], position["restarts"]
         self.cursor, self.account = Cursor(**position["cursor"]), Account(**position["account"])
+        order = position.get("order")  # checkpoints of older versions have none
+        self.order = None if order is None else EpochOrder(**order)
         self.staleness = {k: n for k, n in position["staleness"]}
         self.refused, self.reissued = position["refused"], position["reissued"]
 
@@ -298,6 +302,11 @@ class Engine:
         self.cursor = Cursor(position.epoch, position.steps_done, position.moved)
         if steps and self.mode is not None:
             self._report_step(self.account.total - before, position.loss, self.mode.name)
+
+    @property
+    def seconds_since_step(self) -> float:
+        """Since this worker saw a step end."""
+        return time.perf_counter() - self._ended
 
     def size_extra(self) -> None:
         """After the world changed: a number for each worker travels with a step."""
