@@ -272,6 +272,7 @@ class Save(Struct):
 
     kind, parent, about: as in `recovery.manifest.Manifest`. settings: url, storage_options, config. claim: see `Hold`.
     generation: of the asynchronous mode; its servers add the dense state themselves. 0 in allreduce mode
+    first_epoch: of the job: what was saved since then is its own, and may expire
     """
 
     epoch: int
@@ -286,6 +287,7 @@ class Save(Struct):
     claim: dict[str, Any]
     about: dict[str, Any]
     generation: int = 0
+    first_epoch: int = 0
 
 
 Request = (
