@@ -26,6 +26,7 @@ import secrets
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, cast
@@ -227,6 +228,8 @@ class TorchState:
         engine.account.shard_steps_missed += joined.shard_steps_missed
         engine.account.rows_lost += joined.rows_lost
         engine.restarts += joined.is_restart
+        if engine.checkpoints is not None and self._has_state and joined.rows_lost + joined.rows_restored:
+            engine.checkpoints.host_was_lost(joined.load_s if joined.rows_restored else None, engine.seconds_since_step)
         source = joined.source
         if joined.resumed is not None and joined.resumed.state is not None:  # on the source
             self._resume(state_codec.decode(joined.resumed.state))
@@ -263,13 +266,14 @@ class TorchState:
         """A collective. again: also if there is a checkpoint of this step. Returns whether one is being made."""
         engine, checkpoints = self.engine, self.engine.checkpoints
         assert checkpoints is not None
-        is_chief, word = engine.world.rank == 0, b"null"
+        is_chief, word, started = engine.world.rank == 0, b"null", time.perf_counter()
         if is_chief and (again or not checkpoints.has(engine.step)):
             word = json.dumps(checkpoints.plan()).encode()
         plan = json.loads(engine.world.broadcast("save", word if is_chief else None, 0))
         if plan is not None:
             state = state_codec.encode(self._state_dict()) if is_chief else b""
             checkpoints.save(plan, self._line, *self._part, state)
+            checkpoints.stood_still(time.perf_counter() - started)
         return plan is not None
 
     def save_last(self, timeout_s: float = _SAVE_LAST_TIMEOUT_S) -> None:
@@ -409,6 +413,8 @@ class TorchState:
         job = Job(self._job_id, world.rank, world.size, world.local_rank, world.host, joined.leads_host, settings)
         for callback in engine.callbacks:
             callback.on_job(job)
+        if engine.checkpoints is not None and world.rank == 0:
+            engine.checkpoints.plan_pace(joined.n_hosts)
         workers = f"{_count(world.size, 'worker')} on {_count(joined.n_hosts, 'host')}"
         if not joined.is_restart:
             engine.emit(Event("started", self.step, f"{workers}, job {self._job_id}", {"workers": world.size}))
@@ -439,8 +445,9 @@ class TorchState:
             engine.emit(Event("rows_restored", self.step, text, told))
         if joined.rows_lost:
             why = "no checkpoint was configured" if engine.checkpoints is None else "no checkpoint has them"
+            why = joined.why_lost or why
             text = f"{joined.rows_lost:,} rows went down with their host and begin anew; {why}"
-            engine.emit(Event("rows_lost", self.step, text, facts))
+            engine.emit(Event("rows_lost", self.step, text, {**facts, "why": why}))
 
     def _pls(self, joined: membership.Joined) -> float:
         """Portion of lost samples, of all so far (CPR): each host's rows lost what came after their checkpoint."""
