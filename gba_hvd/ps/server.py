@@ -672,6 +672,7 @@ class Server:
 
     def _status(self) -> dict[str, Any]:
         report: dict[str, Any] = {"job": self.settings.job, "server": self.index, "decisions": self._decisions}
+        report["checkpoints"] = self._saver.url
         if self.coordinator is None or self.idle:
             return {**report, "mode": "allreduce", **self._told}
         position = self.coordinator.position()
