@@ -47,6 +47,7 @@ from gba_hvd.gba_callback import GBACallback
 from gba_hvd.local_server import LocalServer
 from gba_hvd.ps.protocol import Position
 from gba_hvd.reform import Reformer
+from gba_hvd.torch_optimizers import spec_of
 from recovery import state_codec
 from recovery.callback import CheckpointCallback
 
@@ -114,6 +115,8 @@ class TorchState:
             if isinstance(callback, GBACallback):
                 if self.engine.switching is not None:
                     raise BadInput("one GBACallback decides about the mode, a second one came")
+                if callback.rule != "none":
+                    callback.check_fits(spec_of(self.engine.optimizer))
                 self.engine.switching = callback
             elif isinstance(callback, FaultSchedule):
                 self.engine.faults = callback

@@ -45,6 +45,7 @@ from gba_hvd.ps.protocol import (
     Saved,
     Score,
 )  # fmt: skip
+from gba_hvd.rules.dana_slim import SlimWorker
 from gba_hvd.tables import EmbeddingTables, RemoteRows
 from recovery import state_codec
 
@@ -66,6 +67,7 @@ class Session(msgspec.Struct, frozen=True):
     shard_servers: tuple[int, ...]
     dense_servers: tuple[int, ...]
     row_average: str
+    rule: str = "none"
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ class GbaMode:
         self._slices = [[slice(int(ends[t]), int(ends[t + 1])) for t in part] for part in self._parts]
         self._values = [np.empty(sum(sizes[t] for t in part), dtype=np.float32) for part in self._parts]
         self._dense_step = [-1] * len(self._parts)
+        self.slim: SlimWorker | None = None  # what rule "dana_slim" does to gradients before they are sent
         self._readers: list[DenseReader | None] = [None] * len(self._parts)
         self.lock = threading.Lock()
 
@@ -240,6 +243,8 @@ class GbaMode:
         message, words = pack_by_owner(grads, self._shard_server, n_servers)
         messages = np.split(message, np.cumsum(words)[:-1])
         flat = self._dense.flat.detach().cpu().numpy()
+        if self.slim is not None:
+            flat = self.slim.outgoing(flat, max(self._dense_step))
         dense = [np.concatenate([flat[at] for at in slices]) if slices else flat[:0].copy() for slices in self._slices]
         return [[d, m] for d, m in zip(dense, messages, strict=True)]
 
@@ -330,6 +335,7 @@ class GbaMode:
 
     def export(self, leaving: bool) -> dict[int, DenseState]:
         """Every dense tensor by its number in the model, bit-exact. leaving: the servers go idle."""
+        self._dense_step = [-1] * len(self._parts)  # what workers compute with may be other values than the model's
         futures = [self.client.send(s, Export(self.session.generation, leaving)) for s in range(len(self._parts))]
         replies = [self._result(future.result) for future in futures]
         return {t: state for s, reply in enumerate(replies) for t, state in self._unpack(s, reply)}

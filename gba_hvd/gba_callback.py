@@ -15,6 +15,7 @@ from typing import Any
 from gba_hvd.callbacks import Callback
 from gba_hvd.errors import BadInput
 from gba_hvd.routing import shares
+from gba_hvd.rules import check, known_rule
 from gba_hvd.stability import advise
 from gba_hvd.switching import (
     MODES,
@@ -39,6 +40,8 @@ class GBACallback(Callback):
 
     mode:       "auto" (allreduce or gba, whichever measurements say is faster), or a mode to be in:
                 "allreduce", "gba", or one of the baselines "async", "bsp", "hop_bs", "hop_bw"
+    rule:       how servers update dense parameters with gradients that come late, see `gba_hvd.rules`. Allreduce knows
+                no delay: there the optimizer steps, and the rule waits for an asynchronous mode
     staleness, tolerance, lookahead, slack, backups: see `gba_hvd.tokens.Discipline`
     enter_gain, leave_gain, patience, min_stay:      see `gba_hvd.switching.Options`
     switch_at:  modes to change to at given global steps, e.g. {1000: "gba"}
@@ -46,13 +49,15 @@ class GBACallback(Callback):
                 learning rate is predicted unstable under the expected staleness is then warned of in the reason
     servers_per_host: companion processes on each host; shards and dense parameters are spread over them
 
-    Raises BadInput for a mode or setting that does not exist.
+    Raises BadInput for a mode, rule or setting that does not exist, and when it is registered for a job whose optimizer
+    the rule does not go with.
     """
 
     def __init__(
         self,
         mode: str = "auto",
         *,
+        rule: str = "none",
         staleness: str = "threshold",
         tolerance: int = 4,
         lookahead: int | None = None,
@@ -67,6 +72,8 @@ class GBACallback(Callback):
         servers_per_host: int = 1,
     ) -> None:
         self.mode = known_mode(mode)
+        # What a staleness of that name asks for is a rule; what it does not do is drop.
+        self.rule = "gap_aware" if (staleness, rule) == ("gap_aware", "none") else known_rule(rule)
         self.switch_at = {int(step): known_mode(name) for step, name in (switch_at or {}).items()}
         if servers_per_host < 1:
             raise BadInput(f"servers_per_host must be at least 1, got {servers_per_host}")
@@ -89,9 +96,19 @@ class GBACallback(Callback):
     def discipline(self, mode: str) -> Discipline:
         return Discipline(name=mode, **self._rules)
 
+    def check_fits(self, optimizer: Mapping[str, Any]) -> None:
+        """Raises BadInput when the rule does not go with this optimizer (`torch_optimizers.spec_of`)."""
+        check(self.rule, optimizer)
+
     def describe(self) -> dict[str, Any]:
         """What all workers must agree on."""
-        return {"mode": self.mode, "switch_at": {str(k): v for k, v in self.switch_at.items()}, **self._rules}
+        switch_at = {str(k): v for k, v in self.switch_at.items()}
+        return {"mode": self.mode, "rule": self.rule, "switch_at": switch_at, **self._rules}
+
+    @property
+    def agreed(self) -> dict[str, Any]:
+        """What must be the same on all workers before they form a world."""
+        return {"servers_per_host": self.servers_per_host, "rule": self.rule}
 
     # --- asked by the engine of the chief ----------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from gba_hvd import torch_optimizers
+from gba_hvd import rules, torch_optimizers
 from gba_hvd.allreduce import AllreduceMode
 from gba_hvd.callbacks import Event
 from gba_hvd.collectives import hosts_updated
@@ -38,6 +38,8 @@ from gba_hvd.ps import process
 from gba_hvd.ps.client import Client
 from gba_hvd.ps.protocol import Endpoint, Enter, Export, Position
 from gba_hvd.routing import place_dense
+from gba_hvd.rules.dana_slim import SlimWorker
+from gba_hvd.rules.momentum import Sgd, buffer_of
 from recovery import state_codec
 
 if TYPE_CHECKING:
@@ -87,7 +89,7 @@ def to_servers(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
         here.resume()
         engine.switching.failed(engine.step)
         return False
-    start(engine, session, world.rank, host)
+    start(engine, session, world.rank, host, len(workers))
     engine.idle_mode = here
     seconds = time.perf_counter() - started
     data = {"from": "allreduce", "to": mode, "seconds": round(seconds, 4), "reason": reason}
@@ -96,16 +98,33 @@ def to_servers(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
     return True
 
 
-def start(engine: Engine, session: Session, rank: int, host: int) -> None:
-    """Be a worker of an asynchronous mode from now on."""
+def start(engine: Engine, session: Session, rank: int, host: int, sharers: int = 0) -> None:
+    """Be a worker of an asynchronous mode from now on.
+
+    sharers: workers that enter together and share the optimizer's momentum; 0 for a newcomer, who has none.
+    """
     mode = GbaMode(
         session, engine.worker_id, rank, host, os.getpid(), engine.tables, engine.dense,
         engine.tables.config.server_s,
     )  # fmt: skip
     mode.hosts_updated, engine.hosts_updated = engine.hosts_updated, False
+    if session.rule == "dana_slim":
+        mode.slim = _slim_worker(engine, session, sharers)
     mode.start()
     engine.mode = mode
     engine.wishes.entered()
+
+
+def _slim_worker(engine: Engine, session: Session, sharers: int) -> SlimWorker:
+    """This worker's momentum, of all dense parameters."""
+    optimizer, sizes = engine.optimizer, engine.dense.sizes
+    group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    parameters = engine.dense.parameters
+    sgd = Sgd.of(torch_optimizers.spec_of(optimizer), np.repeat([group_of[id(p)] for p in parameters], sizes))
+    v: np.ndarray = np.zeros(engine.dense.n, np.float32)
+    if sharers:
+        v = buffer_of([optimizer.state.get(p, {}) for p in parameters], sizes) / np.float32(sharers)
+    return SlimWorker(sgd, v, by_step=session.mode in ("gba", "bsp"))
 
 
 def to_workers(engine: Engine, position: Position) -> None:
@@ -197,6 +216,7 @@ def _gather_who_is_there(
 
 
 def _session(engine: Engine, here: AllreduceMode, mode: str, servers: list[Endpoint], generation: int) -> Session:
+    assert engine.switching is not None
     of_host = {host: [i for i, s in enumerate(servers) if s.host == host] for host in here.members.order}
     shard_servers = []
     for shard, home in enumerate(here.placement.host):
@@ -204,7 +224,7 @@ def _session(engine: Engine, here: AllreduceMode, mode: str, servers: list[Endpo
         shard_servers.append(candidates[shard % len(candidates)])
     return Session(
         generation, mode, engine.job_id, engine.key, tuple(servers), tuple(shard_servers),
-        tuple(place_dense(engine.dense.sizes, len(servers))), engine.row_average,
+        tuple(place_dense(engine.dense.sizes, len(servers))), engine.row_average, engine.switching.rule,
     )  # fmt: skip
 
 
@@ -247,6 +267,7 @@ def _enter(
                 tensors=[(engine.names[t], list(parameters[t].shape), group_of[id(parameters[t])]) for t in mine],
                 optimizer=spec,
                 workers=workers,
+                rule=session.rule,
             )
             flat = np.concatenate(values) if values else np.empty(0, np.float32)
             client.call(me, body, [np.ascontiguousarray(flat), state])
@@ -274,4 +295,5 @@ def _refuse_what_servers_cannot_do(engine: Engine) -> None:
     kinds = {p.dtype for p in engine.dense.parameters}
     if kinds and kinds != {torch.float32}:
         raise BadInput(f"asynchronous modes take dense parameters of float32, got {sorted(map(str, kinds))}")
-    torch_optimizers.spec_of(engine.optimizer)
+    assert engine.switching is not None
+    rules.check(engine.switching.rule, torch_optimizers.spec_of(engine.optimizer))

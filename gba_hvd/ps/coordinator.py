@@ -27,6 +27,7 @@ from gba_hvd.ps.protocol import (
     Refused,
     check_rates,
 )  # fmt: skip
+from gba_hvd.rules import KNOWS_WORKERS
 from gba_hvd.tokens import Discipline, Drained, Finished, Lease, Ledger
 
 
@@ -236,6 +237,7 @@ class Coordinator:
         return Apply(
             self._enter.generation, plan.step, members, micro_batch / n_samples,
             self._row_lr, self._lrs, self.ledger.oldest_serial,
+            sorted(self.workers) if self._enter.rule in KNOWS_WORKERS else [],
         )  # fmt: skip
 
     def applied(self, step: int, lost_micros: set[int], shard_steps_missed: int) -> None:

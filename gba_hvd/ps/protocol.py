@@ -123,6 +123,7 @@ class Enter(Struct):
     tensors: list[tuple[str, list[int], int]]  # name, shape, optimizer group
     optimizer: dict[str, Any]
     workers: list[tuple[int, int, int, int]] = []  # those who enter: id, rank, host, pid
+    rule: str = "none"  # how dense parameters are updated (`gba_hvd.rules`)
 
 
 class Ask(Struct):
@@ -235,6 +236,7 @@ class Apply(Struct):
     row_lr: float
     lrs: list[float]
     oldest_serial: int  # pushes of older leases will never be asked for
+    workers: list[int] = []  # who lives, by id, for the rules that want to know
 
 
 class Discard(Struct):

@@ -296,7 +296,7 @@ class Server:
             case PullDense():
                 part = self._active(request.generation)
                 if part.dense.step > request.newer_than:
-                    return Dense(part.dense.step), (part.dense.values.copy(),)
+                    return Dense(part.dense.step), (part.dense.shown.copy(),)
                 return Dense(part.dense.step), ()
             case Apply():
                 return self._active(request.generation).apply(request), ()
@@ -345,11 +345,11 @@ class Server:
 
     def _on_push(self, request: Push, frames: list[Any]) -> Answer:
         part = self._active(request.generation)
-        if part.push(request.micro, request.serial, frames, request.dense_step):
+        if part.push(request.micro, request.serial, frames, request.dense_step, request.worker):
             return Ok()
         if self.coordinator is not None:  # pushes of revoked leases will never be asked for
             part.buffer.forget_before(self.coordinator.ledger.oldest_serial)
-            if part.push(request.micro, request.serial, frames, request.dense_step):
+            if part.push(request.micro, request.serial, frames, request.dense_step, request.worker):
                 return Ok()
         return Refused(
             f"{part.buffer.n_bytes:,} bytes of gradients wait already, buffer_bytes is {self.settings.buffer_bytes:,}; "

@@ -56,6 +56,7 @@ class Model(nn.Module):
 DENSE_OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "nesterov": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True),
     "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.05),
     "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
 }
