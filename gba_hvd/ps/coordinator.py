@@ -28,7 +28,7 @@ from gba_hvd.ps.protocol import (
     check_rates,
 )  # fmt: skip
 from gba_hvd.rules import KNOWS_WORKERS
-from gba_hvd.tokens import Discipline, Drained, Finished, Lease, Ledger
+from gba_hvd.tokens import Discipline, Drained, Finished, Lease, Ledger, StepPlan
 
 
 @dataclass(frozen=True)
@@ -224,18 +224,12 @@ class Coordinator:
         plan = self.ledger.decided or self.ledger.next_step()
         if plan is None:
             return None
-        micro_batch = self._enter.micro_batch
-        members = [
-            PlannedMember(m.micro, m.serial, m.weight * m.n_samples / micro_batch) for m in plan.members if m.weight > 0
-        ]
+        members, scale = weighed(plan, self._enter.micro_batch, self.ledger.discipline)
         losses = [(self._losses.pop(m.serial), m.n_samples) for m in plan.members if m.serial in self._losses]
         if losses:
             self.last_loss = sum(loss * n for loss, n in losses) / sum(n for _, n in losses)
-        n_samples = plan.n_samples
-        if self.ledger.discipline.name == "hop_bw":  # a round is the gradients it waited for
-            n_samples = sum(m.n_samples for m in plan.members if m.weight > 0) or n_samples
         return Apply(
-            self._enter.generation, plan.step, members, micro_batch / n_samples,
+            self._enter.generation, plan.step, members, scale,
             self._row_lr, self._lrs, self.ledger.oldest_serial,
             sorted(self.workers) if self._enter.rule in KNOWS_WORKERS else [],
         )  # fmt: skip
@@ -344,3 +338,14 @@ class Coordinator:
             account=self.account,
             last_serial=last_serial,
         )
+
+
+def weighed(plan: StepPlan, micro_batch: int, discipline: Discipline) -> tuple[list[PlannedMember], float]:
+    """The members of a step that count, each with its weight, and the scale of their weighted sum."""
+    members = [
+        PlannedMember(m.micro, m.serial, m.weight * m.n_samples / micro_batch) for m in plan.members if m.weight > 0
+    ]
+    n_samples = plan.n_samples
+    if discipline.name == "hop_bw":  # a round is the gradients it waited for
+        n_samples = sum(m.n_samples for m in plan.members if m.weight > 0) or n_samples
+    return members, micro_batch / n_samples
