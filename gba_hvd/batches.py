@@ -165,7 +165,7 @@ def _leases(source: _Source, state: TorchState, mode: GbaMode) -> Generator[Any,
     except GeneratorExit:  # the user left the loop; the model is to be as the servers have it
         ahead.close()
         with contextlib.suppress(Exception):  # whatever fails here will be told where the servers are asked next
-            handover.take_dense_state(engine, mode, leaving=False)
+            handover.take_dense_state(engine, mode, leaving=False, ended=False)
         raise
     finally:
         ahead.close()

@@ -216,6 +216,7 @@ class Checkpoints:
         """The coordinator has all servers save at its next moment between two steps. On the chief."""
         plan = self.plan()
         plan["about"]["mode"] = mode.name
+        mode.before_save()
         self._asked_s = time.monotonic()
         self.callback.began(self._engine.step, self._asked_s)
         request = Save(part=0, n_parts=1, generation=mode.session.generation, **plan, **self._own_facts())

@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +21,12 @@ from torch import Tensor
 from gba_hvd.errors import BadInput, GbaError, HorovodMissing
 
 _POLL_S = 50e-6
+_PATIENT_POLL_S = 1e-3  # where training does not wait for the result
 _PIECE_BYTES = 1 << 30  # Gloo counts the bytes of a broadcast in 32 bits
+
+
+class WorldLeft(GbaError):
+    """An operation was given up, because its world is about to be left."""
 
 
 class World(Protocol):
@@ -40,8 +46,12 @@ class World(Protocol):
     def alltoall(self, name: str, words: np.ndarray, splits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Send splits[r] float32 words to rank r; returns (words received, in rank order, words from each)."""
 
-    def sum_(self, name: str, values: Tensor) -> None:
-        """Sum over the ranks, in place."""
+    def sum_(self, name: str, values: Tensor, given_up: Callable[[], bool] | None = None) -> None:
+        """Sum over the ranks, in place.
+
+        given_up: of a sum in the background: asked now and then, true raises WorldLeft. Horovod's world must be left
+        before an operation of this name comes again.
+        """
 
 
 class SoloWorld:
@@ -62,7 +72,7 @@ class SoloWorld:
     def alltoall(self, name: str, words: np.ndarray, splits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return words, splits
 
-    def sum_(self, name: str, values: Tensor) -> None:
+    def sum_(self, name: str, values: Tensor, given_up: Callable[[], bool] | None = None) -> None:
         pass
 
 
@@ -102,16 +112,18 @@ class HorovodWorld:
         )
         return received.numpy(), received_counts.numpy()
 
-    def sum_(self, name: str, values: Tensor) -> None:
+    def sum_(self, name: str, values: Tensor, given_up: Callable[[], bool] | None = None) -> None:
         local = values.cpu()  # the same tensor on a CPU; our Horovod is built for CPU tensors
-        self._wait(self._hvd.allreduce_async_(local, op=self._hvd.Sum, name=f"gba_hvd.{name}"))
+        self._wait(self._hvd.allreduce_async_(local, op=self._hvd.Sum, name=f"gba_hvd.{name}"), given_up)
         if local is not values:
             values.copy_(local)
 
-    def _wait(self, handle: Any) -> Any:
+    def _wait(self, handle: Any, given_up: Callable[[], bool] | None = None) -> Any:
         """The result of an operation. Horovod's own wait spins: it takes the core from whom it waits for."""
         while not self._hvd.poll(handle):
-            time.sleep(_POLL_S)
+            if given_up is not None and given_up():
+                raise WorldLeft("this worker leaves the world")
+            time.sleep(_POLL_S if given_up is None else _PATIENT_POLL_S)
         return self._hvd.synchronize(handle)
 
 

@@ -89,7 +89,7 @@ def _evaluate_by_leases(
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), mode.judged():
             while True:
                 found, frames = mode.ask_to_judge(
                     phase, ordinal, len(dataset), size, exact_limit, state_codec.encode(own)

@@ -30,6 +30,7 @@ import torch
 
 from gba_hvd import torch_optimizers
 from gba_hvd.allreduce import AllreduceMode
+from gba_hvd.averaging import REPLICA_MODES
 from gba_hvd.callbacks import Event
 from gba_hvd.collectives import hosts_updated
 from gba_hvd.errors import BadInput, GbaError
@@ -38,6 +39,7 @@ from gba_hvd.ps import process
 from gba_hvd.ps.client import Client
 from gba_hvd.ps.protocol import Endpoint, Enter, Export, Position
 from gba_hvd.routing import place_dense
+from gba_hvd.shadow import ReplicaMode
 from recovery import state_codec
 
 if TYPE_CHECKING:
@@ -98,10 +100,18 @@ def to_servers(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
 
 def start(engine: Engine, session: Session, rank: int, host: int) -> None:
     """Be a worker of an asynchronous mode from now on."""
-    mode = GbaMode(
-        session, engine.worker_id, rank, host, os.getpid(), engine.tables, engine.dense,
-        engine.tables.config.server_s,
-    )  # fmt: skip
+    parts = (session, engine.worker_id, rank, host, os.getpid(), engine.tables, engine.dense)
+    patience_s = engine.tables.config.server_s
+    mode: GbaMode
+    if session.mode in REPLICA_MODES:
+        assert engine.switching is not None
+        mode = ReplicaMode(
+            *parts, patience_s, averaging=engine.switching.averaging(session.mode), world=engine.world,
+            optimizer=engine.optimizer, step_dense=engine.step_dense,
+            is_elastic=os.environ.get("HOROVOD_ELASTIC") == "1",
+        )  # fmt: skip
+    else:
+        mode = GbaMode(*parts, patience_s)
     mode.hosts_updated, engine.hosts_updated = engine.hosts_updated, False
     mode.start()
     engine.mode = mode
@@ -117,6 +127,8 @@ def to_workers(engine: Engine, position: Position) -> None:
     mode = engine.mode
     assert isinstance(mode, GbaMode) and engine.switching is not None
     take_dense_state(engine, mode, leaving=True)
+    if not mode.left_together:
+        engine.idle_mode = None  # something of the mode hangs in its world
     engine.observe(position)
     engine.cursor.epoch, engine.cursor.steps_done = position.epoch, position.steps_done
     if engine.reformer is not None:
@@ -146,10 +158,13 @@ def to_workers(engine: Engine, position: Position) -> None:
     engine.mode.resume()
 
 
-def take_dense_state(engine: Engine, mode: GbaMode, leaving: bool) -> None:
-    """Bring the model's dense parameters and the optimizer's state to what the servers hold, bit for bit."""
+def take_dense_state(engine: Engine, mode: GbaMode, leaving: bool, ended: bool = True) -> None:
+    """Bring the model's dense parameters and the optimizer's state to what the servers hold, bit for bit.
+
+    ended: the epoch is over or the mode is left, on all workers; else this one alone has left the epoch's loop.
+    """
     mode.flush()
-    _put(engine, mode.export(leaving))
+    _put(engine, mode.export(leaving, ended))
 
 
 def rescue_dense_state(engine: Engine, mode: GbaMode) -> None:

@@ -136,7 +136,9 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
         "dense parameters": engine.dense.n,
         "row_average": engine.row_average,
         "CheckpointCallback": None if engine.checkpoints is None else engine.checkpoints.callback.url,
-        "GBACallback": None if engine.switching is None else {"servers_per_host": engine.switching.servers_per_host},
+        "GBACallback": None
+        if engine.switching is None
+        else {"servers_per_host": engine.switching.servers_per_host, **engine.switching.rounds},
     }
     held = engine.mode.held if isinstance(engine.mode, AllreduceMode) else None
     held_step = held.step if held is not None else -1

@@ -21,6 +21,7 @@ from gba_hvd.ps.protocol import (
     Enter,
     Given,
     GivenLease,
+    HandedIn,
     PlannedMember,
     Position,
     ProtocolError,
@@ -89,6 +90,9 @@ class Coordinator:
         self._ending = False
         self.lags: dict[int, int] = {}  # counted by the part of this server
         self._left_early: set[int] = set()  # workers that ask for the next epoch already
+        self.gathered = -1  # the last phase for which all living workers handed in their replicas (`shadow`)
+        self._handed: dict[int, int] = {}  # by worker: the last phase
+        self._awaited_s: dict[int, float] = {}  # by phase: since when
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -163,6 +167,20 @@ class Coordinator:
                     *self.names_refused[-9:], f"worker {rank}, micro-batch {request.micro}: {request.refused[:200]}"
                 ]  # fmt: skip
         return answer
+
+    def handed_in(self, request: HandedIn) -> bool:
+        """This worker handed in its replica. Whether all have: those that live, and are not at it for too long."""
+        phase, now = request.phase, self._clock()
+        self._handed[request.worker] = max(phase, self._handed.get(request.worker, -1))
+        if phase <= self.gathered:
+            return True
+        since_s = self._awaited_s.setdefault(phase, now)
+        awaited = [w for w, seen in self.workers.items() if not seen.silent and self._handed.get(w, -1) < phase]
+        if awaited and now - since_s <= self._lease_s:
+            return False
+        self.gathered = phase
+        self._awaited_s.clear()
+        return True
 
     def lost_push(self, request: Done) -> None:
         """The push of a lease that is still out is gone: its micro-batch is computed again."""
@@ -311,6 +329,7 @@ class Coordinator:
             "lrs": [*self._lrs, self._row_lr],
             "lrs_key": list(self._lrs_key),
             "moved": [[place, micro] for place, micro in self.moved.items()],
+            "gathered": self.gathered,
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
@@ -329,6 +348,7 @@ class Coordinator:
         *self._lrs, self._row_lr = state["lrs"]
         self._lrs_key = (state["lrs_key"][0], state["lrs_key"][1])
         self.moved = dict(state["moved"])
+        self.gathered = state["gathered"]
 
     def _ledger(self, epoch: int, n_samples: int, steps_done: int, step: int, last_serial: int = 0) -> Ledger:
         cut = Cut(n_samples, self._enter.global_batch, self._enter.micro_batch)

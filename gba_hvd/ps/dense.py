@@ -165,6 +165,21 @@ class DensePart:
             self._load()
             raise
 
+    def replace_(self, values: np.ndarray | None, state: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """Other values [n], other optimizer state, or both, as of the same step. If anything raises, all is as before.
+
+        Readers who ask for something newer than this step are not told.
+        """
+        try:
+            if values is not None:
+                self._flat[:] = values
+            if state is not None:
+                self._set_state(state)
+            self._publish(self.step)
+        except BaseException:
+            self._load()
+            raise
+
     def skip_(self, step: int) -> None:
         """Publish the same values under a new step number (a step this server missed)."""
         self._check(step)

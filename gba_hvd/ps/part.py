@@ -24,11 +24,13 @@ from typing import Any
 import numpy as np
 
 from gba_hvd import kernels
+from gba_hvd.averaging import REPLICA_MODES
 from gba_hvd.buffer import GradientBuffer, StoredPush, merge_pushes
 from gba_hvd.errors import NonFiniteGradient
 from gba_hvd.gap_aware import GapAware, not_damped
 from gba_hvd.gradients import RowGrad, average_over_contributors
 from gba_hvd.ps import protocol
+from gba_hvd.ps.central import CentralCopy
 from gba_hvd.ps.dense import DensePart, DenseTensor
 from gba_hvd.ps.protocol import Applied, Apply, Enter, ProtocolError
 from gba_hvd.row_optimizers import RowOptimizer
@@ -58,7 +60,9 @@ class Part:
         self._dims = [group.dim + self._extra for group in memory.layout.groups]
         self._names = [name for name, _, _ in enter.tensors]
         self._sizes = [math.prod(shape) for _, shape, _ in enter.tensors]
-        self.n_dense = sum(self._sizes)
+        has_replicas = enter.discipline.get("name") in REPLICA_MODES
+        self._central = CentralCopy(dense) if has_replicas else None
+        self.n_dense = 0 if has_replicas else sum(self._sizes)  # numbers in a push
         self.buffer = GradientBuffer()
         self.lags = dict(enter.position.lags)  # how many steps the dense values of applied pushes were old, histogram
         self._gaps = gaps_of(enter, dense)
@@ -176,12 +180,12 @@ class Part:
             wanted = _of_shards(grad, due, layout.n_shards) if len(due) < len(self.shards) else grad
             self._optimizer.update_(memory.flat, layout, group, wanted, scale, request.row_lr, request.step)
         memory.finish(due, request.step)
-        if pushes:
+        if pushes and self._central is None:
             dense *= np.float32(request.scale)
             self.dense.step_(dense, request.lrs, request.step)
             if self._gaps is not None:
                 self._gaps.stepped(self.dense.values, dense, request.lrs, request.step)
-        else:  # nothing came through to this server: it misses the step
+        else:  # nothing came through to this server: it misses the step; or workers step replicas of their own
             self.dense.skip_(request.step)
 
     def skip(self, step: int) -> int:
@@ -199,6 +203,13 @@ class Part:
             missed += bool(self.n_dense)
         self._last = Applied(step, [], missed)
         return missed
+
+    @property
+    def central(self) -> CentralCopy:
+        """Where workers have replicas. Raises ProtocolError in other modes."""
+        if self._central is None:
+            raise ProtocolError(f"in mode {self.enter.discipline.get('name')!r} workers have no replicas")
+        return self._central
 
     def rows_for(self, frames: Sequence[Any]) -> list[np.ndarray]:
         return gather(self._memory, self.mine, frames)

@@ -43,6 +43,7 @@ from gba_hvd.ps.protocol import (
     Apply,
     Ask,
     Beat,
+    Blend,
     Bye,
     Dense,
     Discard,
@@ -52,11 +53,14 @@ from gba_hvd.ps.protocol import (
     Export,
     Exported,
     Given,
+    HandedIn,
+    HandIn,
     Hold,
     Lives,
     Ok,
     Position,
     ProtocolError,
+    Publish,
     PullDense,
     PullRows,
     Push,
@@ -305,6 +309,18 @@ class Server:
                 return Ok(), ()
             case Export():
                 return self._on_export(request)
+            case Blend():
+                part = self._active(request.generation)
+                values = part.central.blend(request, frames)
+                return Dense(part.dense.step), (values,)
+            case Publish():
+                self._active(request.generation).central.publish(request, frames)
+                return Ok(), ()
+            case HandIn():
+                self._active(request.generation).central.hand_in(request, frames)
+                return Ok(), ()
+            case HandedIn():
+                return self._on_handed_in(request), ()
             case Enter():
                 return self._on_enter(request, frames), ()
             case Bye():
@@ -466,11 +482,22 @@ class Server:
 
     def _on_export(self, request: Export) -> tuple[Answer, Sequence[Any]]:
         part = self._active(request.generation)
+        if request.phase >= 0:
+            part.central.gather(request.phase)
         if request.leaving and not self.idle:
             self.idle = True
             self._save_session()  # before the workers write shards: a successor must leave them alone
         step, values, state = part.export()
         return Exported(step), (values, state)
+
+    def _on_handed_in(self, request: HandedIn) -> Answer:
+        coordinator = self._lead(request.generation)
+        before = coordinator.gathered
+        if not coordinator.handed_in(request):
+            return Refused("other workers have not handed in their replicas yet", again=True)
+        if coordinator.gathered != before:
+            self._save_ledger()
+        return Ok()
 
     # --- steps, at the coordinator -----------------------------------------------------------------------------------
 
