@@ -15,7 +15,7 @@ import torch
 from gba_hvd.averaging import MeanOfReplicas, pulled_
 from gba_hvd.ps import protocol
 from gba_hvd.ps.dense import DensePart
-from gba_hvd.ps.protocol import Blend, HandIn, ProtocolError, Publish
+from gba_hvd.ps.protocol import Blend, HandIn, NotFinite, ProtocolError, Publish
 from recovery import state_codec
 
 
@@ -27,7 +27,6 @@ class CentralCopy:
 
     def __init__(self, dense: DensePart) -> None:
         self._dense = dense
-        self._names = [t.name for t in dense.tensors]
         self._sizes = [t.size for t in dense.tensors]
         self._over = -1  # the last phase whose mean was made
         self._handed: dict[int, tuple[MeanOfReplicas, set[int]]] = {}  # by phase; the workers that are in it
@@ -83,7 +82,11 @@ class CentralCopy:
         values = protocol.array_of(frames[0], "float32", what)
         if len(values) != sum(self._sizes):
             raise ProtocolError(f"a {what} of {len(values)} numbers, the tensors here have {sum(self._sizes)}")
-        protocol.check_finite(values, self._names, self._sizes)
+        if not protocol.all_finite(values):
+            ends = np.cumsum(self._sizes)
+            first = int(np.flatnonzero(~np.isfinite(values))[0])
+            name = self._dense.tensors[int(np.searchsorted(ends, first, side="right"))].name
+            raise NotFinite(f"the {what} has numbers that are not finite: {name}")
         return values.copy()
 
     def _state(self, frame: Any) -> list[Mapping[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from gba_hvd import BadInput, GBACallback
@@ -91,3 +93,32 @@ def test_its_stance_travels_with_the_state() -> None:
 def test_bad_settings_are_refused_at_once(settings: dict[str, object], says: str) -> None:
     with pytest.raises(BadInput, match=says):
         GBACallback(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"mode": "shadow", "sync": "eagsd"}, "did you mean 'easgd'"),
+        ({"mode": "shaddow"}, "did you mean 'shadow'"),
+        ({"mode": "shadow", "elasticity": 1.01}, "elasticity"),
+        ({"mode": "ma", "every": 0}, "every"),
+        ({"mode": "shadow", "mixing": "add"}, "mixing"),
+        ({"mode": "shadow", "hogwild_threads": 4}, "hogwild_threads must be 1"),
+        ({"mode": "shadow", "hogwild_threads": 0}, "hogwild_threads must be 1"),
+    ],
+)
+def test_settings_of_replicas_that_make_no_sense_are_refused_at_once(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        GBACallback(**settings)
+
+
+def test_shadow_runs_in_the_background_and_its_counterparts_every_k_steps() -> None:
+    callback = GBACallback(mode="shadow", sync="bmuf", every=5, elasticity=0.25)
+    shadow, foreground = callback.averaging("shadow"), callback.averaging("ma")
+    assert (shadow.algorithm, shadow.every, shadow.elasticity) == ("bmuf", None, 0.25)
+    assert (foreground.algorithm, foreground.every, foreground.elasticity) == ("ma", 5, 0.25)
+
+
+def test_workers_whose_rounds_differ_do_not_describe_themselves_alike() -> None:
+    assert GBACallback(sync="ma").describe() != GBACallback(sync="easgd").describe()
+    assert GBACallback(every=5).rounds != GBACallback(every=6).rounds
