@@ -79,6 +79,7 @@ def batches(
         else:
             finished = yield from _steps(source, state)
     state.finished_epoch, engine.n_evaluated, engine.epoch_over = epoch, 0, True
+    engine.tell_traffic()
 
 
 @dataclass(frozen=True)

@@ -159,6 +159,18 @@ class Checkpoints:
                     "keep it, or start anew at another url or with resume=False"
                 )
 
+        saved, mine = about.get("compression", "none"), self._compressor
+        if saved != mine:
+            raise BadInput(
+                f"the checkpoint at {self.store.url} is of a job with compression={saved}, this one has {mine}: "
+                "what was not sent yet would be lost; keep it, or start anew at another url or with resume=False"
+            )
+
+    @property
+    def _compressor(self) -> str:
+        compression = self._engine.compression
+        return "none" if compression is None else str(compression.spec)
+
     # --- allreduce mode ----------------------------------------------------------------------------------------------
 
     def tell(self, numbers: Tensor) -> None:
@@ -196,6 +208,7 @@ class Checkpoints:
                 "why": why,
                 "global_batch": engine.global_batch,
                 "micro_batch": engine.micro_batch,
+                "compression": self._compressor,
             },
         }
 

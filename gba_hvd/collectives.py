@@ -1,4 +1,4 @@
-"""The one file that talks to Horovod: four collectives, and the same four for a world of one worker.
+"""The one file that talks to Horovod: five collectives, and the same five for a world of one worker.
 
 Every operation has an explicit name. Horovod numbers unnamed ones per process, and a worker that joins later would
 count from zero and never match the others.
@@ -20,6 +20,7 @@ from torch import Tensor
 from gba_hvd.errors import BadInput, GbaError, HorovodMissing
 
 _POLL_S = 50e-6
+_LENGTH = 8
 _PIECE_BYTES = 1 << 30  # Gloo counts the bytes of a broadcast in 32 bits
 
 
@@ -39,6 +40,9 @@ class World(Protocol):
 
     def alltoall(self, name: str, words: np.ndarray, splits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Send splits[r] float32 words to rank r; returns (words received, in rank order, words from each)."""
+
+    def gather_bytes(self, name: str, data: bytes) -> list[np.ndarray]:
+        """Every rank's bytes, uint8 [n] of its own length each, in rank order."""
 
     def sum_(self, name: str, values: Tensor) -> None:
         """Sum over the ranks, in place."""
@@ -61,6 +65,9 @@ class SoloWorld:
 
     def alltoall(self, name: str, words: np.ndarray, splits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return words, splits
+
+    def gather_bytes(self, name: str, data: bytes) -> list[np.ndarray]:
+        return [np.frombuffer(data, np.uint8)]
 
     def sum_(self, name: str, values: Tensor) -> None:
         pass
@@ -101,6 +108,17 @@ class HorovodWorld:
             self._hvd.alltoall_async(torch.from_numpy(words), counts, name=f"gba_hvd.{name}")
         )
         return received.numpy(), received_counts.numpy()
+
+    def gather_bytes(self, name: str, data: bytes) -> list[np.ndarray]:
+        # Horovod returns all in one piece and not where the parts begin: each says its length.
+        mine = np.frombuffer(len(data).to_bytes(_LENGTH, "little") + data, np.uint8).copy()
+        gathered = self._wait(self._hvd.allgather_async(torch.from_numpy(mine), name=f"gba_hvd.{name}")).numpy()
+        parts, at = [], 0
+        for _ in range(self.size):
+            end = at + _LENGTH + int.from_bytes(gathered[at : at + _LENGTH].tobytes(), "little")
+            parts.append(gathered[at + _LENGTH : end])
+            at = end
+        return parts
 
     def sum_(self, name: str, values: Tensor) -> None:
         local = values.cpu()  # the same tensor on a CPU; our Horovod is built for CPU tensors

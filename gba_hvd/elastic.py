@@ -39,6 +39,7 @@ from gba_hvd.allreduce import AllreduceMode
 from gba_hvd.callbacks import Callback, Event, Job
 from gba_hvd.checkpoints import Checkpoints
 from gba_hvd.collectives import World, current_world, hosts_updated
+from gba_hvd.compression.exchange import DenseExchange
 from gba_hvd.engine import Engine
 from gba_hvd.errors import BadInput, GbaError
 from gba_hvd.faults import FaultSchedule
@@ -242,6 +243,8 @@ class TorchState:
                     engine.checkpoints.load_state(state["checkpoints"])
         if engine.checkpoints is not None:
             engine.checkpoints.world_formed(rows_moved=True)
+        if engine.compression is not None:
+            self._count_lost_residuals(engine.compression)
         if not self._has_state:
             atexit.register(self._close_at_exit)
         self._has_state, self._synced, self._closed = True, True, False
@@ -268,7 +271,8 @@ class TorchState:
             word = json.dumps(checkpoints.plan()).encode()
         plan = json.loads(engine.world.broadcast("save", word if is_chief else None, 0))
         if plan is not None:
-            state = state_codec.encode(self._state_dict()) if is_chief else b""
+            residual = {} if engine.compression is None else engine.compression.state(engine.world)
+            state = state_codec.encode({**self._state_dict(), **residual}) if is_chief else b""
             checkpoints.save(plan, self._line, *self._part, state)
         return plan is not None
 
@@ -442,6 +446,15 @@ class TorchState:
             text = f"{joined.rows_lost:,} rows went down with their host and begin anew; {why}"
             engine.emit(Event("rows_lost", self.step, text, facts))
 
+    def _count_lost_residuals(self, compression: DenseExchange) -> None:
+        """A collective: what workers that are gone had not sent yet."""
+        n_workers, lost = compression.count_lost(self.engine.world, self._has_state)
+        if n_workers:
+            text = (
+                f"{_count(n_workers, 'worker')} took gradients along that were not sent yet: a sum of |g| of {lost:.3g}"
+            )
+            self.engine.emit(Event("residual_lost", self.step, text, {"workers": n_workers, "residual": lost}))
+
     def _pls(self, joined: membership.Joined) -> float:
         """Portion of lost samples, of all so far (CPR): each host's rows lost what came after their checkpoint."""
         n_rows = sum(table.n_rows for table in self.engine.tables.layout.tables)
@@ -490,6 +503,8 @@ class TorchState:
         # The script says which mode it wants, not the job that was lost.
         kept = [entry for entry in first["callbacks"] if entry[0] != GBACallback.__name__]
         self._load_state_dict({**first, "callbacks": kept})
+        if self.engine.compression is not None:
+            self.engine.compression.load_state(first)
         if "snapshot" not in state:
             return
         self.engine.load_dense(state["dense"])

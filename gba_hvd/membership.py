@@ -135,6 +135,7 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
         "micro_batch": engine.micro_batch,
         "dense parameters": engine.dense.n,
         "row_average": engine.row_average,
+        "compression": "none" if engine.compression is None else str(engine.compression.spec),
         "CheckpointCallback": None if engine.checkpoints is None else engine.checkpoints.callback.url,
         "GBACallback": None if engine.switching is None else {"servers_per_host": engine.switching.servers_per_host},
     }
@@ -156,6 +157,10 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
             engine.mode.apply_held()
         else:
             engine.mode.forget_held()
+    if engine.compression is not None:
+        engine.compression.world_formed()
+        if has_state and mine.step < agreed.step and world.rank not in agreed.catch_up:
+            engine.compression.clear()  # the world went on without this worker, and counted its rest as lost
     members = Membership(tuple(f.host for f in facts))
     here = members.order.index(mine.host)
     leads = members.lead_of(mine.host) == world.rank
@@ -189,7 +194,9 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
                 memory.drop(shard)
     if engine.mode is not None:
         engine.mode.close()
-    engine.mode = AllreduceMode(world, members, placement, tables, outboxes, engine.row_average)
+    engine.mode = AllreduceMode(
+        world, members, placement, tables, outboxes, engine.row_average, engine.compression, engine.traffic
+    )
     if leads and (engine.switching is not None or engine.checkpoints is not None):
         config = tables.config
         process.write_settings(
