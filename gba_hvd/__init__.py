@@ -6,6 +6,7 @@ from gba_hvd import elastic
 from gba_hvd.batch import Bag, Batch
 from gba_hvd.batches import batches
 from gba_hvd.callbacks import Callback, Event, Job, StepRecord
+from gba_hvd.compression import Compression
 from gba_hvd.errors import BadInput, GbaError, NonFiniteGradient, ShardMemoryError, StateMismatch
 from gba_hvd.evaluation import evaluate
 from gba_hvd.faults import FaultSchedule
@@ -25,6 +26,7 @@ __all__ = [
     "Bag",
     "Batch",
     "Callback",
+    "Compression",
     "DistributedOptimizer",
     "EmbeddingTables",
     "Event",

@@ -7,7 +7,8 @@ One step, on every rank:
     3. send    row gradients to the ranks that serve the shards, through memory on a host and by alltoall between hosts;
                what arrives is *held*
     4. commit  one allreduce of the dense gradients. It ends only when every rank has entered it, so whoever sees its
-               result knows that every rank holds its row gradients: from here on the step is decided
+               result knows that every rank holds its row gradients: from here on the step is decided. Compressed dense
+               gradients go round just before it and are held as well (`compression.exchange`)
     5. apply   dense parameters everywhere, rows by the ranks that serve them
 
 A worker that dies before 4 leaves a step that nobody applied; it is computed again. A worker that dies after 4 costs
@@ -24,6 +25,7 @@ import numpy as np
 
 from gba_hvd import kernels
 from gba_hvd.collectives import World, worker_lost
+from gba_hvd.compression.exchange import DenseExchange
 from gba_hvd.gradients import (
     DenseGradients,
     RowGrad,
@@ -37,6 +39,7 @@ from gba_hvd.gradients import (
 from gba_hvd.routing import Membership, Placement
 from gba_hvd.shard.outbox import Outbox
 from gba_hvd.tables import EmbeddingTables, RemoteRows
+from gba_hvd.traffic import Traffic, ring
 
 
 @dataclass(frozen=True)
@@ -71,10 +74,13 @@ class AllreduceMode:
         tables: EmbeddingTables,
         outboxes: Mapping[int, Outbox],
         row_average: str = "global",
+        dense_exchange: DenseExchange | None = None,
+        traffic: Traffic | None = None,
     ) -> None:
         assert tables.memory is not None
         self._world, self._tables, self._memory, self._outboxes = world, tables, tables.memory, outboxes
         self.members, self.placement = members, placement
+        self._dense_exchange, self._traffic = dense_exchange, traffic or Traffic()
         self._server = placement.server
         self._by_contributors = row_average == "contributors"
         self._dims = [group.dim + self._by_contributors for group in tables.layout.groups]
@@ -145,12 +151,20 @@ class AllreduceMode:
 
     def commit(self, dense: DenseGradients) -> None:
         """Sum the dense gradients and the numbers that travel with them over all ranks. Returning means: decided."""
+        if self._dense_exchange is not None:
+            self._dense_exchange.sum_(self._world, dense, self._traffic)
+            return
         self._world.sum_("commit", dense.total)
+        itemsize = dense.total.element_size()
+        self._traffic.both("dense", ring(itemsize * dense.n, self._world.size))
+        self._traffic.both("header", ring(itemsize * len(dense.extra), self._world.size))
 
     def apply_held(self) -> None:
         """Apply the held row gradients to the shards this rank serves."""
         held, self.held = self.held, None
         assert held is not None
+        if self._dense_exchange is not None:
+            self._dense_exchange.settle()
         memory, layout = self._memory, self._tables.layout
         # A shard that has begun this step has had it: from a worker that died, before the step was computed again.
         due = self._mine[memory.marks().begun[self._mine] < held.step]
@@ -170,6 +184,8 @@ class AllreduceMode:
     def forget_held(self) -> None:
         """The step was not decided; it will be computed again."""
         self.held = None
+        if self._dense_exchange is not None:
+            self._dense_exchange.roll_back()
 
     def leave_step(self) -> None:
         """This rank's world broke: neighbours that wait for its shards need not wait until the time-out."""

@@ -52,7 +52,8 @@ def batches(
     stands. Workers without a share take part in the steps silently.
 
     ids: how to find the table ids in a batch, when it has no `ids` attribute.
-    Raises StateMismatch when the workers' datasets or settings differ.
+    Raises StateMismatch when the workers' datasets or settings differ, or when an epoch that is partly done was begun
+    with other samples or in another order: its position would mean nothing.
     """
     state.ensure_synced()
     engine, find_ids = state.engine, ids or ids_of
@@ -65,13 +66,17 @@ def batches(
         facts = {"samples": len(dataset), "seed": seed, "epoch": epoch, "step of the epoch": first, "step": engine.step}
         agree_on(engine.world, "epoch", facts)
         _warn_of_idle_workers(cut, engine.world.rank, engine.world.size)
-        if first < cut.n_steps:
-            _begin_in_the_mode_asked_for(state)
+    order = EpochOrder(len(dataset), seed, epoch, shuffle)
+    if first:
+        _refuse_another_order(engine.order, order, first)
+    engine.order = order
+    if isinstance(engine.mode, AllreduceMode) and first < cut.n_steps:
+        _begin_in_the_mode_asked_for(state)
     if state.finished_epoch == epoch:
         warnings.warn(f"epoch {epoch} is done and has no batches left: advance state.epoch", stacklevel=2)
     engine.n_evaluated, engine.epoch_over = 0, False
     moved = dict(engine.cursor.moved) if engine.cursor.epoch == epoch else {}
-    source = _Source(dataset, EpochOrder(len(dataset), seed, epoch, shuffle), cut, epoch, find_ids, moved)
+    source = _Source(dataset, order, cut, epoch, find_ids, moved)
     finished = first == cut.n_steps
     while not finished:
         if isinstance(engine.mode, GbaMode):
@@ -79,6 +84,7 @@ def batches(
         else:
             finished = yield from _steps(source, state)
     state.finished_epoch, engine.n_evaluated, engine.epoch_over = epoch, 0, True
+    engine.tell_traffic()
 
 
 @dataclass(frozen=True)
@@ -165,7 +171,7 @@ def _leases(source: _Source, state: TorchState, mode: GbaMode) -> Generator[Any,
     except GeneratorExit:  # the user left the loop; the model is to be as the servers have it
         ahead.close()
         with contextlib.suppress(Exception):  # whatever fails here will be told where the servers are asked next
-            handover.take_dense_state(engine, mode, leaving=False)
+            handover.take_dense_state(engine, mode, leaving=False, ended=False)
         raise
     finally:
         ahead.close()
@@ -227,6 +233,18 @@ def agree_on(world: World, name: str, facts: dict[str, int]) -> None:
                 f"the workers disagree about the {what}: by rank {values}; "
                 "they must run the same script on the same data"
             )
+
+
+def _refuse_another_order(begun: EpochOrder | None, order: EpochOrder, steps_done: int) -> None:
+    if begun is None or begun.epoch != order.epoch or begun == order:
+        return
+    names = {"n_samples": "samples", "seed": "seed", "shuffle": "shuffle"}
+    pairs = {words: (getattr(begun, name), getattr(order, name)) for name, words in names.items()}
+    found = ", ".join(f"{words} {was}, here {now}" for words, (was, now) in pairs.items() if was != now)
+    raise StateMismatch(
+        f"epoch {order.epoch} stands at step {steps_done} of what was begun with {found}: what is done and what is not "
+        "cannot be told any more. Use the same data, or start anew (resume=False, or another url for checkpoints)"
+    )
 
 
 def _warn_of_idle_workers(cut: Cut, rank: int, size: int) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gba_hvd.gap_aware import Damping, not_damped
 from gba_hvd.gradients import RowGrad, merge, unpack
+from gba_hvd.rules.step import Damping, not_damped
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class StoredPush:
     dense: float32 [n]
     rows:  float32 words (`gradients.pack_by_owner`)
     dense_step: the step of the dense values they were computed with, -1 if not known
+    worker: who computed them
     """
 
     micro: int
@@ -25,6 +26,7 @@ class StoredPush:
     dense: np.ndarray
     rows: np.ndarray
     dense_step: int = -1
+    worker: int = -1
 
     @property
     def n_bytes(self) -> int:

@@ -8,6 +8,9 @@ allreduce mode, after the commit of step k said that one is due:
     3. (servers)  save their rows while training goes on; the chief's waits for all parts and writes the manifest
     4. follow     the chief hears what became of it with the heartbeats, and tells the callbacks
 
+How often and what, unless the user said so, is planned from what was measured (`recovery.pacing`); the chief plans
+again with every save and every change of hosts.
+
 A crash before the manifest leaves the checkpoint before in force. The claim on the place is made anew whenever the
 world was formed anew with other hosts, so a host that was cut off is fenced.
 """
@@ -18,7 +21,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -29,12 +32,13 @@ from gba_hvd.gba import GbaMode
 from gba_hvd.local_server import LocalServer
 from gba_hvd.ps import process
 from gba_hvd.ps.protocol import Hold, Save, Saved
-from gba_hvd.shard.holder import MemoryRows
+from gba_hvd.shard.holder import MemoryRows, schema_of
 from gba_hvd.shard.memory import ShardMemory
 from recovery import claims, planner
 from recovery.callback import CheckpointCallback
 from recovery.chains import Chain, chains
 from recovery.errors import RecoveryError, StoreError
+from recovery.pacing import Measured, Pace, pace
 from recovery.restore import Now, Report, restore
 from recovery.store import Store, check, open_store
 
@@ -51,7 +55,7 @@ class Checkpoints:
     """One worker's part. Belongs to the training thread.
 
     What was saved last is known to the chief only: its successor begins with a save of all rows. The claim travels with
-    the training state, so that a successor goes on under it.
+    the training state, so that a successor goes on under it; so does what was measured.
     """
 
     def __init__(self, engine: Engine, callback: CheckpointCallback) -> None:
@@ -72,6 +76,11 @@ class Checkpoints:
         self._told = Saved()  # what callbacks were told of last
         self._asked_s: float | None = None  # when a checkpoint was asked for that nobody has told of yet
         self._due = False
+        self._measured = Measured()
+        self._since_s: float | None = None  # when this worker began to count the time that is observed
+        self._pace: Pace | None = None  # on the chief
+        self._n_hosts = 1
+        self._died_before = False  # the job that this one goes on from did not end in peace
 
     # --- at the start, and after a change of hosts -------------------------------------------------------------------
 
@@ -90,6 +99,8 @@ class Checkpoints:
         if not self.callback.resume:
             return None
         chain = next((one for one in chains(self.store) if isinstance(one, Chain)), None)
+        newest = max(claims.claims_of(self.store.names("claims/")), default=None)
+        self._died_before = newest is not None and not newest.is_closed
         return None if chain is None else str(chain.newest.about.get("job", "")) or None
 
     def take_place(self, job: str) -> None:
@@ -105,26 +116,25 @@ class Checkpoints:
             self._claim = claims.claim(self.store, writer, takeover=self.callback.takeover, lease_s=config.lease_s)
             self.first_epoch = self._claim.epoch
             return
+        before = self._claim.epoch
         try:
             self._claim = claims.claim(self.store, self._claim.writer, lease_s=self._claim.lease_s)
         except RecoveryError as error:
             self._tell_failure(f"the place for checkpoints was not claimed again: {error}")
+        if self._claim.epoch > before + 1:  # somebody else wrote meanwhile; what was saved until then never expires
+            self.first_epoch = self._claim.epoch
 
     def fill(self, memory: ShardMemory, shards: Sequence[int], now: Now | None) -> Report | None:
         """Bring shards back from the newest good checkpoint; None when there is none. Nobody may use them meanwhile.
 
-        now: where the job is, if it goes on: then only rows come back, else also the state.
+        now: where the job is, if it goes on: then only rows come back, else also the state. Raises RecoveryError.
         """
         rows = MemoryRows(memory, lambda: shards, filling=True)
         if now is None:
             return restore(self._opened({}), rows, config=self.callback.config)
-        try:
-            if not self.callback.resume and not self._has_saved():
-                return None  # what is there is of another run
-            return restore(self.store, rows, config=self.callback.config, now=now, with_state=False)
-        except RecoveryError as error:
-            self._tell_failure(f"the lost rows did not come back: {error}")
-            return None
+        if not self.callback.resume and not self._has_saved():
+            return None  # what is there is of another run
+        return restore(self.store, rows, config=self.callback.config, now=now, with_state=False)
 
     def _has_saved(self) -> bool:
         chain = next((one for one in chains(self.store) if isinstance(one, Chain)), None)
@@ -147,6 +157,50 @@ class Checkpoints:
     def goes_on_from(self, report: Report) -> None:
         """The whole job was restored. On the chief."""
         self.callback.began(report.step, time.monotonic())
+        measured = Measured.of_checkpoint(report.manifest)
+        if self._died_before:
+            measured = measured.lost(measured.observed_s)
+        self._measured = replace(measured, load_s=report.seconds)
+
+    # --- how often ---------------------------------------------------------------------------------------------------
+
+    def _seen(self) -> Measured:
+        """What was measured, with the time until now."""
+        now = time.monotonic()
+        if self._since_s is None:
+            self._since_s = now
+        passed_s, self._since_s = now - self._since_s, now
+        self._measured = replace(self._measured, observed_s=self._measured.observed_s + passed_s)
+        return self._measured
+
+    def host_was_lost(self, load_s: float | None, stood_s: float | None) -> None:
+        """load_s: until its rows were back, if they are; stood_s: since the last step, the loading included."""
+        seen = self._seen()
+        seen = seen.lost(seen.observed_s)
+        if load_s is not None:
+            seen = replace(seen, partial_load_s=load_s)
+        if stood_s is not None:
+            seen = replace(seen, reschedule_s=max(0.0, stood_s - (load_s or 0.0)))
+        self._measured = seen
+
+    def stood_still(self, seconds: float) -> None:
+        """Training did, until a save was under way. On the chief."""
+        self._measured = replace(self._measured, stall_s=seconds)
+
+    def plan_pace(self, n_hosts: int) -> None:
+        """On the chief, whenever something new is known: how often to save from now on, unless the user said so."""
+        self._n_hosts = n_hosts
+        if not self.callback.is_planned:
+            return
+        engine = self._engine
+        n_bytes = schema_of(engine.tables.layout).n_bytes
+        found = pace(self._seen(), self.callback.given, n_bytes, n_hosts, self._pace)
+        before, self._pace, self.callback.planned_s = self._pace, found, found.interval_s
+        if found.plan is not None and (before is None or found.differs_from(before)):
+            expected = found.plan.expected
+            told = {"interval_s": found.interval_s, "kind": found.kind, "strategy": found.plan.strategy}
+            told |= {"pls": expected.pls, "overhead": expected.overhead, "reason": found.reason}
+            engine.emit(Event("checkpoint_plan", engine.step, found.reason, told))
 
     def check_fits(self, about: Mapping[str, Any]) -> None:
         """Raises BadInput when the checkpoint is of a job that cut its data otherwise: its place in it is void."""
@@ -158,6 +212,18 @@ class Checkpoints:
                     f"the checkpoint at {self.store.url} is of a job with {name}={saved}, this one has {mine}: "
                     "keep it, or start anew at another url or with resume=False"
                 )
+
+        saved, mine = about.get("compression", "none"), self._compressor
+        if saved != mine:
+            raise BadInput(
+                f"the checkpoint at {self.store.url} is of a job with compression={saved}, this one has {mine}: "
+                "what was not sent yet would be lost; keep it, or start anew at another url or with resume=False"
+            )
+
+    @property
+    def _compressor(self) -> str:
+        compression = self._engine.compression
+        return "none" if compression is None else str(compression.spec)
 
     # --- allreduce mode ----------------------------------------------------------------------------------------------
 
@@ -182,9 +248,12 @@ class Checkpoints:
         """What is to be saved now: the chief's word to all."""
         engine = self._engine
         assert self._claim is not None
-        kind, why = planner.next_kind(self._chain, self.callback.config.policy)
+        wanted = self.callback.config.policy if self._pace is None else self._pace.kind
+        kind, why = planner.next_kind(self._chain, wanted)
+        given = self.callback.given
         return {
             "epoch": self._claim.epoch,
+            "first_epoch": self.first_epoch,
             "number": engine.step,
             "kind": kind,
             "parent": None if kind == "full" else self._newest,
@@ -196,6 +265,10 @@ class Checkpoints:
                 "why": why,
                 "global_batch": engine.global_batch,
                 "micro_batch": engine.micro_batch,
+                "n_servers": self._n_hosts,
+                "given": asdict(given),
+                **self._seen().told(),
+                "compression": self._compressor,
             },
         }
 
@@ -216,6 +289,7 @@ class Checkpoints:
         """The coordinator has all servers save at its next moment between two steps. On the chief."""
         plan = self.plan()
         plan["about"]["mode"] = mode.name
+        mode.before_save()
         self._asked_s = time.monotonic()
         self.callback.began(self._engine.step, self._asked_s)
         request = Save(part=0, n_parts=1, generation=mode.session.generation, **plan, **self._own_facts())
@@ -265,6 +339,7 @@ class Checkpoints:
             return
         facts, n_bytes = saved.facts, int(saved.facts["n_bytes"])
         self._newest = facts["manifest"]
+        self._measured = self._measured.saved(facts["kind"], facts["seconds"], n_bytes, self._chain.base_bytes)
         if facts["kind"] == "full":
             self._chain = planner.Chain(n_bytes)
         else:
@@ -272,16 +347,18 @@ class Checkpoints:
             self._chain = planner.Chain(chain.base_bytes, chain.partial_bytes + n_bytes, n_bytes)
         text = f"step {saved.number} saved ({facts['kind']}): {n_bytes / 1e6:,.1f} MB in {facts['seconds']:.2f} s"
         engine.emit(Event("checkpoint", engine.step, text, dict(facts)))
+        self.plan_pace(self._n_hosts)
 
     # --- what travels with the training state ------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         claim = None if self._claim is None else asdict(self._claim)
-        return {"claim": claim, "first_epoch": self.first_epoch}
+        return {"claim": claim, "first_epoch": self.first_epoch, "measured": asdict(self._seen())}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._claim = None if state["claim"] is None else claims.Claim(**state["claim"])
         self.first_epoch = state["first_epoch"]
+        self._measured, self._since_s = Measured.of_mapping(state["measured"]), None
 
     def world_formed(self, rows_moved: bool) -> None:
         """What was under way is no more; and whoever is not the chief now knows nothing of what will be saved.

@@ -1,4 +1,4 @@
-"""The one file that talks to Horovod: four collectives, and the same four for a world of one worker.
+"""The one file that talks to Horovod: five collectives, and the same five for a world of one worker.
 
 Every operation has an explicit name. Horovod numbers unnamed ones per process, and a worker that joins later would
 count from zero and never match the others.
@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +21,13 @@ from torch import Tensor
 from gba_hvd.errors import BadInput, GbaError, HorovodMissing
 
 _POLL_S = 50e-6
+_PATIENT_POLL_S = 1e-3  # where training does not wait for the result
+_LENGTH = 8
 _PIECE_BYTES = 1 << 30  # Gloo counts the bytes of a broadcast in 32 bits
+
+
+class WorldLeft(GbaError):
+    """An operation was given up, because its world is about to be left."""
 
 
 class World(Protocol):
@@ -40,8 +47,15 @@ class World(Protocol):
     def alltoall(self, name: str, words: np.ndarray, splits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Send splits[r] float32 words to rank r; returns (words received, in rank order, words from each)."""
 
-    def sum_(self, name: str, values: Tensor) -> None:
-        """Sum over the ranks, in place."""
+    def gather_bytes(self, name: str, data: bytes) -> list[np.ndarray]:
+        """Every rank's bytes, uint8 [n] of its own length each, in rank order."""
+
+    def sum_(self, name: str, values: Tensor, given_up: Callable[[], bool] | None = None) -> None:
+        """Sum over the ranks, in place.
+
+        given_up: of a sum in the background: asked now and then, true raises WorldLeft. Horovod's world must be left
+        before an operation of this name comes again.
+        """
 
 
 class SoloWorld:
@@ -62,7 +76,10 @@ class SoloWorld:
     def alltoall(self, name: str, words: np.ndarray, splits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return words, splits
 
-    def sum_(self, name: str, values: Tensor) -> None:
+    def gather_bytes(self, name: str, data: bytes) -> list[np.ndarray]:
+        return [np.frombuffer(data, np.uint8)]
+
+    def sum_(self, name: str, values: Tensor, given_up: Callable[[], bool] | None = None) -> None:
         pass
 
 
@@ -102,16 +119,29 @@ class HorovodWorld:
         )
         return received.numpy(), received_counts.numpy()
 
-    def sum_(self, name: str, values: Tensor) -> None:
+    def gather_bytes(self, name: str, data: bytes) -> list[np.ndarray]:
+        # Horovod returns all in one piece and not where the parts begin: each says its length.
+        mine = np.frombuffer(len(data).to_bytes(_LENGTH, "little") + data, np.uint8).copy()
+        gathered = self._wait(self._hvd.allgather_async(torch.from_numpy(mine), name=f"gba_hvd.{name}")).numpy()
+        parts, at = [], 0
+        for _ in range(self.size):
+            end = at + _LENGTH + int.from_bytes(gathered[at : at + _LENGTH].tobytes(), "little")
+            parts.append(gathered[at + _LENGTH : end])
+            at = end
+        return parts
+
+    def sum_(self, name: str, values: Tensor, given_up: Callable[[], bool] | None = None) -> None:
         local = values.cpu()  # the same tensor on a CPU; our Horovod is built for CPU tensors
-        self._wait(self._hvd.allreduce_async_(local, op=self._hvd.Sum, name=f"gba_hvd.{name}"))
+        self._wait(self._hvd.allreduce_async_(local, op=self._hvd.Sum, name=f"gba_hvd.{name}"), given_up)
         if local is not values:
             values.copy_(local)
 
-    def _wait(self, handle: Any) -> Any:
+    def _wait(self, handle: Any, given_up: Callable[[], bool] | None = None) -> Any:
         """The result of an operation. Horovod's own wait spins: it takes the core from whom it waits for."""
         while not self._hvd.poll(handle):
-            time.sleep(_POLL_S)
+            if given_up is not None and given_up():
+                raise WorldLeft("this worker leaves the world")
+            time.sleep(_POLL_S if given_up is None else _PATIENT_POLL_S)
         return self._hvd.synchronize(handle)
 
 

@@ -26,6 +26,7 @@ import secrets
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, cast
@@ -39,6 +40,7 @@ from gba_hvd.allreduce import AllreduceMode
 from gba_hvd.callbacks import Callback, Event, Job
 from gba_hvd.checkpoints import Checkpoints
 from gba_hvd.collectives import World, current_world, hosts_updated
+from gba_hvd.compression.exchange import DenseExchange
 from gba_hvd.engine import Engine
 from gba_hvd.errors import BadInput, GbaError
 from gba_hvd.faults import FaultSchedule
@@ -47,6 +49,7 @@ from gba_hvd.gba_callback import GBACallback
 from gba_hvd.local_server import LocalServer
 from gba_hvd.ps.protocol import Position
 from gba_hvd.reform import Reformer
+from gba_hvd.torch_optimizers import spec_of
 from recovery import state_codec
 from recovery.callback import CheckpointCallback
 
@@ -114,6 +117,8 @@ class TorchState:
             if isinstance(callback, GBACallback):
                 if self.engine.switching is not None:
                     raise BadInput("one GBACallback decides about the mode, a second one came")
+                if callback.rule != "none":
+                    callback.check_fits(spec_of(self.engine.optimizer))
                 self.engine.switching = callback
             elif isinstance(callback, FaultSchedule):
                 self.engine.faults = callback
@@ -227,6 +232,8 @@ class TorchState:
         engine.account.shard_steps_missed += joined.shard_steps_missed
         engine.account.rows_lost += joined.rows_lost
         engine.restarts += joined.is_restart
+        if engine.checkpoints is not None and self._has_state and joined.rows_lost + joined.rows_restored:
+            engine.checkpoints.host_was_lost(joined.load_s if joined.rows_restored else None, engine.seconds_since_step)
         source = joined.source
         if joined.resumed is not None and joined.resumed.state is not None:  # on the source
             self._resume(state_codec.decode(joined.resumed.state))
@@ -242,6 +249,8 @@ class TorchState:
                     engine.checkpoints.load_state(state["checkpoints"])
         if engine.checkpoints is not None:
             engine.checkpoints.world_formed(rows_moved=True)
+        if engine.compression is not None:
+            self._count_lost_residuals(engine.compression)
         if not self._has_state:
             atexit.register(self._close_at_exit)
         self._has_state, self._synced, self._closed = True, True, False
@@ -263,13 +272,15 @@ class TorchState:
         """A collective. again: also if there is a checkpoint of this step. Returns whether one is being made."""
         engine, checkpoints = self.engine, self.engine.checkpoints
         assert checkpoints is not None
-        is_chief, word = engine.world.rank == 0, b"null"
+        is_chief, word, started = engine.world.rank == 0, b"null", time.perf_counter()
         if is_chief and (again or not checkpoints.has(engine.step)):
             word = json.dumps(checkpoints.plan()).encode()
         plan = json.loads(engine.world.broadcast("save", word if is_chief else None, 0))
         if plan is not None:
-            state = state_codec.encode(self._state_dict()) if is_chief else b""
+            residual = {} if engine.compression is None else engine.compression.state(engine.world)
+            state = state_codec.encode({**self._state_dict(), **residual}) if is_chief else b""
             checkpoints.save(plan, self._line, *self._part, state)
+            checkpoints.stood_still(time.perf_counter() - started)
         return plan is not None
 
     def save_last(self, timeout_s: float = _SAVE_LAST_TIMEOUT_S) -> None:
@@ -409,6 +420,8 @@ class TorchState:
         job = Job(self._job_id, world.rank, world.size, world.local_rank, world.host, joined.leads_host, settings)
         for callback in engine.callbacks:
             callback.on_job(job)
+        if engine.checkpoints is not None and world.rank == 0:
+            engine.checkpoints.plan_pace(joined.n_hosts)
         workers = f"{_count(world.size, 'worker')} on {_count(joined.n_hosts, 'host')}"
         if not joined.is_restart:
             engine.emit(Event("started", self.step, f"{workers}, job {self._job_id}", {"workers": world.size}))
@@ -439,8 +452,18 @@ class TorchState:
             engine.emit(Event("rows_restored", self.step, text, told))
         if joined.rows_lost:
             why = "no checkpoint was configured" if engine.checkpoints is None else "no checkpoint has them"
+            why = joined.why_lost or why
             text = f"{joined.rows_lost:,} rows went down with their host and begin anew; {why}"
-            engine.emit(Event("rows_lost", self.step, text, facts))
+            engine.emit(Event("rows_lost", self.step, text, {**facts, "why": why}))
+
+    def _count_lost_residuals(self, compression: DenseExchange) -> None:
+        """A collective: what workers that are gone had not sent yet."""
+        n_workers, lost = compression.count_lost(self.engine.world, self._has_state)
+        if n_workers:
+            text = (
+                f"{_count(n_workers, 'worker')} took gradients along that were not sent yet: a sum of |g| of {lost:.3g}"
+            )
+            self.engine.emit(Event("residual_lost", self.step, text, {"workers": n_workers, "residual": lost}))
 
     def _pls(self, joined: membership.Joined) -> float:
         """Portion of lost samples, of all so far (CPR): each host's rows lost what came after their checkpoint."""
@@ -490,6 +513,8 @@ class TorchState:
         # The script says which mode it wants, not the job that was lost.
         kept = [entry for entry in first["callbacks"] if entry[0] != GBACallback.__name__]
         self._load_state_dict({**first, "callbacks": kept})
+        if self.engine.compression is not None:
+            self.engine.compression.load_state(first)
         if "snapshot" not in state:
             return
         self.engine.load_dense(state["dense"])

@@ -23,19 +23,23 @@ from gba_hvd.allreduce import AllreduceMode
 from gba_hvd.callbacks import Callback, Event, StepRecord
 from gba_hvd.checkpoints import N_NUMBERS, Checkpoints
 from gba_hvd.collectives import SoloWorld, World
+from gba_hvd.compression import Compression, Spec
+from gba_hvd.compression.exchange import DenseExchange
 from gba_hvd.errors import BadInput, GbaError, NonFiniteGradient, StateMismatch
 from gba_hvd.faults import FaultSchedule
 from gba_hvd.gba import GbaMode
 from gba_hvd.gba_callback import GBACallback
 from gba_hvd.gradients import DenseGradients, RowGrad
-from gba_hvd.order import Account, Cut
+from gba_hvd.order import Account, Cut, EpochOrder
 from gba_hvd.ps import process
 from gba_hvd.ps.protocol import GivenLease, Position
 from gba_hvd.reform import Reformer
 from gba_hvd.tables import EmbeddingTables
+from gba_hvd.traffic import Traffic
 
 # The numbers that travel with the dense gradients, so that a step needs no other collective. After them come those of
-# `wishes` and `checkpoints`, and a number for each worker: its seconds per micro-batch.
+# `wishes` and `checkpoints`, a number for each worker (its seconds per micro-batch), and those of
+# `compression.exchange`.
 _SAMPLES, _LOSS, _LOSS_WEIGHT, _HOSTS_UPDATED, _N_BAD, _BAD_MICRO, _RATES, _WISHES = range(8)
 _SAVE = _WISHES + wishes.N_NUMBERS
 _TIMES = _SAVE + N_NUMBERS
@@ -79,6 +83,7 @@ class Engine:
         global_batch: int,
         micro_batch: int,
         row_average: str = "global",
+        compression: Spec = Compression.none,
     ) -> None:
         Cut(1, global_batch, micro_batch)  # refuses a bad pair now
         if row_average not in ("global", "contributors"):
@@ -89,6 +94,8 @@ class Engine:
         parameters = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
         self.names = [names.get(id(p), f"parameter {i} {tuple(p.shape)}") for i, p in enumerate(parameters)]
         self.dense = DenseGradients(parameters, _TIMES + 1)
+        self.compression = None if compression.is_none else DenseExchange(compression, self.names, self.dense)
+        self.traffic = Traffic()
         self.world: World = SoloWorld()
         self.mode: AllreduceMode | GbaMode | None = None
         self.idle_mode: AllreduceMode | None = None  # waits while an asynchronous mode is on
@@ -110,6 +117,7 @@ class Engine:
         self._began_s = 0.0
         self._seconds: list[float] = []  # of this worker's micro-batches in the step
         self.step, self.cursor, self.account = 0, Cursor(), Account()
+        self.order: EpochOrder | None = None  # of the newest epoch whose batches were asked for
         self.restarts = 0
         self.callbacks: list[Callback] = []
         self.hosts_updated = False  # Horovod told this worker (only rank 0 is told)
@@ -232,13 +240,16 @@ class Engine:
         self.wishes.hear(agreed[_WISHES:_SAVE])
         if self.checkpoints is not None:
             self.checkpoints.hear(agreed[_SAVE:_TIMES])
+        if self.compression is not None:
+            self._tell_decisions(self.compression)
         loss = agreed[_LOSS] / agreed[_LOSS_WEIGHT] if agreed[_LOSS_WEIGHT] else None
         seconds = time.perf_counter() - self._began_s
         self._report_step(n_samples, loss, self.mode.name)
         if self.switching is not None:
-            self.switching.measured_allreduce(self.step, agreed[_TIMES:], seconds, self._cut.n_micro)
+            times = agreed[_TIMES : _TIMES + self.world.size]
+            self.switching.measured_allreduce(self.step, times, seconds, self._cut.n_micro)
             if self.world.rank == 0:
-                self.wishes.tell_rates({str(rank): round(s, 5) for rank, s in enumerate(agreed[_TIMES:]) if s})
+                self.wishes.tell_rates({str(rank): round(s, 5) for rank, s in enumerate(times) if s})
 
     # --- what the elastic state carries ------------------------------------------------------------------------------
 
@@ -246,6 +257,7 @@ class Engine:
         return {
             "step": self.step,
             "cursor": asdict(self.cursor),
+            "order": None if self.order is None else asdict(self.order),
             "account": asdict(self.account),
             "restarts": self.restarts,
             "staleness": [[k, n] for k, n in self.staleness.items()],
@@ -256,6 +268,8 @@ class Engine:
     def load_position(self, position: Mapping[str, Any]) -> None:
         self.step, self.restarts = position["step"], position["restarts"]
         self.cursor, self.account = Cursor(**position["cursor"]), Account(**position["account"])
+        order = position.get("order")  # checkpoints of older versions have none
+        self.order = None if order is None else EpochOrder(**order)
         self.staleness = {k: n for k, n in position["staleness"]}
         self.refused, self.reissued = position["refused"], position["reissued"]
 
@@ -299,9 +313,16 @@ class Engine:
         if steps and self.mode is not None:
             self._report_step(self.account.total - before, position.loss, self.mode.name)
 
+    @property
+    def seconds_since_step(self) -> float:
+        """Since this worker saw a step end."""
+        return time.perf_counter() - self._ended
+
     def size_extra(self) -> None:
-        """After the world changed: a number for each worker travels with a step."""
-        self.dense.resize_extra(_TIMES + self.world.size)
+        """After the world changed: some numbers of each worker travel with a step."""
+        size = self.world.size
+        of_compression = 0 if self.compression is None else self.compression.n_numbers(size)
+        self.dense.resize_extra(_TIMES + size + of_compression)
 
     @property
     def folder(self) -> Path:
@@ -362,6 +383,27 @@ class Engine:
             f"The step was not applied: the model is as after step {self.step}. "
             "Lower the learning rate, or look at that batch"
         )
+
+    def _tell_decisions(self, compression: DenseExchange) -> None:
+        decisions, compression.decisions = compression.decisions, []
+        for decision in decisions:
+            data = {"compressor": str(compression.spec), "compress": decision.compress}
+            self.emit(Event("compression", self.step, decision.reason, data))
+
+    def tell_traffic(self) -> None:
+        """At the end of an epoch: bytes on this worker's wires since the last one, and what compression left behind."""
+        n_bytes = self.traffic.since_last()
+        data: dict[str, Any] = {"bytes": n_bytes}
+        if self.compression is not None:
+            density = self.compression.feedback.thresholds.density
+            data["density"] = {n: d for n, d in zip(self.names, density, strict=True) if d}
+            data["residual"] = self.compression.feedback.rest_size
+        words = ", ".join(f"{n / 1e6:.1f} MB {name.replace('_', ' ')}" for name, n in n_bytes.items())
+        if n_bytes:
+            self.emit(Event("traffic", self.step, words, data))
+            metrics = {f"bytes_{name}": float(n) for name, n in n_bytes.items()}
+            for callback in self.callbacks:
+                callback.on_metrics(self.step, metrics)
 
     def _report_step(self, n_samples: int, loss: float | None, mode: str) -> None:
         now = time.perf_counter()

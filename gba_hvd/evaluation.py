@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gba_hvd import handover
 from gba_hvd.batches import Dataset, Ids, agree_on, ids_of, keys_by_group
 from gba_hvd.collectives import World
 from gba_hvd.elastic import TorchState
@@ -20,6 +21,7 @@ from gba_hvd.errors import GbaError
 from gba_hvd.gba import GbaMode
 from gba_hvd.metrics import ScoreAccumulator, Scores, scores_from
 from gba_hvd.order import Cut
+from gba_hvd.rules import LOOKS_AHEAD
 from recovery import state_codec
 
 _ASK_AGAIN_S = 0.02
@@ -83,13 +85,15 @@ def _evaluate_by_leases(
     label: Callable[[Any], Tensor],
     exact_limit: int,
 ) -> Scores:
+    if mode.session.rule in LOOKS_AHEAD:  # the model is judged, not what a rule shows to workers
+        handover.take_dense_state(engine, mode, leaving=False)
     ordinal, phase = engine.n_evaluated, 2 * engine.cursor.epoch + engine.epoch_over
     engine.n_evaluated += 1
     own = {name: value.clone() for name, value in model.named_buffers()}
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), mode.judged():
             while True:
                 found, frames = mode.ask_to_judge(
                     phase, ordinal, len(dataset), size, exact_limit, state_codec.encode(own)

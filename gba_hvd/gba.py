@@ -9,6 +9,7 @@ step, with what weight, and who applies it, is decided by the coordinator (`ps.c
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ import msgspec
 import numpy as np
 import torch
 
-from gba_hvd.collectives import worker_lost
+from gba_hvd.collectives import World, worker_lost
 from gba_hvd.errors import GbaError, StateMismatch
 from gba_hvd.gradients import DenseGradients, RowGrad, distinct, merge, pack_by_owner, with_contributors
 from gba_hvd.ps.client import Client, Reply, ServerLost
@@ -45,6 +46,7 @@ from gba_hvd.ps.protocol import (
     Saved,
     Score,
 )  # fmt: skip
+from gba_hvd.rules.dana_slim import SlimWorker
 from gba_hvd.tables import EmbeddingTables, RemoteRows
 from recovery import state_codec
 
@@ -66,6 +68,7 @@ class Session(msgspec.Struct, frozen=True):
     shard_servers: tuple[int, ...]
     dense_servers: tuple[int, ...]
     row_average: str
+    rule: str = "none"
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,9 @@ class GbaMode:
         self._slices = [[slice(int(ends[t]), int(ends[t + 1])) for t in part] for part in self._parts]
         self._values = [np.empty(sum(sizes[t] for t in part), dtype=np.float32) for part in self._parts]
         self._dense_step = [-1] * len(self._parts)
+        self.slim: SlimWorker | None = None  # what rule "dana_slim" does to gradients before they are sent
         self._readers: list[DenseReader | None] = [None] * len(self._parts)
+        self.left_together = True  # nothing of this mode is left in Horovod's world
         self.lock = threading.Lock()
 
     def start(self) -> None:
@@ -131,6 +136,16 @@ class GbaMode:
             if reader is not None:
                 reader.close()
         self._readers = [None] * len(self._readers)
+
+    def told(self) -> tuple[dict[str, float], list[str]]:
+        """Gauges of what this mode does in the background, and what went wrong there, since this was asked last."""
+        return {}, []
+
+    def world_ends(self) -> None:
+        """From another thread: Horovod's world is about to be left."""
+
+    def world_stands(self, world: World) -> None:
+        """From another thread: a new world was formed."""
 
     # --- leases ------------------------------------------------------------------------------------------------------
 
@@ -240,6 +255,8 @@ class GbaMode:
         message, words = pack_by_owner(grads, self._shard_server, n_servers)
         messages = np.split(message, np.cumsum(words)[:-1])
         flat = self._dense.flat.detach().cpu().numpy()
+        if self.slim is not None:
+            flat = self.slim.outgoing(flat, max(self._dense_step))
         dense = [np.concatenate([flat[at] for at in slices]) if slices else flat[:0].copy() for slices in self._slices]
         return [[d, m] for d, m in zip(dense, messages, strict=True)]
 
@@ -295,6 +312,10 @@ class GbaMode:
             self._under_way.release()
         self._raise_failure()
 
+    def judged(self) -> contextlib.AbstractContextManager[None]:
+        """While this lasts the model has the values that an evaluation judges."""
+        return contextlib.nullcontext()
+
     # --- evaluations -------------------------------------------------------------------------------------------------
 
     def ask_to_judge(
@@ -315,6 +336,9 @@ class GbaMode:
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
+    def before_save(self) -> None:
+        """On the chief: what the servers need to know before they save."""
+
     @property
     def own_server(self) -> int:
         """The first server of this host."""
@@ -328,9 +352,16 @@ class GbaMode:
 
     # --- the dense state ---------------------------------------------------------------------------------------------
 
-    def export(self, leaving: bool) -> dict[int, DenseState]:
-        """Every dense tensor by its number in the model, bit-exact. leaving: the servers go idle."""
-        futures = [self.client.send(s, Export(self.session.generation, leaving)) for s in range(len(self._parts))]
+    def export(self, leaving: bool, ended: bool = True) -> dict[int, DenseState]:
+        """Every dense tensor by its number in the model, bit-exact.
+
+        leaving: the servers go idle; ended: all workers are at the epoch's end, or about to leave
+        """
+        return self._exported(Export(self.session.generation, leaving))
+
+    def _exported(self, request: Export) -> dict[int, DenseState]:
+        self._dense_step = [-1] * len(self._parts)  # what workers compute with may be other values than the model's
+        futures = [self.client.send(s, request) for s in range(len(self._parts))]
         replies = [self._result(future.result) for future in futures]
         return {t: state for s, reply in enumerate(replies) for t, state in self._unpack(s, reply)}
 

@@ -12,9 +12,11 @@ from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
 
+from gba_hvd.averaging import Averaging
 from gba_hvd.callbacks import Callback
 from gba_hvd.errors import BadInput
 from gba_hvd.routing import shares
+from gba_hvd.rules import check, known_rule
 from gba_hvd.stability import advise
 from gba_hvd.switching import (
     MODES,
@@ -38,21 +40,30 @@ class GBACallback(Callback):
     """Switches a running job between allreduce and asynchronous modes. Register the same on every worker.
 
     mode:       "auto" (allreduce or gba, whichever measurements say is faster), or a mode to be in:
-                "allreduce", "gba", or one of the baselines "async", "bsp", "hop_bs", "hop_bw"
+                "allreduce", "gba"; "shadow" (replicas that are synchronised in the background), or "easgd", "ma",
+                "bmuf" (the same in the foreground); or one of the baselines "async", "bsp", "hop_bs", "hop_bw"
+    rule:       how servers update dense parameters with gradients that come late, see `gba_hvd.rules`. Allreduce knows
+                no delay: there the optimizer steps, and the rule waits for an asynchronous mode
     staleness, tolerance, lookahead, slack, backups: see `gba_hvd.tokens.Discipline`
     enter_gain, leave_gain, patience, min_stay:      see `gba_hvd.switching.Options`
     switch_at:  modes to change to at given global steps, e.g. {1000: "gba"}
     curvature:  largest curvature of the loss (`gba_hvd.stability.largest_curvature`), if known: entering gba where the
                 learning rate is predicted unstable under the expected staleness is then warned of in the reason
+    sync:       what "shadow" runs in the background: "easgd", "ma", "bmuf"; "none" to compare
+    elasticity, block_rate, mixing, pause_s: see `gba_hvd.averaging.Averaging`
+    every:      local steps between the rounds of the modes "easgd", "ma", "bmuf", which training waits for
+    hogwild_threads: threads of a worker that share its replica; only 1 is possible
     servers_per_host: companion processes on each host; shards and dense parameters are spread over them
 
-    Raises BadInput for a mode or setting that does not exist.
+    Raises BadInput for a mode, rule or setting that does not exist, and when it is registered for a job whose optimizer
+    the rule does not go with.
     """
 
     def __init__(
         self,
         mode: str = "auto",
         *,
+        rule: str = "none",
         staleness: str = "threshold",
         tolerance: int = 4,
         lookahead: int | None = None,
@@ -65,8 +76,17 @@ class GBACallback(Callback):
         switch_at: Mapping[int, str] | None = None,
         curvature: float | None = None,
         servers_per_host: int = 1,
+        sync: str = "easgd",
+        elasticity: float = 0.5,
+        block_rate: float = 0.9,
+        mixing: str = "interpolate",
+        every: int = 30,
+        pause_s: float = 0.02,
+        hogwild_threads: int = 1,
     ) -> None:
         self.mode = known_mode(mode)
+        # What a staleness of that name asks for is a rule; what it does not do is drop.
+        self.rule = "gap_aware" if (staleness, rule) == ("gap_aware", "none") else known_rule(rule)
         self.switch_at = {int(step): known_mode(name) for step, name in (switch_at or {}).items()}
         if servers_per_host < 1:
             raise BadInput(f"servers_per_host must be at least 1, got {servers_per_host}")
@@ -76,6 +96,13 @@ class GBACallback(Callback):
             "staleness": staleness, "tolerance": tolerance, "lookahead": lookahead, "slack": slack, "backups": backups,
         }  # fmt: skip
         self.discipline("gba")  # refuses bad settings now
+        if hogwild_threads != 1:
+            raise BadInput(
+                f"hogwild_threads must be 1, got {hogwild_threads!r}: threads that share a replica are not there yet; "
+                "start more workers instead"
+            )
+        self._background = Averaging(sync, elasticity, block_rate, mixing, None, pause_s)
+        self._every = replace(self._background, every=every).every
         self.options = Options(enter_gain, leave_gain, patience, min_stay)
         self._stance = Stance("allreduce", 0)
         self._recent = RecentRates()
@@ -89,9 +116,30 @@ class GBACallback(Callback):
     def discipline(self, mode: str) -> Discipline:
         return Discipline(name=mode, **self._rules)
 
+    def check_fits(self, optimizer: Mapping[str, Any]) -> None:
+        """Raises BadInput when the rule does not go with this optimizer (`torch_optimizers.spec_of`)."""
+        check(self.rule, optimizer)
+
+    def averaging(self, mode: str) -> Averaging:
+        """How replicas are kept together in one of `averaging.REPLICA_MODES`."""
+        if mode == "shadow":
+            return self._background
+        return replace(self._background, algorithm=mode, every=self._every)
+
     def describe(self) -> dict[str, Any]:
         """What all workers must agree on."""
-        return {"mode": self.mode, "switch_at": {str(k): v for k, v in self.switch_at.items()}, **self._rules}
+        modes = {"mode": self.mode, "rule": self.rule, "switch_at": {str(k): v for k, v in self.switch_at.items()}}
+        return {**modes, **self._rules, **self.rounds}
+
+    @property
+    def agreed(self) -> dict[str, Any]:
+        """What must be the same on all workers before they form a world."""
+        return {"servers_per_host": self.servers_per_host, "rule": self.rule, **self.rounds}
+
+    @property
+    def rounds(self) -> dict[str, Any]:
+        """What all workers' rounds must have in common."""
+        return {**asdict(self._background), "every": self._every}
 
     # --- asked by the engine of the chief ----------------------------------------------------------------------------
 

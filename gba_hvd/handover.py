@@ -28,8 +28,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from gba_hvd import torch_optimizers
+from gba_hvd import rules, torch_optimizers
 from gba_hvd.allreduce import AllreduceMode
+from gba_hvd.averaging import REPLICA_MODES
 from gba_hvd.callbacks import Event
 from gba_hvd.collectives import hosts_updated
 from gba_hvd.errors import BadInput, GbaError
@@ -38,6 +39,9 @@ from gba_hvd.ps import process
 from gba_hvd.ps.client import Client
 from gba_hvd.ps.protocol import Endpoint, Enter, Export, Position
 from gba_hvd.routing import place_dense
+from gba_hvd.rules.dana_slim import SlimWorker
+from gba_hvd.rules.momentum import Sgd, buffer_of
+from gba_hvd.shadow import ReplicaMode
 from recovery import state_codec
 
 if TYPE_CHECKING:
@@ -87,7 +91,7 @@ def to_servers(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
         here.resume()
         engine.switching.failed(engine.step)
         return False
-    start(engine, session, world.rank, host)
+    start(engine, session, world.rank, host, len(workers))
     engine.idle_mode = here
     seconds = time.perf_counter() - started
     data = {"from": "allreduce", "to": mode, "seconds": round(seconds, 4), "reason": reason}
@@ -96,16 +100,41 @@ def to_servers(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
     return True
 
 
-def start(engine: Engine, session: Session, rank: int, host: int) -> None:
-    """Be a worker of an asynchronous mode from now on."""
-    mode = GbaMode(
-        session, engine.worker_id, rank, host, os.getpid(), engine.tables, engine.dense,
-        engine.tables.config.server_s,
-    )  # fmt: skip
+def start(engine: Engine, session: Session, rank: int, host: int, sharers: int = 0) -> None:
+    """Be a worker of an asynchronous mode from now on.
+
+    sharers: workers that enter together and share the optimizer's momentum; 0 for a newcomer, who has none.
+    """
+    parts = (session, engine.worker_id, rank, host, os.getpid(), engine.tables, engine.dense)
+    patience_s = engine.tables.config.server_s
+    mode: GbaMode
+    if session.mode in REPLICA_MODES:
+        assert engine.switching is not None
+        mode = ReplicaMode(
+            *parts, patience_s, averaging=engine.switching.averaging(session.mode), world=engine.world,
+            optimizer=engine.optimizer, step_dense=engine.step_dense,
+            is_elastic=os.environ.get("HOROVOD_ELASTIC") == "1",
+        )  # fmt: skip
+    else:
+        mode = GbaMode(*parts, patience_s)
     mode.hosts_updated, engine.hosts_updated = engine.hosts_updated, False
+    if session.rule == "dana_slim":
+        mode.slim = _slim_worker(engine, session, sharers)
     mode.start()
     engine.mode = mode
     engine.wishes.entered()
+
+
+def _slim_worker(engine: Engine, session: Session, sharers: int) -> SlimWorker:
+    """This worker's momentum, of all dense parameters."""
+    optimizer, sizes = engine.optimizer, engine.dense.sizes
+    group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    parameters = engine.dense.parameters
+    sgd = Sgd.of(torch_optimizers.spec_of(optimizer), np.repeat([group_of[id(p)] for p in parameters], sizes))
+    v: np.ndarray = np.zeros(engine.dense.n, np.float32)
+    if sharers:
+        v = buffer_of([optimizer.state.get(p, {}) for p in parameters], sizes) / np.float32(sharers)
+    return SlimWorker(sgd, v, by_step=session.mode in ("gba", "bsp"))
 
 
 def to_workers(engine: Engine, position: Position) -> None:
@@ -117,6 +146,8 @@ def to_workers(engine: Engine, position: Position) -> None:
     mode = engine.mode
     assert isinstance(mode, GbaMode) and engine.switching is not None
     take_dense_state(engine, mode, leaving=True)
+    if not mode.left_together:
+        engine.idle_mode = None  # something of the mode hangs in its world
     engine.observe(position)
     engine.cursor.epoch, engine.cursor.steps_done = position.epoch, position.steps_done
     if engine.reformer is not None:
@@ -146,10 +177,13 @@ def to_workers(engine: Engine, position: Position) -> None:
     engine.mode.resume()
 
 
-def take_dense_state(engine: Engine, mode: GbaMode, leaving: bool) -> None:
-    """Bring the model's dense parameters and the optimizer's state to what the servers hold, bit for bit."""
+def take_dense_state(engine: Engine, mode: GbaMode, leaving: bool, ended: bool = True) -> None:
+    """Bring the model's dense parameters and the optimizer's state to what the servers hold, bit for bit.
+
+    ended: the epoch is over or the mode is left, on all workers; else this one alone has left the epoch's loop.
+    """
     mode.flush()
-    _put(engine, mode.export(leaving))
+    _put(engine, mode.export(leaving, ended))
 
 
 def rescue_dense_state(engine: Engine, mode: GbaMode) -> None:
@@ -197,14 +231,16 @@ def _gather_who_is_there(
 
 
 def _session(engine: Engine, here: AllreduceMode, mode: str, servers: list[Endpoint], generation: int) -> Session:
+    assert engine.switching is not None
     of_host = {host: [i for i, s in enumerate(servers) if s.host == host] for host in here.members.order}
     shard_servers = []
     for shard, home in enumerate(here.placement.host):
         candidates = of_host[here.members.order[home]]
         shard_servers.append(candidates[shard % len(candidates)])
+    rule = "none" if mode in REPLICA_MODES else engine.switching.rule  # replicas know no delay
     return Session(
         generation, mode, engine.job_id, engine.key, tuple(servers), tuple(shard_servers),
-        tuple(place_dense(engine.dense.sizes, len(servers))), engine.row_average,
+        tuple(place_dense(engine.dense.sizes, len(servers))), engine.row_average, rule,
     )  # fmt: skip
 
 
@@ -247,6 +283,7 @@ def _enter(
                 tensors=[(engine.names[t], list(parameters[t].shape), group_of[id(parameters[t])]) for t in mine],
                 optimizer=spec,
                 workers=workers,
+                rule=session.rule,
             )
             flat = np.concatenate(values) if values else np.empty(0, np.float32)
             client.call(me, body, [np.ascontiguousarray(flat), state])
@@ -274,4 +311,5 @@ def _refuse_what_servers_cannot_do(engine: Engine) -> None:
     kinds = {p.dtype for p in engine.dense.parameters}
     if kinds and kinds != {torch.float32}:
         raise BadInput(f"asynchronous modes take dense parameters of float32, got {sorted(map(str, kinds))}")
-    torch_optimizers.spec_of(engine.optimizer)
+    assert engine.switching is not None
+    rules.check(engine.switching.rule, torch_optimizers.spec_of(engine.optimizer))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,6 +28,7 @@ from gba_hvd.shard.layout import PAGE_WORDS, Layout, digest
 from gba_hvd.shard.memory import ShardMemory, clear_leftover, difference, job_folder
 from gba_hvd.shard.outbox import Outbox, remove_others
 from recovery import state_codec
+from recovery.errors import RecoveryError
 from recovery.restore import Now, Report
 
 T = TypeVar("T")
@@ -101,8 +102,10 @@ class Joined:
     """What came out of `join`.
 
     membership: in an asynchronous mode, the change of membership this world stands for. part: this host's number.
-    rows_restored, rows_age (steps, mean): of a host that was lost. refilled: for each host that took over some of its
-    rows: samples of the checkpoint, and how many. resumed: the checkpoint a new job goes on from
+    rows_restored, rows_age (steps, mean): of a host that was lost, load_s: what that took; why_lost: why some of its
+    rows did not come back.
+    refilled: for each host that took over some of its rows: samples of the checkpoint, and how many.
+    resumed: the checkpoint a new job goes on from
     """
 
     job_id: str
@@ -119,6 +122,8 @@ class Joined:
     rows_restored: int = 0
     rows_age: float = 0.0
     refilled: tuple[tuple[int, int], ...] = ()
+    why_lost: str = ""
+    load_s: float = 0.0
     resumed: Report | None = None
 
 
@@ -135,8 +140,9 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
         "micro_batch": engine.micro_batch,
         "dense parameters": engine.dense.n,
         "row_average": engine.row_average,
+        "compression": "none" if engine.compression is None else str(engine.compression.spec),
         "CheckpointCallback": None if engine.checkpoints is None else engine.checkpoints.callback.url,
-        "GBACallback": None if engine.switching is None else {"servers_per_host": engine.switching.servers_per_host},
+        "GBACallback": None if engine.switching is None else engine.switching.agreed,
     }
     held = engine.mode.held if isinstance(engine.mode, AllreduceMode) else None
     held_step = held.step if held is not None else -1
@@ -156,6 +162,10 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
             engine.mode.apply_held()
         else:
             engine.mode.forget_held()
+    if engine.compression is not None:
+        engine.compression.world_formed()
+        if has_state and mine.step < agreed.step and world.rank not in agreed.catch_up:
+            engine.compression.clear()  # the world went on without this worker, and counted its rest as lost
     members = Membership(tuple(f.host for f in facts))
     here = members.order.index(mine.host)
     leads = members.lead_of(mine.host) == world.rank
@@ -189,7 +199,9 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
                 memory.drop(shard)
     if engine.mode is not None:
         engine.mode.close()
-    engine.mode = AllreduceMode(world, members, placement, tables, outboxes, engine.row_average)
+    engine.mode = AllreduceMode(
+        world, members, placement, tables, outboxes, engine.row_average, engine.compression, engine.traffic
+    )
     if leads and (engine.switching is not None or engine.checkpoints is not None):
         config = tables.config
         process.write_settings(
@@ -204,7 +216,8 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
     return Joined(
         job_id, agreed.source, len(members.order), leads, agreed.is_restart, missed, rows_lost, mine.host, part=here,
         rows_restored=refilled.rows if agreed.is_restart else 0, rows_age=refilled.age,
-        refilled=refilled.by_host, resumed=refilled.report,
+        refilled=refilled.by_host, why_lost=refilled.why_not, load_s=refilled.seconds,
+        resumed=refilled.report,
     )  # fmt: skip
 
 
@@ -262,11 +275,16 @@ def _take_place(engine: Engine, world: World, agreed: Agreement, job_id: str, le
 
 @dataclass(frozen=True)
 class _Refilled:
-    """Rows that came from a checkpoint into new shards, over all hosts; age: in steps, mean. by_host: see `Joined`."""
+    """Rows that came from a checkpoint into new shards, over all hosts; age: in steps, mean. by_host: see `Joined`.
+
+    seconds: of the host that took longest; why_not: what went wrong on the first host where something did
+    """
 
     rows: int = 0
     age: float = 0.0
     by_host: tuple[tuple[int, int], ...] = ()
+    seconds: float = 0.0
+    why_not: str = ""
     report: Report | None = None  # of a job that goes on from a checkpoint as a whole
 
 
@@ -281,13 +299,20 @@ def _fill_new_shards(
                 memory.init_shard(shard, agreed.step)
         return _Refilled()
     mine = [shard for shard in placement.new if placement.host[shard] == here] if leads else []
-    account = engine.account
-    now = Now(agreed.step, account.applied, max(1, account.total)) if agreed.is_restart else None
+    now = Now(agreed.step) if agreed.is_restart else None  # a newcomer does not know the samples
+    failure = ""
 
     def fill() -> Report | None:
+        nonlocal failure
+        report = None
         for shard in mine:
             memory.init_shard(shard, agreed.step, ready=False)
-        report = checkpoints.fill(memory, mine, now) if mine else None
+        try:
+            report = checkpoints.fill(memory, mine, now) if mine else None
+        except RecoveryError as error:
+            if now is None:
+                raise
+            failure = str(error)
         if report is not None and now is None:
             checkpoints.check_fits(report.manifest.about)
         if report is None and now is not None:  # what came of an attempt that failed is not to stay
@@ -296,10 +321,12 @@ def _fill_new_shards(
         return report
 
     report = _together(world, agreed.is_restart, "fill", fill)
-    facts = [0] * 6
+    facts = [0] * 8
     if report is not None:
         newest, age = report.manifest, round(report.age.mean * report.n_rows)
-        facts = [newest.epoch, newest.number, report.step, report.n_rows, age, report.samples]
+        facts[:6] = [newest.epoch, newest.number, report.step, report.n_rows, age, report.samples]
+        facts[6] = round(report.seconds * 1e6)
+    facts[7] = bool(failure)
     everyone = world.gather("filled", np.array(facts, dtype=np.int64))
     restored = everyone[everyone[:, 3] > 0]
     step = agreed.step
@@ -310,12 +337,14 @@ def _fill_new_shards(
     for shard in mine:
         memory.set_ready(shard, step)
     rows = int(everyone[:, 3].sum())
-    mean_age = float(everyone[:, 4].sum() / max(1, rows))
+    found = _Refilled(rows, float(everyone[:, 4].sum() / max(1, rows)), seconds=float(everyone[:, 6].max()) / 1e6)
     if now is not None:
-        return _Refilled(rows, mean_age, tuple((int(row[5]), int(row[3])) for row in restored))
+        failed = np.flatnonzero(everyone[:, 7])
+        why_not = world.broadcast("why", failure.encode(), int(failed[0])).decode() if len(failed) else ""
+        return replace(found, by_host=tuple((int(row[5]), int(row[3])) for row in restored), why_not=why_not)
     if report is not None and world.rank == agreed.source:
         checkpoints.goes_on_from(report)
-    return _Refilled(rows, mean_age, (), report if world.rank == agreed.source else None)
+    return replace(found, report=report if world.rank == agreed.source else None)
 
 
 def _open_outboxes(

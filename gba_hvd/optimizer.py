@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from gba_hvd.compression.spec import Compression, Spec, spec_of
 from gba_hvd.engine import Engine
 from gba_hvd.errors import BadInput
 from gba_hvd.tables import EmbeddingTables
@@ -52,6 +53,7 @@ def DistributedOptimizer(
     micro_batch: int,
     named_parameters: Iterable[tuple[str, Tensor]] = (),
     row_average: str = "global",
+    compression: Spec | str = Compression.none,
 ) -> AnyOptimizer:
     """Make an optimizer step once per global batch of `global_batch` samples, over all workers and the tables.
 
@@ -62,6 +64,7 @@ def DistributedOptimizer(
     named_parameters: names for error messages.
     row_average: a row's gradient is the sum over the step's micro-batches divided by all of them ("global": the
     gradient of the global batch's mean loss) or by those that contain the row ("contributors", as in the GBA paper).
+    compression: how dense gradients travel between workers, such as `gba_hvd.Compression.dct(keep=0.01)`.
     Raises BadInput when G is no multiple of B, or the optimizer is of a kind that needs a closure.
     """
     if isinstance(optimizer, _Distributed):
@@ -77,7 +80,7 @@ def DistributedOptimizer(
             "so that it drives the tables too"
         )
     names = {id(p): name for name, p in named_parameters}
-    engine = Engine(optimizer, tables, names, global_batch, micro_batch, row_average)
+    engine = Engine(optimizer, tables, names, global_batch, micro_batch, row_average, spec_of(compression))
     group: dict[str, Any] = {
         "params": [torch.zeros(0, requires_grad=True)],
         "lr": tables.optimizer.lr,

@@ -50,9 +50,12 @@ class Reformer:
                 try:
                     # What is heard from here on may concern a host that has no place in the world that forms now.
                     self._mode.stands_for = self._mode.position.world
+                    self._mode.world_ends()
                     initialise_again()
-                    self.number = self._meet(current_world())
+                    world = current_world()
+                    self.number = self._meet(world)
                     self.n_formed += 1
+                    self._mode.world_stands(world)
                     pause_s = _TRY_AGAIN_S
                 except Exception as error:
                     log.warning("the world was not formed (%s: %s); trying again", type(error).__name__, error)

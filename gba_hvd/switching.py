@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from statistics import median
 
+from gba_hvd.averaging import REPLICA_MODES
 from gba_hvd.errors import BadInput
 
-MODES = ("allreduce", "gba", "bsp", "async", "hop_bs", "hop_bw")
+MODES = ("allreduce", "gba", "bsp", "async", "hop_bs", "hop_bw", *REPLICA_MODES)
 SETTINGS = (*MODES, "auto")  # "auto" is a setting: the job is in allreduce or in gba, as `decide` says
 
 

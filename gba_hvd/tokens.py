@@ -18,11 +18,12 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, Literal
 
+from gba_hvd.averaging import REPLICA_MODES
 from gba_hvd.errors import BadInput, StateMismatch
 from gba_hvd.order import Account, Cut
 from gba_hvd.staleness import weighting
 
-DISCIPLINES = ("gba", "bsp", "async", "hop_bs", "hop_bw")
+DISCIPLINES = ("gba", "bsp", "async", "hop_bs", "hop_bw", *REPLICA_MODES)
 MAX_STALENESS = 1000  # the histogram's last key: this staleness or more
 _REVOKED_KEPT = 4096  # revoked serials remembered; a push of an older one is ignored too, as a repeated one
 
@@ -36,6 +37,7 @@ class Discipline:
                async   every push is a step
                hop_bs  as async, but no worker runs far ahead of the slowest (bounded staleness)
                hop_bw  one push of every worker makes a step, without waiting for the last ones (backup workers)
+               shadow, easgd, ma, bmuf: as async; a push has rows only, since every worker steps a replica of the rest
     staleness: gba: name of the weighting, see `gba_hvd.staleness`
     tolerance: gba: steps, for the weightings that have one
     lookahead: gba, bsp: hand out micro-batches of at most this many steps ahead; 0 is lock-step, None is no limit

@@ -39,7 +39,7 @@ class Wishes:
         self.operator: Callable[[], tuple[str, str] | None] = lambda: None
         self._wished: tuple[str, str] | None = None
         self._followed, self._told_s = -1, 0.0  # step last looked at, when the coordinator was told
-        self._rates_told_s = time.perf_counter()
+        self._rates_told_s = self._rounds_told_s = time.perf_counter()
 
     # --- allreduce mode ----------------------------------------------------------------------------------------------
 
@@ -90,6 +90,7 @@ class Wishes:
         engine, mode, switching = self._engine, self._engine.mode, self._engine.switching
         if not isinstance(mode, GbaMode) or switching is None:
             return
+        self._tell_of_rounds(mode)
         if (order := self.operator()) is not None:  # given to the server of this host, which does not lead
             mode.client.send(0, SwitchTo(*order, pin=True))
         if engine.world.rank != 0:
@@ -109,6 +110,24 @@ class Wishes:
             mode.client.send(0, SwitchTo(*wish))
 
     # -----------------------------------------------------------------------------------------------------------------
+
+    def _tell_of_rounds(self, mode: GbaMode) -> None:
+        """Every few seconds: how a mode with replicas keeps them together; the pace from the chief, failures from all."""
+        now = time.perf_counter()
+        if now - self._rounds_told_s < _RATES_EVERY_S:
+            return
+        self._rounds_told_s = now
+        pace, dropped = mode.told()
+        step = self._engine.step
+        for why in dropped:
+            text = f"a round of replicas was dropped, training goes on: {why}"
+            self._engine.emit(Event("round_dropped", step, text, {"why": why}))
+        if pace and self._engine.world.rank == 0:
+            text = (
+                f"{pace['rounds_per_s']:.1f} rounds/s, {pace['steps_per_round']:.1f} local steps each, "
+                f"spread of the replicas {pace['spread']:.2e}"
+            )
+            self._engine.emit(Event("rates", step, text, pace))
 
     def tell_rates(self, seconds: dict[str, float]) -> None:
         """Every few seconds, from the chief: how long the workers take, and where micro-batches went."""

@@ -13,13 +13,17 @@ from typing import Any
 
 from recovery.config import Config
 from recovery.errors import BadInput
+from recovery.pacing import FIRST_INTERVAL_S, Given
 
 
 class CheckpointCallback:
     """Save to `url` and, when a job starts, go on from the newest good checkpoint there.
 
     url: a folder, or what fsspec knows: s3://bucket/job, gs://..., memory://...; one for each job.
-    every_s, every_steps: a checkpoint is due after so long since the last one began; the first to come counts.
+    every_s, every_steps: a checkpoint is due after so long since the last one began; the first to come counts. With
+        neither, it is planned from what saving and loading was measured to take (`recovery.pacing`), from `mtbf_h`
+        (assumed mean time between failures of any host, corrected by those that happen) and `target_pls`, at most
+        `longest_s` apart.
     resume: False starts anew beside the checkpoints that are there, and saves after them.
     takeover: write here although another job does; it will be refused from then on.
     storage_options: for fsspec, see `open_store`. settings: fields of `recovery.config.Config` (policy, r, ...).
@@ -29,20 +33,30 @@ class CheckpointCallback:
         self,
         url: str,
         *,
-        every_s: float = 300.0,
+        every_s: float | None = None,
         every_steps: int | None = None,
+        mtbf_h: float | None = None,
+        target_pls: float = 0.1,
+        longest_s: float = 3600.0,
         resume: bool = True,
         takeover: bool = False,
         storage_options: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        if not every_s > 0 or (every_steps is not None and every_steps < 1):
+        if (every_s is not None and not every_s > 0) or (every_steps is not None and every_steps < 1):
             raise BadInput(f"every_s and every_steps must be positive, got {every_s} and {every_steps}")
-        self.url, self.every_s, self.every_steps = str(url), float(every_s), every_steps
+        self.url, self.every_s, self.every_steps = str(url), every_s, every_steps
         self.resume, self.takeover = resume, takeover
         self.storage_options = dict(storage_options or {})
         self.config = Config.from_env(**settings)
+        self.given = Given(self.config.policy, self.config.r, mtbf_h, target_pls, longest_s)
+        self.planned_s = FIRST_INTERVAL_S
         self._last_step, self._last_s = 0, math.nan
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether nobody said how often to save."""
+        return self.every_s is None and self.every_steps is None
 
     def due(self, step: int, now_s: float) -> bool:
         """Whether a checkpoint should be made of `step`."""
@@ -51,7 +65,8 @@ class CheckpointCallback:
         if step <= self._last_step:
             return False
         by_steps = self.every_steps is not None and step - self._last_step >= self.every_steps
-        return by_steps or now_s - self._last_s >= self.every_s
+        every_s = self.planned_s if self.is_planned else self.every_s
+        return by_steps or (every_s is not None and now_s - self._last_s >= every_s)
 
     def began(self, step: int, now_s: float) -> None:
         """A checkpoint of `step` was begun, or restored."""

@@ -283,7 +283,7 @@ class Checkpointer:
         """A failure costs space only."""
         assert self._claim is not None
         try:
-            gone = self._lineage.expire(self._claim.epoch, self._config.keep)
+            gone = self._lineage.expire(range(self._claim.epoch, self._claim.epoch + 1), self._config.keep)
         except StoreError as error:
             self._tell("store", f"old checkpoints could not be deleted, and take space: {error}", error=error)
         else:

@@ -46,14 +46,14 @@ class Lineage:
         self.chain = Chain((*before, manifest))
         self._manifests[manifest.name] = manifest
 
-    def expire(self, epoch: int, keep: Keep) -> Expired:
-        """Delete what is no longer needed of what was written under this epoch. Raises StoreError."""
+    def expire(self, epochs: range, keep: Keep) -> Expired:
+        """Delete what is no longer needed of what was written under these epochs. Raises StoreError."""
         for name in self._store.names("manifests/"):
             if name not in self._manifests:
                 with contextlib.suppress(Damaged, BadInput):  # of another version: what it needs is not ours
                     self._manifests[name] = from_json(self._store.get(name), name)
         # By the epoch, not from memory: one whose last write had no answer may be there all the same.
-        mine = [name for name in self._manifests if epoch_of(name) == epoch]
+        mine = [name for name in self._manifests if epoch_of(name) in epochs]
         gone = retention.expired(list(self._manifests.values()), mine, keep)
         if gone.manifests:
             retention.delete(self._store, gone)

@@ -24,11 +24,11 @@ __all__ = ["Age", "Now", "Report", "Run", "restore", "runs"]
 
 @dataclass(frozen=True)
 class Now:
-    """How far training was when the rows were lost. total_samples: of the whole run."""
+    """How far training was when the rows were lost. total_samples: of the whole run. None: not known to who asks."""
 
     step: int
-    samples: int
-    total_samples: int
+    samples: int | None = None
+    total_samples: int | None = None
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,10 @@ def restore(
         except (Damaged, NotFound) as error:
             skipped.append(Skipped(newest.name, str(error)))
             continue
-        since = now.samples - newest.samples if now else None
-        pls = since / now.total_samples * n_asked / schema.n_rows if now and since is not None else None
+        since = now.samples - newest.samples if now and now.samples is not None else None
+        pls = None
+        if now and now.total_samples and since is not None:
+            pls = since / now.total_samples * n_asked / schema.n_rows
         return Report(
             chain,
             filling.n_rows,

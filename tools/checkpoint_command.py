@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,22 +73,18 @@ def _add_name(parser: argparse.ArgumentParser) -> None:
 def run_ls(args: argparse.Namespace) -> int:
     from recovery.chains import Skipped, chains
 
-    store = _store(args)
+    store = store_of(args.url, args.option)
     listed = []
     for found in chains(store):
         if isinstance(found, Skipped):
             listed.append({"name": found.name, "ok": False, "why": found.why})
         else:
             listed.append({**_facts(found), "chain": len(found.manifests), "ok": True})
-    if args.json:
-        print(json.dumps({"url": store.url, "checkpoints": listed}, indent=2))
-    else:
-        print_list(store.url, listed)
-    return 0
+    return _tell(args, {"url": store.url, "checkpoints": listed}, lambda found: print_list(found["url"], listed))
 
 
 def run_show(args: argparse.Namespace) -> int:
-    chain = _chain(_store(args), args.name)
+    chain = _chain(store_of(args.url, args.option), args.name)
     manifest = chain.newest
     sections = [section for blob in manifest.blobs for section in blob.sections]
     tables = []
@@ -114,11 +111,7 @@ def run_show(args: argparse.Namespace) -> int:
         "about": dict(manifest.about),
         "tables": tables,
     }
-    if args.json:
-        print(json.dumps(shown, indent=2))
-    else:
-        print_one(shown)
-    return 0
+    return _tell(args, shown, print_one)
 
 
 def run_verify(args: argparse.Namespace) -> int:
@@ -126,7 +119,7 @@ def run_verify(args: argparse.Namespace) -> int:
     from recovery.errors import Damaged
     from recovery.manifest import from_json
 
-    store = _store(args)
+    store = store_of(args.url, args.option)
     names = sorted(store.names("manifests/"), reverse=True)
     manifests: list[Manifest] = []
     flaws: dict[str, list[str]] = {}
@@ -161,7 +154,7 @@ def run_diff(args: argparse.Namespace) -> int:
     from recovery.errors import BadInput
     from recovery.manifest import difference
 
-    store = _store(args)
+    store = store_of(args.url, args.option)
     old, new = _chain(store, args.old), _chain(store, args.new)
     if differences := difference(old.newest.schema, new.newest.schema):
         raise BadInput(f"they are of different models: {'; '.join(differences)}")
@@ -175,17 +168,13 @@ def run_diff(args: argparse.Namespace) -> int:
         "to_step": new.newest.step,
         "tables": tables,
     }
-    if args.json:
-        print(json.dumps(found, indent=2))
-    else:
-        print_diff(found)
-    return 0
+    return _tell(args, found, print_diff)
 
 
 def run_gc(args: argparse.Namespace) -> int:
     from recovery.retention import gc
 
-    store = _store(args)
+    store = store_of(args.url, args.option)
     found = gc(store, really=args.yes)
     if args.json:
         about = {"deleted": args.yes, "n_bytes": found.n_bytes, "reason": found.reason}
@@ -201,7 +190,7 @@ def run_gc(args: argparse.Namespace) -> int:
 def run_export(args: argparse.Namespace) -> int:
     from .checkpoint_export import export
 
-    store = _store(args)
+    store = store_of(args.url, args.option)
     chain = _chain(store, args.name)
     form = args.format or ("safetensors" if args.out.suffix == ".safetensors" else "state_dict")
     with progress("exporting", sum(manifest.n_bytes for manifest in chain.manifests)) as on_bytes:
@@ -219,17 +208,26 @@ def run_export(args: argparse.Namespace) -> int:
     return 0
 
 
+def _tell(args: argparse.Namespace, found: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> int:
+    if args.json:
+        print(json.dumps(found, indent=2))
+    else:
+        say(found)
+    return 0
+
+
 # --- which checkpoint -------------------------------------------------------------------------------------------------
 
 
-def _store(args: argparse.Namespace) -> Store:
+def store_of(url: str, options: Sequence[str]) -> Store:
+    """options: KEY=VALUE, for the back end."""
     from recovery.errors import BadInput
     from recovery.store import open_store
 
-    options = dict(option.partition("=")[::2] for option in args.option)
-    if wrong := [option for option in args.option if "=" not in option]:
+    if wrong := [option for option in options if "=" not in option]:
         raise BadInput(f"--option {wrong[0]}: expected KEY=VALUE")
-    return open_store(args.url, **options)
+    values: dict[str, Any] = dict(option.partition("=")[::2] for option in options)
+    return open_store(url, **values)
 
 
 def _chain(store: Store, name: str) -> Chain:

@@ -60,7 +60,7 @@ def print_one(shown: Mapping[str, Any]) -> None:
     print(f"  chain     {', '.join(short(name) for name in shown['chain'])} ({_size(shown['chain_bytes'])})")
     print(f"  state     {_size(shown['state_bytes'])}; rows in {shown['n_shards']} shards")
     for key, value in shown["about"].items():
-        print(f"  {key:9} {value}")
+        print(f"  {key:9} {_words(value)}")
     rows = [
         (t["name"], _count(t["n_rows"]), t["columns"], _count(t["saved"]), _size(t["n_bytes"]), t["steps"])
         for t in shown["tables"]
@@ -99,6 +99,13 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Se
 
 def short(name: str) -> str:
     return name.removeprefix("manifests/").removesuffix(".json")
+
+
+def _words(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return str(value)
+    known = {key: one for key, one in value.items() if one is not None}
+    return ", ".join(f"{key} {one:.4g}" if isinstance(one, float) else f"{key} {one}" for key, one in known.items())
 
 
 def _count(number: int | None) -> str:

@@ -12,9 +12,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import plan_facts
+
 if TYPE_CHECKING:
     from recovery.failures import MeanTime
     from recovery.planner import Costs, Estimate, Plan, Wishes
+
+    from .plan_facts import Told
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -24,8 +28,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Compare full and partial recovery by CPR's closed forms and say which to use, with the interval "
         "between saves, the expected portion of lost samples (PLS), bytes per day and the cost of storage.",
     )
+    plan_facts.add_options(parser)
     add_job_options(parser)
-    parser.add_argument("--servers", type=int, default=8, help="that hold rows (%(default)s)")
+    parser.add_argument("--servers", type=int, help="that hold rows (8)")
     parser.add_argument("--mtbf-hours", type=float, help="mean time between failures of any one server of the job")
     parser.add_argument(
         "--failures",
@@ -51,7 +56,7 @@ REBASE_HELP = (
 
 def add_job_options(parser: argparse.ArgumentParser) -> None:
     """What `plan` and `simulate` ask for alike."""
-    parser.add_argument("--table-gb", type=float, default=100.0, help="all rows, with optimizer slots (%(default)s)")
+    parser.add_argument("--table-gb", type=float, help="all rows, with optimizer slots (100)")
     parser.add_argument("--costs", type=Path, metavar="FILE.json", help="measured costs; the options below win")
     parser.add_argument("--save-s", type=float, help="a save of all rows, until durable")
     parser.add_argument("--load-s", type=float, help="loading all rows (default: as long as saving)")
@@ -59,25 +64,44 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reschedule-s", type=float, help="until a lost server is replaced (default: 180, assumed)")
     parser.add_argument("--stall-share", type=float, help="share of a save for which training stands still (default 1)")
     parser.add_argument("--delta-share", type=float, help="share of the bytes that change between saves")
-    parser.add_argument("--target-pls", type=float, default=0.1, help="tolerable portion of lost samples (%(default)s)")
-    parser.add_argument(
-        "--policy", default="mfu", help="what partial saves take: full, delta, mfu, ssu, scar (%(default)s)"
-    )
-    parser.add_argument("--r", type=float, default=0.125, help="share of rows of a partial save (%(default)s)")
+    parser.add_argument("--target-pls", type=float, help="tolerable portion of lost samples (0.1)")
+    parser.add_argument("--policy", help="what partial saves take: full, delta, mfu, ssu, scar (mfu)")
+    parser.add_argument("--r", type=float, help="share of rows of a partial save (0.125)")
     parser.add_argument("--margin", type=float, default=0.1, help="partial must cost this share less (%(default)s)")
-    parser.add_argument("--max-interval-hours", type=float, default=math.inf, help="between rounds of saves")
+    parser.add_argument("--max-interval-hours", type=float, help="between rounds of saves (no limit)")
+
+
+_DEFAULTS = {"table_gb": 100.0, "servers": 8, "target_pls": 0.1, "policy": "mfu", "r": 0.125}
+
+
+def fill_in(args: argparse.Namespace, found: Told | None = None) -> None:
+    """Options that were not given: as the checkpoint says, or the defaults."""
+    known: dict[str, Any] = dict(_DEFAULTS)
+    longest_h = math.inf
+    if found is not None:
+        known |= {"table_gb": found.n_bytes / 1e9, "servers": found.n_servers}
+        known |= {name: found.given[name] for name in ("target_pls", "policy", "r") if name in found.given}
+        longest_h = found.given.get("longest_s", math.inf) / 3600
+    for name, value in {**known, "max_interval_hours": longest_h}.items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
 
 
 def run(args: argparse.Namespace) -> int:
     from recovery.planner import Job, plan
 
-    servers, mean = args.servers, mean_time_of(args)
-    job = Job(costs_of(args), round(args.table_gb * 1e9), servers, mean.mean_s, total_s=30 * 86400.0)
+    found_at = plan_facts.told(args)
+    fill_in(args, found_at)
+    mean = mean_time_of(args, found_at)
+    job = Job(costs_of(args, found_at), round(args.table_gb * 1e9), args.servers, mean.mean_s, total_s=30 * 86400.0)
     wishes = wishes_of(args, price_per_gb_month=args.price, price_per_1000_puts=args.price_puts)
     found = plan(job, wishes)
     if args.json:
-        print(json.dumps(as_json(found, mean, job.costs), indent=2))
+        source = {} if found_at is None else {"checkpoint": found_at.checkpoint, "measured": asdict(found_at.measured)}
+        print(json.dumps(as_json(found, mean, job.costs) | source, indent=2))
     else:
+        if found_at is not None:
+            print(f"from {found_at.checkpoint}: {args.servers} servers, {args.table_gb:,.3g} GB of rows")
         show(found, mean, job.costs, priced=args.price > 0 or args.price_puts > 0)
     if args.plot:
         from .plan_plot import draw
@@ -88,16 +112,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def costs_of(args: argparse.Namespace) -> Costs:
-    """From the file of measured costs and the options, which win."""
+def costs_of(args: argparse.Namespace, found: Told | None = None) -> Costs:
+    """From a checkpoint, the file of measured costs and the options; the later ones win."""
     from recovery.errors import BadInput
     from recovery.planner import Costs
 
-    values: dict[str, Any] = read_costs(args.costs) if args.costs else {}
+    values: dict[str, Any] = {} if found is None else dict(found.costs)
+    values |= read_costs(args.costs) if args.costs else {}
     given = {name: getattr(args, name) for name in Costs.__dataclass_fields__}
     values |= {name: value for name, value in given.items() if value is not None}
     if "save_s" not in values:
-        raise BadInput("how long a save takes is not known: give --save-s, or --costs with what was measured")
+        where = "" if found is None else f" (no save of all rows was measured yet when {found.checkpoint} was made)"
+        raise BadInput(f"how long a save takes is not known{where}: give --save-s, or --costs with what was measured")
     return Costs.of_mapping({"load_s": values["save_s"], "reschedule_s": 180.0} | values)
 
 
@@ -130,11 +156,13 @@ def wishes_of(args: argparse.Namespace, **more: Any) -> Wishes:
     )
 
 
-def mean_time_of(args: argparse.Namespace) -> MeanTime:
+def mean_time_of(args: argparse.Namespace, found: Told | None = None) -> MeanTime:
     """Given, or estimated from observed failures with what was given as the prior."""
     from recovery.errors import BadInput
     from recovery.failures import mean_time
 
+    if found is not None and args.failures is None:
+        return found.measured.between_failures(args.mtbf_hours or found.given.get("mtbf_h"))
     if args.mtbf_hours is None and args.failures is None:
         raise BadInput("the mean time between failures is not known: give --mtbf-hours, or --failures")
     hours = read_hours(args.failures) if args.failures else []

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .plan_command import REBASE_HELP, add_job_options, costs_of, duration, wishes_of
+from .plan_command import REBASE_HELP, add_job_options, costs_of, duration, fill_in, wishes_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
     from recovery.errors import BadInput
     from recovery.failures import Gamma
 
+    fill_in(args)
     if args.repeats < 1 or min(args.servers) < 1 or not args.years > 0 or args.sampled_servers < 0:
         raise BadInput("--repeats, --servers and --years must be above 0, --sampled-servers not negative")
     law = Gamma(args.shape, args.server_mtbf_hours * 3600)

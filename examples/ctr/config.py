@@ -192,8 +192,11 @@ class Checkpoint:
     """Where and how often the job is saved: see `recovery.callback.CheckpointCallback`. Without this section: never."""
 
     url: str = ""  # a folder, or what fsspec knows, such as s3://bucket/job; one for each job
-    every_s: float = 300.0  # whichever comes first
+    every_s: float | None = None  # whichever comes first; without both: planned from what is measured
     every_steps: int | None = None
+    mtbf_h: float | None = None  # of a plan: mean time between failures of any host, hours
+    target_pls: float = 0.1  # of a plan: tolerable portion of lost samples
+    longest_s: float = 3600.0  # of a plan: at most so long between two saves
     resume: bool = True  # go on from the newest checkpoint there
     takeover: bool = False  # write there although another job does
     policy: str = Saving.policy  # which rows a save takes once there is a base: full, delta, mfu, scar

@@ -104,8 +104,9 @@ def _modes(switching: Switching | None) -> Iterator[tuple[str, str]]:
 
 def _checkpoints(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     often = [f"{checkpoint.every_steps:,} steps"] if checkpoint.every_steps else []
-    often.append(f"{checkpoint.every_s:g} s")
-    yield "save", f"to {checkpoint.url} every {' or '.join(often)}"
+    often += [f"{checkpoint.every_s:g} s"] if checkpoint.every_s else []
+    pace = f"every {' or '.join(often)}" if often else "as often as planned from what is measured"
+    yield "save", f"to {checkpoint.url} {pace}"
     partial = "all rows" if checkpoint.policy == "full" else f"rows chosen by {checkpoint.policy} on top of a full save"
     start = "goes on from the newest one there" if checkpoint.resume else "begins anew beside those there"
     yield "", f"{partial}; keeps {checkpoint.keep_last}; {start}"

@@ -21,13 +21,15 @@ from gba_hvd.ps.protocol import (
     Enter,
     Given,
     GivenLease,
+    HandedIn,
     PlannedMember,
     Position,
     ProtocolError,
     Refused,
     check_rates,
 )  # fmt: skip
-from gba_hvd.tokens import Discipline, Drained, Finished, Lease, Ledger
+from gba_hvd.rules import KNOWS_WORKERS
+from gba_hvd.tokens import Discipline, Drained, Finished, Lease, Ledger, StepPlan
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,9 @@ class Coordinator:
         self._ending = False
         self.lags: dict[int, int] = {}  # counted by the part of this server
         self._left_early: set[int] = set()  # workers that ask for the next epoch already
+        self.gathered = -1  # the last phase for which all living workers handed in their replicas (`shadow`)
+        self._handed: dict[int, int] = {}  # by worker: the last phase
+        self._awaited_s: dict[int, float] = {}  # by phase: since when
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -164,6 +169,20 @@ class Coordinator:
                 ]  # fmt: skip
         return answer
 
+    def handed_in(self, request: HandedIn) -> bool:
+        """This worker handed in its replica. Whether all have: those that live, and are not at it for too long."""
+        phase, now = request.phase, self._clock()
+        self._handed[request.worker] = max(phase, self._handed.get(request.worker, -1))
+        if phase <= self.gathered:
+            return True
+        since_s = self._awaited_s.setdefault(phase, now)
+        awaited = [w for w, seen in self.workers.items() if not seen.silent and self._handed.get(w, -1) < phase]
+        if awaited and now - since_s <= self._lease_s:
+            return False
+        self.gathered = phase
+        self._awaited_s.clear()
+        return True
+
     def lost_push(self, request: Done) -> None:
         """The push of a lease that is still out is gone: its micro-batch is computed again."""
         if any(lease.serial == request.serial for lease in self.ledger.outstanding(request.worker)):
@@ -223,19 +242,14 @@ class Coordinator:
         plan = self.ledger.decided or self.ledger.next_step()
         if plan is None:
             return None
-        micro_batch = self._enter.micro_batch
-        members = [
-            PlannedMember(m.micro, m.serial, m.weight * m.n_samples / micro_batch) for m in plan.members if m.weight > 0
-        ]
+        members, scale = weighed(plan, self._enter.micro_batch, self.ledger.discipline)
         losses = [(self._losses.pop(m.serial), m.n_samples) for m in plan.members if m.serial in self._losses]
         if losses:
             self.last_loss = sum(loss * n for loss, n in losses) / sum(n for _, n in losses)
-        n_samples = plan.n_samples
-        if self.ledger.discipline.name == "hop_bw":  # a round is the gradients it waited for
-            n_samples = sum(m.n_samples for m in plan.members if m.weight > 0) or n_samples
         return Apply(
-            self._enter.generation, plan.step, members, micro_batch / n_samples,
+            self._enter.generation, plan.step, members, scale,
             self._row_lr, self._lrs, self.ledger.oldest_serial,
+            sorted(self.workers) if self._enter.rule in KNOWS_WORKERS else [],
         )  # fmt: skip
 
     def applied(self, step: int, lost_micros: set[int], shard_steps_missed: int) -> None:
@@ -311,6 +325,7 @@ class Coordinator:
             "lrs": [*self._lrs, self._row_lr],
             "lrs_key": list(self._lrs_key),
             "moved": [[place, micro] for place, micro in self.moved.items()],
+            "gathered": self.gathered,
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
@@ -329,6 +344,7 @@ class Coordinator:
         *self._lrs, self._row_lr = state["lrs"]
         self._lrs_key = (state["lrs_key"][0], state["lrs_key"][1])
         self.moved = dict(state["moved"])
+        self.gathered = state["gathered"]
 
     def _ledger(self, epoch: int, n_samples: int, steps_done: int, step: int, last_serial: int = 0) -> Ledger:
         cut = Cut(n_samples, self._enter.global_batch, self._enter.micro_batch)
@@ -342,3 +358,14 @@ class Coordinator:
             account=self.account,
             last_serial=last_serial,
         )
+
+
+def weighed(plan: StepPlan, micro_batch: int, discipline: Discipline) -> tuple[list[PlannedMember], float]:
+    """The members of a step that count, each with its weight, and the scale of their weighted sum."""
+    members = [
+        PlannedMember(m.micro, m.serial, m.weight * m.n_samples / micro_batch) for m in plan.members if m.weight > 0
+    ]
+    n_samples = plan.n_samples
+    if discipline.name == "hop_bw":  # a round is the gradients it waited for
+        n_samples = sum(m.n_samples for m in plan.members if m.weight > 0) or n_samples
+    return members, micro_batch / n_samples

@@ -7,6 +7,7 @@ any instruction leaves the last whole step, for `DensePart.open` and for readers
     head    int64 [512]      magic, active = 2 * step + half, then of each half: generation, place and room of its state
     about   JSON             tensors, optimizer, dtype; never changes
     values  [n] twice        at fixed places, so that a reader maps them once
+    shown   [n] twice        only where an update rule shows workers other values than the model's
     state   two areas        placed and enlarged as the optimizer's state appears
 
 A half's generation is odd while it is written; a reader takes what it copied only if the generation stayed the same.
@@ -33,7 +34,7 @@ from gba_hvd.errors import BadInput, ShardMemoryError, StateMismatch
 from gba_hvd.torch_optimizers import build
 from recovery import state_codec
 
-_MAGIC = 0x6762612D646E7331  # "gba-dns1"
+_MAGIC = 0x6762612D646E7332  # "gba-dns2"
 _DTYPES = ("float16", "float32", "float64")
 _PAGE, _ALIGN, _AREA_HEAD = 4096, 64, 64
 # Words of the head; the last three once for each half.
@@ -58,6 +59,7 @@ class DensePart:
 
     step:    the last whole step
     values:  [n], a read-only view of the current values, all tensors in order; it changes in place with each step
+    shown:   the same of what workers are shown: `values`, unless a rule says otherwise
     tensors: what the values are
     """
 
@@ -69,6 +71,7 @@ class DensePart:
         self._flat, self._gradient = flat, gradient
         self.values = flat.view()
         self.values.flags.writeable = False
+        self.shown = np.zeros(file.n, file.dtype) if file.shows else self.values
         self.step, self._plan = -1, _Plan.of([], ())
         self._places: dict[int, list[Tensor]] = {0: [], 1: []}
         ends = np.cumsum([0, *(t.size for t in self.tensors)])
@@ -90,11 +93,12 @@ class DensePart:
         state: Sequence[Mapping[str, Any]],
         step: int,
         dtype: str = "float32",
+        shown: np.ndarray | None = None,
     ) -> DensePart:
         """Make the file at `path`, in place of an older one, whole from the first moment it is seen there.
 
         optimizer: as of `torch_optimizers.spec_of`. values: [n]. state: of each tensor, as in `optimizer.state[p]`;
-        an empty dict leaves what the optimizer begins with.
+        an empty dict leaves what the optimizer begins with. shown: [n], what workers are to see in place of the values.
         Readers of an older file go on seeing that one.
 
         Raises BadInput when the arguments do not fit each other, ShardMemoryError when the file cannot be made.
@@ -102,8 +106,9 @@ class DensePart:
         n = sum(t.size for t in tensors)
         if dtype not in _DTYPES:
             raise BadInput(f"dense parameters of {dtype} cannot be held by a server, expected one of {_DTYPES}")
-        if values.shape != (n,) or values.dtype != dtype:
-            raise BadInput(f"expected {n} values of {dtype} for {len(tensors)} tensors, got {_kind(values)}")
+        for given in (values, *(() if shown is None else (shown,))):
+            if given.shape != (n,) or given.dtype != dtype:
+                raise BadInput(f"expected {n} values of {dtype} for {len(tensors)} tensors, got {_kind(given)}")
         if len(state) != len(tensors):
             raise BadInput(
                 f"expected optimizer state for {len(tensors)} tensors, got {len(state)} (empty dicts will do)"
@@ -112,12 +117,17 @@ class DensePart:
             if not 0 <= t.group < len(optimizer["groups"]):
                 raise BadInput(f"{t.name} is in group {t.group}, the optimizer has {len(optimizer['groups'])} groups")
         temporary = path.with_name(f"{path.name}.new-{os.getpid()}")
-        about = {"tensors": [asdict(t) for t in tensors], "optimizer": dict(optimizer), "dtype": dtype}
+        about = {
+            "tensors": [asdict(t) for t in tensors], "optimizer": dict(optimizer), "dtype": dtype,
+            "shows": shown is not None,
+        }  # fmt: skip
         part = None
         try:
             part = cls(_File.create(temporary, about))
             part._flat[:] = values
             part._set_state(state)
+            if shown is not None:
+                part.shown[:] = shown
             part._publish(step)
             os.replace(temporary, path)
         except BaseException:
@@ -161,6 +171,45 @@ class DensePart:
                 if param.data_ptr() != view.data_ptr():  # an optimizer that puts a new tensor into `param.data`
                     param.data = view.copy_(param.detach())
             self._publish(step)
+        except BaseException:
+            self._load()
+            raise
+
+    def put_(
+        self, values: np.ndarray, momentum: np.ndarray, shown: np.ndarray | None, lrs: Sequence[float], step: int
+    ) -> None:
+        """Take a step that a rule made in the optimizer's place, then publish; as `step_` when anything raises.
+
+        values, momentum: [n], after the step; shown: [n] where there is something to show, or None.
+        """
+        self._check(step)
+        try:
+            self._flat[:] = values
+            for group, lr in zip(self._optimizer.param_groups, lrs, strict=True):
+                group["lr"] = float(lr)
+            at = 0
+            for param in self._params:
+                buffer = torch.from_numpy(momentum[at : at + param.numel()]).view(param.shape)
+                self._optimizer.state[param]["momentum_buffer"] = buffer
+                at += param.numel()
+            if shown is not None:
+                self.shown[:] = shown
+            self._publish(step)
+        except BaseException:
+            self._load()
+            raise
+
+    def replace_(self, values: np.ndarray | None, state: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """Other values [n], other optimizer state, or both, as of the same step. If anything raises, all is as before.
+
+        Readers who ask for something newer than this step are not told.
+        """
+        try:
+            if values is not None:
+                self._flat[:] = values
+            if state is not None:
+                self._set_state(state)
+            self._publish(self.step)
         except BaseException:
             self._load()
             raise
@@ -222,6 +271,8 @@ class DensePart:
             area[a:b].view(kind).view(shape) for a, b, kind, shape in plan.spans
         ]
         file.values(half)[:] = self._flat
+        if file.shows:
+            file.shown(half)[:] = self.shown
         raw = (v for entries in state for v in entries.values() if _is_raw(v))
         for place, tensor in zip(self._places[half], raw, strict=True):
             place.copy_(tensor)
@@ -236,6 +287,8 @@ class DensePart:
         """Make the private copy what the active half is."""
         file = self._file
         self.step, self._flat[:] = file.step, file.values(file.half)
+        if file.shows:
+            self.shown[:] = file.shown(file.half)
         area = file.area(file.half)
         end, n_directory, n_changing, crc = area[:_AREA_HEAD].view(torch.int64)[:4].tolist()
         small = area[end : end + n_directory + n_changing].numpy().tobytes()
@@ -255,7 +308,7 @@ class DensePart:
 
 
 class DenseReader:
-    """The values of a dense part, for another process of the host.
+    """What a dense part shows to workers, for another process of the host.
 
     Raises ShardMemoryError when there is no dense part at `path`.
     """
@@ -280,7 +333,7 @@ class DenseReader:
             generation = self._file.generation(half)
             if generation % 2 or self._file.active != active:
                 continue  # this half is written again, or was: a newer one is there
-            _copy(out, self._file.values(half))
+            _copy(out, self._file.shown(half))
             if self._file.generation(half) == generation:
                 return step
 
@@ -299,6 +352,7 @@ class _File:
         self.about = json.loads(self._bytes[_PAGE : _PAGE + int(self._words[_ABOUT_SIZE])].tobytes())
         self.tensors = tuple(DenseTensor(t["name"], tuple(t["shape"]), t["group"]) for t in self.about["tensors"])
         self.n, self.dtype = sum(t.size for t in self.tensors), np.dtype(self.about["dtype"])
+        self.shows = bool(self.about["shows"])
 
     @classmethod
     def create(cls, path: Path, about: dict[str, Any]) -> _File:
@@ -308,7 +362,7 @@ class _File:
         head = np.zeros(_PAGE // 8, dtype=np.int64)
         head[_IS], head[_ABOUT_SIZE] = _MAGIC, len(text)
         try:
-            _allocate(path, fd, 0, _PAGE + _pages(len(text)) + 2 * _pages(size))
+            _allocate(path, fd, 0, _PAGE + _pages(len(text)) + (4 if about["shows"] else 2) * _pages(size))
             os.pwrite(fd, head.tobytes() + text, 0)
             return cls(path, fd, writable=True)
         except BaseException:
@@ -352,8 +406,14 @@ class _File:
         self._words[_ACTIVE] = 2 * step + half
 
     def values(self, half: int) -> np.ndarray:
+        return self._array(half)
+
+    def shown(self, half: int) -> np.ndarray:
+        return self._array(half + 2 if self.shows else half)
+
+    def _array(self, number: int) -> np.ndarray:
         size = self.n * self.dtype.itemsize
-        at = _PAGE + _pages(int(self._words[_ABOUT_SIZE])) + half * _pages(size)
+        at = _PAGE + _pages(int(self._words[_ABOUT_SIZE])) + number * _pages(size)
         return self._bytes[at : at + size].view(self.dtype)
 
     def area(self, half: int) -> Tensor:

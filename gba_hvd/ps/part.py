@@ -23,15 +23,17 @@ from typing import Any
 
 import numpy as np
 
-from gba_hvd import kernels
+from gba_hvd import kernels, rules
+from gba_hvd.averaging import REPLICA_MODES
 from gba_hvd.buffer import GradientBuffer, StoredPush, merge_pushes
 from gba_hvd.errors import NonFiniteGradient
-from gba_hvd.gap_aware import GapAware, not_damped
 from gba_hvd.gradients import RowGrad, average_over_contributors
 from gba_hvd.ps import protocol
+from gba_hvd.ps.central import CentralCopy
 from gba_hvd.ps.dense import DensePart, DenseTensor
 from gba_hvd.ps.protocol import Applied, Apply, Enter, ProtocolError
 from gba_hvd.row_optimizers import RowOptimizer
+from gba_hvd.rules.step import ByOptimizer, Received, Rule, Step
 from gba_hvd.shard.memory import ShardMemory
 from recovery import state_codec
 
@@ -49,7 +51,13 @@ class Part:
     """Not thread-safe: belongs to the server's main thread."""
 
     def __init__(
-        self, enter: Enter, dense: DensePart, memory: ShardMemory, optimizer: RowOptimizer, limits: Limits
+        self,
+        enter: Enter,
+        dense: DensePart,
+        memory: ShardMemory,
+        optimizer: RowOptimizer,
+        limits: Limits,
+        rule: Rule | None = None,
     ) -> None:
         self.enter, self.dense, self._memory, self._optimizer, self._limits = enter, dense, memory, optimizer, limits
         self.mine = np.array(enter.shard_servers) == enter.me  # bool [S]
@@ -58,10 +66,14 @@ class Part:
         self._dims = [group.dim + self._extra for group in memory.layout.groups]
         self._names = [name for name, _, _ in enter.tensors]
         self._sizes = [math.prod(shape) for _, shape, _ in enter.tensors]
-        self.n_dense = sum(self._sizes)
+        has_replicas = enter.discipline.get("name") in REPLICA_MODES
+        self._central = CentralCopy(dense) if has_replicas else None
+        self.n_dense = 0 if has_replicas else sum(self._sizes)  # numbers in a push
         self.buffer = GradientBuffer()
         self.lags = dict(enter.position.lags)  # how many steps the dense values of applied pushes were old, histogram
-        self._gaps = gaps_of(enter, dense)
+        if rule is None:  # after a server that died
+            rule = _rule_of(enter, dense.tensors, dense.values, dense.state(), dense.step)
+        self.rule = rule
         self._last: Applied | None = None
         self._torn = 0  # shards that a server which died left in the middle of its last step
 
@@ -90,8 +102,10 @@ class Part:
             raise ProtocolError(f"optimizer state: {type(error).__name__}: {error}") from error
         if not isinstance(state, list) or not all(isinstance(entries, dict) for entries in state):
             raise ProtocolError("optimizer state: expected a list of dicts, one for each tensor")
-        dense = DensePart.create(path, tensors, enter.optimizer, values, state, enter.position.step)
-        part = cls(enter, dense, memory, optimizer, limits)
+        rule = _rule_of(enter, tensors, values, state, enter.position.step)
+        shown = rule.shown(values, enter.lrs)
+        dense = DensePart.create(path, tensors, enter.optimizer, values, state, enter.position.step, shown=shown)
+        part = cls(enter, dense, memory, optimizer, limits, rule)
         memory.claim(part.shards)
         return part
 
@@ -118,7 +132,7 @@ class Part:
             bool((finished >= step).all()) and self.dense.step >= step,
         )
 
-    def push(self, micro: int, serial: int, frames: Sequence[Any], dense_step: int = -1) -> bool:
+    def push(self, micro: int, serial: int, frames: Sequence[Any], dense_step: int = -1, worker: int = -1) -> bool:
         """Store a checked push; False when there is no room. Raises ProtocolError; then nothing is stored."""
         if len(frames) != 2:
             raise ProtocolError(f"Push comes with two frames, got {len(frames)}")
@@ -130,7 +144,7 @@ class Part:
             return False
         protocol.check_finite(dense, self._names, self._sizes)
         protocol.check_row_message(self._memory.layout, rows, self.mine, self._extra)
-        self.buffer.add(StoredPush(micro, serial, dense, rows, dense_step))
+        self.buffer.add(StoredPush(micro, serial, dense, rows, dense_step, worker))
         return True
 
     def apply(self, request: Apply) -> Applied:
@@ -165,7 +179,7 @@ class Part:
 
     def _apply(self, request: Apply, pushes: Sequence[tuple[StoredPush, float]], due: np.ndarray) -> None:
         memory, layout = self._memory, self._memory.layout
-        dense, rows = merge_pushes(pushes, self.n_dense, self._dims, self._gaps.damping if self._gaps else not_damped)
+        dense, rows = merge_pushes(pushes, self.n_dense, self._dims, self.rule.damping)
         scale = request.scale
         if self._extra:
             rows, scale = [average_over_contributors(grad) for grad in rows], 1.0
@@ -176,13 +190,26 @@ class Part:
             wanted = _of_shards(grad, due, layout.n_shards) if len(due) < len(self.shards) else grad
             self._optimizer.update_(memory.flat, layout, group, wanted, scale, request.row_lr, request.step)
         memory.finish(due, request.step)
-        if pushes:
+        if pushes and self._central is None:
             dense *= np.float32(request.scale)
-            self.dense.step_(dense, request.lrs, request.step)
-            if self._gaps is not None:
-                self._gaps.stepped(self.dense.values, dense, request.lrs, request.step)
-        else:  # nothing came through to this server: it misses the step
+            self._step_dense(request, pushes, dense)
+        else:  # nothing came through to this server: it misses the step; or workers step replicas of their own
             self.dense.skip_(request.step)
+
+    def _step_dense(self, request: Apply, pushes: Sequence[tuple[StoredPush, float]], gradient: np.ndarray) -> None:
+        """The step of the dense part, as the rule has it. gradient: of the step, float32 [n]."""
+        before, dense = request.step - 1, self.dense
+        received = [
+            Received(push.worker, weight * request.scale, _lag(push, before), push.dense) for push, weight in pushes
+        ]
+        answer = self.rule.act(Step(request.step, dense.values, gradient, received, request.lrs, request.workers))
+        if isinstance(answer, ByOptimizer):
+            dense.step_(gradient, answer.lrs, request.step)
+        else:
+            if not protocol.all_finite(answer.values):
+                raise NonFiniteGradient("the values after the step are not finite: the learning rate is far too large")
+            dense.put_(answer.values, answer.momentum, answer.shown, request.lrs, request.step)
+        self.rule.stepped(dense.values, gradient, request.lrs, request.step)
 
     def skip(self, step: int) -> int:
         """This server missed a decided step, having lost its pushes, or part of it.
@@ -200,6 +227,13 @@ class Part:
         self._last = Applied(step, [], missed)
         return missed
 
+    @property
+    def central(self) -> CentralCopy:
+        """Where workers have replicas. Raises ProtocolError in other modes."""
+        if self._central is None:
+            raise ProtocolError(f"in mode {self.enter.discipline.get('name')!r} workers have no replicas")
+        return self._central
+
     def rows_for(self, frames: Sequence[Any]) -> list[np.ndarray]:
         return gather(self._memory, self.mine, frames)
 
@@ -216,16 +250,17 @@ def _of_shards(grad: RowGrad, shards: np.ndarray, n_shards: int) -> RowGrad:
     return RowGrad(grad.keys[wanted], grad.values[wanted])
 
 
-def gaps_of(enter: Enter, dense: DensePart) -> GapAware | None:
-    """What damps stale pushes where Gap-Aware was asked for."""
-    rule = enter.discipline
-    if (rule.get("name"), rule.get("staleness")) != ("gba", "gap_aware"):
-        return None
-    groups = np.repeat([t.group for t in dense.tensors], [t.size for t in dense.tensors]).astype(np.int32)
-    plain_sgd = enter.optimizer["class"] == "torch.optim.sgd:SGD" and not any(
-        group.get("momentum") for group in enter.optimizer["groups"]
-    )
-    return GapAware(dense.values, dense.step, groups, by_gradient=plain_sgd)
+def _lag(push: StoredPush, before: int) -> int:
+    """Steps between the dense values a push was computed with and those of step `before`; 0 if not known."""
+    return max(0, before - push.dense_step) if push.dense_step >= 0 else 0
+
+
+def _rule_of(
+    enter: Enter, tensors: Sequence[DenseTensor], values: np.ndarray, state: Sequence[Mapping[str, Any]], step: int
+) -> Rule:
+    sizes, groups = [t.size for t in tensors], [t.group for t in tensors]
+    start = rules.DenseStart(values, step, sizes, groups, state)
+    return rules.make(enter.rule, enter.optimizer, start, [worker for worker, *_ in enter.workers])
 
 
 def gather(memory: ShardMemory, mine: np.ndarray, frames: Sequence[Any]) -> list[np.ndarray]:

@@ -6,6 +6,7 @@ Numbered by who speaks:
 
     1. a worker that leads its host    Enter             here is your part of the dense parameters; serve these shards
     2. any worker                      Ask, PullRows, PullDense, Push, Done, Beat, Evaluate, Score, Export, Bye
+                                       Blend, Publish, HandIn, HandedIn      where workers have replicas (`shadow`)
     3. the coordinator, to servers     Apply, Discard, Alive
     4. an operator                     Status, SwitchTo
     5. the chief                       Hold, Save              in asynchronous modes the coordinator passes it on
@@ -123,6 +124,7 @@ class Enter(Struct):
     tensors: list[tuple[str, list[int], int]]  # name, shape, optimizer group
     optimizer: dict[str, Any]
     workers: list[tuple[int, int, int, int]] = []  # those who enter: id, rank, host, pid
+    rule: str = "none"  # how dense parameters are updated (`gba_hvd.rules`)
 
 
 class Ask(Struct):
@@ -212,10 +214,48 @@ class Export(Struct):
     """All of this server's dense state. Frames of the answer: values, optimizer state (state_codec).
 
     leaving: the workers apply the steps from here on; the server must not touch a shard any more
+    phase: of replicas: first becomes the mean of what was handed in for this phase (-1: as it is)
     """
 
     generation: int
     leaving: bool
+    phase: int = -1
+
+
+class Blend(Struct):
+    """Blend a replica into the central copy. Frame: its values here, float32. Answer: `Dense` with the copy's.
+
+    number: of the worker's rounds: a repeated one is not blended twice. phase: see `shadow`. elasticity: see `averaging`.
+    """
+
+    worker: int
+    generation: int
+    number: int
+    phase: int
+    elasticity: float
+
+
+class Publish(Struct):
+    """Overwrite the central copy, unless `phase` is over. Frames: values float32, optimizer state; empty: stays."""
+
+    generation: int
+    phase: int
+
+
+class HandIn(Struct):
+    """One worker's replica, for the mean of this phase. Frames: values float32, optimizer state (state_codec)."""
+
+    worker: int
+    generation: int
+    phase: int
+
+
+class HandedIn(Struct):
+    """To the coordinator: every server has what this worker had. Answered when all living workers have said so."""
+
+    worker: int
+    generation: int
+    phase: int
 
 
 class Bye(Struct):
@@ -235,6 +275,7 @@ class Apply(Struct):
     row_lr: float
     lrs: list[float]
     oldest_serial: int  # pushes of older leases will never be asked for
+    workers: list[int] = []  # who lives, by id, for the rules that want to know
 
 
 class Discard(Struct):
@@ -272,6 +313,7 @@ class Save(Struct):
 
     kind, parent, about: as in `recovery.manifest.Manifest`. settings: url, storage_options, config. claim: see `Hold`.
     generation: of the asynchronous mode; its servers add the dense state themselves. 0 in allreduce mode
+    first_epoch: of the job: what was saved since then is its own, and may expire
     """
 
     epoch: int
@@ -286,6 +328,7 @@ class Save(Struct):
     claim: dict[str, Any]
     about: dict[str, Any]
     generation: int = 0
+    first_epoch: int = 0
 
 
 Request = (
@@ -299,6 +342,10 @@ Request = (
     | Done
     | Beat
     | Export
+    | Blend
+    | Publish
+    | HandIn
+    | HandedIn
     | Bye
     | Apply
     | Discard

@@ -2,7 +2,8 @@
 
 Who owns what. Each server saves the shards it holds, as blobs under its own part number, and then one object that lists
 them. The one that commits (part 0) waits until the lists of all parts are in the store and writes the manifest, last.
-So what each crash leaves behind is blobs and lists that nothing refers to; the checkpoint before stays in force.
+So what each crash leaves behind is blobs and lists that nothing refers to; the checkpoint before stays in force. What a
+save that failed has written is deleted: by each part its own, and by part 0 all, unless the manifest may be there.
 
 What was saved is known to the tracker only once the manifest is there. Part 0 knows that at once, the others when the
 next save names it as its parent; a part that knows of no such save, or holds other shards now, saves all its rows.
@@ -10,6 +11,7 @@ next save names it as its parent; a part that knows of no such save, or holds ot
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -24,11 +26,11 @@ from gba_hvd.errors import GbaError
 from gba_hvd.ps.protocol import Hold, Save, Saved
 from gba_hvd.shard.holder import MemoryRows
 from gba_hvd.shard.memory import ShardMemory
-from recovery import claims, retention
-from recovery.chains import Chain, chains
+from recovery import claims
 from recovery.config import Config
 from recovery.errors import Damaged, RecoveryError, StoreError
-from recovery.manifest import Blob, Manifest
+from recovery.lineage import Lineage
+from recovery.manifest import Blob
 from recovery.selection import Selection
 from recovery.store import Store, blob_prefix, epoch_of, open_store
 from recovery.writer import Cancelled, Written, commit, save_rows
@@ -53,14 +55,20 @@ class Saver:
         self._report = Saved()
         self._store: Store | None = None
         self._selection: Selection | None = None
+        self._lineage: Lineage | None = None
         self._settings: dict[str, Any] = {}
         self._not_yet_known: str = ""  # the manifest that the last save of this part belongs to
         self._shards: list[int] = []  # of that save
-        self._own: set[str] = set()  # manifests of this job, as far as this process knows
         self._held: Hold | None = None
         self._holder: threading.Thread | None = None
         self._ended = threading.Event()
         self._heard_s = time.monotonic()
+
+    @property
+    def url(self) -> str:
+        """Where this server saves; empty: it was not told yet."""
+        known = self._settings or (self._held.settings if self._held is not None else {})
+        return str(known.get("url", ""))
 
     def report(self) -> Saved:
         """What became of the newest save."""
@@ -163,12 +171,19 @@ class Saver:
     def _save(
         self, request: Save, state: Callable[[list[bytes]], bytes], extra: bytes, cancel: threading.Event
     ) -> dict[str, Any]:
-        config = Config(**request.settings["config"])
-        store, selection = self._prepared(request, config)
+        started, config = time.monotonic(), Config(**request.settings["config"])
+        store, selection, lineage = self._prepared(request, config)
         rows = MemoryRows(self._memory, lambda: self._meant)
         kind = request.kind if self._knows(selection, request) else "full"
         prefix, name = blob_prefix(request.epoch, request.number), _manifest_name(request)
         choice = selection.begin(kind)
+        is_decided = False  # whether the manifest may be there
+
+        def still_mine() -> None:  # asked last before it is written
+            nonlocal is_decided
+            claims.check(store, claims.Claim(**request.claim))
+            is_decided = True
+
         try:
             written = save_rows(
                 rows, choice, store, f"{prefix}{request.part:04d}-", config, exact=kind == "full", note=selection.note,
@@ -176,35 +191,34 @@ class Saver:
             )  # fmt: skip
             self._not_yet_known, self._shards = name, rows.shards()
             if request.part:
-                store.put(_list_name(prefix, request.part), [encode_part(written.blobs, extra)])
-                return _facts(written)
-            blobs, extras = list(written.blobs), [extra]
-            for part in range(1, request.n_parts):
-                theirs, word = _part_of(store, prefix, part, cancel)
-                blobs += theirs
-                extras.append(word)
-            claim = claims.Claim(**request.claim)
+                store.put(_list_name(prefix, request.part), [encode_part(written, extra)])
+                return _facts([written.blobs], written.n_torn)
+            parts = [PartList(list(written.blobs), extra, written.n_torn)]
+            parts += [_part_of(store, prefix, part, cancel) for part in range(1, request.n_parts)]
             manifest = commit(
                 store, prefix, epoch=request.epoch, number=request.number, kind=request.kind, parent=request.parent,
-                step=request.step, samples=request.samples, schema=rows.schema, blobs=blobs, state=state(extras),
-                about=request.about, still_mine=lambda: claims.check(store, claim),
+                step=request.step, samples=request.samples, schema=rows.schema,
+                blobs=[blob for part in parts for blob in part.blobs], state=state([part.extra for part in parts]),
+                about={**request.about, "save_s": round(time.monotonic() - started, 3)}, still_mine=still_mine,
             )  # fmt: skip
         except BaseException:
             selection.abandon()
             self._not_yet_known = ""
+            if not is_decided:
+                _delete_all(store, f"{prefix}{request.part:04d}-" if request.part else prefix)
             raise
         selection.commit(name)
         self._not_yet_known = ""
-        self._own.add(name)
         try:
             store.delete([_list_name(prefix, part) for part in range(1, request.n_parts)])
-            retention.delete(store, retention.expired(_manifests(store), self._own, config.keep))
+            lineage.expire(range(request.first_epoch, request.epoch + 1), config.keep)
         except (RecoveryError, OSError):
             log.warning("expired checkpoints were not deleted; that is tried again", exc_info=True)
-        facts = {**_facts(written), "manifest": name, "n_bytes": manifest.n_bytes, "kind": request.kind}
+        facts = _facts([part.blobs for part in parts], sum(part.n_torn for part in parts))
+        facts |= {"n_bytes": manifest.n_bytes, "manifest": name, "kind": request.kind}
         return {**facts, "url": store.url, "saved_step": request.step}
 
-    def _prepared(self, request: Save, config: Config) -> tuple[Store, Selection]:
+    def _prepared(self, request: Save, config: Config) -> tuple[Store, Selection, Lineage]:
         if self._store is None or self._selection is None or request.settings != self._settings:
             if self._selection is not None:
                 self._selection.close()
@@ -212,8 +226,10 @@ class Saver:
             rows = MemoryRows(self._memory, lambda: self._meant)
             counters = str(self._memory.folder.stat().st_ino)
             self._selection = Selection(rows, config, tracker_path=self._tracker, counters=counters)
+            self._lineage = Lineage(self._store, self._selection)
             self._settings = request.settings
-        return self._store, self._selection
+        assert self._lineage is not None
+        return self._store, self._selection, self._lineage
 
     def _knows(self, selection: Selection, request: Save) -> bool:
         """Whether a partial save on top of the parent would be right for this part.
@@ -226,13 +242,29 @@ class Saver:
                 selection.commit(parent)
             else:
                 selection.abandon()
+                self._forget_blobs(self._not_yet_known, request.part)
             self._not_yet_known = ""
         if parent is None or epoch_of(parent) != request.epoch or self._shards not in ([], self._meant):
             return False
         return selection.is_valid_for(parent)
 
+    def _forget_blobs(self, name: str, part: int) -> None:
+        """This part was saved, perhaps too late: of a manifest that is not there."""
+        assert self._store is not None
+        prefix = name.replace("manifests/", "blobs/").removesuffix(".json") + "/"
+        with contextlib.suppress(RecoveryError, OSError):
+            if name not in self._store.names(name):
+                _delete_all(self._store, f"{prefix}{part:04d}-")
+                self._store.delete([_list_name(prefix, part)])
 
-def _part_of(store: Store, prefix: str, part: int, cancel: threading.Event) -> tuple[list[Blob], bytes]:
+
+def _delete_all(store: Store, prefix: str) -> None:
+    """What a save that failed has written. If that fails, too, it takes space until `gba-hvd checkpoint gc`."""
+    with contextlib.suppress(RecoveryError, OSError):
+        store.delete(sorted(store.names(prefix)))
+
+
+def _part_of(store: Store, prefix: str, part: int, cancel: threading.Event) -> PartList:
     """What another server saved; waits until its list is there."""
     name, deadline = _list_name(prefix, part), time.monotonic() + _PARTS_TIMEOUT_S
     while name not in store.names(name):
@@ -241,15 +273,6 @@ def _part_of(store: Store, prefix: str, part: int, cancel: threading.Event) -> t
         if cancel.wait(_LOOK_S):
             raise Cancelled("the save was cancelled")
     return decode_part(store.get(name), name)
-
-
-def _manifests(store: Store) -> list[Manifest]:
-    """All that can be read."""
-    found: dict[str, Manifest] = {}
-    for one in chains(store):
-        if isinstance(one, Chain):
-            found |= {manifest.name: manifest for manifest in one.manifests}
-    return list(found.values())
 
 
 def _open(settings: dict[str, Any]) -> Store:
@@ -264,24 +287,33 @@ def _list_name(prefix: str, part: int) -> str:
     return f"{prefix}part-{part:04d}"
 
 
-def _facts(written: Written) -> dict[str, Any]:
-    return {"rows": written.n_rows, "n_bytes": written.n_bytes, "raw_bytes": written.raw_bytes, "torn": written.n_torn}
+def _facts(blobs: Sequence[Sequence[Blob]], n_torn: int) -> dict[str, Any]:
+    """Of the rows of some parts, together."""
+    sections = [section for part in blobs for blob in part for section in blob.sections]
+    return {
+        "rows": sum(section.n_rows for section in sections),
+        "n_bytes": sum(section.n_bytes for section in sections),
+        "raw_bytes": sum(section.raw_bytes for section in sections),
+        "torn": n_torn,
+    }
 
 
-class _Part(msgspec.Struct):
+class PartList(msgspec.Struct):
+    """What one server saved. extra: what else it adds; n_torn: as in `recovery.writer.Written`."""
+
     blobs: list[Blob]
     extra: bytes
+    n_torn: int
 
 
-def encode_part(blobs: tuple[Blob, ...], extra: bytes) -> bytes:
-    """What one server saved, with a checksum before it."""
-    body = msgspec.msgpack.encode(_Part(list(blobs), extra))
+def encode_part(written: Written, extra: bytes) -> bytes:
+    """With a checksum before it."""
+    body = msgspec.msgpack.encode(PartList(list(written.blobs), extra, written.n_torn))
     return xxhash.xxh3_128_digest(body) + body
 
 
-def decode_part(data: bytes, name: str) -> tuple[list[Blob], bytes]:
+def decode_part(data: bytes, name: str) -> PartList:
     """Raises Damaged."""
     if data[:16] != xxhash.xxh3_128_digest(data[16:]):
         raise Damaged(f"{name} is not what a server wrote")
-    part = msgspec.msgpack.decode(data[16:], type=_Part)
-    return part.blobs, part.extra
+    return msgspec.msgpack.decode(data[16:], type=PartList)

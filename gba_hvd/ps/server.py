@@ -43,6 +43,7 @@ from gba_hvd.ps.protocol import (
     Apply,
     Ask,
     Beat,
+    Blend,
     Bye,
     Dense,
     Discard,
@@ -52,11 +53,14 @@ from gba_hvd.ps.protocol import (
     Export,
     Exported,
     Given,
+    HandedIn,
+    HandIn,
     Hold,
     Lives,
     Ok,
     Position,
     ProtocolError,
+    Publish,
     PullDense,
     PullRows,
     Push,
@@ -296,7 +300,7 @@ class Server:
             case PullDense():
                 part = self._active(request.generation)
                 if part.dense.step > request.newer_than:
-                    return Dense(part.dense.step), (part.dense.values.copy(),)
+                    return Dense(part.dense.step), (part.dense.shown.copy(),)
                 return Dense(part.dense.step), ()
             case Apply():
                 return self._active(request.generation).apply(request), ()
@@ -305,6 +309,18 @@ class Server:
                 return Ok(), ()
             case Export():
                 return self._on_export(request)
+            case Blend():
+                part = self._active(request.generation)
+                values = part.central.blend(request, frames)
+                return Dense(part.dense.step), (values,)
+            case Publish():
+                self._active(request.generation).central.publish(request, frames)
+                return Ok(), ()
+            case HandIn():
+                self._active(request.generation).central.hand_in(request, frames)
+                return Ok(), ()
+            case HandedIn():
+                return self._on_handed_in(request), ()
             case Enter():
                 return self._on_enter(request, frames), ()
             case Bye():
@@ -345,11 +361,11 @@ class Server:
 
     def _on_push(self, request: Push, frames: list[Any]) -> Answer:
         part = self._active(request.generation)
-        if part.push(request.micro, request.serial, frames, request.dense_step):
+        if part.push(request.micro, request.serial, frames, request.dense_step, request.worker):
             return Ok()
         if self.coordinator is not None:  # pushes of revoked leases will never be asked for
             part.buffer.forget_before(self.coordinator.ledger.oldest_serial)
-            if part.push(request.micro, request.serial, frames, request.dense_step):
+            if part.push(request.micro, request.serial, frames, request.dense_step, request.worker):
                 return Ok()
         return Refused(
             f"{part.buffer.n_bytes:,} bytes of gradients wait already, buffer_bytes is {self.settings.buffer_bytes:,}; "
@@ -466,11 +482,22 @@ class Server:
 
     def _on_export(self, request: Export) -> tuple[Answer, Sequence[Any]]:
         part = self._active(request.generation)
+        if request.phase >= 0:
+            part.central.gather(request.phase)
         if request.leaving and not self.idle:
             self.idle = True
             self._save_session()  # before the workers write shards: a successor must leave them alone
         step, values, state = part.export()
         return Exported(step), (values, state)
+
+    def _on_handed_in(self, request: HandedIn) -> Answer:
+        coordinator = self._lead(request.generation)
+        before = coordinator.gathered
+        if not coordinator.handed_in(request):
+            return Refused("other workers have not handed in their replicas yet", again=True)
+        if coordinator.gathered != before:
+            self._save_ledger()
+        return Ok()
 
     # --- steps, at the coordinator -----------------------------------------------------------------------------------
 
@@ -672,6 +699,7 @@ class Server:
 
     def _status(self) -> dict[str, Any]:
         report: dict[str, Any] = {"job": self.settings.job, "server": self.index, "decisions": self._decisions}
+        report["checkpoints"] = self._saver.url
         if self.coordinator is None or self.idle:
             return {**report, "mode": "allreduce", **self._told}
         position = self.coordinator.position()

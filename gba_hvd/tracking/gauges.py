@@ -19,6 +19,13 @@ LOST = "job/samples_lost"
 REFUSED = "job/micro_batches_refused"
 REISSUED = "job/micro_batches_reissued"
 _COUNTS = {"dropped": DROPPED, "lost": LOST, "refused": REFUSED, "reissued": REISSUED}
+ROUNDS = {
+    "rounds_per_s": "job/rounds_per_s",  # of workers that keep replicas of the dense parameters; recent ones
+    "seconds_per_round": "job/seconds_per_round",
+    "steps_per_round": "job/local_steps_per_round",
+    "spread": "job/spread_of_replicas",  # RMS distance from what they were pulled to
+    "rounds_dropped": "job/rounds_dropped",  # so far
+}
 _PACE = "job/ms_per_micro_batch/rank_"
 
 
@@ -52,9 +59,10 @@ class Readings:
         seconds:           {rank: seconds per micro-batch}; 0 when a worker had none
         staleness:         {steps: micro-batches} of the whole job
         dropped, lost:     samples; refused, reissued: micro-batches; all since the job began
+        the keys of ROUNDS
         """
         values = {pace_of(int(rank)): 1000 * float(s) for rank, s in data.get("seconds", {}).items() if s > 0}
-        values |= {name: float(data[key]) for key, name in _COUNTS.items() if key in data}
+        values |= {name: float(data[key]) for key, name in (_COUNTS | ROUNDS).items() if key in data}
         now = whole_numbers(data.get("staleness"))
         fresh = {steps: n - self._before.get(steps, 0) for steps, n in now.items() if n > self._before.get(steps, 0)}
         if fresh:

@@ -23,7 +23,10 @@ _MARKED = {
 }  # fmt: skip
 _INK, _GRID = "#333333", "#dddddd"
 _COLOURS = ("#2c6fbb", "#d1761c", "#2f8f5b", "#8e44ad", "#c0392b", "#5d6d7e", "#b7950b", "#16a085")
-MODE_COLOURS = dict(zip(MODES, ("#dfe7ef", "#cfe8d5", "#f6e3c5", "#f3d0cb", "#e6d6ec", "#d3ebe7"), strict=True))
+_SHADES = (
+    "#dfe7ef", "#cfe8d5", "#f6e3c5", "#f3d0cb", "#e6d6ec", "#d3ebe7", "#d5dcf5", "#ece8c4", "#f2d9e6", "#dcecd0",
+)  # fmt: skip
+MODE_COLOURS = dict(zip(MODES, _SHADES, strict=True))
 
 History = Mapping[str, Sequence[Point]]
 

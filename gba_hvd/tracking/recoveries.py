@@ -22,6 +22,7 @@ RESUMED_FROM = "resumed_from_step"
 CHECKPOINT_TAG = "gba_hvd.checkpoint"  # where the newest one is
 KINDS = ("resumed", "rows_restored", "rows_lost")  # of events that are recoveries
 _OF_CHECKPOINT = {"seconds": "checkpoint_seconds", "n_bytes": "checkpoint_bytes"}
+_OF_PLAN = {"interval_s": "checkpoint_interval_s", "overhead": "checkpoint_overhead_expected", "pls": "pls_expected"}
 _OF_RECOVERY = ("rows_restored", "rows_lost", "pls")
 _MEASURED_ANYWAY = "system/"  # of hosts, not of training: never superseded
 
@@ -31,6 +32,8 @@ def metrics_of(kind: str, step: int, data: Mapping[str, Any]) -> tuple[int, dict
     if kind == "checkpoint":
         found = {name: float(data[key]) for key, name in _OF_CHECKPOINT.items() if key in data}
         return int(data.get("saved_step", step)), found
+    if kind == "checkpoint_plan":
+        return step, {name: float(data[key]) for key, name in _OF_PLAN.items() if key in data}
     if not is_recovery(kind, data):
         return step, {}
     found = {name: float(data[name]) for name in _OF_RECOVERY if data.get(name) is not None}

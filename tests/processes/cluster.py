@@ -87,10 +87,14 @@ class Cluster:
         }
         command = [*map(str, launcher), sys.executable, str(HERE / "worker.py")]
         with open(self.log_file, "wb") as log:
-            self.launcher = subprocess.Popen(
+            self.launcher = self.popen(
                 command, env=environ | self.environ, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                 start_new_session=True, cwd=self.folder,
             )  # fmt: skip
+
+    def popen(self, command: list[str], **settings: Any) -> subprocess.Popen[bytes]:
+        """Where the launcher runs: here."""
+        return subprocess.Popen(command, **settings)
 
     @property
     def ended(self) -> bool:
@@ -174,7 +178,7 @@ class Cluster:
         lines = []
         for path in self.out.glob("*.jsonl"):
             whole, _, _ = path.read_text().rpartition("\n")  # a killed worker may leave half a line
-            lines += [{"pid": int(path.stem), **json.loads(line)} for line in whole.splitlines()]
+            lines += [{"pid": path.stem, **json.loads(line)} for line in whole.splitlines()]
         return sorted((line for line in lines if kind in line), key=lambda line: float(line["time"]))
 
     def last_step(self) -> int:

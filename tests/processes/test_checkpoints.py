@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gba_hvd_tools import cli
 
 from .cluster import NAMES, Cluster, assert_identical, cluster, wait_for
 
@@ -57,6 +59,53 @@ def test_a_job_that_was_killed_goes_on_as_if_nothing_had_happened(
         assert result["total"] == result["applied"] == 2000
         assert_identical(job.arrays(), reference)
         assert events(job, "checkpoint")[-1]["saved_step"] == result["step"] == 22
+
+
+def test_a_job_does_not_go_on_with_other_data(tmp_path: Path) -> None:
+    plan = saving(tmp_path)
+    with cluster(tmp_path / "first", **plan, sleep_s=0.3, horovod=False) as job:
+        job.start_alone()
+        wait_for_two_checkpoints(job)
+        kill_all(job)
+    with cluster(tmp_path / "second", **plan, samples=1200, seed=2, horovod=False) as job:
+        job.start_alone()
+        assert job.wait(90) != 0
+        assert "samples 1000, here 1200, seed 1, here 2" in job.log()
+        assert not job.notes("committed")
+
+
+def test_old_checkpoints_expire_although_the_server_that_made_them_was_killed(tmp_path: Path) -> None:
+    plan = saving(tmp_path, policy="full", keep_last=2)
+    with cluster(tmp_path, **plan, sleep_s=0.1, epochs=100, horovod=False) as job:
+        job.start_alone()
+        wait_for_two_checkpoints(job)
+        (address,) = job.shard_dir.glob("gba-hvd-*/ps-0.address")
+        killed = json.loads(address.read_text())["pid"]
+        os.kill(killed, signal.SIGKILL)
+        at = job.last_step()
+        wait_for(lambda: job.ended or events(job, "checkpoint")[-1]["saved_step"] > at + 4, "another one", PATIENCE_S)
+        assert not job.ended, job.log()
+        assert json.loads(address.read_text())["pid"] != killed
+        assert len(list((tmp_path / "checkpoints" / "manifests").iterdir())) <= 3  # the third is being replaced
+
+
+def test_the_interval_is_planned_from_what_was_measured_if_nobody_says_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan: dict[str, Any] = {"checkpoint": {"url": str(tmp_path / "checkpoints"), "lease_s": 1.0, "mtbf_h": 20.0}}
+    for epochs, name in ((1, "first"), (2, "second")):
+        with cluster(tmp_path / name, **plan, epochs=epochs, horovod=False) as job:
+            job.run(job.start_alone, PATIENCE_S)
+            planned, saved = events(job, "checkpoint_plan")[0], events(job, "checkpoint")[0]
+            # The first job knows after its last save, the one that goes on from it from the beginning.
+            assert (planned["time"] < saved["time"]) == (name == "second")
+            assert 0 < planned["interval_s"] <= 3600
+            assert "one host" in planned["message"] and "20.0 h between failures" in planned["message"]
+    assert cli.main(["plan", "--url", plan["checkpoint"]["url"], "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert 0 < told["costs"]["save_s"] < PATIENCE_S
+    assert 0 < told["costs"]["load_s"] < PATIENCE_S
+    assert told["measured"]["observed_s"] > 0 and not told["measured"]["failures_s"]
 
 
 def test_two_hosts_are_killed_in_gba_mode_and_go_on_with_every_sample_once(tmp_path: Path) -> None:

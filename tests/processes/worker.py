@@ -1,7 +1,7 @@
 """A small but real training script that the process tests launch with `horovodrun`.
 
 Reads what to do from the JSON file in TEST_PLAN: sizes, epochs, faults. Each worker appends what it did to
-`OUT/<pid>.jsonl`: the samples it is about to contribute to a step or push, the steps that were committed, events, the
+`OUT/<host>-<pid>.jsonl`: the samples it is about to contribute to a step or push, the steps that were committed, events, the
 end. The chief writes the final parameters. Faults really happen (SIGKILL, SIGSTOP, exceptions) and are written down
 just before.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +33,7 @@ if PLAN.get("horovod", True):
 
     hvd.init()
 
-from workload import Training  # noqa: E402
+from workload import Training, digests  # noqa: E402
 
 import gba_hvd  # noqa: E402
 from gba_hvd import allreduce, membership  # noqa: E402
@@ -44,7 +45,7 @@ from recovery.callback import CheckpointCallback  # noqa: E402
 
 
 def note(**facts: Any) -> None:
-    with open(OUT / f"{os.getpid()}.jsonl", "a") as file:
+    with open(OUT / f"{socket.gethostname()}-{os.getpid()}.jsonl", "a") as file:
         file.write(json.dumps({"time": time.time(), **facts}) + "\n")
 
 
@@ -128,6 +129,12 @@ def move_shards(*args: Any) -> None:
 membership._move_shards = move_shards
 
 
+def shards_here() -> dict[str, Any]:
+    """Digests of the shards that this worker's host holds, as it is about to train on them."""
+    memory = tables.memory
+    return {} if memory is None else {str(shard): digest for shard, digest in digests(memory).items()}
+
+
 class Notes(gba_hvd.Callback):
     """Writes down events and committed steps; `rows` are this worker's samples of the step in flight."""
 
@@ -136,6 +143,9 @@ class Notes(gba_hvd.Callback):
 
     def on_event(self, event: gba_hvd.Event) -> None:
         note(event=event.kind, step=event.step, message=event.message, **event.data)
+
+    def on_job(self, job: gba_hvd.Job) -> None:
+        note(job=job.job_id, rank=job.rank, host=job.host, shards=shards_here())
 
     def on_step(self, record: gba_hvd.StepRecord) -> None:
         note(committed=record.step, epoch=record.epoch, world=optimizer.engine.restarts, workers=record.workers)
@@ -184,13 +194,15 @@ def train(state: gba_hvd.elastic.TorchState) -> None:
 
 
 def wait_where_planned(step: int) -> None:
-    """Hold the step until the test says go on: `{"wait_at_step": k}` waits for the file `go`."""
-    if PLAN.get("wait_at_step") != step or (OUT / "go").exists():
-        return
-    (OUT / f"waiting-{os.getpid()}").touch()
-    deadline = time.monotonic() + 60
-    while not (OUT / "go").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    """Hold step k, or any later one, until the test makes a file: `{"holds": {k: name}}`. `wait_at_step`: k for `go`."""
+    holds = {int(at): name for at, name in PLAN.get("holds", {}).items()}
+    if "wait_at_step" in PLAN:
+        holds[PLAN["wait_at_step"]] = "go"
+    for name in (name for at, name in holds.items() if step >= at and not (OUT / name).exists()):
+        (OUT / f"waiting-{socket.gethostname()}-{os.getpid()}").touch()
+        deadline = time.monotonic() + 60
+        while not (OUT / name).exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
 
 
 def write_result() -> None:

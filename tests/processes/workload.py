@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import gba_hvd
+from gba_hvd.shard.holder import MemoryRows
+from gba_hvd.shard.memory import ShardMemory
+from recovery.rows import Holder
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class Model(nn.Module):
 DENSE_OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "nesterov": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True),
     "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.05),
     "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
 }
@@ -114,3 +119,20 @@ class Training:
             for name, value in values.items()
             if value is not None
         }
+
+
+def digests(memory: ShardMemory) -> dict[int, str]:
+    """Of the weights and slots of every shard that is in this memory."""
+    return digests_of(MemoryRows(memory), memory.ready())
+
+
+def digests_of(rows: Holder, shards: Iterable[int]) -> dict[int, str]:
+    """Of the weights and slots of some shards."""
+    found = {}
+    for shard in shards:
+        digest = hashlib.sha256()
+        for table in range(len(rows.schema.tables)):
+            for piece in rows.slab(table, shard).columns:
+                digest.update(np.ascontiguousarray(piece).tobytes())
+        found[shard] = digest.hexdigest()[:16]
+    return found

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from gba_hvd_tools import cli
+
+from recovery import Checkpointer, Config
+from recovery.pacing import Given, Measured
+
+from .holders import two_tables
 
 FIGURES = ["--save-s", "360", "--load-s", "60", "--mtbf-hours", "28"]
 FEW = ["simulate", "--save-s", "60", "--servers", "4", "--repeats", "2", "--sampled-servers", "2"]
@@ -56,6 +62,43 @@ def test_the_plot_is_a_picture(tmp_path, capsys):
     assert "written to" in capsys.readouterr().out
 
 
+def save_with(place, about):
+    rows = two_tables()
+    with Checkpointer(place, rows, Config(job="job")) as checkpoints:
+        checkpoints.save(7, 700, b"state", about=about).result(20)
+    return rows.schema.n_bytes
+
+
+def test_figures_come_from_what_a_checkpoint_says_was_measured(tmp_path, capsys):
+    measured = Measured().saved("full", 20.0, 1000, 0).saved("delta", 3.0, 100, 1000).lost(7200.0)
+    measured = replace(measured, load_s=9.0)
+    given = Given("delta", 0.25, mtbf_h=10.0, target_pls=0.05, longest_s=1800.0)
+    n_bytes = save_with(tmp_path, {**measured.told(), "given": asdict(given), "n_servers": 3})
+    assert cli.main(["plan", "--url", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["costs"] | {"save_s": 20.0} == asdict(measured.costs())
+    assert 0 < found["costs"]["save_s"] < 20  # what this one took
+    assert found["between_failures"]["mean_s"] == pytest.approx((10 + 2) / 2 * 3600)
+    assert found["partial"]["round_s"] == 1800.0
+    assert found["partial"]["pls"] == pytest.approx(0.5 * 1800 / (6 * 3600 * 3))
+    assert found["stored_bytes"] in (2 * n_bytes, 4 * n_bytes)
+    assert found["checkpoint"] == "manifests/000001-00000001.json"
+    assert cli.main(["plan", "--url", str(tmp_path), "--save-s", "40", "--servers", "9", "--mtbf-hours", "99"]) == 0
+    said = capsys.readouterr().out
+    assert "from manifests/000001-00000001.json: 9 servers" in said
+    assert "save 40 s" in said
+
+
+def test_a_place_without_checkpoints_is_told(tmp_path, capsys):
+    assert cli.main(["plan", "--url", str(tmp_path)]) == 1
+    assert "has no checkpoint that is whole" in capsys.readouterr().err
+
+
+def test_a_job_that_does_not_run_here_is_told(tmp_path, capsys):
+    assert cli.main(["plan", "--job", "absent", "--dir", str(tmp_path)]) == 1
+    assert "'absent' does not run here" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "asks"),
     [
@@ -66,6 +109,7 @@ def test_the_plot_is_a_picture(tmp_path, capsys):
         (["--save-s", "3", "--mtbf-hours", "1", "--servers", "0"], "n_servers=0"),
         (["--costs", "absent.json", "--mtbf-hours", "1"], "cannot be read as JSON"),
         (["--save-s", "3", "--failures", "absent"], "cannot be read as text"),
+        (["--url", "a", "--job", "b"], "give one of them"),
         ([*FIGURES, "--plot", "absent/plan.png"], "the plot cannot be written here"),
         ([*FIGURES, "--plot", "plan.nonsense"], "the plot cannot be written here"),
     ],

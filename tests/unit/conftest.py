@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import gba_hvd
 from gba_hvd.shard import keeper
 from gba_hvd.shard.memory import ShardMemory
+from tests.unit.thread_world import Workers
 
 # The same examples every time, however busy the machine is.
 settings.register_profile(
@@ -112,6 +113,7 @@ class Training:
         global_batch: int = 16,
         micro_batch: int = 4,
         n_shards: int = 3,
+        compression: Any = gba_hvd.Compression.none,
         **values: Any,
     ) -> None:
         self.tables = gba_hvd.EmbeddingTables(
@@ -128,6 +130,7 @@ class Training:
             global_batch=global_batch,
             micro_batch=micro_batch,
             named_parameters=self.model.named_parameters(),
+            compression=compression,
         )
         self.state = gba_hvd.elastic.TorchState(self.model, self.optimizer, **values)
 
@@ -173,3 +176,22 @@ def clicks() -> Callable[..., Clicks]:
 @pytest.fixture
 def clicker() -> Callable[..., Clicker]:
     return Clicker
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> Workers:
+    return Workers(monkeypatch)
+
+
+@pytest.fixture
+def on_host(training: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """A worker on a host; a host is a folder here."""
+
+    def make(host: str, **settings: Any) -> Any:
+        settings = {"rows": gba_hvd.Adagrad(lr=0.1, eps=1e-3), "n_shards": 5, "epoch": 0, **settings}
+        job = training(**settings)
+        (tmp_path / host).mkdir(exist_ok=True)
+        object.__setattr__(job.tables.config, "shard_dir", tmp_path / host)
+        return job
+
+    return make

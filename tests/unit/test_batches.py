@@ -13,6 +13,7 @@ import gba_hvd
 from gba_hvd import BadInput, StateMismatch
 from gba_hvd.batches import agree_on
 from gba_hvd.order import Cut
+from recovery import state_codec
 
 
 @pytest.mark.parametrize("n", [1, 16, 50])
@@ -139,3 +140,40 @@ def test_evaluation_is_the_auc_of_all_scores(training: Any, clicks: Any) -> None
     assert scores.auc == pytest.approx(float(np.mean(positive > negative)))
     assert (scores.n, scores.exact) == (50, True)
     assert job.model.training
+
+
+@pytest.mark.parametrize(
+    ("n", "settings", "words"),
+    [
+        (60, {"seed": 4}, "samples 50, here 60"),
+        (50, {"seed": 5}, "seed 4, here 5"),
+        (50, {"seed": 4, "shuffle": False}, "shuffle True, here False"),
+        (500, {"seed": 5}, "samples 50, here 500, seed 4, here 5"),
+    ],
+)
+def test_an_epoch_goes_on_only_with_the_samples_and_the_order_it_was_begun_with(
+    training: Any, clicks: Any, n: int, settings: dict[str, Any], words: str
+) -> None:
+    first = training(epoch=0)
+    for count, batch in enumerate(gba_hvd.batches(clicks(50), first.state, seed=4), start=1):
+        first.micro_step(batch)
+        if count == 8:
+            break
+    saved = state_codec.decode(state_codec.encode(first.state._state_dict()))
+    job = training(epoch=0)
+    job.state.sync()
+    job.state._load_state_dict(saved)
+    with pytest.raises(StateMismatch, match=f"epoch 0 stands at step 2 .*{words}"):
+        job.epoch(clicks(n), **settings)
+    for shard in range(3):
+        job.tables.memory.set_ready(shard, 2)
+    job.epoch(clicks(50), seed=4)
+    assert job.state.step == 4
+
+
+def test_the_next_epoch_may_have_other_samples(training: Any, clicks: Any) -> None:
+    job = training(epoch=0)
+    job.epoch(clicks(50), seed=4)
+    job.state.epoch = 1
+    job.epoch(clicks(60), seed=5)
+    assert job.state.samples.applied == 110

@@ -11,7 +11,7 @@ import pytest
 from gba_hvd.errors import BadInput
 from gba_hvd.order import Account
 from gba_hvd.ps.coordinator import Coordinator
-from gba_hvd.ps.protocol import Ask, Beat, Done, Endpoint, Enter, Given, GivenLease, Position, Refused
+from gba_hvd.ps.protocol import Ask, Beat, Done, Endpoint, Enter, Given, GivenLease, HandedIn, Position, Refused
 
 GENERATION, ALIVE_S, LEASE_S = 5, 2.0, 60.0
 
@@ -241,3 +241,65 @@ def test_what_a_server_lost_is_counted_lost() -> None:
     coordinator.applied(step.step, {1}, 3)
     account = coordinator.account
     assert (account.total, account.applied, account.lost, account.shard_steps_missed) == (16, 8, 8, 3)
+
+
+# --- replicas that are handed in (mode shadow) -----------------------------------------------------------------------
+
+
+def handed_in(coordinator: Coordinator, worker: int, phase: int = 1) -> bool:
+    return coordinator.handed_in(HandedIn(worker, GENERATION, phase))
+
+
+def with_workers(clock: Clock, *workers: int) -> Coordinator:
+    coordinator = a_coordinator(clock, discipline={"name": "shadow"})
+    for worker in workers:
+        coordinator.beat(beat(worker))
+    return coordinator
+
+
+def test_replicas_are_in_when_every_living_worker_has_said_so():
+    coordinator = with_workers(Clock(), 1, 2)
+    assert not handed_in(coordinator, 1)
+    assert not handed_in(coordinator, 1)
+    assert handed_in(coordinator, 2)
+    assert handed_in(coordinator, 1)
+    assert coordinator.gathered == 1
+
+
+def test_a_worker_that_died_is_not_waited_for():
+    coordinator = with_workers(Clock(), 1, 2)
+    assert not handed_in(coordinator, 1)
+    coordinator.dead(2)
+    assert handed_in(coordinator, 1)
+
+
+def test_a_silent_worker_is_not_waited_for_and_finds_the_phase_over_when_it_comes_back():
+    clock = Clock()
+    coordinator = with_workers(clock, 1, 2)
+    clock.now += ALIVE_S + 1
+    coordinator.beat(beat(1))
+    coordinator.fall_silent()
+    assert handed_in(coordinator, 1)
+    coordinator.beat(beat(2))
+    assert handed_in(coordinator, 2)
+
+
+def test_a_worker_that_lives_and_does_not_come_is_waited_for_as_long_as_for_a_micro_batch():
+    clock = Clock()
+    coordinator = with_workers(clock, 1, 2)
+    assert not handed_in(coordinator, 1)
+    clock.now += LEASE_S + 1
+    coordinator.beat(beat(1))
+    coordinator.beat(beat(2))
+    assert handed_in(coordinator, 1)
+
+
+def test_a_phase_that_is_over_stays_over_after_a_restart():
+    clock = Clock()
+    coordinator = with_workers(clock, 1, 2)
+    handed_in(coordinator, 1)
+    assert handed_in(coordinator, 2)
+    successor = a_coordinator(clock, discipline={"name": "shadow"})
+    successor.resume(msgspec.msgpack.decode(msgspec.msgpack.encode(coordinator.state()), strict=False))
+    assert handed_in(successor, 2)
+    assert not handed_in(successor, 2, phase=3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +13,11 @@ from hypothesis import strategies as st
 
 from gba_hvd import SGD
 from gba_hvd.buffer import StoredPush, merge_pushes
-from gba_hvd.gap_aware import GapAware, not_damped
 from gba_hvd.gradients import RowGrad, pack_by_owner
 from gba_hvd.ps.part import Limits, Part
 from gba_hvd.ps.protocol import Apply, Endpoint, Enter, PlannedMember, Position
+from gba_hvd.rules.gap_aware import GapAware
+from gba_hvd.rules.step import Plain, not_damped
 from gba_hvd.shard.layout import Layout
 from gba_hvd.shard.memory import ShardMemory
 from gba_hvd.torch_optimizers import spec_of
@@ -180,7 +180,7 @@ def make_part(tmp_path: Path) -> Iterator[Callable[..., Part]]:
     """A server's part with two dense tensors and one table, and real shard memory."""
     made: list[Part] = []
 
-    def make(optimizer: str = "SGD", resumed: bool = False, **discipline: Any) -> Part:
+    def make(optimizer: str = "SGD", resumed: bool = False, rule: str = "gap_aware", mode: str = "gba") -> Part:
         row_optimizer = SGD(lr=0.1)
         layout = Layout.of({"user": (40, 4)}, row_optimizer.slots, 3, seed=3, init_std=0.1)
         memory = ShardMemory.create_or_open(tmp_path, f"part-{len(made) - resumed}", layout, grace_s=0)
@@ -189,7 +189,7 @@ def make_part(tmp_path: Path) -> Iterator[Callable[..., Part]]:
         spec = spec_of(kind([{"params": [p], "lr": lr} for p, lr in zip(params, LRS, strict=True)]))
         enter = Enter(
             1, [Endpoint(0, 0, "127.0.0.1", 1, 2)], 0, [0, 0, 0], Position(), 64, 16, 8,
-            {"name": "gba", **discipline}, "global", 0.1, LRS, [("w", [4], 0), ("b", [2], 1)], spec,
+            {"name": mode}, "global", 0.1, LRS, [("w", [4], 0), ("b", [2], 1)], spec, rule=rule,
         )  # fmt: skip
         path = tmp_path / f"ps-{len(made) - resumed}.dense"
         if resumed:
@@ -225,7 +225,7 @@ def train(part: Part, step: int, dense_steps: list[int]) -> np.ndarray:
 def test_steps_of_fresh_pushes_are_bit_for_bit_those_without_gap_aware(
     make_part: Callable[..., Part], optimizer: str
 ) -> None:
-    damped, plain = make_part(optimizer, staleness="gap_aware"), make_part(optimizer, staleness="threshold")
+    damped, plain = make_part(optimizer), make_part(optimizer, rule="none")
     for step in range(1, 5):
         newest = [step - 1, step - 1]
         np.testing.assert_array_equal(train(damped, step, newest), train(plain, step, newest))
@@ -233,7 +233,7 @@ def test_steps_of_fresh_pushes_are_bit_for_bit_those_without_gap_aware(
 
 
 def test_a_server_damps_a_push_that_was_computed_with_older_values(make_part: Callable[..., Part]) -> None:
-    part = make_part(staleness="gap_aware")
+    part = make_part()
     first = train(part, 1, [0])
     rows_before = part.rows_for([frame(np.array([3]))])[0]
     second = train(part, 2, [0])
@@ -245,24 +245,22 @@ def test_a_server_damps_a_push_that_was_computed_with_older_values(make_part: Ca
 
 
 def test_with_adam_the_usual_step_is_the_measured_one(make_part: Callable[..., Part]) -> None:
-    part = make_part("Adam", staleness="gap_aware")
+    part = make_part("Adam")
     train(part, 1, [0])
-    assert part._gaps is not None
-    np.testing.assert_allclose(part._gaps.damping(0).dense, np.full(N, 0.5), rtol=1e-5)
+    np.testing.assert_allclose(part.rule.damping(0).dense, np.full(N, 0.5), rtol=1e-5)
 
 
-@pytest.mark.parametrize("discipline", [{"staleness": "threshold"}, {"name": "async", "staleness": "gap_aware"}, {}])
-def test_other_rules_keep_no_old_values(make_part: Callable[..., Part], discipline: dict[str, Any]) -> None:
-    assert make_part(**discipline)._gaps is None
+def test_other_rules_keep_no_old_values(make_part: Callable[..., Part]) -> None:
+    assert type(make_part(rule="none").rule) is Plain
+    assert type(make_part(mode="async").rule) is GapAware
 
 
 def test_a_server_that_was_killed_goes_on_with_a_fresh_start(make_part: Callable[..., Part]) -> None:
-    part = make_part(staleness="gap_aware")
+    part = make_part()
     train(part, 1, [0])
     values = train(part, 2, [1])
     part.close()
-    again = make_part(staleness="gap_aware", resumed=True)
+    again = make_part(resumed=True)
     np.testing.assert_array_equal(again.dense.values, values)
     assert train(again, 3, [0])[0] == pytest.approx(values[0] - 0.1)  # in full
-    assert again._gaps is not None
-    assert again._gaps.damping(2).rows == pytest.approx(0.5, rel=1e-5)
+    assert again.rule.damping(2).rows == pytest.approx(0.5, rel=1e-5)

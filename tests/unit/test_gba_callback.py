@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import pytest
+import torch
 
 from gba_hvd import BadInput, GBACallback
 
@@ -91,3 +96,69 @@ def test_its_stance_travels_with_the_state() -> None:
 def test_bad_settings_are_refused_at_once(settings: dict[str, object], says: str) -> None:
     with pytest.raises(BadInput, match=says):
         GBACallback(**settings)  # type: ignore[arg-type]
+
+
+def test_a_rule_is_chosen_by_name_with_the_mode_and_told_to_all_workers() -> None:
+    callback = GBACallback(mode="async", rule="dana_zero")
+    assert callback.rule == "dana_zero"
+    assert callback.describe()["rule"] == callback.agreed["rule"] == "dana_zero"
+    assert GBACallback().rule == "none"
+
+
+def test_the_staleness_called_gap_aware_is_the_rule() -> None:
+    assert GBACallback(staleness="gap_aware").rule == "gap_aware"
+    assert GBACallback(staleness="gap_aware", rule="staleness_lr").rule == "staleness_lr"
+
+
+def test_a_misspelt_rule_is_refused() -> None:
+    with pytest.raises(BadInput, match="did you mean 'dana_zero'"):
+        GBACallback(mode="async", rule="dana_zer")
+
+
+def test_a_rule_that_does_not_go_with_the_jobs_optimizer_is_refused_at_registration(
+    training: Callable[..., Any],
+) -> None:
+    job = training(dense=lambda p: torch.optim.Adam(p, lr=0.1))
+    with pytest.raises(BadInput, match=r"does not go with this optimizer.*SGD\(\.\.\., momentum=0\.9\)"):
+        job.state.register_callbacks([GBACallback(mode="async", rule="dana_zero")])
+
+
+def test_in_allreduce_mode_a_rule_changes_nothing(training: Callable[..., Any], clicks: Callable[..., Any]) -> None:
+    def momentum(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
+
+    plain, with_rule = training(dense=momentum), training(dense=momentum)
+    with_rule.state.register_callbacks([GBACallback(mode="allreduce", rule="dana_zero")])
+    for job in (plain, with_rule):
+        job.epoch(clicks())
+    for name, values in plain.all_dense().items():
+        np.testing.assert_array_equal(with_rule.all_dense()[name], values)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"mode": "shadow", "sync": "eagsd"}, "did you mean 'easgd'"),
+        ({"mode": "shaddow"}, "did you mean 'shadow'"),
+        ({"mode": "shadow", "elasticity": 1.01}, "elasticity"),
+        ({"mode": "ma", "every": 0}, "every"),
+        ({"mode": "shadow", "mixing": "add"}, "mixing"),
+        ({"mode": "shadow", "hogwild_threads": 4}, "hogwild_threads must be 1"),
+        ({"mode": "shadow", "hogwild_threads": 0}, "hogwild_threads must be 1"),
+    ],
+)
+def test_settings_of_replicas_that_make_no_sense_are_refused_at_once(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        GBACallback(**settings)
+
+
+def test_shadow_runs_in_the_background_and_its_counterparts_every_k_steps() -> None:
+    callback = GBACallback(mode="shadow", sync="bmuf", every=5, elasticity=0.25)
+    shadow, foreground = callback.averaging("shadow"), callback.averaging("ma")
+    assert (shadow.algorithm, shadow.every, shadow.elasticity) == ("bmuf", None, 0.25)
+    assert (foreground.algorithm, foreground.every, foreground.elasticity) == ("ma", 5, 0.25)
+
+
+def test_workers_whose_rounds_differ_do_not_describe_themselves_alike() -> None:
+    assert GBACallback(sync="ma").describe() != GBACallback(sync="easgd").describe()
+    assert GBACallback(every=5).rounds != GBACallback(every=6).rounds

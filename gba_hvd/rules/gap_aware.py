@@ -1,4 +1,4 @@
-"""Gap-Aware (arXiv 1909.10802): how much a gradient still counts, by how far the parameters have moved since.
+"""Rule "gap_aware" (arXiv 1909.10802): how much a gradient still counts, by how far the parameters have moved since.
 
 The gap of an element of the dense parameters is |now - used|: its value before this step, and the value that the
 micro-batch was computed with. Its gradient is divided by 1 + gap / C, where C is the length of a usual step. A gap of 0
@@ -17,35 +17,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
+
+from gba_hvd.rules.step import Damping, Plain, not_damped
 
 G = 0.999
 _EPS = 1e-8
 _KEPT, _KEPT_BYTES = 32, 256 << 20
 
 
-@dataclass(frozen=True)
-class Damping:
-    """What a push is multiplied by.
-
-    dense: float32 [n], or [1] for all; from 0 to 1
-    rows:  their mean
-    """
-
-    dense: np.ndarray
-    rows: float
-
-
-_NONE = Damping(np.ones(1, np.float32), 1.0)
-
-
-def not_damped(dense_step: int) -> Damping:
-    return _NONE
-
-
-class GapAware:
+class GapAware(Plain):
     """The dense parts of one server, as they were and as they moved.
 
     Keeps the values of the last 32 steps at 4 n bytes each; fewer, but at least 2, where that would take more than
@@ -75,7 +57,7 @@ class GapAware:
         step, used = next((k for k in reversed(self._kept) if k[0] <= dense_step), self._kept[0])
         newest, now = self._kept[-1]
         if dense_step < 0 or step == newest or not len(now):
-            return _NONE
+            return not_damped(dense_step)
         found = self._known.get(step)
         if found is None:
             found = self._known[step] = _damping(np.abs(now - used), self._usual_step())

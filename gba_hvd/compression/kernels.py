@@ -1,0 +1,189 @@
+"""The passes over gradients that have to be fast, compiled by numba. See `gba_hvd.kernels`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import numba as nb
+import numpy as np
+
+F = TypeVar("F", bound=Callable[..., Any])
+_BLOCK = 4096
+
+
+def _compiled(*signatures: str) -> Callable[[F], F]:
+    compiler: Any = nb.njit(list(signatures), cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
+    return cast(Callable[[F], F], compiler)
+
+
+def _of_floats(signature: str) -> Sequence[str]:
+    return [signature.replace("T", kind) for kind in ("float32", "float64")]
+
+
+@_compiled(*_of_floats("int64(T[::1], T[::1], T, int64, T[::1], int32[::1], T[::1], float64[::1])"))
+def add_and_select(grad: Any, rest: Any, least: Any, base: int, out: Any, places: Any, values: Any, size: Any) -> int:
+    """out = grad + rest; elements with |out| >= least (and not 0) are moved from out to `values`, with their places.
+
+    places: int32, room for len(grad); base is added to each. size[0]: the sum of |out| before the move.
+    Returns how many elements were moved.
+    """
+    n, total = 0, 0.0
+    for lo in range(0, len(grad), _BLOCK):
+        hi = min(lo + _BLOCK, len(grad))
+        for i in range(lo, hi):
+            out[i] = grad[i] + rest[i]
+        for i in range(lo, hi):
+            x = out[i]
+            a = abs(x)
+            total += a
+            if a >= least and a > 0:
+                places[n] = base + i
+                values[n] = x
+                out[i] = 0
+                n += 1
+    size[0] = total
+    return n
+
+
+@_compiled("float32(float32[::1], int64)")
+def kth_largest(values: Any, k: int) -> Any:
+    """The k-th largest |value|: a radix selection on the bits, which order as the numbers do. No NaN."""
+    high = np.zeros(1 << 16, dtype=np.int64)
+    bits = values.view(np.uint32)
+    mask = np.uint32(0x7FFFFFFF)
+    for i in range(len(bits)):
+        high[(bits[i] & mask) >> np.uint32(16)] += 1
+    left, at = k, (1 << 16) - 1
+    while high[at] < left:
+        left -= high[at]
+        at -= 1
+    low = np.zeros(1 << 16, dtype=np.int64)
+    for i in range(len(bits)):
+        b = bits[i] & mask
+        if np.int64(b >> np.uint32(16)) == at:
+            low[b & np.uint32(0xFFFF)] += 1
+    below = (1 << 16) - 1
+    while low[below] < left:
+        left -= low[below]
+        below -= 1
+    found = np.empty(1, dtype=np.uint32)
+    found[0] = np.uint32((at << 16) | below)
+    return found.view(np.float32)[0]
+
+
+# --- places as gaps: a unit of all ones says "so many, and more follows" ---------------------------------------------
+
+
+@_compiled("int64(int32[::1], int64)")
+def count_gaps(places: Any, most: int) -> int:
+    """Units that `write_gaps` takes."""
+    n, last = len(places), -1
+    for i in range(len(places)):
+        n += (places[i] - last - 1) // most
+        last = places[i]
+    return n
+
+
+@_compiled("void(int32[::1], uint8[::1])", "void(int32[::1], uint16[::1])")
+def write_gaps(places: Any, out: Any) -> None:
+    """Ascending places as the numbers of elements between them; gaps of `most` and more take several units."""
+    most = (1 << (8 * out.itemsize)) - 1
+    at, last = 0, -1
+    for i in range(len(places)):
+        gap = places[i] - last - 1
+        while gap >= most:
+            out[at] = most
+            at += 1
+            gap -= most
+        out[at] = gap
+        at += 1
+        last = places[i]
+
+
+@_compiled("int64(uint8[::1], int64, int32[::1])", "int64(uint16[::1], int64, int32[::1])")
+def read_gaps(units: Any, n: int, places: Any) -> int:
+    """Fill places from units; returns 0, or what is wrong: 1 beyond n, 2 too many places, 3 too few."""
+    most = (1 << (8 * units.itemsize)) - 1
+    found, at = 0, np.int64(-1)
+    open_gap = False
+    for i in range(len(units)):
+        unit = np.int64(units[i])
+        at += unit
+        open_gap = unit == most
+        if open_gap:
+            if at >= n:
+                return 1
+            continue
+        at += 1
+        if at >= n:
+            return 1
+        if found == len(places):
+            return 2
+        places[found] = at
+        found += 1
+    return 3 if open_gap or found < len(places) else 0
+
+
+@_compiled("void(int32[::1], uint8[::1])")
+def write_bits(places: Any, out: Any) -> None:
+    """A bit for each element, the lowest first."""
+    out[:] = 0
+    for i in range(len(places)):
+        out[places[i] >> 3] |= np.uint8(1 << (places[i] & 7))
+
+
+@_compiled("int64(uint8[::1], int64, int32[::1])")
+def read_bits(bits: Any, n: int, places: Any) -> int:
+    """As `read_gaps`."""
+    found = 0
+    for i in range(len(bits)):
+        byte = bits[i]
+        if byte == 0:
+            continue
+        for j in range(8):
+            if byte & np.uint8(1 << j):
+                at = 8 * i + j
+                if at >= n:
+                    return 1
+                if found == len(places):
+                    return 2
+                places[found] = at
+                found += 1
+    return 3 if found < len(places) else 0
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+@_compiled("void(float32[::1], int64, float32[::1], int8[::1])")
+def to_int8(values: Any, chunk: int, scales: Any, out: Any) -> None:
+    """out = values / scale, rounded, with a scale for each chunk that makes its largest 127."""
+    for c in range(len(scales)):
+        lo = c * chunk
+        hi = min(lo + chunk, len(values))
+        largest = np.float32(0)
+        for i in range(lo, hi):
+            largest = max(largest, abs(values[i]))
+        scale = largest / np.float32(127)
+        if scale == 0 or not np.isfinite(np.float32(1) / scale):
+            scale = np.float32(0)  # so small that its reciprocal is none
+        scales[c] = scale
+        inverse = np.float32(0) if scale == 0 else np.float32(1) / scale
+        for i in range(lo, hi):
+            out[i] = np.int8(max(np.float32(-127), min(np.float32(127), np.rint(values[i] * inverse))))
+
+
+@_compiled("void(int8[::1], int64, float32[::1], float32[::1])")
+def from_int8(codes: Any, chunk: int, scales: Any, out: Any) -> None:
+    for c in range(len(scales)):
+        scale = scales[c]
+        for i in range(c * chunk, min((c + 1) * chunk, len(codes))):
+            out[i] = scale * np.float32(codes[i])
+
+
+@_compiled(*_of_floats("void(T[::1], int32[::1], int64, T[::1])"))
+def add_at(out: Any, places: Any, base: int, values: Any) -> None:
+    """out[places - base] += values. The places were checked where they were read."""
+    for i in range(len(places)):
+        out[places[i] - base] += values[i]

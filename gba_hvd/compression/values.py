@@ -1,0 +1,60 @@
+"""In how many bits values travel: as they are, in half precision, or as int8 with a scale for each chunk of them.
+
+Encoding also returns what the receiver will see, so that the rounding error can stay in the residual. Values beyond
+half precision's range are sent as its largest number; the rest of them waits in the residual too.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from gba_hvd.compression import kernels
+from gba_hvd.errors import BadInput
+
+CHUNK = 128  # values that share a scale: 3 % more bytes, and no tensor waits long behind a larger one
+_HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def encode(values: np.ndarray, kind: str) -> tuple[bytes, np.ndarray]:
+    """values: float32 or float64 [n], finite. Returns (bytes, what they decode to, of the same dtype)."""
+    if kind == "none":
+        return values.tobytes(), values
+    if values.dtype != np.float32:
+        raise BadInput(f"{kind} takes float32 values, got {values.dtype}")
+    if kind == "int8":
+        codes, scales = np.empty(len(values), np.int8), np.empty(-(-len(values) // CHUNK), np.float32)
+        kernels.to_int8(values, CHUNK, scales, codes)
+        seen = np.empty_like(values)
+        kernels.from_int8(codes, CHUNK, scales, seen)
+        return scales.tobytes() + codes.tobytes(), seen
+    half = to_half(torch.from_numpy(values), _HALF[kind])
+    return half.view(torch.int16).numpy().tobytes(), half.to(torch.float32).numpy()
+
+
+def decode(data: np.ndarray, kind: str, n: int, dtype: np.dtype) -> np.ndarray:
+    """uint8 [n_bytes(kind, n, dtype)] -> [n] of dtype."""
+    if kind == "none":
+        return np.array(data).view(dtype)
+    if kind == "int8":
+        n_chunks = -(-n // CHUNK)
+        scales = np.array(data[: 4 * n_chunks]).view(np.float32)
+        out = np.empty(n, np.float32)
+        kernels.from_int8(np.array(data[4 * n_chunks :]).view(np.int8), CHUNK, scales, out)
+        return out.astype(dtype, copy=False)
+    half = torch.from_numpy(np.array(data).view(np.int16)).view(_HALF[kind])
+    widened: np.ndarray = half.to(torch.float32).numpy()
+    return widened.astype(dtype, copy=False)
+
+
+def n_bytes(kind: str, n: int, dtype: np.dtype) -> int:
+    """Bytes of n encoded values."""
+    if kind == "int8":
+        return n + 4 * -(-n // CHUNK)
+    return n * (dtype.itemsize if kind == "none" else 2)
+
+
+def to_half(values: torch.Tensor, kind: torch.dtype, n_added: int = 1) -> torch.Tensor:
+    """Rounded to half precision; so that the sum of n_added such tensors cannot leave its range."""
+    most = torch.finfo(kind).max / n_added
+    return values.clamp(-most, most).to(kind)

@@ -1,0 +1,97 @@
+"""A server's part of the central copy, where workers train replicas of their own: blended, overwritten, or made the mean.
+
+Uses the dense part, which makes each change visible whole or not at all; what is handed in is kept in memory only. Which
+formula, is `averaging`'s business; when replicas are handed in, is the workers' and the coordinator's (`shadow`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from gba_hvd.averaging import MeanOfReplicas, pulled_
+from gba_hvd.ps import protocol
+from gba_hvd.ps.dense import DensePart
+from gba_hvd.ps.protocol import Blend, HandIn, NotFinite, ProtocolError, Publish
+from recovery import state_codec
+
+
+class CentralCopy:
+    """Not thread-safe: belongs to the server's main thread.
+
+    A phase is over when its mean was made: what comes of it later, from a worker that was away, changes nothing.
+    """
+
+    def __init__(self, dense: DensePart) -> None:
+        self._dense = dense
+        self._sizes = [t.size for t in dense.tensors]
+        self._over = -1  # the last phase whose mean was made
+        self._handed: dict[int, tuple[MeanOfReplicas, set[int]]] = {}  # by phase; the workers that are in it
+        self._newest: dict[int, int] = {}  # by worker: number of its last round
+
+    def blend(self, request: Blend, frames: Sequence[Any]) -> np.ndarray:
+        """w_ps <- (1-a) w_ps + a w_i; returns w_ps, float32 [n]. Raises ProtocolError, then nothing is changed."""
+        if not 0 < request.elasticity <= 1:
+            raise ProtocolError(f"an elasticity is above 0 and at most 1, got {request.elasticity}")
+        values = self._values(frames, 1, "replica")
+        known = self._newest.get(request.worker, -1)
+        if request.phase > self._over and request.number > known:
+            blended = pulled_(torch.from_numpy(self._dense.values.copy()), torch.from_numpy(values), request.elasticity)
+            self._dense.replace_(blended.numpy())
+            self._newest[request.worker] = request.number
+        return self._dense.values.copy()
+
+    def publish(self, request: Publish, frames: Sequence[Any]) -> None:
+        """Overwrite values, optimizer state, or both. Raises ProtocolError, then nothing is changed."""
+        if len(frames) != 2:
+            raise ProtocolError(f"Publish comes with two frames, got {len(frames)}")
+        values = self._values(frames, 2, "values") if len(frames[0]) else None
+        state = self._state(frames[1]) if len(frames[1]) else None
+        if request.phase > self._over:
+            self._dense.replace_(values, state)
+
+    def hand_in(self, request: HandIn, frames: Sequence[Any]) -> None:
+        """Take a replica in for the mean of its phase, once per worker. Raises ProtocolError, then nothing is changed."""
+        values, state = self._values(frames, 2, "replica"), self._state(frames[1])
+        if request.phase <= self._over:
+            return
+        mean, workers = self._handed.setdefault(request.phase, (MeanOfReplicas(len(values), len(self._sizes)), set()))
+        if request.worker not in workers:
+            mean.add(torch.from_numpy(values), state)
+            workers.add(request.worker)
+
+    def gather(self, phase: int) -> None:
+        """Become the mean of what was handed in for this phase, and stay as it is if that is nothing. Only once."""
+        if phase <= self._over:
+            return
+        mean, _ = self._handed.get(phase, (None, None))
+        if mean is not None:
+            values, state = mean.mean()
+            self._dense.replace_(values.numpy(), state)
+        self._over = phase
+        self._handed = {later: handed for later, handed in self._handed.items() if later > phase}
+
+    def _values(self, frames: Sequence[Any], n_frames: int, what: str) -> np.ndarray:
+        if len(frames) != n_frames:
+            raise ProtocolError(f"a {what} comes with {n_frames} frames, got {len(frames)}")
+        values = protocol.array_of(frames[0], "float32", what)
+        if len(values) != sum(self._sizes):
+            raise ProtocolError(f"a {what} of {len(values)} numbers, the tensors here have {sum(self._sizes)}")
+        if not protocol.all_finite(values):
+            ends = np.cumsum(self._sizes)
+            first = int(np.flatnonzero(~np.isfinite(values))[0])
+            name = self._dense.tensors[int(np.searchsorted(ends, first, side="right"))].name
+            raise NotFinite(f"the {what} has numbers that are not finite: {name}")
+        return values.copy()
+
+    def _state(self, frame: Any) -> list[Mapping[str, Any]]:
+        try:
+            state = state_codec.decode(bytes(frame))
+        except Exception as error:  # whatever bytes that are none of the codec's may cause
+            raise ProtocolError(f"optimizer state: {type(error).__name__}: {error}") from error
+        if not isinstance(state, list) or len(state) != len(self._sizes) or not all(isinstance(e, dict) for e in state):
+            raise ProtocolError(f"optimizer state: expected a list of {len(self._sizes)} dicts, one for each tensor")
+        return state

@@ -1,0 +1,239 @@
+"""A worker's part in the modes where every worker trains a replica of its own: `shadow`, and `easgd`, `ma`, `bmuf`.
+
+    lease -> rows read in place -> loss.backward -> rows are pushed, the user's optimizer steps the replica, at once
+                                                     beside it: rounds that pull the replicas together (`rounds`)
+
+Leases, rows and the account are those of mode `async`: every push is a step. Nothing of the dense part is pushed, and
+nothing is read before a micro-batch. The servers hold the central copy, which serves whoever has no replica of the
+present: evaluations within an epoch, newcomers, checkpoints.
+
+The replicas become one where somebody looks at the model: at an epoch's end, and when the mode is left. Each worker
+
+    1. closes   its replica: rounds leave it alone
+    2. hands in the replica and the optimizer's state, to all servers
+    3. tells    the coordinator, which answers when every living worker has told it
+    4. exports  from the servers, whose copy becomes the mean of what was handed in at the first of these requests
+
+so all workers have the same values from there on, and the central copy is these. What each crash leaves behind:
+
+    a worker before 2   the mean is that of the others; what it learned since its last round is gone
+    a worker in 2       its replica counts at the servers that have it
+    a worker after 2    its replica counts
+    a server before 4   its successor knows of what is handed in to it; of nothing: its copy is that of the last round
+    a server after 4    its copy, with the mean, is in its file
+
+`phase` orders this: 2 x epoch within an epoch, one more at its end. A server ignores what is of a phase that was closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gba_hvd.averaging import Averaging
+from gba_hvd.collectives import World, worker_lost
+from gba_hvd.errors import GbaError, NonFiniteGradient
+from gba_hvd.gba import DenseState, GbaMode
+from gba_hvd.gradients import RowGrad
+from gba_hvd.ps.client import Reply
+from gba_hvd.ps.protocol import Blend, Dense, Export, Given, GivenLease, HandedIn, HandIn, Publish, PullDense
+from gba_hvd.replica import Copy, Replica, is_finite
+from gba_hvd.rounds import Rounds
+from recovery import state_codec
+
+
+class ReplicaMode(GbaMode):
+    """One worker's replica and its rounds, beside what every asynchronous mode has.
+
+    optimizer: the user's, whose state is handed in; step_dense: steps it on the dense parameters
+    is_elastic: a world that no longer works can be formed anew
+    """
+
+    def __init__(
+        self, *args: Any, averaging: Averaging, world: World, optimizer: torch.optim.Optimizer,
+        step_dense: Callable[[], None], is_elastic: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(*args)
+        self.replica = Replica(self._dense)
+        self.rounds = Rounds(
+            averaging, self.replica, self, broken=self._world_is_broken, diverged=self._replica_diverged
+        )
+        self._elasticity, self._world, self._is_elastic = averaging.elasticity, world, is_elastic
+        self._optimizer, self._step_dense = optimizer, step_dense
+        self._epoch = 0
+        self._diverged = False
+        self._of_server, self._slices = self._slices, [[] for _ in self._slices]  # nothing dense goes with a push
+
+    def start(self) -> None:
+        super().start()
+        self.rounds.start(self._world)
+
+    def close(self, finished: bool = True) -> None:
+        self.rounds.stop()
+        super().close(finished)
+
+    def told(self) -> tuple[dict[str, float], list[str]]:
+        told = self.rounds.told()
+        return {} if told is None else asdict(told), self.rounds.dropped()
+
+    def world_ends(self) -> None:
+        self.rounds.world_ends()
+
+    def world_stands(self, world: World) -> None:
+        self.rounds.world_stands(world)
+
+    # --- micro-batches -----------------------------------------------------------------------------------------------
+
+    def ask(self, epoch: int, n_samples: int, lrs: Sequence[float], lrs_step: int, stop: Callable[[], bool]) -> Given:
+        self._epoch = epoch
+        return super().ask(epoch, n_samples, lrs, lrs_step, stop)
+
+    def refresh_dense_(self) -> int:
+        """Before a micro-batch: the first one of an epoch finds the central copy, all others what this worker made."""
+        if not self.replica.is_open:
+            self.replica.open(2 * self._epoch, self._central_copy())
+        self.rounds.begin_micro()
+        return self.position.step
+
+    def push(
+        self, lease: GivenLease, rows: Sequence[Sequence[RowGrad]], loss: float | None, seconds: float, refused: str,
+        drop: bool = False,
+    ) -> None:  # fmt: skip
+        """Send the row gradients and step the replica; in the foreground, every so often, wait for a round."""
+        super().push(lease, rows, loss, seconds, refused, drop)
+        if refused:
+            return
+        self.replica.step(self._step_dense)
+        try:
+            self.rounds.end_micro(self._timeout_s)
+        except TimeoutError as error:
+            raise worker_lost(str(error)) from error
+
+    # --- looked at from outside --------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def judged(self) -> Iterator[None]:
+        """Within an epoch an evaluation judges with the central copy; afterwards the worker goes on with its replica."""
+        self._publish_if_alone()
+        own = self.replica.close()
+        if own is None:  # between epochs all have the same values
+            yield
+            return
+        try:
+            self.replica.put_(self._central_copy())
+            yield
+        finally:
+            self.replica.open(own.phase, own.values)
+
+    def before_save(self) -> None:
+        """A checkpoint has the central copy, and the optimizer's state of the worker that asks for it."""
+        self._publish_if_alone()
+        if self.replica.is_open:
+            self._to_servers(None, self._states(), 2 * self._epoch)
+
+    def export(self, leaving: bool, ended: bool = True) -> dict[int, DenseState]:
+        """The mean of all replicas, by the four steps above. ended False: this worker alone leaves the epoch's loop."""
+        phase = 2 * self._epoch + (not leaving)
+        own = self.replica.close()
+        if own is not None and not is_finite(own.values):
+            self._replica_diverged()
+        self._raise_failure()
+        if not ended:
+            if own is not None and self.rounds.is_alone:
+                self._to_servers(own.values, self._states(), own.phase)
+            return super().export(leaving)
+        if own is not None:
+            body, states = HandIn(self.worker, self.session.generation, phase), self._states()
+            self._send_all([(body, [part, states[s]]) for s, part in enumerate(self._split(own.values))])
+        told = HandedIn(self.worker, self.session.generation, phase)
+        patience_s = self._tables.config.lease_s + self._timeout_s
+        self._result(self.client.send(0, told, timeout_s=patience_s).result)
+        exported = self._exported(Export(self.session.generation, leaving, phase))
+        if leaving:
+            self.left_together = self.rounds.stop(together=True)
+        return exported
+
+    # --- the central copy, for the thread of the rounds --------------------------------------------------------------
+
+    def blend(self, copy: Copy, number: int) -> Tensor:
+        body = Blend(self.worker, self.session.generation, number, copy.phase, self._elasticity)
+        replies = self._send_all([(body, [part]) for part in self._split(copy.values)])
+        return self._joined([np.frombuffer(reply.frames[0], dtype=np.float32) for reply in replies])
+
+    def publish(self, copy: Copy, values: Tensor) -> None:
+        self._to_servers(values, None, copy.phase)
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _publish_if_alone(self) -> None:
+        copy = self.replica.copy() if self.rounds.is_alone else None
+        if copy is not None:
+            self._to_servers(copy.values, None, copy.phase)
+
+    def _to_servers(self, values: Tensor | None, states: Sequence[bytes] | None, phase: int) -> None:
+        body = Publish(self.session.generation, phase)
+        parts: Sequence[Any] = [b""] * len(self._parts) if values is None else self._split(values)
+        self._send_all([(body, [part, b"" if states is None else states[s]]) for s, part in enumerate(parts)])
+
+    def _send_all(self, messages: Sequence[tuple[Any, Sequence[Any]]]) -> list[Reply]:
+        """To each server its own."""
+        futures = [self.client.send(s, body, frames) for s, (body, frames) in enumerate(messages)]
+        return [self._result(future.result) for future in futures]
+
+    def _states(self) -> list[bytes]:
+        """The state of this worker's optimizer, for each server that of its tensors."""
+        of, parameters = self._optimizer.state, self._dense.parameters
+        return [state_codec.encode([dict(of.get(parameters[t], {})) for t in part]) for part in self._parts]
+
+    def _central_copy(self) -> Tensor:
+        """float32 [n], as the servers have it now."""
+        for s, part in enumerate(self._parts):
+            if not part:
+                continue
+            reader = self._readers[s]
+            if reader is not None:
+                reader.read(self._values[s], -1)
+                continue
+            reply = self._call(s, PullDense(self.session.generation, -1))
+            assert isinstance(reply.body, Dense)
+            self._values[s] = np.frombuffer(reply.frames[0], dtype=np.float32)
+        return self._joined(self._values)
+
+    def _split(self, values: Tensor) -> list[np.ndarray]:
+        """What of float32 [n] is whose, for each server."""
+        flat = values.numpy()
+        return [np.concatenate([flat[at] for at in some]) if some else flat[:0].copy() for some in self._of_server]
+
+    def _joined(self, parts: Sequence[np.ndarray]) -> Tensor:
+        """The inverse of `_split`; a copy."""
+        flat = np.empty(self._dense.n, dtype=np.float32)
+        for values, slices in zip(parts, self._of_server, strict=True):
+            at = 0
+            for place in slices:
+                n = place.stop - place.start
+                flat[place] = values[at : at + n]
+                at += n
+        return torch.from_numpy(flat)
+
+    def _world_is_broken(self, why: str) -> None:
+        if self._is_elastic:
+            self.hosts_updated = True  # the coordinator hears of it, and all form the world anew
+        else:
+            self._failure = self._failure or GbaError(why)
+
+    def _replica_diverged(self) -> None:
+        self._diverged = True
+
+    def _raise_failure(self) -> None:
+        if self._diverged:
+            raise NonFiniteGradient(
+                f"the replica of rank {self.rank} is not finite any more, after {self.replica.n_steps} local steps; it "
+                "was given to nobody. Lower the learning rate, or look at the data"
+            )
+        super()._raise_failure()

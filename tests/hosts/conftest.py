@@ -1,0 +1,26 @@
+"""Hosts to run jobs on: namespaces of this machine. Without root, iproute2 or openssh-server these tests are skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gba_hvd_tools.lab import Lab, missing
+
+from .job import DESK
+
+
+@pytest.fixture(scope="session")
+def _why_not() -> str:
+    return missing()
+
+
+@pytest.fixture
+def lab(tmp_path: Path, _why_not: str) -> Iterator[Lab]:
+    """A desk, where the launcher runs, and two hosts for workers."""
+    if _why_not:
+        pytest.skip(_why_not)
+    with Lab(tmp_path / "lab", (DESK, "h1", "h2")) as lab:
+        yield lab

@@ -1,0 +1,165 @@
+"""A job on several hosts: `horovodrun` on the desk, which reaches the workers' hosts by ssh, and a look at their memory.
+
+Hosts come and go by the launcher's discovery script: one is a candidate while its sshd answers. What the job leaves is
+looked for on every host that is on, and is part of `assert_nothing_left`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from gba_hvd.ps.server import layout_from
+from gba_hvd.shard.holder import MemoryRows
+from gba_hvd.shard.memory import ShardMemory
+from gba_hvd_tools.lab import Lab
+from recovery.restore import Now, restore
+from recovery.store import Store
+from tests.processes.cluster import GRACE_S, HOROVODRUN, Cluster, wait_for
+from tests.processes.workload import digests, digests_of
+
+DESK = "desk"
+T = TypeVar("T")
+_DISCOVER = """#!/bin/bash
+for host in $(cat {hosts}); do
+  (timeout 1 bash -c "exec 3<>/dev/tcp/$host/22" 2>/dev/null && echo $host:1) &
+done
+wait
+"""
+
+
+@dataclass
+class HostsJob(Cluster):
+    """`lab` must have the desk and the hosts for workers; each of them runs one."""
+
+    lab: Lab = field(kw_only=True)
+    gloo_timeout_s: int = field(default=6, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.plan = {"shard_dir": "/dev/shm", **self.plan}
+        super().__post_init__()
+        self.hosts = [name for name in self.lab.names if name != DESK]
+
+    def start(self, hosts: list[str] | None = None, min_np: int = 1) -> None:
+        """Launch workers on these hosts, by default on all."""
+        self.hosts_file.write_text("\n".join(hosts or self.hosts))
+        script = self.folder / "discover.sh"
+        script.write_text(_DISCOVER.format(hosts=self.hosts_file))
+        script.chmod(0o755)
+        workers = ["-np", len(hosts or self.hosts), "--min-np", min_np, "--max-np", len(self.hosts)]
+        elastic = ["--host-discovery-script", script, "--blacklist-cooldown-range", 1, 2]
+        network = ["--network-interface", "eth0", "--gloo-timeout-seconds", self.gloo_timeout_s]
+        self._launch([HOROVODRUN, *workers, *elastic, *network])
+
+    def popen(self, command: list[str], **settings: Any) -> subprocess.Popen[bytes]:
+        return self.lab.popen(DESK, command, **settings)
+
+    def end(self) -> None:
+        """The hosts end with the lab; the launcher runs on one of them."""
+        if self.launcher is not None:
+            self.lab.signal(self.launcher, signal.SIGKILL)
+            self.launcher.wait(10)
+
+    # --- what is there -----------------------------------------------------------------------------------------------
+
+    def processes(self, only_workers: bool = False) -> list[int]:
+        return [pid for name in self.lab.names for pid in self.processes_on(name, only_workers)]
+
+    def processes_on(self, name: str, only_workers: bool = False) -> list[int]:
+        found = self.lab.processes(name)
+        return [pid for pid, command in found.items() if not only_workers or _is_worker(command)]
+
+    def assert_nothing_left(self) -> None:
+        """On no host that is on runs anything, and their shard memory is empty, soon after the end."""
+        self.assert_nothing_left_but_memory()
+        for name in filter(self.lab.is_on, self.hosts):
+            left = list((self.lab.files(name) / "dev/shm").iterdir())
+            assert not left, f"shard memory is left on {name}: {left}"
+
+    def assert_nothing_left_but_memory(self) -> None:
+        wait_for(lambda: not self.processes(), "the end of the job's processes", GRACE_S + 20)
+
+    def wait_for_servers(self, timeout_s: float) -> None:
+        """Wait for a companion server on each host; the workers hold their step until then."""
+
+        def there() -> bool:
+            found = [list((self.lab.files(name) / "dev/shm").glob("gba-hvd-*/ps-0.address")) for name in self.hosts]
+            return self.ended or all(found)
+
+        wait_for(there, "the servers", timeout_s)
+        assert not self.ended, self.log()
+        (self.out / "servers are there").touch()
+
+    def folder_on(self, name: str) -> Path:
+        """The job's folder on a host."""
+        (folder,) = (self.lab.files(name) / "dev/shm").glob("gba-hvd-*")
+        return Path(folder)
+
+    def shards_on(self, name: str) -> dict[int, str]:
+        """Digests of the shards in a host's memory, as they are now."""
+        with _mapped(self.folder_on(name)) as memory:
+            return digests(memory)
+
+    def shards_in(self, store: Store, name: str, scratch: Path) -> dict[int, str]:
+        """Digests of all shards as the newest checkpoint has them. name: a host, for the tables' layout."""
+        with _mapped(self.folder_on(name)) as memory:
+            layout = memory.layout
+        scratch.mkdir()
+        with open(scratch / "shards", "wb") as file:
+            file.truncate(layout.n_bytes)
+        shards = range(layout.n_shards)
+        rows = MemoryRows(ShardMemory.attach(scratch, layout), lambda: shards, filling=True)
+        restore(store, rows, now=Now(0, 0, 1), with_state=False)
+        return digests_of(rows, shards)
+
+    # --- what the workers wrote --------------------------------------------------------------------------------------
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [line for line in self.notes("event") if line["event"] == kind]
+
+    def chief(self) -> str:
+        """The host of rank 0, in the newest world."""
+        return str([line for line in self.notes("job") if line["rank"] == 0][-1]["host"])
+
+    def others(self, *names: str) -> list[str]:
+        return [name for name in self.hosts if name not in names]
+
+
+def quiet(look: Callable[[], T], what: str, timeout_s: float = 30.0) -> T:
+    """What a look shows as soon as it shows the same for a second."""
+    seen = [look()]
+
+    def again() -> bool:
+        time.sleep(0.2)
+        seen.append(look())
+        return len(seen) > 5 and all(one == seen[-1] for one in seen[-6:])
+
+    wait_for(again, f"{what} to stay as they are", timeout_s)
+    return seen[-1]
+
+
+@contextlib.contextmanager
+def hosts_job(folder: Path, lab: Lab, environ: dict[str, str] | None = None, **plan: Any) -> Iterator[HostsJob]:
+    job = HostsJob(folder, plan, environ or {}, lab=lab)
+    try:
+        yield job
+    finally:
+        job.end()
+
+
+@contextlib.contextmanager
+def _mapped(folder: Path) -> Iterator[ShardMemory]:
+    about = json.loads((folder / "memory.json").read_text())
+    about.pop("format")
+    yield ShardMemory.attach(folder, layout_from(about))
+
+
+def _is_worker(command: str) -> bool:
+    return "worker.py" in command and "python" in command.split()[0]

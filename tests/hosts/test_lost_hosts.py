@@ -1,0 +1,68 @@
+"""A host is switched off: the others go on, with its rows from the newest checkpoint and all other rows as they were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gba_hvd_tools.lab import Lab
+from recovery.chains import Chain, chains
+from recovery.store import open_store
+from tests.processes.cluster import wait_for
+
+from .job import hosts_job, quiet
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+PATIENCE_S = 120.0
+EPOCHS, SAMPLES, STEPS_OF_EPOCH, GLOBAL_BATCH, N_ROWS = 3, 1000, 11, 96, 340
+HOLDS = {1: "servers are there", 12: "go"}
+IMPATIENT = {"GBA_HVD_SERVER_S": "6", "GBA_HVD_ALIVE_S": "1"}
+
+
+def saving(folder: Path, **settings: Any) -> dict[str, Any]:
+    return {"checkpoint": {"url": str(folder), "every_steps": 3, "lease_s": 1.0, **settings}}
+
+
+def samples_after(step: int) -> int:
+    return step // STEPS_OF_EPOCH * SAMPLES + step % STEPS_OF_EPOCH * GLOBAL_BATCH
+
+
+@pytest.mark.parametrize(
+    ("mode", "victim"), [("allreduce", "other"), ("gba", "chief"), ("allreduce", "chief"), ("gba", "other")]
+)
+def test_a_host_that_is_switched_off_takes_only_its_own_rows_along(
+    lab: Lab, tmp_path: Path, mode: str, victim: str
+) -> None:
+    """The chief's host is the coordinator's, too."""
+    store = open_store(tmp_path / "checkpoints")
+    plan = {**saving(tmp_path / "checkpoints"), "epochs": EPOCHS, "gba": {"mode": mode}, "holds": HOLDS}
+    with hosts_job(tmp_path / "job", lab, IMPATIENT, **plan) as job:
+        job.start()
+        job.wait_for_servers(PATIENCE_S)
+        wait_for(lambda: job.ended or store.names("manifests/"), "a checkpoint", PATIENCE_S)
+        assert not job.ended, job.log()
+        chief = job.chief()
+        (lost,) = [chief] if victim == "chief" else job.others(chief)
+        (left,) = job.others(lost)
+        held = job.shards_on(lost).keys()
+        lab.kill(lost)
+        (job.out / "go").touch()
+
+        before = quiet(lambda: job.shards_on(left), "the survivor's rows")
+        saved, newest = job.shards_in(store, left, tmp_path / "saved"), next(chains(store))
+        back = wait_for(lambda: job.ended or job.events("rows_restored"), "the rows' return", PATIENCE_S)[0]
+        after = next(line for line in job.notes("job") if line["time"] > back["time"] - 5 and line["host"] == left)
+        assert held and not held & before.keys()
+        assert {int(s): d for s, d in after["shards"].items()} == {**saved, **before}
+
+        assert job.wait(PATIENCE_S) == 0, job.log()
+        job.assert_nothing_left()
+        job.assert_every_sample_once(EPOCHS, SAMPLES)
+        assert isinstance(newest, Chain) and back["rows_lost"] == 0
+        so_far, since = samples_after(back["step"]), samples_after(back["step"]) - newest.newest.samples
+        if mode == "allreduce":
+            assert back["pls"] == pytest.approx(since / so_far * back["rows_restored"] / N_ROWS)
+        else:  # some may have been dropped
+            assert 0 <= back["pls"] < 1

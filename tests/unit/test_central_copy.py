@@ -1,0 +1,144 @@
+"""The servers' central copy of the dense parameters: what blends into it, what is ignored, what survives the server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gba_hvd.ps.central import CentralCopy
+from gba_hvd.ps.dense import DensePart, DenseReader, DenseTensor
+from gba_hvd.ps.protocol import Blend, HandIn, NotFinite, ProtocolError, Publish
+from gba_hvd.torch_optimizers import spec_of
+from recovery import state_codec
+
+TENSORS = [DenseTensor("w", (2,), 0), DenseTensor("b", (), 0)]
+N = 3
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> DensePart:
+    optimizer = torch.optim.Adam([torch.zeros(1, requires_grad=True)], lr=0.1)
+    return DensePart.create(tmp_path / "dense", TENSORS, spec_of(optimizer), np.zeros(N, np.float32), [{}, {}], step=5)
+
+
+def floats(*values: float) -> bytes:
+    return np.array(values, dtype=np.float32).tobytes()
+
+
+def state(step: float, moment: float) -> bytes:
+    shapes: list[tuple[int, ...]] = [(2,), ()]
+    return state_codec.encode([{"step": torch.tensor(step), "exp_avg": torch.full(shape, moment)} for shape in shapes])
+
+
+def blend(number: int = 1, phase: int = 0, worker: int = 1, elasticity: float = 0.5) -> Blend:
+    return Blend(worker, 7, number, phase, elasticity)
+
+
+def hand_in(worker: int, phase: int) -> HandIn:
+    return HandIn(worker, 7, phase)
+
+
+def test_a_blend_moves_the_copy_by_its_share_and_answers_with_it(dense: DensePart):
+    central = CentralCopy(dense)
+    assert central.blend(blend(), [floats(2, 4, 8)]).tolist() == [1, 2, 4]
+    assert central.blend(blend(worker=2), [floats(3, 2, 0)]).tolist() == [2, 2, 2]
+    assert dense.values.tolist() == [2, 2, 2] and dense.step == 5
+
+
+def test_a_blend_that_is_repeated_counts_once(dense: DensePart):
+    central = CentralCopy(dense)
+    central.blend(blend(), [floats(2, 4, 8)])
+    assert central.blend(blend(), [floats(2, 4, 8)]).tolist() == [1, 2, 4]
+
+
+def test_the_copy_becomes_the_mean_of_what_was_handed_in_once_each(dense: DensePart):
+    central = CentralCopy(dense)
+    central.hand_in(hand_in(1, 1), [floats(1, 2, 3), state(10, 1.0)])
+    central.hand_in(hand_in(1, 1), [floats(1, 2, 3), state(10, 1.0)])
+    central.hand_in(hand_in(2, 1), [floats(3, 4, 5), state(30, 3.0)])
+    assert dense.values.tolist() == [0, 0, 0], "not before somebody asks for it"
+    central.gather(1)
+    central.gather(1)
+    assert dense.values.tolist() == [2, 3, 4]
+    assert [(float(s["step"]), s["exp_avg"].tolist()) for s in dense.state()] == [(30.0, [2.0, 2.0]), (30.0, 2.0)]
+
+
+def test_what_comes_after_the_mean_was_made_changes_nothing_until_the_next_phase(dense: DensePart):
+    central = CentralCopy(dense)
+    central.hand_in(hand_in(1, 1), [floats(2, 2, 2), state(1, 1.0)])
+    central.gather(1)
+    central.blend(blend(phase=0), [floats(9, 9, 9)])
+    central.publish(Publish(7, 0), [floats(9, 9, 9), b""])
+    central.hand_in(hand_in(2, 1), [floats(9, 9, 9), state(1, 1.0)])
+    central.gather(1)
+    assert dense.values.tolist() == [2, 2, 2]
+    assert central.blend(blend(number=2, phase=2), [floats(4, 4, 4)]).tolist() == [3, 3, 3]
+
+
+def test_without_anything_handed_in_the_copy_stays(dense: DensePart):
+    central = CentralCopy(dense)
+    central.publish(Publish(7, 0), [floats(1, 2, 3), b""])
+    central.gather(1)
+    assert dense.values.tolist() == [1, 2, 3]
+
+
+def test_values_and_state_are_published_together_or_apart(dense: DensePart):
+    central = CentralCopy(dense)
+    central.publish(Publish(7, 0), [b"", state(4, 2.0)])
+    assert dense.values.tolist() == [0, 0, 0] and float(dense.state()[0]["step"]) == 4
+    central.publish(Publish(7, 0), [floats(1, 2, 3), b""])
+    assert dense.values.tolist() == [1, 2, 3] and float(dense.state()[0]["step"]) == 4
+
+
+def test_a_successor_finds_the_last_blend(dense: DensePart, tmp_path: Path):
+    CentralCopy(dense).blend(blend(), [floats(2, 4, 8)])
+    successor = DensePart.open(tmp_path / "dense")
+    assert successor.values.tolist() == [1, 2, 4] and successor.step == 5
+
+
+def test_readers_see_a_blend_though_the_step_is_the_same(dense: DensePart, tmp_path: Path):
+    reader, out = DenseReader(tmp_path / "dense"), np.empty(N, np.float32)
+    assert reader.read(out, -1) == 5
+    CentralCopy(dense).blend(blend(), [floats(2, 4, 8)])
+    assert reader.read(out, -1) == 5 and out.tolist() == [1, 2, 4]
+
+
+def test_steps_of_the_rows_leave_the_copy_alone(dense: DensePart):
+    central = CentralCopy(dense)
+    central.blend(blend(), [floats(2, 4, 8)])
+    dense.skip_(6)
+    assert dense.values.tolist() == [1, 2, 4] and dense.step == 6
+
+
+@pytest.mark.parametrize(
+    ("request_", "frames", "words"),
+    [
+        (blend(elasticity=0.0), [floats(1, 2, 3)], "elasticity"),
+        (blend(elasticity=float("nan")), [floats(1, 2, 3)], "elasticity"),
+        (blend(), [floats(1, 2)], "2 numbers, the tensors here have 3"),
+        (blend(), [], "1 frames, got 0"),
+        (blend(), [floats(1, float("nan"), 3)], "replica has numbers that are not finite: w"),
+        (hand_in(1, 1), [floats(1, 2, 3), b"?"], "optimizer state"),
+        (hand_in(1, 1), [floats(1, 2, 3), state_codec.encode([{}])], "list of 2 dicts"),
+        (Publish(7, 0), [b"", b"?"], "optimizer state"),
+        (Publish(7, 0), [floats(1, 2, 3)], "two frames, got 1"),
+    ],
+)
+def test_what_is_not_right_is_refused_and_changes_nothing(
+    dense: DensePart, request_: Any, frames: list[Any], words: str
+):
+    central = CentralCopy(dense)
+    act = {Blend: central.blend, HandIn: central.hand_in, Publish: central.publish}[type(request_)]
+    with pytest.raises(ProtocolError, match=words):
+        act(request_, frames)
+    central.gather(1)
+    assert dense.values.tolist() == [0, 0, 0]
+
+
+def test_a_refused_replica_is_told_from_a_message_that_makes_no_sense(dense: DensePart):
+    with pytest.raises(NotFinite):
+        CentralCopy(dense).blend(blend(), [floats(1, float("inf"), 3)])

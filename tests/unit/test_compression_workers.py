@@ -1,0 +1,368 @@
+"""Compressed dense gradients between workers: nothing is lost through steps, failures, joins and checkpoints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gba_hvd
+from gba_hvd import Compression, NonFiniteGradient, StateMismatch
+from gba_hvd.allreduce import AllreduceMode
+from gba_hvd.compression import feedback
+from gba_hvd.compression.bypass import Bypass, Took
+from gba_hvd.compression.exchange import DenseExchange
+from tests.unit.thread_world import TIMEOUT_S, Workers
+
+SPECS = [
+    Compression.dct(0.2, refresh_every=3),
+    Compression.topk(0.2),
+    Compression.dct(0.2).then(Compression.fp16),
+    Compression.topk(0.2).then(Compression.int8),
+    Compression.fp16,
+    Compression.bf16,
+    Compression.int8,
+]
+
+
+@dataclass
+class Books:
+    """Of every commit: what each worker brought, and what all took away."""
+
+    brought: dict[int, list[np.ndarray]] = field(default_factory=dict)
+    taken: dict[int, np.ndarray] = field(default_factory=dict)
+
+    def balance(self, jobs: list[Any], lost: np.ndarray | float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+        """(all gradients, all that was applied and all that still waits)"""
+        gradients = sum(sum(parts) for parts in self.brought.values())
+        waiting = sum(job.state.engine.compression.feedback.rest for job in jobs)
+        return np.asarray(gradients), np.asarray(sum(self.taken.values())) + waiting + lost
+
+
+@pytest.fixture
+def books(monkeypatch: pytest.MonkeyPatch) -> Books:
+    """Also lets the small tensors of the test's model be compressed."""
+    monkeypatch.setattr(feedback, "MIN_ELEMENTS", 6)
+    found, commit, apply_held = Books(), AllreduceMode.commit, AllreduceMode.apply_held
+
+    def noting_commit(self: Any, dense: Any) -> None:
+        assert self.held is not None
+        step, mine = self.held.step, dense.total[: dense.n].numpy().copy()
+        self.brought_last = step, mine
+        commit(self, dense)
+        found.taken[step] = dense.total[: dense.n].numpy().copy()
+
+    def noting_apply(self: Any) -> None:
+        step, mine = self.brought_last
+        assert self.held.step == step
+        found.brought.setdefault(step, []).append(mine)
+        apply_held(self)
+
+    monkeypatch.setattr(AllreduceMode, "commit", noting_commit)
+    monkeypatch.setattr(AllreduceMode, "apply_held", noting_apply)
+    return found
+
+
+def train(job: Any, dataset: Any, epochs: int) -> None:
+    for job.state.epoch in range(job.state.epoch, epochs):
+        job.epoch(dataset)
+
+
+def check_balance(books: Books, jobs: list[Any], spec: Any) -> None:
+    gradients, found = books.balance(jobs)
+    np.testing.assert_allclose(found, gradients, rtol=1e-4, atol=3e-4 if spec == Compression.fp16 else 1e-6)
+
+
+def check_replicas(jobs: list[Any]) -> None:
+    for job in jobs[1:]:
+        for name, value in job.all_dense().items():
+            assert np.array_equal(value, jobs[0].all_dense()[name]), name
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("hosts", ["aa", "aba"])
+def test_all_gradients_are_applied_or_wait_and_replicas_stay_equal(
+    workers: Workers, on_host: Any, clicks: Any, books: Books, spec: Any, hosts: str
+) -> None:
+    jobs = [on_host(host, compression=spec.always()) for host in hosts]
+    workers.together(jobs, lambda job: train(job, clicks(50), 3))
+    assert any(job.state.engine.compression.feedback.rest.any() for job in jobs)
+    check_balance(books, jobs, spec)
+    check_replicas(jobs)
+    assert {job.state.step for job in jobs} == {12}
+
+
+@pytest.mark.parametrize("spec", [Compression.dct(1.0), Compression.topk(1.0), Compression.none], ids=str)
+def test_keeping_everything_trains_the_same_model(
+    workers: Workers, on_host: Any, clicks: Any, books: Books, spec: Any
+) -> None:
+    jobs = [on_host(host, compression=spec.always()) for host in "aab"]
+    plain = [on_host(host) for host in "ccd"]
+    for some in (jobs, plain):
+        workers.together(some, lambda job: train(job, clicks(50), 3))
+    for name, value in jobs[0].all_dense().items():
+        np.testing.assert_allclose(value, plain[0].all_dense()[name], rtol=1e-6, atol=1e-7)
+
+
+def test_tensors_under_256_elements_go_as_they_are(workers: Workers, on_host: Any, clicks: Any) -> None:
+    jobs = [on_host(host, compression=Compression.topk(0.01).always()) for host in "ab"]
+    plain = [on_host(host) for host in "cd"]
+    for some in (jobs, plain):
+        workers.together(some, lambda job: train(job, clicks(50), 2))
+    for name, value in jobs[0].all_dense().items():
+        assert np.array_equal(value, plain[0].all_dense()[name])
+
+
+def test_a_world_of_one_trains_as_without_a_compressor(
+    on_host: Any, workers: Workers, clicks: Any, books: Books
+) -> None:
+    (job, plain) = on_host("a", compression=Compression.topk(0.01)), on_host("b")
+    for one in (job, plain):
+        workers.together([one], lambda job: train(job, clicks(50), 2))
+    for name, value in job.all_dense().items():
+        assert np.array_equal(value, plain.all_dense()[name])
+
+
+@pytest.mark.parametrize("misses", [0, 1])
+def test_a_worker_that_missed_the_result_of_a_step_settles_what_it_sent(
+    workers: Workers, on_host: Any, clicks: Any, books: Books, misses: int
+) -> None:
+    spec = Compression.topk(0.2).then(Compression.int8)
+    jobs = [on_host(host, compression=spec.always()) for host in "aab"]
+    others, fired = [job for job in jobs if job is not jobs[misses]], []
+
+    def miss_the_result() -> None:
+        if jobs[misses].state.step == 1 and not fired:
+            fired.append(misses)
+            deadline = time.monotonic() + TIMEOUT_S
+            while any(job.state.step < 2 for job in others) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            jobs[misses].state.world.meeting.barrier.abort()
+            raise ConnectionError("the network went away")
+
+    def run_into_it(job: Any) -> None:
+        job.state.sync()
+
+        def do_not_wait_long_for_rows() -> None:
+            object.__setattr__(job.tables.config, "timeout_s", TIMEOUT_S if job.state.step != 1 else 0.01)
+
+        job.state.world.before_result = miss_the_result if job is jobs[misses] else do_not_wait_long_for_rows
+        train(job, clicks(50), 2)
+
+    workers.outcomes(jobs, run_into_it)
+    assert fired
+    go_on(jobs, workers, clicks)
+    check_balance(books, jobs, spec)
+    check_replicas(jobs)
+
+
+def test_a_step_that_nobody_saw_decided_is_rolled_back(
+    workers: Workers, on_host: Any, clicks: Any, books: Books
+) -> None:
+    spec = Compression.dct(0.2, refresh_every=2)
+    jobs, fired = [on_host(host, compression=spec.always()) for host in "aab"], []
+
+    def run_into_it(job: Any) -> None:
+        job.state.sync()
+        gather = job.state.world.gather_bytes
+
+        def gather_and_fail(name: str, data: bytes) -> Any:
+            parts = gather(name, data)
+            if job.state.step == 2:
+                fired.append(job)
+                job.state.world.meeting.barrier.abort()
+                raise ConnectionError("the network went away")
+            return parts
+
+        job.state.world.gather_bytes = gather_and_fail
+        train(job, clicks(50), 2)
+
+    workers.outcomes(jobs, run_into_it)
+    assert fired and {job.state.step for job in jobs} == {2}
+    go_on(jobs, workers, clicks)
+    check_balance(books, jobs, spec)
+    check_replicas(jobs)
+
+
+def go_on(jobs: list[Any], workers: Workers, clicks: Any) -> None:
+    for job in jobs:
+        object.__setattr__(job.tables.config, "timeout_s", TIMEOUT_S)
+        job.state.restore()
+        job.state.on_reset()
+    workers.together(jobs, lambda job: train(job, clicks(50), 2))
+    assert {job.state.step for job in jobs} == {8}
+
+
+class Heard(gba_hvd.Callback):
+    def __init__(self) -> None:
+        self.events: list[gba_hvd.Event] = []
+
+    def on_event(self, event: gba_hvd.Event) -> None:
+        self.events.append(event)
+
+    def of(self, kind: str) -> list[gba_hvd.Event]:
+        return [event for event in self.events if event.kind == kind]
+
+
+def test_what_a_worker_that_leaves_had_not_sent_is_counted_and_newcomers_begin_with_none(
+    workers: Workers, on_host: Any, clicks: Any, books: Books
+) -> None:
+    spec, heard = Compression.topk(0.1), Heard()
+    jobs = [on_host(host, compression=spec.always()) for host in "aab"]
+    jobs[0].state.register_callbacks([heard])
+    workers.together(jobs, lambda job: train(job, clicks(50), 1))
+    rest = jobs[1].state.engine.compression.feedback.rest.copy()
+    changed = [jobs[2], jobs[0], on_host("c", compression=spec.always())]
+    for job in jobs:
+        job.state.on_reset()
+    workers.together(changed, lambda job: job.state.sync())
+    assert not changed[2].state.engine.compression.feedback.rest.any()
+    (told,) = heard.of("residual_lost")
+    assert told.data["workers"] == 1 and told.data["residual"] > 0
+    workers.together(changed, lambda job: train(job, clicks(50), 2))
+    gradients, found = books.balance(changed, lost=rest)
+    np.testing.assert_allclose(found, gradients, rtol=1e-4, atol=1e-6)
+    assert len(heard.of("residual_lost")) == 1
+
+
+def test_a_job_that_shrinks_to_one_worker_sends_what_waited(
+    workers: Workers, on_host: Any, clicks: Any, books: Books
+) -> None:
+    jobs = [on_host(host, compression=Compression.topk(0.1).always()) for host in "aa"]
+    workers.together(jobs, lambda job: train(job, clicks(50), 1))
+    rest = jobs[1].state.engine.compression.feedback.rest.copy()
+    jobs[0].state.on_reset()
+    workers.together(jobs[:1], lambda job: train(job, clicks(50), 2))
+    assert not jobs[0].state.engine.compression.feedback.rest.any()
+    gradients, found = books.balance(jobs[:1], lost=rest)
+    np.testing.assert_allclose(found, gradients, rtol=1e-4, atol=1e-6)
+
+
+def test_a_checkpoint_has_what_all_workers_had_not_sent(
+    workers: Workers, on_host: Any, clicks: Any, books: Books
+) -> None:
+    jobs = [on_host(host, compression=Compression.topk(0.1).always()) for host in "ab"]
+    states = workers.together(jobs, lambda job: (train(job, clicks(50), 1), rest_of(job))[1])
+    again = on_host("c", compression=Compression.topk(0.1).always()).state.engine.compression
+    again.load_state(states[0])
+    expected = sum(job.state.engine.compression.feedback.rest for job in jobs)
+    assert np.array_equal(again.feedback.rest, expected) and expected.any()
+
+
+def rest_of(job: Any) -> Any:
+    return job.state.engine.compression.state(job.state.world)
+
+
+def test_a_gradient_that_is_not_finite_stops_all_and_leaves_the_rest(
+    workers: Workers, on_host: Any, clicks: Any, books: Books
+) -> None:
+    jobs = [on_host(host, compression=Compression.topk(0.2).always()) for host in "ab"]
+    rests: dict[Any, np.ndarray] = {}
+
+    def poison(job: Any) -> None:
+        for batch in gba_hvd.batches(clicks(50), job.state):
+            rests[job] = job.state.engine.compression.feedback.rest.copy()
+            loss = job.loss(batch) * (float("nan") if batch.index == 9 else 1.0)
+            loss.backward()
+            job.optimizer.step(loss=loss)
+
+    results = workers.outcomes(jobs, poison)
+    assert all(isinstance(result, NonFiniteGradient) for result in results), results
+    for job in jobs:
+        assert np.array_equal(job.state.engine.compression.feedback.rest, rests[job])
+
+
+def test_workers_with_different_compressors_are_stopped(workers: Workers, on_host: Any, clicks: Any) -> None:
+    jobs = [on_host("a", compression=Compression.int8), on_host("a", compression=Compression.dct(0.1))]
+    results = workers.outcomes(jobs, lambda job: job.state.sync())
+    assert all(isinstance(result, StateMismatch) for result in results)
+    assert "compression int8, here dct(keep=0.1" in str(results[1])
+
+
+def test_bytes_are_counted_by_direction_mode_and_kind(
+    workers: Workers, on_host: Any, clicks: Any, books: Books
+) -> None:
+    dense = {}
+    for spec in (Compression.none, Compression.int8.always()):
+        jobs, heard = [on_host(host, compression=spec) for host in "ab"], Heard()
+        jobs[0].state.register_callbacks([heard])
+        workers.together(jobs, lambda job: train(job, clicks(50), 1))
+        (told,) = heard.of("traffic")
+        assert set(told.data["bytes"]) >= {"sent_allreduce_dense", "received_allreduce_dense", "sent_allreduce_header"}
+        dense[spec] = told.data["bytes"]["sent_allreduce_dense"]
+    n = jobs[0].state.engine.dense.n
+    assert dense[Compression.none] == 4 * 4 * n
+    assert dense[Compression.int8.always()] < 4 * 4 * n
+
+
+# --- whether it pays -------------------------------------------------------------------------------------------------
+
+
+def drive(bypass: Bypass, seconds: Callable[[bool, int], float], steps: int) -> tuple[list[bool], list[str]]:
+    done, reasons = [], []
+    for step in range(steps):
+        compressed = bypass.compresses_next()
+        took = seconds(compressed, step)
+        waits = Took(10 * took, 0.0, 0.1)  # of a worker that came early
+        decision = bypass.saw(compressed, [Took(took, 0.0, 0.1), waits])
+        done.append(compressed)
+        if decision is not None:
+            reasons.append(decision.reason)
+    return done, reasons
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_the_faster_way_is_taken_and_the_other_seldom_tried(pays: bool) -> None:
+    done, reasons = drive(Bypass(), lambda compressed, _: 0.010 if compressed == pays else 0.030, 3000)
+    assert set(done[:8]) == {True, False}
+    assert done[8] is pays
+    assert 2 <= done[8:].count(not pays) <= 0.015 * 3000
+    assert ("compressed:" in reasons[0]) is pays
+    assert "10.0 ms" in reasons[0] and "30.0 ms" in reasons[0]
+
+
+def test_a_way_that_costs_much_is_tried_less_often() -> None:
+    dear, _ = drive(Bypass(), lambda compressed, _: 0.01 if compressed else 1.0, 2000)
+    assert dear[8:].count(False) == 0
+
+
+def test_a_link_that_changes_is_noticed() -> None:
+    done, reasons = drive(Bypass(), lambda c, step: 0.010 if c == (step < 500) else 0.011, 3000)
+    assert done[8] and not done[-1]
+    assert any("as they are" in reason for reason in reasons)
+
+
+def test_a_forced_compressor_is_never_bypassed() -> None:
+    assert all(drive(Bypass(is_forced=True), lambda compressed, _: float(compressed), 100)[0])
+
+
+def test_all_workers_bypass_alike_and_lose_nothing(
+    workers: Workers, on_host: Any, clicks: Any, books: Books, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways: dict[Any, list[bool]] = {}
+
+    def note(name: str, way: bool) -> None:
+        method = getattr(DenseExchange, name)
+
+        def noting(self: Any, *arguments: Any) -> Any:
+            ways.setdefault(self, []).append(way)
+            return method(self, *arguments)
+
+        monkeypatch.setattr(DenseExchange, name, noting)
+
+    note("_sum_compressed_", True)
+    note("_sum_plain_", False)
+    spec = Compression.topk(0.2)
+    jobs, heard = [on_host(host, compression=spec) for host in "aab"], Heard()
+    jobs[0].state.register_callbacks([heard])
+    workers.together(jobs, lambda job: train(job, clicks(50), 3))
+    first, *others = ways.values()
+    assert len(others) == 2 and all(other == first for other in others)
+    assert {True, False} == set(first)
+    assert len(heard.of("compression")) == 1
+    check_balance(books, jobs, spec)
+    check_replicas(jobs)

@@ -1,0 +1,280 @@
+"""The thread of the rounds, with workers as threads of this process and a world that adds up or breaks as told."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gba_hvd.averaging import Averaging, pulled_
+from gba_hvd.collectives import SoloWorld, WorldLeft
+from gba_hvd.gradients import DenseGradients
+from gba_hvd.replica import Copy, Replica
+from gba_hvd.rounds import Rounds
+
+PATIENCE_S = 20.0
+
+
+class Meeting:
+    """Where the threads of one world add up. `broken`: every sum fails."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.broken = size, False
+        self._changed = threading.Condition()
+        self._sum, self._n, self._round = torch.zeros(0), 0, 0
+        self._result = torch.zeros(0)
+
+    def add(self, values: Tensor, given_up: Callable[[], bool]) -> None:
+        with self._changed:
+            mine = self._round
+            self._sum = values.clone() if self._n == 0 else self._sum + values
+            self._n += 1
+            if self._n == self.size:
+                self._result, self._n, self._round = self._sum, 0, self._round + 1
+                self._changed.notify_all()
+            while self._round == mine:
+                if self.broken:
+                    raise RuntimeError("a worker was lost")
+                if given_up():
+                    raise WorldLeft("left")
+                self._changed.wait(0.005)
+            values.copy_(self._result)
+
+
+class World(SoloWorld):
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        super().__init__()
+        self._meeting, self.rank, self.size = meeting, rank, meeting.size
+
+    def sum_(self, name: str, values: Tensor, given_up: Callable[[], bool] | None = None) -> None:
+        assert given_up is not None
+        self._meeting.add(values, given_up)
+
+
+class Servers:
+    """The central copy, as the servers would hold it."""
+
+    def __init__(self, n: int) -> None:
+        self.values, self._lock = torch.zeros(n), threading.Lock()
+        self.fails = False
+
+    def blend(self, copy: Copy, number: int) -> Tensor:
+        if self.fails:
+            raise RuntimeError("no server")
+        with self._lock:
+            return pulled_(self.values, copy.values, 0.5).clone()
+
+    def publish(self, copy: Copy, values: Tensor) -> None:
+        with self._lock:
+            self.values = values.clone()
+
+
+class Worker:
+    """A parameter of two numbers, its replica and its rounds."""
+
+    def __init__(self, values: list[float], servers: Servers, is_open: bool = True, **settings: Any) -> None:
+        self.parameter = nn.Parameter(torch.tensor(values))
+        self.replica = Replica(DenseGradients([self.parameter], 0))
+        if is_open:
+            self.replica.open(0)
+        self.broken: list[str] = []
+        self.diverged = threading.Event()
+        settings = {"algorithm": "ma", "elasticity": 1.0, "pause_s": 0.0, **settings}
+        self.rounds = Rounds(
+            Averaging(**settings), self.replica, servers, broken=self.broken.append, diverged=self.diverged.set
+        )
+
+    @property
+    def values(self) -> list[float]:
+        return list(self.parameter.detach().tolist())
+
+    def step(self, by: float) -> None:
+        self.replica.step(lambda: self.parameter.data.add_(by))
+        self.rounds.end_micro(PATIENCE_S)
+
+
+def wait_for(condition: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.002)
+
+
+def started(values: list[list[float]], servers: Servers | None = None, **settings: Any) -> list[Worker]:
+    servers, meeting = servers or Servers(2), Meeting(len(values))
+    workers = [Worker(some, servers, **settings) for some in values]
+    for rank, worker in enumerate(workers):
+        worker.rounds.start(World(meeting, rank))
+    return workers
+
+
+def stop_together(workers: list[Worker]) -> list[bool]:
+    ended: list[bool] = [False] * len(workers)
+
+    def stop(number: int) -> None:
+        ended[number] = workers[number].rounds.stop(together=True, timeout_s=PATIENCE_S)
+
+    threads = [threading.Thread(target=stop, args=(number,)) for number in range(len(workers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return ended
+
+
+def test_replicas_become_their_mean_and_the_servers_are_told():
+    servers = Servers(2)
+    workers = started([[0.0, 3.0], [4.0, 1.0], [2.0, 2.0]], servers)
+    wait_for(lambda: all(worker.values == [2.0, 2.0] for worker in workers), "the mean")
+    wait_for(lambda: servers.values.tolist() == [2.0, 2.0], "the central copy")
+    assert stop_together(workers) == [True] * 3
+
+
+@pytest.mark.parametrize("mixing", ["interpolate", "difference"])
+def test_all_workers_stop_after_the_same_round_whenever_they_come(mixing: str):
+    workers = started([[0.0, 0.0], [1.0, 1.0]], mixing=mixing)
+    wait_for(lambda: workers[0].rounds.n_done > 3, "some rounds")
+    assert stop_together(workers) == [True, True]
+    assert workers[0].rounds.n_done == workers[1].rounds.n_done
+
+
+def test_a_closed_replica_takes_part_without_counting_and_is_left_alone():
+    workers = started([[0.0, 0.0], [4.0, 4.0]])
+    workers[1].replica.close()
+    workers[1].parameter.data.fill_(100.0)
+    for _ in range(5):
+        workers[0].step(1.0)
+    done = workers[0].rounds.n_done
+    wait_for(lambda: workers[0].rounds.n_done > done + 2, "more rounds")
+    assert workers[1].values == [100.0, 100.0]
+    assert workers[0].values[0] < 20.0
+    assert stop_together(workers) == [True, True]
+
+
+def test_updates_made_during_a_round_survive_it_under_the_difference_rule():
+    servers = Servers(2)
+    workers = started([[0.0, 0.0], [2.0, 2.0]], servers, mixing="difference")
+    for _ in range(200):
+        for worker in workers:
+            worker.step(1.0)
+    wait_for(lambda: workers[0].values == workers[1].values, "the same values")
+    assert stop_together(workers) == [True, True]
+    assert workers[0].values == [201.0, 201.0], "the sum of all replicas is what came in"
+
+
+def test_a_round_that_fails_is_dropped_and_the_next_world_goes_on():
+    meeting = Meeting(2)
+    workers = [Worker([float(rank)] * 2, Servers(2)) for rank in range(2)]
+    workers[0].rounds.start(World(meeting, 0))
+    meeting.broken = True  # before the other one comes
+    wait_for(lambda: workers[0].rounds.n_failed == 1, "the failure")
+    assert workers[0].values == [0.0, 0.0]
+    again = Meeting(2)
+    workers[0].rounds.world_ends()
+    workers[0].rounds.world_stands(World(again, 0))
+    workers[1].rounds.start(World(again, 1))
+    wait_for(lambda: workers[0].values == workers[1].values, "the mean")
+    assert "a worker was lost" in workers[0].rounds.dropped()[0]
+    assert stop_together(workers) == [True, True]
+
+
+def test_a_world_that_ends_frees_the_round_that_waits_in_it():
+    worker = Worker([1.0, 2.0], Servers(2))
+    worker.rounds.start(World(Meeting(2), 0))  # the other one never comes
+    time.sleep(0.05)
+    began_s = time.monotonic()
+    worker.rounds.world_ends()
+    assert time.monotonic() - began_s < 5
+    wait_for(lambda: worker.rounds.n_failed == 1, "the dropped round")
+    assert worker.values == [1.0, 2.0]
+    assert worker.rounds.stop(timeout_s=PATIENCE_S)
+
+
+def test_whoever_ends_alone_waits_for_nobody():
+    worker = Worker([1.0, 2.0], Servers(2))
+    worker.rounds.start(World(Meeting(2), 0))
+    assert worker.rounds.stop(timeout_s=PATIENCE_S)
+    assert worker.rounds.n_failed == 0
+
+
+def test_alone_there_is_nothing_to_mix_in_but_the_servers_hear_of_the_replica():
+    servers = Servers(2)
+    worker = Worker([1.0, 2.0], servers, elasticity=0.5, algorithm="easgd")
+    worker.rounds.start(SoloWorld())
+    wait_for(lambda: servers.values.tolist() == [1.0, 2.0], "the published replica")
+    assert worker.values == [1.0, 2.0] and worker.rounds.is_alone
+    assert worker.rounds.stop(timeout_s=PATIENCE_S)
+
+
+def test_elastic_rounds_bring_replicas_and_central_copy_together():
+    servers = Servers(2)
+    workers = started([[0.0, 8.0], [8.0, 0.0]], servers, algorithm="easgd", elasticity=0.5)
+    wait_for(lambda: all(abs(w.values[0] - servers.values[0]) < 1e-3 for w in workers), "agreement")
+    assert stop_together(workers) == [True, True]
+
+
+def test_an_elastic_round_without_a_server_is_dropped_and_tried_again():
+    servers = Servers(2)
+    servers.fails = True
+    (worker, other) = started([[2.0, 2.0], [2.0, 2.0]], servers, algorithm="easgd")
+    wait_for(lambda: worker.rounds.n_failed, "a failure")
+    servers.fails = False
+    wait_for(lambda: worker.rounds.n_done, "a round")
+    assert stop_together([worker, other]) == [True, True]
+
+
+def test_in_the_foreground_there_is_a_round_every_k_steps_and_no_other():
+    workers = started([[0.0, 0.0], [0.0, 0.0]], every=5)
+
+    def train(worker: Worker, by: float) -> None:
+        for _ in range(20):
+            worker.rounds.begin_micro()
+            worker.step(by)
+
+    threads = [threading.Thread(target=train, args=(w, by)) for w, by in zip(workers, (1.0, 3.0), strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert [worker.rounds.n_done for worker in workers] == [4, 4]
+    assert workers[0].values == workers[1].values == [40.0, 40.0]
+    assert stop_together(workers) == [True, True]
+
+
+def test_a_worker_without_a_micro_batch_takes_part_in_the_rounds_of_the_others():
+    workers = started([[0.0, 0.0], [4.0, 4.0]], every=1)
+    workers[1].rounds.begin_micro()
+    workers[1].replica.step(lambda: None)
+    workers[1].rounds._idle_since_s = time.monotonic()  # it waits for a lease from here on
+    workers[0].step(0.0)
+    assert workers[0].values == [2.0, 2.0]
+    workers[0].rounds._idle_since_s = time.monotonic()
+    assert stop_together(workers) == [True, True]
+
+
+def test_a_replica_that_is_not_finite_is_given_to_nobody():
+    workers = started([[float("nan"), 0.0], [1.0, 1.0]])
+    assert workers[0].diverged.wait(PATIENCE_S)
+    done = workers[1].rounds.n_done
+    wait_for(lambda: workers[1].rounds.n_done > done + 1, "more rounds")
+    assert workers[1].values == [1.0, 1.0]
+    assert stop_together(workers) == [True, True]
+
+
+def test_what_is_told_is_of_the_rounds_since_the_last_telling():
+    workers = started([[0.0, 0.0], [2.0, 2.0]], elasticity=0.5)
+    for _ in range(10):
+        workers[0].step(1.0)
+    wait_for(lambda: workers[0].rounds.n_done > 5, "rounds")
+    told = workers[0].rounds.told()
+    assert told is not None and told.rounds_per_s > 0 and told.rounds_dropped == 0
+    assert np.isfinite(told.spread)
+    assert stop_together(workers) == [True, True]
+    workers[0].rounds.told()
+    assert workers[0].rounds.told() is None

@@ -1,0 +1,208 @@
+"""What the servers of a job save together, what is left of it when one of them fails, and what expires."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gba_hvd
+from gba_hvd.ps import saver as saver_module
+from gba_hvd.ps.protocol import Save, Saved
+from gba_hvd.ps.saver import Saver
+from recovery import claims
+from recovery.chains import Chain, chains
+from recovery.config import Config
+from recovery.errors import StoreError
+from recovery.store import Store, open_store
+
+N_ROWS = {"user": 20, "item": 7}
+TIMEOUT_S = 20.0
+
+
+class Hosts:
+    """Two servers on one memory, each with some of its shards, and the place where they save."""
+
+    def __init__(self, url: Path, memory: Any, **config: Any) -> None:
+        self.url, self.memory = url, memory
+        self.store = open_store(url)
+        self.claim = claims.claim(self.store, "job.1", lease_s=0.1)
+        self.first_epoch = self.claim.epoch
+        self.settings = {"url": str(url), "storage_options": {}, "config": asdict(Config(policy="full", **config))}
+        self.servers = [self.server(part) for part in (0, 1)]
+
+    def server(self, part: int) -> Saver:
+        return Saver(self.memory, self.memory.folder / f"saved-{part}")
+
+    def save(self, number: int, n_parts: int = 2, parts: Sequence[int] | None = None, **more: Any) -> list[Saved]:
+        request = {
+            "epoch": self.claim.epoch, "number": number, "n_parts": n_parts, "kind": "full", "parent": None,
+            "step": number, "samples": number, "settings": self.settings, "claim": asdict(self.claim), "about": {},
+            "first_epoch": self.first_epoch,
+        }  # fmt: skip
+        asked = range(n_parts) if parts is None else parts
+        for part in asked:
+            shards = [0, 1, 2] if n_parts == 1 else [[0, 2], [1]][part]
+            self.servers[part].begin(Save(part=part, **{**request, **more}), shards, lambda extras: b"state")
+        return [self.await_report(part, number) for part in asked]
+
+    def await_report(self, part: int, number: int) -> Saved:
+        thread = self.servers[part]._thread
+        assert thread is not None
+        thread.join(TIMEOUT_S)
+        report = self.servers[part].report()
+        assert report.number == number and report.state != "running"
+        return report
+
+    def saved_numbers(self) -> list[int]:
+        return [one.newest.number for one in chains(self.store) if isinstance(one, Chain)]
+
+
+@pytest.fixture
+def hosts(make_tables: Callable[..., gba_hvd.EmbeddingTables], tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
+    made: list[Hosts] = []
+
+    def make(**config: Any) -> Hosts:
+        memory = make_tables({name: (n, 4) for name, n in N_ROWS.items()}).memory
+        made.append(Hosts(tmp_path / "place", memory, **config))
+        return made[-1]
+
+    yield make
+    for one in made:
+        for server in one.servers:
+            server.close()
+
+
+class Failing:
+    """A store that refuses to write what `refuses` names."""
+
+    def __init__(self, store: Store, refuses: Callable[[str], bool]) -> None:
+        self._store, self._refuses, self.url, self.refused = store, refuses, store.url, 0
+
+    def put(self, name: str, pieces: Any) -> None:
+        if self._refuses(name):
+            self.refused += 1
+            raise StoreError(f"planned: {name} is refused")
+        self._store.put(name, pieces)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+@pytest.fixture
+def refusing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], bool]], list[Failing]]:
+    """Makes the servers' stores refuse some names."""
+
+    def refuse(refuses: Callable[[str], bool]) -> list[Failing]:
+        opened: list[Failing] = []
+
+        def opens(url: str, **options: Any) -> Failing:
+            opened.append(Failing(open_store(url, **options), refuses))
+            return opened[-1]
+
+        monkeypatch.setattr(saver_module, "open_store", opens)
+        return opened
+
+    return refuse
+
+
+def test_what_is_told_of_a_checkpoint_is_of_all_its_parts(hosts: Callable[..., Hosts]) -> None:
+    job = hosts()
+    chief, peer = job.save(5)
+    (chain,) = [one for one in chains(job.store) if isinstance(one, Chain)]
+    sections = [section for blob in chain.newest.blobs for section in blob.sections]
+    assert (chief.state, peer.state) == ("done", "part")
+    assert chief.facts["rows"] == sum(N_ROWS.values()) > peer.facts["rows"] > 0
+    assert chief.facts["raw_bytes"] == sum(section.raw_bytes for section in sections) > peer.facts["raw_bytes"]
+    assert chief.facts["n_bytes"] == chain.newest.n_bytes
+
+
+@pytest.mark.parametrize(
+    "refused", ["/0000-", "/0001-", "/part-0001", "/state"], ids=["own rows", "a peer's rows", "a list", "the state"]
+)
+def test_nothing_stays_of_a_save_that_failed_before_its_manifest(
+    hosts: Callable[..., Hosts], refusing: Any, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    monkeypatch.setattr(saver_module, "_PARTS_TIMEOUT_S", 1.0)  # how long a list is waited for that does not come
+    opened = refusing(lambda name: refused in name and "-00000005/" in name)
+    job = hosts()
+    assert [one.state for one in job.save(4)] == ["done", "part"]
+    assert job.save(5)[0].state == "failed"
+    assert sum(store.refused for store in opened) == 1
+    assert [one.state for one in job.save(6)] == ["done", "part"]  # a part that was too late is deleted now
+    assert not job.store.names("blobs/000001-00000005/")
+    assert job.saved_numbers() == [6, 4]
+
+
+def test_blobs_stay_when_the_manifest_may_be_there(hosts: Callable[..., Hosts], refusing: Any) -> None:
+    opened = refusing(lambda name: name == "manifests/000001-00000005.json")
+    job = hosts()
+    assert job.save(5)[0].state == "failed"
+    assert sum(store.refused for store in opened) == 1
+    assert any(name.startswith("blobs/000001-00000005/") for name in job.store.names(""))
+
+
+def test_a_part_that_was_saved_in_vain_is_deleted_with_the_next_save(
+    hosts: Callable[..., Hosts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver_module, "_PARTS_TIMEOUT_S", 0.5)
+    job = hosts()
+    assert job.save(5, parts=[0])[0].state == "failed"  # in vain: the other one comes too late
+    assert job.save(5, parts=[1])[0].state == "part"
+    assert job.store.names("blobs/000001-00000005/")
+    assert [one.state for one in job.save(6)] == ["done", "part"]
+    assert not job.store.names("blobs/000001-00000005/")
+    assert job.saved_numbers() == [6]
+
+
+def test_checkpoints_of_this_job_expire_whoever_saved_them(hosts: Callable[..., Hosts]) -> None:
+    job = hosts(keep_last=2)
+    for number in (1, 2):
+        job.save(number)
+    job.servers[0].close()
+    job.servers[0] = job.server(0)  # the one that had saved them was killed
+    job.save(3)
+    assert job.saved_numbers() == [3, 2]
+    job.claim = claims.claim(job.store, "job.1", lease_s=0.1)  # the world was formed anew: another epoch
+    job.servers = [job.server(part) for part in (0, 1)]
+    job.save(4)
+    assert job.saved_numbers() == [4, 3]
+
+
+def test_what_the_job_went_on_from_never_expires(hosts: Callable[..., Hosts]) -> None:
+    job = hosts(keep_last=1)
+    job.save(1)
+    job.claim = claims.claim(job.store, "job.2", takeover=True)
+    job.first_epoch = job.claim.epoch
+    for number in (2, 3):
+        job.save(number)
+    assert job.saved_numbers() == [3, 1]
+
+
+def test_a_save_of_a_world_that_is_no_more_is_cancelled_and_leaves_nothing(
+    hosts: Callable[..., Hosts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = hosts()
+    waiting = threading.Event()
+    part_of = saver_module._part_of
+
+    def wait(*args: Any) -> Any:
+        waiting.set()
+        return part_of(*args)
+
+    monkeypatch.setattr(saver_module, "_part_of", wait)
+    request_epoch = job.claim.epoch
+    save = Save(
+        epoch=request_epoch, number=5, part=0, n_parts=2, kind="full", parent=None, step=5, samples=5,
+        settings=job.settings, claim=asdict(job.claim), about={}, first_epoch=1,
+    )  # fmt: skip
+    job.servers[0].begin(save, [0, 2], lambda extras: b"state")
+    assert waiting.wait(TIMEOUT_S)
+    job.claim = claims.claim(job.store, "job.1", lease_s=0.1)
+    assert [one.state for one in job.save(6, n_parts=1)] == ["done"]
+    assert not job.store.names(f"blobs/{request_epoch:06d}-00000005/")
+    assert job.saved_numbers() == [6]

@@ -1,0 +1,97 @@
+"""Several workers as threads of one process: collectives are barriers, so every rank of the real code runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import gba_hvd
+
+TIMEOUT_S = 30.0
+
+
+class Meeting:
+    """Where the threads of one world exchange what they bring."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=TIMEOUT_S)
+        self.brought: list[Any] = [None] * size
+
+    def exchange(self, rank: int, name: str, value: Any) -> list[Any]:
+        self.brought[rank] = (name, value)
+        self.barrier.wait()
+        everyone = list(self.brought)
+        self.barrier.wait()
+        assert {n for n, _ in everyone} == {name}, f"different collectives at once: {[n for n, _ in everyone]}"
+        return [v for _, v in everyone]
+
+
+class ThreadWorld:
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.before_result: Callable[[], None] = lambda: None  # a place for faults: a commit is decided, not yet known
+        self.meeting, self.rank, self.size, self.local_rank, self.host = meeting, rank, meeting.size, rank, "here"
+
+    def gather(self, name: str, row: np.ndarray) -> np.ndarray:
+        return np.stack(self.meeting.exchange(self.rank, name, row.copy()))
+
+    def broadcast(self, name: str, data: bytes | None, root: int) -> bytes:
+        result = self.meeting.exchange(self.rank, name, data)[root]
+        assert isinstance(result, bytes)
+        return result
+
+    def alltoall(self, name: str, words: np.ndarray, splits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        assert splits.sum() == len(words)
+        parts = np.split(words.copy(), np.cumsum(splits)[:-1])
+        mine = [sent[self.rank] for sent in self.meeting.exchange(self.rank, name, parts)]
+        return np.concatenate(mine), np.array([len(part) for part in mine])
+
+    def gather_bytes(self, name: str, data: bytes) -> list[np.ndarray]:
+        return [np.frombuffer(each, np.uint8) for each in self.meeting.exchange(self.rank, name, data)]
+
+    def sum_(self, name: str, values: Tensor) -> None:
+        total = torch.stack(self.meeting.exchange(self.rank, name, values.clone())).sum(0)
+        self.before_result()
+        values.copy_(total)
+
+
+class Workers:
+    """`together(jobs, act)` runs `act(job)` for every worker of a world at once; worlds may change in between."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._here = threading.local()
+        monkeypatch.setattr(gba_hvd.elastic, "current_world", lambda: self._here.world)
+
+    def together(self, jobs: list[Any], act: Callable[[Any], Any]) -> list[Any]:
+        """What `act` returned on each rank; every rank must succeed."""
+        results = self.outcomes(jobs, act)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return results
+
+    def outcomes(self, jobs: list[Any], act: Callable[[Any], Any]) -> list[Any]:
+        """What `act` returned or raised on each rank."""
+        meeting = Meeting(len(jobs))
+        results: list[Any] = [None] * len(jobs)
+
+        def work(rank: int, job: Any) -> None:
+            self._here.world = ThreadWorld(meeting, rank)
+            try:
+                results[rank] = act(job)
+            except Exception as error:
+                results[rank] = error
+
+        threads = [threading.Thread(target=work, args=(rank, job), daemon=True) for rank, job in enumerate(jobs)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * TIMEOUT_S)
+            assert not thread.is_alive()
+        return results
