@@ -1,9 +1,9 @@
 """A small but real training script that the process tests launch with `horovodrun`.
 
 Reads what to do from the JSON file in TEST_PLAN: sizes, epochs, faults. Each worker appends what it did to
-`OUT/<host>-<pid>.jsonl`: the samples it is about to contribute to a step or push, the steps that were committed, events, the
-end. The chief writes the final parameters. Faults really happen (SIGKILL, SIGSTOP, exceptions) and are written down
-just before.
+`OUT/<host>-<pid>.jsonl`: the samples it is about to contribute to a step or push, the steps that were committed,
+events, the end. The chief writes the final parameters. Faults really happen (SIGKILL, SIGSTOP, exceptions) and are
+written down just before.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def train(state: gba_hvd.elastic.TorchState) -> None:
 
 
 def wait_where_planned(step: int) -> None:
-    """Hold step k, or any later one, until the test makes a file: `{"holds": {k: name}}`. `wait_at_step`: k for `go`."""
+    """Hold step k, or a later one, until the test makes a file: `{"holds": {k: name}}`; `wait_at_step` waits for `go`."""
     holds = {int(at): name for at, name in PLAN.get("holds", {}).items()}
     if "wait_at_step" in PLAN:
         holds[PLAN["wait_at_step"]] = "go"
