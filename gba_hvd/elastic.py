@@ -39,13 +39,14 @@ from gba_hvd import handover, membership
 from gba_hvd.allreduce import AllreduceMode
 from gba_hvd.callbacks import Callback, Event, Job
 from gba_hvd.checkpoints import Checkpoints
-from gba_hvd.collectives import World, current_world, hosts_updated
+from gba_hvd.collectives import World, current_world, hosts_updated, worker_lost
 from gba_hvd.compression.exchange import DenseExchange
 from gba_hvd.engine import Engine
 from gba_hvd.errors import BadInput, GbaError
 from gba_hvd.faults import FaultSchedule
 from gba_hvd.gba import GbaMode
 from gba_hvd.gba_callback import GBACallback
+from gba_hvd.launcher import Seat
 from gba_hvd.local_server import LocalServer
 from gba_hvd.ps.protocol import Position
 from gba_hvd.reform import Reformer
@@ -81,6 +82,7 @@ class TorchState:
         self._snapshot = b""
         self._met: list[tuple[membership.Joined, World]] = []  # by the background thread, for the training thread
         self._line: LocalServer | None = None
+        self._seat = Seat()
         self._part = (0, 1)  # this host's number, and how many there are
         self.finished_epoch: int | None = None  # the last epoch this process saw the end of since it last synced
 
@@ -194,7 +196,10 @@ class TorchState:
         """Nothing to save."""
 
     def restore(self) -> None:
-        """After a failure: forget the step in flight. What was committed stays."""
+        """After a failure: forget the step in flight. What was committed stays.
+
+        Raises GivenUp when the others went on without this worker, LauncherLost when it may be so: it ends.
+        """
         self._synced = False
         self.engine.interrupt_due = self.engine.hosts_updated = False
         self.engine.switch_to = None
@@ -207,6 +212,7 @@ class TorchState:
             handover.rescue_dense_state(self.engine, self.engine.mode)
             self.engine.mode.close(finished=False)
             self.engine.mode = self.engine.idle_mode = self.engine.reformer = None
+        self._seat.check(self.engine.tables.config.server_s)
 
     def stop_if_interrupted(self) -> None:
         """Leave the loop when hosts came or went: raised on all workers at the same step, as the commit agreed."""
@@ -220,6 +226,10 @@ class TorchState:
         engine = self.engine
         before = [engine.world.size] if self._has_state else []
         engine.world = current_world()
+        try:
+            self._seat.take()
+        except OSError as error:
+            raise worker_lost(f"the launcher cannot be reached: {error}") from error
         engine.size_extra()
         joined = membership.join(engine, engine.world, self._job_id, self._has_state)
         self._job_id = engine.job_id = joined.job_id
@@ -336,7 +346,7 @@ class TorchState:
         mode = self.engine.mode
         assert isinstance(mode, GbaMode)
         if self.engine.reformer is None:
-            self.engine.reformer = Reformer(mode, 0, self._meet)
+            self.engine.reformer = Reformer(mode, 0, self._meet, self._seat, self.engine.tables.config.server_s)
             self.engine.reformer.start()
 
     def tell_of_membership(self) -> None:
@@ -377,7 +387,9 @@ class TorchState:
             atexit.register(self._close_at_exit)
         self._has_state, self._synced, self._closed = True, True, False
         self.finished_epoch = None
-        engine.reformer = Reformer(cast(GbaMode, engine.mode), joined.membership, self._meet)
+        engine.reformer = Reformer(
+            cast(GbaMode, engine.mode), joined.membership, self._meet, self._seat, engine.tables.config.server_s
+        )
         engine.reformer.start()
         self._tell_callbacks(joined, [])
 

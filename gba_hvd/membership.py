@@ -181,13 +181,14 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
     placement = place_shards(members, holdings)
     if leads:
         memory.end_old_writers({f.pid for f in facts if f.host == mine.host})
-        for session in memory.folder.glob("ps-*.session"):  # of an asynchronous mode that is over
-            session.unlink(missing_ok=True)
+        handover.retire_servers(job_id, engine.key, memory.folder, mine.host)
     newest, missed = _close_torn_steps(agreed.step, placement, holdings, here, leads, memory)
     incoming = [s for s in placement.new if placement.host[s] == here] + [
         s for s, _, to in placement.moves if to == here
     ]
-    _together(world, agreed.is_restart, "reserve", lambda: memory.reserve(incoming) if leads and incoming else None)
+    number = 1 + max(int(holding.placed.max()) for holding in holdings)
+    room = (lambda: _make_room(memory, incoming, number)) if leads and incoming else (lambda: None)
+    _together(world, agreed.is_restart, "reserve", room)
     refilled = _fill_new_shards(engine, world, agreed, placement, here, leads, memory)
     _move_shards(world, members, placement, here, leads, memory, newest)
     outboxes = _open_outboxes(
@@ -382,8 +383,14 @@ def _open(engine: Engine, job_id: str) -> ShardMemory:
 
 def _gather_holdings(world: World, members: Membership, memory: ShardMemory) -> list[Holding]:
     marks = memory.marks()
-    everyone = world.gather("marks", np.concatenate([marks.ready, marks.begun, marks.finished]))
-    return [Holding(*np.split(everyone[members.lead_of(host)], 3)) for host in members.order]
+    everyone = world.gather("marks", np.concatenate([marks.ready, marks.begun, marks.finished, marks.placed]))
+    return [Holding(*np.split(everyone[members.lead_of(host)], 4)) for host in members.order]
+
+
+def _make_room(memory: ShardMemory, shards: list[int], number: int) -> None:
+    memory.reserve(shards)
+    for shard in shards:
+        memory.place(shard, number)
 
 
 def _close_torn_steps(

@@ -303,7 +303,7 @@ class Server:
                     return Dense(part.dense.step), (part.dense.shown.copy(),)
                 return Dense(part.dense.step), ()
             case Apply():
-                return self._active(request.generation).apply(request), ()
+                return self._on_apply(request), ()
             case Discard():
                 self._active(request.generation).buffer.forget_before(request.oldest_serial)
                 return Ok(), ()
@@ -479,6 +479,14 @@ class Server:
         self.idle = False
         self._save_session()
         return Ok()
+
+    def _on_apply(self, request: Apply) -> Answer:
+        part = self._active(request.generation)
+        if self.idle:  # the workers write shards: whoever asks was cut off when they fell out of the mode
+            raise ProtocolError(
+                f"step {request.step} of generation {request.generation} comes too late: its mode is over"
+            )
+        return part.apply(request)
 
     def _on_export(self, request: Export) -> tuple[Answer, Sequence[Any]]:
         part = self._active(request.generation)

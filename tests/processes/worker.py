@@ -91,7 +91,7 @@ _hosts_updated = gba_hvd.elastic.hosts_updated
 
 
 def hosts_updated() -> Exception:
-    note(interrupted=True)
+    note(interrupted=True, at=state.step, shards=shards_here())
     return _hosts_updated()
 
 
@@ -194,13 +194,13 @@ def train(state: gba_hvd.elastic.TorchState) -> None:
 
 
 def wait_where_planned(step: int) -> None:
-    """Hold step k, or a later one, until the test makes a file: `{"holds": {k: name}}`; `wait_at_step` waits for `go`."""
+    """Hold step k, or a later one, until the test makes a file. `{"holds": {k: name}}`; `wait_at_step`: k for `go`."""
     holds = {int(at): name for at, name in PLAN.get("holds", {}).items()}
     if "wait_at_step" in PLAN:
         holds[PLAN["wait_at_step"]] = "go"
     for name in (name for at, name in holds.items() if step >= at and not (OUT / name).exists()):
         (OUT / f"waiting-{socket.gethostname()}-{os.getpid()}").touch()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not (OUT / name).exists() and time.monotonic() < deadline:
             time.sleep(0.02)
 

@@ -61,6 +61,15 @@ def test_marks_tell_what_is_there_and_how_far_it_is(open_memory: Open) -> None:
     assert marks.finished.tolist() == [7, 7, 7, 8]
 
 
+def test_a_shard_that_is_placed_anew_is_not_there_until_it_is_filled(open_memory: Open) -> None:
+    memory = open_memory()
+    memory.init_shard(1, step=7)
+    memory.place(1, 3)
+    assert memory.marks().ready.tolist() == [0, 0, 0, 0]
+    memory.init_shard(1, step=8)
+    assert memory.marks().placed.tolist() == [0, 3, 0, 0]
+
+
 def test_a_shard_begins_anew_without_traces_of_before(open_memory: Open) -> None:
     memory = open_memory()
     memory.init_shard(2, step=0)
