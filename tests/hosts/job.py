@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 from gba_hvd_tools.lab import Lab
 
 from gba_hvd.ps.client import Client
@@ -32,6 +34,9 @@ from tests.processes.workload import digests, digests_of
 
 DESK = "desk"
 IMPATIENT = {"GBA_HVD_SERVER_S": "6", "GBA_HVD_ALIVE_S": "1"}  # a lost host is noticed soon
+only_if_all = pytest.mark.skipif(
+    os.environ.get("GBA_HVD_ALL_HOSTS_TESTS") != "1", reason="one of each kind is enough: GBA_HVD_ALL_HOSTS_TESTS=1"
+)
 T = TypeVar("T")
 _S3_PORT = 5000
 _DISCOVER = """#!/bin/bash
@@ -191,7 +196,7 @@ class S3:
         assert self.process.poll() is None, (folder / "log").read_text()
         address = f"http://{lab.address(DESK)}:{_S3_PORT}"
         options = {"key": "test", "secret": "test", "endpoint_url": address}
-        self.settings = {"url": "s3://bucket/job", "storage_options": {**options, "timeout_s": 5, "tries": 2}}
+        self.settings = {"url": "s3://bucket/job", "storage_options": {**options, "timeout_s": 10, "tries": 2}}
         self._list = f"{address}/bucket?list-type=2&prefix=job/"
 
     def names(self, prefix: str) -> list[str]:
