@@ -61,7 +61,7 @@ class ClickTask:
 
     def measure(self, values: np.ndarray) -> float:
         self._put(values)
-        ids, dense, label = self._held_out.tensors(np.arange(_N_MEASURED))
+        ids, dense, label = self._held_out.tensors(np.arange(min(_N_MEASURED, len(self._held_out))))
         with torch.no_grad():
             return float(binary_cross_entropy_with_logits(self._logits(ids, dense), label))
 
