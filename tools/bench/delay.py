@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 WORKERS = (4, 8, 16, 32, 64)
-RATES = {"quadratic": (0.3, 0.1, 0.03, 0.01, 0.003, 0.001), "logistic": (3.0, 1.0, 0.3, 0.1, 0.03, 0.01)}
-MICRO_BATCHES = 1500
+RATES = {"quadratic": (0.1, 0.03, 0.01, 0.003, 0.001), "logistic": (1.0, 0.3, 0.1, 0.03, 0.01)}
+MICRO_BATCHES = 1200
 HOLDS_WITHIN = 0.05
 Losses = dict[tuple[str, int, float], list[float]]  # by rule, workers, learning rate: one for each seed
 
