@@ -33,6 +33,7 @@ if PLAN.get("horovod", True):
 
     hvd.init()
 
+from balance import Books  # noqa: E402
 from workload import Training, digests  # noqa: E402
 
 import gba_hvd  # noqa: E402
@@ -158,6 +159,7 @@ more_users = PLAN.get("rank_one_differs", 0) if os.environ.get("HOROVOD_RANK") =
 training = Training.of(PLAN, more_users, epoch=0, aucs=[])
 dataset, tables, model, optimizer, state = vars(training).values()
 notes = Notes()
+books = Books(state.engine, note, die) if state.engine.compression is not None else None
 state.register_callbacks([notes])
 if "gba" in PLAN:
     state.register_callbacks([gba_hvd.GBACallback(**PLAN["gba"])])
@@ -189,6 +191,8 @@ def train(state: gba_hvd.elastic.TorchState) -> None:
         scores = gba_hvd.evaluate(model, dataset, state, batch=64)
         state.aucs = [*state.aucs, scores.auc]
         state.report(auc=scores.auc)
+    if books is not None:
+        books.close()
     if state.world.rank == 0:
         write_result()
 
