@@ -21,13 +21,18 @@ import numpy as np
 import torch
 
 from gba_hvd.collectives import World, worker_lost
-from gba_hvd.errors import GbaError, StateMismatch
+from gba_hvd.compression import mirror
+from gba_hvd.compression.exchange import DenseExchange
+from gba_hvd.compression.message import BadMessage
+from gba_hvd.compression.push import DensePush
+from gba_hvd.errors import GbaError, NonFiniteGradient, StateMismatch
 from gba_hvd.gradients import DenseGradients, RowGrad, distinct, merge, pack_by_owner, with_contributors
 from gba_hvd.ps.client import Client, Reply, ServerLost
 from gba_hvd.ps.dense import DenseReader
 from gba_hvd.ps.protocol import (
     Ask,
     Beat,
+    Compressor,
     Dense,
     Done,
     Endpoint,
@@ -87,7 +92,7 @@ class GbaMode:
 
     def __init__(
         self, session: Session, worker: int, rank: int, host: int, pid: int, tables: EmbeddingTables,
-        dense: DenseGradients, timeout_s: float,
+        dense: DenseGradients, timeout_s: float, compression: DenseExchange | None = None,
     ) -> None:  # fmt: skip
         assert tables.memory is not None
         self.session, self.name, self.worker, self.rank = session, session.mode, worker, rank
@@ -115,6 +120,13 @@ class GbaMode:
         sizes = dense.sizes
         ends = np.cumsum([0, *sizes])
         self._slices = [[slice(int(ends[t]), int(ends[t + 1])) for t in part] for part in self._parts]
+        is_far = [server.host != host for server in session.servers]
+        self._coded: DensePush | None = None
+        self._compressor: Compressor | None = None
+        if compression is not None and any(is_far):
+            spec = compression.spec
+            self._coded = DensePush(compression.feedback, self._parts, is_far)
+            self._compressor = Compressor(spec.selector, spec.keep, spec.refresh_every, spec.drift, spec.values)
         self._values = [np.empty(sum(sizes[t] for t in part), dtype=np.float32) for part in self._parts]
         self._dense_step = [-1] * len(self._parts)
         self.slim: SlimWorker | None = None  # what rule "dana_slim" does to gradients before they are sent
@@ -175,14 +187,27 @@ class GbaMode:
             if reader is not None:
                 self._dense_step[s] = reader.read(self._values[s], before)
             else:
-                reply = self._call(s, PullDense(self.session.generation, before))
+                reply = self._call(s, PullDense(self.session.generation, before, self.worker, self._compressor))
                 assert isinstance(reply.body, Dense)
                 if reply.frames:
-                    self._values[s] = np.frombuffer(reply.frames[0], dtype=np.float32)
-                    self._dense_step[s] = reply.body.step
+                    self._take_values(s, reply.body, reply.frames[0])
             if self._dense_step[s] > before:
                 self._dense.set_parameters_(part, torch.from_numpy(self._values[s]))
         return min(self._dense_step)
+
+    def _take_values(self, server: int, dense: Dense, frame: Any) -> None:
+        if dense.base == -1:
+            self._values[server] = np.frombuffer(frame, dtype=np.float32).copy()
+        elif dense.base == self._dense_step[server]:
+            try:
+                mirror.follow_(self._values[server], frame, [self._dense.sizes[t] for t in self._parts[server]])
+            except BadMessage as error:
+                raise worker_lost(f"server {server} sent dense values that are none: {error}") from error
+        else:
+            raise worker_lost(
+                f"server {server} sent the difference to step {dense.base}, this worker has {self._dense_step[server]}"
+            )
+        self._dense_step[server] = dense.step
 
     def fetch_rows(self, keys: Sequence[np.ndarray]) -> list[RemoteRows | None]:
         """Rows of other hosts, per group the keys that will be used next. For `use_rows`."""
@@ -236,14 +261,19 @@ class GbaMode:
         if refused:
             self._report(done)
             return
-        frames = self._frames(rows)
+        try:
+            frames = self._frames(rows)
+        except NonFiniteGradient as error:  # with its residual, which stays
+            self._report(Done(self.worker, done.generation, done.micro, done.serial, loss, seconds, str(error)))
+            return
         waiting = [len(frames)]
         for s, part in enumerate(frames):
-            body = Push(self.worker, self.session.generation, lease.micro, lease.serial, self._dense_step[s])
+            is_coded = self._coded is not None and self._coded.is_far[s]
+            body = Push(self.worker, done.generation, done.micro, done.serial, self._dense_step[s], is_coded)
             future = self.client.send(s, body, part)
             future.add_done_callback(lambda f: self._pushed(f.result, waiting, done))
 
-    def _frames(self, rows: Sequence[Sequence[RowGrad]]) -> list[list[np.ndarray]]:
+    def _frames(self, rows: Sequence[Sequence[RowGrad]]) -> list[list[Any]]:
         """For each server the dense slice and the row message."""
         contributors = self.session.row_average == "contributors"
         grads = []
@@ -257,7 +287,10 @@ class GbaMode:
         flat = self._dense.flat.detach().cpu().numpy()
         if self.slim is not None:
             flat = self.slim.outgoing(flat, max(self._dense_step))
-        dense = [np.concatenate([flat[at] for at in slices]) if slices else flat[:0].copy() for slices in self._slices]
+        if self._coded is not None:
+            dense = self._coded.frames(flat.copy())
+        else:
+            dense = [np.concatenate([flat[at] for at in s]) if s else flat[:0].copy() for s in self._slices]
         return [[d, m] for d, m in zip(dense, messages, strict=True)]
 
     def _pushed(self, result: Callable[[], Reply], waiting: list[int], done: Done) -> None:

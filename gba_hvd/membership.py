@@ -200,6 +200,7 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
                 memory.drop(shard)
     if engine.mode is not None:
         engine.mode.close()
+    engine.traffic.mode = AllreduceMode.name
     engine.mode = AllreduceMode(
         world,
         members,

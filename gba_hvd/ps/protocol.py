@@ -145,21 +145,40 @@ class PullRows(Struct):
     generation: int
 
 
+class Compressor(Struct):
+    """As `compression.Spec`."""
+
+    selector: str
+    keep: float
+    refresh_every: int
+    drift: float
+    values: str
+
+
 class PullDense(Struct):
-    """This server's dense values, if they are newer than `newer_than`."""
+    """This server's dense values, if they are newer than `newer_than`.
+
+    compressor: the worker, of another host, takes differences to the values of step `newer_than`, which it has
+    """
 
     generation: int
     newer_than: int
+    worker: int = 0
+    compressor: Compressor | None = None
 
 
 class Push(Struct):
-    """Gradients of one micro-batch, for one server. Frames: its dense slice float32, its row message (`gradients`)."""
+    """Gradients of one micro-batch, for one server. Frames: its dense slice float32, its row message (`gradients`).
+
+    compressed: the first frame is a message as of `compression.push`
+    """
 
     worker: int
     generation: int
     micro: int
     serial: int
     dense_step: int = -1  # step of this server's dense values that they were computed with, -1 if not known
+    compressed: bool = False
 
 
 class Done(Struct):
@@ -379,9 +398,13 @@ class Judged(Struct):
 
 
 class Dense(Struct):
-    """Frames: the values, unless `step` is not newer than asked."""
+    """Frames: the values, unless `step` is not newer than asked.
+
+    base: if not -1, the frame is the compressed difference to the values of this step
+    """
 
     step: int
+    base: int = -1
 
 
 class Rows(Struct):

@@ -31,6 +31,7 @@ import torch
 import zmq
 
 from gba_hvd.errors import GbaError
+from gba_hvd.ps import compressed as wire
 from gba_hvd.ps import protocol, transport
 from gba_hvd.ps.coordinator import Coordinator
 from gba_hvd.ps.dense import DensePart
@@ -45,7 +46,6 @@ from gba_hvd.ps.protocol import (
     Beat,
     Blend,
     Bye,
-    Dense,
     Discard,
     Done,
     Enter,
@@ -298,10 +298,7 @@ class Server:
             case Beat():
                 return self._on_beat(request), ()
             case PullDense():
-                part = self._active(request.generation)
-                if part.dense.step > request.newer_than:
-                    return Dense(part.dense.step), (part.dense.shown.copy(),)
-                return Dense(part.dense.step), ()
+                return wire.answer_pull(self._active(request.generation), request)
             case Apply():
                 return self._active(request.generation).apply(request), ()
             case Discard():
@@ -361,6 +358,8 @@ class Server:
 
     def _on_push(self, request: Push, frames: list[Any]) -> Answer:
         part = self._active(request.generation)
+        if request.compressed:
+            frames = wire.opened(part, frames)
         if part.push(request.micro, request.serial, frames, request.dense_step, request.worker):
             return Ok()
         if self.coordinator is not None:  # pushes of revoked leases will never be asked for

@@ -84,7 +84,7 @@ def test_a_job_that_was_killed_goes_on_with_its_residual_and_refuses_another_com
             os.kill(pid, signal.SIGKILL)
         job.end()
         job.assert_nothing_left_but_memory()
-        first = job.notes("brings")
+        saves = job.notes("saves")
     with cluster(tmp_path / "other", compression={"name": "fp16"}, **saving(tmp_path), horovod=False) as job:
         job.start_alone()
         assert job.wait(PATIENCE_S) != 0
@@ -93,8 +93,42 @@ def test_a_job_that_was_killed_goes_on_with_its_residual_and_refuses_another_com
         job.run(lambda: job.start_static(2), PATIENCE_S)
         (resumed, *_) = events(job, "resumed")
         step = resumed["step"]
-        saved = sum(line["rest"] for line in first if line["step"] == step + 1)
+        saved = sum(line["saves"] for line in saves if line["step"] == step)
         at_start = [line["rest"] for line in job.notes("brings") if line["step"] == step + 1]
         assert abs(saved) > 1e-4
         np.testing.assert_allclose(sum(at_start), saved, rtol=1e-4)
         assert sorted(map(bool, at_start)) == [False, True]  # one worker has all of it
+
+
+# --- asynchronous modes: each host of a job has a server -------------------------------------------------------------
+
+TWO_HOSTS: dict[str, Any] = {"own_memory_per_name": True, "samples": 2000}
+QUALITY = {"gba": {"mode": "gba"}, "epochs": 4, **TWO_HOSTS}
+
+
+@pytest.mark.parametrize("values", ["none", "int8"])
+def test_pushes_and_pulled_values_of_other_hosts_are_compressed(tmp_path: Path, values: str) -> None:
+    """Every sample is applied or accounted for, and the model learns as without."""
+    sparse = {"compression": {"name": "dct", "keep": 0.2, "values": values, "refresh_every": 20}}
+    results = {}
+    for name, plan in (("plain", {}), ("sparse", sparse)):
+        with cluster(tmp_path / name, **QUALITY, **plan) as job:
+            job.run(lambda job=job: job.start_elastic(TWO), PATIENCE_S)  # type: ignore[misc]
+            job.assert_every_sample_once(epochs=4, samples=2000)
+            n_bytes = [line["bytes"] for line in events(job, "traffic")]
+            dense = sum(told.get("sent_gba_dense", 0) + told.get("received_gba_dense", 0) for told in n_bytes)
+            results[name] = job.result()["aucs"][-1], dense
+    assert results["sparse"][0] > results["plain"][0] - 0.03
+    assert results["sparse"][1] < results["plain"][1]
+
+
+def test_there_and_back_nothing_is_lost(tmp_path: Path) -> None:
+    """Of the residual, too: in allreduce mode before and after, the projections tell."""
+    switches = {"mode": "allreduce", "switch_at": {6: "gba", 20: "allreduce"}}
+    plan = {"gba": switches, "epochs": 3, **TWO_HOSTS, **SPARSE}
+    with cluster(tmp_path, **plan) as job:
+        job.run(lambda: job.start_elastic(TWO), PATIENCE_S)
+        assert {line["to"] for line in events(job, "switch")} == {"gba", "allreduce"}
+        job.assert_every_sample_once(epochs=3, samples=2000)
+        assert job.notes("pushed")
+        assert_balanced(job)
