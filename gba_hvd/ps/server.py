@@ -46,6 +46,7 @@ from gba_hvd.ps.protocol import (
     Beat,
     Blend,
     Bye,
+    Dense,
     Discard,
     Done,
     Enter,
