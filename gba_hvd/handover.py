@@ -116,7 +116,7 @@ def start(engine: Engine, session: Session, rank: int, host: int, sharers: int =
             is_elastic=os.environ.get("HOROVOD_ELASTIC") == "1",
         )  # fmt: skip
     else:
-        mode = GbaMode(*parts, patience_s, engine.compression)
+        mode = GbaMode(*parts, patience_s, engine.compression, engine.row_compression)
     mode.client.traffic = engine.traffic
     mode.hosts_updated, engine.hosts_updated = engine.hosts_updated, False
     if session.rule == "dana_slim":

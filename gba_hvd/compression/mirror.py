@@ -22,7 +22,6 @@ from gba_hvd.compression.feedback import Feedback, plain_of, spans_of
 from gba_hvd.compression.push import add_
 from gba_hvd.compression.spec import Spec
 
-
 _MOST_WORKERS = 256  # mirrors; one more, and the oldest is forgotten: its worker, if it lives, gets all values again
 
 

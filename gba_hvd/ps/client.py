@@ -36,6 +36,7 @@ _POLL_S = 0.1
 _KINDS = {
     ("sent", "Push"): ("dense", "rows"),
     ("received", "PullDense"): ("dense",),
+    ("sent", "PullRows"): ("header",),
     ("received", "PullRows"): ("rows",),
     ("received", "Export"): ("dense",),
 }

@@ -8,24 +8,58 @@ from typing import Any
 
 import numpy as np
 
-from gba_hvd.compression import push
+from gba_hvd.compression import push, row_push, rows
 from gba_hvd.compression.message import BadMessage
 from gba_hvd.compression.mirror import Mirrors
+from gba_hvd.compression.rows import RowCoder
 from gba_hvd.compression.spec import SELECTORS, VALUES, Spec
 from gba_hvd.errors import BadInput
-from gba_hvd.ps.part import Part
-from gba_hvd.ps.protocol import Compressor, Dense, ProtocolError, PullDense
+from gba_hvd.ps.part import Part, gather
+from gba_hvd.ps.protocol import Compressor, Dense, ProtocolError, PullDense, PullRows, Push
+from gba_hvd.shard.layout import Layout
+from gba_hvd.shard.memory import ShardMemory
 
 
-def opened(part: Part, frames: Sequence[Any]) -> list[Any]:
+def opened(part: Part, layout: Layout, request: Push, frames: Sequence[Any]) -> list[Any]:
     """The frames of a compressed push as those of one that is not. Raises ProtocolError."""
     if len(frames) != 2:
         raise ProtocolError(f"Push comes with two frames, got {len(frames)}")
+    dense_frame, rows_frame = frames
     try:
-        dense = push.read(frames[0], _sizes(part))
+        if request.compressed:
+            dense_frame = push.read(dense_frame, _sizes(part)).view(np.uint8).data
+        if request.rows_compressed:
+            extra = int(part.enter.row_average == "contributors")
+            rows_frame = row_push.unpack(rows_frame, layout, extra).view(np.uint8).data
     except BadMessage as error:
-        raise ProtocolError(f"dense gradient: {error}") from error
-    return [dense.view(np.uint8).data, frames[1]]
+        raise ProtocolError(f"a compressed push: {error}") from error
+    return [dense_frame, rows_frame]
+
+
+class RowLender:
+    """Answers pulls of rows; keeps the thresholds. Belongs to the server's thread for pulls."""
+
+    def __init__(self) -> None:
+        self._coder: RowCoder | None = None
+
+    def rows(self, memory: ShardMemory, mine: np.ndarray, request: PullRows, frames: Sequence[Any]) -> Sequence[Any]:
+        """A frame for each group of tables. Raises ProtocolError."""
+        if request.compressor is None:
+            return gather(memory, mine, frames)
+        spec, groups = _spec_of(request.compressor), memory.layout.groups
+        if self._coder is None or self._coder.spec != spec:
+            self._coder = RowCoder(spec, [group.dim for group in groups])
+        if len(frames) != len(groups):
+            raise ProtocolError(f"{len(frames)} frames of keys, expected one for each of {len(groups)} groups")
+        try:
+            keys = [
+                rows.read_keys(frame, group.places * memory.layout.n_shards)
+                for frame, group in zip(frames, groups, strict=True)
+            ]
+        except BadMessage as error:
+            raise ProtocolError(str(error)) from error
+        found = gather(memory, mine, [one.view(np.uint8).data for one in keys])
+        return [self._coder.lend(number, keys[number], one)[0] for number, one in enumerate(found)]
 
 
 def answer_pull(part: Part, request: PullDense) -> tuple[Dense, Sequence[Any]]:

@@ -139,12 +139,6 @@ class Ask(Struct):
     lrs_step: int
 
 
-class PullRows(Struct):
-    """Frames: for each group the keys, int64. Answer: for each group the weights, float32 [n, dim]."""
-
-    generation: int
-
-
 class Compressor(Struct):
     """As `compression.Spec`."""
 
@@ -153,6 +147,16 @@ class Compressor(Struct):
     refresh_every: int
     drift: float
     values: str
+
+
+class PullRows(Struct):
+    """Frames: for each group the keys, int64. Answer: for each group the weights, float32 [n, dim].
+
+    With a compressor keys and rows are as of `compression.rows`.
+    """
+
+    generation: int
+    compressor: Compressor | None = None
 
 
 class PullDense(Struct):
@@ -170,7 +174,8 @@ class PullDense(Struct):
 class Push(Struct):
     """Gradients of one micro-batch, for one server. Frames: its dense slice float32, its row message (`gradients`).
 
-    compressed: the first frame is a message as of `compression.push`
+    compressed: the first frame is a message as of `compression.push`; rows_compressed: the second one is one as of
+    `compression.row_push`
     """
 
     worker: int
@@ -179,6 +184,7 @@ class Push(Struct):
     serial: int
     dense_step: int = -1  # step of this server's dense values that they were computed with, -1 if not known
     compressed: bool = False
+    rows_compressed: bool = False
 
 
 class Done(Struct):

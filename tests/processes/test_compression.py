@@ -106,20 +106,35 @@ TWO_HOSTS: dict[str, Any] = {"own_memory_per_name": True, "samples": 2000}
 QUALITY = {"gba": {"mode": "gba"}, "epochs": 4, **TWO_HOSTS}
 
 
+SPARSE_ROWS = {"name": "dct", "keep": 0.5, "values": "int8"}
+
+
 @pytest.mark.parametrize("values", ["none", "int8"])
-def test_pushes_and_pulled_values_of_other_hosts_are_compressed(tmp_path: Path, values: str) -> None:
+def test_what_goes_to_servers_of_other_hosts_and_comes_back_is_compressed(tmp_path: Path, values: str) -> None:
     """Every sample is applied or accounted for, and the model learns as without."""
-    sparse = {"compression": {"name": "dct", "keep": 0.2, "values": values, "refresh_every": 20}}
-    results = {}
+    dense = {"name": "dct", "keep": 0.2, "values": values, "refresh_every": 20}
+    sparse = {"compression": dense, "row_compression": SPARSE_ROWS if values == "int8" else {}}
+    aucs, n_bytes = {}, {}
     for name, plan in (("plain", {}), ("sparse", sparse)):
         with cluster(tmp_path / name, **QUALITY, **plan) as job:
             job.run(lambda job=job: job.start_elastic(TWO), PATIENCE_S)  # type: ignore[misc]
             job.assert_every_sample_once(epochs=4, samples=2000)
-            n_bytes = [line["bytes"] for line in events(job, "traffic")]
-            dense = sum(told.get("sent_gba_dense", 0) + told.get("received_gba_dense", 0) for told in n_bytes)
-            results[name] = job.result()["aucs"][-1], dense
-    assert results["sparse"][0] > results["plain"][0] - 0.03
-    assert results["sparse"][1] < results["plain"][1]
+            aucs[name] = job.result()["aucs"][-1]
+            told = [line["bytes"] for line in events(job, "traffic")]
+        for kind in ("dense", "rows"):
+            n_bytes[name, kind] = sum(n for one in told for key, n in one.items() if key.endswith(f"_gba_{kind}"))
+    assert aucs["sparse"] > aucs["plain"] - 0.05
+    assert 0 < n_bytes["sparse", "dense"] < n_bytes["plain", "dense"]
+    assert (n_bytes["sparse", "rows"] < 0.6 * n_bytes["plain", "rows"]) is (values == "int8")
+
+
+def test_rows_in_half_precision_train_nearly_the_same_model(reference: dict[str, np.ndarray], tmp_path: Path) -> None:
+    with cluster(tmp_path, row_compression={"name": "fp16"}, own_memory_per_name=True) as job:
+        job.run(lambda: job.start_elastic(TWO), PATIENCE_S)
+        arrays = job.arrays()
+        assert not any(name.startswith("user") for name in arrays), "the rows are to live on two hosts"
+        for name, value in arrays.items():
+            np.testing.assert_allclose(value, reference[name], rtol=0.02, atol=0.02, err_msg=name)
 
 
 def test_there_and_back_nothing_is_lost(tmp_path: Path) -> None:

@@ -9,19 +9,23 @@ import numpy as np
 import pytest
 
 from gba_hvd import Compression
-from gba_hvd.compression import push
+from gba_hvd.compression import push, row_push
 from gba_hvd.compression.feedback import Feedback
 from gba_hvd.compression.message import BadMessage
 from gba_hvd.compression.mirror import Mirrors, follow_
 from gba_hvd.compression.push import DensePush
+from gba_hvd.compression.rows import RowCoder
 from gba_hvd.errors import NonFiniteGradient
+from gba_hvd.gradients import RowGrad, unpack
 from gba_hvd.ps import compressed
-from gba_hvd.ps.protocol import Compressor, ProtocolError, PullDense
+from gba_hvd.ps.protocol import Compressor, ProtocolError, PullDense, Push
+from gba_hvd.shard.layout import Layout
 
 SIZES = [300, 5, 400, 2, 256]
 NAMES = [f"t{i}" for i in range(len(SIZES))]
 ENDS = np.cumsum([0, *SIZES])
 PARTS = [[0, 3], [1, 2, 4]]  # by server
+LAYOUT = Layout.of({"a": (1000, 8), "b": (50, 6)}, (), 4, 0, 0.01)
 SPECS = [
     Compression.dct(0.1),
     Compression.topk(0.1).then(Compression.int8),
@@ -182,11 +186,11 @@ def test_a_compressed_push_is_opened_before_anything_is_stored() -> None:
     grad = np.random.default_rng(0).normal(size=sum(SIZES)).astype(np.float32)
     coder = DensePush(feedback(Compression.dct(1.0)), [list(range(len(SIZES)))], [True])
     (frame,) = coder.frames(grad.copy())
-    dense, rows = compressed.opened(part(), [frame, b"rows"])
+    dense, rows = compressed.opened(part(), LAYOUT, Push(1, 7, 0, 0, compressed=True), [frame, b"rows"])
     assert np.array_equal(np.frombuffer(dense, np.float32), grad) and rows == b"rows"
     for bad in ([b"nonsense", b"rows"], [frame[:-1], b"rows"], [frame]):
         with pytest.raises(ProtocolError):
-            compressed.opened(part(), bad)
+            compressed.opened(part(), LAYOUT, Push(1, 7, 0, 0, compressed=True), bad)
 
 
 def test_a_pull_is_answered_whole_or_as_a_difference() -> None:
@@ -213,3 +217,38 @@ def test_a_pull_is_answered_whole_or_as_a_difference() -> None:
 def test_a_compressor_that_is_none_is_refused(compressor: Compressor) -> None:
     with pytest.raises(ProtocolError, match="no compressor"):
         compressed.answer_pull(part(), PullDense(7, -1, 1, compressor))
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+@pytest.mark.parametrize("spec", [Compression.dct(0.3), Compression.fp16, Compression.int8], ids=str)
+def test_row_gradients_arrive_for_the_elements_that_were_pulled(spec: Any, extra: int) -> None:
+    rng, coder = np.random.default_rng(0), RowCoder(spec, [8, 6])
+    asked = [np.sort(rng.choice(200, 30, replace=False)).astype(np.int64), np.empty(0, np.int64)]
+    rows = [rng.normal(size=(len(k), g.dim)).astype(np.float32) for k, g in zip(asked, LAYOUT.groups, strict=True)]
+    frames = [coder.lend(number, asked[number], one)[0] for number, one in enumerate(rows)]
+    pulled = row_push.take(frames, asked, coder, LAYOUT)
+    used = rng.permutation(asked[0])[:20]
+    grad = RowGrad(used, np.hstack([rng.normal(size=(20, 8)), np.ones((20, extra))]).astype(np.float32))
+    none = RowGrad(np.empty(0, np.int64), np.empty((0, 6 + extra), np.float32))
+    words = row_push.unpack(row_push.pack([grad, none], pulled, [8, 6], spec), LAYOUT, extra)
+    got, nothing = unpack(words, [8 + extra, 6 + extra])
+    order = np.argsort(used)
+    expected, sent = grad.values[order].copy(), pulled[0].sent
+    if sent is not None:
+        assert 0.2 < sent.mean() < 0.4
+        assert not pulled[0].values[~sent].any()
+        expected[:, :8] *= sent[np.searchsorted(asked[0], used[order])]
+    assert np.array_equal(got.keys, used[order]) and not len(nothing.keys)
+    np.testing.assert_allclose(got.values, expected, rtol=1e-3, atol=0.02)
+
+
+def test_a_row_push_that_is_none_is_refused() -> None:
+    part = SimpleNamespace(enter=SimpleNamespace(row_average="global"))
+    for bad in (b"", b"nonsense" * 9):
+        with pytest.raises(ProtocolError, match="a compressed push"):
+            compressed.opened(part, LAYOUT, Push(1, 7, 0, 0, rows_compressed=True), [b"", bad])  # type: ignore[arg-type]
+    with pytest.raises(BadMessage, match="rows of 2 groups were asked for"):
+        row_push.take([b""], [np.empty(0, np.int64)] * 2, RowCoder(Compression.int8, [8, 6]), LAYOUT)
