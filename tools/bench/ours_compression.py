@@ -64,7 +64,7 @@ def main() -> None:
     @gba_hvd.elastic.run
     def train(state: gba_hvd.elastic.TorchState) -> None:
         if args.epochs:
-            for state.epoch in range(args.epochs):
+            for state.epoch in range(args.epochs):  # type: ignore[attr-defined]
                 for micro in gba_hvd.batches(dataset, state, seed=args.seed):
                     step(micro)
             scores = gba_hvd.evaluate(model, Log(small_ctr.Samples.held_out(args.data)), state, batch=5000)
