@@ -149,8 +149,7 @@ class ReplicaMode(GbaMode):
                 self._to_servers(own.values, self._states(), own.phase)
             return super().export(leaving)
         if own is not None:
-            body, states = HandIn(self.worker, self.session.generation, phase), self._states()
-            self._send_all([(body, [part, states[s]]) for s, part in enumerate(self._split(own.values))])
+            self._hand_in(own.values, phase)
         told = HandedIn(self.worker, self.session.generation, phase)
         patience_s = self._tables.config.lease_s + self._timeout_s
         self._result(self.client.send(0, told, timeout_s=patience_s).result)
@@ -158,6 +157,10 @@ class ReplicaMode(GbaMode):
         if leaving:
             self.left_together = self.rounds.stop(together=True)
         return exported
+
+    def _hand_in(self, values: Tensor, phase: int) -> None:
+        body, states = HandIn(self.worker, self.session.generation, phase), self._states()
+        self._send_all([(body, [part, states[s]]) for s, part in enumerate(self._split(values))])
 
     # --- the central copy, for the thread of the rounds --------------------------------------------------------------
 

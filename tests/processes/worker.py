@@ -8,6 +8,7 @@ just before.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -39,6 +40,7 @@ from gba_hvd import allreduce, membership  # noqa: E402
 from gba_hvd.faults import Fault  # noqa: E402
 from gba_hvd.gba import GbaMode  # noqa: E402
 from gba_hvd.ps import process  # noqa: E402
+from gba_hvd.shadow import ReplicaMode  # noqa: E402
 from gba_hvd.shard.memory import ShardMemory  # noqa: E402
 from recovery.callback import CheckpointCallback  # noqa: E402
 
@@ -60,6 +62,9 @@ def die(point: str, step: int) -> None:
                 raise RuntimeError("planned failure")
             if fault["do"] == "lose the result":
                 raise HorovodInternalError("planned: the result of this collective is lost on the way")
+            if fault["do"] == "kill the server":
+                os.kill(process.pid_of(state.engine.folder, 0) or os.getpid(), signal.SIGKILL)
+                return
             os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "int": signal.SIGINT}[fault["do"]])
 
 
@@ -98,6 +103,9 @@ gba_hvd.elastic.hosts_updated = hosts_updated
 around(allreduce.AllreduceMode, "commit", None, lambda _: die("after commit", state.step + 1))
 around(ShardMemory, "begin", None, lambda _: die("in apply", state.step + 1))
 around(ShardMemory, "finish", None, lambda _: die("after apply", state.step + 1))
+around(ReplicaMode, "export", lambda _: die("before handing in", state.epoch), None)
+around(ReplicaMode, "_exported", lambda _: die("all have handed in", state.epoch), None)
+around(ReplicaMode, "_hand_in", None, lambda _: die("after handing in", state.epoch))
 _push = GbaMode.push
 
 
@@ -173,14 +181,23 @@ def train(state: gba_hvd.elastic.TorchState) -> None:
             if state.epoch == PLAN.get("nan_epoch", 0) and batch.index in PLAN.get("nan_micros", ()):
                 loss = loss * float("nan")
             loss.backward()
+            if PLAN.get("diverge_at_push") == batch.index:  # finite gradients, too large for what they are added to
+                for p in model.parameters():
+                    p.data.fill_(3e38).mul_(10)
             optimizer.step(loss=loss)
             if PLAN.get("sleep_s"):
                 time.sleep(PLAN["sleep_s"])
+        note(values=values_now(), of_epoch=state.epoch, mode=state.engine.mode.name)
         scores = gba_hvd.evaluate(model, dataset, state, batch=64)
         state.aucs = [*state.aucs, scores.auc]
         state.report(auc=scores.auc)
     if state.world.rank == 0:
         write_result()
+
+
+def values_now() -> str:
+    """A fingerprint of the dense parameters."""
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
 
 
 def wait_where_planned(step: int) -> None:
