@@ -214,8 +214,10 @@ class Part:
     def rows_for(self, frames: Sequence[Any]) -> list[np.ndarray]:
         return gather(self._memory, self.mine, frames)
 
-    def export(self) -> tuple[int, np.ndarray, bytes]:
-        """(step, dense values, optimizer state)"""
+    def export(self, phase: int = -1) -> tuple[int, np.ndarray, bytes]:
+        """(step, dense values, optimizer state). phase: of replicas, see `protocol.Export`."""
+        if phase >= 0:
+            return self.dense.step, *self.central.gather(phase)
         return self.dense.step, self.dense.values.copy(), state_codec.encode(self.dense.state())
 
     def close(self) -> None:

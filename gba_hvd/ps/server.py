@@ -482,12 +482,10 @@ class Server:
 
     def _on_export(self, request: Export) -> tuple[Answer, Sequence[Any]]:
         part = self._active(request.generation)
-        if request.phase >= 0:
-            part.central.gather(request.phase)
         if request.leaving and not self.idle:
             self.idle = True
             self._save_session()  # before the workers write shards: a successor must leave them alone
-        step, values, state = part.export()
+        step, values, state = part.export(request.phase)
         return Exported(step), (values, state)
 
     def _on_handed_in(self, request: HandedIn) -> Answer:

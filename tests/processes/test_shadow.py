@@ -92,11 +92,11 @@ def test_workers_train_replicas_and_leave_each_epoch_with_one_model(tmp_path: Pa
 
 
 def test_replicas_are_entered_and_left_live_from_and_to_every_other_mode(tmp_path: Path) -> None:
-    at = {3: "shadow", 20: "gba", 26: "ma", 45: "allreduce", 50: "async", 70: "shadow", 140: "allreduce"}
+    at = {3: "shadow", 40: "gba", 70: "ma", 130: "allreduce", 145: "async", 185: "shadow", 240: "allreduce"}
     gba = {"mode": "allreduce", "sync": "ma", "every": 4, "switch_at": at}
-    with cluster(tmp_path, gba=gba, epochs=6, sleep_s=0.01) as job:
+    with cluster(tmp_path, gba=gba, epochs=8, sleep_s=0.01) as job:
         job.run(lambda: job.start_static(2), PATIENCE_S)
-        job.assert_every_sample_once(epochs=6)
+        job.assert_every_sample_once(epochs=8)
         by_worker: dict[int, list[tuple[str, int]]] = {}
         for line in job.notes("event"):
             assert line["event"] != "switch_failed", line
@@ -106,7 +106,7 @@ def test_replicas_are_entered_and_left_live_from_and_to_every_other_mode(tmp_pat
         assert first == second, "the workers did not switch at the same steps"
         reached = iter(mode for mode, _ in first)
         assert all(mode in reached for mode in at.values()), first
-        assert_one_model(job, epochs=6)
+        assert_one_model(job, epochs=8)
         assert_learned(job)
 
 
