@@ -22,7 +22,7 @@ so all workers have the same values from there on, and the central copy is these
     a server before 4   its successor knows of what is handed in to it; of nothing: its copy is that of the last round
     a server after 4    its copy, with the mean, is in its file
 
-`phase` orders this: 2 x epoch within an epoch, one more at its end. A server ignores what is of a phase that was closed.
+`phase` orders this: 2 x epoch within an epoch, one more at its end. A server ignores what is of a phase that is over.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class ReplicaMode(GbaMode):
 
     @contextlib.contextmanager
     def judged(self) -> Iterator[None]:
-        """Within an epoch an evaluation judges with the central copy; afterwards the worker goes on with its replica."""
+        """Within an epoch an evaluation judges with the central copy; then the worker goes on with its replica."""
         self._publish_if_alone()
         own = self.replica.close()
         if own is None:  # between epochs all have the same values

@@ -1,7 +1,7 @@
-"""A server's part of the central copy, where workers train replicas of their own: blended, overwritten, or made the mean.
+"""A server's part of the central copy, where workers train replicas of their own: blended, overwritten, the mean.
 
-Uses the dense part, which makes each change visible whole or not at all; what is handed in is kept in memory only. Which
-formula, is `averaging`'s business; when replicas are handed in, is the workers' and the coordinator's (`shadow`).
+Uses the dense part, which makes each change visible whole or not at all; what is handed in is kept in memory only.
+Which formula, is `averaging`'s business; when replicas are handed in, the workers' and the coordinator's (`shadow`).
 """
 
 from __future__ import annotations
@@ -55,13 +55,11 @@ class CentralCopy:
             self._dense.replace_(values, state)
 
     def hand_in(self, request: HandIn, frames: Sequence[Any]) -> None:
-        """Take a replica in for the mean of its phase, once per worker. Raises ProtocolError, then nothing is changed."""
+        """Add a replica to the mean of its phase, once per worker. Raises ProtocolError, then nothing is changed."""
         values, state = self._values(frames, 2, "replica"), self._state(frames[1])
         if request.phase <= self._over:
             return
-        mean, workers = self._handed.setdefault(
-            request.phase, (MeanOfReplicas(len(values), len(self._sizes)), set())
-        )
+        mean, workers = self._handed.setdefault(request.phase, (MeanOfReplicas(len(values), len(self._sizes)), set()))
         if request.worker not in workers:
             mean.add(torch.from_numpy(values), state)
             workers.add(request.worker)

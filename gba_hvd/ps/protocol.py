@@ -224,7 +224,8 @@ class Export(Struct):
 class Blend(Struct):
     """Blend a replica into the central copy. Frame: its values here, float32. Answer: `Dense` with the copy's.
 
-    number: of the worker's rounds: a repeated one is not blended twice. phase: see `shadow`. elasticity: see `averaging`.
+    number: of the worker's rounds: a repeated one is not blended twice
+    phase: see `shadow`; elasticity: see `averaging`
     """
 
     worker: int

@@ -56,7 +56,9 @@ def test_one_worker_trains_as_without_replicas_bit_for_bit(tmp_path: Path, dense
 def test_a_worker_that_was_alone_leaves_with_what_it_learned(tmp_path: Path) -> None:
     plan = {"flush": True, "global_batch": 16, "epochs": 2}
     plain = train_alone(tmp_path / "plain", plan)
-    there_and_back = train_alone(tmp_path / "switching", plan, mode="allreduce", switch_at={5: "shadow", 90: "allreduce"})
+    there_and_back = train_alone(
+        tmp_path / "switching", plan, mode="allreduce", switch_at={5: "shadow", 90: "allreduce"}
+    )
     assert [(was, to) for was, to, _ in there_and_back.switches] == [("allreduce", "shadow"), ("shadow", "allreduce")]
     assert_identical(there_and_back.arrays, plain.arrays)
     assert_identical(there_and_back.optimizer_arrays, plain.optimizer_arrays)

@@ -31,9 +31,7 @@ def floats(*values: float) -> bytes:
 
 def state(step: float, moment: float) -> bytes:
     shapes: list[tuple[int, ...]] = [(2,), ()]
-    return state_codec.encode(
-        [{"step": torch.tensor(step), "exp_avg": torch.full(shape, moment)} for shape in shapes]
-    )
+    return state_codec.encode([{"step": torch.tensor(step), "exp_avg": torch.full(shape, moment)} for shape in shapes])
 
 
 def blend(number: int = 1, phase: int = 0, worker: int = 1, elasticity: float = 0.5) -> Blend:
