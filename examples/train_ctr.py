@@ -5,7 +5,7 @@
     python examples/train_ctr.py --config FILE.yaml --dry-run train.epochs=3     # the plan; starts nothing
 
 A job trains by allreduce unless its settings have a section `switching`: then it is in `switching.mode` (auto: whatever
-is faster just now; allreduce, gba, bsp, async, hop_bs, hop_bw) and changes as `switching.switch_at` says:
+is faster just now; or one that `gba_hvd.GBACallback` knows) and changes as `switching.switch_at` says:
 
     horovodrun -np 3 python examples/train_ctr.py --config FILE.yaml switching.mode=auto
     horovodrun -np 3 python examples/train_ctr.py --config FILE.yaml 'switching.switch_at={500: gba, 900: allreduce}'

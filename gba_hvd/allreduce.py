@@ -26,6 +26,8 @@ import numpy as np
 from gba_hvd import kernels
 from gba_hvd.collectives import World, worker_lost
 from gba_hvd.compression.exchange import DenseExchange
+from gba_hvd.compression.row_exchange import RowExchange
+from gba_hvd.compression.spec import Compression, Spec
 from gba_hvd.gradients import (
     DenseGradients,
     RowGrad,
@@ -75,6 +77,7 @@ class AllreduceMode:
         outboxes: Mapping[int, Outbox],
         row_average: str = "global",
         dense_exchange: DenseExchange | None = None,
+        row_compression: Spec = Compression.none,
         traffic: Traffic | None = None,
     ) -> None:
         assert tables.memory is not None
@@ -88,6 +91,9 @@ class AllreduceMode:
         self._mine = np.flatnonzero(placement.server == world.rank)
         self._on_this_host = np.flatnonzero(self._at_home)
         self.several_hosts = len(members.order) > 1  # the same on every rank: it decides which collectives are run
+        self.row_exchange: RowExchange | None = None
+        if self.several_hosts and not row_compression.is_none:
+            self.row_exchange = RowExchange(row_compression, world, tables, self._server, list(outboxes), self._traffic)
         self.held: Held | None = None
         self.resume()
 
@@ -104,9 +110,15 @@ class AllreduceMode:
         except TimeoutError as error:
             raise worker_lost(str(error)) from error
 
-    def pull(self, keys: Sequence[np.ndarray]) -> None:
-        """Fetch rows of other hosts: per group the keys this rank will use next. A collective; nothing on one host."""
+    def pull(self, keys: Sequence[np.ndarray], whole: bool = False) -> None:
+        """Fetch rows of other hosts: per group the keys this rank will use next. A collective; nothing on one host.
+
+        whole: as they are, whatever compresses rows otherwise; no gradients follow.
+        """
         if not self.several_hosts:
+            return
+        if self.row_exchange is not None and not whole:
+            self.row_exchange.pull(keys)
             return
         assert self._tables.local is not None
         layout, size = self._tables.layout, self._world.size
@@ -121,6 +133,10 @@ class AllreduceMode:
             asked_keys = np.ascontiguousarray(asked).view(np.int64)
             rows = np.empty((len(asked_keys), group.dim), dtype=np.float32)
             kernels.gather_rows(self._memory.flat, layout.places(asked_keys, group), 0, rows)
+            self._traffic.count("sent", "header", 8 * len(wanted))
+            self._traffic.count("received", "header", 8 * len(asked_keys))
+            self._traffic.count("sent", "rows", rows.nbytes)
+            self._traffic.count("received", "rows", 4 * group.dim * len(wanted))
             got, _ = self._world.alltoall(f"pull.rows.{number}", rows.ravel(), (n_asked // 2) * group.dim)
             values = np.empty((len(wanted), group.dim), dtype=np.float32)
             values[order] = got.reshape(-1, group.dim)
@@ -140,11 +156,15 @@ class AllreduceMode:
         message, words = pack_by_owner(grads, self._server, self._world.size)
         self._outboxes[self._world.rank].post(step, message, words)
         far: dict[int, np.ndarray] = {}
-        if self.several_hosts:
+        if self.row_exchange is not None:
+            far = self.row_exchange.send(grads, int(self._by_contributors))
+        elif self.several_hosts:
             parts_by_rank = np.split(message, np.cumsum(words)[:-1])
             for rank in self._outboxes:
                 parts_by_rank[rank], words[rank] = message[:0], 0
             received, n_received = self._world.alltoall("rows", np.concatenate(parts_by_rank), words)
+            self._traffic.count("sent", "rows", 4 * int(words.sum()))
+            self._traffic.count("received", "rows", received.nbytes)
             by_rank = enumerate(np.split(received, np.cumsum(n_received)[:-1]))
             far = {rank: part for rank, part in by_rank if rank not in self._outboxes}
         self.held = Held(step, [], far, scale, lr)

@@ -84,6 +84,7 @@ class Engine:
         micro_batch: int,
         row_average: str = "global",
         compression: Spec = Compression.none,
+        row_compression: Spec = Compression.none,
     ) -> None:
         Cut(1, global_batch, micro_batch)  # refuses a bad pair now
         if row_average not in ("global", "contributors"):
@@ -95,7 +96,7 @@ class Engine:
         self.names = [names.get(id(p), f"parameter {i} {tuple(p.shape)}") for i, p in enumerate(parameters)]
         self.dense = DenseGradients(parameters, _TIMES + 1)
         self.compression = None if compression.is_none else DenseExchange(compression, self.names, self.dense)
-        self.traffic = Traffic()
+        self.row_compression, self.traffic = row_compression, Traffic()
         self.world: World = SoloWorld()
         self.mode: AllreduceMode | GbaMode | None = None
         self.idle_mode: AllreduceMode | None = None  # waits while an asynchronous mode is on
@@ -398,6 +399,8 @@ class Engine:
             density = self.compression.feedback.thresholds.density
             data["density"] = {n: d for n, d in zip(self.names, density, strict=True) if d}
             data["residual"] = self.compression.feedback.rest_size
+        if isinstance(self.mode, AllreduceMode) and self.mode.row_exchange is not None:
+            data["row_density"] = self.mode.row_exchange.coder.density
         words = ", ".join(f"{n / 1e6:.1f} MB {name.replace('_', ' ')}" for name, n in n_bytes.items())
         if n_bytes:
             self.emit(Event("traffic", self.step, words, data))

@@ -67,7 +67,8 @@ def evaluate(
                 rows = np.arange(index * size, min((index + 1) * size, len(dataset)), dtype=np.int64)
                 loaded = dataset.take(rows) if len(rows) else None
                 if mode.several_hosts:
-                    mode.pull(keys_by_group(engine.tables, [] if loaded is None else [(ids or ids_of)(loaded)]))
+                    found = [] if loaded is None else [(ids or ids_of)(loaded)]
+                    mode.pull(keys_by_group(engine.tables, found), whole=True)
                 if loaded is not None:
                     scores.add(model(loaded).float().cpu().numpy(), label(loaded).cpu().numpy())
     finally:

@@ -21,13 +21,20 @@ import numpy as np
 import torch
 
 from gba_hvd.collectives import World, worker_lost
-from gba_hvd.errors import GbaError, StateMismatch
-from gba_hvd.gradients import DenseGradients, RowGrad, distinct, merge, pack_by_owner, with_contributors
+from gba_hvd.compression import mirror, row_push
+from gba_hvd.compression.exchange import DenseExchange
+from gba_hvd.compression.message import BadMessage
+from gba_hvd.compression.push import DensePush
+from gba_hvd.compression.rows import RowCoder, write_keys
+from gba_hvd.compression.spec import Compression, Spec
+from gba_hvd.errors import GbaError, NonFiniteGradient, StateMismatch
+from gba_hvd.gradients import DenseGradients, RowGrad, distinct, merge, pack_by_owner, unpack, with_contributors
 from gba_hvd.ps.client import Client, Reply, ServerLost
 from gba_hvd.ps.dense import DenseReader
 from gba_hvd.ps.protocol import (
     Ask,
     Beat,
+    Compressor,
     Dense,
     Done,
     Endpoint,
@@ -87,7 +94,8 @@ class GbaMode:
 
     def __init__(
         self, session: Session, worker: int, rank: int, host: int, pid: int, tables: EmbeddingTables,
-        dense: DenseGradients, timeout_s: float,
+        dense: DenseGradients, timeout_s: float, compression: DenseExchange | None = None,
+        row_compression: Spec = Compression.none,
     ) -> None:  # fmt: skip
         assert tables.memory is not None
         self.session, self.name, self.worker, self.rank = session, session.mode, worker, rank
@@ -115,6 +123,16 @@ class GbaMode:
         sizes = dense.sizes
         ends = np.cumsum([0, *sizes])
         self._slices = [[slice(int(ends[t]), int(ends[t + 1])) for t in part] for part in self._parts]
+        is_far = [server.host != host for server in session.servers]
+        self._coded: DensePush | None = None
+        self._compressor: Compressor | None = None
+        self._is_far = np.array(is_far)
+        self._row_coder: RowCoder | None = None
+        if not row_compression.is_none and self.several_hosts:
+            self._row_coder = RowCoder(row_compression, [group.dim for group in tables.layout.groups])
+        if compression is not None and any(is_far):
+            self._coded = DensePush(compression.feedback, self._parts, is_far)
+            self._compressor = _told(compression.spec)
         self._values = [np.empty(sum(sizes[t] for t in part), dtype=np.float32) for part in self._parts]
         self._dense_step = [-1] * len(self._parts)
         self.slim: SlimWorker | None = None  # what rule "dana_slim" does to gradients before they are sent
@@ -175,22 +193,40 @@ class GbaMode:
             if reader is not None:
                 self._dense_step[s] = reader.read(self._values[s], before)
             else:
-                reply = self._call(s, PullDense(self.session.generation, before))
+                reply = self._call(s, PullDense(self.session.generation, before, self.worker, self._compressor))
                 assert isinstance(reply.body, Dense)
                 if reply.frames:
-                    self._values[s] = np.frombuffer(reply.frames[0], dtype=np.float32)
-                    self._dense_step[s] = reply.body.step
+                    self._take_values(s, reply.body, reply.frames[0])
             if self._dense_step[s] > before:
                 self._dense.set_parameters_(part, torch.from_numpy(self._values[s]))
         return min(self._dense_step)
 
-    def fetch_rows(self, keys: Sequence[np.ndarray]) -> list[RemoteRows | None]:
-        """Rows of other hosts, per group the keys that will be used next. For `use_rows`."""
+    def _take_values(self, server: int, dense: Dense, frame: Any) -> None:
+        if dense.base == -1:
+            self._values[server] = np.frombuffer(frame, dtype=np.float32).copy()
+        elif dense.base == self._dense_step[server]:
+            try:
+                mirror.follow_(self._values[server], frame, [self._dense.sizes[t] for t in self._parts[server]])
+            except BadMessage as error:
+                raise worker_lost(f"server {server} sent dense values that are none: {error}") from error
+        else:
+            raise worker_lost(
+                f"server {server} sent the difference to step {dense.base}, this worker has {self._dense_step[server]}"
+            )
+        self._dense_step[server] = dense.step
+
+    def fetch_rows(self, keys: Sequence[np.ndarray], whole: bool = False) -> list[RemoteRows | None]:
+        """Rows of other hosts, per group the keys that will be used next. For `use_rows`.
+
+        whole: as they are, whatever compresses rows otherwise; no gradients follow.
+        """
         if not self.several_hosts:
             return [None] * len(keys)
         assert self._tables.local is not None
         layout, local = self._tables.layout, self._tables.local
         far = [distinct(k[~local[k % layout.n_shards]]) for k in keys]
+        if self._row_coder is not None and not whole:
+            return self._fetch_compressed([np.sort(wanted) for wanted, _, _ in far], self._row_coder)
         owners = [self._shard_server[wanted % layout.n_shards] for wanted, _, _ in far]
         replies = {}
         for s in range(len(self.session.servers)):
@@ -204,12 +240,36 @@ class GbaMode:
                 rows[number][owners[number] == s] = np.frombuffer(frames[number], np.float32).reshape(-1, group.dim)
         return [RemoteRows(wanted, slots, values) for (wanted, _, slots), values in zip(far, rows, strict=True)]
 
+    def _fetch_compressed(self, wanted: list[np.ndarray], coder: RowCoder) -> list[RemoteRows | None]:
+        layout = self._tables.layout
+        owners = [self._shard_server[w % layout.n_shards] for w in wanted]
+        replies = {}
+        for s in range(len(self.session.servers)):
+            asked = [w[o == s] for w, o in zip(wanted, owners, strict=True)]
+            if any(map(len, asked)):
+                body = PullRows(self.session.generation, _told(coder.spec))
+                replies[s] = asked, self.client.send(s, body, list(map(write_keys, asked)), pull=True)
+        rows = [np.zeros((len(w), g.dim), np.float32) for w, g in zip(wanted, layout.groups, strict=True)]
+        sent = [np.ones((len(w), g.dim), bool) for w, g in zip(wanted, layout.groups, strict=True)]
+        for s, (asked, future) in replies.items():
+            try:
+                found = row_push.take(self._result(future.result).frames, asked, coder, layout)
+            except BadMessage as error:
+                raise worker_lost(f"server {s} sent rows that are none: {error}") from error
+            for number, part in enumerate(found):
+                here = owners[number] == s
+                rows[number][here] = part.values
+                sent[number][here] = True if part.sent is None else part.sent
+        return [
+            RemoteRows(w, distinct(w)[2], r, None if m.all() else m) for w, r, m in zip(wanted, rows, sent, strict=True)
+        ]
+
     def use_rows(self, rows: list[RemoteRows | None]) -> None:
         self._tables.remote = rows
 
     def pull(self, keys: Sequence[np.ndarray]) -> None:
-        """As in allreduce mode, but no collective."""
-        self.use_rows(self.fetch_rows(keys))
+        """To judge with: as in allreduce mode, but no collective."""
+        self.use_rows(self.fetch_rows(keys, whole=True))
 
     def await_rows(self, step: int) -> None:
         """Rows are the newest there are; nobody waits."""
@@ -236,14 +296,22 @@ class GbaMode:
         if refused:
             self._report(done)
             return
-        frames = self._frames(rows)
+        try:
+            frames = self._frames(rows)
+        except NonFiniteGradient as error:  # with its residual, which stays
+            self._report(Done(self.worker, done.generation, done.micro, done.serial, loss, seconds, str(error)))
+            return
         waiting = [len(frames)]
         for s, part in enumerate(frames):
-            body = Push(self.worker, self.session.generation, lease.micro, lease.serial, self._dense_step[s])
+            is_coded = self._coded is not None and self._coded.is_far[s]
+            rows_coded = self._row_coder is not None and bool(self._is_far[s])
+            body = Push(
+                self.worker, done.generation, done.micro, done.serial, self._dense_step[s], is_coded, rows_coded
+            )
             future = self.client.send(s, body, part)
             future.add_done_callback(lambda f: self._pushed(f.result, waiting, done))
 
-    def _frames(self, rows: Sequence[Sequence[RowGrad]]) -> list[list[np.ndarray]]:
+    def _frames(self, rows: Sequence[Sequence[RowGrad]]) -> list[list[Any]]:
         """For each server the dense slice and the row message."""
         contributors = self.session.row_average == "contributors"
         grads = []
@@ -253,12 +321,22 @@ class GbaMode:
             grads.append(with_contributors(grad) if contributors else grad)
         n_servers = len(self.session.servers)
         message, words = pack_by_owner(grads, self._shard_server, n_servers)
-        messages = np.split(message, np.cumsum(words)[:-1])
+        messages: list[Any] = np.split(message, np.cumsum(words)[:-1])
+        if self._row_coder is not None:
+            for s in np.flatnonzero(self._is_far):
+                messages[s] = self._packed(unpack(messages[s], [g.values.shape[1] for g in grads]), self._row_coder)
         flat = self._dense.flat.detach().cpu().numpy()
         if self.slim is not None:
             flat = self.slim.outgoing(flat, max(self._dense_step))
-        dense = [np.concatenate([flat[at] for at in slices]) if slices else flat[:0].copy() for slices in self._slices]
+        if self._coded is not None:
+            dense = self._coded.frames(flat.copy())
+        else:
+            dense = [np.concatenate([flat[at] for at in s]) if s else flat[:0].copy() for s in self._slices]
         return [[d, m] for d, m in zip(dense, messages, strict=True)]
+
+    def _packed(self, grads: Sequence[RowGrad], coder: RowCoder) -> bytes:
+        """Row gradients for a server of another host."""
+        return row_push.pack(grads, self._tables.remote, [g.dim for g in self._tables.layout.groups], coder.spec)
 
     def _pushed(self, result: Callable[[], Reply], waiting: list[int], done: Done) -> None:
         """One server answered (on the client's thread); after the last one the coordinator hears of it."""
@@ -506,3 +584,8 @@ class Ahead(Generic[_Item]):
                 else:
                     self._changed.wait()
             return False
+
+
+def _told(spec: Spec) -> Compressor:
+    """How a worker tells a server of its compressor."""
+    return Compressor(spec.selector, spec.keep, spec.refresh_every, spec.drift, spec.values)

@@ -116,12 +116,13 @@ def start(engine: Engine, session: Session, rank: int, host: int, sharers: int =
             is_elastic=os.environ.get("HOROVOD_ELASTIC") == "1",
         )  # fmt: skip
     else:
-        mode = GbaMode(*parts, patience_s)
+        mode = GbaMode(*parts, patience_s, engine.compression, engine.row_compression)
+    mode.client.traffic = engine.traffic
     mode.hosts_updated, engine.hosts_updated = engine.hosts_updated, False
     if session.rule == "dana_slim":
         mode.slim = _slim_worker(engine, session, sharers)
     mode.start()
-    engine.mode = mode
+    engine.mode, engine.traffic.mode = mode, session.mode
     engine.wishes.entered()
 
 
@@ -174,6 +175,7 @@ def to_workers(engine: Engine, position: Position) -> None:
     if engine.mode is None:
         raise hosts_updated()
     assert isinstance(engine.mode, AllreduceMode)
+    engine.traffic.mode = engine.mode.name
     engine.mode.resume()
 
 

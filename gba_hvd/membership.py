@@ -141,6 +141,7 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
         "dense parameters": engine.dense.n,
         "row_average": engine.row_average,
         "compression": "none" if engine.compression is None else str(engine.compression.spec),
+        "row_compression": str(engine.row_compression),
         "CheckpointCallback": None if engine.checkpoints is None else engine.checkpoints.callback.url,
         "GBACallback": None if engine.switching is None else engine.switching.agreed,
     }
@@ -199,8 +200,17 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
                 memory.drop(shard)
     if engine.mode is not None:
         engine.mode.close()
+    engine.traffic.mode = AllreduceMode.name
     engine.mode = AllreduceMode(
-        world, members, placement, tables, outboxes, engine.row_average, engine.compression, engine.traffic
+        world,
+        members,
+        placement,
+        tables,
+        outboxes,
+        engine.row_average,
+        engine.compression,
+        engine.row_compression,
+        engine.traffic,
     )
     if leads and (engine.switching is not None or engine.checkpoints is not None):
         config = tables.config

@@ -54,6 +54,7 @@ def DistributedOptimizer(
     named_parameters: Iterable[tuple[str, Tensor]] = (),
     row_average: str = "global",
     compression: Spec | str = Compression.none,
+    row_compression: Spec | str = Compression.none,
 ) -> AnyOptimizer:
     """Make an optimizer step once per global batch of `global_batch` samples, over all workers and the tables.
 
@@ -65,6 +66,7 @@ def DistributedOptimizer(
     row_average: a row's gradient is the sum over the step's micro-batches divided by all of them ("global": the
     gradient of the global batch's mean loss) or by those that contain the row ("contributors", as in the GBA paper).
     compression: how dense gradients travel between workers, such as `gba_hvd.Compression.dct(keep=0.01)`.
+    row_compression: how rows and their gradients travel between hosts, such as `gba_hvd.Compression.int8`.
     Raises BadInput when G is no multiple of B, or the optimizer is of a kind that needs a closure.
     """
     if isinstance(optimizer, _Distributed):
@@ -80,7 +82,9 @@ def DistributedOptimizer(
             "so that it drives the tables too"
         )
     names = {id(p): name for name, p in named_parameters}
-    engine = Engine(optimizer, tables, names, global_batch, micro_batch, row_average, spec_of(compression))
+    engine = Engine(
+        optimizer, tables, names, global_batch, micro_batch, row_average, spec_of(compression), spec_of(row_compression)
+    )
     group: dict[str, Any] = {
         "params": [torch.zeros(0, requires_grad=True)],
         "lr": tables.optimizer.lr,

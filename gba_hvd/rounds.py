@@ -2,8 +2,8 @@
 
     turn -> copy of the replica -> sum over the workers, or the servers' central copy -> mixed in
 
-Who owns what. This thread alone talks to Horovod about rounds and keeps the global copy of bmuf; the replica has a lock of
-its own (`replica`), held for the copy and for the mixing; `_changed` guards the flags that other threads set. The
+Who owns what. This thread alone talks to Horovod about rounds and keeps the global copy of bmuf; the replica has a lock
+of its own (`replica`), held for the copy and for the mixing; `_changed` guards the flags that other threads set. The
 training thread is waited for by nobody in here, and waits for a round only where `every` says so.
 
 A round of ma and bmuf is one allreduce of every worker's thread. With the replica go four numbers: whether it counts (a
@@ -14,7 +14,7 @@ round under way is dropped and counted, and the next one waits for `world_stands
     this worker, before the allreduce ended    the others' round fails, and is dropped
     after it                                   nothing: all have the result, each mixes it in for itself
     rank 0, before it published the result     the servers' copy is a round old
-    a server, while it blends                  its copy is as before or after (`ps.dense`); asked again, it may blend twice
+    a server, while it blends                  its copy is as before or after; asked again, it may blend twice
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Central(Protocol):
     """The copy that the servers hold."""
 
     def blend(self, copy: Copy, number: int) -> Tensor:
-        """Blend a replica into it; returns what it is then, float32 [n]. number: of the worker's rounds, to tell repeats."""
+        """Blend a replica into it; returns what it is then, float32 [n]. number: of the worker's rounds."""
 
     def publish(self, copy: Copy, values: Tensor) -> None:
         """Overwrite it, unless the job is past the copy's phase."""
@@ -57,7 +57,10 @@ class Central(Protocol):
 
 @dataclass(frozen=True)
 class RoundsTold:
-    """What became of the rounds since the last telling; spread: RMS distance of replicas from what they were pulled to."""
+    """What became of the rounds since the last telling.
+
+    spread: RMS distance of replicas from their mean; for easgd, of this worker's from the central copy
+    """
 
     rounds_per_s: float
     seconds_per_round: float

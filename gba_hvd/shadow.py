@@ -22,7 +22,7 @@ so all workers have the same values from there on, and the central copy is these
     a server before 4   its successor knows of what is handed in to it; of nothing: its copy is that of the last round
     a server after 4    its copy, with the mean, is in its file
 
-`phase` orders this: 2 x epoch within an epoch, one more at its end. A server ignores what is of a phase that was closed.
+`phase` orders this: 2 x epoch within an epoch, one more at its end. A server ignores what is of a phase that is over.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class ReplicaMode(GbaMode):
 
     @contextlib.contextmanager
     def judged(self) -> Iterator[None]:
-        """Within an epoch an evaluation judges with the central copy; afterwards the worker goes on with its replica."""
+        """Within an epoch an evaluation judges with the central copy; then the worker goes on with its replica."""
         self._publish_if_alone()
         own = self.replica.close()
         if own is None:  # between epochs all have the same values
@@ -149,8 +149,7 @@ class ReplicaMode(GbaMode):
                 self._to_servers(own.values, self._states(), own.phase)
             return super().export(leaving)
         if own is not None:
-            body, states = HandIn(self.worker, self.session.generation, phase), self._states()
-            self._send_all([(body, [part, states[s]]) for s, part in enumerate(self._split(own.values))])
+            self._hand_in(own.values, phase)
         told = HandedIn(self.worker, self.session.generation, phase)
         patience_s = self._tables.config.lease_s + self._timeout_s
         self._result(self.client.send(0, told, timeout_s=patience_s).result)
@@ -158,6 +157,10 @@ class ReplicaMode(GbaMode):
         if leaving:
             self.left_together = self.rounds.stop(together=True)
         return exported
+
+    def _hand_in(self, values: Tensor, phase: int) -> None:
+        body, states = HandIn(self.worker, self.session.generation, phase), self._states()
+        self._send_all([(body, [part, states[s]]) for s, part in enumerate(self._split(values))])
 
     # --- the central copy, for the thread of the rounds --------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from itertools import islice
 from typing import Any, Literal
 
 from gba_hvd.averaging import REPLICA_MODES
@@ -181,7 +182,8 @@ class Ledger:
 
     def join(self, worker: int) -> None:
         """Know this worker from now on (asking for a lease does the same). A newcomer's clock is the slowest one's."""
-        self._clock.setdefault(worker, min(self._clock.values(), default=0))
+        if worker not in self._clock:
+            self._clock[worker] = min(self._clock.values(), default=0)
 
     def leave(self, worker: int) -> list[int]:
         """The worker is gone: revoke its leases. What it pushed stays. Returns the micro-batches, ascending."""
@@ -355,7 +357,8 @@ class Ledger:
     @property
     def oldest_serial(self) -> int:
         """Pushes of leases with a smaller serial will not be members of any step to come."""
-        under_way = [*self._outstanding, *(work.serial for work in self._accepted)]
+        first = islice(self._outstanding, 1)  # serials grow, so the first is the oldest
+        under_way = [*first, *(work.serial for work in self._accepted)]
         return min(under_way, default=self._serial + 1)
 
     def state(self) -> dict[str, Any]:

@@ -112,7 +112,7 @@ class Wishes:
     # -----------------------------------------------------------------------------------------------------------------
 
     def _tell_of_rounds(self, mode: GbaMode) -> None:
-        """Every few seconds: how a mode with replicas keeps them together; the pace from the chief, failures from all."""
+        """Every few seconds: how a mode keeps its replicas together; the pace from the chief, failures from all."""
         now = time.perf_counter()
         if now - self._rounds_told_s < _RATES_EVERY_S:
             return

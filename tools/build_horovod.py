@@ -79,6 +79,15 @@ PATCHES = (
         "process sets use the interface of the global context, not the address of the host name, and close their "
         "connections when they end: without it, survivors of a dead worker wait 30 s for each other",
     ),
+    Patch(
+        "horovod/runner/elastic/driver.py",
+        "                    self._notify_workers_host_changes(self._host_manager.current_hosts, update_res)\n",
+        "                    changes = (self._host_manager.current_hosts, update_res)\n"
+        "                    tell = self._notify_workers_host_changes\n"
+        "                    threading.Thread(target=tell, args=changes, daemon=True).start()\n",
+        "the launcher tells rank 0 of changed hosts without holding the lock that a new world needs: without it, "
+        "survivors wait for minutes when the host of rank 0 is switched off or cut off",
+    ),
 )
 
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import yaml
 
 from gba_hvd import GBACallback
+from gba_hvd.averaging import Averaging
 from gba_hvd.errors import BadInput
 from gba_hvd.switching import Options
 from gba_hvd.tokens import Discipline
@@ -165,7 +166,7 @@ class Train:
 class Switching:
     """In which mode the job trains: see `gba_hvd.GBACallback`. A job without this section stays in allreduce."""
 
-    mode: str = "allreduce"  # auto, allreduce, gba, bsp, async, hop_bs or hop_bw
+    mode: str = "allreduce"  # auto, allreduce, gba, shadow, easgd, ma, bmuf, bsp, async, hop_bs or hop_bw
     switch_at: dict[int, str] = field(default_factory=dict)  # global step: the mode to change to
     staleness: str = Discipline.staleness
     tolerance: int = Discipline.tolerance
@@ -176,6 +177,12 @@ class Switching:
     leave_gain: float = Options.leave_gain
     patience: int = Options.patience
     min_stay: int = Options.min_stay
+    sync: str = Averaging.algorithm  # what shadow runs in the background: easgd, ma, bmuf or none
+    elasticity: float = Averaging.elasticity
+    block_rate: float = Averaging.block_rate
+    mixing: str = Averaging.mixing
+    every: int = 30  # local steps between the rounds of easgd, ma and bmuf
+    pause_s: float = Averaging.pause_s
 
     def __post_init__(self) -> None:
         try:

@@ -100,6 +100,10 @@ def _modes(switching: Switching | None) -> Iterator[tuple[str, str]]:
         yield "", f"hop_bs: at most {s.slack} micro-batches ahead of the slowest worker"
     if "hop_bw" in visited:
         yield "", f"hop_bw: a step does not wait for the last {s.backups} of the workers"
+    if "shadow" in visited:
+        yield "", f"shadow: replicas synchronised by {s.sync} in the background, elasticity {s.elasticity:g}"
+    for mode in sorted(visited & {"easgd", "ma", "bmuf"}):
+        yield "", f"{mode}: replicas synchronised every {s.every} local steps, elasticity {s.elasticity:g}"
 
 
 def _checkpoints(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:

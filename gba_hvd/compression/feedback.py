@@ -68,7 +68,7 @@ class Feedback:
         if n > message.MOST_ELEMENTS:
             raise BadInput(f"{n:,} dense parameters are more than a message can number ({message.MOST_ELEMENTS:,})")
         self.rest, self._next = np.zeros(n, dtype), np.zeros(n, dtype)
-        self.thresholds = Thresholds(spec, sizes)
+        self.thresholds = Thresholds(spec, len(self.sizes))
         self._places, self._values = np.empty(n, np.int32), np.empty(n, dtype)
         self._size = np.zeros(1)
         self.rest_size = self._next_size = 0.0  # sum of |rest|, and of what is pending
@@ -163,7 +163,7 @@ class Feedback:
         if not np.isfinite(self._size[0]):
             self._refuse_non_finite(span.tensor, grad + rest)
         self._next_size += float(self._size[0])
-        thresholds.sent(span.tensor, n)
+        thresholds.sent(span.tensor, n, len(grad))
         return int(n)
 
     def _keep_rounding(self, spans: Sequence[Span], counts: Sequence[int], error: np.ndarray) -> None:

@@ -153,6 +153,49 @@ def read_bits(bits: Any, n: int, places: Any) -> int:
     return 3 if found < len(places) else 0
 
 
+# --- keys of rows, as differences of seven bits a byte ---------------------------------------------------------------
+
+
+@_compiled("int64(int64[::1], uint8[::1])")
+def write_varints(keys: Any, out: Any) -> int:
+    """Ascending distinct keys; out has 10 bytes for each. Returns the bytes written."""
+    at, last = 0, np.int64(-1)
+    for i in range(len(keys)):
+        gap = np.uint64(keys[i] - last - 1)
+        last = keys[i]
+        while gap >= np.uint64(128):
+            out[at] = np.uint8((gap & np.uint64(127)) | np.uint64(128))
+            gap >>= np.uint64(7)
+            at += 1
+        out[at] = np.uint8(gap)
+        at += 1
+    return at
+
+
+@_compiled("int64(uint8[::1], int64, int64[::1])")
+def read_varints(data: Any, limit: int, keys: Any) -> int:
+    """Fill keys; returns how many, -1 when one is not below limit or the bytes end within one."""
+    found, last = 0, np.int64(-1)
+    gap, shift = np.uint64(0), np.uint64(0)
+    for i in range(len(data)):
+        byte = np.uint64(data[i])
+        if shift > np.uint64(56):
+            return -1
+        gap |= (byte & np.uint64(127)) << shift
+        if byte >= np.uint64(128):
+            shift += np.uint64(7)
+            continue
+        if gap >= np.uint64(limit):
+            return -1
+        last += np.int64(gap) + 1
+        if last >= limit:
+            return -1
+        keys[found] = last
+        found += 1
+        gap, shift = np.uint64(0), np.uint64(0)
+    return found if shift == 0 else -1
+
+
 # --- values ----------------------------------------------------------------------------------------------------------
 
 

@@ -7,8 +7,6 @@ is found anew before its time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from gba_hvd.compression import kernels
@@ -20,11 +18,11 @@ _BETWEEN_EARLY = 4  # steps at least: finding a threshold costs several passes
 class Thresholds:
     """One worker's thresholds, by tensor. density: the share of each tensor's elements that was sent last."""
 
-    def __init__(self, spec: Spec, sizes: Sequence[int]) -> None:
-        self._spec, self._sizes = spec, list(sizes)
-        self._least = [0.0] * len(sizes)
-        self._age = [-1] * len(sizes)  # steps since it was found; -1: never
-        self.density = [0.0] * len(sizes)
+    def __init__(self, spec: Spec, n_tensors: int) -> None:
+        self._spec = spec
+        self._least, self._aim = [0.0] * n_tensors, [spec.keep] * n_tensors
+        self._age = [-1] * n_tensors  # steps since it was found; -1: never
+        self.density = [0.0] * n_tensors
         self.n_found = 0
 
     def is_due(self, tensor: int) -> bool:
@@ -34,25 +32,23 @@ class Thresholds:
             return False
         if age < 0 or spec.selector == "topk" or age >= spec.refresh_every:
             return True
-        has_drifted = not spec.keep / spec.drift <= self.density[tensor] <= spec.keep * spec.drift
-        return has_drifted and age >= _BETWEEN_EARLY and self.density[tensor] * self._sizes[tensor] != self.kept(tensor)
+        aim = self._aim[tensor]
+        has_drifted = not aim / spec.drift <= self.density[tensor] <= aim * spec.drift
+        return has_drifted and age >= _BETWEEN_EARLY
 
     def find(self, tensor: int, values: np.ndarray) -> None:
-        """Make it what lets through the `kept` largest of these."""
-        self._least[tensor] = kth_largest(values, self.kept(tensor))
-        self._age[tensor] = 0
+        """Make it what lets through the share `keep` of these, the largest; one of them at least."""
+        kept = max(1, int(self._spec.keep * len(values)))
+        self._least[tensor] = kth_largest(values, kept)
+        self._age[tensor], self._aim[tensor] = 0, kept / len(values)
         self.n_found += 1
-
-    def kept(self, tensor: int) -> int:
-        """Elements that a new threshold lets through."""
-        return max(1, int(self._spec.keep * self._sizes[tensor]))
 
     def least(self, tensor: int) -> float:
         return self._least[tensor]
 
-    def sent(self, tensor: int, n: int) -> None:
+    def sent(self, tensor: int, n: int, of: int) -> None:
         """So many of its elements were selected."""
-        self.density[tensor] = n / self._sizes[tensor]
+        self.density[tensor] = n / of
         self._age[tensor] = max(0, self._age[tensor]) + 1
 
 

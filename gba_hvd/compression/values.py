@@ -16,41 +16,44 @@ CHUNK = 128  # values that share a scale: 3 % more bytes, and no tensor waits lo
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def encode(values: np.ndarray, kind: str) -> tuple[bytes, np.ndarray]:
-    """values: float32 or float64 [n], finite. Returns (bytes, what they decode to, of the same dtype)."""
+def encode(values: np.ndarray, kind: str, chunk: int = CHUNK) -> tuple[bytes, np.ndarray]:
+    """values: float32 or float64 [n], finite. Returns (bytes, what they decode to, of the same dtype).
+
+    chunk: int8: how many values share a scale.
+    """
     if kind == "none":
         return values.tobytes(), values
     if values.dtype != np.float32:
         raise BadInput(f"{kind} takes float32 values, got {values.dtype}")
     if kind == "int8":
-        codes, scales = np.empty(len(values), np.int8), np.empty(-(-len(values) // CHUNK), np.float32)
-        kernels.to_int8(values, CHUNK, scales, codes)
+        codes, scales = np.empty(len(values), np.int8), np.empty(-(-len(values) // chunk), np.float32)
+        kernels.to_int8(values, chunk, scales, codes)
         seen = np.empty_like(values)
-        kernels.from_int8(codes, CHUNK, scales, seen)
+        kernels.from_int8(codes, chunk, scales, seen)
         return scales.tobytes() + codes.tobytes(), seen
     half = to_half(torch.from_numpy(values), _HALF[kind])
     return half.view(torch.int16).numpy().tobytes(), half.to(torch.float32).numpy()
 
 
-def decode(data: np.ndarray, kind: str, n: int, dtype: np.dtype) -> np.ndarray:
+def decode(data: np.ndarray, kind: str, n: int, dtype: np.dtype, chunk: int = CHUNK) -> np.ndarray:
     """uint8 [n_bytes(kind, n, dtype)] -> [n] of dtype."""
     if kind == "none":
         return np.array(data).view(dtype)
     if kind == "int8":
-        n_chunks = -(-n // CHUNK)
+        n_chunks = -(-n // chunk)
         scales = np.array(data[: 4 * n_chunks]).view(np.float32)
         out = np.empty(n, np.float32)
-        kernels.from_int8(np.array(data[4 * n_chunks :]).view(np.int8), CHUNK, scales, out)
+        kernels.from_int8(np.array(data[4 * n_chunks :]).view(np.int8), chunk, scales, out)
         return out.astype(dtype, copy=False)
     half = torch.from_numpy(np.array(data).view(np.int16)).view(_HALF[kind])
     widened: np.ndarray = half.to(torch.float32).numpy()
     return widened.astype(dtype, copy=False)
 
 
-def n_bytes(kind: str, n: int, dtype: np.dtype) -> int:
+def n_bytes(kind: str, n: int, dtype: np.dtype, chunk: int = CHUNK) -> int:
     """Bytes of n encoded values."""
     if kind == "int8":
-        return n + 4 * -(-n // CHUNK)
+        return n + 4 * -(-n // chunk)
     return n * (dtype.itemsize if kind == "none" else 2)
 
 

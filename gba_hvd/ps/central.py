@@ -1,7 +1,7 @@
-"""A server's part of the central copy, where workers train replicas of their own: blended, overwritten, or made the mean.
+"""A server's part of the central copy, where workers train replicas of their own: blended, overwritten, the mean.
 
-Uses the dense part, which makes each change visible whole or not at all; what is handed in is kept in memory only. Which
-formula, is `averaging`'s business; when replicas are handed in, is the workers' and the coordinator's (`shadow`).
+Uses the dense part, which makes each change visible whole or not at all; what is handed in is kept in memory only.
+Which formula, is `averaging`'s business; when replicas are handed in, the workers' and the coordinator's (`shadow`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class CentralCopy:
         self._dense = dense
         self._sizes = [t.size for t in dense.tensors]
         self._over = -1  # the last phase whose mean was made
+        self._gathered: tuple[np.ndarray, bytes] | None = None
         self._handed: dict[int, tuple[MeanOfReplicas, set[int]]] = {}  # by phase; the workers that are in it
         self._newest: dict[int, int] = {}  # by worker: number of its last round
 
@@ -54,7 +55,7 @@ class CentralCopy:
             self._dense.replace_(values, state)
 
     def hand_in(self, request: HandIn, frames: Sequence[Any]) -> None:
-        """Take a replica in for the mean of its phase, once per worker. Raises ProtocolError, then nothing is changed."""
+        """Add a replica to the mean of its phase, once per worker. Raises ProtocolError, then nothing is changed."""
         values, state = self._values(frames, 2, "replica"), self._state(frames[1])
         if request.phase <= self._over:
             return
@@ -63,16 +64,23 @@ class CentralCopy:
             mean.add(torch.from_numpy(values), state)
             workers.add(request.worker)
 
-    def gather(self, phase: int) -> None:
-        """Become the mean of what was handed in for this phase, and stay as it is if that is nothing. Only once."""
-        if phase <= self._over:
-            return
-        mean, _ = self._handed.get(phase, (None, None))
-        if mean is not None:
-            values, state = mean.mean()
-            self._dense.replace_(values.numpy(), state)
-        self._over = phase
-        self._handed = {later: handed for later, handed in self._handed.items() if later > phase}
+    def gather(self, phase: int) -> tuple[np.ndarray, bytes]:
+        """Become the mean of what was handed in for this phase, once, and stay as it is if that is nothing.
+
+        Returns values and optimizer state (state_codec) as they were then: by the time the last worker asks, the first
+        may have blended into the next epoch's copy.
+        """
+        if phase > self._over:
+            mean, _ = self._handed.get(phase, (None, None))
+            if mean is not None:
+                values, state = mean.mean()
+                self._dense.replace_(values.numpy(), state)
+            self._over, self._gathered = phase, self._now()
+            self._handed = {later: handed for later, handed in self._handed.items() if later > phase}
+        return self._gathered if phase == self._over and self._gathered else self._now()
+
+    def _now(self) -> tuple[np.ndarray, bytes]:
+        return self._dense.values.copy(), state_codec.encode(self._dense.state())
 
     def _values(self, frames: Sequence[Any], n_frames: int, what: str) -> np.ndarray:
         if len(frames) != n_frames:

@@ -24,6 +24,7 @@ import zmq
 from gba_hvd.errors import GbaError
 from gba_hvd.ps import process, protocol, transport
 from gba_hvd.ps.protocol import Answer, Beat, Bye, Endpoint, Ok, Position, ProtocolError, Refused, Request
+from gba_hvd.traffic import Traffic
 
 log = logging.getLogger("gba_hvd")
 _RESEND_S = 1.0
@@ -31,6 +32,14 @@ _RESEND_MOST_S = 8.0
 _TRY_AGAIN_S = 0.2  # after a server said: later
 _BEAT_S = 0.3
 _POLL_S = 0.1
+# What the frames behind a header are, in the words of `traffic`; the last word counts for all that follow.
+_KINDS = {
+    ("sent", "Push"): ("dense", "rows"),
+    ("received", "PullDense"): ("dense",),
+    ("sent", "PullRows"): ("header",),
+    ("received", "PullRows"): ("rows",),
+    ("received", "Export"): ("dense",),
+}
 
 
 class ServerLost(GbaError):
@@ -88,6 +97,7 @@ class Client:
         self.beat: Callable[[], Beat] | None = None
         self.finished = True  # what the goodbye says: training is over, or this worker alone leaves
         self.on_position: Callable[[Position], None] = lambda position: None
+        self.traffic: Traffic | None = None
 
     def start(self) -> None:
         self._thread.start()
@@ -222,6 +232,7 @@ class Client:
             sockets[request.server, request.pull].send_multipart(request.message, flags=zmq.DONTWAIT, copy=False)
         except zmq.Again:
             return  # the queue is full: sent again later
+        self._count("sent", request.what, request.message)
 
     def _take(self, pending: dict[int, _Pending], server: int, frames: list[Any]) -> None:
         try:
@@ -244,7 +255,16 @@ class Client:
             asked.resend_s = time.monotonic() + _TRY_AGAIN_S  # `_look_after` sends it
             return
         del pending[envelope.number]
+        self._count("received", asked.what, frames)
         asked.answer(Reply(body, frames[1:]))
+
+    def _count(self, direction: str, request: str, frames: Sequence[Any]) -> None:
+        if self.traffic is None:
+            return
+        kinds = _KINDS.get((direction, request), ())
+        for i, frame in enumerate(frames):
+            kind = kinds[min(i, len(kinds)) - 1] if i and kinds else "header"
+            self.traffic.count(direction, kind, memoryview(frame).nbytes)
 
     def _look_after(self, sockets: dict[tuple[int, bool], Any], pending: dict[int, _Pending], now: float) -> None:
         cannot_start: dict[int, str] = {}

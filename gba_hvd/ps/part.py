@@ -26,6 +26,7 @@ import numpy as np
 from gba_hvd import kernels, rules
 from gba_hvd.averaging import REPLICA_MODES
 from gba_hvd.buffer import GradientBuffer, StoredPush, merge_pushes
+from gba_hvd.compression.mirror import Mirrors
 from gba_hvd.errors import NonFiniteGradient
 from gba_hvd.gradients import RowGrad, average_over_contributors
 from gba_hvd.ps import protocol
@@ -74,6 +75,7 @@ class Part:
         if rule is None:  # after a server that died
             rule = _rule_of(enter, dense.tensors, dense.values, dense.state(), dense.step)
         self.rule = rule
+        self.mirrors: Mirrors | None = None  # of workers of other hosts that take differences
         self._last: Applied | None = None
         self._torn = 0  # shards that a server which died left in the middle of its last step
 
@@ -237,8 +239,10 @@ class Part:
     def rows_for(self, frames: Sequence[Any]) -> list[np.ndarray]:
         return gather(self._memory, self.mine, frames)
 
-    def export(self) -> tuple[int, np.ndarray, bytes]:
-        """(step, dense values, optimizer state)"""
+    def export(self, phase: int = -1) -> tuple[int, np.ndarray, bytes]:
+        """(step, dense values, optimizer state). phase: of replicas, see `protocol.Export`."""
+        if phase >= 0:
+            return self.dense.step, *self.central.gather(phase)
         return self.dense.step, self.dense.values.copy(), state_codec.encode(self.dense.state())
 
     def close(self) -> None:

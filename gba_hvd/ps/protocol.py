@@ -139,27 +139,52 @@ class Ask(Struct):
     lrs_step: int
 
 
+class Compressor(Struct):
+    """As `compression.Spec`."""
+
+    selector: str
+    keep: float
+    refresh_every: int
+    drift: float
+    values: str
+
+
 class PullRows(Struct):
-    """Frames: for each group the keys, int64. Answer: for each group the weights, float32 [n, dim]."""
+    """Frames: for each group the keys, int64. Answer: for each group the weights, float32 [n, dim].
+
+    With a compressor keys and rows are as of `compression.rows`.
+    """
 
     generation: int
+    compressor: Compressor | None = None
 
 
 class PullDense(Struct):
-    """This server's dense values, if they are newer than `newer_than`."""
+    """This server's dense values, if they are newer than `newer_than`.
+
+    compressor: the worker, of another host, takes differences to the values of step `newer_than`, which it has
+    """
 
     generation: int
     newer_than: int
+    worker: int = 0
+    compressor: Compressor | None = None
 
 
 class Push(Struct):
-    """Gradients of one micro-batch, for one server. Frames: its dense slice float32, its row message (`gradients`)."""
+    """Gradients of one micro-batch, for one server. Frames: its dense slice float32, its row message (`gradients`).
+
+    compressed: the first frame is a message as of `compression.push`; rows_compressed: the second one is one as of
+    `compression.row_push`
+    """
 
     worker: int
     generation: int
     micro: int
     serial: int
     dense_step: int = -1  # step of this server's dense values that they were computed with, -1 if not known
+    compressed: bool = False
+    rows_compressed: bool = False
 
 
 class Done(Struct):
@@ -225,7 +250,8 @@ class Export(Struct):
 class Blend(Struct):
     """Blend a replica into the central copy. Frame: its values here, float32. Answer: `Dense` with the copy's.
 
-    number: of the worker's rounds: a repeated one is not blended twice. phase: see `shadow`. elasticity: see `averaging`.
+    number: of the worker's rounds: a repeated one is not blended twice
+    phase: see `shadow`; elasticity: see `averaging`
     """
 
     worker: int
@@ -379,9 +405,13 @@ class Judged(Struct):
 
 
 class Dense(Struct):
-    """Frames: the values, unless `step` is not newer than asked."""
+    """Frames: the values, unless `step` is not newer than asked.
+
+    base: if not -1, the frame is the compressed difference to the values of this step
+    """
 
     step: int
+    base: int = -1
 
 
 class Rows(Struct):

@@ -31,11 +31,12 @@ import torch
 import zmq
 
 from gba_hvd.errors import GbaError
+from gba_hvd.ps import compressed as wire
 from gba_hvd.ps import protocol, transport
 from gba_hvd.ps.coordinator import Coordinator
 from gba_hvd.ps.dense import DensePart
 from gba_hvd.ps.judging import Judging
-from gba_hvd.ps.part import Limits, Part, gather, optimizer_of
+from gba_hvd.ps.part import Limits, Part, optimizer_of
 from gba_hvd.ps.protocol import (
     Alive,
     Answer,
@@ -160,6 +161,7 @@ class Server:
         with contextlib.suppress(FileNotFoundError):  # a successor listens where its predecessor did
             ports |= json.loads(self._file("address").read_text())
         self._gate = transport.Gate(self._context, self.key)
+        self._row_lender = wire.RowLender()
         self._control, self._pull = self._listen("control", ports["control"]), self._listen("pull", ports["pull"])
         self._folder_id = os.stat(folder).st_ino
         self._n_saved = 0
@@ -298,10 +300,7 @@ class Server:
             case Beat():
                 return self._on_beat(request), ()
             case PullDense():
-                part = self._active(request.generation)
-                if part.dense.step > request.newer_than:
-                    return Dense(part.dense.step), (part.dense.shown.copy(),)
-                return Dense(part.dense.step), ()
+                return wire.answer_pull(self._active(request.generation), request)
             case Apply():
                 return self._active(request.generation).apply(request), ()
             case Discard():
@@ -361,6 +360,8 @@ class Server:
 
     def _on_push(self, request: Push, frames: list[Any]) -> Answer:
         part = self._active(request.generation)
+        if request.compressed or request.rows_compressed:
+            frames = wire.opened(part, self.layout, request, frames)
         if part.push(request.micro, request.serial, frames, request.dense_step, request.worker):
             return Ok()
         if self.coordinator is not None:  # pushes of revoked leases will never be asked for
@@ -482,12 +483,10 @@ class Server:
 
     def _on_export(self, request: Export) -> tuple[Answer, Sequence[Any]]:
         part = self._active(request.generation)
-        if request.phase >= 0:
-            part.central.gather(request.phase)
         if request.leaving and not self.idle:
             self.idle = True
             self._save_session()  # before the workers write shards: a successor must leave them alone
-        step, values, state = part.export()
+        step, values, state = part.export(request.phase)
         return Exported(step), (values, state)
 
     def _on_handed_in(self, request: HandedIn) -> Answer:
@@ -745,7 +744,8 @@ class Server:
             if not isinstance(request, PullRows):
                 raise ProtocolError(f"{type(request).__name__} does not belong to the port for pulls")
             part = self.part
-            answer, out = Rows(), gather(self.memory, everywhere if part is None else part.mine, frames[1:])
+            mine = everywhere if part is None else part.mine
+            answer, out = Rows(), self._row_lender.rows(self.memory, mine, request, frames[1:])
         except Exception as error:
             answer, out = _refusal(error), ()
             number = number or getattr(error, "number", 0)

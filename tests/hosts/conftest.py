@@ -1,4 +1,4 @@
-"""Hosts to run jobs on: namespaces of this machine. Without root, iproute2 or openssh-server these tests are skipped."""
+"""Hosts to run jobs on, on this machine. Without root, iproute2 or openssh-server these tests are skipped."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from gba_hvd_tools.lab import Lab, missing
 
 from .job import DESK

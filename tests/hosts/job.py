@@ -1,4 +1,4 @@
-"""A job on several hosts: `horovodrun` on the desk, which reaches the workers' hosts by ssh, and a look at their memory.
+"""A job on several hosts: `horovodrun` on the desk, which reaches the other hosts by ssh; and a look at their memory.
 
 Hosts come and go by the launcher's discovery script: one is a candidate while its sshd answers. What the job leaves is
 looked for on every host that is on, and is part of `assert_nothing_left`.
@@ -8,25 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from gba_hvd_tools.lab import Lab
+
 from gba_hvd.ps.server import layout_from
 from gba_hvd.shard.holder import MemoryRows
 from gba_hvd.shard.memory import ShardMemory
-from gba_hvd_tools.lab import Lab
 from recovery.restore import Now, restore
 from recovery.store import Store
 from tests.processes.cluster import GRACE_S, HOROVODRUN, Cluster, wait_for
 from tests.processes.workload import digests, digests_of
 
 DESK = "desk"
+IMPATIENT = {"GBA_HVD_SERVER_S": "6", "GBA_HVD_ALIVE_S": "1"}  # a lost host is noticed soon
 T = TypeVar("T")
+_S3_PORT = 5000
 _DISCOVER = """#!/bin/bash
 for host in $(cat {hosts}); do
   (timeout 1 bash -c "exec 3<>/dev/tcp/$host/22" 2>/dev/null && echo $host:1) &
@@ -74,7 +79,8 @@ class HostsJob(Cluster):
 
     def processes_on(self, name: str, only_workers: bool = False) -> list[int]:
         found = self.lab.processes(name)
-        return [pid for pid, command in found.items() if not only_workers or _is_worker(command)]
+        mine = {pid: command for pid, command in found.items() if "s3_server.py" not in command}
+        return [pid for pid, command in mine.items() if not only_workers or _is_worker(command)]
 
     def assert_nothing_left(self) -> None:
         """On no host that is on runs anything, and their shard memory is empty, soon after the end."""
@@ -143,6 +149,36 @@ def quiet(look: Callable[[], T], what: str, timeout_s: float = 30.0) -> T:
 
     wait_for(again, f"{what} to stay as they are", timeout_s)
     return seen[-1]
+
+
+class S3:
+    """An S3 server on the desk, with an empty bucket, that the hosts of a lab reach by its network."""
+
+    def __init__(self, lab: Lab, folder: Path) -> None:
+        folder.mkdir()
+        self._lab = lab
+        command = [
+            sys.executable,
+            str(Path(__file__).with_name("s3_server.py")),
+            str(_S3_PORT),
+            "bucket",
+            folder / "up",
+        ]
+        with open(folder / "log", "wb") as log:
+            self.process = lab.popen(DESK, command, stdout=log, stderr=log)
+        wait_for(lambda: self.process.poll() is not None or (folder / "up").exists(), "the S3 server")
+        assert self.process.poll() is None, (folder / "log").read_text()
+        address = f"http://{lab.address(DESK)}:{_S3_PORT}"
+        options = {"key": "test", "secret": "test", "endpoint_url": address}
+        self.settings = {"url": "s3://bucket/job", "storage_options": {**options, "timeout_s": 5, "tries": 2}}
+        self._list = f"{address}/bucket?list-type=2&prefix=job/"
+
+    def names(self, prefix: str) -> list[str]:
+        """Of the objects that are there, as the server lists them."""
+        look = f"import sys, urllib.request as r; print(r.urlopen({self._list + prefix!r}, timeout=10).read().decode())"
+        listed = self._lab.popen(DESK, [sys.executable, "-I", "-S", "-c", look], stdout=subprocess.PIPE)
+        words, _ = listed.communicate(timeout=20)
+        return re.findall("<Key>job/(.*?)</Key>", words.decode())
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import gba_hvd
+from gba_hvd.gba import GbaMode
 
 from .cluster import GRACE_S, wait_for
 from .workload import Training
@@ -62,6 +63,8 @@ def train_alone(folder: Path, plan: dict[str, Any], **gba: Any) -> Outcome:
                     loss = training.loss(batch)
                     loss.backward()
                     optimizer.step(loss=loss)
+                    if plan.get("flush") and isinstance(state.engine.mode, GbaMode):
+                        state.engine.mode.flush()  # the servers have applied it before the next one is computed
                 gba_hvd.evaluate(model, training.dataset, state, batch=64)
             return Outcome(
                 state.step, training.arrays(), training.optimizer_arrays(), asdict(state.samples), watch.modes,

@@ -1,13 +1,14 @@
 """A small but real training script that the process tests launch with `horovodrun`.
 
 Reads what to do from the JSON file in TEST_PLAN: sizes, epochs, faults. Each worker appends what it did to
-`OUT/<host>-<pid>.jsonl`: the samples it is about to contribute to a step or push, the steps that were committed, events, the
-end. The chief writes the final parameters. Faults really happen (SIGKILL, SIGSTOP, exceptions) and are written down
-just before.
+`OUT/<host>-<pid>.jsonl`: the samples it is about to contribute to a step or push, the steps that were committed,
+events, the end. The chief writes the final parameters. Faults really happen (SIGKILL, SIGSTOP, exceptions) and are
+written down just before.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -33,6 +34,7 @@ if PLAN.get("horovod", True):
 
     hvd.init()
 
+from balance import Books  # noqa: E402
 from workload import Training, digests  # noqa: E402
 
 import gba_hvd  # noqa: E402
@@ -40,6 +42,7 @@ from gba_hvd import allreduce, membership  # noqa: E402
 from gba_hvd.faults import Fault  # noqa: E402
 from gba_hvd.gba import GbaMode  # noqa: E402
 from gba_hvd.ps import process  # noqa: E402
+from gba_hvd.shadow import ReplicaMode  # noqa: E402
 from gba_hvd.shard.memory import ShardMemory  # noqa: E402
 from recovery.callback import CheckpointCallback  # noqa: E402
 
@@ -61,6 +64,9 @@ def die(point: str, step: int) -> None:
                 raise RuntimeError("planned failure")
             if fault["do"] == "lose the result":
                 raise HorovodInternalError("planned: the result of this collective is lost on the way")
+            if fault["do"] == "kill the server":
+                os.kill(process.pid_of(state.engine.folder, 0) or os.getpid(), signal.SIGKILL)
+                return
             os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "int": signal.SIGINT}[fault["do"]])
 
 
@@ -99,6 +105,9 @@ gba_hvd.elastic.hosts_updated = hosts_updated
 around(allreduce.AllreduceMode, "commit", None, lambda _: die("after commit", state.step + 1))
 around(ShardMemory, "begin", None, lambda _: die("in apply", state.step + 1))
 around(ShardMemory, "finish", None, lambda _: die("after apply", state.step + 1))
+around(ReplicaMode, "export", lambda _: die("before handing in", state.epoch), None)
+around(ReplicaMode, "_exported", lambda _: die("all have handed in", state.epoch), None)
+around(ReplicaMode, "_hand_in", None, lambda _: die("after handing in", state.epoch))
 _push = GbaMode.push
 
 
@@ -158,6 +167,7 @@ more_users = PLAN.get("rank_one_differs", 0) if os.environ.get("HOROVOD_RANK") =
 training = Training.of(PLAN, more_users, epoch=0, aucs=[])
 dataset, tables, model, optimizer, state = vars(training).values()
 notes = Notes()
+books = Books(state.engine, note, die) if state.engine.compression is not None else None
 state.register_callbacks([notes])
 if "gba" in PLAN:
     state.register_callbacks([gba_hvd.GBACallback(**PLAN["gba"])])
@@ -183,18 +193,29 @@ def train(state: gba_hvd.elastic.TorchState) -> None:
             if state.epoch == PLAN.get("nan_epoch", 0) and batch.index in PLAN.get("nan_micros", ()):
                 loss = loss * float("nan")
             loss.backward()
+            if PLAN.get("diverge_at_push") == batch.index:  # finite gradients, too large for what they are added to
+                for p in model.parameters():
+                    p.data.fill_(3e38).mul_(10)
             optimizer.step(loss=loss)
             if PLAN.get("sleep_s"):
                 time.sleep(PLAN["sleep_s"])
+        note(values=values_now(), of_epoch=state.epoch, mode=state.engine.mode.name)
         scores = gba_hvd.evaluate(model, dataset, state, batch=64)
         state.aucs = [*state.aucs, scores.auc]
         state.report(auc=scores.auc)
+    if books is not None:
+        books.close()
     if state.world.rank == 0:
         write_result()
 
 
+def values_now() -> str:
+    """A fingerprint of the dense parameters."""
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+
+
 def wait_where_planned(step: int) -> None:
-    """Hold step k, or any later one, until the test makes a file: `{"holds": {k: name}}`. `wait_at_step`: k for `go`."""
+    """Hold step k, or a later one, until the test makes a file: `{"holds": {k: name}}`; `wait_at_step` waits for `go`."""
     holds = {int(at): name for at, name in PLAN.get("holds", {}).items()}
     if "wait_at_step" in PLAN:
         holds[PLAN["wait_at_step"]] = "go"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import gba_hvd
+from gba_hvd.compression import Spec
 from gba_hvd.shard.holder import MemoryRows
 from gba_hvd.shard.memory import ShardMemory
 from recovery.rows import Holder
@@ -66,6 +67,14 @@ DENSE_OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]]
 }
 
 
+def compression_of(plan: dict[str, Any]) -> Spec:
+    """{"name": "dct", "keep": 0.1, "values": "int8"}: as `Compression.by_name`, with values a second one after it."""
+    settings = dict(plan)
+    name, values = settings.pop("name", "none"), settings.pop("values", "none")
+    spec = gba_hvd.Compression.by_name(name, **settings)
+    return (spec if values == "none" else spec.then(gba_hvd.Compression.by_name(values))).always()
+
+
 @dataclass(frozen=True)
 class Training:
     """The parts of one worker's training, as a plan (a dict with everything optional) describes them."""
@@ -94,6 +103,8 @@ class Training:
             micro_batch=plan.get("micro_batch", 16),
             named_parameters=model.named_parameters(),
             row_average=plan.get("row_average", "global"),
+            compression=compression_of(plan.get("compression", {})),
+            row_compression=compression_of(plan.get("row_compression", {})),
         )
         state = gba_hvd.elastic.TorchState(model, optimizer, **values)
         return cls(Clicks(plan.get("samples", 1000)), tables, model, optimizer, state)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from gba_hvd_tools import cli
-from gba_hvd_tools.bench import cpr
+from gba_hvd_tools.bench import cpr, cpr_training
 
 from recovery.planner import Costs
 
@@ -60,3 +61,59 @@ def test_the_verdict_says_that_it_follows_from_the_costs():
 def test_a_place_that_cannot_be_written_is_found_at_once(tmp_path, capsys):
     assert cli.main(["bench", "recovery", "--out", str(tmp_path)]) == 1
     assert "is a folder" in capsys.readouterr().err
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log and a model that train in a second."""
+    monkeypatch.setattr(cpr_training, "_SYNTHETIC_TRAIN", 3000)
+    monkeypatch.setattr(cpr_training, "_SYNTHETIC_TEST", 2000)
+    few = replace(cpr_training.DATASETS["synthetic"], global_batch=100, hidden=(8,), dim=4)
+    monkeypatch.setitem(cpr_training.DATASETS, "synthetic", few)
+
+
+def test_models_are_trained_lose_servers_and_get_their_rows_back(small, tmp_path, capsys):
+    out = tmp_path / "recovery.json"
+    arguments = ["bench", "recovery", "--traces", "0", "--out", str(out), "--accuracy", "synthetic", "--seeds", "3"]
+    assert cli.main(arguments) == 0
+    first = json.loads(out.read_text())
+    of = first["auc"]["synthetic, 2 epochs"]
+    assert list(of) == ["28h", "14h"]
+    assert list(of["28h"]) == list(cpr_training.STRATEGIES)
+    for mean_h, n in (("28h", 2), ("14h", 4)):
+        # Full recovery does everything again: nothing is lost, to the last bit.
+        assert of[mean_h]["full"]["auc"] == of[mean_h]["none"]["auc"]
+        assert {row["failures"] for name, row in of[mean_h].items() if name != "none"} == {n}
+        assert all(of[mean_h][name]["pls"] > 0 for name in of[mean_h] if name.startswith("cpr_"))
+        assert of[mean_h]["cpr_full"]["auc"] != of[mean_h]["none"]["auc"]
+    rows = {row["strategy"]: row for row in first["accuracy"] if row["mean_h"] == 28}
+    assert rows["full"]["steps_again"] > 0
+    assert rows["cpr_full"]["save_every_steps"] == 48  # 44.8 of 56 hours, in 60 steps
+    assert rows["cpr_mfu"]["save_every_steps"] == 6
+    capsys.readouterr()
+    assert cli.main([*arguments, "4"]) == 0  # goes on with what is missing
+    assert "11 trainings in" in (said := capsys.readouterr().out) and "11 to do" in said
+    again = json.loads(out.read_text())
+    assert again["accuracy"][:11] == first["accuracy"]
+    assert again["auc"]["synthetic, 2 epochs"]["28h"]["cpr_mfu"]["seeds"] == 2
+    assert said.count("AUC against no failure") == 4
+
+
+def test_failures_are_as_many_as_expected_and_the_same_for_all():
+    for mean_h, n in ((28, 2), (14, 4)):
+        found = cpr_training.failures(mean_h, 1000, seed=1)
+        assert len(found) == n
+        assert found == sorted(found) == cpr_training.failures(mean_h, 1000, seed=1)
+        assert all(0 < step < 1000 and 0 <= server < cpr.SERVERS for step, server in found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asks"),
+    [
+        (["--accuracy", "frappe"], "--data DIR"),
+        (["--accuracy", "synthetic", "--epochs", "0"], "--epochs must be at least 1"),
+    ],
+)
+def test_what_an_accuracy_measurement_lacks_is_told(arguments, asks, tmp_path, capsys):
+    assert cli.main(["bench", "recovery", "--traces", "0", "--out", str(tmp_path / "out.json"), *arguments]) == 1
+    assert asks in capsys.readouterr().err

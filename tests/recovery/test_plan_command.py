@@ -1,4 +1,4 @@
-"""`gba-hvd plan` and `gba-hvd simulate`: from figures, from files, and what they ask for."""
+"""`gba-hvd plan` and `gba-hvd simulate recovery`: from figures, from files, and what they ask for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recovery.pacing import Given, Measured
 from .holders import two_tables
 
 FIGURES = ["--save-s", "360", "--load-s", "60", "--mtbf-hours", "28"]
-FEW = ["simulate", "--save-s", "60", "--servers", "4", "--repeats", "2", "--sampled-servers", "2"]
+FEW = ["simulate", "recovery", "--save-s", "60", "--servers", "4", "--repeats", "2", "--sampled-servers", "2"]
 
 
 def test_the_table_has_both_strategies_and_the_reason_follows(capsys):

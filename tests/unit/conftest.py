@@ -114,6 +114,8 @@ class Training:
         micro_batch: int = 4,
         n_shards: int = 3,
         compression: Any = gba_hvd.Compression.none,
+        row_compression: Any = gba_hvd.Compression.none,
+        row_average: str = "global",
         **values: Any,
     ) -> None:
         self.tables = gba_hvd.EmbeddingTables(
@@ -130,7 +132,9 @@ class Training:
             global_batch=global_batch,
             micro_batch=micro_batch,
             named_parameters=self.model.named_parameters(),
+            row_average=row_average,
             compression=compression,
+            row_compression=row_compression,
         )
         self.state = gba_hvd.elastic.TorchState(self.model, self.optimizer, **values)
 

@@ -79,6 +79,16 @@ def test_what_comes_after_the_mean_was_made_changes_nothing_until_the_next_phase
     assert central.blend(blend(number=2, phase=2), [floats(4, 4, 4)]).tolist() == [3, 3, 3]
 
 
+def test_whoever_asks_late_gets_the_mean_though_the_copy_has_moved_on(dense: DensePart):
+    central = CentralCopy(dense)
+    central.hand_in(hand_in(1, 1), [floats(2, 2, 2), state(1, 1.0)])
+    first, _ = central.gather(1)
+    central.blend(blend(phase=2), [floats(4, 4, 4)])
+    late, moments = central.gather(1)
+    assert first.tolist() == late.tolist() == [2, 2, 2] and dense.values.tolist() == [3, 3, 3]
+    assert float(state_codec.decode(moments)[0]["step"]) == 1
+
+
 def test_without_anything_handed_in_the_copy_stays(dense: DensePart):
     central = CentralCopy(dense)
     central.publish(Publish(7, 0), [floats(1, 2, 3), b""])

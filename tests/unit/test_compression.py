@@ -160,23 +160,23 @@ def test_topk_sends_as_many_of_each_tensor_as_it_was_told() -> None:
 
 
 def test_a_threshold_is_kept_for_as_many_steps_as_asked() -> None:
-    thresholds = Thresholds(Compression.dct(0.1, refresh_every=5, drift=math.inf), [1000])
+    thresholds = Thresholds(Compression.dct(0.1, refresh_every=5, drift=math.inf), 1)
     rng, found = np.random.default_rng(0), []
     for step in range(20):
         if thresholds.is_due(0):
             thresholds.find(0, rng.normal(size=1000).astype(np.float32))
             found.append(step)
-        thresholds.sent(0, 900)
+        thresholds.sent(0, 900, 1000)
     assert found == [0, 5, 10, 15]
 
 
 def test_a_threshold_that_lets_too_much_through_is_found_before_its_time() -> None:
-    thresholds = Thresholds(Compression.dct(0.1, refresh_every=1000, drift=2), [1000])
+    thresholds = Thresholds(Compression.dct(0.1, refresh_every=1000, drift=2), 1)
     thresholds.find(0, np.ones(1000, np.float32))
     for _ in range(6):
-        thresholds.sent(0, 150)
+        thresholds.sent(0, 150, 1000)
     assert not thresholds.is_due(0)
-    thresholds.sent(0, 250)
+    thresholds.sent(0, 250, 1000)
     assert thresholds.is_due(0)
     assert thresholds.density == [0.25]
 
@@ -193,7 +193,7 @@ def test_the_share_sent_stays_near_what_was_asked_for() -> None:
 def test_zeros_are_not_sent() -> None:
     worker = feedback(Compression.topk(0.5))
     sent = worker.encode(np.zeros(N, np.float32), SPANS, N_SENT, np.empty(0, np.float32))
-    assert len(sent) < 60
+    assert len(sent) < 70
 
 
 def test_small_tensors_are_left_as_they_are() -> None:
@@ -279,7 +279,7 @@ DAMAGES: dict[str, tuple[Callable[[bytearray], object], str]] = {
     "another type": (lambda m: m.__setitem__(4, 8), "train the same model"),
     "another tensor": (lambda m: m.__setitem__(slice(8, 16), struct.pack("<Q", 7)), "train the same model"),
     "too many elements": (lambda m: m.__setitem__(slice(24, 32), struct.pack("<Q", 2**60)), "bytes of values"),
-    "places beyond the end": (lambda m: m.__setitem__(slice(60, 120), b"\xff" * 60), "they leave the tensors"),
+    "places beyond the end": (lambda m: m.__setitem__(slice(64, 124), b"\xff" * 60), "they leave the tensors"),
     "all, but not all of them": (lambda m: m.__setitem__(5, 0), "fewer than announced"),
     "bits instead of gaps": (lambda m: m.__setitem__(5, 3), "no bit for each"),
 }

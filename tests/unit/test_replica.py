@@ -18,7 +18,7 @@ def made(values: list[float]) -> tuple[nn.Parameter, nn.Parameter, Replica]:
 
 
 def test_a_copy_has_all_parameters_in_order_and_is_a_copy():
-    first, second, replica = made([1.0, 2.0, 3.0])
+    _, second, replica = made([1.0, 2.0, 3.0])
     replica.open(4)
     copy = replica.copy()
     assert copy is not None and copy.values.tolist() == [1.0, 2.0, 3.0] and copy.phase == 4

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from . import allreduce, checkpoint, gba, membership, ps, quality, recovery, switch
+from . import allreduce, checkpoint, compression, delay, gba, membership, ps, quality, recovery, shadow, switch
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-BENCHMARKS = (allreduce, checkpoint, gba, membership, ps, quality, recovery, switch)
+BENCHMARKS = (allreduce, checkpoint, compression, delay, gba, membership, ps, quality, recovery, shadow, switch)
 
 
 def add_parser(subparsers: Subparsers) -> None:

@@ -70,6 +70,12 @@ class Scenario:
         return -(-int(self.ideal_rate(0.0, self.end_s) * self.end_s * SPARE) // global_step) * global_step
 
 
+def even(service_s: float, measured_s: float, n_workers: int) -> Scenario:
+    """So many equal workers."""
+    warm = 75 * service_s
+    return Scenario("none", service_s, warm, warm + measured_s, n_workers=n_workers)
+
+
 def scenarios(service_s: float, measured_s: float) -> dict[str, Scenario]:
     """The four scenarios. `measured_s`: seconds of the steady ones that count; the one with a change takes longer.
 
@@ -81,7 +87,7 @@ def scenarios(service_s: float, measured_s: float) -> dict[str, Scenario]:
     cycle = max(7 * measured_s, 700 * service_s)
     visit = Slow(last, 5.0, from_s=warm + cycle / 3, to_s=warm + 2 * cycle / 3)
     return {
-        "none": Scenario("none", service_s, warm, warm + measured_s),
+        "none": even(service_s, measured_s, N_WORKERS),
         # 100 services: the 10 slow steps of allreduce in which a decision matures and is carried out.
         "straggler_5x": Scenario(
             "straggler_5x", service_s, warm + 100 * service_s, warm + 100 * service_s + measured_s, (straggler,)
@@ -136,11 +142,15 @@ class Progress:
         self._accelerator = accelerator
         self._seen: list[tuple[float, int, int]] = []
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether what happens now is within the measured time."""
+        return self._accelerator.scenario.warmup_s <= self._accelerator.at_s <= self._accelerator.scenario.end_s
+
     def note(self, samples_applied: int, samples_dropped: int = 0) -> None:
         """A step is done; both counts since the start of the job."""
-        at, scenario = self._accelerator.at_s, self._accelerator.scenario
-        if scenario.warmup_s <= at <= scenario.end_s:
-            self._seen.append((at, samples_applied, samples_dropped))
+        if self.is_measured:
+            self._seen.append((self._accelerator.at_s, samples_applied, samples_dropped))
 
     def result(self, micro_batch: int) -> dict[str, Any]:
         """samples_per_s (applied ones), ideal_share, dropped, dropped_share. Raises ValueError without two steps."""

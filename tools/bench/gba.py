@@ -110,11 +110,12 @@ class Launches:
     """Runs on the same prepared samples. Owns the files in `folder`."""
 
     def __init__(
-        self, folder: Path, service_s: float, measured_s: float, scenarios: Sequence[emulated.Scenario]
-    ) -> None:
+        self, folder: Path, service_s: float, measured_s: float, scenarios: Sequence[emulated.Scenario],
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:  # fmt: skip
         from . import small_ctr  # here, because it imports torch
 
-        self._folder, self._service_s, self._measured_s = folder, service_s, measured_s
+        self._folder, self._service_s, self._measured_s, self._timeout_s = folder, service_s, measured_s, timeout_s
         small_ctr.write(folder / "data", max(s.n_micro() for s in scenarios) * emulated.MICRO_BATCH)
         self.bayes_auc: float = json.loads((folder / "data" / "about.json").read_text())["bayes_auc"]
 
@@ -124,7 +125,7 @@ class Launches:
         result.unlink(missing_ok=True)
         arguments = ["--data", self._folder / "data", "--result", result, "--scenario", scenario.name]
         arguments += ["--service-s", self._service_s, "--measured-s", self._measured_s]
-        timeout_s = scenario.end_s + TIMEOUT_S
+        timeout_s = scenario.end_s + self._timeout_s
         measure.launch(contestant, [str(a) for a in arguments], log=log, timeout_s=timeout_s)
         if not result.exists():
             raise measure.RunFailed(f"{contestant.name}: ended without a result\n{measure.gist(log.read_text())}")

@@ -1,10 +1,11 @@
-"""Ours with emulated accelerators, as a user would write it; `--mode` is the only thing that differs between runs."""
+"""Ours with emulated accelerators, as a user would write it; only what `GBACallback` is told differs between runs."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import horovod.torch as hvd
@@ -50,6 +51,7 @@ class Watch(gba_hvd.Callback):
         self._progress = progress
         self.state: gba_hvd.elastic.TorchState | None = None
         self.switches: list[dict[str, Any]] = []
+        self.rounds: list[dict[str, float]] = []  # what was told of them, while speed was measured
 
     def on_step(self, record: gba_hvd.StepRecord) -> None:
         assert self.state is not None
@@ -58,14 +60,19 @@ class Watch(gba_hvd.Callback):
     def on_event(self, event: gba_hvd.Event) -> None:
         if event.kind == "switch":
             self.switches.append({"step": event.step, "reason": event.message, **event.data})
+        if "rounds_per_s" in event.data and self._progress.is_measured:
+            self.rounds.append({name: float(value) for name, value in event.data.items()})
 
 
 def main() -> None:
     parser = small_ctr.parser(__doc__)
     parser.add_argument("--mode", required=True)
+    parser.add_argument("--settings", type=json.loads, default={}, help="others of GBACallback, as JSON")
     args = parser.parse_args()
     scenario = small_ctr.scenario_of(args)
     hvd.init()
+    if args.scenario == "none":
+        scenario = emulated.even(args.service_s, args.measured_s, hvd.size())
     torch.set_num_threads(1)
     torch.manual_seed(1)
     tables = gba_hvd.EmbeddingTables(
@@ -84,7 +91,7 @@ def main() -> None:
     progress = emulated.Progress(accelerator)
     watch = Watch(progress)
     state = watch.state = gba_hvd.elastic.TorchState(model, optimizer, epoch=0)
-    state.register_callbacks([gba_hvd.GBACallback(mode=args.mode), watch])
+    state.register_callbacks([gba_hvd.GBACallback(mode=args.mode, **args.settings), watch])
 
     @gba_hvd.elastic.run
     def train(state: gba_hvd.elastic.TorchState) -> None:
@@ -112,6 +119,7 @@ def write(path: Path, progress: emulated.Progress, state: gba_hvd.elastic.TorchS
         **emulated.staleness(stale),
         "auc": auc,
         "switches": watch.switches,
+        **{name: mean(told[name] for told in watch.rounds) for name in (watch.rounds or [{}])[0]},
         "account": account,
     }
     path.write_text(json.dumps(result))

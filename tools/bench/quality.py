@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
@@ -62,14 +62,16 @@ DATASETS = {
 
 @dataclass(frozen=True)
 class Protocol:
-    """The mode at the start and, from the middle of training on, another one."""
+    """The mode at the start and, from the middle of training on, another one. settings: others of `switching`."""
 
     mode: str
     then: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def overrides(self, half: int) -> list[str]:
         switch = {half: self.then} if self.then else {}
-        return [f"switching.mode={self.mode}", f"switching.switch_at={json.dumps(switch)}"]
+        more = [f"switching.{name}={value}" for name, value in self.settings.items()]
+        return [f"switching.mode={self.mode}", f"switching.switch_at={json.dumps(switch)}", *more]
 
     def faults(self, half: int) -> list[dict[str, Any]]:
         """A slow worker while the mode is asynchronous; in allreduce it would change nothing but the time."""
@@ -87,6 +89,14 @@ PROTOCOLS = {
     "bsp": Protocol("bsp"),
     "hop_bs": Protocol("hop_bs"),
     "hop_bw": Protocol("hop_bw"),
+}
+USUAL = list(PROTOCOLS)
+# Replicas of the dense parameters, as `bench shadow` compares them: in the background, and every k local steps.
+PROTOCOLS |= {f"shadow_{name}": Protocol("shadow", settings={"sync": name}) for name in ("easgd", "ma", "bmuf")}
+PROTOCOLS |= {
+    f"{name}_{every}": Protocol(name, settings={"every": every})
+    for name in ("easgd", "ma", "bmuf")
+    for every in (5, 30, 100)
 }
 
 
@@ -110,7 +120,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--data", type=Path, metavar="DIR", help="frappe: the folder of its files")
     names: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
     parser.add_argument("--datasets", default=list(DATASETS), choices=DATASETS, help=", ".join(DATASETS), **names)
-    parser.add_argument("--protocols", default=list(PROTOCOLS), choices=PROTOCOLS, help=", ".join(PROTOCOLS), **names)
+    parser.add_argument("--protocols", default=USUAL, choices=PROTOCOLS, help=", ".join(PROTOCOLS), **names)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), metavar="N")
     parser.add_argument(
         "--epochs", type=int, help="instead of " + ", ".join(f"{d.epochs} ({n})" for n, d in DATASETS.items())

@@ -14,6 +14,7 @@ import heapq
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -68,7 +69,7 @@ class Outcome:
 
     curve:     (time, micro-batches done, loss), the last one at the end; a loss that diverged is infinite
     staleness: histogram in steps, by token; lags: the same by the dense values that gradients were computed with
-    applied, dropped: samples. why: of a loss that diverged
+    applied, dropped: samples. judged: by the task, at the end. why: of a loss that diverged
     """
 
     curve: tuple[tuple[float, int, float], ...]
@@ -79,6 +80,7 @@ class Outcome:
     dropped: int
     time: float
     values: np.ndarray = field(repr=False)
+    judged: dict[str, float] = field(default_factory=dict)
     why: str = ""
 
     @property
@@ -137,7 +139,7 @@ class _Loop:
     def run(self) -> Outcome:
         workers, setting, server = len(self._workers), self._setting, self._server
         for worker in range(workers):
-            self._at(setting.start_over * worker / workers, lambda now, w=worker: self._ask(w, now))
+            self._at(setting.start_over * worker / workers, partial(self._ask, worker))
         now = 0.0
         while self._due and not self._why:
             now, _, event = heapq.heappop(self._due)
@@ -146,9 +148,10 @@ class _Loop:
             raise GbaError(f"the simulation stands still after {self._n_done} of {self._n_total} micro-batches")
         self._measure(now)
         ledger, part = server.ledger, server.part
+        judged = {} if self._why else self._task.judge(part.dense.values)
         return Outcome(
             tuple(self._curve), dict(ledger.staleness_histogram), dict(part.lags), ledger.step,
-            ledger.account.applied, ledger.account.dropped, now, part.dense.values.copy(), self._why,
+            ledger.account.applied, ledger.account.dropped, now, part.dense.values.copy(), judged, self._why,
         )  # fmt: skip
 
     def _at(self, time: float, event: Callable[[float], None]) -> None:
@@ -175,7 +178,7 @@ class _Loop:
             self._waiting[worker] = None
             return
         self._n_handed += 1
-        self._at(now + 2 * self._setting.latency, lambda later: self._lease_came(worker, lease, later))
+        self._at(now + 2 * self._setting.latency, partial(self._lease_came, worker, lease))
 
     def _lease_came(self, worker: int, lease: Lease, now: float) -> None:
         state = self._workers[worker]
@@ -194,11 +197,11 @@ class _Loop:
         push = _Push(worker, lease, gradient, rows, dense.step)
         takes = self._takes(worker)
         # A push that takes no time arrives before the next start: the worker sees what came of it.
-        self._at(now + takes + latency, lambda later: self._arrive(push, later))
-        self._at(now + takes, lambda later: self._finish(worker, later))
+        self._at(now + takes + latency, partial(self._arrive, push))
+        self._at(now + takes, partial(self._finish, worker))
         if state.usual:
             ask_at = now + max(0.0, _ASK_AT * state.usual - 4 * latency)
-            self._at(ask_at, lambda later: self._ask_ahead(worker, request, later))
+            self._at(ask_at, partial(self._ask_ahead, worker, request))
 
     def _ask_ahead(self, worker: int, request: int, now: float) -> None:
         state = self._workers[worker]
@@ -219,7 +222,7 @@ class _Loop:
         """The server takes pushes one after the other."""
         self._busy_until = max(self._busy_until, now) + self._setting.serve
         if self._busy_until > now:
-            self._at(self._busy_until, lambda later: self._apply(push, later))
+            self._at(self._busy_until, partial(self._apply, push))
         else:
             self._apply(push, now)
 

@@ -1,0 +1,76 @@
+"""The way back: a server's newest dense values, as differences to what each worker of another host has.
+
+The server keeps a mirror of every such worker's values and sends what changed, compressed; both then do the same
+additions, so mirror and worker stay equal bit for bit, and what was not sent is in the next difference. A worker asks
+with the step it has. What becomes of a request that is repeated:
+
+    it has the step the last answer led to     a new difference
+    it has the step the last answer began at   the same answer again: it was lost
+    anything else, or a server that restarted  all values, and the mirror begins anew
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gba_hvd.compression import message
+from gba_hvd.compression.feedback import Feedback, plain_of, spans_of
+from gba_hvd.compression.push import add_
+from gba_hvd.compression.spec import Spec
+
+_MOST_WORKERS = 256  # mirrors; one more, and the oldest is forgotten: its worker, if it lives, gets all values again
+
+
+@dataclass
+class _Mirror:
+    values: np.ndarray
+    base: int  # the step that the last answer began at, -1: it had all values
+    step: int
+    answer: bytes
+
+
+class Mirrors:
+    """One server's mirrors, by worker. Not thread-safe."""
+
+    def __init__(self, spec: Spec, names: Sequence[str], sizes: Sequence[int]) -> None:
+        self.spec, self._sizes = spec, list(sizes)
+        self._coder = Feedback(spec, names, sizes, np.dtype(np.float32))  # its rest stays 0: mirrors know what waits
+        everything = range(len(self._sizes))
+        self._spans, self._n = spans_of(self._sizes, everything)
+        self._plain = plain_of(self._sizes, everything)
+        self._mirrors: dict[int, _Mirror] = {}
+
+    def answer(self, worker: int, has: int, values: np.ndarray, step: int) -> tuple[int, Any]:
+        """What brings a worker that has step `has` to `step`: (step it begins at, message), or (-1, all values)."""
+        mirror = self._mirrors.get(worker)
+        if mirror is not None and mirror.base == has >= 0:
+            return mirror.base, mirror.answer
+        if mirror is None or mirror.step != has:
+            if worker not in self._mirrors and len(self._mirrors) >= _MOST_WORKERS:
+                del self._mirrors[next(iter(self._mirrors))]
+            whole = values.copy()
+            self._mirrors[worker] = _Mirror(whole.copy(), -1, step, b"")
+            return -1, whole
+        change = values - mirror.values
+        plain = [values[at] for at in self._plain]
+        small = np.concatenate(plain) if plain else values[:0]
+        self._coder.begin()
+        mirror.answer = self._coder.encode(change, self._spans, self._n, small)
+        self._coder.roll_back()
+        follow_(mirror.values, mirror.answer, self._sizes)
+        mirror.base, mirror.step = has, step
+        return mirror.base, mirror.answer
+
+    def step_of(self, worker: int) -> int:
+        """The step the last answer led to, -1 if there was none."""
+        return self._mirrors[worker].step if worker in self._mirrors else -1
+
+
+def follow_(values: np.ndarray, data: Any, sizes: Sequence[int]) -> None:
+    """On both sides: add a difference to float32 [n] values, in place. Raises BadMessage; then nothing is changed."""
+    n_plain = sum(at.stop - at.start for at in plain_of(sizes, range(len(sizes))))
+    add_(values, message.read(data, spans_of(sizes, range(len(sizes)))[1], n_plain), sizes)

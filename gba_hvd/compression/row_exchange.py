@@ -1,0 +1,123 @@
+"""Rows and their gradients between the hosts of an allreduce step, compressed. Stands in for exchanges of `allreduce`.
+
+    pull   keys by alltoall, rows back by alltoall; asker and owner keep what was lent
+    send   gradients by alltoall, before the commit; they are decoded and checked when they arrive, and then held
+
+Between the ranks of one host nothing goes through here. What was lent belongs to one step: a step that is computed
+again begins with another `pull`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gba_hvd import kernels
+from gba_hvd.collectives import World
+from gba_hvd.compression import rows as coding
+from gba_hvd.compression.rows import Lent, RowCoder
+from gba_hvd.compression.spec import Spec
+from gba_hvd.gradients import RowGrad, distinct, pack_by_owner
+from gba_hvd.tables import EmbeddingTables, RemoteRows
+from gba_hvd.traffic import Traffic
+
+
+@dataclass(frozen=True)
+class _Swapped:
+    """What one alltoall did: bytes sent to other hosts, and uint8 [n] received from each of their ranks."""
+
+    n_sent: int
+    received: dict[int, np.ndarray]
+
+
+class RowExchange:
+    """One worker's part in one world.
+
+    server: int32 [S], the rank that serves each shard. here: the ranks of this host.
+    Owns what is lent and borrowed, by rank and group; uses the world and the tables.
+    """
+
+    def __init__(
+        self, spec: Spec, world: World, tables: EmbeddingTables, server: np.ndarray, here: Sequence[int],
+        traffic: Traffic,
+    ) -> None:  # fmt: skip
+        self._world, self._tables, self._server, self._traffic = world, tables, server, traffic
+        self._far = [rank for rank in range(world.size) if rank not in here]
+        self.coder = RowCoder(spec, [group.dim for group in tables.layout.groups])
+        self._lent: dict[int, list[Lent]] = {}
+        self._borrowed: dict[int, list[Lent]] = {}
+
+    def pull(self, keys: Sequence[np.ndarray]) -> None:
+        """Fetch rows of other hosts: per group the keys this rank will use next. A collective."""
+        tables, layout = self._tables, self._tables.layout
+        assert tables.local is not None and tables.memory is not None
+        wanted = [np.sort(distinct(k[~tables.local[k % layout.n_shards]])[0]) for k in keys]
+        owners = [self._server[w % layout.n_shards] for w in wanted]
+        asked = {r: [w[o == r] for w, o in zip(wanted, owners, strict=True)] for r in self._far}
+        told = self._swap("pull.keys", {r: coding.sections(list(map(coding.write_keys, asked[r]))) for r in self._far})
+        self._count("header", told)
+        answers = {}
+        for rank, data in told.received.items():
+            parts, self._lent[rank] = [], []
+            for number, (group, part) in enumerate(
+                zip(layout.groups, coding.split(data, len(layout.groups)), strict=True)
+            ):
+                theirs = coding.read_keys(part, group.places * layout.n_shards)
+                rows = np.empty((len(theirs), group.dim), dtype=np.float32)
+                kernels.gather_rows(tables.memory.flat, layout.places(theirs, group), 0, rows)
+                sent, lent = self.coder.lend(number, theirs, rows)
+                parts.append(sent)
+                self._lent[rank].append(lent)
+            answers[rank] = coding.sections(parts)
+        told = self._swap("pull.rows", answers)
+        self._count("rows", told)
+        found = [np.empty((len(w), g.dim), dtype=np.float32) for w, g in zip(wanted, layout.groups, strict=True)]
+        for rank, data in told.received.items():
+            self._borrowed[rank] = []
+            for number, (group, part) in enumerate(
+                zip(layout.groups, coding.split(data, len(layout.groups)), strict=True)
+            ):
+                rows, lent = self.coder.borrow(part, asked[rank][number], group.dim)
+                found[number][owners[number] == rank] = rows
+                self._borrowed[rank].append(lent)
+        for number, (mine, rows) in enumerate(zip(wanted, found, strict=True)):
+            _, _, slots = distinct(mine)
+            tables.remote[number] = RemoteRows(mine, slots, rows)
+
+    def send(self, grads: Sequence[RowGrad], extra: int) -> dict[int, np.ndarray]:
+        """Give back the gradients of what was borrowed; returns what other hosts' ranks gave back, by rank.
+
+        grads: by group. extra: columns of them beyond a row's dimension.
+        The result is in the words of `gradients.pack_by_owner`. A collective.
+        """
+        told = self._swap("rows", {rank: self._given_back(rank, grads) for rank in self._far})
+        self._count("rows", told)
+        far = {}
+        for rank, data in told.received.items():
+            lent = self._lent.pop(rank)
+            parts = coding.split(data, len(lent))
+            back = [self.coder.take_back(part, one, extra) for part, one in zip(parts, lent, strict=True)]
+            everything = np.zeros(len(self._server), dtype=np.int32)  # all of it is for this rank
+            far[rank], _ = pack_by_owner(back, everything, 1)
+        return far
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _given_back(self, rank: int, grads: Sequence[RowGrad]) -> bytes:
+        borrowed = self._borrowed.pop(rank)
+        return coding.sections([self.coder.give_back(one, g) for one, g in zip(borrowed, grads, strict=True)])
+
+    def _swap(self, name: str, messages: dict[int, bytes]) -> _Swapped:
+        ranks = range(self._world.size)
+        words = [np.frombuffer(messages.get(rank, b""), np.float32) for rank in ranks]
+        received, counts = self._world.alltoall(
+            name, np.concatenate(words), np.array([len(w) for w in words], dtype=np.int64)
+        )
+        parts = np.split(received, np.cumsum(counts)[:-1])
+        return _Swapped(sum(map(len, messages.values())), {rank: parts[rank].view(np.uint8) for rank in self._far})
+
+    def _count(self, kind: str, told: _Swapped) -> None:
+        self._traffic.count("sent", kind, told.n_sent)
+        self._traffic.count("received", kind, sum(map(len, told.received.values())))

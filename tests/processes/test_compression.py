@@ -1,0 +1,149 @@
+"""Jobs with compressed gradients: nothing is lost through steps, switches, killed workers and restarts."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from .balance import assert_balanced
+from .cluster import NAMES, Cluster, assert_same_parameters, cluster, wait_for
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+TWO = NAMES[:2]
+SPARSE = {"compression": {"name": "topk", "keep": 0.1, "values": "int8"}}
+PATIENCE_S = 200.0
+
+
+def events(job: Cluster, kind: str) -> list[dict[str, Any]]:
+    return [line for line in job.notes("event") if line["event"] == kind]
+
+
+@pytest.mark.parametrize("values", ["none", "int8", "fp16", "bf16"])
+def test_all_gradients_are_applied_or_wait(tmp_path: Path, values: str) -> None:
+    plan = {"compression": {"name": "dct", "keep": 0.1, "values": values, "refresh_every": 5}}
+    with cluster(tmp_path, **plan) as job:
+        job.run(lambda: job.start_static(2), PATIENCE_S)
+        assert_balanced(job)
+        (told, *_) = events(job, "traffic")
+        assert told["bytes"]["sent_allreduce_dense"] > 0
+        assert 0 < told["density"]["mlp.0.weight"] < 0.3
+
+
+def test_half_precision_is_summed_by_horovod(reference: dict[str, np.ndarray], tmp_path: Path) -> None:
+    with cluster(tmp_path, compression={"name": "fp16"}) as job:
+        job.run(lambda: job.start_static(2), PATIENCE_S)
+        assert_balanced(job, tolerance=1e-2, least_waiting=0.0)
+        for name, value in job.arrays().items():
+            np.testing.assert_allclose(value, reference[name], rtol=0.02, atol=0.02, err_msg=name)
+
+
+def test_keeping_everything_trains_the_same_model(reference: dict[str, np.ndarray], tmp_path: Path) -> None:
+    with cluster(tmp_path, compression={"name": "dct", "keep": 1.0}, own_memory_per_name=True) as job:
+        job.run(lambda: job.start_elastic(TWO), PATIENCE_S)
+        dense = {name: value for name, value in reference.items() if name.startswith("dense.")}
+        assert_same_parameters({name: job.arrays()[name] for name in dense}, dense)
+
+
+@pytest.mark.parametrize("point", ["before exchange", "before commit"])
+def test_a_killed_worker_takes_its_residual_along_and_nothing_else(tmp_path: Path, point: str) -> None:
+    fault = {"point": point, "do": "kill", "step": 8, "rank": 1}
+    with cluster(tmp_path, **SPARSE, faults=[fault]) as job:
+        job.run(lambda: job.start_elastic(TWO), PATIENCE_S)
+        assert job.fired() == 1
+        job.assert_every_sample_once(epochs=2)
+        if point == "before commit":  # its last note says what it had: the step was not decided
+            assert_balanced(job, residual_lost=True)
+        (told, *_) = events(job, "residual_lost")
+        assert told["workers"] == 1 and told["residual"] > 0
+
+
+def test_a_survivor_that_misses_the_result_settles_what_it_sent(tmp_path: Path) -> None:
+    fault = {"point": "after commit", "do": "lose the result", "step": 8, "rank": 1}
+    with cluster(tmp_path, {"GBA_HVD_TIMEOUT_S": "10"}, **SPARSE, faults=[fault]) as job:
+        job.run(lambda: job.start_elastic(TWO), PATIENCE_S)
+        assert job.fired() == 1
+        job.assert_every_sample_once(epochs=2)
+        assert_balanced(job)
+
+
+def saving(folder: Path) -> dict[str, Any]:
+    return {"checkpoint": {"url": str(folder / "checkpoints"), "every_steps": 2, "lease_s": 1.0}}
+
+
+def test_a_job_that_was_killed_goes_on_with_its_residual_and_refuses_another_compressor(tmp_path: Path) -> None:
+    with cluster(tmp_path / "first", **SPARSE, **saving(tmp_path), sleep_s=0.3) as job:
+        job.start_static(2)
+        wait_for(lambda: job.ended or len(events(job, "checkpoint")) >= 2, "two checkpoints", PATIENCE_S)
+        assert not job.ended, job.log()
+        for pid in job.processes():
+            os.kill(pid, signal.SIGKILL)
+        job.end()
+        job.assert_nothing_left_but_memory()
+        saves = job.notes("saves")
+    with cluster(tmp_path / "other", compression={"name": "fp16"}, **saving(tmp_path), horovod=False) as job:
+        job.start_alone()
+        assert job.wait(PATIENCE_S) != 0
+        assert "is of a job with compression=topk(keep=0.1).then(int8), this one has fp16" in job.log()
+    with cluster(tmp_path / "second", **SPARSE, **saving(tmp_path)) as job:
+        job.run(lambda: job.start_static(2), PATIENCE_S)
+        (resumed, *_) = events(job, "resumed")
+        step = resumed["step"]
+        saved = sum(line["saves"] for line in saves if line["step"] == step)
+        at_start = [line["rest"] for line in job.notes("brings") if line["step"] == step + 1]
+        assert abs(saved) > 1e-4
+        np.testing.assert_allclose(sum(at_start), saved, rtol=1e-4)
+        assert sorted(map(bool, at_start)) == [False, True]  # one worker has all of it
+
+
+# --- asynchronous modes: each host of a job has a server -------------------------------------------------------------
+
+TWO_HOSTS: dict[str, Any] = {"own_memory_per_name": True, "samples": 2000}
+QUALITY = {"gba": {"mode": "gba"}, "epochs": 4, **TWO_HOSTS}
+
+
+SPARSE_ROWS = {"name": "dct", "keep": 0.5, "values": "int8"}
+
+
+@pytest.mark.parametrize("values", ["none", "int8"])
+def test_what_goes_to_servers_of_other_hosts_and_comes_back_is_compressed(tmp_path: Path, values: str) -> None:
+    """Every sample is applied or accounted for, and the model learns as without."""
+    dense = {"name": "dct", "keep": 0.2, "values": values, "refresh_every": 20}
+    sparse = {"compression": dense, "row_compression": SPARSE_ROWS if values == "int8" else {}}
+    aucs, n_bytes = {}, {}
+    for name, plan in (("plain", {}), ("sparse", sparse)):
+        with cluster(tmp_path / name, **QUALITY, **plan) as job:
+            job.run(lambda job=job: job.start_elastic(TWO), PATIENCE_S)  # type: ignore[misc]
+            job.assert_every_sample_once(epochs=4, samples=2000)
+            aucs[name] = job.result()["aucs"][-1]
+            told = [line["bytes"] for line in events(job, "traffic")]
+        for kind in ("dense", "rows"):
+            n_bytes[name, kind] = sum(n for one in told for key, n in one.items() if key.endswith(f"_gba_{kind}"))
+    assert aucs["sparse"] > aucs["plain"] - 0.05
+    assert 0 < n_bytes["sparse", "dense"] < n_bytes["plain", "dense"]
+    assert (n_bytes["sparse", "rows"] < 0.6 * n_bytes["plain", "rows"]) is (values == "int8")
+
+
+def test_rows_in_half_precision_train_nearly_the_same_model(reference: dict[str, np.ndarray], tmp_path: Path) -> None:
+    with cluster(tmp_path, row_compression={"name": "fp16"}, own_memory_per_name=True) as job:
+        job.run(lambda: job.start_elastic(TWO), PATIENCE_S)
+        arrays = job.arrays()
+        assert not any(name.startswith("user") for name in arrays), "the rows are to live on two hosts"
+        for name, value in arrays.items():
+            np.testing.assert_allclose(value, reference[name], rtol=0.02, atol=0.02, err_msg=name)
+
+
+def test_there_and_back_nothing_is_lost(tmp_path: Path) -> None:
+    """Of the residual, too: in allreduce mode before and after, the projections tell."""
+    switches = {"mode": "allreduce", "switch_at": {6: "gba", 20: "allreduce"}}
+    plan = {"gba": switches, "epochs": 3, **TWO_HOSTS, **SPARSE}
+    with cluster(tmp_path, **plan) as job:
+        job.run(lambda: job.start_elastic(TWO), PATIENCE_S)
+        assert {line["to"] for line in events(job, "switch")} == {"gba", "allreduce"}
+        job.assert_every_sample_once(epochs=3, samples=2000)
+        assert job.notes("pushed")
+        assert_balanced(job)

@@ -1,0 +1,176 @@
+"""Replicas of the dense parameters in real jobs: mode shadow, and its counterparts in the foreground.
+
+Whatever the rounds do, the rows and the account are those of mode async. What is checked beside: that all workers leave
+every epoch with the same values, bit for bit, through deaths at each point where replicas are handed in.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gba_hvd.faults import FaultSchedule
+
+from .alone import train_alone
+from .cluster import Cluster, assert_identical, cluster
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+PATIENCE_S = 200.0  # on a busy machine processes take long to start
+TWO_NAMES = ("localhost", "127.0.0.1")
+PUSHES_OF_EPOCH = 63
+
+
+def assert_one_model(job: Cluster, epochs: int) -> None:
+    """After each epoch all workers have the same dense parameters, and other ones than after the epoch before."""
+    after = [{line["values"] for line in job.notes("values") if line["of_epoch"] == epoch} for epoch in range(epochs)]
+    assert [len(values) for values in after] == [1] * epochs
+    assert len(set.union(*after)) == epochs
+
+
+def assert_learned(job: Cluster) -> None:
+    assert max(job.result()["aucs"]) > 0.95
+
+
+def rounds_told(job: Cluster) -> list[dict[str, Any]]:
+    return [line for line in job.notes("event") if "rounds_per_s" in line]
+
+
+# --- one worker ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dense", "rows"), [("Adam", "Adagrad"), ("momentum", "SGD")])
+def test_one_worker_trains_as_without_replicas_bit_for_bit(tmp_path: Path, dense: str, rows: str) -> None:
+    plan = {"dense_optimizer": dense, "row_optimizer": rows, "flush": True}
+    plain = train_alone(tmp_path / "plain", {**plan, "global_batch": 16})
+    asynchronous = train_alone(tmp_path / "async", plan, mode="async")
+    for mode in ("shadow", "ma"):
+        shadow = train_alone(tmp_path / mode, plan, mode=mode, every=3)
+        assert shadow.modes == {mode} and shadow.samples == asynchronous.samples
+        for other in (asynchronous, plain):
+            assert_identical(shadow.arrays, other.arrays)
+            assert_identical(shadow.optimizer_arrays, other.optimizer_arrays)
+
+
+def test_a_worker_that_was_alone_leaves_with_what_it_learned(tmp_path: Path) -> None:
+    plan = {"flush": True, "global_batch": 16, "epochs": 2}
+    plain = train_alone(tmp_path / "plain", plan)
+    there_and_back = train_alone(
+        tmp_path / "switching", plan, mode="allreduce", switch_at={5: "shadow", 90: "allreduce"}
+    )
+    assert [(was, to) for was, to, _ in there_and_back.switches] == [("allreduce", "shadow"), ("shadow", "allreduce")]
+    assert_identical(there_and_back.arrays, plain.arrays)
+    assert_identical(there_and_back.optimizer_arrays, plain.optimizer_arrays)
+
+
+# --- several ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "gba",
+    [
+        {"mode": "shadow", "sync": "easgd"},
+        {"mode": "shadow", "sync": "ma", "mixing": "difference", "servers_per_host": 2},
+        {"mode": "shadow", "sync": "bmuf"},
+        {"mode": "easgd", "every": 5},
+        {"mode": "ma", "every": 5},
+        {"mode": "shadow", "sync": "none"},
+    ],
+    ids=lambda gba: f"{gba['mode']} {gba.get('sync', '')}".strip(),
+)
+def test_workers_train_replicas_and_leave_each_epoch_with_one_model(tmp_path: Path, gba: dict[str, Any]) -> None:
+    with cluster(tmp_path, gba=gba, epochs=4, sleep_s=0.02) as job:
+        job.run(lambda: job.start_static(2), PATIENCE_S)
+        job.assert_every_sample_once(epochs=4)
+        assert job.result()["mode"] == gba["mode"] and job.result()["dropped"] == 0
+        assert {line["rank"] for line in job.pushes()} == {0, 1}
+        assert_one_model(job, epochs=4)
+        assert_learned(job)
+        told = rounds_told(job)
+        assert gba.get("sync") == "none" or (told and told[-1]["rounds_dropped"] == 0)
+        if "every" in gba:
+            assert all(abs(line["steps_per_round"] - 5) < 2.5 for line in told)
+
+
+def test_replicas_are_entered_and_left_live_from_and_to_every_other_mode(tmp_path: Path) -> None:
+    at = {3: "shadow", 40: "gba", 70: "ma", 130: "allreduce", 145: "async", 185: "shadow", 240: "allreduce"}
+    gba = {"mode": "allreduce", "sync": "ma", "every": 4, "switch_at": at}
+    with cluster(tmp_path, gba=gba, epochs=8, sleep_s=0.01) as job:
+        job.run(lambda: job.start_static(2), PATIENCE_S)
+        job.assert_every_sample_once(epochs=8)
+        by_worker: dict[int, list[tuple[str, int]]] = {}
+        for line in job.notes("event"):
+            assert line["event"] != "switch_failed", line
+            if line["event"] == "switch":
+                by_worker.setdefault(line["pid"], []).append((line["to"], line["step"]))
+        first, second = by_worker.values()
+        assert first == second, "the workers did not switch at the same steps"
+        reached = iter(mode for mode, _ in first)
+        assert all(mode in reached for mode in at.values()), first
+        assert_one_model(job, epochs=8)
+        assert_learned(job)
+
+
+# --- deaths ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sync", ["easgd", "ma"])
+def test_a_worker_dies_its_leases_go_to_others_and_a_newcomer_takes_part(tmp_path: Path, sync: str) -> None:
+    faults = FaultSchedule().serve(seconds=0.05).kill(worker=1, at_step=60)
+    with cluster(
+        tmp_path, gba={"mode": "shadow", "sync": sync}, fault_schedule=[f.entry() for f in faults.faults], epochs=12
+    ) as job:
+        job.run(lambda: job.start_elastic(TWO_NAMES), PATIENCE_S)
+        assert job.schedule_fired() == ["kill"]
+        job.assert_every_sample_once(epochs=12)
+        pids = {line["pid"] for line in job.pushes()}
+        assert len(pids) == 3, "two workers and a newcomer"
+        assert_one_model(job, epochs=12)
+        assert_learned(job)
+        newcomer = max(pids, key=lambda pid: min(line["time"] for line in job.pushes() if line["pid"] == pid))
+        joined = min(line["time"] for line in job.pushes() if line["pid"] == newcomer)
+        assert any(line["time"] > joined for line in rounds_told(job)), "no rounds in the new world"
+
+
+@pytest.mark.parametrize("point", ["before handing in", "after handing in", "all have handed in"])
+def test_a_worker_that_dies_while_replicas_are_handed_in_costs_its_replica_at_most(tmp_path: Path, point: str) -> None:
+    fault = {"point": point, "step": 1, "rank": 1, "do": "kill"}
+    with cluster(tmp_path, gba={"mode": "shadow", "sync": "ma"}, faults=[fault], epochs=5, sleep_s=0.02) as job:
+        job.run(lambda: job.start_elastic(TWO_NAMES), PATIENCE_S)
+        assert job.fired() == 1
+        job.assert_every_sample_once(epochs=5)
+        assert_one_model(job, epochs=5)
+        assert_learned(job)
+
+
+@pytest.mark.parametrize("point", ["after handing in", "all have handed in"])
+def test_a_server_that_dies_while_replicas_are_handed_in_goes_on_with_what_its_successor_has(
+    tmp_path: Path, point: str
+) -> None:
+    fault = {"point": point, "step": 1, "rank": 1, "do": "kill the server"}
+    with cluster(tmp_path, gba={"mode": "shadow"}, faults=[fault], epochs=3, sleep_s=0.02) as job:
+        job.run(lambda: job.start_static(2), PATIENCE_S)
+        assert job.fired() == 1
+        job.assert_every_sample_once(epochs=3)
+        assert_one_model(job, epochs=3)
+        assert_learned(job)
+
+
+def test_a_server_that_is_killed_between_costs_no_replica(tmp_path: Path) -> None:
+    gba = {"mode": "shadow"}
+    with cluster(tmp_path, gba=gba, kill_server_after_push=[[1, 20]], epochs=3, sleep_s=0.02) as job:
+        job.run(lambda: job.start_static(2), PATIENCE_S)
+        job.assert_every_sample_once(epochs=3)
+        assert (job.out / "fault-server-0").exists()
+        assert_one_model(job, epochs=3)
+        assert_learned(job)
+
+
+def test_a_replica_that_diverges_ends_the_job_and_says_why(tmp_path: Path) -> None:
+    plan: dict[str, Any] = {"dense_optimizer": "SGD", "diverge_at_push": 30}
+    with cluster(tmp_path, gba={"mode": "shadow"}, epochs=3, sleep_s=0.02, **plan) as job:
+        job.start_static(2)
+        assert job.wait(PATIENCE_S) != 0
+        assert "is not finite any more" in job.log()
+        job.assert_nothing_left()

@@ -1,0 +1,254 @@
+"""Pushes to servers of other hosts and the values that come back: decoded as they were meant, whatever is repeated."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gba_hvd import Compression
+from gba_hvd.compression import push, row_push
+from gba_hvd.compression.feedback import Feedback
+from gba_hvd.compression.message import BadMessage
+from gba_hvd.compression.mirror import Mirrors, follow_
+from gba_hvd.compression.push import DensePush
+from gba_hvd.compression.rows import RowCoder
+from gba_hvd.errors import NonFiniteGradient
+from gba_hvd.gradients import RowGrad, unpack
+from gba_hvd.ps import compressed
+from gba_hvd.ps.protocol import Compressor, ProtocolError, PullDense, Push
+from gba_hvd.shard.layout import Layout
+
+SIZES = [300, 5, 400, 2, 256]
+NAMES = [f"t{i}" for i in range(len(SIZES))]
+ENDS = np.cumsum([0, *SIZES])
+PARTS = [[0, 3], [1, 2, 4]]  # by server
+LAYOUT = Layout.of({"a": (1000, 8), "b": (50, 6)}, (), 4, 0, 0.01)
+SPECS = [
+    Compression.dct(0.1),
+    Compression.topk(0.1).then(Compression.int8),
+    Compression.int8,
+    Compression.fp16,
+    Compression.dct(1.0),
+]
+
+
+def feedback(spec: Any) -> Feedback:
+    return Feedback(spec, NAMES, SIZES, np.dtype(np.float32))
+
+
+def arrived(frames: list[Any], is_far: list[bool]) -> np.ndarray:
+    """What the servers make of the frames, in the place of each tensor."""
+    out = np.zeros(sum(SIZES), np.float32)
+    for frame, part, far in zip(frames, PARTS, is_far, strict=True):
+        dense = push.read(frame, [SIZES[t] for t in part]) if far else frame
+        at = 0
+        for t in part:
+            out[ENDS[t] : ENDS[t + 1]] = dense[at : at + SIZES[t]]
+            at += SIZES[t]
+    return out
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("is_far", [[True, True], [False, True], [False, False]])
+def test_all_pushes_and_the_rest_are_all_gradients(spec: Any, is_far: list[bool]) -> None:
+    worker, rng = feedback(spec), np.random.default_rng(0)
+    coder = DensePush(worker, PARTS, is_far)
+    gradients, sent = np.zeros(sum(SIZES)), np.zeros(sum(SIZES))
+    for _ in range(20):
+        grad = rng.normal(size=sum(SIZES)).astype(np.float32)
+        gradients += grad
+        sent += arrived(coder.frames(grad.copy()), is_far)
+    np.testing.assert_allclose(sent + worker.rest, gradients, rtol=1e-4, atol=1e-4)
+    near = [t for part, far in zip(PARTS, is_far, strict=True) for t in part if not far or SIZES[t] < 256]
+    for t in near:
+        assert not worker.rest[ENDS[t] : ENDS[t + 1]].any()
+
+
+def test_a_push_that_is_not_sent_takes_nothing() -> None:
+    worker, grad = feedback(Compression.topk(0.1)), np.ones(sum(SIZES), np.float32)
+    coder = DensePush(worker, PARTS, [True, True])
+    coder.frames(np.random.default_rng(0).normal(size=sum(SIZES)).astype(np.float32))
+    rest = worker.rest.copy()
+    grad[ENDS[2]] = np.inf
+    with pytest.raises(NonFiniteGradient, match="t2"):
+        coder.frames(grad)
+    assert np.array_equal(worker.rest, rest)
+
+
+# --- the way back -----------------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """One that pulls from a server, as `gba` does."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.step = number, -1
+        self.values = np.empty(0, np.float32)
+
+    def take(self, base: int, frame: Any, step: int) -> None:
+        if base == -1:
+            self.values = frame.copy()
+        else:
+            assert base == self.step
+            follow_(self.values, frame, SIZES)
+        self.step = step
+
+
+class Server:
+    def __init__(self, spec: Any) -> None:
+        self.rng, self.step = np.random.default_rng(0), 0
+        self.values = self.rng.normal(size=sum(SIZES)).astype(np.float32)
+        self.mirrors = Mirrors(spec, NAMES, SIZES)
+
+    def train(self) -> None:
+        self.step += 1
+        self.values += (0.01 * self.rng.standard_t(3, sum(SIZES))).astype(np.float32)
+
+    def answer(self, worker: Worker) -> tuple[int, Any, int]:
+        base, frame = self.mirrors.answer(worker.number, worker.step, self.values, self.step)
+        return base, frame, self.mirrors.step_of(worker.number)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_mirror_and_worker_stay_equal_and_near_the_server(spec: Any) -> None:
+    server, workers = Server(spec), [Worker(1), Worker(2)]
+    first = server.values.copy()
+    for i in range(100):
+        server.train()
+        for worker in workers[: 1 + i % 2]:
+            worker.take(*server.answer(worker))
+            assert np.array_equal(worker.values, server.mirrors._mirrors[worker.number].values)
+    moved = np.abs(server.values - first).mean()
+    for worker in workers:
+        assert np.abs(worker.values - server.values).mean() < 0.5 * moved
+    for t in (1, 3):  # those that are not compressed
+        at = slice(ENDS[t], ENDS[t + 1])
+        assert np.array_equal(workers[0].values[at], server.values[at]) or server.step > workers[0].step
+
+
+def test_when_training_stands_still_the_worker_arrives() -> None:
+    server, worker = Server(Compression.topk(0.2)), Worker(1)
+    worker.take(*server.answer(worker))
+    server.train()
+    for _ in range(6):
+        worker.take(*server.answer(worker))
+        server.step += 1
+    np.testing.assert_allclose(worker.values, server.values, atol=1e-6)
+
+
+def test_an_answer_that_was_lost_comes_again() -> None:
+    server, worker = Server(Compression.topk(0.2).then(Compression.int8)), Worker(1)
+    worker.take(*server.answer(worker))
+    server.train()
+    lost = server.answer(worker)
+    server.train()
+    again = server.answer(worker)
+    assert again == lost
+    worker.take(*again)
+    worker.take(*server.answer(worker))
+    assert worker.step == server.step
+    assert np.array_equal(worker.values, server.mirrors._mirrors[1].values)
+
+
+def test_a_server_that_restarts_begins_with_all_values() -> None:
+    server, worker = Server(Compression.dct(0.1)), Worker(1)
+    worker.take(*server.answer(worker))
+    server.train()
+    worker.take(*server.answer(worker))
+    server.mirrors = Mirrors(Compression.dct(0.1), NAMES, SIZES)
+    server.train()
+    base, frame, step = server.answer(worker)
+    assert base == -1
+    worker.take(base, frame, step)
+    assert np.array_equal(worker.values, server.values)
+
+
+def test_a_difference_that_is_none_changes_nothing() -> None:
+    values = np.zeros(sum(SIZES), np.float32)
+    with pytest.raises(BadMessage):
+        follow_(values, b"nonsense" * 20, SIZES)
+    assert not values.any()
+
+
+# --- at the server ----------------------------------------------------------------------------------------------------
+
+
+def part() -> Any:
+    dense = SimpleNamespace(step=3, shown=np.ones(sum(SIZES), np.float32))
+    tensors = [(name, [size], 0) for name, size in zip(NAMES, SIZES, strict=True)]
+    return SimpleNamespace(enter=SimpleNamespace(tensors=tensors), dense=dense, mirrors=None)
+
+
+def test_a_compressed_push_is_opened_before_anything_is_stored() -> None:
+    grad = np.random.default_rng(0).normal(size=sum(SIZES)).astype(np.float32)
+    coder = DensePush(feedback(Compression.dct(1.0)), [list(range(len(SIZES)))], [True])
+    (frame,) = coder.frames(grad.copy())
+    dense, rows = compressed.opened(part(), LAYOUT, Push(1, 7, 0, 0, compressed=True), [frame, b"rows"])
+    assert np.array_equal(np.frombuffer(dense, np.float32), grad) and rows == b"rows"
+    for bad in ([b"nonsense", b"rows"], [frame[:-1], b"rows"], [frame]):
+        with pytest.raises(ProtocolError):
+            compressed.opened(part(), LAYOUT, Push(1, 7, 0, 0, compressed=True), bad)
+
+
+def test_a_pull_is_answered_whole_or_as_a_difference() -> None:
+    server, compressor = part(), Compressor("topk", 0.5, 1, 2.0, "none")
+    assert compressed.answer_pull(server, PullDense(7, 3)) == (compressed.Dense(3), ())
+    told, (frame,) = compressed.answer_pull(server, PullDense(7, -1, 1, compressor))
+    assert (told.step, told.base) == (3, -1) and len(frame) == sum(SIZES)
+    server.dense.step = 4
+    told, (frame,) = compressed.answer_pull(server, PullDense(7, 3, 1, compressor))
+    assert (told.step, told.base) == (4, 3) and isinstance(frame, bytes)
+    told, (frame,) = compressed.answer_pull(server, PullDense(7, 3))
+    assert told.base == -1
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        Compressor("zip", 0.5, 1, 2.0, "none"),
+        Compressor("topk", 0.5, 1, 2.0, "int4"),
+        Compressor("topk", 0.0, 1, 2.0, "none"),
+        Compressor("dct", 0.5, 0, 2.0, "none"),
+    ],
+)
+def test_a_compressor_that_is_none_is_refused(compressor: Compressor) -> None:
+    with pytest.raises(ProtocolError, match="no compressor"):
+        compressed.answer_pull(part(), PullDense(7, -1, 1, compressor))
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+@pytest.mark.parametrize("spec", [Compression.dct(0.3), Compression.fp16, Compression.int8], ids=str)
+def test_row_gradients_arrive_for_the_elements_that_were_pulled(spec: Any, extra: int) -> None:
+    rng, coder = np.random.default_rng(0), RowCoder(spec, [8, 6])
+    asked = [np.sort(rng.choice(200, 30, replace=False)).astype(np.int64), np.empty(0, np.int64)]
+    rows = [rng.normal(size=(len(k), g.dim)).astype(np.float32) for k, g in zip(asked, LAYOUT.groups, strict=True)]
+    frames = [coder.lend(number, asked[number], one)[0] for number, one in enumerate(rows)]
+    pulled = row_push.take(frames, asked, coder, LAYOUT)
+    used = rng.permutation(asked[0])[:20]
+    grad = RowGrad(used, np.hstack([rng.normal(size=(20, 8)), np.ones((20, extra))]).astype(np.float32))
+    none = RowGrad(np.empty(0, np.int64), np.empty((0, 6 + extra), np.float32))
+    words = row_push.unpack(row_push.pack([grad, none], pulled, [8, 6], spec), LAYOUT, extra)
+    got, nothing = unpack(words, [8 + extra, 6 + extra])
+    order = np.argsort(used)
+    expected, sent = grad.values[order].copy(), pulled[0].sent
+    if sent is not None:
+        assert 0.2 < sent.mean() < 0.4
+        assert not pulled[0].values[~sent].any()
+        expected[:, :8] *= sent[np.searchsorted(asked[0], used[order])]
+    assert np.array_equal(got.keys, used[order]) and not len(nothing.keys)
+    np.testing.assert_allclose(got.values, expected, rtol=1e-3, atol=0.02)
+
+
+def test_a_row_push_that_is_none_is_refused() -> None:
+    part = SimpleNamespace(enter=SimpleNamespace(row_average="global"))
+    for bad in (b"", b"nonsense" * 9):
+        with pytest.raises(ProtocolError, match="a compressed push"):
+            compressed.opened(part, LAYOUT, Push(1, 7, 0, 0, rows_compressed=True), [b"", bad])  # type: ignore[arg-type]
+    with pytest.raises(BadMessage, match="rows of 2 groups were asked for"):
+        row_push.take([b""], [np.empty(0, np.int64)] * 2, RowCoder(Compression.int8, [8, 6]), LAYOUT)

@@ -1,0 +1,174 @@
+"""`gba-hvd bench delay`: update rules under delay, on a virtual clock: which hold where plain momentum fails.
+
+Every push is a step (mode `async`), workers are equal, the optimizer is SGD with momentum. For each rule, number of
+workers and learning rate: the final loss, median over seeds. Three questions are put to it:
+
+    loss            at the learning rate that is best for one worker without a rule, used with any number of workers
+    best            at each rule's own best learning rate of the grid, for that number of workers
+    largest_lr      of the grid, at which no seed diverged or ended worse than it began
+
+Learning rates are those of plain momentum; delayed Nesterov, which discounts gradients, gets 1 / (1 - momentum) times
+as much, so that all move as fast. A rule holds with so many workers if its best is within 5 % of what the one worker
+reached, measured from where training began.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from . import measure
+
+if TYPE_CHECKING:
+    from ..simulated.experiment import Experiment
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+WORKERS = (4, 8, 16, 32, 64)
+RATES = {"quadratic": (0.1, 0.03, 0.01, 0.003, 0.001), "logistic": (1.0, 0.3, 0.1, 0.03, 0.01)}
+MICRO_BATCHES = 1200
+HOLDS_WITHIN = 0.05
+Losses = dict[tuple[str, int, float], list[float]]  # by rule, workers, learning rate: one for each seed
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser("delay", help="update rules under delay, simulated", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
+    parser.add_argument("--workers", type=int, nargs="+", default=list(WORKERS), metavar="N")
+    parser.add_argument("--tasks", nargs="+", default=list(RATES), choices=tuple(RATES))
+    parser.add_argument("--micro-batches", type=int, default=MICRO_BATCHES, help="of a run (%(default)s)")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each (%(default)s)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+
+    from gba_hvd.errors import BadInput
+    from gba_hvd.rules import RULES
+
+    from ..simulate_training import json_values
+
+    if args.seeds < 1:
+        raise BadInput(f"--seeds must be 1 or more, got {args.seeds}")
+    try:
+        measure.check_writable(args.out)
+    except measure.RunFailed as error:
+        print(f"gba-hvd: {error}", file=sys.stderr)
+        return 1
+    torch.set_num_threads(1)
+    logging.getLogger("gba_hvd.ps").setLevel(logging.CRITICAL)  # steps that are not finite are what is looked for
+    tasks = {}
+    for task in args.tasks:
+        losses, start = simulated(task, args.workers, args.micro_batches, args.seeds)
+        tasks[task] = summary(losses, RULES, args.workers, RATES[task], start)
+        show(task, tasks[task], args.workers)
+        rows = [
+            {"rule": rule, "workers": n, "lr": lr, "losses": found, "loss": median(found)}
+            for (rule, n, lr), found in losses.items()
+        ]
+        tasks[task]["rows"] = rows
+    settings = {
+        "mode": "async", "optimizer": "SGD, momentum 0.9", "micro_batches": args.micro_batches, "seeds": args.seeds,
+        "holds_within": HOLDS_WITHIN,
+    }  # fmt: skip
+    document = {"machine": measure.machine(), "settings": settings, "tasks": tasks}
+    measure.write_json(args.out, json_values(document))
+    print(f"written to {args.out}")
+    return 0
+
+
+def simulated(task: str, workers: Sequence[int], micro_batches: int, seeds: int) -> tuple[Losses, float]:
+    """All final losses, also of one worker without a rule; and the loss at the start."""
+    from gba_hvd.rules import RULES
+
+    from ..simulated.experiment import run as simulate
+
+    losses: Losses = {}
+    cache: dict[Any, Any] = {}
+    start = 0.0
+    for rule, n in [("none", 1), *((rule, n) for n in workers for rule in RULES)]:
+        for lr in RATES[task]:
+            outcomes = [simulate(experiment(task, rule, n, lr, micro_batches, s), cache=cache) for s in range(seeds)]
+            losses[rule, n, lr] = [outcome.loss for outcome in outcomes]
+            start = outcomes[0].curve[0][2]
+        print(
+            f"{task}, {n} workers, {rule}: best {min(median(losses[rule, n, lr]) for lr in RATES[task]):.4g}",
+            flush=True,
+        )
+    return losses, start
+
+
+def experiment(task: str, rule: str, workers: int, lr: float, micro_batches: int, seed: int) -> Experiment:
+    from ..simulated.experiment import MOMENTUM, Experiment
+
+    own = lr / (1 - MOMENTUM) if rule == "delayed_nesterov" else lr
+    return Experiment(task, workers, rule=rule, lr=own, micro_batches=micro_batches, seed=seed)
+
+
+def summary(
+    losses: Mapping[tuple[str, int, float], Sequence[float]],
+    rules: Sequence[str],
+    workers: Sequence[int],
+    rates: Sequence[float],
+    start: float,
+) -> dict[str, Any]:
+    """The answers by rule and number of workers. start: the loss before training."""
+
+    def middle(rule: str, n: int, lr: float) -> float:
+        return median(losses[rule, n, lr])
+
+    tuned = min(rates, key=lambda lr: middle("none", 1, lr))
+    alone = middle("none", 1, tuned)
+    bound = alone + HOLDS_WITHIN * (start - alone)
+
+    def by_rule(value: Callable[[str, int], Any]) -> dict[str, dict[str, Any]]:
+        return {rule: {str(n): value(rule, n) for n in workers} for rule in rules}
+
+    def best(rule: str, n: int) -> float:
+        return min(middle(rule, n, lr) for lr in rates)
+
+    def largest(rule: str, n: int) -> float | None:
+        return max((lr for lr in rates if max(losses[rule, n, lr]) <= start), default=None)
+
+    def held(loss: Callable[[int], float]) -> int:
+        """The most workers up to which a loss stays within the bound; 0 if not even with the fewest."""
+        good = list(takewhile(lambda n: loss(n) <= bound, sorted(workers)))
+        return good[-1] if good else 0
+
+    return {
+        "one_worker": {"lr": tuned, "loss": alone, "loss_at_start": start},
+        "loss": by_rule(lambda rule, n: middle(rule, n, tuned)),
+        "best": by_rule(best),
+        "best_lr": by_rule(lambda rule, n: min(rates, key=lambda lr: middle(rule, n, lr))),
+        "largest_lr": by_rule(largest),
+        "holds_to_at_tuned_lr": {r: held(partial(middle, r, lr=tuned)) for r in rules},
+        "holds_to_at_best_lr": {r: held(partial(best, r)) for r in rules},
+    }
+
+
+def show(task: str, found: Mapping[str, Any], workers: Sequence[int]) -> None:
+    from ..simulate_training import loss_text
+
+    one = found["one_worker"]
+    titles = {
+        "loss": f"{task}: final loss at learning rate {one['lr']:g}, where one worker reaches {one['loss']:.4g}",
+        "best": f"{task}: final loss at each one's best learning rate",
+        "largest_lr": f"{task}: largest learning rate that holds",
+    }
+    for name, title in titles.items():
+        rows = []
+        for rule, by_workers in found[name].items():
+            values = [math.inf if by_workers[str(n)] is None else by_workers[str(n)] for n in workers]
+            rows.append((rule, *("none" if name == "largest_lr" and v == math.inf else loss_text(v) for v in values)))
+        measure.print_table(title, ("rule", *(f"{n} workers" for n in workers)), rows)
+    for name in ("holds_to_at_tuned_lr", "holds_to_at_best_lr"):
+        print(f"{task}, {name} (workers): " + ", ".join(f"{rule} {n}" for rule, n in found[name].items()))

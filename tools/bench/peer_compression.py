@@ -1,0 +1,96 @@
+"""The peers in `bench compression`: plain Horovod with and without its fp16, and DDP with and without PowerSGD.
+
+One table for all fields, its gradient dense, as in the other benchmarks. Launched by horovodrun, or once on each host
+with the environment that torch.distributed reads.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from . import compressed_model, small_ctr
+
+
+class Model(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.table = nn.Embedding(sum(small_ctr.TABLES.values()), small_ctr.DIM)
+        nn.init.normal_(self.table.weight, std=small_ctr.INIT_STD)
+        self.first_rows = small_ctr.first_rows()
+        self.tower = compressed_model.Tower(name)
+
+    def forward(self, ids: Tensor, dense: Tensor) -> Tensor:
+        logits: Tensor = self.tower(dense, self.table((ids + self.first_rows).T))
+        return logits
+
+
+def main() -> None:
+    parser = compressed_model.parser(__doc__)
+    parser.add_argument("--peer", required=True, choices=("horovod", "horovod_fp16", "ddp", "powersgd"))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(1 + args.seed)
+    model = Model(args.model)
+    lr = small_ctr.LEARNING_RATE if args.model == "small" else 0.005
+    optimizer: Any = torch.optim.Adagrad(model.parameters(), lr=lr, eps=small_ctr.EPS)
+    trained: nn.Module = model
+    if args.peer.startswith("horovod"):
+        import horovod.torch as hvd
+
+        hvd.init()
+        compression = hvd.Compression.fp16 if args.peer == "horovod_fp16" else hvd.Compression.none
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters(), compression=compression
+        )
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        rank, size = hvd.rank(), hvd.size()
+    else:
+        import torch.distributed as dist
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+        dist.init_process_group("gloo")
+        rank, size = dist.get_rank(), dist.get_world_size()
+        replica = nn.parallel.DistributedDataParallel(model)
+        if args.peer == "powersgd":
+            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+            replica.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        trained = replica
+
+    n_all = len(small_ctr.Samples.held_out(args.data).label) - small_ctr.N_HELD_OUT
+    n_samples = size * compressed_model.BATCH[args.model] * compressed_model.n_steps(args.phases) or n_all
+    source = compressed_model.batches(small_ctr.Samples.train(args.data, n_samples), args, rank, size)
+
+    def step() -> None:
+        ids, dense, label = next(source)
+        optimizer.zero_grad()
+        binary_cross_entropy_with_logits(trained(ids, dense), label).backward()
+        optimizer.step()
+
+    def barrier() -> None:
+        if args.peer.startswith("horovod"):
+            hvd.allreduce(torch.zeros(1), name="bench.barrier")
+        else:
+            dist.barrier()
+
+    if args.epochs:
+        for _ in range(args.epochs * (n_samples // (size * compressed_model.BATCH[args.model]))):
+            step()
+        if rank == 0:
+            compressed_model.write(args, {"auc": small_ctr.auc(model, small_ctr.Samples.held_out(args.data))})
+    else:
+        compressed_model.measure(args, rank, step, barrier)
+    barrier()
+    if args.peer.startswith("horovod"):
+        hvd.shutdown()
+    else:
+        dist.destroy_process_group()
+        os._exit(0)  # gloo's threads do not always end
+
+
+if __name__ == "__main__":
+    main()

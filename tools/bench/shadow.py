@@ -1,0 +1,186 @@
+"""`gba-hvd bench shadow`: what synchronising replicas costs, in the background and in the foreground, by worker count.
+
+1, 2, 4 and 8 emulated accelerators (`emulated.py`) train one small click model: replicas that never meet, ShadowSync
+with its three algorithms, their counterparts every 5, 30 and 100 local steps, and allreduce. Speed is against replicas
+that never meet. Runs of the contestants alternate. AUC on real data takes hours and is the business of `gba-hvd bench
+quality`: `--quality` takes its result over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import emulated, gba, measure, quality
+from .measure import Row, Variant
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+ALGORITHMS = ("easgd", "ma", "bmuf")
+EVERY = (5, 30, 100)
+NO_SYNC = "no_sync"
+WORKERS = (1, 2, 4, 8)
+TARGET = 0.98  # of the speed without synchronisation
+TIMEOUT_S = 240.0  # for one run, beyond its measured time
+# name -> (mode, other settings of GBACallback)
+CONTESTANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    NO_SYNC: ("shadow", {"sync": "none"}),
+    **{f"shadow_{name}": ("shadow", {"sync": name}) for name in ALGORITHMS},
+    **{f"{name}_{every}": (name, {"every": every}) for name in ALGORITHMS for every in EVERY},
+    "allreduce": ("allreduce", {}),
+}
+COLUMNS = (
+    "samples_per_s", "ideal_share", "auc", "seconds_per_round", "rounds_per_s", "steps_per_round", "spread",
+    "rounds_dropped",
+)  # fmt: skip
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser("shadow", help="replicas synchronised in the background", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
+    parser.add_argument("--service-ms", type=float, default=100.0, help="time of a micro-batch on the emulated device")
+    parser.add_argument("--seconds", type=float, default=10.0, help="measured time of a run")
+    parser.add_argument("--runs", type=int, default=1, help="launches of each contestant with each number of workers")
+    parser.add_argument("--workers", type=int, nargs="+", default=list(WORKERS), metavar="N")
+    names: dict[str, Any] = {"nargs": "+", "metavar": "NAME", "choices": CONTESTANTS}
+    parser.add_argument("--contestants", default=list(CONTESTANTS), help=", ".join(CONTESTANTS), **names)
+    parser.add_argument("--quality", type=Path, metavar="FILE.json", help="a result of `gba-hvd bench quality`")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    rows: list[Row] = []
+    failed: measure.RunFailed | None = None
+    try:
+        measure.check_writable(args.out)
+        check(args.workers, args.contestants)
+        about = measure.machine()
+        auc = auc_by_protocol(args.quality)
+        variants = {n: [variant(name, n) for name in args.contestants] for n in args.workers}
+    except measure.RunFailed as error:
+        print(f"gba-hvd: {error}", file=sys.stderr)
+        return 1
+    scenarios = {n: emulated.even(args.service_ms / 1000, args.seconds, n) for n in args.workers}
+    with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
+        launches = gba.Launches(
+            Path(scratch), args.service_ms / 1000, args.seconds, list(scenarios.values()), TIMEOUT_S
+        )
+        try:
+            for n, scenario in scenarios.items():
+                found: list[Row] = []
+                try:
+                    measure.interleave(variants[n], args.runs, partial(launches.run, scenario, found))
+                finally:
+                    rows += [row | {"workers": n} for row in found]
+        except measure.RunFailed as error:
+            failed = error  # the minutes of work before it are kept
+    ratios = throughput_vs_nosync(rows)
+    measure.write_json(
+        args.out,
+        {
+            "machine": about,
+            "commands": {f"{v.name}, {n} workers": str(v) for n, some in variants.items() for v in some},
+            "settings": {
+                "service_s": args.service_ms / 1000,
+                "micro_batch": emulated.MICRO_BATCH,
+                "global_batch": emulated.N_MICRO * emulated.MICRO_BATCH,
+                "contestants": {name: {"mode": mode, **more} for name, (mode, more) in CONTESTANTS.items()},
+            },
+            "throughput_vs_nosync": ratios,
+            "below_target": below_target(ratios),
+            "auc": auc,
+            "by_workers": by_workers(rows),
+            "bayes_auc": launches.bayes_auc,
+            "rows": rows,
+        },
+    )
+    show(rows, ratios)
+    print(f"written to {args.out}")
+    if failed:
+        print(f"gba-hvd: {failed}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def check(workers: Sequence[int], contestants: Sequence[str]) -> None:
+    """Raise RunFailed for what would be of no use, or fail after minutes."""
+    if min(workers) < 1 or max(workers) > emulated.N_MICRO:
+        raise measure.RunFailed(f"--workers must be from 1 to {emulated.N_MICRO}, got {list(workers)}")
+    if NO_SYNC not in contestants:
+        raise measure.RunFailed(f"--contestants needs {NO_SYNC}: speed is measured against it")
+
+
+def variant(name: str, workers: int) -> Variant:
+    mode, settings = CONTESTANTS[name]
+    more = ("--settings", json.dumps(settings)) if settings else ()
+    return gba.horovodrun(name, workers, "ours_gba", "--mode", mode, *more)
+
+
+def by_workers(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
+    """Medians over the runs: workers -> contestant -> column."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for column in COLUMNS:
+        for (workers, name), value in measure.medians(rows, ("workers", "mode"), column).items():
+            found.setdefault(str(workers), {}).setdefault(name, {})[column] = value
+    return found
+
+
+def throughput_vs_nosync(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """contestant -> workers -> samples/s, divided by those of replicas that never meet. Medians over the runs."""
+    speed = measure.medians(rows, ("workers", "mode"), "samples_per_s")
+    ratios: dict[str, dict[str, float]] = {}
+    for (workers, name), value in speed.items():
+        if name != NO_SYNC and (workers, NO_SYNC) in speed:
+            ratios.setdefault(name, {})[str(workers)] = value / speed[workers, NO_SYNC]
+    return ratios
+
+
+def below_target(ratios: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """What synchronises in the background and costs more than the target: "contestant, n workers" -> ratio."""
+    return {
+        f"{name}, {workers} workers": ratio
+        for name, by_count in ratios.items()
+        for workers, ratio in by_count.items()
+        if name.startswith("shadow_") and ratio < TARGET
+    }
+
+
+def auc_by_protocol(path: Path | None) -> dict[str, dict[str, dict[str, Any]]]:
+    """contestant (and `sync`) -> data set -> seeds, mean AUC, its distance from sync; of a quality benchmark.
+
+    Raises RunFailed when the file is something else.
+    """
+    if path is None:
+        return {}
+    if not path.exists():
+        raise measure.RunFailed(f"--quality {path}: there is no such file; `gba-hvd bench quality` writes it")
+    kept = ("seeds", "diverged", "auc", "auc_std", "vs_sync", "vs_sync_worst", "auc_last", "vs_sync_last")
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for dataset, protocols in quality.headline(quality.rows_of(path)).items():
+        for name, columns in protocols.items():
+            if name in CONTESTANTS or name == "sync":
+                found.setdefault(name, {})[dataset] = {column: columns[column] for column in kept}
+    return found
+
+
+def show(rows: Sequence[Row], ratios: Mapping[str, Mapping[str, float]]) -> None:
+    """Print a table for each number of workers."""
+    columns = {
+        "samples/s": ("samples_per_s", ",.0f"), "of the ideal": ("ideal_share", ".3f"), "AUC": ("auc", ".4f"),
+        "ms a round": ("ms_per_round", ".1f"), "rounds/s": ("rounds_per_s", ".1f"),
+        "steps a round": ("steps_per_round", ".1f"), "vs no sync": ("ratio", ".3f"),
+    }  # fmt: skip
+    for workers, contestants in by_workers(rows).items():
+        table = []
+        for name, found in contestants.items():
+            values = {**found, "ratio": ratios.get(name, {}).get(workers)}
+            values["ms_per_round"] = 1000 * found["seconds_per_round"] if "seconds_per_round" in found else None
+            cells = ((values.get(key), how) for key, how in columns.values())
+            table.append((name, *("-" if value is None else format(value, how) for value, how in cells)))
+        measure.print_table(f"{workers} workers", ("contestant", *columns), table)

@@ -1,0 +1,99 @@
+"""A job of the real system and the simulation of the same settings: what is set, what is drawn, how far they are apart.
+
+Both train the click model of the emulated benchmarks on the same samples in the same order; a worker's service times
+are the same numbers in both. What differs is time that is not emulated: messages, and whatever else the machine does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gba_hvd.errors import BadInput
+from gba_hvd.order import Cut
+from gba_hvd.tokens import Discipline
+
+from ..bench import emulated
+
+
+@dataclass(frozen=True)
+class Job:
+    """slow: the last worker takes so many times as long. latency_s: of a message, as the simulation has it."""
+
+    workers: int
+    mode: str = "gba"
+    rule: str = "none"
+    slow: float = 1.0
+    service_s: float = 0.1
+    micro_batches: int = 800
+    micro_batch: int = 256
+    n_micro: int = 8
+    tolerance: int = 4
+    latency_s: float = 0.002
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.workers < 1 or not self.slow >= 1 or not self.service_s > 0 or not self.latency_s >= 0:
+            raise BadInput(
+                "expected at least 1 worker, slow of at least 1, a service time above 0 and a latency of 0 or more, "
+                f"got {self.workers}, {self.slow}, {self.service_s} and {self.latency_s}"
+            )
+        Cut(self.micro_batches * self.micro_batch, self.n_micro * self.micro_batch, self.micro_batch)
+        Discipline(self.mode, tolerance=self.tolerance)
+
+    def scenario(self) -> emulated.Scenario:
+        slow = (emulated.Slow(self.workers - 1, self.slow),) if self.slow > 1 else ()
+        endless = float("inf")
+        return emulated.Scenario("agreement", self.service_s, 0.0, endless, slow, gamma=True, n_workers=self.workers)
+
+
+def simulate(job: Job, data: Path) -> dict[str, Any]:
+    """The same figures as a real job's."""
+    import torch
+
+    from gba_hvd.torch_optimizers import spec_of
+
+    from ..bench import small_ctr
+    from .click_task import ClickTask
+    from .training import Setting, train
+
+    n_samples = job.micro_batches * job.micro_batch
+    adagrad = torch.optim.Adagrad([torch.nn.Parameter(torch.zeros(1))], lr=small_ctr.LEARNING_RATE, eps=small_ctr.EPS)
+    setting = Setting(
+        Cut(n_samples, job.n_micro * job.micro_batch, job.micro_batch),
+        Discipline(job.mode, tolerance=job.tolerance),
+        job.rule,
+        spec_of(adagrad),
+        latency=job.latency_s / job.service_s,
+        points=1,
+    )
+    task = ClickTask(data, n_samples, job.micro_batch)
+    found = train(task, setting, job.workers, draws(job))
+    return {
+        "staleness": found.staleness, "lags": found.lags, **found.judged, "time": found.time, "steps": found.steps,
+        "dropped": found.dropped,
+    }  # fmt: skip
+
+
+def draws(job: Job) -> Callable[[int], float]:
+    """Service times in units of the mean, the numbers that the emulated accelerators of the real workers draw."""
+    scenario, shape = job.scenario(), emulated.GAMMA_SHAPE
+    rngs = [np.random.default_rng([job.seed, worker]) for worker in range(job.workers)]
+    means = [scenario.mean_service_s(worker, 0.0) / job.service_s for worker in range(job.workers)]
+    return lambda worker: means[worker] * float(rngs[worker].gamma(shape, 1 / shape))
+
+
+def shares(histogram: Mapping[Any, int]) -> dict[int, float]:
+    """The share of each staleness, keys in order."""
+    n = sum(histogram.values())
+    return {int(key): histogram[key] / n for key in sorted(histogram, key=int)} if n else {}
+
+
+def distance(a: Mapping[Any, int], b: Mapping[Any, int]) -> float:
+    """Half the sum of differences of the shares (total variation): 0 for equal ones, 1 for nothing in common."""
+    left, right = shares(a), shares(b)
+    return sum(abs(left.get(key, 0.0) - right.get(key, 0.0)) for key in {*left, *right}) / 2

@@ -1,0 +1,120 @@
+"""A simulated training by names and numbers, as commands and benchmarks ask for it. What is wrong is refused here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gba_hvd import rules
+from gba_hvd.errors import BadInput
+from gba_hvd.order import Cut
+from gba_hvd.tokens import Discipline
+from gba_hvd.torch_optimizers import spec_of
+
+from .fleet import SHAPE, Fleet
+from .tasks import Logistic, Quadratic, Task
+from .training import Outcome, Setting, train
+
+TASKS = {
+    "quadratic": "1/2 sum h x^2, 50 curvatures h from 0.01 to 1, noisy gradients",
+    "logistic": "logistic regression on a synthetic click log, log loss of held-out samples",
+    "clicks": "an MLP over embedding tables on a synthetic click log, log loss of held-out samples",
+}
+MOMENTUM = 0.9
+_OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter], float], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr),
+    "momentum": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=MOMENTUM),
+    "adam": lambda parameters, lr: torch.optim.Adam(parameters, lr=lr),
+    "nadam": lambda parameters, lr: torch.optim.NAdam(
+        parameters, lr=lr, betas=(0.99, 0.999), momentum_decay=0.004, decoupled_weight_decay=True
+    ),
+    "adagrad": lambda parameters, lr: torch.optim.Adagrad(parameters, lr=lr, eps=1e-8),
+}
+OPTIMIZERS = tuple(_OPTIMIZERS)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Raises BadInput for what cannot be simulated.
+
+    micro_batches: of the run; micro_batch: samples in one; n_micro: micro-batches of a global batch (gba, bsp)
+    spread, shape: see `fleet.Fleet`; latency, serve: see `training.Setting`
+    """
+
+    task: str = "quadratic"
+    workers: int = 8
+    mode: str = "async"
+    rule: str = "none"
+    optimizer: str = "momentum"
+    lr: float = 0.01
+    micro_batches: int = 2000
+    micro_batch: int = 64
+    n_micro: int = 8
+    spread: float = 0.0
+    shape: float = SHAPE
+    latency: float = 0.0
+    serve: float = 0.0
+    tolerance: int = 4
+    lookahead: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _known("task", self.task, tuple(TASKS))
+        _known("optimizer", self.optimizer, OPTIMIZERS)
+        for name in ("micro_batches", "micro_batch", "n_micro"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise BadInput(f"{name} must be a whole number, 1 or more, got {value!r}")
+        if not 0 < self.lr < math.inf:
+            raise BadInput(f"lr must be a number above 0, got {self.lr}")
+        self.fleet()
+        self.setting()
+        rules.check(self.rule, self.optimizer_spec())
+
+    def fleet(self) -> Fleet:
+        return Fleet(self.workers, self.spread, self.shape, self.seed)
+
+    def optimizer_spec(self) -> dict[str, Any]:
+        return spec_of(_OPTIMIZERS[self.optimizer]([torch.nn.Parameter(torch.zeros(1))], self.lr))
+
+    def setting(self) -> Setting:
+        cut = Cut(self.micro_batches * self.micro_batch, self.n_micro * self.micro_batch, self.micro_batch)
+        discipline = Discipline(self.mode, tolerance=self.tolerance, lookahead=self.lookahead)
+        return Setting(cut, discipline, self.rule, self.optimizer_spec(), self.latency, self.serve)
+
+
+def run(experiment: Experiment, clicks: Path | None = None, cache: dict[Any, Task] | None = None) -> Outcome:
+    """clicks: folder of samples for the task of that name (`small_ctr.write`). cache: tasks to use again."""
+    key = (experiment.task, experiment.micro_batches, experiment.micro_batch, experiment.seed)
+    task = None if cache is None else cache.get(key)
+    if task is None:
+        task = _task(experiment, clicks)
+        if cache is not None:
+            cache[key] = task
+    return train(task, experiment.setting(), experiment.workers, experiment.fleet().draws())
+
+
+def _task(experiment: Experiment, clicks: Path | None) -> Task:
+    if experiment.task == "quadratic":
+        return Quadratic(np.geomspace(0.01, 1.0, 50).tolist(), noise=0.1, seed=experiment.seed)
+    samples = experiment.micro_batches * experiment.micro_batch
+    if experiment.task == "logistic":
+        return Logistic(min(samples, 100_000), experiment.micro_batch, experiment.seed)
+    from .click_task import ClickTask
+
+    assert clicks is not None
+    return ClickTask(clicks, samples, experiment.micro_batch)
+
+
+def _known(what: str, name: str, among: tuple[str, ...]) -> None:
+    if name not in among:
+        near = get_close_matches(str(name).lower(), among, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(among)}"
+        raise BadInput(f"{what} {name!r} is not known: {hint}")

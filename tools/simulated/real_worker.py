@@ -1,0 +1,77 @@
+"""The real system under the speeds that a simulation draws: one worker, as `horovodrun` starts it.
+
+An emulated accelerator (`bench.emulated`) makes every micro-batch take the same time as the simulation's; all else is a
+job as a user would write it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import horovod.torch as hvd
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+import gba_hvd
+
+from ..bench import emulated, small_ctr
+from ..bench.ours_gba import Log, Model
+from .agreement import Job
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--result", type=Path, required=True)
+    parser.add_argument("--job", required=True, help="settings, JSON")
+    args = parser.parse_args()
+    job = Job(**json.loads(args.job))
+    hvd.init()
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    tables = gba_hvd.EmbeddingTables(
+        {name: (rows, small_ctr.DIM) for name, rows in small_ctr.TABLES.items()},
+        optimizer=gba_hvd.Adagrad(lr=small_ctr.LEARNING_RATE, eps=small_ctr.EPS),
+        init_std=small_ctr.INIT_STD,
+    )
+    model = Model(tables)
+    optimizer = gba_hvd.DistributedOptimizer(
+        torch.optim.Adagrad(model.parameters(), lr=small_ctr.LEARNING_RATE, eps=small_ctr.EPS),
+        tables,
+        global_batch=job.n_micro * job.micro_batch,
+        micro_batch=job.micro_batch,
+    )
+    accelerator = emulated.Accelerator(job.scenario(), hvd.rank(), seed=job.seed)
+    state = gba_hvd.elastic.TorchState(model, optimizer, epoch=0)
+    state.register_callbacks([gba_hvd.GBACallback(mode=job.mode, rule=job.rule, tolerance=job.tolerance)])
+
+    @gba_hvd.elastic.run
+    def train(state: gba_hvd.elastic.TorchState) -> None:
+        log = Log(small_ctr.Samples.train(args.data, job.micro_batches * job.micro_batch))
+        late = 0
+        for batch in gba_hvd.batches(log, state, shuffle=False):
+            accelerator.begin()
+            began_s = accelerator.at_s
+            optimizer.zero_grad()
+            binary_cross_entropy_with_logits(model(batch), batch.label).backward()
+            late += accelerator.at_s - began_s > job.service_s / 2  # this machine was too slow to emulate well
+            accelerator.wait()
+            optimizer.step()
+        seconds = accelerator.at_s
+        scores = gba_hvd.evaluate(model, Log(small_ctr.Samples.held_out(args.data)), state, batch=5000)
+        if state.world.rank == 0:
+            engine = state.engine
+            result = {
+                "staleness": engine.staleness, "lags": engine.lags, "auc": scores.auc, "log_loss": scores.logloss,
+                "time": seconds / job.service_s, "steps": state.step, "dropped": state.samples.dropped, "late": late,
+            }  # fmt: skip
+            args.result.write_text(json.dumps(result))
+
+    train(state)
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()
