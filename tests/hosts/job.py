@@ -18,11 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gba_hvd_tools.lab import Lab
-
 from gba_hvd.ps.server import layout_from
 from gba_hvd.shard.holder import MemoryRows
 from gba_hvd.shard.memory import ShardMemory
+from gba_hvd_tools.lab import Lab
 from recovery.restore import Now, restore
 from recovery.store import Store
 from tests.processes.cluster import GRACE_S, HOROVODRUN, Cluster, wait_for

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gba_hvd_tools.lab import Lab
 
+from gba_hvd_tools.lab import Lab
 from recovery.chains import Chain, chains
 from recovery.store import open_store
 from tests.processes.cluster import wait_for
