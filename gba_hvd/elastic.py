@@ -32,6 +32,7 @@ from dataclasses import asdict
 from typing import Any, cast
 
 import msgspec
+import numpy as np
 import torch
 from torch import nn
 
@@ -49,6 +50,7 @@ from gba_hvd.gba_callback import GBACallback
 from gba_hvd.local_server import LocalServer
 from gba_hvd.ps.protocol import Position
 from gba_hvd.reform import Reformer
+from gba_hvd.shard.kept import StateKeeper
 from gba_hvd.torch_optimizers import spec_of
 from recovery import state_codec
 from recovery.callback import CheckpointCallback
@@ -56,6 +58,7 @@ from recovery.callback import CheckpointCallback
 # How long the end waits for a world that is being formed: a job whose launcher has to kill a newcomer counts as failed.
 _END_TIMEOUT_S, _FAILED_TIMEOUT_S = 60.0, 5.0
 _SAVE_LAST_TIMEOUT_S = 600.0
+_PREEMPTION_S, _LOOK_S = 30.0, 0.05
 
 
 class TorchState:
@@ -81,6 +84,7 @@ class TorchState:
         self._snapshot = b""
         self._met: list[tuple[membership.Joined, World]] = []  # by the background thread, for the training thread
         self._line: LocalServer | None = None
+        self._keeper: StateKeeper | None = None
         self._part = (0, 1)  # this host's number, and how many there are
         self.finished_epoch: int | None = None  # the last epoch this process saw the end of since it last synced
 
@@ -228,6 +232,9 @@ class TorchState:
         if joined.asynchronous:
             self._join_asynchronous(joined)
             return
+        left = joined.resumed or joined.taken  # by a job that is no more
+        if left is not None and left.state is not None:  # on the source
+            self._resume(state_codec.decode(left.state))
         # Counted before the state is sent, so that no failure from here on loses the count.
         engine.account.shard_steps_missed += joined.shard_steps_missed
         engine.account.rows_lost += joined.rows_lost
@@ -235,8 +242,6 @@ class TorchState:
         if engine.checkpoints is not None and self._has_state and joined.rows_lost + joined.rows_restored:
             engine.checkpoints.host_was_lost(joined.load_s if joined.rows_restored else None, engine.seconds_since_step)
         source = joined.source
-        if joined.resumed is not None and joined.resumed.state is not None:  # on the source
-            self._resume(state_codec.decode(joined.resumed.state))
         data = None
         if engine.world.rank == source:
             data = state_codec.encode(self._whole_state())
@@ -265,8 +270,26 @@ class TorchState:
             return
         if engine.world.rank == 0 and self._line is not None:
             checkpoints.follow(self._line.saved)
-        if checkpoints.is_due:
+        if checkpoints.somebody_leaves:
+            self._save_and_leave()
+        elif checkpoints.is_due:
             self._save()
+
+    def _save_and_leave(self) -> None:
+        """Some workers are to leave: all wait for a checkpoint, and whoever was told to leaves. A collective."""
+        engine, checkpoints = self.engine, self.engine.checkpoints
+        assert checkpoints is not None
+        checkpoints.somebody_leaves = False
+        text = "a worker was told to leave (SIGTERM): first a checkpoint of this step"
+        engine.emit(Event("preempted", engine.step, text, {}))
+        self.save_last(checkpoints.callback.preemption_s or _PREEMPTION_S)
+        engine.world.gather("left", np.zeros(1, dtype=np.int64))  # before that, other hosts may not have saved theirs
+        self._leave_if_told()
+
+    def _leave_if_told(self) -> None:
+        if self.engine.leave_by_s is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            raise KeyboardInterrupt("SIGTERM, after a checkpoint")
 
     def _save(self, again: bool = True) -> bool:
         """A collective. again: also if there is a checkpoint of this step. Returns whether one is being made."""
@@ -317,8 +340,23 @@ class TorchState:
         if checkpoints is None or engine.world.rank != 0 or not isinstance(engine.mode, GbaMode):
             return
         checkpoints.follow(engine.mode.saved)
-        if checkpoints.is_due_at(engine.step):
+        if checkpoints.is_due_at(engine.step) or checkpoints.is_due_before_a_leave(engine.mode):
             checkpoints.save_asynchronously(engine.mode, self._snapshot)
+
+    def leave_asynchronously_if_told(self) -> None:
+        """In an asynchronous mode, before each micro-batch: the others go on; this worker waits for a checkpoint."""
+        engine, checkpoints, mode = self.engine, self.engine.checkpoints, self.engine.mode
+        if engine.leave_by_s is None or checkpoints is None or not isinstance(mode, GbaMode):
+            return
+        mode.leaving, step = True, engine.step
+        text = "this worker was told to leave (SIGTERM): first a checkpoint"
+        engine.emit(Event("preempted", step, text, {"rank": engine.world.rank}))
+        while time.monotonic() < engine.leave_by_s:
+            self.save_asynchronously_if_due()
+            if mode.saved is not None and mode.saved.state == "done" and mode.saved.number >= step:
+                break
+            time.sleep(_LOOK_S)
+        self._leave_if_told()
 
     # --- asynchronous modes ------------------------------------------------------------------------------------------
 
@@ -330,6 +368,16 @@ class TorchState:
         """
         if self._follows_membership or self.engine.checkpoints is not None:
             self._snapshot = state_codec.encode(self._whole_state())
+        if isinstance(self.engine.mode, GbaMode):
+            self._keep(self.engine.mode.session.generation, lambda: self._snapshot)
+
+    def keep_state(self) -> None:
+        """Between two steps of allreduce mode: what a job that lost all its workers would go on from."""
+        self._keep(0, lambda: state_codec.encode(self._whole_state()))
+
+    def _keep(self, generation: int, state: Callable[[], bytes]) -> None:
+        if self._keeper is not None and (stopped := self._keeper.keep(self.step, generation, state)):
+            self.engine.emit(Event("memory_not_kept", self.step, stopped, {}))
 
     def watch_membership(self) -> None:
         """Called when an asynchronous mode is on: from now on the world is formed anew beside the training."""
@@ -394,6 +442,10 @@ class TorchState:
             self._line.start()
             engine.wishes.operator = self._line.wanted
         self._part = (joined.part, joined.n_hosts)
+        self._keeper = None
+        # What compression has not sent yet is in every worker: the chief alone cannot keep it.
+        if engine.checkpoints is not None and world.rank == 0 and engine.compression is None:
+            self._keeper = StateKeeper(engine.folder, engine.settings, engine.checkpoints.callback.memory_share)
         if engine.checkpoints is not None and world.rank == 0 and self._line is not None:
             engine.checkpoints.hold(self._line)
 
@@ -431,6 +483,10 @@ class TorchState:
                 skipped = [f"{one.name}: {one.why}" for one in report.skipped]
                 told = {"manifest": name, "rows_restored": report.n_rows, "seconds": report.seconds, "skipped": skipped}
                 engine.emit(Event("resumed", self.step, text, told))
+            if joined.taken is not None:
+                text = f"going on at step {self.step} where the lost job stood: {joined.taken.reason}"
+                missed = {"shard_steps_missed": joined.shard_steps_missed}
+                engine.emit(Event("resumed", self.step, text, {"manifest": "", "from_memory": True, **missed}))
             return
         was = f", before {before[0]}" if before else ""
         facts = {
@@ -533,7 +589,7 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def wrapper(state: TorchState, *args: Any, **kwargs: Any) -> Any:
-        restore_sigterm = _raise_on_sigterm()
+        restore_sigterm = _leave_on_sigterm(state)
         try:
             result = _elastic(function)(state, *args, **kwargs)
             state.save_last()
@@ -574,16 +630,29 @@ def _status_of(error: BaseException) -> str:
     return "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
 
 
-def _raise_on_sigterm() -> Callable[[], None]:
+def _leave_on_sigterm(state: TorchState) -> Callable[[], None]:
+    """At once; or, if time for a checkpoint is given, after it: the first signal is a request, a second one is not."""
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
 
+    previous: dict[int, Any] = {}
+
     def interrupt(signum: int, frame: Any) -> None:
+        engine = state.engine
+        allowed_s = None if engine.checkpoints is None else engine.checkpoints.callback.preemption_s
+        if signum == signal.SIGTERM and allowed_s is not None and engine.leave_by_s is None:
+            engine.leave_by_s = time.monotonic() + allowed_s
+            previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, interrupt)
+            signal.setitimer(signal.ITIMER_REAL, allowed_s)  # whatever this worker waits for then
+            return
         raise KeyboardInterrupt("SIGTERM")
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    previous[signal.SIGTERM] = signal.signal(signal.SIGTERM, interrupt)
 
     def restore() -> None:
-        signal.signal(signal.SIGTERM, previous)
+        if signal.SIGALRM in previous:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
     return restore

@@ -276,6 +276,16 @@ class ShardMemory:
             os.close(fd)
 
 
+def nobody_lives(folder: Path) -> bool:
+    """Whether no worker holds the memory of this folder. Raises FileNotFoundError when it is gone."""
+    with open(folder / "alive", "r+") as alive:
+        try:
+            fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
 def clear_leftover(base: Path, job_id: str) -> None:
     """Remove the memory of a job of this name that nobody lives in any more, before its keeper would.
 
