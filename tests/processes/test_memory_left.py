@@ -95,7 +95,9 @@ def test_the_server_saves_what_it_has_before_the_memory_goes(
     assert newest.newest.step >= stood >= KILLED_AT - 1
     assert newest.newest.about["last_gasp"]
     plan["checkpoint"]["lease_s"] = 1.0
-    with cluster(tmp_path / "second", **{**plan, "faults": [], "wait_at_step": -1, "sleep_s": 0}) as job:
+    for name in ("faults", "wait_at_step", "sleep_s"):
+        plan.pop(name, None)
+    with cluster(tmp_path / "second", **plan) as job:
         job.run(job.start_alone, PATIENCE_S)
         (resumed,) = events(job, "resumed")
         assert resumed["step"] == newest.newest.step

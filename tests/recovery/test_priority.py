@@ -107,8 +107,9 @@ def test_hosts_that_each_choose_among_their_own_rows_choose_nearly_as_well(hosts
     rng, n, r = np.random.default_rng(0), 5000, 0.125
     popularity = (1.0 + np.arange(n)) ** -exponent
     since = rng.poisson(popularity * 5 * n / popularity.sum())[rng.permutation(n)].astype(np.uint32)
-    together = since[priority.largest(since, round(n * r))].sum()
+    together = int(since[priority.largest(since, round(n * r))].sum())
     apart = sum(
-        own[priority.largest(own, round(len(own) * r))].sum() for own in (since[host::hosts] for host in range(hosts))
+        int(own[priority.largest(own, round(len(own) * r))].sum())
+        for own in (since[host::hosts] for host in range(hosts))
     )
     assert apart == pytest.approx(together, rel=0.01)
