@@ -80,6 +80,7 @@ class TorchState:
         self._has_state = self._synced = self._closed = False
         self._snapshot = b""
         self._met: list[tuple[membership.Joined, World]] = []  # by the background thread, for the training thread
+        self._gone: list[tuple[int, float]] = []  # the same: workers that are gone, and the residuals they had
         self._line: LocalServer | None = None
         self._part = (0, 1)  # this host's number, and how many there are
         self.finished_epoch: int | None = None  # the last epoch this process saw the end of since it last synced
@@ -350,6 +351,9 @@ class TorchState:
                 self.engine.checkpoints.world_formed(rows_moved=False)
             self.engine.restarts += 1
             self._tell_callbacks(joined, before)
+            gone, self._gone = self._gone, []
+            for n_workers, lost in gone:
+                self._tell_lost_residuals(n_workers, lost)
 
     @property
     def _follows_membership(self) -> bool:
@@ -361,6 +365,8 @@ class TorchState:
         if not joined.asynchronous:
             raise GbaError("the others have left the asynchronous mode")
         world.broadcast("snapshot", self._snapshot if world.rank == joined.source else None, joined.source)
+        if self.engine.compression is not None:
+            self._gone.append(self.engine.compression.count_lost(world, True))
         self._met.append((joined, world))
         return joined.membership
 
@@ -370,6 +376,8 @@ class TorchState:
         self._snapshot = world.broadcast("snapshot", None, joined.source)
         state = state_codec.decode(self._snapshot)
         self._load_state_dict(state)
+        if engine.compression is not None:
+            engine.compression.count_lost(world, False)
         if engine.checkpoints is not None:
             engine.checkpoints.load_state(state["checkpoints"])
             engine.checkpoints.world_formed(rows_moved=False)
@@ -458,11 +466,11 @@ class TorchState:
 
     def _count_lost_residuals(self, compression: DenseExchange) -> None:
         """A collective: what workers that are gone had not sent yet."""
-        n_workers, lost = compression.count_lost(self.engine.world, self._has_state)
+        self._tell_lost_residuals(*compression.count_lost(self.engine.world, self._has_state))
+
+    def _tell_lost_residuals(self, n_workers: int, lost: float) -> None:
         if n_workers:
-            text = (
-                f"{_count(n_workers, 'worker')} took gradients along that were not sent yet: a sum of |g| of {lost:.3g}"
-            )
+            text = f"{_count(n_workers, 'worker')} took gradients along that were not sent; known is {lost:.3g} of |g|"
             self.engine.emit(Event("residual_lost", self.step, text, {"workers": n_workers, "residual": lost}))
 
     def _pls(self, joined: membership.Joined) -> float:
