@@ -66,7 +66,9 @@ class DenseExchange:
         """Sum the gradients and the numbers that travel along over all ranks, in place. Returning means: decided."""
         self.feedback.begin()
         if world.size == 1:
-            self.feedback.flush(self._flat(dense), self._spans)
+            flat = self._flat(dense)
+            self.feedback.flush_all(flat, self._spans)
+            self._put(dense, flat)
             return
         numbers = dense.extra[-self.n_numbers(world.size) :]
         numbers.zero_()
@@ -85,7 +87,7 @@ class DenseExchange:
         self._known = [row[3] for row in agreed]
         if any(row[4] for row in agreed):
             dense.total[: dense.n] = float("nan")  # told as any gradient that is not finite
-        if self._last is not None:
+        if self._last is not None and self._spans:
             decision = self._bypass.saw(self._last[0], [Took(*row[:3]) for row in agreed])
             if decision is not None and decision.changed:
                 self.decisions.append(decision)
@@ -134,11 +136,16 @@ class DenseExchange:
         flat: np.ndarray = dense.total[: dense.n].cpu().numpy()
         return flat
 
+    @staticmethod
+    def _put(dense: DenseGradients, flat: np.ndarray) -> None:
+        if dense.total.device.type != "cpu":
+            dense.total[: dense.n].copy_(torch.from_numpy(flat))
+
     def _sum_plain_(self, world: World, dense: DenseGradients, traffic: Traffic) -> Took:
         began_s = time.perf_counter()
         flat = self._flat(dense)
-        self.feedback.flush(flat, self._spans)
-        dense.total[: dense.n].copy_(torch.from_numpy(flat))
+        self.feedback.flush_all(flat, self._spans)
+        self._put(dense, flat)
         entered_s = time.perf_counter()
         world.sum_("commit", dense.total)
         left_s = time.perf_counter()
@@ -183,7 +190,7 @@ class DenseExchange:
             flat[span.at] = 0
             for part in parts:
                 part.add_to(flat[span.at], span.start, span.stop)
-        dense.total[: dense.n].copy_(torch.from_numpy(flat))
+        self._put(dense, flat)
         at = 0
         for place in self._plain:
             dense.total[place] = small[at : at + place.stop - place.start]

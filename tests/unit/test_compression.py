@@ -124,10 +124,17 @@ def test_a_step_that_goes_whole_takes_the_rest_along() -> None:
     sent = send(worker, first)
     worker.begin()
     flat = second.copy()
-    worker.flush(flat, SPANS)
+    worker.flush_all(flat, SPANS)
     worker.settle()
     assert not worker.rest.any() and worker.rest_size == 0
     assert np.array_equal(flat, second + (first - sent))
+    for grad in gradients(3):
+        whole = grad.copy()
+        worker.begin()
+        worker.flush_all(whole, SPANS)
+        worker.settle()
+        assert np.array_equal(whole, grad)
+    np.testing.assert_allclose(send(worker, first) + worker.rest, first, rtol=1e-6)
 
 
 def test_the_size_of_the_rest_is_known() -> None:
