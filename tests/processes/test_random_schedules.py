@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from .cluster import NAMES, cluster, wait_for
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 EPOCHS, SAMPLES, STEPS = 8, 1000, 88  # 11 steps of 96 samples an epoch
 SEEDS = [2]
+COMPRESSED = {"name": "dct", "keep": 0.3, "values": "int8", "refresh_every": 20}
 
 
 def seeds() -> list[int]:
@@ -70,12 +72,13 @@ def draw(seed: int) -> Schedule:
 
 
 @pytest.mark.parametrize("seed", seeds())
-def test_the_account_is_exact_and_nothing_is_left(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("compression", [{}, COMPRESSED], ids=["plain", "compressed"])
+def test_the_account_is_exact_and_nothing_is_left(tmp_path: Path, seed: int, compression: dict[str, Any]) -> None:
     plan = draw(seed)
     gba = {"mode": "gba" if seed % 2 else "allreduce", "switch_at": {str(k): v for k, v in plan.switch_at.items()}}
     faults = [fault.entry() for fault in plan.faults.faults]
     environ = {"GBA_HVD_LEASE_S": "3"}
-    with cluster(tmp_path, environ, gba=gba, fault_schedule=faults, epochs=EPOCHS) as job:
+    with cluster(tmp_path, environ, gba=gba, fault_schedule=faults, epochs=EPOCHS, compression=compression) as job:
         job.start_elastic(NAMES)
         if plan.host_leaves_at is not None:
             at = plan.host_leaves_at
