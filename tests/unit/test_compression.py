@@ -227,12 +227,12 @@ def test_places_come_back(chosen: set[int], thinning: int) -> None:
     assert np.array_equal(back, where)
 
 
-@pytest.mark.parametrize("share", [0.001, 0.01, 0.2, 0.6])
+@pytest.mark.parametrize("share", [0.001, 0.01, 0.1, 0.2, 0.6])
 def test_places_take_few_bytes(share: float) -> None:
     where = np.flatnonzero(np.random.default_rng(0).random(200_000) < share).astype(np.int32)
     _, data = places.encode(where, 200_000)
     entropy = -(share * math.log2(share) + (1 - share) * math.log2(1 - share)) * 200_000 / 8
-    assert len(data) < 1.45 * entropy
+    assert len(data) < (1.45 if share < 0.01 else 1.2) * entropy
 
 
 @pytest.mark.parametrize("coder", ["none", "fp16", "bf16", "int8"])
