@@ -75,8 +75,9 @@ class ReplicaMode(GbaMode):
         self.rounds.start(self._world)
 
     def close(self, finished: bool = True) -> None:
+        self.rounds.stop(timeout_s=0.0)
+        super().close(finished)  # a round that waits for a server is freed by this
         self.rounds.stop()
-        super().close(finished)
 
     def told(self) -> tuple[dict[str, float], list[str]]:
         told = self.rounds.told()
@@ -111,7 +112,7 @@ class ReplicaMode(GbaMode):
             return
         self.replica.step(self._step_dense)
         try:
-            self.rounds.end_micro(self._timeout_s)
+            self.rounds.end_micro(self._tables.config.lease_s)
         except TimeoutError as error:
             raise worker_lost(str(error)) from error
 

@@ -250,7 +250,7 @@ class Export(Struct):
 class Blend(Struct):
     """Blend a replica into the central copy. Frame: its values here, float32. Answer: `Dense` with the copy's.
 
-    number: of the worker's rounds: a repeated one is not blended twice
+    number: grows with each round of the worker: a repeated one is not blended twice
     phase: see `shadow`; elasticity: see `averaging`
     """
 

@@ -129,6 +129,22 @@ def test_two_hosts_are_killed_in_gba_mode_and_go_on_with_every_sample_once(tmp_p
         assert set(range(1000)) - set(rows) <= seen
 
 
+def test_a_job_with_replicas_is_killed_and_goes_on_with_what_they_had_learned(tmp_path: Path) -> None:
+    plan = saving(tmp_path, every_steps=12) | {"gba": {"mode": "shadow", "sync": "ma"}, "epochs": 4}
+    with cluster(tmp_path / "first", **plan, sleep_s=0.1) as job:
+        job.start_static(2)
+        wait_for(lambda: job.ended or any(s["saved_step"] > 126 for s in events(job, "checkpoint")), "epochs", PATIENCE_S)
+        kill_all(job)
+    with cluster(tmp_path / "second", **plan) as job:
+        job.run(lambda: job.start_static(2), PATIENCE_S)
+        resumed, result = events(job, "resumed")[0], job.result()
+        assert resumed["step"] > 126 and result["mode"] == "shadow"
+        assert result["total"] == result["applied"] == 4000
+        assert min(result["aucs"]) > 0.95  # of the epochs after the restart: a model that began anew has less
+        last = {line["values"] for line in job.notes("values") if line["of_epoch"] == 3}
+        assert len(last) == 1
+
+
 def test_a_lost_host_gets_its_rows_back_and_no_sample_is_lost(tmp_path: Path) -> None:
     with cluster(tmp_path, **saving(tmp_path), own_memory_per_name=True, epochs=4, sleep_s=0.2, wait_at_step=36) as job:
         job.start_elastic(TWO)
