@@ -19,7 +19,7 @@ from .cluster import Cluster, assert_identical, cluster
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 PATIENCE_S = 200.0  # on a busy machine processes take long to start
 TWO_NAMES = ("localhost", "127.0.0.1")
-PUSHES_OF_EPOCH = 63
+PATIENT = {"GBA_HVD_SERVER_S": "120"}  # so does a server's successor
 
 
 def assert_one_model(job: Cluster, epochs: int) -> None:
@@ -158,7 +158,7 @@ def test_a_server_that_dies_while_replicas_are_handed_in_goes_on_with_what_its_s
     tmp_path: Path, point: str
 ) -> None:
     fault = {"point": point, "step": 1, "rank": 1, "do": "kill the server"}
-    with cluster(tmp_path, gba={"mode": "shadow"}, faults=[fault], epochs=3, sleep_s=0.02) as job:
+    with cluster(tmp_path, PATIENT, gba={"mode": "shadow"}, faults=[fault], epochs=3, sleep_s=0.02) as job:
         job.run(lambda: job.start_static(2), PATIENCE_S)
         assert job.fired() == 1
         job.assert_every_sample_once(epochs=3)
@@ -168,7 +168,7 @@ def test_a_server_that_dies_while_replicas_are_handed_in_goes_on_with_what_its_s
 
 def test_a_server_that_is_killed_between_costs_no_replica(tmp_path: Path) -> None:
     gba = {"mode": "shadow"}
-    with cluster(tmp_path, gba=gba, kill_server_after_push=[[1, 20]], epochs=3, sleep_s=0.02) as job:
+    with cluster(tmp_path, PATIENT, gba=gba, kill_server_after_push=[[1, 20]], epochs=3, sleep_s=0.02) as job:
         job.run(lambda: job.start_static(2), PATIENCE_S)
         job.assert_every_sample_once(epochs=3)
         assert (job.out / "fault-server-0").exists()
