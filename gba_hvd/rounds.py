@@ -163,7 +163,7 @@ class Rounds:
             return
         with self._changed:
             before, world = self.n_done + self.n_failed, self._world
-            if world is None:
+            if world is None or world.size == 1:
                 return
             self._wanted = True
             self._changed.notify_all()
@@ -292,8 +292,16 @@ class Rounds:
                 self._steps.append(copy.n_steps - self._steps_then)
                 self._steps_then = copy.n_steps
                 if world.rank == 0:
-                    self._central.publish(copy, target)
+                    self._publish(copy, target)
         return n_stop < world.size
+
+    def _publish(self, copy: Copy, values: Tensor) -> None:
+        """The round is done for all whatever comes of this: the world is as good as before."""
+        try:
+            self._central.publish(copy, values)
+        except Exception as error:
+            self.n_failed += 1
+            self._dropped.append(f"the servers were not told of its result: {type(error).__name__}: {error}")
 
     def _copied(self) -> Copy | None:
         copy = self._replica.copy()

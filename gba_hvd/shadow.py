@@ -38,6 +38,7 @@ from torch import Tensor
 
 from gba_hvd.averaging import Averaging
 from gba_hvd.collectives import World, worker_lost
+from gba_hvd.compression.spec import Compression, Spec
 from gba_hvd.errors import GbaError, NonFiniteGradient
 from gba_hvd.gba import DenseState, GbaMode
 from gba_hvd.gradients import RowGrad
@@ -57,9 +58,9 @@ class ReplicaMode(GbaMode):
 
     def __init__(
         self, *args: Any, averaging: Averaging, world: World, optimizer: torch.optim.Optimizer,
-        step_dense: Callable[[], None], is_elastic: bool,
+        step_dense: Callable[[], None], is_elastic: bool, row_compression: Spec = Compression.none,
     ) -> None:  # fmt: skip
-        super().__init__(*args)
+        super().__init__(*args, row_compression=row_compression)
         self.replica = Replica(self._dense)
         self.rounds = Rounds(
             averaging, self.replica, self, broken=self._world_is_broken, diverged=self._replica_diverged
