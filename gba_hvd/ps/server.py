@@ -483,14 +483,15 @@ class Server:
 
     def _on_export(self, request: Export) -> tuple[Answer, Sequence[Any]]:
         part = self._active(request.generation)
+        step, values, state = part.export(request.phase)
         if request.leaving and not self.idle:
             self.idle = True
             self._save_session()  # before the workers write shards: a successor must leave them alone
-        step, values, state = part.export(request.phase)
         return Exported(step), (values, state)
 
     def _on_handed_in(self, request: HandedIn) -> Answer:
         coordinator = self._lead(request.generation)
+        _ = self._active(request.generation).central  # refuses where there are no replicas
         before = coordinator.gathered
         if not coordinator.handed_in(request):
             return Refused("other workers have not handed in their replicas yet", again=True)

@@ -133,7 +133,9 @@ def test_a_job_with_replicas_is_killed_and_goes_on_with_what_they_had_learned(tm
     plan = saving(tmp_path, every_steps=12) | {"gba": {"mode": "shadow", "sync": "ma"}, "epochs": 4}
     with cluster(tmp_path / "first", **plan, sleep_s=0.1) as job:
         job.start_static(2)
-        wait_for(lambda: job.ended or any(s["saved_step"] > 126 for s in events(job, "checkpoint")), "epochs", PATIENCE_S)
+        wait_for(
+            lambda: job.ended or any(s["saved_step"] > 126 for s in events(job, "checkpoint")), "epochs", PATIENCE_S
+        )
         kill_all(job)
     with cluster(tmp_path / "second", **plan) as job:
         job.run(lambda: job.start_static(2), PATIENCE_S)
