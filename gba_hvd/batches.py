@@ -113,6 +113,7 @@ def _steps(source: _Source, state: TorchState) -> Generator[Any, None, bool]:
     for step in range(first, cut.n_steps):
         state.stop_if_interrupted()
         state.save_if_due()
+        state.keep_state()
         if engine.switch_to is not None:
             (mode, reason), engine.switch_to = engine.switch_to, None
             if engine.cursor.epoch != source.epoch:
@@ -135,6 +136,7 @@ def _steps(source: _Source, state: TorchState) -> Generator[Any, None, bool]:
             engine.close_step()
         if engine.cursor.steps_done != step + 1:
             raise GbaError(f"step {engine.step + 1} was not applied: leave the loop over batches when a step raises")
+    state.keep_state()
     return True
 
 
@@ -166,6 +168,7 @@ def _leases(source: _Source, state: TorchState, mode: GbaMode) -> Generator[Any,
             engine.begin_lease(given.lease, source.cut, source.epoch)
             engine.wishes.follow(time.perf_counter() - asked_s)
             state.save_asynchronously_if_due()
+            state.leave_asynchronously_if_told()
             yield batch
             engine.check_stepped()
     except GeneratorExit:  # the user left the loop; the model is to be as the servers have it

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 _FORGET_S = 300.0  # a save of which nothing was heard for so long, because its server died or the mode changed
 _LOOK_S, _BEGIN_S = 0.05, 60.0
 _STORE_TIMEOUT_S = 20.0
-N_NUMBERS = 1  # travels with the commit: the chief wants a checkpoint of this step
+N_NUMBERS = 2  # travel with the commit: the chief wants a checkpoint of this step; so many workers are to leave
 
 
 class Checkpoints:
@@ -76,10 +76,13 @@ class Checkpoints:
         self._told = Saved()  # what callbacks were told of last
         self._asked_s: float | None = None  # when a checkpoint was asked for that nobody has told of yet
         self._due = False
+        self.somebody_leaves = False  # all workers know of it, and save first
+        self._leave_step: int | None = None  # of an asynchronous mode, where it was heard of
         self._measured = Measured()
         self._since_s: float | None = None  # when this worker began to count the time that is observed
         self._pace: Pace | None = None  # on the chief
         self._n_hosts = 1
+        self.saved_step = -1  # of the newest checkpoint there was at the start; on the chief
         self._died_before = False  # the job that this one goes on from did not end in peace
 
     # --- at the start, and after a change of hosts -------------------------------------------------------------------
@@ -101,10 +104,11 @@ class Checkpoints:
         chain = next((one for one in chains(self.store) if isinstance(one, Chain)), None)
         newest = max(claims.claims_of(self.store.names("claims/")), default=None)
         self._died_before = newest is not None and not newest.is_closed
+        self.saved_step = -1 if chain is None else chain.newest.step
         return None if chain is None else str(chain.newest.about.get("job", "")) or None
 
-    def take_place(self, job: str) -> None:
-        """Claim the place for this job. On the chief.
+    def take_place(self, job: str, writer: str = "") -> None:
+        """Claim the place for this job. On the chief. writer: of a claim of this job's that is known to be dead.
 
         Raises BadInput when the store cannot be used, or another job writes there. Later on, a store that cannot be
         reached is no reason to stop: saving will fail, and be told, until it can.
@@ -112,9 +116,9 @@ class Checkpoints:
         config = self.callback.config
         if self._claim is None:
             check(self.store)
-            writer = f"{config.job or job}.{self._launch}"
+            writer = writer or f"{config.job or job}.{self._launch}"
             self._claim = claims.claim(self.store, writer, takeover=self.callback.takeover, lease_s=config.lease_s)
-            self.first_epoch = self._claim.epoch
+            self.first_epoch = self.first_epoch or self._claim.epoch
             return
         before = self._claim.epoch
         try:
@@ -146,7 +150,7 @@ class Checkpoints:
     def hold(self, line: LocalServer) -> None:
         """On the chief: from now on its server gives the signs of life of the claim."""
         assert self._claim is not None
-        line.hold(Hold(asdict(self._claim), self.callback.settings()))
+        line.hold(Hold(asdict(self._claim), self.callback.settings(), self._about("allreduce"), self.first_epoch))
 
     def release(self) -> None:
         """On the chief, at the end: whoever comes next need not wait."""
@@ -161,6 +165,13 @@ class Checkpoints:
         if self._died_before:
             measured = measured.lost(measured.observed_s)
         self._measured = replace(measured, load_s=report.seconds)
+
+    def goes_on_from_memory(self, state: Mapping[str, Any], step: int) -> str:
+        """What this class kept in memory (`state`), in a job that lost all its workers. Returns the writer's name."""
+        self.first_epoch, measured = state["first_epoch"], Measured.of_mapping(state["measured"])
+        self._measured = measured.lost(measured.observed_s)
+        self.callback.began(min(step, max(0, self.saved_step)), time.monotonic())
+        return "" if state["claim"] is None else str(state["claim"]["writer"])
 
     # --- how often ---------------------------------------------------------------------------------------------------
 
@@ -232,9 +243,10 @@ class Checkpoints:
         engine = self._engine
         if engine.world.rank == 0 and process.pid_of(engine.folder, 0) and self.is_due_at(engine.step + 1):
             numbers[0] = 1.0
+        numbers[1] = float(engine.leave_by_s is not None)
 
     def hear(self, agreed: Sequence[float]) -> None:
-        self._due = agreed[0] > 0
+        self._due, self.somebody_leaves = agreed[0] > 0, agreed[1] > 0
 
     def is_due_at(self, step: int) -> bool:
         now = time.monotonic()
@@ -250,7 +262,6 @@ class Checkpoints:
         assert self._claim is not None
         wanted = self.callback.config.policy if self._pace is None else self._pace.kind
         kind, why = planner.next_kind(self._chain, wanted)
-        given = self.callback.given
         return {
             "epoch": self._claim.epoch,
             "first_epoch": self.first_epoch,
@@ -259,17 +270,20 @@ class Checkpoints:
             "parent": None if kind == "full" else self._newest,
             "step": engine.step,
             "samples": engine.account.applied,
-            "about": {
-                "job": engine.job_id,
-                "mode": "allreduce",
-                "why": why,
-                "global_batch": engine.global_batch,
-                "micro_batch": engine.micro_batch,
-                "n_servers": self._n_hosts,
-                "given": asdict(given),
-                **self._seen().told(),
-                "compression": self._compressor,
-            },
+            "about": {"why": why, **self._about("allreduce")},
+        }
+
+    def _about(self, mode: str) -> dict[str, Any]:
+        engine = self._engine
+        return {
+            "job": engine.job_id,
+            "mode": mode,
+            "global_batch": engine.global_batch,
+            "micro_batch": engine.micro_batch,
+            "n_servers": self._n_hosts,
+            "given": asdict(self.callback.given),
+            **self._seen().told(),
+            "compression": self._compressor,
         }
 
     def save(self, plan: dict[str, Any], line: LocalServer | None, part: int, n_parts: int, state: bytes) -> None:
@@ -284,6 +298,16 @@ class Checkpoints:
         return {"settings": self.callback.settings(), "claim": asdict(self._claim)}
 
     # --- asynchronous modes ------------------------------------------------------------------------------------------
+
+    def is_due_before_a_leave(self, mode: GbaMode) -> bool:
+        """A worker was told to leave, and what is saved is older than that."""
+        if not (mode.somebody_leaves or self._engine.leave_by_s is not None):
+            self._leave_step = None
+            return False
+        if self._leave_step is None:
+            self._leave_step = self._engine.step
+        is_saved = self._told.state == "done" and self._told.number >= self._leave_step
+        return not is_saved and self._asked_s is None
 
     def save_asynchronously(self, mode: GbaMode, snapshot: bytes) -> None:
         """The coordinator has all servers save at its next moment between two steps. On the chief."""
@@ -365,6 +389,6 @@ class Checkpoints:
 
         rows_moved: shards may be elsewhere, or have begun anew: the next save takes all rows
         """
-        self._due, self._asked_s = False, None
+        self._due, self._asked_s, self.somebody_leaves = False, None, False
         if rows_moved or self._engine.world.rank != 0:
             self._newest, self._chain = None, planner.Chain()

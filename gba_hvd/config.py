@@ -23,7 +23,8 @@ class Config:
     timeout_s:  longest wait for another worker of this host to finish applying a step
     alive_s:    asynchronous modes: a worker not heard of for this long loses its leases to others
     lease_s:    asynchronous modes: longest time for one micro-batch, before it is given to another worker
-    server_s:   asynchronous modes: a server that answers nothing for this long counts as lost, with its host
+    server_s:   asynchronous modes: a server that answers nothing for this long counts as lost, with its host. In every
+                mode: a worker that lost the others ends when it cannot reach the launcher for this long
     grace_s:    how long the memory stays when every worker of the host has died (a restarted worker finds it again)
     """
 

@@ -32,6 +32,7 @@ from dataclasses import asdict
 from typing import Any, cast
 
 import msgspec
+import numpy as np
 import torch
 from torch import nn
 
@@ -39,16 +40,18 @@ from gba_hvd import handover, membership
 from gba_hvd.allreduce import AllreduceMode
 from gba_hvd.callbacks import Callback, Event, Job
 from gba_hvd.checkpoints import Checkpoints
-from gba_hvd.collectives import World, current_world, hosts_updated
+from gba_hvd.collectives import World, current_world, hosts_updated, worker_lost
 from gba_hvd.compression.exchange import DenseExchange
 from gba_hvd.engine import Engine
 from gba_hvd.errors import BadInput, GbaError
 from gba_hvd.faults import FaultSchedule
 from gba_hvd.gba import GbaMode
 from gba_hvd.gba_callback import GBACallback
+from gba_hvd.launcher import Seat
 from gba_hvd.local_server import LocalServer
 from gba_hvd.ps.protocol import Position
 from gba_hvd.reform import Reformer
+from gba_hvd.shard.kept import StateKeeper
 from gba_hvd.torch_optimizers import spec_of
 from recovery import state_codec
 from recovery.callback import CheckpointCallback
@@ -56,6 +59,7 @@ from recovery.callback import CheckpointCallback
 # How long the end waits for a world that is being formed: a job whose launcher has to kill a newcomer counts as failed.
 _END_TIMEOUT_S, _FAILED_TIMEOUT_S = 60.0, 5.0
 _SAVE_LAST_TIMEOUT_S = 600.0
+_PREEMPTION_S, _LOOK_S = 30.0, 0.05
 
 
 class TorchState:
@@ -80,7 +84,10 @@ class TorchState:
         self._has_state = self._synced = self._closed = False
         self._snapshot = b""
         self._met: list[tuple[membership.Joined, World]] = []  # by the background thread, for the training thread
+        self._gone: list[tuple[int, float]] = []  # the same: workers that are gone, and the residuals they had
         self._line: LocalServer | None = None
+        self._keeper: StateKeeper | None = None
+        self._seat = Seat()
         self._part = (0, 1)  # this host's number, and how many there are
         self.finished_epoch: int | None = None  # the last epoch this process saw the end of since it last synced
 
@@ -194,7 +201,10 @@ class TorchState:
         """Nothing to save."""
 
     def restore(self) -> None:
-        """After a failure: forget the step in flight. What was committed stays."""
+        """After a failure: forget the step in flight. What was committed stays.
+
+        Raises GivenUp when the others went on without this worker, LauncherLost when it may be so: it ends.
+        """
         self._synced = False
         self.engine.interrupt_due = self.engine.hosts_updated = False
         self.engine.switch_to = None
@@ -207,6 +217,7 @@ class TorchState:
             handover.rescue_dense_state(self.engine, self.engine.mode)
             self.engine.mode.close(finished=False)
             self.engine.mode = self.engine.idle_mode = self.engine.reformer = None
+        self._seat.check(self.engine.tables.config.server_s)
 
     def stop_if_interrupted(self) -> None:
         """Leave the loop when hosts came or went: raised on all workers at the same step, as the commit agreed."""
@@ -220,6 +231,10 @@ class TorchState:
         engine = self.engine
         before = [engine.world.size] if self._has_state else []
         engine.world = current_world()
+        try:
+            self._seat.take()
+        except OSError as error:
+            raise worker_lost(f"the launcher cannot be reached: {error}") from error
         engine.size_extra()
         joined = membership.join(engine, engine.world, self._job_id, self._has_state)
         self._job_id = engine.job_id = joined.job_id
@@ -228,6 +243,9 @@ class TorchState:
         if joined.asynchronous:
             self._join_asynchronous(joined)
             return
+        left = joined.resumed or joined.taken  # by a job that is no more
+        if left is not None and left.state is not None:  # on the source
+            self._resume(state_codec.decode(left.state))
         # Counted before the state is sent, so that no failure from here on loses the count.
         engine.account.shard_steps_missed += joined.shard_steps_missed
         engine.account.rows_lost += joined.rows_lost
@@ -235,8 +253,6 @@ class TorchState:
         if engine.checkpoints is not None and self._has_state and joined.rows_lost + joined.rows_restored:
             engine.checkpoints.host_was_lost(joined.load_s if joined.rows_restored else None, engine.seconds_since_step)
         source = joined.source
-        if joined.resumed is not None and joined.resumed.state is not None:  # on the source
-            self._resume(state_codec.decode(joined.resumed.state))
         data = None
         if engine.world.rank == source:
             data = state_codec.encode(self._whole_state())
@@ -265,8 +281,26 @@ class TorchState:
             return
         if engine.world.rank == 0 and self._line is not None:
             checkpoints.follow(self._line.saved)
-        if checkpoints.is_due:
+        if checkpoints.somebody_leaves:
+            self._save_and_leave()
+        elif checkpoints.is_due:
             self._save()
+
+    def _save_and_leave(self) -> None:
+        """Some workers are to leave: all wait for a checkpoint, and whoever was told to leaves. A collective."""
+        engine, checkpoints = self.engine, self.engine.checkpoints
+        assert checkpoints is not None
+        checkpoints.somebody_leaves = False
+        text = "a worker was told to leave (SIGTERM): first a checkpoint of this step"
+        engine.emit(Event("preempted", engine.step, text, {}))
+        self.save_last(checkpoints.callback.preemption_s or _PREEMPTION_S)
+        engine.world.gather("left", np.zeros(1, dtype=np.int64))  # before that, other hosts may not have saved theirs
+        self._leave_if_told()
+
+    def _leave_if_told(self) -> None:
+        if self.engine.leave_by_s is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            raise KeyboardInterrupt("SIGTERM, after a checkpoint")
 
     def _save(self, again: bool = True) -> bool:
         """A collective. again: also if there is a checkpoint of this step. Returns whether one is being made."""
@@ -317,8 +351,23 @@ class TorchState:
         if checkpoints is None or engine.world.rank != 0 or not isinstance(engine.mode, GbaMode):
             return
         checkpoints.follow(engine.mode.saved)
-        if checkpoints.is_due_at(engine.step):
+        if checkpoints.is_due_at(engine.step) or checkpoints.is_due_before_a_leave(engine.mode):
             checkpoints.save_asynchronously(engine.mode, self._snapshot)
+
+    def leave_asynchronously_if_told(self) -> None:
+        """In an asynchronous mode, before each micro-batch: the others go on; this worker waits for a checkpoint."""
+        engine, checkpoints, mode = self.engine, self.engine.checkpoints, self.engine.mode
+        if engine.leave_by_s is None or checkpoints is None or not isinstance(mode, GbaMode):
+            return
+        mode.leaving, step = True, engine.step
+        text = "this worker was told to leave (SIGTERM): first a checkpoint"
+        engine.emit(Event("preempted", step, text, {"rank": engine.world.rank}))
+        while time.monotonic() < engine.leave_by_s:
+            self.save_asynchronously_if_due()
+            if mode.saved is not None and mode.saved.state == "done" and mode.saved.number >= step:
+                break
+            time.sleep(_LOOK_S)
+        self._leave_if_told()
 
     # --- asynchronous modes ------------------------------------------------------------------------------------------
 
@@ -330,13 +379,23 @@ class TorchState:
         """
         if self._follows_membership or self.engine.checkpoints is not None:
             self._snapshot = state_codec.encode(self._whole_state())
+        if isinstance(self.engine.mode, GbaMode):
+            self._keep(self.engine.mode.session.generation, lambda: self._snapshot)
+
+    def keep_state(self) -> None:
+        """Between two steps of allreduce mode: what a job that lost all its workers would go on from."""
+        self._keep(0, lambda: state_codec.encode(self._whole_state()))
+
+    def _keep(self, generation: int, state: Callable[[], bytes]) -> None:
+        if self._keeper is not None and (stopped := self._keeper.keep(self.step, generation, state)):
+            self.engine.emit(Event("memory_not_kept", self.step, stopped, {}))
 
     def watch_membership(self) -> None:
         """Called when an asynchronous mode is on: from now on the world is formed anew beside the training."""
         mode = self.engine.mode
         assert isinstance(mode, GbaMode)
         if self.engine.reformer is None:
-            self.engine.reformer = Reformer(mode, 0, self._meet)
+            self.engine.reformer = Reformer(mode, 0, self._meet, self._seat, self.engine.tables.config.server_s)
             self.engine.reformer.start()
 
     def tell_of_membership(self) -> None:
@@ -350,6 +409,9 @@ class TorchState:
                 self.engine.checkpoints.world_formed(rows_moved=False)
             self.engine.restarts += 1
             self._tell_callbacks(joined, before)
+            gone, self._gone = self._gone, []
+            for n_workers, lost in gone:
+                self._tell_lost_residuals(n_workers, lost)
 
     @property
     def _follows_membership(self) -> bool:
@@ -361,6 +423,8 @@ class TorchState:
         if not joined.asynchronous:
             raise GbaError("the others have left the asynchronous mode")
         world.broadcast("snapshot", self._snapshot if world.rank == joined.source else None, joined.source)
+        if self.engine.compression is not None:
+            self._gone.append(self.engine.compression.count_lost(world, True))
         self._met.append((joined, world))
         return joined.membership
 
@@ -370,6 +434,8 @@ class TorchState:
         self._snapshot = world.broadcast("snapshot", None, joined.source)
         state = state_codec.decode(self._snapshot)
         self._load_state_dict(state)
+        if engine.compression is not None:
+            engine.compression.count_lost(world, False)
         if engine.checkpoints is not None:
             engine.checkpoints.load_state(state["checkpoints"])
             engine.checkpoints.world_formed(rows_moved=False)
@@ -377,7 +443,9 @@ class TorchState:
             atexit.register(self._close_at_exit)
         self._has_state, self._synced, self._closed = True, True, False
         self.finished_epoch = None
-        engine.reformer = Reformer(cast(GbaMode, engine.mode), joined.membership, self._meet)
+        engine.reformer = Reformer(
+            cast(GbaMode, engine.mode), joined.membership, self._meet, self._seat, engine.tables.config.server_s
+        )
         engine.reformer.start()
         self._tell_callbacks(joined, [])
 
@@ -394,6 +462,10 @@ class TorchState:
             self._line.start()
             engine.wishes.operator = self._line.wanted
         self._part = (joined.part, joined.n_hosts)
+        self._keeper = None
+        # What compression has not sent yet is in every worker: the chief alone cannot keep it.
+        if engine.checkpoints is not None and world.rank == 0 and engine.compression is None:
+            self._keeper = StateKeeper(engine.folder, engine.settings, engine.checkpoints.callback.memory_share)
         if engine.checkpoints is not None and world.rank == 0 and self._line is not None:
             engine.checkpoints.hold(self._line)
 
@@ -431,6 +503,10 @@ class TorchState:
                 skipped = [f"{one.name}: {one.why}" for one in report.skipped]
                 told = {"manifest": name, "rows_restored": report.n_rows, "seconds": report.seconds, "skipped": skipped}
                 engine.emit(Event("resumed", self.step, text, told))
+            if joined.taken is not None:
+                text = f"going on at step {self.step} where the lost job stood: {joined.taken.reason}"
+                missed = {"shard_steps_missed": joined.shard_steps_missed}
+                engine.emit(Event("resumed", self.step, text, {"manifest": "", "from_memory": True, **missed}))
             return
         was = f", before {before[0]}" if before else ""
         facts = {
@@ -458,11 +534,11 @@ class TorchState:
 
     def _count_lost_residuals(self, compression: DenseExchange) -> None:
         """A collective: what workers that are gone had not sent yet."""
-        n_workers, lost = compression.count_lost(self.engine.world, self._has_state)
+        self._tell_lost_residuals(*compression.count_lost(self.engine.world, self._has_state))
+
+    def _tell_lost_residuals(self, n_workers: int, lost: float) -> None:
         if n_workers:
-            text = (
-                f"{_count(n_workers, 'worker')} took gradients along that were not sent yet: a sum of |g| of {lost:.3g}"
-            )
+            text = f"{_count(n_workers, 'worker')} took gradients along that were not sent; known is {lost:.3g} of |g|"
             self.engine.emit(Event("residual_lost", self.step, text, {"workers": n_workers, "residual": lost}))
 
     def _pls(self, joined: membership.Joined) -> float:
@@ -533,7 +609,7 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def wrapper(state: TorchState, *args: Any, **kwargs: Any) -> Any:
-        restore_sigterm = _raise_on_sigterm()
+        restore_sigterm = _leave_on_sigterm(state)
         try:
             result = _elastic(function)(state, *args, **kwargs)
             state.save_last()
@@ -574,16 +650,29 @@ def _status_of(error: BaseException) -> str:
     return "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
 
 
-def _raise_on_sigterm() -> Callable[[], None]:
+def _leave_on_sigterm(state: TorchState) -> Callable[[], None]:
+    """At once; or, if time for a checkpoint is given, after it: the first signal is a request, a second one is not."""
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
 
+    previous: dict[int, Any] = {}
+
     def interrupt(signum: int, frame: Any) -> None:
+        engine = state.engine
+        allowed_s = None if engine.checkpoints is None else engine.checkpoints.callback.preemption_s
+        if signum == signal.SIGTERM and allowed_s is not None and engine.leave_by_s is None:
+            engine.leave_by_s = time.monotonic() + allowed_s
+            previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, interrupt)
+            signal.setitimer(signal.ITIMER_REAL, allowed_s)  # whatever this worker waits for then
+            return
         raise KeyboardInterrupt("SIGTERM")
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    previous[signal.SIGTERM] = signal.signal(signal.SIGTERM, interrupt)
 
     def restore() -> None:
-        signal.signal(signal.SIGTERM, previous)
+        if signal.SIGALRM in previous:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
     return restore

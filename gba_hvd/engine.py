@@ -104,6 +104,7 @@ class Engine:
         self.checkpoints: Checkpoints | None = None
         self.faults: FaultSchedule | None = None
         self.job_id, self.key = "", b""
+        self.settings = 0  # fingerprint of what all workers agree on, see `membership`
         self.worker_id = secrets.randbits(62)
         self.staleness: dict[int, int] = {}  # of all micro-batches so far in asynchronous modes
         self.lags: dict[int, int] = {}  # the same for the dense values that gradients were computed with
@@ -122,6 +123,7 @@ class Engine:
         self.restarts = 0
         self.callbacks: list[Callback] = []
         self.hosts_updated = False  # Horovod told this worker (only rank 0 is told)
+        self.leave_by_s: float | None = None  # this worker was told to leave (SIGTERM), by this monotonic time
         self.interrupt_due = False  # all workers know by now, and stop at the same step
         self._micro: _Micro | None = None
         self._rows: list[list[tuple[RowGrad, float]]] = []

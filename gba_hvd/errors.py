@@ -8,7 +8,10 @@ from __future__ import annotations
 from recovery.errors import BadInput
 from recovery.errors import RecoveryError as GbaError
 
-__all__ = ["BadInput", "GbaError", "HorovodMissing", "NonFiniteGradient", "ShardMemoryError", "StateMismatch"]
+__all__ = [
+    "BadInput", "GbaError", "GivenUp", "HorovodMissing", "LauncherLost", "NonFiniteGradient", "ShardMemoryError",
+    "StateMismatch",
+]  # fmt: skip
 
 
 class HorovodMissing(GbaError, RuntimeError):
@@ -25,3 +28,11 @@ class ShardMemoryError(GbaError, OSError):
 
 class StateMismatch(GbaError, RuntimeError):
     """Workers of one job disagree about what they train."""
+
+
+class GivenUp(GbaError):
+    """The others of the job went on without this worker. It must not come back with its state, so it ends."""
+
+
+class LauncherLost(GbaError):
+    """The launcher of an elastic job cannot be reached: this host is cut off, or the launcher has ended."""

@@ -113,6 +113,8 @@ class GbaMode:
         self.saved: Saved | None = None  # what became of the newest checkpoint
         self.hosts_updated = False  # Horovod told this worker; the coordinator is told with the next heartbeat
         self._world_told: int | None = None
+        self.somebody_leaves = False
+        self.leaving = False  # this worker was told to leave; the chief is to have a checkpoint made first
         self.stands_for = 0  # the change of membership that this worker had heard of when it last formed a world
         self._request = 0
         self._under_way = threading.BoundedSemaphore(MAX_UNDER_WAY)
@@ -477,11 +479,14 @@ class GbaMode:
         elif self._world_told is not None and self.position.world > self._world_told:
             self.hosts_updated, self._world_told = False, None  # heartbeats are not repeated: said until it was heard
         hosts_updated = self.hosts_updated
-        return Beat(self.worker, self.rank, self.host, self._pid, self.session.generation, hosts_updated)
+        generation = self.session.generation
+        return Beat(self.worker, self.rank, self.host, self._pid, generation, hosts_updated, leaving=self.leaving)
 
     def _take_position(self, position: Position) -> None:
-        if position.saved is not None and position.saved.number:
-            self.saved = position.saved
+        if position.saved is not None:  # the answer to a heartbeat
+            self.somebody_leaves = position.leaving
+            if position.saved.number:
+                self.saved = position.saved
         with self.lock:
             now = self.position
             if (position.epoch, position.step, position.world) >= (now.epoch, now.step, now.world):

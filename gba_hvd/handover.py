@@ -18,13 +18,16 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import logging
 import os
 import secrets
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import torch
 
@@ -42,11 +45,13 @@ from gba_hvd.routing import place_dense
 from gba_hvd.rules.dana_slim import SlimWorker
 from gba_hvd.rules.momentum import Sgd, buffer_of
 from gba_hvd.shadow import ReplicaMode
+from gba_hvd.shard.memory import is_alive
 from recovery import state_codec
 
 if TYPE_CHECKING:
     from gba_hvd.engine import Engine
 
+log = logging.getLogger("gba_hvd")
 _START_TIMEOUT_S = 60.0
 _LEAVE_TIMEOUT_S = 5.0
 _RESCUE_TIMEOUT_S = 3.0
@@ -113,7 +118,7 @@ def start(engine: Engine, session: Session, rank: int, host: int, sharers: int =
         mode = ReplicaMode(
             *parts, patience_s, averaging=engine.switching.averaging(session.mode), world=engine.world,
             optimizer=engine.optimizer, step_dense=engine.step_dense,
-            is_elastic=os.environ.get("HOROVOD_ELASTIC") == "1",
+            is_elastic=os.environ.get("HOROVOD_ELASTIC") == "1", row_compression=engine.row_compression,
         )  # fmt: skip
     else:
         mode = GbaMode(*parts, patience_s, engine.compression, engine.row_compression)
@@ -307,6 +312,29 @@ def _leave(engine: Engine, session: Session, own: list[Endpoint]) -> None:
             with contextlib.suppress(GbaError):
                 client.call(me, Export(session.generation, leaving=True))
     client.close()
+
+
+def retire_servers(job: str, key: bytes, folder: Path, host: int) -> None:
+    """On a host's lead, when a world forms in allreduce mode: its servers write no shard from here on.
+
+    One may still be in an asynchronous mode that its workers fell out of, under a coordinator that was cut off and may
+    come back. A server that does not answer is killed; its successor finds no session and is idle.
+    """
+    for session in folder.glob("ps-*.session"):
+        index = int(session.name.removeprefix("ps-").removesuffix(".session"))
+        told = msgspec.msgpack.decode(session.read_bytes())
+        pid = process.pid_of(folder, index)
+        if not told["idle"] and pid is not None and is_alive(pid):
+            client = Client(job, key, [Endpoint(host, index, "", 0, 0)], host, folder, _LEAVE_TIMEOUT_S)
+            client.start()
+            try:
+                client.call(0, Export(told["enter"]["generation"], leaving=True))
+            except GbaError as error:
+                log.warning("server %d of this host was still in a mode that is over: %s", index, error)
+                process.kill(folder, index)
+            finally:
+                client.close()
+        session.unlink(missing_ok=True)
 
 
 def _refuse_what_servers_cannot_do(engine: Engine) -> None:

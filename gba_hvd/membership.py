@@ -6,6 +6,7 @@ its steps is told in `elastic`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,8 +16,9 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from gba_hvd import handover
+from gba_hvd import handover, leftover
 from gba_hvd.allreduce import AllreduceMode
+from gba_hvd.callbacks import Event
 from gba_hvd.collectives import World, worker_lost
 from gba_hvd.engine import Engine
 from gba_hvd.errors import GbaError, ShardMemoryError, StateMismatch
@@ -24,6 +26,7 @@ from gba_hvd.gba import GbaMode, Session
 from gba_hvd.ps import process
 from gba_hvd.ps.transport import new_key
 from gba_hvd.routing import Holding, Membership, Placement, place_shards
+from gba_hvd.shard import keeper
 from gba_hvd.shard.layout import PAGE_WORDS, Layout, digest
 from gba_hvd.shard.memory import ShardMemory, clear_leftover, difference, job_folder
 from gba_hvd.shard.outbox import Outbox, remove_others
@@ -32,6 +35,7 @@ from recovery.errors import RecoveryError
 from recovery.restore import Now, Report
 
 T = TypeVar("T")
+_FLUSH_MARGIN_S = 10.0
 _CHUNK_WORDS = 4 << 20  # of a shard that moves to another host, per message
 
 
@@ -98,6 +102,16 @@ def asynchronous_source(facts: Sequence[Facts]) -> int | None:
 
 
 @dataclass(frozen=True)
+class Taken:
+    """What a job goes on from in memory. state: on the source only, as in a checkpoint."""
+
+    step: int
+    source: int
+    reason: str
+    state: bytes | None
+
+
+@dataclass(frozen=True)
 class Joined:
     """What came out of `join`.
 
@@ -105,7 +119,7 @@ class Joined:
     rows_restored, rows_age (steps, mean): of a host that was lost, load_s: what that took; why_lost: why some of its
     rows did not come back.
     refilled: for each host that took over some of its rows: samples of the checkpoint, and how many.
-    resumed: the checkpoint a new job goes on from
+    resumed: the checkpoint a new job goes on from; taken: what it goes on from in memory
     """
 
     job_id: str
@@ -125,6 +139,7 @@ class Joined:
     why_lost: str = ""
     load_s: float = 0.0
     resumed: Report | None = None
+    taken: Taken | None = None
 
 
 def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
@@ -171,24 +186,33 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
     here = members.order.index(mine.host)
     leads = members.lead_of(mine.host) == world.rank
 
-    job_id = _name_of_job(engine, world, agreed, job_id)
-    named = world.broadcast("job", f"{job_id} {(engine.key or new_key()).hex()}".encode(), agreed.source).decode()
-    job_id, engine.key = named.split()[0], bytes.fromhex(named.split()[1])
+    job_id, saved_step = _name_of_job(engine, world, agreed, job_id)
+    engine.settings = mine.settings
+    taken = None
+    if engine.checkpoints is not None and engine.checkpoints.callback.resume and not agreed.is_restart:
+        taken = _take_leftover(engine, world, job_id, leads, saved_step)
+    if taken is not None:
+        agreed = replace(agreed, step=taken.step, source=taken.source)
+    if taken is not None and taken.state is not None:
+        engine.key = leftover.key_of(job_folder(tables.config.shard_dir, job_id))
+    engine.key = bytes.fromhex(world.broadcast("key", (engine.key or new_key()).hex().encode(), agreed.source).decode())
     if engine.checkpoints is not None:
-        _take_place(engine, world, agreed, job_id, leads)
+        _take_place(engine, world, agreed, job_id, leads, taken)
     memory = _together(world, agreed.is_restart, "open", lambda: _open(engine, job_id))
     holdings = _gather_holdings(world, members, memory)
-    _refuse_foreign_rows(agreed, holdings, memory)
+    if taken is None:
+        _refuse_foreign_rows(agreed, holdings, memory)
     placement = place_shards(members, holdings)
     if leads:
         memory.end_old_writers({f.pid for f in facts if f.host == mine.host})
-        for session in memory.folder.glob("ps-*.session"):  # of an asynchronous mode that is over
-            session.unlink(missing_ok=True)
+        handover.retire_servers(job_id, engine.key, memory.folder, mine.host)
     newest, missed = _close_torn_steps(agreed.step, placement, holdings, here, leads, memory)
     incoming = [s for s in placement.new if placement.host[s] == here] + [
         s for s, _, to in placement.moves if to == here
     ]
-    _together(world, agreed.is_restart, "reserve", lambda: memory.reserve(incoming) if leads and incoming else None)
+    number = 1 + max(int(holding.placed.max()) for holding in holdings)
+    room = (lambda: _make_room(memory, incoming, number)) if leads and incoming else (lambda: None)
+    _together(world, agreed.is_restart, "reserve", room)
     refilled = _fill_new_shards(engine, world, agreed, placement, here, leads, memory)
     _move_shards(world, members, placement, here, leads, memory, newest)
     outboxes = _open_outboxes(
@@ -216,7 +240,7 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
         config = tables.config
         process.write_settings(
             memory.folder, job_id, engine.key, tables.layout, tables.optimizer,
-            alive_s=config.alive_s, lease_s=config.lease_s,
+            alive_s=config.alive_s, lease_s=config.lease_s, grace_s=config.grace_s,
         )  # fmt: skip
         for index in range(1 if engine.switching is None else engine.switching.servers_per_host):
             process.ensure_running(memory.folder, index)
@@ -227,7 +251,7 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
         job_id, agreed.source, len(members.order), leads, agreed.is_restart, missed, rows_lost, mine.host, part=here,
         rows_restored=refilled.rows if agreed.is_restart else 0, rows_age=refilled.age,
         refilled=refilled.by_host, why_lost=refilled.why_not, load_s=refilled.seconds,
-        resumed=refilled.report,
+        resumed=refilled.report, taken=taken,
     )  # fmt: skip
 
 
@@ -256,28 +280,85 @@ def _join_asynchronous(engine: Engine, world: World, facts: list[Facts], source:
     return Joined(session.job, source, len(members.order), leads, True, 0, 0, mine.host, True, number)
 
 
-def _name_of_job(engine: Engine, world: World, agreed: Agreement, job_id: str) -> str:
-    """The name of the job that this one goes on from, if there is a checkpoint; on the source. A collective."""
+def _name_of_job(engine: Engine, world: World, agreed: Agreement, job_id: str) -> tuple[str, int]:
+    """The name of the job that this one goes on from, if there is a checkpoint, and its step. A collective."""
     checkpoints = engine.checkpoints
-    if checkpoints is None or agreed.is_restart:
-        return job_id
 
     def look() -> str:
-        saved = checkpoints.job_to_resume() if world.rank == agreed.source else None
+        saved = None
+        if checkpoints is not None and not agreed.is_restart and world.rank == agreed.source:
+            saved = checkpoints.job_to_resume()
         return job_id if saved is None or engine.tables.config.job_id else saved
 
-    return _together(world, False, "read", look, "the checkpoints")
+    if checkpoints is not None and not agreed.is_restart:
+        job_id = _together(world, False, "read", look, "the checkpoints")
+    saved_step = -1 if checkpoints is None else checkpoints.saved_step
+    name, step = world.broadcast("job", f"{job_id} {saved_step}".encode(), agreed.source).decode().split()
+    return name, int(step)
 
 
-def _take_place(engine: Engine, world: World, agreed: Agreement, job_id: str, leads: bool) -> None:
-    """Clear what a dead job of this name left on the hosts, and claim the place for checkpoints. A collective."""
-    checkpoints, tables = engine.checkpoints, engine.tables
+def _take_leftover(engine: Engine, world: World, job_id: str, leads: bool, saved_step: int) -> Taken | None:
+    """What a job of this name that lost all its workers left in memory, if this one can go on from it. A collective.
+
+    Otherwise the memory is removed. The order of the steps is told in `leftover`.
+    """
+    tables, checkpoints = engine.tables, engine.checkpoints
     assert checkpoints is not None
-    if not agreed.is_restart:  # first: a server that is left gives signs of life for the dead job
+    n_shards, folder = tables.layout.n_shards, job_folder(tables.config.shard_dir, job_id)
+    found, state = leftover.Found.nothing(n_shards), None
+
+    def look() -> None:
+        nonlocal found, state
+        limit_s = checkpoints.callback.last_gasp_s + _FLUSH_MARGIN_S
+        if leads and tables.memory is None and leftover.look(folder, tables.layout, limit_s):
+            memory = _open(engine, job_id)
+            keeper.start(folder, tables.config.grace_s)  # the one it had may have been killed, too; two do no harm
+            with contextlib.suppress(ShardMemoryError):  # what is damaged is of no use
+                found, state = leftover.found_in(memory)
+
+    _together(world, False, "look at what was left in", look)
+    everyone = [leftover.Found.of_row(row) for row in world.gather("left", found.row())]
+    choice = leftover.to_go_on(everyone, engine.settings, saved_step)
+    failure, taken = "", None
+    if choice.rank is not None:
+        enter = leftover.session_of(folder, state) if found.ready.any() else None
+        try:
+            if enter is not None:
+                leftover.start_servers(folder, enter)
+        except (GbaError, OSError) as error:
+            failure = str(error)
+        started = world.gather("servers started", np.array([not failure], dtype=np.int64)).all()
+        whole, step = None, -1
+        if world.rank == choice.rank and started:
+            assert state is not None
+            try:
+                whole, step = leftover.whole_state(folder, job_id, state, enter, engine.dense.sizes, engine.names)
+            except (GbaError, OSError) as error:
+                failure = str(error)
+        told = world.broadcast("goes on", f"{step} {failure}".encode(), choice.rank).decode()
+        step, failure = int(told.partition(" ")[0]), told.partition(" ")[2]
+        taken = Taken(step, choice.rank, choice.reason, whole) if step >= max(0, saved_step) else None
+    if taken is None and tables.memory is not None:
+        tables.memory.close()
+        tables.memory = None
+    if taken is None and (choice.reason or failure) and world.rank == 0:
+        text = f"what a lost job left in memory is of no use: {failure or choice.reason}; the newest checkpoint is"
+        engine.emit(Event("memory_left", 0, text, {}))
+    return taken
+
+
+def _take_place(engine: Engine, world: World, agreed: Agreement, job_id: str, leads: bool, taken: Taken | None) -> None:
+    """Clear what a dead job of this name left on the hosts, and claim the place for checkpoints. A collective."""
+    checkpoints, tables, writer = engine.checkpoints, engine.tables, ""
+    assert checkpoints is not None
+    if taken is not None and taken.state is not None:
+        state = state_codec.decode(taken.state)
+        writer = checkpoints.goes_on_from_memory(state.get("snapshot", state)["checkpoints"], taken.step)
+    if not agreed.is_restart and taken is None:  # first: a server that is left gives signs of life for the dead job
         clear = leads and tables.memory is None
         _together(world, False, "clear", lambda: clear_leftover(tables.config.shard_dir, job_id) if clear else None)
     is_source = world.rank == agreed.source
-    act = (lambda: checkpoints.take_place(job_id)) if is_source else (lambda: None)
+    act = (lambda: checkpoints.take_place(job_id, writer)) if is_source else (lambda: None)
     _together(world, agreed.is_restart, "use", act, "the place for checkpoints")
     told = world.broadcast("epoch", str(checkpoints.first_epoch).encode() if is_source else None, agreed.source)
     checkpoints.first_epoch = int(told)
@@ -392,8 +473,14 @@ def _open(engine: Engine, job_id: str) -> ShardMemory:
 
 def _gather_holdings(world: World, members: Membership, memory: ShardMemory) -> list[Holding]:
     marks = memory.marks()
-    everyone = world.gather("marks", np.concatenate([marks.ready, marks.begun, marks.finished]))
-    return [Holding(*np.split(everyone[members.lead_of(host)], 3)) for host in members.order]
+    everyone = world.gather("marks", np.concatenate([marks.ready, marks.begun, marks.finished, marks.placed]))
+    return [Holding(*np.split(everyone[members.lead_of(host)], 4)) for host in members.order]
+
+
+def _make_room(memory: ShardMemory, shards: list[int], number: int) -> None:
+    memory.reserve(shards)
+    for shard in shards:
+        memory.place(shard, number)
 
 
 def _close_torn_steps(

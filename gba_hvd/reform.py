@@ -14,7 +14,9 @@ import threading
 from collections.abc import Callable
 
 from gba_hvd.collectives import World, current_world, initialise_again
+from gba_hvd.errors import GivenUp
 from gba_hvd.gba import GbaMode
+from gba_hvd.launcher import Seat
 
 log = logging.getLogger("gba_hvd")
 _LOOK_S = 0.1
@@ -25,11 +27,11 @@ class Reformer:
     """Start with `start()`; `stop()` waits for an attempt under way (at most so long) and may be called twice.
 
     number: the membership that the present world stands for; meet: what all ranks of a new world run, returns the
-    number they agree on.
+    number they agree on; seat: this worker's; timeout_s: longest wait for the launcher, each time.
     """
 
-    def __init__(self, mode: GbaMode, number: int, meet: Callable[[World], int]) -> None:
-        self.number, self._mode, self._meet = number, mode, meet
+    def __init__(self, mode: GbaMode, number: int, meet: Callable[[World], int], seat: Seat, timeout_s: float) -> None:
+        self.number, self._mode, self._meet, self._seat, self._timeout_s = number, mode, meet, seat, timeout_s
         self.n_formed = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gba-hvd membership", daemon=True)
@@ -50,13 +52,18 @@ class Reformer:
                 try:
                     # What is heard from here on may concern a host that has no place in the world that forms now.
                     self._mode.stands_for = self._mode.position.world
+                    self._seat.check(self._timeout_s)
                     self._mode.world_ends()
                     initialise_again()
+                    self._seat.take()
                     world = current_world()
                     self.number = self._meet(world)
                     self.n_formed += 1
                     self._mode.world_stands(world)
                     pause_s = _TRY_AGAIN_S
+                except GivenUp as error:
+                    self._mode.give_up(str(error))
+                    return
                 except Exception as error:
                     log.warning("the world was not formed (%s: %s); trying again", type(error).__name__, error)
                     if "has been removed" in str(error):  # this host has no place in the job any more

@@ -49,7 +49,7 @@ class Central(Protocol):
     """The copy that the servers hold."""
 
     def blend(self, copy: Copy, number: int) -> Tensor:
-        """Blend a replica into it; returns what it is then, float32 [n]. number: of the worker's rounds."""
+        """Blend a replica into it; returns what it is then, float32 [n]. number: grows with each of a worker."""
 
     def publish(self, copy: Copy, values: Tensor) -> None:
         """Overwrite it, unless the job is past the copy's phase."""
@@ -92,7 +92,7 @@ class Rounds:
         self._not_before_s = 0.0
         self._global: Tensor | None = None  # of bmuf
         self._squares = (0.0, 0)  # of the last round: this replica's squared distance, over how many numbers
-        self._number = self._steps_then = 0
+        self._steps_then = 0
         self.n_done = self.n_failed = 0
         self._seconds: deque[float] = deque(maxlen=_KEPT)
         self._steps: deque[int] = deque(maxlen=_KEPT)
@@ -163,7 +163,7 @@ class Rounds:
             return
         with self._changed:
             before, world = self.n_done + self.n_failed, self._world
-            if world is None:
+            if world is None or world.size == 1:
                 return
             self._wanted = True
             self._changed.notify_all()
@@ -256,11 +256,11 @@ class Rounds:
         copy = self._copied()
         if copy is None or (averaging.algorithm == "none" and world.size > 1):
             return True
-        self._number += 1
         if world.size == 1:
             self._central.publish(copy, copy.values)
         else:
-            target = self._central.blend(copy, self._number)
+            # Grows through all of the worker's modes and worlds, while its process lives.
+            target = self._central.blend(copy, time.monotonic_ns())
             self._measure(copy, target)
             replica.mix_in_(copy, target, averaging.elasticity, averaging.mixing)
         return True
@@ -292,8 +292,16 @@ class Rounds:
                 self._steps.append(copy.n_steps - self._steps_then)
                 self._steps_then = copy.n_steps
                 if world.rank == 0:
-                    self._central.publish(copy, target)
+                    self._publish(copy, target)
         return n_stop < world.size
+
+    def _publish(self, copy: Copy, values: Tensor) -> None:
+        """The round is done for all whatever comes of this: the world is as good as before."""
+        try:
+            self._central.publish(copy, values)
+        except Exception as error:
+            self.n_failed += 1
+            self._dropped.append(f"the servers were not told of its result: {type(error).__name__}: {error}")
 
     def _copied(self) -> Copy | None:
         copy = self._replica.copy()

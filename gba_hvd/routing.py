@@ -40,11 +40,16 @@ class Membership:
 
 @dataclass(frozen=True)
 class Holding:
-    """What one host's memory holds of each shard: present or not, and the last step begun and finished. int64 [S]."""
+    """What one host's memory holds of each shard: present or not, and the last step begun and finished. int64 [S].
+
+    placed: counts up whenever a shard is given to a host. A host that was cut off may come back with the shards it had;
+    what others took over meanwhile counts more, whatever the steps say.
+    """
 
     ready: np.ndarray
     begun: np.ndarray
     finished: np.ndarray
+    placed: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class Placement:
 
 
 def place_shards(members: Membership, holdings: Sequence[Holding]) -> Placement:
-    """Keep every shard where its newest copy is; give the missing ones to the emptiest hosts; then even out.
+    """Keep every shard where it was placed last; give the missing ones to the emptiest hosts; then even out.
 
     `holdings[h]` belongs to `members.order[h]`. Evening out moves as few shards as it takes until no move would
     make the busiest host less busy, in shards per worker (hosts with as many workers: within one shard).
@@ -76,7 +81,8 @@ def place_shards(members: Membership, holdings: Sequence[Holding]) -> Placement:
     home: list[int] = []
     for shard in range(n_shards):
         copies = [h for h in range(n_hosts) if holdings[h].ready[shard]]
-        home.append(max(copies, key=lambda h: (holdings[h].finished[shard], -h)) if copies else -1)
+        newest = max(copies, key=lambda h: (holdings[h].placed[shard], holdings[h].finished[shard], -h), default=-1)
+        home.append(newest)
     new = tuple(shard for shard in range(n_shards) if home[shard] < 0)
     count = [home.count(h) for h in range(n_hosts)]
 

@@ -38,6 +38,7 @@ from torch import Tensor
 
 from gba_hvd.averaging import Averaging
 from gba_hvd.collectives import World, worker_lost
+from gba_hvd.compression.spec import Compression, Spec
 from gba_hvd.errors import GbaError, NonFiniteGradient
 from gba_hvd.gba import DenseState, GbaMode
 from gba_hvd.gradients import RowGrad
@@ -57,9 +58,9 @@ class ReplicaMode(GbaMode):
 
     def __init__(
         self, *args: Any, averaging: Averaging, world: World, optimizer: torch.optim.Optimizer,
-        step_dense: Callable[[], None], is_elastic: bool,
+        step_dense: Callable[[], None], is_elastic: bool, row_compression: Spec = Compression.none,
     ) -> None:  # fmt: skip
-        super().__init__(*args)
+        super().__init__(*args, row_compression=row_compression)
         self.replica = Replica(self._dense)
         self.rounds = Rounds(
             averaging, self.replica, self, broken=self._world_is_broken, diverged=self._replica_diverged
@@ -75,8 +76,9 @@ class ReplicaMode(GbaMode):
         self.rounds.start(self._world)
 
     def close(self, finished: bool = True) -> None:
+        self.rounds.stop(timeout_s=0.0)
+        super().close(finished)  # a round that waits for a server is freed by this
         self.rounds.stop()
-        super().close(finished)
 
     def told(self) -> tuple[dict[str, float], list[str]]:
         told = self.rounds.told()
@@ -111,7 +113,7 @@ class ReplicaMode(GbaMode):
             return
         self.replica.step(self._step_dense)
         try:
-            self.rounds.end_micro(self._timeout_s)
+            self.rounds.end_micro(self._tables.config.lease_s)
         except TimeoutError as error:
             raise worker_lost(str(error)) from error
 

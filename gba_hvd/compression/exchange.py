@@ -50,7 +50,7 @@ class DenseExchange:
         self._plain = plain_of(dense.sizes, everything)
         self.decisions: list[Decision] = []
         self._known: list[float] = []  # by rank, the sum of |rest| at the last commit
-        self._rank = -1  # this worker's, then
+        self._rank, self._size = -1, 0  # this worker's place in the world that was formed last
         self.world_formed()
 
     def world_formed(self) -> None:
@@ -66,7 +66,9 @@ class DenseExchange:
         """Sum the gradients and the numbers that travel along over all ranks, in place. Returning means: decided."""
         self.feedback.begin()
         if world.size == 1:
-            self.feedback.flush(self._flat(dense), self._spans)
+            flat = self._flat(dense)
+            self.feedback.flush_all(flat, self._spans)
+            self._put(dense, flat)
             return
         numbers = dense.extra[-self.n_numbers(world.size) :]
         numbers.zero_()
@@ -82,10 +84,10 @@ class DenseExchange:
             else self._sum_plain_(world, dense, traffic)
         )
         agreed = numbers.reshape(world.size, N_NUMBERS).tolist()
-        self._known, self._rank = [row[3] for row in agreed], world.rank
+        self._known = [row[3] for row in agreed]
         if any(row[4] for row in agreed):
             dense.total[: dense.n] = float("nan")  # told as any gradient that is not finite
-        if self._last is not None:
+        if self._last is not None and self._spans:
             decision = self._bypass.saw(self._last[0], [Took(*row[:3]) for row in agreed])
             if decision is not None and decision.changed:
                 self.decisions.append(decision)
@@ -102,14 +104,17 @@ class DenseExchange:
     def clear(self) -> None:
         """This worker is a newcomer again."""
         self.feedback.clear()
-        self._known, self._rank = [], -1
+        self._known, self._rank, self._size = [], -1, 0
 
     def count_lost(self, world: World, was_here: bool) -> tuple[int, float]:
-        """How many workers of the world before are gone, and the sum of |rest| they had. A collective."""
-        ranks = world.gather("residuals", np.array([self._rank if was_here else -1], dtype=np.int64))[:, 0]
-        gone = set(range(len(self._known))) - set(ranks.tolist())
-        lost = sum(self._known[rank] for rank in gone)
-        self._known = []
+        """How many workers of the world before are gone, and the sum of |rest| they had. A collective.
+
+        Each time it is run counts for the next: by then this world is the one before.
+        """
+        row = np.array([self._rank if was_here else -1], dtype=np.int64)
+        gone = set(range(self._size)) - set(world.gather("residuals", row)[:, 0].tolist())
+        lost = sum(self._known[rank] for rank in gone) if self._known else 0.0
+        self._known, self._rank, self._size = [], world.rank, world.size
         return len(gone), lost
 
     def state(self, world: World) -> dict[str, Any]:
@@ -131,11 +136,16 @@ class DenseExchange:
         flat: np.ndarray = dense.total[: dense.n].cpu().numpy()
         return flat
 
+    @staticmethod
+    def _put(dense: DenseGradients, flat: np.ndarray) -> None:
+        if dense.total.device.type != "cpu":
+            dense.total[: dense.n].copy_(torch.from_numpy(flat))
+
     def _sum_plain_(self, world: World, dense: DenseGradients, traffic: Traffic) -> Took:
         began_s = time.perf_counter()
         flat = self._flat(dense)
-        self.feedback.flush(flat, self._spans)
-        dense.total[: dense.n].copy_(torch.from_numpy(flat))
+        self.feedback.flush_all(flat, self._spans)
+        self._put(dense, flat)
         entered_s = time.perf_counter()
         world.sum_("commit", dense.total)
         left_s = time.perf_counter()
@@ -180,7 +190,7 @@ class DenseExchange:
             flat[span.at] = 0
             for part in parts:
                 part.add_to(flat[span.at], span.start, span.stop)
-        dense.total[: dense.n].copy_(torch.from_numpy(flat))
+        self._put(dense, flat)
         at = 0
         for place in self._plain:
             dense.total[place] = small[at : at + place.stop - place.start]

@@ -72,6 +72,7 @@ class Feedback:
         self._places, self._values = np.empty(n, np.int32), np.empty(n, dtype)
         self._size = np.zeros(1)
         self.rest_size = self._next_size = 0.0  # sum of |rest|, and of what is pending
+        self._rest_is_empty = self._next_is_empty = True
 
     def begin(self) -> None:
         """A step: `encode` and `flush` follow for every tensor of it, then `settle` or `roll_back`."""
@@ -83,7 +84,7 @@ class Feedback:
         spans, n: as of `spans_of`. plain: [m], what travels with them as it is.
         Raises NonFiniteGradient, naming the tensor; then `roll_back` is to follow.
         """
-        count = 0
+        count, self._next_is_empty = 0, False
         counts = []
         for span in spans:
             grad, rest, pending = flat[span.at], self.rest[span.at], self._next[span.at]
@@ -106,6 +107,12 @@ class Feedback:
             self._keep_rounding(spans, counts, what - seen)
         return sent
 
+    def flush_all(self, flat: np.ndarray, spans: Sequence[Span]) -> None:
+        """As `flush` for the tensors of a step that goes whole. Costs nothing while nothing waits."""
+        if not (self._rest_is_empty and self._next_is_empty):
+            self.flush(flat, spans)
+            self._next_is_empty = True
+
     def flush(self, flat: np.ndarray, spans: Sequence[Span]) -> None:
         """flat += rest for these tensors: they are sent whole."""
         for span in spans:
@@ -114,6 +121,7 @@ class Feedback:
 
     def sent(self, flat: np.ndarray, spans: Sequence[Span], seen: np.ndarray) -> None:
         """These tensors were sent by the caller, as `seen` [n of the spans] after adding the rest."""
+        self._next_is_empty = False
         for span in spans:
             pending = self._next[span.at]
             np.add(flat[span.at], self.rest[span.at], out=pending)
@@ -123,6 +131,7 @@ class Feedback:
     def settle(self) -> None:
         """The step is decided: what was sent of it counts."""
         self.rest, self._next = self._next, self.rest
+        self._rest_is_empty, self._next_is_empty = self._next_is_empty, self._rest_is_empty
         self.rest_size = self._next_size
 
     def roll_back(self) -> None:
@@ -141,13 +150,13 @@ class Feedback:
                 raise BadInput(f"the residual of {name} is not finite: leave the residual out, or go on from an "
                                "older checkpoint")  # fmt: skip
             at += size
-        self.rest[:] = rest
+        self.rest[:], self._rest_is_empty = rest, False
         self.rest_size = float(np.abs(rest).sum(dtype=np.float64))
 
     def clear(self) -> float:
         """Forget the rest; returns the sum of |rest| that is lost."""
         lost, self.rest_size = self.rest_size, 0.0
-        self.rest[:] = 0
+        self.rest[:], self._rest_is_empty = 0, True
         return lost
 
     # -----------------------------------------------------------------------------------------------------------------

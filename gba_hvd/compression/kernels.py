@@ -85,10 +85,9 @@ def count_gaps(places: Any, most: int) -> int:
     return n
 
 
-@_compiled("void(int32[::1], uint8[::1])", "void(int32[::1], uint16[::1])")
-def write_gaps(places: Any, out: Any) -> None:
+@_compiled("void(int32[::1], int64, uint8[::1])", "void(int32[::1], int64, uint16[::1])")
+def write_gaps(places: Any, most: int, out: Any) -> None:
     """Ascending places as the numbers of elements between them; gaps of `most` and more take several units."""
-    most = (1 << (8 * out.itemsize)) - 1
     at, last = 0, -1
     for i in range(len(places)):
         gap = places[i] - last - 1
@@ -101,10 +100,9 @@ def write_gaps(places: Any, out: Any) -> None:
         last = places[i]
 
 
-@_compiled("int64(uint8[::1], int64, int32[::1])", "int64(uint16[::1], int64, int32[::1])")
-def read_gaps(units: Any, n: int, places: Any) -> int:
+@_compiled("int64(uint8[::1], int64, int64, int32[::1])", "int64(uint16[::1], int64, int64, int32[::1])")
+def read_gaps(units: Any, most: int, n: int, places: Any) -> int:
     """Fill places from units; returns 0, or what is wrong: 1 beyond n, 2 too many places, 3 too few."""
-    most = (1 << (8 * units.itemsize)) - 1
     found, at = 0, np.int64(-1)
     open_gap = False
     for i in range(len(units)):

@@ -208,6 +208,7 @@ class Coordinator:
 
     def dead(self, worker: int) -> None:
         """The worker is gone: the others form a new world."""
+        self._handed.pop(worker, None)
         self.ledger.leave(worker)
         self.workers.pop(worker, None)
         if not self._ending:

@@ -12,6 +12,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -133,6 +134,14 @@ def pid_of(folder: Path, index: int) -> int | None:
         return int(json.loads((folder / f"ps-{index}.address").read_text())["pid"])
     except (FileNotFoundError, KeyError):
         return None
+
+
+def kill(folder: Path, index: int) -> None:
+    """End a server that does not answer. One that is gone already, or another process of its number, is left alone."""
+    pid = pid_of(folder, index)
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        if pid is not None and os.fsencode(folder) in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(pid, signal.SIGKILL)
 
 
 def describe_optimizer(optimizer: RowOptimizer) -> dict[str, Any]:

@@ -87,6 +87,7 @@ class Position(Struct):
     failure: str = ""  # training cannot go on
     world: int = 0  # how often the membership changed; workers form a new Horovod world when it grows
     saved: Saved | None = None
+    leaving: bool = False  # some worker is to leave, and waits for a checkpoint
     moved: dict[int, int] = {}  # as of `tokens.Ledger.moved`, in the job this one goes on from
 
 
@@ -208,6 +209,7 @@ class Beat(Struct):
     pid: int
     generation: int  # 0 in allreduce mode
     hosts_updated: bool = False
+    leaving: bool = False  # once a checkpoint is there
     told: dict[str, Any] = {}
 
 
@@ -240,17 +242,19 @@ class Export(Struct):
 
     leaving: the workers apply the steps from here on; the server must not touch a shard any more
     phase: of replicas: first becomes the mean of what was handed in for this phase (-1: as it is)
+    position: the coordinator also says where to go on, between two steps: its workers are all gone
     """
 
     generation: int
     leaving: bool
     phase: int = -1
+    position: bool = False
 
 
 class Blend(Struct):
     """Blend a replica into the central copy. Frame: its values here, float32. Answer: `Dense` with the copy's.
 
-    number: of the worker's rounds: a repeated one is not blended twice
+    number: grows with each round of the worker: a repeated one is not blended twice
     phase: see `shadow`; elasticity: see `averaging`
     """
 
@@ -328,10 +332,15 @@ class SwitchTo(Struct):
 
 
 class Hold(Struct):
-    """Give the signs of life of this claim (`recovery.claims`) until another one comes. settings: as in `Save`."""
+    """Give the signs of life of this claim (`recovery.claims`) until another one comes.
+
+    settings, about, first_epoch: as in `Save`; of a last save, should all workers be lost
+    """
 
     claim: dict[str, Any]
     settings: dict[str, Any]
+    about: dict[str, Any] = {}
+    first_epoch: int = 0
 
 
 class Save(Struct):
@@ -420,6 +429,7 @@ class Rows(Struct):
 
 class Exported(Struct):
     step: int
+    position: Position | None = None
 
 
 class Applied(Struct):

@@ -70,6 +70,29 @@ class Saver:
         known = self._settings or (self._held.settings if self._held is not None else {})
         return str(known.get("url", ""))
 
+    def last_request(self, step: int, samples: int, generation: int = 0) -> Save | None:
+        """A save of what is newer than the last one, when nobody is left to ask for it; None: nothing is to be done."""
+        held, before = self._held, self._report
+        if held is None or not held.settings.get("last_gasp_s"):
+            return None
+        epoch = held.claim["epoch"]
+        is_on_top = before.state == "done" and before.epoch == epoch
+        if before.epoch == epoch and before.number >= step:
+            return None
+        policy = held.settings["config"]["policy"]
+        return Save(
+            epoch=epoch, number=step, part=0, n_parts=1, kind=policy if is_on_top else "full",
+            parent=before.facts["manifest"] if is_on_top and policy != "full" else None, step=step, samples=samples,
+            settings=held.settings, claim=held.claim, generation=generation, first_epoch=held.first_epoch,
+            about={**held.about, "why": "all workers were gone", "last_gasp": True},
+        )  # fmt: skip
+
+    @property
+    def last_gasp_s(self) -> float:
+        """For how long a last save may take; 0: there is to be none, as far as this server knows."""
+        known = self._settings or (self._held.settings if self._held is not None else {})
+        return float(known.get("last_gasp_s", 0.0))
+
     def report(self) -> Saved:
         """What became of the newest save."""
         return self._report
@@ -92,7 +115,7 @@ class Saver:
             self._cancel.set()  # of a world that is no more
         self._cancel = threading.Event()
         if request.part == 0:
-            self.hold(Hold(request.claim, request.settings))
+            self.hold(Hold(request.claim, request.settings, request.about, request.first_epoch))
         self._report = Saved(request.epoch, request.number, "running")
         work = (request, list(shards), state, extra, self._cancel, self._thread)
         self._thread = threading.Thread(target=self._run, args=work, name="saver", daemon=True)

@@ -36,6 +36,7 @@ from gba_hvd.ps import protocol, transport
 from gba_hvd.ps.coordinator import Coordinator
 from gba_hvd.ps.dense import DensePart
 from gba_hvd.ps.judging import Judging
+from gba_hvd.ps.last_gasp import LastGasp
 from gba_hvd.ps.part import Limits, Part, optimizer_of
 from gba_hvd.ps.protocol import (
     Alive,
@@ -69,6 +70,7 @@ from gba_hvd.ps.protocol import (
     Request,
     Rows,
     Save,
+    Saved,
     Score,
     Status,
     StatusReport,
@@ -76,6 +78,7 @@ from gba_hvd.ps.protocol import (
 )  # fmt: skip
 from gba_hvd.ps.saver import Saver
 from gba_hvd.ps.snapshot import SnapshotFile
+from gba_hvd.shard import kept
 from gba_hvd.shard.layout import Layout
 from gba_hvd.shard.memory import ShardMemory, is_alive
 from gba_hvd.switching import known_mode
@@ -103,6 +106,7 @@ class Settings:
     alive_s: float = 2.0
     lease_s: float = 60.0
     buffer_bytes: int = 4 << 30
+    grace_s: float = 20.0
 
 
 @dataclass
@@ -155,6 +159,7 @@ class Server:
         self._judging = Judging()
         self._wanted: tuple[str, str] = ("", "")
         self._decisions: list[str] = []
+        self._leaving: set[int] = set()  # workers that wait for a checkpoint
         self._ended = False
         self._context: zmq.Context[Any] = zmq.Context()
         ports = {"control": 0, "pull": 0}
@@ -171,6 +176,8 @@ class Server:
         self._limits = Limits(self.settings.buffer_bytes)
         self._poller = self._poll_all()
         self._saver, self._save_next = Saver(self.memory, self._file("saved")), _SaveNext()
+        self._gasp = LastGasp(folder, index, self.settings.grace_s / 2)
+        self._gasp_asked: Saved | None = None  # what was the newest save when a last one was asked for
         self._resume()
 
     def _file(self, name: str) -> Path:
@@ -228,6 +235,7 @@ class Server:
         if not self._folder_is_there():
             self.end()  # the job is over and its memory gone
             return
+        self._save_the_last()
         now, before = time.monotonic(), self._ticked_s
         self._ticked_s = now
         coordinator = self.coordinator
@@ -302,7 +310,7 @@ class Server:
             case PullDense():
                 return wire.answer_pull(self._active(request.generation), request)
             case Apply():
-                return self._active(request.generation).apply(request), ()
+                return self._on_apply(request), ()
             case Discard():
                 self._active(request.generation).buffer.forget_before(request.oldest_serial)
                 return Ok(), ()
@@ -407,10 +415,12 @@ class Server:
             return Ok(Position(wanted=wanted, reason=reason, saved=self._saver.report()))
         world = self.coordinator.world
         self.coordinator.beat(request)
+        self._leaving = self._leaving - {request.worker} | ({request.worker} if request.leaving else set())
         if self.coordinator.world != world:
             self._save_ledger()
         position = self.coordinator.position()
         position.saved = self._saver.report()
+        position.leaving = not self._leaving.isdisjoint(self.coordinator.workers)
         return Ok(position)
 
     def _on_switch(self, request: SwitchTo) -> Answer:
@@ -464,6 +474,64 @@ class Server:
             with contextlib.suppress(zmq.Again):
                 socket.send(message, flags=zmq.DONTWAIT)
 
+    def _save_the_last(self) -> None:
+        """When all workers are gone: what is newer than the last checkpoint, before the memory goes.
+
+        In an asynchronous mode all servers save; in allreduce mode one that has all shards, if the training state was
+        kept in memory. A server that is not asked by its coordinator only keeps the memory, for as long as it may take.
+        """
+        gasp, limit_s = self._gasp, self._saver.last_gasp_s
+        if limit_s <= 0 or not gasp.is_due() or self._hears_workers():
+            return
+        if not gasp.is_under_way:
+            if gasp.begin(limit_s):
+                self._gasp_asked = None
+            return
+        report = self._saver.report()
+        if report.state == "running" and not gasp.is_late:
+            return
+        if self._gasp_asked is None:
+            self._gasp_asked = report
+            if self._ask_for_the_last():
+                return
+        if gasp.is_late or report != self._gasp_asked or not self._serves_a_coordinator():
+            log.warning("all workers are gone; the last checkpoint: %s %s", report.state or "none", report.facts)
+            gasp.end()
+
+    def _hears_workers(self) -> bool:
+        """Those of other hosts, at the coordinator."""
+        seen = () if self.coordinator is None or self.idle else self.coordinator.workers.values()
+        return any(not one.silent for one in seen)
+
+    def _serves_a_coordinator(self) -> bool:
+        return self.part is not None and not self.idle and (self.coordinator is None or bool(self._save_next.request))
+
+    def _ask_for_the_last(self) -> bool:
+        """Whether something is being saved, or will be."""
+        try:
+            state = kept.read(self.folder)
+            if self.part is not None and not self.idle:
+                if self.coordinator is None:
+                    return True  # its coordinator asks
+                request = self._saver.last_request(self.coordinator.ledger.step, 0, self.part.enter.generation)
+                if request is None or state is None or state.generation != self.part.enter.generation:
+                    return False
+                self._save_next = _SaveNext(request, state.state)
+                self._save_between_steps()
+                return True
+            shards = self.memory.ready()
+            if self.index or state is None or state.generation or len(shards) < self.layout.n_shards:
+                return False
+            position = state_codec.decode(state.state)["position"]
+            request = self._saver.last_request(state.step, position["account"]["applied"])
+            if request is None:
+                return False
+            self._saver.begin(request, shards, lambda extras: state.state)
+        except (GbaError, OSError, KeyError) as error:
+            log.warning("no last checkpoint is made: %s", error)
+            return False
+        return True
+
     def _on_enter(self, request: Enter, frames: list[Any]) -> Answer:
         if self.part is not None and self.part.enter.generation == request.generation:
             return Ok()  # asked again
@@ -481,16 +549,29 @@ class Server:
         self._save_session()
         return Ok()
 
-    def _on_export(self, request: Export) -> tuple[Answer, Sequence[Any]]:
+    def _on_apply(self, request: Apply) -> Answer:
         part = self._active(request.generation)
+        if self.idle:  # the workers write shards: whoever asks was cut off when they fell out of the mode
+            raise ProtocolError(
+                f"step {request.step} of generation {request.generation} comes too late: its mode is over"
+            )
+        return part.apply(request)
+
+    def _on_export(self, request: Export) -> tuple[Answer, Sequence[Any]]:
+        part, position = self._active(request.generation), None
+        if request.position and self.coordinator is not None:
+            position = None if self._applying is not None else self.coordinator.to_go_on_from()
+            if position is None:
+                return Refused("a step is under way", again=True), ()
+        step, values, state = part.export(request.phase)
         if request.leaving and not self.idle:
             self.idle = True
             self._save_session()  # before the workers write shards: a successor must leave them alone
-        step, values, state = part.export(request.phase)
-        return Exported(step), (values, state)
+        return Exported(step, position), (values, state)
 
     def _on_handed_in(self, request: HandedIn) -> Answer:
         coordinator = self._lead(request.generation)
+        _ = self._active(request.generation).central  # refuses where there are no replicas
         before = coordinator.gathered
         if not coordinator.handed_in(request):
             return Refused("other workers have not handed in their replicas yet", again=True)

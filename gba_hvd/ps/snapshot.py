@@ -9,12 +9,13 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import zlib
 from pathlib import Path
+
+import xxhash
 
 from gba_hvd.errors import ShardMemoryError
 
-_HEAD = struct.Struct("<QI")  # of a half: length, crc
+_HEAD = struct.Struct("<QQ")  # of a half: length, checksum
 _FIRST = 64  # the halves start behind the number of the newest write
 
 
@@ -29,13 +30,19 @@ class SnapshotFile:
         else:
             self._create(half_bytes)
 
-    def write(self, data: bytes) -> None:
-        if len(data) + _HEAD.size > self._half:
-            self._create(2 * len(data) + _HEAD.size, carry=self.read())
+    def write(self, *pieces: bytes) -> None:
+        """Raises OSError when the file system has no room for it; what was there stays."""
+        length = sum(map(len, pieces))
+        if length + _HEAD.size > self._half:
+            self._create(2 * length + _HEAD.size, carry=self.read())
         newest = self._newest()
-        at = _FIRST + (newest + 1) % 2 * self._half
-        self._map[at + _HEAD.size : at + _HEAD.size + len(data)] = data
-        _HEAD.pack_into(self._map, at, len(data), zlib.crc32(data))
+        start = _FIRST + (newest + 1) % 2 * self._half
+        at, checksum = start + _HEAD.size, xxhash.xxh3_64()
+        for piece in pieces:
+            self._map[at : at + len(piece)] = piece
+            checksum.update(piece)
+            at += len(piece)
+        _HEAD.pack_into(self._map, start, length, checksum.intdigest())
         self._numbers[0] = newest + 1  # last: now it counts
 
     def read(self) -> bytes | None:
@@ -44,9 +51,9 @@ class SnapshotFile:
         if newest == 0:
             return None
         at = _FIRST + newest % 2 * self._half
-        length, crc = _HEAD.unpack_from(self._map, at)
+        length, checksum = _HEAD.unpack_from(self._map, at)
         data = self._map[at + _HEAD.size : at + _HEAD.size + length]
-        if len(data) != length or zlib.crc32(data) != crc:
+        if len(data) != length or xxhash.xxh3_64_intdigest(data) != checksum:
             raise ShardMemoryError(f"{self._path} is damaged; a checkpoint may have what it held")
         return data
 
@@ -57,7 +64,8 @@ class SnapshotFile:
     def _create(self, half_bytes: int, carry: bytes | None = None) -> None:
         fresh = self._path.with_name(f"{self._path.name}.new")
         with open(fresh, "wb") as file:
-            file.truncate(_FIRST + 2 * (-(-half_bytes // 64) * 64))
+            # Space is taken now: in a file system that is full, a write to a hole would kill the process.
+            os.posix_fallocate(file.fileno(), 0, _FIRST + 2 * (-(-half_bytes // 64) * 64))
         path, self._path = self._path, fresh
         self._open(-(-half_bytes // 64) * 64)
         self._path = path

@@ -43,11 +43,12 @@ _READY = 0x6762612D72656479  # "gba-redy"
 
 @dataclass(frozen=True)
 class Marks:
-    """Of every shard: is it here, and the last step begun and finished on it. int64 [S] each."""
+    """Of every shard: is it here, the last steps begun and finished on it, when it was placed here. int64 [S] each."""
 
     ready: np.ndarray
     begun: np.ndarray
     finished: np.ndarray
+    placed: np.ndarray
 
 
 def job_folder(base: Path, job_id: str) -> Path:
@@ -68,7 +69,7 @@ class ShardMemory:
         self.words = np.frombuffer(mapped, dtype=np.uint32)
         marks = np.frombuffer(mapped, dtype=np.int64).reshape(layout.n_shards, layout.region_words // 2)
         self._ready, self._begun, self._finished = marks[:, 0], marks[:, 1], marks[:, 2]
-        self._writer = marks[:, 3]
+        self._writer, self._placed = marks[:, 3], marks[:, 4]
 
     @classmethod
     def create_or_open(cls, base: Path, job_id: str, layout: Layout, grace_s: float) -> ShardMemory:
@@ -134,7 +135,8 @@ class ShardMemory:
     # --- shards ----------------------------------------------------------------------------------------------------
 
     def marks(self) -> Marks:
-        return Marks((self._ready == _READY).astype(np.int64), self._begun.copy(), self._finished.copy())
+        ready = (self._ready == _READY).astype(np.int64)
+        return Marks(ready, self._begun.copy(), self._finished.copy(), self._placed.copy())
 
     def ready(self) -> list[int]:
         """The shards that are here."""
@@ -184,6 +186,11 @@ class ShardMemory:
     def set_ready(self, shard: int, step: int) -> None:
         self._begun[shard] = self._finished[shard] = step
         self._ready[shard] = _READY  # last: from here on the shard exists
+
+    def place(self, shard: int, number: int) -> None:
+        """This host is given a shard, which somebody fills next. number: larger than that of any other copy."""
+        self._ready[shard] = 0  # first: an old copy must not pass for the new one
+        self._placed[shard] = number
 
     def set_absent(self, shard: int) -> None:
         """The shard is not here, or not whole yet."""
@@ -274,6 +281,16 @@ class ShardMemory:
             pass  # somebody else still uses it, or has removed it
         finally:
             os.close(fd)
+
+
+def nobody_lives(folder: Path) -> bool:
+    """Whether no worker holds the memory of this folder. Raises FileNotFoundError when it is gone."""
+    with open(folder / "alive", "r+") as alive:
+        try:
+            fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
 
 
 def clear_leftover(base: Path, job_id: str) -> None:

@@ -137,6 +137,8 @@ def test_the_plan_says_where_and_how_often_the_job_is_saved(tmp_path: Path) -> N
     settings = ["checkpoint.url=s3://bucket/job", "checkpoint.every_steps=500", "checkpoint.policy=mfu"]
     lines = plan(config(tmp_path, *settings), None).splitlines()
     assert lines[-2:] == [
-        "save      to s3://bucket/job every 500 steps or 300 s",
+        "save      to s3://bucket/job every 500 steps",
         "          rows chosen by mfu on top of a full save; keeps 3; goes on from the newest one there",
     ]
+    lines = plan(config(tmp_path, "checkpoint.url=s3://bucket/job"), None).splitlines()
+    assert lines[-2] == "save      to s3://bucket/job as often as planned from what is measured"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -18,8 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 from gba_hvd_tools.lab import Lab
 
+from gba_hvd.ps.client import Client
+from gba_hvd.ps.protocol import Endpoint
 from gba_hvd.ps.server import layout_from
 from gba_hvd.shard.holder import MemoryRows
 from gba_hvd.shard.memory import ShardMemory
@@ -30,6 +34,9 @@ from tests.processes.workload import digests, digests_of
 
 DESK = "desk"
 IMPATIENT = {"GBA_HVD_SERVER_S": "6", "GBA_HVD_ALIVE_S": "1"}  # a lost host is noticed soon
+only_if_all = pytest.mark.skipif(
+    os.environ.get("GBA_HVD_ALL_HOSTS_TESTS") != "1", reason="one of each kind is enough: GBA_HVD_ALL_HOSTS_TESTS=1"
+)
 T = TypeVar("T")
 _S3_PORT = 5000
 _DISCOVER = """#!/bin/bash
@@ -50,11 +57,11 @@ class HostsJob(Cluster):
     def __post_init__(self) -> None:
         self.plan = {"shard_dir": "/dev/shm", **self.plan}
         super().__post_init__()
-        self.hosts = [name for name in self.lab.names if name != DESK]
+        self.hosts: list[str] = [name for name in self.lab.names if name != DESK]
 
     def start(self, hosts: list[str] | None = None, min_np: int = 1) -> None:
         """Launch workers on these hosts, by default on all."""
-        self.hosts_file.write_text("\n".join(hosts or self.hosts))
+        self.set_candidates(hosts or self.hosts)
         script = self.folder / "discover.sh"
         script.write_text(_DISCOVER.format(hosts=self.hosts_file))
         script.chmod(0o755)
@@ -62,6 +69,12 @@ class HostsJob(Cluster):
         elastic = ["--host-discovery-script", script, "--blacklist-cooldown-range", 1, 2]
         network = ["--network-interface", "eth0", "--gloo-timeout-seconds", self.gloo_timeout_s]
         self._launch([HOROVODRUN, *workers, *elastic, *network])
+
+    def set_candidates(self, hosts: list[str]) -> None:
+        """The hosts that the launcher may use, as far as they are there."""
+        fresh = self.hosts_file.with_suffix(".new")
+        fresh.write_text("\n".join(hosts))
+        fresh.rename(self.hosts_file)
 
     def popen(self, command: list[str], **settings: Any) -> subprocess.Popen[bytes]:
         return self.lab.popen(DESK, command, **settings)
@@ -113,6 +126,12 @@ class HostsJob(Cluster):
         with _mapped(self.folder_on(name)) as memory:
             return digests(memory)
 
+    def line_to_server_on(self, name: str) -> Client:
+        """A line to the companion server of a host, as its workers have it; also while the host is cut off."""
+        folder = self.folder_on(name)
+        settings, key = json.loads((folder / "ps.json").read_text()), (folder / "key").read_bytes()
+        return Client(settings["job"], key, [Endpoint(1, 0, "", 0, 0)], 1, folder, timeout_s=10.0)
+
     def shards_in(self, store: Store, name: str, scratch: Path) -> dict[int, str]:
         """Digests of all shards as the newest checkpoint has them. name: a host, for the tables' layout."""
         with _mapped(self.folder_on(name)) as memory:
@@ -133,6 +152,13 @@ class HostsJob(Cluster):
     def chief(self) -> str:
         """The host of rank 0, in the newest world."""
         return str([line for line in self.notes("job") if line["rank"] == 0][-1]["host"])
+
+    def assert_samples(self, epochs: int, samples: int) -> None:
+        """Every sample was computed in every epoch, and the account has each once."""
+        for epoch in range(epochs):
+            assert self.samples_of_epoch(epoch) == list(range(samples)), f"epoch {epoch}"
+        result = self.result()
+        assert result["total"] == result["applied"] + result["dropped"] + result["lost"] == epochs * samples
 
     def others(self, *names: str) -> list[str]:
         return [name for name in self.hosts if name not in names]
@@ -170,7 +196,7 @@ class S3:
         assert self.process.poll() is None, (folder / "log").read_text()
         address = f"http://{lab.address(DESK)}:{_S3_PORT}"
         options = {"key": "test", "secret": "test", "endpoint_url": address}
-        self.settings = {"url": "s3://bucket/job", "storage_options": {**options, "timeout_s": 5, "tries": 2}}
+        self.settings = {"url": "s3://bucket/job", "storage_options": {**options, "timeout_s": 10, "tries": 2}}
         self._list = f"{address}/bucket?list-type=2&prefix=job/"
 
     def names(self, prefix: str) -> list[str]:
@@ -180,10 +206,17 @@ class S3:
         words, _ = listed.communicate(timeout=20)
         return re.findall("<Key>job/(.*?)</Key>", words.decode())
 
+    def close(self) -> None:
+        self._lab.signal(self.process, signal.SIGKILL)
+        self.process.wait(10)
+
 
 @contextlib.contextmanager
-def hosts_job(folder: Path, lab: Lab, environ: dict[str, str] | None = None, **plan: Any) -> Iterator[HostsJob]:
-    job = HostsJob(folder, plan, environ or {}, lab=lab)
+def hosts_job(
+    folder: Path, lab: Lab, environ: dict[str, str] | None = None, gloo_timeout_s: int = 6, **plan: Any
+) -> Iterator[HostsJob]:
+    """gloo_timeout_s: for so long a worker waits for another, also for one that is starting."""
+    job = HostsJob(folder, plan, environ or {}, lab=lab, gloo_timeout_s=gloo_timeout_s)
     try:
         yield job
     finally:

@@ -1,4 +1,4 @@
-"""A server that speaks the S3 protocol, with one bucket, for the hosts of a lab: `s3_server.py PORT BUCKET READY_FILE`."""
+"""`s3_server.py PORT BUCKET READY_FILE`: a server that speaks the S3 protocol, with one bucket, for a lab's hosts."""
 
 from __future__ import annotations
 

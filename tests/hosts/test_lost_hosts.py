@@ -12,7 +12,7 @@ from recovery.chains import Chain, chains
 from recovery.store import open_store
 from tests.processes.cluster import wait_for
 
-from .job import IMPATIENT, hosts_job, quiet
+from .job import IMPATIENT, hosts_job, only_if_all, quiet
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 PATIENCE_S = 120.0
@@ -29,7 +29,13 @@ def samples_after(step: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("mode", "victim"), [("allreduce", "other"), ("gba", "chief"), ("allreduce", "chief"), ("gba", "other")]
+    ("mode", "victim"),
+    [
+        ("allreduce", "other"),
+        ("gba", "chief"),
+        pytest.param("allreduce", "chief", marks=only_if_all),
+        pytest.param("gba", "other", marks=only_if_all),
+    ],
 )
 def test_a_host_that_is_switched_off_takes_only_its_own_rows_along(
     lab: Lab, tmp_path: Path, mode: str, victim: str
@@ -58,9 +64,7 @@ def test_a_host_that_is_switched_off_takes_only_its_own_rows_along(
 
         assert job.wait(PATIENCE_S) == 0, job.log()
         job.assert_nothing_left()
-        assert all(job.samples_of_epoch(epoch) == list(range(SAMPLES)) for epoch in range(EPOCHS))
-        result = job.result()
-        assert result["total"] == result["applied"] + result["dropped"] + result["lost"] == EPOCHS * SAMPLES
+        job.assert_samples(EPOCHS, SAMPLES)
         assert isinstance(newest, Chain) and back["rows_lost"] == 0
         so_far, since = samples_after(back["step"]), samples_after(back["step"]) - newest.newest.samples
         if mode == "allreduce":

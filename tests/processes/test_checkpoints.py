@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 from gba_hvd_tools import cli
 
+from recovery.chains import Chain, chains
+from recovery.store import open_store
+
 from .cluster import NAMES, Cluster, assert_identical, cluster, wait_for
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
@@ -129,6 +132,24 @@ def test_two_hosts_are_killed_in_gba_mode_and_go_on_with_every_sample_once(tmp_p
         assert set(range(1000)) - set(rows) <= seen
 
 
+def test_a_job_with_replicas_is_killed_and_goes_on_with_what_they_had_learned(tmp_path: Path) -> None:
+    plan = saving(tmp_path, every_steps=12) | {"gba": {"mode": "shadow", "sync": "ma"}, "epochs": 4}
+    with cluster(tmp_path / "first", **plan, sleep_s=0.1) as job:
+        job.start_static(2)
+        wait_for(
+            lambda: job.ended or any(s["saved_step"] > 126 for s in events(job, "checkpoint")), "epochs", PATIENCE_S
+        )
+        kill_all(job)
+    with cluster(tmp_path / "second", **plan) as job:
+        job.run(lambda: job.start_static(2), PATIENCE_S)
+        resumed, result = events(job, "resumed")[0], job.result()
+        assert resumed["step"] > 126 and result["mode"] == "shadow"
+        assert result["total"] == result["applied"] == 4000
+        assert min(result["aucs"]) > 0.95  # of the epochs after the restart: a model that began anew has less
+        last = {line["values"] for line in job.notes("values") if line["of_epoch"] == 3}
+        assert len(last) == 1
+
+
 def test_a_lost_host_gets_its_rows_back_and_no_sample_is_lost(tmp_path: Path) -> None:
     with cluster(tmp_path, **saving(tmp_path), own_memory_per_name=True, epochs=4, sleep_s=0.2, wait_at_step=36) as job:
         job.start_elastic(TWO)
@@ -143,6 +164,58 @@ def test_a_lost_host_gets_its_rows_back_and_no_sample_is_lost(tmp_path: Path) ->
         assert len(killed) >= 3, "a worker, its server and the keeper were to be killed"
         assert back["rows_restored"] in (170, 340) and back["rows_lost"] == 0
         assert 0 < back["pls"] < 1
+        job.assert_every_sample_once(epochs=4)
+
+
+def test_a_worker_that_misses_the_word_that_all_are_to_save_holds_up_nobody(tmp_path: Path) -> None:
+    faults = [{"point": "after commit", "step": s, "rank": 1, "do": "lose the result"} for s in (10, 13, 16, 19)]
+    plan = saving(tmp_path, every_steps=1)
+    with cluster(tmp_path, **plan, faults=faults, sleep_s=0.1, wait_at_step=1) as job:
+        job.start_elastic(TWO)
+        wait_for(lambda: any(job.shard_dir.glob("*/ps-0.address")), "the server", PATIENCE_S)
+        (job.out / "go").touch()  # from here on nearly every commit says it
+        assert job.wait(PATIENCE_S) == 0, job.log()
+        assert job.fired() == len(faults)
+        assert len(events(job, "checkpoint")) >= 2
+        job.assert_every_sample_once(epochs=2)
+
+
+def newest_step(tmp_path: Path) -> int:
+    return next(one.newest.step for one in chains(open_store(tmp_path / "checkpoints")) if isinstance(one, Chain))
+
+
+@pytest.mark.parametrize("mode", ["allreduce", "gba"])
+def test_workers_that_are_told_to_leave_have_a_checkpoint_made_first(tmp_path: Path, mode: str) -> None:
+    plan = saving(tmp_path, every_steps=1000, preemption_s=60.0) | ({"gba": LOCK_STEP} if mode == "gba" else {})
+    with cluster(tmp_path, **plan, sleep_s=0.1, epochs=100) as job:
+        job.start_static(2)
+        wait_for(lambda: any(job.shard_dir.glob("*/ps-0.address")) and job.last_step() >= 3, "3 steps", PATIENCE_S)
+        assert job.launcher is not None
+        at = job.last_step()
+        job.launcher.send_signal(signal.SIGTERM)
+        assert job.wait(PATIENCE_S) != 0
+        # The launcher's patience with workers ends after some seconds; the server's save goes on.
+        wait_for(lambda: any((tmp_path / "checkpoints").glob("manifests/*.json")), "the checkpoint", 30.0)
+        assert newest_step(tmp_path) >= at
+        job.assert_nothing_left()
+
+
+def test_a_host_whose_worker_is_told_to_leave_costs_nothing(tmp_path: Path) -> None:
+    plan = saving(tmp_path, every_steps=1000, preemption_s=60.0)
+    with cluster(tmp_path, **plan, own_memory_per_name=True, epochs=4, sleep_s=0.1, wait_at_step=1) as job:
+        job.start_elastic(TWO)
+        wait_for(lambda: len(list(job.shard_dir.glob("*/*/ps-0.address"))) == 2, "two servers", PATIENCE_S)
+        (job.out / "go").touch()
+        (worker,) = set(job.processes_of_name(TWO[1])) & set(job.processes(only_workers=True))
+        os.kill(worker, signal.SIGTERM)
+        told = wait_for(lambda: events(job, "preempted"), "word of it", PATIENCE_S)[0]
+        wait_for(lambda: [n for n in job.notes("end") if n["pid"] == worker], "the worker's end", PATIENCE_S)
+        for pid in job.processes_of_name(TWO[1]):  # now the host goes
+            os.kill(pid, signal.SIGKILL)
+        back = wait_for(lambda: events(job, "rows_restored"), "the rows' return", PATIENCE_S)[0]
+        assert job.wait(PATIENCE_S) == 0, job.log()
+        assert (back["age"], back["pls"], back["rows_lost"]) == (0, 0, 0)
+        assert newest_step(tmp_path) > told["step"]
         job.assert_every_sample_once(epochs=4)
 
 

@@ -125,7 +125,8 @@ def test_what_goes_to_servers_of_other_hosts_and_comes_back_is_compressed(tmp_pa
             n_bytes[name, kind] = sum(n for one in told for key, n in one.items() if key.endswith(f"_gba_{kind}"))
     assert aucs["sparse"] > aucs["plain"] - 0.05
     assert 0 < n_bytes["sparse", "dense"] < n_bytes["plain", "dense"]
-    assert (n_bytes["sparse", "rows"] < 0.6 * n_bytes["plain", "rows"]) is (values == "int8")
+    # Half of the pushes stay on the host, and evaluations pull whole rows.
+    assert (n_bytes["sparse", "rows"] < 0.85 * n_bytes["plain", "rows"]) is (values == "int8")
 
 
 def test_rows_in_half_precision_train_nearly_the_same_model(reference: dict[str, np.ndarray], tmp_path: Path) -> None:

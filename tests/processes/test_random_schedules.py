@@ -1,8 +1,8 @@
 """Random fault schedules: workers and servers are killed and stopped, hosts leave and return, the mode changes.
 
 Whatever happens: the job ends well, every sample is in the account once, the model learned, nothing is left behind.
-`GBA_HVD_RANDOM_SCHEDULES=200 pytest tests/processes/test_random_schedules.py` runs that many; a seed that fails is
-added to SEEDS.
+`GBA_HVD_RANDOM_SCHEDULES=200 pytest tests/processes/test_random_schedules.py` runs that many, with mode shadow in place
+of gba if GBA_HVD_RANDOM_MODE says so; one in three has compressed gradients. A seed that fails is added to SEEDS.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from .cluster import NAMES, cluster, wait_for
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 EPOCHS, SAMPLES, STEPS = 8, 1000, 88  # 11 steps of 96 samples an epoch
-SEEDS = [2]
+SEEDS = [(2, "gba"), (5, "shadow")]
+COMPRESSED = {"name": "dct", "keep": 0.3, "values": "int8", "refresh_every": 20}
 
 
-def seeds() -> list[int]:
+def seeds() -> list[tuple[int, str]]:
+    """(seed, the asynchronous mode)"""
     wanted = int(os.environ.get("GBA_HVD_RANDOM_SCHEDULES", "0"))
     first = int(os.environ.get("GBA_HVD_RANDOM_FIRST", "1"))
-    return list(range(first, first + wanted)) if wanted else SEEDS
+    mode = os.environ.get("GBA_HVD_RANDOM_MODE", "gba")
+    return [(seed, mode) for seed in range(first, first + wanted)] if wanted else SEEDS
 
 
 @dataclass(frozen=True)
@@ -69,13 +72,15 @@ def draw(seed: int) -> Schedule:
     return Schedule(faults, switch_at, step() if rng.random() < 0.3 else None)
 
 
-@pytest.mark.parametrize("seed", seeds())
-def test_the_account_is_exact_and_nothing_is_left(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "mode"), seeds())
+def test_the_account_is_exact_and_nothing_is_left(tmp_path: Path, seed: int, mode: str) -> None:
+    compression = COMPRESSED if seed % 3 == 2 else {}
     plan = draw(seed)
-    gba = {"mode": "gba" if seed % 2 else "allreduce", "switch_at": {str(k): v for k, v in plan.switch_at.items()}}
+    switch_at = {str(k): mode if v == "gba" else v for k, v in plan.switch_at.items()}
+    gba = {"mode": mode if seed % 2 else "allreduce", "switch_at": switch_at, "sync": ("easgd", "ma")[seed // 2 % 2]}
     faults = [fault.entry() for fault in plan.faults.faults]
     environ = {"GBA_HVD_LEASE_S": "3"}
-    with cluster(tmp_path, environ, gba=gba, fault_schedule=faults, epochs=EPOCHS) as job:
+    with cluster(tmp_path, environ, gba=gba, fault_schedule=faults, epochs=EPOCHS, compression=compression) as job:
         job.start_elastic(NAMES)
         if plan.host_leaves_at is not None:
             at = plan.host_leaves_at

@@ -16,6 +16,7 @@ import psutil
 import pytest
 import zmq
 
+from gba_hvd import handover
 from gba_hvd.errors import GbaError
 from gba_hvd.ps import process, protocol, transport
 from gba_hvd.ps.client import Client, ServerLost
@@ -35,6 +36,7 @@ from gba_hvd.ps.protocol import (
     StatusReport,
 )  # fmt: skip
 from gba_hvd.shard.layout import Layout
+from gba_hvd.shard.memory import is_alive
 from tools import fuzz_server
 from tools.fuzz_server import GENERATION, LR, N_DENSE, N_SHARDS, ROW_LR, TABLES, WORKER, Host, Peer
 
@@ -387,6 +389,37 @@ def test_a_step_that_cannot_be_applied_is_over_and_the_workers_are_told(tmp_path
         weights = np.frombuffer(before[0], np.float32)
         assert np.isfinite(host.memory.flat[1024:]).all()
         assert len(weights) == len(host.memory.flat)
+    finally:
+        host.close()
+
+
+def test_a_server_whose_workers_fell_out_of_the_mode_applies_nothing_more(tmp_path: Path) -> None:
+    """The coordinator may have been cut off, and come back."""
+    host = Host(tmp_path, job="retired")
+    try:
+        peer = host.peer()
+        peer.ask(*fuzz_server.enter(host.endpoints))
+        handover.retire_servers(host.job, host.key, host.folder, host.host)
+        before = host.everything()
+        answer, _ = peer.ask(Apply(GENERATION, 1, [], 0.5, ROW_LR, [LR], 0))
+        assert isinstance(answer, Refused) and "comes too late" in answer.why
+        assert host.everything() == before
+        assert not (host.folder / "ps-0.session").exists()
+    finally:
+        host.close()
+
+
+def test_a_server_that_does_not_hear_that_the_mode_is_over_is_killed(tmp_path: Path) -> None:
+    host = Host(tmp_path, job="deaf")
+    try:
+        host.peer().ask(*fuzz_server.enter(host.endpoints))
+        deaf = host.pid()
+        os.kill(deaf, signal.SIGSTOP)
+        handover.retire_servers(host.job, host.key, host.folder, host.host)
+        wait_for(lambda: not is_alive(deaf), "its end")
+        restarted(host, deaf)
+        answer, _ = host.peer().ask(PullDense(GENERATION, -1))
+        assert isinstance(answer, Refused) and "is not served here" in answer.why
     finally:
         host.close()
 

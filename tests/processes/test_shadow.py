@@ -19,7 +19,7 @@ from .cluster import Cluster, assert_identical, cluster
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 PATIENCE_S = 200.0  # on a busy machine processes take long to start
 TWO_NAMES = ("localhost", "127.0.0.1")
-PUSHES_OF_EPOCH = 63
+PATIENT = {"GBA_HVD_SERVER_S": "120"}  # so does a server's successor
 
 
 def assert_one_model(job: Cluster, epochs: int) -> None:
@@ -112,21 +112,30 @@ def test_replicas_are_entered_and_left_live_from_and_to_every_other_mode(tmp_pat
         assert_learned(job)
 
 
+def test_an_evaluation_within_an_epoch_judges_the_central_copy_and_leaves_the_replica_alone(tmp_path: Path) -> None:
+    gba = {"mode": "shadow", "sync": "none"}  # so that the central copy stays what the epoch before ended with
+    with cluster(tmp_path, gba=gba, judge_after=[1, 40], sleep_s=0.02) as job:
+        job.run(lambda: job.start_static(2), PATIENCE_S)
+        (judged,) = job.notes("judged")
+        (central,) = {line["values"] for line in job.notes("values") if line["of_epoch"] == 0}
+        assert judged["judged"] == [central]
+        assert judged["before"] == judged["after"] != central
+
+
 # --- deaths ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sync", ["easgd", "ma"])
 def test_a_worker_dies_its_leases_go_to_others_and_a_newcomer_takes_part(tmp_path: Path, sync: str) -> None:
-    faults = FaultSchedule().serve(seconds=0.05).kill(worker=1, at_step=60)
-    with cluster(
-        tmp_path, gba={"mode": "shadow", "sync": sync}, fault_schedule=[f.entry() for f in faults.faults], epochs=12
-    ) as job:
+    faults = [fault.entry() for fault in FaultSchedule().serve(seconds=0.05).kill(worker=1, at_step=60).faults]
+    plan: dict[str, Any] = {"fault_schedule": faults, "epochs": 6, "workers_seen": 3}
+    with cluster(tmp_path, {"GBA_HVD_LEASE_S": "200"}, gba={"mode": "shadow", "sync": sync}, **plan) as job:
         job.run(lambda: job.start_elastic(TWO_NAMES), PATIENCE_S)
         assert job.schedule_fired() == ["kill"]
-        job.assert_every_sample_once(epochs=12)
+        job.assert_every_sample_once(epochs=6)
         pids = {line["pid"] for line in job.pushes()}
         assert len(pids) == 3, "two workers and a newcomer"
-        assert_one_model(job, epochs=12)
+        assert_one_model(job, epochs=6)
         assert_learned(job)
         newcomer = max(pids, key=lambda pid: min(line["time"] for line in job.pushes() if line["pid"] == pid))
         joined = min(line["time"] for line in job.pushes() if line["pid"] == newcomer)
@@ -149,7 +158,7 @@ def test_a_server_that_dies_while_replicas_are_handed_in_goes_on_with_what_its_s
     tmp_path: Path, point: str
 ) -> None:
     fault = {"point": point, "step": 1, "rank": 1, "do": "kill the server"}
-    with cluster(tmp_path, gba={"mode": "shadow"}, faults=[fault], epochs=3, sleep_s=0.02) as job:
+    with cluster(tmp_path, PATIENT, gba={"mode": "shadow"}, faults=[fault], epochs=3, sleep_s=0.02) as job:
         job.run(lambda: job.start_static(2), PATIENCE_S)
         assert job.fired() == 1
         job.assert_every_sample_once(epochs=3)
@@ -159,7 +168,7 @@ def test_a_server_that_dies_while_replicas_are_handed_in_goes_on_with_what_its_s
 
 def test_a_server_that_is_killed_between_costs_no_replica(tmp_path: Path) -> None:
     gba = {"mode": "shadow"}
-    with cluster(tmp_path, gba=gba, kill_server_after_push=[[1, 20]], epochs=3, sleep_s=0.02) as job:
+    with cluster(tmp_path, PATIENT, gba=gba, kill_server_after_push=[[1, 20]], epochs=3, sleep_s=0.02) as job:
         job.run(lambda: job.start_static(2), PATIENCE_S)
         job.assert_every_sample_once(epochs=3)
         assert (job.out / "fault-server-0").exists()

@@ -97,7 +97,7 @@ _hosts_updated = gba_hvd.elastic.hosts_updated
 
 
 def hosts_updated() -> Exception:
-    note(interrupted=True)
+    note(interrupted=True, at=state.step, shards=shards_here())
     return _hosts_updated()
 
 
@@ -185,6 +185,7 @@ def train(state: gba_hvd.elastic.TorchState) -> None:
         notes.rows = []  # of a step that a failure cut off
         for batch in gba_hvd.batches(dataset, state, seed=PLAN.get("seed", 1)):
             wait_where_planned(state.step)
+            wait_for_workers()
             notes.rows += batch.rows
             optimizer.zero_grad()
             loss = training.loss(batch)
@@ -197,6 +198,8 @@ def train(state: gba_hvd.elastic.TorchState) -> None:
                 for p in model.parameters():
                     p.data.fill_(3e38).mul_(10)
             optimizer.step(loss=loss)
+            if PLAN.get("judge_after") == [state.epoch, batch.index]:
+                judge_now()
             if PLAN.get("sleep_s"):
                 time.sleep(PLAN["sleep_s"])
         note(values=values_now(), of_epoch=state.epoch, mode=state.engine.mode.name)
@@ -209,19 +212,39 @@ def train(state: gba_hvd.elastic.TorchState) -> None:
         write_result()
 
 
+def judge_now() -> None:
+    """Evaluate within an epoch, and note the parameters before it, while it judges, and after it."""
+    before, meanwhile = values_now(), set()
+
+    def label(batch: gba_hvd.Batch) -> Any:
+        meanwhile.add(values_now())
+        return batch.label
+
+    gba_hvd.evaluate(model, dataset, state, batch=64, label=label)
+    note(judged=sorted(meanwhile), before=before, after=values_now())
+
+
+def wait_for_workers() -> None:
+    """From the third epoch on, go on only when so many workers have been seen: `{"workers_seen": n}`."""
+    deadline = time.monotonic() + 150
+    while state.epoch >= 2 and len(list(OUT.glob("*.jsonl"))) < PLAN.get("workers_seen", 0):
+        assert time.monotonic() < deadline, "the newcomer did not come"
+        time.sleep(0.05)
+
+
 def values_now() -> str:
     """A fingerprint of the dense parameters."""
     return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
 
 
 def wait_where_planned(step: int) -> None:
-    """Hold step k, or a later one, until the test makes a file: `{"holds": {k: name}}`; `wait_at_step` waits for `go`."""
+    """Hold step k, or a later one, until the test makes a file. `{"holds": {k: name}}`; `wait_at_step`: k for `go`."""
     holds = {int(at): name for at, name in PLAN.get("holds", {}).items()}
     if "wait_at_step" in PLAN:
         holds[PLAN["wait_at_step"]] = "go"
     for name in (name for at, name in holds.items() if step >= at and not (OUT / name).exists()):
         (OUT / f"waiting-{socket.gethostname()}-{os.getpid()}").touch()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not (OUT / name).exists() and time.monotonic() < deadline:
             time.sleep(0.02)
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from gba_hvd_tools import cli
+from gba_hvd_tools import cli, job_command
 
 from recovery import Checkpointer, Config
 from recovery.pacing import Given, Measured
@@ -92,6 +92,18 @@ def test_figures_come_from_what_a_checkpoint_says_was_measured(tmp_path, capsys)
 def test_a_place_without_checkpoints_is_told(tmp_path, capsys):
     assert cli.main(["plan", "--url", str(tmp_path)]) == 1
     assert "has no checkpoint that is whole" in capsys.readouterr().err
+
+
+def test_a_running_job_says_where_it_saves(tmp_path, capsys, monkeypatch):
+    save_with(tmp_path, {"n_servers": 2})
+    report = {"checkpoints": str(tmp_path)}
+    monkeypatch.setattr(job_command, "find_job", lambda base, job: base / job)
+    monkeypatch.setattr(job_command, "ask_status", lambda folder, timeout_s: report)
+    assert cli.main(["plan", "--job", "ctr", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["checkpoint"] == "manifests/000001-00000001.json"
+    report["checkpoints"] = ""
+    assert cli.main(["plan", "--job", "ctr"]) == 1
+    assert "saves nowhere, as far as this host's server knows" in capsys.readouterr().err
 
 
 def test_a_job_that_does_not_run_here_is_told(tmp_path, capsys):

@@ -99,3 +99,17 @@ def test_the_smallest_tables_under_a_hundredth_of_the_bytes_are_always_saved_who
     assert priority.small_tables(schema) == {1, 3}
     assert priority.small_tables(schema, whole_share=0.05) == {1, 3, 4}
     assert priority.small_tables(schema, whole_share=0, whole_rows=0) == set()
+
+
+@pytest.mark.parametrize("hosts", [2, 8, 32])
+@pytest.mark.parametrize("exponent", [0.8, 1.3])
+def test_hosts_that_each_choose_among_their_own_rows_choose_nearly_as_well(hosts, exponent):
+    rng, n, r = np.random.default_rng(0), 5000, 0.125
+    popularity = (1.0 + np.arange(n)) ** -exponent
+    since = rng.poisson(popularity * 5 * n / popularity.sum())[rng.permutation(n)].astype(np.uint32)
+    together = int(since[priority.largest(since, round(n * r))].sum())
+    apart = sum(
+        int(own[priority.largest(own, round(len(own) * r))].sum())
+        for own in (since[host::hosts] for host in range(hosts))
+    )
+    assert apart == pytest.approx(together, rel=0.01)

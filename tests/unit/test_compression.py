@@ -124,10 +124,17 @@ def test_a_step_that_goes_whole_takes_the_rest_along() -> None:
     sent = send(worker, first)
     worker.begin()
     flat = second.copy()
-    worker.flush(flat, SPANS)
+    worker.flush_all(flat, SPANS)
     worker.settle()
     assert not worker.rest.any() and worker.rest_size == 0
     assert np.array_equal(flat, second + (first - sent))
+    for grad in gradients(3):
+        whole = grad.copy()
+        worker.begin()
+        worker.flush_all(whole, SPANS)
+        worker.settle()
+        assert np.array_equal(whole, grad)
+    np.testing.assert_allclose(send(worker, first) + worker.rest, first, rtol=1e-6)
 
 
 def test_the_size_of_the_rest_is_known() -> None:
@@ -220,12 +227,12 @@ def test_places_come_back(chosen: set[int], thinning: int) -> None:
     assert np.array_equal(back, where)
 
 
-@pytest.mark.parametrize("share", [0.001, 0.01, 0.2, 0.6])
+@pytest.mark.parametrize("share", [0.001, 0.01, 0.1, 0.2, 0.6])
 def test_places_take_few_bytes(share: float) -> None:
     where = np.flatnonzero(np.random.default_rng(0).random(200_000) < share).astype(np.int32)
     _, data = places.encode(where, 200_000)
     entropy = -(share * math.log2(share) + (1 - share) * math.log2(1 - share)) * 200_000 / 8
-    assert len(data) < 1.45 * entropy
+    assert len(data) < (1.45 if share < 0.01 else 1.2) * entropy
 
 
 @pytest.mark.parametrize("coder", ["none", "fp16", "bf16", "int8"])

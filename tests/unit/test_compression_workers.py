@@ -108,11 +108,12 @@ def test_keeping_everything_trains_the_same_model(
         np.testing.assert_allclose(value, plain[0].all_dense()[name], rtol=1e-6, atol=1e-7)
 
 
-def test_tensors_under_256_elements_go_as_they_are(workers: Workers, on_host: Any, clicks: Any) -> None:
-    jobs = [on_host(host, compression=Compression.topk(0.01).always()) for host in "ab"]
+@pytest.mark.parametrize("spec", [Compression.topk(0.01).always(), Compression.topk(0.01)], ids=["always", "bypass"])
+def test_tensors_under_256_elements_go_as_they_are(workers: Workers, on_host: Any, clicks: Any, spec: Any) -> None:
+    jobs = [on_host(host, compression=spec) for host in "ab"]
     plain = [on_host(host) for host in "cd"]
     for some in (jobs, plain):
-        workers.together(some, lambda job: train(job, clicks(50), 2))
+        workers.together(some, lambda job: train(job, clicks(50), 3))
     for name, value in jobs[0].all_dense().items():
         assert np.array_equal(value, plain[0].all_dense()[name])
 

@@ -267,3 +267,12 @@ def test_horovod_verbs_of_other_scripts_do_no_harm(training: Any, clicks: Any) -
         job.state.check_host_updates()
         job.state.save()
     assert job.state.step == 2
+
+
+@pytest.mark.parametrize(("saved", "asked"), [("auto", "gba"), ("gba", "allreduce")])
+def test_a_job_that_goes_on_is_in_the_mode_that_its_script_asks_for(training: Any, saved: str, asked: str) -> None:
+    first, job = training(), training()
+    first.state.register_callbacks([gba_hvd.GBACallback(saved)])
+    job.state.register_callbacks([gba_hvd.GBACallback(asked)])
+    job.state._resume(state_codec.decode(state_codec.encode(first.state._state_dict())))
+    assert job.state.engine.switching.mode == asked

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from gba_hvd.errors import ShardMemoryError
+from gba_hvd.shard import keeper
 from gba_hvd.shard.layout import Layout, SlotSpec
 from gba_hvd.shard.memory import ShardMemory, clear_leftover, difference, job_folder
 
@@ -59,6 +60,15 @@ def test_marks_tell_what_is_there_and_how_far_it_is(open_memory: Open) -> None:
     assert marks.ready.tolist() == [1, 1, 1, 1]
     assert marks.begun.tolist() == [7, 8, 7, 8]
     assert marks.finished.tolist() == [7, 7, 7, 8]
+
+
+def test_a_shard_that_is_placed_anew_is_not_there_until_it_is_filled(open_memory: Open) -> None:
+    memory = open_memory()
+    memory.init_shard(1, step=7)
+    memory.place(1, 3)
+    assert memory.marks().ready.tolist() == [0, 0, 0, 0]
+    memory.init_shard(1, step=8)
+    assert memory.marks().placed.tolist() == [0, 3, 0, 0]
 
 
 def test_a_shard_begins_anew_without_traces_of_before(open_memory: Open) -> None:
@@ -307,21 +317,39 @@ def test_the_keeper_waits_out_the_grace_so_that_a_restart_finds_the_rows(
     assert until(lambda: not keepers(again.folder))
 
 
-@pytest.mark.processes
-def test_the_keeper_keeps_what_somebody_uses(tmp_path: Path, worker: Callable[..., Worker], open_memory: Open) -> None:
-    one = worker(grace_s=0.0)
+def test_the_keeper_keeps_what_somebody_uses_and_removes_it_after_the_grace(
+    open_memory: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Enough(Exception):
+        pass
+
+    class Clock:
+        """One second a round."""
+
+        def __init__(self, rounds: int) -> None:
+            self.now_s, self.left = 0.0, rounds
+
+        def sleep(self, seconds: float) -> None:
+            if self.left == 0:
+                raise Enough
+            self.now_s, self.left = self.now_s + 1.0, self.left - 1
+
+        def monotonic(self) -> float:
+            return self.now_s
+
+    def keep(rounds: int) -> None:
+        monkeypatch.setattr(keeper, "time", Clock(rounds))
+        keeper.keep(memory.folder, grace_s=5.0)
+
     memory = open_memory()
-    one.end(signal.SIGKILL)
-    stamp = tmp_path / "stamp"  # several rounds of the keeper pass by the clock of another process like it
-    subprocess.run(
-        [sys.executable, "-c", f"import time; time.sleep(1); open({str(stamp)!r}, 'w')"], check=True, timeout=30
-    )
-    assert stamp.exists()
+    with pytest.raises(Enough):
+        keep(rounds=100)
+    memory.close(remove=False)  # as if it had been killed
+    with pytest.raises(Enough):
+        keep(rounds=5)
     assert memory.folder.exists()
-    assert keepers(memory.folder)
-    memory.close()
+    keep(rounds=6)
     assert not memory.folder.exists()
-    assert until(lambda: not keepers(memory.folder))
 
 
 @pytest.mark.processes

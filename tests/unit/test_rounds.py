@@ -71,6 +71,8 @@ class Servers:
             return pulled_(self.values, copy.values, 0.5).clone()
 
     def publish(self, copy: Copy, values: Tensor) -> None:
+        if self.fails:
+            raise RuntimeError("no server")
         with self._lock:
             self.values = values.clone()
 
@@ -227,6 +229,26 @@ def test_an_elastic_round_without_a_server_is_dropped_and_tried_again():
     servers.fails = False
     wait_for(lambda: worker.rounds.n_done, "a round")
     assert stop_together([worker, other]) == [True, True]
+
+
+def test_a_result_that_the_servers_do_not_hear_of_is_a_result_all_the_same():
+    servers = Servers(2)
+    servers.fails = True
+    workers = started([[0.0, 0.0], [2.0, 2.0]], servers)
+    wait_for(lambda: workers[0].rounds.n_failed > 3, "failures")
+    assert workers[0].values == workers[1].values == [1.0, 1.0]
+    assert "were not told" in workers[0].rounds.dropped()[0]
+    assert stop_together(workers) == [True, True], "no reason to form the world anew"
+
+
+def test_alone_no_step_waits_for_a_round():
+    worker = Worker([1.0, 2.0], Servers(2), every=1)
+    worker.rounds.start(SoloWorld())
+    began_s = time.monotonic()
+    for _ in range(20):
+        worker.step(1.0)
+    assert time.monotonic() - began_s < 5, "twenty rounds of a worker alone take twenty seconds"
+    assert worker.rounds.stop(timeout_s=PATIENCE_S)
 
 
 def test_in_the_foreground_there_is_a_round_every_k_steps_and_no_other():

@@ -22,8 +22,8 @@ def worlds(draw: st.DrawFn, equal_hosts: bool = False) -> tuple[Membership, list
     steps = st.lists(st.integers(0, 3), min_size=n_shards, max_size=n_shards)
     holdings = []
     for _ in range(n_hosts):
-        finished = np.array(draw(steps), dtype=np.int64)
-        holdings.append(Holding(np.array(draw(bits), dtype=np.int64), finished + 1, finished))
+        finished, placed = np.array(draw(steps), dtype=np.int64), np.array(draw(steps), dtype=np.int64)
+        holdings.append(Holding(np.array(draw(bits), dtype=np.int64), finished + 1, finished, placed))
     return Membership(tuple(100 + 7 * h for h in hosts)), holdings
 
 
@@ -48,7 +48,8 @@ def test_a_shard_comes_from_a_newest_copy(world: tuple[Membership, list[Holding]
             source, target = moved.get(shard, (home, home))
             assert target == home
             assert source in copies
-            assert holdings[source].finished[shard] == max(holdings[h].finished[shard] for h in copies)
+            newest = max((holdings[h].placed[shard], holdings[h].finished[shard]) for h in copies)
+            assert (holdings[source].placed[shard], holdings[source].finished[shard]) == newest
 
 
 @given(worlds())
@@ -104,9 +105,9 @@ def test_the_workers_of_a_host_share_its_shards(world: tuple[Membership, list[Ho
         assert max(served) - min(served) <= 1
 
 
-def holding(n_shards: int, ready: list[int], finished: int = 0) -> Holding:
+def holding(n_shards: int, ready: list[int], finished: int = 0, placed: int = 1) -> Holding:
     here = np.isin(np.arange(n_shards), ready).astype(np.int64)
-    return Holding(here, here * finished, here * finished)
+    return Holding(here, here * finished, here * finished, here * placed)
 
 
 def test_a_new_job_gives_all_shards_initial_rows() -> None:
@@ -131,6 +132,14 @@ def test_a_stale_copy_is_dropped() -> None:
     placed = place_shards(Membership((5, 9)), [holding(2, [0, 1], 3), holding(2, [1], 7)])
     assert placed.host == (0, 1)
     assert placed.drops == ((1, 0),)
+
+
+def test_a_host_that_comes_back_is_not_believed_however_many_steps_it_has() -> None:
+    """Others took its shards over while it was cut off."""
+    placed = place_shards(Membership((5, 9)), [holding(4, [0, 1, 2, 3], 7, placed=2), holding(4, [2, 3], 9, placed=1)])
+    assert placed.moves == ((2, 0, 1), (3, 0, 1))
+    back_first = place_shards(Membership((9, 5)), [holding(2, [1], 9, placed=1), holding(2, [0, 1], 7, placed=2)])
+    assert back_first.moves == ((1, 1, 0),)
 
 
 @pytest.mark.parametrize(("hosts", "leads"), [((4, 4, 8), [0, 2]), ((8, 4, 8, 4), [0, 1])])

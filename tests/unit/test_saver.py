@@ -14,10 +14,12 @@ import gba_hvd
 from gba_hvd.ps import saver as saver_module
 from gba_hvd.ps.protocol import Save, Saved
 from gba_hvd.ps.saver import Saver
+from gba_hvd.shard.holder import MemoryRows
 from recovery import claims
 from recovery.chains import Chain, chains
 from recovery.config import Config
 from recovery.errors import StoreError
+from recovery.restore import restore
 from recovery.store import Store, open_store
 
 N_ROWS = {"user": 20, "item": 7}
@@ -32,7 +34,11 @@ class Hosts:
         self.store = open_store(url)
         self.claim = claims.claim(self.store, "job.1", lease_s=0.1)
         self.first_epoch = self.claim.epoch
-        self.settings = {"url": str(url), "storage_options": {}, "config": asdict(Config(policy="full", **config))}
+        self.settings = {
+            "url": str(url),
+            "storage_options": {},
+            "config": asdict(Config(**{"policy": "full", **config})),
+        }
         self.servers = [self.server(part) for part in (0, 1)]
 
     def server(self, part: int) -> Saver:
@@ -171,6 +177,20 @@ def test_checkpoints_of_this_job_expire_whoever_saved_them(hosts: Callable[..., 
     job.servers = [job.server(part) for part in (0, 1)]
     job.save(4)
     assert job.saved_numbers() == [4, 3]
+
+
+def test_rows_that_came_from_elsewhere_are_saved_whatever_their_counts_say(hosts: Callable[..., Hosts]) -> None:
+    job = hosts(policy="delta")
+    rows = MemoryRows(job.memory)
+    before = job.save(1, n_parts=1)[0].facts["manifest"]
+    job.memory.init_shard(1, 2)  # a lost shard that came back: its counts begin anew, at what was saved
+    job.claim = claims.claim(job.store, "job.1", lease_s=0.1)  # with a world that was formed anew
+    rows.slab(0, 1).columns[0][:] = 7.0
+    assert job.save(3, n_parts=1, kind="delta", parent=before)[0].state == "done"
+    job.memory.init_shard(1, 9)
+    report = restore(job.store, rows)
+    assert report is not None and report.manifest.number == 3
+    assert (rows.slab(0, 1).columns[0] == 7.0).all()
 
 
 def test_what_the_job_went_on_from_never_expires(hosts: Callable[..., Hosts]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,13 @@ import pytest
 import torch
 from gba_hvd_tools import cli
 from gba_hvd_tools.simulated.agreement import Job, distance, draws
-from gba_hvd_tools.simulated.experiment import Experiment, run
+from gba_hvd_tools.simulated.experiment import Experiment, run, run_grid
 from gba_hvd_tools.simulated.fleet import Fleet
 from gba_hvd_tools.simulated.limits import observe
 from gba_hvd_tools.simulated.tasks import Quadratic
 from gba_hvd_tools.simulated.training import Outcome, Setting, train
 
-from gba_hvd import BadInput, stability
+from gba_hvd import BadInput, rules, stability
 from gba_hvd.order import Cut
 from gba_hvd.tokens import Discipline
 from gba_hvd.torch_optimizers import spec_of
@@ -104,6 +105,14 @@ def test_what_diverges_ends_early_and_says_so() -> None:
     assert outcome.loss == math.inf
     assert outcome.why
     assert outcome.curve[-1][1] < 2000
+
+
+@pytest.mark.parametrize("rule", rules.RULES)
+def test_learning_rates_side_by_side_are_as_each_alone(rule: str) -> None:
+    experiment, lrs = Experiment(workers=6, rule=rule, micro_batches=150), [0.3, 0.01, 0.001]
+    alone = [run(replace(experiment, lr=lr)).loss for lr in lrs]
+    assert run_grid(experiment, lrs) == pytest.approx(alone, rel=1e-4)
+    assert math.isfinite(alone[1])
 
 
 # --- speeds ----------------------------------------------------------------------------------------------------------

@@ -119,6 +119,37 @@ def test_workers_that_join_in_the_middle_of_an_epoch_change_nothing(
         assert len(homes) == 1
 
 
+def test_a_host_that_comes_back_brings_no_row_along(workers: Workers, on_host: Any, clicks: Any) -> None:
+    """Its copies say that they are 50 steps old; but the other host has been given its shards meanwhile."""
+
+    def train_until(step: int) -> Any:
+        def some_steps(job: Any) -> None:
+            for batch in gba_hvd.batches(clicks(50), job.state):
+                if job.state.step == step:
+                    break
+                job.micro_step(batch)
+
+        return some_steps
+
+    here, away = on_host("a"), on_host("b")
+    workers.together([here, away], train_until(1))
+    here.state.on_reset()
+    workers.together([here], train_until(2))
+    assert here.state.samples.rows_lost > 0
+    memory = away.tables.memory
+    old = np.array(memory.ready())
+    for shard in old:
+        memory.region(shard)[1024:] = np.nan
+    memory.begin(old, 50)
+    memory.finish(old, 50)
+    back = on_host("b")
+    here.state.on_reset()
+    workers.together([here, back], lambda job: train(job, clicks(50), 2))
+    assert back.tables.memory.folder == memory.folder
+    assert all(np.isfinite(rows).all() for rows in rows_of([here, back]).values())
+    assert here.state.step == back.state.step == 8
+
+
 @pytest.mark.parametrize("hosts", ["aa", "ab", "aab"])
 @pytest.mark.parametrize("misses", [0, 1])
 def test_a_worker_that_missed_the_result_of_a_step_applies_what_it_holds(

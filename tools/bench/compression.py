@@ -50,7 +50,7 @@ PEERS = {
 UNCOMPRESSED = ("none", "horovod", "ddp")
 MODELS = ("wide", "dlrm")
 TIMEOUT_S = 600.0
-N_SAMPLES, EPOCHS = 400_000, 1  # of the quality runs
+N_SAMPLES, EPOCHS = 300_000, 1  # of the quality runs
 
 
 def add_parser(subparsers: Subparsers) -> None:

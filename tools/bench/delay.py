@@ -28,13 +28,11 @@ from typing import TYPE_CHECKING, Any
 from . import measure
 
 if TYPE_CHECKING:
-    from ..simulated.experiment import Experiment
-
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 WORKERS = (4, 8, 16, 32, 64)
 RATES = {"quadratic": (0.1, 0.03, 0.01, 0.003, 0.001), "logistic": (1.0, 0.3, 0.1, 0.03, 0.01)}
-MICRO_BATCHES = 1200
+MICRO_BATCHES = 1000
 HOLDS_WITHIN = 0.05
 Losses = dict[tuple[str, int, float], list[float]]  # by rule, workers, learning rate: one for each seed
 
@@ -90,28 +88,18 @@ def simulated(task: str, workers: Sequence[int], micro_batches: int, seeds: int)
     """All final losses, also of one worker without a rule; and the loss at the start."""
     from gba_hvd.rules import RULES
 
-    from ..simulated.experiment import run as simulate
+    from ..simulated.experiment import MOMENTUM, Experiment, loss_at_start, run_grid
 
     losses: Losses = {}
-    cache: dict[Any, Any] = {}
-    start = 0.0
     for rule, n in [("none", 1), *((rule, n) for n in workers for rule in RULES)]:
-        for lr in RATES[task]:
-            outcomes = [simulate(experiment(task, rule, n, lr, micro_batches, s), cache=cache) for s in range(seeds)]
-            losses[rule, n, lr] = [outcome.loss for outcome in outcomes]
-            start = outcomes[0].curve[0][2]
-        print(
-            f"{task}, {n} workers, {rule}: best {min(median(losses[rule, n, lr]) for lr in RATES[task]):.4g}",
-            flush=True,
-        )
-    return losses, start
-
-
-def experiment(task: str, rule: str, workers: int, lr: float, micro_batches: int, seed: int) -> Experiment:
-    from ..simulated.experiment import MOMENTUM, Experiment
-
-    own = lr / (1 - MOMENTUM) if rule == "delayed_nesterov" else lr
-    return Experiment(task, workers, rule=rule, lr=own, micro_batches=micro_batches, seed=seed)
+        own = [lr / (1 - MOMENTUM) if rule == "delayed_nesterov" else lr for lr in RATES[task]]
+        settings = [Experiment(task, n, rule=rule, micro_batches=micro_batches, seed=seed) for seed in range(seeds)]
+        by_seed = [run_grid(experiment, own) for experiment in settings]
+        for number, lr in enumerate(RATES[task]):
+            losses[rule, n, lr] = [found[number] for found in by_seed]
+        best = min(median(losses[rule, n, lr]) for lr in RATES[task])
+        print(f"{task}, {n} workers, {rule}: best {best:.4g}", flush=True)
+    return losses, loss_at_start(settings[0])
 
 
 def summary(

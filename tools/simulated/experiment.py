@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from gba_hvd.tokens import Discipline
 from gba_hvd.torch_optimizers import spec_of
 
 from .fleet import SHAPE, Fleet
+from .grid import Grid, with_rates
 from .tasks import Logistic, Quadratic, Task
 from .training import Outcome, Setting, train
 
@@ -90,15 +91,25 @@ class Experiment:
         return Setting(cut, discipline, self.rule, self.optimizer_spec(), self.latency, self.serve)
 
 
-def run(experiment: Experiment, clicks: Path | None = None, cache: dict[Any, Task] | None = None) -> Outcome:
-    """clicks: folder of samples for the task of that name (`small_ctr.write`). cache: tasks to use again."""
-    key = (experiment.task, experiment.micro_batches, experiment.micro_batch, experiment.seed)
-    task = None if cache is None else cache.get(key)
-    if task is None:
-        task = _task(experiment, clicks)
-        if cache is not None:
-            cache[key] = task
-    return train(task, experiment.setting(), experiment.workers, experiment.fleet().draws())
+def run(experiment: Experiment, clicks: Path | None = None) -> Outcome:
+    """clicks: folder of samples for the task of that name (`small_ctr.write`)."""
+    return train(_task(experiment, clicks), experiment.setting(), experiment.workers, experiment.fleet().draws())
+
+
+def run_grid(experiment: Experiment, lrs: Sequence[float]) -> list[float]:
+    """The final loss at each learning rate, all in one run: what `run` finds with each. For tasks without tables."""
+    if experiment.task == "clicks":
+        raise BadInput("the task 'clicks' has tables, which a grid of learning rates cannot have: choose another")
+    grid = Grid(_task(experiment, None), len(lrs))
+    optimizer = with_rates(experiment.optimizer_spec(), lrs)
+    setting = replace(experiment.setting(), optimizer=optimizer, points=1)
+    outcome = train(grid, setting, experiment.workers, experiment.fleet().draws())
+    return grid.losses(outcome.values)
+
+
+def loss_at_start(experiment: Experiment) -> float:
+    task = _task(experiment, None)
+    return task.measure(task.start)
 
 
 def _task(experiment: Experiment, clicks: Path | None) -> Task:

@@ -32,7 +32,7 @@ _NO_LIMIT = Limits(buffer_bytes=1 << 50)
 class SimulatedServer:
     """A context manager; entering makes the folder, leaving removes it.
 
-    optimizer: as of `torch_optimizers.spec_of`, one group
+    optimizer: as of `torch_optimizers.spec_of`; its groups have equal parts of the dense values
     """
 
     def __init__(
@@ -56,14 +56,16 @@ class SimulatedServer:
         for shard in range(layout.n_shards):
             self.memory.init_shard(shard, 0)
         self._task.use(self.memory)
+        n_groups = len(self._optimizer["groups"])
+        tensors = [(f"dense {group}", [len(self._task.start) // n_groups], group) for group in range(n_groups)]
         enter = Enter(
             generation=1, servers=[Endpoint(0, 0, "", 0, 0)], me=0, shard_servers=[0] * layout.n_shards,
             position=Position(), n_samples=self._cut.n_samples, global_batch=self._cut.global_batch,
             micro_batch=self._cut.micro_batch, discipline=vars(self._discipline).copy(), row_average="global",
-            row_lr=self._task.row_optimizer.lr, lrs=self._lrs, tensors=[("dense", [len(self._task.start)], 0)],
+            row_lr=self._task.row_optimizer.lr, lrs=self._lrs, tensors=tensors,
             optimizer=self._optimizer, workers=[(worker, worker, 0, 0) for worker in self._workers], rule=self._rule,
         )  # fmt: skip
-        frames = [self._task.start.tobytes(), state_codec.encode([{}])]
+        frames = [self._task.start.tobytes(), state_codec.encode([{} for _ in tensors])]
         optimizer = self._task.row_optimizer
         self.part = Part.begin(enter, frames, folder / "dense", self.memory, optimizer, _NO_LIMIT)
         self._to_me = np.zeros(layout.n_shards, np.int32)

@@ -46,8 +46,8 @@ def no_rows(layout: Layout) -> list[RowGrad]:
     return [RowGrad(np.empty(0, np.int64), np.empty((0, group.dim), np.float32)) for group in layout.groups]
 
 
-class _Dense:
-    """A task without tables."""
+class NoTables:
+    """What a task without tables has of one."""
 
     layout: Layout = _NO_TABLES
     row_optimizer: RowOptimizer = SGD(lr=0.0)
@@ -59,7 +59,7 @@ class _Dense:
         return {}
 
 
-class Quadratic(_Dense):
+class Quadratic(NoTables):
     """Loss 1/2 sum_j h_j x_j^2, from x = 1; a micro-batch's gradient is h x + noise sqrt(h) z, z standard normal.
 
     curvatures: h, each above 0. Raises BadInput.
@@ -84,7 +84,7 @@ class Quadratic(_Dense):
         return float(0.5 * (self._h * values.astype(np.float64) ** 2).sum())
 
 
-class Logistic(_Dense):
+class Logistic(NoTables):
     """Logistic regression on a synthetic click log, a weight for each value of each field: all of it dense.
 
     micro_batch: samples. Measured is the log loss of samples that are not trained.

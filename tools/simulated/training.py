@@ -39,7 +39,7 @@ _DIVERGED = 1e3  # a loss of so many times the first one, or more
 class Setting:
     """What is simulated. Raises BadInput.
 
-    optimizer:  as of `torch_optimizers.spec_of`, one group
+    optimizer:  as of `torch_optimizers.spec_of`; its groups have equal parts of the dense values
     latency:    from a worker to the server or back, in units of the mean service time
     serve:      how long the server is busy with a push, in the same units; pushes wait for each other
     start_over: the workers begin spread evenly over this many units of time
@@ -161,7 +161,8 @@ class _Loop:
         if self._setting.rule != "dana_slim":
             return None
         n = len(self._task.start)
-        sgd = Sgd.of(self._setting.optimizer, np.zeros(n, np.int32))
+        n_groups = len(self._setting.optimizer["groups"])
+        sgd = Sgd.of(self._setting.optimizer, np.repeat(np.arange(n_groups), n // n_groups))
         by_step = self._setting.discipline.name in ("gba", "bsp")
         return SlimWorker(sgd, np.zeros(n, np.float32), by_step)
 

@@ -1,0 +1,108 @@
+"""A host is cut off the network, and comes back: nothing of its old state is believed, and its processes end.
+
+Its worker is stopped for that time, so that it is there when the host comes back, however long the others take.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from gba_hvd_tools.lab import Lab
+
+from gba_hvd.ps.client import Client
+from gba_hvd.ps.protocol import Beat, Ok, PullDense, Refused, Save, Saved
+from tests.processes.cluster import wait_for
+
+from .job import IMPATIENT, S3, HostsJob, hosts_job
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+PATIENCE_S = 150.0
+EPOCHS, SAMPLES = 4, 1000
+
+
+def ask_to_save(line: Client, store: S3, claim: str, parent: str, generation: int) -> None:
+    """Have the old server save what changed since `parent`, as the chief it knows would."""
+    found = re.fullmatch(r"claims/(\d+)-(.+)\.([0-9a-f]{8})/.*", claim)
+    assert found is not None
+    epoch, config = int(found[1]), dict[str, Any]()
+    line.call(
+        0,
+        Save(
+            epoch=epoch, number=99, kind="delta", parent=parent, step=99, samples=99, part=0, n_parts=1, about={},
+            settings={**store.settings, "config": config}, generation=generation,
+            claim={"epoch": epoch, "writer": found[2], "nonce": found[3], "signs": 0, "lease_s": 1.0},
+        ),
+        [b""],
+    )  # fmt: skip
+
+
+def what_became_of_it(line: Client) -> Saved | None:
+    body = line.call(0, Beat(0, 0, 1, 0, 0)).body
+    assert isinstance(body, Ok) and body.position is not None
+    saved = body.position.saved
+    return saved if saved is not None and saved.number == 99 and saved.state != "running" else None
+
+
+def generation_on(job: HostsJob, name: str) -> int:
+    """Of the asynchronous mode that a host's server is in."""
+    session = msgspec.msgpack.decode((job.folder_on(name) / "ps-0.session").read_bytes())
+    return int(session["enter"]["generation"])
+
+
+@pytest.mark.parametrize("mode", ["allreduce", "gba"])
+def test_a_host_that_comes_back_is_not_believed(lab: Lab, tmp_path: Path, mode: str) -> None:
+    """It is the host of the chief and of the coordinator."""
+    store = S3(lab, tmp_path / "s3")
+    plan = {"checkpoint": {**store.settings, "every_steps": 3, "lease_s": 1.0}, "epochs": EPOCHS, "gba": {"mode": mode}}
+    holds = {1: "servers are there", 12: "go", 25: "came back"}
+    with hosts_job(tmp_path / "job", lab, IMPATIENT, **plan, holds=holds) as job:
+        job.start()
+        job.wait_for_servers(PATIENCE_S)
+        wait_for(lambda: job.ended or store.names("manifests/"), "a checkpoint", PATIENCE_S)
+        assert not job.ended, job.log()
+        cut = job.chief()
+        (left,) = job.others(cut)
+        (claim,) = (name for name in store.names("claims/") if name.endswith("/000000"))
+        (worker,) = job.processes_on(cut, only_workers=True)
+        os.kill(worker, signal.SIGSTOP)
+        lab.cut(cut)
+        job.set_candidates([left])
+        by_old_chief = store.names("manifests/000001-")
+        (job.out / "go").touch()
+        wait_for(lambda: job.ended or job.events("rows_restored"), "the rows' return", PATIENCE_S)
+        wait_for(lambda: job.ended or job.last_step() >= 25, "step 25", PATIENCE_S)
+        assert not job.ended, job.log()
+
+        lab.heal(cut)
+        line = job.line_to_server_on(cut)
+        line.start()
+        try:
+            if mode == "allreduce":
+                ask_to_save(line, store, claim, max(by_old_chief), 0)
+                saved = wait_for(lambda: what_became_of_it(line), "the end of the save")
+                assert saved.state == "failed" and saved.facts["why"].startswith("Fenced"), saved
+            else:  # the old coordinator's save needs the other server, which has left that mode
+                ask_to_save(line, store, claim, max(by_old_chief), generation_on(job, cut))
+                now = generation_on(job, left)
+                answer = line.send(0, PullDense(now, -1)).result(timeout=20).body
+                assert isinstance(answer, Refused) and f"generation {now} is not served here" in answer.why
+        finally:
+            line.close()
+        os.kill(worker, signal.SIGCONT)
+        wait_for(lambda: not job.processes_on(cut), "the end of all that was on the host that came back", PATIENCE_S)
+        (end,) = (line for line in job.notes("end") if line["pid"].startswith(f"{cut}-"))
+        assert end["end"] == "FAILED" and "given up while it was away" in end["error"]
+
+        (job.out / "came back").touch()
+        assert job.wait(PATIENCE_S) == 0, job.log()
+        job.assert_nothing_left()
+        assert store.names("manifests/000001-") == by_old_chief
+        assert len(store.names("manifests/")) > len(by_old_chief), "the others save"
+        job.assert_samples(EPOCHS, SAMPLES)
+        store.close()

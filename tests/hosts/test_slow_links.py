@@ -1,0 +1,31 @@
+"""Links of 100 Mbit/s: training and switching are slower, and nobody is taken for dead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from gba_hvd_tools.lab import Lab
+
+from .job import hosts_job
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+EPOCHS, SAMPLES = 4, 1000
+
+
+def test_slow_links_make_nobody_dead(lab: Lab, tmp_path: Path) -> None:
+    lab.limit("100mbit")
+    there_and_back = {"mode": "allreduce", "switch_at": {3: "gba", 20: "allreduce"}}
+    environ = {"GBA_HVD_ALIVE_S": "2"}
+    with hosts_job(tmp_path / "job", lab, environ, gba=there_and_back, epochs=EPOCHS, global_batch=192) as job:
+        job.start()
+        assert job.wait(200) == 0, job.log()
+        job.assert_nothing_left()
+        job.assert_samples(EPOCHS, SAMPLES)
+        switches = [(line["from"], line["to"]) for line in job.events("switch")]
+        assert switches.count(("allreduce", "gba")) == switches.count(("gba", "allreduce")) == 2, (
+            "each worker, each way"
+        )
+        assert not job.events("membership") and job.result()["restarts"] == 0
+        sent = {name: lab.traffic(name).sent_bytes for name in job.hosts}
+        assert all(n_bytes > 100_000 for n_bytes in sent.values()), "the job was to go through these links"

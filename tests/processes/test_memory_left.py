@@ -1,0 +1,104 @@
+"""Jobs that lost all their workers, but not their host: they go on from memory, or it is saved before it goes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from recovery.chains import Chain, chains
+from recovery.store import open_store
+
+from .cluster import Cluster, assert_identical, cluster, wait_for
+from .test_checkpoints import LOCK_STEP, PATIENCE_S, events
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+KILLED_AT = 9  # in the first epoch
+
+
+def plan_of(tmp_path: Path, mode: str, point: str = "before exchange") -> dict[str, Any]:
+    """One checkpoint before the worker is killed: in allreduce mode by itself, in gba mode by the test."""
+    plan: dict[str, Any] = {
+        "checkpoint": {"url": str(tmp_path / "checkpoints"), "every_steps": 4, "lease_s": 60.0},
+        "horovod": False,
+        "wait_at_step": 1,
+        "sleep_s": 0.1,
+    }
+    if mode == "gba":
+        return plan | {"gba": LOCK_STEP}
+    return plan | {"faults": [{"point": point, "step": KILLED_AT, "rank": 0, "do": "kill"}]}
+
+
+def run_until_the_worker_is_killed(job: Cluster) -> None:
+    """The server and the keeper live on."""
+    job.start_alone()
+    wait_for(lambda: job.ended or any(job.shard_dir.glob("*/ps-0.address")), "the server", PATIENCE_S)
+    (job.out / "go").touch()
+    if "gba" in job.plan:
+        wait_for(lambda: job.last_step() >= KILLED_AT, f"step {KILLED_AT}", PATIENCE_S)
+        for pid in job.processes(only_workers=True):
+            os.kill(pid, signal.SIGKILL)
+    assert job.wait(PATIENCE_S) == -signal.SIGKILL, job.log()
+    assert job.processes(), "the server is to live on"
+    place = Path(job.plan["checkpoint"]["url"])
+    wait_for(lambda: any(place.glob("manifests/*.json")), "the checkpoint that was under way", PATIENCE_S)
+
+
+@pytest.mark.parametrize("mode", ["allreduce", "gba"])
+def test_a_job_goes_on_from_memory_as_if_nothing_had_happened(
+    reference: dict[str, np.ndarray], tmp_path: Path, mode: str
+) -> None:
+    with cluster(tmp_path / "job", {"GBA_HVD_GRACE_S": "120"}, **plan_of(tmp_path, mode)) as job:
+        run_until_the_worker_is_killed(job)
+        stood = job.last_step()
+        job.start_alone()  # does not wait for lease_s: it knows that the dead job is dead
+        assert job.wait(PATIENCE_S) == 0, job.log()
+        (resumed,) = events(job, "resumed")
+        assert resumed["from_memory"] and resumed["step"] >= stood >= KILLED_AT - 1
+        result = job.result()
+        assert result["total"] == result["applied"] == 2000 and result["step"] == 22
+        assert_identical(job.arrays(), reference)
+        job.assert_nothing_left()
+
+
+@pytest.mark.parametrize("point", ["after commit", "in apply", "after apply"])
+def test_a_step_that_some_shards_have_is_not_applied_to_them_again(tmp_path: Path, point: str) -> None:
+    plan = plan_of(tmp_path, "allreduce", point)
+    with cluster(tmp_path / "job", {"GBA_HVD_GRACE_S": "120"}, **plan) as job:
+        run_until_the_worker_is_killed(job)
+        job.start_alone()
+        assert job.wait(PATIENCE_S) == 0, job.log()
+        (resumed,) = events(job, "resumed")
+        assert resumed["from_memory"] and resumed["step"] == KILLED_AT - 1
+        result = job.result()
+        assert result["total"] == result["applied"] == 2000 and result["step"] == 22
+        # Killed while they were applied, all four shards have the step begun, none has it for sure.
+        assert result["shard_steps_missed"] == resumed["shard_steps_missed"] == (4 if point == "in apply" else 0)
+
+
+@pytest.mark.parametrize("mode", ["allreduce", "gba"])
+def test_the_server_saves_what_it_has_before_the_memory_goes(
+    reference: dict[str, np.ndarray], tmp_path: Path, mode: str
+) -> None:
+    plan = plan_of(tmp_path, mode)
+    with cluster(tmp_path / "first", {"GBA_HVD_GRACE_S": "6"}, **plan) as job:
+        run_until_the_worker_is_killed(job)
+        stood = job.last_step()
+        wait_for(lambda: not job.processes(), "the end of the server", PATIENCE_S)
+        job.assert_nothing_left()
+    newest = next(iter(chains(open_store(tmp_path / "checkpoints"))))
+    assert isinstance(newest, Chain)
+    assert newest.newest.step >= stood >= KILLED_AT - 1
+    assert newest.newest.about["last_gasp"]
+    plan["checkpoint"]["lease_s"] = 1.0
+    for name in ("faults", "wait_at_step", "sleep_s"):
+        plan.pop(name, None)
+    with cluster(tmp_path / "second", **plan) as job:
+        job.run(job.start_alone, PATIENCE_S)
+        (resumed,) = events(job, "resumed")
+        assert resumed["step"] == newest.newest.step
+        assert_identical(job.arrays(), reference)

@@ -1,0 +1,130 @@
+"""May a worker come back after its world broke? With a store that forgets as the launcher's does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from gba_hvd.errors import GivenUp, LauncherLost
+from gba_hvd.launcher import Seat, may_go_on
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Any
+
+    def do_GET(self) -> None:
+        value = self.server.values.get(self.path)
+        self._say(404 if value is None else 200, value or b"")
+
+    def do_PUT(self) -> None:
+        self.server.values[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
+        self._say(200)
+
+    def _say(self, status: int, body: bytes = b"") -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+class Launcher(ThreadingHTTPServer):
+    """The key-value store of an elastic launcher."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.values: dict[str, bytes] = {}
+
+    def seat(self, host: str = "h1", elastic: str = "1") -> Seat:
+        """Of a worker process of this host."""
+        where = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self.server_port)}
+        return Seat({**where, "HOROVOD_ELASTIC": elastic, "HOROVOD_HOSTNAME": host, "HOROVOD_LOCAL_RANK": "0"})
+
+    def form_a_world(self) -> None:
+        """All workers of the last one have asked, or were given up."""
+        self.values.clear()
+
+
+@pytest.fixture
+def launcher() -> Iterator[Launcher]:
+    with Launcher() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("found", "allowed", "words"),
+    [("me", True, "no world since"), (None, False, "without it"), ("you", False, "another worker")],
+)
+def test_only_a_mark_of_its_own_lets_a_worker_go_on(found: str | None, allowed: bool, words: str) -> None:
+    decision, why = may_go_on("me", found)
+    assert decision is allowed
+    assert words in why
+
+
+def test_a_survivor_goes_on_through_worlds_it_takes_part_in(launcher: Launcher) -> None:
+    seat = launcher.seat()
+    for _ in range(3):
+        seat.take()
+        seat.check(1.0)
+        launcher.form_a_world()
+
+
+def test_a_worker_that_the_others_went_on_without_is_given_up(launcher: Launcher) -> None:
+    here, away = launcher.seat("h1"), launcher.seat("h2")
+    here.take()
+    away.take()
+    here.check(1.0)
+    launcher.form_a_world()
+    here.take()
+    with pytest.raises(GivenUp, match="without it"):
+        away.check(1.0)
+    here.check(1.0)
+
+
+def test_a_worker_whose_place_was_given_to_another_is_given_up(launcher: Launcher) -> None:
+    old, new = launcher.seat("h2"), launcher.seat("h2")
+    old.take()
+    launcher.form_a_world()
+    new.take()
+    with pytest.raises(GivenUp, match="another worker"):
+        old.check(1.0)
+    new.check(1.0)
+
+
+def test_a_world_that_could_not_be_formed_may_be_asked_for_again(launcher: Launcher) -> None:
+    seat = launcher.seat()
+    seat.take()
+    seat.check(1.0)
+    launcher.form_a_world()
+    seat.check(1.0)  # it was let in, and the others died before it had left its mark
+
+
+def test_a_launcher_that_is_gone_is_waited_for_so_long_and_no_longer() -> None:
+    with Launcher() as server:
+        seat = server.seat()
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        seat.take()
+        server.shutdown()
+        thread.join()
+    with pytest.raises(LauncherLost, match=r"was not reached for 0.3 s .* This worker ends"):
+        seat.check(0.3)
+    with pytest.raises(OSError, match="refused"):
+        seat.take()
+
+
+def test_without_an_elastic_launcher_nothing_is_asked(launcher: Launcher) -> None:
+    for seat in (launcher.seat(elastic="0"), Seat({})):
+        seat.take()
+        seat.check(0.1)
+    assert not launcher.values
