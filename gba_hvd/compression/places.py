@@ -5,6 +5,8 @@ At one element in a hundred a gap takes 1.1 bytes, its entropy is 1.0; at one in
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from gba_hvd.compression import kernels
@@ -33,7 +35,8 @@ def encode(places: np.ndarray, n: int) -> tuple[int, bytes]:
         bits = np.empty(sizes[kind], np.uint8)
         kernels.write_bits(places, bits)
         return kind, bits.tobytes()
-    out = np.zeros(units[kind] + (kind == GAPS4) * (units[kind] % 2), np.uint16 if kind == GAPS16 else np.uint8)
+    dtype: Any = np.uint16 if kind == GAPS16 else np.uint8
+    out = np.zeros(units[kind] + (kind == GAPS4) * (units[kind] % 2), dtype)
     kernels.write_gaps(places, _MOST[kind], out)
     if kind != GAPS4:
         return kind, out.tobytes()
