@@ -60,7 +60,7 @@ class ReplicaMode(GbaMode):
         self, *args: Any, averaging: Averaging, world: World, optimizer: torch.optim.Optimizer,
         step_dense: Callable[[], None], is_elastic: bool, row_compression: Spec = Compression.none,
     ) -> None:  # fmt: skip
-        super().__init__(*args, None, row_compression)  # nothing dense is pushed, so nothing of it is compressed
+        super().__init__(*args, row_compression=row_compression)  # type: ignore[misc]
         self.replica = Replica(self._dense)
         self.rounds = Rounds(
             averaging, self.replica, self, broken=self._world_is_broken, diverged=self._replica_diverged
