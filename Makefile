@@ -70,6 +70,6 @@ $(VENV)/.package: setup.cfg pyproject.toml $(VENV)/.horovod
 	@touch $@
 
 # The row kernels are compiled at their first import and cached on disk; here, so that no worker waits for it later.
-$(VENV)/.ready: gba_hvd/kernels.py $(VENV)/.package
-	$(PY) -c "import gba_hvd.kernels"
+$(VENV)/.ready: gba_hvd/kernels.py gba_hvd/compression/kernels.py $(VENV)/.package
+	$(PY) -c "import gba_hvd.kernels, gba_hvd.compression.kernels"
 	@touch $@
