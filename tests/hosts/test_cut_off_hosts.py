@@ -102,7 +102,7 @@ def test_a_host_that_comes_back_is_not_believed(lab: Lab, tmp_path: Path, mode: 
         (job.out / "came back").touch()
         assert job.wait(PATIENCE_S) == 0, job.log()
         job.assert_nothing_left()
-        assert store.names("manifests/000001-") == by_old_chief
-        assert len(store.names("manifests/")) > len(by_old_chief), "the others save"
+        assert set(store.names("manifests/000001-")) <= set(by_old_chief)  # some have expired
+        assert store.names("manifests/000002-"), "the others were to save"
         job.assert_samples(EPOCHS, SAMPLES)
         store.close()
