@@ -65,6 +65,9 @@ def test_a_checkpoint_is_two_points_at_the_step_that_was_saved():
 def test_a_recovery_is_a_point_of_what_came_back_and_what_did_not():
     assert metrics_of("rows_restored", 7, BACK) == (7, {"rows_restored": 340, "rows_lost": 0, "pls": 0.0025})
     assert metrics_of("rows_lost", 7, GONE) == (7, {"rows_restored": 0, "rows_lost": 170})
+    planned = {"interval_s": 40.0, "kind": "delta", "overhead": 0.01, "pls": 0.0, "reason": "delta saves every 40 s"}
+    expected = {"checkpoint_interval_s": 40.0, "checkpoint_overhead_expected": 0.01, "pls_expected": 0.0}
+    assert metrics_of("checkpoint_plan", 7, planned) == (7, expected)
     assert metrics_of("resumed", 7, resumed(7).data) == (7, {"rows_restored": 500, RESUMED_FROM: 7})
 
 
