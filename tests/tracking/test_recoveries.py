@@ -20,6 +20,7 @@ from gba_hvd.callbacks import Event
 from gba_hvd.tracking import MLflowCallback, ProgressLine
 from gba_hvd.tracking.mlflow_run import JobRun
 from gba_hvd.tracking.plots import THROUGHPUT, Span
+from gba_hvd.tracking.progress import recovery_words
 from gba_hvd.tracking.records import Batch, Point, Record, merge_events
 from gba_hvd.tracking.recoveries import (
     RESUMED_FROM,
@@ -290,3 +291,9 @@ def test_the_progress_line_tells_of_them_and_sums_up():
     assert lines[:2] == ["[resumed] step 4: going on at step 4", "[checkpoint] step 10: step 8 saved"]
     assert "newest checkpoint: of step 8, s3://bucket/job/manifests/000001-00000008.json" in lines
     assert "recoveries: resumed at step 4: 500 rows restored; step 9: 340 rows restored, 30 lost, PLS 0.0025" in lines
+
+
+def test_a_job_that_went_on_from_memory_is_told_in_a_word() -> None:
+    event = Event("resumed", 8, "going on", {"manifest": "", "from_memory": True, "rows_restored": 0, "rows_lost": 0})
+    assert recovery_words(event) == "resumed at step 8: all from memory"
+    assert metrics_of("resumed", 8, event.data)[1][RESUMED_FROM] == 8
