@@ -1,8 +1,8 @@
 """Random fault schedules: workers and servers are killed and stopped, hosts leave and return, the mode changes.
 
 Whatever happens: the job ends well, every sample is in the account once, the model learned, nothing is left behind.
-`GBA_HVD_RANDOM_SCHEDULES=200 pytest tests/processes/test_random_schedules.py` runs that many, with mode shadow in place of
-gba if GBA_HVD_RANDOM_MODE says so; a seed that fails is added to SEEDS.
+`GBA_HVD_RANDOM_SCHEDULES=200 pytest tests/processes/test_random_schedules.py` runs that many, with mode shadow in place
+of gba if GBA_HVD_RANDOM_MODE says so; a seed that fails is added to SEEDS.
 """
 
 from __future__ import annotations
