@@ -505,8 +505,8 @@ class TorchState:
                 engine.emit(Event("resumed", self.step, text, told))
             if joined.taken is not None:
                 text = f"going on at step {self.step} where the lost job stood: {joined.taken.reason}"
-                missed = {"shard_steps_missed": joined.shard_steps_missed}
-                engine.emit(Event("resumed", self.step, text, {"manifest": "", "from_memory": True, **missed}))
+                lost = {"rows_restored": 0, "rows_lost": 0, "shard_steps_missed": joined.shard_steps_missed}
+                engine.emit(Event("resumed", self.step, text, {"manifest": "", "from_memory": True, **lost}))
             return
         was = f", before {before[0]}" if before else ""
         facts = {

@@ -20,7 +20,7 @@ so all workers have the same values from there on, and the central copy is these
     a worker in 2       its replica counts at the servers that have it
     a worker after 2    its replica counts
     a server before 4   its successor knows of what is handed in to it; of nothing: its copy is that of the last round
-    a server after 4    its copy, with the mean, is in its file
+    a server after 4    the mean is in a file of its own: its successor answers with it
 
 `phase` orders this: 2 x epoch within an epoch, one more at its end. A server ignores what is of a phase that is over.
 """
@@ -40,12 +40,13 @@ from gba_hvd.averaging import Averaging
 from gba_hvd.collectives import World, worker_lost
 from gba_hvd.compression.spec import Compression, Spec
 from gba_hvd.errors import GbaError, NonFiniteGradient
-from gba_hvd.gba import DenseState, GbaMode
-from gba_hvd.gradients import RowGrad
+from gba_hvd.gba import DenseState, GbaMode, Session
+from gba_hvd.gradients import DenseGradients, RowGrad
 from gba_hvd.ps.client import Reply
 from gba_hvd.ps.protocol import Blend, Dense, Export, Given, GivenLease, HandedIn, HandIn, Publish, PullDense
 from gba_hvd.replica import Copy, Replica, is_finite
 from gba_hvd.rounds import Rounds
+from gba_hvd.tables import EmbeddingTables
 from recovery import state_codec
 
 
@@ -57,10 +58,12 @@ class ReplicaMode(GbaMode):
     """
 
     def __init__(
-        self, *args: Any, averaging: Averaging, world: World, optimizer: torch.optim.Optimizer,
-        step_dense: Callable[[], None], is_elastic: bool, row_compression: Spec = Compression.none,
+        self, session: Session, worker: int, rank: int, host: int, pid: int, tables: EmbeddingTables,
+        dense: DenseGradients, timeout_s: float, *, averaging: Averaging, world: World,
+        optimizer: torch.optim.Optimizer, step_dense: Callable[[], None], is_elastic: bool,
+        row_compression: Spec = Compression.none,
     ) -> None:  # fmt: skip
-        super().__init__(*args, row_compression=row_compression)  # type: ignore[misc]
+        super().__init__(session, worker, rank, host, pid, tables, dense, timeout_s, None, row_compression)
         self.replica = Replica(self._dense)
         self.rounds = Rounds(
             averaging, self.replica, self, broken=self._world_is_broken, diverged=self._replica_diverged

@@ -2,6 +2,9 @@
 
 Uses the dense part, which makes each change visible whole or not at all; what is handed in is kept in memory only.
 Which formula, is `averaging`'s business; when replicas are handed in, the workers' and the coordinator's (`shadow`).
+
+The mean of a phase is put into the dense part, then into a file of its own, and only then is anybody told of it. So a
+worker that asks a successor for it gets what the others got, though they may have blended into the copy since.
 """
 
 from __future__ import annotations
@@ -23,15 +26,18 @@ class CentralCopy:
     """Not thread-safe: belongs to the server's main thread.
 
     A phase is over when its mean was made: what comes of it later, from a worker that was away, changes nothing.
+    generation: of the mode; a mean of an earlier one is none
     """
 
-    def __init__(self, dense: DensePart) -> None:
-        self._dense = dense
+    def __init__(self, dense: DensePart, generation: int) -> None:
+        self._dense, self._generation = dense, generation
+        self._path = dense.path.with_suffix(".mean")
         self._sizes = [t.size for t in dense.tensors]
         self._over = -1  # the last phase whose mean was made
         self._gathered: tuple[np.ndarray, bytes] | None = None
         self._handed: dict[int, tuple[MeanOfReplicas, set[int]]] = {}  # by phase; the workers that are in it
         self._newest: dict[int, int] = {}  # by worker: number of its last round
+        self._find_mean()
 
     def blend(self, request: Blend, frames: Sequence[Any]) -> np.ndarray:
         """w_ps <- (1-a) w_ps + a w_i; returns w_ps, float32 [n]. Raises ProtocolError, then nothing is changed."""
@@ -76,8 +82,26 @@ class CentralCopy:
                 values, state = mean.mean()
                 self._dense.replace_(values.numpy(), state)
             self._over, self._gathered = phase, self._now()
+            self._keep_mean()
             self._handed = {later: handed for later, handed in self._handed.items() if later > phase}
         return self._gathered if phase == self._over and self._gathered else self._now()
+
+    def _keep_mean(self) -> None:
+        assert self._gathered is not None
+        values, state = self._gathered
+        packed = np.frombuffer(state, dtype=np.uint8)
+        facts = {"generation": self._generation, "phase": self._over, "values": values, "state": packed}
+        fresh = self._path.with_suffix(".mean.new")
+        fresh.write_bytes(state_codec.encode(facts))
+        fresh.rename(self._path)
+
+    def _find_mean(self) -> None:
+        """What a server that died had made last."""
+        if not self._path.exists():
+            return
+        facts = state_codec.decode(self._path.read_bytes())
+        if facts["generation"] == self._generation:
+            self._over, self._gathered = facts["phase"], (facts["values"], facts["state"].tobytes())
 
     def _now(self) -> tuple[np.ndarray, bytes]:
         return self._dense.values.copy(), state_codec.encode(self._dense.state())

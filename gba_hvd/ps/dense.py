@@ -225,6 +225,10 @@ class DensePart:
         copied: list[dict[str, Any]] = state_codec.decode(state_codec.encode(self._state()))
         return copied
 
+    @property
+    def path(self) -> Path:
+        return self._file.path
+
     def close(self) -> None:
         """Let go of the file; it stays where it is."""
         self._places = {0: [], 1: []}

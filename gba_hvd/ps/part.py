@@ -68,7 +68,7 @@ class Part:
         self._names = [name for name, _, _ in enter.tensors]
         self._sizes = [math.prod(shape) for _, shape, _ in enter.tensors]
         has_replicas = enter.discipline.get("name") in REPLICA_MODES
-        self._central = CentralCopy(dense) if has_replicas else None
+        self._central = CentralCopy(dense, enter.generation) if has_replicas else None
         self.n_dense = 0 if has_replicas else sum(self._sizes)  # numbers in a push
         self.buffer = GradientBuffer()
         self.lags = dict(enter.position.lags)  # how many steps the dense values of applied pushes were old, histogram

@@ -223,7 +223,7 @@ def _asynchronous(mode: str, readings: Mapping[str, float]) -> str:
 def recovery_words(event: Event) -> str:
     """`step 120: 340 rows restored, PLS 0.0012`, or `resumed at step 120: 340 rows restored`."""
     data = event.data
-    parts = [f"{data.get('rows_restored', 0):,} rows restored"]
+    parts = [f"{data.get('rows_restored', 0):,} rows restored" if not data.get("from_memory") else "all from memory"]
     if data.get("rows_lost"):
         parts.append(f"{data['rows_lost']:,} lost")
     if data.get("pls") is not None:

@@ -20,6 +20,7 @@ from gba_hvd.callbacks import Event
 from gba_hvd.tracking import MLflowCallback, ProgressLine
 from gba_hvd.tracking.mlflow_run import JobRun
 from gba_hvd.tracking.plots import THROUGHPUT, Span
+from gba_hvd.tracking.progress import recovery_words
 from gba_hvd.tracking.records import Batch, Point, Record, merge_events
 from gba_hvd.tracking.recoveries import (
     RESUMED_FROM,
@@ -65,6 +66,9 @@ def test_a_checkpoint_is_two_points_at_the_step_that_was_saved():
 def test_a_recovery_is_a_point_of_what_came_back_and_what_did_not():
     assert metrics_of("rows_restored", 7, BACK) == (7, {"rows_restored": 340, "rows_lost": 0, "pls": 0.0025})
     assert metrics_of("rows_lost", 7, GONE) == (7, {"rows_restored": 0, "rows_lost": 170})
+    planned = {"interval_s": 40.0, "kind": "delta", "overhead": 0.01, "pls": 0.0, "reason": "delta saves every 40 s"}
+    expected = {"checkpoint_interval_s": 40.0, "checkpoint_overhead_expected": 0.01, "pls_expected": 0.0}
+    assert metrics_of("checkpoint_plan", 7, planned) == (7, expected)
     assert metrics_of("resumed", 7, resumed(7).data) == (7, {"rows_restored": 500, RESUMED_FROM: 7})
 
 
@@ -287,3 +291,9 @@ def test_the_progress_line_tells_of_them_and_sums_up():
     assert lines[:2] == ["[resumed] step 4: going on at step 4", "[checkpoint] step 10: step 8 saved"]
     assert "newest checkpoint: of step 8, s3://bucket/job/manifests/000001-00000008.json" in lines
     assert "recoveries: resumed at step 4: 500 rows restored; step 9: 340 rows restored, 30 lost, PLS 0.0025" in lines
+
+
+def test_a_job_that_went_on_from_memory_is_told_in_a_word() -> None:
+    event = Event("resumed", 8, "going on", {"manifest": "", "from_memory": True, "rows_restored": 0, "rows_lost": 0})
+    assert recovery_words(event) == "resumed at step 8: all from memory"
+    assert metrics_of("resumed", 8, event.data)[1][RESUMED_FROM] == 8

@@ -43,20 +43,20 @@ def hand_in(worker: int, phase: int) -> HandIn:
 
 
 def test_a_blend_moves_the_copy_by_its_share_and_answers_with_it(dense: DensePart):
-    central = CentralCopy(dense)
+    central = CentralCopy(dense, 7)
     assert central.blend(blend(), [floats(2, 4, 8)]).tolist() == [1, 2, 4]
     assert central.blend(blend(worker=2), [floats(3, 2, 0)]).tolist() == [2, 2, 2]
     assert dense.values.tolist() == [2, 2, 2] and dense.step == 5
 
 
 def test_a_blend_that_is_repeated_counts_once(dense: DensePart):
-    central = CentralCopy(dense)
+    central = CentralCopy(dense, 7)
     central.blend(blend(), [floats(2, 4, 8)])
     assert central.blend(blend(), [floats(2, 4, 8)]).tolist() == [1, 2, 4]
 
 
 def test_the_copy_becomes_the_mean_of_what_was_handed_in_once_each(dense: DensePart):
-    central = CentralCopy(dense)
+    central = CentralCopy(dense, 7)
     central.hand_in(hand_in(1, 1), [floats(1, 2, 3), state(10, 1.0)])
     central.hand_in(hand_in(1, 1), [floats(1, 2, 3), state(10, 1.0)])
     central.hand_in(hand_in(2, 1), [floats(3, 4, 5), state(30, 3.0)])
@@ -68,7 +68,7 @@ def test_the_copy_becomes_the_mean_of_what_was_handed_in_once_each(dense: DenseP
 
 
 def test_what_comes_after_the_mean_was_made_changes_nothing_until_the_next_phase(dense: DensePart):
-    central = CentralCopy(dense)
+    central = CentralCopy(dense, 7)
     central.hand_in(hand_in(1, 1), [floats(2, 2, 2), state(1, 1.0)])
     central.gather(1)
     central.blend(blend(phase=0), [floats(9, 9, 9)])
@@ -80,7 +80,7 @@ def test_what_comes_after_the_mean_was_made_changes_nothing_until_the_next_phase
 
 
 def test_whoever_asks_late_gets_the_mean_though_the_copy_has_moved_on(dense: DensePart):
-    central = CentralCopy(dense)
+    central = CentralCopy(dense, 7)
     central.hand_in(hand_in(1, 1), [floats(2, 2, 2), state(1, 1.0)])
     first, _ = central.gather(1)
     central.blend(blend(phase=2), [floats(4, 4, 4)])
@@ -90,14 +90,14 @@ def test_whoever_asks_late_gets_the_mean_though_the_copy_has_moved_on(dense: Den
 
 
 def test_without_anything_handed_in_the_copy_stays(dense: DensePart):
-    central = CentralCopy(dense)
+    central = CentralCopy(dense, 7)
     central.publish(Publish(7, 0), [floats(1, 2, 3), b""])
     central.gather(1)
     assert dense.values.tolist() == [1, 2, 3]
 
 
 def test_values_and_state_are_published_together_or_apart(dense: DensePart):
-    central = CentralCopy(dense)
+    central = CentralCopy(dense, 7)
     central.publish(Publish(7, 0), [b"", state(4, 2.0)])
     assert dense.values.tolist() == [0, 0, 0] and float(dense.state()[0]["step"]) == 4
     central.publish(Publish(7, 0), [floats(1, 2, 3), b""])
@@ -105,20 +105,39 @@ def test_values_and_state_are_published_together_or_apart(dense: DensePart):
 
 
 def test_a_successor_finds_the_last_blend(dense: DensePart, tmp_path: Path):
-    CentralCopy(dense).blend(blend(), [floats(2, 4, 8)])
+    CentralCopy(dense, 7).blend(blend(), [floats(2, 4, 8)])
     successor = DensePart.open(tmp_path / "dense")
     assert successor.values.tolist() == [1, 2, 4] and successor.step == 5
+
+
+def test_a_successor_answers_with_the_mean_that_was_told_though_the_copy_has_moved_on(dense: DensePart, tmp_path: Path):
+    central = CentralCopy(dense, 7)
+    central.hand_in(hand_in(1, 1), [floats(2, 2, 2), state(1, 1.0)])
+    central.gather(1)
+    central.blend(blend(phase=2), [floats(4, 4, 4)])
+    successor = CentralCopy(DensePart.open(tmp_path / "dense"), 7)
+    assert successor.gather(1)[0].tolist() == [2, 2, 2]
+    assert successor.blend(blend(number=2, phase=2), [floats(5, 5, 5)]).tolist() == [4, 4, 4]
+    assert successor.blend(blend(number=3, phase=1), [floats(9, 9, 9)]).tolist() == [4, 4, 4]
+
+
+def test_a_mean_of_an_earlier_session_is_none(dense: DensePart, tmp_path: Path):
+    before = CentralCopy(dense, 6)
+    before.hand_in(hand_in(1, 9), [floats(2, 2, 2), state(1, 1.0)])
+    before.gather(9)
+    central = CentralCopy(dense, 7)
+    assert central.blend(blend(phase=0), [floats(4, 4, 4)]).tolist() == [3, 3, 3]
 
 
 def test_readers_see_a_blend_though_the_step_is_the_same(dense: DensePart, tmp_path: Path):
     reader, out = DenseReader(tmp_path / "dense"), np.empty(N, np.float32)
     assert reader.read(out, -1) == 5
-    CentralCopy(dense).blend(blend(), [floats(2, 4, 8)])
+    CentralCopy(dense, 7).blend(blend(), [floats(2, 4, 8)])
     assert reader.read(out, -1) == 5 and out.tolist() == [1, 2, 4]
 
 
 def test_steps_of_the_rows_leave_the_copy_alone(dense: DensePart):
-    central = CentralCopy(dense)
+    central = CentralCopy(dense, 7)
     central.blend(blend(), [floats(2, 4, 8)])
     dense.skip_(6)
     assert dense.values.tolist() == [1, 2, 4] and dense.step == 6
@@ -141,7 +160,7 @@ def test_steps_of_the_rows_leave_the_copy_alone(dense: DensePart):
 def test_what_is_not_right_is_refused_and_changes_nothing(
     dense: DensePart, request_: Any, frames: list[Any], words: str
 ):
-    central = CentralCopy(dense)
+    central = CentralCopy(dense, 7)
     act = {Blend: central.blend, HandIn: central.hand_in, Publish: central.publish}[type(request_)]
     with pytest.raises(ProtocolError, match=words):
         act(request_, frames)
@@ -151,4 +170,4 @@ def test_what_is_not_right_is_refused_and_changes_nothing(
 
 def test_a_refused_replica_is_told_from_a_message_that_makes_no_sense(dense: DensePart):
     with pytest.raises(NotFinite):
-        CentralCopy(dense).blend(blend(), [floats(1, float("inf"), 3)])
+        CentralCopy(dense, 7).blend(blend(), [floats(1, float("inf"), 3)])

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 import pytest
 
-from gba_hvd.membership import Agreement, Facts, agree
+from gba_hvd.collectives import SoloWorld
+from gba_hvd.membership import Agreement, Facts, _fill_new_shards, agree
+from gba_hvd.routing import Placement
+from recovery.errors import StoreError
+from recovery.restore import Now
 
 
 def old(step: int, held: int = -1) -> Facts:
@@ -46,3 +54,52 @@ def test_facts_travel_as_a_row_of_numbers() -> None:
     facts = Facts(True, 5, 6, host=-(2**63), settings=2**63 - 1, pid=77)
     row = facts.row().tolist()
     assert Facts(bool(row[0]), *row[1:]) == facts
+
+
+def test_why_lost_rows_did_not_come_back_reaches_whoever_tells_it(make_tables: Any) -> None:
+    """The lead of another host tried; rank 0 speaks."""
+    memory = make_tables({"user": (20, 4)}).memory
+
+    class TwoHosts(SoloWorld):
+        """Rank 0 of two; the other one has failed to restore."""
+
+        size = 2
+
+        def gather(self, name: str, row: np.ndarray) -> np.ndarray:
+            theirs = np.zeros_like(row)
+            theirs[-1] = name == "filled"
+            return np.stack([row, theirs])
+
+        def broadcast(self, name: str, data: bytes | None, root: int) -> bytes:
+            assert (name, root) == ("why", 1)
+            return b"the store does not answer"
+
+    def fill(memory: Any, shards: Any, now: Any) -> None:
+        assert now == Now(7)
+
+    checkpoints = SimpleNamespace(callback=SimpleNamespace(resume=True), fill=fill)
+    placement = Placement((0, 0, 0), np.array([0, 0, 0]), (1,), (), ())
+    engine: Any = SimpleNamespace(checkpoints=checkpoints)
+    agreed = Agreement(7, 0, (), True, "")
+    refilled = _fill_new_shards(engine, TwoHosts(), agreed, placement, here=0, leads=True, memory=memory)
+    assert (refilled.rows, refilled.why_not) == (0, "the store does not answer")
+    assert memory.steps_of(1) == (7, 7)
+
+
+def test_a_store_that_fails_costs_the_lost_rows_and_not_the_job(make_tables: Any) -> None:
+    memory = make_tables({"user": (20, 4)}).memory
+
+    def fill(memory: Any, shards: Any, now: Any) -> None:
+        memory.flat[:] = 7.0  # half restored
+        raise StoreError("planned")
+
+    checkpoints = SimpleNamespace(callback=SimpleNamespace(resume=True), fill=fill)
+    placement = Placement((0, 0, 0), np.array([0, 0, 0]), (0, 1, 2), (), ())
+    before = memory.flat.copy()
+    engine: Any = SimpleNamespace(checkpoints=checkpoints)
+    agreed = Agreement(0, 0, (), True, "")
+    refilled = _fill_new_shards(engine, SoloWorld(), agreed, placement, here=0, leads=True, memory=memory)
+    assert refilled.why_not == "planned"
+    for group in memory.layout.groups:
+        at = slice(group.at, group.at + group.record)
+        assert (memory.flat[at] == before[at]).all()  # rows begin anew

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -77,15 +78,25 @@ def run(args: argparse.Namespace) -> int:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gba-hvd-bench-")))
             lab = stack.enter_context(Lab(scratch / "lab", (DESK, *HOSTS)))
             launches = Launches(scratch, lab, args.links)
-            for model in args.models:
-                for name in args.contestants:
-                    if model != "dlrm" or name in OURS:
-                        speed += launches.speed(model, name)
-            for seed in range(args.seeds):
-                for name in args.contestants:
-                    quality.append(launches.quality(name, seed))
+            runs = [
+                partial(launches.speed, speed, model, name)
+                for model in args.models
+                for name in args.contestants
+                if model != "dlrm" or name in OURS
+            ]
+            runs += [
+                partial(launches.quality, quality, name, seed)
+                for seed in range(args.seeds)
+                for name in args.contestants
+            ]
+            for one in runs:
+                try:
+                    one()
+                except measure.RunFailed as error:  # one contestant's trouble is not the others'
+                    failed = error
+                    print(f"gba-hvd: {error}", file=sys.stderr)
     except (measure.RunFailed, LabError) as error:
-        failed = error  # the minutes of work before it are kept
+        failed = error
         print(f"gba-hvd: {error}", file=sys.stderr)
     if speed or quality:
         result = headline(speed, quality)
@@ -113,26 +124,25 @@ class Launches:
         clicks.write(self.folder / "clicks", compressed_model.BATCH["dlrm"], 8, len(HOSTS))
         self._number = 0
 
-    def speed(self, model: str, name: str) -> list[Row]:
-        """One launch over all links. Raises RunFailed."""
+    def speed(self, rows: list[Row], model: str, name: str) -> None:
+        """One launch over all links, added to the rows. Raises RunFailed."""
         warmup = WARMUP if name in UNCOMPRESSED else WARMUP_COMPRESSED
         phases = ",".join(f"{link}:{warmup}:{STEPS[link]}" for link in self.links)
         result = self._launch(name, ["--model", model, "--phases", phases], self.links)
-        rows = [{"model": model, "contestant": name, **phase} for phase in result["phases"]]
-        for row in rows:
+        for row in [{"model": model, "contestant": name, **phase} for phase in result["phases"]]:
+            rows.append(row)
             print(
                 f"{model:5s} {name:13s} {row['link']:10s} {1000 * row['s_per_step']:9.1f} ms a step  "
                 f"{row['wire_bytes'] / 1e6:8.3f} MB",
                 flush=True,
             )
-        return rows
 
-    def quality(self, name: str, seed: int) -> Row:
-        """One launch to the end. Raises RunFailed."""
+    def quality(self, rows: list[Row], name: str, seed: int) -> None:
+        """One launch to the end, added to the rows. Raises RunFailed."""
         flags = ["--model", "small", "--epochs", str(EPOCHS), "--seed", str(seed)]
         result = self._launch(name, [*flags, *(["--always"] if name in OURS else [])], ())
         print(f"small {name:13s} seed {seed}     AUC {result['auc']:.5f}", flush=True)
-        return {"contestant": name, "seed": seed, **result}
+        rows.append({"contestant": name, "seed": seed, **result})
 
     def _launch(self, name: str, flags: Sequence[str], links: Iterable[str]) -> Any:
         self._number += 1

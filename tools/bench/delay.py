@@ -64,22 +64,22 @@ def run(args: argparse.Namespace) -> int:
         return 1
     torch.set_num_threads(1)
     logging.getLogger("gba_hvd.ps").setLevel(logging.CRITICAL)  # steps that are not finite are what is looked for
-    tasks = {}
-    for task in args.tasks:
-        losses, start = simulated(task, args.workers, args.micro_batches, args.seeds)
-        tasks[task] = summary(losses, RULES, args.workers, RATES[task], start)
-        show(task, tasks[task], args.workers)
-        rows = [
-            {"rule": rule, "workers": n, "lr": lr, "losses": found, "loss": median(found)}
-            for (rule, n, lr), found in losses.items()
-        ]
-        tasks[task]["rows"] = rows
     settings = {
         "mode": "async", "optimizer": "SGD, momentum 0.9", "micro_batches": args.micro_batches, "seeds": args.seeds,
         "holds_within": HOLDS_WITHIN,
     }  # fmt: skip
-    document = {"machine": measure.machine(), "settings": settings, "tasks": tasks}
-    measure.write_json(args.out, json_values(document))
+    tasks: dict[str, Any] = {}
+    for task in args.tasks:
+        losses, start = simulated(task, args.workers, args.micro_batches, args.seeds)
+        found = summary(losses, RULES, args.workers, RATES[task], start)
+        show(task, found, args.workers)
+        rows = [
+            {"rule": rule, "workers": n, "lr": lr, "losses": by_seed, "loss": median(by_seed)}
+            for (rule, n, lr), by_seed in losses.items()
+        ]
+        tasks[task] = {**found, "rows": rows}
+        document = {"machine": measure.machine(), "settings": settings, "tasks": tasks}
+        measure.write_json(args.out, json_values(document))  # the minutes before the next task are kept
     print(f"written to {args.out}")
     return 0
 

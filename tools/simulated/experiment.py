@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +118,14 @@ def _task(experiment: Experiment, clicks: Path | None) -> Task:
         return Quadratic(np.geomspace(0.01, 1.0, 50).tolist(), noise=0.1, seed=experiment.seed)
     samples = experiment.micro_batches * experiment.micro_batch
     if experiment.task == "logistic":
-        return Logistic(min(samples, 100_000), experiment.micro_batch, experiment.seed)
+        return _logistic(min(samples, 100_000), experiment.micro_batch, experiment.seed)
     from .click_task import ClickTask
 
     assert clicks is not None
     return ClickTask(clicks, samples, experiment.micro_batch)
+
+
+_logistic = lru_cache(maxsize=4)(Logistic)  # it does not change, and its samples take longer to make than to train
 
 
 def _known(what: str, name: str, among: tuple[str, ...]) -> None:
