@@ -55,7 +55,8 @@ def main() -> None:
 
         dist.init_process_group("gloo")
         rank, size = dist.get_rank(), dist.get_world_size()
-        replica = nn.parallel.DistributedDataParallel(model)
+        # One bucket: over Gloo, the hooks of several buckets may enter their collectives in different orders.
+        replica = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1000)
         if args.peer == "powersgd":
             state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
             replica.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
