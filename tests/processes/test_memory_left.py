@@ -13,7 +13,7 @@ import pytest
 from recovery.chains import Chain, chains
 from recovery.store import open_store
 
-from .cluster import Cluster, assert_identical, cluster, wait_for
+from .cluster import NAMES, Cluster, assert_identical, cluster, wait_for
 from .test_checkpoints import LOCK_STEP, PATIENCE_S, events
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
@@ -78,6 +78,29 @@ def test_a_step_that_some_shards_have_is_not_applied_to_them_again(tmp_path: Pat
         assert result["total"] == result["applied"] == 2000 and result["step"] == 22
         # Killed while they were applied, all four shards have the step begun, none has it for sure.
         assert result["shard_steps_missed"] == resumed["shard_steps_missed"] == (4 if point == "in apply" else 0)
+
+
+@pytest.mark.parametrize("mode", ["gba", "allreduce"])
+def test_two_hosts_go_on_from_their_memories_together(tmp_path: Path, mode: str) -> None:
+    plan = plan_of(tmp_path, mode) | {"faults": [], "horovod": True, "own_memory_per_name": True}
+    with cluster(tmp_path / "job", {"GBA_HVD_GRACE_S": "120"}, **plan) as job:
+        job.start_elastic(NAMES[:2])
+        wait_for(lambda: len(list(job.shard_dir.glob("*/*/ps-0.address"))) == 2, "two servers", PATIENCE_S)
+        (job.out / "go").touch()
+        wait_for(lambda: job.ended or events(job, "checkpoint"), "a checkpoint", PATIENCE_S)
+        assert job.launcher is not None and not job.ended, job.log()
+        job.launcher.kill()  # first: nobody is to hear of what follows
+        for pid in job.processes(only_workers=True):
+            os.kill(pid, signal.SIGKILL)
+        job.launcher.wait(10)
+        stood = job.last_step()
+        job.start_elastic(NAMES[:2])
+        assert job.wait(PATIENCE_S) == 0, job.log()
+        resumed = events(job, "resumed")[0]
+        assert resumed["from_memory"] and resumed["step"] >= stood - 1  # or the step was applied by one of them only
+        result = job.result()
+        assert result["total"] == result["applied"] + result["dropped"] + result["lost"] == 2000
+        job.assert_nothing_left()
 
 
 @pytest.mark.parametrize("mode", ["allreduce", "gba"])
