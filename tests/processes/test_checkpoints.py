@@ -151,8 +151,11 @@ def test_a_job_with_replicas_is_killed_and_goes_on_with_what_they_had_learned(tm
 
 
 def test_a_lost_host_gets_its_rows_back_and_no_sample_is_lost(tmp_path: Path) -> None:
-    with cluster(tmp_path, **saving(tmp_path), own_memory_per_name=True, epochs=4, sleep_s=0.2, wait_at_step=36) as job:
+    plan = saving(tmp_path) | {"holds": {"1": "servers"}, "wait_at_step": 36}
+    with cluster(tmp_path, **plan, own_memory_per_name=True, epochs=4, sleep_s=0.1) as job:
         job.start_elastic(TWO)
+        wait_for(lambda: len(list(job.shard_dir.glob("*/*/ps-0.address"))) == 2, "two servers", PATIENCE_S)
+        (job.out / "servers").touch()
         wait_for_two_checkpoints(job)
         killed = job.processes_of_name(TWO[1])
         for pid in killed:
