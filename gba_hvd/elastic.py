@@ -387,6 +387,12 @@ class TorchState:
         self._keep(0, lambda: state_codec.encode(self._whole_state()))
 
     def _keep(self, generation: int, state: Callable[[], bytes]) -> None:
+        engine = self.engine
+        # What compression has not sent yet is in every worker: the chief alone cannot keep it.
+        if engine.checkpoints is None or engine.world.rank != 0 or engine.compression is not None:
+            self._keeper = None
+        elif self._keeper is None:  # this worker has become the chief
+            self._keeper = StateKeeper(engine.folder, engine.settings, engine.checkpoints.callback.memory_share)
         if self._keeper is not None and (stopped := self._keeper.keep(self.step, generation, state)):
             self.engine.emit(Event("memory_not_kept", self.step, stopped, {}))
 
@@ -435,6 +441,7 @@ class TorchState:
         state = state_codec.decode(self._snapshot)
         self._load_state_dict(state)
         if engine.compression is not None:
+            engine.compression.clear()  # whoever was here before was counted as lost
             engine.compression.count_lost(world, False)
         if engine.checkpoints is not None:
             engine.checkpoints.load_state(state["checkpoints"])
@@ -463,9 +470,6 @@ class TorchState:
             engine.wishes.operator = self._line.wanted
         self._part = (joined.part, joined.n_hosts)
         self._keeper = None
-        # What compression has not sent yet is in every worker: the chief alone cannot keep it.
-        if engine.checkpoints is not None and world.rank == 0 and engine.compression is None:
-            self._keeper = StateKeeper(engine.folder, engine.settings, engine.checkpoints.callback.memory_share)
         if engine.checkpoints is not None and world.rank == 0 and self._line is not None:
             engine.checkpoints.hold(self._line)
 

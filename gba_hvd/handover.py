@@ -138,9 +138,11 @@ def _slim_worker(engine: Engine, session: Session, sharers: int) -> SlimWorker:
     parameters = engine.dense.parameters
     sgd = Sgd.of(torch_optimizers.spec_of(optimizer), np.repeat([group_of[id(p)] for p in parameters], sizes))
     v: np.ndarray = np.zeros(engine.dense.n, np.float32)
+    by_step = session.mode in ("gba", "bsp")
+    pushes = engine.global_batch // engine.micro_batch if by_step else 1  # of a step, by which the server divides
     if sharers:
-        v = buffer_of([optimizer.state.get(p, {}) for p in parameters], sizes) / np.float32(sharers)
-    return SlimWorker(sgd, v, by_step=session.mode in ("gba", "bsp"))
+        v = buffer_of([optimizer.state.get(p, {}) for p in parameters], sizes) * np.float32(pushes / sharers)
+    return SlimWorker(sgd, v, by_step)
 
 
 def to_workers(engine: Engine, position: Position) -> None:

@@ -155,7 +155,7 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
         "micro_batch": engine.micro_batch,
         "dense parameters": engine.dense.n,
         "row_average": engine.row_average,
-        "compression": "none" if engine.compression is None else str(engine.compression.spec),
+        "compression": "none" if engine.compression is None else repr(engine.compression.spec),
         "row_compression": str(engine.row_compression),
         "CheckpointCallback": None if engine.checkpoints is None else engine.checkpoints.callback.url,
         "GBACallback": None if engine.switching is None else engine.switching.agreed,
@@ -180,7 +180,9 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
             engine.mode.forget_held()
     if engine.compression is not None:
         engine.compression.world_formed()
-        if has_state and mine.step < agreed.step and world.rank not in agreed.catch_up:
+        # (After an asynchronous mode survivors stand at different steps, and nobody was left behind.)
+        was_left = isinstance(engine.mode, AllreduceMode) and mine.step < agreed.step
+        if has_state and was_left and world.rank not in agreed.catch_up:
             engine.compression.clear()  # the world went on without this worker, and counted its rest as lost
     members = Membership(tuple(f.host for f in facts))
     here = members.order.index(mine.host)

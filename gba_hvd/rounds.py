@@ -40,6 +40,7 @@ _N_NUMBERS = 4
 _OF_A_CORE = 0.1  # what background rounds may take of one
 _QUIET_S = 1.0  # a worker that is alone lets the servers have its replica so often
 _PASSIVE_AFTER_S = 0.2  # without a micro-batch for so long, a worker takes part in others' foreground rounds
+_LONG_MICRO_S = 10.0  # in the middle of a micro-batch of this length it takes part as well
 _AFTER_A_FAILURE_S, _ASK_AGAIN_S = 0.5, 10.0
 _LEAVE_S = 10.0
 _KEPT = 64
@@ -87,7 +88,7 @@ class Rounds:
         self._world: World | None = None
         self._ending = ""  # "together": after a round in which all say so; "now"
         self._wanted = self._in_horovod = False
-        self._idle_since_s: float | None = None
+        self._idle_since_s = 0.0
         self._lost_s: float | None = None  # when a round failed, until a new world stands
         self._not_before_s = 0.0
         self._global: Tensor | None = None  # of bmuf
@@ -104,7 +105,7 @@ class Rounds:
     # --- life --------------------------------------------------------------------------------------------------------
 
     def start(self, world: World) -> None:
-        self._world = world
+        self._world, self._idle_since_s = world, self._clock()
         self._thread.start()
 
     def stop(self, together: bool = False, timeout_s: float = _LEAVE_S) -> bool:
@@ -150,13 +151,10 @@ class Rounds:
     # --- the training thread -----------------------------------------------------------------------------------------
 
     def begin_micro(self) -> None:
-        self._idle_since_s = None
+        self._idle_since_s = self._clock() + _LONG_MICRO_S  # see `_is_due`
 
     def end_micro(self, timeout_s: float) -> None:
-        """After a local step. In the foreground every k-th waits for a round; one that fails is not waited for.
-
-        Raises TimeoutError.
-        """
+        """After a local step. In the foreground every k-th waits for a round, but not for one that fails or is late."""
         self._idle_since_s = self._clock()
         every = self._averaging.every
         if every is None or self._replica.n_steps % every or not self._thread.is_alive():
@@ -172,7 +170,7 @@ class Rounds:
                 return self.n_done + self.n_failed > before or self._world is not world or not self._thread.is_alive()
 
             if not self._changed.wait_for(over, timeout_s):
-                raise TimeoutError(f"a round of {self._averaging.algorithm} did not end in {timeout_s:.0f} s")
+                self._dropped.append(f"training goes on: a round was waited for in vain for {timeout_s:.0f} s")
 
     def dropped(self) -> list[str]:
         """Why rounds were dropped since this was asked last."""
@@ -238,8 +236,7 @@ class Rounds:
             return True
         if self._averaging.every is None or world.size == 1:
             return now >= self._not_before_s
-        idle_since_s = self._idle_since_s
-        is_idle = idle_since_s is not None and now - idle_since_s > _PASSIVE_AFTER_S
+        is_idle = not self._replica.is_open or now - self._idle_since_s > _PASSIVE_AFTER_S
         passive = self._averaging.is_collective and is_idle and now >= self._not_before_s
         return self._wanted or passive
 

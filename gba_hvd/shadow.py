@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from gba_hvd.averaging import Averaging
-from gba_hvd.collectives import World, worker_lost
+from gba_hvd.collectives import World
 from gba_hvd.compression.spec import Compression, Spec
 from gba_hvd.errors import GbaError, NonFiniteGradient
 from gba_hvd.gba import DenseState, GbaMode, Session
@@ -115,10 +115,7 @@ class ReplicaMode(GbaMode):
         if refused:
             return
         self.replica.step(self._step_dense)
-        try:
-            self.rounds.end_micro(self._tables.config.lease_s)
-        except TimeoutError as error:
-            raise worker_lost(str(error)) from error
+        self.rounds.end_micro(self._tables.config.lease_s)
 
     # --- looked at from outside --------------------------------------------------------------------------------------
 
@@ -150,8 +147,8 @@ class ReplicaMode(GbaMode):
             self._replica_diverged()
         self._raise_failure()
         if not ended:
-            if own is not None and self.rounds.is_alone:
-                self._to_servers(own.values, self._states(), own.phase)
+            if own is not None:
+                self._to_servers(own.values if self.rounds.is_alone else None, self._states(), own.phase)
             return super().export(leaving)
         if own is not None:
             self._hand_in(own.values, phase)
@@ -162,6 +159,10 @@ class ReplicaMode(GbaMode):
         if leaving:
             self.left_together = self.rounds.stop(together=True)
         return exported
+
+    def rescue(self, timeout_s: float) -> dict[int, DenseState]:
+        self.replica.close()  # rounds mix nothing in any more
+        return super().rescue(timeout_s)
 
     def _hand_in(self, values: Tensor, phase: int) -> None:
         body, states = HandIn(self.worker, self.session.generation, phase), self._states()

@@ -39,6 +39,10 @@ _KINDS = {
     ("sent", "PullRows"): ("header",),
     ("received", "PullRows"): ("rows",),
     ("received", "Export"): ("dense",),
+    ("sent", "Blend"): ("dense",),
+    ("received", "Blend"): ("dense",),
+    ("sent", "Publish"): ("dense",),
+    ("sent", "HandIn"): ("dense",),
 }
 
 

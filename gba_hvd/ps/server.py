@@ -526,6 +526,12 @@ class Server:
             request = self._saver.last_request(state.step, position["account"]["applied"])
             if request is None:
                 return False
+            marks = self.memory.marks()
+            torn = [int(s) for s in shards if marks.begun[s] > marks.finished[s]]
+            for shard in torn:  # whoever was applying a step there is dead: it will never be finished
+                self.memory.set_ready(shard, int(marks.begun[shard]))
+            if torn:
+                request.about["torn_shards"] = len(torn)
             self._saver.begin(request, shards, lambda extras: state.state)
         except (GbaError, OSError, KeyError) as error:
             log.warning("no last checkpoint is made: %s", error)
@@ -570,8 +576,10 @@ class Server:
         return Exported(step, position), (values, state)
 
     def _on_handed_in(self, request: HandedIn) -> Answer:
-        coordinator = self._lead(request.generation)
         _ = self._active(request.generation).central  # refuses where there are no replicas
+        if self.idle:
+            return Ok()  # the mode is being left: all had handed in before, and a successor has no coordinator
+        coordinator = self._lead(request.generation)
         before = coordinator.gathered
         if not coordinator.handed_in(request):
             return Refused("other workers have not handed in their replicas yet", again=True)
@@ -848,12 +856,22 @@ def _dense_state(part: Part) -> bytes:
 
 
 def asynchronous_state(snapshot: bytes, extras: Sequence[bytes], position: Position) -> bytes:
-    """What a checkpoint has beside rows: the user's values, the dense tensors of all servers, and where to go on."""
+    """What a checkpoint has beside rows: the user's values, the dense tensors of all servers, and where to go on.
+
+    Raises GbaError when the values are of an earlier epoch than the job is in: whole epochs would be trained again.
+    """
+    values = state_codec.decode(snapshot)
+    order = values["position"].get("order")
+    if order is not None and order["epoch"] < position.epoch:
+        raise GbaError(
+            f"the values of the training script are as of epoch {order['epoch']}, the job is in epoch {position.epoch} "
+            "already: they do not belong together"
+        )
     dense: dict[str, Any] = {}
     for extra in extras:
         dense |= state_codec.decode(extra)
     told = msgspec.to_builtins(position)
-    return state_codec.encode({"snapshot": state_codec.decode(snapshot), "dense": dense, "position": told})
+    return state_codec.encode({"snapshot": values, "dense": dense, "position": told})
 
 
 _logged: list[str] = []  # a peer that goes wrong again and again must not fill the disk

@@ -280,6 +280,25 @@ def test_a_worker_without_a_micro_batch_takes_part_in_the_rounds_of_the_others()
     assert stop_together(workers) == [True, True]
 
 
+def test_a_worker_that_has_no_micro_batch_yet_takes_part_in_the_rounds_of_the_others():
+    workers = started([[0.0, 0.0], [4.0, 4.0]], every=1)
+    workers[0].step(0.0)
+    assert workers[0].rounds.n_done == 1
+    assert workers[0].values == [2.0, 2.0]
+    assert stop_together(workers) == [True, True]
+
+
+def test_a_foreground_round_that_is_late_is_told_and_training_goes_on(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("gba_hvd.rounds._PASSIVE_AFTER_S", PATIENCE_S)
+    workers = started([[0.0, 0.0], [4.0, 4.0]], every=1)
+    workers[1].rounds.begin_micro()  # and computes for long
+    workers[0].replica.step(lambda: None)
+    workers[0].rounds.end_micro(timeout_s=0.3)
+    assert any("waited for in vain" in why for why in workers[0].rounds.dropped())
+    workers[1].rounds.end_micro(timeout_s=PATIENCE_S)
+    assert stop_together(workers) == [True, True]
+
+
 def test_a_replica_that_is_not_finite_is_given_to_nobody():
     workers = started([[float("nan"), 0.0], [1.0, 1.0]])
     assert workers[0].diverged.wait(PATIENCE_S)

@@ -115,9 +115,11 @@ def test_what_dana_zero_shows_is_what_dana_slim_has(buffer: np.ndarray) -> None:
     assert np.abs(zero.values - slim.values).max() > 1e-3, "the look-ahead came to nothing"
 
 
-def test_in_lock_step_both_danas_agree_on_steps_of_several_pushes() -> None:
-    zero, slim = Server("dana_zero", range(2)), Server("dana_slim", range(2))
-    workers = slim_workers(np.zeros(N, np.float32), 2, by_step=True)
+@pytest.mark.parametrize("buffer", [np.zeros(N, np.float32), np.linspace(1, -2, N).astype(np.float32)])
+def test_in_lock_step_both_danas_agree_on_steps_of_several_pushes(buffer: np.ndarray) -> None:
+    zero = Server("dana_zero", range(2), buffer)
+    slim = Server("dana_slim", range(2), buffer, start=zero.shown)
+    workers = slim_workers(3 * buffer, 2, by_step=True)  # the server divides by the three pushes of a step
     for _ in range(30):
         of_zero = [(w, gradient_at(zero.shown) + np.float32(w)) for w in (0, 1, 0)]
         of_slim = [(w, workers[w].outgoing(gradient_at(slim.shown) + np.float32(w), slim.step)) for w in (0, 1, 0)]
