@@ -312,9 +312,11 @@ def _take_leftover(engine: Engine, world: World, job_id: str, leads: bool, saved
     def look() -> None:
         nonlocal found, state
         limit_s = checkpoints.callback.last_gasp_s + _FLUSH_MARGIN_S
-        if leads and tables.memory is None and leftover.look(folder, tables.layout, limit_s):
+        memory = tables.memory if leads else None  # open already when this process tried before and could not finish
+        if leads and memory is None and leftover.look(folder, tables.layout, limit_s):
             memory = _open(engine, job_id)
             keeper.start(folder, tables.config.grace_s)  # the one it had may have been killed, too; two do no harm
+        if memory is not None:
             with contextlib.suppress(ShardMemoryError):  # what is damaged is of no use
                 found, state = leftover.found_in(memory)
 
