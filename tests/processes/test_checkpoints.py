@@ -212,7 +212,9 @@ def test_a_host_whose_worker_is_told_to_leave_costs_nothing(tmp_path: Path) -> N
         (worker,) = set(job.processes_of_name(TWO[1])) & set(job.processes(only_workers=True))
         os.kill(worker, signal.SIGTERM)
         told = wait_for(lambda: events(job, "preempted"), "word of it", PATIENCE_S)[0]
-        wait_for(lambda: [n for n in job.notes("end") if n["pid"] == worker], "the worker's end", PATIENCE_S)
+        wait_for(
+            lambda: [n for n in job.notes("end") if n["pid"].endswith(f"-{worker}")], "the worker's end", PATIENCE_S
+        )
         for pid in job.processes_of_name(TWO[1]):  # now the host goes
             os.kill(pid, signal.SIGKILL)
         back = wait_for(lambda: events(job, "rows_restored"), "the rows' return", PATIENCE_S)[0]
