@@ -13,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-fast check bench clean
+.PHONY: help setup demo test test-all test-fast check bench clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -23,11 +23,14 @@ setup: $(VENV)/.ready  ## virtual environment, dependencies, Horovod, this packa
 demo: setup  ## 3 workers on the synthetic log: a straggler, two switches of mode, two kills, a lost host (3 minutes)
 	$(PY) examples/demo.py
 
-test: setup  ## every test, also those that start real processes
+test: setup  ## the tests, also those that start real processes
+	$(PYTEST) -m "not variant"
+
+test-all: setup  ## the same, and slow variants of them
 	$(PYTEST)
 
 test-fast: setup  ## the tests that start no processes
-	$(PYTEST) -m "not processes"
+	$(PYTEST) -m "not processes and not variant"
 
 check: setup  ## formatting, lint, types
 	$(VENV)/bin/ruff format --check .

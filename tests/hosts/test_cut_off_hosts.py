@@ -55,7 +55,7 @@ def generation_on(job: HostsJob, name: str) -> int:
     return int(session["enter"]["generation"])
 
 
-@pytest.mark.parametrize("mode", ["allreduce", "gba"])
+@pytest.mark.parametrize("mode", ["allreduce", pytest.param("gba", marks=pytest.mark.variant)])
 def test_a_host_that_comes_back_is_not_believed(lab: Lab, tmp_path: Path, mode: str) -> None:
     """It is the host of the chief and of the coordinator."""
     store = S3(lab, tmp_path / "s3")

@@ -32,7 +32,7 @@ def samples_after(step: int) -> int:
     ("mode", "victim"),
     [
         ("allreduce", "other"),
-        ("gba", "chief"),
+        pytest.param("gba", "chief", marks=pytest.mark.variant),
         pytest.param("allreduce", "chief", marks=only_if_all),
         pytest.param("gba", "other", marks=only_if_all),
     ],

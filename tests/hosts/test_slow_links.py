@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 EPOCHS, SAMPLES = 4, 1000
 
 
+@pytest.mark.variant
 def test_slow_links_make_nobody_dead(lab: Lab, tmp_path: Path) -> None:
     lab.limit("100mbit")
     there_and_back = {"mode": "allreduce", "switch_at": {3: "gba", 20: "allreduce"}}

@@ -23,7 +23,9 @@ def events(job: Cluster, kind: str) -> list[dict[str, Any]]:
     return [line for line in job.notes("event") if line["event"] == kind]
 
 
-@pytest.mark.parametrize("values", ["none", "int8", "fp16", "bf16"])
+@pytest.mark.parametrize(
+    "values", ["int8", *(pytest.param(v, marks=pytest.mark.variant) for v in ("none", "fp16", "bf16"))]
+)
 def test_all_gradients_are_applied_or_wait(tmp_path: Path, values: str) -> None:
     plan = {"compression": {"name": "dct", "keep": 0.1, "values": values, "refresh_every": 5}}
     with cluster(tmp_path, **plan) as job:
@@ -34,6 +36,7 @@ def test_all_gradients_are_applied_or_wait(tmp_path: Path, values: str) -> None:
         assert 0 < told["density"]["mlp.0.weight"] < 0.3
 
 
+@pytest.mark.variant
 def test_half_precision_is_summed_by_horovod(reference: dict[str, np.ndarray], tmp_path: Path) -> None:
     with cluster(tmp_path, compression={"name": "fp16"}) as job:
         job.run(lambda: job.start_static(2), PATIENCE_S)
@@ -49,7 +52,7 @@ def test_keeping_everything_trains_the_same_model(reference: dict[str, np.ndarra
         assert_same_parameters({name: job.arrays()[name] for name in dense}, dense)
 
 
-@pytest.mark.parametrize("point", ["before exchange", "before commit"])
+@pytest.mark.parametrize("point", ["before commit", pytest.param("before exchange", marks=pytest.mark.variant)])
 def test_a_killed_worker_takes_its_residual_along_and_nothing_else(tmp_path: Path, point: str) -> None:
     fault = {"point": point, "do": "kill", "step": 8, "rank": 1}
     with cluster(tmp_path, **SPARSE, faults=[fault]) as job:
@@ -75,6 +78,7 @@ def saving(folder: Path) -> dict[str, Any]:
     return {"checkpoint": {"url": str(folder / "checkpoints"), "every_steps": 2, "lease_s": 1.0}}
 
 
+@pytest.mark.variant
 def test_a_job_that_was_killed_goes_on_with_its_residual_and_refuses_another_compressor(tmp_path: Path) -> None:
     with cluster(tmp_path / "first", **SPARSE, **saving(tmp_path), sleep_s=0.3) as job:
         job.start_static(2)
@@ -109,7 +113,7 @@ QUALITY = {"gba": {"mode": "gba"}, "epochs": 4, **TWO_HOSTS}
 SPARSE_ROWS = {"name": "dct", "keep": 0.5, "values": "int8"}
 
 
-@pytest.mark.parametrize("values", ["none", "int8"])
+@pytest.mark.parametrize("values", ["int8", pytest.param("none", marks=pytest.mark.variant)])
 def test_what_goes_to_servers_of_other_hosts_and_comes_back_is_compressed(tmp_path: Path, values: str) -> None:
     """Every sample is applied or accounted for, and the model learns as without."""
     dense = {"name": "dct", "keep": 0.2, "values": values, "refresh_every": 20}
@@ -129,6 +133,7 @@ def test_what_goes_to_servers_of_other_hosts_and_comes_back_is_compressed(tmp_pa
     assert (n_bytes["sparse", "rows"] < 0.85 * n_bytes["plain", "rows"]) is (values == "int8")
 
 
+@pytest.mark.variant
 def test_rows_in_half_precision_train_nearly_the_same_model(reference: dict[str, np.ndarray], tmp_path: Path) -> None:
     with cluster(tmp_path, row_compression={"name": "fp16"}, own_memory_per_name=True) as job:
         job.run(lambda: job.start_elastic(TWO), PATIENCE_S)

@@ -65,7 +65,9 @@ def test_a_job_goes_on_from_memory_as_if_nothing_had_happened(
         job.assert_nothing_left()
 
 
-@pytest.mark.parametrize("point", ["after commit", "in apply", "after apply"])
+@pytest.mark.parametrize(
+    "point", ["in apply", *(pytest.param(p, marks=pytest.mark.variant) for p in ("after commit", "after apply"))]
+)
 def test_a_step_that_some_shards_have_is_not_applied_to_them_again(tmp_path: Path, point: str) -> None:
     plan = plan_of(tmp_path, "allreduce", point)
     with cluster(tmp_path / "job", {"GBA_HVD_GRACE_S": "120"}, **plan) as job:
@@ -80,7 +82,7 @@ def test_a_step_that_some_shards_have_is_not_applied_to_them_again(tmp_path: Pat
         assert result["shard_steps_missed"] == resumed["shard_steps_missed"] == (4 if point == "in apply" else 0)
 
 
-@pytest.mark.parametrize("mode", ["gba", "allreduce"])
+@pytest.mark.parametrize("mode", ["gba", pytest.param("allreduce", marks=pytest.mark.variant)])
 def test_two_hosts_go_on_from_their_memories_together(tmp_path: Path, mode: str) -> None:
     plan = plan_of(tmp_path, mode) | {"faults": [], "horovod": True, "own_memory_per_name": True}
     with cluster(tmp_path / "job", {"GBA_HVD_GRACE_S": "120"}, **plan) as job:
@@ -103,7 +105,7 @@ def test_two_hosts_go_on_from_their_memories_together(tmp_path: Path, mode: str)
         job.assert_nothing_left()
 
 
-@pytest.mark.parametrize("mode", ["allreduce", "gba"])
+@pytest.mark.parametrize("mode", ["allreduce", pytest.param("gba", marks=pytest.mark.variant)])
 def test_the_server_saves_what_it_has_before_the_memory_goes(
     reference: dict[str, np.ndarray], tmp_path: Path, mode: str
 ) -> None:

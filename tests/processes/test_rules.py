@@ -41,7 +41,7 @@ def test_dana_slim_with_one_worker_in_lock_step_is_nesterovs_momentum(tmp_path: 
     assert_same_parameters(slim.arrays, nesterov.arrays)
 
 
-@pytest.mark.parametrize("rule", ["dana_zero", "delayed_nesterov"])
+@pytest.mark.parametrize("rule", ["dana_zero", pytest.param("delayed_nesterov", marks=pytest.mark.variant)])
 def test_a_job_switches_to_a_rule_and_back_while_its_server_is_killed(tmp_path: Path, rule: str) -> None:
     faults = [fault.entry() for fault in FaultSchedule().kill_server(host=0, at_step=9).faults]
     gba = {"mode": "allreduce", "rule": rule, "switch_at": {4: "async", 60: "allreduce"}}

@@ -40,7 +40,9 @@ def rounds_told(job: Cluster) -> list[dict[str, Any]]:
 # --- one worker ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dense", "rows"), [("Adam", "Adagrad"), ("momentum", "SGD")])
+@pytest.mark.parametrize(
+    ("dense", "rows"), [("Adam", "Adagrad"), pytest.param("momentum", "SGD", marks=pytest.mark.variant)]
+)
 def test_one_worker_trains_as_without_replicas_bit_for_bit(tmp_path: Path, dense: str, rows: str) -> None:
     plan = {"dense_optimizer": dense, "row_optimizer": rows, "flush": True}
     plain = train_alone(tmp_path / "plain", {**plan, "global_batch": 16})
@@ -53,6 +55,7 @@ def test_one_worker_trains_as_without_replicas_bit_for_bit(tmp_path: Path, dense
             assert_identical(shadow.optimizer_arrays, other.optimizer_arrays)
 
 
+@pytest.mark.variant
 def test_a_worker_that_was_alone_leaves_with_what_it_learned(tmp_path: Path) -> None:
     plan = {"flush": True, "global_batch": 16, "epochs": 2}
     plain = train_alone(tmp_path / "plain", plan)
@@ -70,12 +73,12 @@ def test_a_worker_that_was_alone_leaves_with_what_it_learned(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "gba",
     [
-        {"mode": "shadow", "sync": "easgd"},
+        pytest.param({"mode": "shadow", "sync": "easgd"}, marks=pytest.mark.variant),
         {"mode": "shadow", "sync": "ma", "mixing": "difference", "servers_per_host": 2},
-        {"mode": "shadow", "sync": "bmuf"},
+        pytest.param({"mode": "shadow", "sync": "bmuf"}, marks=pytest.mark.variant),
         {"mode": "easgd", "every": 5},
-        {"mode": "ma", "every": 5},
-        {"mode": "shadow", "sync": "none"},
+        pytest.param({"mode": "ma", "every": 5}, marks=pytest.mark.variant),
+        pytest.param({"mode": "shadow", "sync": "none"}, marks=pytest.mark.variant),
     ],
     ids=lambda gba: f"{gba['mode']} {gba.get('sync', '')}".strip(),
 )
@@ -125,7 +128,7 @@ def test_an_evaluation_within_an_epoch_judges_the_central_copy_and_leaves_the_re
 # --- deaths ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sync", ["easgd", "ma"])
+@pytest.mark.parametrize("sync", ["ma", pytest.param("easgd", marks=pytest.mark.variant)])
 def test_a_worker_dies_its_leases_go_to_others_and_a_newcomer_takes_part(tmp_path: Path, sync: str) -> None:
     faults = [fault.entry() for fault in FaultSchedule().serve(seconds=0.05).kill(worker=1, at_step=60).faults]
     plan: dict[str, Any] = {"fault_schedule": faults, "epochs": 6, "workers_seen": 3}
@@ -142,7 +145,13 @@ def test_a_worker_dies_its_leases_go_to_others_and_a_newcomer_takes_part(tmp_pat
         assert any(line["time"] > joined for line in rounds_told(job)), "no rounds in the new world"
 
 
-@pytest.mark.parametrize("point", ["before handing in", "after handing in", "all have handed in"])
+@pytest.mark.parametrize(
+    "point",
+    [
+        "after handing in",
+        *(pytest.param(p, marks=pytest.mark.variant) for p in ("before handing in", "all have handed in")),
+    ],
+)
 def test_a_worker_that_dies_while_replicas_are_handed_in_costs_its_replica_at_most(tmp_path: Path, point: str) -> None:
     fault = {"point": point, "step": 1, "rank": 1, "do": "kill"}
     with cluster(tmp_path, gba={"mode": "shadow", "sync": "ma"}, faults=[fault], epochs=5, sleep_s=0.02) as job:
@@ -153,7 +162,7 @@ def test_a_worker_that_dies_while_replicas_are_handed_in_costs_its_replica_at_mo
         assert_learned(job)
 
 
-@pytest.mark.parametrize("point", ["after handing in", "all have handed in"])
+@pytest.mark.parametrize("point", ["all have handed in", pytest.param("after handing in", marks=pytest.mark.variant)])
 def test_a_server_that_dies_while_replicas_are_handed_in_goes_on_with_what_its_successor_has(
     tmp_path: Path, point: str
 ) -> None:
@@ -166,6 +175,7 @@ def test_a_server_that_dies_while_replicas_are_handed_in_goes_on_with_what_its_s
         assert_learned(job)
 
 
+@pytest.mark.variant
 def test_a_server_that_is_killed_between_costs_no_replica(tmp_path: Path) -> None:
     gba = {"mode": "shadow"}
     with cluster(tmp_path, PATIENT, gba=gba, kill_server_after_push=[[1, 20]], epochs=3, sleep_s=0.02) as job:
