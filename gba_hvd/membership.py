@@ -155,7 +155,7 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
         "micro_batch": engine.micro_batch,
         "dense parameters": engine.dense.n,
         "row_average": engine.row_average,
-        "compression": "none" if engine.compression is None else repr(engine.compression.spec),
+        "compression": "none" if engine.compression is None else engine.compression.spec.exactly,
         "row_compression": str(engine.row_compression),
         "CheckpointCallback": None if engine.checkpoints is None else engine.checkpoints.callback.url,
         "GBACallback": None if engine.switching is None else engine.switching.agreed,

@@ -62,6 +62,11 @@ class Spec:
     def is_none(self) -> bool:
         return not self.selector and self.values == "none"
 
+    @property
+    def exactly(self) -> str:
+        """In words, with what `str` leaves out: workers that differ in it would run different collectives."""
+        return f"{self}.always()" if self.is_forced else str(self)
+
     def __str__(self) -> str:
         if not self.selector:
             return self.values
