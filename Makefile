@@ -7,7 +7,8 @@ SHELL      := /bin/bash
 VENV       := .venv
 PY         := $(VENV)/bin/python
 PYTHON     ?= $(shell command -v python3.11 || command -v python3)
-PYTEST     := $(PY) -m pytest
+# As many tests at a time as there are cores: those that start processes mostly wait for them.
+PYTEST     := $(PY) -m pytest -n logical --maxprocesses 8 --dist worksteal
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
