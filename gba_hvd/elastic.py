@@ -169,8 +169,9 @@ class TorchState:
                 if mode is not None:
                     mode.close()
             memory = self.engine.tables.memory
-            if memory is not None:
-                memory.close(remove=status == "FINISHED" or self.engine.world.size == 1)
+            if memory is not None:  # what a restart could go on from is left to the keeper
+                is_of_no_use = self.engine.world.size == 1 and self.engine.checkpoints is None
+                memory.close(remove=status == "FINISHED" or is_of_no_use)
 
     # --- Horovod's verbs ---------------------------------------------------------------------------------------------
 

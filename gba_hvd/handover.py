@@ -325,6 +325,7 @@ def retire_servers(job: str, key: bytes, folder: Path, host: int) -> None:
     for session in folder.glob("ps-*.session"):
         index = int(session.name.removeprefix("ps-").removesuffix(".session"))
         told = msgspec.msgpack.decode(session.read_bytes())
+        session.unlink()  # first, so that a successor that somebody starts meanwhile does not find it
         pid = process.pid_of(folder, index)
         if not told["idle"] and pid is not None and is_alive(pid):
             client = Client(job, key, [Endpoint(host, index, "", 0, 0)], host, folder, _LEAVE_TIMEOUT_S)
@@ -336,7 +337,6 @@ def retire_servers(job: str, key: bytes, folder: Path, host: int) -> None:
                 process.kill(folder, index)
             finally:
                 client.close()
-        session.unlink(missing_ok=True)
 
 
 def _refuse_what_servers_cannot_do(engine: Engine) -> None:

@@ -47,10 +47,18 @@ class Seat:
         self._taken = False
 
     def take(self) -> None:
-        """This worker was let into a world. Raises OSError when the launcher cannot be reached."""
-        if self._launcher is not None:
-            self._ask("PUT", self.mark.encode())
-            self._taken = True
+        """This worker was let into a world.
+
+        Raises OSError when the launcher cannot be reached, GivenUp when another worker has left its mark here: this one
+        stood still while the launcher formed a world without it.
+        """
+        if self._launcher is None:
+            return
+        found = self._ask("GET")
+        if found not in (None, self.mark):
+            raise GivenUp(f"this worker was given up while it was away: {may_go_on(self.mark, found)[1]}. It ends")
+        self._ask("PUT", self.mark.encode())
+        self._taken = True
 
     def check(self, timeout_s: float) -> None:
         """Before this worker asks to be let into the next world. Good for one time: asking makes the mark void.

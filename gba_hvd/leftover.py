@@ -110,6 +110,13 @@ def look(folder: Path, layout: Layout, timeout_s: float) -> bool:
         time.sleep(_LOOK_S)
 
 
+def await_last_checkpoint(folder: Path, timeout_s: float) -> None:
+    """While a server makes one, it holds the memory, as a worker would."""
+    deadline = time.monotonic() + timeout_s
+    while any(folder.glob(MARK)) and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+
+
 def found_in(memory: ShardMemory) -> tuple[Found, Kept | None]:
     """What is in a memory that was just opened. Raises ShardMemoryError when the training state is damaged."""
     marks, state = memory.marks(), kept.read(memory.folder)
@@ -158,11 +165,15 @@ def whole_state(
     enter: what they serve; sizes, names: of the dense tensors. Raises GbaError when a server does not answer or is at
     another step.
     """
-    if enter is None or not state.generation:  # servers that had just been entered have changed nothing yet
+    if enter is None:
         if state.generation:
             raise GbaError("an asynchronous mode was on, but what its servers were serving is gone")
-        if enter is not None:
-            _export(folder, job, enter)
+        return state.state, state.step
+    if not state.generation:  # the mode had just been entered; the rows must still be as allreduce mode left them
+        bodies = [reply.body for reply in _export(folder, job, enter)]
+        steps = {body.step for body in bodies if isinstance(body, Exported)}
+        if steps != {state.step}:
+            raise GbaError(f"the servers are at steps {sorted(steps)}, the training state was kept at step {state.step}")
         return state.state, state.step
     if state.generation != enter.generation:
         raise GbaError("the training state in memory is of another asynchronous mode than the servers are in")

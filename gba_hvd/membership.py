@@ -359,8 +359,14 @@ def _take_place(engine: Engine, world: World, agreed: Agreement, job_id: str, le
         state = state_codec.decode(taken.state)
         writer = checkpoints.goes_on_from_memory(state.get("snapshot", state)["checkpoints"], taken.step)
     if not agreed.is_restart and taken is None:  # first: a server that is left gives signs of life for the dead job
-        clear = leads and tables.memory is None
-        _together(world, False, "clear", lambda: clear_leftover(tables.config.shard_dir, job_id) if clear else None)
+
+        def clear() -> None:
+            if leads and tables.memory is None:
+                folder, limit_s = job_folder(tables.config.shard_dir, job_id), checkpoints.callback.last_gasp_s
+                leftover.await_last_checkpoint(folder, limit_s + _FLUSH_MARGIN_S)
+                clear_leftover(tables.config.shard_dir, job_id)
+
+        _together(world, False, "clear", clear)
     is_source = world.rank == agreed.source
     act = (lambda: checkpoints.take_place(job_id, writer)) if is_source else (lambda: None)
     _together(world, agreed.is_restart, "use", act, "the place for checkpoints")

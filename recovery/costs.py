@@ -24,6 +24,7 @@ class Costs:
     stall_share:    share of save_s for which training really stands still: 1 when it waits, little when saves
                     run beside it
     delta_share:    share of the bytes that change between two saves, None when it is not known
+    partial_stall_s: for how long training stands still for a partial save; None: as its share of all bytes says
     """
 
     save_s: float
@@ -32,9 +33,10 @@ class Costs:
     partial_load_s: float | None = None
     stall_share: float = 1.0
     delta_share: float | None = None
+    partial_stall_s: float | None = None
 
     def __post_init__(self) -> None:
-        seconds = (self.load_s, self.reschedule_s, self.partial_load_s or 0.0)
+        seconds = (self.load_s, self.reschedule_s, self.partial_load_s or 0.0, self.partial_stall_s or 0.0)
         if not 0 < self.save_s < math.inf or not all(0 <= s < math.inf for s in seconds):
             raise BadInput(f"save_s must be above 0 and the other times not negative, got {self}")
         if not all(0 <= share <= 1 for share in (self.stall_share, self.delta_share or 0.0)):

@@ -54,7 +54,7 @@ class Given:
 class Measured:
     """What a job saw so far; None: not yet. Seconds.
 
-    save_s:         the newest save of all rows, until durable
+    save_s:         the newest save of all rows, until durable; partial_save_s: the newest of some rows
     stall_s:        for how long training stood still for the newest save
     load_s:         loading all rows, each host its own; partial_load_s: those of a lost host
     reschedule_s:   from the last step before a host was lost until training went on, without the loading
@@ -69,6 +69,7 @@ class Measured:
     partial_load_s: float | None = None
     reschedule_s: float | None = None
     delta_share: float | None = None
+    partial_save_s: float | None = None
     observed_s: float = 0.0
     failures_s: tuple[float, ...] = field(default_factory=tuple)
 
@@ -97,7 +98,8 @@ class Measured:
         """A save was durable after so many seconds. base_bytes: of the full save that a partial one is on top of."""
         if kind == "full":
             return replace(self, save_s=max(seconds, 1e-3))
-        return replace(self, delta_share=min(1.0, n_bytes / base_bytes)) if base_bytes else self
+        seen = replace(self, partial_save_s=seconds)
+        return replace(seen, delta_share=min(1.0, n_bytes / base_bytes)) if base_bytes else seen
 
     def lost(self, at_s: float) -> Measured:
         """A host, or the whole job, was lost when the job had trained for so long."""
@@ -107,13 +109,16 @@ class Measured:
         """As the planner takes them, with assumptions for what was not seen; None before the first save of all rows."""
         if self.save_s is None:
             return None
+        stall_s, partial_s = self.stall_s or 0.0, self.partial_save_s
         return Costs(
             self.save_s,
             load_s=self.save_s if self.load_s is None else self.load_s,
             reschedule_s=ASSUMED_RESCHEDULE_S if self.reschedule_s is None else self.reschedule_s,
             partial_load_s=self.partial_load_s,
-            stall_share=min(1.0, max(LEAST_STALL_SHARE, (self.stall_s or 0.0) / self.save_s)),
+            stall_share=min(1.0, max(LEAST_STALL_SHARE, stall_s / self.save_s)),
             delta_share=self.delta_share,
+            # Not in proportion to its rows: writing the training state, and a store's latency, are the same for all.
+            partial_stall_s=None if partial_s is None else max(LEAST_STALL_SHARE * partial_s, stall_s),
         )
 
     def assumed(self) -> list[str]:

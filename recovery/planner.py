@@ -153,21 +153,28 @@ def _saves(costs: Costs, strategy: str, wishes: Wishes) -> tuple[str, float]:
 
 
 def _round_shares(costs: Costs, strategy: str, wishes: Wishes) -> float:
-    """What a round of saves writes, new bases included, as a share of all rows.
-
-    With saves of a share s, and partial saves up to a times the base: a base and a / s others in a / s + 1 saves.
-    """
-    kind, r = _saves(costs, strategy, wishes)
-    if kind == "full":
-        return 1.0
-    share = r if kind != "delta" else costs.delta_share if costs.delta_share is not None else 1.0
-    a = wishes.rebase_at
-    return share / r * ((1 + a) / (a + share) if a < math.inf else 1.0)
+    """What a round of saves writes, new bases included, as a share of all rows."""
+    return _of_a_round(costs, strategy, wishes, 1.0, None)
 
 
 def _round_stall_s(job: Job, strategy: str, wishes: Wishes) -> float:
     """Seconds that training stands still for one round of saves."""
-    return job.costs.save_s * job.costs.stall_share * _round_shares(job.costs, strategy, wishes)
+    costs = job.costs
+    return _of_a_round(costs, strategy, wishes, costs.save_s * costs.stall_share, costs.partial_stall_s)
+
+
+def _of_a_round(costs: Costs, strategy: str, wishes: Wishes, full: float, partial: float | None) -> float:
+    """What a round of saves costs, new bases included, when a save of all rows costs `full`.
+
+    partial: what a partial save costs; None: in proportion to its rows. With saves of a share s, and partial saves up
+    to a times the base: a base and a / s others in a / s + 1 saves, 1 / r of them in a round.
+    """
+    kind, r = _saves(costs, strategy, wishes)
+    if kind == "full":
+        return full
+    share = r if kind != "delta" else costs.delta_share if costs.delta_share is not None else 1.0
+    partial, a = share * full if partial is None else partial, wishes.rebase_at
+    return ((share * full + a * partial) / (share + a) if a < math.inf else partial) / r
 
 
 def _feasible(round_s: float, job: Job, wishes: Wishes) -> float:

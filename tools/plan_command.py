@@ -64,6 +64,9 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reschedule-s", type=float, help="until a lost server is replaced (default: 180, assumed)")
     parser.add_argument("--stall-share", type=float, help="share of a save for which training stands still (default 1)")
     parser.add_argument("--delta-share", type=float, help="share of the bytes that change between saves")
+    parser.add_argument(
+        "--partial-stall-s", type=float, help="training stands still for so long for a partial save (by its bytes)"
+    )
     parser.add_argument("--target-pls", type=float, help="tolerable portion of lost samples (0.1)")
     parser.add_argument("--policy", help="what partial saves take: full, delta, mfu, ssu, scar (mfu)")
     parser.add_argument("--r", type=float, help="share of rows of a partial save (0.125)")

@@ -7,7 +7,8 @@ processes are killed, the rows are as of the kept step, or one step further, who
 computed again, and shards that have had it skip it (`allreduce.apply_held`).
 
 Writing costs a copy of the dense parameters and of their optimizer's state in each step. `worth_keeping` decides from
-measurements whether that is little; if not, the file is removed, and a restart begins at the newest checkpoint.
+measurements whether that is little; if not, the file is removed, and a restart begins at the newest checkpoint. In an
+asynchronous mode it is written once an epoch, whatever that costs.
 """
 
 from __future__ import annotations
@@ -68,11 +69,17 @@ class StateKeeper:
         self._write_s: deque[float] = deque(maxlen=_N_RECENT)
         self._step_s: deque[float] = deque(maxlen=_N_RECENT)
         self._last_s: float | None = None
-        self._stopped = share <= 0
+        self._stopped, self._is_dear = share <= 0, False
 
     def keep(self, step: int, generation: int, state: Callable[[], bytes]) -> str:
         """Write the state of this step, once; returns why it stops here, or nothing. state: asked if it is needed."""
-        if self._stopped or (step == self._step and not generation):
+        if self._stopped:
+            return ""
+        if not generation and self._is_dear:
+            if self._file is not None:
+                self._remove()  # it is of an asynchronous mode that is over
+            return ""
+        if not generation and step == self._step:
             return ""
         started = self._clock()
         try:
@@ -83,19 +90,27 @@ class StateKeeper:
             self.stop()
             return f"the training state has no room in {self._folder.parent}: {error.strerror}"
         ended, self._step = self._clock(), step
-        if not generation and self._last_s is not None:
+        if generation:
+            self._last_s = None
+            return ""
+        if self._last_s is not None:
             self._write_s.append(ended - started)
             self._step_s.append(ended - self._last_s)
-        self._last_s = None if generation else ended
+        self._last_s = ended
         if len(self._write_s) == _N_RECENT:
             worth = worth_keeping(self._write_s, self._step_s, self._share)
             if not worth.keep:
-                self.stop()
+                self._is_dear = True
+                self._remove()
                 return worth.reason
         return ""
 
     def stop(self) -> None:
-        self._stopped, self._file = True, None
+        self._stopped = True
+        self._remove()
+
+    def _remove(self) -> None:
+        self._file = None
         with contextlib.suppress(FileNotFoundError):
             (self._folder / _NAME).unlink()
 

@@ -65,6 +65,23 @@ def test_a_job_goes_on_from_memory_as_if_nothing_had_happened(
         job.assert_nothing_left()
 
 
+def test_a_job_of_one_worker_that_was_interrupted_goes_on_from_memory(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, "allreduce")
+    plan["faults"] = [{"point": "before exchange", "step": KILLED_AT, "rank": 0, "do": "int"}]
+    with cluster(tmp_path / "job", {"GBA_HVD_GRACE_S": "120"}, **plan) as job:
+        job.start_alone()
+        wait_for(lambda: job.ended or any(job.shard_dir.glob("*/ps-0.address")), "the server", PATIENCE_S)
+        (job.out / "go").touch()
+        assert job.wait(PATIENCE_S) != 0 and job.fired() == 1, job.log()
+        job.start_alone()
+        assert job.wait(PATIENCE_S) == 0, job.log()
+        (resumed,) = events(job, "resumed")
+        assert resumed["from_memory"] and resumed["step"] == KILLED_AT - 1
+        result = job.result()
+        assert result["total"] == result["applied"] == 2000 and result["step"] == 22
+        job.assert_nothing_left()
+
+
 @pytest.mark.parametrize(
     "point", ["in apply", *(pytest.param(p, marks=pytest.mark.variant) for p in ("after commit", "after apply"))]
 )

@@ -44,6 +44,16 @@ def test_one_host_saves_as_often_as_costs_least():
     assert "one host: its loss is the job's" in found.reason
 
 
+def test_small_saves_are_as_far_apart_as_what_each_takes_asks_for():
+    """A delta of a hundredth of the rows does not take a hundredth of the time: the training state is always whole."""
+    measured = seen(save_s=1.0, stall_s=0.05).saved("delta", 1.0, 1, 100)
+    wanted = best_full_interval_s(0.05, 28 * HOUR_S)
+    assert pace(measured, GIVEN, BYTES, 1).interval_s == pytest.approx(wanted, rel=0.01)
+    slow_store = seen(save_s=4.0, stall_s=0.0).saved("delta", 3.0, 1, 100)
+    wanted = best_full_interval_s(3.0 * LEAST_STALL_SHARE, 28 * HOUR_S)
+    assert pace(slow_store, GIVEN, BYTES, 1).interval_s == pytest.approx(wanted, rel=0.01)
+
+
 def test_the_loss_of_the_whole_job_bounds_the_interval():
     assert pace(seen(save_s=60.0), replace(GIVEN, longest_s=900.0), BYTES, 4).interval_s == 900.0
 
@@ -96,7 +106,7 @@ def test_what_was_not_seen_is_assumed_and_the_sentence_says_so():
 def test_costs_are_what_was_measured():
     measured = Measured().saved("full", 20.0, 1000, 0).saved("delta", 3.0, 100, 1000)
     measured = replace(measured, stall_s=4.0, load_s=7.0, partial_load_s=2.0, reschedule_s=11.0)
-    assert measured.costs() == Costs(20.0, 7.0, 11.0, 2.0, stall_share=0.2, delta_share=0.1)
+    assert measured.costs() == Costs(20.0, 7.0, 11.0, 2.0, stall_share=0.2, delta_share=0.1, partial_stall_s=4.0)
     assert Measured().costs() is None
     assert seen(save_s=1.0, stall_s=5.0).costs().stall_share == 1.0
 

@@ -61,6 +61,14 @@ def launcher() -> Iterator[Launcher]:
         thread.join()
 
 
+def test_a_worker_that_stood_still_while_it_was_replaced_does_not_take_the_other_ones_seat(launcher: Launcher) -> None:
+    late, new = launcher.seat(), launcher.seat()
+    new.take()
+    with pytest.raises(GivenUp, match="another worker"):
+        late.take()
+    new.check(1.0)
+
+
 @pytest.mark.parametrize(
     ("found", "allowed", "words"),
     [("me", True, "no world since"), (None, False, "without it"), ("you", False, "another worker")],

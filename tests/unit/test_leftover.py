@@ -107,6 +107,23 @@ def test_keeping_stops_when_it_takes_too_much_of_a_step(tmp_path: Path) -> None:
     assert keeper.keep(99, 0, state) == "" and kept.read(tmp_path) is None
 
 
+def test_what_is_too_dear_between_two_steps_is_kept_where_an_asynchronous_mode_begins(tmp_path: Path) -> None:
+    now = [0.0]
+
+    def state() -> bytes:
+        now[0] += 0.01
+        return b"state"
+
+    keeper = StateKeeper(tmp_path, SETTINGS, share=0.05, clock=lambda: now[0])
+    assert any(keeper.keep(step, 0, state) for step in range(1, 50))
+    for step in range(50, 80):
+        assert keeper.keep(step, 4, state) == ""
+    found = kept.read(tmp_path)
+    assert found is not None and (found.step, found.generation) == (79, 4)
+    assert keeper.keep(80, 0, state) == ""
+    assert kept.read(tmp_path) is None, "rows have gone on since, in allreduce mode"
+
+
 def test_keeping_goes_on_while_it_is_cheap() -> None:
     assert worth_keeping([0.001] * 9 + [5.0], [0.1] * 10, share=0.02).keep
     assert not worth_keeping([0.003] * 10, [0.1] * 10, share=0.02).keep

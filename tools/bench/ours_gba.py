@@ -44,6 +44,24 @@ class Model(nn.Module):
         return logits
 
 
+def model_and_optimizer(n_micro: int, micro_batch: int) -> tuple[Model, gba_hvd.DistributedOptimizer]:
+    """With a global batch of n_micro micro-batches."""
+    torch.manual_seed(1)
+    tables = gba_hvd.EmbeddingTables(
+        {name: (rows, small_ctr.DIM) for name, rows in small_ctr.TABLES.items()},
+        optimizer=gba_hvd.Adagrad(lr=small_ctr.LEARNING_RATE, eps=small_ctr.EPS),
+        init_std=small_ctr.INIT_STD,
+    )
+    model = Model(tables)
+    optimizer = gba_hvd.DistributedOptimizer(
+        torch.optim.Adagrad(model.parameters(), lr=small_ctr.LEARNING_RATE, eps=small_ctr.EPS),
+        tables,
+        global_batch=n_micro * micro_batch,
+        micro_batch=micro_batch,
+    )
+    return model, optimizer
+
+
 class Watch(gba_hvd.Callback):
     """Notes progress and switches."""
 
@@ -74,19 +92,7 @@ def main() -> None:
     if args.scenario == "none":
         scenario = emulated.even(args.service_s, args.measured_s, hvd.size())
     torch.set_num_threads(1)
-    torch.manual_seed(1)
-    tables = gba_hvd.EmbeddingTables(
-        {name: (rows, small_ctr.DIM) for name, rows in small_ctr.TABLES.items()},
-        optimizer=gba_hvd.Adagrad(lr=small_ctr.LEARNING_RATE, eps=small_ctr.EPS),
-        init_std=small_ctr.INIT_STD,
-    )
-    model = Model(tables)
-    optimizer = gba_hvd.DistributedOptimizer(
-        torch.optim.Adagrad(model.parameters(), lr=small_ctr.LEARNING_RATE, eps=small_ctr.EPS),
-        tables,
-        global_batch=emulated.N_MICRO * emulated.MICRO_BATCH,
-        micro_batch=emulated.MICRO_BATCH,
-    )
+    model, optimizer = model_and_optimizer(emulated.N_MICRO, emulated.MICRO_BATCH)
     accelerator = emulated.Accelerator(scenario, hvd.rank())
     progress = emulated.Progress(accelerator)
     watch = Watch(progress)

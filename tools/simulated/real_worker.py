@@ -17,7 +17,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 import gba_hvd
 
 from ..bench import emulated, small_ctr
-from ..bench.ours_gba import Log, Model
+from ..bench.ours_gba import Log, model_and_optimizer
 from .agreement import Job
 
 
@@ -30,19 +30,7 @@ def main() -> None:
     job = Job(**json.loads(args.job))
     hvd.init()
     torch.set_num_threads(1)
-    torch.manual_seed(1)
-    tables = gba_hvd.EmbeddingTables(
-        {name: (rows, small_ctr.DIM) for name, rows in small_ctr.TABLES.items()},
-        optimizer=gba_hvd.Adagrad(lr=small_ctr.LEARNING_RATE, eps=small_ctr.EPS),
-        init_std=small_ctr.INIT_STD,
-    )
-    model = Model(tables)
-    optimizer = gba_hvd.DistributedOptimizer(
-        torch.optim.Adagrad(model.parameters(), lr=small_ctr.LEARNING_RATE, eps=small_ctr.EPS),
-        tables,
-        global_batch=job.n_micro * job.micro_batch,
-        micro_batch=job.micro_batch,
-    )
+    model, optimizer = model_and_optimizer(job.n_micro, job.micro_batch)
     accelerator = emulated.Accelerator(job.scenario(), hvd.rank(), seed=job.seed)
     state = gba_hvd.elastic.TorchState(model, optimizer, epoch=0)
     state.register_callbacks([gba_hvd.GBACallback(mode=job.mode, rule=job.rule, tolerance=job.tolerance)])
