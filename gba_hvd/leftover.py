@@ -171,9 +171,9 @@ def whole_state(
         return state.state, state.step
     if not state.generation:  # the mode had just been entered; the rows must still be as allreduce mode left them
         bodies = [reply.body for reply in _export(folder, job, enter)]
-        steps = {body.step for body in bodies if isinstance(body, Exported)}
-        if steps != {state.step}:
-            raise GbaError(f"the servers are at steps {sorted(steps)}, the training state was kept at step {state.step}")
+        steps = sorted({body.step for body in bodies if isinstance(body, Exported)})
+        if steps != [state.step]:
+            raise GbaError(f"the servers are at steps {steps}, the training state of step {state.step}")
         return state.state, state.step
     if state.generation != enter.generation:
         raise GbaError("the training state in memory is of another asynchronous mode than the servers are in")

@@ -44,7 +44,7 @@ class Model(nn.Module):
         return logits
 
 
-def model_and_optimizer(n_micro: int, micro_batch: int) -> tuple[Model, gba_hvd.DistributedOptimizer]:
+def model_and_optimizer(n_micro: int, micro_batch: int) -> tuple[Model, torch.optim.Optimizer]:
     """With a global batch of n_micro micro-batches."""
     torch.manual_seed(1)
     tables = gba_hvd.EmbeddingTables(
