@@ -22,8 +22,11 @@ from gba_hvd.errors import BadInput, GbaError, HorovodMissing
 
 _POLL_S = 50e-6
 _PATIENT_POLL_S = 1e-3  # where training does not wait for the result
+_ASK_AGAIN_S = 0.5
 _LENGTH = 8
 _PIECE_BYTES = 1 << 30  # Gloo counts the bytes of a broadcast in 32 bits
+
+log = logging.getLogger("gba_hvd")
 
 
 class WorldLeft(GbaError):
@@ -160,11 +163,23 @@ def current_world() -> World:
     return SoloWorld()
 
 
-def initialise_again() -> None:
-    """Leave Horovod's world and wait for the next one."""
-    hvd = _horovod()
-    hvd.shutdown()
-    hvd.init()
+def initialise_again(patience_s: float = 0.0) -> None:
+    """Leave Horovod's world and wait for the next one.
+
+    A worker that dies while the world forms breaks it up for all, and the launcher forms another: for `patience_s` this
+    worker asks for its place again. Raises what Horovod does when none was formed then.
+    """
+    hvd, deadline = _horovod(), time.monotonic() + patience_s
+    while True:
+        hvd.shutdown()
+        try:
+            hvd.init()
+            return
+        except ValueError as error:
+            if time.monotonic() > deadline:
+                raise
+            log.warning("the world broke up while it formed (%s): asking for a place in the next one", error)
+            time.sleep(_ASK_AGAIN_S)
 
 
 def _horovod() -> Any:

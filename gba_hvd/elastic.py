@@ -40,7 +40,7 @@ from gba_hvd import handover, membership
 from gba_hvd.allreduce import AllreduceMode
 from gba_hvd.callbacks import Callback, Event, Job
 from gba_hvd.checkpoints import Checkpoints
-from gba_hvd.collectives import World, current_world, hosts_updated, worker_lost
+from gba_hvd.collectives import World, current_world, hosts_updated, initialise_again, worker_lost
 from gba_hvd.compression.exchange import DenseExchange
 from gba_hvd.engine import Engine
 from gba_hvd.errors import BadInput, GbaError
@@ -59,6 +59,7 @@ from recovery.callback import CheckpointCallback
 # How long the end waits for a world that is being formed: a job whose launcher has to kill a newcomer counts as failed.
 _END_TIMEOUT_S, _FAILED_TIMEOUT_S = 60.0, 5.0
 _SAVE_LAST_TIMEOUT_S = 600.0
+_WORLD_TIMEOUT_S = 600.0  # so long the launcher waits for workers, too
 _PREEMPTION_S, _LOOK_S = 30.0, 0.05
 
 
@@ -639,9 +640,9 @@ def _elastic(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(state, *args, **kwargs)
 
         return alone
-    import horovod.torch as hvd
+    from horovod.common.elastic import run_fn
 
-    wrapped: Callable[..., Any] = hvd.elastic.run(function)
+    wrapped: Callable[..., Any] = run_fn(function, functools.partial(initialise_again, _WORLD_TIMEOUT_S))
     return wrapped
 
 

@@ -80,6 +80,41 @@ PATCHES = (
         "connections when they end: without it, survivors of a dead worker wait 30 s for each other",
     ),
     Patch(
+        "horovod/common/operations.cc",
+        "    global_gloo_context.Initialize(ParseGlooIface());\n  }\n"
+        "  if (state.control_operation == LibType::GLOO) {\n"
+        "    // Initializes global controller\n"
+        "    state.process_set_table.Initialize(global_gloo_context);\n  }\n",
+        "    try {\n"
+        "      global_gloo_context.Initialize(ParseGlooIface());\n"
+        "      if (state.control_operation == LibType::GLOO) {\n"
+        "        state.process_set_table.Initialize(global_gloo_context);\n"
+        "      }\n"
+        "    } catch (const gloo::Exception& ex) {\n"
+        '      LOG(ERROR) << "Horovod could not be initialized: " << ex.what();\n'
+        "      state.process_set_table.Finalize(global_gloo_context, SHUT_DOWN_ERROR);\n"
+        "      global_gloo_context.Finalize();\n"
+        "      state.initialization_failed = true;\n"
+        "      return;\n"
+        "    }\n"
+        "  }\n",
+        "hvd.init() raises, and can be called again, when a worker dies while the world forms: without it, survivors "
+        "are aborted",
+    ),
+    Patch(
+        "horovod/common/operations.cc",
+        '#include "gloo/gloo_controller.h"\n',
+        '#include "gloo/common/error.h"\n#include "gloo/gloo_controller.h"\n',
+        "what Gloo throws",
+    ),
+    Patch(
+        "horovod/common/operations.cc",
+        "    // Reset initialization flag\n    horovod_global.initialization_done = false;\n",
+        "    // Reset initialization flag\n    horovod_global.initialization_done = false;\n"
+        "    horovod_global.initialization_failed = false;\n",
+        "hvd.init() can be called again after it failed",
+    ),
+    Patch(
         "horovod/runner/elastic/driver.py",
         "                    self._notify_workers_host_changes(self._host_manager.current_hosts, update_res)\n",
         "                    changes = (self._host_manager.current_hosts, update_res)\n"
@@ -129,11 +164,12 @@ def apply_patches(source: Path, std: int, patches: tuple[Patch, ...] = PATCHES) 
         text = path.read_text()
         count = text.count(patch.old)
         if count != 1:
+            why = patch.why.replace("{std}", str(std))
             raise BuildError(
-                f"{patch.path}: expected exactly one place to change ({patch.why.format(std=std)}), found {count}; "
+                f"{patch.path}: expected exactly one place to change ({why}), found {count}; "
                 f"the patches are written for Horovod {HOROVOD_VERSION}, adapt PATCHES in tools/build_horovod.py"
             )
-        path.write_text(text.replace(patch.old, patch.new.format(std=std)))
+        path.write_text(text.replace(patch.old, patch.new.replace("{std}", str(std))))
 
 
 def check_sha256(path: Path, expected: str = SDIST_SHA256) -> None:

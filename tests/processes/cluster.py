@@ -85,6 +85,7 @@ class Cluster:
             "TEST_PLAN": str(self.plan_file),
             "OMP_NUM_THREADS": "1",
             "GBA_HVD_GRACE_S": str(GRACE_S),
+            "GBA_HVD_SERVER_S": "60",  # a server that was killed may take long to start on a busy machine
             "PYTHONUNBUFFERED": "1",
         }
         command = [*map(str, launcher), sys.executable, str(HERE / "worker.py")]
