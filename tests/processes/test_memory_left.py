@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -46,6 +47,14 @@ def run_until_the_worker_is_killed(job: Cluster) -> None:
     assert job.processes(), "the server is to live on"
     place = Path(job.plan["checkpoint"]["url"])
     wait_for(lambda: any(place.glob("manifests/*.json")), "the checkpoint that was under way", PATIENCE_S)
+
+
+def end_all_workers(job: Cluster) -> None:
+    assert job.launcher is not None and not job.ended, job.log()
+    job.launcher.kill()  # first: nobody is to hear of what follows
+    for pid in job.processes(only_workers=True):
+        os.kill(pid, signal.SIGKILL)
+    job.launcher.wait(10)
 
 
 @pytest.mark.parametrize("mode", ["allreduce", "gba"])
@@ -107,11 +116,7 @@ def test_two_hosts_go_on_from_their_memories_together(tmp_path: Path, mode: str)
         wait_for(lambda: len(list(job.shard_dir.glob("*/*/ps-0.address"))) == 2, "two servers", PATIENCE_S)
         (job.out / "go").touch()
         wait_for(lambda: job.ended or events(job, "checkpoint"), "a checkpoint", PATIENCE_S)
-        assert job.launcher is not None and not job.ended, job.log()
-        job.launcher.kill()  # first: nobody is to hear of what follows
-        for pid in job.processes(only_workers=True):
-            os.kill(pid, signal.SIGKILL)
-        job.launcher.wait(10)
+        end_all_workers(job)
         stood = job.last_step()
         job.start_elastic(NAMES[:2])
         assert job.wait(PATIENCE_S) == 0, job.log()
@@ -144,3 +149,54 @@ def test_the_server_saves_what_it_has_before_the_memory_goes(
         (resumed,) = events(job, "resumed")
         assert resumed["step"] == newest.newest.step
         assert_identical(job.arrays(), reference)
+
+
+def test_a_job_whose_chief_had_changed_goes_on_in_the_epoch_it_was_in(tmp_path: Path) -> None:
+    """The state that is kept is of the epoch that was under way, though another worker had begun to keep it."""
+    plan = plan_of(tmp_path, "gba") | {"horovod": True, "epochs": 4}
+    with cluster(tmp_path / "job", {"GBA_HVD_GRACE_S": "120"}, **plan) as job:
+        job.start_elastic(NAMES[:2])
+        wait_for(lambda: any(job.shard_dir.glob("*/ps-0.address")), "the server", PATIENCE_S)
+        (job.out / "go").touch()
+        wait_for(lambda: job.ended or job.last_step() >= 3, "step 3", PATIENCE_S)
+        chief = next(line["pid"] for line in job.notes("rank") if line["rank"] == 0)
+        os.kill(int(chief.rpartition("-")[2]), signal.SIGKILL)
+        wait_for(lambda: job.ended or any(push["epoch"] == 2 for push in job.pushes()), "the third epoch", PATIENCE_S)
+        end_all_workers(job)
+        job.start_elastic(NAMES[:2])
+        assert job.wait(PATIENCE_S) == 0, job.log()
+        assert events(job, "resumed")[0]["from_memory"]
+        assert job.result()["total"] == job.result()["applied"] == 4000
+        for epoch in range(4):
+            assert job.samples_of_epoch(epoch) == list(range(1000)), f"epoch {epoch}"
+
+
+@pytest.mark.variant
+def test_a_worker_that_dies_while_the_job_goes_on_from_memory_costs_nothing_of_it(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, "allreduce") | {"faults": [], "horovod": True}
+    with cluster(tmp_path / "job", {"GBA_HVD_GRACE_S": "120"}, **plan) as job:
+        job.start_elastic(NAMES[:2])
+        wait_for(lambda: any(job.shard_dir.glob("*/ps-0.address")), "the server", PATIENCE_S)
+        (job.out / "go").touch()
+        wait_for(lambda: job.ended or events(job, "checkpoint"), "a checkpoint", PATIENCE_S)
+        end_all_workers(job)
+        stood = job.last_step()
+        job.plan["faults"] = [{"point": "in sync", "step": 0, "rank": 1, "do": "kill"}]
+        job.plan_file.write_text(json.dumps(job.plan))
+        job.start_elastic(NAMES[:2])
+        assert job.wait(PATIENCE_S) == 0, job.log()
+        assert job.fired() == 1
+        resumed = events(job, "resumed")[-1]
+        assert resumed["from_memory"] and resumed["step"] >= stood - 1
+        assert job.result()["total"] == job.result()["applied"] == 2000
+
+
+@pytest.mark.variant
+def test_rows_that_a_worker_died_in_are_in_the_last_checkpoint(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, "allreduce", "in apply")
+    with cluster(tmp_path / "first", {"GBA_HVD_GRACE_S": "6"}, **plan) as job:
+        run_until_the_worker_is_killed(job)
+        job.assert_nothing_left()
+    newest = next(iter(chains(open_store(tmp_path / "checkpoints"))))
+    assert isinstance(newest, Chain)
+    assert newest.newest.step == KILLED_AT - 1 and newest.newest.about["last_gasp"]
