@@ -47,6 +47,7 @@ def worker(script: str, rank: int, port: int) -> subprocess.Popen[str]:
     """One of two, on one host."""
     world = {"RANK": rank, "SIZE": 2, "LOCAL_RANK": rank, "LOCAL_SIZE": 2, "CROSS_RANK": 0, "CROSS_SIZE": 1}
     place = {"GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "GLOO_RENDEZVOUS_PORT": port, "GLOO_IFACE": "lo"}
+    place["GLOO_TIMEOUT_SECONDS"] = 1  # five times that, if it is the dead one that would have connected
     how = {"CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "HOSTNAME": "localhost"}
     environ = {f"HOROVOD_{name}": str(value) for name, value in (world | place | how).items()}
     return subprocess.Popen(
