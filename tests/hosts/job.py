@@ -34,9 +34,6 @@ from tests.processes.workload import digests, digests_of
 
 DESK = "desk"
 IMPATIENT = {"GBA_HVD_SERVER_S": "6", "GBA_HVD_ALIVE_S": "1"}  # a lost host is noticed soon
-only_if_all = pytest.mark.skipif(
-    os.environ.get("GBA_HVD_ALL_HOSTS_TESTS") != "1", reason="one of each kind is enough: GBA_HVD_ALL_HOSTS_TESTS=1"
-)
 T = TypeVar("T")
 _S3_PORT = 5000
 _DISCOVER = """#!/bin/bash

@@ -12,7 +12,7 @@ from recovery.chains import Chain, chains
 from recovery.store import open_store
 from tests.processes.cluster import wait_for
 
-from .job import IMPATIENT, hosts_job, only_if_all, quiet
+from .job import IMPATIENT, hosts_job, quiet
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 PATIENCE_S = 120.0
@@ -33,8 +33,8 @@ def samples_after(step: int) -> int:
     [
         ("allreduce", "other"),
         pytest.param("gba", "chief", marks=pytest.mark.variant),
-        pytest.param("allreduce", "chief", marks=only_if_all),
-        pytest.param("gba", "other", marks=only_if_all),
+        pytest.param("allreduce", "chief", marks=pytest.mark.variant),
+        pytest.param("gba", "other", marks=pytest.mark.variant),
     ],
 )
 def test_a_host_that_is_switched_off_takes_only_its_own_rows_along(
