@@ -327,14 +327,16 @@ class GbaMode:
         if self._row_coder is not None:
             for s in np.flatnonzero(self._is_far):
                 messages[s] = self._packed(unpack(messages[s], [g.values.shape[1] for g in grads]), self._row_coder)
-        flat = self._dense.flat.detach().cpu().numpy()
+        dense = self._dense_frames(self._dense.flat.detach().cpu().numpy())
+        return [[d, m] for d, m in zip(dense, messages, strict=True)]
+
+    def _dense_frames(self, flat: np.ndarray) -> list[Any]:
+        """For each server its part of the micro-batch's dense gradient, float32 [n]; a copy."""
         if self.slim is not None:
             flat = self.slim.outgoing(flat, max(self._dense_step))
         if self._coded is not None:
-            dense = self._coded.frames(flat.copy())
-        else:
-            dense = [np.concatenate([flat[at] for at in s]) if s else flat[:0].copy() for s in self._slices]
-        return [[d, m] for d, m in zip(dense, messages, strict=True)]
+            return self._coded.frames(flat.copy())
+        return [np.concatenate([flat[at] for at in s]) if s else flat[:0].copy() for s in self._slices]
 
     def _packed(self, grads: Sequence[RowGrad], coder: RowCoder) -> bytes:
         """Row gradients for a server of another host."""

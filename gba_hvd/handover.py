@@ -119,6 +119,7 @@ def start(engine: Engine, session: Session, rank: int, host: int, sharers: int =
             *parts, patience_s, averaging=engine.switching.averaging(session.mode), world=engine.world,
             optimizer=engine.optimizer, step_dense=engine.step_dense,
             is_elastic=os.environ.get("HOROVOD_ELASTIC") == "1", row_compression=engine.row_compression,
+            traffic=engine.traffic,
         )  # fmt: skip
     else:
         mode = GbaMode(*parts, patience_s, engine.compression, engine.row_compression)

@@ -47,6 +47,7 @@ from gba_hvd.ps.protocol import Blend, Dense, Export, Given, GivenLease, HandedI
 from gba_hvd.replica import Copy, Replica, is_finite
 from gba_hvd.rounds import Rounds
 from gba_hvd.tables import EmbeddingTables
+from gba_hvd.traffic import Traffic
 from recovery import state_codec
 
 
@@ -61,18 +62,18 @@ class ReplicaMode(GbaMode):
         self, session: Session, worker: int, rank: int, host: int, pid: int, tables: EmbeddingTables,
         dense: DenseGradients, timeout_s: float, *, averaging: Averaging, world: World,
         optimizer: torch.optim.Optimizer, step_dense: Callable[[], None], is_elastic: bool,
-        row_compression: Spec = Compression.none,
+        row_compression: Spec = Compression.none, traffic: Traffic | None = None,
     ) -> None:  # fmt: skip
         super().__init__(session, worker, rank, host, pid, tables, dense, timeout_s, None, row_compression)
         self.replica = Replica(self._dense)
         self.rounds = Rounds(
-            averaging, self.replica, self, broken=self._world_is_broken, diverged=self._replica_diverged
-        )
+            averaging, self.replica, self, broken=self._world_is_broken, diverged=self._replica_diverged,
+            traffic=traffic,
+        )  # fmt: skip
         self._elasticity, self._world, self._is_elastic = averaging.elasticity, world, is_elastic
         self._optimizer, self._step_dense = optimizer, step_dense
         self._epoch = 0
         self._diverged = False
-        self._of_server, self._slices = self._slices, [[] for _ in self._slices]  # nothing dense goes with a push
 
     def start(self) -> None:
         super().start()
@@ -102,6 +103,7 @@ class ReplicaMode(GbaMode):
     def refresh_dense_(self) -> int:
         """Before a micro-batch: the first one of an epoch finds the central copy, all others what this worker made."""
         if not self.replica.is_open:
+            self.rounds.none_begun()
             self.replica.open(2 * self._epoch, self._central_copy())
         self.rounds.begin_micro()
         return self.position.step
@@ -112,10 +114,12 @@ class ReplicaMode(GbaMode):
     ) -> None:  # fmt: skip
         """Send the row gradients and step the replica; in the foreground, every so often, wait for a round."""
         super().push(lease, rows, loss, seconds, refused, drop)
-        if refused:
-            return
-        self.replica.step(self._step_dense)
-        self.rounds.end_micro(self._tables.config.lease_s)
+        step = None if refused else self.replica.step(self._step_dense)
+        self.rounds.end_micro(step, self._tables.config.lease_s)
+
+    def _dense_frames(self, flat: np.ndarray) -> list[Any]:
+        """Nothing dense goes with a push."""
+        return [np.empty(0, dtype=np.float32) for _ in self._parts]
 
     # --- looked at from outside --------------------------------------------------------------------------------------
 
@@ -217,12 +221,12 @@ class ReplicaMode(GbaMode):
     def _split(self, values: Tensor) -> list[np.ndarray]:
         """What of float32 [n] is whose, for each server."""
         flat = values.numpy()
-        return [np.concatenate([flat[at] for at in some]) if some else flat[:0].copy() for some in self._of_server]
+        return [np.concatenate([flat[at] for at in some]) if some else flat[:0].copy() for some in self._slices]
 
     def _joined(self, parts: Sequence[np.ndarray]) -> Tensor:
         """The inverse of `_split`; a copy."""
         flat = np.empty(self._dense.n, dtype=np.float32)
-        for values, slices in zip(parts, self._of_server, strict=True):
+        for values, slices in zip(parts, self._slices, strict=True):
             at = 0
             for place in slices:
                 n = place.stop - place.start
