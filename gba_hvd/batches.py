@@ -164,11 +164,15 @@ def _leases(source: _Source, state: TorchState, mode: GbaMode) -> Generator[Any,
                 break
             if rows:
                 mode.use_rows(rows)
+            got_s = time.perf_counter()
             state.tell_of_membership()
-            engine.begin_lease(given.lease, source.cut, source.epoch)
-            engine.wishes.follow(time.perf_counter() - asked_s)
+            engine.observe(mode.position)
+            # Before the micro-batch begins: whoever waits here for a checkpoint takes part in the rounds of the others.
             state.save_asynchronously_if_due()
             state.leave_asynchronously_if_told()
+            begun_s = time.perf_counter()
+            engine.begin_lease(given.lease, source.cut, source.epoch)
+            engine.wishes.follow(time.perf_counter() - begun_s + got_s - asked_s)
             yield batch
             engine.check_stepped()
     except GeneratorExit:  # the user left the loop; the model is to be as the servers have it

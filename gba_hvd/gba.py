@@ -139,7 +139,6 @@ class GbaMode:
         self._dense_step = [-1] * len(self._parts)
         self.slim: SlimWorker | None = None  # what rule "dana_slim" does to gradients before they are sent
         self._readers: list[DenseReader | None] = [None] * len(self._parts)
-        self.left_together = True  # nothing of this mode is left in Horovod's world
         self.lock = threading.Lock()
 
     def start(self) -> None:

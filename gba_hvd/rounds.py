@@ -114,7 +114,8 @@ class Rounds:
     def stop(self, together: bool = False, timeout_s: float = _LEAVE_S) -> bool:
         """together: after a round in which every worker wants to stop, so that none is left waiting in Horovod.
 
-        Returns whether the thread has ended in time; if not, the world has to be formed anew before it is used again.
+        Returns whether the thread has ended in time and no round of its was lost; if not, the world has to be formed
+        anew before training uses it again, on all workers (`shadow.ReplicaMode.all_left_together`).
         """
         with self._changed:
             self._ending = "now" if not together or self._ending == "now" else "together"
@@ -145,6 +146,11 @@ class Rounds:
             self._world, self._lost_s = world, None
             self._global, self._squares = None, (0.0, 0)
             self._changed.notify_all()
+
+    @property
+    def are_collective(self) -> bool:
+        """Whether rounds are made in Horovod's world, by all workers together."""
+        return self._averaging.is_collective
 
     @property
     def is_alone(self) -> bool:

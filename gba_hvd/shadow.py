@@ -19,6 +19,8 @@ so all workers have the same values from there on, and the central copy is these
     a worker before 2   the mean is that of the others; what it learned since its last round is gone
     a worker in 2       its replica counts at the servers that have it
     a worker after 2    its replica counts
+    a worker that left  counts with what it handed in then; after a restart of server 0 the others wait for it as long
+      its loop early    as for a micro-batch
     a server before 4   its successor knows of what is handed in to it; of nothing: its copy is that of the last round
     a server after 4    the mean is in a file of its own: its successor answers with it
 
@@ -43,7 +45,7 @@ from gba_hvd.errors import GbaError, NonFiniteGradient
 from gba_hvd.gba import DenseState, GbaMode, Session
 from gba_hvd.gradients import DenseGradients, RowGrad
 from gba_hvd.ps.client import Reply
-from gba_hvd.ps.protocol import Blend, Dense, Export, Given, GivenLease, HandedIn, HandIn, Publish, PullDense
+from gba_hvd.ps.protocol import Blend, Dense, Export, Given, GivenLease, HandedIn, HandIn, Publish, PullDense, Taken
 from gba_hvd.replica import Copy, Replica, is_finite
 from gba_hvd.rounds import Rounds
 from gba_hvd.tables import EmbeddingTables
@@ -74,6 +76,8 @@ class ReplicaMode(GbaMode):
         self._optimizer, self._step_dense = optimizer, step_dense
         self._epoch = 0
         self._diverged = False
+        self._left_well = True  # no round of this worker is left in Horovod's world
+        self.late_for: int | None = None  # the epoch whose mean was made without this worker's replica, until told
 
     def start(self) -> None:
         super().start()
@@ -144,7 +148,11 @@ class ReplicaMode(GbaMode):
             self._to_servers(None, self._states(), 2 * self._epoch)
 
     def export(self, leaving: bool, ended: bool = True) -> dict[int, DenseState]:
-        """The mean of all replicas, by the four steps above. ended False: this worker alone leaves the epoch's loop."""
+        """The mean of all replicas, by the four steps above.
+
+        ended False: this worker alone leaves the epoch's loop. It hands in what it has and goes on from the central
+        copy; the others do not wait for it. Should it come back to the epoch, what it hands in then counts instead.
+        """
         phase = 2 * self._epoch + (not leaving)
         own = self.replica.close()
         if own is not None and not is_finite(own.values):
@@ -153,24 +161,37 @@ class ReplicaMode(GbaMode):
         if not ended:
             if own is not None:
                 self._to_servers(own.values if self.rounds.is_alone else None, self._states(), own.phase)
+                self._hand_in(own.values, phase, early=True)
+            self._call(0, HandedIn(self.worker, self.session.generation, phase, early=True))
             return super().export(leaving)
-        if own is not None:
-            self._hand_in(own.values, phase)
+        if own is not None and self._hand_in(own.values, phase):
+            self.late_for = self._epoch
         told = HandedIn(self.worker, self.session.generation, phase)
         patience_s = self._tables.config.lease_s + self._timeout_s
         self._result(self.client.send(0, told, timeout_s=patience_s).result)
         exported = self._exported(Export(self.session.generation, leaving, phase))
         if leaving:
-            self.left_together = self.rounds.stop(together=True)
+            self._left_well = self.rounds.stop(together=True)
         return exported
+
+    def all_left_together(self, world: World) -> bool:
+        """Whether no round of any worker is left in Horovod's world; the same answer for all. A collective.
+
+        Each waits for the end of its rounds for a while from a moment of its own, so they may find different things.
+        """
+        if not self.rounds.are_collective:
+            return True
+        return bool(world.gather("rounds ended", np.array([self._left_well], dtype=np.int64)).all())
 
     def rescue(self, timeout_s: float) -> dict[int, DenseState]:
         self.replica.close()  # rounds mix nothing in any more
         return super().rescue(timeout_s)
 
-    def _hand_in(self, values: Tensor, phase: int) -> None:
-        body, states = HandIn(self.worker, self.session.generation, phase), self._states()
-        self._send_all([(body, [part, states[s]]) for s, part in enumerate(self._split(values))])
+    def _hand_in(self, values: Tensor, phase: int, early: bool = False) -> bool:
+        """To all servers. Returns whether it was too late for the mean of one of them."""
+        body, states = HandIn(self.worker, self.session.generation, phase, early), self._states()
+        replies = self._send_all([(body, [part, states[s]]) for s, part in enumerate(self._split(values))])
+        return any(isinstance(reply.body, Taken) and reply.body.late for reply in replies)
 
     # --- the central copy, for the thread of the rounds --------------------------------------------------------------
 

@@ -11,8 +11,9 @@ import torch
 
 import gba_hvd
 from gba_hvd import BadInput, StateMismatch
-from gba_hvd.batches import agree_on
+from gba_hvd.batches import _leases, agree_on
 from gba_hvd.order import Cut
+from gba_hvd.ps.protocol import Given, GivenLease, Position
 from recovery import state_codec
 
 
@@ -117,6 +118,27 @@ def test_workers_about_to_do_different_things_are_stopped() -> None:
     world = SimpleNamespace(gather=lambda name, row: np.stack([row, row + np.array([0, 5])]))
     with pytest.raises(StateMismatch, match=r"disagree about the seed: by rank \[3, 8\]"):
         agree_on(world, "epoch", {"samples": 50, "seed": 3})
+
+
+def test_a_worker_waits_for_a_checkpoint_before_it_begins_a_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def says(*names: str) -> dict[str, Any]:
+        return {name: lambda *_, name=name: said.append(name) for name in names}
+
+    answers = [Given(Position(), GivenLease(0, 1, 0, 4)), Given(Position(), None, "finished")]
+    mode = SimpleNamespace(ask=lambda *_: answers.pop(0), several_hosts=False, position=Position())
+    engine = SimpleNamespace(
+        dense_lrs=[], row_lr=0.1, step=0, wishes=SimpleNamespace(**says("follow")),
+        **says("observe", "begin_lease", "check_stepped"),
+    )  # fmt: skip
+    told = ("take_snapshot", "watch_membership", "tell_of_membership", "save_asynchronously_if_due")
+    state = SimpleNamespace(engine=engine, **says(*told, "leave_asynchronously_if_told"))
+    monkeypatch.setattr("gba_hvd.handover.take_dense_state", lambda *_, **__: None)
+    source: Any = SimpleNamespace(epoch=0, dataset=[1] * 4, cut=None, read=lambda index: "batch", find_ids=None)
+    assert list(_leases(source, state, mode)) == ["batch"]  # type: ignore[arg-type]
+    at = [said.index(name) for name in ("observe", *told[3:], "leave_asynchronously_if_told", "begin_lease")]
+    assert at == sorted(at)
 
 
 def test_idle_workers_are_warned_of() -> None:
