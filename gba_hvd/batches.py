@@ -45,7 +45,7 @@ class Dataset(Protocol):
 
 def batches(
     dataset: Dataset, state: TorchState, *, seed: int = 0, shuffle: bool = True, ids: Callable[[Any], Ids] | None = None
-) -> Iterator[Any]:
+) -> Generator[Any, None, None]:
     """The micro-batches of this epoch that this worker computes. Call `optimizer.step()` once for each.
 
     The epoch is `state.epoch` when the state has one, else the next. An epoch that is partly done goes on where it
@@ -155,7 +155,7 @@ def _leases(source: _Source, state: TorchState, mode: GbaMode) -> Generator[Any,
 
     state.take_snapshot()
     state.watch_membership()
-    ahead = Ahead(fetch)
+    engine.leases = ahead = Ahead(fetch)
     try:
         while True:
             asked_s = time.perf_counter()
@@ -181,6 +181,7 @@ def _leases(source: _Source, state: TorchState, mode: GbaMode) -> Generator[Any,
             handover.take_dense_state(engine, mode, leaving=False, ended=False)
         raise
     finally:
+        engine.leases = None
         ahead.close()
     if given.instead == "finished":
         handover.take_dense_state(engine, mode, leaving=False)

@@ -384,6 +384,9 @@ class GbaMode:
         """From another thread: the next request of the training thread raises this."""
         self._failure = self._failure or GbaError(why)
 
+    def rest(self) -> None:
+        """Return when no thread of this worker computes a micro-batch, but for the one that asks."""
+
     def flush(self) -> None:
         """Return when nothing of this worker is on the way."""
         for _ in range(MAX_UNDER_WAY):
@@ -553,6 +556,12 @@ class Ahead(Generic[_Item]):
             self._changed.notify_all()
             return item
 
+    def fail(self, error: BaseException) -> None:
+        """From another thread: nothing more is fetched, and `next` raises this, also if it waits already."""
+        with self._changed:
+            self._error, self._closed = self._error or error, True
+            self._changed.notify_all()
+
     @property
     def is_closed(self) -> bool:
         return self._closed
@@ -576,7 +585,7 @@ class Ahead(Generic[_Item]):
                     self._changed.notify_all()
         except BaseException as error:
             with self._changed:
-                self._error = error
+                self._error = self._error or error
                 self._changed.notify_all()
 
     def _wait_until_due(self) -> bool:

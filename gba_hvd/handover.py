@@ -194,6 +194,7 @@ def take_dense_state(engine: Engine, mode: GbaMode, leaving: bool, ended: bool =
 
     ended: the epoch is over or the mode is left, on all workers; else this one alone has left the epoch's loop.
     """
+    mode.rest()
     mode.flush()
     _put(engine, mode.export(leaving, ended))
     if isinstance(mode, ReplicaMode) and mode.late_for is not None:

@@ -32,6 +32,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,7 @@ class ReplicaMode(GbaMode):
         self._optimizer, self._step_dense = optimizer, step_dense
         self._epoch = 0
         self._diverged = False
+        self.await_threads: Callable[[], None] = lambda: None  # set by those who have several share the replica
         self._left_well = True  # no round of this worker is left in Horovod's world
         self.late_for: int | None = None  # the epoch whose mean was made without this worker's replica, until told
 
@@ -114,12 +116,24 @@ class ReplicaMode(GbaMode):
 
     def push(
         self, lease: GivenLease, rows: Sequence[Sequence[RowGrad]], loss: float | None, seconds: float, refused: str,
-        drop: bool = False,
+        drop: bool = False, dense: DenseGradients | None = None,
     ) -> None:  # fmt: skip
-        """Send the row gradients and step the replica; in the foreground, every so often, wait for a round."""
+        """Send the row gradients and step the replica; in the foreground, every so often, wait for a round.
+
+        dense: the gradients of one of several threads that share the replica (`hogwild`); None: those of the mode
+        """
         super().push(lease, rows, loss, seconds, refused, drop)
-        step = None if refused else self.replica.step(self._step_dense)
+        step_dense = self._step_dense if dense is None else partial(self._step_with, dense)
+        step = None if refused else self.replica.step(step_dense)
         self.rounds.end_micro(step, self._tables.config.lease_s)
+
+    def _step_with(self, dense: DenseGradients) -> None:
+        self._dense.take_over_(dense)
+        self._step_dense()
+        self._dense.zero_()
+
+    def rest(self) -> None:
+        self.await_threads()
 
     def _dense_frames(self, flat: np.ndarray) -> list[Any]:
         """Nothing dense goes with a push."""
@@ -130,6 +144,7 @@ class ReplicaMode(GbaMode):
     @contextlib.contextmanager
     def judged(self) -> Iterator[None]:
         """Within an epoch an evaluation judges with the central copy; then the worker goes on with its replica."""
+        self.rest()
         self._publish_if_alone()
         own = self.replica.close()
         if own is None:  # between epochs all have the same values
@@ -143,6 +158,7 @@ class ReplicaMode(GbaMode):
 
     def before_save(self) -> None:
         """A checkpoint has the central copy, and the optimizer's state of the worker that asks for it."""
+        self.rest()
         self._publish_if_alone()
         if self.replica.is_open:
             self._to_servers(None, self._states(), 2 * self._epoch)

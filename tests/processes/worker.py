@@ -13,12 +13,14 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 PLAN: dict[str, Any] = json.loads(Path(os.environ["TEST_PLAN"]).read_text())
 OUT = Path(PLAN["out"])
@@ -175,10 +177,18 @@ def shards_here() -> dict[str, Any]:
 
 
 class Notes(gba_hvd.Callback):
-    """Writes down events and committed steps; `rows` are this worker's samples of the step in flight."""
+    """Writes down events and committed steps; `rows` are this thread's samples of the step in flight."""
 
     def __init__(self) -> None:
-        self.rows: list[int] = []
+        self._of_thread = threading.local()
+
+    @property
+    def rows(self) -> list[int]:
+        return getattr(self._of_thread, "rows", [])
+
+    @rows.setter
+    def rows(self, rows: list[int]) -> None:
+        self._of_thread.rows = rows
 
     def on_event(self, event: gba_hvd.Event) -> None:
         note(event=event.kind, step=event.step, message=event.message, **event.data)
@@ -213,7 +223,9 @@ def train(state: gba_hvd.elastic.TorchState) -> None:
         (OUT / "training").touch()
     for state.epoch in range(state.epoch, PLAN.get("epochs", 2)):
         notes.rows = []  # of a step that a failure cut off
-        for batch in gba_hvd.batches(dataset, state, seed=PLAN.get("seed", 1)):
+        if "threads" in PLAN:
+            gba_hvd.hogwild(dataset, state, compute, n_threads=PLAN["threads"], seed=PLAN.get("seed", 1))
+        for batch in () if "threads" in PLAN else gba_hvd.batches(dataset, state, seed=PLAN.get("seed", 1)):
             wait_where_planned(state.step)
             wait_for_workers()
             notes.rows += batch.rows
@@ -242,6 +254,15 @@ def train(state: gba_hvd.elastic.TorchState) -> None:
         books.close()
     if state.world.rank == 0:
         write_result()
+
+
+def compute(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    """One micro-batch in one of several threads."""
+    wait_for_workers()
+    notes.rows += batch.rows
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label)
+    loss.backward()
+    return loss
 
 
 def judge_now() -> None:
