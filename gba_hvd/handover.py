@@ -166,8 +166,6 @@ def to_workers(engine: Engine, position: Position) -> None:
         if engine.reformer.n_formed or world > engine.reformer.number:
             engine.idle_mode = None  # of a world that is no more
         engine.reformer = None
-    if engine.idle_mode is not None and isinstance(mode, ReplicaMode) and not mode.all_left_together(engine.world):
-        engine.idle_mode = None  # something of the mode hangs in its world
     mode.close()
     left, engine.mode, engine.idle_mode = mode.name, engine.idle_mode, None
     data = {
@@ -182,6 +180,8 @@ def to_workers(engine: Engine, position: Position) -> None:
     engine.switching.switched("allreduce", engine.step)
     if position.wanted not in ("allreduce", "auto"):
         engine.switch_to = (position.wanted, position.reason)  # from one asynchronous mode to another
+    if engine.mode is not None and isinstance(mode, ReplicaMode) and not mode.all_left_together(engine.world):
+        engine.mode = None  # something of the mode hangs in its world
     if engine.mode is None:
         raise hosts_updated()
     assert isinstance(engine.mode, AllreduceMode)
