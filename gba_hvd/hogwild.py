@@ -32,6 +32,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from gba_hvd import handover
@@ -113,7 +114,7 @@ class _Threads:
         self._threads: list[threading.Thread] = []
         self._models: list[SharedModel] = []
         self._jobs: deque[_Job] = deque()
-        self._n_busy = 0
+        self._busy: set[int] = set()  # threads that compute
         self._ending = self._told = self.compute_failed = False
         self._error: BaseException | None = None
         self._refused: list[tuple[int, str]] = []  # to be told by the calling thread
@@ -130,7 +131,7 @@ class _Threads:
         with self._changed:
             self._jobs.append(_Job(self._engine.hand_out(), batch, self._engine.tables.remote))
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._error is not None or self._n_busy + len(self._jobs) < self._n)
+            self._changed.wait_for(lambda: self._error is not None or len(self._busy) + len(self._jobs) < self._n)
         self._tell()
 
     def compute_here(self, batch: Any) -> Tensor | float | None:
@@ -151,7 +152,7 @@ class _Threads:
                 "also for the one that asks. Do it in the thread that called hogwild, between two epochs"
             )
         with self._changed:
-            self._changed.wait_for(lambda: not self._n_busy and (self._error is not None or not self._jobs))
+            self._changed.wait_for(lambda: not self._busy and (self._error is not None or not self._jobs))
         self._bring_buffers_home()
         self._tell()
 
@@ -162,8 +163,7 @@ class _Threads:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
-        if self._models:
-            self._bring_buffers_home()
+        self._bring_buffers_home(quietly=suppress)
         self._threads, self._models, self._ending = [], [], False
         self._jobs.clear()
         if not suppress:
@@ -179,12 +179,12 @@ class _Threads:
     # -----------------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        engine = self._engine
-        make = SharedModel
-        self._models = [make(self._state.model, engine.dense.parameters, engine.tables) for _ in range(self._n)]
+        model, trained, tables = self._state.model, self._engine.dense.parameters, self._engine.tables
+        self._models = [SharedModel(model, trained, tables) for _ in range(self._n)]
+        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._threads = [
-            threading.Thread(target=self._run, args=(model,), name=f"gba-hvd hogwild {number}", daemon=True)
-            for number, model in enumerate(self._models)
+            threading.Thread(target=self._run, args=(shared, gpu), name=f"gba-hvd hogwild {number}", daemon=True)
+            for number, shared in enumerate(self._models)
         ]
         for thread in self._threads:
             thread.start()
@@ -197,9 +197,9 @@ class _Threads:
         if self._error is not None:
             raise self._error
 
-    def _bring_buffers_home(self) -> None:
+    def _bring_buffers_home(self, quietly: bool = False) -> None:
         changed = self._models[0].bring_buffers_to(self._state.model) if self._models else []
-        if changed and not self._told:
+        if changed and not self._told and not quietly:
             self._told = True
             warnings.warn(
                 f"the forward pass writes buffers ({', '.join(changed[:3])}): each of the {self._n} threads has its "
@@ -207,32 +207,35 @@ class _Threads:
                 stacklevel=2,
             )
 
-    def _run(self, model: SharedModel) -> None:
-        """One thread."""
-        with self._engine.tables.apart() as passes:
-            while (job := self._next()) is not None:
-                passes.remote = job.remote
-                of_compute = True
-                try:
+    def _run(self, model: SharedModel, gpu: int | None) -> None:
+        """One thread. gpu: the calling thread's; torch keeps it by thread, and begins with the first."""
+        of_compute = False
+        try:
+            if gpu is not None:
+                torch.cuda.set_device(gpu)
+            with self._engine.tables.apart() as passes:
+                while (job := self._next()) is not None:
+                    passes.remote, of_compute = job.remote, True
                     loss = self._computed(job, model)
                     of_compute = False
-                    refused = self._engine.push_micro_batch(job.micro, loss, model.dense)
-                except BaseException as error:
-                    self._fail(error, of_compute)
-                    return
-                with self._changed:
-                    self._n_busy -= 1
-                    if refused:
-                        self._refused.append((job.micro.index, refused))
-                    self._changed.notify_all()
+                    self._note_done(job.micro.index, self._engine.push_micro_batch(job.micro, loss, model.dense))
+        except BaseException as error:  # whatever it is, the calling thread raises it
+            self._fail(error, of_compute)
 
     def _next(self) -> _Job | None:
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._ending or self._error is not None)
             if not self._jobs or self._error is not None:
                 return None
-            self._n_busy += 1
+            self._busy.add(threading.get_ident())
             return self._jobs.popleft()
+
+    def _note_done(self, micro: int, refused: str) -> None:
+        with self._changed:
+            self._busy.discard(threading.get_ident())
+            if refused:
+                self._refused.append((micro, refused))
+            self._changed.notify_all()
 
     def _computed(self, job: _Job, model: SharedModel) -> Tensor | float | None:
         model.clear()
@@ -246,9 +249,10 @@ class _Threads:
 
     def _fail(self, error: BaseException, of_compute: bool) -> None:
         with self._changed:
-            self._n_busy -= 1
+            self._busy.discard(threading.get_ident())
             if self._error is None:
                 self._error, self.compute_failed = error, of_compute
             self._changed.notify_all()
-        if self._engine.leases is not None:
-            self._engine.leases.fail(error)  # the calling thread may be waiting for the next one
+        leases = self._engine.leases
+        if leases is not None:
+            leases.fail(error)  # the calling thread may be waiting for the next one

@@ -25,7 +25,8 @@ class SharedModel:
     module: the copy; frozen parameters and the tables are the model's own, buffers and everything else are copied
     dense:  the gradients of the copy's trained parameters, in the order of `trained`
 
-    Belongs to one thread at a time. Raises BadInput when the model cannot be copied, or does not have all of `trained`.
+    Belongs to one thread at a time. Raises BadInput when the model cannot be copied, or does not have all of `trained`,
+    or these have hooks.
     """
 
     def __init__(self, model: nn.Module, trained: Sequence[Tensor], tables: EmbeddingTables) -> None:
@@ -38,6 +39,11 @@ class SharedModel:
             raise BadInput(
                 f"the optimizer has {len(missing)} parameters that the state's model does not have, the first of shape "
                 f"{missing[0]}: threads train copies of the model, so make what they belong to a part of it"
+            )
+        if any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in trained):
+            raise BadInput(
+                "a parameter of the model has hooks on its gradient, which the copy that each thread trains would not "
+                "have: do what they do after backward() in compute(), or use n_threads=1"
             )
         own = [memo[id(p)] for p in trained]
         try:

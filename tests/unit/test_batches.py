@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,6 +119,32 @@ def test_workers_about_to_do_different_things_are_stopped() -> None:
     world = SimpleNamespace(gather=lambda name, row: np.stack([row, row + np.array([0, 5])]))
     with pytest.raises(StateMismatch, match=r"disagree about the seed: by rank \[3, 8\]"):
         agree_on(world, "epoch", {"samples": 50, "seed": 3})
+
+
+@pytest.mark.parametrize("n_threads", [1, 3])
+def test_without_replicas_hogwild_is_the_plain_loop_in_the_thread_that_calls(
+    training: Any, clicks: Any, n_threads: int
+) -> None:
+    plain, job, threads = training(epoch=0), training(epoch=0), set()
+
+    def compute(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        assert model is job.model
+        threads.add(threading.current_thread())
+        loss: torch.Tensor = job.loss(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    plain.epoch(clicks(50), seed=4)
+    gba_hvd.hogwild(clicks(50), job.state, compute, n_threads=n_threads, seed=4)
+    assert threads == {threading.current_thread()} and job.state.samples.applied == 50
+    for found, expected in ((job.all_rows(), plain.all_rows()), (job.all_dense(), plain.all_dense())):
+        assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("n_threads", [0, -1, 1.5, True])
+def test_a_number_of_threads_that_is_none_is_refused(training: Any, clicks: Any, n_threads: Any) -> None:
+    with pytest.raises(BadInput, match="n_threads must be a whole number"):
+        gba_hvd.hogwild(clicks(50), training().state, lambda model, batch: None, n_threads=n_threads)
 
 
 def test_a_worker_waits_for_a_checkpoint_before_it_begins_a_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:

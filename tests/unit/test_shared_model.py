@@ -96,6 +96,14 @@ def test_a_parameter_that_the_model_does_not_have_is_refused(tables: gba_hvd.Emb
         SharedModel(model, [*trained(model), apart], tables)
 
 
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_that_a_copy_would_lose_are_refused(tables: gba_hvd.EmbeddingTables, kind: str) -> None:
+    model = Scorer(tables)
+    getattr(model.mlp[0].weight, kind)(lambda _: None)
+    with pytest.raises(gba_hvd.BadInput, match="hooks on its gradient"):
+        SharedModel(model, trained(model), tables)
+
+
 def test_a_model_that_cannot_be_copied_is_refused(tables: gba_hvd.EmbeddingTables) -> None:
     model = Scorer(tables)
     model.door = threading.Lock()  # type: ignore[assignment]
