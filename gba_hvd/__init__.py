@@ -11,6 +11,7 @@ from gba_hvd.errors import BadInput, GbaError, NonFiniteGradient, ShardMemoryErr
 from gba_hvd.evaluation import evaluate
 from gba_hvd.faults import FaultSchedule
 from gba_hvd.gba_callback import GBACallback
+from gba_hvd.hogwild import hogwild
 from gba_hvd.metrics import Scores
 from gba_hvd.optimizer import DistributedOptimizer
 from gba_hvd.row_optimizers import SGD, Adagrad, Adam, RowAdagrad
@@ -45,5 +46,6 @@ __all__ = [
     "batches",
     "elastic",
     "evaluate",
+    "hogwild",
     "register_optimizer",
 ]

@@ -45,7 +45,7 @@ class Dataset(Protocol):
 
 def batches(
     dataset: Dataset, state: TorchState, *, seed: int = 0, shuffle: bool = True, ids: Callable[[Any], Ids] | None = None
-) -> Iterator[Any]:
+) -> Generator[Any, None, None]:
     """The micro-batches of this epoch that this worker computes. Call `optimizer.step()` once for each.
 
     The epoch is `state.epoch` when the state has one, else the next. An epoch that is partly done goes on where it
@@ -155,7 +155,7 @@ def _leases(source: _Source, state: TorchState, mode: GbaMode) -> Generator[Any,
 
     state.take_snapshot()
     state.watch_membership()
-    ahead = Ahead(fetch)
+    engine.leases = ahead = Ahead(fetch)
     try:
         while True:
             asked_s = time.perf_counter()
@@ -164,11 +164,15 @@ def _leases(source: _Source, state: TorchState, mode: GbaMode) -> Generator[Any,
                 break
             if rows:
                 mode.use_rows(rows)
+            got_s = time.perf_counter()
             state.tell_of_membership()
-            engine.begin_lease(given.lease, source.cut, source.epoch)
-            engine.wishes.follow(time.perf_counter() - asked_s)
+            engine.observe(mode.position)
+            # Before the micro-batch begins: whoever waits here for a checkpoint takes part in the rounds of the others.
             state.save_asynchronously_if_due()
             state.leave_asynchronously_if_told()
+            begun_s = time.perf_counter()
+            engine.begin_lease(given.lease, source.cut, source.epoch)
+            engine.wishes.follow(time.perf_counter() - begun_s + got_s - asked_s)
             yield batch
             engine.check_stepped()
     except GeneratorExit:  # the user left the loop; the model is to be as the servers have it
@@ -177,6 +181,7 @@ def _leases(source: _Source, state: TorchState, mode: GbaMode) -> Generator[Any,
             handover.take_dense_state(engine, mode, leaving=False, ended=False)
         raise
     finally:
+        engine.leases = None
         ahead.close()
     if given.instead == "finished":
         handover.take_dense_state(engine, mode, leaving=False)

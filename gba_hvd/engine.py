@@ -27,13 +27,14 @@ from gba_hvd.compression import Compression, Spec
 from gba_hvd.compression.exchange import DenseExchange
 from gba_hvd.errors import BadInput, GbaError, NonFiniteGradient, StateMismatch
 from gba_hvd.faults import FaultSchedule
-from gba_hvd.gba import GbaMode
+from gba_hvd.gba import Ahead, GbaMode
 from gba_hvd.gba_callback import GBACallback
 from gba_hvd.gradients import DenseGradients, RowGrad
 from gba_hvd.order import Account, Cut, EpochOrder
 from gba_hvd.ps import process
 from gba_hvd.ps.protocol import GivenLease, Position
 from gba_hvd.reform import Reformer
+from gba_hvd.shadow import ReplicaMode
 from gba_hvd.tables import EmbeddingTables
 from gba_hvd.traffic import Traffic
 
@@ -58,8 +59,8 @@ class Cursor:
 
 
 @dataclass(frozen=True)
-class _Micro:
-    """The micro-batch being computed."""
+class Micro:
+    """A micro-batch being computed."""
 
     index: int
     n_samples: int
@@ -72,7 +73,7 @@ class Engine:
     """One worker's part of the training: position, account, gradients under way, and the mode that carries them.
 
     step: number of optimizer applications so far, equal on all workers.
-    Not thread-safe; belongs to the training thread.
+    Not thread-safe; belongs to the training thread, all but `push_micro_batch`.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Engine:
         self.wishes = wishes.Wishes(self)
         self.step_dense: Callable[[], None] = lambda: None  # the user's optimizer, on the dense parameters
         self.reformer: Reformer | None = None
+        self.leases: Ahead[Any] | None = None  # where the next lease of the epoch comes from, in an asynchronous mode
         self.epoch_over = False
         self.n_evaluated = 0  # evaluations since the last epoch of batches ended: their names in asynchronous modes
         self.switch_to: tuple[str, str] | None = None  # agreed: (mode, reason), to be carried out before the next step
@@ -125,7 +127,7 @@ class Engine:
         self.hosts_updated = False  # Horovod told this worker (only rank 0 is told)
         self.leave_by_s: float | None = None  # this worker was told to leave (SIGTERM), by this monotonic time
         self.interrupt_due = False  # all workers know by now, and stop at the same step
-        self._micro: _Micro | None = None
+        self._micro: Micro | None = None
         self._rows: list[list[tuple[RowGrad, float]]] = []
         self._bad: str | None = None
         self._bad_micro = -1
@@ -145,16 +147,16 @@ class Engine:
         self.mode.await_rows(self.step)
 
     def begin_micro(self, index: int, is_last: bool) -> None:
-        self._micro = _Micro(index, self._cut.samples_of_micro(index), is_last, time.perf_counter())
+        self._micro = Micro(index, self._cut.samples_of_micro(index), is_last, time.perf_counter())
 
     def begin_lease(self, lease: GivenLease, cut: Cut, epoch: int) -> None:
         """In an asynchronous mode: the newest dense values are in place from here on."""
         assert isinstance(self.mode, GbaMode)
-        self._cut, self._bad = cut, None
+        self._cut = cut
         self.observe(self.mode.position)
         self.tables.drop_gradients()
         self.mode.refresh_dense_()
-        self._micro = _Micro(lease.micro, lease.n_samples, False, time.perf_counter(), lease)
+        self._micro = Micro(lease.micro, lease.n_samples, False, time.perf_counter(), lease)
 
     def check_stepped(self) -> None:
         if self._micro is not None:
@@ -178,14 +180,19 @@ class Engine:
             )
         micro, self._micro = self._micro, None
         weight = micro.n_samples / self.micro_batch
-        value = None if loss is None else float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
+        value = _number(loss)
         rows = self.tables.take_gradients()
         self.dense.collect_()
         seconds = self._took(micro)
-        self._look_for_bad(micro, value, rows)
+        bad = self._bad_of(value, rows, self.dense)
         if micro.lease is not None:
-            self._push(micro.lease, rows, value, seconds)
+            if bad:
+                self.tell_refused(micro.index, bad)
+            self._push(micro.lease, rows, value, seconds, bad)
+            self.dense.zero_()
             return
+        if bad:
+            self._bad, self._bad_micro = bad, micro.index
         self._seconds.append(seconds)
         self.dense.add_micro_batch_(weight)
         for group, grads in enumerate(rows):
@@ -197,6 +204,26 @@ class Engine:
             extra[_LOSS_WEIGHT] += micro.n_samples
         if micro.is_last:
             self.close_step()
+
+    def hand_out(self) -> Micro:
+        """The micro-batch that was begun, for another thread, which ends it by `push_micro_batch`."""
+        micro, self._micro = self._micro, None
+        assert micro is not None and micro.lease is not None
+        return micro
+
+    def push_micro_batch(self, micro: Micro, loss: Tensor | float | None, dense: DenseGradients) -> str:
+        """`add_micro_batch` of one of several threads that share a replica, with gradients of its own.
+
+        Safe in several threads at once, but only one may call for each micro-batch. Returns what was not finite and is
+        still to be told (`tell_refused`), or nothing.
+        """
+        assert micro.lease is not None
+        value, rows = _number(loss), self.tables.take_gradients()
+        dense.collect_()
+        seconds = self._took(micro)
+        bad = self._bad_of(value, rows, dense)
+        self._push(micro.lease, rows, value, seconds, bad, dense)
+        return bad
 
     def close_step(self) -> None:
         """Exchange, commit and apply the global step. A collective; workers without a micro-batch call it too."""
@@ -358,19 +385,18 @@ class Engine:
     def _tables_group(self) -> dict[str, Any]:
         return next(g for g in self.optimizer.param_groups if g.get("gba_hvd") == "tables")
 
-    def _look_for_bad(self, micro: _Micro, loss: float | None, rows: list[list[RowGrad]]) -> None:
-        bad = None
+    def _bad_of(self, loss: float | None, rows: list[list[RowGrad]], dense: DenseGradients) -> str:
+        """What of a micro-batch is not finite; nothing if all is."""
         if loss is not None and not math.isfinite(loss):
-            bad = f"loss {loss}"
-        elif not math.isfinite(float(self.dense.flat.sum())) and (name := self.dense.non_finite(self.names)):
-            bad = f"gradient of {name}"
+            return f"loss {loss}"
+        if not math.isfinite(float(dense.flat.sum())) and (name := dense.non_finite(self.names)):
+            return f"gradient of {name}"
         for group, grads in enumerate(rows):
             for grad in grads:
-                if bad is None and (key := grad.non_finite()) is not None:
+                if (key := grad.non_finite()) is not None:
                     table, row = self.tables.layout.locate(key, group)
-                    bad = f"gradient of row {row} of table {table!r}"
-        if bad is not None:
-            self._bad, self._bad_micro = bad, micro.index
+                    return f"gradient of row {row} of table {table!r}"
+        return ""
 
     def _non_finite(self, agreed: list[float]) -> NonFiniteGradient:
         if self._bad:
@@ -428,25 +454,31 @@ class Engine:
 
     # --- asynchronous modes, faults ----------------------------------------------------------------------------------
 
-    def _push(self, lease: GivenLease, rows: list[list[RowGrad]], loss: float | None, seconds: float) -> None:
-        assert isinstance(self.mode, GbaMode)
+    def _push(
+        self, lease: GivenLease, rows: list[list[RowGrad]], loss: float | None, seconds: float, bad: str,
+        dense: DenseGradients | None = None,
+    ) -> None:  # fmt: skip
+        mode = self.mode
+        assert isinstance(mode, GbaMode)
         drop = False
         if self.faults is not None and (fault := self.faults.push_fault(self.world.rank, self.step)) is not None:
             time.sleep(fault.seconds or 0.0)
             drop = fault.kind == "drop_push"
-        if self._bad is not None:
-            self._tell_refused(lease.micro, self._bad)
-        self.mode.push(lease, rows, loss, seconds, self._bad or "", drop)
-        self.dense.zero_()
+        if dense is None:
+            mode.push(lease, rows, loss, seconds, bad, drop)
+        else:
+            assert isinstance(mode, ReplicaMode)
+            mode.push(lease, rows, loss, seconds, bad, drop, dense)
 
-    def _tell_refused(self, micro: int, bad: str) -> None:
+    def tell_refused(self, micro: int, bad: str) -> None:
+        """The gradient of a micro-batch was not sent."""
         self._n_refused += 1
         if self._n_refused > 10 and self._n_refused.bit_count() > 1:
             return  # after ten, the 16th, 32nd, ... are told
         text = f"micro-batch {micro} of epoch {self.cursor.epoch}: {bad} is not finite; its gradient is dropped"
         self.emit(Event("refused", self.step, text, {"micro_batch": micro, "what": bad, "so_far": self._n_refused}))
 
-    def _took(self, micro: _Micro) -> float:
+    def _took(self, micro: Micro) -> float:
         """Seconds the micro-batch took; planned faults happen here."""
         seconds = time.perf_counter() - micro.started_s
         if self.faults is None:
@@ -466,3 +498,7 @@ class Engine:
             hosts = list(dict.fromkeys(server.host for server in self.mode.session.servers))
             return {hosts.index(self.mode.host): pid}
         return {0: pid}
+
+
+def _number(loss: Tensor | float | None) -> float | None:
+    return float(loss.detach()) if isinstance(loss, Tensor) else None if loss is None else float(loss)

@@ -139,7 +139,6 @@ class GbaMode:
         self._dense_step = [-1] * len(self._parts)
         self.slim: SlimWorker | None = None  # what rule "dana_slim" does to gradients before they are sent
         self._readers: list[DenseReader | None] = [None] * len(self._parts)
-        self.left_together = True  # nothing of this mode is left in Horovod's world
         self.lock = threading.Lock()
 
     def start(self) -> None:
@@ -327,14 +326,16 @@ class GbaMode:
         if self._row_coder is not None:
             for s in np.flatnonzero(self._is_far):
                 messages[s] = self._packed(unpack(messages[s], [g.values.shape[1] for g in grads]), self._row_coder)
-        flat = self._dense.flat.detach().cpu().numpy()
+        dense = self._dense_frames(self._dense.flat.detach().cpu().numpy())
+        return [[d, m] for d, m in zip(dense, messages, strict=True)]
+
+    def _dense_frames(self, flat: np.ndarray) -> list[Any]:
+        """For each server its part of the micro-batch's dense gradient, float32 [n]; a copy."""
         if self.slim is not None:
             flat = self.slim.outgoing(flat, max(self._dense_step))
         if self._coded is not None:
-            dense = self._coded.frames(flat.copy())
-        else:
-            dense = [np.concatenate([flat[at] for at in s]) if s else flat[:0].copy() for s in self._slices]
-        return [[d, m] for d, m in zip(dense, messages, strict=True)]
+            return self._coded.frames(flat.copy())
+        return [np.concatenate([flat[at] for at in s]) if s else flat[:0].copy() for s in self._slices]
 
     def _packed(self, grads: Sequence[RowGrad], coder: RowCoder) -> bytes:
         """Row gradients for a server of another host."""
@@ -382,6 +383,9 @@ class GbaMode:
     def give_up(self, why: str) -> None:
         """From another thread: the next request of the training thread raises this."""
         self._failure = self._failure or GbaError(why)
+
+    def rest(self) -> None:
+        """Return when no thread of this worker computes a micro-batch, but for the one that asks."""
 
     def flush(self) -> None:
         """Return when nothing of this worker is on the way."""
@@ -552,6 +556,12 @@ class Ahead(Generic[_Item]):
             self._changed.notify_all()
             return item
 
+    def fail(self, error: BaseException) -> None:
+        """From another thread: nothing more is fetched, and `next` raises this, also if it waits already."""
+        with self._changed:
+            self._error, self._closed = self._error or error, True
+            self._changed.notify_all()
+
     @property
     def is_closed(self) -> bool:
         return self._closed
@@ -575,7 +585,7 @@ class Ahead(Generic[_Item]):
                     self._changed.notify_all()
         except BaseException as error:
             with self._changed:
-                self._error = error
+                self._error = self._error or error
                 self._changed.notify_all()
 
     def _wait_until_due(self) -> bool:

@@ -52,7 +52,6 @@ class GBACallback(Callback):
     sync:       what "shadow" runs in the background: "easgd", "ma", "bmuf"; "none" to compare
     elasticity, block_rate, mixing, pause_s: see `gba_hvd.averaging.Averaging`
     every:      local steps between the rounds of the modes "easgd", "ma", "bmuf", which training waits for
-    hogwild_threads: threads of a worker that share its replica; only 1 is possible
     servers_per_host: companion processes on each host; shards and dense parameters are spread over them
 
     Raises BadInput for a mode, rule or setting that does not exist, and when it is registered for a job whose optimizer
@@ -82,7 +81,6 @@ class GBACallback(Callback):
         mixing: str = "interpolate",
         every: int = 30,
         pause_s: float = 0.02,
-        hogwild_threads: int = 1,
     ) -> None:
         self.mode = known_mode(mode)
         # What a staleness of that name asks for is a rule; what it does not do is drop.
@@ -96,11 +94,6 @@ class GBACallback(Callback):
             "staleness": staleness, "tolerance": tolerance, "lookahead": lookahead, "slack": slack, "backups": backups,
         }  # fmt: skip
         self.discipline("gba")  # refuses bad settings now
-        if hogwild_threads != 1:
-            raise BadInput(
-                f"hogwild_threads must be 1, got {hogwild_threads!r}: threads that share a replica are not there yet; "
-                "start more workers instead"
-            )
         self._background = Averaging(sync, elasticity, block_rate, mixing, None, pause_s)
         self._every = replace(self._background, every=every).every
         self.options = Options(enter_gain, leave_gain, patience, min_stay)

@@ -175,6 +175,12 @@ class DenseGradients:
             if p.grad is not view:
                 view.zero_() if p.grad is None else view.copy_(p.grad)
 
+    def take_over_(self, other: DenseGradients) -> None:
+        """Make the gradient that another one collected, of parameters of the same sizes, that of these parameters."""
+        self.flat.copy_(other.flat)
+        for p, view in zip(self._parameters, self._views, strict=True):
+            p.grad = view
+
     def add_micro_batch_(self, weight: float) -> None:
         """total += weight * gradient of the micro-batch, which `collect_` brought to `flat`; then clear the latter."""
         if weight != 1.0:  # multiplied first, rounded as servers round it

@@ -11,7 +11,9 @@ To an asynchronous mode, after the commit of step k told all workers to; every r
 To allreduce, after the coordinator ran dry at a step boundary and said so to each worker that asked for a lease:
 
     1. export   each worker takes the dense parameters and the optimizer's state from the servers, which thereby go idle
-    2. go on    with the allreduce mode that was left, if Horovod's world is still the same; else it is formed anew
+    2. gather   where the mode ran rounds in Horovod's world: did they end well for all? Whoever finds the world changed
+                already does not come, and those that wait are told by Horovod when it leaves
+    3. go on    with the allreduce mode that was left, if Horovod's world is still the same; else it is formed anew
 """
 
 from __future__ import annotations
@@ -119,6 +121,7 @@ def start(engine: Engine, session: Session, rank: int, host: int, sharers: int =
             *parts, patience_s, averaging=engine.switching.averaging(session.mode), world=engine.world,
             optimizer=engine.optimizer, step_dense=engine.step_dense,
             is_elastic=os.environ.get("HOROVOD_ELASTIC") == "1", row_compression=engine.row_compression,
+            traffic=engine.traffic,
         )  # fmt: skip
     else:
         mode = GbaMode(*parts, patience_s, engine.compression, engine.row_compression)
@@ -154,8 +157,6 @@ def to_workers(engine: Engine, position: Position) -> None:
     mode = engine.mode
     assert isinstance(mode, GbaMode) and engine.switching is not None
     take_dense_state(engine, mode, leaving=True)
-    if not mode.left_together:
-        engine.idle_mode = None  # something of the mode hangs in its world
     engine.observe(position)
     engine.cursor.epoch, engine.cursor.steps_done = position.epoch, position.steps_done
     if engine.reformer is not None:
@@ -179,6 +180,8 @@ def to_workers(engine: Engine, position: Position) -> None:
     engine.switching.switched("allreduce", engine.step)
     if position.wanted not in ("allreduce", "auto"):
         engine.switch_to = (position.wanted, position.reason)  # from one asynchronous mode to another
+    if engine.mode is not None and isinstance(mode, ReplicaMode) and not mode.all_left_together(engine.world):
+        engine.mode = None  # something of the mode hangs in its world
     if engine.mode is None:
         raise hosts_updated()
     assert isinstance(engine.mode, AllreduceMode)
@@ -191,8 +194,17 @@ def take_dense_state(engine: Engine, mode: GbaMode, leaving: bool, ended: bool =
 
     ended: the epoch is over or the mode is left, on all workers; else this one alone has left the epoch's loop.
     """
+    mode.rest()
     mode.flush()
     _put(engine, mode.export(leaving, ended))
+    if isinstance(mode, ReplicaMode) and mode.late_for is not None:
+        epoch, mode.late_for = mode.late_for, None
+        text = (
+            f"this worker handed in its replica of epoch {epoch} when the mean was made already: what it learned since "
+            f"its last round is lost. Others wait {engine.tables.config.lease_s:.0f} s (lease_s) for a worker that "
+            "lives, and for none that is silent"
+        )
+        engine.emit(Event("replica_late", engine.step, text, {"of_epoch": epoch, "rank": mode.rank}))
 
 
 def rescue_dense_state(engine: Engine, mode: GbaMode) -> None:

@@ -53,11 +53,12 @@ class Replica:
     def is_open(self) -> bool:
         return self._is_open
 
-    def step(self, step_dense: Callable[[], None]) -> None:
-        """Step the user's optimizer once."""
+    def step(self, step_dense: Callable[[], None]) -> int:
+        """Step the user's optimizer once. Returns the number of the step, from 1."""
         with self._lock:
             step_dense()
             self.n_steps += 1
+            return self.n_steps
 
     def open(self, phase: int, values: Tensor | None = None) -> None:
         """Take part in rounds from now on; with these values, if given."""

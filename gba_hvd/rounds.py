@@ -1,10 +1,11 @@
 """The thread of a worker that does nothing but synchronise its replica with the others'.
 
-    turn -> copy of the replica -> sum over the workers, or the servers' central copy -> mixed in
+    turn (`turns`) -> copy of the replica -> sum over the workers, or the servers' central copy -> mixed in
 
 Who owns what. This thread alone talks to Horovod about rounds and keeps the global copy of bmuf; the replica has a lock
 of its own (`replica`), held for the copy and for the mixing; `_changed` guards the flags that other threads set. The
-training thread is waited for by nobody in here, and waits for a round only where `every` says so.
+training threads (one, or those of `hogwild`) are waited for by nobody in here, and wait for a round only where `every`
+says so.
 
 A round of ma and bmuf is one allreduce of every worker's thread. With the replica go four numbers: whether it counts (a
 closed one does not), whether this worker would like to stop, and two for the spread. Since all see the same sums, all
@@ -33,15 +34,15 @@ from torch import Tensor
 from gba_hvd.averaging import Averaging, global_copy_
 from gba_hvd.collectives import World, WorldLeft
 from gba_hvd.replica import Copy, Replica, is_finite
+from gba_hvd.traffic import Traffic, ring
+from gba_hvd.turns import LONG_MICRO_S, Standing, is_collective, turn
 
 log = logging.getLogger("gba_hvd")
 _OPEN, _STOP, _SQUARES, _N_SQUARES = range(4)  # the numbers that travel with a replica
 _N_NUMBERS = 4
 _OF_A_CORE = 0.1  # what background rounds may take of one
 _QUIET_S = 1.0  # a worker that is alone lets the servers have its replica so often
-_PASSIVE_AFTER_S = 0.2  # without a micro-batch for so long, a worker takes part in others' foreground rounds
-_LONG_MICRO_S = 10.0  # in the middle of a micro-batch of this length it takes part as well
-_AFTER_A_FAILURE_S, _ASK_AGAIN_S = 0.5, 10.0
+_AFTER_A_FAILURE_S = 0.5
 _LEAVE_S = 10.0
 _KEPT = 64
 
@@ -80,14 +81,16 @@ class Rounds:
 
     def __init__(
         self, averaging: Averaging, replica: Replica, central: Central, *, broken: Callable[[str], None],
-        diverged: Callable[[], None], clock: Callable[[], float] = time.monotonic,
+        diverged: Callable[[], None], traffic: Traffic | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._averaging, self._replica, self._central = averaging, replica, central
         self._broken, self._diverged, self._clock = broken, diverged, clock
+        self._traffic = traffic or Traffic()
         self._changed = threading.Condition()
         self._world: World | None = None
         self._ending = ""  # "together": after a round in which all say so; "now"
         self._wanted = self._in_horovod = False
+        self._n_begun = self._n_waiting = 0  # micro-batches being computed; threads that wait for a round
         self._idle_since_s = 0.0
         self._lost_s: float | None = None  # when a round failed, until a new world stands
         self._not_before_s = 0.0
@@ -111,7 +114,8 @@ class Rounds:
     def stop(self, together: bool = False, timeout_s: float = _LEAVE_S) -> bool:
         """together: after a round in which every worker wants to stop, so that none is left waiting in Horovod.
 
-        Returns whether the thread has ended in time; if not, the world has to be formed anew before it is used again.
+        Returns whether the thread has ended in time and no round of its was lost; if not, the world has to be formed
+        anew before training uses it again, on all workers (`shadow.ReplicaMode.all_left_together`).
         """
         with self._changed:
             self._ending = "now" if not together or self._ending == "now" else "together"
@@ -144,33 +148,55 @@ class Rounds:
             self._changed.notify_all()
 
     @property
+    def are_collective(self) -> bool:
+        """Whether rounds are made in Horovod's world, by all workers together."""
+        return self._averaging.is_collective
+
+    @property
     def is_alone(self) -> bool:
         world = self._world
         return world is not None and world.size == 1
 
     # --- the training thread -----------------------------------------------------------------------------------------
 
-    def begin_micro(self) -> None:
-        self._idle_since_s = self._clock() + _LONG_MICRO_S  # see `_is_due`
-
-    def end_micro(self, timeout_s: float) -> None:
-        """After a local step. In the foreground every k-th waits for a round, but not for one that fails or is late."""
-        self._idle_since_s = self._clock()
-        every = self._averaging.every
-        if every is None or self._replica.n_steps % every or not self._thread.is_alive():
-            return
+    def none_begun(self) -> None:
+        """An epoch begins: whatever was begun and never ended is over."""
         with self._changed:
+            self._n_begun = 0
+
+    def begin_micro(self) -> None:
+        with self._changed:
+            self._n_begun += 1
+            self._idle_since_s = self._clock() + LONG_MICRO_S  # see `turns.Standing`
+
+    def end_micro(self, step: int | None, timeout_s: float) -> None:
+        """After a local step, the replica's `step`-th (None: its gradient was refused, there was none).
+
+        In the foreground every k-th waits for a round, but not for one that fails or is late. Other threads of the same
+        replica that end a micro-batch meanwhile wait as well.
+        """
+        every = self._averaging.every
+        with self._changed:
+            self._n_begun = max(0, self._n_begun - 1)
+            if not self._n_begun:
+                self._idle_since_s = self._clock()
             before, world = self.n_done + self.n_failed, self._world
-            if world is None or world.size == 1:
+            if every is None or step is None or world is None or world.size == 1 or not self._thread.is_alive():
+                return
+            if step % every and not self._n_waiting:
                 return
             self._wanted = True
+            self._n_waiting += 1
             self._changed.notify_all()
 
             def over() -> bool:
                 return self.n_done + self.n_failed > before or self._world is not world or not self._thread.is_alive()
 
-            if not self._changed.wait_for(over, timeout_s):
-                self._dropped.append(f"training goes on: a round was waited for in vain for {timeout_s:.0f} s")
+            try:
+                if not self._changed.wait_for(over, timeout_s):
+                    self._dropped.append(f"training goes on: a round was waited for in vain for {timeout_s:.0f} s")
+            finally:
+                self._n_waiting -= 1
 
     def dropped(self) -> list[str]:
         """Why rounds were dropped since this was asked last."""
@@ -220,35 +246,27 @@ class Rounds:
         with self._changed:
             while True:
                 world, now = self._world, self._clock()
-                collective = self._averaging.is_collective and world is not None and world.size > 1
-                if self._ending == "now" or (self._ending and not collective):
+                n_workers = 0 if world is None else world.size
+                standing = Standing(
+                    n_workers, self._ending, self._wanted, self._replica.is_open, self._idle_since_s,
+                    self._not_before_s, self._lost_s,
+                )  # fmt: skip
+                act, look_again_s = turn(now, standing, self._averaging)
+                if act == "end":
                     return None
-                if world is not None and self._is_due(world, now):
-                    self._in_horovod = collective
+                if act == "round":
+                    self._in_horovod = is_collective(n_workers, self._averaging)
                     return world
-                if self._lost_s is not None and now > self._lost_s + _ASK_AGAIN_S and self._replica.is_open:
+                if act == "ask for a world":
                     self._lost_s = now
                     self._broken("no round of replicas can be made in this world any more")
-                self._changed.wait(self._look_again_s(world, now))
-
-    def _is_due(self, world: World, now: float) -> bool:
-        if self._ending:
-            return True
-        if self._averaging.every is None or world.size == 1:
-            return now >= self._not_before_s
-        is_idle = not self._replica.is_open or now - self._idle_since_s > _PASSIVE_AFTER_S
-        passive = self._averaging.is_collective and is_idle and now >= self._not_before_s
-        return self._wanted or passive
-
-    def _look_again_s(self, world: World | None, now: float) -> float:
-        if world is not None and (self._averaging.every is None or world.size == 1):
-            return max(0.001, self._not_before_s - now)
-        return _PASSIVE_AFTER_S / 2
+                else:
+                    self._changed.wait(look_again_s)
 
     def _round(self, world: World) -> bool:
         """One round. Returns whether there will be another."""
         averaging, replica = self._averaging, self._replica
-        if averaging.is_collective and world.size > 1:
+        if is_collective(world.size, averaging):
             return self._collective(world)
         copy = self._copied()
         if copy is None or (averaging.algorithm == "none" and world.size > 1):
@@ -272,6 +290,8 @@ class Rounds:
         numbers[_OPEN], numbers[_STOP] = float(copy is not None), float(self._ending == "together")
         numbers[_SQUARES], numbers[_N_SQUARES] = self._squares
         world.sum_("rounds", message, given_up=lambda: self._world is not world or self._ending == "now")
+        self._traffic.both("dense", ring(4 * n, world.size))
+        self._traffic.both("header", ring(4 * _N_NUMBERS, world.size))
         with self._changed:
             self._in_horovod = False
             self._changed.notify_all()
@@ -323,5 +343,5 @@ class Rounds:
             return  # the others may be gone already
         self.n_failed += 1
         self._dropped.append(why)
-        if self._averaging.is_collective and world.size > 1 and self._world is world:
+        if is_collective(world.size, self._averaging) and self._world is world:
             self._world, self._lost_s = None, self._clock()

@@ -19,6 +19,8 @@ so all workers have the same values from there on, and the central copy is these
     a worker before 2   the mean is that of the others; what it learned since its last round is gone
     a worker in 2       its replica counts at the servers that have it
     a worker after 2    its replica counts
+    a worker that left  counts with what it handed in then; after a restart of server 0 the others wait for it as long
+      its loop early    as for a micro-batch
     a server before 4   its successor knows of what is handed in to it; of nothing: its copy is that of the last round
     a server after 4    the mean is in a file of its own: its successor answers with it
 
@@ -30,6 +32,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,10 +46,11 @@ from gba_hvd.errors import GbaError, NonFiniteGradient
 from gba_hvd.gba import DenseState, GbaMode, Session
 from gba_hvd.gradients import DenseGradients, RowGrad
 from gba_hvd.ps.client import Reply
-from gba_hvd.ps.protocol import Blend, Dense, Export, Given, GivenLease, HandedIn, HandIn, Publish, PullDense
+from gba_hvd.ps.protocol import Blend, Dense, Export, Given, GivenLease, HandedIn, HandIn, Publish, PullDense, Taken
 from gba_hvd.replica import Copy, Replica, is_finite
 from gba_hvd.rounds import Rounds
 from gba_hvd.tables import EmbeddingTables
+from gba_hvd.traffic import Traffic
 from recovery import state_codec
 
 
@@ -61,18 +65,21 @@ class ReplicaMode(GbaMode):
         self, session: Session, worker: int, rank: int, host: int, pid: int, tables: EmbeddingTables,
         dense: DenseGradients, timeout_s: float, *, averaging: Averaging, world: World,
         optimizer: torch.optim.Optimizer, step_dense: Callable[[], None], is_elastic: bool,
-        row_compression: Spec = Compression.none,
+        row_compression: Spec = Compression.none, traffic: Traffic | None = None,
     ) -> None:  # fmt: skip
         super().__init__(session, worker, rank, host, pid, tables, dense, timeout_s, None, row_compression)
         self.replica = Replica(self._dense)
         self.rounds = Rounds(
-            averaging, self.replica, self, broken=self._world_is_broken, diverged=self._replica_diverged
-        )
+            averaging, self.replica, self, broken=self._world_is_broken, diverged=self._replica_diverged,
+            traffic=traffic,
+        )  # fmt: skip
         self._elasticity, self._world, self._is_elastic = averaging.elasticity, world, is_elastic
         self._optimizer, self._step_dense = optimizer, step_dense
         self._epoch = 0
         self._diverged = False
-        self._of_server, self._slices = self._slices, [[] for _ in self._slices]  # nothing dense goes with a push
+        self.await_threads: Callable[[], None] = lambda: None  # set by those who have several share the replica
+        self._left_well = True  # no round of this worker is left in Horovod's world
+        self.late_for: int | None = None  # the epoch whose mean was made without this worker's replica, until told
 
     def start(self) -> None:
         super().start()
@@ -102,26 +109,42 @@ class ReplicaMode(GbaMode):
     def refresh_dense_(self) -> int:
         """Before a micro-batch: the first one of an epoch finds the central copy, all others what this worker made."""
         if not self.replica.is_open:
+            self.rounds.none_begun()
             self.replica.open(2 * self._epoch, self._central_copy())
         self.rounds.begin_micro()
         return self.position.step
 
     def push(
         self, lease: GivenLease, rows: Sequence[Sequence[RowGrad]], loss: float | None, seconds: float, refused: str,
-        drop: bool = False,
+        drop: bool = False, dense: DenseGradients | None = None,
     ) -> None:  # fmt: skip
-        """Send the row gradients and step the replica; in the foreground, every so often, wait for a round."""
+        """Send the row gradients and step the replica; in the foreground, every so often, wait for a round.
+
+        dense: the gradients of one of several threads that share the replica (`hogwild`); None: those of the mode
+        """
         super().push(lease, rows, loss, seconds, refused, drop)
-        if refused:
-            return
-        self.replica.step(self._step_dense)
-        self.rounds.end_micro(self._tables.config.lease_s)
+        step_dense = self._step_dense if dense is None else partial(self._step_with, dense)
+        step = None if refused else self.replica.step(step_dense)
+        self.rounds.end_micro(step, self._tables.config.lease_s)
+
+    def _step_with(self, dense: DenseGradients) -> None:
+        self._dense.take_over_(dense)
+        self._step_dense()
+        self._dense.zero_()
+
+    def rest(self) -> None:
+        self.await_threads()
+
+    def _dense_frames(self, flat: np.ndarray) -> list[Any]:
+        """Nothing dense goes with a push."""
+        return [np.empty(0, dtype=np.float32) for _ in self._parts]
 
     # --- looked at from outside --------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def judged(self) -> Iterator[None]:
         """Within an epoch an evaluation judges with the central copy; then the worker goes on with its replica."""
+        self.rest()
         self._publish_if_alone()
         own = self.replica.close()
         if own is None:  # between epochs all have the same values
@@ -135,12 +158,17 @@ class ReplicaMode(GbaMode):
 
     def before_save(self) -> None:
         """A checkpoint has the central copy, and the optimizer's state of the worker that asks for it."""
+        self.rest()
         self._publish_if_alone()
         if self.replica.is_open:
             self._to_servers(None, self._states(), 2 * self._epoch)
 
     def export(self, leaving: bool, ended: bool = True) -> dict[int, DenseState]:
-        """The mean of all replicas, by the four steps above. ended False: this worker alone leaves the epoch's loop."""
+        """The mean of all replicas, by the four steps above.
+
+        ended False: this worker alone leaves the epoch's loop. It hands in what it has and goes on from the central
+        copy; the others do not wait for it. Should it come back to the epoch, what it hands in then counts instead.
+        """
         phase = 2 * self._epoch + (not leaving)
         own = self.replica.close()
         if own is not None and not is_finite(own.values):
@@ -149,24 +177,37 @@ class ReplicaMode(GbaMode):
         if not ended:
             if own is not None:
                 self._to_servers(own.values if self.rounds.is_alone else None, self._states(), own.phase)
+                self._hand_in(own.values, phase, early=True)
+            self._call(0, HandedIn(self.worker, self.session.generation, phase, early=True))
             return super().export(leaving)
-        if own is not None:
-            self._hand_in(own.values, phase)
+        if own is not None and self._hand_in(own.values, phase):
+            self.late_for = self._epoch
         told = HandedIn(self.worker, self.session.generation, phase)
         patience_s = self._tables.config.lease_s + self._timeout_s
         self._result(self.client.send(0, told, timeout_s=patience_s).result)
         exported = self._exported(Export(self.session.generation, leaving, phase))
         if leaving:
-            self.left_together = self.rounds.stop(together=True)
+            self._left_well = self.rounds.stop(together=True)
         return exported
+
+    def all_left_together(self, world: World) -> bool:
+        """Whether no round of any worker is left in Horovod's world; the same answer for all. A collective.
+
+        Each waits for the end of its rounds for a while from a moment of its own, so they may find different things.
+        """
+        if not self.rounds.are_collective:
+            return True
+        return bool(world.gather("rounds ended", np.array([self._left_well], dtype=np.int64)).all())
 
     def rescue(self, timeout_s: float) -> dict[int, DenseState]:
         self.replica.close()  # rounds mix nothing in any more
         return super().rescue(timeout_s)
 
-    def _hand_in(self, values: Tensor, phase: int) -> None:
-        body, states = HandIn(self.worker, self.session.generation, phase), self._states()
-        self._send_all([(body, [part, states[s]]) for s, part in enumerate(self._split(values))])
+    def _hand_in(self, values: Tensor, phase: int, early: bool = False) -> bool:
+        """To all servers. Returns whether it was too late for the mean of one of them."""
+        body, states = HandIn(self.worker, self.session.generation, phase, early), self._states()
+        replies = self._send_all([(body, [part, states[s]]) for s, part in enumerate(self._split(values))])
+        return any(isinstance(reply.body, Taken) and reply.body.late for reply in replies)
 
     # --- the central copy, for the thread of the rounds --------------------------------------------------------------
 
@@ -217,12 +258,12 @@ class ReplicaMode(GbaMode):
     def _split(self, values: Tensor) -> list[np.ndarray]:
         """What of float32 [n] is whose, for each server."""
         flat = values.numpy()
-        return [np.concatenate([flat[at] for at in some]) if some else flat[:0].copy() for some in self._of_server]
+        return [np.concatenate([flat[at] for at in some]) if some else flat[:0].copy() for some in self._slices]
 
     def _joined(self, parts: Sequence[np.ndarray]) -> Tensor:
         """The inverse of `_split`; a copy."""
         flat = np.empty(self._dense.n, dtype=np.float32)
-        for values, slices in zip(parts, self._of_server, strict=True):
+        for values, slices in zip(parts, self._slices, strict=True):
             at = 0
             for place in slices:
                 n = place.stop - place.start

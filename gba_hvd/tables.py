@@ -7,8 +7,10 @@ a row, and who applies gradients, is the mode's concern, not decided here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -50,6 +52,17 @@ class _Captured:
     rows: Tensor
 
 
+@dataclass
+class Passes:
+    """What forward passes find, and what they leave for backward passes.
+
+    remote: rows of other hosts, by group
+    """
+
+    remote: list[RemoteRows | None]
+    captured: list[_Captured] = field(default_factory=list)
+
+
 class EmbeddingTables(nn.Module):
     """Named embedding tables that live in shard memory, trained by a row optimizer.
 
@@ -85,8 +98,8 @@ class EmbeddingTables(nn.Module):
                 raise BadInput(f"table {name!r}: mode must be 'sum' or 'mean', got {pooling!r}")
         self.memory: ShardMemory | None = None
         self.local: np.ndarray | None = None  # bool [S]: shards of this host; None when all are
-        self.remote: list[RemoteRows | None] = [None] * len(self.layout.groups)
-        self._captured: list[_Captured] = []
+        self._common = Passes([None] * len(self.layout.groups))
+        self._apart: dict[int, Passes] = {}  # by thread, of those that keep theirs to themselves
 
     def extra_repr(self) -> str:
         return ", ".join(f"{t.name}: {t.n_rows:,} x {t.dim}" for t in self.layout.tables)
@@ -99,6 +112,31 @@ class EmbeddingTables(nn.Module):
                 "keep model.state_dict() for the dense part, and tables.rows(name, ids) for rows"
             )
         return dict(self.__dict__)
+
+    # --- threads ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[Passes]:
+        """While this lasts, this thread's passes and gradients are its own, and no other thread's."""
+        me = threading.get_ident()
+        self._apart[me] = Passes([None] * len(self.layout.groups))
+        try:
+            yield self._apart[me]
+        finally:
+            del self._apart[me]
+
+    @property
+    def _passes(self) -> Passes:
+        return self._apart.get(threading.get_ident(), self._common) if self._apart else self._common
+
+    @property
+    def remote(self) -> list[RemoteRows | None]:
+        """Rows of other hosts for the micro-batches ahead, by group."""
+        return self._passes.remote
+
+    @remote.setter
+    def remote(self, rows: list[RemoteRows | None]) -> None:
+        self._passes.remote = rows
 
     # --- forward ---------------------------------------------------------------------------------------------------
 
@@ -178,7 +216,7 @@ class EmbeddingTables(nn.Module):
         self._read_rows(group, group_number, keys, rows.numpy())
         if torch.is_grad_enabled():
             rows.requires_grad_()
-            self._captured.append(_Captured(group_number, keys, rows))
+            self._passes.captured.append(_Captured(group_number, keys, rows))
         return rows, index
 
     def _read_rows(self, group: Group, group_number: int, keys: np.ndarray, out: np.ndarray) -> None:
@@ -214,7 +252,8 @@ class EmbeddingTables(nn.Module):
 
     def take_gradients(self) -> list[list[RowGrad]]:
         """The gradients captured since the last call, per group one for each forward pass."""
-        captured, self._captured = self._captured, []
+        passes = self._passes
+        captured, passes.captured = passes.captured, []
         grads: list[list[RowGrad]] = [[] for _ in self.layout.groups]
         for c in captured:
             if c.rows.grad is not None:
@@ -223,11 +262,11 @@ class EmbeddingTables(nn.Module):
 
     def zero_gradients(self) -> None:
         """Clear the gradients of the forward passes so far; a backward pass may still follow."""
-        for c in self._captured:
+        for c in self._passes.captured:
             c.rows.grad = None
 
     def drop_gradients(self) -> None:
-        self._captured = []
+        self._passes.captured = []
 
     # --- a look inside ---------------------------------------------------------------------------------------------
 

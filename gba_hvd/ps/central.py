@@ -10,6 +10,7 @@ worker that asks a successor for it gets what the others got, though they may ha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,22 @@ from gba_hvd.ps import protocol
 from gba_hvd.ps.dense import DensePart
 from gba_hvd.ps.protocol import Blend, HandIn, NotFinite, ProtocolError, Publish
 from recovery import state_codec
+
+
+@dataclass
+class _HandedIn:
+    """What came for one phase: the mean so far, whose replicas are in it, and those of workers that may come back."""
+
+    mean: MeanOfReplicas
+    workers: set[int] = field(default_factory=set)
+    early: dict[int, tuple[torch.Tensor, list[Mapping[str, Any]]]] = field(default_factory=dict)
+
+    def whole(self) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+        """(values float32 [n], state of each tensor) of all; nothing may be added from here on."""
+        for worker, (values, state) in self.early.items():
+            self.mean.add(values, state)
+            self.workers.add(worker)
+        return self.mean.mean()
 
 
 class CentralCopy:
@@ -35,7 +52,8 @@ class CentralCopy:
         self._sizes = [t.size for t in dense.tensors]
         self._over = -1  # the last phase whose mean was made
         self._gathered: tuple[np.ndarray, bytes] | None = None
-        self._handed: dict[int, tuple[MeanOfReplicas, set[int]]] = {}  # by phase; the workers that are in it
+        self._members: set[int] = set()  # the workers whose replicas are in it
+        self._handed: dict[int, _HandedIn] = {}  # by phase
         self._newest: dict[int, int] = {}  # by worker: number of its last round
         self._find_mean()
 
@@ -60,15 +78,25 @@ class CentralCopy:
         if request.phase > self._over:
             self._dense.replace_(values, state)
 
-    def hand_in(self, request: HandIn, frames: Sequence[Any]) -> None:
-        """Add a replica to the mean of its phase, once per worker. Raises ProtocolError, then nothing is changed."""
+    def hand_in(self, request: HandIn, frames: Sequence[Any]) -> bool:
+        """Add a replica to the mean of its phase, once per worker. Returns whether it counts; if not, it came too late.
+
+        Raises ProtocolError, then nothing is changed.
+        """
         values, state = self._values(frames, 2, "replica"), self._state(frames[1])
-        if request.phase <= self._over:
-            return
-        mean, workers = self._handed.setdefault(request.phase, (MeanOfReplicas(len(values), len(self._sizes)), set()))
-        if request.worker not in workers:
-            mean.add(torch.from_numpy(values), state)
-            workers.add(request.worker)
+        worker, phase = request.worker, request.phase
+        if phase <= self._over:
+            return phase == self._over and worker in self._members  # a repeated request
+        handed = self._handed.setdefault(phase, _HandedIn(MeanOfReplicas(len(values), len(self._sizes))))
+        if worker in handed.workers:
+            return True
+        if request.early:
+            handed.early[worker] = torch.from_numpy(values), state
+        else:
+            handed.early.pop(worker, None)
+            handed.mean.add(torch.from_numpy(values), state)
+            handed.workers.add(worker)
+        return True
 
     def gather(self, phase: int) -> tuple[np.ndarray, bytes]:
         """Become the mean of what was handed in for this phase, once, and stay as it is if that is nothing.
@@ -77,11 +105,12 @@ class CentralCopy:
         may have blended into the next epoch's copy.
         """
         if phase > self._over:
-            mean, _ = self._handed.get(phase, (None, None))
-            if mean is not None:
-                values, state = mean.mean()
+            handed = self._handed.get(phase)
+            if handed is not None:
+                values, state = handed.whole()
                 self._dense.replace_(values.numpy(), state)
             self._over, self._gathered = phase, self._now()
+            self._members = set() if handed is None else handed.workers
             self._keep_mean()
             self._handed = {later: handed for later, handed in self._handed.items() if later > phase}
         return self._gathered if phase == self._over and self._gathered else self._now()
@@ -91,6 +120,7 @@ class CentralCopy:
         values, state = self._gathered
         packed = np.frombuffer(state, dtype=np.uint8)
         facts = {"generation": self._generation, "phase": self._over, "values": values, "state": packed}
+        facts["members"] = sorted(self._members)
         fresh = self._path.with_suffix(".mean.new")
         fresh.write_bytes(state_codec.encode(facts))
         fresh.rename(self._path)
@@ -102,6 +132,7 @@ class CentralCopy:
         facts = state_codec.decode(self._path.read_bytes())
         if facts["generation"] == self._generation:
             self._over, self._gathered = facts["phase"], (facts["values"], facts["state"].tobytes())
+            self._members = set(facts["members"])
 
     def _now(self) -> tuple[np.ndarray, bytes]:
         return self._dense.values.copy(), state_codec.encode(self._dense.state())

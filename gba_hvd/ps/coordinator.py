@@ -132,6 +132,8 @@ class Coordinator:
         if (request.epoch, request.lrs_step) >= self._lrs_key:
             *self._lrs, self._row_lr = request.lrs
             self._lrs_key = (request.epoch, request.lrs_step)
+        if self.gathered < self._handed.get(request.worker, -1) == 2 * request.epoch + 1:
+            del self._handed[request.worker]  # it had left its loop early, and is back
         answer = ledger.lease(request.worker, request.request)
         if isinstance(answer, Lease):
             handed = self._given.get(answer.micro)
@@ -170,10 +172,15 @@ class Coordinator:
         return answer
 
     def handed_in(self, request: HandedIn) -> bool:
-        """This worker handed in its replica. Whether all have: those that live, and are not at it for too long."""
+        """This worker handed in its replica. Whether all have: those that live, and are not at it for too long.
+
+        One that left its loop early is not waited for by others, waits for nobody, and gives back its leases.
+        """
         phase, now = request.phase, self._clock()
         self._handed[request.worker] = max(phase, self._handed.get(request.worker, -1))
-        if phase <= self.gathered:
+        if request.early:
+            self.ledger.leave(request.worker)
+        if phase <= self.gathered or request.early:
             return True
         since_s = self._awaited_s.setdefault(phase, now)
         awaited = [w for w, seen in self.workers.items() if not seen.silent and self._handed.get(w, -1) < phase]

@@ -273,19 +273,27 @@ class Publish(Struct):
 
 
 class HandIn(Struct):
-    """One worker's replica, for the mean of this phase. Frames: values float32, optimizer state (state_codec)."""
+    """One worker's replica, for the mean of this phase. Frames: values float32, optimizer state (state_codec).
+
+    early: it left its loop before the epoch's end; should it come back, what it hands in then takes the place of this
+    """
 
     worker: int
     generation: int
     phase: int
+    early: bool = False
 
 
 class HandedIn(Struct):
-    """To the coordinator: every server has what this worker had. Answered when all living workers have said so."""
+    """To the coordinator: every server has what this worker had. Answered when all living workers have said so.
+
+    early: as of `HandIn`; answered at once
+    """
 
     worker: int
     generation: int
     phase: int
+    early: bool = False
 
 
 class Bye(Struct):
@@ -398,6 +406,12 @@ class Ok(Struct):
     position: Position | None = None
 
 
+class Taken(Struct):
+    """The answer to `HandIn`. late: the mean of the phase was made before, without this replica."""
+
+    late: bool = False
+
+
 class Given(Struct):
     """The answer to `Ask`: a lease, or why there is none: "wait", "finished", "drained"."""
 
@@ -460,7 +474,7 @@ class Refused(Struct):
     kind: str = ""
 
 
-Answer = Ok | Given | Judged | Dense | Rows | Exported | Applied | Lives | StatusReport | Refused
+Answer = Ok | Taken | Given | Judged | Dense | Rows | Exported | Applied | Lives | StatusReport | Refused
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):

@@ -75,6 +75,7 @@ from gba_hvd.ps.protocol import (
     Status,
     StatusReport,
     SwitchTo,
+    Taken,
 )  # fmt: skip
 from gba_hvd.ps.saver import Saver
 from gba_hvd.ps.snapshot import SnapshotFile
@@ -324,8 +325,8 @@ class Server:
                 self._active(request.generation).central.publish(request, frames)
                 return Ok(), ()
             case HandIn():
-                self._active(request.generation).central.hand_in(request, frames)
-                return Ok(), ()
+                counts = self._active(request.generation).central.hand_in(request, frames)
+                return Taken(late=not counts), ()
             case HandedIn():
                 return self._on_handed_in(request), ()
             case Enter():
@@ -583,8 +584,10 @@ class Server:
         before = coordinator.gathered
         if not coordinator.handed_in(request):
             return Refused("other workers have not handed in their replicas yet", again=True)
-        if coordinator.gathered != before:
+        if request.early or coordinator.gathered != before:
             self._save_ledger()
+        if request.early:
+            self._advance()  # others may have its leases
         return Ok()
 
     # --- steps, at the coordinator -----------------------------------------------------------------------------------

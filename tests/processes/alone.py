@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ class Outcome:
     switches: list[tuple[str, str, int]]  # from, to, step
 
 
-class _Watch(gba_hvd.Callback):
+class Watch(gba_hvd.Callback):
     def __init__(self) -> None:
         self.modes: set[str] = set()
         self.switches: list[tuple[str, str, int]] = []
@@ -42,18 +44,33 @@ class _Watch(gba_hvd.Callback):
             self.switches.append((event.data["from"], event.data["to"], event.step))
 
 
-def train_alone(folder: Path, plan: dict[str, Any], **gba: Any) -> Outcome:
-    """Train as `plan` says. gba: settings of a GBACallback; none: plain allreduce."""
+@contextlib.contextmanager
+def job_alone(folder: Path, plan: dict[str, Any], **gba: Any) -> Iterator[tuple[Training, Watch]]:
+    """What to train, for one job; its memory is gone at the end. gba: settings of a GBACallback; none: allreduce."""
     folder.mkdir(parents=True)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("HOROVOD_RANK", "GBA_HVD_JOB_ID", "GBA_HVD_N_SHARDS"):
             patch.delenv(name, raising=False)
         patch.setenv("GBA_HVD_SHARD_DIR", str(folder / "shm"))
         patch.setenv("GBA_HVD_GRACE_S", str(GRACE_S))
-        training = Training.of(plan, epoch=0)
-        model, optimizer, state = training.model, training.optimizer, training.state
-        watch = _Watch()
-        state.register_callbacks([watch, *([gba_hvd.GBACallback(**gba)] if gba else [])])
+        training, watch = Training.of(plan, epoch=0), Watch()
+        training.state.register_callbacks([watch, *([gba_hvd.GBACallback(**gba)] if gba else [])])
+        yield training, watch
+    wait_for(lambda: not list((folder / "shm").glob("gba-hvd-*")), "the end of the shard memory")
+
+
+def outcome_of(training: Training, watch: Watch) -> Outcome:
+    """As it stands; before the job's memory is gone."""
+    return Outcome(
+        training.state.step, training.arrays(), training.optimizer_arrays(), asdict(training.state.samples),
+        watch.modes, watch.switches,
+    )  # fmt: skip
+
+
+def train_alone(folder: Path, plan: dict[str, Any], **gba: Any) -> Outcome:
+    """Train as `plan` says."""
+    with job_alone(folder, plan, **gba) as (training, watch):
+        model, optimizer = training.model, training.optimizer
 
         @gba_hvd.elastic.run
         def train(state: gba_hvd.elastic.TorchState) -> Outcome:
@@ -66,11 +83,7 @@ def train_alone(folder: Path, plan: dict[str, Any], **gba: Any) -> Outcome:
                     if plan.get("flush") and isinstance(state.engine.mode, GbaMode):
                         state.engine.mode.flush()  # the servers have applied it before the next one is computed
                 gba_hvd.evaluate(model, training.dataset, state, batch=64)
-            return Outcome(
-                state.step, training.arrays(), training.optimizer_arrays(), asdict(state.samples), watch.modes,
-                watch.switches,
-            )  # fmt: skip
+            return outcome_of(training, watch)
 
-        outcome: Outcome = train(state)
-    wait_for(lambda: not list((folder / "shm").glob("gba-hvd-*")), "the end of the shard memory")
-    return outcome
+        outcome: Outcome = train(training.state)
+        return outcome

@@ -186,6 +186,75 @@ def test_a_server_that_is_killed_between_costs_no_replica(tmp_path: Path) -> Non
         assert_learned(job)
 
 
+def test_a_worker_that_breaks_off_its_loop_keeps_nobody_waiting(tmp_path: Path) -> None:
+    plan: dict[str, Any] = {"break_off": [1, 0], "epochs": 3, "sleep_s": 0.02}
+    with cluster(tmp_path, {"GBA_HVD_LEASE_S": "1000"}, gba={"mode": "shadow"}, **plan) as job:
+        job.run(lambda: job.start_static(2), PATIENCE_S)
+        assert len([line for line in job.pushes(0) if line["rank"] == 1]) <= 2
+        job.assert_every_sample_once(epochs=3)
+        for epoch in (1, 2):
+            assert len({line["values"] for line in job.notes("values") if line["of_epoch"] == epoch}) == 1
+        assert_learned(job)
+
+
+def test_a_worker_whose_replica_comes_too_late_is_told_so(tmp_path: Path) -> None:
+    faults = [
+        {"point": "before handing in", "step": 1, "rank": 1, "do": "wait for", "file": "fault-1"},
+        {"point": "exported", "step": 1, "rank": 0, "do": "mark"},
+    ]
+    environ = {"GBA_HVD_LEASE_S": "5"}  # so long the other one waits for it
+    with cluster(tmp_path, environ, gba={"mode": "shadow"}, faults=faults, epochs=3, sleep_s=0.02) as job:
+        job.run(lambda: job.start_static(2), PATIENCE_S)
+        assert job.fired() == 2
+        (late,) = [line for line in job.notes("event") if line["event"] == "replica_late"]
+        assert (late["rank"], late["of_epoch"]) == (1, 1)
+        job.assert_every_sample_once(epochs=3)
+        assert_one_model(job, epochs=3)
+
+
+def test_a_worker_that_leaves_the_mode_after_the_first_server_died_gets_what_the_others_got(tmp_path: Path) -> None:
+    faults = [
+        {"point": "after handing in", "step": 1, "rank": 1, "do": "wait for", "file": "fault-1"},
+        {"point": "exported", "step": 1, "rank": 0, "do": "kill the server"},
+    ]
+    gba = {"mode": "shadow", "switch_at": {90: "allreduce"}}
+    environ = {**PATIENT, "GBA_HVD_LEASE_S": "5"}
+    with cluster(tmp_path, environ, gba=gba, faults=faults, epochs=3, sleep_s=0.02) as job:
+        job.run(lambda: job.start_static(2), PATIENCE_S)
+        assert job.fired() == 2
+        switches = [(line["pid"], line["to"]) for line in job.notes("event") if line["event"] == "switch"]
+        assert len(switches) == 4 and {to for _, to in switches[2:]} == {"allreduce"}
+        assert not job.notes("restored")
+        job.assert_every_sample_once(epochs=3)
+        assert_one_model(job, epochs=3)
+        assert_learned(job)
+
+
+def test_a_worker_that_falls_out_of_the_mode_takes_the_central_copy_and_comes_back(tmp_path: Path) -> None:
+    fault = {"point": "before push", "step": 1, "rank": 1, "do": "lose the result"}
+    plan: dict[str, Any] = {"faults": [fault], "epochs": 5, "sleep_s": 0.02}
+    with cluster(tmp_path, gba={"mode": "shadow", "sync": "ma"}, **plan) as job:
+        job.run(lambda: job.start_elastic(TWO_NAMES), PATIENCE_S)
+        assert job.fired() == 1
+        (restored,) = job.notes("restored")
+        assert any(line["pid"] == restored["pid"] and line["time"] > restored["time"] for line in job.pushes())
+        job.assert_every_sample_once(epochs=5)
+        assert_one_model(job, epochs=5)
+        assert_learned(job)
+
+
+def test_workers_agree_that_a_round_was_left_behind_and_form_the_world_anew_together(tmp_path: Path) -> None:
+    gba = {"mode": "shadow", "sync": "ma", "switch_at": {90: "allreduce"}}
+    with cluster(tmp_path, gba=gba, rounds_end_badly=1, epochs=3, sleep_s=0.02) as job:
+        job.run(lambda: job.start_elastic(TWO_NAMES), PATIENCE_S)
+        assert (job.out / "ended-badly").exists()
+        assert not job.notes("restored"), "a worker went on in the world that the other one left"
+        told = [line for line in job.notes("event") if line["event"] == "membership"]
+        assert len({line["pid"] for line in told}) == 2
+        job.assert_every_sample_once(epochs=3)
+        assert_one_model(job, epochs=3)
+
+
 def test_a_replica_that_diverges_ends_the_job_and_says_why(tmp_path: Path) -> None:
     plan: dict[str, Any] = {"dense_optimizer": "SGD", "diverge_at_push": 30}
     with cluster(tmp_path, gba={"mode": "shadow"}, epochs=3, sleep_s=0.02, **plan) as job:

@@ -13,12 +13,14 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 PLAN: dict[str, Any] = json.loads(Path(os.environ["TEST_PLAN"]).read_text())
 OUT = Path(PLAN["out"])
@@ -42,6 +44,7 @@ from gba_hvd import allreduce, membership  # noqa: E402
 from gba_hvd.faults import Fault  # noqa: E402
 from gba_hvd.gba import GbaMode  # noqa: E402
 from gba_hvd.ps import process  # noqa: E402
+from gba_hvd.rounds import Rounds  # noqa: E402
 from gba_hvd.shadow import ReplicaMode  # noqa: E402
 from gba_hvd.shard.memory import ShardMemory  # noqa: E402
 from recovery.callback import CheckpointCallback  # noqa: E402
@@ -60,14 +63,27 @@ def die(point: str, step: int) -> None:
         in_turn = "after" not in fault or (OUT / f"fault-{fault['after']}").exists()
         if (fault["point"], fault["step"], fault["rank"]) == (point, step, rank) and in_turn and not fired.exists():
             fired.write_text(json.dumps({"pid": os.getpid(), "time": time.time()}))
+            if fault["do"] == "mark":
+                return
             if fault["do"] == "raise":
                 raise RuntimeError("planned failure")
             if fault["do"] == "lose the result":
                 raise HorovodInternalError("planned: the result of this collective is lost on the way")
+            if fault["do"] == "wait for":
+                wait_for_file(fault["file"])
+                return
             if fault["do"] == "kill the server":
                 os.kill(process.pid_of(state.engine.folder, 0) or os.getpid(), signal.SIGKILL)
                 return
             os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "int": signal.SIGINT}[fault["do"]])
+
+
+def wait_for_file(name: str) -> None:
+    """Until the test, or another worker's fault, makes it."""
+    deadline = time.monotonic() + 120
+    while not (OUT / name).exists():
+        assert time.monotonic() < deadline, f"{name} did not come"
+        time.sleep(0.02)
 
 
 def around(owner: type, name: str, before: Callable[[Any], None] | None, after: Callable[[Any], None] | None) -> None:
@@ -106,12 +122,28 @@ around(allreduce.AllreduceMode, "commit", None, lambda _: die("after commit", st
 around(ShardMemory, "begin", None, lambda _: die("in apply", state.step + 1))
 around(ShardMemory, "finish", None, lambda _: die("after apply", state.step + 1))
 around(ReplicaMode, "export", lambda _: die("before handing in", state.epoch), None)
-around(ReplicaMode, "_exported", lambda _: die("all have handed in", state.epoch), None)
+around(
+    ReplicaMode, "_exported", lambda _: die("all have handed in", state.epoch), lambda _: die("exported", state.epoch)
+)
 around(ReplicaMode, "_hand_in", None, lambda _: die("after handing in", state.epoch))
-_push = GbaMode.push
+around(gba_hvd.elastic.TorchState, "restore", lambda _: note(restored=True), None)
+_push, _stop_rounds = GbaMode.push, Rounds.stop
+
+
+def stop_rounds(self: Rounds, together: bool = False, timeout_s: float = 10.0) -> bool:
+    """Where planned, find that the rounds did not end together with the others'."""
+    ended_well = _stop_rounds(self, together, timeout_s)
+    badly = together and state.world.rank == PLAN.get("rounds_end_badly") and not (OUT / "ended-badly").exists()
+    if badly:
+        (OUT / "ended-badly").touch()
+    return ended_well and not badly
+
+
+Rounds.stop = stop_rounds  # type: ignore[method-assign]
 
 
 def push(self: GbaMode, lease: Any, rows: Any, loss: Any, seconds: float, refused: str, drop: bool = False) -> None:
+    die("before push", state.epoch)
     note(push=lease.micro, serial=lease.serial, token=lease.token, epoch=state.epoch, rank=state.world.rank,
          refused=refused, drop=drop, rows=notes.rows)  # fmt: skip
     notes.rows = []
@@ -145,10 +177,18 @@ def shards_here() -> dict[str, Any]:
 
 
 class Notes(gba_hvd.Callback):
-    """Writes down events and committed steps; `rows` are this worker's samples of the step in flight."""
+    """Writes down events and committed steps; `rows` are this thread's samples of the step in flight."""
 
     def __init__(self) -> None:
-        self.rows: list[int] = []
+        self._of_thread = threading.local()
+
+    @property
+    def rows(self) -> list[int]:
+        return getattr(self._of_thread, "rows", [])
+
+    @rows.setter
+    def rows(self, rows: list[int]) -> None:
+        self._of_thread.rows = rows
 
     def on_event(self, event: gba_hvd.Event) -> None:
         note(event=event.kind, step=event.step, message=event.message, **event.data)
@@ -183,7 +223,9 @@ def train(state: gba_hvd.elastic.TorchState) -> None:
         (OUT / "training").touch()
     for state.epoch in range(state.epoch, PLAN.get("epochs", 2)):
         notes.rows = []  # of a step that a failure cut off
-        for batch in gba_hvd.batches(dataset, state, seed=PLAN.get("seed", 1)):
+        if "threads" in PLAN:
+            gba_hvd.hogwild(dataset, state, compute, n_threads=PLAN["threads"], seed=PLAN.get("seed", 1))
+        for batch in () if "threads" in PLAN else gba_hvd.batches(dataset, state, seed=PLAN.get("seed", 1)):
             wait_where_planned(state.step)
             wait_for_workers()
             notes.rows += batch.rows
@@ -200,6 +242,8 @@ def train(state: gba_hvd.elastic.TorchState) -> None:
             optimizer.step(loss=loss)
             if PLAN.get("judge_after") == [state.epoch, batch.index]:
                 judge_now()
+            if PLAN.get("break_off") == [state.world.rank, state.epoch]:
+                break
             if PLAN.get("sleep_s"):
                 time.sleep(PLAN["sleep_s"])
         note(values=values_now(), of_epoch=state.epoch, mode=state.engine.mode.name)
@@ -210,6 +254,15 @@ def train(state: gba_hvd.elastic.TorchState) -> None:
         books.close()
     if state.world.rank == 0:
         write_result()
+
+
+def compute(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    """One micro-batch in one of several threads."""
+    wait_for_workers()
+    notes.rows += batch.rows
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label)
+    loss.backward()
+    return loss
 
 
 def judge_now() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 
 import gba_hvd
 from gba_hvd import BadInput, StateMismatch
-from gba_hvd.batches import agree_on
+from gba_hvd.batches import _leases, agree_on
 from gba_hvd.order import Cut
+from gba_hvd.ps.protocol import Given, GivenLease, Position
 from recovery import state_codec
 
 
@@ -117,6 +119,53 @@ def test_workers_about_to_do_different_things_are_stopped() -> None:
     world = SimpleNamespace(gather=lambda name, row: np.stack([row, row + np.array([0, 5])]))
     with pytest.raises(StateMismatch, match=r"disagree about the seed: by rank \[3, 8\]"):
         agree_on(world, "epoch", {"samples": 50, "seed": 3})
+
+
+@pytest.mark.parametrize("n_threads", [1, 3])
+def test_without_replicas_hogwild_is_the_plain_loop_in_the_thread_that_calls(
+    training: Any, clicks: Any, n_threads: int
+) -> None:
+    plain, job, threads = training(epoch=0), training(epoch=0), set()
+
+    def compute(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        assert model is job.model
+        threads.add(threading.current_thread())
+        loss: torch.Tensor = job.loss(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    plain.epoch(clicks(50), seed=4)
+    gba_hvd.hogwild(clicks(50), job.state, compute, n_threads=n_threads, seed=4)
+    assert threads == {threading.current_thread()} and job.state.samples.applied == 50
+    for found, expected in ((job.all_rows(), plain.all_rows()), (job.all_dense(), plain.all_dense())):
+        assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("n_threads", [0, -1, 1.5, True])
+def test_a_number_of_threads_that_is_none_is_refused(training: Any, clicks: Any, n_threads: Any) -> None:
+    with pytest.raises(BadInput, match="n_threads must be a whole number"):
+        gba_hvd.hogwild(clicks(50), training().state, lambda model, batch: None, n_threads=n_threads)
+
+
+def test_a_worker_waits_for_a_checkpoint_before_it_begins_a_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def says(*names: str) -> dict[str, Any]:
+        return {name: lambda *_, name=name: said.append(name) for name in names}
+
+    answers = [Given(Position(), GivenLease(0, 1, 0, 4)), Given(Position(), None, "finished")]
+    mode = SimpleNamespace(ask=lambda *_: answers.pop(0), several_hosts=False, position=Position())
+    engine = SimpleNamespace(
+        dense_lrs=[], row_lr=0.1, step=0, wishes=SimpleNamespace(**says("follow")),
+        **says("observe", "begin_lease", "check_stepped"),
+    )  # fmt: skip
+    told = ("take_snapshot", "watch_membership", "tell_of_membership", "save_asynchronously_if_due")
+    state = SimpleNamespace(engine=engine, **says(*told, "leave_asynchronously_if_told"))
+    monkeypatch.setattr("gba_hvd.handover.take_dense_state", lambda *_, **__: None)
+    source: Any = SimpleNamespace(epoch=0, dataset=[1] * 4, cut=None, read=lambda index: "batch", find_ids=None)
+    assert list(_leases(source, state, mode)) == ["batch"]  # type: ignore[arg-type]
+    at = [said.index(name) for name in ("observe", *told[3:], "leave_asynchronously_if_told", "begin_lease")]
+    assert at == sorted(at)
 
 
 def test_idle_workers_are_warned_of() -> None:

@@ -32,6 +32,12 @@ def test_only_the_background_has_a_target():
     assert shadow.below_target(shadow.throughput_vs_nosync(ROWS)) == {"shadow_ma, 4 workers": pytest.approx(0.9)}
 
 
+def test_contestants_with_replicas_run_with_threads_as_well():
+    found = [(v.name, v.command[-2:]) for v in shadow.variants_of(["allreduce", "shadow_ma"], 1, [2, 4])]
+    assert [name for name, _ in found] == ["allreduce", "shadow_ma", "shadow_ma, 2 threads", "shadow_ma, 4 threads"]
+    assert found[-1][1] == ("--threads", "4")
+
+
 def test_columns_that_a_contestant_does_not_have_are_left_out():
     found = shadow.by_workers([row(1, "no_sync", 5.0, auc=0.7), row(1, "shadow_ma", 4.0, seconds_per_round=0.01)])
     assert found == {
@@ -82,6 +88,8 @@ def test_what_would_be_of_no_use_is_refused_before_anything_runs(tmp_path: Path)
         shadow.auc_by_protocol(tmp_path / "nothing.json")
     with pytest.raises(measure.RunFailed, match="needs no_sync"):
         shadow.check([1, 2], ["shadow_ma"])
+    with pytest.raises(measure.RunFailed, match="from 2 on"):
+        shadow.check([1], list(shadow.CONTESTANTS), [1, 2])
     with pytest.raises(measure.RunFailed, match="from 1 to 8"):
         shadow.check([1, 16], list(shadow.CONTESTANTS))
 

@@ -38,8 +38,8 @@ def blend(number: int = 1, phase: int = 0, worker: int = 1, elasticity: float = 
     return Blend(worker, 7, number, phase, elasticity)
 
 
-def hand_in(worker: int, phase: int) -> HandIn:
-    return HandIn(worker, 7, phase)
+def hand_in(worker: int, phase: int, early: bool = False) -> HandIn:
+    return HandIn(worker, 7, phase, early)
 
 
 def test_a_blend_moves_the_copy_by_its_share_and_answers_with_it(dense: DensePart):
@@ -77,6 +77,32 @@ def test_what_comes_after_the_mean_was_made_changes_nothing_until_the_next_phase
     central.gather(1)
     assert dense.values.tolist() == [2, 2, 2]
     assert central.blend(blend(number=2, phase=2), [floats(4, 4, 4)]).tolist() == [3, 3, 3]
+
+
+def test_whoever_hands_in_when_the_mean_is_made_is_told_so_and_whoever_repeats_is_not(dense: DensePart, tmp_path: Path):
+    central = CentralCopy(dense, 7)
+    in_time = hand_in(1, 1), [floats(2, 2, 2), state(1, 1.0)]
+    late = hand_in(2, 1), [floats(9, 9, 9), state(1, 1.0)]
+    assert central.hand_in(*in_time)
+    central.gather(1)
+    for server in (central, CentralCopy(DensePart.open(tmp_path / "dense"), 7)):
+        assert server.hand_in(*in_time)
+        assert not server.hand_in(*late)
+        assert server.gather(1)[0].tolist() == [2, 2, 2]
+    central.gather(3)
+    assert not central.hand_in(*in_time), "of a phase long over"
+
+
+def test_what_a_worker_handed_in_early_counts_unless_it_comes_back(dense: DensePart):
+    central = CentralCopy(dense, 7)
+    central.hand_in(hand_in(1, 1, early=True), [floats(1, 1, 1), state(1, 1.0)])
+    central.hand_in(hand_in(1, 1, early=True), [floats(2, 2, 2), state(2, 2.0)])
+    central.hand_in(hand_in(2, 1, early=True), [floats(0, 0, 0), state(1, 1.0)])
+    central.hand_in(hand_in(2, 1), [floats(6, 6, 6), state(5, 4.0)])
+    assert central.hand_in(hand_in(2, 1, early=True), [floats(0, 0, 0), state(1, 1.0)]), "a request on its way for long"
+    central.gather(1)
+    assert dense.values.tolist() == [4, 4, 4] and float(dense.state()[0]["step"]) == 5
+    assert central.hand_in(hand_in(1, 1, early=True), [floats(2, 2, 2), state(2, 2.0)]), "it is in the mean"
 
 
 def test_whoever_asks_late_gets_the_mean_though_the_copy_has_moved_on(dense: DensePart):

@@ -246,8 +246,8 @@ def test_what_a_server_lost_is_counted_lost() -> None:
 # --- replicas that are handed in (mode shadow) -----------------------------------------------------------------------
 
 
-def handed_in(coordinator: Coordinator, worker: int, phase: int = 1) -> bool:
-    return coordinator.handed_in(HandedIn(worker, GENERATION, phase))
+def handed_in(coordinator: Coordinator, worker: int, phase: int = 1, early: bool = False) -> bool:
+    return coordinator.handed_in(HandedIn(worker, GENERATION, phase, early))
 
 
 def with_workers(clock: Clock, *workers: int) -> Coordinator:
@@ -291,6 +291,22 @@ def test_a_worker_that_lives_and_does_not_come_is_waited_for_as_long_as_for_a_mi
     clock.now += LEASE_S + 1
     coordinator.beat(beat(1))
     coordinator.beat(beat(2))
+    assert handed_in(coordinator, 1)
+
+
+def test_a_worker_that_left_its_loop_early_waits_for_nobody_and_nobody_waits_for_it():
+    coordinator = with_workers(Clock(), 1, 2)
+    held = lease(coordinator, 1, 1)
+    assert handed_in(coordinator, 1, early=True) and coordinator.gathered == -1
+    assert lease(coordinator, 2, 1).micro == held.micro
+    assert handed_in(coordinator, 2) and coordinator.gathered == 1
+
+
+def test_a_worker_that_comes_back_to_its_loop_is_waited_for_again():
+    coordinator = with_workers(Clock(), 1, 2)
+    handed_in(coordinator, 1, early=True)
+    lease(coordinator, 1, 1)
+    assert not handed_in(coordinator, 2)
     assert handed_in(coordinator, 1)
 
 

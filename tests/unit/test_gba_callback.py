@@ -143,8 +143,6 @@ def test_in_allreduce_mode_a_rule_changes_nothing(training: Callable[..., Any], 
         ({"mode": "shadow", "elasticity": 1.01}, "elasticity"),
         ({"mode": "ma", "every": 0}, "every"),
         ({"mode": "shadow", "mixing": "add"}, "mixing"),
-        ({"mode": "shadow", "hogwild_threads": 4}, "hogwild_threads must be 1"),
-        ({"mode": "shadow", "hogwild_threads": 0}, "hogwild_threads must be 1"),
     ],
 )
 def test_settings_of_replicas_that_make_no_sense_are_refused_at_once(settings: dict[str, Any], words: str) -> None:

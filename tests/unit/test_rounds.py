@@ -17,6 +17,7 @@ from gba_hvd.collectives import SoloWorld, WorldLeft
 from gba_hvd.gradients import DenseGradients
 from gba_hvd.replica import Copy, Replica
 from gba_hvd.rounds import Rounds
+from gba_hvd.traffic import Traffic
 
 PATIENCE_S = 20.0
 
@@ -88,17 +89,19 @@ class Worker:
         self.broken: list[str] = []
         self.diverged = threading.Event()
         settings = {"algorithm": "ma", "elasticity": 1.0, "pause_s": 0.0, **settings}
+        self.traffic = Traffic()
         self.rounds = Rounds(
-            Averaging(**settings), self.replica, servers, broken=self.broken.append, diverged=self.diverged.set
-        )
+            Averaging(**settings), self.replica, servers, broken=self.broken.append, diverged=self.diverged.set,
+            traffic=self.traffic,
+        )  # fmt: skip
 
     @property
     def values(self) -> list[float]:
         return list(self.parameter.detach().tolist())
 
     def step(self, by: float) -> None:
-        self.replica.step(lambda: self.parameter.data.add_(by))
-        self.rounds.end_micro(PATIENCE_S)
+        step = self.replica.step(lambda: self.parameter.data.add_(by))
+        self.rounds.end_micro(step, PATIENCE_S)
 
 
 def wait_for(condition: Callable[[], Any], what: str) -> None:
@@ -269,6 +272,50 @@ def test_in_the_foreground_there_is_a_round_every_k_steps_and_no_other():
     assert stop_together(workers) == [True, True]
 
 
+def test_threads_of_one_replica_wait_for_its_foreground_round_together():
+    (worker, other) = started([[0.0, 0.0], [4.0, 4.0]], every=2)
+    ended: list[int] = []
+
+    def end(step: int) -> None:
+        worker.rounds.end_micro(step, PATIENCE_S)
+        ended.append(step)
+
+    other.rounds.begin_micro()  # so that no round is made yet
+    worker.rounds.begin_micro()
+    worker.rounds.begin_micro()
+    threads = [threading.Thread(target=end, args=(2,)), threading.Thread(target=end, args=(3,))]
+    threads[0].start()
+    wait_for(lambda: worker.rounds._n_waiting == 1, "the thread of the second step")
+    threads[1].start()
+    wait_for(lambda: worker.rounds._n_waiting == 2, "the other thread")
+    assert ended == []
+    other.rounds.end_micro(None, PATIENCE_S)
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert sorted(ended) == [2, 3] and worker.rounds.n_done >= 1
+    assert stop_together([worker, other]) == [True, True]
+
+
+def test_the_bytes_of_a_round_are_those_of_the_ring_that_carries_it():
+    workers = started([[0.0, 0.0], [0.0, 0.0]], every=1)
+    workers[1].rounds.begin_micro()
+    workers[0].rounds.begin_micro()
+    threads = [threading.Thread(target=worker.step, args=(1.0,)) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    n = workers[0].rounds.n_done
+    assert n >= 1
+    assert stop_together(workers) == [True, True]
+    n = workers[0].rounds.n_done
+    for worker in workers:  # two float32 and four numbers beside them; two workers: each sends as much as there is
+        assert {key[::2]: count for key, count in worker.traffic.so_far().items()} == {
+            ("sent", "dense"): 8 * n, ("received", "dense"): 8 * n,
+            ("sent", "header"): 16 * n, ("received", "header"): 16 * n,
+        }  # fmt: skip
+
+
 def test_a_worker_without_a_micro_batch_takes_part_in_the_rounds_of_the_others():
     workers = started([[0.0, 0.0], [4.0, 4.0]], every=1)
     workers[1].rounds.begin_micro()
@@ -289,13 +336,12 @@ def test_a_worker_that_has_no_micro_batch_yet_takes_part_in_the_rounds_of_the_ot
 
 
 def test_a_foreground_round_that_is_late_is_told_and_training_goes_on(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("gba_hvd.rounds._PASSIVE_AFTER_S", PATIENCE_S)
+    monkeypatch.setattr("gba_hvd.turns.PASSIVE_AFTER_S", PATIENCE_S)
     workers = started([[0.0, 0.0], [4.0, 4.0]], every=1)
     workers[1].rounds.begin_micro()  # and computes for long
-    workers[0].replica.step(lambda: None)
-    workers[0].rounds.end_micro(timeout_s=0.3)
+    workers[0].rounds.end_micro(workers[0].replica.step(lambda: None), timeout_s=0.3)
     assert any("waited for in vain" in why for why in workers[0].rounds.dropped())
-    workers[1].rounds.end_micro(timeout_s=PATIENCE_S)
+    workers[1].rounds.end_micro(workers[1].replica.step(lambda: None), timeout_s=PATIENCE_S)
     assert stop_together(workers) == [True, True]
 
 

@@ -8,6 +8,7 @@ rest of the epoch is trained as fast as it goes: all contestants see the same sa
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -98,7 +99,10 @@ def scenarios(service_s: float, measured_s: float) -> dict[str, Scenario]:
 
 
 class Accelerator:
-    """One worker's: `begin()` a micro-batch, compute it for real, `wait()` until its service time is over."""
+    """One worker's: `begin()` a micro-batch, compute it for real, `wait()` until its service time is over.
+
+    Each thread of the worker has one of its own, of the same speed.
+    """
 
     def __init__(
         self,
@@ -113,7 +117,7 @@ class Accelerator:
         self._draws = np.random.default_rng([seed, worker])
         self._clock, self._sleep = clock, sleep
         self._start: float | None = None
-        self._began = 0.0
+        self._of_thread = threading.local()
 
     @property
     def at_s(self) -> float:
@@ -123,14 +127,15 @@ class Accelerator:
     def begin(self) -> None:
         if self._start is None:
             self._start = self._clock()
-        self._began = self.at_s
+        self._of_thread.began = self.at_s
 
     def wait(self, n_micro: int = 1) -> None:
         """Sleep until the n micro-batches begun together have taken their time."""
-        takes = self.scenario.mean_service_s(self.worker, self._began) * n_micro
+        began: float = self._of_thread.began
+        takes = self.scenario.mean_service_s(self.worker, began) * n_micro
         if self.scenario.gamma:
             takes *= self._draws.gamma(GAMMA_SHAPE * n_micro, 1 / (GAMMA_SHAPE * n_micro))
-        left = self._began + takes - self.at_s
+        left = began + takes - self.at_s
         if left > 0:
             self._sleep(left)
 

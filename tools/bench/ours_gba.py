@@ -85,12 +85,13 @@ class Watch(gba_hvd.Callback):
 def main() -> None:
     parser = small_ctr.parser(__doc__)
     parser.add_argument("--mode", required=True)
+    parser.add_argument("--threads", type=int, default=1, help="of each worker, with an emulated accelerator each")
     parser.add_argument("--settings", type=json.loads, default={}, help="others of GBACallback, as JSON")
     args = parser.parse_args()
     scenario = small_ctr.scenario_of(args)
     hvd.init()
     if args.scenario == "none":
-        scenario = emulated.even(args.service_s, args.measured_s, hvd.size())
+        scenario = emulated.even(args.service_s, args.measured_s, hvd.size() * args.threads)
     torch.set_num_threads(1)
     model, optimizer = model_and_optimizer(emulated.N_MICRO, emulated.MICRO_BATCH)
     accelerator = emulated.Accelerator(scenario, hvd.rank())
@@ -99,15 +100,24 @@ def main() -> None:
     state = watch.state = gba_hvd.elastic.TorchState(model, optimizer, epoch=0)
     state.register_callbacks([gba_hvd.GBACallback(mode=args.mode, **args.settings), watch])
 
+    def compute(model: nn.Module, batch: gba_hvd.Batch) -> None:
+        """In each of several threads."""
+        accelerator.begin()
+        binary_cross_entropy_with_logits(model(batch), batch.label).backward()
+        accelerator.wait()
+
     @gba_hvd.elastic.run
     def train(state: gba_hvd.elastic.TorchState) -> None:
         log = Log(small_ctr.Samples.train(args.data, scenario.n_micro() * emulated.MICRO_BATCH))
-        for batch in gba_hvd.batches(log, state, shuffle=False):
-            accelerator.begin()
-            optimizer.zero_grad()
-            binary_cross_entropy_with_logits(model(batch), batch.label).backward()
-            accelerator.wait()
-            optimizer.step()
+        if args.threads > 1:
+            gba_hvd.hogwild(log, state, compute, n_threads=args.threads, shuffle=False)
+        else:
+            for batch in gba_hvd.batches(log, state, shuffle=False):
+                accelerator.begin()
+                optimizer.zero_grad()
+                binary_cross_entropy_with_logits(model(batch), batch.label).backward()
+                accelerator.wait()
+                optimizer.step()
         scores = gba_hvd.evaluate(model, Log(small_ctr.Samples.held_out(args.data)), state, batch=5000)
         if state.world.rank == 0:
             write(args.result, progress, state, watch, scores.auc)

@@ -2,8 +2,9 @@
 
 1, 2, 4 and 8 emulated accelerators (`emulated.py`) train one small click model: replicas that never meet, ShadowSync
 with its three algorithms, their counterparts every 5, 30 and 100 local steps, and allreduce. Speed is against replicas
-that never meet. Runs of the contestants alternate. AUC on real data takes hours and is the business of `gba-hvd bench
-quality`: `--quality` takes its result over.
+that never meet. Runs of the contestants alternate. With `--threads` workers also train each replica in several threads
+(`gba_hvd.hogwild`), each with an emulated accelerator of its own. AUC on real data takes hours and is the business of
+`gba-hvd bench quality`: `--quality` takes its result over.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="measured time of a run")
     parser.add_argument("--runs", type=int, default=1, help="launches of each contestant with each number of workers")
     parser.add_argument("--workers", type=int, nargs="+", default=list(WORKERS), metavar="N")
+    parser.add_argument("--threads", type=int, nargs="+", default=[], metavar="N", help="more than 1, of each worker")
     names: dict[str, Any] = {"nargs": "+", "metavar": "NAME", "choices": CONTESTANTS}
     parser.add_argument("--contestants", default=list(CONTESTANTS), help=", ".join(CONTESTANTS), **names)
     parser.add_argument("--quality", type=Path, metavar="FILE.json", help="a result of `gba-hvd bench quality`")
@@ -60,18 +62,18 @@ def run(args: argparse.Namespace) -> int:
     failed: measure.RunFailed | None = None
     try:
         measure.check_writable(args.out)
-        check(args.workers, args.contestants)
+        check(args.workers, args.contestants, args.threads)
         about = measure.machine()
         auc = auc_by_protocol(args.quality)
-        variants = {n: [variant(name, n) for name in args.contestants] for n in args.workers}
+        variants = {n: list(variants_of(args.contestants, n, args.threads)) for n in args.workers}
     except measure.RunFailed as error:
         print(f"gba-hvd: {error}", file=sys.stderr)
         return 1
     scenarios = {n: emulated.even(args.service_ms / 1000, args.seconds, n) for n in args.workers}
+    counts = [n * threads for n in args.workers for threads in (1, *args.threads)]
+    most = emulated.even(args.service_ms / 1000, args.seconds, max(counts))
     with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
-        launches = gba.Launches(
-            Path(scratch), args.service_ms / 1000, args.seconds, list(scenarios.values()), TIMEOUT_S
-        )
+        launches = gba.Launches(Path(scratch), args.service_ms / 1000, args.seconds, [most], TIMEOUT_S)
         try:
             for n, scenario in scenarios.items():
                 found: list[Row] = []
@@ -108,17 +110,29 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def check(workers: Sequence[int], contestants: Sequence[str]) -> None:
+def check(workers: Sequence[int], contestants: Sequence[str], threads: Sequence[int] = ()) -> None:
     """Raise RunFailed for what would be of no use, or fail after minutes."""
     if min(workers) < 1 or max(workers) > emulated.N_MICRO:
         raise measure.RunFailed(f"--workers must be from 1 to {emulated.N_MICRO}, got {list(workers)}")
+    if threads and min(threads) < 2:
+        raise measure.RunFailed(f"--threads: each worker has one anyway; from 2 on, got {list(threads)}")
     if NO_SYNC not in contestants:
         raise measure.RunFailed(f"--contestants needs {NO_SYNC}: speed is measured against it")
 
 
-def variant(name: str, workers: int) -> Variant:
+def variants_of(contestants: Sequence[str], workers: int, threads: Sequence[int]) -> Iterator[Variant]:
+    """Each contestant, and those with replicas also with several threads of each worker."""
+    for name in contestants:
+        yield variant(name, workers)
+        if name != "allreduce":
+            yield from (variant(name, workers, n) for n in threads)
+
+
+def variant(name: str, workers: int, threads: int = 1) -> Variant:
     mode, settings = CONTESTANTS[name]
     more = ("--settings", json.dumps(settings)) if settings else ()
+    if threads > 1:
+        name, more = f"{name}, {threads} threads", (*more, "--threads", str(threads))
     return gba.horovodrun(name, workers, "ours_gba", "--mode", mode, *more)
 
 
