@@ -44,9 +44,16 @@ def pack(grads: Sequence[RowGrad], pulled: Sequence[RemoteRows | None], dims: Se
     return coding.sections(parts)
 
 
-def unpack(data: Any, layout: Layout, extra: int) -> np.ndarray:
-    """The words of `gradients.pack_by_owner` that `pack` was made from. Raises BadMessage."""
+def unpack(data: Any, layout: Layout, extra: int, most_bytes: int) -> np.ndarray:
+    """The words of `gradients.pack_by_owner` that `pack` was made from.
+
+    most_bytes: that they may take. A key of one byte stands for a whole row, so that is looked at before anything is
+    opened. Raises BadMessage.
+    """
     parts = coding.split(data, 2 * len(layout.groups))
+    words = [2 + coding.n_keys(part) * (2 + g.dim + extra) for part, g in zip(parts[::2], layout.groups, strict=True)]
+    if 4 * sum(words) > most_bytes:
+        raise BadMessage(f"gradients of rows that take {4 * sum(words):,} bytes when opened, {most_bytes:,} may come")
     grads = []
     for group, keys_data, values_data in zip(layout.groups, parts[::2], parts[1::2], strict=True):
         keys = coding.read_keys(keys_data, group.places * layout.n_shards)
@@ -55,8 +62,8 @@ def unpack(data: Any, layout: Layout, extra: int) -> np.ndarray:
         got.add_to(values)
         both = np.hstack([values.reshape(len(keys), group.dim), got.plain.reshape(len(keys), extra)])
         grads.append(RowGrad(keys, np.ascontiguousarray(both)))
-    words, _ = pack_by_owner(grads, np.zeros(layout.n_shards, dtype=np.int32), 1)
-    return words
+    opened, _ = pack_by_owner(grads, np.zeros(layout.n_shards, dtype=np.int32), 1)
+    return opened
 
 
 def take(frames: Sequence[Any], asked: Sequence[np.ndarray], coder: RowCoder, layout: Layout) -> list[RemoteRows]:

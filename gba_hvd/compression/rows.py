@@ -57,10 +57,15 @@ def write_keys(keys: np.ndarray) -> bytes:
 def read_keys(data: Any, limit: int) -> np.ndarray:
     """int64 [n], ascending, distinct, each below limit. Raises BadMessage otherwise."""
     data = np.frombuffer(data, np.uint8).copy()
-    keys = np.empty(int(np.count_nonzero(data < 128)), np.int64)
+    keys = np.empty(n_keys(data), np.int64)
     if kernels.read_varints(data, limit, keys) != len(keys):
         raise BadMessage(f"{len(data)} bytes of row keys are no ascending keys below {limit}")
     return keys
+
+
+def n_keys(data: Any) -> int:
+    """How many keys `read_keys` would find."""
+    return int(np.count_nonzero(np.frombuffer(data, np.uint8) < 128))
 
 
 class RowCoder:

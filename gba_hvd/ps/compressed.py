@@ -30,7 +30,7 @@ def opened(part: Part, layout: Layout, request: Push, frames: Sequence[Any]) -> 
             dense_frame = push.read(dense_frame, _sizes(part)).view(np.uint8).data
         if request.rows_compressed:
             extra = int(part.enter.row_average == "contributors")
-            rows_frame = row_push.unpack(rows_frame, layout, extra).view(np.uint8).data
+            rows_frame = row_push.unpack(rows_frame, layout, extra, part.most_bytes).view(np.uint8).data
     except BadMessage as error:
         raise ProtocolError(f"a compressed push: {error}") from error
     return [dense_frame, rows_frame]

@@ -33,6 +33,7 @@ from gba_hvd.ps import protocol
 from gba_hvd.ps.central import CentralCopy
 from gba_hvd.ps.dense import DensePart, DenseTensor
 from gba_hvd.ps.protocol import Applied, Apply, Enter, ProtocolError
+from gba_hvd.ps.transport import MAX_FRAME_BYTES
 from gba_hvd.row_optimizers import RowOptimizer
 from gba_hvd.rules.step import ByOptimizer, Received, Rule, Step
 from gba_hvd.shard.memory import ShardMemory
@@ -76,6 +77,7 @@ class Part:
             rule = _rule_of(enter, dense.tensors, dense.values, dense.state(), dense.step)
         self.rule = rule
         self.mirrors: Mirrors | None = None  # of workers of other hosts that take differences
+        self._living: set[int] = set()  # as of the newest step
         self._last: Applied | None = None
         self._torn = 0  # shards that a server which died left in the middle of its last step
 
@@ -125,6 +127,11 @@ class Part:
         memory.claim(part.shards)
         return part, len(torn)
 
+    @property
+    def most_bytes(self) -> int:
+        """That the row gradients of one push may take, opened: as much as those that come as they are."""
+        return min(MAX_FRAME_BYTES, self._limits.buffer_bytes)
+
     def begun_and_done(self, step: int) -> tuple[bool, bool]:
         """Whether anything of this step, and whether all of it, was applied here."""
         marks = self._memory.marks()
@@ -156,6 +163,9 @@ class Part:
         if request.step <= self.dense.step:
             return Applied(request.step)
         protocol.check_apply(request, self.dense.step, len(self.enter.lrs))
+        for worker in self._living.difference(request.workers):
+            self.forget_worker(worker)
+        self._living = set(request.workers)
         found = self.buffer.take((m.micro, m.serial) for m in request.members)
         self.buffer.forget_before(request.oldest_serial)
         pushes = [(found[m.micro, m.serial], m.weight) for m in request.members if (m.micro, m.serial) in found]
@@ -228,6 +238,11 @@ class Part:
             missed += bool(self.n_dense)
         self._last = Applied(step, [], missed)
         return missed
+
+    def forget_worker(self, worker: int) -> None:
+        """It is gone: nothing is kept for it any more."""
+        if self.mirrors is not None:
+            self.mirrors.forget(worker)
 
     @property
     def central(self) -> CentralCopy:

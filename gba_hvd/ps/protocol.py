@@ -305,7 +305,7 @@ class Apply(Struct):
     row_lr: float
     lrs: list[float]
     oldest_serial: int  # pushes of older leases will never be asked for
-    workers: list[int] = []  # who lives, by id, for the rules that want to know
+    workers: list[int] = []  # who lives, by id: for rules that want to know, and to forget who is gone
 
 
 class Discard(Struct):

@@ -332,6 +332,8 @@ class Server:
                 return self._on_enter(request, frames), ()
             case Bye():
                 self._judging.leave(request.worker)
+                if self.part is not None:
+                    self.part.forget_worker(request.worker)
                 if self.coordinator is not None and not self.idle and request.worker in self.coordinator.workers:
                     if request.finished:
                         self.coordinator.bye(request.worker)
@@ -571,7 +573,7 @@ class Server:
                 return Refused("a step is under way", again=True), ()
         step, values, state = part.export(request.phase)
         if request.leaving and not self.idle:
-            self.idle = True
+            self.idle, part.mirrors = True, None
             self._save_session()  # before the workers write shards: a successor must leave them alone
         return Exported(step, position), (values, state)
 
@@ -679,6 +681,8 @@ class Server:
             log.warning("worker of rank %d is dead", self.coordinator.workers[worker].rank)
             self.coordinator.dead(worker)
             self._judging.leave(worker)
+            if self.part is not None:
+                self.part.forget_worker(worker)
             self._save_ledger()
             self._advance()
 

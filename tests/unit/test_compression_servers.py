@@ -166,6 +166,16 @@ def test_a_server_that_restarts_begins_with_all_values() -> None:
     assert np.array_equal(worker.values, server.values)
 
 
+def test_a_worker_that_was_forgotten_gets_all_values() -> None:
+    server, workers = Server(Compression.topk(0.1)), [Worker(1), Worker(2)]
+    for worker in workers:
+        worker.take(*server.answer(worker))
+    server.mirrors.forget(1)
+    server.mirrors.forget(3)
+    server.train()
+    assert [server.answer(worker)[0] for worker in workers] == [-1, 0]
+
+
 def test_a_difference_that_is_none_changes_nothing() -> None:
     values = np.zeros(sum(SIZES), np.float32)
     with pytest.raises(BadMessage):
@@ -219,6 +229,25 @@ def test_a_compressor_that_is_none_is_refused(compressor: Compressor) -> None:
         compressed.answer_pull(part(), PullDense(7, -1, 1, compressor))
 
 
+def test_a_row_push_that_would_grow_beyond_the_limit_is_refused_before_it_is_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A key of one byte stands for a row of 8 numbers."""
+    keys, none = np.arange(900), np.empty(0, np.int64)
+    grads = [RowGrad(keys, np.ones((900, 8), np.float32)), RowGrad(none, np.empty((0, 6), np.float32))]
+    frame = row_push.pack(grads, [None, None], [8, 6], Compression.topk(0.5).then(Compression.int8))
+    opened = 4 * (2 + 900 * 10 + 2)
+    assert len(frame) < opened / 3
+    enter = SimpleNamespace(row_average="global")
+    request = Push(1, 7, 0, 0, rows_compressed=True)
+    part: Any = SimpleNamespace(enter=enter, most_bytes=opened)
+    assert len(compressed.opened(part, LAYOUT, request, [b"", frame])[1]) == opened
+    monkeypatch.setattr(row_push.message, "read", lambda *_: pytest.fail("it was opened"))
+    part.most_bytes = opened - 1
+    with pytest.raises(ProtocolError, match="when opened"):
+        compressed.opened(part, LAYOUT, request, [b"", frame])
+
+
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
@@ -233,7 +262,7 @@ def test_row_gradients_arrive_for_the_elements_that_were_pulled(spec: Any, extra
     used = rng.permutation(asked[0])[:20]
     grad = RowGrad(used, np.hstack([rng.normal(size=(20, 8)), np.ones((20, extra))]).astype(np.float32))
     none = RowGrad(np.empty(0, np.int64), np.empty((0, 6 + extra), np.float32))
-    words = row_push.unpack(row_push.pack([grad, none], pulled, [8, 6], spec), LAYOUT, extra)
+    words = row_push.unpack(row_push.pack([grad, none], pulled, [8, 6], spec), LAYOUT, extra, 1 << 20)
     got, nothing = unpack(words, [8 + extra, 6 + extra])
     order = np.argsort(used)
     expected, sent = grad.values[order].copy(), pulled[0].sent
@@ -246,7 +275,7 @@ def test_row_gradients_arrive_for_the_elements_that_were_pulled(spec: Any, extra
 
 
 def test_a_row_push_that_is_none_is_refused() -> None:
-    part = SimpleNamespace(enter=SimpleNamespace(row_average="global"))
+    part = SimpleNamespace(enter=SimpleNamespace(row_average="global"), most_bytes=1 << 20)
     for bad in (b"", b"nonsense" * 9):
         with pytest.raises(ProtocolError, match="a compressed push"):
             compressed.opened(part, LAYOUT, Push(1, 7, 0, 0, rows_compressed=True), [b"", bad])  # type: ignore[arg-type]

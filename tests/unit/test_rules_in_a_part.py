@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from gba_hvd import SGD, BadInput
+from gba_hvd import SGD, BadInput, Compression
+from gba_hvd.compression.mirror import Mirrors
 from gba_hvd.gradients import RowGrad, pack_by_owner
 from gba_hvd.ps.dense import DenseReader
 from gba_hvd.ps.part import Limits, Part
@@ -175,3 +176,14 @@ def test_an_optimizer_without_momentum_is_refused_before_anything_is_taken_over(
     with pytest.raises(BadInput, match="group 0 of SGD has none"):
         make_part("dana_zero", momentum=0.0)
     assert not (tmp_path / "dense").exists()
+
+
+def test_who_is_gone_is_forgotten_with_the_next_step(make_part: Callable[..., Part]) -> None:
+    part, newcomer = make_part("none"), 33
+    part.mirrors = Mirrors(Compression.topk(0.5), ["w"], [N])
+    for worker in (*WORKERS, newcomer):
+        part.mirrors.answer(worker, -1, START, 0)
+    train(part, 1, 11)
+    assert [part.mirrors.step_of(worker) for worker in (*WORKERS, newcomer)] == [0, 0, 0]
+    train(part, 2, 11, living=[11])
+    assert [part.mirrors.step_of(worker) for worker in (*WORKERS, newcomer)] == [0, -1, 0]
