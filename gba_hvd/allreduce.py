@@ -204,8 +204,6 @@ class AllreduceMode:
     def forget_held(self) -> None:
         """The step was not decided; it will be computed again."""
         self.held = None
-        if self._dense_exchange is not None:
-            self._dense_exchange.roll_back()
 
     def leave_step(self) -> None:
         """This rank's world broke: neighbours that wait for its shards need not wait until the time-out."""

@@ -10,7 +10,7 @@ fp16 without a selector has no messages: an allreduce of half-precision numbers 
 without compression carries the rest as well, so nothing waits for ever.
 
 Who owns what: `feedback` and the counters outlive the world, `bypass` is made anew with each. What a crash leaves:
-before 3, nobody has the step and every survivor rolls its pending rest back; after 3, it is settled by who saw the
+before 3, nobody has the step and every survivor's rest is as it was; after 3, it is settled by who saw the
 result, and by who hears of it later (`AllreduceMode.apply_held`). The rest of a dead worker is lost, and counted.
 """
 
@@ -95,9 +95,6 @@ class DenseExchange:
 
     def settle(self) -> None:
         self.feedback.settle()
-
-    def roll_back(self) -> None:
-        self.feedback.roll_back()
 
     # --- what becomes of the rest ------------------------------------------------------------------------------------
 

@@ -5,8 +5,9 @@
 With a selector, `sent` is some of u's elements; a value coder's rounding stays in the rest, too. So the sum of all that
 was sent and the last rest is the sum of all gradients (DCT-DP, arXiv 2010.08899), bit for bit where the additions are.
 
-The new rest is *pending* until the step is decided: `settle` makes it the rest, `roll_back` forgets it, because the
-step will be computed again. A step that was decided without this worker seeing it is settled when it hears so.
+The new rest is *pending* until the step is decided and `settle` makes it the rest. A step that is not decided is
+computed again: what is pending is then written anew, and nothing is to be undone. A step that was decided without this
+worker seeing it is settled when it hears so.
 """
 
 from __future__ import annotations
@@ -75,14 +76,14 @@ class Feedback:
         self._rest_is_empty = self._next_is_empty = True
 
     def begin(self) -> None:
-        """A step: `encode` and `flush` follow for every tensor of it, then `settle` or `roll_back`."""
+        """A step: `encode` and `flush` follow for every tensor of it, then `settle`, if it is decided."""
         self._next_size = 0.0
 
     def encode(self, flat: np.ndarray, spans: Sequence[Span], n: int, plain: np.ndarray) -> bytes:
         """A message with what is sent of these tensors. flat: [n of all], this step's gradients; not changed.
 
         spans, n: as of `spans_of`. plain: [m], what travels with them as it is.
-        Raises NonFiniteGradient, naming the tensor; then `roll_back` is to follow.
+        Raises NonFiniteGradient, naming the tensor.
         """
         count, self._next_is_empty = 0, False
         counts = []
@@ -133,9 +134,6 @@ class Feedback:
         self.rest, self._next = self._next, self.rest
         self._rest_is_empty, self._next_is_empty = self._next_is_empty, self._rest_is_empty
         self.rest_size = self._next_size
-
-    def roll_back(self) -> None:
-        """The step is not decided, nothing of it counts. Nothing to undo: what is pending is written anew."""
 
     def load(self, rest: np.ndarray) -> None:
         """Begin with this rest, [n]. Raises BadInput when it does not fit or is not finite."""

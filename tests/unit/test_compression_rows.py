@@ -15,6 +15,7 @@ from gba_hvd import Compression
 from gba_hvd.compression import rows as coding
 from gba_hvd.compression.message import BadMessage
 from gba_hvd.compression.rows import Lent, RowCoder
+from gba_hvd.errors import BadInput
 from gba_hvd.gradients import RowGrad
 from tests.unit.thread_world import Workers
 
@@ -175,6 +176,11 @@ def test_only_elements_that_travelled_are_trained(workers: Workers, on_host: Any
     assert any((after[name] != before[name]).any() for name in before)
     assert sent["sent", "allreduce", "rows"] > 0 and sent["received", "allreduce", "header"] > 0
     assert all(0 < density < 1 for density in jobs[0].state.engine.mode.row_exchange.coder.density)
+
+
+def test_rows_are_never_bypassed_so_always_is_refused(on_host: Any) -> None:
+    with pytest.raises(BadInput, match="is never bypassed"):
+        on_host("a", row_compression=Compression.int8.always())
 
 
 def test_bytes_of_rows_are_fewer(workers: Workers, on_host: Any, clicks: Any) -> None:
