@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gba_hvd_tools.bench import compressed_model, compression
+from gba_hvd_tools.bench import compressed_model, compression, small_ctr
 from gba_hvd_tools.bench.compressed_model import Phase
 
 NET = """\
@@ -65,4 +65,4 @@ def test_phases_are_told_on_the_command_line() -> None:
 
 
 def test_the_wide_model_has_ten_million_parameters() -> None:
-    assert sum(p.numel() for p in compressed_model.Tower("wide").parameters()) == pytest.approx(10e6, rel=0.02)
+    assert sum(p.numel() for p in small_ctr.Tower(compressed_model.HIDDEN["wide"]).parameters()) == pytest.approx(10e6, rel=0.02)

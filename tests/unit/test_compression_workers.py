@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,7 @@ from gba_hvd.allreduce import AllreduceMode
 from gba_hvd.compression import feedback
 from gba_hvd.compression.bypass import Bypass, Took
 from gba_hvd.compression.exchange import DenseExchange
-from tests.unit.thread_world import TIMEOUT_S, Workers
+from tests.unit.thread_world import Workers, form_again, miss_a_result
 
 SPECS = [
     Compression.dct(0.2, refresh_every=3),
@@ -134,28 +133,7 @@ def test_a_worker_that_missed_the_result_of_a_step_settles_what_it_sent(
 ) -> None:
     spec = Compression.topk(0.2).then(Compression.int8)
     jobs = [on_host(host, compression=spec.always()) for host in "aab"]
-    others, fired = [job for job in jobs if job is not jobs[misses]], []
-
-    def miss_the_result() -> None:
-        if jobs[misses].state.step == 1 and not fired:
-            fired.append(misses)
-            deadline = time.monotonic() + TIMEOUT_S
-            while any(job.state.step < 2 for job in others) and time.monotonic() < deadline:
-                time.sleep(0.001)
-            jobs[misses].state.world.meeting.barrier.abort()
-            raise ConnectionError("the network went away")
-
-    def run_into_it(job: Any) -> None:
-        job.state.sync()
-
-        def do_not_wait_long_for_rows() -> None:
-            object.__setattr__(job.tables.config, "timeout_s", TIMEOUT_S if job.state.step != 1 else 0.01)
-
-        job.state.world.before_result = miss_the_result if job is jobs[misses] else do_not_wait_long_for_rows
-        train(job, clicks(50), 2)
-
-    workers.outcomes(jobs, run_into_it)
-    assert fired
+    miss_a_result(workers, jobs, misses, 2, lambda job: train(job, clicks(50), 2))
     go_on(jobs, workers, clicks)
     check_balance(books, jobs, spec)
     check_replicas(jobs)
@@ -184,16 +162,13 @@ def test_a_step_that_nobody_saw_decided_is_rolled_back(
 
     workers.outcomes(jobs, run_into_it)
     assert fired and {job.state.step for job in jobs} == {2}
+    form_again(jobs)
     go_on(jobs, workers, clicks)
     check_balance(books, jobs, spec)
     check_replicas(jobs)
 
 
 def go_on(jobs: list[Any], workers: Workers, clicks: Any) -> None:
-    for job in jobs:
-        object.__setattr__(job.tables.config, "timeout_s", TIMEOUT_S)
-        job.state.restore()
-        job.state.on_reset()
     workers.together(jobs, lambda job: train(job, clicks(50), 2))
     assert {job.state.step for job in jobs} == {8}
 

@@ -29,7 +29,7 @@ COMPRESSION = {
 class Model(nn.Module):
     def __init__(self, tables: gba_hvd.EmbeddingTables, name: str) -> None:
         super().__init__()
-        self.tables, self.tower = tables, compressed_model.Tower(name)
+        self.tables, self.tower = tables, small_ctr.Tower(compressed_model.HIDDEN[name])
 
     def forward(self, batch: gba_hvd.Batch) -> Tensor:
         logits: Tensor = self.tower(batch.dense, self.tables.stacked(batch.ids))
