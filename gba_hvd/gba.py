@@ -10,9 +10,11 @@ step, with what weight, and who applies it, is decided by the coordinator (`ps.c
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -23,6 +25,7 @@ import torch
 from gba_hvd.collectives import World, worker_lost
 from gba_hvd.compression import mirror, row_push
 from gba_hvd.compression.exchange import DenseExchange
+from gba_hvd.compression.feedback import Feedback
 from gba_hvd.compression.message import BadMessage
 from gba_hvd.compression.push import DensePush
 from gba_hvd.compression.rows import RowCoder, write_keys
@@ -50,6 +53,7 @@ from gba_hvd.ps.protocol import (
     PullRows,
     Push,
     Refused,
+    Residual,
     Saved,
     Score,
 )  # fmt: skip
@@ -57,6 +61,7 @@ from gba_hvd.rules.dana_slim import SlimWorker
 from gba_hvd.tables import EmbeddingTables, RemoteRows
 from recovery import state_codec
 
+log = logging.getLogger("gba_hvd")
 MAX_UNDER_WAY = 2
 _Item = TypeVar("_Item")
 
@@ -127,6 +132,7 @@ class GbaMode:
         self._slices = [[slice(int(ends[t]), int(ends[t + 1])) for t in part] for part in self._parts]
         is_far = [server.host != host for server in session.servers]
         self._coded: DensePush | None = None
+        self.saved_residual: Feedback | None = None  # where checkpoints are made: what this worker has not sent
         self._compressor: Compressor | None = None
         self._is_far = np.array(is_far)
         self._row_coder: RowCoder | None = None
@@ -147,6 +153,13 @@ class GbaMode:
         for s, server in enumerate(self.session.servers):
             if server.host == self.host:
                 self._readers[s] = DenseReader(self._memory.folder / f"ps-{server.index}.dense")
+
+    def save_residual(self, feedback: Feedback) -> None:
+        """From here on the server of this host knows what this worker has not sent. Before the first lease."""
+        self.saved_residual = feedback
+        rest = feedback.rest.copy() if feedback.rest.any() else feedback.rest[:0]
+        told = self.client.send(self.own_server, Residual(self.worker, self.session.generation), [rest])
+        told.add_done_callback(_log_refusal)
 
     def close(self, finished: bool = True) -> None:
         """finished: training or the mode is over; otherwise this worker alone leaves, to be replaced."""
@@ -303,6 +316,8 @@ class GbaMode:
         except NonFiniteGradient as error:  # with its residual, which stays
             self._report(Done(self.worker, done.generation, done.micro, done.serial, loss, seconds, str(error)))
             return
+        if self.saved_residual is not None and self._coded is not None:
+            frames[self.own_server].append(self.saved_residual.rest.copy())
         waiting = [len(frames)]
         for s, part in enumerate(frames):
             is_coded = self._coded is not None and self._coded.is_far[s]
@@ -589,6 +604,11 @@ class Ahead(Generic[_Item]):
                 else:
                     self._changed.wait()
             return False
+
+
+def _log_refusal(told: Future[Reply]) -> None:
+    if told.exception() is None and isinstance(body := told.result().body, Refused):
+        log.warning("a server does not know what this worker has not sent: %s", body.why)
 
 
 def _told(spec: Spec) -> Compressor:

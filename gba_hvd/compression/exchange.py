@@ -118,12 +118,17 @@ class DenseExchange:
         """For a checkpoint: the sum of all workers' rests. A collective."""
         rest = torch.from_numpy(self.feedback.rest.copy())
         world.sum_("residual", rest)
-        return {"compression": {"spec": str(self.spec), "rest": rest.numpy()}}
+        return {"compression": {"rest": rest.numpy(), "missing": 0}}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """On one worker of a job that goes on from a checkpoint: it takes over all that was not sent."""
-        if "compression" in state:
-            self.feedback.load(np.asarray(state["compression"]["rest"]))
+    def load_state(self, state: Mapping[str, Any]) -> int:
+        """On one worker of a job that goes on from a checkpoint: it takes over all that was not sent.
+
+        Returns of how many workers that is missing.
+        """
+        saved = state.get("compression", {})
+        if saved.get("rest") is not None:
+            self.feedback.load(np.asarray(saved["rest"]))
+        return int(saved.get("missing", 0))
 
     # -----------------------------------------------------------------------------------------------------------------
 

@@ -72,7 +72,7 @@ def compression_of(plan: dict[str, Any]) -> Spec:
     settings = dict(plan)
     name, values = settings.pop("name", "none"), settings.pop("values", "none")
     spec = gba_hvd.Compression.by_name(name, **settings)
-    return (spec if values == "none" else spec.then(gba_hvd.Compression.by_name(values))).always()
+    return spec if values == "none" else spec.then(gba_hvd.Compression.by_name(values))
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Training:
             micro_batch=plan.get("micro_batch", 16),
             named_parameters=model.named_parameters(),
             row_average=plan.get("row_average", "global"),
-            compression=compression_of(plan.get("compression", {})),
+            compression=compression_of(plan.get("compression", {})).always(),
             row_compression=compression_of(plan.get("row_compression", {})),
         )
         state = gba_hvd.elastic.TorchState(model, optimizer, **values)

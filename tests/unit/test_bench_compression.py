@@ -65,4 +65,6 @@ def test_phases_are_told_on_the_command_line() -> None:
 
 
 def test_the_wide_model_has_ten_million_parameters() -> None:
-    assert sum(p.numel() for p in small_ctr.Tower(compressed_model.HIDDEN["wide"]).parameters()) == pytest.approx(10e6, rel=0.02)
+    assert sum(p.numel() for p in small_ctr.Tower(compressed_model.HIDDEN["wide"]).parameters()) == pytest.approx(
+        10e6, rel=0.02
+    )
