@@ -390,7 +390,7 @@ class Engine:
     def _tell_decisions(self, compression: DenseExchange) -> None:
         decisions, compression.decisions = compression.decisions, []
         for decision in decisions:
-            data = {"compressor": str(compression.spec), "compress": decision.compress}
+            data = {"compressor": str(compression.spec), "compress": decision.compress, "bypassed": decision.bypassed}
             self.emit(Event("compression", self.step, decision.reason, data))
 
     def tell_traffic(self) -> None:
