@@ -437,6 +437,8 @@ class Engine:
         if self._bad is not None:
             self._tell_refused(lease.micro, self._bad)
         self.mode.push(lease, rows, loss, seconds, self._bad or "", drop)
+        if self.compression is not None:
+            self._tell_decisions(self.compression)
         self.dense.zero_()
 
     def _tell_refused(self, micro: int, bad: str) -> None:

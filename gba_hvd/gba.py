@@ -24,10 +24,11 @@ import torch
 
 from gba_hvd.collectives import World, worker_lost
 from gba_hvd.compression import mirror, row_push
+from gba_hvd.compression.bypass import Bypass, Took
 from gba_hvd.compression.exchange import DenseExchange
 from gba_hvd.compression.feedback import Feedback
 from gba_hvd.compression.message import BadMessage
-from gba_hvd.compression.push import DensePush
+from gba_hvd.compression.push import DensePush, Frame
 from gba_hvd.compression.rows import RowCoder, write_keys
 from gba_hvd.compression.spec import Compression, Spec
 from gba_hvd.errors import GbaError, NonFiniteGradient, StateMismatch
@@ -134,6 +135,9 @@ class GbaMode:
         self._coded: DensePush | None = None
         self.saved_residual: Feedback | None = None  # where checkpoints are made: what this worker has not sent
         self._compressor: Compressor | None = None
+        self._compression = compression
+        self._pulls: list[Bypass] = []  # by server: whether its values come compressed
+        self._pulled_s = time.perf_counter()
         self._is_far = np.array(is_far)
         self._row_coder: RowCoder | None = None
         if not row_compression.is_none and self.several_hosts:
@@ -141,6 +145,10 @@ class GbaMode:
         if compression is not None and any(is_far):
             self._coded = DensePush(compression.feedback, self._parts, is_far)
             self._compressor = _told(compression.spec)
+            self._pulls = [
+                Bypass(["values"], compression.spec.is_forced, f"dense values from server {s}", "a pull takes")
+                for s in range(len(is_far))
+            ]
         self._values = [np.empty(sum(sizes[t] for t in part), dtype=np.float32) for part in self._parts]
         self._dense_step = [-1] * len(self._parts)
         self.slim: SlimWorker | None = None  # what rule "dana_slim" does to gradients before they are sent
@@ -208,13 +216,27 @@ class GbaMode:
             if reader is not None:
                 self._dense_step[s] = reader.read(self._values[s], before)
             else:
-                reply = self._call(s, PullDense(self.session.generation, before, self.worker, self._compressor))
-                assert isinstance(reply.body, Dense)
-                if reply.frames:
-                    self._take_values(s, reply.body, reply.frames[0])
+                self._pull_values(s)
             if self._dense_step[s] > before:
                 self._dense.set_parameters_(part, torch.from_numpy(self._values[s]))
         return min(self._dense_step)
+
+    def _pull_values(self, server: int) -> None:
+        """The newest values of a server of another host, whole or as a difference, whichever was faster."""
+        compress = bool(self._pulls) and any(self._pulls[server].tensors_next())
+        compressor, asked_s = self._compressor if compress else None, time.perf_counter()
+        body = PullDense(self.session.generation, self._dense_step[server], self.worker, compressor)
+        reply = self._call(server, body)
+        assert isinstance(reply.body, Dense)
+        if not reply.frames:
+            return
+        self._take_values(server, reply.body, reply.frames[0])
+        if self._compression is not None and self._pulls and compress == (reply.body.base != -1):
+            now = time.perf_counter()  # a difference that was asked for may come whole: that says nothing
+            took, self._pulled_s = Took(now - asked_s, 0.0, now - self._pulled_s), now
+            decision = self._pulls[server].saw(compress, [took])
+            if decision is not None and decision.changed:
+                self._compression.decisions.append(decision)
 
     def _take_values(self, server: int, dense: Dense, frame: Any) -> None:
         if dense.base == -1:
@@ -312,24 +334,51 @@ class GbaMode:
             self._report(done)
             return
         try:
-            frames = self._frames(rows)
+            dense = self._dense_frames()
+            frames = [[d.data, m] for d, m in zip(dense, self._row_messages(rows), strict=True)]
         except NonFiniteGradient as error:  # with its residual, which stays
             self._report(Done(self.worker, done.generation, done.micro, done.serial, loss, seconds, str(error)))
             return
         if self.saved_residual is not None and self._coded is not None:
             frames[self.own_server].append(self.saved_residual.rest.copy())
         waiting = [len(frames)]
-        for s, part in enumerate(frames):
-            is_coded = self._coded is not None and self._coded.is_far[s]
+        for s, (sent, part) in enumerate(zip(dense, frames, strict=True)):
             rows_coded = self._row_coder is not None and bool(self._is_far[s])
             body = Push(
-                self.worker, done.generation, done.micro, done.serial, self._dense_step[s], is_coded, rows_coded
-            )
-            future = self.client.send(s, body, part)
+                self.worker, done.generation, done.micro, done.serial, self._dense_step[s], sent.coded, rows_coded,
+                sent.whole,
+            )  # fmt: skip
+            if self._coded is not None:
+                self._note_answer(future := self.client.send(s, body, part), s, sent, self._coded)
+            else:
+                future = self.client.send(s, body, part)
             future.add_done_callback(lambda f: self._pushed(f.result, waiting, done))
 
-    def _frames(self, rows: Sequence[Sequence[RowGrad]]) -> list[list[Any]]:
-        """For each server the dense slice and the row message."""
+    def _note_answer(self, future: Future[Reply], server: int, frame: Frame, coded: DensePush) -> None:
+        """How long it takes until the server has this frame, if it takes it."""
+        sent_s = time.perf_counter()
+
+        def answered(told: Future[Reply]) -> None:
+            if told.exception() is None and isinstance(told.result().body, Ok):
+                coded.answered(server, frame, time.perf_counter() - sent_s)
+
+        future.add_done_callback(answered)
+
+    def _dense_frames(self) -> list[Frame]:
+        """For each server its dense slice. Raises NonFiniteGradient."""
+        flat = self._dense.flat.detach().cpu().numpy()
+        if self.slim is not None:
+            flat = self.slim.outgoing(flat, max(self._dense_step))
+        if self._coded is None:
+            return [Frame(np.concatenate([flat[at] for at in s]) if s else flat[:0].copy()) for s in self._slices]
+        dense = self._coded.frames(flat.copy())
+        if self._compression is not None:
+            self._compression.decisions += self._coded.decisions
+            self._coded.decisions.clear()
+        return dense
+
+    def _row_messages(self, rows: Sequence[Sequence[RowGrad]]) -> list[Any]:
+        """For each server its row message."""
         contributors = self.session.row_average == "contributors"
         grads = []
         for group, parts in zip(self._tables.layout.groups, rows, strict=True):
@@ -342,14 +391,7 @@ class GbaMode:
         if self._row_coder is not None:
             for s in np.flatnonzero(self._is_far):
                 messages[s] = self._packed(unpack(messages[s], [g.values.shape[1] for g in grads]), self._row_coder)
-        flat = self._dense.flat.detach().cpu().numpy()
-        if self.slim is not None:
-            flat = self.slim.outgoing(flat, max(self._dense_step))
-        if self._coded is not None:
-            dense = self._coded.frames(flat.copy())
-        else:
-            dense = [np.concatenate([flat[at] for at in s]) if s else flat[:0].copy() for s in self._slices]
-        return [[d, m] for d, m in zip(dense, messages, strict=True)]
+        return messages
 
     def _packed(self, grads: Sequence[RowGrad], coder: RowCoder) -> bytes:
         """Row gradients for a server of another host."""

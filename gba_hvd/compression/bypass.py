@@ -6,7 +6,8 @@ are sent both ways. What the wire took longer for the bytes that compressing sav
 encoding and decoding takes longer than its saved bytes would is bypassed, and all of them if the rest does not pay.
 Later the other way is tried again, the more seldom the more it costs: trying takes half a percent of the time at most.
 
-Pushes of asynchronous modes are decided by the same function, by each worker for each server of another host.
+In asynchronous modes the same function decides, for each worker alone, about its pushes to each server of another host
+and about what comes back. Theirs is the time until the server has answered.
 """
 
 from __future__ import annotations
@@ -85,11 +86,18 @@ def choose(costs: Sequence[Cost], s_per_byte: float) -> list[Verdict]:
 class Bypass:
     """One world's decision. Every worker feeds it the same numbers and gets the same answers.
 
-    names: of the tensors that can be compressed
+    names: of the tensors that can be compressed. what, each: for the reason: what is decided about, and what takes so
+    long
     """
 
-    def __init__(self, names: Sequence[str], is_forced: bool = False) -> None:
-        self._names, self._is_forced = list(names), is_forced
+    def __init__(
+        self,
+        names: Sequence[str],
+        is_forced: bool = False,
+        what: str = "dense gradients",
+        each: str = "a step's take",
+    ) -> None:
+        self._names, self._is_forced, self._what, self._each = list(names), is_forced, what, each
         self._ahead: deque[bool] = deque(() if is_forced else _FIRST)
         self._n_seen = 0
         self._chosen = (True,) * len(self._names)  # what compressed steps compress
@@ -160,9 +168,8 @@ class Bypass:
         wait = costs_s / (_TRY_SHARE * max(1e-6, median(self._step_s)))
         self._next_try = self._n_seen + int(np.clip(wait, _BETWEEN, _BETWEEN_MOST))
         what = "compressed" if self._compress else "as they are"
-        reason = (
-            f"dense gradients go {what}: a step's take {1000 * packed:.1f} ms compressed, {1000 * plain:.1f} ms without"
-        )
+        times = f"{1000 * packed:.1f} ms compressed, {1000 * plain:.1f} ms without"
+        reason = f"{self._what} go {what}: {self._each} {times}"
         if self._compress and bypassed:
             named = [f"{name} ({why})" for name, why in list(bypassed.items())[:_NAMED]]
             more = [f"{len(bypassed) - _NAMED} more"] if len(bypassed) > _NAMED else []

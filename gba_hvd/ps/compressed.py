@@ -27,7 +27,7 @@ def opened(part: Part, layout: Layout, request: Push, frames: Sequence[Any]) -> 
     dense_frame, rows_frame = frames
     try:
         if request.compressed:
-            dense_frame = push.read(dense_frame, _sizes(part)).view(np.uint8).data
+            dense_frame = push.read(dense_frame, _sizes(part), set(request.whole)).view(np.uint8).data
         if request.rows_compressed:
             extra = int(part.enter.row_average == "contributors")
             rows_frame = row_push.unpack(rows_frame, layout, extra, part.most_bytes).view(np.uint8).data

@@ -176,9 +176,10 @@ class PullDense(Struct):
 class Push(Struct):
     """Gradients of one micro-batch, for one server. Frames: its dense slice float32, its row message (`gradients`).
 
-    compressed: the first frame is a message as of `compression.push`; rows_compressed: the second one is one as of
-    `compression.row_push`. A third frame, to the first server of the worker's host: what the worker had not sent after
-    this push, float32 [n of all dense]
+    compressed: the first frame is a message as of `compression.push`, in which those of this server's tensors that are
+    in `whole` go as they are; rows_compressed: the second one is one as of `compression.row_push`.
+    A third frame, to the first server of the worker's host: what the worker had not sent after this push, float32 [n of
+    all dense]
     """
 
     worker: int
@@ -188,6 +189,7 @@ class Push(Struct):
     dense_step: int = -1  # step of this server's dense values that they were computed with, -1 if not known
     compressed: bool = False
     rows_compressed: bool = False
+    whole: tuple[int, ...] = ()
 
 
 class Residual(Struct):

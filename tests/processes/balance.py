@@ -54,8 +54,9 @@ class Books:
         def noting_frames(coder: DensePush, flat: np.ndarray) -> list[Any]:
             pushed, sent = projected(flat), np.zeros_like(flat)
             made = frames(coder, flat)
-            for frame, places, far in zip(made, coder._whole, coder.is_far, strict=True):
-                part = push.read(frame, [at.stop - at.start for at in places]) if far else frame
+            for frame, places in zip(made, coder._places, strict=True):
+                sizes = [at.stop - at.start for at in places]
+                part = push.read(frame.data, sizes, frame.whole) if frame.coded else frame.data
                 ends = np.cumsum([0, *(at.stop - at.start for at in places)])
                 for at, start, stop in zip(places, ends[:-1], ends[1:], strict=True):
                     sent[at] = part[start:stop]

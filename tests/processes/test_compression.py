@@ -195,3 +195,14 @@ def pushes_with_residuals(job: Cluster) -> list[dict[str, Any]]:
         pairs = zip(leases, sums, strict=False)  # the last one may not have come so far
         found += [{"rows": lease["rows"], "left": told["pushed"] - told["arrives"]} for lease, told in pairs]
     return found
+
+
+@pytest.mark.variant
+def test_workers_decide_about_pushes_and_pulls_and_lose_nothing(tmp_path: Path) -> None:
+    with cluster(tmp_path, **TWO_HOSTS, **SPARSE, bypass=True, gba={"mode": "gba"}, epochs=2) as job:
+        job.run(lambda: job.start_elastic(TWO), PATIENCE_S)
+        job.assert_every_sample_once(epochs=2, samples=2000)
+        assert_balanced(job, least_waiting=-1.0)  # where pushes go as they are, nothing is left
+        told = [line["message"] for line in events(job, "compression")]
+        assert any("dense gradients for server" in message for message in told)
+        assert any("dense values from server" in message for message in told)

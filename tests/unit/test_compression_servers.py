@@ -13,7 +13,7 @@ from gba_hvd.compression import push, row_push
 from gba_hvd.compression.feedback import Feedback
 from gba_hvd.compression.message import BadMessage
 from gba_hvd.compression.mirror import Mirrors, follow_
-from gba_hvd.compression.push import DensePush
+from gba_hvd.compression.push import DensePush, Frame
 from gba_hvd.compression.rows import RowCoder
 from gba_hvd.errors import NonFiniteGradient
 from gba_hvd.gradients import RowGrad, unpack
@@ -36,14 +36,14 @@ SPECS = [
 
 
 def feedback(spec: Any) -> Feedback:
-    return Feedback(spec, NAMES, SIZES, np.dtype(np.float32))
+    return Feedback(spec.always(), NAMES, SIZES, np.dtype(np.float32))
 
 
-def arrived(frames: list[Any], is_far: list[bool]) -> np.ndarray:
+def arrived(frames: list[Frame]) -> np.ndarray:
     """What the servers make of the frames, in the place of each tensor."""
     out = np.zeros(sum(SIZES), np.float32)
-    for frame, part, far in zip(frames, PARTS, is_far, strict=True):
-        dense = push.read(frame, [SIZES[t] for t in part]) if far else frame
+    for frame, part in zip(frames, PARTS, strict=True):
+        dense = push.read(frame.data, [SIZES[t] for t in part], frame.whole) if frame.coded else frame.data
         at = 0
         for t in part:
             out[ENDS[t] : ENDS[t + 1]] = dense[at : at + SIZES[t]]
@@ -60,7 +60,9 @@ def test_all_pushes_and_the_rest_are_all_gradients(spec: Any, is_far: list[bool]
     for _ in range(20):
         grad = rng.normal(size=sum(SIZES)).astype(np.float32)
         gradients += grad
-        sent += arrived(coder.frames(grad.copy()), is_far)
+        frames = coder.frames(grad.copy())
+        assert [frame.coded for frame in frames] == is_far
+        sent += arrived(frames)
     np.testing.assert_allclose(sent + worker.rest, gradients, rtol=1e-4, atol=1e-4)
     near = [t for part, far in zip(PARTS, is_far, strict=True) for t in part if not far or SIZES[t] < 256]
     for t in near:
@@ -76,6 +78,44 @@ def test_a_push_that_is_not_sent_takes_nothing() -> None:
     with pytest.raises(NonFiniteGradient, match="t2"):
         coder.frames(grad)
     assert np.array_equal(worker.rest, rest)
+
+
+@pytest.mark.parametrize("network_s_per_mb", [0.0, 1000.0])
+def test_each_tensor_of_a_push_goes_the_way_that_pays(network_s_per_mb: float) -> None:
+    worker, rng, ways = (
+        Feedback(Compression.topk(0.1), NAMES, SIZES, np.dtype(np.float32)),
+        np.random.default_rng(0),
+        [],
+    )
+    coder = DensePush(worker, PARTS, [False, True])
+    gradients, sent = np.zeros(sum(SIZES)), np.zeros(sum(SIZES))
+    for _ in range(40):
+        grad = rng.normal(size=sum(SIZES)).astype(np.float32)
+        gradients += grad
+        frames = coder.frames(grad.copy())
+        ways.append(frames[1].coded)
+        sent += arrived(frames)
+        n_bytes = len(memoryview(frames[1].data).cast("B"))
+        coder.answered(1, frames[1], 0.001 + network_s_per_mb * n_bytes / 1e6)
+    np.testing.assert_allclose(sent + worker.rest, gradients, rtol=1e-4, atol=1e-4)
+    (decision,) = coder.decisions
+    assert set(ways[:8]) == {True, False} and ways[10] is decision.compress is bool(network_s_per_mb)
+    assert "dense gradients for server 1 go" in decision.reason and "a push takes" in decision.reason
+
+
+def test_a_push_says_which_tensors_go_whole() -> None:
+    worker, grad = feedback(Compression.topk(0.1)), np.arange(sum(SIZES), dtype=np.float32)
+    coder = DensePush(worker, [list(range(len(SIZES)))], [True])
+    coder._bypass[0]._chosen = (True, False, True)  # of those that can be compressed
+    (frame,) = coder.frames(grad.copy())
+    assert frame.coded and frame.whole == (2,)
+    request = Push(1, 7, 0, 0, compressed=True, whole=frame.whole)
+    dense, _ = compressed.opened(part(), LAYOUT, request, [frame.data, b""])
+    got = np.frombuffer(dense, np.float32)
+    assert np.array_equal(got[ENDS[2] : ENDS[3]], grad[ENDS[2] : ENDS[3]])
+    assert 0 < np.count_nonzero(got[: ENDS[1]]) < SIZES[0]
+    with pytest.raises(ProtocolError, match="plain"):
+        compressed.opened(part(), LAYOUT, Push(1, 7, 0, 0, compressed=True), [frame.data, b""])
 
 
 # --- the way back -----------------------------------------------------------------------------------------------------
@@ -195,7 +235,7 @@ def part() -> Any:
 def test_a_compressed_push_is_opened_before_anything_is_stored() -> None:
     grad = np.random.default_rng(0).normal(size=sum(SIZES)).astype(np.float32)
     coder = DensePush(feedback(Compression.dct(1.0)), [list(range(len(SIZES)))], [True])
-    (frame,) = coder.frames(grad.copy())
+    frame = coder.frames(grad.copy())[0].data
     dense, rows = compressed.opened(part(), LAYOUT, Push(1, 7, 0, 0, compressed=True), [frame, b"rows"])
     assert np.array_equal(np.frombuffer(dense, np.float32), grad) and rows == b"rows"
     for bad in ([b"nonsense", b"rows"], [frame[:-1], b"rows"], [frame]):
