@@ -30,7 +30,7 @@ from gba_hvd.compression.feedback import Feedback
 from gba_hvd.compression.message import BadMessage
 from gba_hvd.compression.push import DensePush, Frame
 from gba_hvd.compression.rows import RowCoder, write_keys
-from gba_hvd.compression.spec import Compression, Spec
+from gba_hvd.compression.spec import Spec
 from gba_hvd.errors import GbaError, NonFiniteGradient, StateMismatch
 from gba_hvd.gradients import DenseGradients, RowGrad, distinct, merge, pack_by_owner, unpack, with_contributors
 from gba_hvd.ps.client import Client, Reply, ServerLost
@@ -101,7 +101,7 @@ class GbaMode:
     def __init__(
         self, session: Session, worker: int, rank: int, host: int, pid: int, tables: EmbeddingTables,
         dense: DenseGradients, timeout_s: float, compression: DenseExchange | None = None,
-        row_compression: Spec = Compression.none,
+        row_coder: RowCoder | None = None,
     ) -> None:  # fmt: skip
         assert tables.memory is not None
         self.session, self.name, self.worker, self.rank = session, session.mode, worker, rank
@@ -139,9 +139,7 @@ class GbaMode:
         self._pulls: list[Bypass] = []  # by server: whether its values come compressed
         self._pulled_s = time.perf_counter()
         self._is_far = np.array(is_far)
-        self._row_coder: RowCoder | None = None
-        if not row_compression.is_none and self.several_hosts:
-            self._row_coder = RowCoder(row_compression, [group.dim for group in tables.layout.groups])
+        self._row_coder = row_coder if self.several_hosts else None
         if compression is not None and any(is_far):
             self._coded = DensePush(compression.feedback, self._parts, is_far)
             self._compressor = _told(compression.spec)
@@ -287,19 +285,14 @@ class GbaMode:
                 body = PullRows(self.session.generation, _told(coder.spec))
                 replies[s] = asked, self.client.send(s, body, list(map(write_keys, asked)), pull=True)
         rows = [np.zeros((len(w), g.dim), np.float32) for w, g in zip(wanted, layout.groups, strict=True)]
-        sent = [np.ones((len(w), g.dim), bool) for w, g in zip(wanted, layout.groups, strict=True)]
         for s, (asked, future) in replies.items():
             try:
                 found = row_push.take(self._result(future.result).frames, asked, coder, layout)
             except BadMessage as error:
                 raise worker_lost(f"server {s} sent rows that are none: {error}") from error
             for number, part in enumerate(found):
-                here = owners[number] == s
-                rows[number][here] = part.values
-                sent[number][here] = True if part.sent is None else part.sent
-        return [
-            RemoteRows(w, distinct(w)[2], r, None if m.all() else m) for w, r, m in zip(wanted, rows, sent, strict=True)
-        ]
+                rows[number][owners[number] == s] = part
+        return [RemoteRows(w, distinct(w)[2], r) for w, r in zip(wanted, rows, strict=True)]
 
     def use_rows(self, rows: list[RemoteRows | None]) -> None:
         self._tables.remote = rows
@@ -389,13 +382,12 @@ class GbaMode:
         message, words = pack_by_owner(grads, self._shard_server, n_servers)
         messages: list[Any] = np.split(message, np.cumsum(words)[:-1])
         if self._row_coder is not None:
+            self._row_coder.begin()
             for s in np.flatnonzero(self._is_far):
-                messages[s] = self._packed(unpack(messages[s], [g.values.shape[1] for g in grads]), self._row_coder)
+                own = unpack(messages[s], [g.values.shape[1] for g in grads])
+                messages[s] = row_push.pack(own, self._row_coder)
+            self._row_coder.settle()  # as with dense gradients: what is sent is final, whatever becomes of the push
         return messages
-
-    def _packed(self, grads: Sequence[RowGrad], coder: RowCoder) -> bytes:
-        """Row gradients for a server of another host."""
-        return row_push.pack(grads, self._tables.remote, [g.dim for g in self._tables.layout.groups], coder.spec)
 
     def _pushed(self, result: Callable[[], Reply], waiting: list[int], done: Done) -> None:
         """One server answered (on the client's thread); after the last one the coordinator hears of it."""

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from gba_hvd.averaging import Averaging
 from gba_hvd.collectives import World
-from gba_hvd.compression.spec import Compression, Spec
+from gba_hvd.compression.rows import RowCoder
 from gba_hvd.errors import GbaError, NonFiniteGradient
 from gba_hvd.gba import DenseState, GbaMode, Session
 from gba_hvd.gradients import DenseGradients, RowGrad
@@ -61,9 +61,9 @@ class ReplicaMode(GbaMode):
         self, session: Session, worker: int, rank: int, host: int, pid: int, tables: EmbeddingTables,
         dense: DenseGradients, timeout_s: float, *, averaging: Averaging, world: World,
         optimizer: torch.optim.Optimizer, step_dense: Callable[[], None], is_elastic: bool,
-        row_compression: Spec = Compression.none,
+        row_coder: RowCoder | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(session, worker, rank, host, pid, tables, dense, timeout_s, None, row_compression)
+        super().__init__(session, worker, rank, host, pid, tables, dense, timeout_s, None, row_coder)
         self.replica = Replica(self._dense)
         self.rounds = Rounds(
             averaging, self.replica, self, broken=self._world_is_broken, diverged=self._replica_diverged

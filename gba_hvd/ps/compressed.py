@@ -37,7 +37,7 @@ def opened(part: Part, layout: Layout, request: Push, frames: Sequence[Any]) -> 
 
 
 class RowLender:
-    """Answers pulls of rows; keeps the thresholds. Belongs to the server's thread for pulls."""
+    """Answers pulls of rows. Belongs to the server's thread for pulls."""
 
     def __init__(self) -> None:
         self._coder: RowCoder | None = None
@@ -59,7 +59,7 @@ class RowLender:
         except BadMessage as error:
             raise ProtocolError(str(error)) from error
         found = gather(memory, mine, [one.view(np.uint8).data for one in keys])
-        return [self._coder.lend(number, keys[number], one)[0] for number, one in enumerate(found)]
+        return [self._coder.lend(one) for one in found]
 
 
 def answer_pull(part: Part, request: PullDense) -> tuple[Dense, Sequence[Any]]:
