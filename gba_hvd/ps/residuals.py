@@ -15,6 +15,7 @@ Who owns what: the first server of each host, for the workers of this host. What
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,6 +28,7 @@ from gba_hvd.ps import protocol
 from gba_hvd.ps.protocol import ProtocolError
 from gba_hvd.ps.snapshot import SnapshotFile
 
+log = logging.getLogger("gba_hvd.ps")
 _HEAD, _ONE = struct.Struct("<qq"), struct.Struct("<qqq")  # generation, workers; of each: id, serial, elements
 
 
@@ -42,6 +44,7 @@ class Residuals:
     def __init__(self, path: Path, generation: int) -> None:
         self._path, self._generation = path, generation
         self._file: SnapshotFile | None = None
+        self._has_room = True
         self._of: dict[int, tuple[int, np.ndarray]] = {}  # by worker: serial of its newest push that counts
 
     @classmethod
@@ -99,11 +102,19 @@ class Residuals:
             self._write()
 
     def _write(self) -> None:
-        if self._file is None:
-            self._file = SnapshotFile(self._path)
+        """Where the memory has no room for it, a successor will know nothing; that is no reason to stop a step."""
+        if not self._has_room:
+            return
         heads = [_ONE.pack(worker, serial, len(rest)) for worker, (serial, rest) in self._of.items()]
         values: list[Any] = [np.ascontiguousarray(rest).view(np.uint8).data for _, rest in self._of.values()]
-        self._file.write(_HEAD.pack(self._generation, len(heads)), *heads, *values)
+        try:
+            if self._file is None:
+                self._file = SnapshotFile(self._path)
+            self._file.write(_HEAD.pack(self._generation, len(heads)), *heads, *values)
+        except OSError as error:
+            log.warning("what workers had not sent will not outlive this server, %s: %s", self._path, error)
+            self._has_room, self._file = False, None
+            self._path.unlink(missing_ok=True)  # rather none than an old one
 
     def _read(self, data: bytes | None) -> None:
         if data is None:

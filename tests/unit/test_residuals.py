@@ -11,6 +11,7 @@ from gba_hvd.buffer import StoredPush
 from gba_hvd.ps.protocol import Position, ProtocolError
 from gba_hvd.ps.residuals import Residuals
 from gba_hvd.ps.server import asynchronous_state
+from gba_hvd.ps.snapshot import SnapshotFile
 from recovery import state_codec
 
 NONE = np.empty(0, np.float32)
@@ -59,6 +60,22 @@ def test_a_successor_of_a_killed_server_has_them_and_another_mode_has_not(path: 
     assert Residuals.resume(path, 2).workers == []
     assert Residuals.none(path, 2).workers == [] and not path.exists()
     assert Residuals.resume(path, 2).workers == []
+
+
+def test_a_memory_that_is_full_costs_the_successor_only(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    residuals = Residuals.none(path, 1)
+    residuals.came(7, rest(1, 2).tobytes())
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(SnapshotFile, "write", full)
+    residuals.applied([push(7, 5, rest(3, 4))])
+    np.testing.assert_array_equal(residuals.total(), rest(3, 4))
+    monkeypatch.undo()
+    residuals.applied([push(7, 6, rest(5, 6))])
+    np.testing.assert_array_equal(residuals.total(), rest(5, 6))
+    assert Residuals.resume(path, 1).workers == [], "rather nothing than what is old"
 
 
 @pytest.mark.parametrize(

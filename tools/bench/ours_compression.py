@@ -22,7 +22,7 @@ COMPRESSION = {
     "int8": gba_hvd.Compression.int8,
     "topk": gba_hvd.Compression.topk(0.01).then(gba_hvd.Compression.fp16),
     "dct": gba_hvd.Compression.dct(0.01).then(gba_hvd.Compression.int8),
-    "dct_rows": gba_hvd.Compression.dct(0.1, drift=1.25).then(gba_hvd.Compression.int8),
+    "dct_rows": gba_hvd.Compression.dct(0.02, drift=1.25).then(gba_hvd.Compression.int8),
 }
 
 
