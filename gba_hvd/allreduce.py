@@ -27,7 +27,7 @@ from gba_hvd import kernels
 from gba_hvd.collectives import World, worker_lost
 from gba_hvd.compression.exchange import DenseExchange
 from gba_hvd.compression.row_exchange import RowExchange
-from gba_hvd.compression.spec import Compression, Spec
+from gba_hvd.compression.rows import RowCoder
 from gba_hvd.gradients import (
     DenseGradients,
     RowGrad,
@@ -77,7 +77,7 @@ class AllreduceMode:
         outboxes: Mapping[int, Outbox],
         row_average: str = "global",
         dense_exchange: DenseExchange | None = None,
-        row_compression: Spec = Compression.none,
+        row_coder: RowCoder | None = None,
         traffic: Traffic | None = None,
     ) -> None:
         assert tables.memory is not None
@@ -92,8 +92,8 @@ class AllreduceMode:
         self._on_this_host = np.flatnonzero(self._at_home)
         self.several_hosts = len(members.order) > 1  # the same on every rank: it decides which collectives are run
         self.row_exchange: RowExchange | None = None
-        if self.several_hosts and not row_compression.is_none:
-            self.row_exchange = RowExchange(row_compression, world, tables, self._server, list(outboxes), self._traffic)
+        if self.several_hosts and row_coder is not None:
+            self.row_exchange = RowExchange(row_coder, world, tables, self._server, list(outboxes), self._traffic)
         self.held: Held | None = None
         self.resume()
 
@@ -185,6 +185,8 @@ class AllreduceMode:
         assert held is not None
         if self._dense_exchange is not None:
             self._dense_exchange.settle()
+        if self.row_exchange is not None:
+            self.row_exchange.settle()
         memory, layout = self._memory, self._tables.layout
         # A shard that has begun this step has had it: from a worker that died, before the step was computed again.
         due = self._mine[memory.marks().begun[self._mine] < held.step]
@@ -204,8 +206,6 @@ class AllreduceMode:
     def forget_held(self) -> None:
         """The step was not decided; it will be computed again."""
         self.held = None
-        if self._dense_exchange is not None:
-            self._dense_exchange.roll_back()
 
     def leave_step(self) -> None:
         """This rank's world broke: neighbours that wait for its shards need not wait until the time-out."""

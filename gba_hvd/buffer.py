@@ -19,6 +19,7 @@ class StoredPush:
     rows:  float32 words (`gradients.pack_by_owner`)
     dense_step: the step of the dense values they were computed with, -1 if not known
     worker: who computed them
+    residual: float32, what that worker had not sent after it (`ps.residuals`); None: not told
     """
 
     micro: int
@@ -27,10 +28,11 @@ class StoredPush:
     rows: np.ndarray
     dense_step: int = -1
     worker: int = -1
+    residual: np.ndarray | None = None
 
     @property
     def n_bytes(self) -> int:
-        return self.dense.nbytes + self.rows.nbytes
+        return self.dense.nbytes + self.rows.nbytes + (0 if self.residual is None else self.residual.nbytes)
 
 
 class GradientBuffer:

@@ -86,6 +86,7 @@ class TorchState:
         self._snapshot = b""
         self._met: list[tuple[membership.Joined, World]] = []  # by the background thread, for the training thread
         self._gone: list[tuple[int, float]] = []  # the same: workers that are gone, and the residuals they had
+        self._residuals_missing = 0  # in the checkpoint that this job goes on from: of so many workers
         self._line: LocalServer | None = None
         self._keeper: StateKeeper | None = None
         self._seat = Seat()
@@ -381,8 +382,11 @@ class TorchState:
         """
         if self._follows_membership or self.engine.checkpoints is not None:
             self._snapshot = state_codec.encode(self._whole_state())
-        if isinstance(self.engine.mode, GbaMode):
-            self._keep(self.engine.mode.session.generation, lambda: self._snapshot)
+        engine, mode = self.engine, self.engine.mode
+        if isinstance(mode, GbaMode):
+            self._keep(mode.session.generation, lambda: self._snapshot)
+            if engine.compression is not None and engine.checkpoints is not None and mode.saved_residual is None:
+                mode.save_residual(engine.compression.feedback)
 
     def keep_state(self) -> None:
         """Between two steps of allreduce mode: what a job that lost all its workers would go on from."""
@@ -509,6 +513,9 @@ class TorchState:
                 skipped = [f"{one.name}: {one.why}" for one in report.skipped]
                 told = {"manifest": name, "rows_restored": report.n_rows, "seconds": report.seconds, "skipped": skipped}
                 engine.emit(Event("resumed", self.step, text, told))
+            if self._residuals_missing:
+                text = f"the checkpoint lacks what {_count(self._residuals_missing, 'worker')} had not sent"
+                engine.emit(Event("residual_lost", self.step, text, {"workers": self._residuals_missing}))
             if joined.taken is not None:
                 text = f"going on at step {self.step} where the lost job stood: {joined.taken.reason}"
                 lost = {"rows_restored": 0, "rows_lost": 0, "shard_steps_missed": joined.shard_steps_missed}
@@ -596,7 +603,7 @@ class TorchState:
         kept = [entry for entry in first["callbacks"] if entry[0] != GBACallback.__name__]
         self._load_state_dict({**first, "callbacks": kept})
         if self.engine.compression is not None:
-            self.engine.compression.load_state(first)
+            self._residuals_missing = self.engine.compression.load_state(state)
         if "snapshot" not in state:
             return
         self.engine.load_dense(state["dense"])

@@ -25,6 +25,7 @@ from gba_hvd.checkpoints import N_NUMBERS, Checkpoints
 from gba_hvd.collectives import SoloWorld, World
 from gba_hvd.compression import Compression, Spec
 from gba_hvd.compression.exchange import DenseExchange
+from gba_hvd.compression.rows import RowCoder
 from gba_hvd.errors import BadInput, GbaError, NonFiniteGradient, StateMismatch
 from gba_hvd.faults import FaultSchedule
 from gba_hvd.gba import Ahead, GbaMode
@@ -98,6 +99,8 @@ class Engine:
         self.dense = DenseGradients(parameters, _TIMES + 1)
         self.compression = None if compression.is_none else DenseExchange(compression, self.names, self.dense)
         self.row_compression, self.traffic = row_compression, Traffic()
+        dims = [group.dim for group in tables.layout.groups]
+        self.row_coder = None if row_compression.is_none else RowCoder(row_compression, dims)
         self.world: World = SoloWorld()
         self.mode: AllreduceMode | GbaMode | None = None
         self.idle_mode: AllreduceMode | None = None  # waits while an asynchronous mode is on
@@ -416,7 +419,7 @@ class Engine:
     def _tell_decisions(self, compression: DenseExchange) -> None:
         decisions, compression.decisions = compression.decisions, []
         for decision in decisions:
-            data = {"compressor": str(compression.spec), "compress": decision.compress}
+            data = {"compressor": str(compression.spec), "compress": decision.compress, "bypassed": decision.bypassed}
             self.emit(Event("compression", self.step, decision.reason, data))
 
     def tell_traffic(self) -> None:
@@ -427,8 +430,8 @@ class Engine:
             density = self.compression.feedback.thresholds.density
             data["density"] = {n: d for n, d in zip(self.names, density, strict=True) if d}
             data["residual"] = self.compression.feedback.rest_size
-        if isinstance(self.mode, AllreduceMode) and self.mode.row_exchange is not None:
-            data["row_density"] = self.mode.row_exchange.coder.density
+        if self.row_coder is not None:
+            data |= {"row_density": self.row_coder.density, "row_residual_lost": self.row_coder.lost}
         words = ", ".join(f"{n / 1e6:.1f} MB {name.replace('_', ' ')}" for name, n in n_bytes.items())
         if n_bytes:
             self.emit(Event("traffic", self.step, words, data))
@@ -466,6 +469,8 @@ class Engine:
             drop = fault.kind == "drop_push"
         if dense is None:
             mode.push(lease, rows, loss, seconds, bad, drop)
+            if self.compression is not None:
+                self._tell_decisions(self.compression)
         else:
             assert isinstance(mode, ReplicaMode)
             mode.push(lease, rows, loss, seconds, bad, drop, dense)

@@ -10,9 +10,11 @@ step, with what weight, and who applies it, is decided by the coordinator (`ps.c
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -22,11 +24,13 @@ import torch
 
 from gba_hvd.collectives import World, worker_lost
 from gba_hvd.compression import mirror, row_push
+from gba_hvd.compression.bypass import Bypass, Took
 from gba_hvd.compression.exchange import DenseExchange
+from gba_hvd.compression.feedback import Feedback
 from gba_hvd.compression.message import BadMessage
-from gba_hvd.compression.push import DensePush
+from gba_hvd.compression.push import DensePush, Frame
 from gba_hvd.compression.rows import RowCoder, write_keys
-from gba_hvd.compression.spec import Compression, Spec
+from gba_hvd.compression.spec import Spec
 from gba_hvd.errors import GbaError, NonFiniteGradient, StateMismatch
 from gba_hvd.gradients import DenseGradients, RowGrad, distinct, merge, pack_by_owner, unpack, with_contributors
 from gba_hvd.ps.client import Client, Reply, ServerLost
@@ -50,6 +54,7 @@ from gba_hvd.ps.protocol import (
     PullRows,
     Push,
     Refused,
+    Residual,
     Saved,
     Score,
 )  # fmt: skip
@@ -57,6 +62,7 @@ from gba_hvd.rules.dana_slim import SlimWorker
 from gba_hvd.tables import EmbeddingTables, RemoteRows
 from recovery import state_codec
 
+log = logging.getLogger("gba_hvd")
 MAX_UNDER_WAY = 2
 _Item = TypeVar("_Item")
 
@@ -95,7 +101,7 @@ class GbaMode:
     def __init__(
         self, session: Session, worker: int, rank: int, host: int, pid: int, tables: EmbeddingTables,
         dense: DenseGradients, timeout_s: float, compression: DenseExchange | None = None,
-        row_compression: Spec = Compression.none,
+        row_coder: RowCoder | None = None,
     ) -> None:  # fmt: skip
         assert tables.memory is not None
         self.session, self.name, self.worker, self.rank = session, session.mode, worker, rank
@@ -127,14 +133,20 @@ class GbaMode:
         self._slices = [[slice(int(ends[t]), int(ends[t + 1])) for t in part] for part in self._parts]
         is_far = [server.host != host for server in session.servers]
         self._coded: DensePush | None = None
+        self.saved_residual: Feedback | None = None  # where checkpoints are made: what this worker has not sent
         self._compressor: Compressor | None = None
+        self._compression = compression
+        self._pulls: list[Bypass] = []  # by server: whether its values come compressed
+        self._pulled_s = time.perf_counter()
         self._is_far = np.array(is_far)
-        self._row_coder: RowCoder | None = None
-        if not row_compression.is_none and self.several_hosts:
-            self._row_coder = RowCoder(row_compression, [group.dim for group in tables.layout.groups])
+        self._row_coder, self._row_coding = row_coder if self.several_hosts else None, threading.Lock()
         if compression is not None and any(is_far):
             self._coded = DensePush(compression.feedback, self._parts, is_far)
             self._compressor = _told(compression.spec)
+            self._pulls = [
+                Bypass(["values"], compression.spec.is_forced, f"dense values from server {s}", "a pull takes")
+                for s in range(len(is_far))
+            ]
         self._values = [np.empty(sum(sizes[t] for t in part), dtype=np.float32) for part in self._parts]
         self._dense_step = [-1] * len(self._parts)
         self.slim: SlimWorker | None = None  # what rule "dana_slim" does to gradients before they are sent
@@ -146,6 +158,13 @@ class GbaMode:
         for s, server in enumerate(self.session.servers):
             if server.host == self.host:
                 self._readers[s] = DenseReader(self._memory.folder / f"ps-{server.index}.dense")
+
+    def save_residual(self, feedback: Feedback) -> None:
+        """From here on the server of this host knows what this worker has not sent. Before the first lease."""
+        self.saved_residual = feedback
+        rest = feedback.rest.copy() if feedback.rest.any() else feedback.rest[:0]
+        told = self.client.send(self.own_server, Residual(self.worker, self.session.generation), [rest])
+        told.add_done_callback(_log_refusal)
 
     def close(self, finished: bool = True) -> None:
         """finished: training or the mode is over; otherwise this worker alone leaves, to be replaced."""
@@ -194,13 +213,27 @@ class GbaMode:
             if reader is not None:
                 self._dense_step[s] = reader.read(self._values[s], before)
             else:
-                reply = self._call(s, PullDense(self.session.generation, before, self.worker, self._compressor))
-                assert isinstance(reply.body, Dense)
-                if reply.frames:
-                    self._take_values(s, reply.body, reply.frames[0])
+                self._pull_values(s)
             if self._dense_step[s] > before:
                 self._dense.set_parameters_(part, torch.from_numpy(self._values[s]))
         return min(self._dense_step)
+
+    def _pull_values(self, server: int) -> None:
+        """The newest values of a server of another host, whole or as a difference, whichever was faster."""
+        compress = bool(self._pulls) and any(self._pulls[server].tensors_next())
+        compressor, asked_s = self._compressor if compress else None, time.perf_counter()
+        body = PullDense(self.session.generation, self._dense_step[server], self.worker, compressor)
+        reply = self._call(server, body)
+        assert isinstance(reply.body, Dense)
+        if not reply.frames:
+            return
+        self._take_values(server, reply.body, reply.frames[0])
+        if self._compression is not None and self._pulls and compress == (reply.body.base != -1):
+            now = time.perf_counter()  # a difference that was asked for may come whole: that says nothing
+            took, self._pulled_s = Took(now - asked_s, 0.0, now - self._pulled_s), now
+            decision = self._pulls[server].saw(compress, [took])
+            if decision is not None and decision.changed:
+                self._compression.decisions.append(decision)
 
     def _take_values(self, server: int, dense: Dense, frame: Any) -> None:
         if dense.base == -1:
@@ -251,19 +284,14 @@ class GbaMode:
                 body = PullRows(self.session.generation, _told(coder.spec))
                 replies[s] = asked, self.client.send(s, body, list(map(write_keys, asked)), pull=True)
         rows = [np.zeros((len(w), g.dim), np.float32) for w, g in zip(wanted, layout.groups, strict=True)]
-        sent = [np.ones((len(w), g.dim), bool) for w, g in zip(wanted, layout.groups, strict=True)]
         for s, (asked, future) in replies.items():
             try:
                 found = row_push.take(self._result(future.result).frames, asked, coder, layout)
             except BadMessage as error:
                 raise worker_lost(f"server {s} sent rows that are none: {error}") from error
             for number, part in enumerate(found):
-                here = owners[number] == s
-                rows[number][here] = part.values
-                sent[number][here] = True if part.sent is None else part.sent
-        return [
-            RemoteRows(w, distinct(w)[2], r, None if m.all() else m) for w, r, m in zip(wanted, rows, sent, strict=True)
-        ]
+                rows[number][owners[number] == s] = part
+        return [RemoteRows(w, distinct(w)[2], r) for w, r in zip(wanted, rows, strict=True)]
 
     def use_rows(self, rows: list[RemoteRows | None]) -> None:
         self._tables.remote = rows
@@ -298,22 +326,51 @@ class GbaMode:
             self._report(done)
             return
         try:
-            frames = self._frames(rows)
+            dense = self._dense_frames()
+            frames = [[d.data, m] for d, m in zip(dense, self._row_messages(rows), strict=True)]
         except NonFiniteGradient as error:  # with its residual, which stays
             self._report(Done(self.worker, done.generation, done.micro, done.serial, loss, seconds, str(error)))
             return
+        if self.saved_residual is not None and self._coded is not None:
+            frames[self.own_server].append(self.saved_residual.rest.copy())
         waiting = [len(frames)]
-        for s, part in enumerate(frames):
-            is_coded = self._coded is not None and self._coded.is_far[s]
+        for s, (sent, part) in enumerate(zip(dense, frames, strict=True)):
             rows_coded = self._row_coder is not None and bool(self._is_far[s])
             body = Push(
-                self.worker, done.generation, done.micro, done.serial, self._dense_step[s], is_coded, rows_coded
-            )
-            future = self.client.send(s, body, part)
+                self.worker, done.generation, done.micro, done.serial, self._dense_step[s], sent.coded, rows_coded,
+                sent.whole,
+            )  # fmt: skip
+            if self._coded is not None:
+                self._note_answer(future := self.client.send(s, body, part), s, sent, self._coded)
+            else:
+                future = self.client.send(s, body, part)
             future.add_done_callback(lambda f: self._pushed(f.result, waiting, done))
 
-    def _frames(self, rows: Sequence[Sequence[RowGrad]]) -> list[list[Any]]:
-        """For each server the dense slice and the row message."""
+    def _note_answer(self, future: Future[Reply], server: int, frame: Frame, coded: DensePush) -> None:
+        """How long it takes until the server has this frame, if it takes it."""
+        sent_s = time.perf_counter()
+
+        def answered(told: Future[Reply]) -> None:
+            if told.exception() is None and isinstance(told.result().body, Ok):
+                coded.answered(server, frame, time.perf_counter() - sent_s)
+
+        future.add_done_callback(answered)
+
+    def _dense_frames(self) -> list[Frame]:
+        """For each server its dense slice. Raises NonFiniteGradient."""
+        flat = self._dense.flat.detach().cpu().numpy()
+        if self.slim is not None:
+            flat = self.slim.outgoing(flat, max(self._dense_step))
+        if self._coded is None:
+            return [Frame(np.concatenate([flat[at] for at in s]) if s else flat[:0].copy()) for s in self._slices]
+        dense = self._coded.frames(flat.copy())
+        if self._compression is not None:
+            self._compression.decisions += self._coded.decisions
+            self._coded.decisions.clear()
+        return dense
+
+    def _row_messages(self, rows: Sequence[Sequence[RowGrad]]) -> list[Any]:
+        """For each server its row message."""
         contributors = self.session.row_average == "contributors"
         grads = []
         for group, parts in zip(self._tables.layout.groups, rows, strict=True):
@@ -324,22 +381,13 @@ class GbaMode:
         message, words = pack_by_owner(grads, self._shard_server, n_servers)
         messages: list[Any] = np.split(message, np.cumsum(words)[:-1])
         if self._row_coder is not None:
-            for s in np.flatnonzero(self._is_far):
-                messages[s] = self._packed(unpack(messages[s], [g.values.shape[1] for g in grads]), self._row_coder)
-        dense = self._dense_frames(self._dense.flat.detach().cpu().numpy())
-        return [[d, m] for d, m in zip(dense, messages, strict=True)]
-
-    def _dense_frames(self, flat: np.ndarray) -> list[Any]:
-        """For each server its part of the micro-batch's dense gradient, float32 [n]; a copy."""
-        if self.slim is not None:
-            flat = self.slim.outgoing(flat, max(self._dense_step))
-        if self._coded is not None:
-            return self._coded.frames(flat.copy())
-        return [np.concatenate([flat[at] for at in s]) if s else flat[:0].copy() for s in self._slices]
-
-    def _packed(self, grads: Sequence[RowGrad], coder: RowCoder) -> bytes:
-        """Row gradients for a server of another host."""
-        return row_push.pack(grads, self._tables.remote, [g.dim for g in self._tables.layout.groups], coder.spec)
+            with self._row_coding:  # threads that share a replica share its residuals
+                self._row_coder.begin()
+                for s in np.flatnonzero(self._is_far):
+                    own = unpack(messages[s], [g.values.shape[1] for g in grads])
+                    messages[s] = row_push.pack(own, self._row_coder)
+                self._row_coder.settle()  # as with dense gradients: what is sent is final, whatever becomes of the push
+        return messages
 
     def _pushed(self, result: Callable[[], Reply], waiting: list[int], done: Done) -> None:
         """One server answered (on the client's thread); after the last one the coordinator hears of it."""
@@ -599,6 +647,11 @@ class Ahead(Generic[_Item]):
                 else:
                     self._changed.wait()
             return False
+
+
+def _log_refusal(told: Future[Reply]) -> None:
+    if told.exception() is None and isinstance(body := told.result().body, Refused):
+        log.warning("a server does not know what this worker has not sent: %s", body.why)
 
 
 def _told(spec: Spec) -> Compressor:

@@ -120,11 +120,10 @@ def start(engine: Engine, session: Session, rank: int, host: int, sharers: int =
         mode = ReplicaMode(
             *parts, patience_s, averaging=engine.switching.averaging(session.mode), world=engine.world,
             optimizer=engine.optimizer, step_dense=engine.step_dense,
-            is_elastic=os.environ.get("HOROVOD_ELASTIC") == "1", row_compression=engine.row_compression,
-            traffic=engine.traffic,
+            is_elastic=os.environ.get("HOROVOD_ELASTIC") == "1", row_coder=engine.row_coder, traffic=engine.traffic,
         )  # fmt: skip
     else:
-        mode = GbaMode(*parts, patience_s, engine.compression, engine.row_compression)
+        mode = GbaMode(*parts, patience_s, engine.compression, engine.row_coder)
     mode.client.traffic = engine.traffic
     mode.hosts_updated, engine.hosts_updated = engine.hosts_updated, False
     if session.rule == "dana_slim":

@@ -188,7 +188,7 @@ def whole_state(
     for server, reply in enumerate(replies):
         mine = [t for t, at in enumerate(placed) if at == server]
         dense |= _by_name([sizes[t] for t in mine], [names[t] for t in mine], reply.frames)
-    return asynchronous_state(state.state, [state_codec.encode(dense)], position), position.step
+    return asynchronous_state(state.state, [state_codec.encode({"dense": dense})], position), position.step
 
 
 def _export(folder: Path, job: str, enter: Enter) -> list[Reply]:

@@ -235,7 +235,7 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
         outboxes,
         engine.row_average,
         engine.compression,
-        engine.row_compression,
+        engine.row_coder,
         engine.traffic,
     )
     if leads and (engine.switching is not None or engine.checkpoints is not None):

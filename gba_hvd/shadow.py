@@ -41,7 +41,8 @@ from torch import Tensor
 
 from gba_hvd.averaging import Averaging
 from gba_hvd.collectives import World
-from gba_hvd.compression.spec import Compression, Spec
+from gba_hvd.compression.push import Frame
+from gba_hvd.compression.rows import RowCoder
 from gba_hvd.errors import GbaError, NonFiniteGradient
 from gba_hvd.gba import DenseState, GbaMode, Session
 from gba_hvd.gradients import DenseGradients, RowGrad
@@ -65,9 +66,9 @@ class ReplicaMode(GbaMode):
         self, session: Session, worker: int, rank: int, host: int, pid: int, tables: EmbeddingTables,
         dense: DenseGradients, timeout_s: float, *, averaging: Averaging, world: World,
         optimizer: torch.optim.Optimizer, step_dense: Callable[[], None], is_elastic: bool,
-        row_compression: Spec = Compression.none, traffic: Traffic | None = None,
+        row_coder: RowCoder | None = None, traffic: Traffic | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(session, worker, rank, host, pid, tables, dense, timeout_s, None, row_compression)
+        super().__init__(session, worker, rank, host, pid, tables, dense, timeout_s, None, row_coder)
         self.replica = Replica(self._dense)
         self.rounds = Rounds(
             averaging, self.replica, self, broken=self._world_is_broken, diverged=self._replica_diverged,
@@ -135,9 +136,9 @@ class ReplicaMode(GbaMode):
     def rest(self) -> None:
         self.await_threads()
 
-    def _dense_frames(self, flat: np.ndarray) -> list[Any]:
+    def _dense_frames(self) -> list[Frame]:
         """Nothing dense goes with a push."""
-        return [np.empty(0, dtype=np.float32) for _ in self._parts]
+        return [Frame(np.empty(0, dtype=np.float32)) for _ in self._parts]
 
     # --- looked at from outside --------------------------------------------------------------------------------------
 

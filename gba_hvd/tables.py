@@ -34,13 +34,11 @@ class RemoteRows:
     """Rows of one group fetched from other hosts for the micro-batches ahead.
 
     keys: int64 [n]; slots: their hash table (`kernels.find_keys`); values: float32 [n, dim]
-    sent: bool [n, dim], which elements came, when not all did: only those have a gradient
     """
 
     keys: np.ndarray
     slots: np.ndarray
     values: np.ndarray
-    sent: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ from gba_hvd.ps.protocol import (
     Push,
     Refused,
     Request,
+    Residual,
     Status,
     SwitchTo,
 )  # fmt: skip
@@ -279,7 +280,7 @@ def bad_pushes(layout: Layout) -> dict[str, list[Any]]:
     return {
         "no frames": [],
         "one frame": [dense],
-        "three frames": [dense, rows, rows],
+        "four frames": [dense, rows, rows, rows],
         "dense of float64": [dense.astype(np.float64), rows],
         "dense of float16": [dense.astype(np.float16), rows],
         "dense too short": [dense[:-1], rows],
@@ -319,6 +320,13 @@ def bad_requests(layout: Layout, endpoints: Sequence[Endpoint]) -> dict[str, tup
         "ask without learning rates": (an_ask(1, lrs=[]), []),
         "ask with other samples": (an_ask(1, n_samples=65), []),
         "push of another generation": (Push(WORKER, 1, 0, 1), [dense, rows]),
+        "push with a residual that is odd": (Push(WORKER, GENERATION, 0, 1), [dense, rows, b"123"]),
+        "push with a residual that is not finite": (
+            Push(WORKER, GENERATION, 0, 1), [dense, rows, np.array([np.nan], np.float32)]
+        ),
+        "residual of another generation": (Residual(WORKER, 1), [b""]),
+        "residual without a frame": (Residual(WORKER, GENERATION), []),
+        "residual that is odd": (Residual(WORKER, GENERATION), [b"123"]),
         "done of another generation": (Done(WORKER, 1, 0, 1), []),
         "pull of another generation": (PullDense(1, -1), []),
         "export of another generation": (Export(1, True), []),

@@ -2,14 +2,19 @@
 
 Each worker's seconds of a step travel with the commit of the next one. Of the time on the wire the shortest counts (who
 comes last waits for nobody), of the time for encoding and decoding the longest. When a world has formed, a few steps
-are sent both ways and the faster way is taken. Later the other way is tried again, the more seldom the more it costs:
-trying takes half a percent of the time at most.
+are sent both ways. What the wire took longer for the bytes that compressing saves is its bandwidth; each tensor whose
+encoding and decoding takes longer than its saved bytes would is bypassed, and all of them if the rest does not pay.
+Later the other way is tried again, the more seldom the more it costs: trying takes half a percent of the time at most.
+
+In asynchronous modes the same function decides, for each worker alone, about its pushes to each server of another host
+and about what comes back. Theirs is the time until the server has answered.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from statistics import median
 
 import numpy as np
@@ -28,6 +33,7 @@ _UNCOUNTED = 2
 _TRY_STEPS, _TRY_SHARE = 2, 0.005
 _BETWEEN, _BETWEEN_MOST = 200, 50_000
 _GAIN = 0.95  # compressed must take at most this share of the time, when plain is what is done
+_NAMED = 3  # bypassed tensors that the reason names
 
 
 @dataclass(frozen=True)
@@ -40,62 +46,133 @@ class Took:
 
 
 @dataclass(frozen=True)
+class Cost:
+    """One tensor's, in a compressed step: seconds to encode and decode it, bytes that need not travel for that."""
+
+    codec_s: float
+    saved_bytes: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """About one tensor."""
+
+    compress: bool
+    reason: str
+
+
+@dataclass(frozen=True)
 class Decision:
-    """compress: from now on. changed: it is another decision than before."""
+    """compress: anything, from now on. bypassed: tensors that go as they are all the same, and why. changed: it is
+    another decision than before.
+    """
 
     compress: bool
     reason: str
     changed: bool
+    bypassed: dict[str, str] = field(default_factory=dict)
+
+
+def choose(costs: Sequence[Cost], s_per_byte: float) -> list[Verdict]:
+    """Which tensors to compress, at a measured bandwidth: those whose saved bytes would take longer than the coding."""
+    verdicts = []
+    for cost in costs:
+        saved_s = cost.saved_bytes * s_per_byte
+        reason = f"{1000 * cost.codec_s:.2f} ms to compress, {1000 * saved_s:.2f} ms for the bytes saved"
+        verdicts.append(Verdict(cost.codec_s < saved_s, reason))
+    return verdicts
 
 
 class Bypass:
-    """One world's decision. Every worker feeds it the same numbers and gets the same answers."""
+    """One world's decision. Every worker feeds it the same numbers and gets the same answers.
 
-    def __init__(self, is_forced: bool = False) -> None:
-        self._is_forced = is_forced
+    names: of the tensors that can be compressed. what, each: for the reason: what is decided about, and what takes so
+    long
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        is_forced: bool = False,
+        what: str = "dense gradients",
+        each: str = "a step's take",
+    ) -> None:
+        self._names, self._is_forced, self._what, self._each = list(names), is_forced, what, each
         self._ahead: deque[bool] = deque(() if is_forced else _FIRST)
         self._n_seen = 0
+        self._chosen = (True,) * len(self._names)  # what compressed steps compress
         self._compress = True
         self._decided = is_forced
-        self._seconds: dict[bool, deque[float]] = {True: deque(maxlen=5), False: deque(maxlen=5)}
+        self._took: dict[bool, deque[tuple[float, float]]] = {True: deque(maxlen=5), False: deque(maxlen=5)}
         self._step_s: deque[float] = deque(maxlen=9)
-        self._tried: list[float] = []
         self._next_try = 0
 
-    def compresses_next(self) -> bool:
-        """Whether the next step is compressed."""
-        return self._ahead[0] if self._ahead else self._compress
+    def tensors_next(self) -> tuple[bool, ...]:
+        """Which tensors the next step compresses."""
+        compress = self._ahead[0] if self._ahead else self._compress
+        return self._chosen if compress else (False,) * len(self._names)
 
-    def saw(self, compressed: bool, took: list[Took]) -> Decision | None:
-        """What a step took on every worker. Returns the decision where one was made."""
+    @property
+    def decides_next(self) -> bool:
+        """The next step that is seen leads to a decision: `saw` is to be told the costs."""
+        return len(self._ahead) == 1
+
+    def saw(self, compressed: bool, took: Sequence[Took], costs: Sequence[Cost] = ()) -> Decision | None:
+        """What a step took on every worker. Returns the decision where one was made.
+
+        costs: of each tensor, as of the newest step that compressed it; empty: all tensors share their fate.
+        """
         if self._is_forced:
             return None
         self._n_seen += 1
-        seconds = min(t.wire_s for t in took) + max(t.codec_s for t in took)
+        wire_s = min(t.wire_s for t in took)
         if self._n_seen > _UNCOUNTED:
-            self._seconds[compressed].append(seconds)
+            self._took[compressed].append((wire_s, wire_s + max(t.codec_s for t in took)))
             self._step_s.append(max(t.step_s for t in took))
         if self._ahead:
             self._ahead.popleft()
-            return None if self._ahead else self._decide()
+            if self._ahead:
+                return None
+            if all(self._took.values()):
+                return self._decide(costs)
+            self._ahead.append(not self._took[True])  # pushes overlap: one way did not have its turn
+            return None
         if self._n_seen >= self._next_try:
             other = not self._compress
-            self._seconds[other].clear()
+            self._took[other].clear()
             self._ahead.extend([other] * _TRY_STEPS)
         return None
 
-    def _decide(self) -> Decision:
-        packed, plain = median(self._seconds[True]), median(self._seconds[False])
-        before, first = self._compress, not self._decided
-        was_plain = first or not before
-        self._compress = packed < (_GAIN if was_plain else 1.0) * plain
+    def _decide(self, costs: Sequence[Cost]) -> Decision:
+        (packed_wire, packed), (plain_wire, plain) = (
+            (median(wire for wire, _ in self._took[way]), median(all_ for _, all_ in self._took[way]))
+            for way in (True, False)
+        )
+        before, first = (self._compress, self._chosen), not self._decided
+        needed = (_GAIN if first or not self._compress else 1.0) * plain
+        chosen, predicted, bypassed = self._chosen, packed, {}
+        if costs:
+            saved = sum(cost.saved_bytes for cost, is_ in zip(costs, self._chosen, strict=True) if is_)
+            s_per_byte = max(0.0, plain_wire - packed_wire) / max(1.0, saved)
+            verdicts = choose(costs, s_per_byte)
+            chosen = tuple(verdict.compress for verdict in verdicts)
+            bypassed = {n: v.reason for n, v in zip(self._names, verdicts, strict=True) if not v.compress}
+            if chosen != self._chosen:
+                gains = (c.saved_bytes * s_per_byte - c.codec_s for c, is_ in zip(costs, chosen, strict=True) if is_)
+                predicted = plain - sum(gains)
+        self._compress = any(chosen) and predicted < needed
+        self._chosen = chosen if self._compress else (True,) * len(self._names)
         self._decided = True
         other = plain if self._compress else packed
-        costs = _TRY_STEPS * max(0.0, other - min(packed, plain))
-        wait = costs / (_TRY_SHARE * max(1e-6, median(self._step_s)))
+        costs_s = _TRY_STEPS * max(0.0, other - min(predicted, plain))
+        wait = costs_s / (_TRY_SHARE * max(1e-6, median(self._step_s)))
         self._next_try = self._n_seen + int(np.clip(wait, _BETWEEN, _BETWEEN_MOST))
         what = "compressed" if self._compress else "as they are"
-        reason = (
-            f"dense gradients go {what}: a step's take {1000 * packed:.1f} ms compressed, {1000 * plain:.1f} ms without"
-        )
-        return Decision(self._compress, reason, first or before != self._compress)
+        times = f"{1000 * packed:.1f} ms compressed, {1000 * plain:.1f} ms without"
+        reason = f"{self._what} go {what}: {self._each} {times}"
+        if self._compress and bypassed:
+            named = [f"{name} ({why})" for name, why in list(bypassed.items())[:_NAMED]]
+            more = [f"{len(bypassed) - _NAMED} more"] if len(bypassed) > _NAMED else []
+            reason += f"; {len(bypassed)} of {len(self._names)} tensors go as they are: {', '.join(named + more)}"
+        changed = first or before != (self._compress, self._chosen)
+        return Decision(self._compress, reason, changed, bypassed if self._compress else {})

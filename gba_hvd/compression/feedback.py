@@ -5,13 +5,15 @@
 With a selector, `sent` is some of u's elements; a value coder's rounding stays in the rest, too. So the sum of all that
 was sent and the last rest is the sum of all gradients (DCT-DP, arXiv 2010.08899), bit for bit where the additions are.
 
-The new rest is *pending* until the step is decided: `settle` makes it the rest, `roll_back` forgets it, because the
-step will be computed again. A step that was decided without this worker seeing it is settled when it hears so.
+The new rest is *pending* until the step is decided and `settle` makes it the rest. A step that is not decided is
+computed again: what is pending is then written anew, and nothing is to be undone. A step that was decided without this
+worker seeing it is settled when it hears so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,30 +34,32 @@ class Span:
     stop: int
 
 
-def spans_of(sizes: Sequence[int], tensors: Sequence[int]) -> tuple[list[Span], int]:
+def spans_of(sizes: Sequence[int], tensors: Sequence[int], whole: Collection[int] = ()) -> tuple[list[Span], int]:
     """The tensors that are compressed, of some that lie in a flat array at their places; and their elements together.
 
-    sizes: of all tensors of the flat array. Those under MIN_ELEMENTS are left out: they travel as they are.
+    sizes: of all tensors of the flat array. Those under MIN_ELEMENTS, and `whole`, are left out: they travel as they
+    are.
     """
     ends = np.cumsum([0, *sizes])
     spans, n = [], 0
     for t in tensors:
-        if sizes[t] >= MIN_ELEMENTS:
+        if sizes[t] >= MIN_ELEMENTS and t not in whole:
             spans.append(Span(t, slice(int(ends[t]), int(ends[t + 1])), n, n + sizes[t]))
             n += sizes[t]
     return spans, n
 
 
-def plain_of(sizes: Sequence[int], tensors: Sequence[int]) -> list[slice]:
+def plain_of(sizes: Sequence[int], tensors: Sequence[int], whole: Collection[int] = ()) -> list[slice]:
     """The places of those that travel as they are."""
     ends = np.cumsum([0, *sizes])
-    return [slice(int(ends[t]), int(ends[t + 1])) for t in tensors if sizes[t] < MIN_ELEMENTS]
+    return [slice(int(ends[t]), int(ends[t + 1])) for t in tensors if sizes[t] < MIN_ELEMENTS or t in whole]
 
 
 class Feedback:
     """One worker's rest of every dense tensor. Not thread-safe: belongs to the training thread.
 
     rest: [n], as of the last decided step; thresholds: which elements are selected, and how dense they were
+    encode_s, sent_bytes: float64 [tensors], of each tensor's newest message
     """
 
     def __init__(self, spec: Spec, names: Sequence[str], sizes: Sequence[int], dtype: np.dtype) -> None:
@@ -71,21 +75,23 @@ class Feedback:
         self.thresholds = Thresholds(spec, len(self.sizes))
         self._places, self._values = np.empty(n, np.int32), np.empty(n, dtype)
         self._size = np.zeros(1)
+        self.encode_s, self.sent_bytes = np.zeros(len(self.sizes)), np.zeros(len(self.sizes))
         self.rest_size = self._next_size = 0.0  # sum of |rest|, and of what is pending
         self._rest_is_empty = self._next_is_empty = True
 
     def begin(self) -> None:
-        """A step: `encode` and `flush` follow for every tensor of it, then `settle` or `roll_back`."""
+        """A step: `encode` and `flush` follow for every tensor of it, then `settle`, if it is decided."""
         self._next_size = 0.0
 
     def encode(self, flat: np.ndarray, spans: Sequence[Span], n: int, plain: np.ndarray) -> bytes:
         """A message with what is sent of these tensors. flat: [n of all], this step's gradients; not changed.
 
         spans, n: as of `spans_of`. plain: [m], what travels with them as it is.
-        Raises NonFiniteGradient, naming the tensor; then `roll_back` is to follow.
+        Raises NonFiniteGradient, naming the tensor.
         """
         count, self._next_is_empty = 0, False
-        counts = []
+        counts: list[int] = []
+        began_s = [time.perf_counter()]
         for span in spans:
             grad, rest, pending = flat[span.at], self.rest[span.at], self._next[span.at]
             if not self.spec.selector:
@@ -95,6 +101,7 @@ class Feedback:
             else:
                 counts.append(self._select(span, grad, rest, pending, count))
             count += counts[-1]
+            began_s.append(time.perf_counter())
         what = self._values[:count]
         if not self.spec.selector and not np.isfinite(what.sum(dtype=np.float64)):
             for span in spans:
@@ -105,6 +112,9 @@ class Feedback:
             self._next_size -= float(np.abs(what).sum(dtype=np.float64))
         if seen is not what:
             self._keep_rounding(spans, counts, what - seen)
+        shares, tensors = np.array(counts) / max(1, count), [span.tensor for span in spans]
+        self.encode_s[tensors] = np.diff(began_s) + shares * (time.perf_counter() - began_s[-1])
+        self.sent_bytes[tensors] = shares * len(sent)
         return sent
 
     def flush_all(self, flat: np.ndarray, spans: Sequence[Span]) -> None:
@@ -133,9 +143,6 @@ class Feedback:
         self.rest, self._next = self._next, self.rest
         self._rest_is_empty, self._next_is_empty = self._next_is_empty, self._rest_is_empty
         self.rest_size = self._next_size
-
-    def roll_back(self) -> None:
-        """The step is not decided, nothing of it counts. Nothing to undo: what is pending is written anew."""
 
     def load(self, rest: np.ndarray) -> None:
         """Begin with this rest, [n]. Raises BadInput when it does not fit or is not finite."""

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from gba_hvd.compression import kernels, places, values
-from gba_hvd.compression.spec import VALUES
+from gba_hvd.compression.values import CODERS
 from gba_hvd.errors import GbaError
 
 _HEAD = struct.Struct("<4sBBBxQQQQQI")
@@ -60,13 +60,13 @@ def write(
     """A message, and the values as its reader will see them.
 
     where: int32 [k] ascending, None: all n. what: [k], float32 or float64. plain: [m] of the same dtype.
-    chunk: int8: how many values share a scale.
+    chunk: int8, ternary: how many values share a scale.
     """
     assert n <= MOST_ELEMENTS
     kind, at = (places.ALL, b"") if where is None else places.encode(where, n)
     coded, seen = values.encode(what, coder, chunk)
     head = _HEAD.pack(
-        _MAGIC, what.dtype.itemsize, kind, VALUES.index(coder), n, len(plain), len(what), len(at), len(coded), chunk
+        _MAGIC, what.dtype.itemsize, kind, CODERS.index(coder), n, len(plain), len(what), len(at), len(coded), chunk
     )
     return b"".join((head, plain.tobytes(), at, coded)), seen
 
@@ -80,15 +80,15 @@ def read(data: Any, n: int, n_plain: int, dtype: Any = np.float32) -> Elements:
     if len(data) < _HEAD.size:
         raise BadMessage(f"a compressed gradient has a head of {_HEAD.size} bytes, {len(data)} came")
     magic, itemsize, kind, coder, of, m, k, n_at, n_coded, chunk = _HEAD.unpack(data[: _HEAD.size].tobytes())
-    if magic != _MAGIC or kind not in places.KINDS or coder >= len(VALUES):
+    if magic != _MAGIC or kind not in places.KINDS or coder >= len(CODERS):
         raise BadMessage(f"no compressed gradient of this version: it begins with {magic!r}, {kind}, {coder}")
     if itemsize != dtype.itemsize or of != n or m != n_plain:
         raise BadMessage(
             f"expected a gradient of {n} elements and {n_plain} plain ones, {dtype.itemsize} bytes each; "
             f"{of}, {m} and {itemsize} came: do all workers train the same model?"
         )
-    if k > n or chunk < 1 or n_coded != values.n_bytes(VALUES[coder], k, dtype, chunk):
-        raise BadMessage(f"{n_coded} bytes of values are not {k} of {n} elements ({VALUES[coder]})")
+    if k > n or chunk < 1 or n_coded != values.n_bytes(CODERS[coder], k, dtype, chunk):
+        raise BadMessage(f"{n_coded} bytes of values are not {k} of {n} elements ({CODERS[coder]})")
     expected = _HEAD.size + m * itemsize + n_at + n_coded
     if len(data) != expected:
         raise BadMessage(f"a compressed gradient of {expected} bytes was announced, {len(data)} came")
@@ -99,4 +99,4 @@ def read(data: Any, n: int, n_plain: int, dtype: Any = np.float32) -> Elements:
     if isinstance(where, str):
         raise BadMessage(f"the places of {k} of {n} elements ({places.KINDS[kind]}): {where}")
     plain = np.array(data[_HEAD.size : a]).view(dtype)
-    return Elements(n, where, values.decode(data[b:], VALUES[coder], k, dtype, chunk), plain)
+    return Elements(n, where, values.decode(data[b:], CODERS[coder], k, dtype, chunk), plain)

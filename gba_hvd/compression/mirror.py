@@ -7,6 +7,8 @@ with the step it has. What becomes of a request that is repeated:
     it has the step the last answer led to     a new difference
     it has the step the last answer began at   the same answer again: it was lost
     anything else, or a server that restarted  all values, and the mirror begins anew
+
+A mirror takes as much memory as the values: it goes when its worker is gone, and all go with the mode.
 """
 
 from __future__ import annotations
@@ -60,10 +62,13 @@ class Mirrors:
         small = np.concatenate(plain) if plain else values[:0]
         self._coder.begin()
         mirror.answer = self._coder.encode(change, self._spans, self._n, small)
-        self._coder.roll_back()
         follow_(mirror.values, mirror.answer, self._sizes)
         mirror.base, mirror.step = has, step
         return mirror.base, mirror.answer
+
+    def forget(self, worker: int) -> None:
+        """It is gone; should it come back, it gets all values."""
+        self._mirrors.pop(worker, None)
 
     def step_of(self, worker: int) -> int:
         """The step the last answer led to, -1 if there was none."""

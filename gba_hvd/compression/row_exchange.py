@@ -17,8 +17,7 @@ import numpy as np
 from gba_hvd import kernels
 from gba_hvd.collectives import World
 from gba_hvd.compression import rows as coding
-from gba_hvd.compression.rows import Lent, RowCoder
-from gba_hvd.compression.spec import Spec
+from gba_hvd.compression.rows import RowCoder
 from gba_hvd.gradients import RowGrad, distinct, pack_by_owner
 from gba_hvd.tables import EmbeddingTables, RemoteRows
 from gba_hvd.traffic import Traffic
@@ -36,18 +35,18 @@ class RowExchange:
     """One worker's part in one world.
 
     server: int32 [S], the rank that serves each shard. here: the ranks of this host.
-    Owns what is lent and borrowed, by rank and group; uses the world and the tables.
+    Owns what is lent and borrowed, by rank and group; uses the world, the tables and the worker's coder.
     """
 
     def __init__(
-        self, spec: Spec, world: World, tables: EmbeddingTables, server: np.ndarray, here: Sequence[int],
+        self, coder: RowCoder, world: World, tables: EmbeddingTables, server: np.ndarray, here: Sequence[int],
         traffic: Traffic,
     ) -> None:  # fmt: skip
         self._world, self._tables, self._server, self._traffic = world, tables, server, traffic
         self._far = [rank for rank in range(world.size) if rank not in here]
-        self.coder = RowCoder(spec, [group.dim for group in tables.layout.groups])
-        self._lent: dict[int, list[Lent]] = {}
-        self._borrowed: dict[int, list[Lent]] = {}
+        self.coder = coder
+        self._lent: dict[int, list[np.ndarray]] = {}
+        self._borrowed: dict[int, list[np.ndarray]] = {}
 
     def pull(self, keys: Sequence[np.ndarray]) -> None:
         """Fetch rows of other hosts: per group the keys this rank will use next. A collective."""
@@ -61,27 +60,22 @@ class RowExchange:
         answers = {}
         for rank, data in told.received.items():
             parts, self._lent[rank] = [], []
-            for number, (group, part) in enumerate(
-                zip(layout.groups, coding.split(data, len(layout.groups)), strict=True)
-            ):
+            for group, part in zip(layout.groups, coding.split(data, len(layout.groups)), strict=True):
                 theirs = coding.read_keys(part, group.places * layout.n_shards)
                 rows = np.empty((len(theirs), group.dim), dtype=np.float32)
                 kernels.gather_rows(tables.memory.flat, layout.places(theirs, group), 0, rows)
-                sent, lent = self.coder.lend(number, theirs, rows)
-                parts.append(sent)
-                self._lent[rank].append(lent)
+                parts.append(self.coder.lend(rows))
+                self._lent[rank].append(theirs)
             answers[rank] = coding.sections(parts)
         told = self._swap("pull.rows", answers)
         self._count("rows", told)
         found = [np.empty((len(w), g.dim), dtype=np.float32) for w, g in zip(wanted, layout.groups, strict=True)]
         for rank, data in told.received.items():
-            self._borrowed[rank] = []
+            self._borrowed[rank] = asked[rank]
             for number, (group, part) in enumerate(
                 zip(layout.groups, coding.split(data, len(layout.groups)), strict=True)
             ):
-                rows, lent = self.coder.borrow(part, asked[rank][number], group.dim)
-                found[number][owners[number] == rank] = rows
-                self._borrowed[rank].append(lent)
+                found[number][owners[number] == rank] = self.coder.borrow(part, len(asked[rank][number]), group.dim)
         for number, (mine, rows) in enumerate(zip(wanted, found, strict=True)):
             _, _, slots = distinct(mine)
             tables.remote[number] = RemoteRows(mine, slots, rows)
@@ -92,22 +86,27 @@ class RowExchange:
         grads: by group. extra: columns of them beyond a row's dimension.
         The result is in the words of `gradients.pack_by_owner`. A collective.
         """
+        self.coder.begin()
         told = self._swap("rows", {rank: self._given_back(rank, grads) for rank in self._far})
         self._count("rows", told)
-        far = {}
+        far, dims = {}, [group.dim for group in self._tables.layout.groups]
         for rank, data in told.received.items():
             lent = self._lent.pop(rank)
             parts = coding.split(data, len(lent))
-            back = [self.coder.take_back(part, one, extra) for part, one in zip(parts, lent, strict=True)]
+            back = [self.coder.take_back(*one, extra) for one in zip(parts, lent, dims, strict=True)]
             everything = np.zeros(len(self._server), dtype=np.int32)  # all of it is for this rank
             far[rank], _ = pack_by_owner(back, everything, 1)
         return far
+
+    def settle(self) -> None:
+        """The step is decided: what was not sent of its gradients waits for the rows' next ones."""
+        self.coder.settle()
 
     # -----------------------------------------------------------------------------------------------------------------
 
     def _given_back(self, rank: int, grads: Sequence[RowGrad]) -> bytes:
         borrowed = self._borrowed.pop(rank)
-        return coding.sections([self.coder.give_back(one, g) for one, g in zip(borrowed, grads, strict=True)])
+        return coding.sections([self.coder.give_back(i, borrowed[i], grad) for i, grad in enumerate(grads)])
 
     def _swap(self, name: str, messages: dict[int, bytes]) -> _Swapped:
         ranks = range(self._world.size)

@@ -1,51 +1,34 @@
 """Rows between hosts and their gradients, in few bytes: what is asked for, what comes, what goes back.
 
     ask      the keys of distinct rows, ascending, as variable-length differences
-    lend     the owner sends the rows; with a threshold only elements with |x| at or above it, one threshold for all
-             tables of a dimension, found every `refresh_every` answers. The others arrive as 0
-    return   the gradients of exactly those elements, in the same order: neither keys nor places travel again
+    lend     the owner sends the rows. A value coder rounds them; with a selector each element comes as one of three
+             levels, with a scale for each row: a model needs something of every element
+    return   gradients in the same order, without keys. With a selector those elements with |u| at or above a threshold,
+             one for all tables of a dimension; what is not sent waits for the row's next gradient (`row_rests`)
 
-This is DCT-MP (arXiv 2010.08899) for rows instead of pooled embeddings: what travels between our hosts are distinct
-rows, each once a step. The mask is the same both ways, nothing is fed back: an element that was not sent was 0 for the
-asker, and its gradient is none. Value coders apply to both ways; int8 has a scale for each row when all of it is sent.
+DCT-MP (arXiv 2010.08899) thresholds pooled embeddings for each sample and uses the mask for the gradient too, without
+feedback. What travels between our hosts are distinct rows, each once a step: an element below the threshold would be
+trained by no other host, which costs quality.
 
-Pure: no Horovod and no sockets. Both sides keep what they asked for and lent until the gradients are back.
+Pure: no Horovod and no sockets. Both sides keep which rows were lent until the gradients are back.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from gba_hvd.compression import kernels, message, places, values
 from gba_hvd.compression.message import BadMessage
+from gba_hvd.compression.row_rests import RowRests
 from gba_hvd.compression.selection import Thresholds
 from gba_hvd.compression.spec import Spec
 from gba_hvd.gradients import RowGrad
 
 _BACK = struct.Struct("<BxxxIII")  # kind of places, bytes of them, rows, bytes of values
-
-
-@dataclass(frozen=True)
-class Lent:
-    """Rows that one side has lent the other: the same on both.
-
-    keys:   int64 [n], ascending
-    dim:    of the rows
-    places: int32 [k], which of the n * dim elements travelled; None: all
-    """
-
-    keys: np.ndarray
-    dim: int
-    places: np.ndarray | None
-
-    @property
-    def n_elements(self) -> int:
-        return len(self.keys) * self.dim if self.places is None else len(self.places)
 
 
 def write_keys(keys: np.ndarray) -> bytes:
@@ -57,84 +40,125 @@ def write_keys(keys: np.ndarray) -> bytes:
 def read_keys(data: Any, limit: int) -> np.ndarray:
     """int64 [n], ascending, distinct, each below limit. Raises BadMessage otherwise."""
     data = np.frombuffer(data, np.uint8).copy()
-    keys = np.empty(int(np.count_nonzero(data < 128)), np.int64)
+    keys = np.empty(n_keys(data), np.int64)
     if kernels.read_varints(data, limit, keys) != len(keys):
         raise BadMessage(f"{len(data)} bytes of row keys are no ascending keys below {limit}")
     return keys
 
 
+def n_keys(data: Any) -> int:
+    """How many keys `read_keys` would find."""
+    return int(np.count_nonzero(np.frombuffer(data, np.uint8) < 128))
+
+
 class RowCoder:
-    """One worker's or server's thresholds, one for each group of tables. density: share of elements sent last."""
+    """One worker's, or server's, way of writing rows and their gradients. Not thread-safe.
+
+    density: by group of tables, the share of gradient elements that was sent last
+    """
 
     def __init__(self, spec: Spec, dims: Sequence[int]) -> None:
         self.spec, self._dims = spec, list(dims)
+        self._selects = bool(spec.selector) and spec.keep < 1
         self._thresholds = Thresholds(spec, len(self._dims))
+        self._rests = RowRests(dims)
 
     @property
     def density(self) -> list[float]:
         return self._thresholds.density
 
-    def lend(self, group: int, keys: np.ndarray, rows: np.ndarray) -> tuple[bytes, Lent]:
-        """keys: int64 [n], ascending; rows: float32 [n, dim]. A message for `borrow`, and what it lends."""
-        flat, dim = rows.reshape(-1), rows.shape[1]
-        where, what = None, flat
-        if self.spec.selector and len(flat):
-            thresholds = self._thresholds
-            if thresholds.is_due(group):
-                thresholds.find(group, flat)
-            where = np.flatnonzero(np.abs(flat) >= np.float32(thresholds.least(group))).astype(np.int32)
-            what = flat[where]
-            thresholds.sent(group, len(where), len(flat))
-        sent, _ = message.write(where, what, len(flat), self.spec.values, flat[:0], self._chunk(dim))
-        return sent, Lent(keys, dim, where)
+    @property
+    def lost(self) -> float:
+        """Sum of |gradient| that was not sent and could not be kept."""
+        return self._rests.lost
 
-    def borrow(self, data: Any, keys: np.ndarray, dim: int) -> tuple[np.ndarray, Lent]:
-        """rows float32 [n, dim] as they came for these keys, and what was lent. Raises BadMessage."""
-        got = message.read(data, len(keys) * dim, 0)
-        rows = np.zeros(len(keys) * dim, np.float32)
+    # --- values ------------------------------------------------------------------------------------------------------
+
+    def lend(self, rows: np.ndarray) -> bytes:
+        """A message for `borrow`. rows: float32 [n, dim]"""
+        flat, coder = rows.reshape(-1), "ternary" if self._selects else self.spec.values
+        return message.write(None, flat, len(flat), coder, flat[:0], rows.shape[1])[0]
+
+    def borrow(self, data: Any, n: int, dim: int) -> np.ndarray:
+        """float32 [n, dim] as they came. Raises BadMessage."""
+        got = message.read(data, n * dim, 0)
+        rows = np.zeros(n * dim, np.float32)
         got.add_to(rows)
-        return rows.reshape(-1, dim), Lent(keys, dim, got.places)
+        return rows.reshape(-1, dim)
 
-    def give_back(self, lent: Lent, grad: RowGrad) -> bytes:
-        """The gradients of rows that were lent; those without one stay out. Rows of other owners are not looked at.
+    # --- gradients ---------------------------------------------------------------------------------------------------
 
-        Columns beyond the row's dimension (a row's number of contributors) travel as they are.
+    def begin(self) -> None:
+        """A step, or a push: `write` follows for each receiver, then `settle` if it is decided."""
+        self._rests.begin()
+
+    def write(self, group: int, grad: RowGrad) -> bytes:
+        """Gradients for `read`. Columns beyond the row's dimension (a row's number of contributors) travel as they are.
+
+        grad: int64 keys [n], distinct; float32 [n, dim + more]
+        """
+        dim = self._dims[group]
+        more = np.ascontiguousarray(grad.values[:, dim:]).reshape(-1)
+        rows = np.ascontiguousarray(grad.values[:, :dim])
+        n = rows.size
+        if not self._selects or not n:
+            return message.write(None, rows.reshape(-1), n, self.spec.values, more, self._chunk(dim))[0]
+        wanted = self._rests.plus(group, grad.keys, rows)
+        if not np.isfinite(wanted.sum(dtype=np.float64)):
+            wanted = rows
+        flat = wanted.reshape(-1)
+        thresholds = self._thresholds
+        if thresholds.is_due(group):
+            thresholds.find(group, flat)
+        where = np.flatnonzero(np.abs(flat) >= np.float32(thresholds.least(group))).astype(np.int32)
+        thresholds.sent(group, len(where), n)
+        sent, seen = message.write(where, flat[where], n, self.spec.values, more, self._chunk(dim))
+        flat[where] -= seen
+        self._rests.keep(group, grad.keys, wanted)
+        return sent
+
+    def settle(self) -> None:
+        self._rests.settle()
+
+    def give_back(self, group: int, lent: np.ndarray, grad: RowGrad) -> bytes:
+        """The gradients of rows that were lent (int64 keys, ascending); those without one stay out.
+
+        Rows of other owners are not looked at.
         """
         order = np.argsort(grad.keys, kind="stable")
-        at = np.searchsorted(grad.keys, lent.keys, sorter=order)
+        at = np.searchsorted(grad.keys, lent, sorter=order)
         at = np.minimum(at, max(0, len(order) - 1))
-        here = grad.keys[order[at]] == lent.keys if len(order) else np.zeros(len(lent.keys), bool)
+        here = grad.keys[order[at]] == lent if len(order) else np.zeros(len(lent), bool)
         present = np.flatnonzero(here).astype(np.int32)
-        whole = grad.values[order[at[present]]] if len(present) else grad.values[:0]
-        flat = np.zeros((len(lent.keys), lent.dim), np.float32)
-        flat[present] = whole[:, : lent.dim]
-        chosen = flat.reshape(-1) if lent.places is None else flat.reshape(-1)[lent.places]
-        more = np.ascontiguousarray(whole[:, lent.dim :]).reshape(-1)
-        kind, where = places.encode(present, len(lent.keys))
-        sent, _ = message.write(None, chosen, len(chosen), self.spec.values, more, self._chunk(lent.dim))
+        values = grad.values[order[at[present]]] if len(present) else grad.values[:0]
+        kind, where = places.encode(present, len(lent))
+        sent = self.write(group, RowGrad(lent[present], values))
         return _BACK.pack(kind, len(where), len(present), len(sent)) + where + sent
 
-    def take_back(self, data: Any, lent: Lent, extra: int = 0) -> RowGrad:
+    def take_back(self, data: Any, lent: np.ndarray, dim: int, extra: int = 0) -> RowGrad:
         """What `give_back` wrote. extra: columns beyond the dimension. Raises BadMessage."""
         data = np.frombuffer(data, np.uint8)
         if len(data) < _BACK.size:
             raise BadMessage(f"gradients of rows have a head of {_BACK.size} bytes, {len(data)} came")
         kind, n_where, n_rows, n_sent = _BACK.unpack(data[: _BACK.size].tobytes())
-        if kind not in places.KINDS or n_rows > len(lent.keys) or len(data) != _BACK.size + n_where + n_sent:
-            raise BadMessage(f"gradients of {n_rows} of {len(lent.keys)} rows: {len(data)} bytes came")
-        present = places.decode(data[_BACK.size : _BACK.size + n_where], kind, len(lent.keys), n_rows)
+        if kind not in places.KINDS or n_rows > len(lent) or len(data) != _BACK.size + n_where + n_sent:
+            raise BadMessage(f"gradients of {n_rows} of {len(lent)} rows: {len(data)} bytes came")
+        present = places.decode(data[_BACK.size : _BACK.size + n_where], kind, len(lent), n_rows)
         if isinstance(present, str):
-            raise BadMessage(f"gradients of {n_rows} of {len(lent.keys)} rows: {present}")
-        got = message.read(data[_BACK.size + n_where :], lent.n_elements, n_rows * extra)
-        if got.places is not None:
-            raise BadMessage("gradients of rows come for all elements that were lent")
-        flat = np.zeros(len(lent.keys) * lent.dim, np.float32)
-        flat[slice(None) if lent.places is None else lent.places] = got.values
-        rows = flat.reshape(-1, lent.dim)[present]
-        return RowGrad(lent.keys[present], np.ascontiguousarray(np.hstack([rows, got.plain.reshape(n_rows, extra)])))
+            raise BadMessage(f"gradients of {n_rows} of {len(lent)} rows: {present}")
+        return read(data[_BACK.size + n_where :], lent[present], dim, extra)
 
     def _chunk(self, dim: int) -> int:
-        return values.CHUNK if self.spec.selector else dim
+        return values.CHUNK if self._selects else dim
+
+
+def read(data: Any, keys: np.ndarray, dim: int, extra: int) -> RowGrad:
+    """What `RowCoder.write` wrote about these rows (int64 [n]). extra: columns beyond dim. Raises BadMessage."""
+    n = len(keys)
+    got = message.read(data, n * dim, n * extra)
+    flat = np.zeros(n * dim, np.float32)
+    got.add_to(flat)
+    return RowGrad(keys, np.ascontiguousarray(np.hstack([flat.reshape(n, dim), got.plain.reshape(n, extra)])))
 
 
 def sections(parts: Sequence[bytes]) -> bytes:

@@ -7,6 +7,8 @@ is found anew before its time.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from gba_hvd.compression import kernels
@@ -30,6 +32,8 @@ class Thresholds:
         spec, age = self._spec, self._age[tensor]
         if spec.keep == 1.0:
             return False
+        if not math.isfinite(self._least[tensor]):  # found among values that were none: nothing would ever pass it
+            return True
         if age < 0 or spec.selector == "topk" or age >= spec.refresh_every:
             return True
         aim = self._aim[tensor]

@@ -1,4 +1,5 @@
-"""In how many bits values travel: as they are, in half precision, or as int8 with a scale for each chunk of them.
+"""In how many bits values travel: as they are, in half precision, as int8 or as one of three levels, with a scale for
+each chunk of them.
 
 Encoding also returns what the receiver will see, so that the rounding error can stay in the residual. Values beyond
 half precision's range are sent as its largest number; the rest of them waits in the residual too.
@@ -10,21 +11,29 @@ import numpy as np
 import torch
 
 from gba_hvd.compression import kernels
+from gba_hvd.compression.spec import VALUES
 from gba_hvd.errors import BadInput
 
 CHUNK = 128  # values that share a scale: 3 % more bytes, and no tensor waits long behind a larger one
+CODERS = (*VALUES, "ternary")  # by the number that a message gives; the last one is for rows only
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def encode(values: np.ndarray, kind: str, chunk: int = CHUNK) -> tuple[bytes, np.ndarray]:
     """values: float32 or float64 [n], finite. Returns (bytes, what they decode to, of the same dtype).
 
-    chunk: int8: how many values share a scale.
+    chunk: int8, ternary: how many values share a scale.
     """
     if kind == "none":
         return values.tobytes(), values
     if values.dtype != np.float32:
         raise BadInput(f"{kind} takes float32 values, got {values.dtype}")
+    if kind == "ternary":
+        scales, packed = np.empty(-(-len(values) // chunk), np.uint8), np.zeros(-(-len(values) // 5), np.uint8)
+        kernels.to_ternary(values, chunk, scales, packed)
+        seen = np.empty_like(values)
+        kernels.from_ternary(packed, chunk, scales, seen)
+        return scales.tobytes() + packed.tobytes(), seen
     if kind == "int8":
         codes, scales = np.empty(len(values), np.int8), np.empty(-(-len(values) // chunk), np.float32)
         kernels.to_int8(values, chunk, scales, codes)
@@ -39,8 +48,12 @@ def decode(data: np.ndarray, kind: str, n: int, dtype: np.dtype, chunk: int = CH
     """uint8 [n_bytes(kind, n, dtype)] -> [n] of dtype."""
     if kind == "none":
         return np.array(data).view(dtype)
+    n_chunks = -(-n // chunk)
+    if kind == "ternary":
+        out = np.empty(n, np.float32)
+        kernels.from_ternary(np.array(data[n_chunks:]), chunk, np.array(data[:n_chunks]), out)
+        return out.astype(dtype, copy=False)
     if kind == "int8":
-        n_chunks = -(-n // chunk)
         scales = np.array(data[: 4 * n_chunks]).view(np.float32)
         out = np.empty(n, np.float32)
         kernels.from_int8(np.array(data[4 * n_chunks :]).view(np.int8), chunk, scales, out)
@@ -52,6 +65,8 @@ def decode(data: np.ndarray, kind: str, n: int, dtype: np.dtype, chunk: int = CH
 
 def n_bytes(kind: str, n: int, dtype: np.dtype, chunk: int = CHUNK) -> int:
     """Bytes of n encoded values."""
+    if kind == "ternary":
+        return -(-n // chunk) + -(-n // 5)
     if kind == "int8":
         return n + 4 * -(-n // chunk)
     return n * (dtype.itemsize if kind == "none" else 2)

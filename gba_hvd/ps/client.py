@@ -32,9 +32,11 @@ _RESEND_MOST_S = 8.0
 _TRY_AGAIN_S = 0.2  # after a server said: later
 _BEAT_S = 0.3
 _POLL_S = 0.1
-# What the frames behind a header are, in the words of `traffic`; the last word counts for all that follow.
+# What the frames behind a header are, in the words of `traffic`; the last word counts for all that follow. "": they go
+# to a server of this host only, and are no traffic.
 _KINDS = {
-    ("sent", "Push"): ("dense", "rows"),
+    ("sent", "Push"): ("dense", "rows", ""),
+    ("sent", "Residual"): ("",),
     ("received", "PullDense"): ("dense",),
     ("sent", "PullRows"): ("header",),
     ("received", "PullRows"): ("rows",),
@@ -268,7 +270,8 @@ class Client:
         kinds = _KINDS.get((direction, request), ())
         for i, frame in enumerate(frames):
             kind = kinds[min(i, len(kinds)) - 1] if i and kinds else "header"
-            self.traffic.count(direction, kind, memoryview(frame).nbytes)
+            if kind:
+                self.traffic.count(direction, kind, memoryview(frame).nbytes)
 
     def _look_after(self, sockets: dict[tuple[int, bool], Any], pending: dict[int, _Pending], now: float) -> None:
         cannot_start: dict[int, str] = {}

@@ -27,17 +27,17 @@ def opened(part: Part, layout: Layout, request: Push, frames: Sequence[Any]) -> 
     dense_frame, rows_frame = frames
     try:
         if request.compressed:
-            dense_frame = push.read(dense_frame, _sizes(part)).view(np.uint8).data
+            dense_frame = push.read(dense_frame, _sizes(part), set(request.whole)).view(np.uint8).data
         if request.rows_compressed:
             extra = int(part.enter.row_average == "contributors")
-            rows_frame = row_push.unpack(rows_frame, layout, extra).view(np.uint8).data
+            rows_frame = row_push.unpack(rows_frame, layout, extra, part.most_bytes).view(np.uint8).data
     except BadMessage as error:
         raise ProtocolError(f"a compressed push: {error}") from error
     return [dense_frame, rows_frame]
 
 
 class RowLender:
-    """Answers pulls of rows; keeps the thresholds. Belongs to the server's thread for pulls."""
+    """Answers pulls of rows. Belongs to the server's thread for pulls."""
 
     def __init__(self) -> None:
         self._coder: RowCoder | None = None
@@ -59,7 +59,7 @@ class RowLender:
         except BadMessage as error:
             raise ProtocolError(str(error)) from error
         found = gather(memory, mine, [one.view(np.uint8).data for one in keys])
-        return [self._coder.lend(number, keys[number], one)[0] for number, one in enumerate(found)]
+        return [self._coder.lend(one) for one in found]
 
 
 def answer_pull(part: Part, request: PullDense) -> tuple[Dense, Sequence[Any]]:

@@ -28,7 +28,6 @@ from gba_hvd.ps.protocol import (
     Refused,
     check_rates,
 )  # fmt: skip
-from gba_hvd.rules import KNOWS_WORKERS
 from gba_hvd.tokens import Discipline, Drained, Finished, Lease, Ledger, StepPlan
 
 
@@ -257,7 +256,7 @@ class Coordinator:
         return Apply(
             self._enter.generation, plan.step, members, scale,
             self._row_lr, self._lrs, self.ledger.oldest_serial,
-            sorted(self.workers) if self._enter.rule in KNOWS_WORKERS else [],
+            sorted(self.workers),
         )  # fmt: skip
 
     def applied(self, step: int, lost_micros: set[int], shard_steps_missed: int) -> None:

@@ -6,6 +6,7 @@ asynchronous mode. What a kill leaves behind, in the order of `apply`:
     before `begin`     nothing of the step; its pushes are gone with the process
     rows in part       marks say begun > finished: the shards missed a step, which is counted
     rows, not dense    the dense part is as of the step before: it missed this one, counted too
+    residuals          are of this step from before `begin` on, see `ps.residuals`
     after both         the step is applied; asked again, the server says so
 
 A step that cannot be applied (the optimizer raises, the disk is full) is over too: what missed it is counted, and the
@@ -33,6 +34,8 @@ from gba_hvd.ps import protocol
 from gba_hvd.ps.central import CentralCopy
 from gba_hvd.ps.dense import DensePart, DenseTensor
 from gba_hvd.ps.protocol import Applied, Apply, Enter, ProtocolError
+from gba_hvd.ps.residuals import Residuals
+from gba_hvd.ps.transport import MAX_FRAME_BYTES
 from gba_hvd.row_optimizers import RowOptimizer
 from gba_hvd.rules.step import ByOptimizer, Received, Rule, Step
 from gba_hvd.shard.memory import ShardMemory
@@ -59,6 +62,7 @@ class Part:
         optimizer: RowOptimizer,
         limits: Limits,
         rule: Rule | None = None,
+        residuals: Residuals | None = None,
     ) -> None:
         self.enter, self.dense, self._memory, self._optimizer, self._limits = enter, dense, memory, optimizer, limits
         self.mine = np.array(enter.shard_servers) == enter.me  # bool [S]
@@ -76,6 +80,8 @@ class Part:
             rule = _rule_of(enter, dense.tensors, dense.values, dense.state(), dense.step)
         self.rule = rule
         self.mirrors: Mirrors | None = None  # of workers of other hosts that take differences
+        self.residuals = residuals or Residuals.none(_residuals_at(dense.path), enter.generation)
+        self._living: set[int] = set()  # as of the newest step
         self._last: Applied | None = None
         self._torn = 0  # shards that a server which died left in the middle of its last step
 
@@ -116,7 +122,8 @@ class Part:
         cls, enter: Enter, path: Path, memory: ShardMemory, optimizer: RowOptimizer, limits: Limits
     ) -> tuple[Part, int]:
         """Go on where a server that died stopped. Returns the part, and how many shards were in mid-step."""
-        part = cls(enter, DensePart.open(path), memory, optimizer, limits)
+        residuals = Residuals.resume(_residuals_at(path), enter.generation)
+        part = cls(enter, DensePart.open(path), memory, optimizer, limits, residuals=residuals)
         marks = memory.marks()
         torn = [int(s) for s in part.shards if marks.begun[s] > marks.finished[s]]
         for shard in torn:
@@ -124,6 +131,11 @@ class Part:
         part._torn = len(torn)
         memory.claim(part.shards)
         return part, len(torn)
+
+    @property
+    def most_bytes(self) -> int:
+        """That the row gradients of one push may take, opened: as much as those that come as they are."""
+        return min(MAX_FRAME_BYTES, self._limits.buffer_bytes)
 
     def begun_and_done(self, step: int) -> tuple[bool, bool]:
         """Whether anything of this step, and whether all of it, was applied here."""
@@ -136,17 +148,19 @@ class Part:
 
     def push(self, micro: int, serial: int, frames: Sequence[Any], dense_step: int = -1, worker: int = -1) -> bool:
         """Store a checked push; False when there is no room. Raises ProtocolError; then nothing is stored."""
-        if len(frames) != 2:
-            raise ProtocolError(f"Push comes with two frames, got {len(frames)}")
+        if len(frames) not in (2, 3):
+            raise ProtocolError(f"Push comes with two frames, or three, got {len(frames)}")
         dense = protocol.array_of(frames[0], "float32", "dense gradient")
         rows = protocol.array_of(frames[1], "float32", "row gradients")
         if len(dense) != self.n_dense:
             raise ProtocolError(f"a dense gradient of {len(dense)} numbers, expected {self.n_dense}")
-        if self.buffer.n_bytes + dense.nbytes + rows.nbytes > self._limits.buffer_bytes:
+        residual = self.residuals.check(frames[2]) if len(frames) == 3 else None
+        push = StoredPush(micro, serial, dense, rows, dense_step, worker, residual)
+        if self.buffer.n_bytes + push.n_bytes > self._limits.buffer_bytes:
             return False
         protocol.check_finite(dense, self._names, self._sizes)
         protocol.check_row_message(self._memory.layout, rows, self.mine, self._extra)
-        self.buffer.add(StoredPush(micro, serial, dense, rows, dense_step, worker))
+        self.buffer.add(push)
         return True
 
     def apply(self, request: Apply) -> Applied:
@@ -156,6 +170,9 @@ class Part:
         if request.step <= self.dense.step:
             return Applied(request.step)
         protocol.check_apply(request, self.dense.step, len(self.enter.lrs))
+        for worker in self._living.difference(request.workers):
+            self.forget_worker(worker)
+        self._living = set(request.workers)
         found = self.buffer.take((m.micro, m.serial) for m in request.members)
         self.buffer.forget_before(request.oldest_serial)
         pushes = [(found[m.micro, m.serial], m.weight) for m in request.members if (m.micro, m.serial) in found]
@@ -163,6 +180,7 @@ class Part:
             if push.dense_step >= 0:
                 lag = request.step - 1 - push.dense_step
                 self.lags[lag] = self.lags.get(lag, 0) + 1
+        self.residuals.applied(found.values())
         missing = [m.micro for m in request.members if (m.micro, m.serial) not in found]
         due = self.shards[self._memory.marks().begun[self.shards] < request.step]
         missed = len(self.shards) - len(due)
@@ -229,6 +247,13 @@ class Part:
         self._last = Applied(step, [], missed)
         return missed
 
+    def forget_worker(self, worker: int, finished: bool = False) -> None:
+        """It is gone, and nothing is kept for it. finished: training is over; what it had not sent still counts."""
+        if self.mirrors is not None:
+            self.mirrors.forget(worker)
+        if not finished:
+            self.residuals.forget(worker)
+
     @property
     def central(self) -> CentralCopy:
         """Where workers have replicas. Raises ProtocolError in other modes."""
@@ -252,6 +277,10 @@ class Part:
 def _of_shards(grad: RowGrad, shards: np.ndarray, n_shards: int) -> RowGrad:
     wanted = np.isin(grad.keys % n_shards, shards)
     return RowGrad(grad.keys[wanted], grad.values[wanted])
+
+
+def _residuals_at(dense: Path) -> Path:
+    return dense.with_name(f"{dense.name}.residuals")
 
 
 def _lag(push: StoredPush, before: int) -> int:

@@ -6,6 +6,7 @@ Numbered by who speaks:
 
     1. a worker that leads its host    Enter             here is your part of the dense parameters; serve these shards
     2. any worker                      Ask, PullRows, PullDense, Push, Done, Beat, Evaluate, Score, Export, Bye
+                                       Residual        where checkpoints are made of compressed gradients
                                        Blend, Publish, HandIn, HandedIn      where workers have replicas (`shadow`)
     3. the coordinator, to servers     Apply, Discard, Alive
     4. an operator                     Status, SwitchTo
@@ -175,8 +176,10 @@ class PullDense(Struct):
 class Push(Struct):
     """Gradients of one micro-batch, for one server. Frames: its dense slice float32, its row message (`gradients`).
 
-    compressed: the first frame is a message as of `compression.push`; rows_compressed: the second one is one as of
-    `compression.row_push`
+    compressed: the first frame is a message as of `compression.push`, in which those of this server's tensors that are
+    in `whole` go as they are; rows_compressed: the second one is one as of `compression.row_push`.
+    A third frame, to the first server of the worker's host: what the worker had not sent after this push, float32 [n of
+    all dense]
     """
 
     worker: int
@@ -186,6 +189,14 @@ class Push(Struct):
     dense_step: int = -1  # step of this server's dense values that they were computed with, -1 if not known
     compressed: bool = False
     rows_compressed: bool = False
+    whole: tuple[int, ...] = ()
+
+
+class Residual(Struct):
+    """What a worker had not sent as it came into the mode. Frame: float32 [n of all dense], empty: nothing."""
+
+    worker: int
+    generation: int
 
 
 class Done(Struct):
@@ -313,7 +324,7 @@ class Apply(Struct):
     row_lr: float
     lrs: list[float]
     oldest_serial: int  # pushes of older leases will never be asked for
-    workers: list[int] = []  # who lives, by id, for the rules that want to know
+    workers: list[int] = []  # who lives, by id: for rules that want to know, and to forget who is gone
 
 
 class Discard(Struct):
@@ -382,6 +393,7 @@ Request = (
     | PullRows
     | PullDense
     | Push
+    | Residual
     | Done
     | Beat
     | Export

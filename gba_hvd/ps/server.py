@@ -32,7 +32,7 @@ import zmq
 
 from gba_hvd.errors import GbaError
 from gba_hvd.ps import compressed as wire
-from gba_hvd.ps import protocol, transport
+from gba_hvd.ps import protocol, residuals, transport
 from gba_hvd.ps.coordinator import Coordinator
 from gba_hvd.ps.dense import DensePart
 from gba_hvd.ps.judging import Judging
@@ -68,6 +68,7 @@ from gba_hvd.ps.protocol import (
     Push,
     Refused,
     Request,
+    Residual,
     Rows,
     Save,
     Saved,
@@ -295,6 +296,11 @@ class Server:
         match request:
             case Push():
                 return self._on_push(request, frames), ()
+            case Residual():
+                if len(frames) != 1:
+                    raise ProtocolError(f"Residual comes with one frame, got {len(frames)}")
+                self._active(request.generation).residuals.came(request.worker, frames[0])
+                return Ok(), ()
             case Ask():
                 return self._on_ask(_Waiter(socket, peer, number, request, time.monotonic())), ()
             case Evaluate():
@@ -333,6 +339,8 @@ class Server:
                 return self._on_enter(request, frames), ()
             case Bye():
                 self._judging.leave(request.worker)
+                if self.part is not None:
+                    self.part.forget_worker(request.worker, request.finished)
                 if self.coordinator is not None and not self.idle and request.worker in self.coordinator.workers:
                     if request.finished:
                         self.coordinator.bye(request.worker)
@@ -447,7 +455,7 @@ class Server:
             self._save_next = _SaveNext(request, state)
             self._save_between_steps()
         else:
-            self._saver.begin(request, part.shards.tolist(), lambda extras: b"", _dense_state(part))
+            self._saver.begin(request, part.shards.tolist(), lambda extras: b"", part_state(part))
         return Ok()
 
     def _save_between_steps(self) -> None:
@@ -462,11 +470,13 @@ class Server:
         facts = {"n_parts": 1 + len(self._peers), "step": position.step, "samples": position.account["applied"]}
         request = msgspec.structs.replace(request, number=position.step, **facts)
 
+        living = None if request.about.get("compression", "none") == "none" else sorted(self.coordinator.workers)
+
         def state(extras: list[bytes]) -> bytes:
-            return asynchronous_state(snapshot, extras, position)
+            return asynchronous_state(snapshot, extras, position, living)
 
         try:
-            self._saver.begin(request, self.part.shards.tolist(), state, _dense_state(self.part))
+            self._saver.begin(request, self.part.shards.tolist(), state, part_state(self.part))
         except Exception:  # nobody waits for this answer; the chief asks again when it has heard nothing
             log.exception("a checkpoint was not begun")
             return
@@ -572,7 +582,7 @@ class Server:
                 return Refused("a step is under way", again=True), ()
         step, values, state = part.export(request.phase)
         if request.leaving and not self.idle:
-            self.idle = True
+            self.idle, part.mirrors = True, None
             self._save_session()  # before the workers write shards: a successor must leave them alone
         return Exported(step, position), (values, state)
 
@@ -682,6 +692,8 @@ class Server:
             log.warning("worker of rank %d is dead", self.coordinator.workers[worker].rank)
             self.coordinator.dead(worker)
             self._judging.leave(worker)
+            if self.part is not None:
+                self.part.forget_worker(worker)
             self._save_ledger()
             self._advance()
 
@@ -845,22 +857,25 @@ class Server:
             transport.send(socket, peer, protocol.encode(self.settings.job, number, _TOO_MUCH_UNREAD))
 
 
-def _dense_state(part: Part) -> bytes:
-    """This server's dense tensors by name."""
+def part_state(part: Part) -> bytes:
+    """What this server adds to a checkpoint: its dense tensors by name, and what its host's workers had not sent."""
     _, values, state = part.export()
     ends = np.cumsum([0, *(tensor.size for tensor in part.dense.tensors)])
     states = state_codec.decode(state)
-    return state_codec.encode(
-        {
-            tensor.name: {"values": values[ends[i] : ends[i + 1]], "state": states[i]}
-            for i, tensor in enumerate(part.dense.tensors)
-        }
-    )
+    dense = {
+        tensor.name: {"values": values[ends[i] : ends[i + 1]], "state": states[i]}
+        for i, tensor in enumerate(part.dense.tensors)
+    }
+    return state_codec.encode({"dense": dense, "workers": part.residuals.workers, "rest": part.residuals.total()})
 
 
-def asynchronous_state(snapshot: bytes, extras: Sequence[bytes], position: Position) -> bytes:
+def asynchronous_state(
+    snapshot: bytes, extras: Sequence[bytes], position: Position, living: Sequence[int] | None = None
+) -> bytes:
     """What a checkpoint has beside rows: the user's values, the dense tensors of all servers, and where to go on.
 
+    extras: of all servers (`part_state`). living: the workers, where gradients are compressed: what all of them had not
+    sent yet is in it too, and of how many that is not known.
     Raises GbaError when the values are of an earlier epoch than the job is in: whole epochs would be trained again.
     """
     values = state_codec.decode(snapshot)
@@ -870,11 +885,16 @@ def asynchronous_state(snapshot: bytes, extras: Sequence[bytes], position: Posit
             f"the values of the training script are as of epoch {order['epoch']}, the job is in epoch {position.epoch} "
             "already: they do not belong together"
         )
+    parts = [state_codec.decode(extra) for extra in extras]
     dense: dict[str, Any] = {}
-    for extra in extras:
-        dense |= state_codec.decode(extra)
-    told = msgspec.to_builtins(position)
-    return state_codec.encode({"snapshot": values, "dense": dense, "position": told})
+    for part in parts:
+        dense |= part["dense"]
+    state = {"snapshot": values, "dense": dense, "position": msgspec.to_builtins(position)}
+    if living is not None:
+        known = {worker for part in parts for worker in part["workers"]}
+        rest = residuals.total(part["rest"] for part in parts)
+        state["compression"] = {"rest": rest, "missing": len(set(living) - known)}
+    return state_codec.encode(state)
 
 
 _logged: list[str] = []  # a peer that goes wrong again and again must not fill the disk

@@ -54,8 +54,9 @@ class Books:
         def noting_frames(coder: DensePush, flat: np.ndarray) -> list[Any]:
             pushed, sent = projected(flat), np.zeros_like(flat)
             made = frames(coder, flat)
-            for frame, places, far in zip(made, coder._whole, coder.is_far, strict=True):
-                part = push.read(frame, [at.stop - at.start for at in places]) if far else frame
+            for frame, places in zip(made, coder._places, strict=True):
+                sizes = [at.stop - at.start for at in places]
+                part = push.read(frame.data, sizes, frame.whole) if frame.coded else frame.data
                 ends = np.cumsum([0, *(at.stop - at.start for at in places)])
                 for at, start, stop in zip(places, ends[:-1], ends[1:], strict=True):
                     sent[at] = part[start:stop]
@@ -69,9 +70,12 @@ class Books:
 
 
 def assert_balanced(
-    job: Cluster, tolerance: float = 1e-4, least_waiting: float = 0.01, residual_lost: bool = False
+    job: Cluster, tolerance: float = 1e-4, least_waiting: float = 0.01, residual_lost: bool = False, began: float = 0.0
 ) -> None:
-    """All gradients of decided steps were applied, wait at a worker that lived, or went with one that died."""
+    """All gradients of decided steps were applied, wait at a worker that lived, or went with one that died.
+
+    began: what waited when the job began.
+    """
     world_of = {line["committed"]: line["world"] for line in job.notes("committed")}
     takes = {line["step"]: line["takes"] for line in job.notes("takes") if world_of.get(line["step"]) == line["world"]}
     brings = {
@@ -88,4 +92,4 @@ def assert_balanced(
     assert takes or pushes
     waits = sum(ended.values()) + sum(died.values())
     assert sum(map(abs, (*ended.values(), *died.values()))) > least_waiting, "nothing waits: there was nothing to lose"
-    np.testing.assert_allclose(sent + waits, gradients, atol=tolerance)
+    np.testing.assert_allclose(sent + waits, gradients + began, atol=tolerance)

@@ -95,13 +95,18 @@ def test_a_job_that_was_killed_goes_on_with_its_residual_and_refuses_another_com
         assert "is of a job with compression=topk(keep=0.1).then(int8), this one has fp16" in job.log()
     with cluster(tmp_path / "second", **SPARSE, **saving(tmp_path)) as job:
         job.run(lambda: job.start_static(2), PATIENCE_S)
-        (resumed, *_) = events(job, "resumed")
-        step = resumed["step"]
+        step, rests = at_start(job)
         saved = sum(line["saves"] for line in saves if line["step"] == step)
-        at_start = [line["rest"] for line in job.notes("brings") if line["step"] == step + 1]
         assert abs(saved) > 1e-4
-        np.testing.assert_allclose(sum(at_start), saved, rtol=1e-4)
-        assert sorted(map(bool, at_start)) == [False, True]  # one worker has all of it
+        np.testing.assert_allclose(sum(rests), saved, rtol=1e-4)
+        assert sorted(map(bool, rests)) == [False, True]  # one worker has all of it
+
+
+def at_start(job: Cluster) -> tuple[int, list[float]]:
+    """The step that a job went on from, and what each worker had not sent there."""
+    (resumed, *_) = events(job, "resumed")
+    step = int(resumed["step"])
+    return step, [line["rest"] for line in job.notes("brings") if line["step"] == step + 1]
 
 
 # --- asynchronous modes: each host of a job has a server -------------------------------------------------------------
@@ -153,3 +158,51 @@ def test_there_and_back_nothing_is_lost(tmp_path: Path) -> None:
         job.assert_every_sample_once(epochs=3, samples=2000)
         assert job.notes("pushed")
         assert_balanced(job)
+
+
+def test_a_job_killed_in_an_asynchronous_mode_goes_on_with_what_was_not_sent(tmp_path: Path) -> None:
+    """Of the pushes that the checkpoint has, and of no others: those are computed again."""
+    plan = {**TWO_HOSTS, **SPARSE, **saving(tmp_path)}
+    with cluster(tmp_path / "first", **plan, gba={"mode": "gba"}, sleep_s=0.2) as job:
+        job.start_elastic(TWO)
+        saved = lambda: any(line["step"] >= 4 for line in events(job, "checkpoint"))  # noqa: E731
+        wait_for(lambda: job.ended or saved(), "a checkpoint", PATIENCE_S)
+        assert not job.ended, job.log()
+        for pid in job.processes():
+            os.kill(pid, signal.SIGKILL)
+        job.end()
+        pushes = pushes_with_residuals(job)
+    with cluster(tmp_path / "second", **plan) as job:
+        job.run(lambda: job.start_elastic(TWO), PATIENCE_S)
+        step, rests = at_start(job)
+        assert 4 <= step < 20 and len(rests) == 2, "the checkpoint is of the first epoch"
+        assert not events(job, "residual_lost")
+        again = set(job.samples_of_epoch(0))
+        left = [push["left"] for push in pushes if again.isdisjoint(push["rows"])]
+        assert 0 < len(left) < len(pushes), "some pushes are in the checkpoint, and some are not"
+        assert abs(sum(left)) > 1e-3 and abs(sum(left) - sum(push["left"] for push in pushes)) > 1e-4
+        np.testing.assert_allclose(sum(rests), sum(left), rtol=1e-3, atol=1e-4)
+        assert sorted(map(bool, rests)) == [False, True]
+        assert_balanced(job, began=sum(rests))
+
+
+def pushes_with_residuals(job: Cluster) -> list[dict[str, Any]]:
+    """Every push of an asynchronous mode: its samples, and what it left behind of its own gradient."""
+    found = []
+    for pid in {line["pid"] for line in job.notes("push")}:
+        leases = [line for line in job.notes("push") if line["pid"] == pid]
+        sums = [line for line in job.notes("pushed") if line["pid"] == pid]
+        pairs = zip(leases, sums, strict=False)  # the last one may not have come so far
+        found += [{"rows": lease["rows"], "left": told["pushed"] - told["arrives"]} for lease, told in pairs]
+    return found
+
+
+@pytest.mark.variant
+def test_workers_decide_about_pushes_and_pulls_and_lose_nothing(tmp_path: Path) -> None:
+    with cluster(tmp_path, **TWO_HOSTS, **SPARSE, bypass=True, gba={"mode": "gba"}, epochs=2) as job:
+        job.run(lambda: job.start_elastic(TWO), PATIENCE_S)
+        job.assert_every_sample_once(epochs=2, samples=2000)
+        assert_balanced(job, least_waiting=-1.0)  # where pushes go as they are, nothing is left
+        told = [line["message"] for line in events(job, "compression")]
+        assert any("dense gradients for server" in message for message in told)
+        assert any("dense values from server" in message for message in told)

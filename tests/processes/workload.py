@@ -67,12 +67,13 @@ DENSE_OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]]
 }
 
 
-def compression_of(plan: dict[str, Any]) -> Spec:
+def compression_of(plan: dict[str, Any], forced: bool = False) -> Spec:
     """{"name": "dct", "keep": 0.1, "values": "int8"}: as `Compression.by_name`, with values a second one after it."""
     settings = dict(plan)
     name, values = settings.pop("name", "none"), settings.pop("values", "none")
     spec = gba_hvd.Compression.by_name(name, **settings)
-    return (spec if values == "none" else spec.then(gba_hvd.Compression.by_name(values))).always()
+    spec = spec if values == "none" else spec.then(gba_hvd.Compression.by_name(values))
+    return spec.always() if forced else spec
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class Training:
             micro_batch=plan.get("micro_batch", 16),
             named_parameters=model.named_parameters(),
             row_average=plan.get("row_average", "global"),
-            compression=compression_of(plan.get("compression", {})),
+            compression=compression_of(plan.get("compression", {}), forced=not plan.get("bypass")),
             row_compression=compression_of(plan.get("row_compression", {})),
         )
         state = gba_hvd.elastic.TorchState(model, optimizer, **values)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
-from gba_hvd_tools.bench import compressed_model, compression
+from gba_hvd_tools.bench import compressed_model, compression, rows, small_ctr
 from gba_hvd_tools.bench.compressed_model import Phase
 
 NET = """\
@@ -65,4 +66,24 @@ def test_phases_are_told_on_the_command_line() -> None:
 
 
 def test_the_wide_model_has_ten_million_parameters() -> None:
-    assert sum(p.numel() for p in compressed_model.Tower("wide").parameters()) == pytest.approx(10e6, rel=0.02)
+    assert sum(p.numel() for p in small_ctr.Tower(compressed_model.HIDDEN["wide"]).parameters()) == pytest.approx(
+        10e6, rel=0.02
+    )
+
+
+@pytest.mark.parametrize("name", list(rows.SPECS))
+def test_rows_between_two_hosts_of_one_process_are_those_of_a_job(name: str) -> None:
+    """Bytes as they would travel; and with feedback the gradients that came are those that were sent."""
+    rng, dim, keys = np.random.default_rng(0), 8, np.arange(0, 4000, 7)
+    way, sent, came = rows.Way(rows.coder_of(name, dim)), np.zeros((len(keys), dim)), np.zeros((len(keys), dim))
+    for _ in range(50):
+        values = rng.normal(size=(len(keys), dim)).astype(np.float32)
+        seen = way.pull(keys, values)
+        assert (seen * values >= 0).all()
+        grads = (1 + 0.1 * rng.normal(size=values.shape)).astype(np.float32)
+        sent += grads
+        came += way.push(keys, grads)
+    assert way.n_plain == 50 * len(keys) * 2 * (8 + 4 * dim)
+    assert (way.n_bytes == way.n_plain) is (name == "none") and way.n_bytes <= way.n_plain
+    waits = abs(came.sum() / sent.sum() - 1)
+    assert waits < (0.6 if "dct(0.02)" in name else 0.4 if "dct" in name else 0.01)

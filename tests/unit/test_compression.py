@@ -113,7 +113,6 @@ def test_a_step_that_is_computed_again_finds_the_rest_it_had() -> None:
     rest = worker.rest.copy()
     worker.begin()
     worker.encode(second, SPANS, N_SENT, second[:0])
-    worker.roll_back()
     assert np.array_equal(worker.rest, rest)
     sent = send(worker, third)
     np.testing.assert_allclose(sent + worker.rest, rest + third, rtol=1e-6, atol=1e-7)
@@ -175,6 +174,17 @@ def test_a_threshold_is_kept_for_as_many_steps_as_asked() -> None:
             found.append(step)
         thresholds.sent(0, 900, 1000)
     assert found == [0, 5, 10, 15]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_threshold_found_among_values_that_were_none_is_found_anew(bad: float) -> None:
+    thresholds, rows = Thresholds(Compression.dct(0.1, refresh_every=1000, drift=math.inf), 1), np.ones(100, np.float32)
+    rows[:50] = bad
+    thresholds.find(0, rows)
+    thresholds.sent(0, 0, 100)
+    assert thresholds.is_due(0)
+    thresholds.find(0, np.ones(100, np.float32))
+    assert thresholds.least(0) == 1.0 and not thresholds.is_due(0)
 
 
 def test_a_threshold_that_lets_too_much_through_is_found_before_its_time() -> None:

@@ -13,7 +13,7 @@ from gba_hvd.compression import push, row_push
 from gba_hvd.compression.feedback import Feedback
 from gba_hvd.compression.message import BadMessage
 from gba_hvd.compression.mirror import Mirrors, follow_
-from gba_hvd.compression.push import DensePush
+from gba_hvd.compression.push import DensePush, Frame
 from gba_hvd.compression.rows import RowCoder
 from gba_hvd.errors import NonFiniteGradient
 from gba_hvd.gradients import RowGrad, unpack
@@ -36,14 +36,14 @@ SPECS = [
 
 
 def feedback(spec: Any) -> Feedback:
-    return Feedback(spec, NAMES, SIZES, np.dtype(np.float32))
+    return Feedback(spec.always(), NAMES, SIZES, np.dtype(np.float32))
 
 
-def arrived(frames: list[Any], is_far: list[bool]) -> np.ndarray:
+def arrived(frames: list[Frame]) -> np.ndarray:
     """What the servers make of the frames, in the place of each tensor."""
     out = np.zeros(sum(SIZES), np.float32)
-    for frame, part, far in zip(frames, PARTS, is_far, strict=True):
-        dense = push.read(frame, [SIZES[t] for t in part]) if far else frame
+    for frame, part in zip(frames, PARTS, strict=True):
+        dense = push.read(frame.data, [SIZES[t] for t in part], frame.whole) if frame.coded else frame.data
         at = 0
         for t in part:
             out[ENDS[t] : ENDS[t + 1]] = dense[at : at + SIZES[t]]
@@ -60,7 +60,9 @@ def test_all_pushes_and_the_rest_are_all_gradients(spec: Any, is_far: list[bool]
     for _ in range(20):
         grad = rng.normal(size=sum(SIZES)).astype(np.float32)
         gradients += grad
-        sent += arrived(coder.frames(grad.copy()), is_far)
+        frames = coder.frames(grad.copy())
+        assert [frame.coded for frame in frames] == is_far
+        sent += arrived(frames)
     np.testing.assert_allclose(sent + worker.rest, gradients, rtol=1e-4, atol=1e-4)
     near = [t for part, far in zip(PARTS, is_far, strict=True) for t in part if not far or SIZES[t] < 256]
     for t in near:
@@ -76,6 +78,44 @@ def test_a_push_that_is_not_sent_takes_nothing() -> None:
     with pytest.raises(NonFiniteGradient, match="t2"):
         coder.frames(grad)
     assert np.array_equal(worker.rest, rest)
+
+
+@pytest.mark.parametrize("network_s_per_mb", [0.0, 1000.0])
+def test_each_tensor_of_a_push_goes_the_way_that_pays(network_s_per_mb: float) -> None:
+    worker, rng, ways = (
+        Feedback(Compression.topk(0.1), NAMES, SIZES, np.dtype(np.float32)),
+        np.random.default_rng(0),
+        [],
+    )
+    coder = DensePush(worker, PARTS, [False, True])
+    gradients, sent = np.zeros(sum(SIZES)), np.zeros(sum(SIZES))
+    for _ in range(40):
+        grad = rng.normal(size=sum(SIZES)).astype(np.float32)
+        gradients += grad
+        frames = coder.frames(grad.copy())
+        ways.append(frames[1].coded)
+        sent += arrived(frames)
+        n_bytes = len(memoryview(frames[1].data).cast("B"))
+        coder.answered(1, frames[1], 0.001 + network_s_per_mb * n_bytes / 1e6)
+    np.testing.assert_allclose(sent + worker.rest, gradients, rtol=1e-4, atol=1e-4)
+    (decision,) = coder.decisions
+    assert set(ways[:8]) == {True, False} and ways[10] is decision.compress is bool(network_s_per_mb)
+    assert "dense gradients for server 1 go" in decision.reason and "a push takes" in decision.reason
+
+
+def test_a_push_says_which_tensors_go_whole() -> None:
+    worker, grad = feedback(Compression.topk(0.1)), np.arange(sum(SIZES), dtype=np.float32)
+    coder = DensePush(worker, [list(range(len(SIZES)))], [True])
+    coder._bypass[0]._chosen = (True, False, True)  # of those that can be compressed
+    (frame,) = coder.frames(grad.copy())
+    assert frame.coded and frame.whole == (2,)
+    request = Push(1, 7, 0, 0, compressed=True, whole=frame.whole)
+    dense, _ = compressed.opened(part(), LAYOUT, request, [frame.data, b""])
+    got = np.frombuffer(dense, np.float32)
+    assert np.array_equal(got[ENDS[2] : ENDS[3]], grad[ENDS[2] : ENDS[3]])
+    assert 0 < np.count_nonzero(got[: ENDS[1]]) < SIZES[0]
+    with pytest.raises(ProtocolError, match="plain"):
+        compressed.opened(part(), LAYOUT, Push(1, 7, 0, 0, compressed=True), [frame.data, b""])
 
 
 # --- the way back -----------------------------------------------------------------------------------------------------
@@ -166,6 +206,16 @@ def test_a_server_that_restarts_begins_with_all_values() -> None:
     assert np.array_equal(worker.values, server.values)
 
 
+def test_a_worker_that_was_forgotten_gets_all_values() -> None:
+    server, workers = Server(Compression.topk(0.1)), [Worker(1), Worker(2)]
+    for worker in workers:
+        worker.take(*server.answer(worker))
+    server.mirrors.forget(1)
+    server.mirrors.forget(3)
+    server.train()
+    assert [server.answer(worker)[0] for worker in workers] == [-1, 0]
+
+
 def test_a_difference_that_is_none_changes_nothing() -> None:
     values = np.zeros(sum(SIZES), np.float32)
     with pytest.raises(BadMessage):
@@ -185,7 +235,7 @@ def part() -> Any:
 def test_a_compressed_push_is_opened_before_anything_is_stored() -> None:
     grad = np.random.default_rng(0).normal(size=sum(SIZES)).astype(np.float32)
     coder = DensePush(feedback(Compression.dct(1.0)), [list(range(len(SIZES)))], [True])
-    (frame,) = coder.frames(grad.copy())
+    frame = coder.frames(grad.copy())[0].data
     dense, rows = compressed.opened(part(), LAYOUT, Push(1, 7, 0, 0, compressed=True), [frame, b"rows"])
     assert np.array_equal(np.frombuffer(dense, np.float32), grad) and rows == b"rows"
     for bad in ([b"nonsense", b"rows"], [frame[:-1], b"rows"], [frame]):
@@ -219,34 +269,54 @@ def test_a_compressor_that_is_none_is_refused(compressor: Compressor) -> None:
         compressed.answer_pull(part(), PullDense(7, -1, 1, compressor))
 
 
+def test_a_row_push_that_would_grow_beyond_the_limit_is_refused_before_it_is_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A key of one byte stands for a row of 8 numbers."""
+    keys, none = np.arange(900), np.empty(0, np.int64)
+    grads = [RowGrad(keys, np.ones((900, 8), np.float32)), RowGrad(none, np.empty((0, 6), np.float32))]
+    frame = row_push.pack(grads, RowCoder(Compression.topk(0.1).then(Compression.int8), [8, 6]))
+    opened = 4 * (2 + 900 * 10 + 2)
+    assert len(frame) < opened / 2
+    enter = SimpleNamespace(row_average="global")
+    request = Push(1, 7, 0, 0, rows_compressed=True)
+    part: Any = SimpleNamespace(enter=enter, most_bytes=opened)
+    assert len(compressed.opened(part, LAYOUT, request, [b"", frame])[1]) == opened
+    monkeypatch.setattr(row_push.coding, "read_keys", lambda *_: pytest.fail("it was opened"))
+    part.most_bytes = opened - 1
+    with pytest.raises(ProtocolError, match="when opened"):
+        compressed.opened(part, LAYOUT, request, [b"", frame])
+
+
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("extra", [0, 1])
 @pytest.mark.parametrize("spec", [Compression.dct(0.3), Compression.fp16, Compression.int8], ids=str)
-def test_row_gradients_arrive_for_the_elements_that_were_pulled(spec: Any, extra: int) -> None:
+def test_row_gradients_arrive_and_what_does_not_waits(spec: Any, extra: int) -> None:
     rng, coder = np.random.default_rng(0), RowCoder(spec, [8, 6])
     asked = [np.sort(rng.choice(200, 30, replace=False)).astype(np.int64), np.empty(0, np.int64)]
     rows = [rng.normal(size=(len(k), g.dim)).astype(np.float32) for k, g in zip(asked, LAYOUT.groups, strict=True)]
-    frames = [coder.lend(number, asked[number], one)[0] for number, one in enumerate(rows)]
-    pulled = row_push.take(frames, asked, coder, LAYOUT)
+    pulled = row_push.take([coder.lend(one) for one in rows], asked, coder, LAYOUT)
+    assert [one.shape for one in pulled] == [(30, 8), (0, 6)] and (pulled[0] * rows[0] >= 0).all()
     used = rng.permutation(asked[0])[:20]
     grad = RowGrad(used, np.hstack([rng.normal(size=(20, 8)), np.ones((20, extra))]).astype(np.float32))
     none = RowGrad(np.empty(0, np.int64), np.empty((0, 6 + extra), np.float32))
-    words = row_push.unpack(row_push.pack([grad, none], pulled, [8, 6], spec), LAYOUT, extra)
+    coder.begin()
+    words = row_push.unpack(row_push.pack([grad, none], coder), LAYOUT, extra, 1 << 20)
+    coder.settle()
     got, nothing = unpack(words, [8 + extra, 6 + extra])
     order = np.argsort(used)
-    expected, sent = grad.values[order].copy(), pulled[0].sent
-    if sent is not None:
-        assert 0.2 < sent.mean() < 0.4
-        assert not pulled[0].values[~sent].any()
-        expected[:, :8] *= sent[np.searchsorted(asked[0], used[order])]
     assert np.array_equal(got.keys, used[order]) and not len(nothing.keys)
-    np.testing.assert_allclose(got.values, expected, rtol=1e-3, atol=0.02)
+    waits = coder._rests.plus(0, used[order], np.zeros((20, 8), np.float32))
+    got.values[:, :8] += waits
+    np.testing.assert_allclose(got.values, grad.values[order], rtol=1e-3, atol=0.02)
+    if spec.selector:
+        assert 0.2 < np.count_nonzero(waits == 0) / waits.size < 0.4
 
 
 def test_a_row_push_that_is_none_is_refused() -> None:
-    part = SimpleNamespace(enter=SimpleNamespace(row_average="global"))
+    part = SimpleNamespace(enter=SimpleNamespace(row_average="global"), most_bytes=1 << 20)
     for bad in (b"", b"nonsense" * 9):
         with pytest.raises(ProtocolError, match="a compressed push"):
             compressed.opened(part, LAYOUT, Push(1, 7, 0, 0, rows_compressed=True), [b"", bad])  # type: ignore[arg-type]

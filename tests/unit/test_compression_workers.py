@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,9 +13,9 @@ import gba_hvd
 from gba_hvd import Compression, NonFiniteGradient, StateMismatch
 from gba_hvd.allreduce import AllreduceMode
 from gba_hvd.compression import feedback
-from gba_hvd.compression.bypass import Bypass, Took
+from gba_hvd.compression.bypass import Bypass, Cost, Took, choose
 from gba_hvd.compression.exchange import DenseExchange
-from tests.unit.thread_world import TIMEOUT_S, Workers
+from tests.unit.thread_world import Workers, form_again, miss_a_result
 
 SPECS = [
     Compression.dct(0.2, refresh_every=3),
@@ -134,28 +133,7 @@ def test_a_worker_that_missed_the_result_of_a_step_settles_what_it_sent(
 ) -> None:
     spec = Compression.topk(0.2).then(Compression.int8)
     jobs = [on_host(host, compression=spec.always()) for host in "aab"]
-    others, fired = [job for job in jobs if job is not jobs[misses]], []
-
-    def miss_the_result() -> None:
-        if jobs[misses].state.step == 1 and not fired:
-            fired.append(misses)
-            deadline = time.monotonic() + TIMEOUT_S
-            while any(job.state.step < 2 for job in others) and time.monotonic() < deadline:
-                time.sleep(0.001)
-            jobs[misses].state.world.meeting.barrier.abort()
-            raise ConnectionError("the network went away")
-
-    def run_into_it(job: Any) -> None:
-        job.state.sync()
-
-        def do_not_wait_long_for_rows() -> None:
-            object.__setattr__(job.tables.config, "timeout_s", TIMEOUT_S if job.state.step != 1 else 0.01)
-
-        job.state.world.before_result = miss_the_result if job is jobs[misses] else do_not_wait_long_for_rows
-        train(job, clicks(50), 2)
-
-    workers.outcomes(jobs, run_into_it)
-    assert fired
+    miss_a_result(workers, jobs, misses, 2, lambda job: train(job, clicks(50), 2))
     go_on(jobs, workers, clicks)
     check_balance(books, jobs, spec)
     check_replicas(jobs)
@@ -184,16 +162,13 @@ def test_a_step_that_nobody_saw_decided_is_rolled_back(
 
     workers.outcomes(jobs, run_into_it)
     assert fired and {job.state.step for job in jobs} == {2}
+    form_again(jobs)
     go_on(jobs, workers, clicks)
     check_balance(books, jobs, spec)
     check_replicas(jobs)
 
 
 def go_on(jobs: list[Any], workers: Workers, clicks: Any) -> None:
-    for job in jobs:
-        object.__setattr__(job.tables.config, "timeout_s", TIMEOUT_S)
-        job.state.restore()
-        job.state.on_reset()
     workers.together(jobs, lambda job: train(job, clicks(50), 2))
     assert {job.state.step for job in jobs} == {8}
 
@@ -306,7 +281,7 @@ def test_bytes_are_counted_by_direction_mode_and_kind(
 def drive(bypass: Bypass, seconds: Callable[[bool, int], float], steps: int) -> tuple[list[bool], list[str]]:
     done, reasons = [], []
     for step in range(steps):
-        compressed = bypass.compresses_next()
+        compressed = any(bypass.tensors_next())
         took = seconds(compressed, step)
         waits = Took(10 * took, 0.0, 0.1)  # of a worker that came early
         decision = bypass.saw(compressed, [Took(took, 0.0, 0.1), waits])
@@ -318,7 +293,7 @@ def drive(bypass: Bypass, seconds: Callable[[bool, int], float], steps: int) -> 
 
 @pytest.mark.parametrize("pays", [True, False])
 def test_the_faster_way_is_taken_and_the_other_seldom_tried(pays: bool) -> None:
-    done, reasons = drive(Bypass(), lambda compressed, _: 0.010 if compressed == pays else 0.030, 3000)
+    done, reasons = drive(Bypass(["w"]), lambda compressed, _: 0.010 if compressed == pays else 0.030, 3000)
     assert set(done[:8]) == {True, False}
     assert done[8] is pays
     assert 2 <= done[8:].count(not pays) <= 0.015 * 3000
@@ -327,18 +302,80 @@ def test_the_faster_way_is_taken_and_the_other_seldom_tried(pays: bool) -> None:
 
 
 def test_a_way_that_costs_much_is_tried_less_often() -> None:
-    dear, _ = drive(Bypass(), lambda compressed, _: 0.01 if compressed else 1.0, 2000)
+    dear, _ = drive(Bypass(["w"]), lambda compressed, _: 0.01 if compressed else 1.0, 2000)
     assert dear[8:].count(False) == 0
 
 
 def test_a_link_that_changes_is_noticed() -> None:
-    done, reasons = drive(Bypass(), lambda c, step: 0.010 if c == (step < 500) else 0.011, 3000)
+    done, reasons = drive(Bypass(["w"]), lambda c, step: 0.010 if c == (step < 500) else 0.011, 3000)
     assert done[8] and not done[-1]
     assert any("as they are" in reason for reason in reasons)
 
 
 def test_a_forced_compressor_is_never_bypassed() -> None:
-    assert all(drive(Bypass(is_forced=True), lambda compressed, _: float(compressed), 100)[0])
+    assert all(drive(Bypass(["w"], is_forced=True), lambda compressed, _: float(compressed), 100)[0])
+
+
+@pytest.mark.parametrize(
+    ("cost", "s_per_byte", "compress"),
+    [
+        (Cost(0.001, 1_000_000), 1e-8, True),  # 10 ms for the bytes saved, at 100 MB/s
+        (Cost(0.001, 1_000_000), 1e-10, False),  # 0.1 ms: a fast network
+        (Cost(0.001, 10_000), 1e-8, False),  # a small tensor
+        (Cost(0.001, 0.0), 1e-3, False),
+        (Cost(0.0, 1.0), 0.0, False),
+    ],
+)
+def test_a_tensor_is_compressed_if_its_bytes_would_take_longer_than_the_coding(
+    cost: Cost, s_per_byte: float, compress: bool
+) -> None:
+    (verdict,) = choose([cost], s_per_byte)
+    assert verdict.compress is compress
+    assert f"{1000 * cost.codec_s:.2f} ms to compress" in verdict.reason
+
+
+def test_tensors_that_do_not_pay_are_bypassed_and_named() -> None:
+    """8 MB saved take 80 ms of wire; of the second tensor's coding that is not worth it."""
+    bypass, decision = Bypass(["large", "slow", "tiny"]), None
+    costs = [Cost(0.005, 7_000_000), Cost(0.050, 990_000), Cost(0.001, 10_000)]
+    assert bypass.tensors_next() == (True, True, True)
+    for _ in range(8):
+        compressed = any(bypass.tensors_next())
+        took = Took(0.010 if compressed else 0.090, 0.056 if compressed else 0.0, 0.2)
+        decision = bypass.saw(compressed, [took, took], costs if bypass.decides_next else ())
+    assert decision is not None and decision.compress and decision.changed
+    assert bypass.tensors_next() == (True, False, False)
+    assert set(decision.bypassed) == {"slow", "tiny"}
+    assert "2 of 3 tensors go as they are: slow (50.00 ms to compress, 9.90 ms for the bytes saved)" in decision.reason
+
+
+def test_nothing_is_compressed_if_no_tensor_pays() -> None:
+    bypass, decision = Bypass(["a", "b"]), None
+    for _ in range(8):
+        compressed = any(bypass.tensors_next())
+        took = Took(0.010 if compressed else 0.011, 0.02 * compressed, 0.2)
+        decision = bypass.saw(compressed, [took], [Cost(0.01, 1000.0)] * 2 if bypass.decides_next else ())
+    assert decision is not None and not decision.compress and not decision.bypassed
+    assert bypass.tensors_next() == (False, False)
+
+
+def test_a_tensor_that_is_bypassed_alone_takes_its_rest_along(
+    workers: Workers, on_host: Any, clicks: Any, books: Books, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = [(False, True, True), (True, True, True), (True, False, True), (False,) * 3, (True, True, True)]
+
+    def in_turn(self: Bypass) -> tuple[bool, ...]:
+        return turns[self._n_seen % len(turns)]  # 10 before the last of the 12 steps
+
+    monkeypatch.setattr(Bypass, "tensors_next", in_turn)
+    spec = Compression.topk(0.1)
+    jobs = [on_host(host, compression=spec) for host in "aab"]
+    workers.together(jobs, lambda job: train(job, clicks(50), 3))
+    check_balance(books, jobs, spec)
+    check_replicas(jobs)
+    first, second, _ = jobs[0].state.engine.compression._all.spans
+    waiting = [[job.state.engine.compression.feedback.rest[span.at].any() for job in jobs] for span in (first, second)]
+    assert not any(waiting[0]) and any(waiting[1])
 
 
 def test_all_workers_bypass_alike_and_lose_nothing(

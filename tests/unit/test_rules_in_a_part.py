@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from gba_hvd import SGD, BadInput
+from gba_hvd import SGD, BadInput, Compression
+from gba_hvd.compression.mirror import Mirrors
 from gba_hvd.gradients import RowGrad, pack_by_owner
 from gba_hvd.ps.dense import DenseReader
 from gba_hvd.ps.part import Limits, Part
 from gba_hvd.ps.protocol import Apply, Endpoint, Enter, PlannedMember, Position
+from gba_hvd.ps.server import part_state
 from gba_hvd.rules.dana_zero import DanaZero
 from gba_hvd.shard.layout import Layout
 from gba_hvd.shard.memory import ShardMemory
@@ -62,10 +64,12 @@ def make_part(tmp_path: Path) -> Iterator[Callable[..., Part]]:
     memory.close()
 
 
-def train(part: Part, step: int, worker: int, living: Sequence[int] = WORKERS) -> None:
+def train(
+    part: Part, step: int, worker: int, living: Sequence[int] = WORKERS, residual: Sequence[np.ndarray] = ()
+) -> None:
     none = RowGrad(np.empty(0, np.int64), np.empty((0, 4), np.float32))
     rows = pack_by_owner([none], np.zeros(3, np.int32), 1)[0]
-    assert part.push(step, step, [frame(GRADIENT), frame(rows)], step - 1, worker)
+    assert part.push(step, step, [frame(GRADIENT), frame(rows), *map(frame, residual)], step - 1, worker)
     applied = part.apply(Apply(1, step, [PlannedMember(step, step, 1.0)], 1.0, 0.1, [LR], 0, list(living)))
     assert (applied.failed, applied.missing, applied.missed) == ("", [], 0)
 
@@ -175,3 +179,30 @@ def test_an_optimizer_without_momentum_is_refused_before_anything_is_taken_over(
     with pytest.raises(BadInput, match="group 0 of SGD has none"):
         make_part("dana_zero", momentum=0.0)
     assert not (tmp_path / "dense").exists()
+
+
+def test_who_is_gone_is_forgotten_with_the_next_step(make_part: Callable[..., Part]) -> None:
+    part, newcomer = make_part("none"), 33
+    part.mirrors = Mirrors(Compression.topk(0.5), ["w"], [N])
+    for worker in (*WORKERS, newcomer):
+        part.mirrors.answer(worker, -1, START, 0)
+    train(part, 1, 11)
+    assert [part.mirrors.step_of(worker) for worker in (*WORKERS, newcomer)] == [0, 0, 0]
+    train(part, 2, 11, living=[11])
+    assert [part.mirrors.step_of(worker) for worker in (*WORKERS, newcomer)] == [0, -1, 0]
+
+
+def test_a_residual_counts_from_the_step_of_its_push_on_and_outlives_the_server(make_part: Callable[..., Part]) -> None:
+    part, (first, second, third) = make_part("none"), np.eye(3, 8, dtype=np.float32)
+    part.residuals.came(11, frame(first))
+    train(part, 1, 11, residual=[second])
+    none = pack_by_owner([RowGrad(np.empty(0, np.int64), np.empty((0, 4), np.float32))], np.zeros(3, np.int32), 1)[0]
+    assert part.push(2, 2, [frame(GRADIENT), frame(none), frame(third)], 1, 11)  # it waits
+    np.testing.assert_array_equal(state_codec.decode(part_state(part))["rest"], second)
+    again = make_part("none", resumed=True)
+    np.testing.assert_array_equal(state_codec.decode(part_state(again))["rest"], second)
+    train(again, 2, 22)
+    train(again, 3, 22, living=[22])
+    assert state_codec.decode(part_state(again))["rest"] is None
+    again.forget_worker(22, finished=True)
+    assert again.residuals.workers == []

@@ -5,7 +5,6 @@ That workers die is for the tests of real processes.
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 
 import gba_hvd
 from gba_hvd import NonFiniteGradient, ShardMemoryError, StateMismatch
-from tests.unit.thread_world import TIMEOUT_S, Workers
+from tests.unit.thread_world import Workers, miss_a_result
 
 
 def rows_of(jobs: list[Any]) -> dict[str, np.ndarray]:
@@ -157,35 +156,8 @@ def test_a_worker_that_missed_the_result_of_a_step_applies_what_it_holds(
 ) -> None:
     """Its neighbours saw the step decided and have applied it: nobody goes back, and the step counts once."""
     jobs = [on_host(host) for host in hosts]
-    others = [job for job in jobs if job is not jobs[misses]]
-    fired = []
-
-    def miss_the_result() -> None:
-        if jobs[misses].state.step == 1 and not fired:
-            fired.append(misses)
-            deadline = time.monotonic() + TIMEOUT_S
-            while any(job.state.step < 2 for job in others) and time.monotonic() < deadline:
-                time.sleep(0.001)
-            jobs[misses].state.world.meeting.barrier.abort()
-            raise ConnectionError("the network went away")
-
-    def run_into_it(job: Any) -> None:
-        job.state.sync()
-
-        def do_not_wait_long_for_rows() -> None:
-            object.__setattr__(job.tables.config, "timeout_s", TIMEOUT_S if job.state.step != 1 else 0.01)
-
-        job.state.world.before_result = miss_the_result if job is jobs[misses] else do_not_wait_long_for_rows
-        train(job, clicks(50), 2)
-
-    outcomes = workers.outcomes(jobs, run_into_it)
-    assert fired
-    assert all(isinstance(outcome, Exception) for outcome in outcomes)
+    miss_a_result(workers, jobs, misses, 2, lambda job: train(job, clicks(50), 2))
     assert [job.state.step for job in jobs] == [1 if rank == misses else 2 for rank in range(len(jobs))]
-    for job in jobs:
-        object.__setattr__(job.tables.config, "timeout_s", TIMEOUT_S)
-        job.state.restore()
-        job.state.on_reset()
     workers.together(jobs, lambda job: train(job, clicks(50), 2))
     alone = on_host("alone")
     workers.together([alone], lambda job: train(job, clicks(50), 2))

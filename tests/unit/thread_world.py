@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -95,3 +96,44 @@ class Workers:
             thread.join(2 * TIMEOUT_S)
             assert not thread.is_alive()
         return results
+
+
+def miss_a_result(
+    workers: Workers, jobs: list[Any], misses: int, step: int, train: Callable[[Any], Any]
+) -> list[Exception]:
+    """All train; one worker does not hear that this step was decided, which the others apply. What they raised.
+
+    Afterwards they may form a world again.
+    """
+    others, fired = [job for job in jobs if job is not jobs[misses]], []
+
+    def miss() -> None:
+        if jobs[misses].state.step == step - 1 and not fired:
+            fired.append(misses)
+            deadline = time.monotonic() + TIMEOUT_S
+            while any(job.state.step < step for job in others) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            jobs[misses].state.world.meeting.barrier.abort()
+            raise ConnectionError("the network went away")
+
+    def run_into_it(job: Any) -> None:
+        job.state.sync()
+
+        def do_not_wait_long_for_rows() -> None:
+            object.__setattr__(job.tables.config, "timeout_s", TIMEOUT_S if job.state.step != step - 1 else 0.01)
+
+        job.state.world.before_result = miss if job is jobs[misses] else do_not_wait_long_for_rows
+        train(job)
+
+    raised = workers.outcomes(jobs, run_into_it)
+    assert fired and all(isinstance(outcome, Exception) for outcome in raised), raised
+    form_again(jobs)
+    return raised
+
+
+def form_again(jobs: list[Any]) -> None:
+    """After a failure, as Horovod's loop does it."""
+    for job in jobs:
+        object.__setattr__(job.tables.config, "timeout_s", TIMEOUT_S)
+        job.state.restore()
+        job.state.on_reset()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from . import allreduce, checkpoint, compression, delay, gba, membership, ps, quality, recovery, shadow, switch
+from . import allreduce, checkpoint, compression, delay, gba, membership, ps, quality, recovery, rows, shadow, switch
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-BENCHMARKS = (allreduce, checkpoint, compression, delay, gba, membership, ps, quality, recovery, shadow, switch)
+BENCHMARKS = (
+    allreduce, checkpoint, compression, delay, gba, membership, ps, quality, recovery, rows, shadow, switch,
+)  # fmt: skip
 
 
 def add_parser(subparsers: Subparsers) -> None:

@@ -14,36 +14,15 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
-
 from . import small_ctr
 
 HIDDEN = {"wide": (3136, 3136), "small": (512, 256)}
 BATCH = {"wide": 64, "dlrm": 1024, "small": 256}  # of one worker
 PATIENCE_S = 300.0
-
-
-class Tower(nn.Module):
-    """An MLP over all embeddings and the dense features of `small_ctr`."""
-
-    def __init__(self, model: str) -> None:
-        super().__init__()
-        widths = (len(small_ctr.FIELDS) * small_ctr.DIM + small_ctr.N_DENSE, *HIDDEN[model])
-        layers: list[nn.Module] = []
-        for n_in, n_out in pairwise(widths):
-            layers += [nn.Linear(n_in, n_out), nn.ReLU()]
-        self.layers = nn.Sequential(*layers, nn.Linear(widths[-1], 1))
-
-    def forward(self, dense: Tensor, rows: Tensor) -> Tensor:
-        """dense: [B, 4], rows: [B, 8, 8] -> logits [B]"""
-        logits: Tensor = self.layers(torch.cat([rows.flatten(1), dense], dim=1))
-        return logits.squeeze(1)
 
 
 @dataclass(frozen=True)

@@ -22,14 +22,14 @@ COMPRESSION = {
     "int8": gba_hvd.Compression.int8,
     "topk": gba_hvd.Compression.topk(0.01).then(gba_hvd.Compression.fp16),
     "dct": gba_hvd.Compression.dct(0.01).then(gba_hvd.Compression.int8),
-    "dct_rows": gba_hvd.Compression.dct(0.1, drift=1.25).then(gba_hvd.Compression.int8),
+    "dct_rows": gba_hvd.Compression.dct(0.02, drift=1.25).then(gba_hvd.Compression.int8),
 }
 
 
 class Model(nn.Module):
     def __init__(self, tables: gba_hvd.EmbeddingTables, name: str) -> None:
         super().__init__()
-        self.tables, self.tower = tables, compressed_model.Tower(name)
+        self.tables, self.tower = tables, small_ctr.Tower(compressed_model.HIDDEN[name])
 
     def forward(self, batch: gba_hvd.Batch) -> Tensor:
         logits: Tensor = self.tower(batch.dense, self.tables.stacked(batch.ids))

@@ -22,7 +22,7 @@ class Model(nn.Module):
         self.table = nn.Embedding(sum(small_ctr.TABLES.values()), small_ctr.DIM)
         nn.init.normal_(self.table.weight, std=small_ctr.INIT_STD)
         self.first_rows = small_ctr.first_rows()
-        self.tower = compressed_model.Tower(name)
+        self.tower = small_ctr.Tower(compressed_model.HIDDEN[name])
 
     def forward(self, ids: Tensor, dense: Tensor) -> Tensor:
         logits: Tensor = self.tower(dense, self.table((ids + self.first_rows).T))

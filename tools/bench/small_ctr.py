@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -31,9 +31,9 @@ LEARNING_RATE, EPS = 0.05, 1e-8
 class Tower(nn.Module):
     """The dense part: an MLP over all embeddings and the dense features."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: Sequence[int] = HIDDEN) -> None:
         super().__init__()
-        widths = (len(FIELDS) * DIM + N_DENSE, *HIDDEN)
+        widths = (len(FIELDS) * DIM + N_DENSE, *hidden)
         layers: list[nn.Module] = []
         for n_in, n_out in pairwise(widths):
             layers += [nn.Linear(n_in, n_out), nn.ReLU()]

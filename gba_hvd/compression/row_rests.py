@@ -1,0 +1,69 @@
+"""What was not sent of row gradients: added to the row's next gradient, kept for as many rows as the memory allows.
+
+A table may have more rows than a worker has memory, so this is a table of slots: each row has one place, and a row that
+comes to a place takes it from the one before, whose rest is lost (`lost` says how much). Rows that come often are there
+when they come again; of those that come seldom little would be gained.
+
+What is new is *pending* until `settle`: a step that is computed again finds what it had. Nothing of this is in
+checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+_BUDGET_BYTES = 64 << 20
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio: spreads near keys
+
+
+class RowRests:
+    """One worker's, by group of tables. Not thread-safe. dims: of the groups' rows; budget_bytes: for all of them."""
+
+    def __init__(self, dims: Sequence[int], budget_bytes: int = _BUDGET_BYTES) -> None:
+        room = [max(2, budget_bytes // len(dims) // (8 + 4 * dim)) for dim in dims]
+        self._bits = [n.bit_length() - 1 for n in room]
+        self._dims = list(dims)
+        self._keys: list[np.ndarray | None] = [None] * len(dims)  # int64 [slots], -1: free; made when first used
+        self._rests: list[np.ndarray] = [np.empty((0, dim), np.float32) for dim in dims]
+        self._pending: list[tuple[int, np.ndarray, np.ndarray]] = []
+        self.lost = 0.0  # sum of |rest| of rows that had to make room
+
+    def begin(self) -> None:
+        """A step: `plus` and `keep` follow, then `settle` if it is decided."""
+        self._pending.clear()
+
+    def plus(self, group: int, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """values float32 [n, dim] of these rows (int64 [n], distinct), and what waits for them."""
+        known = self._keys[group]
+        if known is None:
+            return values.copy()
+        at = self._slots(group, keys)
+        here = known[at] == keys
+        found = values.copy()
+        found[here] += self._rests[group][at[here]]
+        return found
+
+    def keep(self, group: int, keys: np.ndarray, rests: np.ndarray) -> None:
+        """What waits for these rows from now on, float32 [n, dim]."""
+        self._pending.append((group, keys, rests))
+
+    def settle(self) -> None:
+        """The step is decided."""
+        for group, keys, rests in self._pending:
+            if self._keys[group] is None:
+                self._keys[group] = np.full(1 << self._bits[group], -1, np.int64)
+                self._rests[group] = np.zeros((1 << self._bits[group], self._dims[group]), np.float32)
+            known, at = self._keys[group], self._slots(group, keys)
+            assert known is not None
+            others = at[(known[at] != keys) & (known[at] >= 0)]
+            self.lost += float(np.abs(self._rests[group][np.unique(others)]).sum(dtype=np.float64))
+            known[at], self._rests[group][at] = keys, rests
+            beaten = known[at] != keys  # two of these rows have one place
+            self.lost += float(np.abs(rests[beaten]).sum(dtype=np.float64))
+        self._pending.clear()
+
+    def _slots(self, group: int, keys: np.ndarray) -> np.ndarray:
+        hashed = (keys.astype(np.uint64) * _GOLDEN) >> np.uint64(64 - self._bits[group])
+        return hashed.astype(np.int64)
