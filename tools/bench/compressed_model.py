@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from . import small_ctr
 
 HIDDEN = {"wide": (3136, 3136), "small": (512, 256)}
