@@ -120,10 +120,11 @@ class Cluster:
         return self
 
     def end(self) -> None:
-        """Kill whatever of this job still lives."""
+        """Kill whatever of this job still lives, but who cleans up behind the launcher: it ends by itself."""
         for pid in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                if b"multiprocessing.resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, signal.SIGKILL)
         if self.launcher is not None:
             self.launcher.kill()
             self.launcher.wait(10)
