@@ -19,16 +19,7 @@ from statistics import median
 
 import numpy as np
 
-_FIRST = (
-    True,
-    False,
-    True,
-    False,
-    True,
-    False,
-    True,
-    False,
-)  # which steps are compressed; the first two are not counted
+_FIRST = (True, False) * 4  # which steps are compressed; the first two are not counted
 _UNCOUNTED = 2
 _TRY_STEPS, _TRY_SHARE = 2, 0.005
 _BETWEEN, _BETWEEN_MOST = 200, 50_000
