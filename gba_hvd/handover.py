@@ -348,6 +348,7 @@ def retire_servers(job: str, key: bytes, folder: Path, host: int) -> None:
                 process.kill(folder, index)
             finally:
                 client.close()
+        session.unlink(missing_ok=True)  # a server that heard it has written down that it is idle
 
 
 def _refuse_what_servers_cannot_do(engine: Engine) -> None:

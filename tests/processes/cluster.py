@@ -28,7 +28,7 @@ NAMES = ("localhost", "127.0.0.1", socket.gethostname())  # Horovod counts these
 
 
 def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
-    """Poll until the condition gives something true; fail naming what did not come. Takes a tenth of a core at most."""
+    """Poll until the condition gives something true; fail naming what did not come. Leaves the job most of the core."""
     deadline = time.monotonic() + timeout_s
     while True:
         asked = time.monotonic()
@@ -38,7 +38,7 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -
         now = time.monotonic()
         if now > deadline:
             raise AssertionError(f"waited {timeout_s:.0f} s in vain for {what}")
-        time.sleep(max(0.05, 9 * (now - asked)))
+        time.sleep(min(0.5, max(0.05, 9 * (now - asked))))
 
 
 @dataclass
