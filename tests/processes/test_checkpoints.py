@@ -45,7 +45,7 @@ def kill_all(job: Cluster) -> None:
     job.assert_nothing_left_but_memory()
 
 
-@pytest.mark.parametrize("mode", ["allreduce", "gba"])
+@pytest.mark.parametrize("mode", ["allreduce", pytest.param("gba", marks=pytest.mark.variant)])
 def test_a_job_that_was_killed_goes_on_as_if_nothing_had_happened(
     reference: dict[str, np.ndarray], tmp_path: Path, mode: str
 ) -> None:

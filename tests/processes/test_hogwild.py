@@ -255,6 +255,7 @@ def test_a_worker_that_dies_with_several_micro_batches_in_hand_costs_no_sample(t
         assert_one_model_and_every_sample_once(job, epochs=6)
 
 
+@pytest.mark.variant
 def test_a_worker_with_threads_that_falls_out_of_the_mode_comes_back(tmp_path: Path) -> None:
     fault = {"point": "before push", "step": 1, "rank": 1, "do": "lose the result"}
     schedule = [fault.entry() for fault in FaultSchedule().serve(seconds=0.05).faults]

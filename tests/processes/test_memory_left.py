@@ -57,7 +57,7 @@ def end_all_workers(job: Cluster) -> None:
     job.launcher.wait(10)
 
 
-@pytest.mark.parametrize("mode", ["allreduce", "gba"])
+@pytest.mark.parametrize("mode", ["gba", pytest.param("allreduce", marks=pytest.mark.variant)])
 def test_a_job_goes_on_from_memory_as_if_nothing_had_happened(
     reference: dict[str, np.ndarray], tmp_path: Path, mode: str
 ) -> None:
@@ -74,6 +74,7 @@ def test_a_job_goes_on_from_memory_as_if_nothing_had_happened(
         job.assert_nothing_left()
 
 
+@pytest.mark.variant
 def test_a_job_of_one_worker_that_was_interrupted_goes_on_from_memory(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "allreduce")
     plan["faults"] = [{"point": "before exchange", "step": KILLED_AT, "rank": 0, "do": "int"}]

@@ -22,6 +22,7 @@ def dense_of(outcome: Outcome) -> dict[str, np.ndarray]:
     return {name: values for name, values in outcome.arrays.items() if name.startswith("dense.")}
 
 
+@pytest.mark.variant
 def test_dana_zero_and_dana_slim_train_the_same_model(tmp_path: Path) -> None:
     """In lock-step. What DANA-Zero shows is what DANA-Slim has, so rows and dense values come out the same."""
     zero = train_alone(tmp_path / "zero", WHOLE_STEPS, mode="gba", lookahead=0, rule="dana_zero")

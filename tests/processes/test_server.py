@@ -341,6 +341,7 @@ def test_a_server_killed_while_it_takes_over_takes_over_when_asked_again(tmp_pat
         host.close()
 
 
+@pytest.mark.variant
 def test_a_port_that_was_taken_meanwhile_is_named(tmp_path: Path) -> None:
     host = Host(tmp_path, job="port")
     client = Client(host.job, host.key, host.endpoints, 0, host.folder, timeout_s=PATIENCE_S)

@@ -197,6 +197,7 @@ def test_a_worker_that_breaks_off_its_loop_keeps_nobody_waiting(tmp_path: Path) 
         assert_learned(job)
 
 
+@pytest.mark.variant
 def test_a_worker_whose_replica_comes_too_late_is_told_so(tmp_path: Path) -> None:
     faults = [
         {"point": "before handing in", "step": 1, "rank": 1, "do": "wait for", "file": "fault-1"},
@@ -212,6 +213,7 @@ def test_a_worker_whose_replica_comes_too_late_is_told_so(tmp_path: Path) -> Non
         assert_one_model(job, epochs=3)
 
 
+@pytest.mark.variant
 def test_a_worker_that_leaves_the_mode_after_the_first_server_died_gets_what_the_others_got(tmp_path: Path) -> None:
     faults = [
         {"point": "after handing in", "step": 1, "rank": 1, "do": "wait for", "file": "fault-1"},
