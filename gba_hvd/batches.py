@@ -184,6 +184,7 @@ def _leases(source: _Source, state: TorchState, mode: GbaMode) -> Generator[Any,
         engine.leases = None
         ahead.close()
     if given.instead == "finished":
+        state.tell_of_membership()  # this worker may be rank 0 by now
         handover.take_dense_state(engine, mode, leaving=False)
         engine.observe(given.position)
         return True

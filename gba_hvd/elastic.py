@@ -438,6 +438,8 @@ class TorchState:
         if self.engine.compression is not None:
             self._gone.append(self.engine.compression.count_lost(world, True))
         self._met.append((joined, world))
+        if isinstance(self.engine.mode, GbaMode):
+            self.engine.mode.rank = world.rank  # last: from then on the servers count on it
         return joined.membership
 
     def _join_asynchronous(self, joined: membership.Joined) -> None:

@@ -276,8 +276,6 @@ def _join_asynchronous(engine: Engine, world: World, facts: list[Facts], source:
             engine.mode.close()
         handover.start(engine, session, world.rank, mine.host)
         assert not memory.is_closed
-    elif isinstance(engine.mode, GbaMode):
-        engine.mode.rank = world.rank
     number = max(f.membership for f in facts)
     return Joined(session.job, source, len(members.order), leads, True, 0, 0, mine.host, True, number)
 

@@ -115,6 +115,12 @@ PATCHES = (
         "hvd.init() can be called again after it failed",
     ),
     Patch(
+        "third_party/gloo/gloo/transport/tcp/pair.h",
+        "        timeout_ * 5,\n",
+        "        timeout_,\n",
+        "a worker that waits for one that died while the world formed gives up after 30 s, not 150",
+    ),
+    Patch(
         "horovod/runner/elastic/driver.py",
         "                    self._notify_workers_host_changes(self._host_manager.current_hosts, update_res)\n",
         "                    changes = (self._host_manager.current_hosts, update_res)\n"

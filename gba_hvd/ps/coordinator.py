@@ -43,6 +43,7 @@ class _Handed:
 # Training ends when so many gradients in a row, of all workers, were not finite: steps, and micro-batches.
 _PATIENCE = 4  # a lease may take so many times what the worker's micro-batches took, however short `lease_s` is
 _REFUSED_STEPS, _REFUSED_AT_LEAST = 3, 100
+_CHIEF_S = 90.0  # so long an epoch's end waits for a world that has a rank 0
 
 
 @dataclass
@@ -89,6 +90,7 @@ class Coordinator:
         self._refused_in_a_row = 0
         self._ending = False
         self.lags: dict[int, int] = {}  # counted by the part of this server
+        self._chief_died_s: float | None = None  # until another worker is rank 0
         self._left_early: set[int] = set()  # workers that ask for the next epoch already
         self.gathered = -1  # the last phase for which all living workers handed in their replicas (`shadow`)
         self._handed: dict[int, int] = {}  # by worker: the last phase
@@ -141,7 +143,7 @@ class Coordinator:
             lease = GivenLease(answer.micro, answer.serial, answer.token, answer.n_samples)
             return Given(self.position(), lease)
         if isinstance(answer, Finished):
-            return Given(self.position(), None, "finished")
+            return None if self._awaits_chief() else Given(self.position(), None, "finished")
         if isinstance(answer, Drained):
             return Given(self.position(), None, "drained")
         return None
@@ -202,6 +204,8 @@ class Coordinator:
         if seen is None:
             seen = self.workers[request.worker] = WorkerSeen(request.rank, request.host, request.pid, self._clock())
         seen.rank, seen.heard_s, seen.silent = request.rank, self._clock(), False
+        if request.rank == 0:
+            self._chief_died_s = None
         self.ledger.join(request.worker)
         if request.hosts_updated and not self._ending:
             self.world += 1
@@ -216,9 +220,16 @@ class Coordinator:
         """The worker is gone: the others form a new world."""
         self._handed.pop(worker, None)
         self.ledger.leave(worker)
-        self.workers.pop(worker, None)
+        seen = self.workers.pop(worker, None)
         if not self._ending:
             self.world += 1
+            if seen is not None and seen.rank == 0:
+                self._chief_died_s = self._clock()
+
+    def _awaits_chief(self) -> bool:
+        """After an epoch there is work for rank 0 alone: if it has died, the others wait until another worker is."""
+        died_s = self._chief_died_s
+        return died_s is not None and not self._ending and self._clock() - died_s < _CHIEF_S
 
     def fall_silent(self) -> list[int]:
         """Take the leases of workers that are not heard of; returns the silent ones, whose processes may be dead."""

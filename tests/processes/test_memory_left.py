@@ -133,6 +133,7 @@ def test_the_server_saves_what_it_has_before_the_memory_goes(
     reference: dict[str, np.ndarray], tmp_path: Path, mode: str
 ) -> None:
     plan = plan_of(tmp_path, mode)
+    plan["checkpoint"]["lease_s"] = 1.0
     with cluster(tmp_path / "first", {"GBA_HVD_GRACE_S": "6"}, **plan) as job:
         run_until_the_worker_is_killed(job)
         stood = job.last_step()
@@ -142,7 +143,6 @@ def test_the_server_saves_what_it_has_before_the_memory_goes(
     assert isinstance(newest, Chain)
     assert newest.newest.step >= stood >= KILLED_AT - 1
     assert newest.newest.about["last_gasp"]
-    plan["checkpoint"]["lease_s"] = 1.0
     for name in ("faults", "wait_at_step", "sleep_s"):
         plan.pop(name, None)
     with cluster(tmp_path / "second", **plan) as job:

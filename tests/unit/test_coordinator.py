@@ -319,3 +319,29 @@ def test_a_phase_that_is_over_stays_over_after_a_restart():
     successor.resume(msgspec.msgpack.decode(msgspec.msgpack.encode(coordinator.state()), strict=False))
     assert handed_in(successor, 2)
     assert not handed_in(successor, 2, phase=3)
+
+
+def test_an_epoch_is_not_over_while_its_chief_is_dead_and_no_other_worker_is_rank_0() -> None:
+    clock = Clock()
+    coordinator = a_coordinator(clock)
+    for worker in (0, 1):
+        coordinator.beat(beat(worker))
+    finish_epoch(coordinator, 0)
+    coordinator.dead(0)
+    assert coordinator.ask(ask(1, 50)) is None
+    coordinator.beat(Beat(1, 0, 0, 1001, GENERATION))
+    answer = coordinator.ask(ask(1, 51))
+    assert isinstance(answer, Given) and answer.instead == "finished"
+
+
+def test_an_epoch_does_not_wait_for_ever_for_a_chief() -> None:
+    clock = Clock()
+    coordinator = a_coordinator(clock)
+    for worker in (0, 1):
+        coordinator.beat(beat(worker))
+    finish_epoch(coordinator, 0)
+    coordinator.dead(0)
+    assert coordinator.ask(ask(1, 50)) is None
+    clock.now += 100
+    coordinator.beat(beat(1))
+    assert isinstance(coordinator.ask(ask(1, 51)), Given)
