@@ -225,7 +225,7 @@ def test_a_round_that_fails_is_dropped_and_the_next_world_goes_on():
 def test_a_world_that_ends_frees_the_round_that_waits_in_it():
     worker = Worker([1.0, 2.0], Servers(2))
     worker.rounds.start(World(Meeting(2), 0))  # the other one never comes
-    time.sleep(0.05)
+    wait_for(lambda: worker.rounds._in_horovod, "the round that waits")
     began_s = time.monotonic()
     worker.rounds.world_ends()
     assert time.monotonic() - began_s < 5
