@@ -21,8 +21,8 @@ from torch import Tensor
 
 from gba_hvd.errors import BadInput, GbaError, HorovodMissing
 
-_POLL_S = 50e-6
-_PATIENT_POLL_S = 1e-3  # where training does not wait for the result
+_POLL_S = 50e-6  # at first; then a twentieth of the time waited so far, so that a long wait takes no core
+_PATIENT_POLL_S = 1e-3  # at most, and where training does not wait for the result
 _ASK_AGAIN_S = 0.5
 _LENGTH = 8
 _PIECE_BYTES = 1 << 30  # Gloo counts the bytes of a broadcast in 32 bits
@@ -151,11 +151,13 @@ class HorovodWorld:
 
     def _wait(self, handle: Any, given_up: Callable[[], bool] | None = None) -> Any:
         """The result of an operation. Horovod's own wait spins: it takes the core from whom it waits for."""
+        asked_s = time.perf_counter()
         while not self._hvd.poll(handle):
             if given_up is not None and given_up():
                 _given_up.append(handle)
                 raise WorldLeft("this worker leaves the world")
-            time.sleep(_POLL_S if given_up is None else _PATIENT_POLL_S)
+            waited_s = time.perf_counter() - asked_s
+            time.sleep(min(max(_POLL_S, waited_s / 20), _PATIENT_POLL_S) if given_up is None else _PATIENT_POLL_S)
         return self._hvd.synchronize(handle)
 
 

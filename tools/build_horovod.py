@@ -120,6 +120,21 @@ PATCHES = (
         "        timeout_,\n",
         "a worker that waits for one that died while the world formed gives up after 30 s, not 150",
     ),
+    # As BUILD_FLAGS has it.
+    *(
+        Patch(
+            "horovod/common/util.py",
+            f"def {what}_built(verbose=False):\n"
+            "    for ext_base_name in EXTENSIONS:\n"
+            f"        built_fn = lambda ext: ext.{what}_built()\n",
+            f"def {what}_built(verbose=False):\n"
+            f"    return {built}\n"
+            "    for ext_base_name in EXTENSIONS:\n"
+            f"        built_fn = lambda ext: ext.{what}_built()\n",
+            "horovodrun knows what it was built with: without it, it imports torch once or twice to ask, 1.5 s each",
+        )
+        for what, built in (("gloo", True), ("mpi", False))
+    ),
     Patch(
         "horovod/runner/elastic/driver.py",
         "                    self._notify_workers_host_changes(self._host_manager.current_hosts, update_res)\n",
@@ -128,6 +143,14 @@ PATCHES = (
         "                    threading.Thread(target=tell, args=changes, daemon=True).start()\n",
         "the launcher tells rank 0 of changed hosts without holding the lock that a new world needs: without it, "
         "survivors wait for minutes when the host of rank 0 is switched off or cut off",
+    ),
+    Patch(
+        "horovod/runner/elastic/driver.py",
+        "                            for slot_info in slots])\n",
+        "                            for slot_info in slots\n"
+        "                            if (host, slot_info.local_rank) not in self._worker_registry.get('FAILURE')])\n",
+        "a worker that died is started again also when the cooldown of its host ends while the launcher looks for "
+        "hosts: without it, the launcher takes it for alive, and no world forms any more",
     ),
 )
 

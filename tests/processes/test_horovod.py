@@ -6,8 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -69,3 +72,59 @@ def test_a_worker_that_dies_while_the_world_forms_does_not_take_the_others_along
     assert survivor.returncode == 0, errors
     assert "initialization failed" in said
     assert said.endswith("a world of 1\n")
+
+
+class SlowDiscovery:
+    """Two hosts. Once `slow` is set, asking takes until `answer` is."""
+
+    def __init__(self) -> None:
+        self.slow, self.asked, self.answer = threading.Event(), threading.Event(), threading.Event()
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        if self.slow.is_set():
+            self.asked.set()
+            assert self.answer.wait(PATIENCE_S)
+        return {"stays": 1, "dies": 1}
+
+
+class Launches:
+    """Workers, as the launcher sees them: one of host "dies" does so when it is told to, once."""
+
+    def __init__(self) -> None:
+        self.hosts: list[str] = []
+        self.die, self.end = threading.Event(), threading.Event()
+
+    def __call__(self, slot: Any, events: list[threading.Event]) -> tuple[int, float]:
+        self.hosts.append(slot.hostname)
+        if self.hosts.count("dies") == 1 and slot.hostname == "dies":
+            assert self.die.wait(PATIENCE_S)
+            return 1, time.time()
+        assert self.end.wait(PATIENCE_S)
+        return 0, time.time()
+
+
+def test_a_worker_that_died_is_started_again_although_its_host_is_taken_back_at_once() -> None:
+    """The launcher waits for an answer about hosts when it forms the next world; meanwhile the cooldown ends."""
+    from horovod.runner.elastic.driver import ElasticDriver
+
+    discovery, launches, rendezvous = SlowDiscovery(), Launches(), Mock()
+    driver = ElasticDriver(rendezvous, discovery, min_num_proc=1, max_num_proc=2, cooldown_range=(1, 1))
+    driver.wait_for_available_slots(2)
+    driver.start(2, launches)
+    assert sorted(launches.hosts) == ["dies", "stays"]
+    discovery.slow.set()
+    assert discovery.asked.wait(PATIENCE_S)
+    launches.die.set()
+    survivor = threading.Thread(target=driver.record_ready, args=("stays", 0), daemon=True)
+    survivor.start()
+    hosts = driver._host_manager._hosts_state
+    wait_for(
+        lambda: hosts["dies"].is_blacklisted() and hosts["dies"].is_resurrected(), "the cooldown's end", PATIENCE_S
+    )
+    discovery.answer.set()
+    survivor.join(PATIENCE_S)
+    launches.end.set()
+    driver.stop()
+    assert not survivor.is_alive(), "the next world was not formed"
+    assert driver.world_size() == 2
+    assert launches.hosts.count("dies") == 2, "the worker that died was taken for alive"
