@@ -112,8 +112,8 @@ def _steps(source: _Source, state: TorchState) -> Generator[Any, None, bool]:
     first = engine.cursor.steps_done if engine.cursor.epoch == source.epoch else 0
     for step in range(first, cut.n_steps):
         state.stop_if_interrupted()
-        state.save_if_due()
-        state.keep_state()
+        state.saving.save_if_due()
+        state.saving.keep_state()
         if engine.switch_to is not None:
             (mode, reason), engine.switch_to = engine.switch_to, None
             if engine.cursor.epoch != source.epoch:
@@ -136,7 +136,7 @@ def _steps(source: _Source, state: TorchState) -> Generator[Any, None, bool]:
             engine.close_step()
         if engine.cursor.steps_done != step + 1:
             raise GbaError(f"step {engine.step + 1} was not applied: leave the loop over batches when a step raises")
-    state.keep_state()
+    state.saving.keep_state()
     return True
 
 
@@ -153,8 +153,8 @@ def _leases(source: _Source, state: TorchState, mode: GbaMode) -> Generator[Any,
         rows = mode.fetch_rows(keys_by_group(engine.tables, [source.find_ids(batch)])) if mode.several_hosts else []
         return given, batch, rows
 
-    state.take_snapshot()
-    state.watch_membership()
+    state.saving.epoch_begins(mode)
+    state.newcomers.watch()
     engine.leases = ahead = Ahead(fetch)
     try:
         while True:
@@ -165,11 +165,11 @@ def _leases(source: _Source, state: TorchState, mode: GbaMode) -> Generator[Any,
             if rows:
                 mode.use_rows(rows)
             got_s = time.perf_counter()
-            state.tell_of_membership()
+            state.newcomers.tell()
             engine.observe(mode.position)
             # Before the micro-batch begins: whoever waits here for a checkpoint takes part in the rounds of the others.
-            state.save_asynchronously_if_due()
-            state.leave_asynchronously_if_told()
+            state.saving.save_asynchronously_if_due()
+            state.saving.leave_asynchronously_if_told()
             begun_s = time.perf_counter()
             engine.begin_lease(given.lease, source.cut, source.epoch)
             engine.wishes.follow(time.perf_counter() - begun_s + got_s - asked_s)
@@ -184,7 +184,7 @@ def _leases(source: _Source, state: TorchState, mode: GbaMode) -> Generator[Any,
         engine.leases = None
         ahead.close()
     if given.instead == "finished":
-        state.tell_of_membership()  # this worker may be rank 0 by now
+        state.newcomers.tell()  # this worker may be rank 0 by now
         handover.take_dense_state(engine, mode, leaving=False)
         engine.observe(given.position)
         return True

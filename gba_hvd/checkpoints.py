@@ -147,10 +147,11 @@ class Checkpoints:
     def _tell_failure(self, text: str) -> None:
         self._engine.emit(Event("checkpoint_failed", self._engine.step, text, {"why": text}))
 
-    def hold(self, line: LocalServer) -> None:
-        """On the chief: from now on its server gives the signs of life of the claim."""
+    def hold(self, line: LocalServer, part: int, n_parts: int) -> None:
+        """On each host's lead: its server is told of this world; the chief's gives the claim's signs of life."""
         assert self._claim is not None
-        line.hold(Hold(asdict(self._claim), self.callback.settings(), self._about("allreduce"), self.first_epoch))
+        facts = asdict(self._claim), self.callback.settings(), self._about("allreduce"), self.first_epoch
+        line.hold(Hold(*facts, part, n_parts))
 
     def release(self) -> None:
         """On the chief, at the end: whoever comes next need not wait."""
@@ -301,7 +302,7 @@ class Checkpoints:
 
     def is_due_before_a_leave(self, mode: GbaMode) -> bool:
         """A worker was told to leave, and what is saved is older than that."""
-        if not (mode.somebody_leaves or self._engine.leave_by_s is not None):
+        if not (mode.contact.somebody_leaves or self._engine.leave_by_s is not None):
             self._leave_step = None
             return False
         if self._leave_step is None:

@@ -125,9 +125,9 @@ def start(engine: Engine, session: Session, rank: int, host: int, sharers: int =
     else:
         mode = GbaMode(*parts, patience_s, engine.compression, engine.row_coder)
     mode.client.traffic = engine.traffic
-    mode.hosts_updated, engine.hosts_updated = engine.hosts_updated, False
+    mode.contact.hosts_updated, engine.hosts_updated = engine.hosts_updated, False
     if session.rule == "dana_slim":
-        mode.slim = _slim_worker(engine, session, sharers)
+        mode.outgoing.slim = _slim_worker(engine, session, sharers)
     mode.start()
     engine.mode, engine.traffic.mode = mode, session.mode
     engine.wishes.entered()
@@ -161,7 +161,7 @@ def to_workers(engine: Engine, position: Position) -> None:
     if engine.reformer is not None:
         engine.reformer.stop()
         world = max(position.world, mode.position.world)
-        engine.hosts_updated = engine.hosts_updated or mode.hosts_updated
+        engine.hosts_updated = engine.hosts_updated or mode.contact.hosts_updated
         if engine.reformer.n_formed or world > engine.reformer.number:
             engine.idle_mode = None  # of a world that is no more
         engine.reformer = None
@@ -203,7 +203,7 @@ def take_dense_state(engine: Engine, mode: GbaMode, leaving: bool, ended: bool =
             f"its last round is lost. Others wait {engine.tables.config.lease_s:.0f} s (lease_s) for a worker that "
             "lives, and for none that is silent"
         )
-        engine.emit(Event("replica_late", engine.step, text, {"of_epoch": epoch, "rank": mode.rank}))
+        engine.emit(Event("replica_late", engine.step, text, {"of_epoch": epoch, "rank": mode.contact.rank}))
 
 
 def rescue_dense_state(engine: Engine, mode: GbaMode) -> None:

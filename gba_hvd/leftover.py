@@ -26,10 +26,10 @@ import numpy as np
 
 from gba_hvd.errors import GbaError
 from gba_hvd.ps import process
+from gba_hvd.ps.checkpoint_state import asynchronous_state
 from gba_hvd.ps.client import Client, Reply
 from gba_hvd.ps.last_gasp import MARK
-from gba_hvd.ps.protocol import Enter, Export, Exported
-from gba_hvd.ps.server import asynchronous_state
+from gba_hvd.ps.protocol import Enter, Export, Exported, ProtocolError, Refused
 from gba_hvd.routing import place_dense
 from gba_hvd.shard import kept
 from gba_hvd.shard.kept import Kept
@@ -86,7 +86,12 @@ def to_go_on(found: Sequence[Found], settings: int, saved_step: int) -> Choice:
     rank = max(range(len(found)), key=lambda rank: found[rank].kept)
     mine, begun = found[rank], max(one.begun for one in found)
     if mine.kept < 0:
-        return Choice(None, "the rows are in memory, but the training state was not kept there")
+        return Choice(
+            None,
+            "the rows are in memory, but the training state was not kept there: it is not where gradients are "
+            "compressed (each worker has what it has not sent), where that took too long (memory_share), or where the "
+            "job was killed before its first step",
+        )
     if mine.settings != settings:
         return Choice(None, "what is in memory is of a model with other settings")
     if not mine.generation and not mine.kept <= begun <= mine.kept + 1:
@@ -169,8 +174,8 @@ def whole_state(
         if state.generation:
             raise GbaError("an asynchronous mode was on, but what its servers were serving is gone")
         return state.state, state.step
-    if not state.generation:  # the mode had just been entered; the rows must still be as allreduce mode left them
-        bodies = [reply.body for reply in _export(folder, job, enter)]
+    if not state.generation:  # the mode was being entered; the rows must still be as allreduce mode left them
+        bodies = [reply.body for reply in _export(folder, job, enter, all_entered=False)]
         steps = sorted({body.step for body in bodies if isinstance(body, Exported)})
         if steps != [state.step]:
             raise GbaError(f"the servers are at steps {steps}, the training state of step {state.step}")
@@ -191,15 +196,25 @@ def whole_state(
     return asynchronous_state(state.state, [state_codec.encode({"dense": dense})], position), position.step
 
 
-def _export(folder: Path, job: str, enter: Enter) -> list[Reply]:
-    """The servers' dense state; from now on they touch no shard."""
+def _export(folder: Path, job: str, enter: Enter, all_entered: bool = True) -> list[Reply]:
+    """The servers' dense state; from now on they touch no shard.
+
+    all_entered: otherwise one may serve another generation or none, so it has changed nothing in this one.
+    """
     key, host = (folder / "key").read_bytes(), enter.servers[enter.me].host
     client = Client(job, key, enter.servers, host, folder, _SERVERS_TIMEOUT_S)
     client.start()
-    try:  # the coordinator first: it decides no step from then on
-        return [client.call(s, Export(enter.generation, True, position=s == 0)) for s in range(len(enter.servers))]
+    replies = []
+    try:
+        for server in range(len(enter.servers)):  # the coordinator first: it decides no step from then on
+            reply = client.send(server, Export(enter.generation, True, position=server == 0)).result()
+            body = reply.body
+            if isinstance(body, Refused) and (all_entered or body.kind != ProtocolError.__name__):
+                raise GbaError(f"server {server} refused to say what it has: {body.why}")
+            replies.append(reply)
     finally:
         client.close()
+    return replies
 
 
 def _by_name(sizes: Sequence[int], names: Sequence[str], frames: Sequence[Any]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class Reformer:
             while self._mode.position.world > self.number and not self._stop.is_set():
                 try:
                     # What is heard from here on may concern a host that has no place in the world that forms now.
-                    self._mode.stands_for = self._mode.position.world
+                    self._mode.contact.stands_for = self._mode.position.world
                     self._seat.check(self._timeout_s)
                     self._mode.world_ends()
                     initialise_again()

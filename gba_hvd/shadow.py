@@ -43,11 +43,12 @@ from gba_hvd.averaging import Averaging
 from gba_hvd.collectives import World
 from gba_hvd.compression.push import Frame
 from gba_hvd.compression.rows import RowCoder
-from gba_hvd.errors import GbaError, NonFiniteGradient
+from gba_hvd.errors import NonFiniteGradient
 from gba_hvd.gba import DenseState, GbaMode, Session
+from gba_hvd.gba.answers import answer_of, ask
 from gba_hvd.gradients import DenseGradients, RowGrad
 from gba_hvd.ps.client import Reply
-from gba_hvd.ps.protocol import Blend, Dense, Export, Given, GivenLease, HandedIn, HandIn, Publish, PullDense, Taken
+from gba_hvd.ps.protocol import Blend, Export, Given, GivenLease, HandedIn, HandIn, Publish, Taken
 from gba_hvd.replica import Copy, Replica, is_finite
 from gba_hvd.rounds import Rounds
 from gba_hvd.tables import EmbeddingTables
@@ -138,7 +139,7 @@ class ReplicaMode(GbaMode):
 
     def _dense_frames(self) -> list[Frame]:
         """Nothing dense goes with a push."""
-        return [Frame(np.empty(0, dtype=np.float32)) for _ in self._parts]
+        return [Frame(np.empty(0, dtype=np.float32)) for _ in self.session.servers]
 
     # --- looked at from outside --------------------------------------------------------------------------------------
 
@@ -179,13 +180,13 @@ class ReplicaMode(GbaMode):
             if own is not None:
                 self._to_servers(own.values if self.rounds.is_alone else None, self._states(), own.phase)
                 self._hand_in(own.values, phase, early=True)
-            self._call(0, HandedIn(self.worker, self.session.generation, phase, early=True))
+            ask(self.client, 0, HandedIn(self.worker, self.session.generation, phase, early=True))
             return super().export(leaving)
         if own is not None and self._hand_in(own.values, phase):
             self.late_for = self._epoch
         told = HandedIn(self.worker, self.session.generation, phase)
         patience_s = self._tables.config.lease_s + self._timeout_s
-        self._result(self.client.send(0, told, timeout_s=patience_s).result)
+        answer_of(self.client.send(0, told, timeout_s=patience_s))
         exported = self._exported(Export(self.session.generation, leaving, phase))
         if leaving:
             self._left_well = self.rounds.stop(together=True)
@@ -215,7 +216,8 @@ class ReplicaMode(GbaMode):
     def blend(self, copy: Copy, number: int) -> Tensor:
         body = Blend(self.worker, self.session.generation, number, copy.phase, self._elasticity)
         replies = self._send_all([(body, [part]) for part in self._split(copy.values)])
-        return self._joined([np.frombuffer(reply.frames[0], dtype=np.float32) for reply in replies])
+        parts = [np.frombuffer(reply.frames[0], dtype=np.float32) for reply in replies]
+        return torch.from_numpy(self._parts.joined(parts))
 
     def publish(self, copy: Copy, values: Tensor) -> None:
         self._to_servers(values, None, copy.phase)
@@ -235,48 +237,26 @@ class ReplicaMode(GbaMode):
     def _send_all(self, messages: Sequence[tuple[Any, Sequence[Any]]]) -> list[Reply]:
         """To each server its own."""
         futures = [self.client.send(s, body, frames) for s, (body, frames) in enumerate(messages)]
-        return [self._result(future.result) for future in futures]
+        return [answer_of(future) for future in futures]
 
     def _states(self) -> list[bytes]:
         """The state of this worker's optimizer, for each server that of its tensors."""
         of, parameters = self._optimizer.state, self._dense.parameters
-        return [state_codec.encode([dict(of.get(parameters[t], {})) for t in part]) for part in self._parts]
+        return [state_codec.encode([dict(of.get(parameters[t], {})) for t in part]) for part in self._parts.tensors]
 
     def _central_copy(self) -> Tensor:
         """float32 [n], as the servers have it now."""
-        for s, part in enumerate(self._parts):
-            if not part:
-                continue
-            reader = self._readers[s]
-            if reader is not None:
-                reader.read(self._values[s], -1)
-                continue
-            reply = self._call(s, PullDense(self.session.generation, -1))
-            assert isinstance(reply.body, Dense)
-            self._values[s] = np.frombuffer(reply.frames[0], dtype=np.float32)
-        return self._joined(self._values)
+        return torch.from_numpy(self._values.as_served())
 
     def _split(self, values: Tensor) -> list[np.ndarray]:
         """What of float32 [n] is whose, for each server."""
-        flat = values.numpy()
-        return [np.concatenate([flat[at] for at in some]) if some else flat[:0].copy() for some in self._slices]
-
-    def _joined(self, parts: Sequence[np.ndarray]) -> Tensor:
-        """The inverse of `_split`; a copy."""
-        flat = np.empty(self._dense.n, dtype=np.float32)
-        for values, slices in zip(parts, self._slices, strict=True):
-            at = 0
-            for place in slices:
-                n = place.stop - place.start
-                flat[place] = values[at : at + n]
-                at += n
-        return torch.from_numpy(flat)
+        return self._parts.split(values.numpy())
 
     def _world_is_broken(self, why: str) -> None:
         if self._is_elastic:
-            self.hosts_updated = True  # the coordinator hears of it, and all form the world anew
+            self.contact.hosts_updated = True  # the coordinator hears of it, and all form the world anew
         else:
-            self._failure = self._failure or GbaError(why)
+            self.give_up(why)
 
     def _replica_diverged(self) -> None:
         self._diverged = True
@@ -284,7 +264,7 @@ class ReplicaMode(GbaMode):
     def _raise_failure(self) -> None:
         if self._diverged:
             raise NonFiniteGradient(
-                f"the replica of rank {self.rank} is not finite any more, after {self.replica.n_steps} local steps; it "
-                "was given to nobody. Lower the learning rate, or look at the data"
+                f"the replica of rank {self.contact.rank} is not finite any more, after {self.replica.n_steps} local "
+                "steps; it was given to nobody. Lower the learning rate, or look at the data"
             )
         super()._raise_failure()

@@ -96,6 +96,10 @@ class Coordinator:
         self._handed: dict[int, int] = {}  # by worker: the last phase
         self._awaited_s: dict[int, float] = {}  # by phase: since when
 
+    @property
+    def generation(self) -> int:
+        return self._enter.generation
+
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def ask(self, request: Ask) -> Given | Refused | None:
@@ -351,6 +355,9 @@ class Coordinator:
         self.ledger = Ledger.from_state(state["ledger"])
         self.account = self.ledger.account
         self.workers = {w: WorkerSeen(rank, host, pid, self._clock()) for w, rank, host, pid in state["workers"]}
+        if self.workers and all(seen.rank for seen in self.workers.values()):
+            # Rank 0 had died. If another worker is by now, its next heartbeat says so.
+            self._chief_died_s = self._clock()
         self.world, self.wanted, self.reason = state["world"], state["wanted"], state["reason"]
         self.pin = state["pin"]
         self._staleness_before = {int(k): v for k, v in state["staleness"].items()}

@@ -1,6 +1,6 @@
 """When every worker of a host is gone: the time until its memory goes, and holding it for one last checkpoint.
 
-Decided here is when; what is saved, the server says. Half of the grace period is left to a restart, which would find
+Decided here is when; what is saved, `last_save` says. Half of the grace period is left to a restart, which would find
 everything in memory. Then the server holds the memory's lock, so that the keeper waits, and lets go of it after the
 save, or when its time is over. A server that dies meanwhile lets go of it, too.
 """

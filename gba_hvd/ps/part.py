@@ -65,6 +65,7 @@ class Part:
         residuals: Residuals | None = None,
     ) -> None:
         self.enter, self.dense, self._memory, self._optimizer, self._limits = enter, dense, memory, optimizer, limits
+        self.idle = True  # workers apply the steps; no shard may be touched. Whoever owns the part says otherwise
         self.mine = np.array(enter.shard_servers) == enter.me  # bool [S]
         self.shards = np.flatnonzero(self.mine)
         self._extra = int(enter.row_average == "contributors")
@@ -260,9 +261,6 @@ class Part:
         if self._central is None:
             raise ProtocolError(f"in mode {self.enter.discipline.get('name')!r} workers have no replicas")
         return self._central
-
-    def rows_for(self, frames: Sequence[Any]) -> list[np.ndarray]:
-        return gather(self._memory, self.mine, frames)
 
     def export(self, phase: int = -1) -> tuple[int, np.ndarray, bytes]:
         """(step, dense values, optimizer state). phase: of replicas, see `protocol.Export`."""

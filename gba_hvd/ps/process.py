@@ -25,7 +25,7 @@ import psutil
 
 from gba_hvd.errors import GbaError
 from gba_hvd.ps.protocol import Endpoint
-from gba_hvd.ps.server import Settings
+from gba_hvd.ps.settings import Settings
 from gba_hvd.row_optimizers import RowOptimizer
 from gba_hvd.shard.layout import Layout
 

@@ -353,13 +353,16 @@ class SwitchTo(Struct):
 class Hold(Struct):
     """Give the signs of life of this claim (`recovery.claims`) until another one comes.
 
-    settings, about, first_epoch: as in `Save`; of a last save, should all workers be lost
+    settings, about, first_epoch: as in `Save`; of a last save, should all workers be lost. part, n_parts: the number of
+    this host, and how many there are; only the first one gives signs of life. 0 hosts: not known
     """
 
     claim: dict[str, Any]
     settings: dict[str, Any]
     about: dict[str, Any] = {}
     first_epoch: int = 0
+    part: int = 0
+    n_parts: int = 1
 
 
 class Save(Struct):

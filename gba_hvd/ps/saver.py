@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +42,14 @@ _LOOK_S, _CLOSE_S = 0.2, 5.0
 _SILENT_S = 5.0  # without a word of any worker
 _PARTS_TIMEOUT_S = 240.0  # less than the chief waits until it asks for the next one
 
+Agreed = tuple[Save, Sequence[int], Callable[[list[bytes]], bytes], bytes]
+"""What `Saver.begin` takes: the request, the shards, the state as of all parts' extras, and this part's extra."""
+
 
 class Saver:
     """One save at a time. `close()` cancels the one under way; it may be called twice.
 
-    Only `begin`, `report` and `close` are called by others, all from one thread.
+    Its public methods are called by others, all from one thread.
     """
 
     def __init__(self, memory: ShardMemory, tracker: Path) -> None:
@@ -63,6 +68,8 @@ class Saver:
         self._holder: threading.Thread | None = None
         self._ended = threading.Event()
         self._heard_s = time.monotonic()
+        self._workers_gone = False  # none is left to ask other servers for their parts
+        self._last_until_s = math.inf  # so long the parts of a last checkpoint are waited for
 
     @property
     def url(self) -> str:
@@ -70,18 +77,32 @@ class Saver:
         known = self._settings or (self._held.settings if self._held is not None else {})
         return str(known.get("url", ""))
 
+    @property
+    def held(self) -> Hold | None:
+        """What this server was told of the world in allreduce mode."""
+        return self._held
+
+    @property
+    def n_hosts(self) -> int:
+        """Of that world; 0: not known, to a server that was started again."""
+        return 0 if self._held is None else self._held.n_parts
+
     def last_request(self, step: int, samples: int, generation: int = 0) -> Save | None:
-        """A save of what is newer than the last one, when nobody is left to ask for it; None: nothing is to be done."""
+        """A save of what is newer than the last one, when nobody is left to ask for it; None: nothing is to be done.
+
+        In allreduce mode its number is one that nothing was saved under, also where the last save failed.
+        """
         held, before = self._held, self._report
         if held is None or not held.settings.get("last_gasp_s"):
             return None
         epoch = held.claim["epoch"]
         is_on_top = before.state == "done" and before.epoch == epoch
-        if before.epoch == epoch and before.number >= step:
+        if before.epoch == epoch and before.number >= step and (before.state == "done" or generation):
             return None
+        number = max(step, before.number + 1) if before.epoch == epoch else step
         policy = held.settings["config"]["policy"]
         return Save(
-            epoch=epoch, number=step, part=0, n_parts=1, kind=policy if is_on_top else "full",
+            epoch=epoch, number=number, part=0, n_parts=1, kind=policy if is_on_top else "full",
             parent=before.facts["manifest"] if is_on_top and policy != "full" else None, step=step, samples=samples,
             settings=held.settings, claim=held.claim, generation=generation, first_epoch=held.first_epoch,
             about={**held.about, "why": "all workers were gone", "last_gasp": True},
@@ -114,29 +135,53 @@ class Saver:
                 raise GbaError(f"checkpoint {self._report.number} is still being saved")
             self._cancel.set()  # of a world that is no more
         self._cancel = threading.Event()
-        if request.part == 0:
-            self.hold(Hold(request.claim, request.settings, request.about, request.first_epoch))
+        if self._held is None or self._held.claim["nonce"] != request.claim["nonce"]:  # told of this world just now
+            place = (request.part, request.n_parts) if not request.generation else (0, 0)
+            if request.part == 0 or not request.generation:
+                self.hold(Hold(request.claim, request.settings, request.about, request.first_epoch, *place))
         self._report = Saved(request.epoch, request.number, "running")
         work = (request, list(shards), state, extra, self._cancel, self._thread)
         self._thread = threading.Thread(target=self._run, args=work, name="saver", daemon=True)
         self._thread.start()
 
+    def begin_agreed(self, agree: Callable[[Store, threading.Event], Agreed]) -> None:
+        """Have `agree` decide, in the background, what is to be saved, and save it.
+
+        agree: with the store, and an event that is set when it is to give up; what it raises is why nothing is saved.
+        Raises GbaError while another save is under way.
+        """
+        assert self._held is not None
+        if self._thread is not None and self._thread.is_alive():
+            raise GbaError(f"checkpoint {self._report.number} is still being saved")
+        self._cancel = threading.Event()
+        self._last_until_s = time.monotonic() + self.last_gasp_s
+        self._report = Saved(self._held.claim["epoch"], 0, "running")
+        work = (agree, self._held, self._cancel)
+        self._thread = threading.Thread(target=self._run_agreed, args=work, name="saver", daemon=True)
+        self._thread.start()
+
+    def workers_are_gone(self) -> None:
+        """Until `alive`: a save under way does not wait for parts that nobody was left to ask for."""
+        self._workers_gone = True
+
     def hold(self, request: Hold) -> None:
         """Give the signs of life of a claim, in a thread of its own, until another claim comes or `close`.
 
-        And only while somebody calls `alive` every now and then: the signs are of the job, not of this server.
+        And only while somebody calls `alive` every now and then: the signs are of the job, not of this server. A server
+        that does not commit (part > 0) only keeps in mind what it was told.
         """
         self.alive()
-        if self._held is not None and self._held.claim["nonce"] == request.claim["nonce"]:
+        told, known = (request.claim["nonce"], request.part, request.n_parts), self._held
+        if known is not None and (known.claim["nonce"], known.part, known.n_parts) == told:
             return
         self._held = request
-        if self._holder is None:
+        if self._holder is None and not request.part:
             self._holder = threading.Thread(target=self._give_signs, name="claim", daemon=True)
             self._holder.start()
 
     def alive(self) -> None:
         """A worker was heard."""
-        self._heard_s = time.monotonic()
+        self._heard_s, self._workers_gone = time.monotonic(), False
 
     def close(self) -> None:
         self._ended.set()
@@ -156,15 +201,28 @@ class Saver:
             if of is not self._held and self._held is not None:
                 of = self._held
                 claim, store = claims.Claim(**of.claim), _open(of.settings)
-            assert claim is not None
+            assert claim is not None and of is not None
             if self._ended.wait(claim.lease_s / 3):
                 return
-            if time.monotonic() - self._heard_s > _SILENT_S:
+            if time.monotonic() - self._heard_s > _SILENT_S or of.part:
                 continue
             try:
                 claim = claims.renew(store, claim)
             except (RecoveryError, OSError):
                 log.warning("a sign of life was not written to %s", store.url, exc_info=True)
+
+    def _run_agreed(
+        self, agree: Callable[[Store, threading.Event], Agreed], held: Hold, cancel: threading.Event
+    ) -> None:
+        try:
+            request, shards, state, extra = agree(_open(held.settings), cancel)
+        except Exception as error:
+            log.warning("no last checkpoint is made: %s", error)
+            if not cancel.is_set():
+                self._report = Saved(held.claim["epoch"], 0, "failed", {"why": f"{type(error).__name__}: {error}"})
+            return
+        self._report = Saved(request.epoch, request.number, "running")
+        self._run(request, list(shards), state, extra, cancel, None)
 
     def _run(
         self,
@@ -196,7 +254,8 @@ class Saver:
     ) -> dict[str, Any]:
         started, config = time.monotonic(), Config(**request.settings["config"])
         store, selection, lineage = self._prepared(request, config)
-        rows = MemoryRows(self._memory, lambda: self._meant)
+        is_left = bool(request.about.get("last_gasp")) and not request.generation
+        rows = MemoryRows(self._memory, lambda: self._meant, left=is_left)
         kind = request.kind if self._knows(selection, request) else "full"
         prefix, name = blob_prefix(request.epoch, request.number), _manifest_name(request)
         choice = selection.begin(kind)
@@ -217,7 +276,11 @@ class Saver:
                 store.put(_list_name(prefix, request.part), [encode_part(written, extra)])
                 return _facts([written.blobs], written.n_torn)
             parts = [PartList(list(written.blobs), extra, written.n_torn)]
-            parts += [_part_of(store, prefix, part, cancel) for part in range(1, request.n_parts)]
+            until_s = self._last_until_s if is_left else time.monotonic() + _PARTS_TIMEOUT_S
+            for part in range(1, request.n_parts):
+                was_asked: Callable[[], bool] = partial(self._was_asked, store, request.epoch, part)
+                was_asked = (lambda: True) if is_left else was_asked
+                parts.append(_part_of(store, prefix, part, cancel, until_s, was_asked))
             manifest = commit(
                 store, prefix, epoch=request.epoch, number=request.number, kind=request.kind, parent=request.parent,
                 step=request.step, samples=request.samples, schema=rows.schema,
@@ -240,6 +303,11 @@ class Saver:
         facts = _facts([part.blobs for part in parts], sum(part.n_torn for part in parts))
         facts |= {"n_bytes": manifest.n_bytes, "manifest": name, "kind": request.kind}
         return {**facts, "url": store.url, "saved_step": request.step}
+
+    def _was_asked(self, store: Store, epoch: int, part: int) -> bool:
+        """A server says that its workers are gone when it saves nothing any more."""
+        gone = f"{last_prefix(epoch)}gone-{part:04d}"
+        return not (self._workers_gone and gone in store.names(gone))
 
     def _prepared(self, request: Save, config: Config) -> tuple[Store, Selection, Lineage]:
         if self._store is None or self._selection is None or request.settings != self._settings:
@@ -287,12 +355,21 @@ def _delete_all(store: Store, prefix: str) -> None:
         store.delete(sorted(store.names(prefix)))
 
 
-def _part_of(store: Store, prefix: str, part: int, cancel: threading.Event) -> PartList:
-    """What another server saved; waits until its list is there."""
-    name, deadline = _list_name(prefix, part), time.monotonic() + _PARTS_TIMEOUT_S
+def last_prefix(epoch: int) -> str:
+    """What the names of all objects begin with, by which servers agree on a last checkpoint (`last_together`)."""
+    return f"blobs/{epoch:06d}-last/"
+
+
+def _part_of(
+    store: Store, prefix: str, part: int, cancel: threading.Event, until_s: float, was_asked: Callable[[], bool]
+) -> PartList:
+    """What another server saved; waits until its list is there. was_asked: False once it is known that it was not."""
+    name, began_s = _list_name(prefix, part), time.monotonic()
     while name not in store.names(name):
-        if time.monotonic() > deadline:
-            raise StoreError(f"the server of part {part} has not saved its rows in {_PARTS_TIMEOUT_S:.0f} s")
+        if not was_asked() and name not in store.names(name):
+            raise StoreError(f"the server of part {part} was not asked for its rows before all workers were gone")
+        if (now := time.monotonic()) > until_s:
+            raise StoreError(f"the server of part {part} has not saved its rows in {now - began_s:.0f} s")
         if cancel.wait(_LOOK_S):
             raise Cancelled("the save was cancelled")
     return decode_part(store.get(name), name)

@@ -30,13 +30,18 @@ class MemoryRows:
     """A `recovery.rows.Holder`. mine: the shards meant, asked for whenever it matters; by default all that are ready.
 
     filling: nobody uses these shards yet; otherwise one that leaves this host while it is read raises ShardMemoryError.
+    left: who wrote them is gone, so a step that was begun and not finished never will be: the rows are as they are.
     """
 
     def __init__(
-        self, memory: ShardMemory, mine: Callable[[], Sequence[int]] | None = None, filling: bool = False
+        self,
+        memory: ShardMemory,
+        mine: Callable[[], Sequence[int]] | None = None,
+        filling: bool = False,
+        left: bool = False,
     ) -> None:
         self.schema = schema_of(memory.layout)
-        self._memory, self._mine, self._filling = memory, mine or memory.ready, filling
+        self._memory, self._mine, self._filling, self._left = memory, mine or memory.ready, filling, left
 
     def shards(self) -> list[int]:
         return list(self._mine())
@@ -55,4 +60,4 @@ class MemoryRows:
         steps = self._memory.steps_of(shard)
         if not self._filling and shard not in self._memory.ready():  # looked at last: what was copied before is whole
             raise ShardMemoryError(f"shard {shard} has left this host meanwhile")
-        return steps
+        return (steps[1], steps[1]) if self._left else steps

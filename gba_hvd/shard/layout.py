@@ -86,6 +86,13 @@ class Layout:
             raise BadInput("EmbeddingTables needs at least one table: {'name': (rows, dim)}")
         return cls(tuple(TableSpec(n, int(r), int(d)) for n, (r, d) in tables.items()), slots, n_shards, seed, init_std)
 
+    @classmethod
+    def of_description(cls, description: Mapping[str, Any]) -> Layout:
+        """The inverse of `describe`."""
+        slots = tuple(SlotSpec(name, kind == "row") for name, kind in description["slots"].items())
+        tables = {name: (rows, dim) for name, (rows, dim) in description["tables"].items()}
+        return cls.of(tables, slots, description["n_shards"], description["seed"], description["init_std"])
+
     @cached_property
     def groups(self) -> tuple[Group, ...]:
         at = PAGE_WORDS

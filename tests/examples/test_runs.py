@@ -150,7 +150,10 @@ def test_the_demo_tells_its_story_and_ends_well(tmp_path: Path) -> None:
     assert summary["auc"] > summary["auc_bayes"] - 0.01
 
 
-@pytest.mark.parametrize("interrupt", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize(
+    "interrupt",
+    [pytest.param(signal.SIGINT, id="Ctrl-C"), pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.variant)],
+)
 def test_an_interrupted_demo_leaves_no_process_and_no_memory(tmp_path: Path, interrupt: signal.Signals) -> None:
     command = demo_command(tmp_path, "--undisturbed", "train.epochs=1000")
     demo = subprocess.Popen(

@@ -22,8 +22,8 @@ from gba_hvd_tools.lab import Lab
 
 from gba_hvd.ps.client import Client
 from gba_hvd.ps.protocol import Endpoint
-from gba_hvd.ps.server import layout_from
 from gba_hvd.shard.holder import MemoryRows
+from gba_hvd.shard.layout import Layout
 from gba_hvd.shard.memory import ShardMemory
 from recovery.restore import Now, restore
 from recovery.store import Store
@@ -222,7 +222,7 @@ def hosts_job(
 def _mapped(folder: Path) -> Iterator[ShardMemory]:
     about = json.loads((folder / "memory.json").read_text())
     about.pop("format")
-    yield ShardMemory.attach(folder, layout_from(about))
+    yield ShardMemory.attach(folder, Layout.of_description(about))
 
 
 def _is_worker(command: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -100,6 +101,51 @@ def test_a_job_that_was_killed_goes_on_with_its_residual_and_refuses_another_com
         assert abs(saved) > 1e-4
         np.testing.assert_allclose(sum(rests), saved, rtol=1e-4)
         assert sorted(map(bool, rests)) == [False, True]  # one worker has all of it
+
+
+@pytest.mark.variant
+@pytest.mark.parametrize("mode", ["allreduce", "gba"])
+def test_a_job_that_left_its_memory_behind_goes_on_from_the_checkpoint_with_its_residual(
+    tmp_path: Path, mode: str
+) -> None:
+    """What was not sent died with the workers, so the rows in memory are of no use: that of the checkpoint counts."""
+    plan = {**SPARSE, **saving(tmp_path), "own_memory_per_name": True, "holds": {1: "go", 9: "never"}}
+    plan |= {"gba": {"mode": "gba"}} if mode == "gba" else {}
+    with cluster(tmp_path / "job", {"GBA_HVD_GRACE_S": "120"}, **plan) as job:
+        job.start_elastic(TWO)
+        servers = lambda: list(job.shard_dir.glob("*/*/ps-0.address"))  # noqa: E731
+        wait_for(lambda: job.ended or len(servers()) == 2, "two servers", PATIENCE_S)
+        (job.out / "go").touch()
+        saved = lambda: list((tmp_path / "checkpoints").glob("manifests/*.json"))  # noqa: E731
+        wait_for(lambda: job.ended or saved(), "a checkpoint", PATIENCE_S)
+        assert job.launcher is not None and not job.ended, job.log()
+        job.launcher.kill()
+        for pid in job.processes(only_workers=True):
+            os.kill(pid, signal.SIGKILL)
+        job.launcher.wait(10)
+        saves, pushes = job.notes("saves"), pushes_with_residuals(job)
+        job.out = tmp_path / "second"  # the same job, but its notes are kept apart
+        job.out.mkdir()
+        plan = {name: value for name, value in job.plan.items() if name not in ("gba", "holds")}
+        job.plan_file.write_text(json.dumps(plan | {"out": str(job.out)}))
+        job.start_elastic(TWO)
+        assert job.wait(PATIENCE_S) == 0, job.log()
+        (left,) = events(job, "memory_left")
+        assert "not where gradients are compressed" in left["message"]
+        (resumed, *_) = events(job, "resumed")
+        assert resumed["rows_restored"] > 0 and not resumed.get("from_memory")
+        step, rests = at_start(job)
+        saved = sum(line["saves"] for line in saves if line["step"] == step)
+        if mode == "gba":
+            again = set(job.samples_of_epoch(0))
+            saved = sum(push["left"] for push in pushes if again.isdisjoint(push["rows"]))
+        assert abs(saved) > 1e-4
+        np.testing.assert_allclose(sum(rests), saved, rtol=1e-3, atol=1e-4)
+        assert sorted(map(bool, rests)) == [False, True]
+        assert_balanced(job, began=sum(rests))
+        result = job.result()
+        assert result["total"] == result["applied"] + result["dropped"] + result["lost"] == 2000
+        job.assert_nothing_left()
 
 
 def at_start(job: Cluster) -> tuple[int, list[float]]:

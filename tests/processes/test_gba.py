@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from gba_hvd.faults import FaultSchedule
-from gba_hvd.gba import GbaMode
+from gba_hvd.gba.under_way import UnderWay
 from gba_hvd.ps import process
 from gba_hvd.ps.protocol import Done
 
@@ -87,7 +87,9 @@ def test_a_slow_worker_holds_nobody_up_and_still_contributes(tmp_path: Path) -> 
         assert min(job.result()["aucs"]) > 0.5
 
 
-@pytest.mark.parametrize("mode", ["bsp", "async", "hop_bs", "hop_bw"])
+@pytest.mark.parametrize(
+    "mode", ["async", "hop_bw", *(pytest.param(mode, marks=pytest.mark.variant) for mode in ("bsp", "hop_bs"))]
+)
 def test_the_baselines_account_for_every_sample(tmp_path: Path, mode: str) -> None:
     with cluster(tmp_path, gba={"mode": mode}, epochs=1) as job:
         finish(job, 3)
@@ -123,17 +125,17 @@ def test_a_push_whose_server_dies_before_it_is_reported_is_computed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server said it has the push; its successor hears that the push is done, but has it no more."""
-    report, killed = GbaMode._report, []
+    report, killed = UnderWay.report, []
 
-    def kill_then_report(self: GbaMode, done: Done) -> None:
+    def kill_then_report(self: UnderWay, done: Done) -> None:
         if done.micro == 8 and not killed:
-            pid = process.pid_of(self._memory.folder, 0)
+            pid = process.pid_of(self._client._folder, 0)
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
             killed.append(pid)
         report(self, done)
 
-    monkeypatch.setattr(GbaMode, "_report", kill_then_report)
+    monkeypatch.setattr(UnderWay, "report", kill_then_report)
     plan = {"epochs": 1}
     reference = train_alone(tmp_path / "allreduce", plan)
     result = train_alone(tmp_path / "gba", plan, **LOCK_STEP)

@@ -229,7 +229,7 @@ def assert_one_model_and_every_sample_once(job: Cluster, epochs: int) -> None:
 @pytest.mark.parametrize(
     "gba",
     [
-        {"mode": "shadow", "sync": "easgd"},
+        pytest.param({"mode": "shadow", "sync": "easgd"}, marks=pytest.mark.variant),
         pytest.param({"mode": "ma", "every": 6}, marks=pytest.mark.variant),
         {"mode": "shadow", "sync": "ma", "switch_at": {80: "allreduce", 100: "shadow"}},
     ],

@@ -39,7 +39,7 @@ def run_until_the_worker_is_killed(job: Cluster) -> None:
     job.start_alone()
     wait_for(lambda: job.ended or any(job.shard_dir.glob("*/ps-0.address")), "the server", PATIENCE_S)
     (job.out / "go").touch()
-    if "gba" in job.plan:
+    if "faults" not in job.plan:
         wait_for(lambda: job.last_step() >= KILLED_AT, f"step {KILLED_AT}", PATIENCE_S)
         for pid in job.processes(only_workers=True):
             os.kill(pid, signal.SIGKILL)
@@ -109,7 +109,52 @@ def test_a_step_that_some_shards_have_is_not_applied_to_them_again(tmp_path: Pat
         assert result["shard_steps_missed"] == resumed["shard_steps_missed"] == (4 if point == "in apply" else 0)
 
 
-@pytest.mark.parametrize("mode", ["gba", pytest.param("allreduce", marks=pytest.mark.variant)])
+@pytest.mark.parametrize("point", ["entered", pytest.param("kept", marks=pytest.mark.variant)])
+def test_a_job_killed_where_an_asynchronous_mode_begins_goes_on_from_there(
+    reference: dict[str, np.ndarray], tmp_path: Path, point: str
+) -> None:
+    """The servers have taken over and made no step; the state is kept as of allreduce mode, or as of theirs."""
+    plan = plan_of(tmp_path, "allreduce", point)
+    plan["gba"] = {**LOCK_STEP, "mode": "allreduce", "switch_at": {KILLED_AT: "gba"}}
+    with cluster(tmp_path / "job", {"GBA_HVD_GRACE_S": "120"}, **plan) as job:
+        run_until_the_worker_is_killed(job)
+        assert (job.fired(), job.last_step(), job.pushes()) == (1, KILLED_AT, [])
+        job.start_alone()
+        assert job.wait(PATIENCE_S) == 0, job.log()
+        (resumed,) = events(job, "resumed")
+        assert resumed["from_memory"] and resumed["step"] == KILLED_AT
+        result = job.result()
+        assert result["total"] == result["applied"] == 2000 and result["step"] == 22
+        assert job.pushes(), "the rest is to be asynchronous"
+        assert_identical(job.arrays(), reference)
+        job.assert_nothing_left()
+
+
+@pytest.mark.variant
+@pytest.mark.parametrize("late", [1, 0])
+def test_two_hosts_of_which_one_had_entered_an_asynchronous_mode_go_on_from_memory(tmp_path: Path, late: int) -> None:
+    plan = plan_of(tmp_path, "allreduce") | {"horovod": True, "own_memory_per_name": True}
+    plan["gba"] = {"mode": "allreduce", "switch_at": {KILLED_AT: "gba"}}
+    plan["faults"] = [{"point": "before entering", "step": KILLED_AT, "rank": late, "do": "wait for", "file": "never"}]
+    with cluster(tmp_path / "job", {"GBA_HVD_GRACE_S": "120"}, **plan) as job:
+        job.start_elastic(NAMES[:2])
+        wait_for(lambda: len(list(job.shard_dir.glob("*/*/ps-0.address"))) == 2, "two servers", PATIENCE_S)
+        (job.out / "go").touch()
+        entered = lambda: job.fired() and any(job.shard_dir.glob("*/*/ps-0.session"))  # noqa: E731
+        wait_for(lambda: job.ended or entered(), "one server that has entered", PATIENCE_S)
+        end_all_workers(job)
+        assert len(list(job.shard_dir.glob("*/*/ps-0.session"))) == 1
+        job.start_elastic(NAMES[:2])
+        assert job.wait(PATIENCE_S) == 0, job.log()
+        resumed = events(job, "resumed")[0]
+        assert resumed["from_memory"] and resumed["step"] == KILLED_AT
+        result = job.result()
+        assert result["total"] == result["applied"] + result["dropped"] + result["lost"] == 2000
+        job.assert_nothing_left()
+
+
+@pytest.mark.variant
+@pytest.mark.parametrize("mode", ["gba", "allreduce"])
 def test_two_hosts_go_on_from_their_memories_together(tmp_path: Path, mode: str) -> None:
     plan = plan_of(tmp_path, mode) | {"faults": [], "horovod": True, "own_memory_per_name": True}
     with cluster(tmp_path / "job", {"GBA_HVD_GRACE_S": "120"}, **plan) as job:
@@ -128,11 +173,16 @@ def test_two_hosts_go_on_from_their_memories_together(tmp_path: Path, mode: str)
         job.assert_nothing_left()
 
 
-@pytest.mark.parametrize("mode", ["allreduce", pytest.param("gba", marks=pytest.mark.variant)])
+@pytest.mark.parametrize(
+    "mode", ["allreduce", *(pytest.param(mode, marks=pytest.mark.variant) for mode in ("gba", "just entered"))]
+)
 def test_the_server_saves_what_it_has_before_the_memory_goes(
     reference: dict[str, np.ndarray], tmp_path: Path, mode: str
 ) -> None:
     plan = plan_of(tmp_path, mode)
+    if mode == "just entered":
+        plan = plan_of(tmp_path, "allreduce", "entered")
+        plan["gba"] = {**LOCK_STEP, "mode": "allreduce", "switch_at": {KILLED_AT: "gba"}}
     plan["checkpoint"]["lease_s"] = 1.0
     with cluster(tmp_path / "first", {"GBA_HVD_GRACE_S": "6"}, **plan) as job:
         run_until_the_worker_is_killed(job)
@@ -152,6 +202,7 @@ def test_the_server_saves_what_it_has_before_the_memory_goes(
         assert_identical(job.arrays(), reference)
 
 
+@pytest.mark.variant
 def test_a_job_whose_chief_had_changed_goes_on_in_the_epoch_it_was_in(tmp_path: Path) -> None:
     """The state that is kept is of the epoch that was under way, though another worker had begun to keep it."""
     plan = plan_of(tmp_path, "gba") | {"horovod": True, "epochs": 4}

@@ -76,7 +76,7 @@ def test_a_worker_that_was_alone_leaves_with_what_it_learned(tmp_path: Path) -> 
         pytest.param({"mode": "shadow", "sync": "easgd"}, marks=pytest.mark.variant),
         {"mode": "shadow", "sync": "ma", "mixing": "difference", "servers_per_host": 2},
         pytest.param({"mode": "shadow", "sync": "bmuf"}, marks=pytest.mark.variant),
-        {"mode": "easgd", "every": 5},
+        pytest.param({"mode": "easgd", "every": 5}, marks=pytest.mark.variant),
         pytest.param({"mode": "ma", "every": 5}, marks=pytest.mark.variant),
         pytest.param({"mode": "shadow", "sync": "none"}, marks=pytest.mark.variant),
     ],
@@ -245,6 +245,7 @@ def test_a_worker_that_falls_out_of_the_mode_takes_the_central_copy_and_comes_ba
         assert_learned(job)
 
 
+@pytest.mark.variant
 def test_workers_agree_that_a_round_was_left_behind_and_form_the_world_anew_together(tmp_path: Path) -> None:
     gba = {"mode": "shadow", "sync": "ma", "switch_at": {90: "allreduce"}}
     with cluster(tmp_path, gba=gba, rounds_end_badly=1, epochs=3, sleep_s=0.02) as job:

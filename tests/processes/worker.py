@@ -40,9 +40,12 @@ from balance import Books  # noqa: E402
 from workload import Training, digests  # noqa: E402
 
 import gba_hvd  # noqa: E402
-from gba_hvd import allreduce, membership  # noqa: E402
+from gba_hvd import allreduce, handover  # noqa: E402
+from gba_hvd.elastic import torch_state  # noqa: E402
+from gba_hvd.elastic.saving import Saving  # noqa: E402
 from gba_hvd.faults import Fault  # noqa: E402
 from gba_hvd.gba import GbaMode  # noqa: E402
+from gba_hvd.membership import shards  # noqa: E402
 from gba_hvd.ps import process  # noqa: E402
 from gba_hvd.rounds import Rounds  # noqa: E402
 from gba_hvd.shadow import ReplicaMode  # noqa: E402
@@ -109,7 +112,7 @@ def before_exchange(_: Any) -> None:
 
 around(allreduce.AllreduceMode, "exchange", before_exchange, lambda _: die("after exchange", state.step + 1))
 around(gba_hvd.elastic.TorchState, "on_hosts_updated", lambda _: note(hosts_updated=True), None)
-_hosts_updated = gba_hvd.elastic.hosts_updated
+_hosts_updated = torch_state.hosts_updated
 
 
 def hosts_updated() -> Exception:
@@ -117,7 +120,7 @@ def hosts_updated() -> Exception:
     return _hosts_updated()
 
 
-gba_hvd.elastic.hosts_updated = hosts_updated
+torch_state.hosts_updated = hosts_updated
 around(allreduce.AllreduceMode, "commit", None, lambda _: die("after commit", state.step + 1))
 around(ShardMemory, "begin", None, lambda _: die("in apply", state.step + 1))
 around(ShardMemory, "finish", None, lambda _: die("after apply", state.step + 1))
@@ -159,7 +162,40 @@ def push(self: GbaMode, lease: Any, rows: Any, loss: Any, seconds: float, refuse
 
 
 GbaMode.push = push  # type: ignore[method-assign]
-_move = membership._move_shards
+_ask = GbaMode.ask
+
+
+def ask(self: GbaMode, epoch: int, *args: Any) -> Any:
+    """Note what was given, in the thread that asks ahead."""
+    given = _ask(self, epoch, *args)
+    note(
+        given=None if given.lease is None else given.lease.micro,
+        instead=given.instead,
+        of=epoch,
+        as_rank=self.contact.rank,
+    )
+    if given.instead == "finished":
+        die("told of the end", epoch)
+    return given
+
+
+GbaMode.ask = ask  # type: ignore[method-assign]
+_enter, _start = handover._enter, handover.start
+
+
+def enter_servers(*args: Any) -> None:
+    die("before entering", state.step)
+    _enter(*args)
+
+
+def start_asynchronous(*args: Any) -> None:
+    die("entered", state.step)
+    _start(*args)
+
+
+handover._enter, handover.start = enter_servers, start_asynchronous
+around(Saving, "epoch_begins", None, lambda _: die("kept", state.step))
+_move = shards.move_shards
 
 
 def move_shards(*args: Any) -> None:
@@ -167,7 +203,7 @@ def move_shards(*args: Any) -> None:
     _move(*args)
 
 
-membership._move_shards = move_shards
+shards.move_shards = move_shards
 
 
 def shards_here() -> dict[str, Any]:
@@ -297,9 +333,8 @@ def wait_where_planned(step: int) -> None:
         holds[PLAN["wait_at_step"]] = "go"
     for name in (name for at, name in holds.items() if step >= at and not (OUT / name).exists()):
         (OUT / f"waiting-{socket.gethostname()}-{os.getpid()}").touch()
-        deadline = time.monotonic() + 120
-        while not (OUT / name).exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        (OUT / f"held-by-{name}-{os.getpid()}").touch()
+        wait_for_file(name)
 
 
 def write_result() -> None:

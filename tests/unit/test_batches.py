@@ -159,12 +159,13 @@ def test_a_worker_waits_for_a_checkpoint_before_it_begins_a_micro_batch(monkeypa
         dense_lrs=[], row_lr=0.1, step=0, wishes=SimpleNamespace(**says("follow")),
         **says("observe", "begin_lease", "check_stepped"),
     )  # fmt: skip
-    told = ("take_snapshot", "watch_membership", "tell_of_membership", "save_asynchronously_if_due")
-    state = SimpleNamespace(engine=engine, **says(*told, "leave_asynchronously_if_told"))
+    saves = ("save_asynchronously_if_due", "leave_asynchronously_if_told")
+    saving, newcomers = SimpleNamespace(**says("epoch_begins", *saves)), SimpleNamespace(**says("watch", "tell"))
+    state = SimpleNamespace(engine=engine, saving=saving, newcomers=newcomers)
     monkeypatch.setattr("gba_hvd.handover.take_dense_state", lambda *_, **__: None)
     source: Any = SimpleNamespace(epoch=0, dataset=[1] * 4, cut=None, read=lambda index: "batch", find_ids=None)
     assert list(_leases(source, state, mode)) == ["batch"]  # type: ignore[arg-type]
-    at = [said.index(name) for name in ("observe", *told[3:], "leave_asynchronously_if_told", "begin_lease")]
+    at = [said.index(name) for name in ("observe", *saves, "begin_lease")]
     assert at == sorted(at)
 
 
@@ -208,10 +209,10 @@ def test_an_epoch_goes_on_only_with_the_samples_and_the_order_it_was_begun_with(
         first.micro_step(batch)
         if count == 8:
             break
-    saved = state_codec.decode(state_codec.encode(first.state._state_dict()))
+    saved = state_codec.decode(state_codec.encode(first.state.training_state.state_dict()))
     job = training(epoch=0)
     job.state.sync()
-    job.state._load_state_dict(saved)
+    job.state.training_state.load_state_dict(saved)
     with pytest.raises(StateMismatch, match=f"epoch 0 stands at step 2 .*{words}"):
         job.epoch(clicks(n), **settings)
     for shard in range(3):

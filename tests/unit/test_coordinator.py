@@ -334,3 +334,17 @@ def test_an_epoch_is_not_over_while_its_chief_is_dead(waited_s: float, rank: int
     coordinator.beat(Beat(1, rank, 0, 1001, GENERATION))
     answer = coordinator.ask(ask(1, 51))
     assert isinstance(answer, Given) and answer.instead == "finished"
+
+
+def test_a_coordinator_that_goes_on_knows_that_the_chief_has_died() -> None:
+    coordinator = a_coordinator(Clock())
+    for worker in (0, 1):
+        coordinator.beat(beat(worker))
+    finish_epoch(coordinator, 0)
+    coordinator.dead(0)
+    successor = a_coordinator(Clock())
+    successor.resume(msgspec.msgpack.decode(msgspec.msgpack.encode(coordinator.state()), strict=False))
+    assert successor.ask(ask(1, 50)) is None
+    successor.beat(Beat(1, 0, 0, 1001, GENERATION))
+    answer = successor.ask(ask(1, 51))
+    assert isinstance(answer, Given) and answer.instead == "finished"

@@ -164,7 +164,7 @@ def test_a_newcomer_goes_on_like_those_it_joins(training: Any, clicks: Any) -> N
     def a_job() -> Any:
         job = training(dense=lambda p: torch.optim.Adam(p, lr=0.1), epoch=0, best=0.0, history=[], mean=torch.zeros(2))
         job.scheduler = torch.optim.lr_scheduler.StepLR(job.optimizer, 1, gamma=0.5)
-        job.state._values.append("scheduler")
+        job.state.training_state.names.append("scheduler")
         job.state.scheduler = job.scheduler
         return job
 
@@ -174,7 +174,9 @@ def test_a_newcomer_goes_on_like_those_it_joins(training: Any, clicks: Any) -> N
     old.scheduler.step()
     old.state.epoch, old.state.best, old.state.history, old.state.mean = 1, 0.75, [0.5, (1, None)], torch.ones(2)
     new.state.sync()
-    new.state._load_state_dict(state_codec.decode(state_codec.encode(old.state._state_dict())))
+    new.state.training_state.load_state_dict(
+        state_codec.decode(state_codec.encode(old.state.training_state.state_dict()))
+    )
     assert (new.state.step, new.state.epoch, new.state.best, new.state.history) == (4, 1, 0.75, [0.5, (1, None)])
     assert torch.equal(new.state.mean, torch.ones(2))
     assert new.state.samples == old.state.samples
@@ -195,7 +197,7 @@ def test_a_value_that_cannot_travel_is_named(training: Any) -> None:
         job.state.sync()
 
 
-@pytest.mark.parametrize("name", ["step", "samples", "world", "sync", "report", "engine"])
+@pytest.mark.parametrize("name", ["step", "samples", "world", "sync", "report", "engine", "saving", "finished_epoch"])
 def test_names_the_state_needs_itself_are_refused(training: Any, name: str) -> None:
     with pytest.raises(BadInput, match=f"TorchState has a '{name}' of its own"):
         training(**{name: 1})
@@ -274,5 +276,5 @@ def test_a_job_that_goes_on_is_in_the_mode_that_its_script_asks_for(training: An
     first, job = training(), training()
     first.state.register_callbacks([gba_hvd.GBACallback(saved)])
     job.state.register_callbacks([gba_hvd.GBACallback(asked)])
-    job.state._resume(state_codec.decode(state_codec.encode(first.state._state_dict())))
+    job.state.training_state.resume(state_codec.decode(state_codec.encode(first.state.training_state.state_dict())))
     assert job.state.engine.switching.mode == asked

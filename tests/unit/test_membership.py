@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from gba_hvd.collectives import SoloWorld
-from gba_hvd.membership import Agreement, Facts, _fill_new_shards, agree
+from gba_hvd.membership.agreement import Agreement, Facts, LeavingApart, agree, asynchronous_source
+from gba_hvd.membership.refill import fill_new_shards
 from gba_hvd.routing import Placement
 from recovery.errors import StoreError
 from recovery.restore import Now
@@ -50,6 +51,30 @@ def test_the_agreement_says_why() -> None:
     assert agree([NEW, old(7), old(6, held=7)]).reason == "rank 1 has step 7, the newest of 2 survivors"
 
 
+def within(step: int, generation: int) -> Facts:
+    return Facts(True, step, -1, host=1, settings=1, pid=1, generation=generation)
+
+
+@pytest.mark.parametrize(
+    ("facts", "source"),
+    [
+        ([NEW, NEW], None),
+        ([old(5), NEW], None),
+        ([NEW, within(5, 8), within(4, 8)], 1),
+        ([within(5, 8), within(4, 9)], 1),  # whoever is in the newer mode knows it
+        ([old(4), within(5, 8)], 1),  # gone for long
+    ],
+)
+def test_who_tells_newcomers_of_an_asynchronous_mode(facts: list[Facts], source: int | None) -> None:
+    assert asynchronous_source(facts) == source
+
+
+@pytest.mark.parametrize("step", [5, 6])
+def test_a_world_that_forms_while_a_mode_is_left_is_formed_again(step: int) -> None:
+    with pytest.raises(LeavingApart, match="some workers have left the asynchronous mode and some have not yet"):
+        asynchronous_source([within(5, 8), old(step)])
+
+
 def test_facts_travel_as_a_row_of_numbers() -> None:
     facts = Facts(True, 5, 6, host=-(2**63), settings=2**63 - 1, pid=77)
     row = facts.row().tolist()
@@ -81,7 +106,7 @@ def test_why_lost_rows_did_not_come_back_reaches_whoever_tells_it(make_tables: A
     placement = Placement((0, 0, 0), np.array([0, 0, 0]), (1,), (), ())
     engine: Any = SimpleNamespace(checkpoints=checkpoints)
     agreed = Agreement(7, 0, (), True, "")
-    refilled = _fill_new_shards(engine, TwoHosts(), agreed, placement, here=0, leads=True, memory=memory)
+    refilled = fill_new_shards(engine, TwoHosts(), agreed, placement, here=0, leads=True, memory=memory)
     assert (refilled.rows, refilled.why_not) == (0, "the store does not answer")
     assert memory.steps_of(1) == (7, 7)
 
@@ -98,7 +123,7 @@ def test_a_store_that_fails_costs_the_lost_rows_and_not_the_job(make_tables: Any
     before = memory.flat.copy()
     engine: Any = SimpleNamespace(checkpoints=checkpoints)
     agreed = Agreement(0, 0, (), True, "")
-    refilled = _fill_new_shards(engine, SoloWorld(), agreed, placement, here=0, leads=True, memory=memory)
+    refilled = fill_new_shards(engine, SoloWorld(), agreed, placement, here=0, leads=True, memory=memory)
     assert refilled.why_not == "planned"
     for group in memory.layout.groups:
         at = slice(group.at, group.at + group.record)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from gba_hvd.buffer import StoredPush
+from gba_hvd.ps.checkpoint_state import asynchronous_state
 from gba_hvd.ps.protocol import Position, ProtocolError
 from gba_hvd.ps.residuals import Residuals
-from gba_hvd.ps.server import asynchronous_state
 from gba_hvd.ps.snapshot import SnapshotFile
 from recovery import state_codec
 

@@ -12,10 +12,10 @@ import torch
 from gba_hvd import SGD, BadInput, Compression
 from gba_hvd.compression.mirror import Mirrors
 from gba_hvd.gradients import RowGrad, pack_by_owner
+from gba_hvd.ps.checkpoint_state import part_state
 from gba_hvd.ps.dense import DenseReader
 from gba_hvd.ps.part import Limits, Part
 from gba_hvd.ps.protocol import Apply, Endpoint, Enter, PlannedMember, Position
-from gba_hvd.ps.server import part_state
 from gba_hvd.rules.dana_zero import DanaZero
 from gba_hvd.shard.layout import Layout
 from gba_hvd.shard.memory import ShardMemory

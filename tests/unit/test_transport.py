@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket as sockets
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -201,8 +202,9 @@ def test_a_peer_that_does_not_read_gets_no_more_large_answers(tmp_path: Path) ->
     assert listener.answer(listener.local, peer, b"small", [])
     for _ in range(sum(sent)):
         assert len(deaf.recv_multipart()) == 2
+    deadline = time.monotonic() + 30
     while not listener.answer(listener.local, peer, b"header", [large]):
-        pass  # the room is given back a moment after the last byte was read
+        assert time.monotonic() < deadline, "the room is given back a moment after the last byte was read"
     deaf.close(linger=0)
     listener.close()
     os.close(folder_fd)

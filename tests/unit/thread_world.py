@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import gba_hvd
+from gba_hvd.elastic import torch_state
 
 TIMEOUT_S = 30.0
 
@@ -67,7 +67,7 @@ class Workers:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._here = threading.local()
-        monkeypatch.setattr(gba_hvd.elastic, "current_world", lambda: self._here.world)
+        monkeypatch.setattr(torch_state, "current_world", lambda: self._here.world)
 
     def together(self, jobs: list[Any], act: Callable[[Any], Any]) -> list[Any]:
         """What `act` returned on each rank; every rank must succeed."""

@@ -1,0 +1,112 @@
+"""The training state: what a newcomer gets, and what a checkpoint has beside the rows.
+
+Model, optimizer, position, the callbacks' state and the user's own values; it travels as JSON and raw tensors
+(`recovery.state_codec`). When it is taken, and who gets it, is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from torch import nn
+
+from gba_hvd.engine import Engine
+from gba_hvd.gba_callback import GBACallback
+from gba_hvd.ps.protocol import Position
+from recovery import state_codec
+
+
+class TrainingState:
+    """One worker's. Belongs to the training thread; the thread that meets newcomers reads `snapshot`.
+
+    holder, names: the object whose attributes of these names are the user's values.
+    snapshot: encoded, as of where the asynchronous mode began to hand out the epoch's batches; empty where nobody would
+    ask for it. residuals_missing: in the checkpoint that this job goes on from: of so many workers.
+    """
+
+    def __init__(self, engine: Engine, model: nn.Module, holder: object, names: list[str]) -> None:
+        self._engine, self._model, self._holder, self.names = engine, model, holder, names
+        self.snapshot = b""
+        self.residuals_missing = 0
+
+    # --- given -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As a checkpoint has it."""
+        engine, values = self._engine, {}
+        for name in self.names:
+            value = getattr(self._holder, name)
+            values[name] = value.state_dict() if hasattr(value, "state_dict") else value
+        return {
+            "model": dict(self._model.state_dict()),
+            "optimizer": engine.optimizer.state_dict(),
+            "values": values,
+            "position": engine.position(),
+            "callbacks": [(type(callback).__name__, callback.state_dict()) for callback in engine.callbacks],
+        }
+
+    def encoded(self) -> bytes:
+        """What newcomers get; a checkpoint has no use for the claim it was saved under."""
+        checkpoints = self._engine.checkpoints
+        return state_codec.encode(
+            {**self.state_dict(), "checkpoints": None if checkpoints is None else checkpoints.state()}
+        )
+
+    def take_snapshot(self) -> None:
+        """Keep what a newcomer starts from, where one may come, or a checkpoint be made.
+
+        A newcomer runs the user's loop from here: it finds what is left of the epoch, then the evaluations after it,
+        finished ones with their results.
+        """
+        if os.environ.get("HOROVOD_ELASTIC") == "1" or self._engine.checkpoints is not None:
+            self.snapshot = self.encoded()
+
+    # --- taken over --------------------------------------------------------------------------------------------------
+
+    def share(self, source: int) -> None:
+        """All ranks take over that of rank `source`. A collective."""
+        world, checkpoints, data = self._engine.world, self._engine.checkpoints, None
+        if world.rank == source:
+            data = self.encoded()
+        if world.size > 1:
+            received = world.broadcast("state", data, source)
+            if world.rank != source:
+                state = state_codec.decode(received)
+                self.load_state_dict(state)
+                if checkpoints is not None:
+                    checkpoints.load_state(state["checkpoints"])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        engine = self._engine
+        self._model.load_state_dict(state["model"])
+        engine.optimizer.load_state_dict(state["optimizer"])
+        for name, value in state["values"].items():
+            if name not in self.names:
+                continue  # of a checkpoint; this script has it no more
+            if hasattr(getattr(self._holder, name), "load_state_dict"):
+                getattr(self._holder, name).load_state_dict(value)
+            else:
+                setattr(self._holder, name, value)
+        engine.load_position(state["position"])
+        saved = list(state["callbacks"])
+        for callback in engine.callbacks:  # by kind: a job that goes on from a checkpoint may have other callbacks
+            mine = next((entry for entry in saved if entry[0] == type(callback).__name__), None)
+            if mine is not None:
+                saved.remove(mine)
+                callback.load_state_dict(mine[1])
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Take over that of a checkpoint. One of an asynchronous mode has three: see `ps.checkpoint_state`."""
+        engine, first = self._engine, state.get("snapshot", state)
+        # The script says which mode it wants, not the job that was lost.
+        kept = [entry for entry in first["callbacks"] if entry[0] != GBACallback.__name__]
+        self.load_state_dict({**first, "callbacks": kept})
+        if engine.compression is not None:
+            self.residuals_missing = engine.compression.load_state(state)
+        if "snapshot" not in state:
+            return
+        engine.load_dense(state["dense"])
+        engine.go_on_from(msgspec.convert(state["position"], Position))

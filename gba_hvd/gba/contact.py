@@ -1,0 +1,56 @@
+"""What a worker and the coordinator tell each other with heartbeats: who lives, where the job stands, who is to leave.
+
+No socket and no clock here: the client sends what `beat` says every so often and hands the answers to `hear`.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from gba_hvd.ps.protocol import Beat, Position, Saved
+
+
+class Contact:
+    """One worker's. Written by several threads: `beat` and `hear` run on the client's, each flag is set by one other.
+
+    rank: of the worker, in the world it is in now.
+    position: the newest that was heard. saved: what became of the newest checkpoint.
+    hosts_updated: Horovod told this worker; somebody_leaves: some worker was told to leave; leaving: this one was, and
+    the chief is to have a checkpoint made first.
+    stands_for: the change of membership that this worker had heard of when it last formed a world
+    """
+
+    def __init__(self, worker: int, rank: int, host: int, pid: int, generation: int) -> None:
+        self._worker, self._host, self._pid, self._generation = worker, host, pid, generation
+        self.rank = rank
+        self.position = Position()
+        self.saved: Saved | None = None
+        self.hosts_updated = self.somebody_leaves = self.leaving = False
+        self.stands_for = 0
+        self._world_told: int | None = None  # the change of membership there was when hosts_updated was first said
+        self._newest = threading.Lock()
+
+    def beat(self) -> Beat:
+        """What to say now. Heartbeats are not repeated: that hosts were updated is said until it was heard."""
+        if self.hosts_updated and self._world_told is None:
+            self._world_told = self.position.world
+        elif self._world_told is not None and self.position.world > self._world_told:
+            self.hosts_updated, self._world_told = False, None
+        return Beat(
+            self._worker, self.rank, self._host, self._pid, self._generation, self.hosts_updated, leaving=self.leaving
+        )
+
+    def question(self) -> Beat:
+        """To a server that is not the coordinator's, of no mode: its answer says what became of its part of a save."""
+        return Beat(self._worker, self.rank, self._host, self._pid, 0)
+
+    def hear(self, position: Position) -> None:
+        """An answer, from any thread; they may come in another order than they were given in."""
+        if position.saved is not None:  # the answer to a heartbeat
+            self.somebody_leaves = position.leaving
+            if position.saved.number:
+                self.saved = position.saved
+        with self._newest:
+            now = self.position
+            if (position.epoch, position.step, position.world) >= (now.epoch, now.step, now.world):
+                self.position = position

@@ -1,0 +1,102 @@
+"""What a push carries to each server: its part of the dense gradient, and the gradients of rows of its shards.
+
+Nothing is sent here. What goes to servers of other hosts may be compressed; what that leaves behind waits in the
+worker's residuals, and is settled here: a push is final for the worker, whatever becomes of it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from gba_hvd.compression import row_push
+from gba_hvd.compression.exchange import DenseExchange
+from gba_hvd.compression.push import DensePush, Frame
+from gba_hvd.compression.rows import RowCoder
+from gba_hvd.gba.session import DenseParts, Session
+from gba_hvd.gradients import RowGrad, merge, pack_by_owner, unpack, with_contributors
+from gba_hvd.ps.client import Reply
+from gba_hvd.ps.protocol import Ok
+from gba_hvd.rules.dana_slim import SlimWorker
+from gba_hvd.shard.layout import Layout
+
+
+class Outgoing:
+    """One worker's. Belongs to the training thread, all but `rows`, which threads that share a replica call at once.
+
+    slim: what rule "dana_slim" does to gradients before they are sent.
+    compression: None where no server is on another host; row_coder: where no shard is
+    """
+
+    def __init__(
+        self, session: Session, host: int, parts: DenseParts, layout: Layout, compression: DenseExchange | None,
+        row_coder: RowCoder | None,
+    ) -> None:  # fmt: skip
+        self._session, self._parts, self._layout = session, parts, layout
+        self._shard_server = np.array(session.shard_servers, dtype=np.int32)
+        self._is_far = session.far_from(host)
+        self._compression = compression
+        self._coded: DensePush | None = None
+        if compression is not None:
+            self._coded = DensePush(compression.feedback, parts.tensors, self._is_far)
+        self._row_coder, self._row_coding = row_coder, threading.Lock()
+        self.slim: SlimWorker | None = None
+
+    @property
+    def has_residual(self) -> bool:
+        """Dense gradients are not always sent whole."""
+        return self._coded is not None
+
+    def rows_are_coded(self, server: int) -> bool:
+        return self._row_coder is not None and self._is_far[server]
+
+    def dense(self, flat: np.ndarray, step: int) -> list[Frame]:
+        """For each server its part. flat: float32 [n], the gradient, computed with the values of `step`.
+
+        Raises NonFiniteGradient.
+        """
+        if self.slim is not None:
+            flat = self.slim.outgoing(flat, step)
+        if self._coded is None:
+            return [Frame(part) for part in self._parts.split(flat)]
+        frames = self._coded.frames(flat.copy())
+        if self._compression is not None:
+            self._compression.decisions += self._coded.decisions
+            self._coded.decisions.clear()
+        return frames
+
+    def rows(self, rows: Sequence[Sequence[RowGrad]]) -> list[Any]:
+        """For each server its row message. rows: by group, of the tables of one micro-batch."""
+        contributors = self._session.row_average == "contributors"
+        grads = []
+        for group, parts in zip(self._layout.groups, rows, strict=True):
+            none = RowGrad(np.empty(0, np.int64), np.empty((0, group.dim), np.float32))
+            grad = merge([(part, 1.0) for part in parts]) if parts else none
+            grads.append(with_contributors(grad) if contributors else grad)
+        message, words = pack_by_owner(grads, self._shard_server, len(self._session.servers))
+        messages: list[Any] = np.split(message, np.cumsum(words)[:-1])
+        if self._row_coder is not None:
+            with self._row_coding:  # threads that share a replica share its residuals
+                self._row_coder.begin()
+                for s in np.flatnonzero(self._is_far):
+                    own = unpack(messages[s], [g.values.shape[1] for g in grads])
+                    messages[s] = row_push.pack(own, self._row_coder)
+                self._row_coder.settle()  # as with dense gradients: what is sent is final, whatever becomes of the push
+        return messages
+
+    def was_sent(self, future: Future[Reply], server: int, frame: Frame) -> None:
+        """A dense frame, just now: from its answer is learned how long it takes until the server has it."""
+        coded, sent_s = self._coded, time.perf_counter()
+        if coded is None:
+            return
+
+        def answered(told: Future[Reply]) -> None:
+            if told.exception() is None and isinstance(told.result().body, Ok):
+                coded.answered(server, frame, time.perf_counter() - sent_s)
+
+        future.add_done_callback(answered)

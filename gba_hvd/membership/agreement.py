@@ -1,0 +1,76 @@
+"""Who has the newest step, and who tells newcomers of the mode: pure functions of what every rank says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gba_hvd.errors import GbaError
+
+
+class LeavingApart(GbaError):
+    """Workers leave a mode together, and this world was formed in the midst of it."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one rank says of itself when a world forms."""
+
+    has_state: bool
+    step: int
+    held_step: int  # the step whose row gradients it holds, or -1
+    host: int
+    settings: int  # fingerprint of tables, batch sizes and optimizers
+    pid: int
+    generation: int = 0  # of the asynchronous mode it is in; 0 in allreduce mode
+    membership: int = 0  # in an asynchronous mode: the newest change of membership it heard of
+
+    def row(self) -> np.ndarray:
+        fields = (self.has_state, self.step, self.held_step, self.host, self.settings, self.pid)
+        return np.array([*fields, self.generation, self.membership], dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What the ranks make of their facts.
+
+    step: the newest committed step; source: a rank that has it; catch_up: ranks that apply the gradients they hold
+    """
+
+    step: int
+    source: int
+    catch_up: tuple[int, ...]
+    is_restart: bool
+    reason: str
+
+
+def agree(facts: Sequence[Facts]) -> Agreement:
+    """The newest step wins. Nobody goes back.
+
+    Seeing a step's result means that every worker holds its row gradients, so the survivors are at most one step apart
+    and the one behind can apply what it holds. Whoever is further behind was gone for longer and starts as a newcomer.
+    """
+    old = [rank for rank, f in enumerate(facts) if f.has_state]
+    if not old:
+        return Agreement(0, 0, (), False, "a new job: everybody takes the values of rank 0")
+    step = max(facts[rank].step for rank in old)
+    source = next(rank for rank in old if facts[rank].step == step)
+    catch_up = tuple(rank for rank in old if facts[rank].step == step - 1 and facts[rank].held_step == step)
+    return Agreement(step, source, catch_up, True, f"rank {source} has step {step}, the newest of {len(old)} survivors")
+
+
+def asynchronous_source(facts: Sequence[Facts]) -> int | None:
+    """The rank from which newcomers learn of the asynchronous mode the others are in; None in allreduce mode.
+
+    A survivor that is not in it and behind was gone for long: a newcomer. One that is not behind has just left it.
+    Raises LeavingApart when some have left it: the others are about to leave, too, and the world is to be formed again.
+    """
+    inside = [rank for rank, f in enumerate(facts) if f.has_state and f.generation]
+    if not inside:
+        return None
+    newest = max(facts[rank].step for rank in inside)
+    if any(f.has_state and not f.generation and f.step >= newest for f in facts):
+        raise LeavingApart("some workers have left the asynchronous mode and some have not yet")
+    return max(inside, key=lambda rank: (facts[rank].generation, -rank))

@@ -1,0 +1,143 @@
+"""Carrying out what the coordinator decides, step by step, over all servers of the mode.
+
+    decided -> saved in the ledger -> sent to the other servers, applied here -> all have applied it -> it counts
+
+One step is under way at a time. Killed at any point, the successor finds the decision in the ledger or not at all: a
+step that was decided is sent again, and whoever has applied it says what it said (`part`). Between two steps a
+checkpoint that waits is begun.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+from gba_hvd.errors import GbaError
+from gba_hvd.ps.coordinator import Coordinator
+from gba_hvd.ps.next_save import NextSave
+from gba_hvd.ps.part import Part
+from gba_hvd.ps.peers import Peers
+from gba_hvd.ps.protocol import Applied, Apply, Discard, Position, Refused, Save
+from gba_hvd.ps.records import Records
+from gba_hvd.ps.saver import Saver
+
+log = logging.getLogger("gba_hvd.ps")
+_RESEND_S = 1.0
+
+
+@dataclass
+class _UnderWay:
+    """A decided step: which other servers have not applied it yet, and what it has cost so far."""
+
+    request: Apply
+    pending: set[int]
+    sent_s: float
+    lost: set[int] = field(default_factory=set)  # micro-batches that some server had no push of
+    missed: int = 0
+
+
+class Stepping:
+    """In server 0. Belongs to its main thread.
+
+    failure: why a step could not be applied, told to whoever asks for a lease; there are no more steps then
+    """
+
+    def __init__(self, coordinator: Coordinator, part: Part, peers: Peers, records: Records, saver: Saver) -> None:
+        self.coordinator, self.part, self.failure = coordinator, part, ""
+        self._peers, self._records = peers, records
+        self._under_way: _UnderWay | None = None
+        self._next_save = NextSave(part, peers, saver)
+
+    def advance(self) -> None:
+        """Decide and apply what is due."""
+        while not self.failure and self._under_way is None and (request := self.coordinator.decide()) is not None:
+            self._records.save_ledger(self.coordinator)  # the decision, before anything of it is applied
+            self._under_way = _UnderWay(request, set(self._peers), time.monotonic())
+            self._send(self._under_way)
+            try:
+                answer = self.part.apply(request)
+            except GbaError as error:  # nothing of it was applied, and nothing after it will be: workers are told why
+                self.failure = f"step {request.step}: {error}"
+                self._under_way = None
+                return
+            self._note(self._under_way, answer)
+
+    def repeat(self) -> None:
+        """Send the step again where no answer came for long."""
+        step = self._under_way
+        if step is not None and time.monotonic() - step.sent_s > _RESEND_S:
+            self._send(step)
+
+    def applied_by(self, index: int, answer: Applied) -> bool:
+        """A server's answer. Returns whether it is news."""
+        step = self._under_way
+        if step is None or answer.step != step.request.step or index not in step.pending:
+            return False
+        step.pending.discard(index)
+        self._note(step, answer)
+        return True
+
+    def refused_by(self, index: int, number: int | None, answer: Refused) -> bool:
+        """A server's answer to the request of this number, None: it is not known. Returns whether it ends the steps."""
+        log.error("server %d refused: %s", index, answer.why)
+        step = self._under_way
+        if step is None or index not in step.pending or number not in (None, step.request.step):
+            return False
+        self.failure = f"server {index} cannot take part in step {step.request.step}: {answer.why}"
+        return True
+
+    def _send(self, step: _UnderWay) -> None:
+        step.sent_s = time.monotonic()
+        self._peers.send(step.pending, step.request.step, step.request)
+
+    def _note(self, step: _UnderWay, answer: Applied) -> None:
+        step.lost |= set(answer.missing)
+        step.missed += answer.missed
+        self.failure = self.failure or answer.failed
+        if not step.pending:
+            self.coordinator.applied(step.request.step, step.lost, step.missed)
+            self._under_way = None
+            self._records.save_ledger(self.coordinator)
+            self.save_between()
+
+    # --- between two steps -------------------------------------------------------------------------------------------
+
+    def to_go_on_from(self) -> Position | None:
+        """Where another job would go on, in order; None while a step is under way."""
+        return None if self._under_way is not None else self.coordinator.to_go_on_from()
+
+    @property
+    def save_waits(self) -> bool:
+        return self._next_save.is_waiting
+
+    def save(self, request: Save, snapshot: bytes) -> None:
+        """At the next moment between two steps. snapshot: what a newcomer would start from."""
+        self._next_save.ask(request, snapshot)
+        self.save_between()
+
+    def save_between(self) -> None:
+        """Begin the checkpoint that waits, if there is one and no step is under way."""
+        if self._next_save.is_waiting and (position := self.to_go_on_from()) is not None:
+            self._next_save.begin(position, sorted(self.coordinator.workers))
+
+    # --- after a server that died ------------------------------------------------------------------------------------
+
+    def settle(self, torn: int) -> None:
+        """What became of the pushes and of a decided step that the dead server held. torn: shards it left in mid-step.
+
+        With other servers, the step stays decided: it is sent to all of them again.
+        """
+        ledger, alone = self.coordinator.ledger, not self._peers
+        decided = ledger.decided
+        if decided is not None:
+            begun, done = self.part.begun_and_done(decided.step)
+            if alone and not begun:
+                ledger.undo()
+            else:
+                missed = 0 if done and not torn else self.part.skip(decided.step)
+                if alone:
+                    self.coordinator.applied(decided.step, set(), missed)
+        ledger.lost_pushes()
+        if ledger.decided is None:  # else the peers may still need what they have
+            self._peers.send(self._peers, 0, Discard(self.part.enter.generation, ledger.last_serial + 1))

@@ -1,0 +1,79 @@
+"""Rank 0 is killed at the end of an epoch of gba mode: another worker is rank 0 before the epoch is over."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recovery.chains import Chain, chains
+from recovery.store import open_store
+
+from .cluster import NAMES, Cluster, cluster, wait_for
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+PATIENCE_S = 180.0
+N_MICRO, LAST = 63, 1  # micro-batches of an epoch; the last epoch
+
+
+def plan_of(tmp_path: Path, fault: dict[str, Any]) -> dict[str, Any]:
+    checkpoint = {"url": str(tmp_path / "checkpoints"), "every_steps": 1000, "lease_s": 1.0}
+    return {"gba": {"mode": "gba"}, "checkpoint": checkpoint, "faults": [fault]}
+
+
+def assert_one_end_for_all(job: Cluster, tmp_path: Path) -> None:
+    """Every sample is accounted for, each epoch was judged once, and its last step was saved by whoever is rank 0."""
+    assert job.wait(PATIENCE_S) == 0, job.log()
+    job.assert_nothing_left()
+    job.assert_every_sample_once(epochs=LAST + 1)
+    result = job.result()
+    assert len(result["aucs"]) == LAST + 1
+    assert result["mode"] == "gba"
+    newest = next(iter(chains(open_store(tmp_path / "checkpoints"))))
+    assert isinstance(newest, Chain)
+    assert newest.newest.step == result["step"] == 22
+
+
+def chief_of(job: Cluster) -> str:
+    return str(next((line["pid"] for line in job.notes("rank") if line["rank"] == 0), ""))
+
+
+def waits_for_the_end(job: Cluster) -> bool:
+    """Rank 0 has pushed all that it was given of the last epoch, and the rest of it is in the other's hands."""
+    chief, given = chief_of(job), [line for line in job.notes("given") if line["of"] == LAST]
+    pushed = {line["push"] for line in job.pushes(LAST) if line["pid"] == chief}
+    everything = {line["given"] for line in given} - {None}
+    return len(everything) == N_MICRO and {line["given"] for line in given if line["pid"] == chief} - {None} <= pushed
+
+
+def test_the_last_epoch_is_over_when_the_survivor_is_rank_0(tmp_path: Path) -> None:
+    """Rank 0 waits for the end, which only the other's last pushes are missing from, and is killed there."""
+    waits = {"point": "before push", "step": LAST, "rank": 1, "do": "wait for", "file": "the chief is dead"}
+    with cluster(tmp_path / "job", **plan_of(tmp_path, waits)) as job:
+        job.start_elastic(NAMES[:2])
+        wait_for(lambda: job.ended or waits_for_the_end(job), "rank 0 at the end of the epoch", PATIENCE_S)
+        assert not job.ended, job.log()
+        chief = chief_of(job)
+        os.kill(int(chief.rpartition("-")[2]), signal.SIGKILL)
+        (log,) = job.shard_dir.glob("*/ps-0.log")
+        wait_for(lambda: "worker of rank 0 is dead" in log.read_text(), "the server to notice", PATIENCE_S)
+        (job.out / "the chief is dead").touch()
+        assert_one_end_for_all(job, tmp_path)
+        assert job.fired() == 1
+        told = [line for line in job.notes("given") if line["instead"] == "finished" and line["of"] == LAST]
+        assert told and chief not in {line["pid"] for line in told}, "it was killed before the end"
+        survivor = next(line["pid"] for line in job.pushes(LAST) if line["pid"] != chief)
+        assert [line["as_rank"] for line in told if line["pid"] == survivor][:1] == [0]
+
+
+@pytest.mark.variant
+def test_a_rank_0_that_was_told_of_the_end_first_costs_nothing(tmp_path: Path) -> None:
+    """It is killed when it hears that the first epoch is over, before it has taken the model from the servers."""
+    told = {"point": "told of the end", "step": 0, "rank": 0, "do": "kill"}
+    with cluster(tmp_path / "job", **plan_of(tmp_path, told)) as job:
+        job.start_elastic(NAMES[:2])
+        assert_one_end_for_all(job, tmp_path)
+        assert job.fired() == 1

@@ -1,0 +1,109 @@
+"""Two hosts in allreduce mode that lost all their workers: one last checkpoint of both, or none and it is said why."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gba_hvd.ps import process
+from recovery.chains import Chain, chains
+from recovery.manifest import Manifest
+from recovery.store import open_store
+
+from .cluster import NAMES, Cluster, assert_same_parameters, cluster, wait_for
+from .test_checkpoints import PATIENCE_S, events
+from .test_memory_left import end_all_workers
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+TWO = NAMES[:2]
+KILLED_AT = 10  # both workers stand there, and have not begun the next step
+
+
+def plan_of(tmp_path: Path, last_gasp_s: float) -> dict[str, Any]:
+    checkpoint = {"url": str(tmp_path / "checkpoints"), "every_steps": 6, "lease_s": 1.0, "last_gasp_s": last_gasp_s}
+    return {"checkpoint": checkpoint, "own_memory_per_name": True}
+
+
+def newest_in(tmp_path: Path) -> Manifest:
+    newest = next(iter(chains(open_store(tmp_path / "checkpoints"))))
+    assert isinstance(newest, Chain)
+    return newest.newest
+
+
+def folder_of(job: Cluster, is_chief: bool) -> Path:
+    """The memory of the host that the chief is on, or of the other one."""
+    (found,) = (folder for folder in job.shard_dir.glob("*/gba-hvd-*") if (folder / "kept").exists() == is_chief)
+    return found
+
+
+def server_of(folder: Path) -> int:
+    pid = process.pid_of(folder, 0)
+    assert pid is not None
+    return pid
+
+
+@contextmanager
+def two_hosts_without_workers(tmp_path: Path, last_gasp_s: float, grace_s: int = 6) -> Iterator[Cluster]:
+    """Their servers and keepers live on. One checkpoint is there."""
+    plan = plan_of(tmp_path, last_gasp_s) | {"holds": {1: "go", KILLED_AT: "never"}}
+    with cluster(tmp_path / "first", {"GBA_HVD_GRACE_S": str(grace_s)}, **plan) as job:
+        job.start_elastic(TWO)
+        servers = lambda: list(job.shard_dir.glob("*/*/ps-0.address"))  # noqa: E731
+        wait_for(lambda: job.ended or len(servers()) == 2, "two servers", PATIENCE_S)
+        (job.out / "go").touch()
+        held = lambda: list(job.out.glob("held-by-never-*"))  # noqa: E731
+        wait_for(lambda: job.ended or len(held()) == 2, f"both workers at step {KILLED_AT}", PATIENCE_S)
+        saved = lambda: any((tmp_path / "checkpoints").glob("manifests/*.json"))  # noqa: E731
+        wait_for(lambda: job.ended or saved(), "a checkpoint", PATIENCE_S)
+        end_all_workers(job)
+        yield job
+        wait_for(lambda: not job.processes(), "the end of servers and keepers", PATIENCE_S)
+        job.assert_nothing_left()
+
+
+def go_on(tmp_path: Path, reference: dict[str, np.ndarray], step: int) -> None:
+    """Two hosts go on from the newest checkpoint, which is of this step, to the parameters of an undisturbed job."""
+    with cluster(tmp_path / "second", **plan_of(tmp_path, 60.0)) as job:
+        job.run(lambda: job.start_elastic(TWO), PATIENCE_S)
+        (resumed,) = events(job, "resumed")
+        assert resumed["step"] == step
+        result = job.result()
+        assert result["total"] == result["applied"] == 2000 and result["step"] == 22
+        assert result["shard_steps_missed"] == 0
+        dense = {name: value for name, value in reference.items() if name.startswith("dense.")}
+        assert_same_parameters({name: job.arrays()[name] for name in dense}, dense)
+
+
+def test_two_hosts_save_what_they_have_before_their_memories_go(
+    reference: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    with two_hosts_without_workers(tmp_path, last_gasp_s=60.0):
+        pass
+    newest = newest_in(tmp_path)
+    assert (newest.step, newest.about["last_gasp"]) == (KILLED_AT, True)
+    assert not list((tmp_path / "checkpoints").glob("blobs/*-last/*"))
+    go_on(tmp_path, reference, KILLED_AT)
+
+
+@pytest.mark.variant
+def test_hosts_that_cannot_agree_leave_the_checkpoint_before_in_force(
+    reference: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    """The other host's server is killed before it can say that its workers are gone."""
+    with two_hosts_without_workers(tmp_path, last_gasp_s=12.0, grace_s=16) as job:
+        os.kill(server_of(folder_of(job, False)), signal.SIGKILL)
+        before = newest_in(tmp_path)
+        with open(folder_of(job, True) / "ps-0.log") as log:  # it can be read when the folder is gone
+            wait_for(lambda: not job.processes(), "the end of servers and keepers", PATIENCE_S)
+            assert "the servers of hosts [1] of 2 have not said that their workers are gone" in log.read()
+    newest = newest_in(tmp_path)
+    assert newest.number >= before.number, "one that was under way may have come"
+    assert newest.step < KILLED_AT and "last_gasp" not in newest.about
+    go_on(tmp_path, reference, newest.step)

@@ -1,0 +1,53 @@
+"""What a worker says with its heartbeats, and what it makes of the answers."""
+
+from __future__ import annotations
+
+import pytest
+
+from gba_hvd.gba.contact import Contact
+from gba_hvd.ps.protocol import Beat, Position, Saved
+
+
+def contact() -> Contact:
+    return Contact(worker=7, rank=1, host=2, pid=3, generation=4)
+
+
+def test_a_heartbeat_says_who_and_where() -> None:
+    ours = contact()
+    ours.rank, ours.leaving = 0, True
+    assert ours.beat() == Beat(7, 0, 2, 3, 4, False, leaving=True)
+    assert ours.question() == Beat(7, 0, 2, 3, 0)
+
+
+def test_that_hosts_were_updated_is_said_until_the_membership_has_changed() -> None:
+    ours = contact()
+    ours.hear(Position(world=5))
+    ours.hosts_updated = True
+    assert [ours.beat().hosts_updated for _ in range(2)] == [True, True]
+    ours.hear(Position(step=1, world=5))
+    assert ours.beat().hosts_updated
+    ours.hear(Position(step=1, world=6))
+    assert not ours.beat().hosts_updated
+    ours.hosts_updated = True  # again: it is said anew, until the next change
+    assert ours.beat().hosts_updated
+    ours.hear(Position(step=1, world=7))
+    assert not ours.beat().hosts_updated
+
+
+@pytest.mark.parametrize(
+    "late", [Position(epoch=1, step=20, world=9), Position(epoch=2, step=9), Position(epoch=2, step=10, world=2)]
+)
+def test_an_answer_that_comes_late_is_not_believed(late: Position) -> None:
+    ours, newest = contact(), Position(epoch=2, step=10, world=3)
+    ours.hear(newest)
+    ours.hear(late)
+    assert ours.position is newest
+
+
+def test_only_answers_to_heartbeats_tell_of_checkpoints_and_of_workers_that_leave() -> None:
+    ours, saved = contact(), Saved(1, 30, "done")
+    ours.hear(Position(saved=saved, leaving=True))
+    ours.hear(Position(step=1))  # to a push
+    assert (ours.saved, ours.somebody_leaves) == (saved, True)
+    ours.hear(Position(step=2, saved=Saved()))
+    assert (ours.saved, ours.somebody_leaves) == (saved, False)

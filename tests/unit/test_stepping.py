@@ -1,0 +1,221 @@
+"""Carrying out decided steps over servers: what is saved when, whose answers count, what a dead server leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gba_hvd.errors import GbaError
+from gba_hvd.order import Account
+from gba_hvd.ps.coordinator import Coordinator
+from gba_hvd.ps.protocol import (
+    Applied,
+    Apply,
+    Ask,
+    Discard,
+    Done,
+    Endpoint,
+    Enter,
+    Given,
+    Position,
+    Refused,
+    Request,
+    Save,
+)  # fmt: skip
+from gba_hvd.ps.records import Records
+from gba_hvd.ps.stepping import Stepping
+from recovery import state_codec
+
+GENERATION, WORKER, MICRO_BATCH = 5, 1, 8
+
+
+class Scene:
+    """Server 0 with a real coordinator and real records; what it does to its part, its peers and the saver is noted.
+
+    log: (what, which step, whether the ledger on disk had a decided step then)
+    """
+
+    def __init__(self, folder: Path, n_servers: int) -> None:
+        servers = [Endpoint(0, index, "127.0.0.1", 1, 2) for index in range(n_servers)]
+        enter = Enter(
+            GENERATION, servers, 0, [0], Position(account=vars(Account())), 64, 2 * MICRO_BATCH, MICRO_BATCH,
+            {"name": "gba"}, "global", 0.1, [0.5], [], {}, workers=[(WORKER, 0, 0, 1)],
+        )  # fmt: skip
+        self.coordinator = Coordinator(enter, alive_s=1e6, lease_s=1e6, clock=lambda: 0.0)
+        self.records, self._folder = Records(folder, 0), folder
+        self.log: list[tuple[str, int, bool]] = []
+        self.sent: list[tuple[int, Request]] = []
+        self.saves: list[Save] = []
+        self.part: Any = SimpleNamespace(
+            enter=enter, apply=self.apply, shards=np.array([0]),
+            export=lambda: (0, np.empty(0), state_codec.encode([])), dense=SimpleNamespace(tensors=[]),
+            residuals=SimpleNamespace(workers=[], total=lambda: None),
+        )  # fmt: skip
+        self.others: Any = Others(range(1, n_servers), self)
+        saver: Any = SimpleNamespace(begin=lambda request, *_: self.saves.append(request))
+        self.stepping = Stepping(self.coordinator, self.part, self.others, self.records, saver)
+        self._n_asked = 0
+
+    def apply(self, request: Apply) -> Applied:
+        self.note("applied here", request.step)
+        return Applied(request.step)
+
+    def note(self, what: str, step: int) -> None:
+        on_disk = Records(self._folder, 0).ledger(GENERATION)
+        self.log.append((what, step, on_disk is not None and on_disk["ledger"]["decided"] is not None))
+
+    def compute_a_step(self) -> None:
+        for _ in range(2):
+            self._n_asked += 1
+            given = self.coordinator.ask(Ask(WORKER, GENERATION, self._n_asked, 0, 64, [0.5, 0.1], 0))
+            assert isinstance(given, Given) and given.lease is not None
+            self.coordinator.done(Done(WORKER, GENERATION, given.lease.micro, given.lease.serial))
+
+
+class Others:
+    """In the place of `Peers`."""
+
+    def __init__(self, indices: Sequence[int], scene: Scene) -> None:
+        self._indices, self._scene = indices, scene
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._indices)
+
+    def send(self, to: Iterable[int], number: int, request: Request) -> None:
+        for index in to:
+            self._scene.sent.append((index, request))
+            self._scene.note(f"{type(request).__name__} to {index}", number)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[[int], Scene]:
+    return lambda n_servers: Scene(tmp_path, n_servers)
+
+
+def test_a_decision_is_in_the_ledger_before_anything_of_it_is_sent_or_applied(make: Callable[[int], Scene]) -> None:
+    scene = make(2)
+    scene.compute_a_step()
+    scene.stepping.advance()
+    assert scene.log == [("Apply to 1", 1, True), ("applied here", 1, True)]
+
+
+def test_a_step_counts_when_all_servers_have_applied_it(make: Callable[[int], Scene]) -> None:
+    scene = make(3)
+    scene.compute_a_step()
+    scene.stepping.advance()
+    assert scene.stepping.applied_by(1, Applied(1))
+    assert not scene.stepping.applied_by(1, Applied(1, missed=9)), "said before"
+    assert not scene.stepping.applied_by(2, Applied(7)), "of another step"
+    assert scene.coordinator.ledger.step == 0
+    assert scene.stepping.applied_by(2, Applied(1, missing=[0], missed=2))
+    assert scene.coordinator.ledger.step == 1
+    account = scene.coordinator.account
+    assert (account.applied, account.lost, account.shard_steps_missed) == (MICRO_BATCH, MICRO_BATCH, 2)
+    saved = scene.records.ledger(GENERATION)
+    assert saved is not None
+    assert (saved["ledger"]["step"], saved["ledger"]["decided"]) == (1, None)
+
+
+@pytest.mark.parametrize("where", ["here", "here, half way", "there, half way", "refused there"])
+def test_no_step_follows_one_that_failed(make: Callable[[int], Scene], where: str) -> None:
+    scene = make(2)
+
+    def fails(request: Apply) -> Applied:
+        if where == "here":
+            raise GbaError("too large")
+        return Applied(request.step, failed="too large" if where == "here, half way" else "")
+
+    scene.part.apply = fails
+    scene.compute_a_step()
+    scene.stepping.advance()
+    if where == "refused there":
+        assert scene.stepping.refused_by(1, 1, Refused("too large"))
+    elif where != "here":
+        assert scene.stepping.applied_by(1, Applied(1, failed="too large" if where == "there, half way" else ""))
+    assert "too large" in scene.stepping.failure
+    scene.compute_a_step()
+    scene.stepping.advance()
+    assert [request.step for _, request in scene.sent if isinstance(request, Apply)] == [1]
+
+
+def test_a_server_that_refuses_something_else_ends_nothing(make: Callable[[int], Scene]) -> None:
+    scene = make(2)
+    scene.compute_a_step()
+    scene.stepping.advance()
+    assert not scene.stepping.refused_by(1, 0, Refused("a checkpoint is still being saved"))
+    assert scene.stepping.failure == ""
+    assert scene.stepping.applied_by(1, Applied(1))
+
+
+def test_a_checkpoint_waits_until_all_servers_have_the_step_and_comes_before_the_next(
+    make: Callable[[int], Scene],
+) -> None:
+    scene = make(2)
+    scene.compute_a_step()
+    scene.stepping.advance()
+    scene.compute_a_step()
+    scene.stepping.save(Save(0, 0, 0, 1, "full", None, 0, 0, {}, {}, {}, GENERATION), b"")
+    assert scene.stepping.save_waits
+    assert scene.stepping.to_go_on_from() is None
+    assert scene.saves == []
+    assert scene.stepping.applied_by(1, Applied(1))
+    scene.stepping.advance()
+    (saved,) = scene.saves
+    assert (saved.part, saved.n_parts, saved.number, saved.step, saved.samples) == (0, 2, 1, 1, 2 * MICRO_BATCH)
+    assert [what for what, *_ in scene.log] == [
+        "Apply to 1", "applied here", "Save to 1", "Apply to 1", "applied here"
+    ]  # fmt: skip
+    assert not scene.stepping.save_waits
+
+
+@pytest.mark.parametrize(
+    ("n_servers", "begun", "done", "torn", "skipped", "became"),
+    [
+        (1, False, False, 0, False, "computed again"),
+        (1, True, False, 0, True, "over"),
+        (1, True, True, 0, False, "over"),
+        (1, True, True, 1, True, "over"),
+        (2, False, False, 0, True, "sent again"),
+        (2, True, False, 0, True, "sent again"),
+        (2, True, True, 0, False, "sent again"),
+        (2, True, True, 1, True, "sent again"),
+    ],
+)
+def test_what_becomes_of_a_step_that_a_dead_server_had_decided(
+    make: Callable[[int], Scene], n_servers: int, begun: bool, done: bool, torn: int, skipped: bool, became: str
+) -> None:
+    scene = make(n_servers)
+    skips: list[int] = []
+
+    def skip(step: int) -> int:
+        skips.append(step)
+        return 3
+
+    scene.part.begun_and_done, scene.part.skip = (lambda step: (begun, done)), skip
+    scene.compute_a_step()
+    assert scene.coordinator.decide() is not None
+    scene.stepping.settle(torn)
+    ledger, account = scene.coordinator.ledger, scene.coordinator.account
+    assert skips == ([1] if skipped else [])
+    assert (ledger.step, ledger.decided is not None) == {
+        "computed again": (0, False), "over": (1, False), "sent again": (0, True)
+    }[became]  # fmt: skip
+    assert account.shard_steps_missed == (3 if became == "over" and skipped else 0)
+    assert scene.sent == [], "the peers may still need what they have"
+
+
+def test_pushes_that_no_decided_step_has_are_thrown_away_everywhere(make: Callable[[int], Scene]) -> None:
+    scene = make(3)
+    scene.compute_a_step()
+    scene.stepping.settle(torn=0)
+    discard = Discard(GENERATION, scene.coordinator.ledger.last_serial + 1)
+    assert scene.sent == [(1, discard), (2, discard)]
+    assert scene.coordinator.decide() is None, "its micro-batches are computed again"

@@ -1,0 +1,97 @@
+"""What callbacks are told when a world has formed, and what it cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gba_hvd.callbacks import Event
+from gba_hvd.elastic import telling
+from gba_hvd.membership import Joined
+from gba_hvd.membership.takeover import Taken
+from gba_hvd.order import Account
+
+STARTED = Joined("j", 0, 1, True, False, 0, 0, host=1)
+CHANGED = replace(STARTED, is_restart=True, n_hosts=2)
+RESUMED: Any = SimpleNamespace(
+    manifest=SimpleNamespace(name="m-3"), n_rows=2000, seconds=1.5, skipped=[SimpleNamespace(name="m-4", why="torn")]
+)
+
+
+def told(joined: Joined, *, size: int = 2, checkpoints: Any = None, **how: Any) -> tuple[list[str], list[Event]]:
+    """What callbacks heard, in its order, and the events among it. At step 7, 400 of 500 samples applied."""
+    heard: list[str] = []
+    events: list[Event] = []
+
+    def emit(event: Event) -> None:
+        heard.append(event.kind)
+        events.append(event)
+
+    tables = SimpleNamespace(layout=SimpleNamespace(tables=[SimpleNamespace(name="t", n_rows=50, dim=4)], n_shards=3))
+    tables.optimizer = "rows"
+    engine: Any = SimpleNamespace(
+        step=7, job_id="j", world=SimpleNamespace(rank=0, size=size, local_rank=0, host="h"), tables=tables,
+        global_batch=16, micro_batch=4, optimizer=None, account=Account(total=500, applied=400), emit=emit,
+        callbacks=[SimpleNamespace(on_job=lambda job: heard.append(f"job {job.job_id} of {job.size}"))],
+        checkpoints=checkpoints and SimpleNamespace(plan_pace=lambda n_hosts: heard.append(f"pace of {n_hosts}")),
+    )  # fmt: skip
+    telling.world_formed(engine, joined, **{"before": None, **how})
+    return heard, events
+
+
+def test_a_job_starts() -> None:
+    heard, (started,) = told(STARTED)
+    assert heard == ["job j of 2", "started"]
+    assert (started.step, started.message, started.data) == (7, "2 workers on 1 host, job j", {"workers": 2})
+
+
+def test_the_pace_of_checkpoints_is_planned_before_the_rest_is_told() -> None:
+    assert told(STARTED, checkpoints=True)[0] == ["job j of 2", "pace of 1", "started"]
+
+
+def test_a_job_goes_on_from_a_checkpoint_that_lacks_residuals() -> None:
+    _, (_, resumed, residuals) = told(replace(STARTED, resumed=RESUMED), residuals_missing=1)
+    assert resumed.message == "going on at step 7 from m-3: 2,000 rows in 1.5 s"
+    assert resumed.data["skipped"] == ["m-4: torn"]
+    assert (residuals.kind, residuals.message) == ("residual_lost", "the checkpoint lacks what 1 worker had not sent")
+
+
+def test_a_job_goes_on_from_memory() -> None:
+    _, (_, resumed) = told(replace(STARTED, taken=Taken(7, 0, "all is there", None), shard_steps_missed=2))
+    assert resumed.message == "going on at step 7 where the lost job stood: all is there"
+    assert (resumed.data["from_memory"], resumed.data["shard_steps_missed"]) == (True, 2)
+
+
+@pytest.mark.parametrize(("before", "words"), [(None, ""), (3, ", before 3")])
+def test_workers_come_and_go(before: int | None, words: str) -> None:
+    heard, (change,) = told(CHANGED, size=1, before=before)
+    assert heard == ["job j of 1", "membership"]
+    assert change.message == f"1 worker on 2 hosts{words}; going on at step 7"
+
+
+def test_what_a_change_cost_is_told_piece_by_piece() -> None:
+    lost = replace(
+        CHANGED, shard_steps_missed=2, rows_restored=25, rows_age=3.0, refilled=((300, 20), (400, 5)), rows_lost=5
+    )
+    _, events = told(lost)
+    assert [event.kind for event in events] == ["membership", "shard_steps_missed", "rows_restored", "rows_lost"]
+    assert events[1].message == "2 shards missed a step that their worker died in"
+    assert "25 rows that went down with their host came back from the checkpoint" in events[2].message
+    assert events[2].data["pls"] == pytest.approx(100 * 20 / 50 / 500)  # of all samples, of the rows that lost some
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "why_lost", "why"),
+    [
+        (None, "", "no checkpoint was configured"),
+        (True, "", "no checkpoint has them"),
+        (True, "the store does not answer", "the store does not answer"),
+    ],
+)
+def test_why_rows_are_lost(checkpoints: Any, why_lost: str, why: str) -> None:
+    _, (_, lost) = told(replace(CHANGED, rows_lost=5, why_lost=why_lost), checkpoints=checkpoints)
+    assert lost.message == f"5 rows went down with their host and begin anew; {why}"
+    assert lost.data["why"] == why
