@@ -152,6 +152,25 @@ PATCHES = (
         "a worker that died is started again also when the cooldown of its host ends while the launcher looks for "
         "hosts: without it, the launcher takes it for alive, and no world forms any more",
     ),
+    Patch(
+        "horovod/runner/common/util/safe_shell_exec.py",
+        "    try:\n        p.wait(timeout=GRACEFUL_TERMINATION_TIME_S)\n    except psutil.TimeoutExpired:\n",
+        "    deadline = time.monotonic() + GRACEFUL_TERMINATION_TIME_S\n"
+        "    with contextlib.suppress(ChildProcessError):\n"
+        "        while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:\n"
+        "            if time.monotonic() > deadline:\n"
+        "                break\n"
+        "            time.sleep(0.01)\n"
+        "    if p.is_running():\n",
+        "a worker that is ended keeps its exit status for the one who waits for it: without it, horovodrun that got "
+        "SIGTERM sometimes reports success",
+    ),
+    Patch(
+        "horovod/runner/common/util/safe_shell_exec.py",
+        "import codecs\n",
+        "import codecs\nimport contextlib\n",
+        "what the mend of that file needs",
+    ),
 )
 
 

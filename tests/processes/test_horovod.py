@@ -128,3 +128,25 @@ def test_a_worker_that_died_is_started_again_although_its_host_is_taken_back_at_
     assert not survivor.is_alive(), "the next world was not formed"
     assert driver.world_size() == 2
     assert launches.hosts.count("dies") == 2, "the worker that died was taken for alive"
+
+
+def test_a_worker_that_is_ended_keeps_its_exit_status_for_the_launcher() -> None:
+    from horovod.runner.common.util.safe_shell_exec import terminate_executor_shell_and_children
+
+    ended = subprocess.Popen("exit 3", shell=True)
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # it is over, and nobody has asked for its status
+    terminate_executor_shell_and_children(ended.pid)
+    assert ended.wait() == 3
+
+
+def test_a_worker_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from horovod.runner.common.util import safe_shell_exec
+
+    monkeypatch.setattr(safe_shell_exec, "GRACEFUL_TERMINATION_TIME_S", 0.1)
+    stubborn = subprocess.Popen(
+        "trap '' TERM; echo ready; while :; do sleep 0.05; done", shell=True, stdout=subprocess.PIPE
+    )
+    assert stubborn.stdout is not None and stubborn.stdout.readline() == b"ready\n"
+    safe_shell_exec.terminate_executor_shell_and_children(stubborn.pid)
+    assert stubborn.wait() == -signal.SIGKILL
+    stubborn.stdout.close()
