@@ -1,4 +1,4 @@
-"""What holds for every test: one thread per process, no traces outside the test's own folder.
+"""What holds for every test: one thread per process, no traces outside the test's own folder, the same examples.
 
 Markers, warnings as errors and the time-out per test are in pyproject.toml.
 """
@@ -9,6 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+# The same examples every time, however busy the machine is: an example may take long, and so may making it.
+settings.register_profile(
+    "every test", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("every test")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from torch import Tensor, nn
 
 import gba_hvd
@@ -17,15 +17,7 @@ from gba_hvd.shard import keeper
 from gba_hvd.shard.memory import ShardMemory
 from tests.unit.thread_world import Workers
 
-# The same examples every time, however busy the machine is.
-settings.register_profile(
-    "unit",
-    derandomize=True,
-    database=None,
-    deadline=None,
-    max_examples=60,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+settings.register_profile("unit", settings.get_profile("every test"), max_examples=60)
 settings.load_profile("unit")
 
 
