@@ -104,7 +104,7 @@ def test_a_killed_prepare_leaves_no_dataset_and_the_next_one_clears_up(source: S
     (tmp_path / "tests_colours.py").write_text((Path(__file__).parent / "colours.py").read_text())
     command = [sys.executable, "-c", KILLED_WHILE_WRITING, str(tmp_path / "train.csv"), str(tmp_path / "made/out")]
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    killed = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], timeout=60, check=False)
+    killed = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], timeout=110, check=False)
     assert killed.returncode == -signal.SIGKILL
     assert [path.name for path in (tmp_path / "made").iterdir()] == [".out.preparing"]
     assert not list((tmp_path / "made").rglob("dataset.json"))

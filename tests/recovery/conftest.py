@@ -58,4 +58,4 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     if request.param == "memory":  # one global file system: a folder of its own
         return open_store(f"memory://{uuid.uuid4().hex}")
     options = request.getfixturevalue("s3_options")
-    return open_store(f"s3://{BUCKET}/{uuid.uuid4().hex}", timeout_s=20, tries=2, **options)
+    return open_store(f"s3://{BUCKET}/{uuid.uuid4().hex}", timeout_s=50, tries=2, **options)

@@ -23,7 +23,8 @@ from tests.recovery.holders import assert_same, train, two_tables, values
 from tests.recovery.stores import Crash, FaultyStore, RamStore
 
 POLICIES = ("full", "delta", "mfu", "ssu", "scar")
-SMALL = Config(job="mine", section_bytes=8 << 10, blob_bytes=32 << 10, level=0)
+# No sign of life is due during a test: each is a put, and faults go by the number of a put.
+SMALL = Config(job="mine", section_bytes=8 << 10, blob_bytes=32 << 10, level=0, lease_s=600)
 SETUP_PUTS = 2  # the probe and the claim
 WRITES_PER_SAVE = 9  # blobs, state, manifest of a full one
 
@@ -242,12 +243,21 @@ def test_a_store_that_refuses_to_delete_costs_space_only(ram: RamStore, rows: Te
 
 
 def test_a_second_job_at_the_same_place_is_refused(ram: RamStore, rows: TensorRows) -> None:
-    looked = threading.Event()
-    store = FaultyStore(ram)
-    with Checkpointer(store, rows, replace(SMALL, lease_s=0.3)):
-        other = Checkpointer(FaultyStore(ram).slows("names", 3, looked.set), rows, replace(SMALL, job="b", lease_s=0.3))
+    def newest_sign() -> str:
+        return max(name for name in ram.names("claims/") if "-mine." in name)
+
+    def a_sign_of_life() -> None:
+        before = newest_sign()
+        while newest_sign() == before:
+            threading.Event().wait(0.01)
+
+    with Checkpointer(ram, rows, replace(SMALL, lease_s=0.3)):
+        # Its first look, after a tenth of the lease, is when the first job has given one, however busy the machine is.
+        store = FaultyStore(ram).slows("names", 3, a_sign_of_life)
+        other = Checkpointer(store, rows, replace(SMALL, job="b", lease_s=10))
         with pytest.raises(BadInput, match="'mine'"), other:
             pass
+        assert store.fired == store.planned
     with other:  # now it left in peace
         pass
 

@@ -211,7 +211,7 @@ class Turns:
             self._running.discard(me)
             self._waiting.add(me)
             self._grant()
-            assert self._changed.wait_for(lambda: self._next == me, timeout=20)
+            assert self._changed.wait_for(lambda: self._next == me, timeout=100)
             self._next = None
             self._waiting.discard(me)
             self._running.add(me)
@@ -273,7 +273,7 @@ def race(choices: Sequence[int], writers: Sequence[str]) -> tuple[list[Claim], R
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(100)
         assert not thread.is_alive()
     return let_in, store, turns.options
 
