@@ -51,6 +51,14 @@ class Launcher(ThreadingHTTPServer):
         self.values.clear()
 
 
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _a_launcher_may_answer_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gba_hvd.launcher._REQUEST_S", PATIENCE_S)
+
+
 @pytest.fixture
 def launcher() -> Iterator[Launcher]:
     with Launcher() as server:
@@ -66,7 +74,7 @@ def test_a_worker_that_stood_still_while_it_was_replaced_does_not_take_the_other
     new.take()
     with pytest.raises(GivenUp, match="another worker"):
         late.take()
-    new.check(1.0)
+    new.check(PATIENCE_S)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +91,7 @@ def test_a_survivor_goes_on_through_worlds_it_takes_part_in(launcher: Launcher) 
     seat = launcher.seat()
     for _ in range(3):
         seat.take()
-        seat.check(1.0)
+        seat.check(PATIENCE_S)
         launcher.form_a_world()
 
 
@@ -91,12 +99,12 @@ def test_a_worker_that_the_others_went_on_without_is_given_up(launcher: Launcher
     here, away = launcher.seat("h1"), launcher.seat("h2")
     here.take()
     away.take()
-    here.check(1.0)
+    here.check(PATIENCE_S)
     launcher.form_a_world()
     here.take()
     with pytest.raises(GivenUp, match="without it"):
-        away.check(1.0)
-    here.check(1.0)
+        away.check(PATIENCE_S)
+    here.check(PATIENCE_S)
 
 
 def test_a_worker_whose_place_was_given_to_another_is_given_up(launcher: Launcher) -> None:
@@ -105,16 +113,16 @@ def test_a_worker_whose_place_was_given_to_another_is_given_up(launcher: Launche
     launcher.form_a_world()
     new.take()
     with pytest.raises(GivenUp, match="another worker"):
-        old.check(1.0)
-    new.check(1.0)
+        old.check(PATIENCE_S)
+    new.check(PATIENCE_S)
 
 
 def test_a_world_that_could_not_be_formed_may_be_asked_for_again(launcher: Launcher) -> None:
     seat = launcher.seat()
     seat.take()
-    seat.check(1.0)
+    seat.check(PATIENCE_S)
     launcher.form_a_world()
-    seat.check(1.0)  # it was let in, and the others died before it had left its mark
+    seat.check(PATIENCE_S)  # it was let in, and the others died before it had left its mark
 
 
 def test_a_launcher_that_is_gone_is_waited_for_so_long_and_no_longer() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gba_hvd.elastic import torch_state
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 50.0
 
 
 class Meeting:
