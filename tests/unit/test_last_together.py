@@ -24,7 +24,7 @@ from recovery.restore import restore
 from recovery.store import open_store
 
 TABLES = {"user": (20, 4), "item": (7, 4)}
-STEP, TIMEOUT_S = 8, 20.0
+STEP, TIMEOUT_S = 8, 80.0
 
 
 class Hosts:
