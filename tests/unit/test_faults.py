@@ -51,9 +51,12 @@ def in_another_process(act: Callable[[], Any]) -> int:
         os._exit(2)
 
 
-def next_status(pid: int) -> int:
-    """Wait until the process stops, continues or ends (one that ends soon after going on is only seen to end)."""
-    return os.waitpid(pid, os.WUNTRACED | os.WCONTINUED)[1]
+def has_stopped_and_gone_on(pid: int) -> bool:
+    """Wait until the process was stopped and goes on. That it stands still is seen only by who looks in time."""
+    status = os.waitpid(pid, os.WUNTRACED | os.WCONTINUED)[1]
+    if os.WIFSTOPPED(status):
+        status = os.waitpid(pid, os.WCONTINUED)[1]
+    return os.WIFCONTINUED(status)  # the kernel tells it of a process that had stopped, and of no other
 
 
 def ended_with(pid: int) -> int:
@@ -303,9 +306,14 @@ def test_a_killed_worker_is_dead_and_has_left_its_record(folder: Path) -> None:
 
 def test_a_stopped_worker_stops_and_goes_on(folder: Path) -> None:
     faults = FaultSchedule(folder=folder).stop(worker=1, at_step=3, seconds=0.05)
-    worker = in_another_process(lambda: faults.carry_out(faults.due(1, 3)[0]))
-    assert os.WIFSTOPPED(next_status(worker))
-    assert ended_with(worker) == 0
+    may_end, end = os.pipe()
+    worker = in_another_process(lambda: faults.carry_out(faults.due(1, 3)[0]) and os.read(may_end, 1))
+    try:
+        assert has_stopped_and_gone_on(worker)
+    finally:
+        os.write(end, b"!")
+        assert ended_with(worker) == 0
+        os.close(may_end), os.close(end)
     assert faults.fired == faults.planned
 
 
@@ -321,8 +329,7 @@ def test_any_worker_kills_a_server_and_only_one_does(folder: Path, server: subpr
 def test_a_server_is_stopped_and_goes_on(server: subprocess.Popen[bytes]) -> None:
     faults = FaultSchedule().stop_server(host=0, at_step=0, seconds=0.05)
     assert faults.carry_out(faults.due(5, 0)[0], {0: server.pid})
-    assert os.WIFSTOPPED(next_status(server.pid))
-    assert os.WIFCONTINUED(next_status(server.pid))
+    assert has_stopped_and_gone_on(server.pid)
 
 
 def test_the_fault_of_a_server_that_is_elsewhere_or_dead_stays_due(server: subprocess.Popen[bytes]) -> None:
