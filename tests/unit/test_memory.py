@@ -273,7 +273,7 @@ def worker(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
         one.end(signal.SIGKILL)
 
 
-def until(condition: Callable[[], Any], limit_s: float = 30) -> bool:
+def until(condition: Callable[[], Any], limit_s: float = 60) -> bool:
     deadline = time.monotonic() + limit_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
