@@ -47,11 +47,12 @@ class Sender:
         self.status = replace(read_status(spool), problem=None, stopped=False)
         self.job: Record | None = None
         self.orphaned = False  # the worker is gone, nothing will be added
+        self._has_end = False  # the worker has said so, and waits
         self.late = False  # and long ago: nobody else is at work for this job
         self._run: JobRun | None = None
         self._failures = 0
         self._artifact_failures = 0
-        self._next_try_s = 0.0
+        self._failed_s = 0.0
         self._next_heartbeat_s = 0.0
         self._next_events_s = 0.0
         self._events_waiting = False
@@ -70,7 +71,10 @@ class Sender:
 
     def turn(self, now: float) -> None:
         """Deliver until nothing is left or something is in the way; after that, wait for the back-off to be over."""
-        if now < self._next_try_s or self.status.done:
+        if self.status.done:
+            return
+        is_ending = self.orphaned or self._has_end
+        if self._failures and now < self._failed_s + delivery.backoff_s(self._failures, ending=is_ending):
             return
         try:
             self._deliver(now)
@@ -79,7 +83,7 @@ class Sender:
             say(f"stopped: {stopped}")
         except Blocked as blocked:
             self._failures += 1
-            self._next_try_s = now + delivery.backoff_s(self._failures, ending=self.orphaned)
+            self._failed_s = now
             if self.status.problem != str(blocked):
                 say(f"cannot send now: {blocked}")
             self._set(problem=str(blocked))
@@ -238,6 +242,8 @@ class Sender:
             case "job":
                 self.newest_job = record
                 self.job = record if behind_us else self.job
+            case "end":
+                self._has_end = True
             case "event" if behind_us:
                 self._events_waiting = True
             case "metrics" if not record.get("host"):

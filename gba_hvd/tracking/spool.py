@@ -22,6 +22,7 @@ from typing import Any
 from gba_hvd.tracking.records import Line, Record
 
 _CHUNK_BYTES = 1 << 18
+_OPEN_TRIES = 10
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,7 @@ class SpoolWriter:
         self.problem: str | None = None
         self._limit_bytes = limit_bytes
         self._torn = False
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # O_APPEND: the worker and its sender write whole lines to one file.
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._fd = _opened(path)
 
     def append(self, record: Mapping[str, Any]) -> None:
         if self._fd < 0:
@@ -96,6 +95,15 @@ class SpoolWriter:
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
+
+
+def _opened(path: Path) -> int:
+    for _ in range(_OPEN_TRIES):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # O_APPEND: the worker and its sender write whole lines to one file.
+        with contextlib.suppress(FileNotFoundError):  # the sender of another spool, the last one there, has removed it
+            return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    raise FileNotFoundError(f"{path.parent} disappeared {_OPEN_TRIES} times while {path.name} was being made there")
 
 
 def read_lines(path: Path, offset: int) -> list[Line]:

@@ -124,6 +124,36 @@ def test_a_server_in_trouble_is_left_alone_until_the_back_off_is_over(run: Fault
     assert (run.faults, run.points, sender.status.problem) == ([], [("loss", 1)], None)
 
 
+def test_at_the_end_of_a_job_a_server_in_trouble_is_asked_more_often(run: FaultyRun, spool: Path):
+    run.faults = [ConnectionError("refused")] * 6
+    write(spool, JOB, *points(1))
+    sender = Sender(spool)
+    for turn in range(6):
+        sender.turn(100.0 * turn)
+    sender.turn(502.0)
+    assert (run.faults, run.points) == ([], []), "asked every 30 s"
+    write(spool, END)
+    sender.look()
+    sender.turn(502.0)
+    assert (run.points, run.status) == ([("loss", 1)], "FINISHED")
+
+
+def test_a_folder_that_is_removed_while_a_spool_is_made_there_is_made_again(
+    spool: Path, monkeypatch: pytest.MonkeyPatch
+):
+    mkdir, removed = Path.mkdir, list[Path]()
+
+    def lose_it_once(folder: Path, **more: Any) -> None:
+        mkdir(folder, **more)
+        if not removed:
+            folder.rmdir()
+            removed.append(folder)
+
+    monkeypatch.setattr(Path, "mkdir", lose_it_once)
+    write(spool, JOB)
+    assert removed == [spool.parent] and list(all_records(spool)) == [JOB]
+
+
 def test_a_refused_value_is_dropped_and_counted_and_its_neighbours_arrive(run: FaultyRun, spool: Path):
     run.refuses = {"bad"}
     write(spool, JOB, *points(1, 2), *points(3, key="bad"), *points(4), END)
