@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -22,6 +24,7 @@ from mlflow.entities import Run
 from gba_hvd.callbacks import Event, Job, StepRecord
 
 WORKER = Path(__file__).with_name("worker.py")
+FLUSH_S = 300.0  # at the end of a job; starting the sender takes tens of seconds on a machine that trains meanwhile
 
 
 def job(job_id: str, rank: int = 0, size: int = 1, host: str = "h1", leads_host: bool = True, **settings: Any) -> Job:
@@ -36,7 +39,7 @@ def event(kind: str, k: int, message: str = "") -> Event:
     return Event(kind, k, message or f"{kind} happened")
 
 
-def wait_until(what: str, condition: Callable[[], Any], timeout_s: float = 120.0) -> Any:
+def wait_until(what: str, condition: Callable[[], Any], timeout_s: float = 300.0) -> Any:
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {what}"
@@ -72,14 +75,22 @@ def artifact_names(uri: str, run: Run) -> set[str]:
     return {info.path for info in client(uri).list_artifacts(run.info.run_id)}
 
 
+def port_of_our_own() -> int:
+    """Below those that the kernel gives to outgoing connections: nobody gets it while the server is down."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(max(1024, lowest - 10_000), lowest)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 class Server:
     """A real `mlflow server` on a port of its own; its whole process group is what is stopped and killed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
+        self._port = port_of_our_own()
         self.uri = f"http://127.0.0.1:{self._port}"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -117,7 +128,7 @@ class Server:
 
     def _answers(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.uri}/health", timeout=2) as answer:
+            with urllib.request.urlopen(f"{self.uri}/health", timeout=20) as answer:
                 return bool(answer.status == 200)
         except OSError:
             return False
@@ -149,7 +160,7 @@ class Worker:
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(WORKER), json.dumps(settings)],
+            [sys.executable, str(WORKER), json.dumps({"flush_timeout_s": FLUSH_S, **settings})],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=folder,
@@ -177,5 +188,5 @@ class Worker:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait(30)
+        self._process.wait(100)
         self._process.stdout.close()
