@@ -41,7 +41,8 @@ def chains(store: Store) -> Iterator[Chain | Skipped]:
 
     Raises BadInput when a newer version of this program wrote one: to fall back silently behind it would lose work.
     """
-    there, names = store.names("blobs/"), store.names("manifests/")
+    names = store.names("manifests/")
+    there = store.names("blobs/")  # later: of what is saved meanwhile the manifest comes last
     known: dict[str, Manifest | Damaged] = {}
     for name in sorted(names, reverse=True):
         try:
