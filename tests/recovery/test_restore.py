@@ -58,6 +58,18 @@ def test_a_base_comes_back_from_every_kind_of_store(store: Store) -> None:
     assert (report.n_rows, report.n_lost, report.skipped) == (5011, 0, ())
 
 
+def test_a_checkpoint_that_is_saved_between_two_listings_is_not_taken_for_damaged(ram: RamStore) -> None:
+    saver, rows = Saver(two_tables(), ram), empty()
+    saver.save()
+    before = values(saver.rows)
+    train(saver.rows, 3, seed=1)
+    store = FaultyStore(ram).slows("names", 2, saver.save)
+    report = restore(store, rows)
+    assert store.fired == store.planned and len(saver.made) == 2
+    assert report is not None and report.skipped == ()
+    assert_same(values(rows), before)
+
+
 @pytest.mark.parametrize("level", [0, 3])
 def test_a_chain_of_deltas_comes_back_as_its_newest_save(ram: RamStore, level: int) -> None:
     saver = Saver(two_tables(2), ram, replace(SMALL, level=level))
