@@ -72,6 +72,7 @@ TENSORS: list[tuple[str, list[int], int]] = [("w", [3, 2], 0), ("b", [2], 0)]
 N_DENSE = 8
 GENERATION = 0x5EED_0000_1234
 WORKER = 77
+_LAST = 1 << 40  # number of the last message of a round
 
 
 class Peer:
@@ -97,7 +98,7 @@ class Peer:
         self.post(protocol.encode(self.job, self._number, body), *frames)
         return self._number
 
-    def receive(self, number: int, timeout_s: float = 20.0) -> tuple[Answer, list[bytes]] | None:
+    def receive(self, number: int, timeout_s: float = 60.0) -> tuple[Answer, list[bytes]] | None:
         """The answer of this number, or None if none comes in time; others are thrown away."""
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
@@ -109,7 +110,7 @@ class Peer:
                 return protocol.decode_answer(envelope), frames
         return None
 
-    def ask(self, body: Request, frames: Sequence[Any] = (), timeout_s: float = 20.0) -> tuple[Answer, list[bytes]]:
+    def ask(self, body: Request, frames: Sequence[Any] = (), timeout_s: float = 60.0) -> tuple[Answer, list[bytes]]:
         answer = self.receive(self.send(body, frames), timeout_s)
         if answer is None:
             raise AssertionError(f"no answer to {type(body).__name__} in {timeout_s:.0f} s")
@@ -124,7 +125,10 @@ class Peer:
 
 
 class Host:
-    """One memory and its servers. The keeper removes it all when this process is gone."""
+    """One memory and its servers. The keeper removes it all when this process is gone.
+
+    settings: as of `ps.settings`. Leases do not expire unless they are told to: peers send no heartbeats.
+    """
 
     def __init__(self, base: Path, job: str = "fuzz", host: int = 0, n_servers: int = 1, **settings: Any) -> None:
         self.job, self.host, self.n_servers = job, host, n_servers
@@ -136,6 +140,7 @@ class Host:
             self.memory.init_shard(shard, 0)
         self.folder = self.memory.folder
         self.key = settings.pop("key", transport.new_key())
+        settings = {"alive_s": 1000.0, "lease_s": 1000.0, **settings}
         process.write_settings(self.folder, job, self.key, self.layout, self.optimizer, **settings)
         self.endpoints = [process.endpoint(self.folder, i, host, 120.0) for i in range(n_servers)]
         self._peers: list[Peer] = []
@@ -178,7 +183,7 @@ class Host:
             peer.close()
         pids = [process.pid_of(self.folder, i) for i in range(self.n_servers)]
         self.memory.close()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while any(pid is not None and Path(f"/proc/{pid}").exists() for pid in pids):
             if time.monotonic() > deadline:
                 raise AssertionError(f"the servers {pids} outlive their memory")
@@ -468,6 +473,7 @@ def a_round(rng: random.Random, host: Host, done: Counter[str]) -> None:
     for frames in bad_pulls(host.layout).values():
         act("impossible pull", protocol.encode(host.job, 1, PullRows(GENERATION)), *frames)
     rng.shuffle(acts)
+    acts.append(lambda: peer.post(protocol.encode(host.job, _LAST, Status())))
     for each in acts:
         while True:
             try:
@@ -475,10 +481,11 @@ def a_round(rng: random.Random, host: Host, done: Counter[str]) -> None:
                 break
             except zmq.Again:  # the server is behind; let it catch up
                 time.sleep(0.01)
-    deadline = time.monotonic() + 30
-    while peer.socket.poll(200) and time.monotonic() < deadline:
-        peer.socket.recv_multipart()
+    while peer.socket.poll(5000):  # the answer to the last one is lost if they were too many to be kept
+        header = peer.socket.recv_multipart()[0]
         done["answers"] += 1
+        if protocol.open_envelope(header, host.job).number == _LAST:
+            break
     peer.close()
 
 

@@ -24,10 +24,12 @@ import numpy as np
 HERE = Path(__file__).parent
 HOROVODRUN = Path(sys.executable).parent / "horovodrun"
 GRACE_S = 2.0
+PATIENCE_S = 180.0  # on a busy machine processes take long to start
+END_S = 60.0  # and as long to end
 NAMES = ("localhost", "127.0.0.1", socket.gethostname())  # Horovod counts these as different hosts
 
 
-def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> Any:
     """Poll until the condition gives something true; fail naming what did not come. Leaves the job most of the core."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -103,7 +105,7 @@ class Cluster:
     def ended(self) -> bool:
         return self.launcher is not None and self.launcher.poll() is not None
 
-    def wait(self, timeout_s: float = 90.0) -> int:
+    def wait(self, timeout_s: float = PATIENCE_S) -> int:
         """The launcher's exit code."""
         assert self.launcher is not None
         try:
@@ -111,7 +113,7 @@ class Cluster:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the job still runs after {timeout_s:.0f} s:\n{self.log()}") from None
 
-    def run(self, start: Callable[[], None], timeout_s: float = 90.0) -> Cluster:
+    def run(self, start: Callable[[], None], timeout_s: float = PATIENCE_S) -> Cluster:
         """Start, wait for success, check that nothing is left."""
         start()
         code = self.wait(timeout_s)
@@ -127,7 +129,7 @@ class Cluster:
                     os.kill(pid, signal.SIGKILL)
         if self.launcher is not None:
             self.launcher.kill()
-            self.launcher.wait(10)
+            self.launcher.wait(END_S)
 
     # --- what is there ---
 
@@ -163,17 +165,22 @@ class Cluster:
         return found
 
     def assert_nothing_left(self) -> None:
-        """No process and no shard memory of this job remains, at the latest a grace period after its end."""
-        wait_for(lambda: not self.processes(), f"the end of the job's processes {self.processes()}", GRACE_S + 20)
+        """No process and no shard memory of this job remains, a grace period and what a busy machine needs after it."""
+        wait_for(lambda: not self.processes(), f"the end of the job's processes {self.processes()}", GRACE_S + END_S)
         left = [str(p) for p in self.shard_dir.glob("**/*") if not p.is_dir() or p.name.startswith("gba-hvd-")]
         assert not left, f"shard memory or sockets are left: {left}"
 
     def assert_nothing_left_but_memory(self) -> None:
         """Everything was killed, the keeper of the memory as well."""
-        wait_for(lambda: not self.processes(), f"the end of the job's processes {self.processes()}", GRACE_S + 20)
+        wait_for(lambda: not self.processes(), f"the end of the job's processes {self.processes()}", GRACE_S + END_S)
+
+    def said(self) -> str:
+        """All that the job has said."""
+        return self.log_file.read_text(errors="replace")
 
     def log(self) -> str:
-        return self.log_file.read_text(errors="replace")[-6000:]
+        """The end of it, to be shown."""
+        return self.said()[-6000:]
 
     # --- what the workers wrote ---
 

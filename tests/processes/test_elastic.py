@@ -13,7 +13,7 @@ import pytest
 
 from .cluster import NAMES, Cluster, assert_same_parameters, cluster, wait_for
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 TWO = NAMES[:2]
 
 
@@ -34,7 +34,7 @@ def test_a_worker_killed_there_changes_no_parameter(
     reference: dict[str, np.ndarray], tmp_path: Path, point: str
 ) -> None:
     with cluster(tmp_path, faults=[fault(point)]) as job:
-        job.run(lambda: job.start_elastic(TWO), timeout_s=150)
+        job.run(lambda: job.start_elastic(TWO))
         assert job.fired() == 1
         job.assert_every_sample_once(epochs=2)
         assert_nobody_went_back(job)
@@ -46,9 +46,11 @@ def test_a_worker_killed_there_changes_no_parameter(
 def test_a_worker_killed_while_applying_costs_its_shards_that_step_and_it_is_counted(
     tmp_path: Path, point: str
 ) -> None:
-    with cluster(tmp_path, n_shards=4, faults=[fault(point)]) as job:
-        job.run(lambda: job.start_elastic(TWO), timeout_s=150)
-        assert job.fired() == 1
+    # A worker that dies before the other has the result may take it along: then the step is computed again.
+    faults = [fault("after commit", "mark", rank=0), {**fault(point), "once": "fault-0"}]
+    with cluster(tmp_path, n_shards=4, faults=faults) as job:
+        job.run(lambda: job.start_elastic(TWO))
+        assert job.fired() == 2
         job.assert_every_sample_once(epochs=2)
         assert_nobody_went_back(job)
         assert job.result()["shard_steps_missed"] == 2  # rank 1 served two of four shards
@@ -58,7 +60,7 @@ def test_a_survivor_that_misses_the_result_catches_up_from_what_it_holds(
     reference: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
     with cluster(tmp_path, {"GBA_HVD_TIMEOUT_S": "10"}, faults=[fault("after commit", "lose the result")]) as job:
-        job.run(lambda: job.start_elastic(TWO), timeout_s=150)
+        job.run(lambda: job.start_elastic(TWO))
         assert job.fired() == 1
         assert job.result()["shard_steps_missed"] == 0
         job.assert_every_sample_once(epochs=2)
@@ -67,7 +69,7 @@ def test_a_survivor_that_misses_the_result_catches_up_from_what_it_holds(
 
 def test_a_worker_killed_in_the_first_agreement(reference: dict[str, np.ndarray], tmp_path: Path) -> None:
     with cluster(tmp_path, faults=[fault("in sync", step=0, rank=0)]) as job:
-        job.run(lambda: job.start_elastic(TWO), timeout_s=150)
+        job.run(lambda: job.start_elastic(TWO))
         assert job.fired() == 1
         job.assert_every_sample_once(epochs=2)
         assert_same_parameters(job.arrays(), reference)
@@ -77,9 +79,11 @@ def test_a_newcomer_killed_while_it_is_let_in(reference: dict[str, np.ndarray], 
     faults = [fault("before exchange", step=9), {**fault("in sync", step=0), "after": 0}]
     with cluster(tmp_path, faults=faults, wait_at_step=12) as job:
         job.start_elastic(TWO)
-        wait_for(lambda: job.notes("hosts_updated"), "Horovod's word of the returned host", 120)
+        # A survivor that forms the next world late finds the host in it, and hears no word.
+        returned = lambda: job.notes("hosts_updated") or job.fired() == 2  # noqa: E731
+        wait_for(lambda: job.ended or returned(), "Horovod's word of the returned host, or a newcomer there")
         (job.out / "go").touch()
-        assert job.wait(120) == 0, job.log()
+        assert job.wait() == 0, job.log()
         job.assert_nothing_left()
         assert job.fired() == 2
         job.assert_every_sample_once(epochs=2)
@@ -93,7 +97,7 @@ def test_a_worker_joins_in_mid_epoch_and_gets_everything(reference: dict[str, np
         job.set_hosts(TWO)
         wait_for(lambda: job.notes("hosts_updated"), "Horovod's word of the new host")
         (job.out / "go").touch()
-        assert job.wait(120) == 0, job.log()
+        assert job.wait() == 0, job.log()
         job.assert_nothing_left()
         assert {line["workers"] for line in job.notes("committed")} == {1, 2}
         assert len({line["pid"] for line in job.notes("committed")}) == 2
@@ -111,7 +115,7 @@ def test_falling_below_min_np_and_growing_again_does_not_hang(reference: dict[st
         (job.out / "go").touch()
         wait_for(lambda: len(job.notes("interrupted")) == 2, "both workers to leave their loop")
         job.set_hosts((NAMES[0], NAMES[2]))
-        assert job.wait(120) == 0, job.log()
+        assert job.wait() == 0, job.log()
         job.assert_nothing_left()
         assert len({line["pid"] for line in job.notes("committed")}) == 3
         job.assert_every_sample_once(epochs=2)
@@ -123,10 +127,10 @@ def test_a_lost_host_costs_its_rows_and_it_is_said(tmp_path: Path) -> None:
     with cluster(tmp_path, own_memory_per_name=True, faults=[fault("before exchange")], wait_at_step=20) as job:
         job.start_elastic(TWO)
         event = wait_for(
-            lambda: [e for e in job.notes("event") if e["event"] == "rows_lost"], "the word of the lost rows", 120
+            lambda: [e for e in job.notes("event") if e["event"] == "rows_lost"], "the word of the lost rows"
         )[0]
         (job.out / "go").touch()
-        assert job.wait(120) == 0, job.log()
+        assert job.wait() == 0, job.log()
         job.assert_nothing_left()
         assert event["rows_lost"] in (
             170,
@@ -137,14 +141,18 @@ def test_a_lost_host_costs_its_rows_and_it_is_said(tmp_path: Path) -> None:
 
 def test_a_host_lost_in_gba_mode_takes_only_its_own_part_along(tmp_path: Path) -> None:
     """Its rows begin anew, its dense tensors keep older optimizer state; what the other server held is taken over."""
-    environ = {"GBA_HVD_SERVER_S": "4", "GBA_HVD_ALIVE_S": "1"}
-    with cluster(tmp_path, environ, own_memory_per_name=True, gba={"mode": "gba"}, epochs=6, sleep_s=0.03) as job:
+    # Longer than a server that lives may say nothing, on a busy machine: that would cost its host's part, too.
+    environ = {"GBA_HVD_SERVER_S": "12", "GBA_HVD_ALIVE_S": "1"}
+    plan = {"own_memory_per_name": True, "gba": {"mode": "gba"}, "epochs": 6, "sleep_s": 0.03}
+    with cluster(tmp_path, environ, **plan, holds={19: "killed"}) as job:  # all of it in the second epoch
         job.start_elastic(TWO)
-        wait_for(lambda: job.last_step() >= 15, "step 15", 120)
+        wait_for(lambda: job.ended or job.last_step() >= 15, "step 15")
+        assert not job.ended, job.log()
         killed = job.processes_of_name(TWO[1])
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
-        assert job.wait(150) == 0, job.log()
+        (job.out / "killed").touch()
+        assert job.wait() == 0, job.log()
         job.assert_nothing_left()
         assert len(killed) >= 3, "a worker, its server and the keeper were to be killed"
         result, (lost,) = job.result(), job.notes("rows_lost")[:1]
@@ -158,18 +166,31 @@ def test_a_host_lost_in_gba_mode_takes_only_its_own_part_along(tmp_path: Path) -
 
 @pytest.mark.parametrize("seed", [1])
 def test_random_kills_lose_and_repeat_no_sample(tmp_path: Path, seed: int) -> None:
+    """Of two workers in a world: with the last one that has the model, it would be gone."""
     rng = random.Random(seed)
-    with cluster(tmp_path, epochs=8, sleep_s=0.05) as job:
+    with cluster(tmp_path, epochs=8, sleep_s=0.05, holds={60: "go"}) as job:
+
+        def together() -> list[int]:
+            """The workers that have seen the newest step, if two live."""
+            alive, newest = set(job.processes(only_workers=True)), job.last_step()
+            seen = {
+                int(line["pid"].rpartition("-")[2]) for line in job.notes("committed") if line["committed"] == newest
+            }
+            return sorted(alive & seen) if len(alive & seen) == 2 else []
+
         job.start_elastic(TWO)
         killed = 0
         for _ in range(2):
             target = job.last_step() + rng.randint(2, 12)
-            wait_for(lambda target=target: job.last_step() >= target, f"step {target}", 120)
-            workers = job.processes(only_workers=True)
-            if len(workers) > 1:
+            held = lambda: list(job.out.glob("held-by-go-*"))  # noqa: E731
+            there = lambda target=target: job.last_step() >= target and together()  # noqa: E731
+            wait_for(lambda there=there, held=held: job.ended or there() or held(), f"two workers at step {target}")
+            assert not job.ended, job.log()
+            if workers := together():
                 os.kill(rng.choice(workers), signal.SIGKILL)
                 killed += 1
-        assert job.wait(150) == 0, job.log()
+        (job.out / "go").touch()
+        assert job.wait() == 0, job.log()
         job.assert_nothing_left()
         assert killed >= 1
         assert_nobody_went_back(job)

@@ -16,7 +16,7 @@ import pytest
 
 from .cluster import wait_for
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 PATIENCE_S = 60.0
 JOINS = "import horovod.torch as hvd; hvd.init()"
 TRIES_TWICE = """
@@ -111,7 +111,7 @@ def test_a_worker_that_died_is_started_again_although_its_host_is_taken_back_at_
     driver = ElasticDriver(rendezvous, discovery, min_num_proc=1, max_num_proc=2, cooldown_range=(1, 1))
     driver.wait_for_available_slots(2)
     driver.start(2, launches)
-    assert sorted(launches.hosts) == ["dies", "stays"]
+    wait_for(lambda: sorted(launches.hosts) == ["dies", "stays"], "both workers, each started in a thread", PATIENCE_S)
     discovery.slow.set()
     assert discovery.asked.wait(PATIENCE_S)
     launches.die.set()
@@ -123,6 +123,8 @@ def test_a_worker_that_died_is_started_again_although_its_host_is_taken_back_at_
     )
     discovery.answer.set()
     survivor.join(PATIENCE_S)
+    started_again = lambda: launches.hosts.count("dies") == 2  # noqa: E731
+    wait_for(lambda: survivor.is_alive() or started_again(), "the worker that died, started in a thread", PATIENCE_S)
     launches.end.set()
     driver.stop()
     assert not survivor.is_alive(), "the next world was not formed"

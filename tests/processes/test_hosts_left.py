@@ -21,7 +21,7 @@ from .cluster import NAMES, Cluster, assert_same_parameters, cluster, wait_for
 from .test_checkpoints import PATIENCE_S, events
 from .test_memory_left import end_all_workers
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(1500)]
 TWO = NAMES[:2]
 KILLED_AT = 10  # both workers stand there, and have not begun the next step
 

@@ -22,6 +22,7 @@ from gba_hvd.ps import process, protocol, transport
 from gba_hvd.ps.client import Client, ServerLost
 from gba_hvd.ps.protocol import (
     Apply,
+    Bye,
     Done,
     Given,
     GivenLease,
@@ -42,7 +43,7 @@ from tools.fuzz_server import GENERATION, LR, N_DENSE, N_SHARDS, ROW_LR, TABLES,
 
 from .cluster import wait_for
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 PATIENCE_S = 120.0  # a busy machine takes long to import torch
 LAYOUT = Layout.of(TABLES, (), N_SHARDS, seed=3, init_std=0.1)
 BEGIN = np.arange(N_DENSE, dtype=np.float32)
@@ -269,8 +270,9 @@ def restarted(host: Host, dead: int, index: int = 0) -> None:
 
 
 def finish_epoch(peer: Peer, layout: Layout, first_request: int) -> dict[str, Any]:
-    """Take and push whatever is left of the epoch; returns the account."""
+    """Take and push whatever is left of the epoch, also what had been given when a server died; returns the account."""
     request = first_request
+    peer.ask(Bye(WORKER, finished=False))
     peer.send(fuzz_server.a_beat())
     while True:
         answer, _ = peer.ask(fuzz_server.an_ask(request))
@@ -298,10 +300,10 @@ def finish_epoch(peer: Peer, layout: Layout, first_request: int) -> dict[str, An
 def test_a_killed_server_goes_on_where_it_stopped(tmp_path: Path, point: str, steps_of_dense: int, missed: int) -> None:
     host = Host(tmp_path, job="killed")
     try:
-        first = host.peer()
-        first.ask(*fuzz_server.enter(host.endpoints))
+        host.peer().ask(*fuzz_server.enter(host.endpoints))
         rows_before = host.memory.flat.copy()
         dying = replace_by_one_that_dies(host, point)
+        first = host.peer()
         first.send(fuzz_server.a_beat())
         for request in (1, 2):
             given = fuzz_server.lease(first, request)
@@ -394,8 +396,11 @@ def test_a_step_that_cannot_be_applied_is_over_and_the_workers_are_told(tmp_path
         host.close()
 
 
-def test_a_server_whose_workers_fell_out_of_the_mode_applies_nothing_more(tmp_path: Path) -> None:
+def test_a_server_whose_workers_fell_out_of_the_mode_applies_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The coordinator may have been cut off, and come back."""
+    monkeypatch.setattr(handover, "_LEAVE_TIMEOUT_S", PATIENCE_S)  # it is to be told, not killed for being slow
     host = Host(tmp_path, job="retired")
     try:
         peer = host.peer()
@@ -489,7 +494,7 @@ def test_a_server_of_another_host_that_lost_a_push_costs_those_samples_and_no_mo
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     key = transport.new_key()
-    hosts = [Host(tmp_path / name, "hosts", number, key=key, alive_s=1000.0) for number, name in enumerate("ab")]
+    hosts = [Host(tmp_path / name, "hosts", number, key=key) for number, name in enumerate("ab")]
     try:
         endpoints = [host.endpoints[0] for host in hosts]
         peers = [host.peer(local=False) for host in hosts]

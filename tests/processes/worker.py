@@ -49,7 +49,7 @@ from gba_hvd.membership import shards  # noqa: E402
 from gba_hvd.ps import process  # noqa: E402
 from gba_hvd.rounds import Rounds  # noqa: E402
 from gba_hvd.shadow import ReplicaMode  # noqa: E402
-from gba_hvd.shard.memory import ShardMemory  # noqa: E402
+from gba_hvd.shard.memory import ShardMemory, is_alive  # noqa: E402
 from recovery.callback import CheckpointCallback  # noqa: E402
 
 
@@ -59,12 +59,17 @@ def note(**facts: Any) -> None:
 
 
 def die(point: str, step: int) -> None:
-    """Carry out the faults planned for this worker at this point of this step; each happens once in the job."""
+    """Carry out the faults planned for this worker at this point of this step; each happens once in the job.
+
+    `after`: not before the fault of that number has happened; `once`: the worker waits here for this file first.
+    """
     rank = state.world.rank
     for number, fault in enumerate(PLAN.get("faults", [])):
         fired = OUT / f"fault-{number}"
         in_turn = "after" not in fault or (OUT / f"fault-{fault['after']}").exists()
         if (fault["point"], fault["step"], fault["rank"]) == (point, step, rank) and in_turn and not fired.exists():
+            if "once" in fault:
+                wait_for_file(fault["once"])
             fired.write_text(json.dumps({"pid": os.getpid(), "time": time.time()}))
             if fault["do"] == "mark":
                 return
@@ -147,6 +152,10 @@ Rounds.stop = stop_rounds  # type: ignore[method-assign]
 
 def push(self: GbaMode, lease: Any, rows: Any, loss: Any, seconds: float, refused: str, drop: bool = False) -> None:
     die("before push", state.epoch)
+    die("before push of step", lease.token)
+    wait_for_planned_kill(lease.micro)
+    if PLAN.get("follow_the_chief"):
+        wait_for_the_wish(self, lease.token)
     note(push=lease.micro, serial=lease.serial, token=lease.token, epoch=state.epoch, rank=state.world.rank,
          refused=refused, drop=drop, rows=notes.rows)  # fmt: skip
     notes.rows = []
@@ -162,6 +171,30 @@ def push(self: GbaMode, lease: Any, rows: Any, loss: Any, seconds: float, refuse
 
 
 GbaMode.push = push  # type: ignore[method-assign]
+
+
+def wait_for_planned_kill(micro: int) -> None:
+    """A step that its server is to be killed in is not complete before: its later pushes wait."""
+    of_step = state.engine.global_batch // state.engine.micro_batch
+    for number, (epoch, last) in enumerate(PLAN.get("kill_server_after_push", [])):
+        if epoch == state.epoch and micro > last and micro // of_step == last // of_step:
+            wait_for_file(f"fault-server-{number}")
+
+
+def wait_for_the_wish(mode: GbaMode, token: int) -> None:
+    """Who is not the chief goes no further in a mode that is due to end before the coordinator has heard so.
+
+    In hop_bs nobody gets far ahead of the chief, which could itself not go on before a worker that waits here.
+    """
+    due = [int(at) for at in PLAN["gba"]["switch_at"] if int(at) < token]
+    if state.world.rank == 0 or mode.name == "hop_bs" or not due:
+        return
+    deadline = time.monotonic() + 120
+    while PLAN["gba"]["switch_at"][str(max(due))] != mode.name and not mode.position.wanted:
+        assert time.monotonic() < deadline, f"the chief did not wish for another mode than {mode.name}"
+        time.sleep(0.02)
+
+
 _ask = GbaMode.ask
 
 
@@ -237,6 +270,8 @@ class Notes(gba_hvd.Callback):
 
     def on_end(self, status: str, error: BaseException | None) -> None:
         note(end=status, error=None if error is None else str(error))
+        if PLAN.get("ends_last") == state.world.rank:
+            wait_for_the_others_to_end()
 
 
 more_users = PLAN.get("rank_one_differs", 0) if os.environ.get("HOROVOD_RANK") == "1" else 0
@@ -335,6 +370,17 @@ def wait_where_planned(step: int) -> None:
         (OUT / f"waiting-{socket.gethostname()}-{os.getpid()}").touch()
         (OUT / f"held-by-{name}-{os.getpid()}").touch()
         wait_for_file(name)
+
+
+def wait_for_the_others_to_end() -> None:
+    """The launcher ends all workers when the first one has failed: they are to say first what they have to say."""
+    deadline = time.monotonic() + 120
+    while True:
+        others = {int(path.stem.rpartition("-")[2]) for path in OUT.glob("*.jsonl")} - {os.getpid()}
+        if len(others) == state.world.size - 1 and not any(map(is_alive, others)):
+            return
+        assert time.monotonic() < deadline, f"of the others, {others} were heard of and not all have ended"
+        time.sleep(0.02)
 
 
 def write_result() -> None:
