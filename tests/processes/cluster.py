@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ import numpy as np
 HERE = Path(__file__).parent
 HOROVODRUN = Path(sys.executable).parent / "horovodrun"
 GRACE_S = 2.0
+LEAVES_S = GRACE_S + 60.0  # for so long what is left of a job may take to end, on a busy machine
+PATIENT = {"GBA_HVD_ALIVE_S": "30"}  # who dies on this machine is seen at once; who is only not scheduled lives
 NAMES = ("localhost", "127.0.0.1", socket.gethostname())  # Horovod counts these as different hosts
 
 
@@ -62,13 +64,16 @@ class Cluster:
     def start_static(self, workers: int) -> None:
         self._launch([HOROVODRUN, "-np", workers, "--network-interface", "lo"])
 
-    def start_elastic(self, names: tuple[str, ...], min_np: int = 1, max_np: int | None = None) -> None:
+    def start_elastic(
+        self, names: tuple[str, ...], min_np: int = 1, max_np: int | None = None, cooldown_s: int = 1
+    ) -> None:
+        """cooldown_s: for so long the launcher uses no host again that a worker died on."""
         self.set_hosts(names)
         script = self.folder / "discover.sh"
         script.write_text(f"#!/bin/sh\ncat {self.hosts_file}\n")
         script.chmod(0o755)
         workers = ["-np", len(names), "--min-np", min_np, "--max-np", max_np or len(NAMES)]
-        hosts = ["--host-discovery-script", script, "--blacklist-cooldown-range", 1, 2]
+        hosts = ["--host-discovery-script", script, "--blacklist-cooldown-range", cooldown_s, cooldown_s + 1]
         self._launch([HOROVODRUN, *workers, *hosts, "--network-interface", "lo"])
 
     def start_alone(self) -> None:
@@ -119,12 +124,25 @@ class Cluster:
         self.assert_nothing_left()
         return self
 
-    def end(self) -> None:
-        """Kill whatever of this job still lives, but who cleans up behind the launcher: it ends by itself."""
-        for pid in self.processes():
+    def kill(self, pids: Iterable[int]) -> list[int]:
+        """SIGKILL to those that are still there, but who cleans up behind the launcher: it ends by itself."""
+        killed = []
+        for pid in pids:
             with contextlib.suppress(OSError):
                 if b"multiprocessing.resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes():
                     os.kill(pid, signal.SIGKILL)
+                    killed.append(pid)
+        return killed
+
+    def kill_all(self) -> None:
+        """Nobody gets to say goodbye, nor does who was being started meanwhile."""
+        wait_for(lambda: not self.kill(self.processes()), "the end of all that was killed", LEAVES_S)
+        self.end()
+        self.assert_nothing_left_but_memory()
+
+    def end(self) -> None:
+        """Kill whatever of this job still lives."""
+        self.kill(self.processes())
         if self.launcher is not None:
             self.launcher.kill()
             self.launcher.wait(10)
@@ -164,16 +182,21 @@ class Cluster:
 
     def assert_nothing_left(self) -> None:
         """No process and no shard memory of this job remains, at the latest a grace period after its end."""
-        wait_for(lambda: not self.processes(), f"the end of the job's processes {self.processes()}", GRACE_S + 20)
+        wait_for(lambda: not self.processes(), f"the end of the job's processes {self.processes()}", LEAVES_S)
         left = [str(p) for p in self.shard_dir.glob("**/*") if not p.is_dir() or p.name.startswith("gba-hvd-")]
         assert not left, f"shard memory or sockets are left: {left}"
 
     def assert_nothing_left_but_memory(self) -> None:
         """Everything was killed, the keeper of the memory as well."""
-        wait_for(lambda: not self.processes(), f"the end of the job's processes {self.processes()}", GRACE_S + 20)
+        wait_for(lambda: not self.processes(), f"the end of the job's processes {self.processes()}", LEAVES_S)
 
     def log(self) -> str:
+        """Its end."""
         return self.log_file.read_text(errors="replace")[-6000:]
+
+    def said(self, words: str) -> bool:
+        """Whether the log has these words anywhere: others may have said much after them."""
+        return words in self.log_file.read_text(errors="replace")
 
     # --- what the workers wrote ---
 
