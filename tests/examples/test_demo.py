@@ -120,14 +120,14 @@ def test_the_pulse_forgets_ranks_that_the_job_no_longer_has(tmp_path: Path) -> N
 def test_waiting_shows_only_what_the_chief_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "output.log").write_bytes(b"[0]<stdout>:step 5\n[1]<stdout>:noise\nlauncher\n[0]<stderr>:half a li")
     with subprocess.Popen([sys.executable, "-c", ""]) as job:
-        Watch(job, tmp_path, time.monotonic() + 30).until(lambda: job.poll() is not None, "the end")
+        Watch(job, tmp_path, time.monotonic() + 100).until(lambda: job.poll() is not None, "the end")
     assert capsys.readouterr().out == "step 5\n"
 
 
 def test_waiting_for_a_step_ends_when_the_job_does(tmp_path: Path) -> None:
     (tmp_path / "output.log").touch()
     with subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]) as job:
-        watch = Watch(job, tmp_path, time.monotonic() + 30)
+        watch = Watch(job, tmp_path, time.monotonic() + 100)
         with pytest.raises(DemoFailed, match="ended with status 3 while waiting for step 7"):
             watch.until(lambda: watch.step() >= 7, "step 7")
 
@@ -142,7 +142,7 @@ def test_waiting_ends_when_the_time_is_over(tmp_path: Path) -> None:
 
 def test_the_demo_reads_the_processes_and_the_mode_from_the_pulse(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as job:
-        watch = Watch(job, tmp_path, time.monotonic() + 30)
+        watch = Watch(job, tmp_path, time.monotonic() + 100)
         assert (watch.step(), watch.mode(), watch.workers()) == (-1, "", [])
         for rank in (0, 1):
             pulse = Pulse(tmp_path)
@@ -156,7 +156,7 @@ def test_the_demo_hears_of_checkpoints_and_rows_that_came_back(tmp_path: Path) -
     log = RecoveryLog(tmp_path)
     log.on_job(Job("job", 0, 1, 0, "here", leads_host=True))
     with subprocess.Popen([sys.executable, "-c", ""]) as job:
-        watch = Watch(job, tmp_path, time.monotonic() + 30)
+        watch = Watch(job, tmp_path, time.monotonic() + 100)
         assert watch.recovery("checkpoint") == []
         for kind in ("checkpoint", "rows_restored"):
             log.on_event(Event(kind, 5, "words", {"n": kind}))

@@ -17,7 +17,7 @@ import pytest
 
 from gba_hvd.faults import FaultSchedule
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL = """
@@ -36,7 +36,7 @@ def environment(folder: Path) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("GBA_HVD_")} | own
 
 
-def run(folder: Path, *command: str | Path, timeout_s: float = 200) -> str:
+def run(folder: Path, *command: str | Path, timeout_s: float = 400) -> str:
     done = subprocess.run(
         [str(word) for word in command],
         check=False,
@@ -60,7 +60,7 @@ def train(folder: Path, workers: int, *settings: str) -> dict[str, Any]:
     (folder / "job.yaml").write_text(SMALL)
     out = folder / f"out-{workers}"
     run(folder, *on_workers(workers), EXAMPLES / "train_ctr.py", "--config", "job.yaml", "--out", out, *settings)
-    assert not list((folder / "shards").iterdir())
+    wait_until_empty(folder / "shards")
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
     return summary
 
@@ -102,8 +102,9 @@ def test_the_minimal_script_runs_as_it_stands(tmp_path: Path) -> None:
 def test_a_run_goes_through_the_modes_it_is_told_to_and_says_so(tmp_path: Path) -> None:
     faults = tmp_path / "faults.json"
     FaultSchedule().slow(worker=1, factor=4, from_step=40, to_step=90).dump(faults)
-    modes = "switching.switch_at={40: gba, 90: allreduce}"
-    summary = train(tmp_path, 2, "--faults", str(faults), modes, "train.row_average=contributors")
+    # In gba nobody waits for the chief: enough epochs, so that it is there to ask for the change back.
+    modes = ["switching.switch_at={40: gba, 90: allreduce}", "train.epochs=10", "train.early_stop=0"]
+    summary = train(tmp_path, 2, "--faults", str(faults), *modes, "train.row_average=contributors")
     assert [(s["from"], s["to"]) for s in summary["switches"]] == [("allreduce", "gba"), ("gba", "allreduce")]
     assert 40 <= summary["switches"][0]["step"] < 90 <= summary["switches"][1]["step"]
     assert sum(summary["staleness"]["histogram"].values()) > 0
@@ -130,9 +131,10 @@ def demo_command(folder: Path, *settings: str) -> list[str]:
     return [sys.executable, str(EXAMPLES / "demo.py"), "--out", str(folder / "demo"), "mlflow=false", *settings]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_the_demo_tells_its_story_and_ends_well(tmp_path: Path) -> None:
-    shown = run(tmp_path, *demo_command(tmp_path), timeout_s=560)
+    # Five epochs: on a busy machine the job would be over before all replacements have started.
+    shown = run(tmp_path, *demo_command(tmp_path, "--timeout-s", "1000", "train.epochs=5"), timeout_s=1100)
     summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
     assert shown.count("killed with SIGKILL") == shown.count("a replacement has joined") == 3
     assert "killed with SIGKILL, in gba" in shown
@@ -144,9 +146,9 @@ def test_the_demo_tells_its_story_and_ends_well(tmp_path: Path) -> None:
     assert summary["checkpoints"]["count"] >= 1
     assert [one["rows_lost"] for one in summary["recoveries"]] == [0]
     assert 0 < summary["recoveries"][0]["pls"] < 0.1
-    assert not list((tmp_path / "shards").iterdir())
+    wait_until_empty(tmp_path / "shards")
     account = [summary[f"samples_{name}"] for name in ("applied", "dropped", "lost")]
-    assert sum(account) == summary["samples_total"] == 3 * 320_000
+    assert sum(account) == summary["samples_total"] == 5 * 320_000
     assert summary["auc"] > summary["auc_bayes"] - 0.01
 
 
@@ -165,10 +167,10 @@ def test_an_interrupted_demo_leaves_no_process_and_no_memory(tmp_path: Path, int
         family = psutil.Process(demo.pid).children(recursive=True)
         assert len(family) >= 4  # the launcher and three workers
         demo.send_signal(interrupt)
-        _, errors = demo.communicate(timeout=60)
+        _, errors = demo.communicate(timeout=200)
         assert demo.returncode == 130
         assert b"everything the demo started has been ended" in errors
-        _, left = psutil.wait_procs(family, timeout=10)
+        _, left = psutil.wait_procs(family, timeout=60)
         assert not left
         wait_until_empty(tmp_path / "shards")
     finally:
@@ -180,14 +182,14 @@ def test_an_interrupted_demo_leaves_no_process_and_no_memory(tmp_path: Path, int
                 process.kill()
 
 
-def wait_for(path: Path, process: subprocess.Popen[bytes], timeout_s: float = 90.0) -> None:
+def wait_for(path: Path, process: subprocess.Popen[bytes], timeout_s: float = 200.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not path.exists():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def wait_until_empty(folder: Path, timeout_s: float = 30.0) -> None:
+def wait_until_empty(folder: Path, timeout_s: float = 90.0) -> None:
     """Workers that are killed leave their memory to its keeper, which waits out the grace period."""
     deadline = time.monotonic() + timeout_s
     while list(folder.iterdir()):

@@ -27,16 +27,18 @@ from gba_hvd.shard.layout import Layout
 from gba_hvd.shard.memory import ShardMemory
 from recovery.restore import Now, restore
 from recovery.store import Store
-from tests.processes.cluster import GRACE_S, HOROVODRUN, Cluster, wait_for
+from tests.processes.cluster import END_S, HOROVODRUN, Cluster, wait_for
 from tests.processes.workload import digests, digests_of
 
 DESK = "desk"
-IMPATIENT = {"GBA_HVD_SERVER_S": "6", "GBA_HVD_ALIVE_S": "1"}  # a lost host is noticed soon
+# A lost host is noticed soon; but not so soon that one that is only not scheduled for a while is given up.
+IMPATIENT = {"GBA_HVD_SERVER_S": "15", "GBA_HVD_ALIVE_S": "2"}
+GLOO_TIMEOUT_S = 15
 T = TypeVar("T")
 _S3_PORT = 5000
 _DISCOVER = """#!/bin/bash
 for host in $(cat {hosts}); do
-  (timeout 1 bash -c "exec 3<>/dev/tcp/$host/22" 2>/dev/null && echo $host:1) &
+  (timeout 10 bash -c "exec 3<>/dev/tcp/$host/22" 2>/dev/null && echo $host:1) &
 done
 wait
 """
@@ -47,7 +49,7 @@ class HostsJob(Cluster):
     """`lab` must have the desk and the hosts for workers; each of them runs one."""
 
     lab: Lab = field(kw_only=True)
-    gloo_timeout_s: int = field(default=6, kw_only=True)
+    gloo_timeout_s: int = field(default=GLOO_TIMEOUT_S, kw_only=True)
 
     def __post_init__(self) -> None:
         self.plan = {"shard_dir": "/dev/shm", **self.plan}
@@ -98,7 +100,7 @@ class HostsJob(Cluster):
             assert not left, f"shard memory is left on {name}: {left}"
 
     def assert_nothing_left_but_memory(self) -> None:
-        wait_for(lambda: not self.processes(), "the end of the job's processes", GRACE_S + 20)
+        wait_for(lambda: not self.processes(), "the end of the job's processes", END_S)
 
     def wait_for_servers(self, timeout_s: float) -> None:
         """Wait for a companion server on each host; the workers hold their step until then."""
@@ -187,7 +189,7 @@ class S3:
         ]
         with open(folder / "log", "wb") as log:
             self.process = lab.popen(DESK, command, stdout=log, stderr=log)
-        wait_for(lambda: self.process.poll() is not None or (folder / "up").exists(), "the S3 server")
+        wait_for(lambda: self.process.poll() is not None or (folder / "up").exists(), "the S3 server", 120.0)
         assert self.process.poll() is None, (folder / "log").read_text()
         address = f"http://{lab.address(DESK)}:{_S3_PORT}"
         options = {"key": "test", "secret": "test", "endpoint_url": address}
@@ -208,7 +210,7 @@ class S3:
 
 @contextlib.contextmanager
 def hosts_job(
-    folder: Path, lab: Lab, environ: dict[str, str] | None = None, gloo_timeout_s: int = 6, **plan: Any
+    folder: Path, lab: Lab, environ: dict[str, str] | None = None, gloo_timeout_s: int = GLOO_TIMEOUT_S, **plan: Any
 ) -> Iterator[HostsJob]:
     """gloo_timeout_s: for so long a worker waits for another, also for one that is starting."""
     job = HostsJob(folder, plan, environ or {}, lab=lab, gloo_timeout_s=gloo_timeout_s)

@@ -53,7 +53,9 @@ def job_alone(folder: Path, plan: dict[str, Any], **gba: Any) -> Iterator[tuple[
             patch.delenv(name, raising=False)
         patch.setenv("GBA_HVD_SHARD_DIR", str(folder / "shm"))
         patch.setenv("GBA_HVD_GRACE_S", str(GRACE_S))
-        patch.setenv("GBA_HVD_SERVER_S", "60")  # as in `cluster`
+        # A worker that is not scheduled for a while is not to lose its leases: it would compute a micro-batch twice.
+        patch.setenv("GBA_HVD_ALIVE_S", "100")
+        patch.setenv("GBA_HVD_SERVER_S", "60")
         training, watch = Training.of(plan, epoch=0), Watch()
         training.state.register_callbacks([watch, *([gba_hvd.GBACallback(**gba)] if gba else [])])
         yield training, watch

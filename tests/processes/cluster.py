@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ HOROVODRUN = Path(sys.executable).parent / "horovodrun"
 GRACE_S = 2.0
 PATIENCE_S = 180.0  # on a busy machine processes take long to start
 END_S = 60.0  # and as long to end
+PATIENT = {"GBA_HVD_ALIVE_S": "30"}  # who dies on this machine is seen at once; who is only not scheduled lives
 NAMES = ("localhost", "127.0.0.1", socket.gethostname())  # Horovod counts these as different hosts
 
 
@@ -64,13 +65,16 @@ class Cluster:
     def start_static(self, workers: int) -> None:
         self._launch([HOROVODRUN, "-np", workers, "--network-interface", "lo"])
 
-    def start_elastic(self, names: tuple[str, ...], min_np: int = 1, max_np: int | None = None) -> None:
+    def start_elastic(
+        self, names: tuple[str, ...], min_np: int = 1, max_np: int | None = None, cooldown_s: int = 1
+    ) -> None:
+        """cooldown_s: for so long the launcher uses no host again that a worker died on."""
         self.set_hosts(names)
         script = self.folder / "discover.sh"
         script.write_text(f"#!/bin/sh\ncat {self.hosts_file}\n")
         script.chmod(0o755)
         workers = ["-np", len(names), "--min-np", min_np, "--max-np", max_np or len(NAMES)]
-        hosts = ["--host-discovery-script", script, "--blacklist-cooldown-range", 1, 2]
+        hosts = ["--host-discovery-script", script, "--blacklist-cooldown-range", cooldown_s, cooldown_s + 1]
         self._launch([HOROVODRUN, *workers, *hosts, "--network-interface", "lo"])
 
     def start_alone(self) -> None:
@@ -121,12 +125,25 @@ class Cluster:
         self.assert_nothing_left()
         return self
 
-    def end(self) -> None:
-        """Kill whatever of this job still lives, but who cleans up behind the launcher: it ends by itself."""
-        for pid in self.processes():
+    def kill(self, pids: Iterable[int]) -> list[int]:
+        """SIGKILL to those that are still there, but who cleans up behind the launcher: it ends by itself."""
+        killed = []
+        for pid in pids:
             with contextlib.suppress(OSError):
                 if b"multiprocessing.resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes():
                     os.kill(pid, signal.SIGKILL)
+                    killed.append(pid)
+        return killed
+
+    def kill_all(self) -> None:
+        """Nobody gets to say goodbye, nor does who was being started meanwhile."""
+        wait_for(lambda: not self.kill(self.processes()), "the end of all that was killed", GRACE_S + END_S)
+        self.end()
+        self.assert_nothing_left_but_memory()
+
+    def end(self) -> None:
+        """Kill whatever of this job still lives."""
+        self.kill(self.processes())
         if self.launcher is not None:
             self.launcher.kill()
             self.launcher.wait(END_S)

@@ -18,12 +18,12 @@ from gba_hvd.gba import GbaMode
 from gba_hvd.shadow import ReplicaMode
 
 from .alone import Outcome, Watch, job_alone, outcome_of, train_alone
-from .cluster import Cluster, assert_identical, cluster
+from .cluster import PATIENT, Cluster, assert_identical, cluster
 from .workload import Training
 
 TWO_NAMES = ("localhost", "127.0.0.1")
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
-PATIENCE_S = 200.0
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+PATIENCE_S = 300.0
 N = 4
 SAMPLES, N_MICRO = 320, 20
 PLAN = {"samples": SAMPLES}
@@ -208,7 +208,7 @@ def test_running_statistics_are_each_thread_s_own_and_the_user_is_told(tmp_path:
     with job_alone(tmp_path / "job", PLAN, mode="shadow") as (training, watch):
         norm = nn.BatchNorm1d(1, affine=False)
         training.model.mlp.append(norm)
-        compute = Compute()
+        compute = Compute(threading.Barrier(N, timeout=60).wait, times=N)  # each thread computes one of the first
         with pytest.warns(UserWarning, match=r"writes buffers \(mlp\.3\.running_mean"):
             train(training, watch, compute)
     n_seen = int(norm.num_batches_tracked)  # type: ignore[arg-type]
@@ -237,18 +237,20 @@ def assert_one_model_and_every_sample_once(job: Cluster, epochs: int) -> None:
 )
 def test_workers_with_threads_leave_each_epoch_with_one_model(tmp_path: Path, gba: dict[str, Any]) -> None:
     faults = [fault.entry() for fault in FaultSchedule().serve(seconds=0.03).faults]
-    with cluster(tmp_path, gba=gba, fault_schedule=faults, threads=3, epochs=4) as job:
+    with cluster(tmp_path, PATIENT, gba=gba, fault_schedule=faults, threads=3, epochs=4) as job:
         job.run(lambda: job.start_static(2), PATIENCE_S)
         assert {line["rank"] for line in job.pushes()} == {0, 1}
         assert_one_model_and_every_sample_once(job, epochs=4)
         assert not [line for line in job.notes("event") if line["event"] in ("switch_failed", "replica_late")]
+        switches = {line["to"] for line in job.notes("event") if line["event"] == "switch"}
+        assert switches == {gba["mode"], *gba.get("switch_at", {}).values()}
 
 
 def test_a_worker_that_dies_with_several_micro_batches_in_hand_costs_no_sample(tmp_path: Path) -> None:
     faults = [fault.entry() for fault in FaultSchedule().serve(seconds=0.05).kill(worker=1, at_step=60).faults]
     plan: dict[str, Any] = {"fault_schedule": faults, "epochs": 6, "workers_seen": 3, "threads": 3}
     gba = {"mode": "shadow", "sync": "ma"}
-    with cluster(tmp_path, {"GBA_HVD_LEASE_S": "200"}, gba=gba, **plan) as job:
+    with cluster(tmp_path, {**PATIENT, "GBA_HVD_LEASE_S": "200"}, gba=gba, **plan) as job:
         job.run(lambda: job.start_elastic(TWO_NAMES), PATIENCE_S)
         assert job.schedule_fired() == ["kill"]
         assert len({line["pid"] for line in job.pushes()}) == 3, "two workers and a newcomer"
@@ -257,12 +259,21 @@ def test_a_worker_that_dies_with_several_micro_batches_in_hand_costs_no_sample(t
 
 @pytest.mark.variant
 def test_a_worker_with_threads_that_falls_out_of_the_mode_comes_back(tmp_path: Path) -> None:
-    fault = {"point": "before push", "step": 1, "rank": 1, "do": "lose the result"}
+    faults: list[dict[str, Any]] = [
+        {"point": "before push", "step": 1, "rank": 1, "do": "lose the result"},
+        {"point": "before push", "step": 1, "rank": 0, "do": "wait for", "file": "fault-0"},
+    ]
     schedule = [fault.entry() for fault in FaultSchedule().serve(seconds=0.05).faults]
-    plan: dict[str, Any] = {"faults": [fault], "fault_schedule": schedule, "threads": 3, "epochs": 5}
-    with cluster(tmp_path, gba={"mode": "shadow"}, **plan) as job:
+    plan: dict[str, Any] = {
+        "faults": faults,
+        "fault_schedule": schedule,
+        "threads": 3,
+        "epochs": 5,
+        "one_comes_back": True,
+    }
+    with cluster(tmp_path, PATIENT, gba={"mode": "shadow"}, **plan) as job:
         job.run(lambda: job.start_elastic(TWO_NAMES), PATIENCE_S)
-        assert job.fired() == 1
+        assert job.fired() == 2
         (restored,) = job.notes("restored")
         assert any(line["pid"] == restored["pid"] and line["time"] > restored["time"] for line in job.pushes())
         assert_one_model_and_every_sample_once(job, epochs=5)

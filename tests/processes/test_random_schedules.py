@@ -19,7 +19,7 @@ from gba_hvd.faults import FaultSchedule
 
 from .cluster import NAMES, cluster, wait_for
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(1000)]
 EPOCHS, SAMPLES, STEPS = 8, 1000, 88  # 11 steps of 96 samples an epoch
 SEEDS = [(2, "gba"), pytest.param(5, "shadow", marks=pytest.mark.variant)]
 COMPRESSED = {"name": "dct", "keep": 0.3, "values": "int8", "refresh_every": 20}

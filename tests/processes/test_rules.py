@@ -13,7 +13,7 @@ from gba_hvd.faults import FaultSchedule
 from .alone import Outcome, train_alone
 from .cluster import assert_same_parameters, cluster
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 LR, MOMENTUM = 0.05, 0.9  # of the workload's optimizer "momentum"
 WHOLE_STEPS: dict[str, Any] = {"samples": 960, "dense_optimizer": "momentum", "row_optimizer": "SGD"}
 
@@ -47,7 +47,7 @@ def test_a_job_switches_to_a_rule_and_back_while_its_server_is_killed(tmp_path: 
     faults = [fault.entry() for fault in FaultSchedule().kill_server(host=0, at_step=9).faults]
     gba = {"mode": "allreduce", "rule": rule, "switch_at": {4: "async", 60: "allreduce"}}
     with cluster(tmp_path, gba=gba, dense_optimizer="momentum", fault_schedule=faults, epochs=3) as job:
-        job.run(lambda: job.start_static(2), timeout_s=180)
+        job.run(lambda: job.start_static(2), timeout_s=300)
         assert job.schedule_fired() == ["kill_server"]
         job.assert_every_sample_once(epochs=3)
         switches = [(line["from"], line["to"]) for line in job.notes("event") if line["event"] == "switch"]

@@ -14,19 +14,27 @@ import pytest
 from gba_hvd.faults import FaultSchedule
 
 from .alone import train_alone
-from .cluster import Cluster, assert_identical, cluster
+from .cluster import PATIENT, Cluster, assert_identical, cluster
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
-PATIENCE_S = 200.0  # on a busy machine processes take long to start
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+PATIENCE_S = 300.0  # on a busy machine processes take long to start
 TWO_NAMES = ("localhost", "127.0.0.1")
-PATIENT = {"GBA_HVD_SERVER_S": "120"}  # so does a server's successor
+VERY_PATIENT = {**PATIENT, "GBA_HVD_SERVER_S": "120"}  # so does a server's successor
 
 
 def assert_one_model(job: Cluster, epochs: int) -> None:
-    """After each epoch all workers have the same dense parameters, and other ones than after the epoch before."""
-    after = [{line["values"] for line in job.notes("values") if line["of_epoch"] == epoch} for epoch in range(epochs)]
-    assert [len(values) for values in after] == [1] * epochs
-    assert len(set.union(*after)) == epochs
+    """After each epoch all workers have the same dense parameters, and other ones than after the epoch before.
+
+    Not after one that ended in a mode without replicas: there a worker that is late sees what others did since.
+    """
+    after: dict[int, set[str]] = {}
+    unlike = {line["of_epoch"] for line in job.notes("values") if line["mode"] in ("gba", "async")}
+    for line in job.notes("values"):
+        after.setdefault(line["of_epoch"], set()).add(line["values"])
+    assert set(after) == set(range(epochs)) and len(unlike) < epochs / 2
+    together = [values for epoch, values in after.items() if epoch not in unlike]
+    assert [len(values) for values in together] == [1] * len(together)
+    assert len(set.union(*together)) == len(together)
 
 
 def assert_learned(job: Cluster) -> None:
@@ -83,7 +91,7 @@ def test_a_worker_that_was_alone_leaves_with_what_it_learned(tmp_path: Path) -> 
     ids=lambda gba: f"{gba['mode']} {gba.get('sync', '')}".strip(),
 )
 def test_workers_train_replicas_and_leave_each_epoch_with_one_model(tmp_path: Path, gba: dict[str, Any]) -> None:
-    with cluster(tmp_path, gba=gba, epochs=4, sleep_s=0.02) as job:
+    with cluster(tmp_path, PATIENT, gba=gba, epochs=4, sleep_s=0.02) as job:
         job.run(lambda: job.start_static(2), PATIENCE_S)
         job.assert_every_sample_once(epochs=4)
         assert job.result()["mode"] == gba["mode"] and job.result()["dropped"] == 0
@@ -99,7 +107,7 @@ def test_workers_train_replicas_and_leave_each_epoch_with_one_model(tmp_path: Pa
 def test_replicas_are_entered_and_left_live_from_and_to_every_other_mode(tmp_path: Path) -> None:
     at = {3: "shadow", 40: "gba", 70: "ma", 130: "allreduce", 145: "async", 185: "shadow", 240: "allreduce"}
     gba = {"mode": "allreduce", "sync": "ma", "every": 4, "switch_at": at}
-    with cluster(tmp_path, gba=gba, epochs=8, sleep_s=0.01) as job:
+    with cluster(tmp_path, PATIENT, gba=gba, epochs=8, sleep_s=0.01) as job:
         job.run(lambda: job.start_static(2), PATIENCE_S)
         job.assert_every_sample_once(epochs=8)
         by_worker: dict[int, list[tuple[str, int]]] = {}
@@ -117,7 +125,7 @@ def test_replicas_are_entered_and_left_live_from_and_to_every_other_mode(tmp_pat
 
 def test_an_evaluation_within_an_epoch_judges_the_central_copy_and_leaves_the_replica_alone(tmp_path: Path) -> None:
     gba = {"mode": "shadow", "sync": "none"}  # so that the central copy stays what the epoch before ended with
-    with cluster(tmp_path, gba=gba, judge_after=[1, 40], sleep_s=0.02) as job:
+    with cluster(tmp_path, PATIENT, gba=gba, judge_after=[1, 40], sleep_s=0.02) as job:
         job.run(lambda: job.start_static(2), PATIENCE_S)
         (judged,) = job.notes("judged")
         (central,) = {line["values"] for line in job.notes("values") if line["of_epoch"] == 0}
@@ -132,7 +140,7 @@ def test_an_evaluation_within_an_epoch_judges_the_central_copy_and_leaves_the_re
 def test_a_worker_dies_its_leases_go_to_others_and_a_newcomer_takes_part(tmp_path: Path, sync: str) -> None:
     faults = [fault.entry() for fault in FaultSchedule().serve(seconds=0.05).kill(worker=1, at_step=60).faults]
     plan: dict[str, Any] = {"fault_schedule": faults, "epochs": 6, "workers_seen": 3}
-    with cluster(tmp_path, {"GBA_HVD_LEASE_S": "200"}, gba={"mode": "shadow", "sync": sync}, **plan) as job:
+    with cluster(tmp_path, {**PATIENT, "GBA_HVD_LEASE_S": "200"}, gba={"mode": "shadow", "sync": sync}, **plan) as job:
         job.run(lambda: job.start_elastic(TWO_NAMES), PATIENCE_S)
         assert job.schedule_fired() == ["kill"]
         job.assert_every_sample_once(epochs=6)
@@ -154,7 +162,9 @@ def test_a_worker_dies_its_leases_go_to_others_and_a_newcomer_takes_part(tmp_pat
 )
 def test_a_worker_that_dies_while_replicas_are_handed_in_costs_its_replica_at_most(tmp_path: Path, point: str) -> None:
     fault = {"point": point, "step": 1, "rank": 1, "do": "kill"}
-    with cluster(tmp_path, gba={"mode": "shadow", "sync": "ma"}, faults=[fault], epochs=5, sleep_s=0.02) as job:
+    with cluster(
+        tmp_path, PATIENT, gba={"mode": "shadow", "sync": "ma"}, faults=[fault], epochs=5, sleep_s=0.02
+    ) as job:
         job.run(lambda: job.start_elastic(TWO_NAMES), PATIENCE_S)
         assert job.fired() == 1
         job.assert_every_sample_once(epochs=5)
@@ -167,7 +177,7 @@ def test_a_server_that_dies_while_replicas_are_handed_in_goes_on_with_what_its_s
     tmp_path: Path, point: str
 ) -> None:
     fault = {"point": point, "step": 1, "rank": 1, "do": "kill the server"}
-    with cluster(tmp_path, PATIENT, gba={"mode": "shadow"}, faults=[fault], epochs=3, sleep_s=0.02) as job:
+    with cluster(tmp_path, VERY_PATIENT, gba={"mode": "shadow"}, faults=[fault], epochs=3, sleep_s=0.02) as job:
         job.run(lambda: job.start_static(2), PATIENCE_S)
         assert job.fired() == 1
         job.assert_every_sample_once(epochs=3)
@@ -178,7 +188,7 @@ def test_a_server_that_dies_while_replicas_are_handed_in_goes_on_with_what_its_s
 @pytest.mark.variant
 def test_a_server_that_is_killed_between_costs_no_replica(tmp_path: Path) -> None:
     gba = {"mode": "shadow"}
-    with cluster(tmp_path, PATIENT, gba=gba, kill_server_after_push=[[1, 20]], epochs=3, sleep_s=0.02) as job:
+    with cluster(tmp_path, VERY_PATIENT, gba=gba, kill_server_after_push=[[1, 20]], epochs=3, sleep_s=0.02) as job:
         job.run(lambda: job.start_static(2), PATIENCE_S)
         job.assert_every_sample_once(epochs=3)
         assert (job.out / "fault-server-0").exists()
@@ -188,7 +198,7 @@ def test_a_server_that_is_killed_between_costs_no_replica(tmp_path: Path) -> Non
 
 def test_a_worker_that_breaks_off_its_loop_keeps_nobody_waiting(tmp_path: Path) -> None:
     plan: dict[str, Any] = {"break_off": [1, 0], "epochs": 3, "sleep_s": 0.02}
-    with cluster(tmp_path, {"GBA_HVD_LEASE_S": "1000"}, gba={"mode": "shadow"}, **plan) as job:
+    with cluster(tmp_path, {**PATIENT, "GBA_HVD_LEASE_S": "1000"}, gba={"mode": "shadow"}, **plan) as job:
         job.run(lambda: job.start_static(2), PATIENCE_S)
         assert len([line for line in job.pushes(0) if line["rank"] == 1]) <= 2
         job.assert_every_sample_once(epochs=3)
@@ -203,12 +213,12 @@ def test_a_worker_whose_replica_comes_too_late_is_told_so(tmp_path: Path) -> Non
         {"point": "before handing in", "step": 1, "rank": 1, "do": "wait for", "file": "fault-1"},
         {"point": "exported", "step": 1, "rank": 0, "do": "mark"},
     ]
-    environ = {"GBA_HVD_LEASE_S": "5"}  # so long the other one waits for it
+    environ = {**PATIENT, "GBA_HVD_LEASE_S": "5"}  # so long the other one waits for it
     with cluster(tmp_path, environ, gba={"mode": "shadow"}, faults=faults, epochs=3, sleep_s=0.02) as job:
         job.run(lambda: job.start_static(2), PATIENCE_S)
         assert job.fired() == 2
-        (late,) = [line for line in job.notes("event") if line["event"] == "replica_late"]
-        assert (late["rank"], late["of_epoch"]) == (1, 1)
+        late = [line for line in job.notes("event") if line["event"] == "replica_late"]
+        assert (1, 1) in {(line["rank"], line["of_epoch"]) for line in late}
         job.assert_every_sample_once(epochs=3)
         assert_one_model(job, epochs=3)
 
@@ -220,7 +230,7 @@ def test_a_worker_that_leaves_the_mode_after_the_first_server_died_gets_what_the
         {"point": "exported", "step": 1, "rank": 0, "do": "kill the server"},
     ]
     gba = {"mode": "shadow", "switch_at": {90: "allreduce"}}
-    environ = {**PATIENT, "GBA_HVD_LEASE_S": "5"}
+    environ = {**VERY_PATIENT, "GBA_HVD_LEASE_S": "5"}
     with cluster(tmp_path, environ, gba=gba, faults=faults, epochs=3, sleep_s=0.02) as job:
         job.run(lambda: job.start_static(2), PATIENCE_S)
         assert job.fired() == 2
@@ -233,11 +243,15 @@ def test_a_worker_that_leaves_the_mode_after_the_first_server_died_gets_what_the
 
 
 def test_a_worker_that_falls_out_of_the_mode_takes_the_central_copy_and_comes_back(tmp_path: Path) -> None:
-    fault = {"point": "before push", "step": 1, "rank": 1, "do": "lose the result"}
-    plan: dict[str, Any] = {"faults": [fault], "epochs": 5, "sleep_s": 0.02}
-    with cluster(tmp_path, gba={"mode": "shadow", "sync": "ma"}, **plan) as job:
+    faults: list[dict[str, Any]] = [
+        {"point": "before push", "step": 1, "rank": 1, "do": "lose the result"},
+        {"point": "before push", "step": 1, "rank": 0, "do": "wait for", "file": "fault-0"},
+    ]
+    # The first one waits until the fault has happened, and from the third epoch on until the other one is back.
+    plan: dict[str, Any] = {"faults": faults, "epochs": 5, "sleep_s": 0.02, "one_comes_back": True}
+    with cluster(tmp_path, PATIENT, gba={"mode": "shadow", "sync": "ma"}, **plan) as job:
         job.run(lambda: job.start_elastic(TWO_NAMES), PATIENCE_S)
-        assert job.fired() == 1
+        assert job.fired() == 2
         (restored,) = job.notes("restored")
         assert any(line["pid"] == restored["pid"] and line["time"] > restored["time"] for line in job.pushes())
         job.assert_every_sample_once(epochs=5)
@@ -248,7 +262,7 @@ def test_a_worker_that_falls_out_of_the_mode_takes_the_central_copy_and_comes_ba
 @pytest.mark.variant
 def test_workers_agree_that_a_round_was_left_behind_and_form_the_world_anew_together(tmp_path: Path) -> None:
     gba = {"mode": "shadow", "sync": "ma", "switch_at": {90: "allreduce"}}
-    with cluster(tmp_path, gba=gba, rounds_end_badly=1, epochs=3, sleep_s=0.02) as job:
+    with cluster(tmp_path, PATIENT, gba=gba, rounds_end_badly=1, epochs=3, sleep_s=0.02) as job:
         job.run(lambda: job.start_elastic(TWO_NAMES), PATIENCE_S)
         assert (job.out / "ended-badly").exists()
         assert not job.notes("restored"), "a worker went on in the world that the other one left"
@@ -260,8 +274,8 @@ def test_workers_agree_that_a_round_was_left_behind_and_form_the_world_anew_toge
 
 def test_a_replica_that_diverges_ends_the_job_and_says_why(tmp_path: Path) -> None:
     plan: dict[str, Any] = {"dense_optimizer": "SGD", "diverge_at_push": 30}
-    with cluster(tmp_path, gba={"mode": "shadow"}, epochs=3, sleep_s=0.02, **plan) as job:
+    with cluster(tmp_path, PATIENT, gba={"mode": "shadow"}, epochs=3, sleep_s=0.02, **plan) as job:
         job.start_static(2)
         assert job.wait(PATIENCE_S) != 0
-        assert "is not finite any more" in job.log()
+        assert "is not finite any more" in job.said(), job.log()
         job.assert_nothing_left()

@@ -86,11 +86,12 @@ def die(point: str, step: int) -> None:
             os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "int": signal.SIGINT}[fault["do"]])
 
 
-def wait_for_file(name: str) -> None:
+def wait_for_file(name: str, meanwhile: Callable[[], None] = lambda: None) -> None:
     """Until the test, or another worker's fault, makes it."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not (OUT / name).exists():
         assert time.monotonic() < deadline, f"{name} did not come"
+        meanwhile()
         time.sleep(0.02)
 
 
@@ -134,7 +135,14 @@ around(
     ReplicaMode, "_exported", lambda _: die("all have handed in", state.epoch), lambda _: die("exported", state.epoch)
 )
 around(ReplicaMode, "_hand_in", None, lambda _: die("after handing in", state.epoch))
-around(gba_hvd.elastic.TorchState, "restore", lambda _: note(restored=True), None)
+
+
+def falls_out(_: Any) -> None:
+    note(restored=True)
+    (OUT / f"fell-out-{os.getpid()}").touch()
+
+
+around(gba_hvd.elastic.TorchState, "restore", falls_out, None)
 _push, _stop_rounds = GbaMode.push, Rounds.stop
 
 
@@ -263,6 +271,8 @@ class Notes(gba_hvd.Callback):
         note(event=event.kind, step=event.step, message=event.message, **event.data)
 
     def on_job(self, job: gba_hvd.Job) -> None:
+        if (OUT / f"fell-out-{os.getpid()}").exists():
+            (OUT / "is-back").touch()
         note(job=job.job_id, rank=job.rank, host=job.host, shards=shards_here())
 
     def on_step(self, record: gba_hvd.StepRecord) -> None:
@@ -278,6 +288,7 @@ more_users = PLAN.get("rank_one_differs", 0) if os.environ.get("HOROVOD_RANK") =
 training = Training.of(PLAN, more_users, epoch=0, aucs=[])
 dataset, tables, model, optimizer, state = vars(training).values()
 notes = Notes()
+past_switches: set[int] = set()  # this worker has waited for these already
 books = Books(state.engine, note, die) if state.engine.compression is not None else None
 state.register_callbacks([notes])
 if "gba" in PLAN:
@@ -299,6 +310,7 @@ def train(state: gba_hvd.elastic.TorchState) -> None:
         for batch in () if "threads" in PLAN else gba_hvd.batches(dataset, state, seed=PLAN.get("seed", 1)):
             wait_where_planned(state.step)
             wait_for_workers()
+            wait_for_switch(batch)
             notes.rows += batch.rows
             optimizer.zero_grad()
             loss = training.loss(batch)
@@ -330,6 +342,7 @@ def train(state: gba_hvd.elastic.TorchState) -> None:
 def compute(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     """One micro-batch in one of several threads."""
     wait_for_workers()
+    wait_for_switch(batch)
     notes.rows += batch.rows
     loss = torch.nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label)
     loss.backward()
@@ -349,11 +362,42 @@ def judge_now() -> None:
 
 
 def wait_for_workers() -> None:
-    """From the third epoch on, go on only when so many workers have been seen: `{"workers_seen": n}`."""
-    deadline = time.monotonic() + 150
-    while state.epoch >= 2 and len(list(OUT.glob("*.jsonl"))) < PLAN.get("workers_seen", 0):
+    """From the third epoch on, go on only when so many workers have been seen: `{"workers_seen": n}`.
+
+    Or when one that fell out of the world is back: `{"one_comes_back": true}`. Who is about to be killed does not wait.
+    """
+    deadline = time.monotonic() + 300
+    faults = state.engine.faults
+    while state.epoch >= 2 and (
+        len(list(OUT.glob("*.jsonl"))) < PLAN.get("workers_seen", 0)
+        or (PLAN.get("one_comes_back") and not (OUT / "is-back").exists())
+    ):
+        if faults is not None and faults.due(state.world.rank, state.step):
+            return
         assert time.monotonic() < deadline, "the newcomer did not come"
         time.sleep(0.05)
+
+
+def wait_for_switch(batch: Any) -> None:
+    """Where a change of mode is due, wait until the coordinator knows.
+
+    Only the chief tells it, and asynchronous modes wait for nobody: if the chief is not scheduled for a while, the
+    others may be past the next change, or through with the job. Where rounds keep workers together it is not needed;
+    near the end of an epoch there may be no micro-batch left that would bring the chief there.
+    """
+    due = {int(at) for at in PLAN.get("gba", {}).get("switch_at", {}) if int(at) <= state.step} - past_switches
+    n_micro = -(-len(dataset) // state.engine.micro_batch)
+    if not due or batch.index >= n_micro - 8:
+        return
+    target, deadline = PLAN["gba"]["switch_at"][str(max(due))], time.monotonic() + 60
+    while time.monotonic() < deadline:
+        mode = state.engine.mode
+        if not isinstance(mode, GbaMode) or mode.name in (target, "ma", "bmuf"):
+            break
+        if mode.contact.rank == 0 or mode.position.wanted:
+            break
+        time.sleep(0.02)
+    past_switches.update(due)
 
 
 def values_now() -> str:
@@ -369,7 +413,19 @@ def wait_where_planned(step: int) -> None:
     for name in (name for at, name in holds.items() if step >= at and not (OUT / name).exists()):
         (OUT / f"waiting-{socket.gethostname()}-{os.getpid()}").touch()
         (OUT / f"held-by-{name}-{os.getpid()}").touch()
-        wait_for_file(name)
+        wait_for_file(name, follow_checkpoints)
+
+
+def follow_checkpoints() -> None:
+    """A chief that is held tells what became of a checkpoint, as it would before its next step."""
+    engine = state.engine
+    if engine.checkpoints is None or engine.world.rank != 0:
+        return
+    line = state.saving._line
+    if isinstance(engine.mode, GbaMode):
+        engine.checkpoints.follow(engine.mode.contact.saved)
+    elif line is not None:
+        engine.checkpoints.follow(line.saved)
 
 
 def wait_for_the_others_to_end() -> None:
