@@ -412,7 +412,7 @@ def wait_where_planned(step: int) -> None:
         holds[PLAN["wait_at_step"]] = "go"
     for name in (name for at, name in holds.items() if step >= at and not (OUT / name).exists()):
         (OUT / f"waiting-{socket.gethostname()}-{os.getpid()}").touch()
-        (OUT / f"held-by-{name}-{os.getpid()}").touch()
+        (OUT / f"held-by-{name}-{socket.gethostname()}-{os.getpid()}").touch()
         wait_for_file(name, follow_checkpoints)
 
 
