@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from recovery.callback import CheckpointCallback
     from recovery.checkpointer import Checkpointer, Event, Handle, Saved
     from recovery.config import Config
+    from recovery.process_checkpointer import ProcessCheckpointer
     from recovery.restore import Now, Report
     from recovery.store import open_store
     from recovery.tensors import Parts, TensorRows, load_rest, of_optimizer, rest
@@ -33,6 +34,7 @@ __all__ = [
     "Handle",
     "Now",
     "Parts",
+    "ProcessCheckpointer",
     "RecoveryError",
     "Report",
     "Saved",
@@ -49,6 +51,7 @@ _IN = {
     "callback": ("CheckpointCallback",),
     "checkpointer": ("Checkpointer", "Event", "Handle", "Saved"),
     "config": ("Config",),
+    "process_checkpointer": ("ProcessCheckpointer",),
     "restore": ("Now", "Report"),
     "store": ("open_store",),
     "tensors": ("Parts", "TensorRows", "load_rest", "of_optimizer", "rest"),

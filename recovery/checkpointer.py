@@ -7,7 +7,6 @@ elsewhere. A save that fails is told and leaves the last good checkpoint in forc
 from __future__ import annotations
 
 import contextlib
-import logging
 import queue
 import secrets
 import threading
@@ -24,7 +23,7 @@ from recovery import claims, state_codec
 from recovery.claims import Claim
 from recovery.config import Config
 from recovery.errors import BadInput, Fenced, StoreError
-from recovery.events import Event, Handle, Saved, StillSaving, said, told
+from recovery.events import Event, Handle, Saved, StillSaving, Teller, said, told
 from recovery.lineage import Lineage
 from recovery.manifest import Manifest
 from recovery.restore import Now, Report, restore
@@ -33,7 +32,6 @@ from recovery.selection import Selection
 from recovery.store import Store, blob_prefix, check, open_store
 from recovery.writer import Written, commit, save_rows
 
-_LOG = logging.getLogger(__name__)
 __all__ = ["Checkpointer", "Event", "Handle", "Saved", "StillSaving"]
 
 
@@ -70,6 +68,7 @@ class Checkpointer:
         config: Config | None = None,
         *,
         takeover: bool = False,
+        after: Claim | None = None,
         tracker_path: Path | None = None,
         counters: str = "",
         on_event: Callable[[Event], None] | None = None,
@@ -78,11 +77,12 @@ class Checkpointer:
         rng: np.random.Generator | None = None,
         **storage_options: Any,
     ) -> None:
-        """takeover: from another job that writes there. tracker_path, counters: see `Tracker`.
-        storage_options: see `open_store`."""
+        """takeover: from another job that writes there. after: see `claims.claim`. tracker_path, counters: see
+        `Tracker`. storage_options: see `open_store`."""
         self._config = config or Config()
         self._store = open_store(url, **storage_options) if isinstance(url, str | Path) else url
-        self._rows, self._takeover, self._on_event = rows, takeover, on_event
+        self._rows, self._takeover, self._after = rows, takeover, after
+        self._tell = Teller(self._store.url, on_event)
         self._selection = Selection(rows, self._config, tracker_path=tracker_path, counters=counters, rng=rng)
         self._clock, self._unix_clock = clock, unix_clock
         self._tracker_path = tracker_path
@@ -101,6 +101,10 @@ class Checkpointer:
         return self._store.url
 
     @property
+    def claim(self) -> Claim | None:
+        return self._claim
+
+    @property
     def newest(self) -> Manifest | None:
         """The checkpoint in force, as far as this process made or restored it."""
         return self._lineage.chain.newest if self._lineage.chain else None
@@ -108,7 +112,9 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         check(self._store)
         job = self._config.job or f"run-{secrets.token_hex(6)}"
-        self._claim = claims.claim(self._store, job, takeover=self._takeover, lease_s=self._config.lease_s)
+        self._claim = claims.claim(
+            self._store, job, takeover=self._takeover, after=self._after, lease_s=self._config.lease_s
+        )
         if self._tracker_path is not None:
             self._lineage.find()
         for run, name in ((self._save_all, "recovery-save"), (self._live, "recovery-live")):
@@ -125,7 +131,9 @@ class Checkpointer:
             with contextlib.suppress(BaseException):  # told when it happened
                 self._last.future.exception(self._config.close_timeout_s)
             if not self._last.done():
-                self._tell("failed", f"the save was cancelled: not over after {self._config.close_timeout_s:g} s")
+                self._tell(
+                    Event("failed", f"the save was cancelled: not over after {self._config.close_timeout_s:g} s")
+                )
         self._cancel.set()
         self._leaving.set()
         self._jobs.put(None)
@@ -164,7 +172,7 @@ class Checkpointer:
         if self._last is not None and not self._last.done():
             late = StillSaving(f"step {step} is not saved: the save before is still under way")
             handle.future.set_exception(late)
-            self._tell("left out", str(late), error=late)
+            self._tell(Event("left out", str(late), error=late))
             return handle
         encoded = None if state is None else state if isinstance(state, bytes) else state_codec.encode(state)
         self._last = handle
@@ -181,8 +189,7 @@ class Checkpointer:
 
         Waits for the save under way. Raises what `restore.restore` raises.
         """
-        if self._last is not None:
-            self._last.future.exception()
+        self.wait()
         report = restore(
             self._store, self._rows, shards, config=self._config, now=now, with_state=shards is None, clock=self._clock
         )
@@ -194,8 +201,13 @@ class Checkpointer:
             self._selection.restored(report.manifest.name, None if shards is None else tuple(shards))
             if shards is None:
                 self._lineage.chain = report.chain
-        self._tell("restored", told(report), report=report)
+        self._tell(Event("restored", told(report), report=report))
         return report
+
+    def wait(self) -> None:
+        """Until the save under way is over, however it ends."""
+        if self._last is not None:
+            self._last.future.exception()
 
     # --- the thread that saves ---------------------------------------------------------------------------------------
 
@@ -214,13 +226,13 @@ class Checkpointer:
                 self._fenced = error
             kept = self.newest.name if self.newest else "none yet"
             text = f"step {job.step} could not be saved; the last checkpoint is {kept}: {error}"
-            self._tell("failed", text, error=error)
+            self._tell(Event("failed", text, error=error))
             job.handle.future.set_exception(error)
             if not isinstance(error, Exception):
                 raise
         else:
             job.handle.future.set_result(saved)
-            self._tell("saved", said(saved), saved=saved)
+            self._tell(Event("saved", said(saved), saved=saved))
             self._expire()
         finally:
             job.handle.read_all.set()
@@ -285,10 +297,11 @@ class Checkpointer:
         try:
             gone = self._lineage.expire(range(self._claim.epoch, self._claim.epoch + 1), self._config.keep)
         except StoreError as error:
-            self._tell("store", f"old checkpoints could not be deleted, and take space: {error}", error=error)
+            text = f"old checkpoints could not be deleted, and take space: {error}"
+            self._tell(Event("store", text, error=error))
         else:
             if gone.manifests:
-                self._tell("expired", gone.reason)
+                self._tell(Event("expired", gone.reason))
 
     # --- the thread that gives signs of life -------------------------------------------------------------------------
 
@@ -298,23 +311,8 @@ class Checkpointer:
             try:
                 self._claim = claims.renew(self._store, self._claim)
             except StoreError as error:
-                self._tell("store", f"no sign of life could be given; another job may take over: {error}", error=error)
-
-    def _tell(
-        self,
-        what: str,
-        text: str,
-        saved: Saved | None = None,
-        report: Report | None = None,
-        error: BaseException | None = None,
-    ) -> None:
-        level = logging.WARNING if error is not None or (report and report.skipped) else logging.INFO
-        _LOG.log(level, "%s: %s", self.url, text)
-        if self._on_event is not None:
-            try:
-                self._on_event(Event(what, text, saved, report, error))
-            except Exception:
-                _LOG.exception("on_event failed for %r; saving goes on", text)
+                text = f"no sign of life could be given; another job may take over: {error}"
+                self._tell(Event("store", text, error=error))
 
 
 def _check_strict(written: Written) -> None:

@@ -90,6 +90,7 @@ def claim(
     writer: str,
     *,
     takeover: bool = False,
+    after: Claim | None = None,
     lease_s: float = 30.0,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
@@ -98,15 +99,17 @@ def claim(
     """Claim a place for `writer`, the job's name.
 
     May wait for `lease_s` (theirs, if it is longer) to learn whether another writer is alive.
-    takeover: do not ask, fence it.
+    takeover: do not ask, fence it. after: the claim of a process that died, whose place this one takes.
 
-    Raises BadInput when another job writes here.
+    Raises BadInput when another job writes here, Fenced when another process has written here since `after`.
     """
     if not _WRITER.fullmatch(writer):
         raise BadInput(f"a writer is named by letters, digits, '.', '_' and '-', at most 80, got {writer!r}")
     if not 0 < lease_s <= _LONGEST_LEASE_S:
         raise BadInput(f"lease_s must be positive and at most {_LONGEST_LEASE_S:g} s, got {lease_s}")
     seen = claims_of(store.names("claims/"))
+    if after is not None:
+        _require_newest(store, seen, after)
     newest = max(seen, default=None)
     if newest is not None and newest.writer != writer and not newest.is_closed and not takeover:
         _refuse_if_alive(store, newest, lease_s, clock, sleep)
@@ -146,14 +149,7 @@ def renew(store: Store, claim: Claim) -> Claim:
 def check(store: Store, claim: Claim) -> None:
     """Raises Fenced when another writer has taken over. To be called before each manifest is written."""
     seen = claims_of(store.names("claims/"))
-    mine = (claim.epoch, claim.writer, claim.nonce)
-    later = [one for one in seen if (one.epoch, one.writer, one.nonce) > mine]
-    if later:
-        newest = max(later)
-        raise Fenced(
-            f"{store.url}: job {newest.writer!r}{_where(store, newest)} has taken over (epoch {newest.epoch}, this "
-            f"process has {claim.epoch}); nothing more is saved from here: end this process, or claim the place again"
-        )
+    _require_newest(store, seen, claim)
     if claim.name not in {one.name for one in seen}:
         raise StoreError(
             f"{store.url}: the claim {claim.name} is not listed; the listing is old, or somebody removed it"
@@ -172,6 +168,17 @@ def claims_of(names: Iterable[str]) -> list[Seen]:
         if match := _CLAIM.fullmatch(name):
             found.setdefault((int(match["epoch"]), match["writer"], match["nonce"]), set()).add(match["sign"])
     return [Seen(*key, frozenset(signs)) for key, signs in found.items()]
+
+
+def _require_newest(store: Store, seen: Iterable[Seen], claim: Claim) -> None:
+    mine = (claim.epoch, claim.writer, claim.nonce)
+    later = [one for one in seen if (one.epoch, one.writer, one.nonce) > mine]
+    if later:
+        newest = max(later)
+        raise Fenced(
+            f"{store.url}: job {newest.writer!r}{_where(store, newest)} has taken over (epoch {newest.epoch}, this "
+            f"process has {claim.epoch}); nothing more is saved from here: end this process, or claim the place again"
+        )
 
 
 def _refuse_if_alive(

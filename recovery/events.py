@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
@@ -11,6 +13,8 @@ from recovery.errors import RecoveryError
 from recovery.manifest import Manifest
 from recovery.restore import Report
 from recovery.writer import Written
+
+_LOG = logging.getLogger(__name__)
 
 
 class StillSaving(RecoveryError):
@@ -41,6 +45,22 @@ class Event:
     saved: Saved | None = None
     report: Report | None = None
     error: BaseException | None = None
+
+
+class Teller:
+    """Tells what happens at a URL to the log, and to a listener, which may fail."""
+
+    def __init__(self, url: str, on_event: Callable[[Event], None] | None) -> None:
+        self._url, self._on_event = url, on_event
+
+    def __call__(self, event: Event) -> None:
+        bad = event.error is not None or (event.report and event.report.skipped)
+        _LOG.log(logging.WARNING if bad else logging.INFO, "%s: %s", self._url, event.text)
+        if self._on_event is not None:
+            try:
+                self._on_event(event)
+            except Exception:
+                _LOG.exception("on_event failed for %r; saving goes on", event.text)
 
 
 class Handle:

@@ -7,6 +7,7 @@ gradient has, when the gradient is sparse, or when a row without gradient stays 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from recovery.errors import BadInput
+from recovery.row_memory import RowMemory, share_
 from recovery.rows import Column, Schema, Slab, Table
 
 
@@ -59,35 +61,37 @@ class TensorRows:
         n_shards: int = 1,
         first_step: int = 0,
         current: Callable[[], Mapping[str, Parts]] | None = None,
+        shared: bool = False,
     ) -> None:
-        """current: where the tensors are found again, to notice that one was replaced by another."""
+        """current: where the tensors are found again, to notice that one was replaced by another.
+        shared: move them to memory that a `ProcessCheckpointer` can map."""
         if not tables or n_shards < 1:
             raise BadInput(f"expected at least one table and one shard, got {list(tables)}, n_shards={n_shards}")
         self.tables = dict(tables)
         self._current = current or (lambda: self.tables)
         self.schema = Schema(tuple(_table(name, parts) for name, parts in tables.items()), n_shards)
-        self._columns = [tuple(_array(t) for t in (p.weight, *p.slots.values())) for p in tables.values()]
-        self._counts = {name: np.zeros(len(parts.weight), np.uint32) for name, parts in tables.items()}
+        counts = [torch.zeros(len(parts.weight), dtype=torch.int32) for parts in tables.values()]
+        marks = torch.full((2,), first_step, dtype=torch.int64)
+        columns = [_tensors(parts) for parts in tables.values()]
+        if shared:
+            share_([*itertools.chain(*columns), *counts, marks])
+        self.memory = RowMemory(self.schema, columns, counts, marks)
         self._number = {name: number for number, name in enumerate(tables)}
         self._heard: list[Callable[[int, int, np.ndarray], None]] = []
         self._told: dict[str, list[np.ndarray]] = {}
-        self._finished = self._begun = first_step
 
     @property
     def last_step(self) -> int:
-        return self._finished
+        return self.memory.finished
 
     def shards(self) -> Sequence[int]:
-        return range(self.schema.n_shards)
+        return self.memory.shards()
 
     def slab(self, table: int, shard: int) -> Slab:
-        mine = slice(shard, None, self.schema.n_shards)
-        counts = self._counts[self.schema.tables[table].name]
-        return Slab(tuple(column[mine] for column in self._columns[table]), counts[mine])
+        return self.memory.slab(table, shard)
 
     def marks(self, shard: int) -> tuple[int, int]:
-        finished = self._finished
-        return finished, self._begun
+        return self.memory.marks(shard)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[int]:
@@ -97,12 +101,13 @@ class TensorRows:
         step is over.
         """
         self._check()
-        self._begun = self._finished + 1
+        memory = self.memory
+        memory.begun = step = memory.finished + 1
         for name, parts in self.tables.items():
             for rows in self._changed(name, parts):
                 self._count(name, rows)
-        yield self._begun
-        self._finished = self._begun
+        yield step
+        memory.finished = step
 
     def touched(self, table: str, ids: Tensor | np.ndarray) -> None:
         """Say which rows the coming step changes (or the one under way). Each counts once, however often it is named.
@@ -116,14 +121,15 @@ class TensorRows:
         n_rows = len(self.tables[table].weight)
         if len(rows) and not (rows.dtype.kind in "iu" and rows[0] >= 0 and rows[-1] < n_rows):
             raise BadInput(f"table {table!r} has rows 0 to {n_rows - 1}, got {rows[0]} to {rows[-1]} ({rows.dtype})")
-        if self._begun != self._finished:
+        if self.memory.begun != self.memory.finished:
             self._count(table, rows.astype(np.int64))
         else:
             self._told.setdefault(table, []).append(rows.astype(np.int64))
 
     def continue_from(self, step: int) -> None:
         """The rows are as of this step: what follows a restore."""
-        self._begun = self._finished = step
+        self.memory.begun = step
+        self.memory.finished = step
 
     def listen(self, heard: Callable[[int, int, np.ndarray], None]) -> None:
         self._heard.append(heard)
@@ -142,11 +148,12 @@ class TensorRows:
         return [np.flatnonzero(gradient.ne(0).any(dim=1).numpy())]
 
     def _count(self, name: str, rows: np.ndarray) -> None:
-        self._counts[name][rows] += np.uint32(1)
+        number = self._number[name]
+        self.memory.counts[number][rows] += np.uint32(1)
         n_shards = self.schema.n_shards
         for heard in self._heard:
             for shard in range(n_shards):
-                heard(self._number[name], shard, rows[rows % n_shards == shard] // n_shards)
+                heard(number, shard, rows[rows % n_shards == shard] // n_shards)
 
     def _check(self) -> None:
         now = self._current()
@@ -160,13 +167,19 @@ class TensorRows:
 
 
 def of_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tables: Sequence[str] | None = None, n_shards: int = 1
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tables: Sequence[str] | None = None,
+    n_shards: int = 1,
+    *,
+    shared: bool = False,
 ) -> TensorRows:
     """The rows of a model's embeddings, with the slots that the optimizer has for them.
 
     tables: names of parameters, as in model.named_parameters(); by default those of every nn.Embedding and
     nn.EmbeddingBag. A slot is what the optimizer keeps per row or per weight; what it makes at its first step only is
-    made now, as zeros.
+    made now, as zeros. shared: move all of it to memory that a `ProcessCheckpointer` can map; parameters and slots stay
+    the same objects.
     """
     parameters = dict(model.named_parameters())
     if tables is None:
@@ -178,7 +191,7 @@ def of_optimizer(
     def current() -> dict[str, Parts]:
         return {name: _parts(name, parameters[name], optimizer) for name in tables}
 
-    return TensorRows(current(), n_shards, current=current)
+    return TensorRows(current(), n_shards, current=current, shared=shared)
 
 
 def rest(model: nn.Module, optimizer: torch.optim.Optimizer, rows: TensorRows) -> dict[str, Any]:
@@ -237,9 +250,3 @@ def _table(name: str, parts: Parts) -> Table:
             )
         columns.append(Column(column, tensor[0].numel() if len(tensor) else 0))
     return Table(name, len(parts.weight), tuple(columns))
-
-
-def _array(tensor: Tensor) -> np.ndarray:
-    """float32 [n, w], a view."""
-    array: np.ndarray = tensor.detach().numpy()
-    return array.reshape(len(array), -1)

@@ -9,7 +9,9 @@ from recovery.rows import Holder
 from recovery.tensors import Parts, TensorRows
 
 
-def two_tables(n_shards: int = 1, n_rows: int = 5000, seed: int | None = 7, dim: int = 4) -> TensorRows:
+def two_tables(
+    n_shards: int = 1, n_rows: int = 5000, seed: int | None = 7, dim: int = 4, shared: bool = False
+) -> TensorRows:
     """`user` with a slot per weight and one per row, and the small `colour`; zeros when there is no seed."""
     rng = np.random.default_rng(seed)
 
@@ -23,6 +25,7 @@ def two_tables(n_shards: int = 1, n_rows: int = 5000, seed: int | None = 7, dim:
             "colour": Parts(some(11, 2)),
         },
         n_shards,
+        shared=shared,
     )
 
 

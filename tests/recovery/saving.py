@@ -1,14 +1,20 @@
-"""Checkpoints made by hand, one after the other, for tests of restoring them."""
+"""Checkpoints made by hand, one after the other, for tests of restoring them; and a saving process that is a thread."""
 
 from __future__ import annotations
 
+import multiprocessing
+import threading
 from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
 
 import numpy as np
 
 from recovery.config import Config
 from recovery.manifest import Manifest
+from recovery.process_checkpointer import ProcessCheckpointer
 from recovery.rows import Schema
+from recovery.saving_process import Begin, serve
 from recovery.selection import Selection
 from recovery.store import Store, blob_prefix
 from recovery.tensors import TensorRows
@@ -59,6 +65,32 @@ class Saver:
         self.selection.commit(manifest.name)
         self.made.append(manifest)
         return manifest
+
+
+class InAThread:
+    """The process that saves, as a thread of this one: it starts at once, and any store can be given to it."""
+
+    pid = exitcode = None
+
+    def __init__(self, connection: Connection, begin: Begin) -> None:
+        self._thread = threading.Thread(target=serve, args=(connection, begin, lambda: False), name="recovery-child")
+        self._thread.start()
+        self.join = self._thread.join
+
+    def kill(self) -> None:
+        raise AssertionError("a thread cannot be killed")
+
+    def close(self) -> None:
+        pass
+
+
+def start_in_a_thread(begin: Begin) -> tuple[Connection, InAThread]:
+    ours, theirs = multiprocessing.Pipe()
+    return ours, InAThread(theirs, begin)
+
+
+ThroughAPipe = partial(ProcessCheckpointer, start=start_in_a_thread)
+"""A ProcessCheckpointer without its process: all that is said goes through the pipe."""
 
 
 def other_schema(schema: Schema) -> Schema:

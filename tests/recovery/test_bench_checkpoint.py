@@ -53,6 +53,12 @@ def test_only_a_delta_is_measured_for_each_share_of_changed_rows():
     assert Case("ours_mfu", 1.0) in found
 
 
+def test_a_delta_of_another_process_is_measured_for_the_smallest_share():
+    found = cases(["ours_process_full", "ours_process_delta", "ours_process_mfu"], [0.1, 0.01])
+    assert [case.name for case in found] == ["ours_process_full", "ours_process_delta 0.01", "ours_process_mfu"]
+    assert Case("ours_process_mfu", 1.0) in found
+
+
 def test_every_contestant_can_be_made_and_every_restore_is_of_one():
     assert set(RESTORES) <= set(CONTESTANTS)
     assert set(checkpoint_figures.COPIES) <= {*CONTESTANTS, *(how for ways in RESTORES.values() for how in ways)}
@@ -105,6 +111,8 @@ def test_the_headline_has_a_figure_for_each_size():
         a_row("ours_full", GB, stall_s=0.3, bytes_per_s=80.0, peak_extra_bytes=7, **{"restore_s ours": 1.0}),
         a_row("ours_full", GB, stall_s=0.2, bytes_per_s=80.0, peak_extra_bytes=6, **{"restore_s ours": 1.0}),
         a_row("ours_full", 2 * GB, stall_s=0.5),
+        a_row("ours_process_full", GB, stall_s=0.02, bytes_per_s=70.0),
+        a_row("ours_process_full", 2 * GB, stall_s=0.1),
         a_row("ours_mfu", GB, bytes=GB // 8),
         a_row("dcp_async", GB, stall_s=2.0),
         a_row("dcp_async", 2 * GB, stall_s=2.0),
@@ -112,8 +120,10 @@ def test_the_headline_has_a_figure_for_each_size():
         a_row("plain", GB, bytes_per_s=100.0),
     ]
     found = headline(rows)
-    assert found["stall_vs_async_save"] == {str(GB): pytest.approx(0.1), str(2 * GB): pytest.approx(0.25)}
+    assert found["stall_vs_async_save"] == {str(GB): pytest.approx(0.01), str(2 * GB): pytest.approx(0.05)}
+    assert found["stall_vs_async_save_threads"] == {str(GB): pytest.approx(0.1), str(2 * GB): pytest.approx(0.25)}
     assert found["write_efficiency"] == {str(GB): pytest.approx(0.8)}
+    assert found["write_efficiency_process"] == {str(GB): pytest.approx(0.7)}
     assert found["mfu_bytes_share"] == {str(GB): 0.125}
     assert found["restore_vs_torch_load"] == {str(GB): 0.5}
     assert found["peak_extra_bytes"] == {str(GB): 7, str(2 * GB): 0}  # the largest, not the median

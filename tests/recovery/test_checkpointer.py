@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,22 +15,31 @@ from recovery import claims
 from recovery.checkpointer import Checkpointer, Event, StillSaving
 from recovery.config import Config
 from recovery.errors import BadInput, Fenced, StoreError
+from recovery.process_checkpointer import ProcessCheckpointer
 from recovery.restore import restore
 from recovery.state_codec import decode
 from recovery.store import Store
 from recovery.tensors import TensorRows
 from tests.recovery.holders import assert_same, train, two_tables, values
+from tests.recovery.saving import ThroughAPipe
 from tests.recovery.stores import Crash, FaultyStore, RamStore
 
 POLICIES = ("full", "delta", "mfu", "ssu", "scar")
 # No sign of life is due during a test: each is a put, and faults go by the number of a put.
 SMALL = Config(job="mine", section_bytes=8 << 10, blob_bytes=32 << 10, level=0, lease_s=600)
 SETUP_PUTS = 2  # the probe and the claim
+Kind = Callable[..., Checkpointer | ProcessCheckpointer]
 WRITES_PER_SAVE = 9  # blobs, state, manifest of a full one
 
 
+@pytest.fixture(params=["threads", "process"])
+def saving(request: pytest.FixtureRequest) -> Kind:
+    """Either kind of checkpointer keeps the same promises."""
+    return Checkpointer if request.param == "threads" else ThroughAPipe
+
+
 def empty(n_shards: int = 2) -> TensorRows:
-    return two_tables(n_shards, seed=None)
+    return two_tables(n_shards, seed=None, shared=True)
 
 
 def restored(store: Store, n_shards: int = 2) -> dict[str, np.ndarray]:
@@ -41,7 +50,7 @@ def restored(store: Store, n_shards: int = 2) -> dict[str, np.ndarray]:
 
 @pytest.fixture
 def rows() -> TensorRows:
-    return two_tables(2)
+    return two_tables(2, shared=True)
 
 
 @contextmanager
@@ -54,7 +63,7 @@ def no_threads_left() -> Iterator[None]:
 def test_a_run_goes_on_where_its_checkpoint_was(store: Store, policy: str) -> None:
     config = replace(SMALL, policy=policy)
     with no_threads_left():
-        first = two_tables(2)
+        first = two_tables(2, shared=True)
         with Checkpointer(store, first, config, rng=np.random.default_rng(0)) as checkpoints:
             assert checkpoints.restore() is None
             for _ in range(3):
@@ -80,7 +89,7 @@ def test_a_run_goes_on_where_its_checkpoint_was(store: Store, policy: str) -> No
 
 @pytest.mark.parametrize("policy", ["mfu", "ssu", "scar"])
 def test_a_prioritised_save_takes_its_share_and_the_small_table_whole(ram: RamStore, policy: str) -> None:
-    rows = two_tables(2)
+    rows = two_tables(2, shared=True)
     with Checkpointer(ram, rows, replace(SMALL, policy=policy, r=0.01), rng=np.random.default_rng(0)) as checkpoints:
         checkpoints.save(0, 0).result(60)
         train(rows, 10, seed=1)
@@ -94,7 +103,7 @@ def test_a_prioritised_save_takes_its_share_and_the_small_table_whole(ram: RamSt
 
 
 def test_the_rows_that_mfu_takes_are_those_updated_most(ram: RamStore) -> None:
-    rows = two_tables(2)
+    rows = two_tables(2, shared=True)
     with Checkpointer(ram, rows, replace(SMALL, policy="mfu", r=2 / 5000)) as checkpoints:
         checkpoints.save(0, 0).result(60)
         before = values(rows)["user"]
@@ -107,10 +116,10 @@ def test_the_rows_that_mfu_takes_are_those_updated_most(ram: RamStore) -> None:
     assert changed.tolist() == [10, 20]
 
 
-def test_training_goes_on_during_a_save_and_no_change_is_lost(ram: RamStore) -> None:
-    rows = two_tables(2)
+def test_training_goes_on_during_a_save_and_no_change_is_lost(saving: Kind, ram: RamStore) -> None:
+    rows = two_tables(2, shared=True)
     store = FaultyStore(ram).slows("put", SETUP_PUTS + 2, lambda: train(rows, 5, seed=1))
-    with Checkpointer(store, rows, SMALL) as checkpoints:
+    with saving(store, rows, SMALL) as checkpoints:
         first = checkpoints.save(0, 0).result(60)
         checkpoints.save(rows.last_step, 0).result(60)
     assert store.fired == store.planned
@@ -118,11 +127,11 @@ def test_training_goes_on_during_a_save_and_no_change_is_lost(ram: RamStore) -> 
     assert_same(restored(ram), values(rows))
 
 
-def test_a_save_that_comes_too_early_is_left_out_and_told(ram: RamStore, rows: TensorRows) -> None:
+def test_a_save_that_comes_too_early_is_left_out_and_told(saving: Kind, ram: RamStore, rows: TensorRows) -> None:
     events: list[Event] = []
     with (
         FaultyStore(ram).hangs("put", SETUP_PUTS + 1) as store,
-        Checkpointer(store, rows, SMALL, on_event=events.append) as checkpoints,
+        saving(store, rows, SMALL, on_event=events.append) as checkpoints,
     ):
         first = checkpoints.save(1, 10)
         second = checkpoints.save(2, 20)
@@ -139,15 +148,15 @@ def test_a_save_that_comes_too_early_is_left_out_and_told(ram: RamStore, rows: T
 @pytest.mark.parametrize("at", range(1, WRITES_PER_SAVE + 1))
 @pytest.mark.parametrize("policy", ["delta", "mfu"])
 def test_a_save_that_fails_leaves_the_last_one_in_force_and_the_next_one_mends_it(
-    ram: RamStore, policy: str, at: int
+    saving: Kind, ram: RamStore, policy: str, at: int
 ) -> None:
-    rows, events = two_tables(2), list[Event]()
-    with Checkpointer(ram, rows, replace(SMALL, policy=policy)) as checkpoints:
+    rows, events = two_tables(2, shared=True), list[Event]()
+    with saving(ram, rows, replace(SMALL, policy=policy)) as checkpoints:
         saved = checkpoints.save(0, 0, b"dense").result(60)
     assert len(saved.manifest.blobs) + 2 == WRITES_PER_SAVE
     before = restored(ram)
     store = FaultyStore(ram).fails("put", SETUP_PUTS + at, StoreError("no space left"))
-    with Checkpointer(store, rows, replace(SMALL, policy=policy, r=1.0), on_event=events.append) as checkpoints:
+    with saving(store, rows, replace(SMALL, policy=policy, r=1.0), on_event=events.append) as checkpoints:
         train(rows, 2, seed=1)
         with pytest.raises(StoreError, match="no space left"):
             checkpoints.save(2, 20, b"dense").result(60)
@@ -160,10 +169,10 @@ def test_a_save_that_fails_leaves_the_last_one_in_force_and_the_next_one_mends_i
     assert "the last checkpoint is none yet: no space left" in events[0].text
 
 
-def test_after_a_failed_delta_the_next_one_has_its_rows_too(ram: RamStore) -> None:
-    rows = two_tables(2)
+def test_after_a_failed_delta_the_next_one_has_its_rows_too(saving: Kind, ram: RamStore) -> None:
+    rows = two_tables(2, shared=True)
     store = FaultyStore(ram)
-    with Checkpointer(store, rows, SMALL) as checkpoints:
+    with saving(store, rows, SMALL) as checkpoints:
         checkpoints.save(0, 0).result(60)
         n_puts = sum(operation == "put" for operation, _ in store.calls)
         store.fails("put", n_puts + 2, StoreError("gone"))  # its blob is there, its manifest not
@@ -177,7 +186,7 @@ def test_after_a_failed_delta_the_next_one_has_its_rows_too(ram: RamStore) -> No
 
 
 def test_after_a_failed_save_ssu_still_has_its_rows(ram: RamStore) -> None:
-    rows, store = two_tables(2), FaultyStore(ram)
+    rows, store = two_tables(2, shared=True), FaultyStore(ram)
     with Checkpointer(store, rows, replace(SMALL, policy="ssu"), rng=np.random.default_rng(0)) as checkpoints:
         checkpoints.save(0, 0).result(60)
         store.fails("put", sum(operation == "put" for operation, _ in store.calls) + 1, StoreError("gone"))
@@ -188,9 +197,9 @@ def test_after_a_failed_save_ssu_still_has_its_rows(ram: RamStore) -> None:
     assert sum(s.n_rows for blob in saved.manifest.blobs for s in blob.sections) > 50
 
 
-def test_a_manifest_whose_answer_was_lost_does_no_harm(ram: RamStore) -> None:
-    rows, store = two_tables(2), FaultyStore(ram)
-    with Checkpointer(store, rows, replace(SMALL, keep_last=1)) as checkpoints:
+def test_a_manifest_whose_answer_was_lost_does_no_harm(saving: Kind, ram: RamStore) -> None:
+    rows, store = two_tables(2, shared=True), FaultyStore(ram)
+    with saving(store, rows, replace(SMALL, keep_last=1)) as checkpoints:
         checkpoints.save(0, 0).result(60)
         n_puts = sum(operation == "put" for operation, _ in store.calls)
         store.answer_is_lost("put", n_puts + 2)
@@ -204,10 +213,10 @@ def test_a_manifest_whose_answer_was_lost_does_no_harm(ram: RamStore) -> None:
     assert len(ram.names("manifests/")) == 2  # the base and the newest
 
 
-def test_a_new_base_comes_when_the_chain_would_cost_more_than_one(ram: RamStore) -> None:
-    rows = two_tables(2)
+def test_a_new_base_comes_when_the_chain_would_cost_more_than_one(saving: Kind, ram: RamStore) -> None:
+    rows = two_tables(2, shared=True)
     kinds = []
-    with Checkpointer(ram, rows, SMALL) as checkpoints:
+    with saving(ram, rows, SMALL) as checkpoints:
         for _ in range(8):
             kinds.append(checkpoints.save(rows.last_step, 0).result(60).manifest.kind)
             train(rows, 20, seed=1, n_touched=100)
@@ -215,15 +224,15 @@ def test_a_new_base_comes_when_the_chain_would_cost_more_than_one(ram: RamStore)
     assert kinds.count("full") >= 2
 
 
-def test_only_the_newest_are_kept_and_what_was_resumed_from(ram: RamStore) -> None:
+def test_only_the_newest_are_kept_and_what_was_resumed_from(saving: Kind, ram: RamStore) -> None:
     config = replace(SMALL, policy="full", keep_last=2)
-    rows = two_tables(2)
-    with Checkpointer(ram, rows, config) as checkpoints:
+    rows = two_tables(2, shared=True)
+    with saving(ram, rows, config) as checkpoints:
         for step in range(4):
             checkpoints.save(step, 0).result(60)
     first_run = set(ram.names("manifests/"))
     assert len(first_run) == 2
-    with Checkpointer(ram, rows, config) as checkpoints:
+    with saving(ram, rows, config) as checkpoints:
         checkpoints.restore()
         for step in range(4):
             checkpoints.save(step, 0).result(60)
@@ -231,10 +240,10 @@ def test_only_the_newest_are_kept_and_what_was_resumed_from(ram: RamStore) -> No
     assert len(ram.names("manifests/")) == 4
 
 
-def test_a_store_that_refuses_to_delete_costs_space_only(ram: RamStore, rows: TensorRows) -> None:
+def test_a_store_that_refuses_to_delete_costs_space_only(saving: Kind, ram: RamStore, rows: TensorRows) -> None:
     events: list[Event] = []
     store = FaultyStore(ram).fails("delete", 2, StoreError("not allowed"))  # the first one is the probe's
-    with Checkpointer(store, rows, replace(SMALL, policy="full", keep_last=1), on_event=events.append) as checkpoints:
+    with saving(store, rows, replace(SMALL, policy="full", keep_last=1), on_event=events.append) as checkpoints:
         for step in range(3):
             checkpoints.save(step, 0).result(60)
     assert store.fired == store.planned
@@ -242,7 +251,7 @@ def test_a_store_that_refuses_to_delete_costs_space_only(ram: RamStore, rows: Te
     assert len(ram.names("manifests/")) == 1
 
 
-def test_a_second_job_at_the_same_place_is_refused(ram: RamStore, rows: TensorRows) -> None:
+def test_a_second_job_at_the_same_place_is_refused(saving: Kind, ram: RamStore, rows: TensorRows) -> None:
     def newest_sign() -> str:
         return max(name for name in ram.names("claims/") if "-mine." in name)
 
@@ -251,10 +260,10 @@ def test_a_second_job_at_the_same_place_is_refused(ram: RamStore, rows: TensorRo
         while newest_sign() == before:
             threading.Event().wait(0.01)
 
-    with Checkpointer(ram, rows, replace(SMALL, lease_s=0.3)):
+    with saving(ram, rows, replace(SMALL, lease_s=0.3)):
         # Its first look, after a tenth of the lease, is when the first job has given one, however busy the machine is.
         store = FaultyStore(ram).slows("names", 3, a_sign_of_life)
-        other = Checkpointer(store, rows, replace(SMALL, job="b", lease_s=10))
+        other = saving(store, rows, replace(SMALL, job="b", lease_s=10))
         with pytest.raises(BadInput, match="'mine'"), other:
             pass
         assert store.fired == store.planned
@@ -262,10 +271,10 @@ def test_a_second_job_at_the_same_place_is_refused(ram: RamStore, rows: TensorRo
         pass
 
 
-def test_a_job_that_was_replaced_saves_nothing_more(ram: RamStore, rows: TensorRows) -> None:
-    with Checkpointer(ram, rows, SMALL) as old:
+def test_a_job_that_was_replaced_saves_nothing_more(saving: Kind, ram: RamStore, rows: TensorRows) -> None:
+    with saving(ram, rows, SMALL) as old:
         old.save(1, 10).result(60)
-        with Checkpointer(ram, rows, replace(SMALL, job="other"), takeover=True) as new:
+        with saving(ram, rows, replace(SMALL, job="other"), takeover=True) as new:
             new.save(2, 20).result(60)
             with pytest.raises(Fenced, match="'other'"):
                 old.save(3, 30).result(60)
@@ -276,8 +285,8 @@ def test_a_job_that_was_replaced_saves_nothing_more(ram: RamStore, rows: TensorR
     assert report.step == 2
 
 
-def test_strict_saves_are_of_one_step(ram: RamStore, rows: TensorRows) -> None:
-    with Checkpointer(ram, rows, replace(SMALL, strict=True)) as checkpoints:
+def test_strict_saves_are_of_one_step(saving: Kind, ram: RamStore, rows: TensorRows) -> None:
+    with saving(ram, rows, replace(SMALL, strict=True)) as checkpoints:
         for _ in range(3):
             before = values(rows)
             handle = checkpoints.save(rows.last_step, 0)
@@ -288,37 +297,37 @@ def test_strict_saves_are_of_one_step(ram: RamStore, rows: TensorRows) -> None:
             assert 0 < saved.stall_s <= saved.seconds
 
 
-def test_a_strict_save_that_fails_does_not_hold_up_its_caller(ram: RamStore, rows: TensorRows) -> None:
+def test_a_strict_save_that_fails_does_not_hold_up_its_caller(saving: Kind, ram: RamStore, rows: TensorRows) -> None:
     store = FaultyStore(ram).fails("put", SETUP_PUTS + 1, StoreError("gone"))
-    with Checkpointer(store, rows, replace(SMALL, strict=True)) as checkpoints, pytest.raises(StoreError, match="gone"):
+    with saving(store, rows, replace(SMALL, strict=True)) as checkpoints, pytest.raises(StoreError, match="gone"):
         checkpoints.save(1, 10).result(60)
 
 
-def test_a_state_that_cannot_be_saved_is_told_at_once(ram: RamStore, rows: TensorRows) -> None:
-    with Checkpointer(ram, rows, SMALL) as checkpoints:
+def test_a_state_that_cannot_be_saved_is_told_at_once(saving: Kind, ram: RamStore, rows: TensorRows) -> None:
+    with saving(ram, rows, SMALL) as checkpoints:
         with pytest.raises(BadInput, match=r"state\['f'\]"):
             checkpoints.save(1, 10, {"f": print})
         assert checkpoints.save(1, 10).result(60).manifest.step == 1
 
 
-def test_leaving_waits_for_the_save_under_way(ram: RamStore, rows: TensorRows) -> None:
-    with no_threads_left(), Checkpointer(ram, rows, SMALL) as checkpoints:
+def test_leaving_waits_for_the_save_under_way(saving: Kind, ram: RamStore, rows: TensorRows) -> None:
+    with no_threads_left(), saving(ram, rows, SMALL) as checkpoints:
         handle = checkpoints.save(1, 10)
     assert handle.result(0).manifest.name in ram.objects
 
 
-def test_leaving_cancels_a_save_that_takes_too_long(ram: RamStore, rows: TensorRows) -> None:
+def test_leaving_cancels_a_save_that_takes_too_long(saving: Kind, ram: RamStore, rows: TensorRows) -> None:
     events: list[Event] = []
     config = replace(SMALL, close_timeout_s=0.1, rate_bytes_s=1000.0)
-    with no_threads_left(), Checkpointer(ram, rows, config, on_event=events.append) as checkpoints:
+    with no_threads_left(), saving(ram, rows, config, on_event=events.append) as checkpoints:
         handle = checkpoints.save(1, 10)
     assert not ram.names("manifests/")
     assert [event.what for event in events] == ["failed", "failed"]
     assert handle.done()
 
 
-def test_it_may_be_left_twice_and_not_used_outside(ram: RamStore, rows: TensorRows) -> None:
-    checkpoints = Checkpointer(ram, rows, SMALL)
+def test_it_may_be_left_twice_and_not_used_outside(saving: Kind, ram: RamStore, rows: TensorRows) -> None:
+    checkpoints = saving(ram, rows, SMALL)
     with pytest.raises(BadInput, match="between `with` and its end"):
         checkpoints.save(1, 10)
     with checkpoints:
@@ -328,33 +337,33 @@ def test_it_may_be_left_twice_and_not_used_outside(ram: RamStore, rows: TensorRo
         checkpoints.save(1, 10)
 
 
-def test_a_store_that_cannot_be_written_is_told_at_the_start(ram: RamStore, rows: TensorRows) -> None:
+def test_a_store_that_cannot_be_written_is_told_at_the_start(saving: Kind, ram: RamStore, rows: TensorRows) -> None:
     store = FaultyStore(ram).fails("put", 1, StoreError("permission denied"))
-    with pytest.raises(BadInput, match="permission denied"), Checkpointer(store, rows, SMALL):
+    with pytest.raises(BadInput, match="permission denied"), saving(store, rows, SMALL):
         pass
 
 
-def test_a_listener_that_fails_does_not_stop_saving(ram: RamStore, rows: TensorRows) -> None:
+def test_a_listener_that_fails_does_not_stop_saving(saving: Kind, ram: RamStore, rows: TensorRows) -> None:
     def broken(event: Event) -> None:
         raise RuntimeError("listener")
 
-    with Checkpointer(ram, rows, SMALL, on_event=broken) as checkpoints:
+    with saving(ram, rows, SMALL, on_event=broken) as checkpoints:
         checkpoints.save(1, 10).result(60)
         checkpoints.save(2, 20).result(60)
 
 
-def test_signs_of_life_are_given(ram: RamStore, rows: TensorRows) -> None:
+def test_signs_of_life_are_given(saving: Kind, ram: RamStore, rows: TensorRows) -> None:
     given = threading.Event()
     store = FaultyStore(ram).slows("put", SETUP_PUTS + 2, given.set)
-    with Checkpointer(store, rows, replace(SMALL, lease_s=0.03)):
+    with saving(store, rows, replace(SMALL, lease_s=0.03)):
         assert given.wait(30)
     (seen,) = claims.claims_of(ram.names("claims/"))
     assert seen.is_closed
 
 
-def test_lost_shards_come_back_and_saving_goes_on(ram: RamStore) -> None:
-    rows = two_tables(2)
-    with Checkpointer(ram, rows, SMALL) as checkpoints:
+def test_lost_shards_come_back_and_saving_goes_on(saving: Kind, ram: RamStore) -> None:
+    rows = two_tables(2, shared=True)
+    with saving(ram, rows, SMALL) as checkpoints:
         checkpoints.save(0, 0).result(60)
         train(rows, 2, seed=1)
         expected = values(rows)
@@ -373,10 +382,12 @@ def test_lost_shards_come_back_and_saving_goes_on(ram: RamStore) -> None:
 
 
 @pytest.mark.parametrize("memory", ["the same", "another"])
-def test_a_new_process_on_the_same_memory_goes_on_with_deltas(ram: RamStore, tmp_path: Path, memory: str) -> None:
-    rows, kinds = two_tables(2), list[str]()
+def test_a_new_process_on_the_same_memory_goes_on_with_deltas(
+    saving: Kind, ram: RamStore, tmp_path: Path, memory: str
+) -> None:
+    rows, kinds = two_tables(2, shared=True), list[str]()
     for counters in ("the same", memory):
-        with Checkpointer(ram, rows, SMALL, tracker_path=tmp_path / "tracker", counters=counters) as checkpoints:
+        with saving(ram, rows, SMALL, tracker_path=tmp_path / "tracker", counters=counters) as checkpoints:
             for _ in range(2):
                 train(rows, 2, seed=1)
                 kinds.append(checkpoints.save(rows.last_step, 0).result(60).manifest.kind)
@@ -413,9 +424,9 @@ def test_an_environment_that_makes_no_sense_is_named(name: str, text: str) -> No
         Config.from_env({f"RECOVERY_{name}": text})
 
 
-def test_a_thread_that_dies_is_told_to_who_leaves(ram: RamStore, rows: TensorRows) -> None:
+def test_a_thread_that_dies_is_told_to_who_leaves(saving: Kind, ram: RamStore, rows: TensorRows) -> None:
     store = FaultyStore(ram).dies_before("put", SETUP_PUTS + 3)
-    with no_threads_left(), pytest.raises(Crash), Checkpointer(store, rows, SMALL) as checkpoints:
+    with no_threads_left(), pytest.raises(Crash), saving(store, rows, SMALL) as checkpoints:
         handle = checkpoints.save(1, 10)
     assert isinstance(handle.future.exception(0), Crash)
     assert store.fired == store.planned

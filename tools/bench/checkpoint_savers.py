@@ -36,6 +36,10 @@ class Saver(Protocol):
     def restore(self, how: str) -> None:
         """Fill the model. how: one of RESTORES[contestant]."""
 
+    @property
+    def pid(self) -> int | None:
+        """Of a process of its own that saves."""
+
 
 def saver_of(
     contestant: str, model: Clicks, optimizer: torch.optim.Adagrad, folder: Path
@@ -50,10 +54,13 @@ def saver_of(
 
 @contextlib.contextmanager
 def _ours(policy: str, model: Clicks, optimizer: torch.optim.Adagrad, folder: Path) -> Iterator[Saver]:
-    from recovery import Checkpointer, Config, of_optimizer
+    from recovery import Checkpointer, Config, ProcessCheckpointer, of_optimizer
 
-    rows = of_optimizer(model, optimizer)
-    with Checkpointer(folder, rows, Config.from_env(job="bench", policy=policy)) as checkpoints:
+    apart = policy.startswith("process_")
+    policy = policy.removeprefix("process_")
+    rows = of_optimizer(model, optimizer, shared=apart)
+    kind: Callable[..., Any] = ProcessCheckpointer if apart else Checkpointer
+    with kind(folder, rows, Config.from_env(job="bench", policy=policy)) as checkpoints:
         yield Ours(policy, model, optimizer, rows, checkpoints)
 
 
@@ -66,6 +73,10 @@ class Ours:
     def __init__(self, policy: str, model: Clicks, optimizer: Any, rows: Any, checkpoints: Any) -> None:
         self._policy, self._model, self._optimizer = policy, model, optimizer
         self._rows, self._checkpoints = rows, checkpoints
+
+    @property
+    def pid(self) -> int | None:
+        return getattr(self._checkpoints, "pid", None)
 
     def prepare(self, hot: list[np.ndarray]) -> None:
         if self._policy == "full":
@@ -101,6 +112,8 @@ class Ours:
 
 
 class _Peer:
+    pid = None
+
     def __init__(self, model: Clicks, optimizer: torch.optim.Adagrad, folder: Path) -> None:
         self._model, self._optimizer, self._folder = model, optimizer, folder
 

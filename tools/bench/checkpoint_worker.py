@@ -73,7 +73,7 @@ def saved(args: argparse.Namespace) -> dict[str, Any]:
         waiting.join()
         if not durable[0]:
             raise SystemExit("the save failed; why is above")
-        peak = status_bytes("VmHWM")
+        peak = status_bytes("VmHWM") + (of_its_own(saver.pid) if saver.pid is not None else 0)
         np.savez(expected(args), *(of_cold(model, optimizer, number, args.trained) for number in range(len(hot))))
     return {
         "table_bytes": table_bytes(model, optimizer),
@@ -117,6 +117,11 @@ def of_cold(model: Clicks, optimizer: torch.optim.Adagrad, number: int, trained:
     parts = weight.detach()[at], optimizer.state[weight]["sum"][at]
     values: np.ndarray = torch.cat(parts, dim=1).numpy()
     return values
+
+
+def of_its_own(pid: int) -> int:
+    """Peak memory of the process that saves, without the tables, which the other one has, and without code."""
+    return max(0, status_bytes("VmHWM", pid) - status_bytes("RssShmem", pid) - status_bytes("RssFile", pid))
 
 
 def table_bytes(model: Clicks, optimizer: torch.optim.Adagrad) -> int:

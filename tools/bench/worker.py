@@ -97,9 +97,9 @@ def time_steps(
     (args.result / f"rank{rank}.json").write_text(json.dumps(result))
 
 
-def status_bytes(field: str) -> int:
-    found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found, f"no {field} in /proc/self/status"
+def status_bytes(field: str, pid: int | str = "self") -> int:
+    found = re.search(rf"^{field}:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    assert found, f"no {field} in /proc/{pid}/status"
     return int(found[1]) * 1024
 
 

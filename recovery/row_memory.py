@@ -1,0 +1,103 @@
+"""Where a plain model's rows, their counts and the marks of its steps lie; and how another process comes to map them.
+
+Here is decided what the memory looks like, not who writes it: that is `tensors`. Shared memory has no name that could
+be left behind: it goes with the last process that maps it, however that ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from recovery.errors import BadInput
+from recovery.rows import Schema, Slab
+
+SHARED = Path("/dev/shm")
+
+
+class RowMemory:
+    """A `Holder` of tensors. One of shared tensors may be sent to a process that is started: it maps the same memory.
+
+    columns: of each table, its columns, float32 [n, w] or [n]. counts: of each table, int32 [n], the bits of a uint32.
+    marks:   int64 [2], the last step finished and the last one begun.
+    """
+
+    def __init__(
+        self, schema: Schema, columns: Sequence[Sequence[Tensor]], counts: Sequence[Tensor], marks: Tensor
+    ) -> None:
+        self.schema = schema
+        self._tensors = [[tensor.detach() for tensor in of_table] for of_table in columns], list(counts), marks
+        self._columns = [tuple(_array(tensor) for tensor in of_table) for of_table in columns]
+        self.counts = [tensor.numpy().view(np.uint32) for tensor in counts]
+        self._marks = marks.numpy()
+
+    def __reduce__(self) -> tuple[type[RowMemory], tuple[Any, ...]]:
+        return RowMemory, (self.schema, *self._tensors)
+
+    @property
+    def is_shared(self) -> bool:
+        columns, counts, marks = self._tensors
+        return all(tensor.is_shared() for tensor in (*itertools.chain(*columns), *counts, marks))
+
+    @property
+    def finished(self) -> int:
+        return int(self._marks[0])
+
+    @finished.setter
+    def finished(self, step: int) -> None:
+        self._marks[0] = step
+
+    @property
+    def begun(self) -> int:
+        return int(self._marks[1])
+
+    @begun.setter
+    def begun(self, step: int) -> None:
+        self._marks[1] = step
+
+    def shards(self) -> Sequence[int]:
+        return range(self.schema.n_shards)
+
+    def slab(self, table: int, shard: int) -> Slab:
+        mine = slice(shard, None, self.schema.n_shards)
+        return Slab(tuple(column[mine] for column in self._columns[table]), self.counts[table][mine])
+
+    def marks(self, shard: int) -> tuple[int, int]:
+        finished = self.finished
+        return finished, self.begun
+
+
+def share_(tensors: Iterable[Tensor], free_bytes: Callable[[Path], int] | None = None) -> None:
+    """Move tensors to shared memory. They stay the same objects; arrays that were made of them before are cut off.
+
+    Raises BadInput when there is not enough: a page that is missing later would kill whoever writes it.
+    """
+    private = {t.untyped_storage().data_ptr(): t for t in tensors if not t.is_shared()}.values()
+    need, free = sum(t.untyped_storage().nbytes() for t in private), (free_bytes or _free_bytes)(SHARED)
+    if need > free:
+        raise BadInput(
+            f"rows, slots and counts need {need / 2**20:,.1f} MiB of shared memory, {SHARED} has "
+            f"{free / 2**20:,.1f} MiB free: enlarge it (mount -o remount,size=..., docker run --shm-size=...), or save "
+            "from this process (Checkpointer), which needs no shared memory (shared=False)"
+        )
+    for tensor in private:
+        tensor.share_memory_()
+
+
+def _free_bytes(folder: Path) -> int:
+    if not folder.is_dir():
+        return 0
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    """float32 [n, w], a view."""
+    array: np.ndarray = tensor.detach().numpy()
+    return array.reshape(len(array), -1)
