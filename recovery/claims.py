@@ -19,10 +19,10 @@ there nothing of the successor's was saved, so nothing that was saved is hidden.
 What a crash leaves. Before the claim is written: nothing. After: a claim without signs of life, which is waited for and
 passed over. Before `closed`: the same.
 
-Who is alive. Clocks of hosts are not compared, and a store's clock is not asked for. A newcomer lists, waits on its own
-monotonic clock for as long as the other promised to give three signs of life, and lists again: a new sign means alive.
-So an owner that is only slow may be passed over; it will be fenced, not believed. A writer of the same name is the same
-job, which was started again: it is let in at once, and the process it replaces is fenced.
+Who is alive. Clocks of hosts are not compared, and a store's clock is not asked for. A newcomer lists again and again for
+as long as the other promised to give three signs of life: a new sign means alive. So an owner that is only slow may be
+passed over; it will be fenced, not believed. A writer of the same name is the same job, which was started again: it is
+let in at once, and the process it replaces is fenced.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def claim(
     takeover: bool = False,
     after: Claim | None = None,
     lease_s: float = 30.0,
-    clock: Callable[[], float] = time.monotonic,
+    looks: int = _LOOKS,
     sleep: Callable[[float], None] = time.sleep,
     nonce: Callable[[], str] = lambda: secrets.token_hex(4),
 ) -> Claim:
@@ -112,7 +112,7 @@ def claim(
         _require_newest(store, seen, after)
     newest = max(seen, default=None)
     if newest is not None and newest.writer != writer and not newest.is_closed and not takeover:
-        _refuse_if_alive(store, newest, lease_s, clock, sleep)
+        _refuse_if_alive(store, newest, lease_s, looks, sleep)
     epochs = [one.epoch for one in seen]
     # Normally there are none beyond the claims; but claims can be deleted by hand.
     epochs += [epoch for name in store.names("manifests/") if (epoch := epoch_of(name)) is not None]
@@ -181,15 +181,12 @@ def _require_newest(store: Store, seen: Iterable[Seen], claim: Claim) -> None:
         )
 
 
-def _refuse_if_alive(
-    store: Store, other: Seen, lease_s: float, clock: Callable[[], float], sleep: Callable[[float], None]
-) -> None:
-    """Wait for a sign of life of another writer."""
+def _refuse_if_alive(store: Store, other: Seen, lease_s: float, looks: int, sleep: Callable[[float], None]) -> None:
+    """Wait for a sign of life of another writer, and look so often meanwhile, whoever stands still in between."""
     promised_s = _about(store, other).get("lease_s")
     wait_s = max(lease_s, min(promised_s, _LONGEST_LEASE_S)) if isinstance(promised_s, int | float) else lease_s
-    until = clock() + wait_s
-    while clock() < until:
-        sleep(wait_s / _LOOKS)
+    for _ in range(looks):
+        sleep(wait_s / looks)
         now = {one.name: one for one in claims_of(store.names("claims/"))}
         if other.name in now and now[other.name].is_closed:
             return
@@ -198,7 +195,7 @@ def _refuse_if_alive(
             alive = max(now.values())
             raise BadInput(
                 f"{store.url} is being written to by job {alive.writer!r}{_where(store, alive)}, which gave a sign of "
-                f"life in the last {wait_s / _LOOKS:.1f} s: give this job a place of its own, end the other one, or "
+                f"life in the last {wait_s / looks:.1f} s: give this job a place of its own, end the other one, or "
                 "take over from it (takeover=True), which cuts it off"
             )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,9 +24,6 @@ class VirtualTime:
     def __init__(self, meanwhile: Callable[[], object] = lambda: None) -> None:
         self.now_s, self._meanwhile = 0.0, meanwhile
 
-    def clock(self) -> float:
-        return self.now_s
-
     def sleep(self, pause_s: float) -> None:
         self.now_s += pause_s
         self._meanwhile()
@@ -35,7 +31,7 @@ class VirtualTime:
 
 def claimed(store: Store, writer: str, time: VirtualTime | None = None, **settings: Any) -> Claim:
     time = time or VirtualTime()
-    return claim(store, writer, clock=time.clock, sleep=time.sleep, **settings)
+    return claim(store, writer, sleep=time.sleep, **settings)
 
 
 def forbidden() -> None:
@@ -260,7 +256,7 @@ def race(choices: Sequence[int], writers: Sequence[str]) -> tuple[list[Claim], R
     def run(me: int) -> None:
         view = OneOfMany(store, turns, me)
         try:
-            mine = claim(view, writers[me], sleep=lambda _: None, clock=itertools.count().__next__, lease_s=3,
+            mine = claim(view, writers[me], looks=2, sleep=lambda _: None,
                          nonce=lambda: f"{me:08x}")  # fmt: skip
             let_in.append(mine)
             check(view, mine)
