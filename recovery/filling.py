@@ -23,7 +23,7 @@ from recovery.chains import Chain
 from recovery.config import Config
 from recovery.manifest import Blob, Manifest, Section
 from recovery.rows import Holder, Places, write_rows
-from recovery.store import Store
+from recovery.store import Store, read
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Filling:
 
     def _read(self, manifest: Manifest, run: Run) -> None:
         start = run.sections[0].start
-        data = memoryview(self._store.get(run.blob, start, run.n_bytes))
+        data = read(self._store, run.blob, start, run.n_bytes)
         rows_of_step: dict[int, int] = {}
         for section in run.sections:
             piece = data[section.start - start : section.start - start + section.n_bytes]

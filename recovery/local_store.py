@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from recovery.direct import write_blocks
+from recovery.direct import read_blocks, write_blocks
 from recovery.errors import NotFound, StoreError
 from recovery.store import checked, checked_prefix
 
@@ -71,6 +71,13 @@ class LocalStore:
             while len(data) < want and (more := os.pread(file.fileno(), want - len(data), start + len(data))):
                 data += more  # the kernel reads at most 2 GiB at once
             return data
+
+    def read(self, name: str, start: int, n_bytes: int) -> memoryview:
+        """As `get`."""
+        path = self._path(name)
+        with _explained(f"{path} cannot be read"), open(path, "rb", buffering=0) as file:
+            found = read_blocks(file.fileno(), start, n_bytes)
+        return memoryview(self.get(name, start, n_bytes)) if found is None else found
 
     def names(self, prefix: str) -> dict[str, int]:
         within = checked_prefix(prefix).rpartition("/")[0]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from recovery.errors import BadInput, StoreError
-from recovery.store import Store, Transient
+from recovery.store import Store, Transient, read
 
 T = TypeVar("T")
 
@@ -57,6 +57,9 @@ class PatientStore:
 
     def get(self, name: str, start: int = 0, n_bytes: int | None = None) -> bytes:
         return self._call(f"get {name}", lambda: self.store.get(name, start, n_bytes))
+
+    def read(self, name: str, start: int, n_bytes: int) -> memoryview:
+        return self._call(f"get {name}", lambda: read(self.store, name, start, n_bytes))
 
     def names(self, prefix: str) -> dict[str, int]:
         return self._call(f"list {prefix}", lambda: self.store.names(prefix))

@@ -49,6 +49,13 @@ class Store(Protocol):
         """Those that are there; the others are no error."""
 
 
+def read(store: Store, name: str, start: int, n_bytes: int) -> memoryview:
+    """As `get`, in the way that is fastest for much: a store may have a `read` of its own for that."""
+    own = getattr(store, "read", None)
+    found: memoryview = memoryview(store.get(name, start, n_bytes)) if own is None else own(name, start, n_bytes)
+    return found
+
+
 def open_store(url: str | Path, *, timeout_s: float = 60.0, tries: int = 5, **storage_options: Any) -> Store:
     """The store at a URL: a path or file://, memory://, or what fsspec knows: s3://, gs://, abfs://, sftp:// ...
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from recovery import direct
-from recovery.direct import BLOCK_BYTES, aligned, whole_blocks, write_blocks
+from recovery.direct import BLOCK_BYTES, aligned, read_blocks, whole_blocks, write_blocks
+from recovery.local_store import LocalStore
 
 MIB = 1 << 20
 
@@ -82,3 +83,34 @@ def test_a_full_disk_is_an_error(tmp_path, monkeypatch):
             write_blocks(file, noise(MIB).data)
     finally:
         os.close(file)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize(
+    ("start", "n_bytes"), [(0, MIB), (1, MIB), (BLOCK_BYTES + 17, 2 * MIB), (MIB, 5 * MIB), (5 * MIB, MIB), (0, 17)]
+)
+def test_what_is_read_is_what_is_in_the_file(tmp_path, start, n_bytes, cached):
+    data, path = noise(3 * MIB + 5), tmp_path / "file"
+    path.write_bytes(data)
+    file = os.open(path, os.O_RDONLY)
+    try:
+        if not cached:
+            os.fsync(file)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        found = read_blocks(file, start, n_bytes)
+    finally:
+        os.close(file)
+    assert found is None or found.tobytes() == data[start : start + n_bytes].tobytes()
+    (tmp_path / "blobs").mkdir()
+    path.rename(tmp_path / "blobs" / "x")
+    assert LocalStore(tmp_path).read("blobs/x", start, n_bytes) == data[start : start + n_bytes].tobytes()
+
+
+def test_a_file_system_that_refuses_is_read_as_usual(tmp_path, monkeypatch):
+    def no(*_: object) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "x").write_bytes(data := noise(MIB).tobytes())
+    monkeypatch.setattr(os, "preadv", no)
+    assert LocalStore(tmp_path).read("blobs/x", 0, MIB) == data
