@@ -19,10 +19,10 @@ there nothing of the successor's was saved, so nothing that was saved is hidden.
 What a crash leaves. Before the claim is written: nothing. After: a claim without signs of life, which is waited for and
 passed over. Before `closed`: the same.
 
-Who is alive. Clocks of hosts are not compared, and a store's clock is not asked for. A newcomer lists again and again for
-as long as the other promised to give three signs of life: a new sign means alive. So an owner that is only slow may be
-passed over; it will be fenced, not believed. A writer of the same name is the same job, which was started again: it is
-let in at once, and the process it replaces is fenced.
+Who is alive. Clocks of hosts are not compared, and a store's clock is not asked for. A newcomer lists again and again
+for as long as the other promised to give three signs of life: a new sign means alive. So an owner that is only slow may
+be passed over; it will be fenced, not believed. A writer of the same name is the same job, which was started again: it
+is let in at once, and the process it replaces is fenced.
 """
 
 from __future__ import annotations
