@@ -6,7 +6,6 @@ count from zero and never match the others.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
@@ -26,7 +25,6 @@ _PATIENT_POLL_S = 1e-3  # at most, and where training does not wait for the resu
 _ASK_AGAIN_S = 0.5
 _LENGTH = 8
 _PIECE_BYTES = 1 << 30  # Gloo counts the bytes of a broadcast in 32 bits
-_given_up: list[Any] = []  # handles of operations that nobody waited for: Horovod keeps their tensors until asked
 
 log = logging.getLogger("gba_hvd")
 
@@ -95,14 +93,6 @@ class HorovodWorld:
         self._hvd = _horovod()
         self.rank, self.size, self.local_rank = self._hvd.rank(), self._hvd.size(), self._hvd.local_rank()
         self.host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
-        self._let_go()
-
-    def _let_go(self) -> None:
-        """Of operations of worlds before that were given up: they ended when those were left."""
-        for handle in [h for h in _given_up if self._hvd.poll(h)]:
-            _given_up.remove(handle)
-            with contextlib.suppress(Exception):  # they failed, of course; each kind of Horovod's errors is as good
-                self._hvd.synchronize(handle)
 
     def gather(self, name: str, row: np.ndarray) -> np.ndarray:
         mine = torch.from_numpy(row.astype(np.int64))[None, :]
@@ -153,8 +143,7 @@ class HorovodWorld:
         """The result of an operation. Horovod's own wait spins: it takes the core from whom it waits for."""
         asked_s = time.perf_counter()
         while not self._hvd.poll(handle):
-            if given_up is not None and given_up():
-                _given_up.append(handle)
+            if given_up is not None and given_up():  # Horovod keeps the tensors until the next world is initialised
                 raise WorldLeft("this worker leaves the world")
             waited_s = time.perf_counter() - asked_s
             time.sleep(min(max(_POLL_S, waited_s / 20), _PATIENT_POLL_S) if given_up is None else _PATIENT_POLL_S)

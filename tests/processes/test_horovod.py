@@ -31,6 +31,22 @@ os.environ.update({name: "1" for name in ("HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE")}
 hvd.init()
 print("a world of", hvd.size())
 """
+GIVES_UP = """
+import time, torch
+import horovod.torch as hvd
+from horovod.torch import mpi_ops
+from gba_hvd import collectives
+hvd.init()
+world = collectives.HorovodWorld()
+try:
+    world.sum_("given up", torch.ones(4), given_up=lambda: True)
+except collectives.WorldLeft:
+    time.sleep(0.5)  # it ends, and nobody has asked
+    collectives.initialise_again()
+    values = torch.ones(4)
+    collectives.HorovodWorld().sum_("given up", values)
+    print("the next world sums", values.sum().item(), "and keeps", len(mpi_ops._handle_map))
+"""
 
 
 @pytest.fixture
@@ -152,3 +168,12 @@ def test_a_worker_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -
     safe_shell_exec.terminate_executor_shell_and_children(stubborn.pid)
     assert stubborn.wait() == -signal.SIGKILL
     stubborn.stdout.close()
+
+
+def test_an_operation_that_was_given_up_is_forgotten_in_the_next_world() -> None:
+    environ = {"HOROVOD_CYCLE_TIME": "200"}  # ms: it is given up before it began
+    done = subprocess.run(
+        [sys.executable, "-c", GIVES_UP], check=False, env=os.environ | environ, text=True, capture_output=True,
+        timeout=PATIENCE_S,
+    )  # fmt: skip
+    assert "the next world sums 4.0 and keeps 0" in done.stdout, done.stdout + done.stderr

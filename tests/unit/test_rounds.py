@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gba_hvd import collectives
 from gba_hvd.averaging import Averaging, pulled_
 from gba_hvd.collectives import SoloWorld, WorldLeft
 from gba_hvd.gradients import DenseGradients
@@ -83,38 +82,6 @@ class Servers:
             raise RuntimeError("no server")
         with self._lock:
             self.values = values.clone()
-
-
-class Horovod:
-    """Operations that end when the world is left, with an error."""
-
-    def __init__(self) -> None:
-        self.ended, self.kept = False, {1: "a tensor"}
-
-    def rank(self) -> int:
-        return 0
-
-    size = local_rank = rank
-
-    def poll(self, handle: int) -> bool:
-        return self.ended
-
-    def synchronize(self, handle: int) -> None:
-        assert self.ended, "this would wait for ever"
-        del self.kept[handle]
-        raise RuntimeError("Horovod has been shut down")
-
-
-def test_horovod_keeps_nothing_of_an_operation_that_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    horovod = Horovod()
-    monkeypatch.setattr(collectives, "_horovod", lambda: horovod)
-    with pytest.raises(WorldLeft):
-        collectives.HorovodWorld()._wait(1, lambda: True)
-    collectives.HorovodWorld()  # of the same world still: the operation is under way
-    assert horovod.kept
-    horovod.ended = True
-    collectives.HorovodWorld()
-    assert not horovod.kept and not collectives._given_up
 
 
 class Worker:
