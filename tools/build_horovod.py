@@ -153,6 +153,20 @@ PATCHES = (
         "hosts: without it, the launcher takes it for alive, and no world forms any more",
     ),
     Patch(
+        "horovod/runner/gloo_run.py",
+        "        for name, value in sorted(res.worker_results.items(), key=lambda item: item[1][1]):\n"
+        "            exit_code, timestamp = value\n"
+        "            if exit_code != 0:\n",
+        "        done = any(exit_code == 0 for exit_code, timestamp in res.worker_results.values())\n"
+        "        for name, value in sorted(res.worker_results.items(), key=lambda item: item[1][1]):\n"
+        "            exit_code, timestamp = value\n"
+        "            if exit_code > 128 and done:\n"
+        "                continue\n"
+        "            if exit_code != 0:\n",
+        "an elastic job that its survivors finish has succeeded, also if they finish before the killed ones are "
+        "replaced: without it, horovodrun reports those as the job's failure",
+    ),
+    Patch(
         "horovod/runner/common/util/safe_shell_exec.py",
         "    try:\n        p.wait(timeout=GRACEFUL_TERMINATION_TIME_S)\n    except psutil.TimeoutExpired:\n",
         "    deadline = time.monotonic() + GRACEFUL_TERMINATION_TIME_S\n"

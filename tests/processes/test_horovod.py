@@ -9,12 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from .cluster import wait_for
+from .cluster import HOROVODRUN, wait_for
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 PATIENCE_S = 60.0
@@ -177,3 +178,17 @@ def test_an_operation_that_was_given_up_is_forgotten_in_the_next_world() -> None
         timeout=PATIENCE_S,
     )  # fmt: skip
     assert "the next world sums 4.0 and keeps 0" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("end", "status"), [("kill -9 $$", 0), ("exit 3", 1)])
+def test_a_job_that_a_survivor_finishes_has_succeeded_unless_another_worker_failed_by_itself(
+    tmp_path: Path, end: str, status: int
+) -> None:
+    script, hosts = tmp_path / "work.sh", tmp_path / "hosts.sh"
+    script.write_text(f'[ "$HOROVOD_RANK" = 0 ] || {end}\n')
+    hosts.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")
+    hosts.chmod(0o755)
+    elastic = ["-np", "2", "--min-np", "1", "--max-np", "2", "--host-discovery-script", str(hosts)]
+    command = [str(HOROVODRUN), *elastic, "--network-interface", "lo", "sh", str(script)]
+    done = subprocess.run(command, check=False, text=True, capture_output=True, timeout=PATIENCE_S)
+    assert done.returncode == status, done.stdout + done.stderr
