@@ -42,8 +42,9 @@ class Schedule:
     host_leaves_at: int | None
 
     def kills(self, step: int) -> int:
-        """How many had fallen due when the job was at this step."""
-        return sum(fault.kind == "kill" and (fault.at_step or 0) <= step for fault in self.faults.planned)
+        """How many had fallen due when the job was at this step, on hosts that were surely there."""
+        until = step if self.host_leaves_at is None else min(step, self.host_leaves_at - 1)
+        return sum(fault.kind == "kill" and (fault.at_step or 0) <= until for fault in self.faults.planned)
 
 
 def draw(seed: int, pace: int = 1) -> Schedule:
