@@ -1,9 +1,8 @@
 """Writes and reads large objects past the page cache, which takes a fraction of the processor time of copying them.
 
-Training needs that time, and a restore is over sooner. It is done where it can be: on Linux, for memory that starts at
-a block (`aligned`), and on file systems that take it; all else, and the end of a file that is no whole block, is
-written and read as usual, and so is what is in the cache already. Nothing is promised about durability: who writes
-still has to sync.
+Training needs that time. It is done where it can be: on Linux, for memory that starts at a block (`aligned`), and on
+file systems that take it; all else, and the end of a file that is no whole block, is written and read as usual, and so
+is what is in the cache already. Nothing is promised about durability: who writes still has to sync.
 """
 
 from __future__ import annotations
