@@ -4,12 +4,13 @@
 
 There is a fixed number of buffers of each kind, made once and used again and again: they are the byte budget. Who needs
 one waits until it is free, so a slow store slows down the reading, not the training. Only the calling thread assembles
-blobs, in the order in which rows were read.
+blobs, in the order in which rows were read, if it can while a step keeps it from reading.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -49,12 +50,36 @@ class Written:
     seconds: float
 
 
-@dataclass
-class _Buffers:
+@dataclass(frozen=True)
+class _Rows:
     """records: float32, for sections of any table. counts: uint32, one per row of the narrowest."""
 
     records: np.ndarray
     counts: np.ndarray
+
+
+class Buffers:
+    """The memory of a save, and of the next one: what is new to a process is slow at its first use, most of all on a
+    virtual machine, so that is made here."""
+
+    def __init__(self, schema: Schema, config: Config) -> None:
+        """Raises BadInput when a row is too large for a section."""
+        self.section_bytes, self.blob_bytes = config.section_buffer_bytes, config.blob_buffer_bytes
+        for table in schema.tables:
+            if _row_bytes(table) > self.section_bytes:
+                raise BadInput(
+                    f"a row of {table.name!r} needs {_row_bytes(table)} bytes, a section may have "
+                    f"{self.section_bytes}: raise budget_bytes ({config.budget_bytes}) or section_bytes"
+                )
+        most_rows = max(self.section_bytes // _row_bytes(table) for table in schema.tables)
+        self.sections = [
+            _Rows(np.empty(self.section_bytes // 4, np.float32), np.empty(most_rows, np.uint32))
+            for _ in range(config.threads + 1)
+        ]
+        room = self.blob_bytes + 64  # the places of a section may be padded
+        self.blobs = [aligned(room) for _ in range(config.puts + 1)]
+        for array in (*self.blobs, *(array for one in self.sections for array in (one.records, one.counts))):
+            array.fill(0)
 
 
 @dataclass
@@ -66,12 +91,12 @@ class _UnderWay:
     first: int | None
     n_rows: int
     step: int
-    buffers: _Buffers
+    buffers: _Rows
     encoded: Future[Encoded]
 
 
 class Line:
-    """The buffers and threads of one save. Used by one thread, as a context manager."""
+    """The threads of one save, and what is under way. Used by one thread, as a context manager."""
 
     def __init__(
         self,
@@ -82,24 +107,13 @@ class Line:
         encoding: Encoding,
         cancel: threading.Event,
         clock: Callable[[], float],
+        buffers: Buffers,
     ) -> None:
+        """buffers: nobody else's until this one is left."""
         self._schema, self._store, self._prefix, self._encoding_as = schema, store, prefix, encoding
         self._cancel, self._clock, self._rate = cancel, clock, config.rate_bytes_s
-        self._section_bytes = config.section_buffer_bytes
-        self._blob_bytes = config.blob_buffer_bytes
-        for table in schema.tables:
-            if _row_bytes(table) > self._section_bytes:
-                raise BadInput(
-                    f"a row of {table.name!r} needs {_row_bytes(table)} bytes, a section may have "
-                    f"{self._section_bytes}: raise budget_bytes ({config.budget_bytes}) or section_bytes"
-                )
-        most_rows = max(self._section_bytes // _row_bytes(table) for table in schema.tables)
-        self._free = deque(
-            _Buffers(np.empty(self._section_bytes // 4, np.float32), np.empty(most_rows, np.uint32))
-            for _ in range(config.threads + 1)
-        )
-        room = self._blob_bytes + 64  # the places of a section may be padded
-        self._free_blobs = deque(aligned(room) for _ in range(config.puts + 1))
+        self._section_bytes, self._blob_bytes = buffers.section_bytes, buffers.blob_bytes
+        self._free, self._free_blobs = deque(buffers.sections), deque(buffers.blobs)
         self._encoders = ThreadPoolExecutor(config.threads, "recovery-encode")
         self._putters = ThreadPoolExecutor(config.puts, "recovery-put")
         self._under_way: deque[_UnderWay] = deque()
@@ -140,6 +154,14 @@ class Line:
         )
         self._n_torn += got.n_torn
         self._under_way.append(_UnderWay(table, shard, first, len(records), got.step, self._free.popleft(), encoded))
+
+    def pause(self, seconds: float) -> bool:
+        """While no row can be read: do what there is to do, or sleep. Returns whether there was anything."""
+        if self._under_way and self._under_way[0].encoded.done():
+            self._assemble()
+            return True
+        time.sleep(seconds)
+        return False
 
     def finish(self) -> Written:
         while self._under_way:

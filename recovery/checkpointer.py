@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from recovery import claims, state_codec
+from recovery.assembly import Buffers
 from recovery.claims import Claim
 from recovery.config import Config
 from recovery.errors import BadInput, Fenced, StoreError
@@ -83,6 +84,7 @@ class Checkpointer:
         self._store = open_store(url, **storage_options) if isinstance(url, str | Path) else url
         self._rows, self._takeover, self._after = rows, takeover, after
         self._tell = Teller(self._store.url, on_event)
+        self._buffers: Buffers | None = None
         self._selection = Selection(rows, self._config, tracker_path=tracker_path, counters=counters, rng=rng)
         self._clock, self._unix_clock = clock, unix_clock
         self._tracker_path = tracker_path
@@ -204,6 +206,12 @@ class Checkpointer:
         self._tell(Event("restored", told(report), report=report))
         return report
 
+    def prepare(self) -> Buffers:
+        """Make the buffers of all saves now, else the first save does: the memory is part of `budget_bytes`."""
+        if self._buffers is None:
+            self._buffers = Buffers(self._rows.schema, self._config)
+        return self._buffers
+
     def wait(self) -> None:
         """Until the save under way is over, however it ends."""
         if self._last is not None:
@@ -261,6 +269,7 @@ class Checkpointer:
                 read_all=read_all,
                 cancel=self._cancel,
                 clock=self._clock,
+                buffers=self.prepare(),
             )
             if config.strict:
                 _check_strict(written)

@@ -19,6 +19,7 @@ from recovery.errors import BadInput
 from recovery.rows import Schema, Slab
 
 SHARED = Path("/dev/shm")
+_PAGE_BYTES = 4096
 
 
 class RowMemory:
@@ -67,6 +68,11 @@ class RowMemory:
     def slab(self, table: int, shard: int) -> Slab:
         mine = slice(shard, None, self.schema.n_shards)
         return Slab(tuple(column[mine] for column in self._columns[table]), self.counts[table][mine])
+
+    def map_pages(self) -> None:
+        """Look at every page once: a process that maps memory pays for each on its first look, later than it wants."""
+        for array in (*itertools.chain(*self._columns), *self.counts):
+            array.reshape(-1)[:: _PAGE_BYTES // array.itemsize].max(initial=0)
 
     def marks(self, shard: int) -> tuple[int, int]:
         finished = self.finished

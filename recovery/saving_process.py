@@ -41,7 +41,7 @@ from recovery.config import Config
 from recovery.errors import RecoveryError
 from recovery.manifest import Manifest
 from recovery.restore import Now
-from recovery.rows import Holder
+from recovery.row_memory import RowMemory
 from recovery.store import Store
 
 _SPAWN = multiprocessing.get_context("spawn")  # a fork of a process with threads may find locks that nobody opens
@@ -53,7 +53,7 @@ class Begin:
     """Arguments of the `Checkpointer`, and of the process. All of it can be pickled."""
 
     url: str | Path | Store
-    rows: Holder
+    rows: RowMemory
     config: Config
     takeover: bool
     after: Claim | None
@@ -143,6 +143,8 @@ def serve(connection: Connection, begin: Begin, is_alone: Callable[[], bool]) ->
         try:
             with _checkpointer(begin, say) as checkpoints:
                 assert checkpoints.claim is not None
+                begin.rows.map_pages()
+                checkpoints.prepare()
                 say(Ready(checkpoints.claim, checkpoints.newest))
                 for asked in _asked(connection, is_alone):
                     _do(asked, checkpoints, connection, say, begin.config.strict)

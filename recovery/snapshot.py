@@ -57,7 +57,7 @@ def read(
     *,
     timeout_s: float = 30.0,
     clock: Callable[[], float] = time.monotonic,
-    pause: Callable[[float], None] = time.sleep,
+    pause: Callable[[float], object] = time.sleep,
 ) -> Read:
     """Copy rows into records, float32 [n, width], and counts, uint32 [n], as far as they are of one step.
 

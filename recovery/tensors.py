@@ -135,7 +135,7 @@ class TensorRows:
         self._heard.append(heard)
 
     def _changed(self, name: str, parts: Parts) -> list[np.ndarray]:
-        """Which rows the coming step changes: int64, distinct, for each time that they count."""
+        """Which rows the coming step changes: int64, for each time that they count; a row may be repeated."""
         told, gradient = self._told.pop(name, None), parts.weight.grad
         if told is not None:
             return told
@@ -144,13 +144,15 @@ class TensorRows:
         if parts.moves_all:
             return [np.arange(len(parts.weight))]
         if gradient.is_sparse:
-            return [np.unique(gradient._indices()[0].numpy())]
+            return [gradient._indices()[0].numpy()]
         return [np.flatnonzero(gradient.ne(0).any(dim=1).numpy())]
 
     def _count(self, name: str, rows: np.ndarray) -> None:
         number = self._number[name]
-        self.memory.counts[number][rows] += np.uint32(1)
-        n_shards = self.schema.n_shards
+        self.memory.counts[number][rows] += np.uint32(1)  # once for a row that is repeated
+        if not self._heard:
+            return
+        rows, n_shards = np.unique(rows), self.schema.n_shards
         for heard in self._heard:
             for shard in range(n_shards):
                 heard(number, shard, rows[rows % n_shards == shard] // n_shards)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from recovery import codec, snapshot
-from recovery.assembly import Cancelled, Line, Written
+from recovery.assembly import Buffers, Cancelled, Line, Written
 from recovery.codec import Encoding
 from recovery.config import Config
 from recovery.errors import BadInput
@@ -56,15 +56,18 @@ def save_rows(
     read_all: Callable[[], None] = lambda: None,
     cancel: threading.Event | None = None,
     clock: Callable[[], float] = time.monotonic,
+    buffers: Buffers | None = None,
 ) -> Written:
     """Write rows of all shards that are here to blobs named `prefix` + number. They mean nothing before `commit`.
 
-    exact: never quantised, whatever the settings. read_all: called when the last row has been read.
+    exact: never quantised, whatever the settings. read_all: called when the last row has been read. buffers: of the
+    saves before, which are over; None: new ones, for this save.
 
     Raises what the store raises, Busy, or Cancelled within one section after `cancel` was set.
     """
     encoding = Encoding(config.level, bits=None if exact else config.bits)
-    with Line(holder.schema, store, prefix, config, encoding, cancel or threading.Event(), clock) as line:
+    buffers = buffers or Buffers(holder.schema, config)
+    with Line(holder.schema, store, prefix, config, encoding, cancel or threading.Event(), clock, buffers) as line:
         for shard in holder.shards():
             for number, table in enumerate(holder.schema.tables):
                 places, start = choice(number, shard), 0
@@ -73,7 +76,15 @@ def save_rows(
                     part = some_places(places, start, min(n_places(places), start + len(records)))
                     records, counts = records[: n_places(part)], counts[: n_places(part)]
                     got = snapshot.read(
-                        holder, number, shard, part, records, counts, timeout_s=config.busy_timeout_s, clock=clock
+                        holder,
+                        number,
+                        shard,
+                        part,
+                        records,
+                        counts,
+                        timeout_s=config.busy_timeout_s,
+                        clock=clock,
+                        pause=line.pause,
                     )
                     part = some_places(part, 0, got.n_rows)
                     records, counts = records[: got.n_rows], counts[: got.n_rows]

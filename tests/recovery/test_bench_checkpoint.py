@@ -111,6 +111,7 @@ def test_the_headline_has_a_figure_for_each_size():
         a_row("ours_full", GB, stall_s=0.3, bytes_per_s=80.0, peak_extra_bytes=7, **{"restore_s ours": 1.0}),
         a_row("ours_full", GB, stall_s=0.2, bytes_per_s=80.0, peak_extra_bytes=6, **{"restore_s ours": 1.0}),
         a_row("ours_full", 2 * GB, stall_s=0.5),
+        a_row("ours_alone_full", GB, bytes_per_s=90.0),
         a_row("ours_process_full", GB, stall_s=0.02, bytes_per_s=70.0),
         a_row("ours_process_full", 2 * GB, stall_s=0.1),
         a_row("ours_mfu", GB, bytes=GB // 8),
@@ -122,8 +123,9 @@ def test_the_headline_has_a_figure_for_each_size():
     found = headline(rows)
     assert found["stall_vs_async_save"] == {str(GB): pytest.approx(0.01), str(2 * GB): pytest.approx(0.05)}
     assert found["stall_vs_async_save_threads"] == {str(GB): pytest.approx(0.1), str(2 * GB): pytest.approx(0.25)}
-    assert found["write_efficiency"] == {str(GB): pytest.approx(0.8)}
-    assert found["write_efficiency_process"] == {str(GB): pytest.approx(0.7)}
+    assert found["write_efficiency"] == {str(GB): pytest.approx(0.9)}
+    assert found["write_efficiency_training"] == {str(GB): pytest.approx(0.8)}
+    assert found["write_efficiency_training_process"] == {str(GB): pytest.approx(0.7)}
     assert found["mfu_bytes_share"] == {str(GB): 0.125}
     assert found["restore_vs_torch_load"] == {str(GB): 0.5}
     assert found["peak_extra_bytes"] == {str(GB): 7, str(2 * GB): 0}  # the largest, not the median

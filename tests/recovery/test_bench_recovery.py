@@ -68,7 +68,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A log and a model that train in a second."""
     monkeypatch.setattr(cpr_training, "_SYNTHETIC_TRAIN", 3000)
     monkeypatch.setattr(cpr_training, "_SYNTHETIC_TEST", 2000)
-    few = replace(cpr_training.DATASETS["synthetic"], global_batch=100, hidden=(8,), dim=4)
+    few = replace(cpr_training.DATASETS["synthetic"], epochs=2, global_batch=100, hidden=(8,), dim=4)
     monkeypatch.setitem(cpr_training.DATASETS, "synthetic", few)
 
 

@@ -176,6 +176,15 @@ def test_listeners_hear_which_rows_of_which_shard_are_updated() -> None:
     assert heard == [(0, 0, [0, 2]), (0, 1, [1])]
 
 
+def test_a_row_that_a_gradient_has_twice_is_heard_once() -> None:
+    model, heard = Model(sparse=True), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = of_optimizer(model, optimizer)
+    rows.listen(lambda table, shard, places: heard.append(places.tolist()))
+    one_step(model, optimizer, rows, [7, 2, 7])
+    assert heard[0] == [2, 7]
+
+
 def test_the_rest_of_a_model_goes_there_and_back_without_its_tables() -> None:
     model, other = Model(sparse=False), Model(sparse=False)
     optimizer, theirs = (torch.optim.Adagrad(m.parameters(), lr=0.1) for m in (model, other))

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import threading
+import time
 import tracemalloc
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from recovery.codec import decode_rows
+from recovery.assembly import Buffers, Line
+from recovery.codec import EXACT, decode_rows
 from recovery.config import Config
 from recovery.errors import BadInput, Fenced, StoreError
 from recovery.manifest import Blob, Section, from_json
 from recovery.rows import Places
+from recovery.snapshot import Read
 from recovery.store import blob_prefix
 from recovery.tensors import Parts, TensorRows
 from recovery.writer import Cancelled, Choice, Written, commit, everything, save_rows
@@ -138,6 +141,35 @@ def test_a_row_larger_than_the_budget_allows_is_refused() -> None:
     rows = TensorRows({"wide": Parts(torch.zeros(2, 1 << 18))})
     with pytest.raises(BadInput, match=r"'wide' needs 1048584 bytes.* raise budget_bytes"):
         save(rows, RamStore(), Config(budget_bytes=1 << 20))
+
+
+def test_buffers_of_one_save_serve_the_next_one_also_after_a_failure() -> None:
+    rows, store = two_tables(), RamStore()
+    save(rows, store)
+    buffers = Buffers(rows.schema, SMALL)
+    failing = FaultyStore(RamStore()).fails("put", 2, StoreError("disk full"))
+    with pytest.raises(StoreError, match="disk full"):
+        save_rows(rows, everything(rows), failing, PREFIX, SMALL, buffers=buffers)
+    for _ in range(2):
+        again = RamStore()
+        save_rows(rows, everything(rows), again, PREFIX, SMALL, buffers=buffers)
+        assert again.objects == store.objects
+
+
+def test_while_nothing_can_be_read_what_was_read_becomes_a_blob() -> None:
+    rows, cancel = two_tables(), threading.Event()
+    with Line(
+        rows.schema, RamStore(), PREFIX, SMALL, EXACT, cancel, time.monotonic, Buffers(rows.schema, SMALL)
+    ) as line:
+        records, _ = line.buffers(rows.schema.tables[0])
+        records[:] = 1.0
+        line.encode(0, 0, slice(0, len(records)), Read(len(records), step=0, n_torn=0), records)
+        deadline = time.monotonic() + 60
+        while not line.pause(0.001):
+            assert time.monotonic() < deadline
+        assert not line.pause(0.0)  # all is done
+        (blob,) = line.finish().blobs
+    assert [section.n_rows for section in blob.sections] == [len(records)]
 
 
 def test_the_rate_is_kept_on_the_callers_clock() -> None:

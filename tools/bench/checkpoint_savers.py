@@ -57,7 +57,7 @@ def _ours(policy: str, model: Clicks, optimizer: torch.optim.Adagrad, folder: Pa
     from recovery import Checkpointer, Config, ProcessCheckpointer, of_optimizer
 
     apart = policy.startswith("process_")
-    policy = policy.removeprefix("process_")
+    policy = policy.removeprefix("process_").removeprefix("alone_")
     rows = of_optimizer(model, optimizer, shared=apart)
     kind: Callable[..., Any] = ProcessCheckpointer if apart else Checkpointer
     with kind(folder, rows, Config.from_env(job="bench", policy=policy)) as checkpoints:

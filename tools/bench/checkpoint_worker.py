@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .checkpoint_figures import stall
+from .checkpoint_figures import UNTRAINED, stall
 from .checkpoint_model import Clicks, Training, hot_rows, made
 from .checkpoint_savers import saver_of
 from .worker import status_bytes
@@ -47,7 +47,7 @@ def saved(args: argparse.Namespace) -> dict[str, Any]:
     hot = hot_rows(model, args.trained)
     with saver_of(args.contestant, model, optimizer, args.folder) as saver:
         training = Training(model, optimizer, hot, saver.changing)
-        trains = args.contestant != "plain"
+        trains = args.contestant not in UNTRAINED
         if trains:
             training.steps(WARM_UP_S)
         level = status_bytes("VmRSS")

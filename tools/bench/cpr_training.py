@@ -57,9 +57,9 @@ class DataSet:
 
 DATASETS = {
     "frappe": DataSet(epochs=12, global_batch=1024, lr=0.05, dim=10, hidden=(128, 64), needs_files=True),
-    "synthetic": DataSet(epochs=2, global_batch=1024, lr=0.05, dim=8, hidden=(64, 32)),
+    "synthetic": DataSet(epochs=1, global_batch=1024, lr=0.05, dim=8, hidden=(64, 32)),
 }
-_SYNTHETIC_TRAIN, _SYNTHETIC_TEST = 400_000, 100_000
+_SYNTHETIC_TRAIN, _SYNTHETIC_TEST = 1_000_000, 100_000  # a second epoch would overfit
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,12 @@ class Run:
     seed: int
 
     def __str__(self) -> str:
-        return (
-            f"{self.dataset}, {self.epochs} epochs, {self.mean_h} h between failures, {self.strategy}, seed {self.seed}"
-        )
+        title = titled(self.dataset, self.epochs)
+        return f"{title}, {self.mean_h} h between failures, {self.strategy}, seed {self.seed}"
+
+
+def titled(dataset: str, epochs: int) -> str:
+    return f"{dataset}, {epochs} epoch{'s' * (epochs != 1)}"
 
 
 class Model(nn.Module):
@@ -311,7 +314,7 @@ def headline(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str,
         same = [row for row in rows if (row["dataset"], row["epochs"]) == (dataset, epochs)]
         whole = {row["seed"]: row["auc"] for row in same if row["strategy"] == "none"}
         means_h = dict.fromkeys(row["mean_h"] for row in same if row["strategy"] != "none")
-        found[f"{dataset}, {epochs} epochs"] = {
+        found[titled(dataset, epochs)] = {
             f"{mean_h}h": {
                 strategy: _means(some, whole)
                 for strategy in STRATEGIES

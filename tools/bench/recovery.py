@@ -44,7 +44,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--data", type=Path, metavar="DIR", help="frappe: the folder of its files")
     parser.add_argument("--seeds", type=int, nargs="+", default=[2021, 2022, 2023], metavar="N", help="of --accuracy")
-    parser.add_argument("--epochs", type=int, help="of --accuracy, instead of 12 (frappe), 2 (synthetic)")
+    parser.add_argument("--epochs", type=int, help="of --accuracy, instead of 12 (frappe), 1 (synthetic)")
     parser.add_argument("--limit-minutes", type=float, default=math.inf, help="start no further training after so long")
     parser.set_defaults(run=run)
 
