@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,8 +69,8 @@ def two_hosts_without_workers(tmp_path: Path, last_gasp_s: float, grace_s: int =
         job.assert_nothing_left()
 
 
-def go_on(tmp_path: Path, reference: dict[str, np.ndarray], step: int) -> None:
-    """Two hosts go on from the newest checkpoint, which is of this step, to the parameters of an undisturbed job."""
+def go_on(tmp_path: Path, step: int) -> dict[str, np.ndarray]:
+    """Two hosts go on from the newest checkpoint, which is of this step, and train every sample. The parameters."""
     with cluster(tmp_path / "second", **plan_of(tmp_path, 60.0)) as job:
         job.run(lambda: job.start_elastic(TWO), PATIENCE_S)
         (resumed,) = events(job, "resumed")
@@ -77,8 +78,7 @@ def go_on(tmp_path: Path, reference: dict[str, np.ndarray], step: int) -> None:
         result = job.result()
         assert result["total"] == result["applied"] == 2000 and result["step"] == 22
         assert result["shard_steps_missed"] == 0
-        dense = {name: value for name, value in reference.items() if name.startswith("dense.")}
-        assert_same_parameters({name: job.arrays()[name] for name in dense}, dense)
+        return job.arrays()
 
 
 def test_two_hosts_save_what_they_have_before_their_memories_go(
@@ -89,13 +89,13 @@ def test_two_hosts_save_what_they_have_before_their_memories_go(
     newest = newest_in(tmp_path)
     assert (newest.step, newest.about["last_gasp"]) == (KILLED_AT, True)
     assert not list((tmp_path / "checkpoints").glob("blobs/*-last/*"))
-    go_on(tmp_path, reference, KILLED_AT)
+    found = go_on(tmp_path, KILLED_AT)
+    dense = {name: value for name, value in reference.items() if name.startswith("dense.")}
+    assert_same_parameters({name: found[name] for name in dense}, dense)
 
 
 @pytest.mark.variant
-def test_hosts_that_cannot_agree_leave_the_checkpoint_before_in_force(
-    reference: dict[str, np.ndarray], tmp_path: Path
-) -> None:
+def test_hosts_that_cannot_agree_leave_the_checkpoint_before_in_force(tmp_path: Path) -> None:
     """The other host's server is killed before it can say that its workers are gone."""
     with two_hosts_without_workers(tmp_path, last_gasp_s=12.0, grace_s=16) as job:
         os.kill(server_of(folder_of(job, False)), signal.SIGKILL)
@@ -106,4 +106,34 @@ def test_hosts_that_cannot_agree_leave_the_checkpoint_before_in_force(
     newest = newest_in(tmp_path)
     assert newest.number >= before.number, "one that was under way may have come"
     assert newest.step < KILLED_AT and "last_gasp" not in newest.about
-    go_on(tmp_path, reference, newest.step)
+    go_on(tmp_path, newest.step)  # training went on during that save, so some rows may be of a later step
+
+
+@pytest.mark.variant
+@pytest.mark.parametrize("killed_is_first", [False, True])
+def test_a_server_that_dies_within_the_agreement_leaves_the_checkpoint_before_in_force(
+    tmp_path: Path, killed_is_first: bool
+) -> None:
+    """Either one, after the word was given and before the other host has saved its rows."""
+    place = tmp_path / "checkpoints"
+    with two_hosts_without_workers(tmp_path, last_gasp_s=20.0, grace_s=32) as job:
+        gone_s = time.monotonic()
+        first, other = server_of(folder_of(job, True)), server_of(folder_of(job, False))
+        # The first one is to know that its workers are gone, and not to act before the other one does, after 16 s.
+        wait_for(lambda: time.monotonic() - gone_s > 8.0, "half of the time that servers wait")
+        os.kill(first, signal.SIGSTOP)
+        wait_for(lambda: list(place.glob("blobs/*-last/gone-0001")), "the other server's workers are gone")
+        os.kill(other, signal.SIGSTOP)
+        before = newest_in(tmp_path)
+        with open(folder_of(job, not killed_is_first) / "ps-0.log") as log:
+            os.kill(first, signal.SIGCONT)
+            wait_for(lambda: list(place.glob("blobs/*-last/word")), "the word of the first server")
+            os.kill(first if killed_is_first else other, signal.SIGKILL)
+            if killed_is_first:
+                os.kill(other, signal.SIGCONT)
+            wait_for(lambda: not job.processes(), "the end of servers and keepers", PATIENCE_S)
+            said = log.read()
+    assert ("the last checkpoint: part" if killed_is_first else "the server of part 1 has not saved its rows") in said
+    newest = newest_in(tmp_path)
+    assert newest.name == before.name and newest.step < KILLED_AT and "last_gasp" not in newest.about
+    go_on(tmp_path, newest.step)  # training went on during that save, so some rows may be of a later step
