@@ -4,7 +4,7 @@
 
 There is a fixed number of buffers of each kind, made once and used again and again: they are the byte budget. Who needs
 one waits until it is free, so a slow store slows down the reading, not the training. Only the calling thread assembles
-blobs, in the order in which rows were read, if it can while a step keeps it from reading.
+blobs, in the order in which rows were read; if possible while a step keeps it from reading more.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class _Rows:
 
 
 class Buffers:
-    """The memory of a save, and of the next one: what is new to a process is slow at its first use, most of all on a
-    virtual machine, so that is made here."""
+    """The memory of a save, and of the next one. Memory that is new to a process is slow at its first use, most of all
+    on a virtual machine, so every page is written once, here."""
 
     def __init__(self, schema: Schema, config: Config) -> None:
         """Raises BadInput when a row is too large for a section."""
@@ -73,13 +73,13 @@ class Buffers:
                 )
         most_rows = max(self.section_bytes // _row_bytes(table) for table in schema.tables)
         self.sections = [
-            _Rows(np.empty(self.section_bytes // 4, np.float32), np.empty(most_rows, np.uint32))
+            _Rows(np.full(self.section_bytes // 4, 0, np.float32), np.full(most_rows, 0, np.uint32))
             for _ in range(config.threads + 1)
         ]
         room = self.blob_bytes + 64  # the places of a section may be padded
         self.blobs = [aligned(room) for _ in range(config.puts + 1)]
-        for array in (*self.blobs, *(array for one in self.sections for array in (one.records, one.counts))):
-            array.fill(0)
+        for blob in self.blobs:
+            blob.fill(0)
 
 
 @dataclass

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from recovery.errors import Damaged, NotFound
-from recovery.manifest import Manifest, from_json
-from recovery.store import Store
+from recovery.manifest import Blob, Manifest, StateBlob, from_json
+from recovery.store import Store, is_there
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ def _chain(store: Store, name: str, known: dict[str, Manifest | Damaged], there:
         found.append(manifest)
         at = manifest.parent
     if (state := found[0].state) is not None:  # of the others, only the rows are needed
-        _require(name, state.name, state.n_bytes, there)
+        _require(store, name, state, there)
     return Chain(tuple(reversed(found)))
 
 
 def _manifest(store: Store, name: str, known: dict[str, Manifest | Damaged], there: dict[str, int]) -> Manifest:
     if name not in known:
         try:
-            known[name] = _checked(from_json(store.get(name), name), there)
+            known[name] = _checked(store, from_json(store.get(name), name), there)
         except NotFound:
             known[name] = Damaged(f"{name} is gone")
         except Damaged as error:
@@ -80,14 +80,15 @@ def _manifest(store: Store, name: str, known: dict[str, Manifest | Damaged], the
     return found
 
 
-def _checked(manifest: Manifest, there: dict[str, int]) -> Manifest:
+def _checked(store: Store, manifest: Manifest, there: dict[str, int]) -> Manifest:
     for blob in manifest.blobs:
-        _require(manifest.name, blob.name, blob.n_bytes, there)
+        _require(store, manifest.name, blob, there)
     return manifest
 
 
-def _require(manifest: str, name: str, n_bytes: int, there: dict[str, int]) -> None:
-    if name not in there:
-        raise Damaged(f"{manifest}: {name} is gone")
-    if there[name] != n_bytes:
-        raise Damaged(f"{manifest}: {name} has {there[name]} bytes, {n_bytes} were saved")
+def _require(store: Store, manifest: str, blob: Blob | StateBlob, there: dict[str, int]) -> None:
+    if blob.name not in there:
+        if not is_there(store, blob.name, blob.n_bytes):
+            raise Damaged(f"{manifest}: {blob.name} is gone")
+    elif there[blob.name] != blob.n_bytes:
+        raise Damaged(f"{manifest}: {blob.name} has {there[blob.name]} bytes, {blob.n_bytes} were saved")

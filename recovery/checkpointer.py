@@ -112,6 +112,7 @@ class Checkpointer:
         return self._lineage.chain.newest if self._lineage.chain else None
 
     def __enter__(self) -> Checkpointer:
+        self._buffers = Buffers(self._rows.schema, self._config)
         check(self._store)
         job = self._config.job or f"run-{secrets.token_hex(6)}"
         self._claim = claims.claim(
@@ -206,12 +207,6 @@ class Checkpointer:
         self._tell(Event("restored", told(report), report=report))
         return report
 
-    def prepare(self) -> Buffers:
-        """Make the buffers of all saves now, else the first save does: the memory is part of `budget_bytes`."""
-        if self._buffers is None:
-            self._buffers = Buffers(self._rows.schema, self._config)
-        return self._buffers
-
     def wait(self) -> None:
         """Until the save under way is over, however it ends."""
         if self._last is not None:
@@ -269,7 +264,7 @@ class Checkpointer:
                 read_all=read_all,
                 cancel=self._cancel,
                 clock=self._clock,
-                buffers=self.prepare(),
+                buffers=self._buffers,
             )
             if config.strict:
                 _check_strict(written)

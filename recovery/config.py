@@ -23,8 +23,8 @@ class Config:
     policy:           which rows a save takes once there is a base: full, delta, mfu, ssu, scar
     r:                share of a table's rows that mfu, ssu and scar take
     ssu_period:       ssu looks at every so-manieth update
-    budget_bytes:     memory for all rows under way while saving or restoring; not what the policy itself needs, nor the
-                      list of sections (half a kilobyte for each)
+    budget_bytes:     memory for all rows under way while saving, or restoring (beside the buffers that saves keep); not
+                      what the policy needs, nor the list of sections (half a kilobyte for each)
     section_bytes:    rows encoded, checked and restored as one; smaller if the budget asks for it
     blob_bytes:       size of the objects written; smaller if the budget asks for it
     rate_bytes_s:     most bytes written per second; None: as fast as the store takes them

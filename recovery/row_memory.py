@@ -7,6 +7,7 @@ be left behind: it goes with the last process that maps it, however that ends.
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -19,7 +20,6 @@ from recovery.errors import BadInput
 from recovery.rows import Schema, Slab
 
 SHARED = Path("/dev/shm")
-_PAGE_BYTES = 4096
 
 
 class RowMemory:
@@ -70,9 +70,9 @@ class RowMemory:
         return Slab(tuple(column[mine] for column in self._columns[table]), self.counts[table][mine])
 
     def map_pages(self) -> None:
-        """Look at every page once: a process that maps memory pays for each on its first look, later than it wants."""
+        """Touch every page once, so that the first save does not pay for mapping it."""
         for array in (*itertools.chain(*self._columns), *self.counts):
-            array.reshape(-1)[:: _PAGE_BYTES // array.itemsize].max(initial=0)
+            array.reshape(-1)[:: mmap.PAGESIZE // array.itemsize].max(initial=0)
 
     def marks(self, shard: int) -> tuple[int, int]:
         finished = self.finished

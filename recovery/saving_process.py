@@ -144,7 +144,6 @@ def serve(connection: Connection, begin: Begin, is_alone: Callable[[], bool]) ->
             with _checkpointer(begin, say) as checkpoints:
                 assert checkpoints.claim is not None
                 begin.rows.map_pages()
-                checkpoints.prepare()
                 say(Ready(checkpoints.claim, checkpoints.newest))
                 for asked in _asked(connection, is_alone):
                     _do(asked, checkpoints, connection, say, begin.config.strict)

@@ -61,6 +61,8 @@ def read(
 ) -> Read:
     """Copy rows into records, float32 [n, width], and counts, uint32 [n], as far as they are of one step.
 
+    pause: sleeps for so long, or does something else, however long that takes, and returns True.
+
     Raises Busy when not even one row could be had in `timeout_s`.
     """
     n, slab = n_places(places), holder.slab(table, shard)
@@ -89,5 +91,6 @@ def read(
                 f"(step {begun} has begun, {finished} was the last one finished); "
                 + ("its writer died or failed in the middle of it" if n_torn == 0 else "leave pauses between steps")
             )
-        pause(_PAUSE_S)
+        if pause(_PAUSE_S):
+            deadline = None  # nobody looked meanwhile
     return Read(done, step, n_torn)

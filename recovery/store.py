@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from recovery.errors import BadInput, StoreError
+from recovery.errors import BadInput, NotFound, StoreError
 
 _PART = r"[A-Za-z0-9_-][A-Za-z0-9._-]*"
 _NAME = re.compile(rf"(?P<folder>manifests|blobs|claims|probes)(?:/{_PART}){{1,6}}")
@@ -54,6 +54,14 @@ def read(store: Store, name: str, start: int, n_bytes: int) -> memoryview:
     own = getattr(store, "read", None)
     found: memoryview = memoryview(store.get(name, start, n_bytes)) if own is None else own(name, start, n_bytes)
     return found
+
+
+def is_there(store: Store, name: str, n_bytes: int) -> bool:
+    """Whether an object has so many bytes, by reading its end: a listing may be older than the object."""
+    try:
+        return len(store.get(name, n_bytes - 1, 2)) == 1
+    except NotFound:
+        return False
 
 
 def open_store(url: str | Path, *, timeout_s: float = 60.0, tries: int = 5, **storage_options: Any) -> Store:

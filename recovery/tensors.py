@@ -135,7 +135,7 @@ class TensorRows:
         self._heard.append(heard)
 
     def _changed(self, name: str, parts: Parts) -> list[np.ndarray]:
-        """Which rows the coming step changes: int64, for each time that they count; a row may be repeated."""
+        """Which rows the coming step changes: int64, for each time that they count; distinct if anybody listens."""
         told, gradient = self._told.pop(name, None), parts.weight.grad
         if told is not None:
             return told
@@ -144,15 +144,14 @@ class TensorRows:
         if parts.moves_all:
             return [np.arange(len(parts.weight))]
         if gradient.is_sparse:
-            return [gradient._indices()[0].numpy()]
+            rows: np.ndarray = gradient._indices()[0].numpy()
+            return [np.unique(rows) if self._heard else rows]
         return [np.flatnonzero(gradient.ne(0).any(dim=1).numpy())]
 
     def _count(self, name: str, rows: np.ndarray) -> None:
         number = self._number[name]
         self.memory.counts[number][rows] += np.uint32(1)  # once for a row that is repeated
-        if not self._heard:
-            return
-        rows, n_shards = np.unique(rows), self.schema.n_shards
+        n_shards = self.schema.n_shards
         for heard in self._heard:
             for shard in range(n_shards):
                 heard(number, shard, rows[rows % n_shards == shard] // n_shards)

@@ -18,10 +18,10 @@ from recovery import codec, snapshot
 from recovery.assembly import Buffers, Cancelled, Line, Written
 from recovery.codec import Encoding
 from recovery.config import Config
-from recovery.errors import BadInput
+from recovery.errors import BadInput, StoreError
 from recovery.manifest import Blob, Manifest, StateBlob, to_json
 from recovery.rows import Holder, Places, Schema, n_places, some_places
-from recovery.store import Store
+from recovery.store import Store, is_there
 
 __all__ = ["Cancelled", "Choice", "Note", "Written", "commit", "everything", "save_rows"]
 
@@ -117,7 +117,7 @@ def commit(
     """Make a checkpoint of blobs that are in the store, of all who have saved a part of it.
 
     still_mine: raises Fenced when another writer has taken over; asked last. Raises BadInput for a base that lacks
-    rows.
+    rows, and StoreError when something that was written is not there.
     """
     if parent is None:
         _check_whole(schema, blobs)
@@ -130,9 +130,24 @@ def commit(
         epoch, number, kind, parent, step, samples, clock(), schema, tuple(blobs), kept, dict(about or {})
     )
     document = to_json(manifest)
+    _require_stored(store, prefix, [*blobs, *([kept] if kept is not None else [])])
     still_mine()
     store.put(manifest.name, [document])  # makes the checkpoint visible, so it is written last
+    if not is_there(store, manifest.name, len(document)):
+        raise _lost(manifest.name)
     return manifest
+
+
+def _require_stored(store: Store, prefix: str, blobs: Sequence[Blob | StateBlob]) -> None:
+    """Before anything refers to them: a store may confirm what it then loses."""
+    there = store.names(prefix)
+    for blob in blobs:
+        if there.get(blob.name) != blob.n_bytes and not is_there(store, blob.name, blob.n_bytes):
+            raise _lost(blob.name)
+
+
+def _lost(name: str) -> StoreError:
+    return StoreError(f"{name} was written, and is not there, or not whole: this store loses what it has confirmed")
 
 
 def _check_whole(schema: Schema, blobs: Sequence[Blob]) -> None:

@@ -59,6 +59,45 @@ def no_threads_left() -> Iterator[None]:
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("recovery")]
 
 
+@pytest.mark.parametrize("lost", range(1, WRITES_PER_SAVE + 1))
+def test_a_store_that_loses_any_write_of_a_save_is_found_out_by_that_save(
+    saving: Kind, ram: RamStore, rows: TensorRows, lost: int
+) -> None:
+    faulty = FaultyStore(ram).loses(SETUP_PUTS + lost)
+    with saving(faulty, rows, SMALL) as checkpoints:
+        train(rows, 2, seed=1)
+        with pytest.raises(StoreError, match="this store loses what it has confirmed"):
+            checkpoints.save(2, 20, {"lr": 0.5}).result(60)
+        assert checkpoints.newest is None
+        train(rows, 1, seed=1)
+        checkpoints.save(3, 30).result(60)
+    assert faulty.fired == faulty.planned
+    assert_same(restored(ram), values(rows))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_of_quantised_saves_come_back_within_the_error_that_was_told(ram: RamStore, bits: int) -> None:
+    rows = two_tables(2)
+    with Checkpointer(ram, rows, replace(SMALL, bits=bits)) as checkpoints:
+        base = checkpoints.save(0, 0).result(60)
+        train(rows, 2, seed=1)
+        saved = checkpoints.save(2, 20).result(60)
+    assert base.written.worst_error == 0 < saved.written.worst_error
+    found, wanted = restored(ram)["user"], values(rows)["user"]
+    assert 0 < np.abs(found[:, :4] - wanted[:, :4]).max() <= saved.written.worst_error
+    assert found[:, 4:].tobytes() == wanted[:, 4:].tobytes(), "slots are exact"
+
+
+def test_a_listing_that_is_older_than_the_blobs_makes_no_checkpoint_damaged(ram: RamStore, rows: TensorRows) -> None:
+    with Checkpointer(ram, rows, SMALL) as checkpoints:
+        train(rows, 2, seed=1)
+        checkpoints.save(2, 20, {"lr": 0.5}).result(60)
+    faulty = FaultyStore(ram).lists_what_was(2)  # manifests, then blobs
+    report = restore(faulty, empty())
+    assert faulty.fired == faulty.planned
+    assert report is not None and (report.step, report.n_lost, report.skipped) == (2, 0, ())
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_run_goes_on_where_its_checkpoint_was(store: Store, policy: str) -> None:
     config = replace(SMALL, policy=policy)

@@ -200,6 +200,24 @@ def test_a_shard_that_is_never_at_rest_is_given_up_on_with_a_sentence(tmp_path: 
     assert now[0] == pytest.approx(1.5, abs=0.01)
 
 
+def test_time_in_which_nobody_looked_does_not_count(tmp_path: Path) -> None:
+    """The save waits for its store meanwhile, longer than for a step."""
+    now, rows = [0.0], SharedRows(tmp_path / "rows", 10)
+    rows.begun[0] = 8
+    rows.finished[0] = 7
+    n_pauses = 0
+
+    def pause(seconds: float) -> bool:
+        nonlocal n_pauses
+        n_pauses += 1
+        now[0] += 31.0
+        rows.finished[0] = 8 if n_pauses == 3 else 7
+        return True
+
+    assert read(rows, 0, 0, slice(0, 10), *buffers(10), timeout_s=30.0, clock=lambda: now[0], pause=pause).n_rows == 10
+    assert n_pauses == 3
+
+
 def test_rows_with_several_columns_are_copied_into_one_record() -> None:
     rows = two_tables(n_shards=2, n_rows=9)
     places = np.array([0, 2, 3])

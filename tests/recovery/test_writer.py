@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from recovery import writer
 from recovery.assembly import Buffers, Line
 from recovery.codec import EXACT, decode_rows
 from recovery.config import Config
@@ -143,13 +144,14 @@ def test_a_row_larger_than_the_budget_allows_is_refused() -> None:
         save(rows, RamStore(), Config(budget_bytes=1 << 20))
 
 
-def test_buffers_of_one_save_serve_the_next_one_also_after_a_failure() -> None:
+def test_buffers_of_one_save_serve_the_next_one_also_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, store = two_tables(), RamStore()
     save(rows, store)
     buffers = Buffers(rows.schema, SMALL)
     failing = FaultyStore(RamStore()).fails("put", 2, StoreError("disk full"))
     with pytest.raises(StoreError, match="disk full"):
         save_rows(rows, everything(rows), failing, PREFIX, SMALL, buffers=buffers)
+    monkeypatch.setattr(writer, "Buffers", None)  # nobody makes others
     for _ in range(2):
         again = RamStore()
         save_rows(rows, everything(rows), again, PREFIX, SMALL, buffers=buffers)
@@ -170,6 +172,27 @@ def test_while_nothing_can_be_read_what_was_read_becomes_a_blob() -> None:
         assert not line.pause(0.0)  # all is done
         (blob,) = line.finish().blobs
     assert [section.n_rows for section in blob.sections] == [len(records)]
+
+
+def test_a_save_writes_what_it_has_read_while_a_step_keeps_it_from_reading() -> None:
+    """The second step ends when the first blob is in the store, which it therefore must come to during the step."""
+    rows, config = two_tables(), Config(section_bytes=8 << 10, blob_bytes=8 << 10, level=0, busy_timeout_s=60.0)
+    n_read = 0
+
+    class Store(RamStore):
+        def put(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
+            super().put(name, pieces)
+            rows.memory.finished = rows.memory.begun
+
+    def note(*_: object) -> None:
+        nonlocal n_read
+        n_read += 1
+        if n_read == 2:  # the first one fills a blob, which goes when the second one comes
+            rows.memory.begun = rows.memory.finished + 1
+
+    written = save_rows(rows, everything(rows), Store(), PREFIX, config, note=note)
+    assert written.n_rows == rows.schema.n_rows
+    assert {section.step for _, section in sections(written)} == {0, 1}
 
 
 def test_the_rate_is_kept_on_the_callers_clock() -> None:
