@@ -5,7 +5,8 @@ allreduce mode, after the commit of step k said that one is due:
 
     1. broadcast  the chief tells all what is to be saved: epoch of its claim, number k, kind, parent
     2. ask        each host's lead asks its server; the chief's request has the training state, as of step k
-    3. (servers)  save their rows while training goes on; the chief's waits for all parts and writes the manifest
+    3. (servers)  save their rows while training goes on (strict: when all have read their rows); the chief's waits for
+                  all parts and writes the manifest
     4. follow     the chief hears what became of it with the heartbeats, and tells the callbacks
 
 How often and what, unless the user said so, is planned from what was measured (`recovery.pacing`); the chief plans
@@ -45,7 +46,9 @@ from recovery.store import Store, check, open_store
 if TYPE_CHECKING:
     from gba_hvd.engine import Engine
 
-_FORGET_S = 300.0  # a save of which nothing was heard for so long, because its server died or the mode changed
+_FORGET_S = (
+    300.0  # a save of which nothing was heard for so long, because another host's server died or the mode changed
+)
 _LOOK_S, _BEGIN_S = 0.05, 60.0
 _STORE_TIMEOUT_S = 20.0
 N_NUMBERS = 2  # travel with the commit: the chief wants a checkpoint of this step; so many workers are to leave
@@ -60,10 +63,9 @@ class Checkpoints:
 
     def __init__(self, engine: Engine, callback: CheckpointCallback) -> None:
         config = callback.config
-        if config.policy == "ssu" or config.strict:
+        if config.policy == "ssu":
             raise BadInput(
-                "checkpoints of a job cannot have policy 'ssu' (servers are not told of single updates, 'mfu' counts "
-                "them) nor strict=True (training would have to wait)"
+                "checkpoints of a job cannot have policy 'ssu', since servers are not told of single updates: use 'mfu'"
             )
         self.callback = callback
         self._engine = engine
@@ -294,6 +296,16 @@ class Checkpoints:
         if line is not None:  # credentials and claim stay on each host: all know them
             line.save(Save(part=part, n_parts=n_parts, **plan, **self._own_facts()), state)
 
+    @property
+    def is_strict(self) -> bool:
+        return self.callback.config.strict
+
+    def await_read(self, line: LocalServer | None, step: int) -> None:
+        """strict: return when this host's server has read its rows, or will not. If later, it lets the save fail."""
+        until_s = time.monotonic() + _BEGIN_S + self.callback.config.busy_timeout_s
+        while line is not None and not line.has_read(step) and time.monotonic() < until_s:
+            time.sleep(_LOOK_S)
+
     def _own_facts(self) -> dict[str, Any]:
         assert self._claim is not None
         return {"settings": self.callback.settings(), "claim": asdict(self._claim)}
@@ -312,13 +324,14 @@ class Checkpoints:
 
     def save_asynchronously(self, mode: GbaMode, snapshot: bytes) -> None:
         """The coordinator has all servers save at its next moment between two steps. On the chief."""
-        plan = self.plan()
+        started, plan = time.monotonic(), self.plan()
         plan["about"]["mode"] = mode.name
         mode.before_save()
         self._asked_s = time.monotonic()
         self.callback.began(self._engine.step, self._asked_s)
         request = Save(part=0, n_parts=1, generation=mode.session.generation, **plan, **self._own_facts())
         mode.client.send(0, request, [snapshot])
+        self.stood_still(time.monotonic() - started)
 
     # -----------------------------------------------------------------------------------------------------------------
 
@@ -371,7 +384,7 @@ class Checkpoints:
             chain = self._chain
             self._chain = planner.Chain(chain.base_bytes, chain.partial_bytes + n_bytes, n_bytes)
         text = f"step {saved.number} saved ({facts['kind']}): {n_bytes / 1e6:,.1f} MB in {facts['seconds']:.2f} s"
-        engine.emit(Event("checkpoint", engine.step, text, dict(facts)))
+        engine.emit(Event("checkpoint", engine.step, text, {**facts, "stall_s": self._measured.stall_s}))
         self.plan_pace(self._n_hosts)
 
     # --- what travels with the training state ------------------------------------------------------------------------

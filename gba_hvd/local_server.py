@@ -32,6 +32,7 @@ class LocalServer:
         self._heard: tuple[str, str] = ("", "")
         self._handled: tuple[str, str] = ("", "")
         self.saved: Saved | None = None
+        self._accepted: Save | None = None  # which the server has not said the end of
 
     def start(self) -> None:
         self._client.start()
@@ -52,6 +53,11 @@ class LocalServer:
         future = self._client.send(0, request, [state], timeout_s=_SAVE_TIMEOUT_S)
         future.add_done_callback(lambda f: self._asked_to_save(request, f.result))
 
+    def has_read(self, number: int) -> bool:
+        """Whether the server has read the rows that it was told to save, or never will."""
+        saved = self.saved
+        return saved is not None and saved.number >= number and (saved.state != "running" or "read" in saved.facts)
+
     def hold(self, request: Hold) -> None:
         """Have the server give the signs of life of a claim."""
         self._client.send(0, request, timeout_s=_SAVE_TIMEOUT_S)
@@ -63,12 +69,25 @@ class LocalServer:
         except ServerLost as error:
             why = str(error)
         if why:
-            self.saved = Saved(request.epoch, request.number, "failed", {"why": why})
+            self._save_failed(request, why)
+        else:
+            self._accepted = request
 
     def _beat(self) -> Beat:
         return Beat(self._worker, self._rank, self._host, os.getpid(), 0, told=self._look())
 
     def _hear(self, position: Position) -> None:
         self._heard = (position.wanted, position.reason)
-        if position.saved is not None and position.saved.number:
+        if position.saved is None:
+            return
+        if position.saved.number:
             self.saved = position.saved
+            if position.saved.state != "running":
+                self._accepted = None
+        elif not position.saved.state and self._accepted is not None:
+            # A server that knows of no save is a successor of the one that began it.
+            self._save_failed(self._accepted, "the server that was saving its rows has died")
+            self._accepted = None
+
+    def _save_failed(self, request: Save, why: str) -> None:
+        self.saved = Saved(request.epoch, request.number, "failed", {"why": why})

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from gba_hvd import random_state
 from gba_hvd.callbacks import Event
 from gba_hvd.elastic.training_state import TrainingState
 from gba_hvd.engine import Engine
@@ -108,8 +109,12 @@ class Saving:
         plan = json.loads(engine.world.broadcast("save", word if is_chief else None, 0))
         if plan is not None:
             residual = {} if engine.compression is None else engine.compression.state(engine.world)
-            state = state_codec.encode({**self._state.state_dict(), **residual}) if is_chief else b""
+            random = {"random": random_state.of_all(engine.world)}
+            state = state_codec.encode({**self._state.state_dict(), **residual, **random}) if is_chief else b""
             checkpoints.save(plan, self._line, *self._part, state)
+            if checkpoints.is_strict:
+                checkpoints.await_read(self._line, plan["number"])
+                engine.world.gather("read", np.zeros(1, dtype=np.int64))
             checkpoints.stood_still(time.perf_counter() - started)
         return plan is not None
 

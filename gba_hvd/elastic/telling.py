@@ -70,7 +70,8 @@ def _of_a_start(engine: Engine, joined: Joined, residuals_missing: int) -> Itera
         name = report.manifest.name
         text = f"going on at step {step} from {name}: {report.n_rows:,} rows in {report.seconds:.1f} s"
         skipped = [f"{one.name}: {one.why}" for one in report.skipped]
-        told = {"manifest": name, "rows_restored": report.n_rows, "seconds": report.seconds, "skipped": skipped}
+        told = {"manifest": name, "rows_restored": report.n_rows, "rows_lost": report.n_lost, "age": report.age.mean}
+        told |= {"seconds": report.seconds, "skipped": skipped}
         yield Event("resumed", step, text, told)
     if residuals_missing:
         text = f"the checkpoint lacks what {_count(residuals_missing, 'worker')} had not sent"
@@ -99,7 +100,10 @@ def _of_a_change(engine: Engine, joined: Joined, before: int | None) -> Iterator
             f"{joined.rows_restored:,} rows that went down with their host came back from the checkpoint; "
             f"they are {joined.rows_age:.0f} steps old"
         )
-        yield Event("rows_restored", step, text, {**facts, "pls": _pls(engine, joined), "age": joined.rows_age})
+        if joined.skipped:
+            text += f"; newer ones cannot be used: {'; '.join(joined.skipped)}"
+        told = {"pls": _pls(engine, joined), "age": joined.rows_age, "skipped": list(joined.skipped)}
+        yield Event("rows_restored", step, text, {**facts, **told, "manifest": ", ".join(joined.restored_from)})
     if joined.rows_lost:
         why = "no checkpoint was configured" if engine.checkpoints is None else "no checkpoint has them"
         why = joined.why_lost or why

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from torch import nn
 
+from gba_hvd import random_state
 from gba_hvd.engine import Engine
 from gba_hvd.gba_callback import GBACallback
 from gba_hvd.ps.protocol import Position
@@ -31,6 +32,7 @@ class TrainingState:
         self._engine, self._model, self._holder, self.names = engine, model, holder, names
         self.snapshot = b""
         self.residuals_missing = 0
+        self._random_left: dict[str, Any] | None = None  # by the job that this one goes on from, until all have it
 
     # --- given -------------------------------------------------------------------------------------------------------
 
@@ -51,9 +53,12 @@ class TrainingState:
     def encoded(self) -> bytes:
         """What newcomers get; a checkpoint has no use for the claim it was saved under."""
         checkpoints = self._engine.checkpoints
-        return state_codec.encode(
-            {**self.state_dict(), "checkpoints": None if checkpoints is None else checkpoints.state()}
-        )
+        return state_codec.encode({
+            **self.state_dict(),
+            "checkpoints": None if checkpoints is None else checkpoints.state(),
+            "random": [random_state.here()],
+            "random_left": self._random_left,
+        })  # fmt: skip
 
     def take_snapshot(self) -> None:
         """Keep what a newcomer starts from, where one may come, or a checkpoint be made.
@@ -69,6 +74,7 @@ class TrainingState:
     def share(self, source: int) -> None:
         """All ranks take over that of rank `source`. A collective."""
         world, checkpoints, data = self._engine.world, self._engine.checkpoints, None
+        left = self._random_left
         if world.rank == source:
             data = self.encoded()
         if world.size > 1:
@@ -76,8 +82,12 @@ class TrainingState:
             if world.rank != source:
                 state = state_codec.decode(received)
                 self.load_state_dict(state)
+                left = state["random_left"]
                 if checkpoints is not None:
                     checkpoints.load_state(state["checkpoints"])
+        self._random_left = None
+        if left is not None:
+            random_state.go_on(left["states"], self._engine.step, world, same_step=left["same_step"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         engine = self._engine
@@ -104,6 +114,8 @@ class TrainingState:
         # The script says which mode it wants, not the job that was lost.
         kept = [entry for entry in first["callbacks"] if entry[0] != GBACallback.__name__]
         self.load_state_dict({**first, "callbacks": kept})
+        if "random" in first:
+            self._random_left = {"states": first["random"], "same_step": first is state}
         if engine.compression is not None:
             self.residuals_missing = engine.compression.load_state(state)
         if "snapshot" not in state:

@@ -34,7 +34,8 @@ class Joined:
     membership: in an asynchronous mode, the change of membership this world stands for. part: this host's number.
     rows_restored, rows_age (steps, mean): of a host that was lost, load_s: what that took; why_lost: why some of its
     rows did not come back.
-    refilled: for each host that took over some of its rows: samples of the checkpoint, and how many.
+    refilled: for each host that took over some of its rows: samples of the checkpoint, and how many. restored_from: the
+    manifests; skipped: newer checkpoints that could not be used, and why.
     resumed: the checkpoint a new job goes on from; taken: what it goes on from in memory
     """
 
@@ -53,6 +54,8 @@ class Joined:
     rows_age: float = 0.0
     refilled: tuple[tuple[int, int], ...] = ()
     why_lost: str = ""
+    restored_from: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
     load_s: float = 0.0
     resumed: Report | None = None
     taken: Taken | None = None
@@ -113,6 +116,7 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
         job_id, agreed.source, len(members.order), leads, agreed.is_restart, missed, rows_lost, mine.host, part=here,
         rows_restored=refilled.rows if agreed.is_restart else 0, rows_age=refilled.age,
         refilled=refilled.by_host, why_lost=refilled.why_not, load_s=refilled.seconds,
+        restored_from=refilled.manifests, skipped=refilled.skipped,
         resumed=refilled.report, taken=taken,
     )  # fmt: skip
 

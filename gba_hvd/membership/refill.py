@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,6 +23,7 @@ class Refilled:
     """Rows that came from a checkpoint into new shards, over all hosts; age: in steps, mean. by_host: see `Joined`.
 
     seconds: of the host that took longest; why_not: what went wrong on the first host where something did
+    manifests: where they came from; skipped: newer checkpoints that could not be used, and why
     """
 
     rows: int = 0
@@ -29,6 +31,8 @@ class Refilled:
     by_host: tuple[tuple[int, int], ...] = ()
     seconds: float = 0.0
     why_not: str = ""
+    manifests: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
     report: Report | None = None  # of a job that goes on from a checkpoint as a whole
 
 
@@ -65,12 +69,11 @@ def fill_new_shards(
         return report
 
     report = together(world, agreed.is_restart, "fill", fill)
-    facts = [0] * 8
+    facts = [0] * 7
     if report is not None:
         newest, age = report.manifest, round(report.age.mean * report.n_rows)
         facts[:6] = [newest.epoch, newest.number, report.step, report.n_rows, age, report.samples]
         facts[6] = round(report.seconds * 1e6)
-    facts[7] = bool(failure)
     everyone = world.gather("filled", np.array(facts, dtype=np.int64))
     restored = everyone[everyone[:, 3] > 0]
     step = agreed.step
@@ -83,9 +86,18 @@ def fill_new_shards(
     rows = int(everyone[:, 3].sum())
     found = Refilled(rows, float(everyone[:, 4].sum() / max(1, rows)), seconds=float(everyone[:, 6].max()) / 1e6)
     if now is not None:
-        failed = np.flatnonzero(everyone[:, 7])
-        why_not = world.broadcast("why", failure.encode(), int(failed[0])).decode() if len(failed) else ""
-        return replace(found, by_host=tuple((int(row[5]), int(row[3])) for row in restored), why_not=why_not)
+        manifests, skipped, failures = _words_of_all(world, report, failure)
+        by_host = tuple((int(row[5]), int(row[3])) for row in restored)
+        why_not = failures[0] if failures else ""
+        return replace(found, by_host=by_host, why_not=why_not, manifests=manifests, skipped=skipped)
     if report is not None and world.rank == agreed.source:
         checkpoints.goes_on_from(report)
     return replace(found, report=report if world.rank == agreed.source else None)
+
+
+def _words_of_all(world: World, report: Report | None, failure: str) -> list[tuple[str, ...]]:
+    """Manifests restored from, checkpoints passed over, failures: of all hosts, each once. A collective."""
+    skipped = [] if report is None else [f"{one.name}: {one.why}" for one in report.skipped]
+    mine = [[] if report is None else [report.manifest.name], skipped, [failure] if failure else []]
+    everyone = [json.loads(one.tobytes()) for one in world.gather_bytes("refilled", json.dumps(mine).encode())]
+    return [tuple(dict.fromkeys(word for words in kind for word in words)) for kind in zip(*everyone, strict=True)]

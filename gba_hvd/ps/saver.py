@@ -29,10 +29,12 @@ from gba_hvd.ps.protocol import Hold, Save, Saved
 from gba_hvd.shard.holder import MemoryRows
 from gba_hvd.shard.memory import ShardMemory
 from recovery import claims
+from recovery.assembly import Buffers
+from recovery.codec import checksum
 from recovery.config import Config
 from recovery.errors import Damaged, RecoveryError, StoreError
 from recovery.lineage import Lineage
-from recovery.manifest import Blob
+from recovery.manifest import Blob, to_json
 from recovery.selection import Selection
 from recovery.store import Store, blob_prefix, epoch_of, open_store
 from recovery.writer import Cancelled, Written, commit, save_rows
@@ -61,6 +63,7 @@ class Saver:
         self._store: Store | None = None
         self._selection: Selection | None = None
         self._lineage: Lineage | None = None
+        self._buffers: Buffers | None = None
         self._settings: dict[str, Any] = {}
         self._not_yet_known: str = ""  # the manifest that the last save of this part belongs to
         self._shards: list[int] = []  # of that save
@@ -261,6 +264,10 @@ class Saver:
         choice = selection.begin(kind)
         is_decided = False  # whether the manifest may be there
 
+        def read_all() -> None:
+            if not cancel.is_set():
+                self._report = Saved(request.epoch, request.number, "running", {"read": True})
+
         def still_mine() -> None:  # asked last before it is written
             nonlocal is_decided
             claims.check(store, claims.Claim(**request.claim))
@@ -269,13 +276,16 @@ class Saver:
         try:
             written = save_rows(
                 rows, choice, store, f"{prefix}{request.part:04d}-", config, exact=kind == "full", note=selection.note,
-                cancel=cancel,
+                cancel=cancel, buffers=self._buffers, read_all=read_all,
             )  # fmt: skip
+            if config.strict and not request.generation:
+                _check_strict(written, request.step)
             self._not_yet_known, self._shards = name, rows.shards()
+            mine = PartList(list(written.blobs), extra, written.n_torn, written.worst_error)
             if request.part:
-                store.put(_list_name(prefix, request.part), [encode_part(written, extra)])
-                return _facts([written.blobs], written.n_torn)
-            parts = [PartList(list(written.blobs), extra, written.n_torn)]
+                store.put(_list_name(prefix, request.part), [encode_part(mine)])
+                return _facts([mine])
+            parts = [mine]
             until_s = self._last_until_s if is_left else time.monotonic() + _PARTS_TIMEOUT_S
             for part in range(1, request.n_parts):
                 was_asked: Callable[[], bool] = partial(self._was_asked, store, request.epoch, part)
@@ -300,8 +310,9 @@ class Saver:
             lineage.expire(range(request.first_epoch, request.epoch + 1), config.keep)
         except (RecoveryError, OSError):
             log.warning("expired checkpoints were not deleted; that is tried again", exc_info=True)
-        facts = _facts([part.blobs for part in parts], sum(part.n_torn for part in parts))
+        facts = _facts(parts)
         facts |= {"n_bytes": manifest.n_bytes, "manifest": name, "kind": request.kind}
+        facts["checksum"] = checksum([to_json(manifest)])
         return {**facts, "url": store.url, "saved_step": request.step}
 
     def _was_asked(self, store: Store, epoch: int, part: int) -> bool:
@@ -318,6 +329,7 @@ class Saver:
             counters = str(self._memory.folder.stat().st_ino)
             self._selection = Selection(rows, config, tracker_path=self._tracker, counters=counters)
             self._lineage = Lineage(self._store, self._selection)
+            self._buffers = Buffers(rows.schema, config)
             self._settings = request.settings
         assert self._lineage is not None
         return self._store, self._selection, self._lineage
@@ -375,6 +387,16 @@ def _part_of(
     return decode_part(store.get(name), name)
 
 
+def _check_strict(written: Written, step: int) -> None:
+    """In asynchronous modes there is no step that all rows could be of."""
+    newest = max((section.step for blob in written.blobs for section in blob.sections), default=step)
+    if newest > step:
+        raise StoreError(
+            f"strict: a row was read at step {newest}, after the checkpoint's own, {step}: the workers have not waited "
+            "for it; if saving takes minutes, raise busy_timeout_s, or save without strict"
+        )
+
+
 def _open(settings: dict[str, Any]) -> Store:
     return open_store(settings["url"], **settings["storage_options"])
 
@@ -387,28 +409,30 @@ def _list_name(prefix: str, part: int) -> str:
     return f"{prefix}part-{part:04d}"
 
 
-def _facts(blobs: Sequence[Sequence[Blob]], n_torn: int) -> dict[str, Any]:
+def _facts(parts: Sequence[PartList]) -> dict[str, Any]:
     """Of the rows of some parts, together."""
-    sections = [section for part in blobs for blob in part for section in blob.sections]
+    sections = [section for part in parts for blob in part.blobs for section in blob.sections]
     return {
         "rows": sum(section.n_rows for section in sections),
         "n_bytes": sum(section.n_bytes for section in sections),
         "raw_bytes": sum(section.raw_bytes for section in sections),
-        "torn": n_torn,
+        "torn": sum(part.n_torn for part in parts),
+        "worst_error": max(part.worst_error for part in parts),  # of a weight, through quantisation
     }
 
 
 class PartList(msgspec.Struct):
-    """What one server saved. extra: what else it adds; n_torn: as in `recovery.writer.Written`."""
+    """What one server saved. extra: what else it adds; n_torn, worst_error: as in `recovery.writer.Written`."""
 
     blobs: list[Blob]
     extra: bytes
     n_torn: int
+    worst_error: float = 0.0
 
 
-def encode_part(written: Written, extra: bytes) -> bytes:
+def encode_part(part: PartList) -> bytes:
     """With a checksum before it."""
-    body = msgspec.msgpack.encode(PartList(list(written.blobs), extra, written.n_torn))
+    body = msgspec.msgpack.encode(part)
     return xxhash.xxh3_128_digest(body) + body
 
 

@@ -21,7 +21,9 @@ from gba_hvd.tracking.records import Point, Record
 RESUMED_FROM = "resumed_from_step"
 CHECKPOINT_TAG = "gba_hvd.checkpoint"  # where the newest one is
 KINDS = ("resumed", "rows_restored", "rows_lost")  # of events that are recoveries
-_OF_CHECKPOINT = {"seconds": "checkpoint_seconds", "n_bytes": "checkpoint_bytes"}
+_OF_CHECKPOINT = {
+    "seconds": "checkpoint_seconds", "n_bytes": "checkpoint_bytes", "stall_s": "checkpoint_stall_seconds",
+}  # fmt: skip
 _OF_PLAN = {"interval_s": "checkpoint_interval_s", "overhead": "checkpoint_overhead_expected", "pls": "pls_expected"}
 _OF_RECOVERY = ("rows_restored", "rows_lost", "pls")
 _MEASURED_ANYWAY = "system/"  # of hosts, not of training: never superseded
@@ -30,7 +32,7 @@ _MEASURED_ANYWAY = "system/"  # of hosts, not of training: never superseded
 def metrics_of(kind: str, step: int, data: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
     """The metrics that an event stands for, and their step: that of the saved state, for a checkpoint."""
     if kind == "checkpoint":
-        found = {name: float(data[key]) for key, name in _OF_CHECKPOINT.items() if key in data}
+        found = {name: float(data[key]) for key, name in _OF_CHECKPOINT.items() if data.get(key) is not None}
         return int(data.get("saved_step", step)), found
     if kind == "checkpoint_plan":
         return step, {name: float(data[key]) for key, name in _OF_PLAN.items() if key in data}
@@ -112,7 +114,7 @@ def is_event_superseded(event: Record, resumes: Sequence[Resume]) -> bool:
 
 
 def pointers(events: Iterable[Record]) -> list[Record]:
-    """Every checkpoint that was saved, oldest first: where it is, of which step, what kind, how large.
+    """Every checkpoint that was saved, oldest first: where it is, of which step, what kind, how large, its checksum.
 
     Which of them still exist is for the store to say (`gba-hvd checkpoint ls URL`): the job keeps only some.
     """
@@ -122,8 +124,9 @@ def pointers(events: Iterable[Record]) -> list[Record]:
             step, data = int(event.get("step", 0)), event.get("data", {})
             found.append({
                 "step": int(data.get("saved_step", step)), "kind": data.get("kind"), "bytes": data.get("n_bytes"),
-                "rows": data.get("rows"), "seconds": data.get("seconds"), "url": data.get("url"),
-                "manifest": data.get("manifest"), "unix_s": event.get("unix_s"),
+                "rows": data.get("rows"), "seconds": data.get("seconds"), "stall_s": data.get("stall_s"),
+                "url": data.get("url"), "manifest": data.get("manifest"), "checksum": data.get("checksum"),
+                "unix_s": event.get("unix_s"),
             })  # fmt: skip
     return found
 

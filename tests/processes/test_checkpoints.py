@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from gba_hvd_tools import cli
 
 from recovery.chains import Chain, chains
+from recovery.codec import checksum
 from recovery.store import open_store
 
 from .cluster import NAMES, PATIENT, Cluster, assert_identical, cluster, wait_for
@@ -33,6 +36,16 @@ def saving(tmp_path: Path, **settings: Any) -> dict[str, Any]:
 
 def events(job: Cluster, kind: str) -> list[dict[str, Any]]:
     return [line for line in job.notes("event") if line["event"] == kind]
+
+
+def draws(n_steps: int) -> dict[int, list[float]]:
+    """What a worker that nothing happened to draws at each step."""
+    torch_numbers = torch.rand(n_steps, generator=torch.Generator().manual_seed(5)).tolist()
+    numpy_numbers, python_numbers = np.random.RandomState(5).rand(n_steps), random.Random(5)
+    return {
+        step: [torch_numbers[step - 1], float(numpy_numbers[step - 1]), python_numbers.random()]
+        for step in range(1, n_steps + 1)
+    }
 
 
 def let_go(job: Cluster, n_servers: int = 1, hold: str = "servers") -> None:
@@ -68,7 +81,14 @@ def test_a_job_that_was_killed_goes_on_as_if_nothing_had_happened(
         result = job.result()
         assert result["total"] == result["applied"] == 2000
         assert_identical(job.arrays(), reference)
-        assert events(job, "checkpoint")[-1]["saved_step"] == result["step"] == 22
+        if mode == "allreduce":
+            later = {line["attempt"]: line["drawn"] for line in job.notes("attempt")}
+            assert list(later) == list(range(resumed["step"] + 1, 23))
+            assert later == {step: drawn for step, drawn in draws(22).items() if step in later}
+        saved = events(job, "checkpoint")[-1]
+        assert saved["saved_step"] == result["step"] == 22
+        assert saved["checksum"] == checksum([(tmp_path / "checkpoints" / saved["manifest"]).read_bytes()])
+        assert saved["stall_s"] > 0
 
 
 def test_a_job_does_not_go_on_with_other_data(tmp_path: Path) -> None:
@@ -103,6 +123,36 @@ def test_old_checkpoints_expire_although_the_server_that_made_them_was_killed(tm
         assert not job.ended, job.log()
         assert json.loads(address.read_text())["pid"] != killed
         assert len(list((tmp_path / "checkpoints" / "manifests").iterdir())) <= 3  # the third is being replaced
+
+
+def test_a_save_whose_server_dies_has_failed_and_another_one_is_made(tmp_path: Path) -> None:
+    plan = saving(tmp_path, policy="full", rate_bytes_s=2000.0, section_bytes=500, blob_bytes=500)
+    with cluster(tmp_path, **plan, holds={"1": "servers"}, sleep_s=0.02, epochs=1000, horovod=False) as job:
+        job.start_alone()
+        let_go(job)
+        blobs = lambda: list((tmp_path / "checkpoints").glob("blobs/*/*"))  # noqa: E731
+        wait_for(lambda: job.ended or blobs(), "a save under way", PATIENCE_S)
+        (address,) = job.shard_dir.glob("gba-hvd-*/ps-0.address")
+        os.kill(json.loads(address.read_text())["pid"], signal.SIGKILL)
+        # Without word of it, the next one would be asked for after 300 s.
+        wait_for(lambda: job.ended or events(job, "checkpoint"), "a checkpoint", PATIENCE_S / 2)
+        assert "the server that was saving its rows has died" in events(job, "checkpoint_failed")[0]["why"]
+
+
+def test_all_rows_of_a_strict_checkpoint_are_of_the_step_of_its_state(tmp_path: Path) -> None:
+    """Workers would do many steps while one is saved, which takes a second."""
+    plan = saving(tmp_path, policy="full", every_steps=4, strict=True, keep_last=100)
+    plan["checkpoint"] |= {"rate_bytes_s": 20_000.0, "section_bytes": 500, "blob_bytes": 500}
+    with cluster(tmp_path, **plan, holds={"1": "servers"}) as job:
+        job.start_static(2)
+        let_go(job)
+        assert job.wait(PATIENCE_S) == 0, job.log()
+        assert not events(job, "checkpoint_failed")
+        job.assert_nothing_left()
+    found = [one.newest for one in chains(open_store(tmp_path / "checkpoints")) if isinstance(one, Chain)]
+    assert len(found) >= 4
+    for manifest in found:
+        assert {section.step for blob in manifest.blobs for section in blob.sections} == {manifest.step}
 
 
 def test_the_interval_is_planned_from_what_was_measured_if_nobody_says_it(
@@ -218,6 +268,19 @@ def test_workers_that_are_told_to_leave_have_a_checkpoint_made_first(tmp_path: P
         wait_for(lambda: any((tmp_path / "checkpoints").glob("manifests/*.json")), "the checkpoint", PATIENCE_S)
         assert newest_step(tmp_path) >= at
         job.assert_nothing_left()
+
+
+def test_a_worker_that_is_told_to_leave_does_so_in_time_also_without_a_checkpoint(tmp_path: Path) -> None:
+    """The save would take some minutes."""
+    plan = saving(tmp_path, every_steps=1000, preemption_s=2.0, rate_bytes_s=100.0)
+    with cluster(tmp_path, **plan, sleep_s=0.1, epochs=100, horovod=False) as job:
+        job.start_alone()
+        wait_for(lambda: any(job.shard_dir.glob("*/ps-0.address")) and job.last_step() >= 3, "3 steps", PATIENCE_S)
+        assert job.launcher is not None and not job.ended, job.log()
+        job.launcher.send_signal(signal.SIGTERM)
+        assert job.wait(60.0) != 0
+        assert events(job, "preempted")
+        assert not any((tmp_path / "checkpoints").glob("manifests/*.json"))
 
 
 def test_a_host_whose_worker_is_told_to_leave_costs_nothing(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import signal
 import socket
 import threading
@@ -111,7 +112,8 @@ def around(owner: type, name: str, before: Callable[[Any], None] | None, after: 
 
 
 def before_exchange(_: Any) -> None:
-    note(attempt=state.step + 1, world=optimizer.engine.restarts, rows=notes.rows)
+    drawn = [torch.rand(1).item(), np.random.rand(), random.random()]
+    note(attempt=state.step + 1, world=optimizer.engine.restarts, rows=notes.rows, drawn=drawn)
     notes.rows = []
     die("before exchange", state.step + 1)
 
@@ -286,6 +288,8 @@ class Notes(gba_hvd.Callback):
 
 more_users = PLAN.get("rank_one_differs", 0) if os.environ.get("HOROVOD_RANK") == "1" else 0
 training = Training.of(PLAN, more_users, epoch=0, aucs=[])
+for seed in (torch.manual_seed, np.random.seed, random.seed):
+    seed(5)
 dataset, tables, model, optimizer, state = vars(training).values()
 notes = Notes()
 past_switches: set[int] = set()  # this worker has waited for these already

@@ -59,8 +59,12 @@ def record_of(event: Event) -> Record:
 # --- events as metrics and pointers ----------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_is_two_points_at_the_step_that_was_saved():
-    assert metrics_of("checkpoint", 42, saved(40).data) == (40, {"checkpoint_seconds": 0.5, "checkpoint_bytes": 2e6})
+def test_a_checkpoint_is_points_at_the_step_that_was_saved():
+    points = {"checkpoint_seconds": 0.5, "checkpoint_bytes": 2e6}
+    assert metrics_of("checkpoint", 42, saved(40).data) == (40, points)
+    stalled = {**saved(40).data, "stall_s": 0.01}
+    assert metrics_of("checkpoint", 42, stalled) == (40, points | {"checkpoint_stall_seconds": 0.01})
+    assert metrics_of("checkpoint", 42, {**stalled, "stall_s": None}) == (40, points)
 
 
 def test_a_recovery_is_a_point_of_what_came_back_and_what_did_not():
@@ -85,8 +89,9 @@ def test_other_events_are_no_points(kind: str):
 
 
 def test_pointers_say_where_and_carry_nothing():
-    (one,) = pointers(map(record_of, [resumed(3), saved(40, "delta")]))
+    (one,) = pointers(map(record_of, [resumed(3), saved(40, "delta", checksum="0a1b")]))
     assert (one["step"], one["kind"], one["bytes"], one["url"]) == (40, "delta", 2_000_000, "s3://bucket/job")
+    assert one["checksum"] == "0a1b"
     assert place_of(one) == "s3://bucket/job/manifests/000001-00000040.json"
 
 

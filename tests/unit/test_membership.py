@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,13 +92,11 @@ def test_why_lost_rows_did_not_come_back_reaches_whoever_tells_it(make_tables: A
         size = 2
 
         def gather(self, name: str, row: np.ndarray) -> np.ndarray:
-            theirs = np.zeros_like(row)
-            theirs[-1] = name == "filled"
-            return np.stack([row, theirs])
+            return np.stack([row, np.zeros_like(row)])
 
-        def broadcast(self, name: str, data: bytes | None, root: int) -> bytes:
-            assert (name, root) == ("why", 1)
-            return b"the store does not answer"
+        def gather_bytes(self, name: str, data: bytes) -> list[np.ndarray]:
+            theirs = json.dumps([["m-3"], ["m-4: torn"], ["the store does not answer"]]).encode()
+            return [np.frombuffer(words, np.uint8) for words in (data, theirs)]
 
     def fill(memory: Any, shards: Any, now: Any) -> None:
         assert now == Now(7)
@@ -108,6 +107,7 @@ def test_why_lost_rows_did_not_come_back_reaches_whoever_tells_it(make_tables: A
     agreed = Agreement(7, 0, (), True, "")
     refilled = fill_new_shards(engine, TwoHosts(), agreed, placement, here=0, leads=True, memory=memory)
     assert (refilled.rows, refilled.why_not) == (0, "the store does not answer")
+    assert (refilled.manifests, refilled.skipped) == (("m-3",), ("m-4: torn",))
     assert memory.steps_of(1) == (7, 7)
 
 

@@ -17,8 +17,9 @@ from gba_hvd.order import Account
 STARTED = Joined("j", 0, 1, True, False, 0, 0, host=1)
 CHANGED = replace(STARTED, is_restart=True, n_hosts=2)
 RESUMED: Any = SimpleNamespace(
-    manifest=SimpleNamespace(name="m-3"), n_rows=2000, seconds=1.5, skipped=[SimpleNamespace(name="m-4", why="torn")]
-)
+    manifest=SimpleNamespace(name="m-3"), n_rows=2000, n_lost=0, seconds=1.5, age=SimpleNamespace(mean=0.5),
+    skipped=[SimpleNamespace(name="m-4", why="torn")],
+)  # fmt: skip
 
 
 def told(joined: Joined, *, size: int = 2, checkpoints: Any = None, **how: Any) -> tuple[list[str], list[Event]]:
@@ -56,6 +57,7 @@ def test_a_job_goes_on_from_a_checkpoint_that_lacks_residuals() -> None:
     _, (_, resumed, residuals) = told(replace(STARTED, resumed=RESUMED), residuals_missing=1)
     assert resumed.message == "going on at step 7 from m-3: 2,000 rows in 1.5 s"
     assert resumed.data["skipped"] == ["m-4: torn"]
+    assert (resumed.data["rows_lost"], resumed.data["age"]) == (0, 0.5)
     assert (residuals.kind, residuals.message) == ("residual_lost", "the checkpoint lacks what 1 worker had not sent")
 
 
@@ -81,6 +83,13 @@ def test_what_a_change_cost_is_told_piece_by_piece() -> None:
     assert events[1].message == "2 shards missed a step that their worker died in"
     assert "25 rows that went down with their host came back from the checkpoint" in events[2].message
     assert events[2].data["pls"] == pytest.approx(100 * 20 / 50 / 500)  # of all samples, of the rows that lost some
+
+
+def test_a_damaged_checkpoint_that_rows_did_not_come_from_is_named() -> None:
+    back = replace(CHANGED, rows_restored=25, rows_age=3.0, restored_from=("m-3",), skipped=("m-4: torn",))
+    _, (_, event) = told(back)
+    assert event.message.endswith("they are 3 steps old; newer ones cannot be used: m-4: torn")
+    assert (event.data["manifest"], event.data["skipped"]) == ("m-3", ["m-4: torn"])
 
 
 @pytest.mark.parametrize(

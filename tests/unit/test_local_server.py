@@ -1,0 +1,80 @@
+"""What a lead makes of what it hears of its server; above all of one that knows nothing of the save it was given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gba_hvd.local_server import LocalServer
+from gba_hvd.ps.client import ServerLost
+from gba_hvd.ps.protocol import Ok, Position, Refused, Save, Saved
+
+RUNNING, DONE = Saved(1, 4, "running"), Saved(1, 4, "done", {"n_bytes": 1})
+
+
+@pytest.fixture
+def line(tmp_path: Path) -> LocalServer:
+    """Not started: what is heard is told by hand."""
+    return LocalServer("job", b"k" * 32, tmp_path, host=0, worker=0, rank=0, look=dict)
+
+
+def a_save(number: int) -> Save:
+    return Save(
+        epoch=1, number=number, part=0, n_parts=1, kind="full", parent=None, step=number, samples=0, settings={},
+        claim={}, about={}, first_epoch=1,
+    )  # fmt: skip
+
+
+def answered(line: LocalServer, number: int, body: Any) -> None:
+    def result() -> Any:
+        if isinstance(body, Exception):
+            raise body
+        return SimpleNamespace(body=body)
+
+    line._asked_to_save(a_save(number), result)
+
+
+def heard(line: LocalServer, *reports: Saved) -> tuple[int, str] | None:
+    for report in reports:
+        line._hear(Position(saved=report))
+    return None if line.saved is None else (line.saved.number, line.saved.state)
+
+
+def test_a_save_is_followed_until_its_end(line: LocalServer) -> None:
+    assert heard(line, Saved()) is None
+    answered(line, 4, Ok())
+    assert heard(line, RUNNING) == (4, "running")
+    assert heard(line, DONE) == (4, "done")
+
+
+def test_a_successor_that_knows_of_no_save_means_that_it_failed(line: LocalServer) -> None:
+    answered(line, 4, Ok())
+    assert heard(line, RUNNING, Saved()) == (4, "failed")
+    assert line.saved is not None and "has died" in line.saved.facts["why"]
+    assert heard(line, Saved()) == (4, "failed")
+
+
+def test_a_successor_after_the_end_changes_nothing(line: LocalServer) -> None:
+    answered(line, 4, Ok())
+    assert heard(line, RUNNING, DONE, Saved()) == (4, "done")
+
+
+def test_a_save_that_was_refused_leaves_the_one_before_under_way(line: LocalServer) -> None:
+    answered(line, 4, Ok())
+    heard(line, RUNNING)
+    answered(line, 6, Refused(why="checkpoint 4 is still being saved"))
+    assert line.saved == Saved(1, 6, "failed", {"why": "checkpoint 4 is still being saved"})
+    assert heard(line, Saved()) == (4, "failed")
+
+
+def test_a_server_that_cannot_be_asked_is_a_failure(line: LocalServer) -> None:
+    answered(line, 4, ServerLost("server 0 does not answer"))
+    assert line.saved == Saved(1, 4, "failed", {"why": "server 0 does not answer"})
+
+
+def test_a_save_may_be_of_a_last_checkpoint_and_have_no_number(line: LocalServer) -> None:
+    answered(line, 4, Ok())
+    assert heard(line, RUNNING, Saved(1, 0, "running")) == (4, "running")
