@@ -81,6 +81,10 @@ class Buffers:
         for blob in self.blobs:
             blob.fill(0)
 
+    @property
+    def n_bytes(self) -> int:
+        return sum(blob.nbytes for blob in self.blobs) + sum(r.records.nbytes + r.counts.nbytes for r in self.sections)
+
 
 @dataclass
 class _UnderWay:

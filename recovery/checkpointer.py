@@ -111,6 +111,11 @@ class Checkpointer:
         """The checkpoint in force, as far as this process made or restored it."""
         return self._lineage.chain.newest if self._lineage.chain else None
 
+    @property
+    def kept_bytes(self) -> int:
+        """The buffers of saves, while the checkpointer is entered; within `budget_bytes`."""
+        return 0 if self._buffers is None else self._buffers.n_bytes
+
     def __enter__(self) -> Checkpointer:
         self._buffers = Buffers(self._rows.schema, self._config)
         check(self._store)

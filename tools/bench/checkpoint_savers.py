@@ -40,6 +40,10 @@ class Saver(Protocol):
     def pid(self) -> int | None:
         """Of a process of its own that saves."""
 
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of this process that saves keep, made before the first one."""
+
 
 def saver_of(
     contestant: str, model: Clicks, optimizer: torch.optim.Adagrad, folder: Path
@@ -78,6 +82,11 @@ class Ours:
     def pid(self) -> int | None:
         return getattr(self._checkpoints, "pid", None)
 
+    @property
+    def kept_bytes(self) -> int:
+        kept: int = getattr(self._checkpoints, "kept_bytes", 0)  # of a process of its own, its peak has them
+        return kept
+
     def prepare(self, hot: list[np.ndarray]) -> None:
         if self._policy == "full":
             return
@@ -113,6 +122,7 @@ class Ours:
 
 class _Peer:
     pid = None
+    kept_bytes = 0
 
     def __init__(self, model: Clicks, optimizer: torch.optim.Adagrad, folder: Path) -> None:
         self._model, self._optimizer, self._folder = model, optimizer, folder

@@ -80,7 +80,7 @@ def saved(args: argparse.Namespace) -> dict[str, Any]:
         **stall(quiet, during, blocked_s),
         "durable_s": durable[0],
         "bytes": size(args.folder) - before,
-        "peak_extra_bytes": peak - level,
+        "peak_extra_bytes": peak - level + saver.kept_bytes,
     }
 
 
