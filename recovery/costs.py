@@ -84,7 +84,8 @@ class Wishes:
 
     strategy:       "auto": what costs less; "full" or "partial": that
     target_pls:     portion of lost samples that is tolerable (CPR: 0.1 is typical)
-    policy, r:      which rows a partial save takes, and how large a share of them; ignored by full recovery
+    policy, r:      which rows a partial save takes, and how large a share of them (None: the plan picks it); ignored by
+                    full recovery
     margin:         partial recovery must cost this share less than full recovery to be chosen ...
     leave_margin:   ... and is left when it costs more than this share less
     interval_band:  a new interval within this share of the one in force leaves it as it is
@@ -98,7 +99,7 @@ class Wishes:
     strategy: str = "auto"
     target_pls: float = 0.1
     policy: str = "mfu"
-    r: float = 0.125
+    r: float | None = 0.125
     margin: float = 0.1
     leave_margin: float = 0.0
     interval_band: float = 0.25
@@ -109,7 +110,8 @@ class Wishes:
     price_per_1000_puts: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.target_pls < 1 or not 0 < self.r <= 1 or self.max_interval_s <= 0 or self.kept_bases < 1:
+        is_share = self.r is None or 0 < self.r <= 1
+        if not 0 < self.target_pls < 1 or not is_share or self.max_interval_s <= 0 or self.kept_bases < 1:
             raise BadInput(
                 "target_pls must be within 0 and 1, r above 0 and at most 1, max_interval_s above 0, kept_bases at "
                 f"least 1, got {self.target_pls}, {self.r}, {self.max_interval_s}, {self.kept_bases}"

@@ -8,7 +8,7 @@ in, handing in the plan in force, so that noise changes nothing.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from recovery import interval
 from recovery.costs import Costs, Job, Wishes
@@ -18,6 +18,8 @@ __all__ = ["Chain", "Costs", "Estimate", "Job", "Plan", "Wishes", "estimate", "e
 _DAY_S = 86400.0
 _PUT_BYTES = 64 * 2**20  # a blob
 _DELTA_PAYS = 0.5  # share of bytes below which full recovery saves deltas
+_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)  # of rows, to pick from
+_LEAST_INTERVAL_S = 600.0  # between partial saves of a picked share: choosing rows and a manifest cost the same for few
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Plan:
 
 def estimates(job: Job, wishes: Wishes) -> tuple[Estimate, Estimate]:
     """(full, partial), each at its own interval: full recovery's optimum, and the one that meets the target PLS."""
-    between_s = job.between_failures_s
+    wishes, between_s = picked(job, wishes), job.between_failures_s
     full_s = interval.best_full_interval_s(_round_stall_s(job, "full", wishes), between_s)
     partial_s = interval.interval_for_pls_s(wishes.target_pls, job.n_servers, between_s)
     full = estimate(job, "full", _feasible(full_s, job, wishes), wishes)
@@ -77,6 +79,7 @@ def estimates(job: Job, wishes: Wishes) -> tuple[Estimate, Estimate]:
 
 def estimate(job: Job, strategy: str, round_s: float, wishes: Wishes) -> Estimate:
     """What "full" or "partial" recovery costs with a round of saves every `round_s`."""
+    wishes = picked(job, wishes)
     costs, between_s, partial = job.costs, job.between_failures_s, strategy == "partial"
     load_s = costs.load_s if not partial or costs.partial_load_s is None else costs.partial_load_s
     return Estimate(
@@ -92,6 +95,7 @@ def estimate(job: Job, strategy: str, round_s: float, wishes: Wishes) -> Estimat
 
 def plan(job: Job, wishes: Wishes, now: Plan | None = None) -> Plan:
     """The strategy that costs less, its interval and kind. `now`: the plan in force, left only for good reason."""
+    is_picked, wishes = wishes.r is None, picked(job, wishes, now)
     full, partial = estimates(job, wishes)
     if now is not None:
         full, partial = _kept(job, wishes, full, now.full), _kept(job, wishes, partial, now.partial)
@@ -107,6 +111,8 @@ def plan(job: Job, wishes: Wishes, now: Plan | None = None) -> Plan:
     puts_per_month = 30 * max(per_day / _PUT_BYTES, _DAY_S / (r * chosen.round_s))
     cost = stored / 1e9 * wishes.price_per_gb_month + puts_per_month / 1000 * wishes.price_per_1000_puts
     reason = _reason(strategy, full, partial, wishes, margin)
+    if is_picked and r < 1:
+        reason += f"; {r:.3g} of the rows a save, so that one comes every {r * chosen.round_s / 60:,.0f} min"
     return Plan(strategy, kind, r * chosen.round_s, r, full, partial, per_day, stored, cost, reason)
 
 
@@ -144,9 +150,25 @@ def next_kind(chain: Chain, wanted: str, rebase_at: float = 1.0) -> tuple[str, s
     return wanted, f"{wanted}: {said}"
 
 
+def picked(job: Job, wishes: Wishes, now: Plan | None = None) -> Wishes:
+    """With a share r, if none was asked for: the smallest whose saves are not too close to each other.
+
+    What a round of partial saves writes does not depend on r (CPR), but the rows that matter are saved 1 / r times in
+    it. The share of the plan in force stays while its saves are at least half as far apart.
+    """
+    if wishes.r is not None:
+        return wishes
+    round_s = interval.interval_for_pls_s(wishes.target_pls, job.n_servers, job.between_failures_s)
+    round_s = _feasible(round_s, job, wishes)
+    if now is not None and now.kind == wishes.policy and now.r * round_s >= _LEAST_INTERVAL_S / 2:
+        return replace(wishes, r=now.r)
+    return replace(wishes, r=next((r for r in _SHARES if r * round_s >= _LEAST_INTERVAL_S), _SHARES[-1]))
+
+
 def _saves(costs: Costs, strategy: str, wishes: Wishes) -> tuple[str, float]:
     """(kind, r). Full recovery needs every change: deltas where they are known to be small, else all rows."""
     if strategy == "partial":
+        assert wishes.r is not None, "picked"
         return wishes.policy, 1.0 if wishes.policy in ("full", "delta") else wishes.r
     small = costs.delta_share is not None and costs.delta_share <= _DELTA_PAYS
     return ("delta" if small else "full"), 1.0

@@ -69,9 +69,13 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--target-pls", type=float, help="tolerable portion of lost samples (0.1)")
     parser.add_argument("--policy", help="what partial saves take: full, delta, mfu, ssu, scar (mfu)")
-    parser.add_argument("--r", type=float, help="share of rows of a partial save (0.125)")
+    parser.add_argument("--r", type=share_or_auto, help="share of rows of a partial save (0.125), or auto: picked")
     parser.add_argument("--margin", type=float, default=0.1, help="partial must cost this share less (%(default)s)")
     parser.add_argument("--max-interval-hours", type=float, help="between rounds of saves (no limit)")
+
+
+def share_or_auto(text: str) -> float | str:
+    return text if text == "auto" else float(text)
 
 
 _DEFAULTS = {"table_gb": 100.0, "servers": 8, "target_pls": 0.1, "policy": "mfu", "r": 0.125}
@@ -150,7 +154,7 @@ def wishes_of(args: argparse.Namespace, **more: Any) -> Wishes:
     return Wishes(
         target_pls=args.target_pls,
         policy=args.policy,
-        r=args.r,
+        r=None if args.r == "auto" else args.r,
         margin=args.margin,
         leave_margin=min(0.0, args.margin),
         max_interval_s=args.max_interval_hours * 3600,

@@ -36,6 +36,14 @@ def test_json_has_what_was_found_and_what_it_is_from(capsys):
     assert found["between_failures"]["n_failures"] == 0
 
 
+def test_the_share_of_a_save_can_be_left_to_the_plan(capsys):
+    assert cli.main(["plan", *FIGURES, "--json", "--r", "auto", "--rebase-at", "inf"]) == 0
+    assert json.loads(capsys.readouterr().out)["r"] == 1 / 32
+    with pytest.raises(SystemExit):
+        cli.main(["plan", *FIGURES, "--r", "some"])
+    assert "--r" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("nested", [True, False])
 def test_measured_costs_come_from_a_file_and_options_win(nested, tmp_path, capsys):
     costs = {"save_s": 10, "load_s": 5, "reschedule_s": 7, "stall_share": 0.1, "machine": "any"}

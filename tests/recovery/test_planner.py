@@ -36,6 +36,31 @@ def test_the_papers_setting_is_planned_as_its_formulas_say():
     )
 
 
+@pytest.mark.parametrize(
+    ("target", "r"), [(0.1, 1 / 32), (0.01, 1 / 16), (0.003, 1 / 8), (0.001, 1 / 2), (0.0005, 1 / 2)]
+)
+def test_the_share_is_picked_where_none_is_asked_for(target: float, r: float):
+    found = plan(JOB, replace(CPR, r=None, target_pls=target, strategy="partial"))
+    assert found.r == r
+    assert found.interval_s == pytest.approx(r * found.partial.round_s)
+    assert found.interval_s >= 600 or r == 1 / 2
+    assert f"; {r:.3g} of the rows a save, so that one comes every {found.interval_s / 60:,.0f} min" in found.reason
+
+
+def test_a_picked_share_stays_while_its_saves_are_half_as_far_apart():
+    wishes = replace(CPR, r=None, strategy="partial")
+    now = plan(JOB, replace(wishes, target_pls=0.003))
+    nearer, much_nearer = replace(wishes, target_pls=0.0025), replace(wishes, target_pls=0.001)
+    assert (now.r, plan(JOB, nearer).r, plan(JOB, nearer, now).r) == (1 / 8, 1 / 4, 1 / 8)
+    assert plan(JOB, much_nearer, now).r == 1 / 2
+
+
+@pytest.mark.parametrize("r", [0.0, -0.1, 1.5])
+def test_a_share_beyond_all_rows_or_of_none_is_refused(r: float):
+    with pytest.raises(BadInput, match="r above 0 and at most 1"):
+        replace(CPR, r=r)
+
+
 CASES = {
     "one server: what is lost is everything": (
         replace(JOB, n_servers=1),
