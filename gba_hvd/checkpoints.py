@@ -46,9 +46,7 @@ from recovery.store import Store, check, open_store
 if TYPE_CHECKING:
     from gba_hvd.engine import Engine
 
-_FORGET_S = (
-    300.0  # a save of which nothing was heard for so long, because another host's server died or the mode changed
-)
+_FORGET_S = 300.0  # a save of which nothing was heard for so long: another host's server died, or the mode changed
 _LOOK_S, _BEGIN_S = 0.05, 60.0
 _STORE_TIMEOUT_S = 20.0
 N_NUMBERS = 2  # travel with the commit: the chief wants a checkpoint of this step; so many workers are to leave

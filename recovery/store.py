@@ -59,7 +59,7 @@ def read(store: Store, name: str, start: int, n_bytes: int) -> memoryview:
 def is_there(store: Store, name: str, n_bytes: int) -> bool:
     """Whether an object has so many bytes, by reading its end: a listing may be older than the object."""
     try:
-        return len(store.get(name, n_bytes - 1, 2)) == 1
+        return len(store.get(name, max(0, n_bytes - 1), 2)) == min(1, n_bytes)
     except NotFound:
         return False
 

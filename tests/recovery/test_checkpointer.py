@@ -88,10 +88,13 @@ def test_rows_of_quantised_saves_come_back_within_the_error_that_was_told(ram: R
     assert found[:, 4:].tobytes() == wanted[:, 4:].tobytes(), "slots are exact"
 
 
-def test_a_listing_that_is_older_than_the_blobs_makes_no_checkpoint_damaged(ram: RamStore, rows: TensorRows) -> None:
+@pytest.mark.parametrize("state", [{"lr": 0.5}, b""])
+def test_a_listing_that_is_older_than_the_blobs_makes_no_checkpoint_damaged(
+    ram: RamStore, rows: TensorRows, state: object
+) -> None:
     with Checkpointer(ram, rows, SMALL) as checkpoints:
         train(rows, 2, seed=1)
-        checkpoints.save(2, 20, {"lr": 0.5}).result(60)
+        checkpoints.save(2, 20, state).result(60)
     faulty = FaultyStore(ram).lists_what_was(2)  # manifests, then blobs
     report = restore(faulty, empty())
     assert faulty.fired == faulty.planned

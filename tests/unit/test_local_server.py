@@ -78,3 +78,20 @@ def test_a_server_that_cannot_be_asked_is_a_failure(line: LocalServer) -> None:
 def test_a_save_may_be_of_a_last_checkpoint_and_have_no_number(line: LocalServer) -> None:
     answered(line, 4, Ok())
     assert heard(line, RUNNING, Saved(1, 0, "running")) == (4, "running")
+
+
+@pytest.mark.parametrize(
+    ("saved", "has_read"),
+    [
+        (None, False),
+        (Saved(1, 3, "done"), False),
+        (RUNNING, False),
+        (Saved(1, 4, "running", {"read": True}), True),
+        (Saved(1, 4, "part"), True),
+        (DONE, True),
+        (Saved(1, 4, "failed", {"why": "it died"}), True),
+    ],
+)
+def test_rows_were_read_or_never_will_be(line: LocalServer, saved: Saved | None, has_read: bool) -> None:
+    line.saved = saved
+    assert line.has_read(4) is has_read

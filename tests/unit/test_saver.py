@@ -127,6 +127,18 @@ def test_what_is_told_of_a_checkpoint_is_of_all_its_parts(hosts: Callable[..., H
     assert chief.facts["n_bytes"] == chain.newest.n_bytes
 
 
+def test_a_strict_save_that_read_rows_of_a_later_step_has_failed(hosts: Callable[..., Hosts]) -> None:
+    """Workers have gone on without waiting for it. In an asynchronous mode there is no such step."""
+    job = hosts(strict=True)
+    for shard in (0, 1, 2):
+        job.memory.set_ready(shard, 5)
+    assert [report.state for report in job.save(5, n_parts=1)] == ["done"]
+    (report,) = job.save(6, n_parts=1, step=4)
+    assert report.state == "failed" and "strict: a row was read at step 5" in report.facts["why"]
+    assert job.saved_numbers() == [5]
+    assert [report.state for report in job.save(7, n_parts=1, step=4, generation=1)] == ["done"]
+
+
 @pytest.mark.parametrize(
     "refused", ["/0000-", "/0001-", "/part-0001", "/state"], ids=["own rows", "a peer's rows", "a list", "the state"]
 )
