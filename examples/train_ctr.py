@@ -13,6 +13,11 @@ is faster just now; or one that `gba_hvd.GBACallback` knows) and changes as `swi
 The other settings of the section are those of `gba_hvd.GBACallback`. `--faults FILE.json` slows, stops or kills workers
 as planned (`gba_hvd.FaultSchedule`), e.g. {"faults": [{"kind": "slow", "worker": 1, "factor": 3, "from_step": 100}]}.
 
+Gradients and rows travel as `compression` and `row_compression` say (docs/COMPRESSION.md; settings: name, keep,
+refresh_every, values):
+
+    horovodrun ... --config FILE.yaml row_compression=int8 'compression={name: dct, keep: 0.01, values: int8}'
+
 With a section `checkpoint` the job is saved while it trains, gets the rows of a lost host back, and goes on from the
 newest checkpoint when all of it was lost and the same command is given again:
 
@@ -107,6 +112,8 @@ def run(config: JobConfig, out: Path, faults: FaultSchedule) -> None:
         micro_batch=config.train.micro_batch,
         named_parameters=model.named_parameters(),
         row_average=config.train.row_average,
+        compression=config.compression.spec(),
+        row_compression=config.row_compression.spec(),
     )
     scheduler = ReduceLROnPlateau(
         optimizer, mode="max", threshold=0.0, factor=config.train.plateau_factor,

@@ -18,13 +18,15 @@ as soon as it hears that the step was decided (`elastic`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
 from gba_hvd import kernels
 from gba_hvd.collectives import World, worker_lost
+from gba_hvd.compression import row_exchange
 from gba_hvd.compression.exchange import DenseExchange
 from gba_hvd.compression.row_exchange import RowExchange
 from gba_hvd.compression.rows import RowCoder
@@ -42,6 +44,8 @@ from gba_hvd.routing import Membership, Placement
 from gba_hvd.shard.outbox import Outbox
 from gba_hvd.tables import EmbeddingTables, RemoteRows
 from gba_hvd.traffic import Traffic, ring
+
+Alltoall = Callable[[str, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -117,9 +121,17 @@ class AllreduceMode:
         """
         if not self.several_hosts:
             return
-        if self.row_exchange is not None and not whole:
-            self.row_exchange.pull(keys)
+        exchange = self.row_exchange
+        if exchange is None or whole:
+            self._pull_whole(keys, self._world.alltoall)
             return
+        with exchange.measured():
+            if exchange.compresses:
+                exchange.pull(keys)
+            else:
+                self._pull_whole(keys, exchange.alltoall)
+
+    def _pull_whole(self, keys: Sequence[np.ndarray], alltoall: Alltoall) -> None:
         assert self._tables.local is not None
         layout, size = self._tables.layout, self._world.size
         for number, group in enumerate(layout.groups):
@@ -127,9 +139,7 @@ class AllreduceMode:
             wanted, _, slots = distinct(far)
             start, order = np.empty(size + 1, dtype=np.int64), np.empty(len(wanted), dtype=np.int32)
             kernels.order_by_owner(wanted, layout.n_shards, self._server, start, order)
-            asked, n_asked = self._world.alltoall(
-                f"pull.keys.{number}", wanted[order].view(np.float32), 2 * np.diff(start)
-            )
+            asked, n_asked = alltoall(f"pull.keys.{number}", wanted[order].view(np.float32), 2 * np.diff(start))
             asked_keys = np.ascontiguousarray(asked).view(np.int64)
             rows = np.empty((len(asked_keys), group.dim), dtype=np.float32)
             kernels.gather_rows(self._memory.flat, layout.places(asked_keys, group), 0, rows)
@@ -137,7 +147,7 @@ class AllreduceMode:
             self._traffic.count("received", "header", 8 * len(asked_keys))
             self._traffic.count("sent", "rows", rows.nbytes)
             self._traffic.count("received", "rows", 4 * group.dim * len(wanted))
-            got, _ = self._world.alltoall(f"pull.rows.{number}", rows.ravel(), (n_asked // 2) * group.dim)
+            got, _ = alltoall(f"pull.rows.{number}", rows.ravel(), (n_asked // 2) * group.dim)
             values = np.empty((len(wanted), group.dim), dtype=np.float32)
             values[order] = got.reshape(-1, group.dim)
             self._tables.remote[number] = RemoteRows(wanted, slots, values)
@@ -153,24 +163,50 @@ class AllreduceMode:
         if self._world.size == 1:
             self.held = Held(step, grads, {}, scale, lr)
             return
+        exchange = self.row_exchange
+        if exchange is not None and not exchange.compresses:
+            with exchange.measured():
+                grads = exchange.whole(grads)
         message, words = pack_by_owner(grads, self._server, self._world.size)
         self._outboxes[self._world.rank].post(step, message, words)
         far: dict[int, np.ndarray] = {}
-        if self.row_exchange is not None:
-            far = self.row_exchange.send(grads, int(self._by_contributors))
+        if exchange is not None:
+            with exchange.measured():
+                if exchange.compresses:
+                    far = exchange.send(grads, int(self._by_contributors))
+                else:
+                    far = self._send_whole(message, words, exchange.alltoall)
         elif self.several_hosts:
-            parts_by_rank = np.split(message, np.cumsum(words)[:-1])
-            for rank in self._outboxes:
-                parts_by_rank[rank], words[rank] = message[:0], 0
-            received, n_received = self._world.alltoall("rows", np.concatenate(parts_by_rank), words)
-            self._traffic.count("sent", "rows", 4 * int(words.sum()))
-            self._traffic.count("received", "rows", received.nbytes)
-            by_rank = enumerate(np.split(received, np.cumsum(n_received)[:-1]))
-            far = {rank: part for rank, part in by_rank if rank not in self._outboxes}
+            far = self._send_whole(message, words, self._world.alltoall)
         self.held = Held(step, [], far, scale, lr)
+
+    def _send_whole(self, message: np.ndarray, words: np.ndarray, alltoall: Alltoall) -> dict[int, np.ndarray]:
+        parts = np.split(message, np.cumsum(words)[:-1])
+        for rank in self._outboxes:
+            parts[rank], words[rank] = message[:0], 0
+        received, n_received = alltoall("rows", np.concatenate(parts), words)
+        self._traffic.count("sent", "rows", 4 * int(words.sum()))
+        self._traffic.count("received", "rows", received.nbytes)
+        by_rank = enumerate(np.split(received, np.cumsum(n_received)[:-1]))
+        return {rank: part for rank, part in by_rank if rank not in self._outboxes}
 
     def commit(self, dense: DenseGradients) -> None:
         """Sum the dense gradients and the numbers that travel with them over all ranks. Returning means: decided."""
+        exchange = self.row_exchange
+        if exchange is not None:
+            exchange.tell(self._row_numbers(dense))
+        self._sum_(dense)
+        if exchange is not None:
+            exchange.hear(self._row_numbers(dense))
+
+    def _row_numbers(self, dense: DenseGradients) -> Tensor:
+        """Among the numbers that travel along: what rows took on each worker."""
+        at = len(dense.extra)
+        if self._dense_exchange is not None:
+            at -= self._dense_exchange.n_numbers(self._world.size)
+        return dense.extra[at - row_exchange.N_NUMBERS * self._world.size : at]
+
+    def _sum_(self, dense: DenseGradients) -> None:
         if self._dense_exchange is not None:
             self._dense_exchange.sum_(self._world, dense, self._traffic)
             return

@@ -215,7 +215,11 @@ class Checkpoints:
             engine.emit(Event("checkpoint_plan", engine.step, found.reason, told))
 
     def check_fits(self, about: Mapping[str, Any]) -> None:
-        """Raises BadInput when the checkpoint is of a job that cut its data otherwise: its place in it is void."""
+        """Raises BadInput when this job cannot go on from the checkpoint.
+
+        Of a job that cut its data otherwise, the place in it is void. Of one that compressed its gradients otherwise,
+        what was not sent yet has no place here; one that did not compress them has nothing that waits.
+        """
         engine = self._engine
         for name in ("global_batch", "micro_batch"):
             saved, mine = about.get(name), getattr(engine, name)
@@ -224,12 +228,12 @@ class Checkpoints:
                     f"the checkpoint at {self.store.url} is of a job with {name}={saved}, this one has {mine}: "
                     "keep it, or start anew at another url or with resume=False"
                 )
-
         saved, mine = about.get("compression", "none"), self._compressor
-        if saved != mine:
+        if saved not in ("none", mine):
             raise BadInput(
                 f"the checkpoint at {self.store.url} is of a job with compression={saved}, this one has {mine}: "
-                "what was not sent yet would be lost; keep it, or start anew at another url or with resume=False"
+                f"what was not sent yet would be lost; go on with {saved}, or start anew at another url or with "
+                "resume=False"
             )
 
     @property

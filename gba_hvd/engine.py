@@ -23,7 +23,7 @@ from gba_hvd.allreduce import AllreduceMode
 from gba_hvd.callbacks import Callback, Event, StepRecord
 from gba_hvd.checkpoints import N_NUMBERS, Checkpoints
 from gba_hvd.collectives import SoloWorld, World
-from gba_hvd.compression import Compression, Spec
+from gba_hvd.compression import Compression, Spec, row_exchange
 from gba_hvd.compression.exchange import DenseExchange
 from gba_hvd.compression.rows import RowCoder
 from gba_hvd.errors import BadInput, GbaError, NonFiniteGradient, StateMismatch
@@ -41,7 +41,7 @@ from gba_hvd.traffic import Traffic
 
 # The numbers that travel with the dense gradients, so that a step needs no other collective. After them come those of
 # `wishes` and `checkpoints`, a number for each worker (its seconds per micro-batch), and those of
-# `compression.exchange`.
+# `compression.row_exchange` and `compression.exchange`.
 _SAMPLES, _LOSS, _LOSS_WEIGHT, _HOSTS_UPDATED, _N_BAD, _BAD_MICRO, _RATES, _WISHES = range(8)
 _SAVE = _WISHES + wishes.N_NUMBERS
 _TIMES = _SAVE + N_NUMBERS
@@ -273,8 +273,7 @@ class Engine:
         self.wishes.hear(agreed[_WISHES:_SAVE])
         if self.checkpoints is not None:
             self.checkpoints.hear(agreed[_SAVE:_TIMES])
-        if self.compression is not None:
-            self._tell_decisions(self.compression)
+        self._tell_decisions()
         loss = agreed[_LOSS] / agreed[_LOSS_WEIGHT] if agreed[_LOSS_WEIGHT] else None
         seconds = time.perf_counter() - self._began_s
         self._report_step(n_samples, loss, self.mode.name)
@@ -354,8 +353,9 @@ class Engine:
     def size_extra(self) -> None:
         """After the world changed: some numbers of each worker travel with a step."""
         size = self.world.size
+        of_rows = 0 if self.row_coder is None else row_exchange.N_NUMBERS * size
         of_compression = 0 if self.compression is None else self.compression.n_numbers(size)
-        self.dense.resize_extra(_TIMES + size + of_compression)
+        self.dense.resize_extra(_TIMES + size + of_rows + of_compression)
 
     @property
     def folder(self) -> Path:
@@ -408,6 +408,8 @@ class Engine:
             where = f"micro-batch {agreed[_BAD_MICRO]:.0f}, on another worker (its log has more)"
         elif agreed[_N_BAD]:
             where = f"on {agreed[_N_BAD]:.0f} other workers (their logs have more)"
+        elif self.compression is not None and self.compression.not_finite:
+            where = self.compression.not_finite
         else:
             where = "every micro-batch's gradient is finite, but their sum is not"
         return NonFiniteGradient(
@@ -416,11 +418,15 @@ class Engine:
             "Lower the learning rate, or look at that batch"
         )
 
-    def _tell_decisions(self, compression: DenseExchange) -> None:
-        decisions, compression.decisions = compression.decisions, []
-        for decision in decisions:
-            data = {"compressor": str(compression.spec), "compress": decision.compress, "bypassed": decision.bypassed}
-            self.emit(Event("compression", self.step, decision.reason, data))
+    def _tell_decisions(self) -> None:
+        """What was decided about compressing since this was told last."""
+        for compressor in (self.compression, self.row_coder):
+            if compressor is None:
+                continue
+            decisions, compressor.decisions = compressor.decisions, []
+            for d in decisions:
+                data = {"compressor": str(compressor.spec), "compress": d.compress, "bypassed": d.bypassed}
+                self.emit(Event("compression", self.step, d.reason, data))
 
     def tell_traffic(self) -> None:
         """At the end of an epoch: bytes on this worker's wires since the last one, and what compression left behind."""
@@ -468,9 +474,10 @@ class Engine:
             time.sleep(fault.seconds or 0.0)
             drop = fault.kind == "drop_push"
         if dense is None:
-            mode.push(lease, rows, loss, seconds, bad, drop)
-            if self.compression is not None:
-                self._tell_decisions(self.compression)
+            refused = mode.push(lease, rows, loss, seconds, bad, drop)
+            if refused:
+                self.tell_refused(lease.micro, refused)
+            self._tell_decisions()
         else:
             assert isinstance(mode, ReplicaMode)
             mode.push(lease, rows, loss, seconds, bad, drop, dense)

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
 
-from gba_hvd.averaging import Averaging
+from gba_hvd.averaging import REPLICA_MODES, Averaging
 from gba_hvd.callbacks import Callback
 from gba_hvd.errors import BadInput
 from gba_hvd.routing import shares
@@ -43,7 +43,8 @@ class GBACallback(Callback):
                 "allreduce", "gba"; "shadow" (replicas that are synchronised in the background), or "easgd", "ma",
                 "bmuf" (the same in the foreground); or one of the baselines "async", "bsp", "hop_bs", "hop_bw"
     rule:       how servers update dense parameters with gradients that come late, see `gba_hvd.rules`. Allreduce knows
-                no delay: there the optimizer steps, and the rule waits for an asynchronous mode
+                no delay: there the optimizer steps, and the rule waits for an asynchronous mode. Replicas know none
+                either: a job that is to be in such modes only has no rule
     staleness, tolerance, lookahead, slack, backups: see `gba_hvd.tokens.Discipline`
     enter_gain, leave_gain, patience, min_stay:      see `gba_hvd.switching.Options`
     switch_at:  modes to change to at given global steps, e.g. {1000: "gba"}
@@ -54,8 +55,8 @@ class GBACallback(Callback):
     every:      local steps between the rounds of the modes "easgd", "ma", "bmuf", which training waits for
     servers_per_host: companion processes on each host; shards and dense parameters are spread over them
 
-    Raises BadInput for a mode, rule or setting that does not exist, and when it is registered for a job whose optimizer
-    the rule does not go with.
+    Raises BadInput for a mode, rule or setting that does not exist, for a rule that no mode would use, and when it is
+    registered for a job whose optimizer the rule does not go with.
     """
 
     def __init__(
@@ -86,6 +87,8 @@ class GBACallback(Callback):
         # What a staleness of that name asks for is a rule; what it does not do is drop.
         self.rule = "gap_aware" if (staleness, rule) == ("gap_aware", "none") else known_rule(rule)
         self.switch_at = {int(step): known_mode(name) for step, name in (switch_at or {}).items()}
+        self._refuse_an_idle_rule()
+        self._asked_for = self.mode  # `mode` is what an operator or a plan made of it
         if servers_per_host < 1:
             raise BadInput(f"servers_per_host must be at least 1, got {servers_per_host}")
         self.servers_per_host, self.curvature = servers_per_host, curvature
@@ -120,9 +123,12 @@ class GBACallback(Callback):
         return replace(self._background, algorithm=mode, every=self._every)
 
     def describe(self) -> dict[str, Any]:
-        """What all workers must agree on."""
-        modes = {"mode": self.mode, "rule": self.rule, "switch_at": {str(k): v for k, v in self.switch_at.items()}}
-        return {**modes, **self._rules, **self.rounds}
+        """The settings by the names of their arguments, as it was made with them."""
+        switch_at = {str(step): mode for step, mode in self.switch_at.items()}
+        rounds = self.rounds
+        rounds["sync"] = rounds.pop("algorithm")
+        more = {"switch_at": switch_at, "servers_per_host": self.servers_per_host, "curvature": self.curvature}
+        return {"mode": self._asked_for, "rule": self.rule, **self._rules, **asdict(self.options), **rounds, **more}
 
     @property
     def agreed(self) -> dict[str, Any]:
@@ -133,6 +139,16 @@ class GBACallback(Callback):
     def rounds(self) -> dict[str, Any]:
         """What all workers' rounds must have in common."""
         return {**asdict(self._background), "every": self._every}
+
+    def _refuse_an_idle_rule(self) -> None:
+        """Every worker steps its replica at once: a rule is of use only where another mode is planned for later."""
+        is_used_later = bool({*self.switch_at.values()} - {*REPLICA_MODES, "allreduce"})
+        if self.rule != "none" and self.mode in REPLICA_MODES and not is_used_later:
+            raise BadInput(
+                f"mode {self.mode!r} uses no rule, got {self.rule!r}: each worker steps a replica of its own at once, "
+                "so no gradient comes late. Leave `rule` out (staleness='gap_aware' is one too), or choose a mode such "
+                "as 'gba' or 'async'"
+            )
 
     # --- asked by the engine of the chief ----------------------------------------------------------------------------
 

@@ -129,6 +129,8 @@ def start(engine: Engine, session: Session, rank: int, host: int, sharers: int =
     if session.rule == "dana_slim":
         mode.outgoing.slim = _slim_worker(engine, session, sharers)
     mode.start()
+    if engine.compression is not None:
+        engine.compression.forget_known()
     engine.mode, engine.traffic.mode = mode, session.mode
     engine.wishes.entered()
 

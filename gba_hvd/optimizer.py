@@ -81,11 +81,9 @@ def DistributedOptimizer(
             "a learning-rate scheduler was made for this optimizer already: make it after DistributedOptimizer, "
             "so that it drives the tables too"
         )
-    rows = spec_of(row_compression)
-    if rows.is_forced:
-        raise BadInput(f"row_compression={rows} is never bypassed: leave .always() out")
     names = {id(p): name for name, p in named_parameters}
-    engine = Engine(optimizer, tables, names, global_batch, micro_batch, row_average, spec_of(compression), rows)
+    specs = spec_of(compression), spec_of(row_compression)
+    engine = Engine(optimizer, tables, names, global_batch, micro_batch, row_average, *specs)
     group: dict[str, Any] = {
         "params": [torch.zeros(0, requires_grad=True)],
         "lr": tables.optimizer.lr,

@@ -61,14 +61,18 @@ class Central(Protocol):
 class RoundsTold:
     """What became of the rounds since the last telling.
 
-    spread: RMS distance of replicas from their mean; for easgd, of this worker's from the central copy
+    spread:        RMS distance of replicas from their mean; for easgd, of this worker's from the central copy
+    waits_in_vain: how often training waited for a round that did not end in time, and went on; nothing was dropped
+
+    The first four are None where none ended well.
     """
 
-    rounds_per_s: float
-    seconds_per_round: float
-    steps_per_round: float
-    spread: float
+    rounds_per_s: float | None
+    seconds_per_round: float | None
+    steps_per_round: float | None
+    spread: float | None
     rounds_dropped: int  # so far
+    waits_in_vain: int
 
 
 class Rounds:
@@ -76,7 +80,7 @@ class Rounds:
 
     broken: called with a sentence when no round can come any more in this world. diverged: called when the replica is
     not finite any more; it is given to nobody.
-    n_done: rounds that ended well; n_failed: those that were dropped.
+    n_done: rounds that ended well; n_failed: those that were dropped, or that the servers were not told of.
     """
 
     def __init__(
@@ -101,8 +105,9 @@ class Rounds:
         self._seconds: deque[float] = deque(maxlen=_KEPT)
         self._steps: deque[int] = deque(maxlen=_KEPT)
         self._spread = 0.0
-        self._told = (clock(), 0)
+        self._told = (clock(), 0, 0)  # when, and n_done and n_failed then
         self._dropped: list[str] = []
+        self._n_in_vain = 0  # since the last telling
         self._thread = threading.Thread(target=self._run, name="gba-hvd rounds", daemon=True)
 
     # --- life --------------------------------------------------------------------------------------------------------
@@ -194,26 +199,31 @@ class Rounds:
 
             try:
                 if not self._changed.wait_for(over, timeout_s):
-                    self._dropped.append(f"training goes on: a round was waited for in vain for {timeout_s:.0f} s")
+                    self._n_in_vain += 1
             finally:
                 self._n_waiting -= 1
 
     def dropped(self) -> list[str]:
         """Why rounds were dropped since this was asked last."""
-        dropped, self._dropped = self._dropped, []
+        with self._changed:
+            dropped, self._dropped = self._dropped, []
         return dropped
 
     def told(self) -> RoundsTold | None:
-        """What became of the rounds since this was asked last; None if there were none."""
-        (then, before), now, n = self._told, self._clock(), self.n_done
-        if n == before or now <= then or not self._steps:
-            return None
-        self._told = (now, n)
-        seconds, steps = list(self._seconds), list(self._steps)
-        return RoundsTold(
-            (n - before) / (now - then), sum(seconds) / len(seconds), sum(steps) / len(steps), self._spread,
-            self.n_failed,
-        )  # fmt: skip
+        """What became of the rounds since this was asked last; None if there were none, and none was waited for."""
+        with self._changed:
+            (then, done, failed), now = self._told, self._clock()
+            ended_well = self.n_done > done and bool(self._steps)
+            if now <= then or not (ended_well or self.n_failed > failed or self._n_in_vain):
+                return None
+            self._told = (now, self.n_done, self.n_failed)
+            in_vain, self._n_in_vain = self._n_in_vain, 0
+            if not ended_well:
+                return RoundsTold(None, None, None, None, self.n_failed, in_vain)
+            return RoundsTold(
+                (self.n_done - done) / (now - then), sum(self._seconds) / len(self._seconds),
+                sum(self._steps) / len(self._steps), self._spread, self.n_failed, in_vain,
+            )  # fmt: skip
 
     # --- this thread -------------------------------------------------------------------------------------------------
 
@@ -306,8 +316,7 @@ class Rounds:
             if copy is not None:
                 self._squares = (float((copy.values - mean).square().sum()), n)
                 self._replica.mix_in_(copy, target, averaging.elasticity, averaging.mixing)
-                self._steps.append(copy.n_steps - self._steps_then)
-                self._steps_then = copy.n_steps
+                self._note_steps(copy)
                 if world.rank == 0:
                     self._publish(copy, target)
         return n_stop < world.size
@@ -317,8 +326,9 @@ class Rounds:
         try:
             self._central.publish(copy, values)
         except Exception as error:
-            self.n_failed += 1
-            self._dropped.append(f"the servers were not told of its result: {type(error).__name__}: {error}")
+            with self._changed:
+                self.n_failed += 1
+                self._dropped.append(f"the servers were not told of its result: {type(error).__name__}: {error}")
 
     def _copied(self) -> Copy | None:
         copy = self._replica.copy()
@@ -330,8 +340,12 @@ class Rounds:
     def _measure(self, copy: Copy, target: Tensor) -> None:
         if len(target):
             self._spread = float((copy.values - target).square().mean()) ** 0.5
-        self._steps.append(copy.n_steps - self._steps_then)
-        self._steps_then = copy.n_steps
+        self._note_steps(copy)
+
+    def _note_steps(self, copy: Copy) -> None:
+        with self._changed:
+            self._steps.append(copy.n_steps - self._steps_then)
+            self._steps_then = copy.n_steps
 
     def _note_done(self, took_s: float) -> None:
         self.n_done += 1

@@ -1,8 +1,9 @@
 """Bytes on the wire, counted where they are handed to Horovod or to a socket.
 
 By direction ("sent", "received"), mode, and kind: "dense" gradients and values, "rows" and their gradients, "header"
-(keys of rows, and the numbers that travel along). What workers of a host leave each other in memory is no traffic.
-Horovod's own framing is not in it, nor TCP's: the interface counters of a host say a little more.
+(keys of rows, and the numbers that travel along). What workers of a host leave each other in memory, or tell the
+servers of their host, is no traffic. Horovod's own framing is not in it, nor TCP's: the interface counters of a host
+say a little more.
 """
 
 from __future__ import annotations

@@ -122,12 +122,19 @@ class Wishes:
         for why in dropped:
             text = f"a round of replicas was dropped, training goes on: {why}"
             self._engine.emit(Event("round_dropped", step, text, {"why": why}))
-        if pace and self._engine.world.rank == 0:
-            text = (
-                f"{pace['rounds_per_s']:.1f} rounds/s, {pace['steps_per_round']:.1f} local steps each, "
-                f"spread of the replicas {pace['spread']:.2e}"
-            )
-            self._engine.emit(Event("rates", step, text, pace))
+        told = {name: value for name, value in pace.items() if value is not None}  # no pace where no round ended well
+        if in_vain := int(told.pop("waits_in_vain", 0)):
+            often, limit_s = f"{in_vain} times" if in_vain > 1 else "once", self._engine.tables.config.lease_s
+            text = f"training waited {often} for a round of replicas that did not end in {limit_s:.0f} s, and goes on"
+            self._engine.emit(Event("round_late", step, text, {"times": in_vain}))
+        if told and self._engine.world.rank == 0:
+            text = f"no round of replicas ended well; dropped so far: {told.get('rounds_dropped', 0)}"
+            if "rounds_per_s" in told:
+                text = (
+                    f"{told['rounds_per_s']:.1f} rounds/s, {told['steps_per_round']:.1f} local steps each, "
+                    f"spread of the replicas {told['spread']:.2e}"
+                )
+            self._engine.emit(Event("rates", step, text, told))
 
     def tell_rates(self, seconds: dict[str, float]) -> None:
         """Every few seconds, from the chief: how long the workers take, and where micro-batches went."""

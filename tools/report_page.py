@@ -17,7 +17,7 @@ from gba_hvd.tracking.gauges import mean_staleness
 from gba_hvd.tracking.plots import MODE_COLOURS, THROUGHPUT, WORKERS, draw_plots
 from gba_hvd.tracking.story import by_mode
 
-from . import report_timeline
+from . import report_bytes, report_timeline
 from .report_tables import Html, date, duration, section
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ _CAPTIONS = {
     "throughput": "Throughput and workers. The ground shows the mode, dashed lines what happened.",
     "learning_curves": "Learning curves.",
     "workers": "Pace of every worker: lower is faster.",
+    "rounds": "Rounds that keep the replicas of the dense parameters together, as rank 0 saw them.",
     "staleness": "Staleness, and what it cost.",
 }
 
@@ -42,9 +43,13 @@ def page(story: Story) -> str:
         _modes(story),
         pictures.get("learning_curves"),
         pictures.get("workers"),
+        pictures.get("rounds"),
         pictures.get("staleness"),
         _staleness(story),
         _account(story),
+        report_bytes.bytes_of_modes(story),
+        report_bytes.density(story),
+        report_bytes.decisions(story),
         report_timeline.recoveries(story),
         report_timeline.checkpoints(story),
         report_timeline.events(story),

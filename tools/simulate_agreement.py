@@ -1,6 +1,8 @@
 """`gba-hvd simulate agreement`: the real system with emulated workers, and its simulation, side by side.
 
-Starts real jobs with `horovodrun` on this machine, one for each number of workers, mode and speed, then simulates each.
+Starts real jobs with `horovodrun` on this machine, one or several for each number of workers, mode and rule, and
+simulates each once. Several real jobs of the same settings say how far two of them are apart: the noise, within which
+no simulation can be told from a job.
 """
 
 from __future__ import annotations
@@ -9,9 +11,10 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,11 +28,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "agreement",
         help="real jobs with emulated workers beside their simulations",
         description="Run the real system with workers of known speeds and simulate the same, and print staleness, "
-        "log loss and AUC of both.",
+        "log loss and AUC of both; with several runs, also how far two real jobs are apart.",
     )
-    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4], metavar="N")
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8], metavar="N")
     parser.add_argument("--mode", nargs="+", default=["gba", "async"], help="(gba async)")
-    parser.add_argument("--rule", default="none")
+    parser.add_argument("--rule", nargs="+", default=["none"], help="none, gap_aware or staleness_lr: Adagrad trains")
+    parser.add_argument("--runs", type=int, default=1, help="real jobs of the same settings (%(default)s)")
     parser.add_argument("--slow", type=float, default=1.0, help="the last worker takes so many times as long")
     parser.add_argument("--service-ms", type=float, default=100.0, help="time of a micro-batch (%(default)s)")
     parser.add_argument("--micro-batches", type=int, default=800, help="of a job (%(default)s)")
@@ -41,14 +45,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from .bench import measure, small_ctr
-    from .simulated.agreement import Job, distance, simulate
+    from gba_hvd.errors import BadInput
 
+    from .bench import measure, small_ctr
+    from .simulated.agreement import Job, compared, simulate
+
+    if args.runs < 1:
+        raise BadInput(f"--runs must be 1 or more, got {args.runs}")
     torch.set_num_threads(1)
     jobs = [
-        Job(n, mode, args.rule, args.slow, args.service_ms / 1000, args.micro_batches, latency_s=args.latency_ms / 1000)
+        Job(n, mode, rule, args.slow, args.service_ms / 1000, args.micro_batches, latency_s=args.latency_ms / 1000)
         for n in args.workers
         for mode in args.mode
+        for rule in args.rule
     ]
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="gba-hvd-agreement-") as scratch:
@@ -56,16 +65,17 @@ def run(args: argparse.Namespace) -> int:
         small_ctr.write(folder / "data", max(job.micro_batches * job.micro_batch for job in jobs))
         for job in jobs:
             try:
-                real = real_run(job, folder)
+                real = [real_run(job, folder) for _ in range(args.runs)]
             except measure.RunFailed as error:
                 print(f"gba-hvd: {error}", file=sys.stderr)
                 return 1
             simulated = simulate(job, folder / "data")
-            apart = {name: distance(real[name], simulated[name]) for name in ("staleness", "lags")}
-            found.append({"job": asdict(job), "real": real, "simulated": simulated, "apart": apart})
-            show(job, real, simulated, apart)
+            far = compared(real, simulated)
+            found.append({"job": asdict(job), "real": real, "simulated": simulated, **far})
+            show(job, real, simulated, far)
+            if args.out:  # the minutes before the next job are kept
+                measure.write_whole(args.out, {"machine": measure.machine(), "jobs": found})
     if args.out:
-        measure.write_json(args.out, {"machine": measure.machine(), "jobs": found})
         print(f"written to {args.out}")
     return 0
 
@@ -88,20 +98,30 @@ def real_run(job: Job, folder: Path) -> dict[str, Any]:
     return told
 
 
-def show(job: Job, real: Mapping[str, Any], simulated: Mapping[str, Any], apart: Mapping[str, float]) -> None:
+def show(
+    job: Job, real: Sequence[Mapping[str, Any]], simulated: Mapping[str, Any], far: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """real: of several jobs, all histograms together and the medians of the rest."""
     from .bench.measure import print_table
-    from .simulated.agreement import shares
+    from .simulated.agreement import shares, together
+
+    def distances(name: str, how: str) -> tuple[str, str]:
+        apart, noise = far["apart"][name], far["noise"][name]
+        return format(apart, how), "-" if noise is None else format(noise, how)
 
     rows = []
     for name, title in (("staleness", "staleness"), ("lags", "values old")):
-        left, right = shares(real[name]), shares(simulated[name])
+        left, right = shares(together([one[name] for one in real])), shares(simulated[name])
         for key in sorted({*left, *right}):
             if max(left.get(key, 0.0), right.get(key, 0.0)) >= 0.005:
-                rows.append((f"{title} {key}", f"{left.get(key, 0.0):.1%}", f"{right.get(key, 0.0):.1%}"))
-        rows.append((f"{title}, distance", "", f"{apart[name]:.3f}"))
-    for name, how in (("auc", ".4f"), ("log_loss", ".4f"), ("time", ".1f"), ("steps", "d"), ("dropped", "d")):
-        rows.append((name, format(real[name], how), format(simulated[name], how)))
+                rows.append((f"{title} {key}", f"{left.get(key, 0.0):.1%}", f"{right.get(key, 0.0):.1%}", "", ""))
+        rows.append((title, "", "", *distances(name, ".3f")))
+    for name, how in (("auc", ".4f"), ("log_loss", ".4f"), ("time", ".1f"), ("steps", ".0f"), ("dropped", ".0f")):
+        middle = median(one[name] for one in real)
+        rows.append((name, format(middle, how), format(simulated[name], how), *distances(name, how)))
     slow = f", the last {job.slow:g}x slower" if job.slow > 1 else ""
-    print_table(f"{job.workers} workers{slow}, {job.mode}, rule {job.rule}", ("", "real", "simulated"), rows)
-    if real["late"]:
-        print(f"the chief computed {real['late']} micro-batches for longer than half the service time: a busy machine")
+    title = f"{job.workers} workers{slow}, {job.mode}, rule {job.rule}, {len(real)} real"
+    print_table(title, ("", "real", "simulated", "apart", "two real jobs"), rows)
+    late = sum(one["late"] for one in real)
+    if late:
+        print(f"the chief computed {late} micro-batches for longer than half the service time: a busy machine")

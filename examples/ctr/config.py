@@ -18,6 +18,8 @@ import yaml
 
 from gba_hvd import GBACallback
 from gba_hvd.averaging import Averaging
+from gba_hvd.compression import Compression, Spec
+from gba_hvd.compression.spec import SELECTORS
 from gba_hvd.errors import BadInput
 from gba_hvd.switching import Options
 from gba_hvd.tokens import Discipline
@@ -168,6 +170,7 @@ class Switching:
 
     mode: str = "allreduce"  # auto, allreduce, gba, shadow, easgd, ma, bmuf, bsp, async, hop_bs or hop_bw
     switch_at: dict[int, str] = field(default_factory=dict)  # global step: the mode to change to
+    rule: str = "none"  # how servers apply gradients that come late: see docs/DELAY.md
     staleness: str = Discipline.staleness
     tolerance: int = Discipline.tolerance
     lookahead: int | None = Discipline.lookahead
@@ -192,6 +195,29 @@ class Switching:
 
     def callback(self) -> GBACallback:
         return GBACallback(**dataclasses.asdict(self))
+
+
+@dataclass(frozen=True)
+class Compressor:
+    """How gradients or rows travel: see docs/COMPRESSION.md. `compression: int8` is short for `{name: int8}`."""
+
+    name: str = "none"  # none, fp16, bf16, int8, topk or dct
+    keep: float | None = None  # topk, dct: the share of elements that is sent
+    refresh_every: int | None = None  # dct: steps for which a threshold is kept
+    values: str = "none"  # after topk or dct: none, fp16, bf16 or int8
+
+    def spec(self) -> Spec:
+        """Raises BadInput when there is no such compressor, or a setting is another one's."""
+        spec, selects = Compression.by_name(self.name), self.name in SELECTORS
+        _require(self.keep is None or selects, f"keep belongs to {' and '.join(SELECTORS)}, but name is {self.name}")
+        _require(
+            self.refresh_every is None or self.name == "dct", f"refresh_every belongs to dct, but name is {self.name}"
+        )
+        if self.keep is not None:
+            spec = dataclasses.replace(spec, keep=self.keep)
+        if self.refresh_every is not None:
+            spec = dataclasses.replace(spec, refresh_every=self.refresh_every)
+        return spec if self.values == "none" else spec.then(Compression.by_name(self.values))
 
 
 @dataclass(frozen=True)
@@ -235,8 +261,17 @@ class JobConfig:
     embedding: Embedding = field(default_factory=Embedding)
     dense: Dense = field(default_factory=Dense)
     train: Train = field(default_factory=Train)
+    compression: Compressor = field(default_factory=Compressor)  # of dense gradients
+    row_compression: Compressor = field(default_factory=Compressor)  # of rows and their gradients, between hosts
     switching: Switching | None = None
     checkpoint: Checkpoint | None = None
+
+    def __post_init__(self) -> None:
+        for name, compressor in (("compression", self.compression), ("row_compression", self.row_compression)):
+            try:
+                compressor.spec()
+            except BadInput as error:
+                raise BadInput(f"{name}: {error}") from error
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for MLflow and the summary."""
@@ -286,6 +321,8 @@ def _value_from(kind: Any, value: Any, where: str) -> Any:
     if origin is types.UnionType:  # X | None
         return None if value is None else _value_from(get_args(kind)[0], value, where)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        if kind is Compressor and isinstance(value, str):
+            value = {"name": value}
         if not isinstance(value, Mapping):
             raise BadInput(f"{where}: expected a section with {', '.join(get_type_hints(kind))}, got {value!r}")
         return section_from(kind, value, where + ".")

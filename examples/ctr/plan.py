@@ -25,6 +25,7 @@ def plan(config: JobConfig, splits: Splits | None, faults: Sequence[Fault] = ())
         lines += _memory(config, splits.train.tables)
     lines += _steps(config, None if splits is None else len(splits.train))
     lines += _modes(config.switching)
+    lines += _compression(config)
     if config.checkpoint is not None:
         lines += _checkpoints(config.checkpoint)
     for number, fault in enumerate(faults):
@@ -94,6 +95,8 @@ def _modes(switching: Switching | None) -> Iterator[tuple[str, str]]:
         yield "", f"{mode} from step {step:,}"
     if visited & {"auto", "gba"}:
         yield "", f"gba: staleness weighting {s.staleness}, tolerance {s.tolerance} steps"
+    if s.rule != "none":
+        yield "", f"gradients that come late: rule {s.rule}"
     if visited & {"auto", "gba", "bsp"} and s.lookahead is not None:
         yield "", f"micro-batches are handed out {s.lookahead} steps ahead at most"
     if "hop_bs" in visited:
@@ -104,6 +107,12 @@ def _modes(switching: Switching | None) -> Iterator[tuple[str, str]]:
         yield "", f"shadow: replicas synchronised by {s.sync} in the background, elasticity {s.elasticity:g}"
     for mode in sorted(visited & {"easgd", "ma", "bmuf"}):
         yield "", f"{mode}: replicas synchronised every {s.every} local steps, elasticity {s.elasticity:g}"
+
+
+def _compression(config: JobConfig) -> Iterator[tuple[str, str]]:
+    travels = {"dense gradients": config.compression.spec(), "rows between hosts": config.row_compression.spec()}
+    for number, (what, spec) in enumerate((what, spec) for what, spec in travels.items() if not spec.is_none):
+        yield "" if number else "compress", f"{what}: {spec}"
 
 
 def _checkpoints(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:

@@ -55,7 +55,8 @@ class _Shape:
 class DenseExchange:
     """One worker's part. Belongs to the training thread.
 
-    decisions: what `bypass` decided since somebody last looked
+    decisions: what `bypass` decided since somebody last looked. not_finite: of the last step, whose gradient and
+    residual were not, if any
     """
 
     def __init__(self, spec: Spec, names: Sequence[str], dense: DenseGradients) -> None:
@@ -65,7 +66,8 @@ class DenseExchange:
         self._candidates = [span.tensor for span in self._all.spans]
         self._itemsize = dense.total.element_size()
         self.decisions: list[Decision] = []
-        self._known: list[float] = []  # by rank, the sum of |rest| at the last commit
+        self.not_finite = ""
+        self._known: list[float] = []  # by rank, the sum of |rest| when the last step was begun; empty: not known
         self._rank, self._size = -1, 0  # this worker's place in the world that was formed last
         self.world_formed()
 
@@ -82,6 +84,7 @@ class DenseExchange:
     def sum_(self, world: World, dense: DenseGradients, traffic: Traffic) -> None:
         """Sum the gradients and the numbers that travel along over all ranks, in place. Returning means: decided."""
         self.feedback.begin()
+        self.not_finite = ""
         if world.size == 1:
             flat = self._flat(dense)
             self.feedback.flush_all(flat, self._all.spans)
@@ -105,7 +108,8 @@ class DenseExchange:
         )
         agreed = numbers.reshape(world.size, N_NUMBERS).tolist()
         self._known = [row[3] for row in agreed]
-        if any(row[4] for row in agreed):
+        if bad := [rank for rank, row in enumerate(agreed) if row[4]]:
+            self.not_finite = self.not_finite or f"on worker {bad[0]} (its log has more)"
             dense.total[: dense.n] = float("nan")  # told as any gradient that is not finite
         if self._last is not None and self._candidates:
             decision = self._bypass.saw(self._last[0], [Took(*row[:3]) for row in agreed], costs)
@@ -135,14 +139,18 @@ class DenseExchange:
         self.feedback.clear()
         self._known, self._rank, self._size = [], -1, 0
 
-    def count_lost(self, world: World, was_here: bool) -> tuple[int, float]:
-        """How many workers of the world before are gone, and the sum of |rest| they had. A collective.
+    def forget_known(self) -> None:
+        """From now on rests change without commits, in an asynchronous mode."""
+        self._known = []
+
+    def count_lost(self, world: World, was_here: bool) -> tuple[int, float | None]:
+        """How many workers of the world before are gone, and the sum of |rest| they had, if known. A collective.
 
         Each time it is run counts for the next: by then this world is the one before.
         """
         row = np.array([self._rank if was_here else -1], dtype=np.int64)
         gone = set(range(self._size)) - set(world.gather("residuals", row)[:, 0].tolist())
-        lost = sum(self._known[rank] for rank in gone) if self._known else 0.0
+        lost = sum(self._known[rank] for rank in gone) if self._known else None
         self._known, self._rank, self._size = [], world.rank, world.size
         return len(gone), lost
 
@@ -212,8 +220,8 @@ class DenseExchange:
                 half = self._halved(flat, shape, world.size)
             else:
                 sent = self.feedback.encode(flat, shape.spans, shape.n, flat[:0])
-        except NonFiniteGradient:
-            mine[4] = 1.0
+        except NonFiniteGradient as error:
+            mine[4], self.not_finite = 1.0, str(error)
             half = torch.zeros(shape.n, dtype=torch.float16)
             sent, _ = message.write(np.empty(0, np.int32), flat[:0], shape.n, "none", flat[:0])
         small = torch.cat([dense.total[at] for at in shape.plain] + [dense.extra])
@@ -256,7 +264,8 @@ class DenseExchange:
         began_s = time.perf_counter()
         wanted = np.concatenate([flat[s.at] + self.feedback.rest[s.at] for s in shape.spans])
         if not np.isfinite(wanted.sum(dtype=np.float64)):
-            raise NonFiniteGradient("the gradients and their residual add up to NaN or infinity")
+            for span in shape.spans:
+                self.feedback.refuse_non_finite(span, flat[span.at])
         half = values.to_half(torch.from_numpy(wanted), torch.float16, n_workers)
         self.feedback.sent(flat, shape.spans, half.to(torch.float32).numpy())
         tensors, sizes = [s.tensor for s in shape.spans], np.array([s.stop - s.start for s in shape.spans])

@@ -24,6 +24,10 @@ from gba_hvd.compression.spec import MIN_ELEMENTS, Spec
 from gba_hvd.errors import BadInput, NonFiniteGradient
 
 
+class NonFiniteResidual(NonFiniteGradient):
+    """What waits is NaN or infinite itself: no gradient that it is added to can be sent any more."""
+
+
 @dataclass(frozen=True)
 class Span:
     """One tensor's elements within a flat array, and within a message."""
@@ -87,7 +91,8 @@ class Feedback:
         """A message with what is sent of these tensors. flat: [n of all], this step's gradients; not changed.
 
         spans, n: as of `spans_of`. plain: [m], what travels with them as it is.
-        Raises NonFiniteGradient, naming the tensor.
+        Raises NonFiniteGradient, naming the tensor and what of it is not finite; NonFiniteResidual where that is the
+        rest, which no later step would mend.
         """
         count, self._next_is_empty = 0, False
         counts: list[int] = []
@@ -95,7 +100,7 @@ class Feedback:
         for span in spans:
             grad, rest, pending = flat[span.at], self.rest[span.at], self._next[span.at]
             if not self.spec.selector:
-                np.add(grad, rest, out=pending)
+                _add(grad, rest, pending)
                 self._values[span.start : span.stop] = pending
                 counts.append(len(grad))
             else:
@@ -105,7 +110,7 @@ class Feedback:
         what = self._values[:count]
         if not self.spec.selector and not np.isfinite(what.sum(dtype=np.float64)):
             for span in spans:
-                self._refuse_non_finite(span.tensor, self._next[span.at])
+                self.refuse_non_finite(span, flat[span.at])
         where = self._places[:count] if self.spec.selector else None
         sent, seen = message.write(where, what, n, self.spec.values, plain)
         if self.spec.selector:
@@ -171,13 +176,13 @@ class Feedback:
     def _select(self, span: Span, grad: np.ndarray, rest: np.ndarray, pending: np.ndarray, done: int) -> int:
         thresholds = self.thresholds
         if thresholds.is_due(span.tensor):
-            np.add(grad, rest, out=pending)
+            _add(grad, rest, pending)
             thresholds.find(span.tensor, pending)
         least = grad.dtype.type(thresholds.least(span.tensor))
         places, values = self._places[done:], self._values[done:]
         n = kernels.add_and_select(grad, rest, least, span.start, pending, places, values, self._size)
         if not np.isfinite(self._size[0]):
-            self._refuse_non_finite(span.tensor, grad + rest)
+            self.refuse_non_finite(span, grad)
         self._next_size += float(self._size[0])
         thresholds.sent(span.tensor, n, len(grad))
         return int(n)
@@ -193,6 +198,22 @@ class Feedback:
             at += count
         self._next_size += float(np.abs(error).sum(dtype=np.float64))
 
-    def _refuse_non_finite(self, tensor: int, values: np.ndarray) -> None:
-        if not np.isfinite(values).all():
-            raise NonFiniteGradient(f"the gradient of {self.names[tensor]} and its residual add up to NaN or infinity")
+    def refuse_non_finite(self, span: Span, grad: np.ndarray) -> None:
+        """Raises if this tensor's gradient and rest are not finite together, and says which of them it is."""
+        name, rest = self.names[span.tensor], self.rest[span.at]
+        if not np.isfinite(rest).all():
+            raise NonFiniteResidual(
+                f"the residual of {name} is not finite, so no gradient of it can be sent any more: go on from the "
+                "newest checkpoint, or without the residual (`clear`)"
+            )
+        if not np.isfinite(grad).all():
+            raise NonFiniteGradient(f"the gradient of {name} is not finite")
+        if not np.isfinite(_add(grad, rest, self._next[span.at])).all():
+            raise NonFiniteGradient(f"the sum of the gradient of {name} and its residual is not finite")
+
+
+def _add(grad: np.ndarray, rest: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """out = grad + rest. What overflows is refused by name, so numpy need not warn of it."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.add(grad, rest, out=out)
+    return out

@@ -10,6 +10,7 @@ import numpy as np
 
 F = TypeVar("F", bound=Callable[..., Any])
 _BLOCK = 4096
+_MOST_SCALE = np.nextafter(np.finfo(np.float32).max / np.float32(127), np.float32(0))  # 127 times it is still a number
 
 
 def _compiled(*signatures: str) -> Callable[[F], F]:
@@ -199,14 +200,23 @@ def read_varints(data: Any, limit: int, keys: Any) -> int:
 
 @_compiled("void(float32[::1], int64, float32[::1], int8[::1])")
 def to_int8(values: Any, chunk: int, scales: Any, out: Any) -> None:
-    """out = values / scale, rounded, with a scale for each chunk that makes its largest 127."""
+    """out = values / scale, rounded, with a scale for each chunk that makes its largest 127.
+
+    Scale NaN: something was not finite.
+    """
+    bits, found = values.view(np.uint32), np.zeros(1, np.uint32)
     for c in range(len(scales)):
         lo = c * chunk
         hi = min(lo + chunk, len(values))
-        largest = np.float32(0)
+        largest = np.uint32(0)
         for i in range(lo, hi):
-            largest = max(largest, abs(values[i]))
-        scale = largest / np.float32(127)
+            largest = max(largest, bits[i] & np.uint32(0x7FFFFFFF))  # bits order as the numbers do, NaN above them all
+        if largest >= np.uint32(0x7F800000):
+            scales[c] = np.float32(np.nan)
+            out[lo:hi] = 0
+            continue
+        found[0] = largest
+        scale = min(found.view(np.float32)[0] / np.float32(127), _MOST_SCALE)
         if scale == 0 or not np.isfinite(np.float32(1) / scale):
             scale = np.float32(0)  # so small that its reciprocal is none
         scales[c] = scale

@@ -1,9 +1,10 @@
 """The dense gradient of one micro-batch, compressed for the servers of other hosts; and how a server reads it.
 
 A push takes its part of the residual along and is final for the worker: what is sent is no longer waiting. A push that
-the servers drop as stale, or lose, takes that part with it, as it takes its samples, which are counted. It is not given
-back: it would come a second time with a newer date than its samples have. A push that is never sent (its gradient is
-not finite) takes nothing.
+the servers drop as stale, or lose, or whose lease was taken away, takes that part with it. Its samples are in the
+account, dropped or computed again; what it took along of earlier gradients is counted nowhere. It is not given back: it
+would come a second time with a newer date than its samples have. A push that is never sent (its gradient is not finite)
+takes nothing.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class DensePush:
     def frames(self, flat: np.ndarray) -> list[Frame]:
         """One for each server. flat: float32 [n], the gradient; it is used up.
 
-        Raises NonFiniteGradient; then nothing is sent.
+        Raises as `Feedback.encode`; then nothing is sent.
         """
         self._decide()
         feedback = self._feedback

@@ -2,6 +2,8 @@
 
     pull   keys by alltoall, rows back by alltoall; asker and owner keep what was lent
     send   gradients by alltoall, before the commit; they are decoded and checked when they arrive, and then held
+    hear   after the commit, with which each worker says what its rows took: all decide alike whether the next step's
+           rows go compressed (`bypass`)
 
 Between the ranks of one host nothing goes through here. What was lent belongs to one step: a step that is computed
 again begins with another `pull`.
@@ -9,18 +11,25 @@ again begins with another `pull`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
 from gba_hvd import kernels
 from gba_hvd.collectives import World
 from gba_hvd.compression import rows as coding
+from gba_hvd.compression.bypass import Bypass, Took
 from gba_hvd.compression.rows import RowCoder
 from gba_hvd.gradients import RowGrad, distinct, pack_by_owner
 from gba_hvd.tables import EmbeddingTables, RemoteRows
 from gba_hvd.traffic import Traffic
+
+
+N_NUMBERS = 3  # of each worker, with each commit: seconds of this step on the wire, beside it, and of the whole step
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,7 @@ class RowExchange:
     """One worker's part in one world.
 
     server: int32 [S], the rank that serves each shard. here: the ranks of this host.
+    compresses: how this step's rows go; where they go as they are, the caller carries them.
     Owns what is lent and borrowed, by rank and group; uses the world, the tables and the worker's coder.
     """
 
@@ -47,6 +57,11 @@ class RowExchange:
         self.coder = coder
         self._lent: dict[int, list[np.ndarray]] = {}
         self._borrowed: dict[int, list[np.ndarray]] = {}
+        self._bypass = Bypass(["rows"], coder.spec.is_forced, "rows of other hosts", "a step's take")
+        self.compresses = self._bypass.tensors_next()[0]
+        self._on_wire_s = 0.0  # all so far
+        self._wire_s = self._rows_s = 0.0  # of this step
+        self._ended_s = time.perf_counter()
 
     def pull(self, keys: Sequence[np.ndarray]) -> None:
         """Fetch rows of other hosts: per group the keys this rank will use next. A collective."""
@@ -80,6 +95,11 @@ class RowExchange:
             _, _, slots = distinct(mine)
             tables.remote[number] = RemoteRows(mine, slots, rows)
 
+    def whole(self, grads: Sequence[RowGrad]) -> list[RowGrad]:
+        """The step's gradients, by group, where they go as they are: with what waited for their rows."""
+        self.coder.begin()
+        return self.coder.whole(grads)
+
     def send(self, grads: Sequence[RowGrad], extra: int) -> dict[int, np.ndarray]:
         """Give back the gradients of what was borrowed; returns what other hosts' ranks gave back, by rank.
 
@@ -102,6 +122,38 @@ class RowExchange:
         """The step is decided: what was not sent of its gradients waits for the rows' next ones."""
         self.coder.settle()
 
+    # --- whether it pays ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """What is done in here is part of what the step's rows take."""
+        began_s, wire_s = time.perf_counter(), self._on_wire_s
+        yield
+        self._rows_s += time.perf_counter() - began_s
+        self._wire_s += self._on_wire_s - wire_s
+
+    def alltoall(self, name: str, words: np.ndarray, splits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The world's, timed."""
+        began_s = time.perf_counter()
+        received = self._world.alltoall(name, words, splits)
+        self._on_wire_s += time.perf_counter() - began_s
+        return received
+
+    def tell(self, numbers: Tensor) -> None:
+        """Before the commit: what this step's rows took here. numbers: [N_NUMBERS * world size], 0 so far"""
+        now = time.perf_counter()
+        mine = numbers[N_NUMBERS * self._world.rank :]
+        mine[0], mine[1], mine[2] = self._wire_s, self._rows_s - self._wire_s, now - self._ended_s
+        self._wire_s, self._rows_s, self._ended_s = 0.0, 0.0, now
+
+    def hear(self, numbers: Tensor) -> None:
+        """After the commit: everybody's numbers."""
+        took = [Took(*row) for row in numbers.reshape(self._world.size, N_NUMBERS).tolist()]
+        decision = self._bypass.saw(self.compresses, took)
+        if decision is not None and decision.changed:
+            self.coder.decisions.append(decision)
+        self.compresses = self._bypass.tensors_next()[0]
+
     # -----------------------------------------------------------------------------------------------------------------
 
     def _given_back(self, rank: int, grads: Sequence[RowGrad]) -> bytes:
@@ -111,9 +163,7 @@ class RowExchange:
     def _swap(self, name: str, messages: dict[int, bytes]) -> _Swapped:
         ranks = range(self._world.size)
         words = [np.frombuffer(messages.get(rank, b""), np.float32) for rank in ranks]
-        received, counts = self._world.alltoall(
-            name, np.concatenate(words), np.array([len(w) for w in words], dtype=np.int64)
-        )
+        received, counts = self.alltoall(name, np.concatenate(words), np.array([len(w) for w in words], dtype=np.int64))
         parts = np.split(received, np.cumsum(counts)[:-1])
         return _Swapped(sum(map(len, messages.values())), {rank: parts[rank].view(np.uint8) for rank in self._far})
 

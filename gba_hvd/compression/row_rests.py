@@ -27,7 +27,7 @@ class RowRests:
         self._dims = list(dims)
         self._keys: list[np.ndarray | None] = [None] * len(dims)  # int64 [slots], -1: free; made when first used
         self._rests: list[np.ndarray] = [np.empty((0, dim), np.float32) for dim in dims]
-        self._pending: list[tuple[int, np.ndarray, np.ndarray]] = []
+        self._pending: list[tuple[int, np.ndarray, np.ndarray | None]] = []  # None: nothing waits for these any more
         self.lost = 0.0  # sum of |rest| of rows that had to make room
 
     def begin(self) -> None:
@@ -36,14 +36,18 @@ class RowRests:
 
     def plus(self, group: int, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
         """values float32 [n, dim] of these rows (int64 [n], distinct), and what waits for them."""
-        known = self._keys[group]
-        if known is None:
-            return values.copy()
-        at = self._slots(group, keys)
-        here = known[at] == keys
-        found = values.copy()
-        found[here] += self._rests[group][at[here]]
+        return self._plus(group, keys, values)[0]
+
+    def taken(self, group: int, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """As `plus`; nothing waits for these rows from now on."""
+        found, here = self._plus(group, keys, values)
+        self._pending.append((group, keys[here], None))
         return found
+
+    def lose(self, group: int, keys: np.ndarray) -> None:
+        """What waits for these rows is forgotten, and counted."""
+        nothing = np.zeros((len(keys), self._dims[group]), np.float32)
+        self.lost += float(np.abs(self.taken(group, keys, nothing)).sum(dtype=np.float64))
 
     def keep(self, group: int, keys: np.ndarray, rests: np.ndarray) -> None:
         """What waits for these rows from now on, float32 [n, dim]."""
@@ -52,6 +56,9 @@ class RowRests:
     def settle(self) -> None:
         """The step is decided."""
         for group, keys, rests in self._pending:
+            if rests is None:
+                self._free(group, keys)
+                continue
             if self._keys[group] is None:
                 self._keys[group] = np.full(1 << self._bits[group], -1, np.int64)
                 self._rests[group] = np.zeros((1 << self._bits[group], self._dims[group]), np.float32)
@@ -63,6 +70,21 @@ class RowRests:
             beaten = known[at] != keys  # two of these rows have one place
             self.lost += float(np.abs(rests[beaten]).sum(dtype=np.float64))
         self._pending.clear()
+
+    def _plus(self, group: int, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """And for which rows something waited, bool [n]."""
+        known, found = self._keys[group], values.copy()
+        if known is None:
+            return found, np.zeros(len(keys), bool)
+        at = self._slots(group, keys)
+        here = known[at] == keys
+        found[here] += self._rests[group][at[here]]
+        return found, here
+
+    def _free(self, group: int, keys: np.ndarray) -> None:
+        known = self._keys[group]
+        if known is not None:
+            known[self._slots(group, keys)] = -1
 
     def _slots(self, group: int, keys: np.ndarray) -> np.ndarray:
         hashed = (keys.astype(np.uint64) * _GOLDEN) >> np.uint64(64 - self._bits[group])

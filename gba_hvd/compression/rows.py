@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from gba_hvd.compression import kernels, message, places, values
+from gba_hvd.compression.bypass import Decision
 from gba_hvd.compression.message import BadMessage
 from gba_hvd.compression.row_rests import RowRests
 from gba_hvd.compression.selection import Thresholds
@@ -55,6 +56,7 @@ class RowCoder:
     """One worker's, or server's, way of writing rows and their gradients. Not thread-safe.
 
     density: by group of tables, the share of gradient elements that was sent last
+    decisions: whether to compress rows, since somebody last looked
     """
 
     def __init__(self, spec: Spec, dims: Sequence[int]) -> None:
@@ -62,6 +64,8 @@ class RowCoder:
         self._selects = bool(spec.selector) and spec.keep < 1
         self._thresholds = Thresholds(spec, len(self._dims))
         self._rests = RowRests(dims)
+        self._selected = np.zeros((len(self._dims), 2), np.int64)  # since `begin`: elements sent, of so many
+        self.decisions: list[Decision] = []
 
     @property
     def density(self) -> list[float]:
@@ -91,6 +95,7 @@ class RowCoder:
     def begin(self) -> None:
         """A step, or a push: `write` follows for each receiver, then `settle` if it is decided."""
         self._rests.begin()
+        self._count_selected()
 
     def write(self, group: int, grad: RowGrad) -> bytes:
         """Gradients for `read`. Columns beyond the row's dimension (a row's number of contributors) travel as they are.
@@ -104,21 +109,27 @@ class RowCoder:
         if not self._selects or not n:
             return message.write(None, rows.reshape(-1), n, self.spec.values, more, self._chunk(dim))[0]
         wanted = self._rests.plus(group, grad.keys, rows)
-        if not np.isfinite(wanted.sum(dtype=np.float64)):
-            wanted = rows
+        if not np.isfinite(wanted.sum(dtype=np.float64)):  # as it is: it is refused where it arrives
+            self._rests.lose(group, grad.keys)
+            return message.write(None, rows.reshape(-1), n, "none", more)[0]
         flat = wanted.reshape(-1)
         thresholds = self._thresholds
         if thresholds.is_due(group):
             thresholds.find(group, flat)
         where = np.flatnonzero(np.abs(flat) >= np.float32(thresholds.least(group))).astype(np.int32)
-        thresholds.sent(group, len(where), n)
+        self._selected[group] += len(where), n
         sent, seen = message.write(where, flat[where], n, self.spec.values, more, self._chunk(dim))
         flat[where] -= seen
         self._rests.keep(group, grad.keys, wanted)
         return sent
 
+    def whole(self, grads: Sequence[RowGrad]) -> list[RowGrad]:
+        """Gradients by group that go as they are, with what waited for their rows. Between `begin` and `settle`."""
+        return [self._with_rest(group, grad) for group, grad in enumerate(grads)] if self._selects else list(grads)
+
     def settle(self) -> None:
         self._rests.settle()
+        self._count_selected()
 
     def give_back(self, group: int, lent: np.ndarray, grad: RowGrad) -> bytes:
         """The gradients of rows that were lent (int64 keys, ascending); those without one stay out.
@@ -147,6 +158,19 @@ class RowCoder:
         if isinstance(present, str):
             raise BadMessage(f"gradients of {n_rows} of {len(lent)} rows: {present}")
         return read(data[_BACK.size + n_where :], lent[present], dim, extra)
+
+    def _count_selected(self) -> None:
+        """Once for each step, however many receivers it had: thresholds age by steps."""
+        for group, (n, of) in enumerate(self._selected.tolist()):
+            if of:
+                self._thresholds.sent(group, n, of)
+        self._selected[:] = 0
+
+    def _with_rest(self, group: int, grad: RowGrad) -> RowGrad:
+        dim = self._dims[group]
+        values = grad.values.copy()
+        values[:, :dim] = self._rests.taken(group, grad.keys, values[:, :dim])
+        return RowGrad(grad.keys, values)
 
     def _chunk(self, dim: int) -> int:
         return values.CHUNK if self._selects else dim

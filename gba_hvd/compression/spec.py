@@ -15,6 +15,7 @@ from gba_hvd.errors import BadInput
 VALUES = ("none", "fp16", "bf16", "int8")
 SELECTORS = ("topk", "dct")
 NAMES = (*VALUES, *SELECTORS)
+_SETTINGS = {"topk": ("keep",), "dct": ("keep", "refresh_every", "drift")}  # of the others: none
 MIN_ELEMENTS = 256  # smaller tensors go dense (as in the public code of DCT)
 
 
@@ -102,11 +103,16 @@ class Compression:
 
     @staticmethod
     def by_name(name: str, **settings: Any) -> Spec:
-        """A compressor by name, for configuration files: `by_name("dct", keep=0.01)`."""
-        if name in VALUES:
-            return Spec(values=name, **settings)
-        if name in SELECTORS:
-            made: Spec = getattr(Compression, name)(**settings)
+        """A compressor by name, for configuration files: `by_name("dct", keep=0.01)`.
+
+        Raises BadInput for a name that is none, and for a setting that this compressor does not have.
+        """
+        if name in NAMES:
+            takes = _SETTINGS.get(name, ())
+            if wrong := [setting for setting in settings if setting not in takes]:
+                has = f"it has {', '.join(takes)}" if takes else "it has none"
+                raise BadInput(f"compressor {name!r} has no setting {wrong[0]!r}: {has}")
+            made: Spec = getattr(Compression, name)(**settings) if name in SELECTORS else Spec(values=name)
             return made
         near = get_close_matches(str(name).lower(), NAMES, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(NAMES)}"

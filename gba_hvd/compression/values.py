@@ -2,7 +2,8 @@
 each chunk of them.
 
 Encoding also returns what the receiver will see, so that the rounding error can stay in the residual. Values beyond
-half precision's range are sent as its largest number; the rest of them waits in the residual too.
+half precision's range are sent as its largest number; the rest of them waits in the residual too. NaN and infinity
+never become numbers: of rows and values that have diverged the receiver sees that they have.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def encode(values: np.ndarray, kind: str, chunk: int = CHUNK) -> tuple[bytes, np.ndarray]:
-    """values: float32 or float64 [n], finite. Returns (bytes, what they decode to, of the same dtype).
+    """values: float32 or float64 [n]. Returns (bytes, what they decode to, of the same dtype).
 
-    chunk: int8, ternary: how many values share a scale.
+    chunk: int8, ternary: how many values share a scale; all of them decode to NaN if one is not finite.
     """
     if kind == "none":
         return values.tobytes(), values
@@ -73,6 +74,6 @@ def n_bytes(kind: str, n: int, dtype: np.dtype, chunk: int = CHUNK) -> int:
 
 
 def to_half(values: torch.Tensor, kind: torch.dtype, n_added: int = 1) -> torch.Tensor:
-    """Rounded to half precision; so that the sum of n_added such tensors cannot leave its range."""
+    """Rounded to half precision; so that the sum of n_added such tensors cannot leave its range. Infinity stays."""
     most = torch.finfo(kind).max / n_added
-    return values.clamp(-most, most).to(kind)
+    return torch.where(values.isinf(), values, values.clamp(-most, most)).to(kind)

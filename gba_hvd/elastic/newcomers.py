@@ -30,7 +30,7 @@ class Newcomers:
     def __init__(self, engine: Engine, state: TrainingState, seat: Seat) -> None:
         self._engine, self._state, self._seat = engine, state, seat
         self._met: list[tuple[Joined, World]] = []  # by the background thread, for the training thread
-        self._gone: list[tuple[int, float]] = []  # the same: workers that are gone, and the residuals they had
+        self._gone: list[tuple[int, float | None]] = []  # the same: workers that are gone, and the residuals they had
 
     def watch(self, number: int = 0) -> None:
         """An asynchronous mode is on: from now on the world is formed anew beside the training.

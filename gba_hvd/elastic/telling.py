@@ -33,10 +33,11 @@ def world_formed(engine: Engine, joined: Joined, before: int | None, residuals_m
         engine.emit(event)
 
 
-def residuals_lost(engine: Engine, n_workers: int, lost: float) -> None:
-    """What workers that are gone had not sent yet, if any are; lost: the sum of |residual| that is known."""
+def residuals_lost(engine: Engine, n_workers: int, lost: float | None) -> None:
+    """What workers that are gone had not sent yet, if any are; lost: the sum of |residual|, if known."""
     if n_workers:
-        text = f"{_count(n_workers, 'worker')} took gradients along that were not sent; known is {lost:.3g} of |g|"
+        known = "how much is not known" if lost is None else f"{lost:.3g} of |g|"
+        text = f"{_count(n_workers, 'worker')} took gradients along that were not sent: {known}"
         engine.emit(Event("residual_lost", engine.step, text, {"workers": n_workers, "residual": lost}))
 
 
@@ -53,6 +54,8 @@ def ended(engine: Engine, status: str, error: BaseException | None) -> None:
 
 
 def _settings(engine: Engine) -> dict[str, Any]:
+    """What describes the run. Nothing that changes while it goes on: MLflow keeps the first value of a parameter."""
+    of_the_mode = {"mode": "allreduce"} if engine.switching is None else engine.switching.describe()
     return {
         "tables": {t.name: [t.n_rows, t.dim] for t in engine.tables.layout.tables},
         "n_shards": engine.tables.layout.n_shards,
@@ -60,6 +63,10 @@ def _settings(engine: Engine) -> dict[str, Any]:
         "micro_batch": engine.micro_batch,
         "optimizer": type(engine.optimizer).__name__,
         "row_optimizer": repr(engine.tables.optimizer),
+        "row_average": engine.row_average,
+        "compression": "none" if engine.compression is None else engine.compression.spec.exactly,
+        "row_compression": engine.row_compression.exactly,
+        **{name: value for name, value in of_the_mode.items() if value is not None},
     }
 
 

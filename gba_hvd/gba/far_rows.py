@@ -1,25 +1,34 @@
-"""Rows of other hosts, pulled from their servers before a micro-batch begins. Those of this host are read in place."""
+"""Rows of other hosts, pulled from their servers before a micro-batch begins. Those of this host are read in place.
+
+Whether they are compressed is decided for each server by how long its answers take (`bypass`), and holds for the
+gradients of its rows as well.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 
 from gba_hvd.collectives import worker_lost
 from gba_hvd.compression import row_push
+from gba_hvd.compression.bypass import Bypass, Took
 from gba_hvd.compression.message import BadMessage
 from gba_hvd.compression.rows import RowCoder, write_keys
 from gba_hvd.gba.answers import answer_of
 from gba_hvd.gba.session import Session, compressor_of
 from gba_hvd.gradients import distinct
-from gba_hvd.ps.client import Client
+from gba_hvd.ps.client import Client, Reply
 from gba_hvd.ps.protocol import PullRows
+from gba_hvd.shard.layout import Layout
 from gba_hvd.tables import EmbeddingTables, RemoteRows
 
 
 class FarRows:
-    """One worker's. Tells the tables which shards are local.
+    """One worker's. Tells the tables which shards are local. Belongs to the thread that fetches, all but `are_coded`.
 
     are_there: some shard is on another host than this worker
     """
@@ -29,11 +38,18 @@ class FarRows:
     ) -> None:
         self._session, self._tables, self._client = session, tables, client
         self._shard_server = np.array(session.shard_servers, dtype=np.int32)
-        at_home = ~np.array(session.far_from(host))[self._shard_server]
+        is_far = session.far_from(host)
+        at_home = ~np.array(is_far)[self._shard_server]
         self.are_there = not bool(at_home.all())
         self._coder = coder if self.are_there else None
+        self._ways = [_Way(s, coder) if far and coder is not None else None for s, far in enumerate(is_far)]
         tables.local = at_home if self.are_there else None
         tables.remote = [None] * len(tables.layout.groups)
+
+    def are_coded(self, server: int) -> bool:
+        """Its rows travel compressed, as of now. From any thread."""
+        way = self._ways[server]
+        return way is not None and way.is_coded
 
     def fetch(self, keys: Sequence[np.ndarray], whole: bool) -> list[RemoteRows | None]:
         """Per group the keys that will be used next; what is local among them is left out.
@@ -44,37 +60,77 @@ class FarRows:
             return [None] * len(keys)
         assert self._tables.local is not None
         layout, local = self._tables.layout, self._tables.local
-        far = [distinct(k[~local[k % layout.n_shards]]) for k in keys]
-        if self._coder is not None and not whole:
-            return self._fetch_compressed([np.sort(wanted) for wanted, _, _ in far], self._coder)
-        owners = [self._shard_server[wanted % layout.n_shards] for wanted, _, _ in far]
-        replies = {}
-        for s in range(len(self._session.servers)):
-            asked = [np.ascontiguousarray(w[o == s]) for (w, _, _), o in zip(far, owners, strict=True)]
-            if any(map(len, asked)):
-                replies[s] = self._client.send(s, PullRows(self._session.generation), asked, pull=True)
-        rows = [np.empty((len(w), g.dim), np.float32) for (w, _, _), g in zip(far, layout.groups, strict=True)]
-        for s, future in replies.items():
-            frames = answer_of(future).frames
-            for number, group in enumerate(layout.groups):
-                rows[number][owners[number] == s] = np.frombuffer(frames[number], np.float32).reshape(-1, group.dim)
-        return [RemoteRows(wanted, slots, values) for (wanted, _, slots), values in zip(far, rows, strict=True)]
-
-    def _fetch_compressed(self, wanted: list[np.ndarray], coder: RowCoder) -> list[RemoteRows | None]:
-        layout = self._tables.layout
+        wanted = [np.sort(distinct(k[~local[k % layout.n_shards]])[0]) for k in keys]
         owners = [self._shard_server[w % layout.n_shards] for w in wanted]
-        replies = {}
+        asked = []
         for s in range(len(self._session.servers)):
-            asked = [w[o == s] for w, o in zip(wanted, owners, strict=True)]
-            if any(map(len, asked)):
-                body = PullRows(self._session.generation, compressor_of(coder.spec))
-                replies[s] = asked, self._client.send(s, body, list(map(write_keys, asked)), pull=True)
+            mine = [np.ascontiguousarray(w[o == s]) for w, o in zip(wanted, owners, strict=True)]
+            if any(map(len, mine)):
+                asked.append(self._ask(s, mine, whole))
         rows = [np.zeros((len(w), g.dim), np.float32) for w, g in zip(wanted, layout.groups, strict=True)]
-        for s, (asked, future) in replies.items():
-            try:
-                found = row_push.take(answer_of(future).frames, asked, coder, layout)
-            except BadMessage as error:
-                raise worker_lost(f"server {s} sent rows that are none: {error}") from error
-            for number, part in enumerate(found):
-                rows[number][owners[number] == s] = part
+        for one in asked:
+            for number, part in enumerate(self._take(one, layout)):
+                rows[number][owners[number] == one.server] = part
         return [RemoteRows(w, distinct(w)[2], r) for w, r in zip(wanted, rows, strict=True)]
+
+    def _ask(self, server: int, keys: list[np.ndarray], whole: bool) -> _Asked:
+        began_s, coder = time.perf_counter(), self._coder
+        is_coded = self.are_coded(server) and not whole
+        compressor, frames = None, list[Any](keys)
+        if is_coded and coder is not None:
+            compressor, frames = compressor_of(coder.spec), list(map(write_keys, keys))
+        asked = _Asked(server, keys, is_coded, None if whole else self._ways[server])
+        asked.codec_s = time.perf_counter() - began_s
+        asked.answer = self._client.send(server, PullRows(self._session.generation, compressor), frames, pull=True)
+        asked.answer.add_done_callback(asked.came)
+        return asked
+
+    def _take(self, asked: _Asked, layout: Layout) -> list[np.ndarray]:
+        """float32 [n, dim] of each group."""
+        assert asked.answer is not None
+        frames = answer_of(asked.answer).frames
+        began_s = time.perf_counter()
+        if not asked.is_coded or self._coder is None:
+            found = [
+                np.frombuffer(f, np.float32).reshape(-1, g.dim) for f, g in zip(frames, layout.groups, strict=True)
+            ]
+        else:
+            try:
+                found = row_push.take(frames, asked.keys, self._coder, layout)
+            except BadMessage as error:
+                raise worker_lost(f"server {asked.server} sent rows that are none: {error}") from error
+        if asked.way is not None:
+            wire_s = asked.wire_s or began_s - asked.sent_s  # who waits may be told before `came` is
+            asked.way.took(asked.is_coded, wire_s, asked.codec_s + time.perf_counter() - began_s)
+        return found
+
+
+class _Asked:
+    """A request for rows. wire_s: until its answer came; codec_s: writing and reading it."""
+
+    def __init__(self, server: int, keys: list[np.ndarray], is_coded: bool, way: _Way | None) -> None:
+        self.server, self.keys, self.is_coded, self.way = server, keys, is_coded, way
+        self.answer: Future[Reply] | None = None
+        self.codec_s = self.wire_s = 0.0
+        self.sent_s = time.perf_counter()
+
+    def came(self, _: Future[Reply]) -> None:
+        self.wire_s = time.perf_counter() - self.sent_s
+
+
+class _Way:
+    """How rows of one server of another host travel. is_coded: compressed, as of now"""
+
+    def __init__(self, server: int, coder: RowCoder) -> None:
+        self._coder = coder
+        self._bypass = Bypass(["rows"], coder.spec.is_forced, f"rows of server {server}", "a request takes")
+        self.is_coded = self._bypass.tensors_next()[0]
+        self._before_s = time.perf_counter()
+
+    def took(self, coded: bool, wire_s: float, codec_s: float) -> None:
+        now = time.perf_counter()
+        decision = self._bypass.saw(coded, [Took(wire_s, codec_s, now - self._before_s)])
+        self._before_s = now
+        if decision is not None and decision.changed:
+            self._coder.decisions.append(decision)
+        self.is_coded = self._bypass.tensors_next()[0]

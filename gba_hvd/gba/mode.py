@@ -12,7 +12,7 @@ import numpy as np
 
 from gba_hvd.collectives import World, worker_lost
 from gba_hvd.compression.exchange import DenseExchange
-from gba_hvd.compression.feedback import Feedback
+from gba_hvd.compression.feedback import Feedback, NonFiniteResidual
 from gba_hvd.compression.push import Frame
 from gba_hvd.compression.rows import RowCoder
 from gba_hvd.errors import GbaError, NonFiniteGradient
@@ -72,7 +72,9 @@ class GbaMode:
         self._far_rows = FarRows(session, host, tables, self.client, row_coder)
         self._values = DenseValues(session, worker, self._parts, dense, self.client, compression)
         coder = row_coder if self._far_rows.are_there else None
-        self.outgoing = Outgoing(session, host, self._parts, tables.layout, compression, coder)
+        self.outgoing = Outgoing(
+            session, host, self._parts, tables.layout, compression, coder, self._far_rows.are_coded
+        )
         self._under_way = UnderWay(self.client, timeout_s, self.contact.hear)
 
     def start(self) -> None:
@@ -156,11 +158,14 @@ class GbaMode:
     def push(
         self, lease: GivenLease, rows: Sequence[Sequence[RowGrad]], loss: float | None, seconds: float, refused: str,
         drop: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> str:  # fmt: skip
         """Send the gradients of one micro-batch (dense ones from `dense.flat`) to the servers, and go on.
 
         refused: what was not finite; then nothing is sent but that. drop: lose it, as a fault would.
         Waits only while `MAX_UNDER_WAY` earlier pushes are on the way.
+
+        Returns what is not finite with the residual added, and is still to be told, or nothing. Raises
+        NonFiniteResidual when the residual itself is not finite: every push of this worker would be refused.
         """
         self._raise_failure()
         if not self._under_way.begin():
@@ -168,29 +173,37 @@ class GbaMode:
             raise self._took_nothing()
         if drop:
             self._under_way.end()
-            return
+            return ""
         done = Done(self.worker, self.session.generation, lease.micro, lease.serial, loss, seconds, refused)
         if refused:
             self._under_way.report(done)
-            return
+            return ""
         try:
             dense = self._dense_frames()
-            frames = [[d.data, m] for d, m in zip(dense, self.outgoing.rows(rows), strict=True)]
+            row_messages = self.outgoing.rows(rows)
+            frames = [[d.data, message] for d, (message, _) in zip(dense, row_messages, strict=True)]
         except NonFiniteGradient as error:  # with its residual, which stays
-            done = Done(self.worker, done.generation, done.micro, done.serial, loss, seconds, str(error))
+            why = f"worker of rank {self.contact.rank}, micro-batch {lease.micro}: {error}"
+            if isinstance(error, NonFiniteResidual):
+                self._under_way.end()
+                raise NonFiniteResidual(why) from error
+            log.warning("%s; nothing of it is sent, and the residual stays", why)
+            what = str(error).removesuffix(" is not finite")
+            done = Done(self.worker, done.generation, done.micro, done.serial, loss, seconds, what)
             self._under_way.report(done)
-            return
+            return what
         if self.saved_residual is not None and self.outgoing.has_residual:
             frames[self.own_server].append(self.saved_residual.rest.copy())
         answered = self._under_way.answers(len(frames), done)
         for s, (sent, part) in enumerate(zip(dense, frames, strict=True)):
             body = Push(
                 self.worker, done.generation, done.micro, done.serial, self._values.steps[s], sent.coded,
-                self.outgoing.rows_are_coded(s), sent.whole,
+                row_messages[s][1], sent.whole,
             )  # fmt: skip
             future = self.client.send(s, body, part)
             self.outgoing.was_sent(future, s, sent)
             future.add_done_callback(answered)
+        return ""
 
     def _dense_frames(self) -> list[Frame]:
         """For each server its dense slice. Raises NonFiniteGradient."""

@@ -6,9 +6,10 @@ worker's residuals, and is settled here: a push is final for the worker, whateve
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -30,12 +31,13 @@ class Outgoing:
     """One worker's. Belongs to the training thread, all but `rows`, which threads that share a replica call at once.
 
     slim: what rule "dana_slim" does to gradients before they are sent.
-    compression: None where no server is on another host; row_coder: where no shard is
+    compression: None where no server is on another host; row_coder: where no shard is. rows_are_coded: whether rows of
+    a server travel compressed, as of now
     """
 
     def __init__(
         self, session: Session, host: int, parts: DenseParts, layout: Layout, compression: DenseExchange | None,
-        row_coder: RowCoder | None,
+        row_coder: RowCoder | None, rows_are_coded: Callable[[int], bool],
     ) -> None:  # fmt: skip
         self._session, self._parts, self._layout = session, parts, layout
         self._shard_server = np.array(session.shard_servers, dtype=np.int32)
@@ -44,7 +46,7 @@ class Outgoing:
         self._coded: DensePush | None = None
         if compression is not None:
             self._coded = DensePush(compression.feedback, parts.tensors, self._is_far)
-        self._row_coder, self._row_coding = row_coder, threading.Lock()
+        self._row_coder, self._row_coding, self._rows_are_coded = row_coder, threading.Lock(), rows_are_coded
         self.slim: SlimWorker | None = None
 
     @property
@@ -52,26 +54,27 @@ class Outgoing:
         """Dense gradients are not always sent whole."""
         return self._coded is not None
 
-    def rows_are_coded(self, server: int) -> bool:
-        return self._row_coder is not None and self._is_far[server]
-
     def dense(self, flat: np.ndarray, step: int) -> list[Frame]:
         """For each server its part. flat: float32 [n], the gradient, computed with the values of `step`.
 
-        Raises NonFiniteGradient.
+        Raises as `Feedback.encode`; then this worker's residual and momentum are as they were.
         """
-        if self.slim is not None:
-            flat = self.slim.outgoing(flat, step)
-        if self._coded is None:
-            return [Frame(part) for part in self._parts.split(flat)]
-        frames = self._coded.frames(flat.copy())
-        if self._compression is not None:
-            self._compression.decisions += self._coded.decisions
-            self._coded.decisions.clear()
+        slim = copy.copy(self.slim)  # its arrays are never written, only replaced
+        if slim is not None:
+            flat = slim.outgoing(flat, step)
+        coded = self._coded
+        frames = [Frame(part) for part in self._parts.split(flat)] if coded is None else coded.frames(flat.copy())
+        self.slim = slim
+        if coded is not None and self._compression is not None:
+            self._compression.decisions += coded.decisions
+            coded.decisions.clear()
         return frames
 
-    def rows(self, rows: Sequence[Sequence[RowGrad]]) -> list[Any]:
-        """For each server its row message. rows: by group, of the tables of one micro-batch."""
+    def rows(self, rows: Sequence[Sequence[RowGrad]]) -> list[tuple[Any, bool]]:
+        """For each server its row message, and whether that is compressed.
+
+        rows: by group, of the tables of one micro-batch
+        """
         contributors = self._session.row_average == "contributors"
         grads = []
         for group, parts in zip(self._layout.groups, rows, strict=True):
@@ -79,14 +82,19 @@ class Outgoing:
             grad = merge([(part, 1.0) for part in parts]) if parts else none
             grads.append(with_contributors(grad) if contributors else grad)
         message, words = pack_by_owner(grads, self._shard_server, len(self._session.servers))
-        messages: list[Any] = np.split(message, np.cumsum(words)[:-1])
-        if self._row_coder is not None:
+        messages: list[tuple[Any, bool]] = [(part, False) for part in np.split(message, np.cumsum(words)[:-1])]
+        coder, widths = self._row_coder, [grad.values.shape[1] for grad in grads]
+        if coder is not None:
             with self._row_coding:  # threads that share a replica share its residuals
-                self._row_coder.begin()
+                coder.begin()
                 for s in np.flatnonzero(self._is_far):
-                    own = unpack(messages[s], [g.values.shape[1] for g in grads])
-                    messages[s] = row_push.pack(own, self._row_coder)
-                self._row_coder.settle()  # as with dense gradients: what is sent is final, whatever becomes of the push
+                    own = unpack(messages[s][0], widths)
+                    if self._rows_are_coded(int(s)):
+                        messages[s] = row_push.pack(own, coder), True
+                    else:
+                        whole, _ = pack_by_owner(coder.whole(own), np.zeros_like(self._shard_server), 1)
+                        messages[s] = whole, False
+                coder.settle()  # as with dense gradients: what is sent is final, whatever becomes of the push
         return messages
 
     def was_sent(self, future: Future[Reply], server: int, frame: Frame) -> None:

@@ -132,7 +132,7 @@ def _settings(engine: Engine) -> dict[str, object]:
         "dense parameters": engine.dense.n,
         "row_average": engine.row_average,
         "compression": "none" if engine.compression is None else engine.compression.spec.exactly,
-        "row_compression": str(engine.row_compression),
+        "row_compression": engine.row_compression.exactly,
         "CheckpointCallback": None if engine.checkpoints is None else engine.checkpoints.callback.url,
         "GBACallback": None if engine.switching is None else engine.switching.agreed,
     }

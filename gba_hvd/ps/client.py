@@ -32,11 +32,9 @@ _RESEND_MOST_S = 8.0
 _TRY_AGAIN_S = 0.2  # after a server said: later
 _BEAT_S = 0.3
 _POLL_S = 0.1
-# What the frames behind a header are, in the words of `traffic`; the last word counts for all that follow. "": they go
-# to a server of this host only, and are no traffic.
+# What the frames behind a header are, in the words of `traffic`; the last word counts for all that follow.
 _KINDS = {
-    ("sent", "Push"): ("dense", "rows", ""),
-    ("sent", "Residual"): ("",),
+    ("sent", "Push"): ("dense", "rows"),
     ("received", "PullDense"): ("dense",),
     ("sent", "PullRows"): ("header",),
     ("received", "PullRows"): ("rows",),
@@ -238,7 +236,7 @@ class Client:
             sockets[request.server, request.pull].send_multipart(request.message, flags=zmq.DONTWAIT, copy=False)
         except zmq.Again:
             return  # the queue is full: sent again later
-        self._count("sent", request.what, request.message)
+        self._count("sent", request.server, request.what, request.message)
 
     def _take(self, pending: dict[int, _Pending], server: int, frames: list[Any]) -> None:
         try:
@@ -261,17 +259,16 @@ class Client:
             asked.resend_s = time.monotonic() + _TRY_AGAIN_S  # `_look_after` sends it
             return
         del pending[envelope.number]
-        self._count("received", asked.what, frames)
+        self._count("received", server, asked.what, frames)
         asked.answer(Reply(body, frames[1:]))
 
-    def _count(self, direction: str, request: str, frames: Sequence[Any]) -> None:
-        if self.traffic is None:
+    def _count(self, direction: str, server: int, request: str, frames: Sequence[Any]) -> None:
+        if self.traffic is None or self.servers[server].host == self._here:  # through memory
             return
         kinds = _KINDS.get((direction, request), ())
         for i, frame in enumerate(frames):
             kind = kinds[min(i, len(kinds)) - 1] if i and kinds else "header"
-            if kind:
-                self.traffic.count(direction, kind, memoryview(frame).nbytes)
+            self.traffic.count(direction, kind, memoryview(frame).nbytes)
 
     def _look_after(self, sockets: dict[tuple[int, bool], Any], pending: dict[int, _Pending], now: float) -> None:
         cannot_start: dict[int, str] = {}

@@ -20,10 +20,10 @@ REFUSED = "job/micro_batches_refused"
 REISSUED = "job/micro_batches_reissued"
 _COUNTS = {"dropped": DROPPED, "lost": LOST, "refused": REFUSED, "reissued": REISSUED}
 ROUNDS = {
-    "rounds_per_s": "job/rounds_per_s",  # of workers that keep replicas of the dense parameters; recent ones
+    "rounds_per_s": "job/rounds_per_s",  # of workers that keep replicas of the dense parameters
     "seconds_per_round": "job/seconds_per_round",
     "steps_per_round": "job/local_steps_per_round",
-    "spread": "job/spread_of_replicas",  # RMS distance from what they were pulled to
+    "spread": "job/spread_of_replicas",  # RMS distance, see `gba_hvd.rounds.RoundsTold`
     "rounds_dropped": "job/rounds_dropped",  # so far
 }
 _PACE = "job/ms_per_micro_batch/rank_"

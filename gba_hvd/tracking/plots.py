@@ -1,4 +1,4 @@
-"""The pictures a run ends with: learning curves, throughput with modes and changes marked, workers, staleness."""
+"""The pictures a run ends with: learning curves, throughput with modes and changes marked, workers, rounds, delays."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def mode_spans(points: Sequence[Point], events: Sequence[Record]) -> list[Span]:
 def draw_plots(history: History, events: Sequence[Record], title: str, folder: Path, form: str = "png") -> list[Path]:
     """Write the pictures there is something to show in, as `png` or `svg`. Needs matplotlib.
 
-    learning_curves, throughput; in runs that measured it also workers (their pace) and staleness
+    learning_curves, throughput; in runs that measured it also workers (their pace), rounds of replicas and staleness
     """
     drawn: list[tuple[str, bool, Callable[[Path], Path]]] = [
         (
@@ -90,6 +90,7 @@ def draw_plots(history: History, events: Sequence[Record], title: str, folder: P
         ),
         ("throughput", bool(history.get(THROUGHPUT)), lambda file: _throughput(history, events, title, file)),
         ("workers", bool(_paces(history)), lambda file: _workers(history, events, title, file)),
+        ("rounds", bool(_told_of(history, _ROUNDS)), lambda file: _rounds(history, events, title, file)),
         (
             "staleness",
             bool(history.get(gauges.STALENESS_MEAN) or last_staleness(events)),
@@ -158,22 +159,22 @@ def _workers(history: History, events: Sequence[Record], title: str, file: Path)
     return _save(figure, axes, file)
 
 
+def _rounds(history: History, events: Sequence[Record], title: str, file: Path) -> Path:
+    panels = _told_of(history, _ROUNDS)
+    figure, axes = _figure(title, rows=len(panels))
+    for axis, panel in zip(axes, panels, strict=True):
+        _over_time(axis, panel, history)
+    _shade_modes(axes, history, events)
+    _mark_events(axes, events)
+    _legend_above(axes[0])
+    return _save(figure, axes, file)
+
+
 def _staleness(history: History, events: Sequence[Record], title: str, file: Path) -> Path:
-    histogram = last_staleness(events)
-    over_time = [named for named in _OVER_TIME if any(_is_told(history, key) for key in named.lines)]
-    figure, axes = _figure(title, rows=len(over_time) + bool(histogram), shared=False)
-    for axis, named in zip(axes, over_time, strict=False):
-        for number, (key, label) in enumerate(named.lines.items()):
-            if _is_told(history, key):
-                steps, values = _xy(history[key])
-                axis.plot(
-                    steps, values, color=_COLOURS[number], linewidth=1.4, label=label,
-                    drawstyle="steps-post" if named.counts else "default",
-                )  # fmt: skip
-        axis.set_ylabel(named.label)
-        axis.set_ylim(bottom=0)
-        axis.yaxis.get_major_locator().set_params(integer=named.counts)
-        axis.yaxis.set_major_formatter("{x:,.0f}" if named.counts else "{x:,.1f}")
+    histogram, panels = last_staleness(events), _told_of(history, _DELAYS)
+    figure, axes = _figure(title, rows=len(panels) + bool(histogram), shared=False)
+    for axis, panel in zip(axes, panels, strict=False):
+        _over_time(axis, panel, history)
         _shade_modes([axis], history, events)
         _legend_above(axis)
         axis.set_xlabel("global step")
@@ -189,15 +190,40 @@ def _staleness(history: History, events: Sequence[Record], title: str, file: Pat
 @dataclass(frozen=True)
 class _Panel:
     label: str
-    lines: Mapping[str, str]
-    counts: bool  # so far in the job
+    lines: Mapping[str, str | None]  # gauge: what the legend calls it
+    counts: bool = False  # so far in the job
+    form: str = "{x:,.1f}"  # of what does not count
 
 
-_OVER_TIME = (
-    _Panel("staleness (steps)", {gauges.STALENESS_MEAN: "mean", gauges.STALENESS_MAX: "largest"}, counts=False),
+_DELAYS = (
+    _Panel("staleness (steps)", {gauges.STALENESS_MEAN: "mean", gauges.STALENESS_MAX: "largest"}),
     _Panel("samples so far", {gauges.DROPPED: "dropped", gauges.LOST: "lost"}, counts=True),
     _Panel("micro-batches so far", {gauges.REFUSED: "refused", gauges.REISSUED: "handed out again"}, counts=True),
 )
+_ROUNDS = (
+    _Panel("rounds/s", {gauges.ROUNDS["rounds_per_s"]: None}),
+    _Panel("local steps a round", {gauges.ROUNDS["steps_per_round"]: None}),
+    _Panel("spread of replicas", {gauges.ROUNDS["spread"]: None}, form="{x:.1e}"),
+    _Panel("rounds dropped so far", {gauges.ROUNDS["rounds_dropped"]: None}, counts=True),
+)
+
+
+def _told_of(history: History, panels: Sequence[_Panel]) -> list[_Panel]:
+    return [panel for panel in panels if any(_is_told(history, key) for key in panel.lines)]
+
+
+def _over_time(axis: Any, panel: _Panel, history: History) -> None:
+    for number, (key, label) in enumerate(panel.lines.items()):
+        if _is_told(history, key):
+            steps, values = _xy(history[key])
+            axis.plot(
+                steps, values, color=_COLOURS[number], linewidth=1.4, label=label,
+                drawstyle="steps-post" if panel.counts else "default",
+            )  # fmt: skip
+    axis.set_ylabel(panel.label)
+    axis.set_ylim(bottom=0)
+    axis.yaxis.get_major_locator().set_params(integer=panel.counts)
+    axis.yaxis.set_major_formatter("{x:,.0f}" if panel.counts else panel.form)
 
 
 def _is_told(history: History, key: str) -> bool:

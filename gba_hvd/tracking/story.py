@@ -13,6 +13,7 @@ from statistics import harmonic_mean
 from typing import Any
 
 from gba_hvd.errors import BadInput
+from gba_hvd.tracking import bytes_told
 from gba_hvd.tracking.plots import MODE, THROUGHPUT, Span, last_staleness, mode_spans
 from gba_hvd.tracking.records import Point, Record, merge_events
 from gba_hvd.tracking.recoveries import (
@@ -206,6 +207,13 @@ def as_json(story: Story) -> dict[str, Any]:
         "switches": [{"step": e.get("step"), **e.get("data", {})} for e in story.events_of("switch")],
         "checkpoints": story.checkpoints,
         "recoveries": story.recoveries,
+        "bytes": [
+            {"mode": mode, "kind": kind, **n_bytes}
+            for (mode, kind), n_bytes in bytes_told.bytes_by_mode(story.events).items()
+        ],
+        "density": bytes_told.density(story.events),
+        "row_density": bytes_told.row_density(story.events),
+        "compression": [vars(one) for one in bytes_told.decisions(story.events)],
         "last": {key: points[-1].value for key, points in story.history.items() if points},
         "params": dict(story.params),
     }  # fmt: skip

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from ctr.config import JobConfig, load
-from gba_hvd import GBACallback
+from gba_hvd import Compression, GBACallback
+from gba_hvd.compression import Spec
 from gba_hvd.errors import BadInput
 from recovery.callback import CheckpointCallback
 
@@ -58,6 +59,22 @@ def test_the_command_line_beats_the_file_and_the_file_beats_the_defaults(tmp_pat
         ("train.epochs=0", r"train\.epochs: must be positive, got 0"),
         ("model.dropout=1", r"model\.dropout: must be in \[0, 1\), got 1\.0"),
         ("train.row_average=local", r"train\.row_average: expected one of global, contributors, got 'local'"),
+        ("switching.rule=dana_zer", r"switching: rule 'dana_zer' is not known: did you mean 'dana_zero'\?"),
+        ("switching={mode: shadow, rule: dana_zero}", r"switching: mode 'shadow' uses no rule, got 'dana_zero'"),
+        ("compression=dtc", r"compression: compressor 'dtc' is not known: did you mean 'dct'\?"),
+        ("row_compression={name: int9}", r"row_compression: compressor 'int9' is not known: did you mean 'int8'\?"),
+        ("compression=5", r"compression: expected a section with name, keep, refresh_every, values, got 5"),
+        ("compression={name: dct, kep: 0.1}", r"compression\.kep: no such setting; did you mean compression\.keep\?"),
+        ("compression={name: dct, keep: 2}", r"compression: keep is the share of elements that is sent"),
+        ("compression={name: dct, keep: few}", r"compression\.keep: expected a number, got 'few'"),
+        ("row_compression={name: int8, keep: 0.1}", r"row_compression: keep belongs to topk and dct, but name is int8"),
+        (
+            "compression={name: topk, refresh_every: 5}",
+            r"compression: refresh_every belongs to dct, but name is topk",
+        ),
+        ("compression={name: dct, refresh_every: 0}", r"compression: refresh_every is a number of steps, at least 1"),
+        ("compression={name: int8, values: fp16}", r"compression: int8 and then fp16: chain a selector"),
+        ("compression={name: topk, values: dct}", r"compression: .*: chain a selector"),
         ("switching.mode=gbaa", r"switching: mode 'gbaa' is not known: did you mean 'gba'\?"),
         ("switching.tolerance=-1", r"switching: tolerance must be"),
         ("switching.leave_gain=9", r"switching: leave_gain must be"),
@@ -117,6 +134,43 @@ def test_a_section_with_nothing_but_a_mode_has_the_defaults_of_the_callback(tmp_
     assert switching is not None
     ours, default = switching.callback(), GBACallback()
     assert (ours.describe(), ours.options) == (default.describe(), default.options)
+
+
+def test_a_rule_is_part_of_the_switching(tmp_path: Path) -> None:
+    path = file_with(tmp_path, "switching: {mode: async, rule: dana_zero}\n")
+    for overrides, rule in (([], "dana_zero"), (["switching.rule=gap_aware"], "gap_aware")):
+        switching = load(path, overrides).switching
+        assert switching is not None
+        assert switching.callback().rule == rule
+
+
+def test_a_job_that_says_nothing_compresses_nothing(tmp_path: Path) -> None:
+    config = load(file_with(tmp_path, "name: test"))
+    assert config.compression.spec().is_none
+    assert config.row_compression.spec().is_none
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("int8", Compression.int8),
+        ("{name: bf16}", Compression.bf16),
+        ("topk", Compression.topk()),
+        ("{name: topk, keep: 1e-3}", Compression.topk(keep=0.001)),
+        ("dct", Compression.dct()),
+        (
+            "{name: dct, keep: 0.02, refresh_every: 50, values: int8}",
+            Compression.dct(keep=0.02, refresh_every=50).then(Compression.int8),
+        ),
+    ],
+)
+@pytest.mark.parametrize("what", ["compression", "row_compression"])
+def test_compressors_are_read_from_the_file_and_the_command_line(
+    tmp_path: Path, what: str, text: str, spec: Spec
+) -> None:
+    given = load(file_with(tmp_path, f"{what}: {text}\n")), load(file_with(tmp_path, ""), [f"{what}={text}"])
+    for config in given:
+        assert getattr(config, what).spec() == spec
 
 
 def test_a_job_without_the_section_is_never_saved(tmp_path: Path) -> None:

@@ -118,6 +118,21 @@ def test_the_plan_of_an_automatic_job_says_when_it_would_change(tmp_path: Path) 
     assert "each for 7 steps" in text
 
 
+def test_the_plan_says_how_gradients_and_rows_travel_and_which_rule_they_meet(tmp_path: Path) -> None:
+    assert "compress" not in plan(config(tmp_path), None)
+    settings = ["switching={mode: async, rule: gap_aware}", "row_compression=int8"]
+    assert modes_of(plan(config(tmp_path, *settings), None)) == [
+        "async",
+        "gradients that come late: rule gap_aware",
+        "rows between hosts: int8",
+    ]
+    both = plan(config(tmp_path, *settings, "compression={name: topk, keep: 0.1}"), None)
+    assert both.splitlines()[-2:] == [
+        "compress  dense gradients: topk(keep=0.1)",
+        "          rows between hosts: int8",
+    ]
+
+
 def test_planned_faults_are_part_of_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config(tmp_path)
     faults = tmp_path / "faults.json"

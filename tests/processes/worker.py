@@ -160,7 +160,7 @@ def stop_rounds(self: Rounds, together: bool = False, timeout_s: float = 10.0) -
 Rounds.stop = stop_rounds  # type: ignore[method-assign]
 
 
-def push(self: GbaMode, lease: Any, rows: Any, loss: Any, seconds: float, refused: str, drop: bool = False) -> None:
+def push(self: GbaMode, lease: Any, rows: Any, loss: Any, seconds: float, refused: str, drop: bool = False) -> str:
     die("before push", state.epoch)
     die("before push of step", lease.token)
     wait_for_planned_kill(lease.micro)
@@ -169,7 +169,7 @@ def push(self: GbaMode, lease: Any, rows: Any, loss: Any, seconds: float, refuse
     note(push=lease.micro, serial=lease.serial, token=lease.token, epoch=state.epoch, rank=state.world.rank,
          refused=refused, drop=drop, rows=notes.rows)  # fmt: skip
     notes.rows = []
-    _push(self, lease, rows, loss, seconds, refused, drop)
+    told: str = _push(self, lease, rows, loss, seconds, refused, drop)
     for number, micro in enumerate(PLAN.get("kill_server_after_push", [])):
         fired = OUT / f"fault-server-{number}"
         if [state.epoch, lease.micro] == micro and not fired.exists():
@@ -178,6 +178,7 @@ def push(self: GbaMode, lease: Any, rows: Any, loss: Any, seconds: float, refuse
             assert pid is not None
             fired.write_text(json.dumps({"pid": pid, "time": time.time()}))
             os.kill(pid, signal.SIGKILL)
+    return told
 
 
 GbaMode.push = push  # type: ignore[method-assign]

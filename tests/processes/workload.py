@@ -105,7 +105,7 @@ class Training:
             named_parameters=model.named_parameters(),
             row_average=plan.get("row_average", "global"),
             compression=compression_of(plan.get("compression", {}), forced=not plan.get("bypass")),
-            row_compression=compression_of(plan.get("row_compression", {})),
+            row_compression=compression_of(plan.get("row_compression", {}), forced=not plan.get("bypass")),
         )
         state = gba_hvd.elastic.TorchState(model, optimizer, **values)
         return cls(Clicks(plan.get("samples", 1000)), tables, model, optimizer, state)

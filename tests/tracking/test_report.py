@@ -14,11 +14,12 @@ from gba_hvd_tools.report_page import page
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gba_hvd.callbacks import Event
 from gba_hvd.errors import BadInput
 from gba_hvd.switching import MODES
 from gba_hvd.tracking import MLflowCallback
 from gba_hvd.tracking import gauges as g
-from gba_hvd.tracking.plots import MODE, Span, draw_plots, mode_spans
+from gba_hvd.tracking.plots import MODE, Span, draw_plots, is_plotted, mode_spans
 from gba_hvd.tracking.records import Point, Record
 from gba_hvd.tracking.story import Story, by_mode, from_files
 from tests.tracking.conftest import event, job, step
@@ -199,6 +200,141 @@ def test_pictures_come_for_what_was_measured(spool: Path, tmp_path: Path):
     assert [file.name for file in files] == ["learning_curves.png", "throughput.png", "workers.png", "staleness.png"]
     few = {key: found for key, found in story.history.items() if not key.startswith(g.PREFIX)}
     assert len(draw_plots(few, (), "t", tmp_path)) == 2
+
+
+# --- rounds of replicas ----------------------------------------------------------------------------------------------
+
+
+def gauge(key: str, *values: float) -> dict[str, list[Point]]:
+    return {key: [Point(key, value, step, step) for step, value in enumerate(values, start=1)]}
+
+
+def drawn(history: dict[str, list[Point]], folder: Path) -> dict[str, str]:
+    """The pictures of a run by name, as SVG, in which every word stands as a comment."""
+    return {file.stem: file.read_text() for file in draw_plots(history, (), "t", folder, form="svg")}
+
+
+PACE = (
+    gauge("job/rounds_per_s", 4, 5) | gauge("job/local_steps_per_round", 6, 7) | gauge("job/spread_of_replicas", 1e-3)
+)
+
+
+def test_rounds_are_one_picture_with_a_panel_for_what_was_told(tmp_path: Path):
+    pictures = drawn(PACE | gauge("job/rounds_dropped", 0, 0), tmp_path)
+    assert list(pictures) == ["rounds"]
+    for label in ("rounds/s", "local steps a round", "spread of replicas"):
+        assert f"<!-- {label} -->" in pictures["rounds"]
+    assert "<!-- rounds dropped so far -->" not in pictures["rounds"]
+
+
+def test_rounds_that_were_all_dropped_are_shown_as_such(tmp_path: Path):
+    picture = drawn(gauge("job/rounds_dropped", 1, 3), tmp_path)["rounds"]
+    assert "<!-- rounds dropped so far -->" in picture
+    assert "<!-- rounds/s -->" not in picture
+
+
+def test_what_is_drawn_of_rounds_is_fetched_from_mlflow():
+    assert all(is_plotted(key) for key in PACE)
+
+
+def test_the_page_has_the_rounds_that_a_job_told_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
+    callback = MLflowCallback(spool_dir=tmp_path, log_every_steps=1, system_metrics=False)
+    callback.on_job(job("replicas"))
+    rates = {"rounds_per_s": 4.0, "seconds_per_round": 0.1, "steps_per_round": 6.0, "spread": 0.01, "rounds_dropped": 0}
+    callback.on_event(Event("rates", 1, "4.0 rounds/s", rates))
+    callback.on_step(step(1))
+    assert "Rounds that keep the replicas" in page(from_files(tmp_path))
+
+
+# --- bytes and compression -------------------------------------------------------------------------------------------
+
+
+def traffic(step: int, n_bytes: dict[str, int], unix_s: float = 0.0, **data: object) -> Record:
+    data["bytes"] = n_bytes
+    return {"event": "traffic", "step": step, "message": "", "data": data, "unix_s": unix_s or float(step)}
+
+
+def decided(step: int, reason: str) -> Record:
+    return {"event": "compression", "step": step, "message": reason, "data": {"compressor": "int8"}, "unix_s": step}
+
+
+def told(*events: Record) -> Story:
+    return Story("t", "here", "j", "FINISHED", "", 0, 1, {}, {}, events)
+
+
+def table(story: Story, heading: str) -> list[list[str]]:
+    """The cells of the table under a heading, row by row; empty when there is none."""
+    found = re.search(rf"<h2>{re.escape(heading)}.*?<tbody>(.*?)</tbody>", page(story), re.S)
+    rows = re.findall(r"<tr>(.*?)</tr>", found[1], re.S) if found else []
+    return [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in rows]
+
+
+BYTES = "Bytes on the wires of rank 0"
+
+
+def test_bytes_are_added_up_by_direction_mode_and_kind():
+    story = told(
+        traffic(10, {"sent_allreduce_dense": 1000, "received_allreduce_dense": 900, "sent_hop_bs_header": 5}),
+        traffic(20, {"sent_allreduce_dense": 2000, "received_hop_bs_rows": 70}),
+    )
+    assert table(story, BYTES) == [
+        ["allreduce", "dense", "3,000", "900"],
+        ["hop_bs", "header", "5", "0"],
+        ["hop_bs", "rows", "0", "70"],
+    ]
+
+
+def test_an_epochs_end_that_two_chiefs_told_of_counts_once():
+    story = told(traffic(10, {"sent_gba_rows": 7}, 1.0), traffic(10, {"sent_gba_rows": 8}, 2.0))
+    assert table(story, BYTES) == [["gba", "rows", "7", "0"]]
+
+
+def test_bytes_of_steps_that_were_done_again_are_left_out():
+    resumed = {"event": "resumed", "step": 5, "message": "", "unix_s": 50.0}
+    lost, again = traffic(10, {"sent_gba_rows": 7}, 10.0), traffic(10, {"sent_gba_rows": 9}, 60.0)
+    assert table(told(lost, resumed, again), BYTES) == [["gba", "rows", "9", "0"]]
+
+
+def test_density_is_that_of_the_newest_end_of_an_epoch():
+    before = traffic(10, {"sent_gba_dense": 1}, density={"w": 0.5}, row_density=[0.4])
+    newest = traffic(20, {"sent_gba_dense": 1}, density={"w": 0.0125, "<b>": 1.0}, row_density=[0.25])
+    assert table(told(before, newest), "Density") == [["w", "1.25%"], ["&lt;b&gt;", "100.00%"], ["rows", "25.00%"]]
+    two_groups = traffic(30, {"sent_gba_dense": 1}, row_density=[0.25, 0.5])
+    assert table(told(newest, two_groups), "Density") == [["rows, group 0", "25.00%"], ["rows, group 1", "50.00%"]]
+
+
+def test_many_tensors_are_counted_beyond_the_first():
+    rows = table(told(traffic(10, {}, density={f"w{i}": 0.1 for i in range(203)})), "Density")
+    assert (len(rows), rows[-1]) == (201, ["... and 3 more", ""])
+
+
+def test_the_newest_decisions_about_compressing_are_shown_in_their_words():
+    assert table(told(decided(8, "dense gradients go compressed: why")), "Compression") == [
+        ["8", "int8", "dense gradients go compressed: why"]
+    ]
+    many = told(*(decided(step, f"reason {step}") for step in range(1, 8)))
+    assert [row[2] for row in table(many, "Compression, the newest 5 of 7 decisions")] == [
+        f"reason {step}" for step in (7, 6, 5, 4, 3)
+    ]
+
+
+def test_a_run_without_compression_or_other_hosts_has_no_heading_for_them(spool: Path):
+    nothing_selected = traffic(10, {}, density={}, row_density=[0.0, 0.0])
+    for story in (from_files(spool), told(), told(nothing_selected)):
+        headings = re.findall(r"<h2>(.*?)</h2>", page(story))
+        assert not [text for text in headings if text.startswith(("Bytes", "Density", "Compression"))]
+        assert "Rounds that keep" not in page(story)
+
+
+def test_bytes_and_decisions_come_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    events = [traffic(10, {"sent_gba_rows": 7}, density={"w": 0.5}), decided(11, "why")]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events))
+    assert cli.main(["report", "--json", str(tmp_path)]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["bytes"] == [{"mode": "gba", "kind": "rows", "sent": 7, "received": 0}]
+    assert (figures["density"], figures["row_density"]) == ({"w": 0.5}, [])
+    assert figures["compression"] == [{"step": 11, "compressor": "int8", "reason": "why"}]
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

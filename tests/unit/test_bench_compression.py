@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from gba_hvd_tools.bench import compressed_model, compression, rows, small_ctr
+import torch
+from gba_hvd_tools.bench import clicks, compressed_model, compression, dlrm, peer_compression, rows, small_ctr
 from gba_hvd_tools.bench.compressed_model import Phase
 
 NET = """\
@@ -51,6 +55,88 @@ def test_the_headline_has_ratios_of_bytes_time_and_auc() -> None:
 def test_without_what_it_is_compared_to_there_is_no_ratio() -> None:
     found = compression.headline(SPEED[1:3], [])
     assert found["bytes_ratio_dp"] is None and found["auc_delta"] == {} and found["time_vs_none"] == {}
+
+
+def test_medians_over_the_runs_count() -> None:
+    speed = [row("wide", "none", "1gbit", seconds, 10.0, sent_dense=8.0) for seconds in (1.0, 9.0, 2.0)]
+    speed += [row("wide", "dct_dp", "1gbit", 1.0, wire, sent_dense=2.0) for wire in (5.0, 1.0, 2.0)]
+    found = compression.headline(speed, [])
+    assert found["time_vs_none"] == {"wide": {"1gbit": {"none": 1.0, "dct_dp": 0.5}}}
+    assert found["bytes_ratio_wire"]["wide"]["1gbit"]["dct_dp"] == 5.0
+    assert found["bytes_ratio_dp"] == 4.0
+
+
+def test_bytes_by_our_own_count_are_those_of_the_link_where_they_are_least() -> None:
+    speed = [row("wide", "none", link, 1.0, 1.0, sent_dense=80.0) for link in ("100mbit", "unlimited")]
+    speed += [row("wide", "dct_dp", "100mbit", 1.0, 1.0, sent_dense=n) for n in (1.0, 2.0, 4.0)]
+    speed += [row("wide", "dct_dp", "unlimited", 1.0, 1.0, sent_dense=80.0)] * 4  # bypassed there
+    assert compression.headline(speed, [])["bytes_ratio_dp"] == 40.0
+
+
+def test_ours_that_take_more_than_two_percent_longer_than_none_are_told() -> None:
+    speed = [
+        row("dlrm", name, "unlimited", seconds, 1.0)
+        for name, seconds in (("none", 1.0), ("int8", 1.02), ("dct_mp", 1.021), ("horovod", 3.0))
+    ]
+    speed += [row("wide", name, "unlimited", 1.0, 1.0) for name in ("none", "int8")]
+    assert compression.headline(speed, [])["over_none"] == {"dlrm": {"unlimited": {"dct_mp": 1.021}}}
+
+
+def test_the_target_is_met_when_none_of_ours_is_over_it_and_unknown_without_a_comparison(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    met = [row("wide", name, "1gbit", 1.0, 1.0) for name in ("none", "int8")]
+    for speed, expected in ((met, {}), (met[:1], None), (met[1:], None)):
+        found = compression.headline(speed, [])
+        assert found["over_none"] == expected
+        compression.show(speed, found)
+        assert ("the target is met" in capsys.readouterr().out) == (expected == {})
+
+
+def test_launches_alternate_and_every_model_has_rivals() -> None:
+    names, links = [*compression.OURS, *compression.PEERS], ["100mbit", "unlimited"]
+    runs = compression.planned(["wide", "dlrm"], links, names, 2)
+    first, second = runs[: len(runs) // 2], runs[len(runs) // 2 :]
+    assert [run[:3] for run in first] == [run[:3] for run in second]
+    assert {run[3] for run in first} == {0} and {run[3] for run in second} == {1}
+    assert [name for model, link, name, _ in first if (model, link) == ("wide", "unlimited")] == names
+    of_dlrm = [name for model, link, name, _ in first if (model, link) == ("dlrm", "100mbit")]
+    assert of_dlrm == [name for name in names if name != "powersgd"]
+    assert first[0][:3] == ("wide", "100mbit", names[0]) and first[1][:3] == ("wide", "100mbit", names[1])
+    assert "not the DLRM" in compression.PEERS["powersgd"]
+
+
+def test_the_settings_say_what_the_short_names_mean() -> None:
+    assert compression.settings()["ours"]["dct_both"] == {
+        "dense": "dct(keep=0.01, refresh_every=1000).then(int8)",
+        "rows": "dct(keep=0.02, refresh_every=1000, drift=1.25).then(int8)",
+    }
+
+
+def test_the_peers_train_the_dlrm_with_sparse_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dlrm, "N_ROWS", 50)
+    monkeypatch.setitem(compressed_model.BATCH, "dlrm", 8)
+    clicks.write(tmp_path, 8, 2, 2)
+    phases = [Phase("unlimited", 1, 2)]
+    args = argparse.Namespace(model="dlrm", data=tmp_path, phases=phases, seed=0)
+    source, n_samples = peer_compression.samples_of(args, 1, 2)
+    first, second, third = islice(source, 3)
+    assert n_samples == 2 * 8 * 3
+    assert torch.equal(first[0], third[0]) and not torch.equal(first[0], second[0]), "batches in turn"
+    assert torch.equal(first[0], torch.from_numpy(np.load(tmp_path / "ids_1.npy")[0])), "of its own part"
+    model, lr, eps = peer_compression.model_of("dlrm")
+    assert (lr, eps) == (dlrm.LEARNING_RATE, dlrm.EPS)
+    torch.nn.functional.binary_cross_entropy_with_logits(model(*first[:2]), first[2]).backward()
+    sparse = [p.shape for p in model.parameters() if p.grad is not None and p.grad.is_sparse]
+    assert sparse == [(50, dlrm.DIM)] * dlrm.N_TABLES
+
+
+def test_horovods_fp16_leaves_sparse_gradients_as_they_came() -> None:
+    fp16, gradient = peer_compression.fp16_of_dense_gradients(), torch.tensor([1.0, 1.0 + 2**-14])
+    sent, dtype = fp16.compress(gradient)
+    assert sent.dtype == torch.float16
+    assert fp16.decompress(sent, dtype).tolist() == [1.0, 1.0]
+    assert fp16.decompress(gradient, None) is gradient  # as Horovod calls it for what it did not compress
 
 
 def test_bytes_of_a_host_are_those_of_all_links_but_its_own() -> None:

@@ -82,10 +82,15 @@ def test_every_protocol_has_valid_faults_that_slow_a_worker_where_the_mode_is_as
 
 def test_the_middle_is_counted_in_global_batches():
     assert quality.DATASETS["frappe"].steps(2) == 100
-    assert quality.PROTOCOLS["sync_to_gba"].overrides(50) == [
+    assert quality.PROTOCOLS["sync_to_gba"].overrides(50, 512) == [
         "switching.mode=allreduce",
         'switching.switch_at={"50": "gba"}',
     ]
+
+
+def test_replicas_are_compared_with_steps_of_one_micro_batch_of_each_worker():
+    assert quality.PROTOCOLS["sync_each"].overrides(50, 512)[-1] == "train.global_batch=1536"
+    assert not any("global_batch" in word for word in quality.PROTOCOLS["sync"].overrides(50, 512))
 
 
 def test_rows_of_an_earlier_invocation_are_found_again(tmp_path: Path):

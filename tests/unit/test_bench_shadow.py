@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gba_hvd_tools.bench import emulated, measure, quality, shadow
+from gba_hvd_tools.bench import emulated, gba, measure, quality, shadow
 
 from gba_hvd import GBACallback
 
@@ -63,24 +65,26 @@ def test_the_quality_benchmark_has_a_protocol_for_every_contestant_that_synchron
         if name not in (shadow.NO_SYNC, "allreduce"):
             protocol = quality.PROTOCOLS[name]
             assert (protocol.mode, dict(protocol.settings)) == (mode, settings)
-    words = quality.PROTOCOLS["ma_30"].overrides(100)
+    words = quality.PROTOCOLS["ma_30"].overrides(100, 512)
     assert words == ["switching.mode=ma", "switching.switch_at={}", "switching.every=30"]
     assert set(quality.USUAL).isdisjoint(shadow.CONTESTANTS)
 
 
-def test_auc_is_taken_over_from_the_quality_benchmark(tmp_path: Path):
+def quality_file(path: Path) -> Path:
     facts = {"dataset": "frappe", "epochs": 2, "micro_batch": 512, "dropped_share": 0.0, "staleness_mean": None}
     rows = [
         {**facts, "protocol": name, "seed": seed, "auc": auc, "auc_last": auc, "staleness_max": None}
-        for name, seed, auc in (("sync", 1, 0.98), ("shadow_ma", 1, 0.979), ("gba", 1, 0.97))
+        for name, seed, auc in (("sync", 1, 0.98), ("sync_each", 1, 0.982), ("shadow_ma", 1, 0.979), ("gba", 1, 0.97))
     ]
-    path = tmp_path / "quality.json"
     path.write_text(json.dumps({"rows": rows}))
-    found = shadow.auc_by_protocol(path)
-    assert set(found) == {"sync", "shadow_ma"}
+    return path
+
+
+def test_auc_is_taken_over_from_the_quality_benchmark(tmp_path: Path):
+    found = shadow.auc_by_protocol(quality_file(tmp_path / "quality.json"))
+    assert set(found) == {"sync", "sync_each", "shadow_ma"}
     (columns,) = found["shadow_ma"].values()
     assert columns["auc"] == 0.979 and columns["vs_sync"] == pytest.approx(-0.001)
-    assert shadow.auc_by_protocol(None) == {}
 
 
 def test_what_would_be_of_no_use_is_refused_before_anything_runs(tmp_path: Path):
@@ -98,3 +102,143 @@ def test_what_would_be_of_no_use_is_refused_before_anything_runs(tmp_path: Path)
 def test_equal_workers_do_as_much_as_they_can_between_them(workers: int):
     scenario = emulated.even(0.1, 5.0, workers)
     assert scenario.ideal_rate(0.0, scenario.end_s) == pytest.approx(workers / 0.1)
+
+
+# --- AUC against the foreground --------------------------------------------------------------------------------------
+
+
+def test_auc_of_the_background_is_held_against_the_best_in_the_foreground(capsys: pytest.CaptureFixture[str]):
+    aucs = {
+        "sync": {"frappe": 0.99, "synthetic": 0.79}, "no_sync": {"frappe": 0.99},
+        "shadow_easgd": {"frappe": 0.985}, "shadow_ma": {"frappe": 0.98, "synthetic": 0.7},
+        "shadow_bmuf": {"other": 0.5}, "easgd_5": {"frappe": 0.981}, "ma_100": {"frappe": 0.983},
+        "bmuf_30": {"frappe": None},
+    }  # fmt: skip
+    auc = {
+        name: {dataset: {"auc": value, "seeds": 3} for dataset, value in found.items()} for name, found in aucs.items()
+    }
+    result = shadow.headline([], auc)
+    assert result["auc_vs_best_foreground"] == {
+        "shadow_easgd": {"frappe": pytest.approx(0.002)},
+        "shadow_ma": {"frappe": pytest.approx(-0.003)},
+    }
+    assert result["auc"] == auc
+    shadow.show([], result)
+    said = capsys.readouterr().out
+    assert "shadow_easgd, AUC minus that of the best in the foreground: +0.00200 (frappe, 3 seeds)" in said
+
+
+# --- in pieces -------------------------------------------------------------------------------------------------------
+
+
+def options(out: Path, *words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    shadow.add_parser(parser.add_subparsers())
+    return parser.parse_args(["shadow", "--out", str(out), "--contestants", "no_sync", "shadow_ma", *words])
+
+
+@dataclass
+class Launched:
+    """(workers, contestant, number): the launches there would have been, and those that fail."""
+
+    done: list[tuple[int, str, int]] = field(default_factory=list)
+    broken: set[tuple[int, str, int]] = field(default_factory=set)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
+    found = Launched()
+
+    class Launches:
+        bayes_auc = 0.8
+
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def run(self, scenario: emulated.Scenario, rows: list[Any], contestant: measure.Variant, n: int) -> measure.Row:
+            launch = (scenario.n_workers, contestant.name, n)
+            if launch in found.broken:
+                raise measure.RunFailed("no luck")
+            found.done.append(launch)
+            return {"scenario": scenario.name, "mode": contestant.name, "run": n, "samples_per_s": 100.0, "auc": 0.7}
+
+    monkeypatch.setattr(gba, "Launches", Launches)
+    monkeypatch.setattr(measure, "console_script", lambda script: f"/bin/{script}")
+    return found
+
+
+def test_rows_of_an_earlier_piece_are_kept_and_not_run_again(tmp_path: Path, launched: Launched):
+    out = tmp_path / "shadow.json"
+    assert shadow.run(options(out, "--workers", "2")) == 0
+    assert launched.done == [(2, "no_sync", 0), (2, "shadow_ma", 0)]
+    assert shadow.run(options(out, "--workers", "2", "4", "--runs", "2")) == 0
+    assert launched.done[2:] == [
+        (2, "no_sync", 1), (2, "shadow_ma", 1),
+        (4, "no_sync", 0), (4, "shadow_ma", 0), (4, "no_sync", 1), (4, "shadow_ma", 1),
+    ]  # fmt: skip
+    assert shadow.run(options(out, "--workers", "4")) == 0
+    assert len(launched.done) == 8
+    found = json.loads(out.read_text())
+    assert len(found["rows"]) == 8
+    assert found["throughput_vs_nosync"] == {"shadow_ma": {"2": 1.0, "4": 1.0}}
+    assert set(found["commands"]) == {f"{name}, {n} workers" for name in ("no_sync", "shadow_ma") for n in (2, 4)}
+    assert [p.name for p in tmp_path.iterdir()] == ["shadow.json"]
+
+
+def test_a_piece_without_the_quality_file_keeps_the_auc_of_the_one_before(tmp_path: Path, launched: Launched):
+    out, file = tmp_path / "shadow.json", quality_file(tmp_path / "quality.json")
+    assert shadow.run(options(out, "--workers", "2", "--quality", str(file))) == 0
+    assert shadow.run(options(out, "--workers", "4")) == 0
+    assert json.loads(out.read_text())["auc"] == shadow.auc_by_protocol(file)
+
+
+def test_what_was_measured_before_a_run_failed_is_in_the_file(tmp_path: Path, launched: Launched):
+    out = tmp_path / "shadow.json"
+    launched.broken = {(4, "shadow_ma", 0)}
+    assert shadow.run(options(out, "--workers", "2", "4")) == 1
+    assert [(row["workers"], row["mode"]) for row in json.loads(out.read_text())["rows"]] == [
+        (2, "no_sync"), (2, "shadow_ma"), (4, "no_sync"),
+    ]  # fmt: skip
+    launched.broken = set()
+    assert shadow.run(options(out, "--workers", "2", "4")) == 0
+    assert launched.done[3:] == [(4, "shadow_ma", 0)]
+
+
+def test_an_interruption_loses_no_run_that_ended(tmp_path: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch):
+    ended: list[int] = []
+
+    def write(path: Path, result: Any) -> None:
+        ended.append(len(result["rows"]))
+        if len(ended) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(measure, "write_whole", write)
+    with pytest.raises(KeyboardInterrupt):
+        shadow.run(options(tmp_path / "shadow.json", "--workers", "2"))
+    assert ended == [1, 2]
+
+
+@pytest.mark.parametrize("words", [["--service-ms", "50"], ["--seconds", "20"]])
+def test_rows_of_other_settings_are_not_mixed(
+    tmp_path: Path, launched: Launched, words: list[str], capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "shadow.json"
+    assert shadow.run(options(out, "--workers", "2")) == 0
+    assert shadow.run(options(out, "--workers", "4", *words)) == 1
+    assert "give --out another name" in capsys.readouterr().err
+    assert len(launched.done) == 2 and len(json.loads(out.read_text())["rows"]) == 2
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", "hello", '{"rows": [{"mode": "ma_5"}], "commands": {}, "settings": {}, "auc": {}}']
+)
+def test_a_file_of_something_else_is_not_overwritten(tmp_path: Path, text: str):
+    (tmp_path / "other.json").write_text(text)
+    with pytest.raises(measure.RunFailed, match="no result of this benchmark"):
+        shadow.earlier(tmp_path / "other.json", {})
+
+
+def test_a_setting_that_an_older_file_does_not_tell_is_taken_for_the_same(tmp_path: Path):
+    then, now = {"service_s": 0.1}, {"service_s": 0.1, "measured_s": 10.0}
+    (tmp_path / "old.json").write_text(json.dumps({"rows": ROWS, "commands": {"a": "b"}, "auc": {}, "settings": then}))
+    assert shadow.earlier(tmp_path / "old.json", now) == shadow.Earlier(ROWS, {"a": "b"})

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import gba_hvd
 from gba_hvd.compression import Compression, Spec, message, places, values
-from gba_hvd.compression.feedback import Feedback, plain_of, spans_of
+from gba_hvd.compression.feedback import Feedback, NonFiniteResidual, plain_of, spans_of
 from gba_hvd.compression.selection import Thresholds, kth_largest
 from gba_hvd.compression.spec import spec_of
 from gba_hvd.errors import BadInput, NonFiniteGradient
@@ -22,12 +22,9 @@ SIZES = [700, 20, 3000, 256]
 NAMES = ["first", "bias", "second", "last"]
 N = sum(SIZES)
 SPANS, N_SENT = spans_of(SIZES, range(4))
-EVERYTHING = {
-    "topk": Compression.topk(1.0),
-    "dct": Compression.dct(1.0),
-    "fp16": Compression.dct(1.0).then(Compression.fp16),
-    "int8": Compression.int8,
-}
+CODERS = [Compression.fp16, Compression.bf16, Compression.int8]
+SELECTORS_OF_ALL = [Compression.topk(1.0), Compression.dct(1.0)]
+EVERYTHING = [*SELECTORS_OF_ALL, *CODERS, *(selector.then(coder) for selector in SELECTORS_OF_ALL for coder in CODERS)]
 CHAINS = [
     Compression.topk(0.05),
     Compression.dct(0.05, refresh_every=7),
@@ -84,18 +81,25 @@ def test_selectors_conserve_float64_gradients_bit_for_bit(spec: Spec) -> None:
     assert np.array_equal(sent + worker.rest, sum(made))
 
 
-@pytest.mark.parametrize("spec", CHAINS, ids=str)
-def test_each_step_sent_and_rest_are_what_was_there(spec: Spec) -> None:
-    worker = feedback(spec)
-    for grad in gradients(5):
+@pytest.mark.parametrize(
+    ("spec", "dtype"),
+    [*((spec, np.float32) for spec in CHAINS), *((s, np.float64) for s in CHAINS if s.values == "none")],
+    ids=str,
+)
+def test_each_step_sent_and_rest_are_what_was_there(spec: Spec, dtype: type) -> None:
+    """With a selector alone bit for bit, whatever the gradients: only the sum of gradient and rest is rounded."""
+    worker = feedback(spec, dtype)
+    for grad in gradients(5, dtype):
         wanted = grad + worker.rest
         sent = send(worker, grad)
-        np.testing.assert_allclose(sent + worker.rest, wanted, rtol=2e-7, atol=1e-12)
         if spec.values == "none":
+            assert np.array_equal(sent + worker.rest, wanted)
             assert not (sent * worker.rest).any()  # every element is here or there
+        else:
+            np.testing.assert_allclose(sent + worker.rest, wanted, rtol=2e-7, atol=1e-12)
 
 
-@pytest.mark.parametrize("spec", EVERYTHING.values(), ids=EVERYTHING)
+@pytest.mark.parametrize("spec", EVERYTHING, ids=str)
 def test_keeping_everything_is_no_compressor(spec: Spec) -> None:
     worker = feedback(spec)
     for grad in gradients(3):
@@ -105,6 +109,16 @@ def test_keeping_everything_is_no_compressor(spec: Spec) -> None:
         sent = send(worker, exact.astype(np.float32))
         assert np.array_equal(sent, exact)
         assert not worker.rest.any()
+
+
+@pytest.mark.parametrize("selector", SELECTORS_OF_ALL, ids=str)
+@pytest.mark.parametrize("coder", CODERS, ids=str)
+def test_keeping_everything_leaves_the_value_coder_alone(selector: Spec, coder: Spec) -> None:
+    """Where no element is 0: those are not sent, so int8's scales would be of other elements."""
+    chained, alone = feedback(selector.then(coder)), feedback(coder)
+    for grad in gradients(5):
+        assert np.array_equal(send(chained, grad), send(alone, grad))
+        assert alone.rest.any() and np.array_equal(chained.rest, alone.rest)
 
 
 def test_a_step_that_is_computed_again_finds_the_rest_it_had() -> None:
@@ -218,12 +232,27 @@ def test_small_tensors_are_left_as_they_are() -> None:
     assert plain_of(SIZES, range(4)) == [slice(700, 720)]
 
 
-@pytest.mark.parametrize("spec", [Compression.dct(0.1), Compression.int8], ids=str)
-def test_a_sum_that_is_not_finite_names_its_tensor(spec: Spec) -> None:
+@pytest.mark.parametrize("spec", [Compression.dct(0.1), Compression.topk(0.1), Compression.int8], ids=str)
+@pytest.mark.parametrize(
+    ("of_grad", "of_rest", "error", "words"),
+    [
+        (np.inf, 0.0, NonFiniteGradient, "the gradient of second is not finite"),
+        (np.nan, 1.0, NonFiniteGradient, "the gradient of second is not finite"),
+        (3e38, 3e38, NonFiniteGradient, "the sum of the gradient of second and its residual is not finite"),
+        (0.0, np.nan, NonFiniteResidual, "the residual of second is not finite, .* newest checkpoint"),
+        (np.inf, -np.inf, NonFiniteResidual, "the residual of second is not finite"),
+    ],
+)
+def test_what_is_not_finite_is_named(
+    spec: Spec, of_grad: float, of_rest: float, error: type[Exception], words: str
+) -> None:
     worker, (grad,) = feedback(spec), gradients(1)
-    grad[800] = np.inf
-    with pytest.raises(NonFiniteGradient, match="second"):
+    grad[800], worker.rest[800] = of_grad, of_rest
+    rest = worker.rest.copy()
+    with pytest.raises(error, match=words) as caught:
         worker.encode(grad, SPANS, N_SENT, grad[:0])
+    assert type(caught.value) is error
+    assert np.array_equal(worker.rest, rest, equal_nan=True)
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
@@ -262,6 +291,13 @@ def test_values_beyond_half_precision_keep_their_rest() -> None:
     sent = send(worker, grad)
     assert sent[0] == 65504 and sent[0] + worker.rest[0] == 1e6
     assert sent[1] == 0 and worker.rest[1] == np.float32(1e-9)
+
+
+@pytest.mark.parametrize("coder", CODERS, ids=str)
+def test_the_largest_numbers_stay_numbers(coder: Spec) -> None:
+    most = np.finfo(np.float32).max
+    _, seen = values.encode(np.array([most, -most, 1.0], np.float32), coder.values)
+    assert np.isfinite(seen).all() and seen[0] == -seen[1] > 65000
 
 
 def test_numbers_too_small_for_a_scale_wait() -> None:
@@ -349,6 +385,9 @@ def test_compressors_chain_and_say_what_they_are() -> None:
         (lambda: Compression.dct(drift=1.0), "drift must be above 1"),
         (lambda: Compression.by_name("dtc"), "did you mean 'dct'"),
         (lambda: Compression.by_name("zip"), "choose one of none, fp16"),
+        (lambda: Compression.by_name("int8", keep=0.1), "'int8' has no setting 'keep': it has none"),
+        (lambda: Compression.by_name("topk", refresh_every=5), "'topk' has no setting 'refresh_every': it has keep"),
+        (lambda: Compression.by_name("dct", kep=0.1), "'kep': it has keep, refresh_every, drift"),
         (lambda: Compression.int8.then(Compression.dct()), "a selector .* with one value coder"),
         (lambda: Compression.dct().then(Compression.topk()), "a selector .* with one value coder"),
         (lambda: Compression.dct().then(Compression.int8).then(Compression.fp16), "a selector"),

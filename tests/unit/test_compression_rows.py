@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gba_hvd import Compression
+from gba_hvd.allreduce import AllreduceMode
 from gba_hvd.compression import rows as coding
 from gba_hvd.compression.message import BadMessage
 from gba_hvd.compression.row_exchange import RowExchange
 from gba_hvd.compression.row_rests import RowRests
 from gba_hvd.compression.rows import RowCoder
-from gba_hvd.errors import BadInput
 from gba_hvd.gradients import RowGrad, unpack
-from tests.unit.thread_world import Workers, miss_a_result
+from tests.unit.thread_world import Heard, ThreadWorld, Workers, miss_a_result
 
 SPECS = [
     Compression.none,
@@ -74,6 +75,20 @@ def test_three_levels_have_the_size_of_each_row(size: float) -> None:
     good = np.arange(200) != 60
     if size > 1e-12:  # below 2^-48 a level is no smaller
         assert np.square(got[good] - rows[good]).mean() < 0.22 * np.square(rows[good]).mean()
+
+
+@pytest.mark.parametrize("spec", [Compression.none, Compression.fp16, Compression.bf16, Compression.int8], ids=str)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_row_that_has_diverged_does_not_arrive_as_numbers(spec: Any, bad: float) -> None:
+    rows = np.random.default_rng(0).normal(size=(200, 16)).astype(np.float32)
+    rows[60, 3] = bad
+    got = RowCoder(spec, [16]).borrow(RowCoder(spec, [16]).lend(rows), 200, 16)
+    if spec.values == "int8":  # its elements share a scale
+        assert np.isnan(got[60]).all()
+    else:
+        assert np.array_equal(got[60, 3], bad, equal_nan=True) and np.isfinite(got[60]).sum() == 15
+    good = np.arange(200) != 60
+    np.testing.assert_allclose(got[good], rows[good], rtol=4e-3, atol=0.02)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -183,7 +198,11 @@ def rows_of(jobs: list[Any]) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("row_average", ["global", "contributors"])
 @pytest.mark.parametrize("hosts", ["ab", "aba", "abc"])
-@pytest.mark.parametrize("spec", [Compression.dct(1.0), Compression.fp16, Compression.int8], ids=str)
+@pytest.mark.parametrize(
+    "spec",
+    [Compression.dct(1.0).always(), Compression.topk(1.0), Compression.fp16.always(), Compression.int8.always()],
+    ids=lambda spec: spec.exactly,
+)
 def test_rows_that_travel_whole_train_the_same_model(
     workers: Workers, on_host: Any, clicks: Any, hosts: str, spec: Any, row_average: str
 ) -> None:
@@ -200,7 +219,7 @@ def test_a_step_that_is_computed_again_finds_what_waited_for_its_rows(
     workers: Workers, on_host: Any, clicks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that was sent and what waits are all gradients of rows of other hosts."""
-    spec = Compression.topk(0.3)
+    spec = Compression.topk(0.3).always()
     jobs = [on_host(host, row_compression=spec) for host in "aab"]
     books: dict[Any, dict[int, tuple[float, float]]] = {}
     send = RowExchange.send
@@ -228,14 +247,110 @@ def test_a_step_that_is_computed_again_finds_what_waited_for_its_rows(
     assert all(0 < density < 1 for density in jobs[0].state.engine.row_coder.density)
 
 
-def test_rows_are_never_bypassed_so_always_is_refused(on_host: Any) -> None:
-    with pytest.raises(BadInput, match="is never bypassed"):
-        on_host("a", row_compression=Compression.int8.always())
+@pytest.mark.parametrize("pays", [True, False])
+def test_all_workers_send_rows_the_way_that_pays_and_lose_nothing(
+    workers: Workers, on_host: Any, clicks: Any, monkeypatch: pytest.MonkeyPatch, pays: bool
+) -> None:
+    """Every gradient of a row of another host arrived, or waits."""
+    spec, ways = Compression.topk(0.3), dict[Any, list[bool]]()
+    gone, arrived = dict[Any, float](), dict[Any, float]()
+    alltoall, exchange, hear, lend = ThreadWorld.alltoall, AllreduceMode.exchange, RowExchange.hear, RowCoder.lend
+
+    def slow_link(self: ThreadWorld, name: str, words: np.ndarray, splits: np.ndarray) -> Any:
+        time.sleep(0.03 * name.startswith("pull.rows."))  # whole rows of one group
+        return alltoall(self, name, words, splits)
+
+    def slow_coder(self: RowCoder, rows: np.ndarray) -> bytes:
+        time.sleep(0.03)
+        return lend(self, rows)
+
+    def noting(self: AllreduceMode, step: int, parts: Any, scale: float, lr: float) -> None:
+        assert self.row_exchange is not None
+        coder, is_far = self.row_exchange.coder, ~self._at_home
+        for by_group in parts:
+            for grad, weight in by_group:
+                far = grad.values[is_far[grad.keys % len(is_far)]]
+                gone[coder] = gone.get(coder, 0.0) + weight * float(far.sum(dtype=np.float64))
+        exchange(self, step, parts, scale, lr)
+        assert self.held is not None
+        for part in self.held.far.values():
+            sums = sum(float(grad.values.sum(dtype=np.float64)) for grad in unpack(part, [4, 3]))
+            arrived[coder] = arrived.get(coder, 0.0) + sums
+
+    def noting_way(self: RowExchange, numbers: Any) -> None:
+        ways.setdefault(self.coder, []).append(self.compresses)
+        hear(self, numbers)
+
+    if pays:
+        monkeypatch.setattr(ThreadWorld, "alltoall", slow_link)
+    else:
+        monkeypatch.setattr(RowCoder, "lend", slow_coder)
+    monkeypatch.setattr(RowExchange, "hear", noting_way)
+    monkeypatch.setattr(AllreduceMode, "exchange", noting)
+    jobs, heard = [on_host(host, row_compression=spec) for host in "aab"], Heard()
+    jobs[0].state.register_callbacks([heard])
+    workers.together(jobs, lambda job: train(job, clicks(50), 4))
+    first, *others = ways.values()
+    assert len(first) == 16 and len(others) == 2 and all(other == first for other in others)
+    assert set(first[:8]) == {True, False} and set(first[9:]) == {pays}
+    (decision,) = heard.of("compression")
+    assert ("rows of other hosts go compressed" in decision.message) is pays, decision.message
+    waits = sum(
+        float(rests[keys >= 0].sum(dtype=np.float64))
+        for job in jobs
+        for keys, rests in zip(
+            job.state.engine.row_coder._rests._keys, job.state.engine.row_coder._rests._rests, strict=True
+        )
+    )
+    assert waits and not any(job.state.engine.row_coder.lost for job in jobs)
+    np.testing.assert_allclose(sum(arrived.values()) + waits, sum(gone.values()), rtol=1e-4, atol=1e-5)
+
+
+def test_rows_that_go_as_they_are_take_along_what_waits() -> None:
+    coder, rng, keys = RowCoder(Compression.topk(0.2), [4]), np.random.default_rng(0), np.arange(30)
+    first, second = (rng.normal(size=(30, 5)).astype(np.float32) for _ in range(2))
+    coder.begin()
+    coder.write(0, RowGrad(keys, first))
+    coder.settle()
+    waited = coder._rests.plus(0, keys, np.zeros((30, 4), np.float32))
+    for is_decided in (False, True):
+        coder.begin()
+        (whole,) = coder.whole([RowGrad(keys[:20], second[:20])])
+        np.testing.assert_array_equal(whole.values[:, :4], second[:20, :4] + waited[:20])
+        np.testing.assert_array_equal(whole.values[:, 4:], second[:20, 4:])
+        if is_decided:
+            coder.settle()
+    waits = coder._rests.plus(0, keys, np.zeros((30, 4), np.float32))
+    assert waited[:20].any() and not waits[:20].any() and np.array_equal(waits[20:], waited[20:])
+
+
+def test_thresholds_age_by_steps_however_many_hosts_there_are() -> None:
+    coder, rng, keys = RowCoder(Compression.dct(0.25, refresh_every=3), [8]), np.random.default_rng(0), np.arange(40)
+    found = []
+    for _ in range(7):
+        coder.begin()
+        for _host in range(5):
+            coder.write(0, RowGrad(keys, rng.normal(size=(40, 8)).astype(np.float32)))
+        coder.settle()
+        found.append(coder._thresholds.n_found)
+    assert found == [1, 1, 1, 2, 2, 2, 3]
+
+
+def test_a_row_gradient_that_overflows_with_what_waited_is_seen_where_it_arrives() -> None:
+    coder, keys = RowCoder(Compression.topk(0.25), [4]), np.arange(2)
+    coder.begin()
+    coder.write(0, RowGrad(keys, np.arange(8, dtype=np.float32).reshape(2, 4)))
+    coder.settle()
+    waited = float(np.abs(coder._rests.plus(0, keys, np.zeros((2, 4), np.float32))).sum())
+    coder.begin()
+    sent = coder.write(0, RowGrad(keys, np.full((2, 4), np.inf, np.float32)))
+    assert not np.isfinite(coding.read(sent, keys, 4, 0).values).all()
+    assert waited and coder.lost == pytest.approx(waited)
 
 
 def test_bytes_of_rows_are_fewer(workers: Workers, on_host: Any, clicks: Any) -> None:
     n_bytes = {}
-    for spec, hosts in ((Compression.none, "ab"), (Compression.fp16, "cd")):
+    for spec, hosts in ((Compression.none, "ab"), (Compression.fp16.always(), "cd")):
         jobs = [on_host(host, row_compression=spec) for host in hosts]
         workers.together(jobs, lambda job: train(job, clicks(50), 1))
         n_bytes[spec] = jobs[0].state.engine.traffic.so_far()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,8 @@ import numpy as np
 import pytest
 
 from gba_hvd import Compression
-from gba_hvd.compression import push, row_push
-from gba_hvd.compression.feedback import Feedback
+from gba_hvd.compression import message, push, row_push
+from gba_hvd.compression.feedback import Feedback, spans_of
 from gba_hvd.compression.message import BadMessage
 from gba_hvd.compression.mirror import Mirrors, follow_
 from gba_hvd.compression.push import DensePush, Frame
@@ -161,12 +162,48 @@ def test_mirror_and_worker_stay_equal_and_near_the_server(spec: Any) -> None:
         for worker in workers[: 1 + i % 2]:
             worker.take(*server.answer(worker))
             assert np.array_equal(worker.values, server.mirrors._mirrors[worker.number].values)
+            if spec == Compression.dct(1.0):  # no compressor
+                assert np.array_equal(worker.values, server.values)
     moved = np.abs(server.values - first).mean()
     for worker in workers:
         assert np.abs(worker.values - server.values).mean() < 0.5 * moved
     for t in (1, 3):  # those that are not compressed
         at = slice(ENDS[t], ENDS[t + 1])
         assert np.array_equal(workers[0].values[at], server.values[at]) or server.step > workers[0].step
+
+
+@pytest.mark.parametrize("spec", [Compression.dct(1.0), Compression.topk(1.0)], ids=str)
+def test_keeping_everything_is_no_compressor_on_the_way_back(spec: Any) -> None:
+    """The difference to 1 of 1e-9 is no float32 that could be added to it."""
+    server, worker = Server(spec), Worker(1)
+    for value in (1.0, 1e-9, 3e8, 1.0):
+        server.step += 1
+        server.values[:] = value
+        worker.take(*server.answer(worker))
+        assert np.array_equal(worker.values, server.values) and worker.step == server.step
+
+
+def test_each_worker_has_thresholds_of_its_own() -> None:
+    """A slow worker's differences are larger: with a fast one's threshold nearly all of them would be sent."""
+    server, (fast, slow) = Server(Compression.dct(0.1, refresh_every=1000, drift=math.inf)), (Worker(1), Worker(2))
+    slow.take(*server.answer(slow))
+    fast.take(*server.answer(fast))
+    for _ in range(20):
+        server.train()
+        fast.take(*server.answer(fast))
+    base, frame, _ = server.answer(slow)
+    found = message.read(frame, spans_of(SIZES, range(len(SIZES)))[1], 7)
+    assert base == 0 and found.places is not None and len(found.places) == 30 + 40 + 25
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_values_that_have_diverged_are_seen_to_have(bad: float) -> None:
+    server, worker = Server(Compression.topk(0.1).then(Compression.int8)), Worker(1)
+    worker.take(*server.answer(worker))
+    server.train()
+    server.values[3] = bad
+    worker.take(*server.answer(worker))
+    assert np.array_equal(worker.values, server.values, equal_nan=True)
 
 
 def test_when_training_stands_still_the_worker_arrives() -> None:

@@ -15,7 +15,7 @@ from gba_hvd.allreduce import AllreduceMode
 from gba_hvd.compression import feedback
 from gba_hvd.compression.bypass import Bypass, Cost, Took, choose
 from gba_hvd.compression.exchange import DenseExchange
-from tests.unit.thread_world import Workers, form_again, miss_a_result
+from tests.unit.thread_world import Heard, Workers, form_again, miss_a_result
 
 SPECS = [
     Compression.dct(0.2, refresh_every=3),
@@ -107,6 +107,40 @@ def test_keeping_everything_trains_the_same_model(
         np.testing.assert_allclose(value, plain[0].all_dense()[name], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("coder", [Compression.bf16, Compression.int8], ids=str)
+@pytest.mark.parametrize("selector", [Compression.dct(1.0), Compression.topk(1.0)], ids=str)
+def test_a_selector_that_keeps_everything_leaves_the_value_coder_as_it_is(
+    workers: Workers, on_host: Any, clicks: Any, books: Books, selector: Any, coder: Any
+) -> None:
+    jobs = [on_host(host, compression=selector.then(coder).always()) for host in "aab"]
+    alone = [on_host(host, compression=coder.always()) for host in "ccd"]
+    for some in (jobs, alone):
+        workers.together(some, lambda job: train(job, clicks(50), 3))
+    for name, value in jobs[0].all_dense().items():
+        assert np.array_equal(value, alone[0].all_dense()[name]), name
+
+
+@pytest.mark.parametrize("spec", [Compression.dct(0.2), Compression.fp16, Compression.int8], ids=str)
+def test_a_residual_that_is_not_finite_is_named_by_all_workers(
+    workers: Workers, on_host: Any, clicks: Any, books: Books, spec: Any
+) -> None:
+    jobs = [on_host(host, compression=spec.always()) for host in "aab"]
+    workers.together(jobs, lambda job: train(job, clicks(50), 1))
+    exchange = jobs[1].state.engine.compression
+    span = exchange._all.spans[0]
+    exchange.feedback.rest[span.at.start] = np.nan
+    exchange.feedback._rest_is_empty = False
+    before = jobs[0].all_dense()
+    for job in jobs:
+        job.state.epoch = 1
+    outcomes = workers.outcomes(jobs, lambda job: train(job, clicks(50), 2))
+    assert all(isinstance(outcome, NonFiniteGradient) for outcome in outcomes), outcomes
+    assert f"the residual of {exchange.feedback.names[span.tensor]} is not finite" in str(outcomes[1])
+    assert "go on from the newest checkpoint" in str(outcomes[1])
+    assert all("step 5" in str(o) and "on worker 1" in str(o) for o in (outcomes[0], outcomes[2]))
+    assert all(np.array_equal(value, before[name]) for name, value in jobs[0].all_dense().items())
+
+
 @pytest.mark.parametrize("spec", [Compression.topk(0.01).always(), Compression.topk(0.01)], ids=["always", "bypass"])
 def test_tensors_under_256_elements_go_as_they_are(workers: Workers, on_host: Any, clicks: Any, spec: Any) -> None:
     jobs = [on_host(host, compression=spec) for host in "ab"]
@@ -173,19 +207,9 @@ def go_on(jobs: list[Any], workers: Workers, clicks: Any) -> None:
     assert {job.state.step for job in jobs} == {8}
 
 
-class Heard(gba_hvd.Callback):
-    def __init__(self) -> None:
-        self.events: list[gba_hvd.Event] = []
-
-    def on_event(self, event: gba_hvd.Event) -> None:
-        self.events.append(event)
-
-    def of(self, kind: str) -> list[gba_hvd.Event]:
-        return [event for event in self.events if event.kind == kind]
-
-
+@pytest.mark.parametrize("is_known", [True, False])
 def test_what_a_worker_that_leaves_had_not_sent_is_counted_and_newcomers_begin_with_none(
-    workers: Workers, on_host: Any, clicks: Any, books: Books
+    workers: Workers, on_host: Any, clicks: Any, books: Books, is_known: bool
 ) -> None:
     spec, heard = Compression.topk(0.1), Heard()
     jobs = [on_host(host, compression=spec.always()) for host in "aab"]
@@ -195,10 +219,13 @@ def test_what_a_worker_that_leaves_had_not_sent_is_counted_and_newcomers_begin_w
     changed = [jobs[2], jobs[0], on_host("c", compression=spec.always())]
     for job in jobs:
         job.state.on_reset()
+        if not is_known:  # an asynchronous mode began since the last commit
+            job.state.engine.compression.forget_known()
     workers.together(changed, lambda job: job.state.sync())
     assert not changed[2].state.engine.compression.feedback.rest.any()
     (told,) = heard.of("residual_lost")
-    assert told.data["workers"] == 1 and told.data["residual"] > 0
+    assert told.data["workers"] == 1
+    assert told.data["residual"] > 0 if is_known else told.data["residual"] is None
     workers.together(changed, lambda job: train(job, clicks(50), 2))
     gradients, found = books.balance(changed, lost=rest)
     np.testing.assert_allclose(found, gradients, rtol=1e-4, atol=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -160,3 +161,41 @@ def test_shadow_runs_in_the_background_and_its_counterparts_every_k_steps() -> N
 def test_workers_whose_rounds_differ_do_not_describe_themselves_alike() -> None:
     assert GBACallback(sync="ma").describe() != GBACallback(sync="easgd").describe()
     assert GBACallback(every=5).rounds != GBACallback(every=6).rounds
+
+
+@pytest.mark.parametrize("mode", ["shadow", "easgd", "ma", "bmuf"])
+@pytest.mark.parametrize("asked", [{"rule": "dana_zero"}, {"staleness": "gap_aware"}])
+def test_a_rule_that_a_job_of_replicas_would_never_use_is_refused(
+    training: Callable[..., Any], mode: str, asked: dict[str, str]
+) -> None:
+    job = training(dense=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+    with pytest.raises(BadInput, match=rf"mode '{mode}' uses no rule, got '(dana_zero|gap_aware)'.*Leave `rule` out"):
+        job.state.register_callbacks([GBACallback(mode=mode, **asked)])  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="uses no rule"):
+        GBACallback(mode=mode, switch_at={100: "allreduce", 200: "ma"}, **asked)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mode": "auto"},
+        {"mode": "allreduce"},
+        {"mode": "allreduce", "switch_at": {100: "shadow"}},
+        {"mode": "gba", "switch_at": {100: "shadow"}},
+        {"mode": "shadow", "switch_at": {100: "gba"}},
+        {"mode": "shadow", "switch_at": {100: "auto"}},
+    ],
+)
+def test_a_job_that_may_come_to_a_mode_without_replicas_keeps_its_rule(settings: dict[str, Any]) -> None:
+    assert GBACallback(rule="staleness_lr", **settings).rule == "staleness_lr"
+
+
+def test_it_describes_itself_by_its_arguments_whatever_became_of_the_mode() -> None:
+    callback = GBACallback(mode="allreduce", switch_at={100: "gba"}, sync="bmuf", every=5, tolerance=2, min_stay=7)
+    before = callback.describe()
+    asked = {"mode": "allreduce", "rule": "none", "switch_at": {"100": "gba"}, "sync": "bmuf", "every": 5}
+    assert before.items() >= {**asked, "tolerance": 2, "min_stay": 7, "servers_per_host": 1}.items()
+    arguments = set(inspect.signature(GBACallback).parameters)
+    assert set(before) == arguments
+    callback.pin("gba")
+    assert callback.describe() == before

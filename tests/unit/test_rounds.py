@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,11 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from gba_hvd.averaging import Averaging, pulled_
+from gba_hvd.callbacks import Event
 from gba_hvd.collectives import SoloWorld, WorldLeft
 from gba_hvd.gradients import DenseGradients
 from gba_hvd.replica import Copy, Replica
 from gba_hvd.rounds import Rounds
+from gba_hvd.tracking import gauges
 from gba_hvd.traffic import Traffic
+from gba_hvd.wishes import Wishes
 
 PATIENCE_S = 60.0
 
@@ -352,7 +357,10 @@ def test_a_foreground_round_that_is_late_is_told_and_training_goes_on():
     workers = started([[0.0, 0.0], [4.0, 4.0]], every=1)
     workers[1].rounds.begin_micro()  # and computes for long
     workers[0].rounds.end_micro(workers[0].replica.step(lambda: None), timeout_s=0.3)
-    assert any("waited for in vain" in why for why in workers[0].rounds.dropped())
+    told = workers[0].rounds.told()
+    assert told is not None and (told.waits_in_vain, told.rounds_dropped) == (1, 0)
+    assert workers[0].rounds.dropped() == [], "the round is late, it may still come"
+    assert workers[0].rounds.told() is None, "a wait is told once"
     workers[1].rounds.end_micro(workers[1].replica.step(lambda: None), timeout_s=PATIENCE_S)
     assert stop_together(workers) == [True, True]
 
@@ -377,3 +385,112 @@ def test_what_is_told_is_of_the_rounds_since_the_last_telling():
     assert stop_together(workers) == [True, True]
     workers[0].rounds.told()
     assert workers[0].rounds.told() is None
+
+
+def test_a_worker_whose_rounds_all_fail_tells_how_many_were_dropped_and_no_pace():
+    servers = Servers(2)
+    servers.fails = True
+    (worker, other) = started([[2.0, 2.0], [2.0, 2.0]], servers, algorithm="easgd")
+    wait_for(lambda: worker.rounds.n_failed, "a failure")
+    told = worker.rounds.told()
+    assert told is not None and told.rounds_dropped >= 1 and worker.rounds.n_done == 0
+    assert (told.rounds_per_s, told.seconds_per_round, told.steps_per_round, told.spread) == (None,) * 4
+    servers.fails = False
+    wait_for(lambda: worker.rounds.n_done, "a round")
+    again = worker.rounds.told()
+    assert again is not None and again.rounds_per_s is not None and again.rounds_dropped >= told.rounds_dropped
+    assert stop_together([worker, other]) == [True, True]
+
+
+class Watched(Rounds):
+    """Notes whether the lock was held whenever somebody looked at what was dropped."""
+
+    @property
+    def _dropped(self) -> list[str]:  # type: ignore[override]
+        self.__dict__["held"].append(self._changed._is_owned())  # type: ignore[attr-defined]
+        found: list[str] = self.__dict__["reasons"]
+        return found
+
+    @_dropped.setter
+    def _dropped(self, reasons: list[str]) -> None:
+        self.__dict__["held"].append(self._changed._is_owned())  # type: ignore[attr-defined]
+        self.__dict__["reasons"] = reasons
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "reason"), [("easgd", "RuntimeError: no server"), ("ma", "the servers were not told of its result")]
+)
+def test_why_rounds_were_dropped_is_noted_and_taken_under_the_lock(algorithm: str, reason: str):
+    servers, meeting = Servers(2), Meeting(2)
+    servers.fails = True
+    workers = [Worker([0.0, 0.0], servers, algorithm=algorithm) for _ in range(2)]
+    rounds = workers[0].rounds
+    rounds.__dict__.update(held=[], reasons=rounds.__dict__.pop("_dropped"))
+    rounds.__class__ = Watched
+    for rank, worker in enumerate(workers):
+        worker.rounds.start(World(meeting, rank))
+    wait_for(lambda: rounds.n_failed, "a failure")
+    assert reason in rounds.dropped()[0]
+    assert stop_together(workers) == [True, True]
+    held = rounds.__dict__["held"]
+    assert len(held) >= 3 and all(held), "one note, and the two halves of taking it"
+
+
+# --- what is told of them --------------------------------------------------------------------------------------------
+
+
+def emitted(pace: dict[str, Any], dropped: list[str], rank: int = 0) -> list[Event]:
+    """What callbacks hear when a mode tells this of its rounds."""
+    events: list[Event] = []
+    engine: Any = SimpleNamespace(
+        step=7, emit=events.append, world=SimpleNamespace(rank=rank),
+        tables=SimpleNamespace(config=SimpleNamespace(lease_s=60.0)),
+    )  # fmt: skip
+    wishes, mode = Wishes(engine), SimpleNamespace(told=lambda: (pace, dropped))
+    wishes._rounds_told_s = -1e9
+    wishes._tell_of_rounds(mode)  # type: ignore[arg-type]
+    return events
+
+
+def pace(**more: Any) -> dict[str, Any]:
+    nothing = dict.fromkeys(("rounds_per_s", "seconds_per_round", "steps_per_round", "spread"))
+    return {**nothing, "rounds_dropped": 0, "waits_in_vain": 0, **more}
+
+
+def test_the_pace_of_rounds_is_told_by_the_chief():
+    well = pace(rounds_per_s=4.0, seconds_per_round=0.1, steps_per_round=5.0, spread=0.02)
+    (rates,) = emitted(well, [])
+    assert (rates.kind, rates.message) == (
+        "rates", "4.0 rounds/s, 5.0 local steps each, spread of the replicas 2.00e-02"
+    )  # fmt: skip
+    assert gauges.Readings().take(rates.data) == {
+        "job/rounds_per_s": 4.0, "job/seconds_per_round": 0.1, "job/local_steps_per_round": 5.0,
+        "job/spread_of_replicas": 0.02, "job/rounds_dropped": 0.0,
+    }  # fmt: skip
+    assert emitted(well, [], rank=1) == []
+
+
+def test_rounds_that_all_fail_are_counted_where_others_tell_their_pace():
+    dropped, rates = emitted(pace(rounds_dropped=3), ["RuntimeError: no server"])
+    assert (dropped.kind, dropped.data) == ("round_dropped", {"why": "RuntimeError: no server"})
+    assert (rates.kind, rates.message) == ("rates", "no round of replicas ended well; dropped so far: 3")
+    assert gauges.Readings().take(rates.data) == {"job/rounds_dropped": 3.0}
+
+
+@pytest.mark.parametrize(("times", "often"), [(1, "once"), (2, "2 times")])
+def test_a_wait_in_vain_is_told_as_late_and_not_as_dropped(times: int, often: str):
+    (late,) = emitted(pace(waits_in_vain=times), [], rank=1)
+    assert (late.kind, late.data) == ("round_late", {"times": times})
+    assert late.message == f"training waited {often} for a round of replicas that did not end in 60 s, and goes on"
+
+
+def test_a_mode_without_rounds_tells_of_none():
+    assert emitted({}, []) == []
+
+
+def test_what_rounds_tell_has_the_names_of_the_gauges():
+    workers = started([[0.0, 0.0], [2.0, 2.0]])
+    wait_for(lambda: workers[0].rounds.n_done, "a round")
+    told = workers[0].rounds.told()
+    assert told is not None and asdict(told).keys() == {*gauges.ROUNDS, "waits_in_vain"}
+    assert stop_together(workers) == [True, True]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from gba_hvd_tools import cli
-from gba_hvd_tools.simulated.agreement import Job, distance, draws
+from gba_hvd_tools import cli, simulate_agreement
+from gba_hvd_tools.bench import delay, small_ctr
+from gba_hvd_tools.simulated import agreement
+from gba_hvd_tools.simulated.agreement import Job, compared, distance, draws, together
 from gba_hvd_tools.simulated.experiment import Experiment, run, run_grid
 from gba_hvd_tools.simulated.fleet import Fleet
 from gba_hvd_tools.simulated.limits import observe
@@ -19,6 +22,7 @@ from gba_hvd_tools.simulated.tasks import Quadratic
 from gba_hvd_tools.simulated.training import Outcome, Setting, train
 
 from gba_hvd import BadInput, rules, stability
+from gba_hvd.averaging import REPLICA_MODES
 from gba_hvd.order import Cut
 from gba_hvd.tokens import Discipline
 from gba_hvd.torch_optimizers import spec_of
@@ -100,6 +104,15 @@ def test_a_thousand_workers_are_simulated_like_three() -> None:
     assert max(outcome.lags) > 700
 
 
+def test_ten_thousand_workers_are_simulated_in_seconds() -> None:
+    settings: dict[str, Any] = {"mode": "bsp", "n_micro": 100, "micro_batch": 1, "lr": 1e-6}
+    outcome = run(Experiment(workers=10_000, micro_batches=12_000, **settings))
+    assert (outcome.applied, outcome.steps) == (12_000, 120)
+    assert outcome.time < 4
+    assert sum(outcome.lags.values()) == 12_000
+    assert max(outcome.lags) >= 99, "the last of the first 10,000 finds the steps of all the others"
+
+
 def test_what_diverges_ends_early_and_says_so() -> None:
     outcome = run(Experiment(workers=16, micro_batches=2000, lr=1.0))
     assert outcome.loss == math.inf
@@ -113,6 +126,14 @@ def test_learning_rates_side_by_side_are_as_each_alone(rule: str) -> None:
     alone = [run(replace(experiment, lr=lr)).loss for lr in lrs]
     assert run_grid(experiment, lrs) == pytest.approx(alone, rel=1e-4)
     assert math.isfinite(alone[1])
+
+
+@pytest.mark.parametrize("rule", ["none", "gap_aware"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "nadam"])
+def test_they_are_so_with_every_optimizer(optimizer: str, rule: str) -> None:
+    experiment, lrs = Experiment(workers=4, rule=rule, optimizer=optimizer, micro_batches=100), [0.03, 0.01]
+    alone = [run(replace(experiment, lr=lr)).loss for lr in lrs]
+    assert run_grid(experiment, lrs) == pytest.approx(alone, rel=1e-3)
 
 
 # --- speeds ----------------------------------------------------------------------------------------------------------
@@ -148,6 +169,26 @@ def test_the_distance_of_histograms() -> None:
     assert distance({0: 5, 1: 5}, {"1": 50, "0": 50}) == 0
     assert distance({0: 1}, {1: 7}) == 1
     assert distance({0: 3, 1: 1}, {0: 1, 1: 3}) == 0.5
+
+
+def told(staleness: dict[Any, int], time: float) -> dict[str, Any]:
+    """What a job tells; a real one's histograms come through JSON."""
+    same = {"auc": 0.7, "log_loss": 0.5, "steps": 9, "dropped": 0, "late": 0}
+    return {"staleness": staleness, "lags": {0: 1}, "time": time, **same}
+
+
+def test_how_far_a_simulation_is_off_stands_beside_how_far_two_jobs_are() -> None:
+    real = [told({"0": 1}, 10.0), told({"0": 3, "1": 1}, 13.0), told({"0": 1, "1": 1}, 12.0)]
+    found = compared(real, told({0: 1, 1: 1}, 11.0))
+    assert found["apart"]["staleness"] == pytest.approx(0.25)  # .5, .25 and 0
+    assert found["noise"]["staleness"] == pytest.approx(0.25)  # .25, .5 and .25
+    assert (found["apart"]["time"], found["noise"]["time"]) == (1.0, 2.0)
+    alone = compared(real[:1], told({0: 1, 1: 1}, 11.0))
+    assert (alone["apart"]["staleness"], alone["noise"]["staleness"]) == (0.5, None)
+
+
+def test_histograms_of_several_jobs_are_one() -> None:
+    assert together([{"0": 1, "2": 3}, {0: 4}]) == {0: 5, 2: 3}
 
 
 # --- the adviser -----------------------------------------------------------------------------------------------------
@@ -188,9 +229,23 @@ def test_what_cannot_be_simulated_is_refused(settings: dict[str, Any], what: str
         Experiment(**settings)
 
 
-def test_a_job_that_cannot_be_compared_is_refused() -> None:
-    with pytest.raises(BadInput, match="slow of at least 1"):
-        Job(2, slow=0.5)
+@pytest.mark.parametrize("mode", REPLICA_MODES)
+def test_modes_with_replicas_are_refused_and_the_others_named(mode: str) -> None:
+    for made in (Experiment, partial(Job, 2)):
+        with pytest.raises(BadInput, match=f"'{mode}' cannot be simulated: .* one of gba, bsp, async, hop_bs, hop_bw"):
+            made(mode=mode)
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"slow": 0.5}, "slow of at least 1"),
+        ({"rule": "dana_zero"}, "'dana_zero' does not go with this optimizer: .* Adagrad"),
+    ],
+)
+def test_a_job_that_cannot_be_compared_is_refused(settings: dict[str, Any], what: str) -> None:
+    with pytest.raises(BadInput, match=what):
+        Job(2, **settings)
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
@@ -211,7 +266,50 @@ def test_the_limits_are_printed_side_by_side(capsys: pytest.CaptureFixture[str])
     assert "0.61803" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [["--seeds", "0"], ["--rule", "danazero"], ["--lr", "-1"], ["--workers", "0"]])
+def test_real_jobs_of_every_setting_are_compared_with_one_simulation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import json
+
+    jobs: list[tuple[int, str, str]] = []
+
+    def real_run(job: Job, folder: Path) -> dict[str, Any]:
+        jobs.append((job.workers, job.mode, job.rule))
+        return told({"0": len(jobs), "1": 1}, 10.0 + len(jobs))
+
+    monkeypatch.setattr(simulate_agreement, "real_run", real_run)
+    monkeypatch.setattr(agreement, "simulate", lambda job, data: told({0: 1}, 12.0))
+    monkeypatch.setattr(small_ctr, "write", lambda *_: None)
+    monkeypatch.setenv("COLUMNS", "120")
+    out = tmp_path / "found.json"
+    options = ["--mode", "async", "--rule", "none", "gap_aware", "--runs", "2", "--out", str(out)]
+    assert cli.main(["simulate", "agreement", *options]) == 0
+    assert jobs == [(n, "async", rule) for n in (2, 4, 8) for rule in ("none", "gap_aware") for _ in range(2)]
+    said = capsys.readouterr().out
+    assert "two real jobs" in said and "8 workers, async, rule gap_aware, 2 real" in said
+    found = json.loads(out.read_text())["jobs"]
+    assert [len(job["real"]) for job in found] == [2] * 6
+    first = found[0]
+    assert first["apart"]["staleness"] == pytest.approx((1 / 2 + 1 / 3) / 2)
+    assert first["noise"]["staleness"] == pytest.approx(1 / 2 - 1 / 3)
+    assert first["noise"]["time"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [(["--runs", "0"], "--runs must be 1 or more"), (["--mode", "shadow"], "'shadow' cannot be simulated")],
+)
+def test_what_cannot_be_compared_is_refused_in_a_line(
+    arguments: list[str], what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["simulate", "agreement", *arguments]) == 1
+    said = capsys.readouterr().err
+    assert what in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--mode", "shadow"], ["--seeds", "0"], ["--rule", "danazero"], ["--lr", "-1"], ["--workers", "0"]]
+)
 def test_the_command_says_what_is_wrong_in_a_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["simulate", "training", *arguments]) == 1
     said = capsys.readouterr().err
@@ -231,9 +329,41 @@ def test_the_benchmark_says_which_rules_hold(tmp_path: Path, capsys: pytest.Capt
     assert "holds_to_at_best_lr" in capsys.readouterr().out
 
 
-def test_the_click_model_learns_through_real_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gba_hvd_tools.bench import small_ctr
+@pytest.mark.parametrize(
+    ("optimizer", "rules_of_it"),
+    [
+        ("sgd", ["none", "gap_aware", "staleness_lr"]),
+        ("adam", ["none", "gap_aware", "staleness_lr"]),
+        ("nadam", ["none", "gap_aware", "delayed_nesterov", "staleness_lr"]),
+        ("momentum", list(rules.RULES)),
+    ],
+)
+def test_the_benchmark_has_the_rules_that_go_with_an_optimizer(optimizer: str, rules_of_it: list[str]) -> None:
+    assert delay.rules_for(optimizer) == rules_of_it
 
+
+@pytest.mark.parametrize("optimizer", ["adam", "nadam"])
+def test_the_benchmark_measures_rules_with_other_optimizers(
+    optimizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import json
+
+    out = tmp_path / "delay.json"
+    few = ["--workers", "4", "--tasks", "quadratic", "--micro-batches", "100", "--seeds", "1"]
+    assert cli.main(["bench", "delay", "--out", str(out), "--optimizer", optimizer, *few]) == 0
+    told = json.loads(out.read_text())
+    assert told["settings"]["optimizer"] == optimizer
+    assert "betas" in told["settings"]["optimizer_settings"] and "lr" not in told["settings"]["optimizer_settings"]
+    found = told["tasks"]["quadratic"]
+    assert list(found["best"]) == delay.rules_for(optimizer)
+    assert found["best"]["none"]["4"] < found["one_worker"]["loss_at_start"]
+    assert found["best"]["gap_aware"]["4"] != found["best"]["none"]["4"]
+    if optimizer == "nadam":
+        assert found["best"]["delayed_nesterov"] == found["best"]["none"], "NAdam has it in its own step"
+    assert f"quadratic, {optimizer}: final loss" in capsys.readouterr().out
+
+
+def test_the_click_model_learns_through_real_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(small_ctr, "N_HELD_OUT", 2000)
     small_ctr.write(tmp_path, 40 * 64)
     experiment = Experiment("clicks", 3, "gba", optimizer="adagrad", lr=0.05, micro_batches=40)

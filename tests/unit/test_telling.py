@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gba_hvd import Compression, GBACallback
 from gba_hvd.callbacks import Event
 from gba_hvd.elastic import telling
 from gba_hvd.membership import Joined
@@ -38,6 +39,7 @@ def told(joined: Joined, *, size: int = 2, checkpoints: Any = None, **how: Any) 
         global_batch=16, micro_batch=4, optimizer=None, account=Account(total=500, applied=400), emit=emit,
         callbacks=[SimpleNamespace(on_job=lambda job: heard.append(f"job {job.job_id} of {job.size}"))],
         checkpoints=checkpoints and SimpleNamespace(plan_pace=lambda n_hosts: heard.append(f"pace of {n_hosts}")),
+        switching=None, row_average="global", compression=None, row_compression=Compression.none,
     )  # fmt: skip
     telling.world_formed(engine, joined, **{"before": None, **how})
     return heard, events
@@ -104,3 +106,36 @@ def test_why_rows_are_lost(checkpoints: Any, why_lost: str, why: str) -> None:
     _, (_, lost) = told(replace(CHANGED, rows_lost=5, why_lost=why_lost), checkpoints=checkpoints)
     assert lost.message == f"5 rows went down with their host and begin anew; {why}"
     assert lost.data["why"] == why
+
+
+def settings_of(**engine: Any) -> dict[str, Any]:
+    """What MLflow gets as parameters of such a job."""
+    tables = SimpleNamespace(layout=SimpleNamespace(tables=[], n_shards=3), optimizer="rows")
+    plain = {"tables": tables, "global_batch": 16, "micro_batch": 4, "optimizer": None, "row_average": "contributors"}
+    nothing = {"switching": None, "compression": None, "row_compression": Compression.none}
+    return telling._settings(SimpleNamespace(**{**plain, **nothing, **engine}))  # type: ignore[arg-type]
+
+
+def test_the_settings_say_how_gradients_and_rows_travel() -> None:
+    dct = Compression.dct(keep=0.01).then(Compression.int8)
+    told = settings_of(compression=SimpleNamespace(spec=dct), row_compression=Compression.fp16.always())
+    assert told["compression"] == "dct(keep=0.01, refresh_every=1000).then(int8)"
+    assert told["row_compression"] == "fp16.always()"
+    plain = settings_of()
+    assert (plain["compression"], plain["row_compression"], plain["row_average"]) == ("none", "none", "contributors")
+
+
+def test_the_settings_say_which_mode_was_asked_for_and_what_belongs_to_it() -> None:
+    callback = GBACallback(mode="ma", every=5, elasticity=0.25)
+    told = settings_of(switching=callback)
+    asked = {"mode": "ma", "rule": "none", "sync": "easgd", "every": 5, "elasticity": 0.25, "block_rate": 0.9}
+    assert told.items() >= asked.items()
+    assert "curvature" not in told, "what was not given is left out"
+    callback.pin("gba")
+    assert settings_of(switching=callback) == told, "MLflow refuses another value for a parameter"
+
+
+def test_a_job_that_asks_for_no_mode_is_in_allreduce() -> None:
+    told = settings_of()
+    assert told["mode"] == "allreduce"
+    assert "rule" not in told

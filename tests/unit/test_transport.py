@@ -19,7 +19,8 @@ from gba_hvd.errors import GbaError
 from gba_hvd.ps import client as client_module
 from gba_hvd.ps import protocol, transport
 from gba_hvd.ps.client import Client, ServerLost
-from gba_hvd.ps.protocol import Answer, Beat, Endpoint, Ok, Refused, Request, Status, StatusReport
+from gba_hvd.ps.protocol import Answer, Beat, Endpoint, Ok, Push, Refused, Request, Status, StatusReport
+from gba_hvd.traffic import Traffic
 
 KEY = b"k" * 32
 Reaction = Callable[[int, Request], list[bytes] | Answer | None]
@@ -89,6 +90,21 @@ def test_a_request_is_answered(tmp_path: Path, stub: Callable[[Reaction], Stub],
     assert client.call(0, Status()).body == StatusReport({"n": 1})
     client.close()
     client.close()
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_what_a_server_of_this_host_is_asked_is_no_traffic(
+    tmp_path: Path, stub: Callable[[Reaction], Stub], local: bool
+) -> None:
+    client = a_client(tmp_path, stub(lambda number, request: Ok()), local)
+    client.traffic = Traffic()
+    client.start()
+    client.call(0, Push(1, 7, 0, 0), [np.zeros(3, np.float32), np.zeros(2, np.float32)])
+    client.close()
+    counted = {key[::2]: n for key, n in client.traffic.so_far().items()}
+    n_bytes = [counted.get(("sent", kind), 0) for kind in ("dense", "rows")]
+    assert n_bytes == ([0, 0] if local else [12, 8])
+    assert (("sent", "header") in counted) is (("received", "header") in counted) is not local
 
 
 def test_a_request_that_is_put_off_is_sent_again_and_the_reason_is_kept(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import gba_hvd
 from gba_hvd.elastic import torch_state
 
 TIMEOUT_S = 50.0
@@ -60,6 +61,17 @@ class ThreadWorld:
         total = torch.stack(self.meeting.exchange(self.rank, name, values.clone())).sum(0)
         self.before_result()
         values.copy_(total)
+
+
+class Heard(gba_hvd.Callback):
+    def __init__(self) -> None:
+        self.events: list[gba_hvd.Event] = []
+
+    def on_event(self, event: gba_hvd.Event) -> None:
+        self.events.append(event)
+
+    def of(self, kind: str) -> list[gba_hvd.Event]:
+        return [event for event in self.events if event.kind == kind]
 
 
 class Workers:

@@ -61,12 +61,11 @@ def measure(
     rank: int,
     step: Callable[[], object],
     barrier: Callable[[], object],
-    new_link: Callable[[], object] = lambda: None,
     counted: Callable[[], Mapping[str, int]] = dict,
 ) -> None:
     """Run all phases; rank 0 writes what it measured to result.json in the folder.
 
-    counted: bytes so far by kind, by the contestant's own account. new_link: called when the links have been changed.
+    counted: bytes so far by kind, by the contestant's own account
     """
     rows = []
     for number, phase in enumerate(args.phases):
@@ -74,7 +73,6 @@ def measure(
         if rank == 0:
             (args.folder / f"ready-{number}").touch()
         wait_for(args.folder / f"go-{number}")
-        new_link()
         for _ in range(phase.warmup):
             step()
         barrier()

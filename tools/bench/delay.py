@@ -1,15 +1,16 @@
 """`gba-hvd bench delay`: update rules under delay, on a virtual clock: which hold where plain momentum fails.
 
-Every push is a step (mode `async`), workers are equal, the optimizer is SGD with momentum. For each rule, number of
-workers and learning rate: the final loss, median over seeds. Three questions are put to it:
+Every push is a step (mode `async`), workers are equal. For each rule that goes with the optimizer (SGD with momentum,
+unless told otherwise), number of workers and learning rate: the final loss, median over seeds. Three questions are put
+to it:
 
     loss            at the learning rate that is best for one worker without a rule, used with any number of workers
     best            at each rule's own best learning rate of the grid, for that number of workers
     largest_lr      of the grid, at which no seed diverged or ended worse than it began
 
-Learning rates are those of plain momentum; delayed Nesterov, which discounts gradients, gets 1 / (1 - momentum) times
-as much, so that all move as fast. A rule holds with so many workers if its best is within 5 % of what the one worker
-reached, measured from where training began.
+Learning rates are the optimizer's without a rule. With SGD, delayed Nesterov, which discounts gradients, gets
+1 / (1 - momentum) times as much, so that all move as fast; with NAdam it adds nothing, and is `none`. A rule holds with
+so many workers if its best is within 5 % of what the one worker reached, measured from where training began.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -31,7 +33,13 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 WORKERS = (4, 8, 16, 32, 64)
-RATES = {"quadratic": (0.1, 0.03, 0.01, 0.003, 0.001), "logistic": (1.0, 0.3, 0.1, 0.03, 0.01)}
+RATES: dict[str, dict[str, tuple[float, ...]]] = {  # by optimizer, as `simulate training` calls them, and task
+    "momentum": {"quadratic": (0.1, 0.03, 0.01, 0.003, 0.001), "logistic": (1.0, 0.3, 0.1, 0.03, 0.01)},
+    "sgd": {"quadratic": (1.0, 0.3, 0.1, 0.03, 0.01), "logistic": (10.0, 3.0, 1.0, 0.3, 0.1)},
+    "adam": {"quadratic": (0.1, 0.03, 0.01, 0.003, 0.001), "logistic": (0.3, 0.1, 0.03, 0.01, 0.003, 0.001)},
+    "nadam": {"quadratic": (0.1, 0.03, 0.01, 0.003, 0.001), "logistic": (0.3, 0.1, 0.03, 0.01, 0.003, 0.001)},
+}
+TASKS = ("quadratic", "logistic")
 MICRO_BATCHES = 1000
 HOLDS_WITHIN = 0.05
 Losses = dict[tuple[str, int, float], list[float]]  # by rule, workers, learning rate: one for each seed
@@ -41,7 +49,10 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("delay", help="update rules under delay, simulated", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
     parser.add_argument("--workers", type=int, nargs="+", default=list(WORKERS), metavar="N")
-    parser.add_argument("--tasks", nargs="+", default=list(RATES), choices=tuple(RATES))
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
+    parser.add_argument(
+        "--optimizer", default="momentum", choices=tuple(RATES), help="momentum: SGD with (%(default)s)"
+    )
     parser.add_argument("--micro-batches", type=int, default=MICRO_BATCHES, help="of a run (%(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each (%(default)s)")
     parser.set_defaults(run=run)
@@ -51,9 +62,9 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from gba_hvd.errors import BadInput
-    from gba_hvd.rules import RULES
 
     from ..simulate_training import json_values
+    from ..simulated.experiment import Experiment
 
     if args.seeds < 1:
         raise BadInput(f"--seeds must be 1 or more, got {args.seeds}")
@@ -64,15 +75,16 @@ def run(args: argparse.Namespace) -> int:
         return 1
     torch.set_num_threads(1)
     logging.getLogger("gba_hvd.ps").setLevel(logging.CRITICAL)  # steps that are not finite are what is looked for
+    of = Experiment(optimizer=args.optimizer).optimizer_spec()["groups"][0]
     settings = {
-        "mode": "async", "optimizer": "SGD, momentum 0.9", "micro_batches": args.micro_batches, "seeds": args.seeds,
-        "holds_within": HOLDS_WITHIN,
+        "mode": "async", "optimizer": args.optimizer, "optimizer_settings": {k: v for k, v in of.items() if k != "lr"},
+        "micro_batches": args.micro_batches, "seeds": args.seeds, "holds_within": HOLDS_WITHIN,
     }  # fmt: skip
     tasks: dict[str, Any] = {}
     for task in args.tasks:
-        losses, start = simulated(task, args.workers, args.micro_batches, args.seeds)
-        found = summary(losses, RULES, args.workers, RATES[task], start)
-        show(task, found, args.workers)
+        losses, start = simulated(task, args.optimizer, args.workers, args.micro_batches, args.seeds)
+        found = summary(losses, rules_for(args.optimizer), args.workers, RATES[args.optimizer][task], start)
+        show(f"{task}, {args.optimizer}", found, args.workers)
         rows = [
             {"rule": rule, "workers": n, "lr": lr, "losses": by_seed, "loss": median(by_seed)}
             for (rule, n, lr), by_seed in losses.items()
@@ -84,20 +96,40 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def simulated(task: str, workers: Sequence[int], micro_batches: int, seeds: int) -> tuple[Losses, float]:
-    """All final losses, also of one worker without a rule; and the loss at the start."""
-    from gba_hvd.rules import RULES
+def rules_for(optimizer: str) -> list[str]:
+    """The rules that go with it."""
+    from gba_hvd.errors import BadInput
+    from gba_hvd.rules import RULES, check
 
+    from ..simulated.experiment import Experiment
+
+    spec, fit = Experiment(optimizer=optimizer).optimizer_spec(), []
+    for rule in RULES:
+        with suppress(BadInput):
+            check(rule, spec)
+            fit.append(rule)
+    return fit
+
+
+def simulated(
+    task: str, optimizer: str, workers: Sequence[int], micro_batches: int, seeds: int
+) -> tuple[Losses, float]:
+    """All final losses, also of one worker without a rule; and the loss at the start."""
     from ..simulated.experiment import MOMENTUM, Experiment, loss_at_start, run_grid
 
     losses: Losses = {}
-    for rule, n in [("none", 1), *((rule, n) for n in workers for rule in RULES)]:
-        own = [lr / (1 - MOMENTUM) if rule == "delayed_nesterov" else lr for lr in RATES[task]]
-        settings = [Experiment(task, n, rule=rule, micro_batches=micro_batches, seed=seed) for seed in range(seeds)]
+    rates = RATES[optimizer][task]
+    for rule, n in [("none", 1), *((rule, n) for n in workers for rule in rules_for(optimizer))]:
+        is_discounted = rule == "delayed_nesterov" and optimizer == "momentum"
+        own = [lr / (1 - MOMENTUM) if is_discounted else lr for lr in rates]
+        settings = [
+            Experiment(task, n, rule=rule, optimizer=optimizer, micro_batches=micro_batches, seed=seed)
+            for seed in range(seeds)
+        ]
         by_seed = [run_grid(experiment, own) for experiment in settings]
-        for number, lr in enumerate(RATES[task]):
+        for number, lr in enumerate(rates):
             losses[rule, n, lr] = [found[number] for found in by_seed]
-        best = min(median(losses[rule, n, lr]) for lr in RATES[task])
+        best = min(median(losses[rule, n, lr]) for lr in rates)
         print(f"{task}, {n} workers, {rule}: best {best:.4g}", flush=True)
     return losses, loss_at_start(settings[0])
 

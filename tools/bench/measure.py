@@ -148,6 +148,13 @@ def write_json(path: Path, result: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(result, indent=2) + "\n")
 
 
+def write_whole(path: Path, result: Mapping[str, Any]) -> None:
+    """For a file that is written again and again: an interruption leaves the one of before."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    write_json(fresh, result)
+    fresh.replace(path)
+
+
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     from rich.console import Console
     from rich.table import Table

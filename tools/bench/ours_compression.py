@@ -14,16 +14,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 import gba_hvd
 
 from . import compressed_model, dlrm, ours_dlrm, small_ctr, worker
+from .compressors import COMPRESSION
 from .ours_gba import Log
-
-COMPRESSION = {
-    "none": gba_hvd.Compression.none,
-    "fp16": gba_hvd.Compression.fp16,
-    "int8": gba_hvd.Compression.int8,
-    "topk": gba_hvd.Compression.topk(0.01).then(gba_hvd.Compression.fp16),
-    "dct": gba_hvd.Compression.dct(0.01).then(gba_hvd.Compression.int8),
-    "dct_rows": gba_hvd.Compression.dct(0.02, drift=1.25).then(gba_hvd.Compression.int8),
-}
 
 
 class Model(nn.Module):
@@ -46,11 +38,12 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(1 + args.seed)
     batch, workers = compressed_model.BATCH[args.model], hvd.size()
-    dense, rows = COMPRESSION[args.compression], COMPRESSION[args.row_compression]
+    specs = COMPRESSION[args.compression], COMPRESSION[args.row_compression]
+    dense, rows = (spec.always() for spec in specs) if args.always else specs
     model, tables, lr, eps = model_of(args)
     optimizer = gba_hvd.DistributedOptimizer(
         torch.optim.Adagrad(model.parameters(), lr=lr, eps=eps), tables, global_batch=workers * batch,
-        micro_batch=batch, compression=dense.always() if args.always else dense, row_compression=rows,
+        micro_batch=batch, compression=dense, row_compression=rows,
     )  # fmt: skip
     state = gba_hvd.elastic.TorchState(model, optimizer, epoch=0)
     dataset = dataset_of(args, workers * batch * compressed_model.n_steps(args.phases))
@@ -73,10 +66,8 @@ def main() -> None:
                 compressed_model.write(args, {"auc": scores.auc, "bytes": told, "steps": state.step})
             return
         source: Iterator[Any] = iter(gba_hvd.batches(dataset, state))
-        compression = state.engine.compression
         compressed_model.measure(
             args, hvd.rank(), lambda: step(next(source)), lambda: hvd.allreduce(torch.zeros(1), name="bench.barrier"),
-            new_link=lambda: None if compression is None else compression.world_formed(),
             counted=lambda: {f"{way}_{kind}": n for (way, _, kind), n in state.engine.traffic.so_far().items()},
         )  # fmt: skip
         for _ in itertools.chain(source):

@@ -1,19 +1,25 @@
 """The peers in `bench compression`: plain Horovod with and without its fp16, and DDP with and without PowerSGD.
 
-One table for all fields, its gradient dense, as in the other benchmarks. Launched by horovodrun, or once on each host
-with the environment that torch.distributed reads.
+As a user of theirs would write it. The click models have one table for all fields, its gradient dense, as in the other
+benchmarks with emulated workers. The DLRM has a sparse table for each field, as in `bench allreduce`: Horovod
+allgathers indices and values, and so does DDP over Gloo. Launched by horovodrun, or once on each host with the
+environment that torch.distributed reads.
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from . import compressed_model, small_ctr
+from . import compressed_model, dlrm, small_ctr, worker
+from .sparse_dlrm import DLRM
 
 
 class Model(nn.Module):
@@ -35,15 +41,14 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(1 + args.seed)
-    model = Model(args.model)
-    lr = small_ctr.LEARNING_RATE if args.model == "small" else 0.005
-    optimizer: Any = torch.optim.Adagrad(model.parameters(), lr=lr, eps=small_ctr.EPS)
+    model, lr, eps = model_of(args.model)
+    optimizer: Any = torch.optim.Adagrad(model.parameters(), lr=lr, eps=eps)
     trained: nn.Module = model
     if args.peer.startswith("horovod"):
         import horovod.torch as hvd
 
         hvd.init()
-        compression = hvd.Compression.fp16 if args.peer == "horovod_fp16" else hvd.Compression.none
+        compression = fp16_of_dense_gradients() if args.peer == "horovod_fp16" else hvd.Compression.none
         optimizer = hvd.DistributedOptimizer(
             optimizer, named_parameters=model.named_parameters(), compression=compression
         )
@@ -55,16 +60,15 @@ def main() -> None:
 
         dist.init_process_group("gloo")
         rank, size = dist.get_rank(), dist.get_world_size()
-        # One bucket: over Gloo, the hooks of several buckets may enter their collectives in different orders.
-        replica = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1000)
+        # One bucket: over Gloo, the hooks of several buckets may enter their collectives in different orders. The only
+        # buffer there is never changes: to send it at every step would be to their disadvantage.
+        replica = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1000, broadcast_buffers=False)
         if args.peer == "powersgd":
             state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
             replica.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         trained = replica
 
-    n_all = len(small_ctr.Samples.held_out(args.data).label) - small_ctr.N_HELD_OUT
-    n_samples = size * compressed_model.BATCH[args.model] * compressed_model.n_steps(args.phases) or n_all
-    source = compressed_model.batches(small_ctr.Samples.train(args.data, n_samples), args, rank, size)
+    source, n_samples = samples_of(args, rank, size)
 
     def step() -> None:
         ids, dense, label = next(source)
@@ -91,6 +95,37 @@ def main() -> None:
     else:
         dist.destroy_process_group()
         os._exit(0)  # gloo's threads do not always end
+
+
+def model_of(name: str) -> tuple[nn.Module, float, float]:
+    """(model, learning rate, eps): those of our contestants."""
+    if name == "dlrm":
+        return DLRM(), dlrm.LEARNING_RATE, dlrm.EPS
+    return Model(name), small_ctr.LEARNING_RATE if name == "small" else 0.005, small_ctr.EPS
+
+
+def samples_of(args: argparse.Namespace, rank: int, size: int) -> tuple[Iterator[tuple[Tensor, Tensor, Tensor]], int]:
+    """(ids [F, B], dense, label) of each step, for ever; and the samples of an epoch."""
+    n_phases = size * compressed_model.BATCH[args.model] * compressed_model.n_steps(args.phases)
+    if args.model == "dlrm":
+        clicks = worker.Clicks.load(args.data, rank)
+        steps = itertools.cycle(range(len(clicks)))
+        return ((clicks.ids[i], clicks.dense[i], clicks.label[i]) for i in steps), n_phases
+    n_samples = n_phases or len(small_ctr.Samples.held_out(args.data).label) - small_ctr.N_HELD_OUT
+    return compressed_model.batches(small_ctr.Samples.train(args.data, n_samples), args, rank, size), n_samples
+
+
+def fp16_of_dense_gradients() -> Any:
+    """Horovod's fp16 where it can be used: for a sparse gradient Horovod compresses nothing, then fails to undo it."""
+    from horovod.torch.compression import FP16Compressor
+
+    class Fp16(FP16Compressor):  # type: ignore[misc]
+        @staticmethod
+        def decompress(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+            whole: Tensor = tensor if dtype is None else FP16Compressor.decompress(tensor, dtype)
+            return whole
+
+    return Fp16
 
 
 if __name__ == "__main__":

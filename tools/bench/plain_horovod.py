@@ -7,32 +7,10 @@ from __future__ import annotations
 
 import horovod.torch as hvd
 import torch
-from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from . import dlrm, worker
-
-
-class DLRM(nn.Module):
-    """One sparse table per field; `merged`: one table for all fields, so that two allgathers do for 52."""
-
-    def __init__(self, *, merged: bool) -> None:
-        super().__init__()
-        n = dlrm.N_TABLES
-        sizes = [n * dlrm.N_ROWS] if merged else [dlrm.N_ROWS] * n
-        self.tables = nn.ModuleList(nn.Embedding(size, dlrm.DIM, sparse=True) for size in sizes)
-        for weight in self.tables.parameters():
-            nn.init.uniform_(weight, -(dlrm.N_ROWS**-0.5), dlrm.N_ROWS**-0.5)
-        self.first_row = (torch.arange(n) * dlrm.N_ROWS).unsqueeze(1) if merged else None
-        self.dense = dlrm.DenseDLRM()
-
-    def forward(self, ids: Tensor, dense: Tensor) -> Tensor:
-        if self.first_row is not None:
-            rows = self.tables[0]((ids + self.first_row).T)
-        else:
-            rows = torch.stack([table(column) for table, column in zip(self.tables, ids, strict=True)], dim=1)
-        logits: Tensor = self.dense(dense, rows)
-        return logits
+from .sparse_dlrm import DLRM
 
 
 def main() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 import tempfile
 import time
@@ -62,15 +61,21 @@ DATASETS = {
 
 @dataclass(frozen=True)
 class Protocol:
-    """The mode at the start and, from the middle of training on, another one. settings: others of `switching`."""
+    """The mode at the start and, from the middle of training on, another one. settings: others of `switching`.
+
+    steps_alike: a global step is one micro-batch of each worker, as a local step of replicas is one micro-batch
+    """
 
     mode: str
     then: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    steps_alike: bool = False
 
-    def overrides(self, half: int) -> list[str]:
+    def overrides(self, half: int, micro_batch: int) -> list[str]:
         switch = {half: self.then} if self.then else {}
         more = [f"switching.{name}={value}" for name, value in self.settings.items()]
+        if self.steps_alike:
+            more.append(f"train.global_batch={WORKERS * micro_batch}")
         return [f"switching.mode={self.mode}", f"switching.switch_at={json.dumps(switch)}", *more]
 
     def faults(self, half: int) -> list[dict[str, Any]]:
@@ -91,7 +96,9 @@ PROTOCOLS = {
     "hop_bw": Protocol("hop_bw"),
 }
 USUAL = list(PROTOCOLS)
-# Replicas of the dense parameters, as `bench shadow` compares them: in the background, and every k local steps.
+# Replicas of the dense parameters, as `bench shadow` compares them: in the background, and every k local steps. They
+# step after each micro-batch, so what they are compared with is a step of one micro-batch of each worker, too.
+PROTOCOLS["sync_each"] = Protocol("allreduce", steps_alike=True)
 PROTOCOLS |= {f"shadow_{name}": Protocol("shadow", settings={"sync": name}) for name in ("easgd", "ma", "bmuf")}
 PROTOCOLS |= {
     f"{name}_{every}": Protocol(name, settings={"every": every})
@@ -225,7 +232,7 @@ def train(job: Run, data: Path | None, timeout_s: float) -> Row:
             arguments += ["--data", str(data)]
         arguments += [f"train.epochs={job.epochs}", f"train.micro_batch={job.micro_batch}"]
         arguments += ["train.early_stop=0", "mlflow=false"]
-        arguments += protocol.overrides(half)
+        arguments += protocol.overrides(half, job.micro_batch)
         started = time.monotonic()
         measure.launch(variant(of), arguments, log=Path(scratch) / "log", timeout_s=timeout_s)
         seconds = time.monotonic() - started
@@ -330,18 +337,13 @@ def _title(row: Row) -> str:
 
 
 def write(path: Path, about: Mapping[str, Any], rows: Sequence[Row], failures: Mapping[str, str]) -> None:
-    """Whole each time: an interruption leaves the file of before."""
     settings = {
         "workers": WORKERS,
         "slow_worker": SLOW,
         "command": {name: str(variant(of)) for name, of in DATASETS.items()},
     }
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    measure.write_json(
-        fresh,
-        {"machine": about, "settings": settings, "headline": headline(rows), "failures": failures, "rows": list(rows)},
-    )
-    fresh.replace(path)
+    found = {"machine": about, "settings": settings, "headline": headline(rows), "failures": failures}
+    measure.write_whole(path, {**found, "rows": list(rows)})
 
 
 def show(rows: Sequence[Row]) -> None:

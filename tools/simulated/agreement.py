@@ -6,23 +6,34 @@ are the same numbers in both. What differs is time that is not emulated: message
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 
+from gba_hvd import rules
 from gba_hvd.errors import BadInput
 from gba_hvd.order import Cut
 from gba_hvd.tokens import Discipline
 
 from ..bench import emulated
+from . import modes
+
+HISTOGRAMS = ("staleness", "lags")
+SCORES = ("auc", "log_loss", "time", "steps", "dropped")
 
 
 @dataclass(frozen=True)
 class Job:
-    """slow: the last worker takes so many times as long. latency_s: of a message, as the simulation has it."""
+    """Raises BadInput.
+
+    slow: the last worker takes so many times as long. latency_s: of a message, as the simulation has it.
+    """
 
     workers: int
     mode: str = "gba"
@@ -44,6 +55,8 @@ class Job:
             )
         Cut(self.micro_batches * self.micro_batch, self.n_micro * self.micro_batch, self.micro_batch)
         Discipline(self.mode, tolerance=self.tolerance)
+        modes.check(self.mode)
+        rules.check(self.rule, optimizer_spec())
 
     def scenario(self) -> emulated.Scenario:
         slow = (emulated.Slow(self.workers - 1, self.slow),) if self.slow > 1 else ()
@@ -53,21 +66,15 @@ class Job:
 
 def simulate(job: Job, data: Path) -> dict[str, Any]:
     """The same figures as a real job's."""
-    import torch
-
-    from gba_hvd.torch_optimizers import spec_of
-
-    from ..bench import small_ctr
     from .click_task import ClickTask
     from .training import Setting, train
 
     n_samples = job.micro_batches * job.micro_batch
-    adagrad = torch.optim.Adagrad([torch.nn.Parameter(torch.zeros(1))], lr=small_ctr.LEARNING_RATE, eps=small_ctr.EPS)
     setting = Setting(
         Cut(n_samples, job.n_micro * job.micro_batch, job.micro_batch),
         Discipline(job.mode, tolerance=job.tolerance),
         job.rule,
-        spec_of(adagrad),
+        optimizer_spec(),
         latency=job.latency_s / job.service_s,
         points=1,
     )
@@ -77,6 +84,46 @@ def simulate(job: Job, data: Path) -> dict[str, Any]:
         "staleness": found.staleness, "lags": found.lags, **found.judged, "time": found.time, "steps": found.steps,
         "dropped": found.dropped,
     }  # fmt: skip
+
+
+def optimizer_spec() -> dict[str, Any]:
+    """Of the optimizer that the emulated benchmarks train with (`torch_optimizers.spec_of`)."""
+    import torch
+
+    from gba_hvd.torch_optimizers import spec_of
+
+    from ..bench import small_ctr
+
+    parameters = [torch.nn.Parameter(torch.zeros(1))]
+    return spec_of(torch.optim.Adagrad(parameters, lr=small_ctr.LEARNING_RATE, eps=small_ctr.EPS))
+
+
+def compared(real: Sequence[Mapping[str, Any]], simulated: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
+    """How far real jobs of the same settings are from their simulation, and from each other.
+
+    apart: of each histogram and score, the median over the real jobs of its distance from the simulation
+    noise: the median distance of two real jobs; None where there is only one
+    """
+    apart: dict[str, float | None] = {}
+    noise: dict[str, float | None] = {}
+    for name in (*HISTOGRAMS, *SCORES):
+        far = distance if name in HISTOGRAMS else _difference
+        apart[name] = median(far(job[name], simulated[name]) for job in real)
+        between = [far(one[name], other[name]) for one, other in combinations(real, 2)]
+        noise[name] = median(between) if between else None
+    return {"apart": apart, "noise": noise}
+
+
+def _difference(one: float, other: float) -> float:
+    return abs(one - other)
+
+
+def together(histograms: Sequence[Mapping[Any, int]]) -> dict[int, int]:
+    """One histogram of all; keys of JSON are strings."""
+    total: Counter[int] = Counter()
+    for histogram in histograms:
+        total.update({int(key): n for key, n in histogram.items()})
+    return dict(total)
 
 
 def draws(job: Job) -> Callable[[int], float]:

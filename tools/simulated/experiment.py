@@ -19,6 +19,7 @@ from gba_hvd.order import Cut
 from gba_hvd.tokens import Discipline
 from gba_hvd.torch_optimizers import spec_of
 
+from . import modes
 from .fleet import SHAPE, Fleet
 from .grid import Grid, with_rates
 from .tasks import Logistic, Quadratic, Task
@@ -70,6 +71,7 @@ class Experiment:
     def __post_init__(self) -> None:
         _known("task", self.task, tuple(TASKS))
         _known("optimizer", self.optimizer, OPTIMIZERS)
+        modes.check(self.mode)
         for name in ("micro_batches", "micro_batch", "n_micro"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -1,0 +1,131 @@
+"""A push of a worker in an asynchronous mode: what is refused before it is sent, and what is left as it was then."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gba_hvd import Compression, NonFiniteGradient
+from gba_hvd.averaging import Averaging
+from gba_hvd.compression.exchange import DenseExchange
+from gba_hvd.compression.feedback import NonFiniteResidual
+from gba_hvd.gba import GbaMode, Session
+from gba_hvd.gradients import DenseGradients
+from gba_hvd.ps.client import Reply
+from gba_hvd.ps.protocol import Done, Endpoint, GivenLease, Ok, Push
+from gba_hvd.rules.dana_slim import SlimWorker
+from gba_hvd.rules.momentum import Sgd
+from gba_hvd.shadow import ReplicaMode
+from gba_hvd.torch_optimizers import spec_of
+
+HERE, THERE, N = 11, 12, 300
+LEASE = GivenLease(5, 6, 0, 4)
+
+
+class Worker:
+    """One of rank 3, whose dense tensor `w` is held by the server of another host. Servers take whatever they get."""
+
+    def __init__(self, tables: Any, **replica: Any) -> None:
+        self.parameter = torch.nn.Parameter(torch.zeros(N))
+        self.dense = DenseGradients([self.parameter], 0)
+        servers = tuple(Endpoint(host, 0, "", 0, 0) for host in (HERE, THERE))
+        name = "shadow" if replica else "gba"
+        session = Session(1, name, "job", b"", servers, (0,) * tables.layout.n_shards, (1,), "global")
+        self.told: list[Any] = []
+        parts = session, 7, 3, HERE, 1, tables, self.dense, 0.05
+        self.mode: GbaMode
+        if replica:
+            self.mode = ReplicaMode(*parts, is_elastic=False, **replica)
+        else:
+            self.exchange = DenseExchange(Compression.topk(0.1).always(), ["w"], self.dense)
+            self.mode = GbaMode(*parts, self.exchange)
+        self.mode.client.send = self._send  # type: ignore[method-assign]
+
+    def _send(self, server: int, body: Any, frames: Any = (), **_: Any) -> Future[Reply]:
+        self.told.append(body)
+        future: Future[Reply] = Future()
+        future.set_result(Reply(Ok(), []))
+        return future
+
+    def push(self, first: float, **how: Any) -> str:
+        """A gradient of ones, but for the first element."""
+        self.dense.flat.fill_(1.0)[0] = first
+        none: list[Any] = [[] for _ in self.mode._tables.layout.groups]
+        return self.mode.push(LEASE, none, 0.5, 0.1, "", **how)
+
+
+@pytest.fixture
+def worker(make_tables: Any) -> Iterator[Callable[..., Worker]]:
+    made: list[Worker] = []
+
+    def make(**replica: Any) -> Worker:
+        made.append(Worker(make_tables({"user": (20, 4)}), **replica))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.mode.close()
+
+
+def test_a_gradient_that_overflows_with_its_residual_is_refused_and_named(
+    worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture
+) -> None:
+    one = worker()
+    one.push(2.0)
+    assert [type(body) for body in one.told] == [Push, Push, Done]
+    rest = one.exchange.feedback.rest
+    rest[0] = 3e38
+    before = rest.copy()
+    with caplog.at_level(logging.WARNING, "gba_hvd"):
+        what = one.push(3e38)
+    assert what == "the sum of the gradient of w and its residual"
+    (done,) = one.told[3:]
+    assert isinstance(done, Done) and (done.micro, done.refused) == (5, what), "the coordinator hears of it"
+    assert f"worker of rank 3, micro-batch 5: {what} is not finite" in caplog.text
+    assert np.array_equal(one.exchange.feedback.rest, before)
+    assert one.push(0.0) == "", "the next one takes it along"
+    one.mode.flush()
+
+
+def test_a_residual_that_is_not_finite_ends_the_worker(worker: Callable[..., Worker]) -> None:
+    one = worker()
+    one.exchange.feedback.rest[9] = np.nan
+    words = "worker of rank 3, micro-batch 5: the residual of w is not finite, .* newest checkpoint"
+    with pytest.raises(NonFiniteResidual, match=words):
+        one.push(1.0)
+    assert not one.told
+    one.mode.flush()  # nothing is on the way
+
+
+def test_a_momentum_has_no_gradient_that_was_never_sent(worker: Callable[..., Worker]) -> None:
+    one = worker()
+    sgd = Sgd.of(spec_of(torch.optim.SGD([one.parameter], lr=0.1, momentum=0.9)), np.zeros(N, np.int32))
+    one.mode.outgoing.slim = SlimWorker(sgd, np.zeros(N, np.float32), by_step=False)
+    one.push(2.0)
+    assert one.mode.outgoing.slim._v[0] == 2
+    one.exchange.feedback.rest[0] = 3e38
+    assert one.push(1e38)
+    assert one.mode.outgoing.slim._v[0] == 2
+    one.exchange.feedback.rest[0] = np.nan
+    with pytest.raises(NonFiniteGradient):
+        one.push(1.0)
+    assert one.mode.outgoing.slim._v[0] == 2
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_replica_steps_with_what_is_pushed_only(worker: Callable[..., Worker], drop: bool) -> None:
+    """A lost push is of a micro-batch that is computed again: it would count twice."""
+    steps: list[float] = []
+    one: Worker = worker(
+        averaging=Averaging(), world=None, optimizer=None, step_dense=lambda: steps.append(float(one.dense.flat[0]))
+    )
+    assert one.push(2.0, drop=drop) == ""
+    assert steps == ([] if drop else [2.0])
+    assert any(isinstance(body, Push) for body in one.told) is not drop
+    assert isinstance(one.mode, ReplicaMode) and one.mode.replica.n_steps == len(steps)
