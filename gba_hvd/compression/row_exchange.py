@@ -28,7 +28,6 @@ from gba_hvd.gradients import RowGrad, distinct, pack_by_owner
 from gba_hvd.tables import EmbeddingTables, RemoteRows
 from gba_hvd.traffic import Traffic
 
-
 N_NUMBERS = 3  # of each worker, with each commit: seconds of this step on the wire, beside it, and of the whole step
 
 
