@@ -19,6 +19,7 @@ as soon as it hears that the step was decided (`elastic`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,6 +96,7 @@ class AllreduceMode:
         self._mine = np.flatnonzero(placement.server == world.rank)
         self._on_this_host = np.flatnonzero(self._at_home)
         self.several_hosts = len(members.order) > 1  # the same on every rank: it decides which collectives are run
+        self._row_coder = row_coder
         self.row_exchange: RowExchange | None = None
         if self.several_hosts and row_coder is not None:
             self.row_exchange = RowExchange(row_coder, world, tables, self._server, list(outboxes), self._traffic)
@@ -106,6 +108,8 @@ class AllreduceMode:
         self._tables.local = self._at_home if self.several_hosts else None
         self._tables.remote = [None] * len(self._dims)
         self._memory.claim(self._mine)
+        if self.row_exchange is not None:
+            self.row_exchange.resume()
 
     def await_rows(self, step: int) -> None:
         """Return when every row of this host is as after `step`."""
@@ -160,13 +164,14 @@ class AllreduceMode:
             merge(p) if p else RowGrad(np.empty(0, np.int64), np.empty((0, d), np.float32))
             for p, d in zip(parts, self._dims, strict=True)
         ]
+        exchange, coder = self.row_exchange, self._row_coder
+        if coder is not None and (exchange is None or not exchange.compresses):
+            with nullcontext() if exchange is None else exchange.measured():
+                coder.begin()
+                grads = coder.whole(grads)
         if self._world.size == 1:
             self.held = Held(step, grads, {}, scale, lr)
             return
-        exchange = self.row_exchange
-        if exchange is not None and not exchange.compresses:
-            with exchange.measured():
-                grads = exchange.whole(grads)
         message, words = pack_by_owner(grads, self._server, self._world.size)
         self._outboxes[self._world.rank].post(step, message, words)
         far: dict[int, np.ndarray] = {}
@@ -221,8 +226,8 @@ class AllreduceMode:
         assert held is not None
         if self._dense_exchange is not None:
             self._dense_exchange.settle()
-        if self.row_exchange is not None:
-            self.row_exchange.settle()
+        if self._row_coder is not None:
+            self._row_coder.settle()
         memory, layout = self._memory, self._tables.layout
         # A shard that has begun this step has had it: from a worker that died, before the step was computed again.
         due = self._mine[memory.marks().begun[self._mine] < held.step]

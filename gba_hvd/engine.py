@@ -273,7 +273,7 @@ class Engine:
         self.wishes.hear(agreed[_WISHES:_SAVE])
         if self.checkpoints is not None:
             self.checkpoints.hear(agreed[_SAVE:_TIMES])
-        self._tell_decisions()
+        self.tell_decisions()
         loss = agreed[_LOSS] / agreed[_LOSS_WEIGHT] if agreed[_LOSS_WEIGHT] else None
         seconds = time.perf_counter() - self._began_s
         self._report_step(n_samples, loss, self.mode.name)
@@ -382,6 +382,16 @@ class Engine:
         for callback in self.callbacks:
             callback.on_event(event)
 
+    def tell_decisions(self) -> None:
+        """What was decided about compressing since this was told last."""
+        for compressor in (self.compression, self.row_coder):
+            if compressor is None:
+                continue
+            decisions, compressor.decisions = compressor.decisions, []
+            for d in decisions:
+                data = {"compressor": str(compressor.spec), "compress": d.compress, "bypassed": d.bypassed}
+                self.emit(Event("compression", self.step, d.reason, data))
+
     # -----------------------------------------------------------------------------------------------------------------
 
     @property
@@ -417,16 +427,6 @@ class Engine:
             f"The step was not applied: the model is as after step {self.step}. "
             "Lower the learning rate, or look at that batch"
         )
-
-    def _tell_decisions(self) -> None:
-        """What was decided about compressing since this was told last."""
-        for compressor in (self.compression, self.row_coder):
-            if compressor is None:
-                continue
-            decisions, compressor.decisions = compressor.decisions, []
-            for d in decisions:
-                data = {"compressor": str(compressor.spec), "compress": d.compress, "bypassed": d.bypassed}
-                self.emit(Event("compression", self.step, d.reason, data))
 
     def tell_traffic(self) -> None:
         """At the end of an epoch: bytes on this worker's wires since the last one, and what compression left behind."""
@@ -477,7 +477,7 @@ class Engine:
             refused = mode.push(lease, rows, loss, seconds, bad, drop)
             if refused:
                 self.tell_refused(lease.micro, refused)
-            self._tell_decisions()
+            self.tell_decisions()
         else:
             assert isinstance(mode, ReplicaMode)
             mode.push(lease, rows, loss, seconds, bad, drop, dense)

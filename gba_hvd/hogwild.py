@@ -194,6 +194,7 @@ class _Threads:
             refused, self._refused = self._refused, []
         for micro, bad in refused:
             self._engine.tell_refused(micro, bad)
+        self._engine.tell_decisions()
         if self._error is not None:
             raise self._error
 

@@ -19,11 +19,11 @@ from statistics import median
 
 import numpy as np
 
-_FIRST = (True, False) * 4  # which steps are compressed; the first two are not counted
+_FIRST = (True, False) * 6  # which steps are compressed; the first two are not counted
 _UNCOUNTED = 2
 _TRY_STEPS, _TRY_SHARE = 2, 0.005
 _BETWEEN, _BETWEEN_MOST = 200, 50_000
-_GAIN = 0.95  # compressed must take at most this share of the time, when plain is what is done
+_GAIN = 0.95  # compressed must take at most this share of the time, when plain is what is done; and not by chance
 _NAMED = 3  # bypassed tensors that the reason names
 
 
@@ -134,13 +134,18 @@ class Bypass:
             self._ahead.extend([other] * _TRY_STEPS)
         return None
 
+    def _doubt_s(self) -> float:
+        """By how much the medians of the two ways may be apart by chance: half of what their middle halves spread."""
+        times = ([all_ for _, all_ in self._took[way]] for way in (True, False))
+        return sum(float(np.subtract(*np.percentile(some, (75, 25)))) for some in times) / 2
+
     def _decide(self, costs: Sequence[Cost]) -> Decision:
         (packed_wire, packed), (plain_wire, plain) = (
             (median(wire for wire, _ in self._took[way]), median(all_ for _, all_ in self._took[way]))
             for way in (True, False)
         )
         before, first = (self._compress, self._chosen), not self._decided
-        needed = (_GAIN if first or not self._compress else 1.0) * plain
+        needed = plain if self._compress and not first else _GAIN * plain - self._doubt_s()
         chosen, predicted, bypassed = self._chosen, packed, {}
         if costs:
             saved = sum(cost.saved_bytes for cost, is_ in zip(costs, self._chosen, strict=True) if is_)

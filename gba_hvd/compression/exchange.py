@@ -262,7 +262,8 @@ class DenseExchange:
     def _halved(self, flat: np.ndarray, shape: _Shape, n_workers: int) -> Tensor:
         """Gradients with their rest in half precision; what that rounds off is pending."""
         began_s = time.perf_counter()
-        wanted = np.concatenate([flat[s.at] + self.feedback.rest[s.at] for s in shape.spans])
+        with np.errstate(over="ignore", invalid="ignore"):  # it is refused by name
+            wanted = np.concatenate([flat[s.at] + self.feedback.rest[s.at] for s in shape.spans])
         if not np.isfinite(wanted.sum(dtype=np.float64)):
             for span in shape.spans:
                 self.feedback.refuse_non_finite(span, flat[span.at])

@@ -58,9 +58,8 @@ class RowExchange:
         self._borrowed: dict[int, list[np.ndarray]] = {}
         self._bypass = Bypass(["rows"], coder.spec.is_forced, "rows of other hosts", "a step's take")
         self.compresses = self._bypass.tensors_next()[0]
-        self._on_wire_s = 0.0  # all so far
         self._wire_s = self._rows_s = 0.0  # of this step
-        self._ended_s = time.perf_counter()
+        self.resume()
 
     def pull(self, keys: Sequence[np.ndarray]) -> None:
         """Fetch rows of other hosts: per group the keys this rank will use next. A collective."""
@@ -94,11 +93,6 @@ class RowExchange:
             _, _, slots = distinct(mine)
             tables.remote[number] = RemoteRows(mine, slots, rows)
 
-    def whole(self, grads: Sequence[RowGrad]) -> list[RowGrad]:
-        """The step's gradients, by group, where they go as they are: with what waited for their rows."""
-        self.coder.begin()
-        return self.coder.whole(grads)
-
     def send(self, grads: Sequence[RowGrad], extra: int) -> dict[int, np.ndarray]:
         """Give back the gradients of what was borrowed; returns what other hosts' ranks gave back, by rank.
 
@@ -117,26 +111,25 @@ class RowExchange:
             far[rank], _ = pack_by_owner(back, everything, 1)
         return far
 
-    def settle(self) -> None:
-        """The step is decided: what was not sent of its gradients waits for the rows' next ones."""
-        self.coder.settle()
-
     # --- whether it pays ---------------------------------------------------------------------------------------------
 
     @contextmanager
     def measured(self) -> Iterator[None]:
         """What is done in here is part of what the step's rows take."""
-        began_s, wire_s = time.perf_counter(), self._on_wire_s
+        began_s = time.perf_counter()
         yield
         self._rows_s += time.perf_counter() - began_s
-        self._wire_s += self._on_wire_s - wire_s
 
     def alltoall(self, name: str, words: np.ndarray, splits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The world's, timed."""
+        """The world's, timed: while `measured`."""
         began_s = time.perf_counter()
         received = self._world.alltoall(name, words, splits)
-        self._on_wire_s += time.perf_counter() - began_s
+        self._wire_s += time.perf_counter() - began_s
         return received
+
+    def resume(self) -> None:
+        """Steps follow each other from now on."""
+        self._ended_s = time.perf_counter()
 
     def tell(self, numbers: Tensor) -> None:
         """Before the commit: what this step's rows took here. numbers: [N_NUMBERS * world size], 0 so far"""

@@ -28,26 +28,37 @@ class RowRests:
         self._keys: list[np.ndarray | None] = [None] * len(dims)  # int64 [slots], -1: free; made when first used
         self._rests: list[np.ndarray] = [np.empty((0, dim), np.float32) for dim in dims]
         self._pending: list[tuple[int, np.ndarray, np.ndarray | None]] = []  # None: nothing waits for these any more
-        self.lost = 0.0  # sum of |rest| of rows that had to make room
+        self._losing = 0.0
+        self.lost = 0.0  # sum of |rest| of rows that had to make room, or whose gradients were not finite
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing has waited yet."""
+        return all(keys is None for keys in self._keys)
 
     def begin(self) -> None:
-        """A step: `plus` and `keep` follow, then `settle` if it is decided."""
+        """A step: `plus` and `keep` follow, or `taken`; then `settle` if it is decided."""
         self._pending.clear()
+        self._losing = 0.0
 
     def plus(self, group: int, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """values float32 [n, dim] of these rows (int64 [n], distinct), and what waits for them."""
-        return self._plus(group, keys, values)[0]
+        """values float32 [n, dim] of these rows (int64 [n], distinct), and what waits for them; a copy."""
+        known, found = self._keys[group], values.copy()
+        if known is not None:
+            at = self._slots(group, keys)
+            here = known[at] == keys
+            found[here] += self._rests[group][at[here]]
+        return found
 
     def taken(self, group: int, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
         """As `plus`; nothing waits for these rows from now on."""
-        found, here = self._plus(group, keys, values)
-        self._pending.append((group, keys[here], None))
-        return found
+        self._pending.append((group, keys, None))
+        return self.plus(group, keys, values)
 
     def lose(self, group: int, keys: np.ndarray) -> None:
         """What waits for these rows is forgotten, and counted."""
         nothing = np.zeros((len(keys), self._dims[group]), np.float32)
-        self.lost += float(np.abs(self.taken(group, keys, nothing)).sum(dtype=np.float64))
+        self._losing += float(np.abs(self.taken(group, keys, nothing)).sum(dtype=np.float64))
 
     def keep(self, group: int, keys: np.ndarray, rests: np.ndarray) -> None:
         """What waits for these rows from now on, float32 [n, dim]."""
@@ -55,36 +66,39 @@ class RowRests:
 
     def settle(self) -> None:
         """The step is decided."""
+        for group, keys, _ in self._pending:  # all of them first: what waited for these went along
+            self._free(group, keys)
         for group, keys, rests in self._pending:
-            if rests is None:
-                self._free(group, keys)
-                continue
-            if self._keys[group] is None:
-                self._keys[group] = np.full(1 << self._bits[group], -1, np.int64)
-                self._rests[group] = np.zeros((1 << self._bits[group], self._dims[group]), np.float32)
-            known, at = self._keys[group], self._slots(group, keys)
-            assert known is not None
-            others = at[(known[at] != keys) & (known[at] >= 0)]
-            self.lost += float(np.abs(self._rests[group][np.unique(others)]).sum(dtype=np.float64))
-            known[at], self._rests[group][at] = keys, rests
-            beaten = known[at] != keys  # two of these rows have one place
-            self.lost += float(np.abs(rests[beaten]).sum(dtype=np.float64))
-        self._pending.clear()
+            if rests is not None:
+                self._put(group, keys, rests)
+        self.lost += self._losing
+        self.begin()
 
-    def _plus(self, group: int, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """And for which rows something waited, bool [n]."""
-        known, found = self._keys[group], values.copy()
-        if known is None:
-            return found, np.zeros(len(keys), bool)
-        at = self._slots(group, keys)
-        here = known[at] == keys
-        found[here] += self._rests[group][at[here]]
-        return found, here
+    def clear(self) -> None:
+        """Forget all that waits; it is lost."""
+        for group, known in enumerate(self._keys):
+            if known is not None:
+                self.lost += float(np.abs(self._rests[group][known >= 0]).sum(dtype=np.float64))
+                known[:] = -1
+        self.begin()
+
+    def _put(self, group: int, keys: np.ndarray, rests: np.ndarray) -> None:
+        if self._keys[group] is None:
+            self._keys[group] = np.full(1 << self._bits[group], -1, np.int64)
+            self._rests[group] = np.zeros((1 << self._bits[group], self._dims[group]), np.float32)
+        known, at = self._keys[group], self._slots(group, keys)
+        assert known is not None
+        others = at[(known[at] != keys) & (known[at] >= 0)]
+        self.lost += float(np.abs(self._rests[group][np.unique(others)]).sum(dtype=np.float64))
+        known[at], self._rests[group][at] = keys, rests
+        beaten = known[at] != keys  # two of these rows have one place
+        self.lost += float(np.abs(rests[beaten]).sum(dtype=np.float64))
 
     def _free(self, group: int, keys: np.ndarray) -> None:
         known = self._keys[group]
         if known is not None:
-            known[self._slots(group, keys)] = -1
+            at = self._slots(group, keys)
+            known[at[known[at] == keys]] = -1
 
     def _slots(self, group: int, keys: np.ndarray) -> np.ndarray:
         hashed = (keys.astype(np.uint64) * _GOLDEN) >> np.uint64(64 - self._bits[group])

@@ -72,6 +72,11 @@ class RowCoder:
         return self._thresholds.density
 
     @property
+    def has_rests(self) -> bool:
+        """Something of gradients has waited."""
+        return not self._rests.is_empty
+
+    @property
     def lost(self) -> float:
         """Sum of |gradient| that was not sent and could not be kept."""
         return self._rests.lost
@@ -109,7 +114,7 @@ class RowCoder:
         if not self._selects or not n:
             return message.write(None, rows.reshape(-1), n, self.spec.values, more, self._chunk(dim))[0]
         wanted = self._rests.plus(group, grad.keys, rows)
-        if not np.isfinite(wanted.sum(dtype=np.float64)):  # as it is: it is refused where it arrives
+        if not np.isfinite(wanted.sum(dtype=np.float64)):  # as it is: who gets it is to see it
             self._rests.lose(group, grad.keys)
             return message.write(None, rows.reshape(-1), n, "none", more)[0]
         flat = wanted.reshape(-1)
@@ -125,7 +130,9 @@ class RowCoder:
 
     def whole(self, grads: Sequence[RowGrad]) -> list[RowGrad]:
         """Gradients by group that go as they are, with what waited for their rows. Between `begin` and `settle`."""
-        return [self._with_rest(group, grad) for group, grad in enumerate(grads)] if self._selects else list(grads)
+        if self._rests.is_empty:
+            return list(grads)
+        return [self._with_rest(group, grad) for group, grad in enumerate(grads)]
 
     def settle(self) -> None:
         self._rests.settle()
@@ -159,6 +166,10 @@ class RowCoder:
             raise BadMessage(f"gradients of {n_rows} of {len(lent)} rows: {present}")
         return read(data[_BACK.size + n_where :], lent[present], dim, extra)
 
+    def clear(self) -> None:
+        """This worker was left behind: what waits is lost, and counted."""
+        self._rests.clear()
+
     def _count_selected(self) -> None:
         """Once for each step, however many receivers it had: thresholds age by steps."""
         for group, (n, of) in enumerate(self._selected.tolist()):
@@ -168,9 +179,8 @@ class RowCoder:
 
     def _with_rest(self, group: int, grad: RowGrad) -> RowGrad:
         dim = self._dims[group]
-        values = grad.values.copy()
-        values[:, :dim] = self._rests.taken(group, grad.keys, values[:, :dim])
-        return RowGrad(grad.keys, values)
+        rows = self._rests.taken(group, grad.keys, grad.values[:, :dim])
+        return RowGrad(grad.keys, np.hstack([rows, grad.values[:, dim:]]))
 
     def _chunk(self, dim: int) -> int:
         return values.CHUNK if self._selects else dim

@@ -124,6 +124,8 @@ class TorchState:
                 engine.reformer.stop(_END_TIMEOUT_S if error is None else _FAILED_TIMEOUT_S)
             self.saving.close()
             if isinstance(engine.mode, GbaMode):
+                if error is None:
+                    engine.mode.leave_together(engine.tables.config.server_s)
                 engine.mode.close(finished=error is None)
             for mode in (engine.mode, engine.idle_mode):
                 if mode is not None:

@@ -60,7 +60,11 @@ class FarRows:
             return [None] * len(keys)
         assert self._tables.local is not None
         layout, local = self._tables.layout, self._tables.local
-        wanted = [np.sort(distinct(k[~local[k % layout.n_shards]])[0]) for k in keys]
+        far = [distinct(k[~local[k % layout.n_shards]]) for k in keys]
+        wanted, slots = [w for w, _, _ in far], [s for _, _, s in far]
+        if self._coder is not None and not whole:  # compressed keys are ascending
+            wanted = [np.sort(w) for w in wanted]
+            slots = [distinct(w)[2] for w in wanted]
         owners = [self._shard_server[w % layout.n_shards] for w in wanted]
         asked = []
         for s in range(len(self._session.servers)):
@@ -71,7 +75,7 @@ class FarRows:
         for one in asked:
             for number, part in enumerate(self._take(one, layout)):
                 rows[number][owners[number] == one.server] = part
-        return [RemoteRows(w, distinct(w)[2], r) for w, r in zip(wanted, rows, strict=True)]
+        return [RemoteRows(*found) for found in zip(wanted, slots, rows, strict=True)]
 
     def _ask(self, server: int, keys: list[np.ndarray], whole: bool) -> _Asked:
         began_s, coder = time.perf_counter(), self._coder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -28,6 +29,7 @@ from gba_hvd.gradients import DenseGradients, RowGrad
 from gba_hvd.ps.client import Client, Reply
 from gba_hvd.ps.protocol import (
     Ask,
+    Bye,
     Done,
     Evaluate,
     Export,
@@ -41,8 +43,12 @@ from gba_hvd.ps.protocol import (
     Residual,
     Saved,
     Score,
+    Status,
+    StatusReport,
 )  # fmt: skip
 from gba_hvd.tables import EmbeddingTables, RemoteRows
+
+_ANSWER_S, _POLL_S = 2.0, 0.05  # at the end of training, of the coordinator
 
 log = logging.getLogger("gba_hvd")
 
@@ -93,6 +99,25 @@ class GbaMode:
         self.client.finished = finished
         self.client.close()
         self._values.close()
+
+    def leave_together(self, patience_s: float) -> None:
+        """Training is over for this worker: return when it is for all, or after a while.
+
+        This host's server goes with its last worker, and workers of other hosts may still fetch from it what they end
+        with.
+        """
+        if not any(self.session.far_from(self.host)):
+            return
+        worker, self.client.beat = self.contact.beat().worker, None  # a heartbeat would say that it is back
+        deadline = time.monotonic() + patience_s
+        with contextlib.suppress(Exception):  # the coordinator is gone, and with it whoever waited for the others
+            answer_of(self.client.send(0, Bye(worker, finished=True), timeout_s=_ANSWER_S))
+            while time.monotonic() < deadline:
+                reply = answer_of(self.client.send(0, Status(), timeout_s=_ANSWER_S)).body
+                if not isinstance(reply, StatusReport) or not reply.report.get("by_worker"):
+                    time.sleep(2 * _POLL_S)  # others are to hear it, too
+                    return
+                time.sleep(_POLL_S)
 
     def told(self) -> tuple[dict[str, float], list[str]]:
         """Gauges of what this mode does in the background, and what went wrong there, since this was asked last."""

@@ -88,8 +88,11 @@ class Outgoing:
             with self._row_coding:  # threads that share a replica share its residuals
                 coder.begin()
                 for s in np.flatnonzero(self._is_far):
+                    is_coded = self._rows_are_coded(int(s))
+                    if not is_coded and not coder.has_rests:
+                        continue
                     own = unpack(messages[s][0], widths)
-                    if self._rows_are_coded(int(s)):
+                    if is_coded:
                         messages[s] = row_push.pack(own, coder), True
                     else:
                         whole, _ = pack_by_owner(coder.whole(own), np.zeros_like(self._shard_server), 1)

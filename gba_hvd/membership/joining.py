@@ -157,12 +157,15 @@ def _catch_up(engine: Engine, world: World, mine: Facts, agreed: Agreement) -> N
             engine.mode.apply_held()
         else:
             engine.mode.forget_held()
+    # (After an asynchronous mode survivors stand at different steps, and nobody was left behind.)
+    was_left = isinstance(engine.mode, AllreduceMode) and mine.step < agreed.step
+    was_left = was_left and mine.has_state and not catches_up
     if engine.compression is not None:
         engine.compression.world_formed()
-        # (After an asynchronous mode survivors stand at different steps, and nobody was left behind.)
-        was_left = isinstance(engine.mode, AllreduceMode) and mine.step < agreed.step
-        if mine.has_state and was_left and not catches_up:
+        if was_left:
             engine.compression.clear()  # the world went on without this worker, and counted its rest as lost
+    if engine.row_coder is not None and was_left:
+        engine.row_coder.clear()
 
 
 def _start_servers(engine: Engine, job_id: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .cluster import cluster, wait_for
+from .cluster import NAMES, cluster, wait_for
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
@@ -38,6 +38,18 @@ def test_nothing_is_left_when_a_worker_fails_and_its_error_is_shown(tmp_path: Pa
         assert job.fired() == 1
         assert "planned failure" in job.said()
         job.assert_nothing_left()
+
+
+@pytest.mark.parametrize(("mode", "last"), [("gba", 1), ("shadow", 0)])
+def test_a_host_that_is_done_serves_the_others_until_they_are(tmp_path: Path, mode: str, last: int) -> None:
+    """In shadow whoever hands in first hears a moment later than the last that all have."""
+    plan = {"own_memory_per_name": True, "gba": {"mode": mode}, "epochs": 2, "last_to_end": last}
+    with cluster(tmp_path, **plan) as job:
+        job.run(lambda: job.start_elastic(NAMES[:2]))
+        assert [end["end"] for end in job.notes("end")] == ["FINISHED", "FINISHED"]
+        assert not [e["event"] for e in job.notes("event") if e["event"] == "dense_state_old"]
+        result = job.result()
+        assert result["applied"] + result["dropped"] == result["total"] == 2000
 
 
 def test_a_loss_that_is_not_a_number_stops_all_workers_at_the_same_step(tmp_path: Path) -> None:

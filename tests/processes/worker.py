@@ -224,7 +224,7 @@ def ask(self: GbaMode, epoch: int, *args: Any) -> Any:
 
 
 GbaMode.ask = ask  # type: ignore[method-assign]
-_enter, _start = handover._enter, handover.start
+_enter, _start, _take = handover._enter, handover.start, handover.take_dense_state
 
 
 def enter_servers(*args: Any) -> None:
@@ -237,7 +237,13 @@ def start_asynchronous(*args: Any) -> None:
     _start(*args)
 
 
-handover._enter, handover.start = enter_servers, start_asynchronous
+def take_dense_state(*args: Any, **more: Any) -> None:
+    if PLAN.get("last_to_end") == state.world.rank and state.epoch == PLAN["epochs"] - 1:
+        time.sleep(1.5)
+    _take(*args, **more)
+
+
+handover._enter, handover.start, handover.take_dense_state = enter_servers, start_asynchronous, take_dense_state
 around(Saving, "epoch_begins", None, lambda _: die("kept", state.step))
 _move = shards.move_shards
 

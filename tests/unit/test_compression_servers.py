@@ -100,7 +100,7 @@ def test_each_tensor_of_a_push_goes_the_way_that_pays(network_s_per_mb: float) -
         coder.answered(1, frames[1], 0.001 + network_s_per_mb * n_bytes / 1e6)
     np.testing.assert_allclose(sent + worker.rest, gradients, rtol=1e-4, atol=1e-4)
     (decision,) = coder.decisions
-    assert set(ways[:8]) == {True, False} and ways[10] is decision.compress is bool(network_s_per_mb)
+    assert set(ways[:12]) == {True, False} and ways[13] is decision.compress is bool(network_s_per_mb)
     assert "dense gradients for server 1 go" in decision.reason and "a push takes" in decision.reason
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 DESK, HOSTS = "desk", ("h1", "h2")
 LINKS = ("100mbit", "1gbit", "unlimited")
 STEPS = {"100mbit": 8, "1gbit": 15, "unlimited": 20}
-WARMUP, WARMUP_COMPRESSED = 3, 12  # ours tries both ways on the first nine steps
+WARMUP, WARMUP_COMPRESSED = 3, 16  # ours tries both ways on the first twelve steps
 OURS = {  # (dense, rows), see `compressors`
     "none": ("none", "none"),
     "fp16": ("fp16", "none"),
