@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 DESK, HOSTS = "desk", ("h1", "h2")
 LINKS = ("100mbit", "1gbit", "unlimited")
-STEPS = {"100mbit": 8, "1gbit": 15, "unlimited": 20}
-WARMUP, WARMUP_COMPRESSED = 3, 16  # ours tries both ways on the first twelve steps
+STEPS = {"100mbit": 8, "1gbit": 40, "unlimited": 60}
+WARMUP, WARMUP_COMPRESSED = 3, 32  # ours tries both ways on the first twelve steps; then thresholds settle
 OURS = {  # (dense, rows), see `compressors`
     "none": ("none", "none"),
     "fp16": ("fp16", "none"),
