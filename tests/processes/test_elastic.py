@@ -156,7 +156,7 @@ def test_a_host_lost_in_gba_mode_takes_only_its_own_part_along(tmp_path: Path) -
         job.assert_nothing_left()
         assert len(killed) >= 3, "a worker, its server and the keeper were to be killed"
         result, (lost,) = job.result(), job.notes("rows_lost")[:1]
-        # None where the worker that replaces the killed one is there, with the host's memory, when the server is given up.
+        # None where whoever replaces the killed worker is there, with the memory, when the server is given up.
         assert lost["rows_lost"] in (0, 170, 340)
         assert result["total"] == result["applied"] + result["dropped"] + result["lost"] == 6000
         (old,) = (line["tensors"] for line in job.notes("event") if line["event"] == "dense_state_old")
