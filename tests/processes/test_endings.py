@@ -46,6 +46,7 @@ def test_a_host_that_is_done_serves_the_others_until_they_are(tmp_path: Path, mo
     plan = {"own_memory_per_name": True, "gba": {"mode": mode}, "epochs": 2, "last_to_end": last}
     with cluster(tmp_path, **plan) as job:
         job.run(lambda: job.start_elastic(NAMES[:2]))
+        assert (job.out / "another-ends").exists(), "one was to end before the other"
         assert [end["end"] for end in job.notes("end")] == ["FINISHED", "FINISHED"]
         assert not [e["event"] for e in job.notes("event") if e["event"] == "dense_state_old"]
         result = job.result()
