@@ -20,6 +20,7 @@ from gba_hvd.compression.message import BadMessage
 from gba_hvd.gba.answers import ask
 from gba_hvd.gba.session import DenseParts, Session, compressor_of
 from gba_hvd.gradients import DenseGradients
+from gba_hvd.ps import process
 from gba_hvd.ps.client import Client
 from gba_hvd.ps.dense import DenseReader
 from gba_hvd.ps.protocol import Compressor, Dense, PullDense
@@ -56,7 +57,7 @@ class DenseValues:
         """The files of this host's servers, in the job's folder."""
         for s, server in enumerate(self._session.servers):
             if server.host == host:
-                self._readers[s] = DenseReader(folder / f"ps-{server.index}.dense")
+                self._readers[s] = DenseReader(process.dense_file(folder, server.index))
 
     def close(self) -> None:
         for reader in self._readers:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from gba_hvd import handover
 from gba_hvd.allreduce import AllreduceMode
@@ -191,6 +192,10 @@ def _join_asynchronous(engine: Engine, world: World, facts: list[Facts], source:
         raise worker_lost("a host that holds shards has gone")
     is_new = mine.generation != session.generation
     memory = together(world, True, "open", lambda: shards.open_memory(engine, session.job))
+    own_servers = [server.index for server in session.servers if server.host == mine.host]
+    is_bare = not all(process.dense_file(memory.folder, index).exists() for index in own_servers)
+    if world.gather("bare", np.array([is_bare], dtype=np.int64)).any():
+        raise worker_lost("a host has come back without the shards it held")
     leads = members.lead_of(mine.host) == world.rank
     if is_new:
         engine.key = session.key
