@@ -108,6 +108,8 @@ class AllreduceMode:
         self._tables.local = self._at_home if self.several_hosts else None
         self._tables.remote = [None] * len(self._dims)
         self._memory.claim(self._mine)
+        coder = self._row_coder
+        self._rests_came_home = coder is not None and coder.waits_for(self._at_home)  # with shards of lost hosts
         if self.row_exchange is not None:
             self.row_exchange.resume()
 
@@ -165,10 +167,12 @@ class AllreduceMode:
             for p, d in zip(parts, self._dims, strict=True)
         ]
         exchange, coder = self.row_exchange, self._row_coder
-        if coder is not None and (exchange is None or not exchange.compresses):
-            with nullcontext() if exchange is None else exchange.measured():
-                coder.begin()
-                grads = coder.whole(grads)
+        if coder is not None:
+            coder.begin()
+            is_coded = exchange is not None and exchange.compresses
+            if not is_coded or self._rests_came_home:
+                with nullcontext() if exchange is None else exchange.measured():
+                    grads = coder.whole(grads, self._at_home if is_coded else None)
         if self._world.size == 1:
             self.held = Held(step, grads, {}, scale, lr)
             return

@@ -37,6 +37,7 @@ from gba_hvd.ps.protocol import GivenLease, Position
 from gba_hvd.reform import Reformer
 from gba_hvd.shadow import ReplicaMode
 from gba_hvd.tables import EmbeddingTables
+from gba_hvd.torch_optimizers import put_state
 from gba_hvd.traffic import Traffic
 
 # The numbers that travel with the dense gradients, so that a step needs no other collective. After them come those of
@@ -311,7 +312,7 @@ class Engine:
             if name in tensors:
                 self.dense.set_parameters_([number], torch.from_numpy(tensors[name]["values"]))
                 if tensors[name]["state"]:
-                    self.optimizer.state[self.dense.parameters[number]] = tensors[name]["state"]
+                    put_state(self.optimizer, self.dense.parameters[number], tensors[name]["state"])
 
     def go_on_from(self, position: Position) -> None:
         """Where a checkpoint of an asynchronous mode stands."""
@@ -387,8 +388,8 @@ class Engine:
         for compressor in (self.compression, self.row_coder):
             if compressor is None:
                 continue
-            decisions, compressor.decisions = compressor.decisions, []
-            for d in decisions:
+            while compressor.decisions:  # other threads add to them
+                d = compressor.decisions.pop(0)
                 data = {"compressor": str(compressor.spec), "compress": d.compress, "bypassed": d.bypassed}
                 self.emit(Event("compression", self.step, d.reason, data))
 

@@ -226,7 +226,7 @@ def _put(engine: Engine, tensors: Mapping[int, DenseState]) -> None:
     for number, tensor in tensors.items():
         engine.dense.set_parameters_([number], torch.from_numpy(tensor.values.copy()))
         if tensor.state:
-            engine.optimizer.state[engine.dense.parameters[number]] = tensor.state
+            torch_optimizers.put_state(engine.optimizer, engine.dense.parameters[number], tensor.state)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 
 from gba_hvd.collectives import World, current_world, initialise_again
-from gba_hvd.errors import GivenUp
+from gba_hvd.errors import GivenUp, LauncherLost
 from gba_hvd.gba import GbaMode
 from gba_hvd.launcher import Seat
 
@@ -61,7 +61,7 @@ class Reformer:
                     self.n_formed += 1
                     self._mode.world_stands(world)
                     pause_s = _TRY_AGAIN_S
-                except GivenUp as error:
+                except (GivenUp, LauncherLost) as error:
                     self._mode.give_up(str(error))
                     return
                 except Exception as error:

@@ -7,10 +7,11 @@ of its own (`replica`), held for the copy and for the mixing; `_changed` guards 
 training threads (one, or those of `hogwild`) are waited for by nobody in here, and wait for a round only where `every`
 says so.
 
-A round of ma and bmuf is one allreduce of every worker's thread. With the replica go four numbers: whether it counts (a
-closed one does not), whether this worker would like to stop, and two for the spread. Since all see the same sums, all
-stop after the same round. Worlds come and go (`reform`): `world_ends` returns when this thread is out of Horovod, the
-round under way is dropped and counted, and the next one waits for `world_stands`. What each crash leaves behind:
+A round of ma and bmuf is one allreduce of every worker's thread. With the replica go five numbers: whether it counts (a
+closed one does not), whether it is rank 0's, which tells the servers of the result, whether this worker would like to
+stop, and two for the spread. Since all see the same sums, all stop after the same round. Worlds come and go (`reform`):
+`world_ends` returns when this thread is out of Horovod, the round under way is dropped and counted, and the next one
+waits for `world_stands`. What each crash leaves behind:
 
     this worker, before the allreduce ended    the others' round fails, and is dropped
     after it                                   nothing: all have the result, each mixes it in for itself
@@ -38,8 +39,8 @@ from gba_hvd.traffic import Traffic, ring
 from gba_hvd.turns import LONG_MICRO_S, Standing, is_collective, turn
 
 log = logging.getLogger("gba_hvd")
-_OPEN, _STOP, _SQUARES, _N_SQUARES = range(4)  # the numbers that travel with a replica
-_N_NUMBERS = 4
+_OPEN, _FIRST, _STOP, _SQUARES, _N_SQUARES = range(5)  # the numbers that travel with a replica
+_N_NUMBERS = 5
 _OF_A_CORE = 0.1  # what background rounds may take of one
 _QUIET_S = 1.0  # a worker that is alone lets the servers have its replica so often
 _AFTER_A_FAILURE_S = 0.5
@@ -80,7 +81,8 @@ class Rounds:
 
     broken: called with a sentence when no round can come any more in this world. diverged: called when the replica is
     not finite any more; it is given to nobody.
-    n_done: rounds that ended well; n_failed: those that were dropped, or that the servers were not told of.
+    n_done: rounds that ended well, also without this replica; n_failed: those that were dropped, or that the servers
+    were not told of.
     """
 
     def __init__(
@@ -102,10 +104,12 @@ class Rounds:
         self._squares = (0.0, 0)  # of the last round: this replica's squared distance, over how many numbers
         self._steps_then = 0
         self.n_done = self.n_failed = 0
-        self._seconds: deque[float] = deque(maxlen=_KEPT)
+        self._n_own = 0  # of those that ended well, how many had this replica in them
+        self._seconds: deque[float] = deque(maxlen=_KEPT)  # of these
         self._steps: deque[int] = deque(maxlen=_KEPT)
         self._spread = 0.0
-        self._told = (clock(), 0, 0)  # when, and n_done and n_failed then
+        self._had_part = False  # this replica was in the round
+        self._told = (clock(), 0, 0)  # when, and n_own and n_failed then
         self._dropped: list[str] = []
         self._n_in_vain = 0  # since the last telling
         self._thread = threading.Thread(target=self._run, name="gba-hvd rounds", daemon=True)
@@ -212,16 +216,16 @@ class Rounds:
     def told(self) -> RoundsTold | None:
         """What became of the rounds since this was asked last; None if there were none, and none was waited for."""
         with self._changed:
-            (then, done, failed), now = self._told, self._clock()
-            ended_well = self.n_done > done and bool(self._steps)
+            (then, own, failed), now = self._told, self._clock()
+            ended_well = self._n_own > own
             if now <= then or not (ended_well or self.n_failed > failed or self._n_in_vain):
                 return None
-            self._told = (now, self.n_done, self.n_failed)
+            self._told = (now, self._n_own, self.n_failed)
             in_vain, self._n_in_vain = self._n_in_vain, 0
             if not ended_well:
                 return RoundsTold(None, None, None, None, self.n_failed, in_vain)
             return RoundsTold(
-                (self.n_done - done) / (now - then), sum(self._seconds) / len(self._seconds),
+                (self._n_own - own) / (now - then), sum(self._seconds) / len(self._seconds),
                 sum(self._steps) / len(self._steps), self._spread, self.n_failed, in_vain,
             )  # fmt: skip
 
@@ -230,7 +234,7 @@ class Rounds:
     def _run(self) -> None:
         while (world := self._await_turn()) is not None:
             began_s, cpu_s = self._clock(), time.thread_time()
-            goes_on, failure = True, ""
+            goes_on, failure, self._had_part = True, "", False
             try:
                 goes_on = self._round(world)
             except WorldLeft:
@@ -298,6 +302,7 @@ class Rounds:
             message[:n] = copy.values
         numbers = message[n:]
         numbers[_OPEN], numbers[_STOP] = float(copy is not None), float(self._ending == "together")
+        numbers[_FIRST] = float(copy is not None and world.rank == 0)
         numbers[_SQUARES], numbers[_N_SQUARES] = self._squares
         world.sum_("rounds", message, given_up=lambda: self._world is not world or self._ending == "now")
         self._traffic.both("dense", ring(4 * n, world.size))
@@ -317,7 +322,7 @@ class Rounds:
                 self._squares = (float((copy.values - mean).square().sum()), n)
                 self._replica.mix_in_(copy, target, averaging.elasticity, averaging.mixing)
                 self._note_steps(copy)
-                if world.rank == 0:
+                if world.rank == 0 or not numbers[_FIRST]:  # without rank 0 all do, and the servers hear it twice
                     self._publish(copy, target)
         return n_stop < world.size
 
@@ -344,12 +349,15 @@ class Rounds:
 
     def _note_steps(self, copy: Copy) -> None:
         with self._changed:
+            self._had_part = True
             self._steps.append(copy.n_steps - self._steps_then)
             self._steps_then = copy.n_steps
 
     def _note_done(self, took_s: float) -> None:
         self.n_done += 1
-        self._seconds.append(took_s)
+        if self._had_part:
+            self._n_own += 1
+            self._seconds.append(took_s)
 
     def _note_failure(self, why: str, world: World) -> None:
         self._not_before_s = self._clock() + _AFTER_A_FAILURE_S

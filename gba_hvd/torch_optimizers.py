@@ -104,6 +104,16 @@ def build(spec: Mapping[str, Any], params_by_group: Sequence[Sequence[Tensor]]) 
         raise BadInput(f"{spec['class']} cannot be built from {arguments}: {error}") from error
 
 
+def put_state(optimizer: torch.optim.Optimizer, parameter: Tensor, state: Mapping[str, Any]) -> None:
+    """The optimizer's state of one parameter, from elsewhere: on the parameter's device, as torch itself has it."""
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    moves_step = group.get("fused") or group.get("capturable")
+    optimizer.state[parameter] = {
+        name: value.to(parameter.device) if isinstance(value, Tensor) and (name != "step" or moves_step) else value
+        for name, value in state.items()
+    }
+
+
 def user_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
     """The class the user chose, also after DistributedOptimizer has put its own in front."""
     from gba_hvd.optimizer import _Distributed  # that module needs this one's neighbours: imported when asked

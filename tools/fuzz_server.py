@@ -58,6 +58,7 @@ from gba_hvd.ps.protocol import (
     Status,
     SwitchTo,
 )  # fmt: skip
+from gba_hvd.ps.records import path_of
 from gba_hvd.ps.snapshot import SnapshotFile
 from gba_hvd.row_optimizers import SGD
 from gba_hvd.shard.layout import Layout
@@ -166,7 +167,7 @@ class Host:
         return None if saved is None else msgspec.msgpack.decode(saved, strict=False)
 
     def dense(self, index: int = 0) -> tuple[int, np.ndarray]:
-        reader = DenseReader(self.folder / f"ps-{index}.dense")
+        reader = DenseReader(path_of(self.folder, index, "dense"))
         out = np.empty(reader.n, np.float32)
         step = reader.read(out, -2)
         reader.close()

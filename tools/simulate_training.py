@@ -50,7 +50,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 @dataclass(frozen=True)
 class Line:
-    """Runs of one number of workers and one rule; medians over the seeds, the curve that of the first."""
+    """Runs of one number of workers and one rule.
+
+    loss, judged: medians over the seeds (judged: over those that did not diverge); all else is of the first
+    """
 
     workers: int
     rule: str
@@ -123,7 +126,8 @@ def simulated(plan: Sequence[Experiment], clicks: Path | None) -> Line:
 
     outcomes = [simulate(experiment, clicks) for experiment in plan]
     first, losses = outcomes[0], [outcome.loss for outcome in outcomes]
-    judged = {name: median(outcome.judged.get(name, 0.0) for outcome in outcomes) for name in first.judged}
+    names = {name for outcome in outcomes for name in outcome.judged}  # what diverged is judged by nothing
+    judged = {name: median(o.judged[name] for o in outcomes if name in o.judged) for name in names}
     return Line(
         workers=plan[0].workers,
         rule=plan[0].rule,
@@ -172,7 +176,8 @@ def show(lines: Sequence[Line], args: argparse.Namespace) -> None:
     columns = ("workers", "rule", "loss", *extra, "staleness", "largest", "values old", "dropped", "speed", "steps")
     table = [
         (
-            f"{line.workers:,}", line.rule, loss_text(line.loss), *(f"{line.judged.get(n, 0):.4f}" for n in extra),
+            f"{line.workers:,}", line.rule, loss_text(line.loss),
+            *(f"{line.judged[n]:.4f}" if n in line.judged else "-" for n in extra),
             f"{line.staleness_mean:.2f}", str(line.staleness_max), f"{line.lag_mean:.2f}", f"{line.dropped_share:.2%}",
             f"{line.speed:.1f}", f"{line.steps:,}",
         )

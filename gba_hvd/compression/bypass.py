@@ -1,10 +1,11 @@
 """Whether compressing pays: a pure function of what the steps took, equal on all workers, with a sentence why.
 
-Each worker's seconds of a step travel with the commit of the next one. Of the time on the wire the shortest counts (who
-comes last waits for nobody), of the time for encoding and decoding the longest. When a world has formed, a few steps
-are sent both ways. What the wire took longer for the bytes that compressing saves is its bandwidth; each tensor whose
-encoding and decoding takes longer than its saved bytes would is bypassed, and all of them if the rest does not pay.
-Later the other way is tried again, the more seldom the more it costs: trying takes half a percent of the time at most.
+Each worker's seconds of a step travel with the commit of the next one (of rows: with its own). Of the time on the wire
+the shortest counts (who comes last waits for nobody), of the time for encoding and decoding the longest. When a world
+has formed, a few steps are sent both ways. What the wire took longer for the bytes that compressing saves is its
+bandwidth; each tensor whose encoding and decoding takes longer than its saved bytes would is bypassed, and all of them
+if the rest does not pay. Later the other way is tried again, the more seldom the more it costs: trying takes half a
+percent of the time at most.
 
 In asynchronous modes the same function decides, for each worker alone, about its pushes to each server of another host
 and about what comes back. Theirs is the time until the server has answered.
@@ -121,6 +122,8 @@ class Bypass:
             self._took[compressed].append((wire_s, wire_s + max(t.codec_s for t in took)))
             self._step_s.append(max(t.step_s for t in took))
         if self._ahead:
+            if self._decided and compressed != self._ahead[0]:
+                return None  # of before the try
             self._ahead.popleft()
             if self._ahead:
                 return None

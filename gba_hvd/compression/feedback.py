@@ -165,11 +165,9 @@ class Feedback:
         self.rest[:], self._rest_is_empty = rest, False
         self.rest_size = float(np.abs(rest).sum(dtype=np.float64))
 
-    def clear(self) -> float:
-        """Forget the rest; returns the sum of |rest| that is lost."""
-        lost, self.rest_size = self.rest_size, 0.0
-        self.rest[:], self._rest_is_empty = 0, True
-        return lost
+    def clear(self) -> None:
+        """Forget the rest."""
+        self.rest[:], self.rest_size, self._rest_is_empty = 0, 0.0, True
 
     # -----------------------------------------------------------------------------------------------------------------
 
@@ -208,6 +206,7 @@ class Feedback:
             )
         if not np.isfinite(grad).all():
             raise NonFiniteGradient(f"the gradient of {name} is not finite")
+        self._next_is_empty = False
         if not np.isfinite(_add(grad, rest, self._next[span.at])).all():
             raise NonFiniteGradient(f"the sum of the gradient of {name} and its residual is not finite")
 

@@ -55,16 +55,19 @@ class Elements:
 
 
 def write(
-    where: np.ndarray | None, what: np.ndarray, n: int, coder: str, plain: np.ndarray, chunk: int = values.CHUNK
-) -> tuple[bytes, np.ndarray]:
+    where: np.ndarray | None, what: np.ndarray, n: int, coder: str, plain: np.ndarray, chunk: int = values.CHUNK,
+    sees: bool = True,
+) -> tuple[bytes, np.ndarray]:  # fmt: skip
     """A message, and the values as its reader will see them.
 
     where: int32 [k] ascending, None: all n. what: [k], float32 or float64. plain: [m] of the same dtype.
-    chunk: int8, ternary: how many values share a scale.
+    chunk: int8, ternary: how many values share a scale. sees: False where nobody asks what the reader will see
     """
     assert n <= MOST_ELEMENTS
     kind, at = (places.ALL, b"") if where is None else places.encode(where, n)
-    coded, seen = values.encode(what, coder, chunk)
+    coded, seen = values.encode(what, coder, chunk), what
+    if sees and coder != "none":
+        seen = values.decode(np.frombuffer(coded, np.uint8), coder, len(what), what.dtype, chunk)
     head = _HEAD.pack(
         _MAGIC, what.dtype.itemsize, kind, CODERS.index(coder), n, len(plain), len(what), len(at), len(coded), chunk
     )

@@ -6,6 +6,7 @@ with the step it has. What becomes of a request that is repeated:
 
     it has the step the last answer led to     a new difference
     it has the step the last answer began at   the same answer again: it was lost
+    it has an older one                        the same; nobody waits for it: the request comes late
     anything else, or a server that restarted  all values, and the mirror begins anew
 
 Where every element travels as it is there are no differences, only values: so the worker has them bit for bit.
@@ -21,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from gba_hvd.compression import message
 from gba_hvd.compression.feedback import Feedback, plain_of, spans_of
 from gba_hvd.compression.push import add_
 from gba_hvd.compression.selection import Thresholds
@@ -55,7 +55,7 @@ class Mirrors:
     def answer(self, worker: int, has: int, values: np.ndarray, step: int) -> tuple[int, Any]:
         """What brings a worker that has step `has` to `step`: (step it begins at, message), or (-1, all values)."""
         mirror = self._mirrors.get(worker)
-        if mirror is not None and mirror.base == has >= 0:
+        if mirror is not None and 0 <= has <= mirror.base:
             return mirror.base, mirror.answer
         if mirror is None or mirror.step != has or self._is_whole:
             return self._all(worker, values, step)
@@ -69,7 +69,7 @@ class Mirrors:
             mirror.answer = self._coder.encode(change, self._spans, self._n, small)
         except NonFiniteGradient:  # the model has diverged: the worker is to see it
             return self._all(worker, values, step)
-        follow_(mirror.values, mirror.answer, self._sizes)
+        add_(mirror.values, mirror.answer, self._sizes)
         mirror.base, mirror.step = has, step
         return mirror.base, mirror.answer
 
@@ -88,9 +88,3 @@ class Mirrors:
     def step_of(self, worker: int) -> int:
         """The step the last answer led to, -1 if there was none."""
         return self._mirrors[worker].step if worker in self._mirrors else -1
-
-
-def follow_(values: np.ndarray, data: Any, sizes: Sequence[int]) -> None:
-    """On both sides: add a difference to float32 [n] values, in place. Raises BadMessage; then nothing is changed."""
-    n_plain = sum(at.stop - at.start for at in plain_of(sizes, range(len(sizes))))
-    add_(values, message.read(data, spans_of(sizes, range(len(sizes)))[1], n_plain), sizes)

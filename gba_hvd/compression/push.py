@@ -40,10 +40,12 @@ class DensePush:
     """One worker's dense frames, and the decision which tensors to compress. Belongs to the training thread.
 
     parts: by server, the tensors it holds; is_far: by server, whether it is on another host: only those are compressed.
-    Uses the worker's feedback, which outlives the mode. decisions: since somebody last looked
+    Uses the worker's feedback, which outlives the mode. decisions: what is decided is added there
     """
 
-    def __init__(self, feedback: Feedback, parts: Sequence[Sequence[int]], is_far: Sequence[bool]) -> None:
+    def __init__(
+        self, feedback: Feedback, parts: Sequence[Sequence[int]], is_far: Sequence[bool], decisions: list[Decision]
+    ) -> None:
         self._feedback, self._parts, self._is_far = feedback, [list(part) for part in parts], list(is_far)
         self._candidates = [spans_of(feedback.sizes, part)[0] for part in parts]
         self._bypass = [
@@ -54,8 +56,8 @@ class DensePush:
         ends = np.cumsum([0, *feedback.sizes])
         self._places = [[slice(int(ends[t]), int(ends[t + 1])) for t in part] for part in parts]
         self._heard: deque[tuple[int, bool, Took]] = deque()
-        self._made_s = time.perf_counter()
-        self.decisions: list[Decision] = []
+        self._answered_s = [time.perf_counter()] * len(parts)
+        self._decisions = decisions
 
     def frames(self, flat: np.ndarray) -> list[Frame]:
         """One for each server. flat: float32 [n], the gradient; it is used up.
@@ -86,8 +88,8 @@ class DensePush:
         """A server has taken this frame, after so long. From any thread."""
         if self._is_far[server] and self._candidates[server]:
             now = time.perf_counter()
-            self._heard.append((server, frame.coded, Took(seconds, frame.encode_s, now - self._made_s)))
-            self._made_s = now
+            self._heard.append((server, frame.coded, Took(seconds, frame.encode_s, now - self._answered_s[server])))
+            self._answered_s[server] = now
 
     def _decide(self) -> None:
         """With what was heard of earlier pushes."""
@@ -97,7 +99,7 @@ class DensePush:
             costs = [self._cost(span) for span in self._candidates[server]] if bypass.decides_next else []
             decision = bypass.saw(coded, [took], costs)
             if decision is not None and decision.changed:
-                self.decisions.append(decision)
+                self._decisions.append(decision)
 
     def _cost(self, span: Span) -> Cost:
         t = span.tensor
@@ -111,21 +113,24 @@ def read(data: Any, sizes: Sequence[int], whole: Collection[int] = ()) -> np.nda
 
     whole: those that go as they are though they could be compressed
     """
-    _, n = spans_of(sizes, range(len(sizes)), whole)
-    plain = plain_of(sizes, range(len(sizes)), whole)
-    got = message.read(data, n, sum(at.stop - at.start for at in plain))
     flat = np.zeros(sum(sizes), np.float32)
-    add_(flat, got, sizes, whole)
+    add_(flat, data, sizes, whole)
     return flat
 
 
-def add_(flat: np.ndarray, got: message.Elements, sizes: Sequence[int], whole: Collection[int] = ()) -> None:
-    """flat += what is compressed; what is plain takes the place of what was there."""
-    spans, _ = spans_of(sizes, range(len(sizes)), whole)
+def add_(flat: np.ndarray, data: Any, sizes: Sequence[int], whole: Collection[int] = ()) -> None:
+    """flat += what a message has compressed; what it has plain takes the place of what was there.
+
+    Raises BadMessage; then nothing is changed.
+    """
+    everything = range(len(sizes))
+    spans, n = spans_of(sizes, everything, whole)
+    plain = plain_of(sizes, everything, whole)
+    got = message.read(data, n, sum(place.stop - place.start for place in plain))
     for span in spans:
         got.add_to(flat[span.at], span.start, span.stop)
     at = 0
-    for place in plain_of(sizes, range(len(sizes)), whole):
+    for place in plain:
         size = place.stop - place.start
         flat[place] = got.plain[at : at + size]
         at += size

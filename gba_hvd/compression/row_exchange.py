@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
@@ -29,14 +28,6 @@ from gba_hvd.tables import EmbeddingTables, RemoteRows
 from gba_hvd.traffic import Traffic
 
 N_NUMBERS = 3  # of each worker, with each commit: seconds of this step on the wire, beside it, and of the whole step
-
-
-@dataclass(frozen=True)
-class _Swapped:
-    """What one alltoall did: bytes sent to other hosts, and uint8 [n] received from each of their ranks."""
-
-    n_sent: int
-    received: dict[int, np.ndarray]
 
 
 class RowExchange:
@@ -68,10 +59,9 @@ class RowExchange:
         wanted = [np.sort(distinct(k[~tables.local[k % layout.n_shards]])[0]) for k in keys]
         owners = [self._server[w % layout.n_shards] for w in wanted]
         asked = {r: [w[o == r] for w, o in zip(wanted, owners, strict=True)] for r in self._far}
-        told = self._swap("pull.keys", {r: coding.sections(list(map(coding.write_keys, asked[r]))) for r in self._far})
-        self._count("header", told)
+        questions = {r: coding.sections(list(map(coding.write_keys, asked[r]))) for r in self._far}
         answers = {}
-        for rank, data in told.received.items():
+        for rank, data in self._swap("pull.keys", "header", questions).items():
             parts, self._lent[rank] = [], []
             for group, part in zip(layout.groups, coding.split(data, len(layout.groups)), strict=True):
                 theirs = coding.read_keys(part, group.places * layout.n_shards)
@@ -80,10 +70,8 @@ class RowExchange:
                 parts.append(self.coder.lend(rows))
                 self._lent[rank].append(theirs)
             answers[rank] = coding.sections(parts)
-        told = self._swap("pull.rows", answers)
-        self._count("rows", told)
         found = [np.empty((len(w), g.dim), dtype=np.float32) for w, g in zip(wanted, layout.groups, strict=True)]
-        for rank, data in told.received.items():
+        for rank, data in self._swap("pull.rows", "rows", answers).items():
             self._borrowed[rank] = asked[rank]
             for number, (group, part) in enumerate(
                 zip(layout.groups, coding.split(data, len(layout.groups)), strict=True)
@@ -96,14 +84,12 @@ class RowExchange:
     def send(self, grads: Sequence[RowGrad], extra: int) -> dict[int, np.ndarray]:
         """Give back the gradients of what was borrowed; returns what other hosts' ranks gave back, by rank.
 
-        grads: by group. extra: columns of them beyond a row's dimension.
+        grads: by group. extra: columns of them beyond a row's dimension. After the coder's `begin`.
         The result is in the words of `gradients.pack_by_owner`. A collective.
         """
-        self.coder.begin()
-        told = self._swap("rows", {rank: self._given_back(rank, grads) for rank in self._far})
-        self._count("rows", told)
         far, dims = {}, [group.dim for group in self._tables.layout.groups]
-        for rank, data in told.received.items():
+        given_back = {rank: self._given_back(rank, grads) for rank in self._far}
+        for rank, data in self._swap("rows", "rows", given_back).items():
             lent = self._lent.pop(rank)
             parts = coding.split(data, len(lent))
             back = [self.coder.take_back(*one, extra) for one in zip(parts, lent, dims, strict=True)]
@@ -152,13 +138,13 @@ class RowExchange:
         borrowed = self._borrowed.pop(rank)
         return coding.sections([self.coder.give_back(i, borrowed[i], grad) for i, grad in enumerate(grads)])
 
-    def _swap(self, name: str, messages: dict[int, bytes]) -> _Swapped:
+    def _swap(self, name: str, kind: str, messages: dict[int, bytes]) -> dict[int, np.ndarray]:
+        """One alltoall; what came from each rank of other hosts, uint8 [n]. kind: what it counts as"""
         ranks = range(self._world.size)
         words = [np.frombuffer(messages.get(rank, b""), np.float32) for rank in ranks]
         received, counts = self.alltoall(name, np.concatenate(words), np.array([len(w) for w in words], dtype=np.int64))
         parts = np.split(received, np.cumsum(counts)[:-1])
-        return _Swapped(sum(map(len, messages.values())), {rank: parts[rank].view(np.uint8) for rank in self._far})
-
-    def _count(self, kind: str, told: _Swapped) -> None:
-        self._traffic.count("sent", kind, told.n_sent)
-        self._traffic.count("received", kind, sum(map(len, told.received.values())))
+        by_rank = {rank: parts[rank].view(np.uint8) for rank in self._far}
+        self._traffic.count("sent", kind, sum(map(len, messages.values())))
+        self._traffic.count("received", kind, sum(map(len, by_rank.values())))
+        return by_rank

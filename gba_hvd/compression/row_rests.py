@@ -36,6 +36,10 @@ class RowRests:
         """Nothing has waited yet."""
         return all(keys is None for keys in self._keys)
 
+    def wait_for(self, shards: np.ndarray) -> bool:
+        """Something waits for rows of these shards, bool [S]."""
+        return any(known is not None and shards[known[known >= 0] % len(shards)].any() for known in self._keys)
+
     def begin(self) -> None:
         """A step: `plus` and `keep` follow, or `taken`; then `settle` if it is decided."""
         self._pending.clear()

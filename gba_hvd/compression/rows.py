@@ -10,7 +10,7 @@ DCT-MP (arXiv 2010.08899) thresholds pooled embeddings for each sample and uses 
 feedback. What travels between our hosts are distinct rows, each once a step: an element below the threshold would be
 trained by no other host, which costs quality.
 
-Pure: no Horovod and no sockets. Both sides keep which rows were lent until the gradients are back.
+Pure: no Horovod and no sockets. In allreduce mode both sides keep which rows were lent until the gradients are back.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class RowCoder:
     def lend(self, rows: np.ndarray) -> bytes:
         """A message for `borrow`. rows: float32 [n, dim]"""
         flat, coder = rows.reshape(-1), "ternary" if self._selects else self.spec.values
-        return message.write(None, flat, len(flat), coder, flat[:0], rows.shape[1])[0]
+        return message.write(None, flat, len(flat), coder, flat[:0], rows.shape[1], sees=False)[0]
 
     def borrow(self, data: Any, n: int, dim: int) -> np.ndarray:
         """float32 [n, dim] as they came. Raises BadMessage."""
@@ -97,8 +97,12 @@ class RowCoder:
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
+    def waits_for(self, shards: np.ndarray) -> bool:
+        """Something waits for rows of these shards, bool [S]: it does where a shard came home."""
+        return self._rests.wait_for(shards)
+
     def begin(self) -> None:
-        """A step, or a push: `write` follows for each receiver, then `settle` if it is decided."""
+        """A step, or a push: `write` or `whole` follow, then `settle` if it is decided."""
         self._rests.begin()
         self._count_selected()
 
@@ -112,7 +116,7 @@ class RowCoder:
         rows = np.ascontiguousarray(grad.values[:, :dim])
         n = rows.size
         if not self._selects or not n:
-            return message.write(None, rows.reshape(-1), n, self.spec.values, more, self._chunk(dim))[0]
+            return message.write(None, rows.reshape(-1), n, self.spec.values, more, self._chunk(dim), sees=False)[0]
         wanted = self._rests.plus(group, grad.keys, rows)
         if not np.isfinite(wanted.sum(dtype=np.float64)):  # as it is: who gets it is to see it
             self._rests.lose(group, grad.keys)
@@ -121,18 +125,22 @@ class RowCoder:
         thresholds = self._thresholds
         if thresholds.is_due(group):
             thresholds.find(group, flat)
-        where = np.flatnonzero(np.abs(flat) >= np.float32(thresholds.least(group))).astype(np.int32)
+        sizes = np.abs(flat)
+        where = np.flatnonzero((sizes >= np.float32(thresholds.least(group))) & (sizes > 0)).astype(np.int32)
         self._selected[group] += len(where), n
         sent, seen = message.write(where, flat[where], n, self.spec.values, more, self._chunk(dim))
         flat[where] -= seen
         self._rests.keep(group, grad.keys, wanted)
         return sent
 
-    def whole(self, grads: Sequence[RowGrad]) -> list[RowGrad]:
-        """Gradients by group that go as they are, with what waited for their rows. Between `begin` and `settle`."""
+    def whole(self, grads: Sequence[RowGrad], shards: np.ndarray | None = None) -> list[RowGrad]:
+        """Gradients by group that go as they are, with what waited for their rows. Between `begin` and `settle`.
+
+        shards: bool [S], only rows of these go as they are; the others are left alone
+        """
         if self._rests.is_empty:
             return list(grads)
-        return [self._with_rest(group, grad) for group, grad in enumerate(grads)]
+        return [self._with_rest(group, grad, shards) for group, grad in enumerate(grads)]
 
     def settle(self) -> None:
         self._rests.settle()
@@ -177,10 +185,11 @@ class RowCoder:
                 self._thresholds.sent(group, n, of)
         self._selected[:] = 0
 
-    def _with_rest(self, group: int, grad: RowGrad) -> RowGrad:
-        dim = self._dims[group]
-        rows = self._rests.taken(group, grad.keys, grad.values[:, :dim])
-        return RowGrad(grad.keys, np.hstack([rows, grad.values[:, dim:]]))
+    def _with_rest(self, group: int, grad: RowGrad, shards: np.ndarray | None) -> RowGrad:
+        dim, values = self._dims[group], grad.values.copy()
+        at = np.arange(len(grad.keys)) if shards is None else np.flatnonzero(shards[grad.keys % len(shards)])
+        values[at, :dim] = self._rests.taken(group, grad.keys[at], values[at, :dim])
+        return RowGrad(grad.keys, values)
 
     def _chunk(self, dim: int) -> int:
         return values.CHUNK if self._selects else dim

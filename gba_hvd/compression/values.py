@@ -1,9 +1,9 @@
 """In how many bits values travel: as they are, in half precision, as int8 or as one of three levels, with a scale for
 each chunk of them.
 
-Encoding also returns what the receiver will see, so that the rounding error can stay in the residual. Values beyond
-half precision's range are sent as its largest number; the rest of them waits in the residual too. NaN and infinity
-never become numbers: of rows and values that have diverged the receiver sees that they have.
+Values beyond half precision's range are sent as its largest number. What has a residual keeps the rest of them there,
+as any rounding error. NaN and infinity never become numbers: of rows and values that have diverged the receiver sees
+that they have.
 """
 
 from __future__ import annotations
@@ -20,29 +20,24 @@ CODERS = (*VALUES, "ternary")  # by the number that a message gives; the last on
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def encode(values: np.ndarray, kind: str, chunk: int = CHUNK) -> tuple[bytes, np.ndarray]:
-    """values: float32 or float64 [n]. Returns (bytes, what they decode to, of the same dtype).
+def encode(values: np.ndarray, kind: str, chunk: int = CHUNK) -> bytes:
+    """values: float32 or float64 [n]; for all kinds but "none" float32.
 
     chunk: int8, ternary: how many values share a scale; all of them decode to NaN if one is not finite.
     """
     if kind == "none":
-        return values.tobytes(), values
+        return values.tobytes()
     if values.dtype != np.float32:
         raise BadInput(f"{kind} takes float32 values, got {values.dtype}")
     if kind == "ternary":
         scales, packed = np.empty(-(-len(values) // chunk), np.uint8), np.zeros(-(-len(values) // 5), np.uint8)
         kernels.to_ternary(values, chunk, scales, packed)
-        seen = np.empty_like(values)
-        kernels.from_ternary(packed, chunk, scales, seen)
-        return scales.tobytes() + packed.tobytes(), seen
+        return scales.tobytes() + packed.tobytes()
     if kind == "int8":
         codes, scales = np.empty(len(values), np.int8), np.empty(-(-len(values) // chunk), np.float32)
         kernels.to_int8(values, chunk, scales, codes)
-        seen = np.empty_like(values)
-        kernels.from_int8(codes, chunk, scales, seen)
-        return scales.tobytes() + codes.tobytes(), seen
-    half = to_half(torch.from_numpy(values), _HALF[kind])
-    return half.view(torch.int16).numpy().tobytes(), half.to(torch.float32).numpy()
+        return scales.tobytes() + codes.tobytes()
+    return to_half(torch.from_numpy(values), _HALF[kind]).view(torch.int16).numpy().tobytes()
 
 
 def decode(data: np.ndarray, kind: str, n: int, dtype: np.dtype, chunk: int = CHUNK) -> np.ndarray:

@@ -46,18 +46,16 @@ class Newcomers:
     def tell(self) -> None:
         """Tell the callbacks what changed meanwhile."""
         engine = self._engine
-        if self._met:
-            met, self._met = self._met, []
-            joined, world = met[-1]
+        while self._met:
+            joined, world = self._met.pop(0)
             before = engine.world.size
             engine.world = world
             if engine.checkpoints is not None:
                 engine.checkpoints.world_formed(rows_moved=False)
             engine.restarts += 1
             telling.world_formed(engine, joined, before)
-            gone, self._gone = self._gone, []
-            for n_workers, lost in gone:
-                telling.residuals_lost(engine, n_workers, lost)
+            while self._gone:
+                telling.residuals_lost(engine, *self._gone.pop(0))
 
     def _meet(self, world: World) -> int:
         """A survivor's part, in the background."""

@@ -13,17 +13,17 @@ import numpy as np
 import torch
 
 from gba_hvd.collectives import worker_lost
-from gba_hvd.compression import mirror
+from gba_hvd.compression import push
 from gba_hvd.compression.bypass import Bypass, Took
 from gba_hvd.compression.exchange import DenseExchange
 from gba_hvd.compression.message import BadMessage
 from gba_hvd.gba.answers import ask
 from gba_hvd.gba.session import DenseParts, Session, compressor_of
 from gba_hvd.gradients import DenseGradients
-from gba_hvd.ps import process
 from gba_hvd.ps.client import Client
 from gba_hvd.ps.dense import DenseReader
 from gba_hvd.ps.protocol import Compressor, Dense, PullDense
+from gba_hvd.ps.records import path_of
 
 
 class DenseValues:
@@ -45,7 +45,7 @@ class DenseValues:
         self._compression = compression
         self._compressor: Compressor | None = None
         self._pulls: list[Bypass] = []  # by server: whether its values come compressed
-        self._pulled_s = time.perf_counter()
+        self._pulled_s = [time.perf_counter()] * len(parts)
         if compression is not None:
             self._compressor = compressor_of(compression.spec)
             self._pulls = [
@@ -57,7 +57,7 @@ class DenseValues:
         """The files of this host's servers, in the job's folder."""
         for s, server in enumerate(self._session.servers):
             if server.host == host:
-                self._readers[s] = DenseReader(process.dense_file(folder, server.index))
+                self._readers[s] = DenseReader(path_of(folder, server.index, "dense"))
 
     def close(self) -> None:
         for reader in self._readers:
@@ -109,7 +109,7 @@ class DenseValues:
         self._take(server, reply.body, reply.frames[0])
         if self._compression is not None and compress == (reply.body.base != -1):
             now = time.perf_counter()  # a difference that was asked for may come whole: that says nothing
-            took, self._pulled_s = Took(now - asked_s, 0.0, now - self._pulled_s), now
+            took, self._pulled_s[server] = Took(now - asked_s, 0.0, now - self._pulled_s[server]), now
             decision = self._pulls[server].saw(compress, [took])
             if decision is not None and decision.changed:
                 self._compression.decisions.append(decision)
@@ -119,7 +119,7 @@ class DenseValues:
             self._values[server] = np.frombuffer(frame, dtype=np.float32).copy()
         elif dense.base == self.steps[server]:
             try:
-                mirror.follow_(self._values[server], frame, [self._parts.sizes[t] for t in self._parts.tensors[server]])
+                push.add_(self._values[server], frame, [self._parts.sizes[t] for t in self._parts.tensors[server]])
             except BadMessage as error:
                 raise worker_lost(f"server {server} sent dense values that are none: {error}") from error
         else:

@@ -62,7 +62,7 @@ class FarRows:
         layout, local = self._tables.layout, self._tables.local
         far = [distinct(k[~local[k % layout.n_shards]]) for k in keys]
         wanted, slots = [w for w, _, _ in far], [s for _, _, s in far]
-        if self._coder is not None and not whole:  # compressed keys are ascending
+        if not whole and any(map(self.are_coded, range(len(self._ways)))):  # compressed keys are ascending
             wanted = [np.sort(w) for w in wanted]
             slots = [distinct(w)[2] for w in wanted]
         owners = [self._shard_server[w % layout.n_shards] for w in wanted]

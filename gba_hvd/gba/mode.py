@@ -77,9 +77,8 @@ class GbaMode:
         self._parts = DenseParts(session, dense.sizes)
         self._far_rows = FarRows(session, host, tables, self.client, row_coder)
         self._values = DenseValues(session, worker, self._parts, dense, self.client, compression)
-        coder = row_coder if self._far_rows.are_there else None
         self.outgoing = Outgoing(
-            session, host, self._parts, tables.layout, compression, coder, self._far_rows.are_coded
+            session, host, self._parts, tables.layout, compression, row_coder, self._far_rows.are_coded
         )
         self._under_way = UnderWay(self.client, timeout_s, self.contact.hear)
 

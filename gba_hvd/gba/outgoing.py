@@ -28,11 +28,12 @@ from gba_hvd.shard.layout import Layout
 
 
 class Outgoing:
-    """One worker's. Belongs to the training thread, all but `rows`, which threads that share a replica call at once.
+    """One worker's. Belongs to the training thread, all but `rows` and `was_sent`, which threads that share a replica
+    call at once.
 
     slim: what rule "dana_slim" does to gradients before they are sent.
-    compression: None where no server is on another host; row_coder: where no shard is. rows_are_coded: whether rows of
-    a server travel compressed, as of now
+    compression: None where no server is on another host. rows_are_coded: whether rows of a server travel compressed, as
+    of now
     """
 
     def __init__(
@@ -41,11 +42,14 @@ class Outgoing:
     ) -> None:  # fmt: skip
         self._session, self._parts, self._layout = session, parts, layout
         self._shard_server = np.array(session.shard_servers, dtype=np.int32)
-        self._is_far = session.far_from(host)
-        self._compression = compression
+        is_far = session.far_from(host)
         self._coded: DensePush | None = None
         if compression is not None:
-            self._coded = DensePush(compression.feedback, parts.tensors, self._is_far)
+            self._coded = DensePush(compression.feedback, parts.tensors, is_far, compression.decisions)
+        self._with_rests = [  # servers whose rows may have something waiting: a shard may have come home with it
+            s for s, far in enumerate(is_far)
+            if row_coder is not None and (far or row_coder.waits_for(self._shard_server == s))
+        ]  # fmt: skip
         self._row_coder, self._row_coding, self._rows_are_coded = row_coder, threading.Lock(), rows_are_coded
         self.slim: SlimWorker | None = None
 
@@ -55,7 +59,7 @@ class Outgoing:
         return self._coded is not None
 
     def dense(self, flat: np.ndarray, step: int) -> list[Frame]:
-        """For each server its part. flat: float32 [n], the gradient, computed with the values of `step`.
+        """For each server its part. flat: float32 [n], the gradient, computed with the values of `step`; it is used up.
 
         Raises as `Feedback.encode`; then this worker's residual and momentum are as they were.
         """
@@ -63,11 +67,8 @@ class Outgoing:
         if slim is not None:
             flat = slim.outgoing(flat, step)
         coded = self._coded
-        frames = [Frame(part) for part in self._parts.split(flat)] if coded is None else coded.frames(flat.copy())
+        frames = [Frame(part) for part in self._parts.split(flat)] if coded is None else coded.frames(flat)
         self.slim = slim
-        if coded is not None and self._compression is not None:
-            self._compression.decisions += coded.decisions
-            coded.decisions.clear()
         return frames
 
     def rows(self, rows: Sequence[Sequence[RowGrad]]) -> list[tuple[Any, bool]]:
@@ -87,8 +88,8 @@ class Outgoing:
         if coder is not None:
             with self._row_coding:  # threads that share a replica share its residuals
                 coder.begin()
-                for s in np.flatnonzero(self._is_far):
-                    is_coded = self._rows_are_coded(int(s))
+                for s in self._with_rests:
+                    is_coded = self._rows_are_coded(s)
                     if not is_coded and not coder.has_rests:
                         continue
                     own = unpack(messages[s][0], widths)

@@ -21,6 +21,7 @@ from gba_hvd.membership.refill import fill_new_shards
 from gba_hvd.membership.takeover import Taken, take_over
 from gba_hvd.membership.together import together
 from gba_hvd.ps import process
+from gba_hvd.ps.records import path_of
 from gba_hvd.routing import Membership, place_shards
 from gba_hvd.shard.layout import digest
 from gba_hvd.shard.memory import difference
@@ -193,9 +194,10 @@ def _join_asynchronous(engine: Engine, world: World, facts: list[Facts], source:
     is_new = mine.generation != session.generation
     memory = together(world, True, "open", lambda: shards.open_memory(engine, session.job))
     own_servers = [server.index for server in session.servers if server.host == mine.host]
-    is_bare = not all(process.dense_file(memory.folder, index).exists() for index in own_servers)
-    if world.gather("bare", np.array([is_bare], dtype=np.int64)).any():
-        raise worker_lost("a host has come back without the shards it held")
+    is_bare = not all(path_of(memory.folder, index, "dense").exists() for index in own_servers)
+    bare = np.flatnonzero(world.gather("bare", np.array([is_bare], dtype=np.int64))[:, 0]).tolist()
+    if bare:
+        raise worker_lost(f"the hosts of ranks {bare} came back without the shards they held")
     leads = members.lead_of(mine.host) == world.rank
     if is_new:
         engine.key = session.key

@@ -33,7 +33,8 @@ class _HandedIn:
 
     def whole(self) -> tuple[torch.Tensor, list[dict[str, Any]]]:
         """(values float32 [n], state of each tensor) of all; nothing may be added from here on."""
-        for worker, (values, state) in self.early.items():
+        while self.early:  # once, also if the mean cannot be put in its place and is asked for again
+            worker, (values, state) = self.early.popitem()
             self.mean.add(values, state)
             self.workers.add(worker)
         return self.mean.mean()

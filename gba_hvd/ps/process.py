@@ -93,11 +93,6 @@ def ensure_running(folder: Path, index: int) -> bool:
     return True
 
 
-def dense_file(folder: Path, index: int) -> Path:
-    """Where a server has its part of the dense parameters, for itself, its successor, and this host's workers."""
-    return folder / f"ps-{index}.dense"
-
-
 def why_not_started(folder: Path, index: int) -> str:
     """Why the newest server could not start; empty if it could, or has not had time to."""
     try:

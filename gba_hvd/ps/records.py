@@ -23,6 +23,11 @@ from gba_hvd.ps.protocol import Enter
 from gba_hvd.ps.snapshot import SnapshotFile
 
 
+def path_of(folder: Path, index: int, name: str) -> Path:
+    """A file of a server of this host."""
+    return folder / f"ps-{index}.{name}"
+
+
 class Records:
     """Of one server. Belongs to its main thread."""
 
@@ -32,7 +37,7 @@ class Records:
         self._ledger_file: SnapshotFile | None = None
 
     def path(self, name: str) -> Path:
-        return self._folder / f"ps-{self._index}.{name}"
+        return path_of(self._folder, self._index, name)
 
     def ports(self) -> tuple[int, int]:
         """(control, pull) of the predecessor, where a successor listens; 0: there was none."""

@@ -76,8 +76,9 @@ def make(name: str, optimizer: Mapping[str, Any], dense: DenseStart, workers: Se
     check(name, optimizer)
     groups = np.repeat(dense.groups, dense.sizes).astype(np.int32)
     if name == "gap_aware":
-        plain_sgd = optimizer["class"] == SGD and not any(group.get("momentum") for group in optimizer["groups"])
-        return GapAware(dense.values, dense.step, groups, by_gradient=plain_sgd)
+        has_momentum = any(group.get("momentum") for group in optimizer["groups"])
+        v = "step" if optimizer["class"] != SGD else "buffer" if has_momentum else "gradient"
+        return GapAware(dense.values, dense.step, groups, v=v)
     if name == "staleness_lr":
         return StalenessLr()
     if name == "none" or optimizer["class"] != SGD:

@@ -5,10 +5,11 @@ micro-batch was computed with. Its gradient is divided by 1 + gap / C, where C i
 leaves a gradient as it is, bit for bit. Decided here from numbers alone; the server that applies the steps owns it.
 
     v <- gradient of the step         C = lr_max * (sqrt(s / (1 - G^t)) + 1e-8)      SGD without momentum
+    v <- (before - after) / lr        the same: this is its momentum buffer          SGD with momentum
     v <- values after - before        C = sqrt(s / (1 - G^t)) + 1e-8                 every other optimizer
     s <- G s + (1 - G) v^2            G = 0.999, t: steps seen, lr_max: largest learning rate yet of the element's group
 
-An optimizer that rescales its gradients takes steps of another length than lr * |gradient|, so theirs are measured.
+An optimizer that rescales its gradients takes steps of another length than lr * |v|, so theirs are measured.
 Ours, not the paper's: the rows of a push are multiplied by the mean of 1 / (1 + gap / C) over its dense elements, for
 nobody keeps the old rows; weight decay happens at the server, with the newest values, and needs no correction.
 """
@@ -36,16 +37,14 @@ class GapAware(Plain):
     is saved: a server that starts again begins afresh, and what was computed before counts in full at first.
 
     values: float32 [n], as of `step`. groups: optimizer group of each element, int [n].
-    by_gradient: step lengths are lr * |gradient|, else they are measured.
+    v: "gradient", "buffer", or "step": which of the three.
     """
 
-    def __init__(
-        self, values: np.ndarray, step: int, groups: np.ndarray, *, by_gradient: bool, kept: int | None = None
-    ) -> None:
+    def __init__(self, values: np.ndarray, step: int, groups: np.ndarray, *, v: str, kept: int | None = None) -> None:
         if kept is None:
             kept = max(2, min(_KEPT, _KEPT_BYTES // max(1, values.nbytes)))
         self._kept = deque([(step, values.copy())], maxlen=kept)
-        self._groups, self._by_gradient = groups, by_gradient
+        self._groups, self._v = groups, v
         self._lr_max = np.zeros(int(groups.max(initial=-1)) + 1)  # of each group
         self._s = np.zeros(len(values))
         self._t = 0
@@ -65,7 +64,7 @@ class GapAware(Plain):
 
     def stepped(self, values: np.ndarray, gradient: np.ndarray, lrs: Sequence[float], step: int) -> None:
         """Step `step` is applied: the values after it, its gradient, the learning rate of each group."""
-        v = gradient.astype(np.float64) if self._by_gradient else np.subtract(values, self._kept[-1][1], dtype=float)
+        v = self._direction(values, gradient, lrs)
         self._s *= G
         self._s += (1 - G) * v * v
         self._t += 1
@@ -73,10 +72,19 @@ class GapAware(Plain):
         self._kept.append((step, values.copy()))
         self._usual, self._known = None, {}
 
+    def _direction(self, values: np.ndarray, gradient: np.ndarray, lrs: Sequence[float]) -> np.ndarray:
+        if self._v == "gradient":
+            return gradient.astype(np.float64)
+        v: np.ndarray = np.subtract(values, self._kept[-1][1], dtype=float)
+        if self._v == "buffer":  # but for its sign, which is of no consequence
+            lr = np.asarray(lrs, float)[self._groups]
+            np.divide(v, lr, out=v, where=lr > 0)
+        return v
+
     def _usual_step(self) -> np.ndarray:
         if self._usual is None:
             usual = np.sqrt(self._s / (1 - G**self._t)) + _EPS
-            if self._by_gradient:
+            if self._v != "step":
                 usual *= self._lr_max[self._groups]
             self._usual = usual.astype(np.float32)
         return self._usual

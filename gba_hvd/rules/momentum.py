@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 SGD = "torch.optim.sgd:SGD"
 
@@ -63,7 +64,7 @@ def buffer_of(state: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> np.nd
     """float32 [n]: the momentum buffers in an optimizer's state, by tensor; zeros where there is none yet."""
     parts = [
         np.zeros(size, np.float32) if entries.get("momentum_buffer") is None
-        else np.asarray(entries["momentum_buffer"], np.float32).ravel()
+        else torch.as_tensor(entries["momentum_buffer"]).detach().cpu().to(torch.float32).numpy().ravel()
         for entries, size in zip(state, sizes, strict=True)
     ]  # fmt: skip
     return np.concatenate(parts) if parts else np.zeros(0, np.float32)

@@ -105,6 +105,24 @@ def test_what_a_worker_handed_in_early_counts_unless_it_comes_back(dense: DenseP
     assert central.hand_in(hand_in(1, 1, early=True), [floats(2, 2, 2), state(2, 2.0)]), "it is in the mean"
 
 
+def test_an_early_replica_counts_once_though_the_mean_is_made_twice(
+    dense: DensePart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    central, replace, failures = CentralCopy(dense, 7), DensePart.replace_, [OSError("no room")]
+    central.hand_in(hand_in(1, 1, early=True), [floats(1, 1, 1), state(1, 1.0)])
+    central.hand_in(hand_in(2, 1), [floats(4, 4, 4), state(1, 1.0)])
+
+    def without_room(self: DensePart, *what: Any) -> None:
+        if failures:
+            raise failures.pop()
+        replace(self, *what)
+
+    monkeypatch.setattr(DensePart, "replace_", without_room)
+    with pytest.raises(OSError, match="no room"):
+        central.gather(1)
+    assert central.gather(1)[0].tolist() == [2.5, 2.5, 2.5]
+
+
 def test_whoever_asks_late_gets_the_mean_though_the_copy_has_moved_on(dense: DensePart):
     central = CentralCopy(dense, 7)
     central.hand_in(hand_in(1, 1), [floats(2, 2, 2), state(1, 1.0)])

@@ -11,9 +11,10 @@ import pytest
 
 from gba_hvd import Compression
 from gba_hvd.compression import message, push, row_push
+from gba_hvd.compression.bypass import Decision
 from gba_hvd.compression.feedback import Feedback, spans_of
 from gba_hvd.compression.message import BadMessage
-from gba_hvd.compression.mirror import Mirrors, follow_
+from gba_hvd.compression.mirror import Mirrors
 from gba_hvd.compression.push import DensePush, Frame
 from gba_hvd.compression.rows import RowCoder
 from gba_hvd.errors import NonFiniteGradient
@@ -56,7 +57,7 @@ def arrived(frames: list[Frame]) -> np.ndarray:
 @pytest.mark.parametrize("is_far", [[True, True], [False, True], [False, False]])
 def test_all_pushes_and_the_rest_are_all_gradients(spec: Any, is_far: list[bool]) -> None:
     worker, rng = feedback(spec), np.random.default_rng(0)
-    coder = DensePush(worker, PARTS, is_far)
+    coder = DensePush(worker, PARTS, is_far, [])
     gradients, sent = np.zeros(sum(SIZES)), np.zeros(sum(SIZES))
     for _ in range(20):
         grad = rng.normal(size=sum(SIZES)).astype(np.float32)
@@ -72,7 +73,7 @@ def test_all_pushes_and_the_rest_are_all_gradients(spec: Any, is_far: list[bool]
 
 def test_a_push_that_is_not_sent_takes_nothing() -> None:
     worker, grad = feedback(Compression.topk(0.1)), np.ones(sum(SIZES), np.float32)
-    coder = DensePush(worker, PARTS, [True, True])
+    coder = DensePush(worker, PARTS, [True, True], [])
     coder.frames(np.random.default_rng(0).normal(size=sum(SIZES)).astype(np.float32))
     rest = worker.rest.copy()
     grad[ENDS[2]] = np.inf
@@ -88,7 +89,8 @@ def test_each_tensor_of_a_push_goes_the_way_that_pays(network_s_per_mb: float) -
         np.random.default_rng(0),
         [],
     )
-    coder = DensePush(worker, PARTS, [False, True])
+    decisions: list[Decision] = []
+    coder = DensePush(worker, PARTS, [False, True], decisions)
     gradients, sent = np.zeros(sum(SIZES)), np.zeros(sum(SIZES))
     for _ in range(40):
         grad = rng.normal(size=sum(SIZES)).astype(np.float32)
@@ -99,14 +101,31 @@ def test_each_tensor_of_a_push_goes_the_way_that_pays(network_s_per_mb: float) -
         n_bytes = len(memoryview(frames[1].data).cast("B"))
         coder.answered(1, frames[1], 0.001 + network_s_per_mb * n_bytes / 1e6)
     np.testing.assert_allclose(sent + worker.rest, gradients, rtol=1e-4, atol=1e-4)
-    (decision,) = coder.decisions
+    (decision,) = decisions
     assert set(ways[:12]) == {True, False} and ways[13] is decision.compress is bool(network_s_per_mb)
     assert "dense gradients for server 1 go" in decision.reason and "a push takes" in decision.reason
 
 
+def test_a_push_to_each_server_takes_as_long_as_from_one_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers answer one after the other; that says nothing about how often there is a push."""
+    now = [100.0]
+    monkeypatch.setattr("gba_hvd.compression.push.time.perf_counter", lambda: now[0])
+    worker = Feedback(Compression.topk(0.1), NAMES, SIZES, np.dtype(np.float32))
+    coder = DensePush(worker, PARTS, [True, True], [])
+    for _ in range(6):
+        frames = coder.frames(np.ones(sum(SIZES), np.float32))
+        for server, frame in enumerate(frames):
+            now[0] += 0.001
+            coder.answered(server, frame, 0.001)
+        now[0] += 0.998
+    coder.frames(np.ones(sum(SIZES), np.float32))
+    for bypass in coder._bypass:
+        np.testing.assert_allclose(bypass._step_s, 1.0)
+
+
 def test_a_push_says_which_tensors_go_whole() -> None:
     worker, grad = feedback(Compression.topk(0.1)), np.arange(sum(SIZES), dtype=np.float32)
-    coder = DensePush(worker, [list(range(len(SIZES)))], [True])
+    coder = DensePush(worker, [list(range(len(SIZES)))], [True], [])
     coder._bypass[0]._chosen = (True, False, True)  # of those that can be compressed
     (frame,) = coder.frames(grad.copy())
     assert frame.coded and frame.whole == (2,)
@@ -134,7 +153,7 @@ class Worker:
             self.values = frame.copy()
         else:
             assert base == self.step
-            follow_(self.values, frame, SIZES)
+            push.add_(self.values, frame, SIZES)
         self.step = step
 
 
@@ -230,6 +249,20 @@ def test_an_answer_that_was_lost_comes_again() -> None:
     assert np.array_equal(worker.values, server.mirrors._mirrors[1].values)
 
 
+def test_a_request_that_comes_late_leaves_the_mirror_as_it_is() -> None:
+    """One that was repeated may come once more, when its worker has long gone on."""
+    server, worker = Server(Compression.topk(0.2)), Worker(1)
+    for _ in range(4):
+        worker.take(*server.answer(worker))
+        server.train()
+    worker.take(*server.answer(worker))
+    late = server.mirrors.answer(worker.number, worker.step - 3, server.values, server.step)
+    assert late[0] != -1
+    server.train()
+    worker.take(*server.answer(worker))
+    assert np.array_equal(worker.values, server.mirrors._mirrors[1].values)
+
+
 def test_a_server_that_restarts_begins_with_all_values() -> None:
     server, worker = Server(Compression.dct(0.1)), Worker(1)
     worker.take(*server.answer(worker))
@@ -256,7 +289,7 @@ def test_a_worker_that_was_forgotten_gets_all_values() -> None:
 def test_a_difference_that_is_none_changes_nothing() -> None:
     values = np.zeros(sum(SIZES), np.float32)
     with pytest.raises(BadMessage):
-        follow_(values, b"nonsense" * 20, SIZES)
+        push.add_(values, b"nonsense" * 20, SIZES)
     assert not values.any()
 
 
@@ -271,7 +304,7 @@ def part() -> Any:
 
 def test_a_compressed_push_is_opened_before_anything_is_stored() -> None:
     grad = np.random.default_rng(0).normal(size=sum(SIZES)).astype(np.float32)
-    coder = DensePush(feedback(Compression.dct(1.0)), [list(range(len(SIZES)))], [True])
+    coder = DensePush(feedback(Compression.dct(1.0)), [list(range(len(SIZES)))], [True], [])
     frame = coder.frames(grad.copy())[0].data
     dense, rows = compressed.opened(part(), LAYOUT, Push(1, 7, 0, 0, compressed=True), [frame, b"rows"])
     assert np.array_equal(np.frombuffer(dense, np.float32), grad) and rows == b"rows"

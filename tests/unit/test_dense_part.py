@@ -19,7 +19,7 @@ from gba_hvd.errors import BadInput, ShardMemoryError, StateMismatch
 from gba_hvd.optimizer import DistributedOptimizer
 from gba_hvd.ps import dense
 from gba_hvd.ps.dense import DensePart, DenseReader, DenseTensor
-from gba_hvd.torch_optimizers import build, register_optimizer, resolve, spec_of
+from gba_hvd.torch_optimizers import build, put_state, register_optimizer, resolve, spec_of
 
 TENSORS = [
     DenseTensor("w", (5, 3), 0),
@@ -472,6 +472,18 @@ def test_the_users_class_and_groups_are_found_behind_the_distributed_optimizer()
 def test_a_class_that_cannot_be_used_is_refused_with_what_was_probably_meant(name: str, message: str) -> None:
     with pytest.raises(BadInput, match=message):
         resolve(name)
+
+
+def test_state_from_elsewhere_comes_to_the_device_of_its_parameter() -> None:
+    """As torch has it: but for step counters, which it keeps on the CPU."""
+    parameter = torch.nn.Parameter(torch.zeros(3, device="meta"))
+    state = {"step": torch.tensor(5.0), "exp_avg": torch.zeros(3), "note": 1}
+    for settings, of_step in (({}, "cpu"), ({"capturable": True}, "meta")):
+        optimizer = torch.optim.Adam([parameter])
+        optimizer.param_groups[0].update(settings)
+        put_state(optimizer, parameter, state)
+        found = optimizer.state[parameter]
+        assert (found["exp_avg"].device.type, found["step"].device.type, found["note"]) == ("meta", of_step, 1)
 
 
 def test_a_class_of_ones_own_must_be_registered_and_importable() -> None:

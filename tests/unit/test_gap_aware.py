@@ -29,7 +29,7 @@ LRS = [0.1, 0.02]
 
 
 def transcribed(
-    steps: list[tuple[np.ndarray, np.ndarray, list[float]]], start: np.ndarray, used: int, by_gradient: bool
+    steps: list[tuple[np.ndarray, np.ndarray, list[float]]], start: np.ndarray, used: int, of: str
 ) -> np.ndarray:
     """1 / (1 + gap / C) after these steps (values after, gradient, learning rates), as the formula stands.
 
@@ -37,12 +37,13 @@ def transcribed(
     """
     s, lr_max, before = np.zeros(N), np.zeros(2), start.astype(np.float64)
     for values, gradient, lrs in steps:
-        v = gradient if by_gradient else values.astype(np.float64) - before
+        moved = values.astype(np.float64) - before
+        v = {"gradient": gradient, "buffer": moved / np.array(lrs)[GROUPS], "step": moved}[of]
         s = 0.999 * s + (1 - 0.999) * v.astype(np.float64) ** 2
         lr_max = np.maximum(lr_max, lrs)
         before = values.astype(np.float64)
     c = np.sqrt(s / (1 - 0.999 ** len(steps))) + 1e-8
-    if by_gradient:
+    if of != "step":
         c = lr_max[GROUPS] * c
     theta = [start, *(values for values, _, _ in steps)]
     damped: np.ndarray = 1 / (1 + np.abs(theta[-1].astype(np.float64) - theta[used]) / c)
@@ -70,13 +71,13 @@ def start() -> np.ndarray:
     return np.linspace(-1, 1, N).astype(np.float32)
 
 
-@pytest.mark.parametrize("by_gradient", [True, False])
+@pytest.mark.parametrize("of", ["gradient", "buffer", "step"])
 @pytest.mark.parametrize("n_steps", [1, 2, 9])
-def test_the_damping_is_the_formula(start: np.ndarray, n_steps: int, by_gradient: bool) -> None:
+def test_the_damping_is_the_formula(start: np.ndarray, n_steps: int, of: str) -> None:
     steps = random_steps(n_steps, start)
-    gaps = follow(GapAware(start, 0, GROUPS, by_gradient=by_gradient), steps)
+    gaps = follow(GapAware(start, 0, GROUPS, v=of), steps)
     for used in range(n_steps):
-        expected = transcribed(steps, start, used, by_gradient)
+        expected = transcribed(steps, start, used, of)
         found = gaps.damping(used)
         assert found.dense.dtype == np.float32
         np.testing.assert_allclose(found.dense, expected, rtol=1e-4)
@@ -85,21 +86,33 @@ def test_the_damping_is_the_formula(start: np.ndarray, n_steps: int, by_gradient
 
 
 def test_one_usual_step_of_sgd_halves_a_gradient() -> None:
-    gaps = GapAware(np.zeros(N, np.float32), 0, GROUPS, by_gradient=True)
+    gaps = GapAware(np.zeros(N, np.float32), 0, GROUPS, v="gradient")
     gradient = np.ones(N, np.float32)
     gaps.stepped(-np.array(LRS, np.float32)[GROUPS], gradient, LRS, 1)
     np.testing.assert_allclose(gaps.damping(0).dense, np.full(N, 0.5), rtol=1e-5)
 
 
+def test_with_momentum_the_usual_step_is_that_of_the_largest_learning_rate() -> None:
+    """So a schedule that lowers it does not make late gradients count less."""
+    gaps, start, buffer = GapAware(np.zeros(N, np.float32), 0, GROUPS, v="buffer"), np.zeros(N, np.float32), 2.0
+    values = start
+    for k, lr in enumerate((0.1, 0.1, 0.01, 0.01, 0.0), 1):
+        values = values - np.float32(lr * buffer)
+        gaps.stepped(values, np.ones(N, np.float32), [lr, lr], k)
+        if lr:
+            np.testing.assert_allclose(gaps._usual_step(), 0.1 * buffer, rtol=1e-4)
+    assert np.isfinite(gaps._usual_step()).all()
+
+
 @pytest.mark.parametrize("used", [5, 9, -1])
 def test_the_newest_values_and_unknown_ones_are_not_damped_at_all(start: np.ndarray, used: int) -> None:
-    damping = follow(GapAware(start, 0, GROUPS, by_gradient=True), random_steps(5, start)).damping(used)
+    damping = follow(GapAware(start, 0, GROUPS, v="gradient"), random_steps(5, start)).damping(used)
     assert damping.dense.tolist() == [1.0]
     assert damping.rows == 1.0
 
 
 def test_values_that_came_back_to_where_they_were_have_no_gap(start: np.ndarray) -> None:
-    gaps = GapAware(start, 0, GROUPS, by_gradient=False)
+    gaps = GapAware(start, 0, GROUPS, v="step")
     gaps.stepped(start + 1, start, LRS, 1)
     gaps.stepped(start, start, LRS, 2)
     assert (gaps.damping(0).dense == 1.0).all()
@@ -109,7 +122,7 @@ def test_values_that_came_back_to_where_they_were_have_no_gap(start: np.ndarray)
 
 def test_a_step_that_was_missed_here_left_the_values_as_they_were(start: np.ndarray) -> None:
     steps = random_steps(2, start)
-    gaps = GapAware(start, 0, GROUPS, by_gradient=True)
+    gaps = GapAware(start, 0, GROUPS, v="gradient")
     gaps.stepped(*steps[0], 1)
     gaps.stepped(*steps[1], 4)
     assert gaps.damping(3) is gaps.damping(1)
@@ -117,13 +130,13 @@ def test_a_step_that_was_missed_here_left_the_values_as_they_were(start: np.ndar
 
 
 def test_only_the_last_values_are_kept_and_older_pushes_are_measured_against_the_oldest(start: np.ndarray) -> None:
-    gaps = follow(GapAware(start, 0, GROUPS, by_gradient=True, kept=3), random_steps(9, start))
+    gaps = follow(GapAware(start, 0, GROUPS, v="gradient", kept=3), random_steps(9, start))
     assert gaps.damping(0) is gaps.damping(7)
     assert gaps.damping(8) is not gaps.damping(7)
 
 
 def test_a_server_that_begins_again_counts_older_pushes_in_full_at_first(start: np.ndarray) -> None:
-    gaps = GapAware(start, 40, GROUPS, by_gradient=True)
+    gaps = GapAware(start, 40, GROUPS, v="gradient")
     assert gaps.damping(12).rows == 1.0
     follow(gaps, random_steps(1, start), first=41)
     assert gaps.damping(12) is gaps.damping(40)
@@ -131,14 +144,14 @@ def test_a_server_that_begins_again_counts_older_pushes_in_full_at_first(start: 
 
 
 def test_a_learning_rate_of_0_makes_any_gap_endless_and_none_out_of_none(start: np.ndarray) -> None:
-    gaps = GapAware(start, 0, GROUPS, by_gradient=True)
+    gaps = GapAware(start, 0, GROUPS, v="gradient")
     gaps.stepped(np.append(start[:3], start[3:] + 1).astype(np.float32), start, [0.0, 0.0], 1)
     assert gaps.damping(0).dense.tolist() == [1, 1, 1, 0, 0, 0]
 
 
 def test_a_server_without_dense_parameters_damps_no_row() -> None:
     nothing = np.empty(0, np.float32)
-    gaps = GapAware(nothing, 0, np.empty(0, np.int32), by_gradient=True)
+    gaps = GapAware(nothing, 0, np.empty(0, np.int32), v="gradient")
     gaps.stepped(nothing, nothing, LRS, 1)
     assert gaps.damping(0).rows == 1.0
 
@@ -158,7 +171,7 @@ def frame(array: np.ndarray) -> bytearray:
 @given(st.lists(st.floats(-1e3, 1e3, width=32), min_size=N, max_size=N), st.floats(0.01, 1))
 def test_pushes_without_a_gap_add_up_bit_for_bit_as_without_gap_aware(gradient: list[float], weight: float) -> None:
     steps = random_steps(4, np.zeros(N, np.float32))
-    gaps = follow(GapAware(np.zeros(N, np.float32), 0, GROUPS, by_gradient=True), steps)
+    gaps = follow(GapAware(np.zeros(N, np.float32), 0, GROUPS, v="gradient"), steps)
     pushes = [(StoredPush(i, i, np.array(gradient, np.float32), rows_of(i), 4), weight) for i in range(3)]
     with_it, without = (merge_pushes(pushes, N, [4], damping) for damping in (gaps.damping, not_damped))
     np.testing.assert_array_equal(with_it[0], without[0])
@@ -166,7 +179,7 @@ def test_pushes_without_a_gap_add_up_bit_for_bit_as_without_gap_aware(gradient: 
 
 
 def test_a_stale_push_is_damped_element_by_element_and_its_rows_by_the_mean(start: np.ndarray) -> None:
-    gaps = follow(GapAware(start, 0, GROUPS, by_gradient=True), random_steps(4, start))
+    gaps = follow(GapAware(start, 0, GROUPS, v="gradient"), random_steps(4, start))
     gradient, by = np.arange(N, dtype=np.float32), gaps.damping(1)
     fresh = StoredPush(0, 1, gradient, rows_of(1.0), 4)
     stale = StoredPush(1, 2, gradient, rows_of(1.0), 1)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gba_hvd.errors import GivenUp, LauncherLost
 from gba_hvd.launcher import Seat, may_go_on
+from gba_hvd.reform import Reformer
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -144,3 +147,21 @@ def test_without_an_elastic_launcher_nothing_is_asked(launcher: Launcher) -> Non
         seat.take()
         seat.check(0.1)
     assert not launcher.values
+
+
+@pytest.mark.parametrize("error", [GivenUp("it was away"), LauncherLost("it is cut off")])
+def test_a_worker_that_may_not_come_back_stops_in_the_background_too(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(timeout_s: float) -> None:
+        raise error
+
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    told: Queue[str] = Queue()
+    mode: Any = SimpleNamespace(position=SimpleNamespace(world=1), contact=SimpleNamespace(), give_up=told.put)
+    seat: Any = SimpleNamespace(check=refuse)
+    reformer = Reformer(mode, 0, lambda world: 1, seat, PATIENCE_S)
+    reformer.start()
+    assert told.get(timeout=PATIENCE_S) == str(error)
+    reformer.stop(PATIENCE_S)
+    assert not reformer._thread.is_alive() and told.empty()

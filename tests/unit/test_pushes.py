@@ -15,8 +15,11 @@ from gba_hvd import Compression, NonFiniteGradient
 from gba_hvd.averaging import Averaging
 from gba_hvd.compression.exchange import DenseExchange
 from gba_hvd.compression.feedback import NonFiniteResidual
+from gba_hvd.compression.rows import RowCoder
 from gba_hvd.gba import GbaMode, Session
-from gba_hvd.gradients import DenseGradients
+from gba_hvd.gba.outgoing import Outgoing
+from gba_hvd.gba.session import DenseParts
+from gba_hvd.gradients import DenseGradients, RowGrad, unpack
 from gba_hvd.ps.client import Reply
 from gba_hvd.ps.protocol import Done, Endpoint, GivenLease, Ok, Push
 from gba_hvd.rules.dana_slim import SlimWorker
@@ -129,3 +132,22 @@ def test_a_replica_steps_with_what_is_pushed_only(worker: Callable[..., Worker],
     assert steps == ([] if drop else [2.0])
     assert any(isinstance(body, Push) for body in one.told) is not drop
     assert isinstance(one.mode, ReplicaMode) and one.mode.replica.n_steps == len(steps)
+
+
+def test_what_waited_for_rows_that_came_home_goes_along(make_tables: Any) -> None:
+    """Compressed once, for the host that held them before."""
+    layout = make_tables({"user": (100, 8)}).layout
+    session = Session(1, "gba", "job", b"", (Endpoint(HERE, 0, "", 0, 0),), (0,) * layout.n_shards, (0,), "global")
+    dims = [group.dim for group in layout.groups]
+    coder = RowCoder(Compression.topk(0.25), dims)
+    keys, gradient = np.arange(3), np.arange(1, 3 * dims[0] + 1, dtype=np.float32).reshape(3, dims[0])
+    coder.begin()
+    coder.write(0, RowGrad(keys, gradient))
+    coder.settle()
+    waits = coder._rests.plus(0, keys, 0 * gradient)
+    out = Outgoing(session, HERE, DenseParts(session, [N]), layout, None, coder, lambda server: False)
+    rows: list[list[RowGrad]] = [[RowGrad(keys, gradient)], *([] for _ in dims[1:])]
+    for more in (waits, 0 * waits):
+        ((message, is_coded),) = out.rows(rows)
+        assert not is_coded and np.array_equal(unpack(message, dims)[0].values, gradient + more)
+    assert waits.any()

@@ -173,6 +173,27 @@ def test_a_closed_replica_takes_part_without_counting_and_is_left_alone():
     assert stop_together(workers) == [True, True]
 
 
+@pytest.mark.parametrize("algorithm", ["ma", "bmuf"])
+def test_the_servers_hear_of_rounds_without_the_replica_of_rank_0(algorithm: str):
+    """Whoever begins an epoch later than the others, or joins, opens its replica with the servers' copy."""
+    servers, meeting = Servers(2), Meeting(3)
+    workers = [Worker([4.0 * n] * 2, servers, is_open=n > 0, algorithm=algorithm) for n in range(3)]
+    for rank, worker in enumerate(workers):
+        worker.rounds.start(World(meeting, rank))
+    wait_for(lambda: servers.values.tolist() == [6.0, 6.0], "the mean of the others at the servers")
+    assert stop_together(workers) == [True, True, True]
+
+
+def test_rounds_of_others_say_nothing_of_a_replica_that_was_closed():
+    servers, meeting = Servers(2), Meeting(2)
+    workers = [Worker([4.0, 4.0], servers, is_open=n == 0) for n in range(2)]
+    for rank, worker in enumerate(workers):
+        worker.rounds.start(World(meeting, rank))
+    wait_for(lambda: workers[1].rounds.n_done > 3, "rounds without it")
+    assert workers[1].rounds.told() is None and workers[0].rounds.told() is not None
+    assert stop_together(workers) == [True, True]
+
+
 def test_updates_made_during_a_round_survive_it_under_the_difference_rule():
     servers = Servers(2)
     workers = started([[0.0, 0.0], [2.0, 2.0]], servers, mixing="difference")
@@ -325,10 +346,10 @@ def test_the_bytes_of_a_round_are_those_of_the_ring_that_carries_it():
     assert n >= 1
     assert stop_together(workers) == [True, True]
     n = workers[0].rounds.n_done
-    for worker in workers:  # two float32 and four numbers beside them; two workers: each sends as much as there is
+    for worker in workers:  # two float32 and five numbers beside them; two workers: each sends as much as there is
         assert {key[::2]: count for key, count in worker.traffic.so_far().items()} == {
             ("sent", "dense"): 8 * n, ("received", "dense"): 8 * n,
-            ("sent", "header"): 16 * n, ("received", "header"): 16 * n,
+            ("sent", "header"): 20 * n, ("received", "header"): 20 * n,
         }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from dataclasses import replace
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gba_hvd_tools import cli, simulate_agreement
+from gba_hvd_tools import cli, simulate_agreement, simulate_training
 from gba_hvd_tools.bench import delay, small_ctr
 from gba_hvd_tools.simulated import agreement
 from gba_hvd_tools.simulated.agreement import Job, compared, distance, draws, together
@@ -259,6 +260,21 @@ def test_the_command_prints_draws_and_writes(tmp_path: Path, capsys: pytest.Capt
     assert "diverged" in said and "dana_zero" in said
     assert '"loss": null' in out.read_text()
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_diverged_is_judged_by_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = run(Experiment(micro_batches=20)), run(Experiment(workers=16, micro_batches=2000, lr=1.0))
+    outcomes = [bad, replace(good, judged={"auc": 0.8}), bad]
+    monkeypatch.setattr("gba_hvd_tools.simulated.experiment.run", lambda experiment, clicks: outcomes.pop())
+    line = simulate_training.simulated([Experiment()] * 3, None)
+    assert line.judged == {"auc": 0.8} and line.loss == math.inf
+    outcomes = [bad]
+    diverged = simulate_training.simulated([Experiment()], None)
+    simulate_training.show([line, diverged], argparse.Namespace(task="clicks", mode="gba", optimizer="sgd", lr=1.0))
+    said = capsys.readouterr().out
+    assert "0.8000" in said and "0.0000" not in said
 
 
 def test_the_limits_are_printed_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:

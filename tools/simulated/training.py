@@ -4,8 +4,9 @@
                     -> service time passes -> push on its way -> it arrives: accepted, steps decided and applied
 
 As a real worker, a simulated one asks for its next lease when nine tenths of its usual time for the current one have
-passed, and starts on it without waiting for its own push to arrive. A worker for whom there is nothing asks again
-whenever a push was accepted. Time is virtual: nothing here sleeps, and the order of events is the same in every run.
+passed, and starts on it without waiting for its own push to arrive. A worker for whom there is nothing asks again after
+each step (with hop_bs and hop_bw after each push). Time is virtual: nothing here sleeps, and the order of events is the
+same in every run.
 """
 
 from __future__ import annotations
