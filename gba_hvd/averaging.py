@@ -17,13 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gba_hvd.errors import BadInput
+from gba_hvd.errors import BadInput, refuse_unknown
 
 ALGORITHMS = ("easgd", "ma", "bmuf", "none")
 MIXING = ("interpolate", "difference")
@@ -52,8 +51,8 @@ class Averaging:
     pause_s: float = 0.02
 
     def __post_init__(self) -> None:
-        _refuse_unknown("sync", self.algorithm, ALGORITHMS)
-        _refuse_unknown("mixing", self.mixing, MIXING)
+        refuse_unknown("sync", self.algorithm, ALGORITHMS)
+        refuse_unknown("mixing", self.mixing, MIXING)
         if not _is_number(self.elasticity) or not 0 < self.elasticity <= 1:
             raise BadInput(
                 f"elasticity must be above 0 and at most 1 (1: take the target whole), got {self.elasticity}"
@@ -138,14 +137,6 @@ def _joined(key: str, before: Any, value: Any) -> Any:
 
 def _divided(key: str, value: Any, n: int, dtype: Any) -> Any:
     return (value / n).to(dtype) if _is_averaged(key, value) else value
-
-
-def _refuse_unknown(setting: str, value: str, among: Sequence[str]) -> None:
-    if value in among:
-        return
-    near = get_close_matches(str(value).lower(), among, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(among)}"
-    raise BadInput(f"{setting} {value!r} is not known: {hint}")
 
 
 def _is_number(value: Any) -> bool:

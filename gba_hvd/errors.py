@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from difflib import get_close_matches
+
 from recovery.errors import BadInput
 from recovery.errors import RecoveryError as GbaError
 
 __all__ = [
     "BadInput", "GbaError", "GivenUp", "HorovodMissing", "LauncherLost", "NonFiniteGradient", "ShardMemoryError",
-    "StateMismatch",
+    "StateMismatch", "refuse_unknown",
 ]  # fmt: skip
 
 
@@ -36,3 +39,12 @@ class GivenUp(GbaError):
 
 class LauncherLost(GbaError):
     """The launcher of an elastic job cannot be reached: this host is cut off, or the launcher has ended."""
+
+
+def refuse_unknown(what: str, name: object, among: Sequence[str]) -> None:
+    """Raises BadInput, with what was probably meant, unless the name is one of these. what: names are of"""
+    if name in among:
+        return
+    near = get_close_matches(str(name).lower().replace("-", "_"), among, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(among)}"
+    raise BadInput(f"{what} {name!r} is not known: {hint}")

@@ -11,11 +11,10 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from statistics import median
 
 from gba_hvd.averaging import REPLICA_MODES
-from gba_hvd.errors import BadInput
+from gba_hvd.errors import BadInput, refuse_unknown
 
 MODES = ("allreduce", "gba", "bsp", "async", "hop_bs", "hop_bw", *REPLICA_MODES)
 SETTINGS = (*MODES, "auto")  # "auto" is a setting: the job is in allreduce or in gba, as `decide` says
@@ -23,11 +22,8 @@ SETTINGS = (*MODES, "auto")  # "auto" is a setting: the job is in allreduce or i
 
 def known_mode(name: str, among: Sequence[str] = SETTINGS) -> str:
     """`name` if it is one of `among`; otherwise BadInput that suggests the right one."""
-    if name in among:
-        return name
-    near = get_close_matches(str(name).lower().replace("-", "_"), among, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(among)}"
-    raise BadInput(f"mode {name!r} is not known: {hint}")
+    refuse_unknown("mode", name, among)
+    return name
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,9 @@ each can be chained, the selector first.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import Any
 
-from gba_hvd.errors import BadInput
+from gba_hvd.errors import BadInput, refuse_unknown
 
 VALUES = ("none", "fp16", "bf16", "int8")
 SELECTORS = ("topk", "dct")
@@ -107,16 +106,13 @@ class Compression:
 
         Raises BadInput for a name that is none, and for a setting that this compressor does not have.
         """
-        if name in NAMES:
-            takes = _SETTINGS.get(name, ())
-            if wrong := [setting for setting in settings if setting not in takes]:
-                has = f"it has {', '.join(takes)}" if takes else "it has none"
-                raise BadInput(f"compressor {name!r} has no setting {wrong[0]!r}: {has}")
-            made: Spec = getattr(Compression, name)(**settings) if name in SELECTORS else Spec(values=name)
-            return made
-        near = get_close_matches(str(name).lower(), NAMES, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(NAMES)}"
-        raise BadInput(f"compressor {name!r} is not known: {hint}")
+        refuse_unknown("compressor", name, NAMES)
+        takes = _SETTINGS.get(name, ())
+        if wrong := [setting for setting in settings if setting not in takes]:
+            has = f"it has {', '.join(takes)}" if takes else "it has none"
+            raise BadInput(f"compressor {name!r} has no setting {wrong[0]!r}: {has}")
+        made: Spec = getattr(Compression, name)(**settings) if name in SELECTORS else Spec(values=name)
+        return made
 
 
 def spec_of(compression: Any) -> Spec:

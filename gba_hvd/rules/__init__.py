@@ -15,12 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
 
-from gba_hvd.errors import BadInput
+from gba_hvd.errors import BadInput, refuse_unknown
 from gba_hvd.rules import delayed_nesterov, momentum
 from gba_hvd.rules.dana_slim import DanaSlim
 from gba_hvd.rules.dana_zero import DanaZero
@@ -52,11 +51,8 @@ class DenseStart:
 
 def known_rule(name: str) -> str:
     """`name` if there is such a rule; otherwise BadInput that suggests the right one."""
-    if name in RULES:
-        return name
-    near = get_close_matches(str(name).lower().replace("-", "_"), RULES, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(RULES)}"
-    raise BadInput(f"rule {name!r} is not known: {hint}")
+    refuse_unknown("rule", name, RULES)
+    return name
 
 
 def check(name: str, optimizer: Mapping[str, Any]) -> None:

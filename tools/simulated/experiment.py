@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 
 from gba_hvd import rules
-from gba_hvd.errors import BadInput
+from gba_hvd.errors import BadInput, refuse_unknown
 from gba_hvd.order import Cut
 from gba_hvd.tokens import Discipline
 from gba_hvd.torch_optimizers import spec_of
@@ -69,8 +68,8 @@ class Experiment:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _known("task", self.task, tuple(TASKS))
-        _known("optimizer", self.optimizer, OPTIMIZERS)
+        refuse_unknown("task", self.task, tuple(TASKS))
+        refuse_unknown("optimizer", self.optimizer, OPTIMIZERS)
         modes.check(self.mode)
         for name in ("micro_batches", "micro_batch", "n_micro"):
             value = getattr(self, name)
@@ -128,10 +127,3 @@ def _task(experiment: Experiment, clicks: Path | None) -> Task:
 
 
 _logistic = lru_cache(maxsize=4)(Logistic)  # it does not change, and its samples take longer to make than to train
-
-
-def _known(what: str, name: str, among: tuple[str, ...]) -> None:
-    if name not in among:
-        near = get_close_matches(str(name).lower(), among, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(among)}"
-        raise BadInput(f"{what} {name!r} is not known: {hint}")
