@@ -44,6 +44,14 @@ class Elements:
     values: np.ndarray
     plain: np.ndarray
 
+    def whole(self) -> np.ndarray:
+        """[n], 0 where nothing was sent; what is returned may be `values`."""
+        if self.places is None:
+            return self.values
+        out = np.zeros(self.n, self.values.dtype)
+        self.add_to(out)
+        return out
+
     def add_to(self, out: np.ndarray, start: int = 0, stop: int | None = None) -> None:
         """out += the elements start to stop of the tensor, in place."""
         stop = self.n if stop is None else stop

@@ -67,7 +67,7 @@ class RowExchange:
                 theirs = coding.read_keys(part, group.places * layout.n_shards)
                 rows = np.empty((len(theirs), group.dim), dtype=np.float32)
                 kernels.gather_rows(tables.memory.flat, layout.places(theirs, group), 0, rows)
-                parts.append(self.coder.lend(rows))
+                parts.append(coding.lend(rows, self.coder.spec))
                 self._lent[rank].append(theirs)
             answers[rank] = coding.sections(parts)
         found = [np.empty((len(w), g.dim), dtype=np.float32) for w, g in zip(wanted, layout.groups, strict=True)]
@@ -76,7 +76,7 @@ class RowExchange:
             for number, (group, part) in enumerate(
                 zip(layout.groups, coding.split(data, len(layout.groups)), strict=True)
             ):
-                found[number][owners[number] == rank] = self.coder.borrow(part, len(asked[rank][number]), group.dim)
+                found[number][owners[number] == rank] = coding.borrow(part, len(asked[rank][number]), group.dim)
         for number, (mine, rows) in enumerate(zip(wanted, found, strict=True)):
             _, _, slots = distinct(mine)
             tables.remote[number] = RemoteRows(mine, slots, rows)
@@ -92,7 +92,7 @@ class RowExchange:
         for rank, data in self._swap("rows", "rows", given_back).items():
             lent = self._lent.pop(rank)
             parts = coding.split(data, len(lent))
-            back = [self.coder.take_back(*one, extra) for one in zip(parts, lent, dims, strict=True)]
+            back = [coding.take_back(*one, extra) for one in zip(parts, lent, dims, strict=True)]
             everything = np.zeros(len(self._server), dtype=np.int32)  # all of it is for this rank
             far[rank], _ = pack_by_owner(back, everything, 1)
         return far

@@ -46,11 +46,11 @@ def unpack(data: Any, layout: Layout, extra: int, most_bytes: int) -> np.ndarray
     return opened
 
 
-def take(frames: Sequence[Any], asked: Sequence[np.ndarray], coder: RowCoder, layout: Layout) -> list[np.ndarray]:
+def take(frames: Sequence[Any], asked: Sequence[np.ndarray], layout: Layout) -> list[np.ndarray]:
     """A server's rows float32 [n, dim] for the keys that it was asked for, by group. Raises BadMessage."""
     if len(frames) != len(asked):
         raise BadMessage(f"rows of {len(asked)} groups were asked for, {len(frames)} frames came")
     return [
-        coder.borrow(frame, len(keys), group.dim)
+        coding.borrow(frame, len(keys), group.dim)
         for frame, keys, group in zip(frames, asked, layout.groups, strict=True)
     ]

@@ -52,8 +52,19 @@ def n_keys(data: Any) -> int:
     return int(np.count_nonzero(np.frombuffer(data, np.uint8) < 128))
 
 
+def lend(rows: np.ndarray, spec: Spec) -> bytes:
+    """A message for `borrow`. rows: float32 [n, dim]"""
+    flat, coder = rows.reshape(-1), "ternary" if spec.selects else spec.values
+    return message.write(None, flat, len(flat), coder, flat[:0], rows.shape[1], sees=False)[0]
+
+
+def borrow(data: Any, n: int, dim: int) -> np.ndarray:
+    """float32 [n, dim] as they came. Raises BadMessage."""
+    return message.read(data, n * dim, 0).whole().reshape(n, dim)
+
+
 class RowCoder:
-    """One worker's, or server's, way of writing rows and their gradients. Not thread-safe.
+    """One worker's way of writing gradients of rows, and of what it did not send of them. Not thread-safe.
 
     density: by group of tables, the share of gradient elements that was sent last
     decisions: whether to compress rows, since somebody last looked
@@ -61,7 +72,6 @@ class RowCoder:
 
     def __init__(self, spec: Spec, dims: Sequence[int]) -> None:
         self.spec, self._dims = spec, list(dims)
-        self._selects = bool(spec.selector) and spec.keep < 1
         self._thresholds = Thresholds(spec, len(self._dims))
         self._rests = RowRests(dims)
         self._selected = np.zeros((len(self._dims), 2), np.int64)  # since `begin`: elements sent, of so many
@@ -81,22 +91,6 @@ class RowCoder:
         """Sum of |gradient| that was not sent and could not be kept."""
         return self._rests.lost
 
-    # --- values ------------------------------------------------------------------------------------------------------
-
-    def lend(self, rows: np.ndarray) -> bytes:
-        """A message for `borrow`. rows: float32 [n, dim]"""
-        flat, coder = rows.reshape(-1), "ternary" if self._selects else self.spec.values
-        return message.write(None, flat, len(flat), coder, flat[:0], rows.shape[1], sees=False)[0]
-
-    def borrow(self, data: Any, n: int, dim: int) -> np.ndarray:
-        """float32 [n, dim] as they came. Raises BadMessage."""
-        got = message.read(data, n * dim, 0)
-        rows = np.zeros(n * dim, np.float32)
-        got.add_to(rows)
-        return rows.reshape(-1, dim)
-
-    # --- gradients ---------------------------------------------------------------------------------------------------
-
     def waits_for(self, shards: np.ndarray) -> bool:
         """Something waits for rows of these shards, bool [S]: it does where a shard came home."""
         return self._rests.wait_for(shards)
@@ -115,7 +109,7 @@ class RowCoder:
         more = np.ascontiguousarray(grad.values[:, dim:]).reshape(-1)
         rows = np.ascontiguousarray(grad.values[:, :dim])
         n = rows.size
-        if not self._selects or not n:
+        if not self.spec.selects or not n:
             return message.write(None, rows.reshape(-1), n, self.spec.values, more, self._chunk(dim), sees=False)[0]
         wanted = self._rests.plus(group, grad.keys, rows)
         if not np.isfinite(wanted.sum(dtype=np.float64)):  # as it is: who gets it is to see it
@@ -161,19 +155,6 @@ class RowCoder:
         sent = self.write(group, RowGrad(lent[present], values))
         return _BACK.pack(kind, len(where), len(present), len(sent)) + where + sent
 
-    def take_back(self, data: Any, lent: np.ndarray, dim: int, extra: int = 0) -> RowGrad:
-        """What `give_back` wrote. extra: columns beyond the dimension. Raises BadMessage."""
-        data = np.frombuffer(data, np.uint8)
-        if len(data) < _BACK.size:
-            raise BadMessage(f"gradients of rows have a head of {_BACK.size} bytes, {len(data)} came")
-        kind, n_where, n_rows, n_sent = _BACK.unpack(data[: _BACK.size].tobytes())
-        if kind not in places.KINDS or n_rows > len(lent) or len(data) != _BACK.size + n_where + n_sent:
-            raise BadMessage(f"gradients of {n_rows} of {len(lent)} rows: {len(data)} bytes came")
-        present = places.decode(data[_BACK.size : _BACK.size + n_where], kind, len(lent), n_rows)
-        if isinstance(present, str):
-            raise BadMessage(f"gradients of {n_rows} of {len(lent)} rows: {present}")
-        return read(data[_BACK.size + n_where :], lent[present], dim, extra)
-
     def clear(self) -> None:
         """This worker was left behind: what waits is lost, and counted."""
         self._rests.clear()
@@ -192,16 +173,29 @@ class RowCoder:
         return RowGrad(grad.keys, values)
 
     def _chunk(self, dim: int) -> int:
-        return values.CHUNK if self._selects else dim
+        return values.CHUNK if self.spec.selects else dim
 
 
 def read(data: Any, keys: np.ndarray, dim: int, extra: int) -> RowGrad:
     """What `RowCoder.write` wrote about these rows (int64 [n]). extra: columns beyond dim. Raises BadMessage."""
     n = len(keys)
     got = message.read(data, n * dim, n * extra)
-    flat = np.zeros(n * dim, np.float32)
-    got.add_to(flat)
-    return RowGrad(keys, np.ascontiguousarray(np.hstack([flat.reshape(n, dim), got.plain.reshape(n, extra)])))
+    values = np.hstack([got.whole().reshape(n, dim), got.plain.reshape(n, extra)])
+    return RowGrad(keys, np.ascontiguousarray(values))
+
+
+def take_back(data: Any, lent: np.ndarray, dim: int, extra: int = 0) -> RowGrad:
+    """What `RowCoder.give_back` wrote. extra: columns beyond the dimension. Raises BadMessage."""
+    data = np.frombuffer(data, np.uint8)
+    if len(data) < _BACK.size:
+        raise BadMessage(f"gradients of rows have a head of {_BACK.size} bytes, {len(data)} came")
+    kind, n_where, n_rows, n_sent = _BACK.unpack(data[: _BACK.size].tobytes())
+    if kind not in places.KINDS or n_rows > len(lent) or len(data) != _BACK.size + n_where + n_sent:
+        raise BadMessage(f"gradients of {n_rows} of {len(lent)} rows: {len(data)} bytes came")
+    present = places.decode(data[_BACK.size : _BACK.size + n_where], kind, len(lent), n_rows)
+    if isinstance(present, str):
+        raise BadMessage(f"gradients of {n_rows} of {len(lent)} rows: {present}")
+    return read(data[_BACK.size + n_where :], lent[present], dim, extra)
 
 
 def sections(parts: Sequence[bytes]) -> bytes:

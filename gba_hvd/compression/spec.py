@@ -59,6 +59,11 @@ class Spec:
         return replace(self, is_forced=True)
 
     @property
+    def selects(self) -> bool:
+        """Not every element is sent."""
+        return bool(self.selector) and self.keep < 1
+
+    @property
     def is_none(self) -> bool:
         return not self.selector and self.values == "none"
 

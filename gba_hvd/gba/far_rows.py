@@ -94,13 +94,13 @@ class FarRows:
         assert asked.answer is not None
         frames = answer_of(asked.answer).frames
         began_s = time.perf_counter()
-        if not asked.is_coded or self._coder is None:
+        if not asked.is_coded:
             found = [
                 np.frombuffer(f, np.float32).reshape(-1, g.dim) for f, g in zip(frames, layout.groups, strict=True)
             ]
         else:
             try:
-                found = row_push.take(frames, asked.keys, self._coder, layout)
+                found = row_push.take(frames, asked.keys, layout)
             except BadMessage as error:
                 raise worker_lost(f"server {asked.server} sent rows that are none: {error}") from error
         if asked.way is not None:

@@ -197,7 +197,11 @@ def _join_asynchronous(engine: Engine, world: World, facts: list[Facts], source:
     is_bare = not all(path_of(memory.folder, index, "dense").exists() for index in own_servers)
     bare = np.flatnonzero(world.gather("bare", np.array([is_bare], dtype=np.int64))[:, 0]).tolist()
     if bare:
-        raise worker_lost(f"the hosts of ranks {bare} came back without the shards they held")
+        why = f"the hosts of ranks {bare} came back without the shards they held"
+        if isinstance(engine.mode, GbaMode):
+            for rank in bare:
+                engine.mode.client.give_up(facts[rank].host, why)
+        raise worker_lost(why)
     leads = members.lead_of(mine.host) == world.rank
     if is_new:
         engine.key = session.key

@@ -97,6 +97,7 @@ class Client:
         self._thread = threading.Thread(target=self._run, name="gba-hvd client", daemon=True)
         self._closing = False
         self._over = ""  # why no request can be answered any more
+        self._gone: dict[int, str] = {}  # servers that will never answer, and why
         self._door = threading.Lock()  # between requests that come and the end of the thread
         self.beat: Callable[[], Beat] | None = None
         self.finished = True  # what the goodbye says: training is over, or this worker alone leaves
@@ -147,6 +148,10 @@ class Client:
         if over:
             pending.fail(ServerLost(f"{what}: {over}"))
         return pending.future
+
+    def give_up(self, host: int, why: str) -> None:
+        """No server of this host will answer any more: requests to them fail from now on, and need not wait."""
+        self._gone = self._gone | {s: why for s, endpoint in enumerate(self.servers) if endpoint.host == host}
 
     def call(
         self,
@@ -271,18 +276,20 @@ class Client:
             self.traffic.count(direction, kind, memoryview(frame).nbytes)
 
     def _look_after(self, sockets: dict[tuple[int, bool], Any], pending: dict[int, _Pending], now: float) -> None:
-        cannot_start: dict[int, str] = {}
+        gone = dict(self._gone)
         for server, endpoint in enumerate(self.servers):
             if endpoint.host == self._here:
                 try:
                     process.ensure_running(self._folder, endpoint.index)
-                    cannot_start[server] = process.why_not_started(self._folder, endpoint.index)
+                    failure = process.why_not_started(self._folder, endpoint.index)
                 except GbaError as error:
-                    cannot_start[server] = str(error)
+                    failure = str(error)
+                if failure:
+                    gone[server] = f"a new one cannot start: {failure}"
         for number, request in list(pending.items()):
-            if why := cannot_start.get(request.server):
+            if why := gone.get(request.server):
                 del pending[number]
-                request.fail(ServerLost(f"server {request.server} is gone and a new one cannot start: {why}"))
+                request.fail(ServerLost(f"server {request.server} is gone, and {why}"))
             elif now > request.deadline_s:
                 del pending[number]
                 request.fail(ServerLost(self._in_vain(request)))

@@ -11,7 +11,6 @@ import numpy as np
 from gba_hvd.compression import push, row_push, rows
 from gba_hvd.compression.message import BadMessage
 from gba_hvd.compression.mirror import Mirrors
-from gba_hvd.compression.rows import RowCoder
 from gba_hvd.compression.spec import SELECTORS, VALUES, Spec
 from gba_hvd.errors import BadInput
 from gba_hvd.ps.part import Part, gather
@@ -36,30 +35,22 @@ def opened(part: Part, layout: Layout, request: Push, frames: Sequence[Any]) -> 
     return [dense_frame, rows_frame]
 
 
-class RowLender:
-    """Answers pulls of rows. Belongs to the server's thread for pulls."""
-
-    def __init__(self) -> None:
-        self._coder: RowCoder | None = None
-
-    def rows(self, memory: ShardMemory, mine: np.ndarray, request: PullRows, frames: Sequence[Any]) -> Sequence[Any]:
-        """A frame for each group of tables. Raises ProtocolError."""
-        if request.compressor is None:
-            return gather(memory, mine, frames)
-        spec, groups = _spec_of(request.compressor), memory.layout.groups
-        if self._coder is None or self._coder.spec != spec:
-            self._coder = RowCoder(spec, [group.dim for group in groups])
-        if len(frames) != len(groups):
-            raise ProtocolError(f"{len(frames)} frames of keys, expected one for each of {len(groups)} groups")
-        try:
-            keys = [
-                rows.read_keys(frame, group.places * memory.layout.n_shards)
-                for frame, group in zip(frames, groups, strict=True)
-            ]
-        except BadMessage as error:
-            raise ProtocolError(str(error)) from error
-        found = gather(memory, mine, [one.view(np.uint8).data for one in keys])
-        return [self._coder.lend(one) for one in found]
+def lent_rows(memory: ShardMemory, mine: np.ndarray, request: PullRows, frames: Sequence[Any]) -> Sequence[Any]:
+    """The answer to a pull of rows, a frame for each group of tables. Raises ProtocolError."""
+    if request.compressor is None:
+        return gather(memory, mine, frames)
+    spec, groups = _spec_of(request.compressor), memory.layout.groups
+    if len(frames) != len(groups):
+        raise ProtocolError(f"{len(frames)} frames of keys, expected one for each of {len(groups)} groups")
+    try:
+        keys = [
+            rows.read_keys(frame, group.places * memory.layout.n_shards)
+            for frame, group in zip(frames, groups, strict=True)
+        ]
+    except BadMessage as error:
+        raise ProtocolError(str(error)) from error
+    found = gather(memory, mine, [one.view(np.uint8).data for one in keys])
+    return [rows.lend(one, spec) for one in found]
 
 
 def answer_pull(part: Part, request: PullDense) -> tuple[Dense, Sequence[Any]]:

@@ -15,7 +15,7 @@ import numpy as np
 import zmq
 
 from gba_hvd.ps.answering import Caller, Port
-from gba_hvd.ps.compressed import RowLender
+from gba_hvd.ps.compressed import lent_rows
 from gba_hvd.ps.protocol import ProtocolError, PullRows, Request, Rows
 from gba_hvd.ps.transport import Listener
 from gba_hvd.shard.memory import ShardMemory
@@ -29,7 +29,7 @@ class Pulling:
 
     def __init__(self, listener: Listener, job: str, memory: ShardMemory, mine: Callable[[], np.ndarray]) -> None:
         self._port = Port(listener, job, self._rows)
-        self._memory, self._mine, self._row_lender = memory, mine, RowLender()
+        self._memory, self._mine = memory, mine
         self._thread = threading.Thread(target=self._serve, name="pulls", daemon=True)
         self._is_over = False
 
@@ -62,4 +62,4 @@ class Pulling:
     def _rows(self, caller: Caller, request: Request, frames: list[Any]) -> tuple[Rows, Sequence[Any]]:
         if not isinstance(request, PullRows):
             raise ProtocolError(f"{type(request).__name__} does not belong to the port for pulls")
-        return Rows(), self._row_lender.rows(self._memory, self._mine(), request, frames)
+        return Rows(), lent_rows(self._memory, self._mine(), request, frames)

@@ -56,7 +56,7 @@ def test_near_keys_take_a_byte_or_two() -> None:
 @pytest.mark.parametrize(("n", "dim"), [(0, 8), (1, 8), (50, 8), (33, 6)])
 def test_rows_arrive_whole_or_as_three_levels(spec: Any, n: int, dim: int) -> None:
     _, rows = some_rows(n, dim)
-    got = RowCoder(spec, [dim]).borrow(RowCoder(spec, [dim]).lend(rows), n, dim)
+    got = coding.borrow(coding.lend(rows, spec), n, dim)
     if spec.selector and spec.keep < 1:
         for row, seen in zip(rows, got, strict=True):
             assert len(set(np.abs(seen[seen != 0]))) <= 1
@@ -71,7 +71,7 @@ def test_three_levels_have_the_size_of_each_row(size: float) -> None:
     rows = np.random.default_rng(0).normal(size=(200, 16)).astype(np.float32)
     rows[50], rows[60, 3] = 0, np.nan
     rows *= np.float32(size)
-    got = RowCoder(Compression.dct(0.1), [16]).borrow(RowCoder(Compression.dct(0.1), [16]).lend(rows), 200, 16)
+    got = coding.borrow(coding.lend(rows, Compression.dct(0.1)), 200, 16)
     assert not got[50].any() and np.isnan(got[60]).all()
     good = np.arange(200) != 60
     if size > 1e-12:  # below 2^-48 a level is no smaller
@@ -83,7 +83,7 @@ def test_three_levels_have_the_size_of_each_row(size: float) -> None:
 def test_a_row_that_has_diverged_does_not_arrive_as_numbers(spec: Any, bad: float) -> None:
     rows = np.random.default_rng(0).normal(size=(200, 16)).astype(np.float32)
     rows[60, 3] = bad
-    got = RowCoder(spec, [16]).borrow(RowCoder(spec, [16]).lend(rows), 200, 16)
+    got = coding.borrow(coding.lend(rows, spec), 200, 16)
     if spec.values == "int8":  # its elements share a scale
         assert np.isnan(got[60]).all()
     else:
@@ -106,7 +106,7 @@ def test_gradients_go_back_and_what_does_not_waits(spec: Any, extra: int, share:
         values[:, 8:] = 1 + rng.integers(0, 5, (len(keys), extra))
         worker.begin()
         sent = worker.give_back(0, lent, RowGrad(keys, values))
-        back = RowCoder(spec, [8]).take_back(sent, lent, 8, extra)
+        back = coding.take_back(sent, lent, 8, extra)
         assert np.array_equal(back.keys, np.sort(lent[used]))
         assert np.array_equal(back.values[:, 8:], values[:-1, 8:][np.argsort(lent[used])])
         if step == 3:
@@ -138,7 +138,7 @@ def test_rows_and_gradients_take_a_twentieth_of_the_bytes() -> None:
     rng = np.random.default_rng(0)
     keys = np.sort(rng.choice(500_000, n, replace=False)).astype(np.int64)
     coder = RowCoder(Compression.dct(0.03).then(Compression.int8), [dim])
-    sent = coder.lend(rng.normal(size=(n, dim)).astype(np.float32))
+    sent = coding.lend(rng.normal(size=(n, dim)).astype(np.float32), coder.spec)
     back = coder.give_back(0, keys, RowGrad(keys, rng.normal(size=(n, dim)).astype(np.float32)))
     plain = 2 * n * (8 + 4 * dim)
     assert plain / (len(coding.write_keys(keys)) + len(sent) + len(back)) > 20
@@ -168,7 +168,7 @@ def test_gradients_that_do_not_fit_what_was_lent_are_refused(damage: Callable[[b
     message = bytearray(coder.give_back(0, lent, RowGrad(lent[::2], rows[::2])))
     damage(message)
     with pytest.raises(BadMessage, match=words):
-        coder.take_back(message, lent, 8)
+        coding.take_back(message, lent, 8)
 
 
 def test_messages_in_one_come_apart_again() -> None:
@@ -256,15 +256,15 @@ def test_all_workers_send_rows_the_way_that_pays_and_lose_nothing(
     """Every gradient of a row of another host arrived, or waits."""
     spec, ways = Compression.topk(0.3), dict[Any, list[bool]]()
     gone, arrived = dict[Any, float](), dict[Any, float]()
-    alltoall, exchange, hear, lend = ThreadWorld.alltoall, AllreduceMode.exchange, RowExchange.hear, RowCoder.lend
+    alltoall, exchange, hear, lend = ThreadWorld.alltoall, AllreduceMode.exchange, RowExchange.hear, coding.lend
 
     def slow_link(self: ThreadWorld, name: str, words: np.ndarray, splits: np.ndarray) -> Any:
         time.sleep(0.03 * name.startswith("pull.rows."))  # whole rows of one group
         return alltoall(self, name, words, splits)
 
-    def slow_coder(self: RowCoder, rows: np.ndarray) -> bytes:
+    def slow_coder(rows: np.ndarray, of: Any) -> bytes:
         time.sleep(0.03)
-        return lend(self, rows)
+        return lend(rows, of)
 
     def noting(self: AllreduceMode, step: int, parts: Any, scale: float, lr: float) -> None:
         assert self.row_exchange is not None
@@ -286,7 +286,7 @@ def test_all_workers_send_rows_the_way_that_pays_and_lose_nothing(
     if pays:
         monkeypatch.setattr(ThreadWorld, "alltoall", slow_link)
     else:
-        monkeypatch.setattr(RowCoder, "lend", slow_coder)
+        monkeypatch.setattr(coding, "lend", slow_coder)
     monkeypatch.setattr(RowExchange, "hear", noting_way)
     monkeypatch.setattr(AllreduceMode, "exchange", noting)
     jobs, heard = [on_host(host, row_compression=spec) for host in "aab"], Heard()

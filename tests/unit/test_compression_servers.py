@@ -11,6 +11,7 @@ import pytest
 
 from gba_hvd import Compression
 from gba_hvd.compression import message, push, row_push
+from gba_hvd.compression import rows as coding
 from gba_hvd.compression.bypass import Decision
 from gba_hvd.compression.feedback import Feedback, spans_of
 from gba_hvd.compression.message import BadMessage
@@ -367,7 +368,7 @@ def test_row_gradients_arrive_and_what_does_not_waits(spec: Any, extra: int) -> 
     rng, coder = np.random.default_rng(0), RowCoder(spec, [8, 6])
     asked = [np.sort(rng.choice(200, 30, replace=False)).astype(np.int64), np.empty(0, np.int64)]
     rows = [rng.normal(size=(len(k), g.dim)).astype(np.float32) for k, g in zip(asked, LAYOUT.groups, strict=True)]
-    pulled = row_push.take([coder.lend(one) for one in rows], asked, coder, LAYOUT)
+    pulled = row_push.take([coding.lend(one, coder.spec) for one in rows], asked, LAYOUT)
     assert [one.shape for one in pulled] == [(30, 8), (0, 6)] and (pulled[0] * rows[0] >= 0).all()
     used = rng.permutation(asked[0])[:20]
     grad = RowGrad(used, np.hstack([rng.normal(size=(20, 8)), np.ones((20, extra))]).astype(np.float32))
@@ -391,4 +392,4 @@ def test_a_row_push_that_is_none_is_refused() -> None:
         with pytest.raises(ProtocolError, match="a compressed push"):
             compressed.opened(part, LAYOUT, Push(1, 7, 0, 0, rows_compressed=True), [b"", bad])  # type: ignore[arg-type]
     with pytest.raises(BadMessage, match="rows of 2 groups were asked for"):
-        row_push.take([b""], [np.empty(0, np.int64)] * 2, RowCoder(Compression.int8, [8, 6]), LAYOUT)
+        row_push.take([b""], [np.empty(0, np.int64)] * 2, LAYOUT)

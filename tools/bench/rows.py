@@ -104,18 +104,19 @@ class Way:
 
     def pull(self, keys: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """rows float32 [n, dim] as the other host sees them."""
-        from gba_hvd.compression.rows import write_keys
+        from gba_hvd.compression import rows as coding
 
         self.n_plain += plain_bytes(*rows.shape)
         if self._coder is None:
             self.n_bytes += plain_bytes(*rows.shape)
             return rows
-        sent = self._coder.lend(rows)
-        self.n_bytes += len(write_keys(keys)) + len(sent)
-        return self._coder.borrow(sent, *rows.shape)
+        sent = coding.lend(rows, self._coder.spec)
+        self.n_bytes += len(coding.write_keys(keys)) + len(sent)
+        return coding.borrow(sent, *rows.shape)
 
     def push(self, keys: np.ndarray, grads: np.ndarray) -> np.ndarray:
         """Gradients float32 [n, dim] as the owner sees them."""
+        from gba_hvd.compression import rows as coding
         from gba_hvd.gradients import RowGrad
 
         if self._coder is None:
@@ -124,7 +125,7 @@ class Way:
         sent = self._coder.give_back(0, keys, RowGrad(keys, grads))
         self._coder.settle()
         self.n_bytes += len(sent)
-        return self._coder.take_back(sent, keys, grads.shape[1]).values
+        return coding.take_back(sent, keys, grads.shape[1]).values
 
 
 def bytes_ratio(name: str, folder: Path) -> float:
