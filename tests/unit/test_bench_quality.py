@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gba_hvd_tools import cli
 from gba_hvd_tools.bench import measure, quality
 from gba_hvd_tools.bench.quality import Run
 
@@ -91,6 +92,21 @@ def test_the_middle_is_counted_in_global_batches():
 def test_replicas_are_compared_with_steps_of_one_micro_batch_of_each_worker():
     assert quality.PROTOCOLS["sync_each"].overrides(50, 512)[-1] == "train.global_batch=1536"
     assert not any("global_batch" in word for word in quality.PROTOCOLS["sync"].overrides(50, 512))
+
+
+def test_a_protocol_may_have_other_settings():
+    words = quality.protocol_of("shadow_ma:mixing=difference,elasticity=1").overrides(50, 512)
+    assert {"switching.sync=ma", "switching.mixing=difference", "switching.elasticity=1"} <= set(words)
+    assert quality.protocol_of("gba") is not None and quality.PROTOCOLS["shadow_ma"].settings == {"sync": "ma"}
+
+
+@pytest.mark.parametrize("name", ["shadow", "shadow_ma:mixing", "gbaa:lookahead=1"])
+def test_a_protocol_that_is_none_is_refused_with_those_there_are(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "quality", "--out", str(tmp_path / "q.json"), "--protocols", name])
+    assert "choose one of sync, gba" in capsys.readouterr().err
 
 
 def test_rows_of_an_earlier_invocation_are_found_again(tmp_path: Path):

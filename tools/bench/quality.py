@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
@@ -107,6 +107,26 @@ PROTOCOLS |= {
 }
 
 
+def protocol_of(name: str) -> Protocol:
+    """By its name, with other settings of `switching` behind a colon: `shadow_ma:mixing=difference,elasticity=1`.
+
+    Raises argparse's error for another name.
+    """
+    known, _, more = name.partition(":")
+    if known not in PROTOCOLS or (more and not all("=" in one for one in more.split(","))):
+        raise argparse.ArgumentTypeError(
+            f"{name!r}: choose one of {', '.join(PROTOCOLS)}, or one with settings, as in shadow_bmuf:block_rate=1"
+        )
+    protocol = PROTOCOLS[known]
+    settings = dict(one.split("=", 1) for one in more.split(",")) if more else {}
+    return replace(protocol, settings={**protocol.settings, **settings})
+
+
+def _protocol_name(name: str) -> str:
+    protocol_of(name)
+    return name
+
+
 @dataclass(frozen=True)
 class Run:
     """One training to be done."""
@@ -127,7 +147,10 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--data", type=Path, metavar="DIR", help="frappe: the folder of its files")
     names: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
     parser.add_argument("--datasets", default=list(DATASETS), choices=DATASETS, help=", ".join(DATASETS), **names)
-    parser.add_argument("--protocols", default=USUAL, choices=PROTOCOLS, help=", ".join(PROTOCOLS), **names)
+    parser.add_argument(
+        "--protocols", default=USUAL, type=_protocol_name,
+        help=", ".join(PROTOCOLS) + "; with other settings as in shadow_bmuf:block_rate=1", **names,
+    )  # fmt: skip
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), metavar="N")
     parser.add_argument(
         "--epochs", type=int, help="instead of " + ", ".join(f"{d.epochs} ({n})" for n, d in DATASETS.items())
@@ -223,7 +246,7 @@ def rows_of(path: Path) -> list[Row]:
 def train(job: Run, data: Path | None, timeout_s: float) -> Row:
     """One run. Raises RunFailed."""
     of = DATASETS[job.dataset]
-    protocol, half = PROTOCOLS[job.protocol], of.steps(job.epochs) // 2
+    protocol, half = protocol_of(job.protocol), of.steps(job.epochs) // 2
     with tempfile.TemporaryDirectory(prefix="gba-hvd-quality-") as scratch:
         faults = Path(scratch) / "faults.json"
         faults.write_text(json.dumps({"faults": protocol.faults(half)}))
@@ -324,9 +347,9 @@ def _against(sync: Sequence[Row], some: Sequence[Row], column: str, suffix: str)
 
 
 def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Row]]]:
-    """The rows of each dataset and protocol, protocols in the order of `PROTOCOLS`."""
+    """The rows of each dataset and protocol, protocols in the order of `PROTOCOLS`, then those with other settings."""
     for name in dict.fromkeys(_title(row) for row in rows):
-        for protocol in PROTOCOLS:
+        for protocol in dict.fromkeys([*PROTOCOLS, *(row["protocol"] for row in rows)]):
             some = [row for row in rows if _title(row) == name and row["protocol"] == protocol]
             if some:
                 yield name, protocol, some
