@@ -46,6 +46,7 @@ from gba_hvd.shard.outbox import Outbox
 from gba_hvd.tables import EmbeddingTables, RemoteRows
 from gba_hvd.traffic import Traffic, ring
 
+_LOOK_AGAIN = 64  # after so many steps: whether something still waits for rows that came home
 Alltoall = Callable[[str, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
@@ -232,6 +233,8 @@ class AllreduceMode:
             self._dense_exchange.settle()
         if self._row_coder is not None:
             self._row_coder.settle()
+            if self._rests_came_home and held.step % _LOOK_AGAIN == 0:
+                self._rests_came_home = self._row_coder.waits_for(self._at_home)
         memory, layout = self._memory, self._tables.layout
         # A shard that has begun this step has had it: from a worker that died, before the step was computed again.
         due = self._mine[memory.marks().begun[self._mine] < held.step]

@@ -13,7 +13,7 @@ from recovery.errors import RecoveryError as GbaError
 
 __all__ = [
     "BadInput", "GbaError", "GivenUp", "HorovodMissing", "LauncherLost", "NonFiniteGradient", "ShardMemoryError",
-    "StateMismatch", "refuse_unknown",
+    "StateMismatch",
 ]  # fmt: skip
 
 
@@ -42,7 +42,7 @@ class LauncherLost(GbaError):
 
 
 def refuse_unknown(what: str, name: object, among: Sequence[str]) -> None:
-    """Raises BadInput, with what was probably meant, unless the name is one of these. what: names are of"""
+    """Raises BadInput that suggests the nearest name, unless `name` is one of `among`. what: the setting"""
     if name in among:
         return
     near = get_close_matches(str(name).lower().replace("-", "_"), among, n=1)

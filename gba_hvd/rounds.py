@@ -7,15 +7,15 @@ of its own (`replica`), held for the copy and for the mixing; `_changed` guards 
 training threads (one, or those of `hogwild`) are waited for by nobody in here, and wait for a round only where `every`
 says so.
 
-A round of ma and bmuf is one allreduce of every worker's thread. With the replica go five numbers: whether it counts (a
-closed one does not), whether it is rank 0's, which tells the servers of the result, whether this worker would like to
-stop, and two for the spread. Since all see the same sums, all stop after the same round. Worlds come and go (`reform`):
-`world_ends` returns when this thread is out of Horovod, the round under way is dropped and counted, and the next one
-waits for `world_stands`. What each crash leaves behind:
+A round of ma and bmuf is one allreduce of every worker's thread. With the replica go some numbers: of each rank whether
+its replica counts (a closed one does not; the first of those that do tells the servers of the result), whether this
+worker would like to stop, and two for the spread. Since all see the same sums, all stop after the same round. Worlds
+come and go (`reform`): `world_ends` returns when this thread is out of Horovod, the round under way is dropped and
+counted, and the next one waits for `world_stands`. What each crash leaves behind:
 
     this worker, before the allreduce ended    the others' round fails, and is dropped
     after it                                   nothing: all have the result, each mixes it in for itself
-    rank 0, before it published the result     the servers' copy is a round old
+    who tells the servers, before it did       their copy is a round old
     a server, while it blends                  its copy is as before or after; asked again, it may blend twice
 """
 
@@ -39,8 +39,8 @@ from gba_hvd.traffic import Traffic, ring
 from gba_hvd.turns import LONG_MICRO_S, Standing, is_collective, turn
 
 log = logging.getLogger("gba_hvd")
-_OPEN, _FIRST, _STOP, _SQUARES, _N_SQUARES = range(5)  # the numbers that travel with a replica
-_N_NUMBERS = 5
+_STOP, _SQUARES, _N_SQUARES = range(3)  # the numbers that travel with a replica; then of each rank, whether its counts
+_N_NUMBERS = 3
 _OF_A_CORE = 0.1  # what background rounds may take of one
 _QUIET_S = 1.0  # a worker that is alone lets the servers have its replica so often
 _AFTER_A_FAILURE_S = 0.5
@@ -65,7 +65,7 @@ class RoundsTold:
     spread:        RMS distance of replicas from their mean; for easgd, of this worker's from the central copy
     waits_in_vain: how often training waited for a round that did not end in time, and went on; nothing was dropped
 
-    The first four are None where none ended well.
+    The first four are None where none that had this replica in it ended well.
     """
 
     rounds_per_s: float | None
@@ -297,32 +297,31 @@ class Rounds:
     def _collective(self, world: World) -> bool:
         averaging, copy = self._averaging, self._copied()
         n = self._replica.n
-        message = torch.zeros(n + _N_NUMBERS)
+        message = torch.zeros(n + _N_NUMBERS + world.size)
         if copy is not None:
             message[:n] = copy.values
-        numbers = message[n:]
-        numbers[_OPEN], numbers[_STOP] = float(copy is not None), float(self._ending == "together")
-        numbers[_FIRST] = float(copy is not None and world.rank == 0)
+        numbers, is_open = message[n : n + _N_NUMBERS], message[n + _N_NUMBERS :]
+        is_open[world.rank], numbers[_STOP] = float(copy is not None), float(self._ending == "together")
         numbers[_SQUARES], numbers[_N_SQUARES] = self._squares
         world.sum_("rounds", message, given_up=lambda: self._world is not world or self._ending == "now")
         self._traffic.both("dense", ring(4 * n, world.size))
-        self._traffic.both("header", ring(4 * _N_NUMBERS, world.size))
+        self._traffic.both("header", ring(4 * (_N_NUMBERS + world.size), world.size))
         with self._changed:
             self._in_horovod = False
             self._changed.notify_all()
-        n_open, n_stop = round(float(numbers[_OPEN])), round(float(numbers[_STOP]))
+        opened, n_stop = is_open.nonzero().flatten().tolist(), round(float(numbers[_STOP]))
         if numbers[_N_SQUARES] > 0:
             self._spread = float(numbers[_SQUARES] / numbers[_N_SQUARES]) ** 0.5
         self._squares = (0.0, 0)
-        if n_open:
-            target = mean = message[:n] / n_open
+        if opened:
+            target = mean = message[:n] / len(opened)
             if averaging.algorithm == "bmuf":
                 target = self._global = global_copy_(self._global, mean, averaging.block_rate)
             if copy is not None:
                 self._squares = (float((copy.values - mean).square().sum()), n)
                 self._replica.mix_in_(copy, target, averaging.elasticity, averaging.mixing)
                 self._note_steps(copy)
-                if world.rank == 0 or not numbers[_FIRST]:  # without rank 0 all do, and the servers hear it twice
+                if world.rank == opened[0]:
                     self._publish(copy, target)
         return n_stop < world.size
 

@@ -22,7 +22,7 @@ import numpy as np
 
 _FIRST = (True, False) * 6  # which steps are compressed; the first two are not counted
 _UNCOUNTED = 2
-_TRY_STEPS, _TRY_SHARE = 2, 0.005
+_TRY_STEPS, _TRY_LATE, _TRY_SHARE = 2, 2, 0.005  # late: so many more go that way before the first is heard of
 _BETWEEN, _BETWEEN_MOST = 200, 50_000
 _GAIN = 0.95  # compressed must take at most this share of the time, when plain is what is done; and not by chance
 _NAMED = 3  # bypassed tensors that the reason names
@@ -123,7 +123,7 @@ class Bypass:
             self._step_s.append(max(t.step_s for t in took))
         if self._ahead:
             if self._decided and compressed != self._ahead[0]:
-                return None  # of before the try
+                return None  # sent before the try began
             self._ahead.popleft()
             if self._ahead:
                 return None
@@ -163,7 +163,7 @@ class Bypass:
         self._chosen = chosen if self._compress else (True,) * len(self._names)
         self._decided = True
         other = plain if self._compress else packed
-        costs_s = _TRY_STEPS * max(0.0, other - min(predicted, plain))
+        costs_s = (_TRY_STEPS + _TRY_LATE) * max(0.0, other - min(predicted, plain))
         wait = costs_s / (_TRY_SHARE * max(1e-6, median(self._step_s)))
         self._next_try = self._n_seen + int(np.clip(wait, _BETWEEN, _BETWEEN_MOST))
         what = "compressed" if self._compress else "as they are"

@@ -167,8 +167,12 @@ class RowCoder:
         self._selected[:] = 0
 
     def _with_rest(self, group: int, grad: RowGrad, shards: np.ndarray | None) -> RowGrad:
+        at: Any = slice(None)
+        if shards is not None:
+            at = np.flatnonzero(shards[grad.keys % len(shards)])
+            if not len(at):
+                return grad
         dim, values = self._dims[group], grad.values.copy()
-        at = np.arange(len(grad.keys)) if shards is None else np.flatnonzero(shards[grad.keys % len(shards)])
         values[at, :dim] = self._rests.taken(group, grad.keys[at], values[at, :dim])
         return RowGrad(grad.keys, values)
 

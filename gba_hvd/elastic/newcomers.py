@@ -25,12 +25,12 @@ from recovery import state_codec
 
 
 class Newcomers:
-    """One worker's part. Belongs to the training thread, all but `_meet`, which adds to `_met` and `_gone` only."""
+    """One worker's part. Belongs to the training thread, all but `_meet`, which adds to `_met` only."""
 
     def __init__(self, engine: Engine, state: TrainingState, seat: Seat) -> None:
         self._engine, self._state, self._seat = engine, state, seat
-        self._met: list[tuple[Joined, World]] = []  # by the background thread, for the training thread
-        self._gone: list[tuple[int, float | None]] = []  # the same: workers that are gone, and the residuals they had
+        # By the background thread, for the training thread; last, workers that are gone, and the residuals they had.
+        self._met: list[tuple[Joined, World, tuple[int, float | None] | None]] = []
 
     def watch(self, number: int = 0) -> None:
         """An asynchronous mode is on: from now on the world is formed anew beside the training.
@@ -47,15 +47,15 @@ class Newcomers:
         """Tell the callbacks what changed meanwhile."""
         engine = self._engine
         while self._met:
-            joined, world = self._met.pop(0)
+            joined, world, lost = self._met.pop(0)
             before = engine.world.size
             engine.world = world
             if engine.checkpoints is not None:
                 engine.checkpoints.world_formed(rows_moved=False)
             engine.restarts += 1
             telling.world_formed(engine, joined, before)
-            while self._gone:
-                telling.residuals_lost(engine, *self._gone.pop(0))
+            if lost is not None:
+                telling.residuals_lost(engine, *lost)
 
     def _meet(self, world: World) -> int:
         """A survivor's part, in the background."""
@@ -64,9 +64,8 @@ class Newcomers:
         if not joined.asynchronous:
             raise GbaError("the others have left the asynchronous mode")
         world.broadcast("snapshot", state.snapshot if world.rank == joined.source else None, joined.source)
-        if engine.compression is not None:
-            self._gone.append(engine.compression.count_lost(world, True))
-        self._met.append((joined, world))
+        lost = None if engine.compression is None else engine.compression.count_lost(world, True)
+        self._met.append((joined, world, lost))
         if isinstance(engine.mode, GbaMode):
             engine.mode.contact.rank = world.rank  # last: from then on the servers count on it
         return joined.membership

@@ -150,6 +150,7 @@ class GbaMode:
             self.contact.hear(reply.body.position)
             if reply.body.instead != "wait" or stop():
                 return reply.body
+            self._raise_failure()  # whoever waits here asks no other server
 
     def refresh_dense_(self) -> int:
         """Bring the model's dense parameters to the newest values; returns the oldest step among them."""

@@ -182,7 +182,10 @@ def _start_servers(engine: Engine, job_id: str) -> None:
 
 
 def _join_asynchronous(engine: Engine, world: World, facts: list[Facts], source: int) -> Joined:
-    """Tell newcomers of the mode the others are in. Survivors run it beside their training, newcomers before theirs."""
+    """Tell newcomers of the mode the others are in. Survivors run it beside their training, newcomers before theirs.
+
+    Raises where a host, or what its servers held, is gone.
+    """
     mine = facts[world.rank]
     own = engine.mode.session if isinstance(engine.mode, GbaMode) else None
     told = world.broadcast("session", msgspec.msgpack.encode(own) if world.rank == source else None, source)
@@ -193,15 +196,7 @@ def _join_asynchronous(engine: Engine, world: World, facts: list[Facts], source:
         raise worker_lost("a host that holds shards has gone")
     is_new = mine.generation != session.generation
     memory = together(world, True, "open", lambda: shards.open_memory(engine, session.job))
-    own_servers = [server.index for server in session.servers if server.host == mine.host]
-    is_bare = not all(path_of(memory.folder, index, "dense").exists() for index in own_servers)
-    bare = np.flatnonzero(world.gather("bare", np.array([is_bare], dtype=np.int64))[:, 0]).tolist()
-    if bare:
-        why = f"the hosts of ranks {bare} came back without the shards they held"
-        if isinstance(engine.mode, GbaMode):
-            for rank in bare:
-                engine.mode.client.give_up(facts[rank].host, why)
-        raise worker_lost(why)
+    _refuse_bare_hosts(engine, world, facts, session, memory.folder)
     leads = members.lead_of(mine.host) == world.rank
     if is_new:
         engine.key = session.key
@@ -211,6 +206,25 @@ def _join_asynchronous(engine: Engine, world: World, facts: list[Facts], source:
         assert not memory.is_closed
     number = max(f.membership for f in facts)
     return Joined(session.job, source, len(members.order), leads, True, 0, 0, mine.host, True, number)
+
+
+def _refuse_bare_hosts(engine: Engine, world: World, facts: list[Facts], session: Session, folder: Path) -> None:
+    """Raises on all ranks where a host came back without its memory; survivors give its servers up. A collective.
+
+    A server makes its part of the dense parameters when the mode is entered, and never removes it: where that is
+    missing, there is no server, and none can start.
+    """
+    own = [server.index for server in session.servers if server.host == facts[world.rank].host]
+    is_bare = not all(path_of(folder, index, "dense").exists() for index in own)
+    bare = np.flatnonzero(world.gather("bare", np.array([is_bare], dtype=np.int64))[:, 0]).tolist()
+    if not bare:
+        return
+    why = f"the hosts of ranks {bare} came back without the shards they held"
+    if isinstance(engine.mode, GbaMode):
+        for rank in bare:
+            engine.mode.client.give_up(facts[rank].host, why)
+        engine.mode.give_up(why)
+    raise worker_lost(why)
 
 
 def _refuse_different_settings(world: World, facts: list[Facts], settings: dict[str, object]) -> None:

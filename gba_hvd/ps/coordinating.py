@@ -63,8 +63,9 @@ class Coordinating:
         return answer
 
     def done(self, request: Done) -> Ok:
-        if not request.refused and (request.micro, request.serial) not in self.part.buffer:
-            self.coordinator.lost_push(request)  # it went down with a predecessor, unless the step had it already
+        is_void = request.serial <= self.stepping.void or (request.micro, request.serial) not in self.part.buffer
+        if is_void and not request.refused:
+            self.coordinator.lost_push(request)  # it went down with a server, unless the step had it already
         self.coordinator.done(request)
         before = self._records.n_ledgers
         self.advance()

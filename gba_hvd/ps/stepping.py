@@ -3,8 +3,9 @@
     decided -> saved in the ledger -> sent to the other servers, applied here -> all have applied it -> it counts
 
 One step is under way at a time. Killed at any point, the successor finds the decision in the ledger or not at all: a
-step that was decided is sent again, and whoever has applied it says what it said (`part`). Between two steps a
-checkpoint that waits is begun.
+step that was decided is sent again, and whoever has applied it says what it said (`part`). A server that has lost the
+pushes of a step has lost those of later ones, too: whatever came before is then computed again, by whoever is free.
+Between two steps a checkpoint that waits is begun.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ class Stepping:
     """In server 0. Belongs to its main thread.
 
     failure: why a step could not be applied, told to whoever asks for a lease; there are no more steps then
+    void: pushes of leases up to this serial number count for nothing: some server may have them no more
     """
 
     def __init__(self, coordinator: Coordinator, part: Part, peers: Peers, records: Records, saver: Saver) -> None:
-        self.coordinator, self.part, self.failure = coordinator, part, ""
+        self.coordinator, self.part, self.failure, self.void = coordinator, part, "", 0
         self._peers, self._records = peers, records
         self._under_way: _UnderWay | None = None
         self._next_save = NextSave(part, peers, saver)
@@ -98,6 +100,8 @@ class Stepping:
         if not step.pending:
             self.coordinator.applied(step.request.step, step.lost, step.missed)
             self._under_way = None
+            if step.lost:
+                self._compute_again()
             self._records.save_ledger(self.coordinator)
             self.save_between()
 
@@ -138,6 +142,15 @@ class Stepping:
                 missed = 0 if done and not torn else self.part.skip(decided.step)
                 if alone:
                     self.coordinator.applied(decided.step, set(), missed)
+        if ledger.decided is None:
+            self._compute_again()
+        else:  # the peers may still need what they have
+            ledger.lost_pushes()
+
+    def _compute_again(self) -> None:
+        """What waits for a step, or is on its way, and some server may have lost."""
+        ledger = self.coordinator.ledger
         ledger.lost_pushes()
-        if ledger.decided is None:  # else the peers may still need what they have
-            self._peers.send(self._peers, 0, Discard(self.part.enter.generation, ledger.last_serial + 1))
+        if self._peers:
+            self.void = ledger.last_serial
+            self._peers.send(self._peers, 0, Discard(self.part.enter.generation, self.void + 1))

@@ -24,7 +24,7 @@ from gba_hvd.rules import delayed_nesterov, momentum
 from gba_hvd.rules.dana_slim import DanaSlim
 from gba_hvd.rules.dana_zero import DanaZero
 from gba_hvd.rules.delayed_nesterov import DelayedNesterov
-from gba_hvd.rules.gap_aware import GapAware
+from gba_hvd.rules.gap_aware import GapAware, Measures
 from gba_hvd.rules.momentum import SGD, Sgd, buffer_of
 from gba_hvd.rules.staleness_lr import StalenessLr
 from gba_hvd.rules.step import Plain, Rule
@@ -73,8 +73,8 @@ def make(name: str, optimizer: Mapping[str, Any], dense: DenseStart, workers: Se
     groups = np.repeat(dense.groups, dense.sizes).astype(np.int32)
     if name == "gap_aware":
         has_momentum = any(group.get("momentum") for group in optimizer["groups"])
-        v = "step" if optimizer["class"] != SGD else "buffer" if has_momentum else "gradient"
-        return GapAware(dense.values, dense.step, groups, v=v)
+        measures: Measures = "step" if optimizer["class"] != SGD else "buffer" if has_momentum else "gradient"
+        return GapAware(dense.values, dense.step, groups, measures=measures)
     if name == "staleness_lr":
         return StalenessLr()
     if name == "none" or optimizer["class"] != SGD:

@@ -5,7 +5,7 @@ micro-batch was computed with. Its gradient is divided by 1 + gap / C, where C i
 leaves a gradient as it is, bit for bit. Decided here from numbers alone; the server that applies the steps owns it.
 
     v <- gradient of the step         C = lr_max * (sqrt(s / (1 - G^t)) + 1e-8)      SGD without momentum
-    v <- (before - after) / lr        the same: this is its momentum buffer          SGD with momentum
+    v <- (before - after) / lr        the same; this is its momentum buffer          SGD with momentum
     v <- values after - before        C = sqrt(s / (1 - G^t)) + 1e-8                 every other optimizer
     s <- G s + (1 - G) v^2            G = 0.999, t: steps seen, lr_max: largest learning rate yet of the element's group
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from gba_hvd.rules.step import Damping, Plain, not_damped
 
 G = 0.999
 _EPS = 1e-8
+Measures = Literal["gradient", "buffer", "step"]
 _KEPT, _KEPT_BYTES = 32, 256 << 20
 
 
@@ -37,14 +39,16 @@ class GapAware(Plain):
     is saved: a server that starts again begins afresh, and what was computed before counts in full at first.
 
     values: float32 [n], as of `step`. groups: optimizer group of each element, int [n].
-    v: "gradient", "buffer", or "step": which of the three.
+    measures: which of the three v is. (With Nesterov's momentum, the buffer and the gradient are in it.)
     """
 
-    def __init__(self, values: np.ndarray, step: int, groups: np.ndarray, *, v: str, kept: int | None = None) -> None:
+    def __init__(
+        self, values: np.ndarray, step: int, groups: np.ndarray, *, measures: Measures, kept: int | None = None
+    ) -> None:
         if kept is None:
             kept = max(2, min(_KEPT, _KEPT_BYTES // max(1, values.nbytes)))
         self._kept = deque([(step, values.copy())], maxlen=kept)
-        self._groups, self._v = groups, v
+        self._groups, self._measures = groups, measures
         self._lr_max = np.zeros(int(groups.max(initial=-1)) + 1)  # of each group
         self._s = np.zeros(len(values))
         self._t = 0
@@ -73,10 +77,10 @@ class GapAware(Plain):
         self._usual, self._known = None, {}
 
     def _direction(self, values: np.ndarray, gradient: np.ndarray, lrs: Sequence[float]) -> np.ndarray:
-        if self._v == "gradient":
+        if self._measures == "gradient":
             return gradient.astype(np.float64)
         v: np.ndarray = np.subtract(values, self._kept[-1][1], dtype=float)
-        if self._v == "buffer":  # but for its sign, which is of no consequence
+        if self._measures == "buffer":  # but for its sign, which is of no consequence
             lr = np.asarray(lrs, float)[self._groups]
             np.divide(v, lr, out=v, where=lr > 0)
         return v
@@ -84,7 +88,7 @@ class GapAware(Plain):
     def _usual_step(self) -> np.ndarray:
         if self._usual is None:
             usual = np.sqrt(self._s / (1 - G**self._t)) + _EPS
-            if self._v != "step":
+            if self._measures != "step":
                 usual *= self._lr_max[self._groups]
             self._usual = usual.astype(np.float32)
         return self._usual

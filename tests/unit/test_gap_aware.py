@@ -75,7 +75,7 @@ def start() -> np.ndarray:
 @pytest.mark.parametrize("n_steps", [1, 2, 9])
 def test_the_damping_is_the_formula(start: np.ndarray, n_steps: int, of: str) -> None:
     steps = random_steps(n_steps, start)
-    gaps = follow(GapAware(start, 0, GROUPS, v=of), steps)
+    gaps = follow(GapAware(start, 0, GROUPS, measures=of), steps)
     for used in range(n_steps):
         expected = transcribed(steps, start, used, of)
         found = gaps.damping(used)
@@ -86,7 +86,7 @@ def test_the_damping_is_the_formula(start: np.ndarray, n_steps: int, of: str) ->
 
 
 def test_one_usual_step_of_sgd_halves_a_gradient() -> None:
-    gaps = GapAware(np.zeros(N, np.float32), 0, GROUPS, v="gradient")
+    gaps = GapAware(np.zeros(N, np.float32), 0, GROUPS, measures="gradient")
     gradient = np.ones(N, np.float32)
     gaps.stepped(-np.array(LRS, np.float32)[GROUPS], gradient, LRS, 1)
     np.testing.assert_allclose(gaps.damping(0).dense, np.full(N, 0.5), rtol=1e-5)
@@ -94,7 +94,7 @@ def test_one_usual_step_of_sgd_halves_a_gradient() -> None:
 
 def test_with_momentum_the_usual_step_is_that_of_the_largest_learning_rate() -> None:
     """So a schedule that lowers it does not make late gradients count less."""
-    gaps, start, buffer = GapAware(np.zeros(N, np.float32), 0, GROUPS, v="buffer"), np.zeros(N, np.float32), 2.0
+    gaps, start, buffer = GapAware(np.zeros(N, np.float32), 0, GROUPS, measures="buffer"), np.zeros(N, np.float32), 2.0
     values = start
     for k, lr in enumerate((0.1, 0.1, 0.01, 0.01, 0.0), 1):
         values = values - np.float32(lr * buffer)
@@ -106,13 +106,13 @@ def test_with_momentum_the_usual_step_is_that_of_the_largest_learning_rate() -> 
 
 @pytest.mark.parametrize("used", [5, 9, -1])
 def test_the_newest_values_and_unknown_ones_are_not_damped_at_all(start: np.ndarray, used: int) -> None:
-    damping = follow(GapAware(start, 0, GROUPS, v="gradient"), random_steps(5, start)).damping(used)
+    damping = follow(GapAware(start, 0, GROUPS, measures="gradient"), random_steps(5, start)).damping(used)
     assert damping.dense.tolist() == [1.0]
     assert damping.rows == 1.0
 
 
 def test_values_that_came_back_to_where_they_were_have_no_gap(start: np.ndarray) -> None:
-    gaps = GapAware(start, 0, GROUPS, v="step")
+    gaps = GapAware(start, 0, GROUPS, measures="step")
     gaps.stepped(start + 1, start, LRS, 1)
     gaps.stepped(start, start, LRS, 2)
     assert (gaps.damping(0).dense == 1.0).all()
@@ -122,7 +122,7 @@ def test_values_that_came_back_to_where_they_were_have_no_gap(start: np.ndarray)
 
 def test_a_step_that_was_missed_here_left_the_values_as_they_were(start: np.ndarray) -> None:
     steps = random_steps(2, start)
-    gaps = GapAware(start, 0, GROUPS, v="gradient")
+    gaps = GapAware(start, 0, GROUPS, measures="gradient")
     gaps.stepped(*steps[0], 1)
     gaps.stepped(*steps[1], 4)
     assert gaps.damping(3) is gaps.damping(1)
@@ -130,13 +130,13 @@ def test_a_step_that_was_missed_here_left_the_values_as_they_were(start: np.ndar
 
 
 def test_only_the_last_values_are_kept_and_older_pushes_are_measured_against_the_oldest(start: np.ndarray) -> None:
-    gaps = follow(GapAware(start, 0, GROUPS, v="gradient", kept=3), random_steps(9, start))
+    gaps = follow(GapAware(start, 0, GROUPS, measures="gradient", kept=3), random_steps(9, start))
     assert gaps.damping(0) is gaps.damping(7)
     assert gaps.damping(8) is not gaps.damping(7)
 
 
 def test_a_server_that_begins_again_counts_older_pushes_in_full_at_first(start: np.ndarray) -> None:
-    gaps = GapAware(start, 40, GROUPS, v="gradient")
+    gaps = GapAware(start, 40, GROUPS, measures="gradient")
     assert gaps.damping(12).rows == 1.0
     follow(gaps, random_steps(1, start), first=41)
     assert gaps.damping(12) is gaps.damping(40)
@@ -144,14 +144,14 @@ def test_a_server_that_begins_again_counts_older_pushes_in_full_at_first(start: 
 
 
 def test_a_learning_rate_of_0_makes_any_gap_endless_and_none_out_of_none(start: np.ndarray) -> None:
-    gaps = GapAware(start, 0, GROUPS, v="gradient")
+    gaps = GapAware(start, 0, GROUPS, measures="gradient")
     gaps.stepped(np.append(start[:3], start[3:] + 1).astype(np.float32), start, [0.0, 0.0], 1)
     assert gaps.damping(0).dense.tolist() == [1, 1, 1, 0, 0, 0]
 
 
 def test_a_server_without_dense_parameters_damps_no_row() -> None:
     nothing = np.empty(0, np.float32)
-    gaps = GapAware(nothing, 0, np.empty(0, np.int32), v="gradient")
+    gaps = GapAware(nothing, 0, np.empty(0, np.int32), measures="gradient")
     gaps.stepped(nothing, nothing, LRS, 1)
     assert gaps.damping(0).rows == 1.0
 
@@ -171,7 +171,7 @@ def frame(array: np.ndarray) -> bytearray:
 @given(st.lists(st.floats(-1e3, 1e3, width=32), min_size=N, max_size=N), st.floats(0.01, 1))
 def test_pushes_without_a_gap_add_up_bit_for_bit_as_without_gap_aware(gradient: list[float], weight: float) -> None:
     steps = random_steps(4, np.zeros(N, np.float32))
-    gaps = follow(GapAware(np.zeros(N, np.float32), 0, GROUPS, v="gradient"), steps)
+    gaps = follow(GapAware(np.zeros(N, np.float32), 0, GROUPS, measures="gradient"), steps)
     pushes = [(StoredPush(i, i, np.array(gradient, np.float32), rows_of(i), 4), weight) for i in range(3)]
     with_it, without = (merge_pushes(pushes, N, [4], damping) for damping in (gaps.damping, not_damped))
     np.testing.assert_array_equal(with_it[0], without[0])
@@ -179,7 +179,7 @@ def test_pushes_without_a_gap_add_up_bit_for_bit_as_without_gap_aware(gradient: 
 
 
 def test_a_stale_push_is_damped_element_by_element_and_its_rows_by_the_mean(start: np.ndarray) -> None:
-    gaps = follow(GapAware(start, 0, GROUPS, v="gradient"), random_steps(4, start))
+    gaps = follow(GapAware(start, 0, GROUPS, measures="gradient"), random_steps(4, start))
     gradient, by = np.arange(N, dtype=np.float32), gaps.damping(1)
     fresh = StoredPush(0, 1, gradient, rows_of(1.0), 4)
     stale = StoredPush(1, 2, gradient, rows_of(1.0), 1)

@@ -16,12 +16,13 @@ from gba_hvd.averaging import Averaging
 from gba_hvd.compression.exchange import DenseExchange
 from gba_hvd.compression.feedback import NonFiniteResidual
 from gba_hvd.compression.rows import RowCoder
+from gba_hvd.errors import GbaError
 from gba_hvd.gba import GbaMode, Session
 from gba_hvd.gba.outgoing import Outgoing
 from gba_hvd.gba.session import DenseParts
 from gba_hvd.gradients import DenseGradients, RowGrad, unpack
 from gba_hvd.ps.client import Reply
-from gba_hvd.ps.protocol import Done, Endpoint, GivenLease, Ok, Push
+from gba_hvd.ps.protocol import Done, Endpoint, Given, GivenLease, Ok, Position, Push
 from gba_hvd.rules.dana_slim import SlimWorker
 from gba_hvd.rules.momentum import Sgd
 from gba_hvd.shadow import ReplicaMode
@@ -151,3 +152,18 @@ def test_what_waited_for_rows_that_came_home_goes_along(make_tables: Any) -> Non
         ((message, is_coded),) = out.rows(rows)
         assert not is_coded and np.array_equal(unpack(message, dims)[0].values, gradient + more)
     assert waits.any()
+
+
+def test_whoever_waits_for_a_lease_hears_that_the_mode_is_given_up(worker: Callable[..., Worker]) -> None:
+    """The server that says "wait" waits itself, for one that is gone."""
+    one = worker()
+
+    def wait(server: int, body: Any, frames: Any = (), **_: Any) -> Future[Reply]:
+        one.mode.give_up("a host came back without the shards it held")
+        future: Future[Reply] = Future()
+        future.set_result(Reply(Given(Position(), instead="wait"), []))
+        return future
+
+    one.mode.client.send = wait  # type: ignore[method-assign]
+    with pytest.raises((GbaError, RuntimeError), match="without the shards"):
+        one.mode.ask(0, 64, [0.1], 0, lambda: False)

@@ -346,7 +346,8 @@ def test_the_bytes_of_a_round_are_those_of_the_ring_that_carries_it():
     assert n >= 1
     assert stop_together(workers) == [True, True]
     n = workers[0].rounds.n_done
-    for worker in workers:  # two float32 and five numbers beside them; two workers: each sends as much as there is
+    # Two float32, three numbers beside them and one for each worker; of two workers each sends as much as there is.
+    for worker in workers:
         assert {key[::2]: count for key, count in worker.traffic.so_far().items()} == {
             ("sent", "dense"): 8 * n, ("received", "dense"): 8 * n,
             ("sent", "header"): 20 * n, ("received", "header"): 20 * n,

@@ -12,6 +12,7 @@ import pytest
 
 from gba_hvd.errors import GbaError
 from gba_hvd.order import Account
+from gba_hvd.ps.coordinating import Coordinating
 from gba_hvd.ps.coordinator import Coordinator
 from gba_hvd.ps.protocol import (
     Applied,
@@ -219,3 +220,33 @@ def test_pushes_that_no_decided_step_has_are_thrown_away_everywhere(make: Callab
     discard = Discard(GENERATION, scene.coordinator.ledger.last_serial + 1)
     assert scene.sent == [(1, discard), (2, discard)]
     assert scene.coordinator.decide() is None, "its micro-batches are computed again"
+
+
+def test_a_server_that_lost_a_step_has_lost_what_came_after_it(make: Callable[[int], Scene]) -> None:
+    """So that is computed again: what waits for a step, and what was on its way to the servers."""
+    scene = make(3)
+    scene.compute_a_step()
+    scene.stepping.advance()
+    scene.compute_a_step()
+    given = scene.coordinator.ask(Ask(WORKER, GENERATION, 99, 0, 64, [0.5, 0.1], 0))
+    assert isinstance(given, Given) and given.lease is not None
+    on_its_way = given.lease
+    scene.stepping.applied_by(1, Applied(1, missing=[0, 1], missed=2))
+    scene.stepping.applied_by(2, Applied(1))
+    ledger = scene.coordinator.ledger
+    assert scene.coordinator.account.lost == 2 * MICRO_BATCH
+    assert scene.coordinator.decide() is None, "its micro-batches are computed again"
+    assert [one for _, one in scene.sent[2:]] == [Discard(GENERATION, ledger.last_serial + 1)] * 2
+    coordinating = Coordinating(scene.stepping, SimpleNamespace(), scene.records)  # type: ignore[arg-type]
+    scene.part.idle, scene.part.buffer = False, {(on_its_way.micro, on_its_way.serial)}
+    coordinating.done(Done(WORKER, GENERATION, on_its_way.micro, on_its_way.serial))
+    assert scene.coordinator.decide() is None
+    again = []
+    for request in (100, 101, 102):
+        given = scene.coordinator.ask(Ask(WORKER, GENERATION, request, 0, 64, [0.5, 0.1], 0))
+        assert isinstance(given, Given) and given.lease is not None
+        again.append(given.lease.micro)
+        scene.part.buffer.add((given.lease.micro, given.lease.serial))
+        coordinating.done(Done(WORKER, GENERATION, given.lease.micro, given.lease.serial))
+    assert again == [2, 3, on_its_way.micro]
+    assert ledger.decided is not None and ledger.decided.step == 2
