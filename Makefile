@@ -65,12 +65,12 @@ $(VENV)/.dependencies: requirements.txt requirements-dev.txt constraints.txt $(V
 	$(PY) -m pip install --quiet -r requirements.txt -r requirements-dev.txt -c constraints.txt
 	@touch $@
 
-$(VENV)/.horovod: tools/build_horovod.py $(VENV)/.dependencies
+$(VENV)/.horovod: tools/build_horovod.py tools/horovod_mends.py $(VENV)/.dependencies
 	$(PY) -m tools.build_horovod --install
 	@touch $@
 
 $(VENV)/.package: setup.cfg pyproject.toml $(VENV)/.horovod
-	$(PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
+	$(PY) -m pip install --quiet --no-build-isolation --editable '.[all]' -c constraints.txt
 	@touch $@
 
 # The row kernels are compiled at their first import and cached on disk, modules are too, if Python may write there; here,

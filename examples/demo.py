@@ -29,6 +29,9 @@ from demo_watch import CHIEF, DemoFailed, Watch, Worker
 from gba_hvd.faults import FaultSchedule
 
 AUC_MARGIN = 0.01
+MARGINS = (
+    "(gba is entered for a large gain and left at a small one: switching.enter_gain, leave_gain in configs/demo.yaml)"
+)
 SERVICE_S = 0.05  # of a micro-batch
 SLOW, FACTOR, SLOW_FROM, SLOW_TO = 1, 6, 60, 300  # which worker is how many times slower, between which global steps
 STEPS_BETWEEN = 10  # after a change of mode, before a worker is killed
@@ -151,6 +154,8 @@ def checked(path: Path, disturbed: bool) -> dict[str, Any]:
         summary: dict[str, Any] = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise DemoFailed(f"the job ended without writing {path}") from error
+    if summary.get("status", "FINISHED") != "FINISHED":
+        raise DemoFailed(f"the job is {summary['status']}: {summary['error']}; everything it printed is in output.log")
     account = {name: summary[f"samples_{name}"] for name in ("total", "applied", "dropped", "lost")}
     if account["applied"] + account["dropped"] + account["lost"] != account["total"]:
         raise DemoFailed(f"the account of samples does not add up: {account}")
@@ -185,6 +190,7 @@ def outcome(summary: dict[str, Any], out: Path) -> str:
         ("Samples", f"{total:,} = {applied:,} applied + {dropped:,} dropped + {lost:,} lost"),
         ("Steps", f"{summary['steps']:,} on {course}"),
         *(("Switch", _switch_words(switch)) for switch in summary["switches"]),
+        *([("", MARGINS)] if summary["switches"] else []),
     ]
     saved = summary["checkpoints"]
     lines.append(("Checkpoints", f"{saved['count']}, the newest of step {saved['last']['saved_step']:,}"))

@@ -31,7 +31,7 @@ optimizer = gba_hvd.DistributedOptimizer(
 state = gba_hvd.elastic.TorchState(model, optimizer, epoch=0)
 
 
-@hvd.elastic.run
+@gba_hvd.elastic.run  # Horovod's, and callbacks hear how the job ended
 def train(state: Any) -> None:
     for state.epoch in range(state.epoch, 2):
         for batch in gba_hvd.batches(dataset, state):  # micro-batches, each handed out once
@@ -39,7 +39,7 @@ def train(state: Any) -> None:
             loss = loss_fn(model(batch), batch.label)
             loss.backward()
             optimizer.step()
-        scores = gba_hvd.evaluate(model, valid, state)
+        scores = gba_hvd.evaluate(model, valid, state, activation="sigmoid")
         if hvd.rank() == 0:
             print(f"epoch {state.epoch}: step {state.step}, validation AUC {scores.auc:.4f}")
 

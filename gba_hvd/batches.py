@@ -18,18 +18,19 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from gba_hvd import handover
-from gba_hvd.allreduce import AllreduceMode
 from gba_hvd.batch import Bag
-from gba_hvd.collectives import World
+from gba_hvd.comm.collectives import World
 from gba_hvd.elastic import TorchState
-from gba_hvd.engine import Cursor
+from gba_hvd.embedding.tables import EmbeddingTables, RemoteRows
+from gba_hvd.epoch import Cut, EpochOrder
 from gba_hvd.errors import BadInput, GbaError, StateMismatch
-from gba_hvd.gba import Ahead, GbaMode
-from gba_hvd.order import Cut, EpochOrder
-from gba_hvd.ps.protocol import Given
-from gba_hvd.switching import MODES
-from gba_hvd.tables import EmbeddingTables, RemoteRows
+from gba_hvd.mode_names import MODES
+from gba_hvd.modes.allreduce_exchange import AllreduceMode
+from gba_hvd.modes.parameter_server import GbaMode
+from gba_hvd.ps.messages import Given
+from gba_hvd.ps.worker.lease_prefetch import Ahead
+from gba_hvd.switching import handover
+from gba_hvd.training.engine import Cursor
 
 Ids = Mapping[str, Tensor | Bag]
 
@@ -70,6 +71,7 @@ def batches(
     if first:
         _refuse_another_order(engine.order, order, first)
     engine.order = order
+    engine.trace_epoch(order)
     if isinstance(engine.mode, AllreduceMode) and first < cut.n_steps:
         _begin_in_the_mode_asked_for(state)
     if state.finished_epoch == epoch:
@@ -111,6 +113,7 @@ def _steps(source: _Source, state: TorchState) -> Generator[Any, None, bool]:
     engine, cut = state.engine, source.cut
     first = engine.cursor.steps_done if engine.cursor.epoch == source.epoch else 0
     for step in range(first, cut.n_steps):
+        state.check_memory()
         state.stop_if_interrupted()
         state.saving.save_if_due()
         state.saving.keep_state()
@@ -166,7 +169,9 @@ def _leases(source: _Source, state: TorchState, mode: GbaMode) -> Generator[Any,
                 mode.use_rows(rows)
             got_s = time.perf_counter()
             state.newcomers.tell()
+            state.newcomers.tell_of_the_wait()
             engine.observe(mode.position)
+            state.check_memory()
             # Before the micro-batch begins: whoever waits here for a checkpoint takes part in the rounds of the others.
             state.saving.save_asynchronously_if_due()
             state.saving.leave_asynchronously_if_told()
@@ -197,14 +202,19 @@ def _begin_in_the_mode_asked_for(state: TorchState) -> None:
     engine = state.engine
     if engine.switching is None:
         return
-    pending, engine.switch_to = engine.switch_to, None  # newcomers have none: rank 0's counts for all
-    wanted = engine.switching.mode if pending is None else pending[0]
-    code = MODES.index(wanted) if wanted in MODES else -1
-    code = int(engine.world.gather("mode", np.array([code], dtype=np.int64))[0][0])
     assert engine.mode is not None
-    if code >= 0 and MODES[code] != engine.mode.name:
-        known = pending is not None and pending[0] == MODES[code]
-        engine.switch_to = pending if known else (MODES[code], f"mode {MODES[code]!r} was asked for")
+    switching, line, is_chief = engine.switching, engine.line, engine.world.rank == 0
+    pending, engine.switch_to = engine.switch_to, None  # newcomers have none: rank 0's counts for all
+    if is_chief and pending is None and switching.mode != "auto":  # a switch that failed is not tried again so soon
+        pending = switching.wish(engine.step, engine.mode.name)
+    code = -1 if pending is None else MODES.index(pending[0])
+    row = [code, line is not None and not line.is_ready(to_enter=True), switching.waits]
+    told = engine.world.gather("mode", np.array(row, dtype=np.int64))
+    code, not_ready, waits = int(told[0][0]), int(told[:, 1].sum()), bool(told[0][2])
+    if code < 0 or MODES[code] == engine.mode.name or (not_ready and not waits):
+        return  # allreduce goes on, and the chief says its wish with each commit
+    known = pending is not None and pending[0] == MODES[code]
+    engine.switch_to = pending if known else (MODES[code], f"mode {MODES[code]!r} was asked for")
 
 
 def keys_by_group(tables: EmbeddingTables, ids: list[Ids]) -> list[np.ndarray]:

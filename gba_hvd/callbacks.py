@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,7 @@ class Job:
     """Where this process stands in the job. Told to callbacks at the start and after every change of membership.
 
     `job_id` is the same on every worker and through every restart. `settings` are plain values that describe the run.
+    `name` is what people call the job.
     """
 
     job_id: str
@@ -26,6 +27,7 @@ class Job:
     host: str
     leads_host: bool  # exactly one worker per host
     settings: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
 
     @property
     def is_chief(self) -> bool:
@@ -45,6 +47,7 @@ class StepRecord:
     workers: int
     mode: str
     loss: float | None  # mean over the global batch, when the loop passes it
+    grad_norm: float | None = None  # of the global step's gradient before it was clipped, where clipping is asked for
 
 
 @dataclass(frozen=True)
@@ -52,13 +55,15 @@ class Event:
     """Something worth keeping: membership changes, failures, evaluations, the end.
 
     `kind` is one word (`started`, `membership`, `worker_lost`, `rows_lost`, `finished`, `failed`, ...);
-    `message` a sentence; `data` JSON values.
+    `message` a sentence; `data` JSON values. `level` is "warning" where something that was asked for did not happen, or
+    needs a person: then `message` also says why and what to do, and rank 0 logs it.
     """
 
     kind: str
     step: int
     message: str
     data: Mapping[str, Any] = field(default_factory=dict)
+    level: Literal["info", "warning"] = "info"
     unix_s: float = field(default_factory=time.time)
 
 
@@ -80,7 +85,9 @@ class Callback:
     def on_event(self, event: Event) -> None: ...
 
     def on_end(self, status: str, error: BaseException | None) -> None:
-        """`status` is "FINISHED", "FAILED" or "KILLED" (interrupted)."""
+        """`status` is "FINISHED", "NOT_SAVED" (all steps are done, the checkpoint of the last one failed), "FAILED" or
+        "KILLED" (interrupted). The worker's exit code is 0 in the first case only.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         return {}

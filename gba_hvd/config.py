@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,6 +20,7 @@ class Config:
     """
     shard_dir:  folder for the memory of this host's shards; /dev/shm, or a folder on disk for tables larger than RAM
     job_id:     name of the job; by default the first worker draws one
+    job_name:   what people call it, in `gba-hvd ps` and elsewhere; by default the script's name
     n_shards:   S, in how many shards every table is cut; fixed for the job
     timeout_s:  longest wait for another worker of this host to finish applying a step
     alive_s:    asynchronous modes: a worker not heard of for this long loses its leases to others
@@ -30,6 +32,7 @@ class Config:
 
     shard_dir: Path = Path("/dev/shm")
     job_id: str | None = None
+    job_name: str = ""
     n_shards: int = 16
     timeout_s: float = 60.0
     alive_s: float = 2.0
@@ -38,7 +41,7 @@ class Config:
     grace_s: float = 20.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shard_dir", Path(self.shard_dir))
+        object.__setattr__(self, "shard_dir", Path(self.shard_dir).absolute())
         if self.n_shards < 1:
             raise BadInput(f"n_shards must be at least 1, got {self.n_shards}")
         for name in ("timeout_s", "alive_s", "lease_s", "server_s"):
@@ -46,8 +49,9 @@ class Config:
                 raise BadInput(f"{name} must be positive, got {getattr(self, name)}")
         if self.grace_s < 0:
             raise BadInput(f"grace_s must not be negative, got {self.grace_s}")
-        if self.job_id is not None and not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.job_id):
-            raise BadInput(f"job_id must be 1 to 64 letters, digits, '.', '_' or '-', got {self.job_id!r}")
+        if self.job_id is not None:
+            checked_job_id(self.job_id)
+        object.__setattr__(self, "job_name", checked_job_name(self.job_name or _script()))
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ, **arguments: Any) -> Config:
@@ -64,6 +68,26 @@ class Config:
                 raise BadInput(f"{_PREFIX}{name.upper()}={text!r}: {error}") from error
         values.update({name: value for name, value in arguments.items() if value is not None})
         return cls(**values)
+
+
+def checked_job_id(job_id: str) -> str:
+    """The name of a job, which is part of a folder's name. Raises BadInput for any other text."""
+    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", job_id):
+        raise BadInput(f"job_id must be 1 to 64 letters, digits, '.', '_' or '-', got {job_id!r}")
+    return job_id
+
+
+def checked_job_name(name: str) -> str:
+    """Raises BadInput for a name that does not fit in a line of a table."""
+    if not name.isprintable() or not 0 < len(name) <= 100:
+        raise BadInput(f"a job's name has 1 to 100 printable characters, got {name!r}")
+    return name
+
+
+def _script() -> str:
+    """What a job without a name of its own is called: the script, without folder and suffix."""
+    stem = Path(sys.argv[0]).stem
+    return stem if stem.isprintable() and 0 < len(stem) <= 100 else "python"
 
 
 _PARSE: dict[str, Any] = {

@@ -12,13 +12,17 @@ from recovery.errors import BadInput
 from recovery.errors import RecoveryError as GbaError
 
 __all__ = [
-    "BadInput", "GbaError", "GivenUp", "HorovodMissing", "LauncherLost", "NonFiniteGradient", "ShardMemoryError",
-    "StateMismatch",
+    "BadInput", "GbaError", "GivenUp", "HorovodMissing", "LastCheckpointFailed", "LauncherLost", "MissingPackage",
+    "NonFiniteGradient", "ShardMemoryError", "StateMismatch", "WorldLost",
 ]  # fmt: skip
 
 
 class HorovodMissing(GbaError, RuntimeError):
     """Horovod is not installed, or `hvd.init()` was not called."""
+
+
+class MissingPackage(GbaError, ModuleNotFoundError):
+    """A feature needs a package that is not installed; the message has the command that installs it."""
 
 
 class NonFiniteGradient(GbaError, ArithmeticError):
@@ -39,6 +43,18 @@ class GivenUp(GbaError):
 
 class LauncherLost(GbaError):
     """The launcher of an elastic job cannot be reached: this host is cut off, or the launcher has ended."""
+
+
+class WorldLost(GbaError):
+    """Another worker has ended, and no launcher replaces it. status: of the job, "FAILED" or "KILLED"."""
+
+    def __init__(self, text: str, status: str = "FAILED") -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class LastCheckpointFailed(GbaError):
+    """The training is done, and the checkpoint of its last step was not saved."""
 
 
 def refuse_unknown(what: str, name: object, among: Sequence[str]) -> None:

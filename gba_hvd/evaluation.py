@@ -6,25 +6,31 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gba_hvd import handover
 from gba_hvd.batches import Dataset, Ids, agree_on, ids_of, keys_by_group
-from gba_hvd.collectives import World
+from gba_hvd.comm.collectives import World
 from gba_hvd.elastic import TorchState
-from gba_hvd.engine import Engine
-from gba_hvd.errors import GbaError
-from gba_hvd.gba import GbaMode
-from gba_hvd.metrics import ScoreAccumulator, Scores, scores_from
-from gba_hvd.order import Cut
-from gba_hvd.rules import LOOKS_AHEAD
+from gba_hvd.epoch import Cut
+from gba_hvd.errors import BadInput, GbaError
+from gba_hvd.metrics import ScoreAccumulator, Scores, logits_of, scores_from
+from gba_hvd.modes.parameter_server import GbaMode
+from gba_hvd.switching import handover
+from gba_hvd.training.engine import Engine
+from gba_hvd.update_rules import LOOKS_AHEAD
 from recovery import state_codec
 
+Activation = Literal["sigmoid", "none"]
+
 _ASK_AGAIN_S = 0.02
+_LOOKS_LIKE_PROBABILITIES = (
+    "evaluate(): all outputs of the first batch lie in [0, 1], so they may be probabilities, and logits are expected. "
+    'Say which they are: activation="none" for probabilities, activation="sigmoid" for logits'
+)
 
 
 def evaluate(
@@ -35,9 +41,14 @@ def evaluate(
     batch: int | None = None,
     ids: Callable[[Any], Ids] | None = None,
     label: Callable[[Any], Tensor] = lambda b: b.label,
+    activation: Activation | None = None,
     exact_limit: int = 5_000_000,
 ) -> Scores:
-    """AUC and log loss of `model(batch)` (logits [B]) over a dataset; the same result on every rank.
+    """AUC and log loss of `model(batch)` (float [B]) over a dataset; the same result on every rank.
+
+    activation: what makes probabilities of the model's outputs: "sigmoid", they are logits; "none", they are
+    probabilities. When it is not given, they are taken for logits, and BadInput is raised on all workers if all outputs
+    of the first batch lie in [0, 1].
 
     A collective in allreduce mode. In asynchronous modes the workers take parts of the dataset as they come; call it
     after an epoch's batches, where all workers have the same parameters.
@@ -51,8 +62,10 @@ def evaluate(
     world, mode, size = engine.world, engine.mode, batch or engine.micro_batch
     if engine.is_within_step:
         raise GbaError("evaluate() only between steps: workers with uneven shares would wait for each other")
+    if activation not in (None, "sigmoid", "none"):
+        raise BadInput(f'evaluate(): activation must be "sigmoid" or "none", got {activation!r}')
     if isinstance(mode, GbaMode):
-        return _evaluate_by_leases(model, dataset, engine, mode, size, ids or ids_of, label, exact_limit)
+        return _evaluate_by_leases(model, dataset, engine, mode, size, ids or ids_of, label, activation, exact_limit)
     assert mode is not None
     agree_on(world, "evaluation", {"samples to evaluate": len(dataset), "batch": size, "step": engine.step})
     cut = Cut(len(dataset), size, size)
@@ -70,8 +83,12 @@ def evaluate(
                 if mode.several_hosts:
                     found = [] if loaded is None else [(ids or ids_of)(loaded)]
                     mode.pull(keys_by_group(engine.tables, found), whole=True)
+                outputs = np.empty(0, np.float32)
                 if loaded is not None:
-                    scores.add(model(loaded).float().cpu().numpy(), label(loaded).cpu().numpy())
+                    outputs = model(loaded).float().cpu().numpy()
+                    scores.add(logits_of(outputs, activation), label(loaded).cpu().numpy())
+                if first == 0 and activation is None:
+                    _refuse_probabilities(world, outputs)
     finally:
         model.train(was_training)
     return _combine(world, scores)
@@ -85,6 +102,7 @@ def _evaluate_by_leases(
     size: int,
     ids: Callable[[Any], Ids],
     label: Callable[[Any], Tensor],
+    activation: Activation | None,
     exact_limit: int,
 ) -> Scores:
     if mode.session.rule in LOOKS_AHEAD:  # the model is judged, not what a rule shows to workers
@@ -98,8 +116,10 @@ def _evaluate_by_leases(
         with torch.no_grad(), mode.judged():
             while True:
                 found, frames = mode.ask_to_judge(
-                    phase, ordinal, len(dataset), size, exact_limit, state_codec.encode(own)
+                    phase, ordinal, len(dataset), size, exact_limit, activation is None, state_codec.encode(own)
                 )
+                if found.like_probabilities:
+                    raise BadInput(_LOOKS_LIKE_PROBABILITIES)
                 if found.result is not None:
                     return Scores(**found.result)
                 if found.lease is None:
@@ -109,12 +129,19 @@ def _evaluate_by_leases(
                 first = found.lease.micro * size
                 loaded = dataset.take(np.arange(first, first + found.lease.n_samples, dtype=np.int64))
                 mode.pull(keys_by_group(engine.tables, [ids(loaded)]) if mode.several_hosts else [])
-                logits = model(loaded).float().cpu().numpy()
+                logits = logits_of(model(loaded).float().cpu().numpy(), activation)
                 labels = label(loaded).cpu().numpy().astype(np.float32)
                 mode.send_scores(phase, ordinal, found.lease, logits, labels)
     finally:
         _load_buffers(model, own)
         model.train(was_training)
+
+
+def _refuse_probabilities(world: World, outputs: np.ndarray) -> None:
+    """All workers refuse, or none does: by the first batch of the dataset, which rank 0 has. A collective."""
+    suspect = bool(outputs.size) and bool(((outputs >= 0) & (outputs <= 1)).all())
+    if world.gather("outputs", np.array([suspect], dtype=np.int64))[0][0]:
+        raise BadInput(_LOOKS_LIKE_PROBABILITIES)
 
 
 def _load_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:

@@ -35,14 +35,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from gba_hvd import handover
+from gba_hvd.averaging.shared_model import SharedModel
 from gba_hvd.batches import Dataset, batches
 from gba_hvd.elastic import TorchState
-from gba_hvd.engine import Micro
+from gba_hvd.embedding.tables import RemoteRows
 from gba_hvd.errors import BadInput, GbaError
-from gba_hvd.shadow import ReplicaMode
-from gba_hvd.shared_model import SharedModel
-from gba_hvd.tables import RemoteRows
+from gba_hvd.modes.model_averaging import ReplicaMode
+from gba_hvd.switching import handover
+from gba_hvd.training.engine import Micro
 
 Compute = Callable[[nn.Module, Any], Tensor | float | None]
 
@@ -67,11 +67,17 @@ def hogwild(dataset: Dataset, state: TorchState, compute: Compute, *, n_threads:
     how: as `batches` takes it.
 
     Returns when the epoch is over. Raises what `compute` raised, when the other threads have ended their micro-batches;
-    BadInput where the model cannot be copied, or `compute` uses another model than the one it is given.
+    BadInput where the model cannot be copied, the optimizer has a GradScaler, or `compute` uses another model than the
+    one it is given.
     """
     if isinstance(n_threads, bool) or not isinstance(n_threads, int) or n_threads < 1:
         raise BadInput(f"n_threads must be a whole number, 1 or more, got {n_threads!r}")
     engine, optimizer = state.engine, cast(Any, state.optimizer)
+    if engine.loss_scale is not None:
+        raise BadInput(
+            "hogwild cannot scale losses: its threads step without a GradScaler. Leave grad_scaler out of "
+            "DistributedOptimizer, or loop over gba_hvd.batches"
+        )
     threads = _Threads(state, compute, n_threads)
     micro_batches = batches(dataset, state, **how)
     try:

@@ -21,6 +21,7 @@ EXACT_LIMIT = 5_000_000  # samples over all workers; 5 bytes each
 N_BINS = 1 << 16
 # The histogram divides this range of logits evenly; the two end bins take what lies outside (p < 1e-13).
 LOGIT_RANGE = 30.0
+_LEAST_PROBABILITY = 1e-12  # 0 and 1 themselves would cost infinite log loss
 
 ScoreState = Mapping[str, NDArray[np.generic]]
 
@@ -99,6 +100,23 @@ class ScoreAccumulator:
         if not self._logits:
             return np.empty(0, np.float32), np.empty(0, np.uint8)
         return np.concatenate(self._logits), np.concatenate(self._labels)
+
+
+def logits_of(outputs: NDArray[np.float32], activation: str | None) -> NDArray[np.float32]:
+    """Logits float32 [n] of a model's outputs: these themselves, or where the activation is "none" of probabilities.
+
+    Raises BadInput for an output outside [0, 1] where probabilities are expected. NaN stays NaN.
+    """
+    if activation != "none":
+        return outputs
+    wrong = (outputs < 0) | (outputs > 1)
+    if wrong.any():
+        raise BadInput(
+            f'with activation="none" outputs are probabilities, got {outputs[wrong].flat[0]} in {int(wrong.sum())} of '
+            f'{outputs.size}; if the model gives logits, say activation="sigmoid"'
+        )
+    p = np.clip(outputs.astype(np.float64), _LEAST_PROBABILITY, 1 - _LEAST_PROBABILITY)
+    return np.asarray(np.log(p / (1 - p)), dtype=np.float32)
 
 
 def scores_from(states: Sequence[ScoreState]) -> Scores:

@@ -10,11 +10,15 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
+from gba_hvd.clipping import Clip
 from gba_hvd.compression.spec import Compression, Spec, spec_of
-from gba_hvd.engine import Engine
+from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.errors import BadInput
-from gba_hvd.tables import EmbeddingTables
+from gba_hvd.grad_scaler import distribute, scale_of
+from gba_hvd.training.engine import Engine
+from gba_hvd.training.mode_limits import check_modes
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
@@ -23,6 +27,10 @@ class _Distributed(torch.optim.Optimizer):
     """What `DistributedOptimizer` adds to the class of the user's optimizer."""
 
     engine: Engine
+    grad_scaler: torch.amp.GradScaler | None = None
+
+    # So that a scaler that `DistributedOptimizer` does not know calls `step` whatever it found, and is refused there.
+    _step_supports_amp_scaling = True
 
     def step(self, closure: Any = None, *, loss: Tensor | float | None = None) -> None:  # type: ignore[override]
         """Take in one micro-batch's gradients; update the model when the global batch is complete.
@@ -33,7 +41,31 @@ class _Distributed(torch.optim.Optimizer):
             raise BadInput(
                 "DistributedOptimizer.step() takes no closure: optimizers that need one cannot accumulate micro-batches"
             )
+        if hasattr(self, "found_inf"):
+            raise BadInput(
+                "a GradScaler that DistributedOptimizer does not know called optimizer.step(): rows would be trained "
+                "with gradients times its scale. Give it to DistributedOptimizer, as grad_scaler=scaler"
+            )
+        scaler = cast(Any, self.grad_scaler)
+        if scaler is not None and scaler.has_scaled and not scaler.is_stepping:
+            raise BadInput("the loss was scaled: call scaler.step(optimizer), not optimizer.step()")
         self.engine.add_micro_batch(loss)
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        """Run `hook` before each global step. Raises BadInput where that would not happen, see `mode_limits`."""
+        return self._checked(super().register_step_pre_hook(hook))
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        """The same, after each global step."""
+        return self._checked(super().register_step_post_hook(hook))
+
+    def _checked(self, hook: RemovableHandle) -> RemovableHandle:
+        try:
+            check_modes(self.engine)
+        except BadInput:
+            hook.remove()
+            raise
+        return hook
 
     # Torch wraps the step of a class so that step hooks run, also when state is loaded. They belong to the global step,
     # whose own `step` is wrapped; this tells torch that there is nothing to wrap here.
@@ -55,6 +87,9 @@ def DistributedOptimizer(
     row_average: str = "global",
     compression: Spec | str = Compression.none,
     row_compression: Spec | str = Compression.none,
+    max_norm: float | None = None,
+    max_row_norm: float | None = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
 ) -> AnyOptimizer:
     """Make an optimizer step once per global batch of `global_batch` samples, over all workers and the tables.
 
@@ -67,7 +102,29 @@ def DistributedOptimizer(
     gradient of the global batch's mean loss) or by those that contain the row ("contributors", as in the GBA paper).
     compression: how dense gradients travel between workers, such as `gba_hvd.Compression.dct(keep=0.01)`.
     row_compression: how rows and their gradients travel between hosts, such as `gba_hvd.Compression.int8`.
-    Raises BadInput when G is no multiple of B, or the optimizer is of a kind that needs a closure.
+    max_norm, max_row_norm: clip the gradient of each global step by its 2-norm. With g the gradient of all dense
+    parameters and r that of all rows, as the optimizers get them (averaged as `row_average` says; in asynchronous modes
+    the weighted sum over the decided step's micro-batches, after the damping of an update rule):
+
+        max_norm alone        g and r are multiplied by min(1, max_norm / (sqrt(|g|^2 + |r|^2) + 1e-6))
+        max_row_norm given    r is multiplied by min(1, max_row_norm / (|r| + 1e-6)), and where there is a max_norm,
+                              g is multiplied by min(1, max_norm / (|g| + 1e-6))
+
+    That is what `torch.nn.utils.clip_grad_norm_` does to the gradient of the global batch. Called before `step()`, that
+    function clips this worker's micro-batch instead, by its dense part alone, which cannot be seen from here: use these
+    arguments in its place. Modes with replicas (`shadow`, `easgd`, `ma`, `bmuf`) and rule `dana_slim` refuse them.
+
+    grad_scaler: the scaler of mixed precision, for which the loop calls `scaler.scale(loss).backward()`,
+    `scaler.step(optimizer, loss=loss)` and `scaler.update()` for each micro-batch, with `scaler.unscale_(optimizer)`
+    before `step` where it likes. Rows are unscaled with the rest. An overflow on any worker skips the whole global step
+    on all (in `async`, `hop_bs`, `hop_bw` and with replicas a step is what these modes call one), and its samples count
+    as dropped. The scale is one for all workers, and moves when a global step ends, not at `update()`; see
+    `loss_scale`. Threads of `hogwild` refuse it.
+
+    Hooks registered with `register_step_pre_hook` and `register_step_post_hook` run around the global step in allreduce
+    mode; a job that is to be in an asynchronous mode, where servers step, refuses them.
+    Raises BadInput when G is no multiple of B, the optimizer is of a kind that needs a closure, or a norm is not a
+    positive, finite number, or the scaler is of another type or another optimizer's.
     """
     if isinstance(optimizer, _Distributed):
         raise BadInput("this optimizer is distributed already")
@@ -83,17 +140,22 @@ def DistributedOptimizer(
         )
     names = {id(p): name for name, p in named_parameters}
     specs = spec_of(compression), spec_of(row_compression)
-    engine = Engine(optimizer, tables, names, global_batch, micro_batch, row_average, *specs)
+    clip = Clip(max_norm, max_row_norm)
+    loss_scale = scale_of(grad_scaler)
+    engine = Engine(optimizer, tables, names, global_batch, micro_batch, row_average, *specs, clip, loss_scale)
     group: dict[str, Any] = {
         "params": [torch.zeros(0, requires_grad=True)],
         "lr": tables.optimizer.lr,
         "gba_hvd": "tables",
     }
     if "param_names" in optimizer.param_groups[0]:
-        group["params"] = [("gba_hvd.tables", group["params"][0])]
+        group["params"] = [("gba_hvd.embedding.tables", group["params"][0])]
     optimizer.add_param_group(group)
     kind = type(optimizer)
-    optimizer.__class__ = type(kind.__name__, (_Distributed, kind), {})
+    optimizer.__class__ = type(kind.__name__, (_Distributed, kind), {"user_class": kind})
     cast(Any, optimizer).engine = engine
+    if grad_scaler is not None and loss_scale is not None:
+        distribute(grad_scaler, engine, optimizer)
+        cast(Any, optimizer).grad_scaler = grad_scaler
     engine.step_dense = cast(Any, super(_Distributed, optimizer)).step
     return optimizer

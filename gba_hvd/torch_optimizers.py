@@ -116,10 +116,8 @@ def put_state(optimizer: torch.optim.Optimizer, parameter: Tensor, state: Mappin
 
 def user_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
     """The class the user chose, also after DistributedOptimizer has put its own in front."""
-    from gba_hvd.optimizer import _Distributed  # that module needs this one's neighbours: imported when asked
-
-    kind = type(optimizer)
-    return kind.__bases__[1] if issubclass(kind, _Distributed) else kind
+    kind: type[torch.optim.Optimizer] = getattr(optimizer, "user_class", type(optimizer))
+    return kind
 
 
 def resolve(name: str) -> type[torch.optim.Optimizer]:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from recovery.config import Config
     from recovery.process_checkpointer import ProcessCheckpointer
     from recovery.restore import Now, Report
-    from recovery.store import open_store
-    from recovery.tensors import Parts, TensorRows, load_rest, of_optimizer, rest
+    from recovery.storage.open import open_store
+    from recovery.torch_rows.tensor_rows import Parts, TensorRows, load_rest, of_optimizer, rest
 
 __all__ = [
     "BadInput",
@@ -53,8 +53,8 @@ _IN = {
     "config": ("Config",),
     "process_checkpointer": ("ProcessCheckpointer",),
     "restore": ("Now", "Report"),
-    "store": ("open_store",),
-    "tensors": ("Parts", "TensorRows", "load_rest", "of_optimizer", "rest"),
+    "storage.open": ("open_store",),
+    "torch_rows.tensor_rows": ("Parts", "TensorRows", "load_rest", "of_optimizer", "rest"),
 }
 _MODULE = {name: module for module, names in _IN.items() for name in names}
 

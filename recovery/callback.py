@@ -7,23 +7,25 @@ went. For a training loop of your own there is `Checkpointer`.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from recovery.config import Config
 from recovery.errors import BadInput
-from recovery.pacing import FIRST_INTERVAL_S, Given
+from recovery.schedule.adaptive import FIRST_INTERVAL_S, Given
 
 
 class CheckpointCallback:
     """Save to `url` and, when a job starts, go on from the newest good checkpoint there.
 
-    url: a folder, or what fsspec knows: s3://bucket/job, gs://..., memory://...; one for each job.
+    url: a folder, or what fsspec knows: s3://bucket/job, gs://..., memory://...; one for each job. A relative folder is
+        taken from the working directory now.
     every_s, every_steps: a checkpoint is due after so long since the last one began; the first to come counts. With
-        neither, it is planned from what saving and loading was measured to take (`recovery.pacing`), from `mtbf_h`
-        (assumed mean time between failures of any host, corrected by those that happen) and `target_pls`, at most
-        `longest_s` apart.
+        neither, it is planned from what saving and loading was measured to take (`recovery.schedule.adaptive`), from
+        `mtbf_h` (assumed mean time between failures of any host, corrected by those that happen) and `target_pls`, at
+        most `longest_s` apart.
     memory_share: the training state is kept in memory beside the rows while that takes at most this share of a step, so
         that a job that lost all its workers, but not its host, goes on with nothing lost; 0: never.
     last_gasp_s: for how long the servers may hold that memory for a last checkpoint when nobody goes on; 0: not at all.
@@ -53,7 +55,9 @@ class CheckpointCallback:
     ) -> None:
         if (every_s is not None and not every_s > 0) or (every_steps is not None and every_steps < 1):
             raise BadInput(f"every_s and every_steps must be positive, got {every_s} and {every_steps}")
-        self.url, self.every_s, self.every_steps = str(url), every_s, every_steps
+        # A relative folder is of this process's working directory, and other processes save there.
+        self.url = str(url) if "://" in str(url) else os.path.abspath(url)
+        self.every_s, self.every_steps = every_s, every_steps
         self.resume, self.takeover = resume, takeover
         self.storage_options = dict(storage_options or {})
         if not 0 <= memory_share <= 1 or not last_gasp_s >= 0:
@@ -83,6 +87,12 @@ class CheckpointCallback:
         by_steps = self.every_steps is not None and step - self._last_step >= self.every_steps
         every_s = self.planned_s if self.is_planned else self.every_s
         return by_steps or (every_s is not None and now_s - self._last_s >= every_s)
+
+    def intervals(self, age_steps: int, age_s: float) -> float:
+        """How many intervals between checkpoints have passed since one that is so old; the first to come counts."""
+        by_steps = 0.0 if self.every_steps is None else age_steps / self.every_steps
+        every_s = self.planned_s if self.is_planned else self.every_s
+        return max(by_steps, 0.0 if every_s is None else age_s / every_s)
 
     def began(self, step: int, now_s: float) -> None:
         """A checkpoint of `step` was begun, or restored."""

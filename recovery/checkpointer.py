@@ -19,19 +19,21 @@ from typing import Any
 
 import numpy as np
 
-from recovery import claims, state_codec
-from recovery.assembly import Buffers
-from recovery.claims import Claim
+from recovery import state_codec
+from recovery.active_chain import Lineage
+from recovery.catalog import claims
+from recovery.catalog.claims import Claim
 from recovery.config import Config
 from recovery.errors import BadInput, Fenced, StoreError
 from recovery.events import Event, Handle, Saved, StillSaving, Teller, said, told
-from recovery.lineage import Lineage
-from recovery.manifest import Manifest
+from recovery.format.manifest import Manifest
 from recovery.restore import Now, Report, restore
 from recovery.rows import Holder
-from recovery.selection import Selection
-from recovery.store import Store, blob_prefix, check, open_store
-from recovery.writer import Written, commit, save_rows
+from recovery.selection.selector import Selection
+from recovery.storage.open import open_store
+from recovery.storage.store import Store, blob_prefix, check
+from recovery.write.section_pipeline import Buffers
+from recovery.write.writer import Written, commit, save_rows
 
 __all__ = ["Checkpointer", "Event", "Handle", "Saved", "StillSaving"]
 
@@ -287,6 +289,7 @@ class Checkpointer:
                 state=job.state,
                 about={**job.about, "save_s": round(written.seconds, 3)},
                 still_mine=self._still_mine,
+                verify=config.verify,
                 clock=self._unix_clock,
             )
         except BaseException:

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from recovery.codec import Encoding
+from recovery.catalog.retention import Keep
 from recovery.errors import BadInput
-from recovery.priority import POLICIES
-from recovery.retention import Keep
+from recovery.format.row_codec import Encoding
 
+POLICIES = ("full", "delta", "mfu", "ssu", "scar")
 _PREFIX = "RECOVERY_"
+VERIFY = ("sizes", "state", "bytes")
 _LEAST_BUDGET = 1 << 20
 
 
@@ -37,6 +38,9 @@ class Config:
     keep_every_steps: and the first one of every so many steps
     keep_every_s:     and the first one of every so many seconds
     lease_s:          another job may take over when there was no sign of life of this one for so long
+    verify:           what is read back before a checkpoint counts as saved and older ones expire: "sizes" (manifests,
+                      and the size of every object of the chain), "state" (also the checksum of the training state),
+                      "bytes" (also every byte of this save: as much reading as was written)
     strict:           all shards at one step: `save` returns when the last row has been read
     busy_timeout_s:   longest wait for a moment in which a shard is not being changed
     close_timeout_s:  longest wait for the save under way when the checkpointer is left
@@ -59,6 +63,7 @@ class Config:
     keep_every_steps: int | None = None
     keep_every_s: float | None = None
     lease_s: float = 30.0
+    verify: str = "state"
     strict: bool = False
     busy_timeout_s: float = 30.0
     close_timeout_s: float = 600.0
@@ -76,6 +81,8 @@ class Config:
         for name in ("rate_bytes_s", "lease_s", "busy_timeout_s", "close_timeout_s"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise BadInput(f"{name} must be positive, got {getattr(self, name)}")
+        if self.verify not in VERIFY:
+            raise BadInput(f"verify {self.verify!r} is not known: choose one of {', '.join(VERIFY)}")
         Encoding(self.level, bits=self.bits)
         _ = self.keep
 

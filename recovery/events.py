@@ -10,9 +10,9 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 
 from recovery.errors import RecoveryError
-from recovery.manifest import Manifest
+from recovery.format.manifest import Manifest
 from recovery.restore import Report
-from recovery.writer import Written
+from recovery.write.writer import Written
 
 _LOG = logging.getLogger(__name__)
 

@@ -40,16 +40,18 @@ from typing import Any
 
 import numpy as np
 
-from recovery import saving_process, state_codec
+from recovery import state_codec
+from recovery.child import process
+from recovery.child.handle import Child, ChildDied, Start
+from recovery.child.process import Answer, Begin, ReadAll, Restore, Save
 from recovery.config import Config
 from recovery.errors import BadInput, Fenced
 from recovery.events import Event, Handle, StillSaving, Teller
-from recovery.manifest import Manifest
+from recovery.format.manifest import Manifest
 from recovery.restore import Now, Report
-from recovery.saving_child import Child, ChildDied, Start
-from recovery.saving_process import Answer, Begin, ReadAll, Restore, Save
-from recovery.store import Store, open_store
-from recovery.tensors import TensorRows
+from recovery.storage.open import open_store
+from recovery.storage.store import Store
+from recovery.torch_rows.tensor_rows import TensorRows
 
 _LEAVE_S = 120.0  # beyond close_timeout_s, for what cannot be cancelled: an object that is being written
 
@@ -97,7 +99,7 @@ class ProcessCheckpointer:
         counters: str = "",
         on_event: Callable[[Event], None] | None = None,
         rng: np.random.Generator | None = None,
-        start: Start = saving_process.start,
+        start: Start = process.start,
         **storage_options: Any,
     ) -> None:
         """nice: how much the child stands back for others, 0 to 19. silence_s: without a sign of life for so long, it

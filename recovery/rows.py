@@ -154,3 +154,12 @@ def _whole(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
     if width == 1 or any(array.strides[1] != array.itemsize for array in arrays):
         return arrays
     return tuple(array.view(np.dtype((np.void, 4 * width)))[:, 0] for array in arrays)
+
+
+Choice = Callable[[int, int], Places]
+
+
+def everything(holder: Holder) -> Choice:
+    """All rows that the holder has."""
+    schema = holder.schema
+    return lambda table, shard: slice(0, schema.tables[table].rows_in(shard, schema.n_shards))

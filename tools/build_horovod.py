@@ -2,9 +2,11 @@
 
 PyPI has Horovod as a source distribution only. It asks for C++14, where today's torch needs the standard torch itself
 was built with, and it resolves the host name in process sets where it should use the interface it was given. Decided
-here: what is changed in the source, with which flags it is built, and under which key the wheel is kept. How the
-build is run and shown is in `build_run.py`. Needs nothing but the standard library, so it can run before the package
-is installed: `python -m tools.build_horovod [--install]` in the project folder.
+here: with which flags it is built, and under which key the wheel is kept. What is changed in the source is in
+`horovod_mends.py`: the compiled part is built and kept once, Python files are changed in the built wheel, so that a
+change of them costs seconds. How the build is run and shown is in `build_run.py`. Needs nothing but the standard
+library and pip's `wheel`, so it can run before the package is installed: `python -m tools.build_horovod [--install]` in
+the project folder.
 """
 
 from __future__ import annotations
@@ -22,16 +24,22 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from .build_run import run_shown
-from .endings import INTERRUPTED, ended_cleanly
+from .build_progress import run_shown
+from .horovod_mends import NATIVE, PYTHON, Patch
+from .signals import INTERRUPTED, ended_cleanly
 
 HOROVOD_VERSION = "0.28.1"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+_KEYED = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS")
+_CHANGES_A_BUILD = re.compile(
+    r"(?:HOROVOD|CMAKE|PIP|NVCC|CUDA|MAKE|GNUMAKE)[A-Z0-9_]*|[A-Z]*FLAGS|C_INCLUDE_PATH|CPLUS_INCLUDE_PATH|CPATH|"
+    r"LIBRARY_PATH|CCC_OVERRIDE_OPTIONS|PYTHONPATH|PYTHONHOME|ARCHFLAGS"
+)
 BUILD_FLAGS = {
     "HOROVOD_WITH_PYTORCH": "1",
     "HOROVOD_WITHOUT_TENSORFLOW": "1",
@@ -49,146 +57,6 @@ class BuildError(Exception):
 
 
 @dataclass(frozen=True)
-class Patch:
-    """One replacement in one file. `old` must occur exactly once; `{std}` stands for the C++ standard."""
-
-    path: str
-    old: str
-    new: str
-    why: str
-
-
-PATCHES = (
-    Patch(
-        "CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD {std})", "torch's headers need C++{std}"
-    ),
-    Patch(
-        "horovod/torch/CMakeLists.txt",
-        "set(CMAKE_CXX_STANDARD 14)",
-        "set(CMAKE_CXX_STANDARD {std})",
-        "torch's headers need C++{std}",
-    ),
-    Patch(
-        "horovod/common/gloo/gloo_context.cc",
-        "  attr device_attr;\n  device_attr.iface = gloo_iface_;\n  device_attr.ai_family = AF_UNSPEC;\n"
-        "  auto dev = CreateDevice(device_attr);\n\n  global_ctx = global_context.ctx;",
-        "  gloo_iface_ = global_context.gloo_iface_;\n"
-        "  enabled_ = true;\n"
-        "  attr device_attr;\n  device_attr.iface = gloo_iface_;\n  device_attr.ai_family = AF_UNSPEC;\n"
-        "  auto dev = CreateDevice(device_attr);\n\n  global_ctx = global_context.ctx;",
-        "process sets use the interface of the global context, not the address of the host name, and close their "
-        "connections when they end: without it, survivors of a dead worker wait 30 s for each other",
-    ),
-    Patch(
-        "horovod/common/operations.cc",
-        "    global_gloo_context.Initialize(ParseGlooIface());\n  }\n"
-        "  if (state.control_operation == LibType::GLOO) {\n"
-        "    // Initializes global controller\n"
-        "    state.process_set_table.Initialize(global_gloo_context);\n  }\n",
-        "    try {\n"
-        "      global_gloo_context.Initialize(ParseGlooIface());\n"
-        "      if (state.control_operation == LibType::GLOO) {\n"
-        "        state.process_set_table.Initialize(global_gloo_context);\n"
-        "      }\n"
-        "    } catch (const gloo::Exception& ex) {\n"
-        '      LOG(ERROR) << "Horovod could not be initialized: " << ex.what();\n'
-        "      state.process_set_table.Finalize(global_gloo_context, SHUT_DOWN_ERROR);\n"
-        "      global_gloo_context.Finalize();\n"
-        "      state.initialization_failed = true;\n"
-        "      return;\n"
-        "    }\n"
-        "  }\n",
-        "hvd.init() raises, and can be called again, when a worker dies while the world forms: without it, survivors "
-        "are aborted",
-    ),
-    Patch(
-        "horovod/common/operations.cc",
-        '#include "gloo/gloo_controller.h"\n',
-        '#include "gloo/common/error.h"\n#include "gloo/gloo_controller.h"\n',
-        "what Gloo throws",
-    ),
-    Patch(
-        "horovod/common/operations.cc",
-        "    // Reset initialization flag\n    horovod_global.initialization_done = false;\n",
-        "    // Reset initialization flag\n    horovod_global.initialization_done = false;\n"
-        "    horovod_global.initialization_failed = false;\n",
-        "hvd.init() can be called again after it failed",
-    ),
-    Patch(
-        "third_party/gloo/gloo/transport/tcp/pair.h",
-        "        timeout_ * 5,\n",
-        "        timeout_,\n",
-        "a worker that waits for one that died while the world formed gives up after 30 s, not 150",
-    ),
-    # As BUILD_FLAGS has it.
-    *(
-        Patch(
-            "horovod/common/util.py",
-            f"def {what}_built(verbose=False):\n"
-            "    for ext_base_name in EXTENSIONS:\n"
-            f"        built_fn = lambda ext: ext.{what}_built()\n",
-            f"def {what}_built(verbose=False):\n"
-            f"    return {built}\n"
-            "    for ext_base_name in EXTENSIONS:\n"
-            f"        built_fn = lambda ext: ext.{what}_built()\n",
-            "horovodrun knows what it was built with: without it, it imports torch once or twice to ask, 1.5 s each",
-        )
-        for what, built in (("gloo", True), ("mpi", False))
-    ),
-    Patch(
-        "horovod/runner/elastic/driver.py",
-        "                    self._notify_workers_host_changes(self._host_manager.current_hosts, update_res)\n",
-        "                    changes = (self._host_manager.current_hosts, update_res)\n"
-        "                    tell = self._notify_workers_host_changes\n"
-        "                    threading.Thread(target=tell, args=changes, daemon=True).start()\n",
-        "the launcher tells rank 0 of changed hosts without holding the lock that a new world needs: without it, "
-        "survivors wait for minutes when the host of rank 0 is switched off or cut off",
-    ),
-    Patch(
-        "horovod/runner/elastic/driver.py",
-        "                            for slot_info in slots])\n",
-        "                            for slot_info in slots\n"
-        "                            if (host, slot_info.local_rank) not in self._worker_registry.get('FAILURE')])\n",
-        "a worker that died is started again also when the cooldown of its host ends while the launcher looks for "
-        "hosts: without it, the launcher takes it for alive, and no world forms any more",
-    ),
-    Patch(
-        "horovod/runner/gloo_run.py",
-        "        for name, value in sorted(res.worker_results.items(), key=lambda item: item[1][1]):\n"
-        "            exit_code, timestamp = value\n"
-        "            if exit_code != 0:\n",
-        "        done = any(exit_code == 0 for exit_code, timestamp in res.worker_results.values())\n"
-        "        for name, value in sorted(res.worker_results.items(), key=lambda item: item[1][1]):\n"
-        "            exit_code, timestamp = value\n"
-        "            if exit_code > 128 and done:\n"
-        "                continue\n"
-        "            if exit_code != 0:\n",
-        "an elastic job that its survivors finish has succeeded, also if they finish before the killed ones are "
-        "replaced: without it, horovodrun reports those as the job's failure",
-    ),
-    Patch(
-        "horovod/runner/common/util/safe_shell_exec.py",
-        "    try:\n        p.wait(timeout=GRACEFUL_TERMINATION_TIME_S)\n    except psutil.TimeoutExpired:\n",
-        "    deadline = time.monotonic() + GRACEFUL_TERMINATION_TIME_S\n"
-        "    with contextlib.suppress(ChildProcessError):\n"
-        "        while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:\n"
-        "            if time.monotonic() > deadline:\n"
-        "                break\n"
-        "            time.sleep(0.01)\n"
-        "    if p.is_running():\n",
-        "a worker that is ended keeps its exit status for the one who waits for it: without it, horovodrun that got "
-        "SIGTERM sometimes reports success",
-    ),
-    Patch(
-        "horovod/runner/common/util/safe_shell_exec.py",
-        "import codecs\n",
-        "import codecs\nimport contextlib\n",
-        "what the mend of that file needs",
-    ),
-)
-
-
-@dataclass(frozen=True)
 class Target:
     """What the wheel is built for."""
 
@@ -198,10 +66,29 @@ class Target:
     cxx_standard: int
 
     @property
+    def native_key(self) -> str:
+        """Of the wheel with the compiled part as it should be, and Horovod's own Python files."""
+        recipe = repr((SDIST_SHA256, NATIVE, sorted(BUILD_FLAGS.items()), self.cxx_standard, *_compiler_settings()))
+        return f"native-{HOROVOD_VERSION}-torch-{self.torch}-{self.python_tag}-{_digest(recipe)}"
+
+    @property
     def key(self) -> str:
-        recipe = repr((SDIST_SHA256, PATCHES, sorted(BUILD_FLAGS.items()), self.cxx_standard))
-        digest = hashlib.sha256(recipe.encode()).hexdigest()[:10]
-        return f"horovod-{HOROVOD_VERSION}-torch-{self.torch}-{self.python_tag}-{digest}"
+        recipe = repr((self.native_key, PYTHON))
+        return f"horovod-{HOROVOD_VERSION}-torch-{self.torch}-{self.python_tag}-{_digest(recipe)}"
+
+
+def _compiler_settings(environ: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
+    """What the environment says of compilers. Part of the key, so a wheel is only used where it would be built so."""
+    return [(name, environ[name]) for name in _KEYED if environ.get(name)]
+
+
+def build_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Without variables that would change the wheel and are not part of its key."""
+    return {name: value for name, value in environ.items() if name in _KEYED or not _CHANGES_A_BUILD.fullmatch(name)}
+
+
+def _digest(recipe: str) -> str:
+    return hashlib.sha256(recipe.encode()).hexdigest()[:10]
 
 
 def cxx_standard(torch_config: str) -> int:
@@ -215,8 +102,8 @@ def cxx_standard(torch_config: str) -> int:
     return int(found.group(1)) % 100
 
 
-def apply_patches(source: Path, std: int, patches: tuple[Patch, ...] = PATCHES) -> None:
-    """Change the unpacked source in place. Raises BuildError if a text to replace is not there exactly once."""
+def apply_patches(source: Path, std: int, patches: tuple[Patch, ...]) -> None:
+    """Change an unpacked source or wheel in place. Raises BuildError if a text to replace is not there exactly once."""
     for patch in patches:
         path = source / patch.path
         if not path.is_file():
@@ -229,7 +116,7 @@ def apply_patches(source: Path, std: int, patches: tuple[Patch, ...] = PATCHES) 
             why = patch.why.replace("{std}", str(std))
             raise BuildError(
                 f"{patch.path}: expected exactly one place to change ({why}), found {count}; "
-                f"the patches are written for Horovod {HOROVOD_VERSION}, adapt PATCHES in tools/build_horovod.py"
+                f"the patches are written for Horovod {HOROVOD_VERSION}, adapt tools/horovod_mends.py"
             )
         path.write_text(text.replace(patch.old, patch.new.replace("{std}", str(std))))
 
@@ -341,11 +228,22 @@ def fetch_sdist(python: str, folder: Path) -> Path:
 
 
 def build(target: Target, cache: Path) -> Path:
-    """Return the wheel for `target`, from the cache or newly built."""
+    """Return the wheel for `target`, from the cache or newly made."""
     folder = cache / target.key
     if (wheel := cached_wheel(folder)) is not None:
         return wheel
     with locked(cache / f"{target.key}.lock"):
+        if (wheel := cached_wheel(folder)) is not None:
+            return wheel
+        return _mend_python(target, build_native(target, cache), cache)
+
+
+def build_native(target: Target, cache: Path) -> Path:
+    """The wheel with the compiled part, from the cache or newly built (minutes)."""
+    folder = cache / target.native_key
+    if (wheel := cached_wheel(folder)) is not None:
+        return wheel
+    with locked(cache / f"{target.native_key}.lock"):
         if (wheel := cached_wheel(folder)) is not None:
             return wheel
         if missing := missing_tools(Path(target.python).parent):
@@ -353,9 +251,40 @@ def build(target: Target, cache: Path) -> Path:
         return _build_locked(target, cache, folder)
 
 
+def _mend_python(target: Target, native: Path, cache: Path) -> Path:
+    """Change Python files within a built wheel; the `wheel` tool writes their checksums anew."""
+    with scratch_folder(cache / f".mending-{target.key}") as work:
+        wheel_tool = [target.python, "-m", "wheel"]
+        _run_wheel([*wheel_tool, "unpack", "--dest", str(work / "unpacked"), str(native)])
+        (unpacked,) = (work / "unpacked").iterdir()
+        apply_patches(unpacked, target.cxx_standard, PYTHON)
+        (work / "packed").mkdir()
+        _run_wheel([*wheel_tool, "pack", "--dest-dir", str(work / "packed"), str(unpacked)])
+        return _keep(work / "packed", cache / target.key, f"`wheel pack` of {native}")
+
+
+def _run_wheel(command: list[str]) -> None:
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        said = (done.stderr or done.stdout).strip()[-1500:]
+        raise BuildError(f"`{' '.join(command[1:4])}` failed; is the package `wheel` installed? It said:\n{said}")
+
+
+def _keep(made: Path, folder: Path, by: str) -> Path:
+    """Move the wheel to its place in the cache: a rename, so that the cache holds a whole wheel or none."""
+    wheel = cached_wheel(made)
+    if wheel is None:
+        raise BuildError(
+            f"{by} finished but left no wheel with horovod/torch's library in {made}; is there a special character in "
+            f"the path of {folder}? XDG_CACHE_HOME names another one"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    return wheel.rename(folder / wheel.name)
+
+
 def _build_locked(target: Target, cache: Path, folder: Path) -> Path:
     # Horovod's CMakeLists takes its own path for a regular expression: a "+" in it puts the library in a wrong place.
-    with scratch_folder(cache / f".building-{re.sub(r'[^A-Za-z0-9._-]', '-', target.key)}") as work:
+    with scratch_folder(cache / f".building-{re.sub(r'[^A-Za-z0-9._-]', '-', target.native_key)}") as work:
         print(
             f"building Horovod {HOROVOD_VERSION} for torch {target.torch} (C++{target.cxx_standard}), once", flush=True
         )
@@ -363,25 +292,17 @@ def _build_locked(target: Target, cache: Path, folder: Path) -> Path:
         with tarfile.open(sdist) as archive:
             archive.extractall(work)  # its checksum is known, so nothing in it can surprise
         source = work / f"horovod-{HOROVOD_VERSION}"
-        apply_patches(source, target.cxx_standard)
+        apply_patches(source, target.cxx_standard, NATIVE)
         cmake = find_cmake(Path(target.python).parent)
         assert cmake is not None, "missing_tools has looked"
         settings = {**BUILD_FLAGS, "HOROVOD_CMAKE": cmake, "MAKEFLAGS": f"-j{compiler_jobs()}"}
         command = [target.python, "-m", "pip", "wheel", "-v", "--no-index", "--no-deps", "--no-build-isolation"]
         command += ["--use-pep517", "--wheel-dir", str(work / "wheel"), "."]
-        log = cache / f"{target.key}.log"
-        if run_shown(command, cwd=source, env={**os.environ, **settings}, log=log) != 0:
+        log = cache / f"{target.native_key}.log"
+        if run_shown(command, cwd=source, env={**build_environment(), **settings}, log=log) != 0:
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
             raise BuildError(f"building Horovod failed; the last lines of {log}:\n{tail}\nthe whole log is {log}")
-        built = cached_wheel(work / "wheel")
-        if built is None:
-            raise BuildError(
-                f"pip finished but left no wheel with horovod/torch's library in {work / 'wheel'}; is there a special "
-                f"character in the path of {cache}? XDG_CACHE_HOME names another one. The log is {log}"
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-        # A rename within one file system: the cache holds a whole wheel or none.
-        return built.rename(folder / built.name)
+        return _keep(work / "wheel", folder, f"pip (its log is {log})")
 
 
 def is_installed(wheel: Path) -> bool:

@@ -11,31 +11,24 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from . import (
-    advise_command,
-    bench,
-    checkpoint_command,
-    data_command,
-    doctor,
-    job_command,
-    mlflow_command,
-    plan_command,
-    report,
-    simulate_command,
-)
-from .endings import INTERRUPTED, ended_cleanly
+from . import bench, chaos
+from .commands import advise, checkpoint, clean, data, doctor, job, mlflow_send, plan, report, run, simulate
+from .signals import INTERRUPTED, ended_cleanly
 
 COMMANDS = (
+    run,
     doctor,
-    data_command,
-    job_command,
+    data,
+    job,
+    clean,
     report,
-    advise_command,
+    advise,
     bench,
-    mlflow_command,
-    plan_command,
-    simulate_command,
-    checkpoint_command,
+    mlflow_send,
+    plan,
+    simulate,
+    checkpoint,
+    chaos,
 )
 
 

@@ -27,10 +27,11 @@ import numpy as np
 import torch
 import zmq
 
-from gba_hvd.gradients import RowGrad, pack_by_owner, with_contributors
-from gba_hvd.ps import process, protocol, transport
-from gba_hvd.ps.dense import DenseReader
-from gba_hvd.ps.protocol import (
+from gba_hvd.embedding.row_gradients import RowGrad, pack_by_owner, with_contributors
+from gba_hvd.embedding.row_optimizers import SGD
+from gba_hvd.ps import launch, messages, transport, wire
+from gba_hvd.ps.dense_file import DenseReader
+from gba_hvd.ps.messages import (
     Answer,
     Apply,
     Ask,
@@ -57,12 +58,11 @@ from gba_hvd.ps.protocol import (
     Residual,
     Status,
     SwitchTo,
-)  # fmt: skip
-from gba_hvd.ps.records import path_of
-from gba_hvd.ps.snapshot import SnapshotFile
-from gba_hvd.row_optimizers import SGD
-from gba_hvd.shard.layout import Layout
-from gba_hvd.shard.memory import ShardMemory
+)
+from gba_hvd.ps.state_files import path_of
+from gba_hvd.shm.layout import Layout
+from gba_hvd.shm.shard_memory import ShardMemory
+from gba_hvd.shm.snapshot_file import SnapshotFile
 from gba_hvd.torch_optimizers import spec_of
 from recovery import state_codec
 
@@ -96,7 +96,7 @@ class Peer:
 
     def send(self, body: Request, frames: Sequence[Any] = ()) -> int:
         self._number += 1
-        self.post(protocol.encode(self.job, self._number, body), *frames)
+        self.post(wire.encode(self.job, self._number, body), *frames)
         return self._number
 
     def receive(self, number: int, timeout_s: float = 60.0) -> tuple[Answer, list[bytes]] | None:
@@ -106,9 +106,9 @@ class Peer:
             if not self.socket.poll(int(1000 * left) + 1):
                 continue
             header, *frames = self.socket.recv_multipart()
-            envelope = protocol.open_envelope(header, self.job)
+            envelope = wire.open_envelope(header, self.job)
             if envelope.number == number:
-                return protocol.decode_answer(envelope), frames
+                return wire.decode_answer(envelope), frames
         return None
 
     def ask(self, body: Request, frames: Sequence[Any] = (), timeout_s: float = 60.0) -> tuple[Answer, list[bytes]]:
@@ -142,8 +142,8 @@ class Host:
         self.folder = self.memory.folder
         self.key = settings.pop("key", transport.new_key())
         settings = {"alive_s": 1000.0, "lease_s": 1000.0, **settings}
-        process.write_settings(self.folder, job, self.key, self.layout, self.optimizer, **settings)
-        self.endpoints = [process.endpoint(self.folder, i, host, 120.0) for i in range(n_servers)]
+        launch.write_settings(self.folder, job, self.key, self.layout, self.optimizer, **settings)
+        self.endpoints = [launch.endpoint(self.folder, i, host, 120.0) for i in range(n_servers)]
         self._peers: list[Peer] = []
 
     def peer(self, index: int = 0, *, local: bool = True, pull: bool = False, **other: Any) -> Peer:
@@ -153,12 +153,12 @@ class Host:
         return peer
 
     def pid(self, index: int = 0) -> int:
-        pid = process.pid_of(self.folder, index)
+        pid = launch.pid_of(self.folder, index)
         assert pid is not None
         return pid
 
     def log(self, index: int = 0) -> str:
-        return process.last_words(self.folder, index)
+        return launch.last_words(self.folder, index)
 
     def ledger(self) -> dict[str, Any] | None:
         """What the coordinator last saved."""
@@ -182,7 +182,7 @@ class Host:
     def close(self) -> None:
         for peer in self._peers:
             peer.close()
-        pids = [process.pid_of(self.folder, i) for i in range(self.n_servers)]
+        pids = [launch.pid_of(self.folder, i) for i in range(self.n_servers)]
         self.memory.close()
         deadline = time.monotonic() + 60
         while any(pid is not None and Path(f"/proc/{pid}").exists() for pid in pids):
@@ -393,7 +393,7 @@ def bad_pulls(layout: Layout) -> dict[str, list[Any]]:
 
 def bad_envelopes(job: str) -> dict[str, bytes]:
     """First frames that are no messages of this job."""
-    good = protocol.encode(job, 1, Status())
+    good = wire.encode(job, 1, Status())
     return {
         "nothing": b"",
         "zeros": bytes(100),
@@ -401,12 +401,12 @@ def bad_envelopes(job: str) -> dict[str, bytes]:
         "a truncated message": good[:-1],
         "a message and more": good + b"\0",
         "an old version": msgspec.msgpack.encode([0, job, 1, {"type": "Status"}]),
-        "another job": protocol.encode(f"{job}-2", 1, Bye(WORKER)),
-        "an unknown request": msgspec.msgpack.encode([protocol.VERSION, job, 1, {"type": "Format"}]),
-        "an answer": protocol.encode(job, 1, Refused("no")),
-        "an unknown field": msgspec.msgpack.encode([protocol.VERSION, job, 1, {"type": "Bye", "worker": 1, "x": 1}]),
-        "a wrong type": msgspec.msgpack.encode([protocol.VERSION, job, 1, {"type": "Bye", "worker": "me"}]),
-        "a fraction": msgspec.msgpack.encode([protocol.VERSION, job, 1, {"type": "Bye", "worker": 1.5}]),
+        "another job": wire.encode(f"{job}-2", 1, Bye(WORKER)),
+        "an unknown request": msgspec.msgpack.encode([messages.VERSION, job, 1, {"type": "Format"}]),
+        "an answer": wire.encode(job, 1, Refused("no")),
+        "an unknown field": msgspec.msgpack.encode([messages.VERSION, job, 1, {"type": "Bye", "worker": 1, "x": 1}]),
+        "a wrong type": msgspec.msgpack.encode([messages.VERSION, job, 1, {"type": "Bye", "worker": "me"}]),
+        "a fraction": msgspec.msgpack.encode([messages.VERSION, job, 1, {"type": "Bye", "worker": 1.5}]),
         "deep nesting": b"\x91" * 5000 + b"\xc0",
         "a huge array": b"\xdd\xff\xff\xff\xff",
         "a huge string": b"\x94\x01\xdb\xff\xff\xff\xff",
@@ -462,19 +462,19 @@ def a_round(rng: random.Random, host: Host, done: Counter[str]) -> None:
     for _ in range(20):
         act("random bytes", *(rng.randbytes(rng.randrange(60)) for _ in range(rng.randint(1, 4))))
     for body, frames in bodies:
-        header = protocol.encode(host.job, 1, body)
+        header = wire.encode(host.job, 1, body)
         act("corrupted header", corrupted(rng, header), *frames)
         act("corrupted frames", header, *(corrupted(rng, bytes(memoryview(f).cast("B"))) for f in frames))
     for data in bad_envelopes(host.job).values():
         act("no message of this job", data)
     for body, frames in bad_requests(host.layout, host.endpoints).values():
-        act("impossible request", protocol.encode(host.job, 1, body), *frames)
+        act("impossible request", wire.encode(host.job, 1, body), *frames)
     for frames in bad_pushes(host.layout).values():
-        act("impossible push", protocol.encode(host.job, 1, Push(WORKER, GENERATION, 0, 1)), *frames)
+        act("impossible push", wire.encode(host.job, 1, Push(WORKER, GENERATION, 0, 1)), *frames)
     for frames in bad_pulls(host.layout).values():
-        act("impossible pull", protocol.encode(host.job, 1, PullRows(GENERATION)), *frames)
+        act("impossible pull", wire.encode(host.job, 1, PullRows(GENERATION)), *frames)
     rng.shuffle(acts)
-    acts.append(lambda: peer.post(protocol.encode(host.job, _LAST, Status())))
+    acts.append(lambda: peer.post(wire.encode(host.job, _LAST, Status())))
     for each in acts:
         while True:
             try:
@@ -485,7 +485,7 @@ def a_round(rng: random.Random, host: Host, done: Counter[str]) -> None:
     while peer.socket.poll(5000):  # the answer to the last one is lost if they were too many to be kept
         header = peer.socket.recv_multipart()[0]
         done["answers"] += 1
-        if protocol.open_envelope(header, host.job).number == _LAST:
+        if wire.open_envelope(header, host.job).number == _LAST:
             break
     peer.close()
 

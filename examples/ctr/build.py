@@ -12,8 +12,8 @@ from ctr.config import Embedding, JobConfig
 from ctr.dcn import DCNv2
 from ctr.deepfm import DeepFM
 from ctr.dlrm import DLRM
+from gba_hvd.embedding.row_optimizers import RowOptimizer
 from gba_hvd.errors import BadInput
-from gba_hvd.row_optimizers import RowOptimizer
 
 RULES: dict[str, Callable[..., RowOptimizer]] = {
     "sgd": gba_hvd.SGD,
@@ -39,6 +39,7 @@ def build_tables(config: JobConfig, rows: Mapping[str, int]) -> gba_hvd.Embeddin
         optimizer=row_optimizer(config.embedding),
         seed=config.seed,
         init_std=config.embedding.init_std,
+        mode=config.embedding.pooling,
     )
 
 

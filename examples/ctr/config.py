@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,16 +18,27 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import yaml
 
 from gba_hvd import GBACallback
-from gba_hvd.averaging import Averaging
+from gba_hvd.averaging.algorithms import Averaging
+from gba_hvd.clipping import Clip
 from gba_hvd.compression import Compression, Spec
 from gba_hvd.compression.spec import SELECTORS
 from gba_hvd.errors import BadInput
-from gba_hvd.switching import Options
-from gba_hvd.tokens import Discipline
+from gba_hvd.ps.coordinator.discipline import Discipline
+from gba_hvd.switching.policy import Options
 from recovery.callback import CheckpointCallback
 from recovery.config import Config as Saving
 
 Section = TypeVar("Section")
+T = TypeVar("T")
+
+
+def setting(default: T, meaning: str = "", *, off: str | None = None) -> T:
+    """A setting with its meaning, for `train_ctr.py --settings`; off: the value, as YAML, that switches it off."""
+    return field(default=default, metadata=told(meaning, off))
+
+
+def told(meaning: str, off: str | None = None) -> dict[str, str | None]:
+    return {"meaning": meaning, "off": off}
 
 
 def _require(condition: bool, message: str) -> None:
@@ -38,13 +50,16 @@ def _require(condition: bool, message: str) -> None:
 class Synthetic:
     """A click log computed from a hash, whose best possible AUC is known."""
 
-    train: int = 1_000_000
-    valid: int = 50_000
-    test: int = 100_000
-    tables: dict[str, int] = field(default_factory=lambda: {"user": 20_000, "item": 5_000, "category": 100, "hour": 24})
-    n_dense: int = 4
-    zipf: float = 1.05
-    seed: int = 0
+    train: int = setting(1_000_000, "samples")
+    valid: int = setting(50_000, "samples")
+    test: int = setting(100_000, "samples")
+    tables: dict[str, int] = field(
+        default_factory=lambda: {"user": 20_000, "item": 5_000, "category": 100, "hour": 24},
+        metadata=told("rows of each table"),
+    )
+    n_dense: int = setting(4, "numeric inputs")
+    zipf: float = setting(1.05, "how uneven the use of rows is")
+    seed: int = setting(0, "of the log")
 
     def __post_init__(self) -> None:
         _require(min(self.train, self.valid, self.test) > 0, "data.synthetic: train, valid and test must be positive")
@@ -55,12 +70,17 @@ class Synthetic:
 class Data:
     """Where the samples come from."""
 
-    preset: str = "synthetic"  # or a preset of `gba-hvd data prepare`, which says how to read raw files
-    dir: str = ""  # a prepared store, or the folder of raw files; --data on the command line
-    cache: str = "~/.cache/gba_hvd/stores"  # where stores made from raw files are kept
-    shares: dict[str, float] = field(default_factory=lambda: {"train": 0.8, "valid": 0.1, "test": 0.1})
-    min_count: int = 0  # rarer values share a row; 0: as the preset has it
-    hash_rows: int = 0  # hash every field into so many rows; 0: as the preset has it
+    preset: str = setting(
+        "", "how to read raw files, a preset of `gba-hvd data prepare`; or synthetic. A store needs none"
+    )
+    dir: str = setting("", "a prepared store, or the folder of raw files; --data on the command line")
+    cache: str = setting("~/.cache/gba_hvd/stores", "where stores made from raw files are kept")
+    shares: dict[str, float] = field(
+        default_factory=lambda: {"train": 0.8, "valid": 0.1, "test": 0.1},
+        metadata=told("of raw files that come in one piece"),
+    )
+    min_count: int = setting(0, "rarer values share a row; 0: as the preset has it")
+    hash_rows: int = setting(0, "hash every field into so many rows; 0: as the preset has it")
     synthetic: Synthetic = field(default_factory=Synthetic)
 
     def __post_init__(self) -> None:
@@ -73,20 +93,30 @@ class Data:
         )
         _require(self.min_count >= 0, f"data.min_count: must not be negative, got {self.min_count}")
         _require(self.hash_rows >= 0, f"data.hash_rows: must not be negative, got {self.hash_rows}")
+        _require(
+            not (self.hash_rows and self.min_count),
+            "data.hash_rows and data.min_count: choose one, a hash has no vocabulary",
+        )
+
+    def changed(self, name: str) -> bool:
+        """Whether a setting differs from its default."""
+        one = Data.__dataclass_fields__[name]
+        default = one.default_factory() if callable(one.default_factory) else one.default
+        return bool(getattr(self, name) != default)
 
 
 @dataclass(frozen=True)
 class Model:
     """Which network, and its widths."""
 
-    kind: Literal["deepfm", "dlrm", "dcn"] = "deepfm"
-    hidden: tuple[int, ...] = (400, 400, 400)
-    batch_norm: bool = False
-    dropout: float = 0.0
-    bottom: tuple[int, ...] = (64, 32)  # dlrm
-    interaction: Literal["dot", "cat"] = "dot"  # dlrm
-    cross_layers: int = 3  # dcn
-    structure: Literal["parallel", "stacked"] = "parallel"  # dcn
+    kind: Literal["deepfm", "dlrm", "dcn"] = setting("deepfm", "the network")
+    hidden: tuple[int, ...] = setting((400, 400, 400), "widths of the layers")
+    batch_norm: bool = setting(False, "after each hidden layer", off="false")
+    dropout: float = setting(0.0, "share of hidden units", off="0")
+    bottom: tuple[int, ...] = setting((64, 32), "dlrm: widths of the layers for numeric inputs")
+    interaction: Literal["dot", "cat"] = setting("dot", "dlrm")
+    cross_layers: int = setting(3, "dcn")
+    structure: Literal["parallel", "stacked"] = setting("parallel", "dcn")
 
     def __post_init__(self) -> None:
         _require(
@@ -105,11 +135,12 @@ class Model:
 class Embedding:
     """The tables and the optimizer of their rows. `weight_decay` is L2 on the rows a batch touches."""
 
-    dim: int = 16
-    optimizer: Literal["sgd", "row_adagrad", "adagrad", "adam"] = "adam"
-    lr: float = 1e-3
-    weight_decay: float = 0.0
-    init_std: float = 0.01
+    dim: int = setting(16, "columns of each table")
+    optimizer: Literal["sgd", "row_adagrad", "adagrad", "adam"] = setting("adam", "of the rows")
+    lr: float = setting(1e-3, "learning rate of the rows")
+    weight_decay: float = setting(0.0, "L2 on the rows a batch touches", off="0")
+    init_std: float = setting(0.01, "standard deviation of new rows")
+    pooling: Literal["mean", "sum"] = setting("mean", "how the values of a multi-valued field become one vector")
 
     def __post_init__(self) -> None:
         _require(self.dim > 0, f"embedding.dim: must be positive, got {self.dim}")
@@ -122,8 +153,8 @@ class Embedding:
 class Dense:
     """Adam for everything that is not an embedding row."""
 
-    lr: float = 1e-3
-    weight_decay: float = 0.0
+    lr: float = setting(1e-3, "learning rate of all but the rows")
+    weight_decay: float = setting(0.0, "L2", off="0")
 
     def __post_init__(self) -> None:
         _require(self.lr > 0, f"dense.lr: must be positive, got {self.lr}")
@@ -134,16 +165,22 @@ class Dense:
 class Train:
     """One step is always `global_batch` samples: that many / `micro_batch` micro-batches over all workers."""
 
-    global_batch: int = 4096
-    micro_batch: int = 2048
-    row_average: Literal["global", "contributors"] = (
-        "global"  # a row's gradient: over all micro-batches, or those with it
+    global_batch: int = setting(4096, "samples in a step, whatever the number of workers; a multiple of micro_batch")
+    micro_batch: int = setting(2048, "samples that a worker takes at a time")
+    row_average: Literal["global", "contributors"] = setting(
+        "global", "a row's gradient: over all micro-batches, or those with it"
     )
-    epochs: int = 10
-    plateau_factor: float = 0.1  # learning rates are multiplied by this when validation AUC stops improving
-    plateau_patience: int = 0  # epochs without improvement that are still forgiven
-    min_lr: float = 1e-6
-    early_stop: int = 2  # epochs in a row without improvement that end training; 0 = never
+    max_norm: float | None = setting(
+        None, "clips each step's gradient, rows included; see DistributedOptimizer", off="null"
+    )
+    max_row_norm: float | None = setting(None, "clips that of the rows apart, and max_norm the dense one", off="null")
+    epochs: int = setting(10, "at most; see early_stop")
+    plateau_factor: float = setting(
+        0.1, "learning rates are multiplied by this when validation AUC stops improving", off="0"
+    )
+    plateau_patience: int = setting(0, "epochs without improvement that are still forgiven")
+    min_lr: float = setting(1e-6, "the lowest that plateau_factor makes of a learning rate")
+    early_stop: int = setting(2, "epochs in a row without improvement of validation AUC that end training", off="0")
 
     def __post_init__(self) -> None:
         _require(self.micro_batch > 0, f"train.micro_batch: must be positive, got {self.micro_batch}")
@@ -151,8 +188,15 @@ class Train:
             self.global_batch > 0 and self.global_batch % self.micro_batch == 0,
             f"train.global_batch: must be a multiple of micro_batch ({self.micro_batch}), got {self.global_batch}",
         )
+        try:
+            Clip(self.max_norm, self.max_row_norm)
+        except BadInput as error:
+            raise BadInput(f"train.{error}") from error
         _require(self.epochs > 0, f"train.epochs: must be positive, got {self.epochs}")
-        _require(0 < self.plateau_factor < 1, f"train.plateau_factor: must be in (0, 1), got {self.plateau_factor}")
+        _require(
+            0 <= self.plateau_factor < 1,
+            f"train.plateau_factor: must be in (0, 1), or 0 for constant learning rates, got {self.plateau_factor}",
+        )
         _require(
             self.plateau_patience >= 0, f"train.plateau_patience: must not be negative, got {self.plateau_patience}"
         )
@@ -168,24 +212,34 @@ class Train:
 class Switching:
     """In which mode the job trains: see `gba_hvd.GBACallback`. A job without this section stays in allreduce."""
 
-    mode: str = "allreduce"  # auto, allreduce, gba, shadow, easgd, ma, bmuf, bsp, async, hop_bs or hop_bw
-    switch_at: dict[int, str] = field(default_factory=dict)  # global step: the mode to change to
-    rule: str = "none"  # how servers apply gradients that come late: see docs/DELAY.md
-    staleness: str = Discipline.staleness
-    tolerance: int = Discipline.tolerance
-    lookahead: int | None = Discipline.lookahead
-    slack: int = Discipline.slack
-    backups: int = Discipline.backups
-    enter_gain: float = Options.enter_gain
-    leave_gain: float = Options.leave_gain
-    patience: int = Options.patience
-    min_stay: int = Options.min_stay
-    sync: str = Averaging.algorithm  # what shadow runs in the background: easgd, ma, bmuf or none
-    elasticity: float = Averaging.elasticity
-    block_rate: float = Averaging.block_rate
-    mixing: str = Averaging.mixing
-    every: int = 30  # local steps between the rounds of easgd, ma and bmuf
-    pause_s: float = Averaging.pause_s
+    mode: str = setting("allreduce", "auto, allreduce, gba, shadow, easgd, ma, bmuf, bsp, async, hop_bs or hop_bw")
+    switch_at: dict[int, str] = field(
+        default_factory=dict, metadata=told("global step: the mode to change to", off="{}")
+    )
+    rule: str = setting("none", "how servers apply gradients that come late: see docs/DELAY.md", off="none")
+    staleness: str = setting(Discipline.staleness, "gba: name of the weighting")
+    tolerance: int = setting(Discipline.tolerance, "gba: steps, for the weightings that have one")
+    lookahead: int | None = setting(
+        Discipline.lookahead, "gba, bsp: micro-batches of at most so many steps ahead; 0: lock-step", off="null"
+    )
+    slack: int = setting(Discipline.slack, "hop_bs: micro-batches a worker may be ahead of the slowest")
+    backups: int = setting(Discipline.backups, "hop_bw: workers a round does not wait for")
+    enter_gain: float = setting(Options.enter_gain, "auto: to gba when predicted so many times as fast as allreduce")
+    leave_gain: float = setting(Options.leave_gain, "auto: back when predicted less than so many times as fast")
+    patience: int = setting(Options.patience, "auto: global steps for which the prediction must hold")
+    min_stay: int = setting(Options.min_stay, "auto: global steps in a mode before it is left")
+    sync: str = setting(Averaging.algorithm, "what shadow runs in the background: easgd, ma, bmuf or none", off="none")
+    elasticity: float = setting(Averaging.elasticity, "share of the target that a replica takes on in a round")
+    block_rate: float = setting(Averaging.block_rate, "bmuf: how far the global copy goes towards the mean")
+    mixing: str = setting(Averaging.mixing, "interpolate, or difference: what was learned during a round is kept whole")
+    every: int = setting(30, "local steps between the rounds of easgd, ma and bmuf")
+    pause_s: float = setting(Averaging.pause_s, "shadow: least time between two rounds")
+    wait_s: float | None = setting(
+        None,
+        "how long training stands for servers that are not up; 0: allreduce goes on; null: 60 if required, else 0",
+        off="0",
+    )
+    required: bool = setting(False, "a mode that cannot be entered fails the job", off="false")
 
     def __post_init__(self) -> None:
         try:
@@ -201,10 +255,10 @@ class Switching:
 class Compressor:
     """How gradients or rows travel: see docs/COMPRESSION.md. `compression: int8` is short for `{name: int8}`."""
 
-    name: str = "none"  # none, fp16, bf16, int8, topk or dct
-    keep: float | None = None  # topk, dct: the share of elements that is sent
-    refresh_every: int | None = None  # dct: steps for which a threshold is kept
-    values: str = "none"  # after topk or dct: none, fp16, bf16 or int8
+    name: str = setting("none", "none, fp16, bf16, int8, topk or dct", off="none")
+    keep: float | None = setting(None, "topk, dct: the share of elements that is sent; null: theirs")
+    refresh_every: int | None = setting(None, "dct: steps for which a threshold is kept; null: its own")
+    values: str = setting("none", "after topk or dct: none, fp16, bf16 or int8", off="none")
 
     def spec(self) -> Spec:
         """Raises BadInput when there is no such compressor, or a setting is another one's."""
@@ -224,19 +278,23 @@ class Compressor:
 class Checkpoint:
     """Where and how often the job is saved: see `recovery.callback.CheckpointCallback`. Without this section: never."""
 
-    url: str = ""  # a folder, or what fsspec knows, such as s3://bucket/job; one for each job
-    every_s: float | None = None  # whichever comes first; without both: planned from what is measured
-    every_steps: int | None = None
-    mtbf_h: float | None = None  # of a plan: mean time between failures of any host, hours
-    target_pls: float = 0.1  # of a plan: tolerable portion of lost samples
-    longest_s: float = 3600.0  # of a plan: at most so long between two saves
-    resume: bool = True  # go on from the newest checkpoint there
-    takeover: bool = False  # write there although another job does
-    policy: str = Saving.policy  # which rows a save takes once there is a base: full, delta, mfu, scar
-    r: float = Saving.r  # share of a table's rows that mfu and scar take
-    bits: int | None = Saving.bits  # 8 or 4: partial saves are quantised
-    keep_last: int = Saving.keep_last
-    rate_bytes_s: float | None = Saving.rate_bytes_s
+    url: str = setting("", "a folder, or what fsspec knows, such as s3://bucket/job; one for each job")
+    every_s: float | None = setting(
+        None, "whichever comes first; without both: planned from what is measured", off="null"
+    )
+    every_steps: int | None = setting(None, "the same in global steps", off="null")
+    mtbf_h: float | None = setting(None, "of a plan: mean time between failures of any host, hours")
+    target_pls: float = setting(0.1, "of a plan: tolerable portion of lost samples")
+    longest_s: float = setting(3600.0, "of a plan: at most so long between two saves")
+    resume: bool = setting(True, "go on from the newest checkpoint there", off="false")
+    takeover: bool = setting(False, "write there although another job does", off="false")
+    policy: str = setting(
+        Saving.policy, "which rows a save takes once there is a base: full, delta, mfu, ssu, scar", off="full"
+    )
+    r: float = setting(Saving.r, "share of a table's rows that mfu, ssu and scar take")
+    bits: int | None = setting(Saving.bits, "8 or 4: partial saves are quantised", off="null")
+    keep_last: int = setting(Saving.keep_last, "checkpoints that are kept")
+    rate_bytes_s: float | None = setting(Saving.rate_bytes_s, "most bytes written per second", off="null")
 
     def __post_init__(self) -> None:
         _require(bool(self.url), "checkpoint.url: needed, a folder or an address such as s3://bucket/job")
@@ -254,17 +312,23 @@ class JobConfig:
     """Everything `train_ctr.py` can be told."""
 
     name: str
-    seed: int = 2021
-    mlflow: bool = True
+    seed: int = setting(2021, "of weights, order of samples and dropout")
+    mlflow: bool = setting(True, "write the run to MLflow", off="false")
     data: Data = field(default_factory=Data)
     model: Model = field(default_factory=Model)
     embedding: Embedding = field(default_factory=Embedding)
     dense: Dense = field(default_factory=Dense)
     train: Train = field(default_factory=Train)
-    compression: Compressor = field(default_factory=Compressor)  # of dense gradients
-    row_compression: Compressor = field(default_factory=Compressor)  # of rows and their gradients, between hosts
-    switching: Switching | None = None
-    checkpoint: Checkpoint | None = None
+    compression: Compressor = field(default_factory=Compressor, metadata=told("of dense gradients", off="none"))
+    row_compression: Compressor = field(
+        default_factory=Compressor, metadata=told("of rows and their gradients, between hosts", off="none")
+    )
+    switching: Switching | None = field(
+        default=None, metadata=told("modes other than allreduce: docs/MODES.md", off="null")
+    )
+    checkpoint: Checkpoint | None = field(
+        default=None, metadata=told("saves, and goes on from there: docs/RECOVERY.md", off="null")
+    )
 
     def __post_init__(self) -> None:
         for name, compressor in (("compression", self.compression), ("row_compression", self.row_compression)):
@@ -288,7 +352,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
         raise BadInput(f"{path}: not valid YAML: {error}") from error
     if not isinstance(tree, dict):
         raise BadInput(f"{path}: expected `key: value` lines at the top, got {type(tree).__name__}")
-    tree.setdefault("name", Path(path).stem)
+    tree.setdefault("name", os.environ.get("GBA_HVD_JOB_NAME") or Path(path).stem)
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
@@ -344,20 +408,20 @@ def _value_from(kind: Any, value: Any, where: str) -> Any:
             pass
     if isinstance(kind, type) and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
         return value
-    raise BadInput(f"{where}: expected {_name(kind)}, got {value!r}")
+    raise BadInput(f"{where}: expected {kind_name(kind)}, got {value!r}")
 
 
 def _key_from(kind: Any, key: Any, where: str) -> Any:
     try:
         return kind(key)  # whole numbers come as text from the command line, and names as numbers from YAML
     except ValueError as error:
-        raise BadInput(f"{where}: expected {_name(kind)} before the colon, got {key!r}") from error
+        raise BadInput(f"{where}: expected {kind_name(kind)} before the colon, got {key!r}") from error
 
 
-def _name(kind: Any) -> str:
+def kind_name(kind: Any) -> str:
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     if get_origin(kind) is tuple:
-        return f"a list, each {_name(get_args(kind)[0])}"
+        return f"a list, each {kind_name(get_args(kind)[0])}"
     if get_origin(kind) is dict:
-        return f"`name: value` lines, each {_name(get_args(kind)[1])}"
+        return f"`name: value` lines, each {kind_name(get_args(kind)[1])}"
     return names.get(kind, str(kind))

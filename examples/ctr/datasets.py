@@ -22,7 +22,7 @@ from ctr.config import Data
 from gba_hvd.data import ClickLog, Hashed, Recipe, SplitFiles, SplitShares, SyntheticClickLog, Vocabulary, prepare
 from gba_hvd.data.presets import PRESETS
 from gba_hvd.data.splits import Progress
-from gba_hvd.data.store import MANIFEST
+from gba_hvd.data.store import MANIFEST, read_manifest
 from gba_hvd.errors import BadInput
 
 SPLITS = ("train", "valid", "test")
@@ -50,7 +50,7 @@ class Splits:
 
 def open_splits(data: Data) -> Splits:
     """Open the log, and prepare it first where that has not been done."""
-    if data.preset == "synthetic":
+    if is_synthetic(data):
         return _synthetic(data)
     store, raw = store_of(data)
     if raw is not None:
@@ -63,10 +63,34 @@ def open_splits(data: Data) -> Splits:
 
 def prepared_splits(data: Data) -> Splits | None:
     """Open the log if it is there; None when raw files would have to be prepared first."""
-    if data.preset == "synthetic":
+    if is_synthetic(data):
         return _synthetic(data)
     store, _ = store_of(data)
     return _opened(store) if (store / MANIFEST).is_file() else None
+
+
+def is_synthetic(data: Data) -> bool:
+    """Whether the log is computed. Raises `BadInput` when the settings name no data, or two kinds at once."""
+    known = f"synthetic, {', '.join(PRESETS)}"
+    if data.preset not in ("", "synthetic", *PRESETS):
+        beside = f" (data.dir is {data.dir}; a prepared store needs no preset: leave it out)" if data.dir else ""
+        raise BadInput(f"data.preset: expected one of {known}, got {data.preset!r}{beside}")
+    if data.preset in PRESETS:
+        return False
+    asked = [f"data.preset is {data.preset}"] if data.preset == "synthetic" else []
+    asked += ["data.synthetic has settings"] if data.changed("synthetic") else []
+    if not asked and not data.dir:
+        raise BadInput(
+            f"no data: name a prepared store or the folder of raw files with --data DIR, or set data.preset ({known})"
+        )
+    if not asked:
+        return False
+    if data.dir:
+        raise BadInput(
+            f"{' and '.join(asked)}, which makes up a log, but data.dir (--data) is {data.dir}: choose one. "
+            "To read the files leave out the settings of the synthetic log; a prepared store needs no preset"
+        )
+    return True
 
 
 def store_of(data: Data) -> tuple[Path, tuple[Recipe, SplitFiles | SplitShares] | None]:
@@ -79,9 +103,36 @@ def store_of(data: Data) -> tuple[Path, tuple[Recipe, SplitFiles | SplitShares] 
     if not folder.exists():
         raise BadInput(f"--data {folder}: no such file or folder")
     if (folder / MANIFEST).is_file():
+        _check_store(data, folder)
         return folder, None
+    if not data.preset:
+        raise BadInput(
+            f"--data {folder}: no prepared store (it has no {MANIFEST}), and no data.preset says how to read raw "
+            f"files: `gba-hvd data prepare {folder} --out STORE ...` makes a store, or set data.preset "
+            f"({', '.join(PRESETS)})"
+        )
     raw = _recipe(data), _source(data, folder)
     return Path(data.cache).expanduser().absolute() / f"{data.preset}-{_fingerprint(folder, *raw)}", raw
+
+
+def _check_store(data: Data, store: Path) -> None:
+    """Settings that say how raw files are prepared must be those the store was prepared with."""
+    manifest = read_manifest(store)
+    encodings = [field.get("encoding", {}) for field in manifest.get("fields", [])]
+    for name, key in (("min_count", "min_count"), ("hash_rows", "rows")):
+        wanted = getattr(data, name)
+        found = {one.get(key) if name == "min_count" or one.get("kind") == "hashed" else None for one in encodings}
+        if wanted and found != {wanted}:
+            raise BadInput(
+                f"data.{name} is {wanted}, but the store {store} was prepared otherwise: prepare it again with "
+                f"--{name.replace('_', '-')} {wanted}, or leave out data.{name} (data.{name}=0)"
+            )
+    shares = manifest.get("input", {}).get("splits", {}).get("shares")
+    if data.changed("shares") and shares != data.shares:
+        raise BadInput(
+            f"data.shares is {data.shares}, but the store {store} was cut into {shares or 'splits by files'}: prepare "
+            "it again with --split, or leave out data.shares"
+        )
 
 
 def _opened(store: Path) -> Splits:
@@ -99,8 +150,6 @@ def _synthetic(data: Data) -> Splits:
 
 
 def _recipe(data: Data) -> Recipe:
-    if data.preset not in PRESETS:
-        raise BadInput(f"data.preset: expected synthetic, {', '.join(PRESETS)}, got {data.preset!r}")
     preset = PRESETS[data.preset]
     encoding = preset.encoding
     if data.hash_rows:
@@ -114,6 +163,8 @@ def _source(data: Data, folder: Path) -> SplitFiles | SplitShares:
     by = PRESETS[data.preset].split_by
     if by == "random" or by == "order":
         return SplitShares([folder], data.shares, by)
+    if data.changed("shares"):
+        raise BadInput(f"data.shares: {data.preset} comes with a file for each split; leave data.shares out")
     files = {split: sorted(p for p in folder.iterdir() if p.name.split(".")[0] == split) for split in SPLITS}
     missing = [split for split in SPLITS if not files[split]]
     if missing:

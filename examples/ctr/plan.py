@@ -5,24 +5,34 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
+
 from ctr.build import row_optimizer, table_shapes
 from ctr.config import Checkpoint, JobConfig, Switching
 from ctr.datasets import Splits
+from gba_hvd.batch import Bag
+from gba_hvd.clipping import Clip
 from gba_hvd.config import Config
+from gba_hvd.epoch import Cut, shares
 from gba_hvd.faults import Fault
-from gba_hvd.order import Cut
-from gba_hvd.routing import shares
-from gba_hvd.shard.layout import Layout
+from gba_hvd.shm.layout import Layout
+from recovery.redaction import redacted
 
 
-def plan(config: JobConfig, splits: Splits | None, faults: Sequence[Fault] = ()) -> str:
-    """The plan of a job; without `splits` (not prepared yet) what can be said without them."""
+def plan(config: JobConfig, splits: Splits | None, faults: Sequence[Fault] = (), tried: str | None = None) -> str:
+    """The plan of a job; without `splits` (not prepared yet) what can be said without them.
+
+    tried: what came of one batch, if one was tried
+    """
     lines = [("job", f"{config.name}: {config.model.kind}, seed {config.seed}")]
     if splits is None:
         lines += [("data", f"{config.data.dir} is not prepared yet (the first run does it), so sizes are not known")]
+        lines += [("batch", "not tried, for the same reason: `gba-hvd data prepare` first, then --data STORE")]
     else:
-        lines += _data(splits)
+        lines += _data(config, splits)
         lines += _memory(config, splits.train.tables)
+    if tried is not None:
+        lines.append(("batch", tried))
     lines += _steps(config, None if splits is None else len(splits.train))
     lines += _modes(config.switching)
     lines += _compression(config)
@@ -39,9 +49,12 @@ def most_steps(config: JobConfig, n_samples: int) -> int:
     return config.train.epochs * Cut(n_samples, config.train.global_batch, config.train.micro_batch).n_steps
 
 
-def _data(splits: Splits) -> Iterator[tuple[str, str]]:
-    yield "data", ", ".join(f"{n:,} {split}" for split, n in splits.sizes.items()) + " samples"
-    yield "", f"{len(splits.train.tables)} categorical and {splits.train.n_dense} numeric fields"
+def _data(config: JobConfig, splits: Splits) -> Iterator[tuple[str, str]]:
+    samples = ", ".join(f"{n:,} {split}" for split, n in splits.sizes.items())
+    yield "data", f"{config.data.dir or 'synthetic log'}: {samples} samples"
+    multi = [name for name, ids in splits.train.take(np.arange(1)).ids.items() if isinstance(ids, Bag)]
+    pooled = f"; multi-valued, pooled by {config.embedding.pooling}: {', '.join(multi)}" if multi else ""
+    yield "", f"{len(splits.train.tables)} categorical and {splits.train.n_dense} numeric fields{pooled}"
 
 
 def _memory(config: JobConfig, rows: Mapping[str, int]) -> Iterator[tuple[str, str]]:
@@ -70,6 +83,9 @@ def _memory(config: JobConfig, rows: Mapping[str, int]) -> Iterator[tuple[str, s
 def _steps(config: JobConfig, n_samples: int | None) -> Iterator[tuple[str, str]]:
     train, m = config.train, config.train.micro_batches
     yield "step", f"G = {train.global_batch:,} samples = M {m} micro-batches x B {train.micro_batch:,}, always"
+    clip = Clip(train.max_norm, train.max_row_norm)
+    if not clip.is_none:
+        yield "", f"its gradient is clipped: {clip}"
     yield "workers", "micro-batches of a step for each worker"
     for n_workers in sorted({n for n in (1, 2, 3, 4, 8, m) if n <= m}):
         yield "", f"{n_workers:>4}  {_shares_text(m, n_workers)}"
@@ -78,7 +94,10 @@ def _steps(config: JobConfig, n_samples: int | None) -> Iterator[tuple[str, str]
         most = most_steps(config, n_samples)
         yield "epoch", f"{most // train.epochs:,} steps; at most {train.epochs} epochs = {most:,} steps"
     patience = f"stop after {train.early_stop} epochs without gain" if train.early_stop else "no early stop"
-    yield "schedule", f"learning rates x {train.plateau_factor:g} when validation AUC stops improving; {patience}"
+    rates = "constant learning rates"
+    if train.plateau_factor:
+        rates = f"learning rates x {train.plateau_factor:g} when validation AUC stops improving"
+    yield "schedule", f"{rates}; {patience}"
 
 
 def _modes(switching: Switching | None) -> Iterator[tuple[str, str]]:
@@ -119,7 +138,7 @@ def _checkpoints(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     often = [f"{checkpoint.every_steps:,} steps"] if checkpoint.every_steps else []
     often += [f"{checkpoint.every_s:g} s"] if checkpoint.every_s else []
     pace = f"every {' or '.join(often)}" if often else "as often as planned from what is measured"
-    yield "save", f"to {checkpoint.url} {pace}"
+    yield "save", f"to {redacted(checkpoint.url)} {pace}"
     partial = "all rows" if checkpoint.policy == "full" else f"rows chosen by {checkpoint.policy} on top of a full save"
     start = "goes on from the newest one there" if checkpoint.resume else "begins anew beside those there"
     yield "", f"{partial}; keeps {checkpoint.keep_last}; {start}"

@@ -19,13 +19,13 @@ import numpy as np
 from torch import Tensor
 
 from gba_hvd import kernels
-from gba_hvd.collectives import World
-from gba_hvd.compression import rows as coding
+from gba_hvd.comm.collectives import World
+from gba_hvd.comm.traffic import Traffic
+from gba_hvd.compression import row_codec as coding
 from gba_hvd.compression.bypass import Bypass, Took
-from gba_hvd.compression.rows import RowCoder
-from gba_hvd.gradients import RowGrad, distinct, pack_by_owner
-from gba_hvd.tables import EmbeddingTables, RemoteRows
-from gba_hvd.traffic import Traffic
+from gba_hvd.compression.row_codec import RowCoder
+from gba_hvd.embedding.row_gradients import RowGrad, distinct, pack_by_owner
+from gba_hvd.embedding.tables import EmbeddingTables, RemoteRows
 
 N_NUMBERS = 3  # of each worker, with each commit: seconds of this step on the wire, beside it, and of the whole step
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from gba_hvd.compression import rows as coding
-from gba_hvd.compression.message import BadMessage
-from gba_hvd.compression.rows import RowCoder
-from gba_hvd.gradients import RowGrad, pack_by_owner
-from gba_hvd.shard.layout import Layout
+from gba_hvd.compression import row_codec as coding
+from gba_hvd.compression.row_codec import RowCoder
+from gba_hvd.compression.sparse_message import BadMessage
+from gba_hvd.embedding.row_gradients import RowGrad, pack_by_owner
+from gba_hvd.shm.layout import Layout
 
 
 def pack(grads: Sequence[RowGrad], coder: RowCoder) -> bytes:

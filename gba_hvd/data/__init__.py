@@ -5,10 +5,13 @@ The flow: sources -> raw_rows -> rows -> encoding -> store, then click_log reads
 
 from __future__ import annotations
 
-from gba_hvd.data.click_log import ClickLog
-from gba_hvd.data.prepare import prepare
-from gba_hvd.data.recipe import Categorical, Hashed, Identity, Numeric, Recipe, SplitFiles, SplitShares, Vocabulary
-from gba_hvd.data.synthetic import SyntheticClickLog
+from gba_hvd.extras import extra
+
+with extra("data", "pyarrow", "gba_hvd.data needs"):
+    from gba_hvd.data.click_log import ClickLog
+    from gba_hvd.data.prepare import prepare
+    from gba_hvd.data.recipe import Categorical, Hashed, Identity, Numeric, Recipe, SplitFiles, SplitShares, Vocabulary
+    from gba_hvd.data.synthetic import SyntheticClickLog
 
 __all__ = [
     "Categorical",

@@ -14,9 +14,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from gba_hvd.data.checked_rows import Values
 from gba_hvd.data.hashing import UInt64, hash_strings
 from gba_hvd.data.recipe import MAX_ROWS, Categorical, Hashed, Identity, Numeric, Vocabulary
-from gba_hvd.data.rows import Values
 from gba_hvd.errors import BadInput
 
 Ids = npt.NDArray[np.int32]
@@ -157,7 +157,7 @@ class Scaler:
         return ((self.transform(values) - self.mean) / self.std).astype(np.float32)
 
     def to_json(self) -> dict[str, Any]:
-        return {"mean": self.mean, "std": self.std}
+        return {"mean": self.mean, "std": self.std, "missing_becomes": float(self.encode(np.array([np.nan]))[0])}
 
 
 class ScalerFit:

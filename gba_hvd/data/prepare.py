@@ -22,13 +22,14 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from gba_hvd.data.bad_rows import DEFAULT_LIMIT
+from gba_hvd.data.checked_rows import Rows
 from gba_hvd.data.encoding import Encoder, Scaler, ScalerFit, VocabularyEncoder, VocabularyFit, fixed_encoder
 from gba_hvd.data.recipe import Recipe, SplitFiles, SplitShares, encoding_to_json
-from gba_hvd.data.rows import Rows
 from gba_hvd.data.sources import BLOCK_BYTES
 from gba_hvd.data.splits import TRAIN, Input, Progress
-from gba_hvd.data.store import MANIFEST, ROWS_PER_PART, EncodedRows, Layout, SplitWriter, write_manifest
+from gba_hvd.data.store import MANIFEST, ROWS_PER_PART, EncodedRows, Layout, SplitWriter, sync, write_manifest
 from gba_hvd.errors import BadInput
+from recovery.storage.rename import exchange
 
 
 @dataclass(frozen=True)
@@ -110,19 +111,23 @@ def prepare(
         tuple(c.name for c in recipe.categorical if c.multi_valued),
         tuple(x.name for x in recipe.numeric),
     )
-    with _hidden_folder(out) as folder:
+    with _hidden_folder(out, overwrite) as folder:
         rows_of = Input(recipe, source, max_bad_rows, on_progress, block_bytes)
         encoders = fit(recipe, rows_of)
         bad = rows_of.tally()
         tallies = {split: _SplitTally() for split in rows_of.splits}
         id_0 = {c.name: dict.fromkeys(rows_of.splits, 0) for c in recipe.categorical}
         n_values = {c.name: dict.fromkeys(rows_of.splits, 0) for c in recipe.categorical}
+        missing = {c.name: dict.fromkeys(rows_of.splits, 0) for c in recipe.categorical}
+        missing_numbers = {x.name: dict.fromkeys(rows_of.splits, 0) for x in recipe.numeric}
         with ExitStack() as stack:
             writers = {split: SplitWriter(folder, split, layout, rows_per_part) for split in rows_of.splits}
             for writer in writers.values():
                 stack.callback(writer.close)
             for rows, masks in rows_of.read("writing", None, bad):
                 every = encoders.encode(rows, recipe)
+                without = {name: values.missing() for name, values in rows.categorical.items()}
+                without_number = {name: np.isnan(values) for name, values in rows.numeric.items()}
                 for split, mask in masks.items():
                     encoded = every if mask.all() else every.keep(mask)
                     writers[split].append(encoded)
@@ -131,6 +136,9 @@ def prepare(
                     for name, ids in _by_field(encoded, layout):
                         id_0[name][split] += int(np.count_nonzero(ids == 0))
                         n_values[name][split] += len(ids)
+                    for tally_of, gone in ((missing, without), (missing_numbers, without_number)):
+                        for name, is_missing in gone.items():
+                            tally_of[name][split] += int(np.count_nonzero(is_missing & mask))
             parts = {split: writer.finish() for split, writer in writers.items()}
         for split, tally in tallies.items():
             if not tally.rows:
@@ -138,7 +146,7 @@ def prepare(
         manifest = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "recipe": recipe.to_json(),
-            "input": {"splits": source.to_json(), "bad_rows": bad.to_json()},
+            "input": {"splits": source.to_json(), "bad_rows": bad.to_json(), "not_used": rows_of.not_used},
             "fields": [
                 {
                     "name": c.name,
@@ -148,11 +156,18 @@ def prepare(
                     "distinct_in_train": encoders.distinct.get(c.name),
                     "values": n_values[c.name],
                     "id_0": id_0[c.name],
+                    "missing": missing[c.name],  # rows without a value: id 0, or in a multi-valued field no id
                 }
                 for c in recipe.categorical
             ],
             "numeric": [
-                {"name": x.name, "transform": x.transform, **encoders.numeric[x.name].to_json()} for x in recipe.numeric
+                {
+                    "name": x.name,
+                    "transform": x.transform,
+                    **encoders.numeric[x.name].to_json(),
+                    "missing": missing_numbers[x.name],
+                }
+                for x in recipe.numeric
             ],
             "splits": {
                 split: {"rows": tally.rows, "positives": tally.positives, "parts": parts[split]}
@@ -160,8 +175,11 @@ def prepare(
             },
         }
         _write_vocabularies(folder, encoders)
-        # The manifest makes the folder a dataset, so it is written last; the rename then shows it.
+        # The manifest makes the folder a dataset, so it is written last; the exchange of the folders then shows it.
+        for inside in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
+            sync(inside)
         write_manifest(folder, manifest)
+        sync(folder)
         _put_in_place(folder, out)
     return manifest
 
@@ -182,6 +200,7 @@ def _write_vocabularies(folder: Path, encoders: Encoders) -> None:
             path = folder / "vocabulary" / f"{quote(name, safe='')}.arrow"
             with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
                 writer.write_table(table)
+            sync(path)
 
 
 def _check_free(out: Path, overwrite: bool) -> None:
@@ -194,7 +213,7 @@ def _check_free(out: Path, overwrite: bool) -> None:
 
 
 @contextmanager
-def _hidden_folder(out: Path) -> Iterator[Path]:
+def _hidden_folder(out: Path, overwrite: bool) -> Iterator[Path]:
     """A folder beside `out` that one `prepare` at a time owns; gone at the end, whatever happens but SIGKILL."""
     folder = out.parent / f".{out.name}.preparing"
     try:
@@ -207,6 +226,12 @@ def _hidden_folder(out: Path) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise BadInput(f"{out}: another prepare is writing it right now ({folder})") from error
+        if replaced(folder).exists():  # a prepare that was killed while it exchanged them
+            if not out.exists():
+                replaced(folder).rename(out)
+                sync(out.parent)
+                _check_free(out, overwrite)
+            shutil.rmtree(replaced(folder), ignore_errors=True)
         inside = folder / "dataset"
         shutil.rmtree(inside, ignore_errors=True)  # what a killed prepare left
         inside.mkdir()
@@ -215,22 +240,32 @@ def _hidden_folder(out: Path) -> Iterator[Path]:
         except OSError as error:  # no space left, an input that cannot be read
             raise BadInput(f"while preparing {out}: {error}") from error
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            if out.exists() or not replaced(folder).exists():  # else the old dataset could not be brought back yet
+                shutil.rmtree(folder, ignore_errors=True)
     finally:
         os.close(lock)
 
 
+def replaced(hidden: Path) -> Path:
+    """Where the old dataset is for the moment in which the new one takes its place."""
+    return hidden / "replaced"
+
+
 def _put_in_place(folder: Path, out: Path) -> None:
-    old = folder.parent / "replaced"
-    shutil.rmtree(old, ignore_errors=True)
-    if out.exists():
-        out.rename(old)
-    try:
+    """Show the new dataset as `out`. A crash at any point leaves the old one or the new one, whole.
+
+    Where `out` exists, the two are exchanged in one step (renameat2); the old one goes with the hidden folder. Where
+    the file system cannot do that, the old one is moved away first: a crash just then leaves `out` missing, and
+    the old one in the hidden folder, from where the next `prepare` brings it back.
+    """
+    old = replaced(folder.parent)
+    if not out.exists():
         folder.rename(out)
-    except OSError:
-        if old.exists():
+    elif not exchange(folder, out):
+        out.rename(old)
+        try:
+            folder.rename(out)
+        except OSError:
             old.rename(out)
-        raise
-    parent = os.open(out.parent, os.O_RDONLY)
-    os.fsync(parent)
-    os.close(parent)
+            raise
+    sync(out.parent)

@@ -17,12 +17,14 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
+from gba_hvd.data import json_lines
 from gba_hvd.data.bad_rows import BadRows
 from gba_hvd.data.recipe import Recipe, require_columns
-from gba_hvd.data.sources import BLOCK_BYTES, read_blocks
+from gba_hvd.data.sources import BLOCK_BYTES, BOM, read_blocks
 from gba_hvd.errors import BadInput
 
 _PARQUET_ROWS = 32_768
+_ONE_FOR_MANY = b"\x1f"  # the separator of units, which text does not have
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,10 @@ def read_rows(
     """(index of the file, rows), one block at a time. Malformed rows go to `bad`, which may stop it."""
     position = 0
     for index, path in enumerate(files):
-        read = (
-            _read_parquet(path, recipe, bad)
-            if recipe.format == "parquet"
-            else _read_text(path, recipe, bad, block_bytes)
-        )
+        if recipe.format == "parquet":
+            read = _read_parquet(path, recipe, bad)
+        else:
+            read = (_read_text if recipe.is_text else _read_json)(path, recipe, bad, block_bytes)
         start = position
         for raw in read:
             bad.rows_read += raw.n_read
@@ -88,7 +89,20 @@ def count_rows(path: Path, recipe: Recipe) -> int:
     if recipe.format == "parquet":
         return int(_open_parquet(path).metadata.num_rows)
     lines = sum(block.n_lines for block in read_blocks(path))
-    return lines - (recipe.columns is None)
+    return lines - (recipe.is_text and recipe.columns is None)
+
+
+def columns_of(path: Path, recipe: Recipe) -> tuple[str, ...]:
+    """The columns of a file, used or not; of JSON lines those of the first lines."""
+    if recipe.format == "parquet":
+        return tuple(_open_parquet(path).schema_arrow.names)
+    if recipe.columns is not None:
+        return recipe.columns
+    first = next(read_blocks(path), None)
+    if first is None:
+        return ()
+    data = first.data.removeprefix(BOM)
+    return _header(path, data.partition(b"\n")[0], recipe) if recipe.is_text else json_lines.names(data)
 
 
 def _read_text(path: Path, recipe: Recipe, bad: BadRows, block_bytes: int) -> Iterator[RawRows]:
@@ -97,10 +111,10 @@ def _read_text(path: Path, recipe: Recipe, bad: BadRows, block_bytes: int) -> It
     for block in read_blocks(path, block_bytes):
         data, first_line, n_lines = block.data, block.first_line, block.n_lines
         if first_line == 1:
-            data = data.removeprefix(b"\xef\xbb\xbf")
+            data = data.removeprefix(BOM)
             if columns is None:
                 header, _, data = data.partition(b"\n")
-                columns = _header(path, header)
+                columns = _header(path, header, recipe)
                 require_columns(recipe.used, columns, f"{path}, line 1")
                 first_line, n_lines = 2, n_lines - 1
         assert columns is not None
@@ -114,9 +128,19 @@ def _read_text(path: Path, recipe: Recipe, bad: BadRows, block_bytes: int) -> It
             yield rows
 
 
-def _header(path: Path, line: bytes) -> tuple[str, ...]:
+def _read_json(path: Path, recipe: Recipe, bad: BadRows, block_bytes: int) -> Iterator[RawRows]:
+    lists = {c.name for c in recipe.categorical if c.is_list}
+    for block in read_blocks(path, block_bytes):
+        columns, flaws = json_lines.parse(block.data.removeprefix(BOM), {name: name in lists for name in recipe.used})
+        numbers = np.arange(block.first_line, block.first_line + block.n_lines, dtype=np.int64)
+        rows = RawRows(str(path), "line", numbers, numbers - 1, columns, block.n_lines, block.read_bytes)
+        yield rows.without(flaws, bad) if flaws else rows
+
+
+def _header(path: Path, line: bytes, recipe: Recipe) -> tuple[str, ...]:
     try:
-        return tuple(next(csv.reader([line.decode("utf-8").rstrip("\r")])))
+        text, quoted = line.decode("utf-8").rstrip("\r"), recipe.format == "csv" and len(recipe.between) == 1
+        return tuple(next(csv.reader([text], delimiter=recipe.between)) if quoted else text.split(recipe.between))
     except (UnicodeDecodeError, csv.Error, StopIteration) as error:
         raise BadInput(f"{path}, line 1: expected a header with the names of the columns: {error}") from error
 
@@ -149,9 +173,13 @@ def _parse(
     bad: BadRows,
 ) -> tuple[npt.NDArray[np.int64], dict[str, pa.Array]]:
     """The lines that have the right number of columns, and their columns as strings."""
-    quoted = recipe.format == "csv"
+    quoted, delimiter = recipe.format == "csv", recipe.between
     if not data:
         return lines, {name: pa.array([], pa.string()) for name in recipe.used}
+    if len(delimiter) > 1:  # pyarrow takes one character
+        if _ONE_FOR_MANY in data:
+            raise BadInput(f"{path}: has the character 0x1f, which stands for the delimiter {delimiter!r} meanwhile")
+        data, delimiter = data.replace(delimiter.encode(), _ONE_FOR_MANY), _ONE_FOR_MANY.decode()
     skipped: list[int] = []
 
     def skip(row: Any) -> str:
@@ -168,7 +196,7 @@ def _parse(
         # One thread: only then pyarrow numbers the rows it refuses. One block, so that numbers and lines agree.
         read_options=pa.csv.ReadOptions(column_names=list(columns), use_threads=False, block_size=len(data) + 1),
         parse_options=pa.csv.ParseOptions(
-            delimiter="," if quoted else "\t",
+            delimiter=delimiter,
             quote_char='"' if quoted else False,
             double_quote=quoted,
             ignore_empty_lines=False,

@@ -13,7 +13,9 @@ from typing import Any, Literal
 
 from gba_hvd.errors import BadInput
 
-Format = Literal["tsv", "csv", "parquet"]
+Format = Literal["tsv", "csv", "parquet", "jsonl"]  # csv: a value may stand in double quotes
+Part = Literal["hour", "weekday"]
+PARTS: dict[Part, int] = {"hour": 24, "weekday": 7}
 MAX_ROWS = 2**31 - 1  # ids are stored as int32
 
 
@@ -56,18 +58,36 @@ Encoding = Vocabulary | Hashed | Identity
 
 @dataclass(frozen=True)
 class Categorical:
-    """A column that becomes ids of one table. With `separator` or `is_list` it is multi-valued, a `Bag`."""
+    """A column that becomes ids of one table. With `separator` or `is_list` it is multi-valued, a `Bag`.
+
+    With `part` it is what a time tells: see `of_time`.
+    """
 
     name: str
     encoding: Encoding = Vocabulary()
-    separator: str | None = None  # in text; a list column of a Parquet file needs `is_list` instead
+    separator: str | None = None  # in text; a list in a Parquet or JSON-lines file needs `is_list` instead
     is_list: bool = False
+    part: Part | None = None
+    time_column: str = ""  # with part: the column it is read from
+    time_format: str = ""  # with part: unix, unix_ms, iso, or a pattern of strptime
 
     def __post_init__(self) -> None:
+        if self.part is not None and self.encoding != Identity(PARTS[self.part]):
+            raise ValueError(f"{self.name}: the {self.part} has {PARTS[self.part]} values, which are ids already")
         if self.separator == "" or (self.is_list and self.separator is not None):
             raise ValueError(
                 f"{self.name}: separator is {self.separator!r}, expected one in text, none for a list column"
             )
+
+    @classmethod
+    def of_time(cls, column: str, part: Part, format: str) -> Categorical:
+        """`COLUMN_hour`, 0 to 23, or `COLUMN_weekday`, 0 (Monday) to 6."""
+        return cls(f"{column}_{part}", Identity(PARTS[part]), part=part, time_column=column, time_format=format)
+
+    @property
+    def column(self) -> str:
+        """The column of the input that it is read from."""
+        return self.time_column or self.name
 
     @property
     def multi_valued(self) -> bool:
@@ -89,17 +109,33 @@ class Numeric:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Columns of the input and their roles. `columns` names those of a file without header (tsv), else None."""
+    """Columns of the input and their roles.
+
+    columns:    names of the columns of a text file without header; None: the first line has them, or the format does
+    delimiter:  between columns of text; default: a tab in tsv, a comma in csv
+    ignored:    columns that are left out on purpose; others without a role are reported as not used
+    label_from: the label is 1 where its column is at least this number, else 0; None: it is 0 or 1 already
+    """
 
     format: Format
     label: str
     categorical: tuple[Categorical, ...]
     numeric: tuple[Numeric, ...] = ()
     columns: tuple[str, ...] | None = None
+    delimiter: str = ""
+    label_from: float | None = None
+    ignored: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if (self.columns is None) == (self.format == "tsv"):
-            raise ValueError(f"columns: a tsv file has no header and needs them, {self.format} has its own names")
+        if not self.is_text and (self.columns is not None or self.delimiter):
+            raise ValueError(f"columns and delimiter are for text: a {self.format} file has its own names")
+        if self.delimiter in ("\n", "\r", '"'):
+            raise ValueError(f"delimiter is {self.delimiter!r}, which ends lines or quotes values")
+        fields = [c.name for c in self.categorical]
+        if len(set(fields)) < len(fields):
+            raise ValueError(
+                f"two fields have one name: {', '.join(sorted({n for n in fields if fields.count(n) > 1}))}"
+            )
         if not self.categorical:
             raise ValueError("no categorical column: there would be no embedding table")
         twice = sorted({name for name in self.used if self.used.count(name) > 1})
@@ -110,13 +146,32 @@ class Recipe:
 
     @property
     def used(self) -> tuple[str, ...]:
-        """The columns that are read, label first."""
-        return (self.label, *(n.name for n in self.numeric), *(c.name for c in self.categorical))
+        """The columns that are read, label first. A time is there once, whatever is made of it."""
+        times = dict.fromkeys(c.time_column for c in self.categorical if c.part is not None)
+        plain = (c.name for c in self.categorical if c.part is None)
+        return (self.label, *(n.name for n in self.numeric), *plain, *times)
+
+    def not_used(self, present: Iterable[str]) -> list[str]:
+        """Columns of an input that have no role and are not ignored either."""
+        return [name for name in present if name not in self.used and name not in self.ignored]
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the input is lines of columns with something between them."""
+        return self.format in ("tsv", "csv")
+
+    @property
+    def between(self) -> str:
+        """What stands between two columns of text."""
+        return self.delimiter or ("\t" if self.format == "tsv" else ",")
 
     def to_json(self) -> dict[str, Any]:
         fields = [asdict(c) | {"encoding": encoding_to_json(c.encoding)} for c in self.categorical]
         numeric = [asdict(n) for n in self.numeric]
-        return {"format": self.format, "label": self.label, "categorical": fields, "numeric": numeric}
+        text: dict[str, Any] = {"delimiter": self.between} if self.is_text else {}
+        text |= {"label_from": self.label_from} if self.label_from is not None else {}
+        text |= {"ignored": list(self.ignored)} if self.ignored else {}
+        return {"format": self.format, "label": self.label, "categorical": fields, "numeric": numeric, **text}
 
 
 def encoding_to_json(encoding: Encoding) -> dict[str, Any]:
@@ -155,7 +210,7 @@ def require_columns(wanted: Iterable[str], present: Sequence[str], where: str) -
     """Raise `BadInput` with the nearest names when a column is missing or there twice."""
     for name in wanted:
         if name not in present:
-            near = get_close_matches(name, present, n=3) or list(present)[:8]
+            near = [one[:40] for one in get_close_matches(name, present, n=3) or list(present)[:8]]
             raise BadInput(f"{where}: no column {name!r}; nearest: {', '.join(near)} ({len(present)} columns in all)")
         if list(present).count(name) > 1:
             raise BadInput(f"{where}: column {name!r} is there {list(present).count(name)} times, rename one")

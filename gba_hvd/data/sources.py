@@ -6,7 +6,7 @@ What the lines mean is decided in `raw_rows`.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -20,9 +20,18 @@ from gba_hvd.data.recipe import Format
 from gba_hvd.errors import BadInput
 
 BLOCK_BYTES = 4 << 20
+BOM = b"\xef\xbb\xbf"
 MAX_LINE_BYTES = 64 << 20
 _READ_BYTES = 256 << 10
-_SUFFIXES = {"tsv": {"", ".txt", ".tsv", ".csv", ".dat"}, "csv": {".csv", ".txt"}, "parquet": {".parquet", ".pq"}}
+# Handed to a decompressor at once, so that what comes out is bounded however well it was packed: a byte of zstd can
+# become 32 KiB (four bytes a block of 128 KiB), a byte of gzip 1 KiB.
+_ZSTD_STEP_BYTES, _GZIP_STEP_BYTES = 1 << 10, 32 << 10
+_SUFFIXES = {
+    "tsv": {"", ".txt", ".tsv", ".csv", ".dat"},
+    "csv": {".csv", ".tsv", ".txt", ".dat"},
+    "parquet": {".parquet", ".pq"},
+    "jsonl": {"", ".jsonl", ".ndjson", ".json", ".txt"},
+}
 _COMPRESSED = {".gz", ".zst"}
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _NOT_SUPPORTED = {b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip", b"PAR1": "Parquet"}
@@ -49,15 +58,16 @@ class _Decompressor(Protocol):
     def decompress(self, data: bytes, /) -> bytes: ...
 
 
-def find_files(inputs: Iterable[Path], format: Format) -> list[Path]:
+def find_files(inputs: Iterable[Path], *formats: Format) -> list[Path]:
     """The files of some files and folders, folders in sorted order, passing over files of other kinds in them."""
     found: list[Path] = []
     for path in inputs:
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.is_file() and _belongs(p.relative_to(path), format))
-            if not inside:
-                raise BadInput(f"{path}: no {format} file in this folder (looked for {_looked_for(format)})")
-            found += inside
+            inside = sorted(p for p in path.rglob("*") if p.is_file())
+            fitting = [p for p in inside if any(_belongs(p.relative_to(path), format) for format in formats)]
+            if not fitting:
+                raise BadInput(f"{path}: {_none_of(formats)}; {_what_is_in(path, inside)}")
+            found += fitting
         elif path.exists():
             found.append(path)
         else:
@@ -88,8 +98,17 @@ def _belongs(relative: Path, format: Format) -> bool:
     return last.suffix in _SUFFIXES[format]
 
 
-def _looked_for(format: Format) -> str:
-    return ", ".join(sorted(suffix or "no suffix" for suffix in _SUFFIXES[format])) + ", also .gz and .zst"
+def _none_of(formats: Sequence[Format]) -> str:
+    what = f"no {formats[0]} file" if len(formats) == 1 else "no file to prepare"
+    suffixes = sorted({suffix or "no suffix" for format in formats for suffix in _SUFFIXES[format]})
+    return f"{what} in this folder (looked for {', '.join(suffixes)}, also .gz and .zst)"
+
+
+def _what_is_in(folder: Path, files: Sequence[Path]) -> str:
+    if not files:
+        return "the folder is empty"
+    shown = ", ".join(str(path.relative_to(folder)) for path in files[:3])
+    return f"it has {shown}" + (f" and {len(files) - 3:,} more" if len(files) > 3 else "")
 
 
 def read_blocks(path: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
@@ -136,26 +155,35 @@ def _decompressed(path: Path) -> Iterator[tuple[bytes, int]]:
                 raise BadInput(f"{path}: this is a {name} file, expected text, plain or packed with gzip or zstd")
         packed = chain([start], iter(partial(file.read, _READ_BYTES), b""))
         if start.startswith(_GZIP):
-            chunks = _unpack(packed, lambda: zlib.decompressobj(wbits=31))
+            chunks = _unpack(packed, lambda: zlib.decompressobj(wbits=31), _GZIP_STEP_BYTES)
         elif start.startswith(_ZSTD):
-            chunks = _unpack(packed, lambda: zstandard.ZstdDecompressor().decompressobj())
+            chunks = _unpack(packed, lambda: zstandard.ZstdDecompressor().decompressobj(), _ZSTD_STEP_BYTES)
         else:
             chunks = packed
         for chunk in chunks:
             yield chunk, file.tell()
 
 
-def _unpack(packed: Iterator[bytes], new_member: Callable[[], _Decompressor]) -> Iterator[bytes]:
-    """Both formats allow several members (zstd: frames) one after another; the last one must reach its end."""
+def _unpack(packed: Iterator[bytes], new_member: Callable[[], _Decompressor], step_bytes: int) -> Iterator[bytes]:
+    """Both formats allow several members (zstd: frames) one after another; the last one must reach its end.
+
+    Yields about _READ_BYTES or what one step of `step_bytes` becomes, never more than both.
+    """
+    found: list[bytes] = []
     member, inside = new_member(), False
-    for chunk in packed:
-        rest = chunk
+    for piece in (chunk[i : i + step_bytes] for chunk in packed for i in range(0, len(chunk), step_bytes)):
+        rest = piece
         while rest:
             if not inside and not (rest := rest.lstrip(b"\0")):  # some tools pad with zeros
                 break
-            yield member.decompress(rest)
+            found.append(member.decompress(rest))
             inside, rest = not member.eof, member.unused_data
+            if sum(map(len, found)) >= _READ_BYTES:
+                yield b"".join(found)
+                found = []
             if not inside:
                 member = new_member()
+    if found:
+        yield b"".join(found)
     if inside:
         raise EOFError("the stream has no end")

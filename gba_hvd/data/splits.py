@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gba_hvd.data.bad_rows import BadRows
+from gba_hvd.data.checked_rows import Rows, check_rows
 from gba_hvd.data.hashing import hash_integers, stream_key, unit_interval
-from gba_hvd.data.raw_rows import count_rows, read_rows
-from gba_hvd.data.recipe import Recipe, SplitFiles, SplitShares
-from gba_hvd.data.rows import Rows, check_rows
+from gba_hvd.data.raw_rows import columns_of, count_rows, read_rows
+from gba_hvd.data.recipe import Recipe, SplitFiles, SplitShares, require_columns
 from gba_hvd.data.sources import find_files
 from gba_hvd.errors import BadInput
 
@@ -56,6 +56,11 @@ class Input:
             self._shares = source
         if TRAIN not in self.splits:
             raise BadInput(f"splits are {', '.join(self.splits)}: one must be called train, everything is fitted on it")
+        files = [path for paths in self._files.values() for path in paths]
+        present = list(dict.fromkeys(name for path in files for name in columns_of(path, recipe)))
+        if recipe.format == "jsonl":  # a line may lack a name; that no line has it is known of all files together
+            require_columns(recipe.used, present, f"{files[0]}, first lines")
+        self.not_used = recipe.not_used(present)
         self._total_rows = 0
         if self._shares is not None and self._shares.by == "order":
             self._total_rows = self._count()

@@ -146,6 +146,7 @@ class SplitWriter:
         path = self._folder / file
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
             writer.write_batch(pa.record_batch(columns, schema=schema))
+        sync(path)
         del columns
         for staged in self._staged.values():
             staged.close()
@@ -189,6 +190,15 @@ def _matrix(batch: pa.RecordBatch, name: str, names: Sequence[str]) -> npt.NDArr
 
 def _bag(column: pa.LargeListArray) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
     return column.offsets.to_numpy(zero_copy_only=True), column.values.to_numpy(zero_copy_only=True)
+
+
+def sync(path: Path) -> None:
+    """A file or folder: what is in it survives a crash of the machine from here on."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def crc32(path: Path) -> int:

@@ -21,7 +21,7 @@ repeat, since the marks in shard memory say what was done.
 
 from __future__ import annotations
 
-from gba_hvd.elastic.loop import run
+from gba_hvd.elastic.run import run
 from gba_hvd.elastic.torch_state import TorchState
 
 __all__ = ["TorchState", "run"]

@@ -3,63 +3,79 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import logging
+import os
 import secrets
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from gba_hvd import handover, membership
-from gba_hvd.allreduce import AllreduceMode
-from gba_hvd.callbacks import Callback
-from gba_hvd.checkpoints import Checkpoints
-from gba_hvd.collectives import current_world, hosts_updated, worker_lost
-from gba_hvd.elastic import telling
-from gba_hvd.elastic.loop import status_of
-from gba_hvd.elastic.newcomers import Newcomers
-from gba_hvd.elastic.saving import Saving
+from gba_hvd import membership
+from gba_hvd.callbacks import Callback, Event
+from gba_hvd.checkpoint.job_checkpoints import Checkpoints
+from gba_hvd.comm.collectives import current_world, hosts_updated, worker_lost
+from gba_hvd.comm.launcher_slot import Seat
+from gba_hvd.comm.world_formation import END_WAITS, end_waits
+from gba_hvd.config import checked_job_name
+from gba_hvd.elastic import endings, job_events
+from gba_hvd.elastic.late_joiners import Newcomers
 from gba_hvd.elastic.training_state import TrainingState
-from gba_hvd.engine import Engine
-from gba_hvd.errors import BadInput
+from gba_hvd.elastic.worker_saves import Saving
+from gba_hvd.errors import BadInput, ShardMemoryError
 from gba_hvd.faults import FaultSchedule
-from gba_hvd.gba import GbaMode
-from gba_hvd.gba_callback import GBACallback
-from gba_hvd.launcher import Seat
 from gba_hvd.membership import Joined
+from gba_hvd.modes.allreduce_exchange import AllreduceMode
+from gba_hvd.modes.parameter_server import GbaMode
+from gba_hvd.switching import handover
+from gba_hvd.switching.callback import GBACallback
 from gba_hvd.torch_optimizers import spec_of
+from gba_hvd.tracking.progress_line import ProgressLine
+from gba_hvd.training.engine import Engine
+from gba_hvd.training.mode_limits import check_modes
+from gba_hvd.training.parameter_watch import untrained
 from recovery import state_codec
 from recovery.callback import CheckpointCallback
 
+log = logging.getLogger("gba_hvd")
+
 # How long the end waits for a world that is being formed: a job whose launcher has to kill a newcomer counts as failed.
 _END_TIMEOUT_S, _FAILED_TIMEOUT_S = 60.0, 5.0
+_STOOD_STILL = "this worker's training stood still meanwhile"
+_CAUSE_S = 1.5  # a launcher that lost a worker kills the others 5 s later; they have things to say before
 
 
 class TorchState:
     """Model, optimizer and whatever else must survive: `TorchState(model, optimizer, epoch=0, scheduler=scheduler)`.
 
     Keyword arguments become attributes. They may be numbers, strings, lists, dicts, tensors, arrays, or objects with
-    `state_dict()` and `load_state_dict()`. `optimizer` must come from `DistributedOptimizer`.
+    `state_dict()` and `load_state_dict()`. `optimizer` must come from `DistributedOptimizer`. `name` is what people
+    call the job; by default $GBA_HVD_JOB_NAME, else the script's name.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, **values: Any) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, name: str | None = None, **values: Any
+    ) -> None:
         engine = getattr(optimizer, "engine", None)
         if not isinstance(engine, Engine):
             raise BadInput("TorchState needs an optimizer made by gba_hvd.DistributedOptimizer")
         self.model, self.optimizer, self.engine = model, optimizer, engine
         engine.job_id = engine.tables.config.job_id or secrets.token_hex(4)
+        engine.job_name = engine.job_name if name is None else checked_job_name(name)
         self._seat = Seat()
         self.training_state = TrainingState(engine, model, self, list(values))
         self.saving = Saving(engine, self.training_state)
         self.newcomers = Newcomers(engine, self.training_state, self._seat)
         self._reset_callbacks: list[Callable[[], None]] = []
         self._has_state = self._synced = self._closed = False
+        self._exit_watch = endings.ExitWatch()
         self.finished_epoch: int | None = None  # the last epoch this process saw the end of since it last synced
-        for name, value in values.items():
-            if hasattr(self, name):
-                raise BadInput(f"TorchState has a {name!r} of its own; choose another name")
-            setattr(self, name, value)
+        for attribute, value in values.items():
+            if hasattr(self, attribute):
+                raise BadInput(f"TorchState has a {attribute!r} of its own; choose another name")
+            setattr(self, attribute, value)
 
     # --- for the user's loop -----------------------------------------------------------------------------------------
 
@@ -83,6 +99,11 @@ class TorchState:
         """The job's name, the same on all workers and through all restarts (known after the first sync)."""
         return self.engine.job_id
 
+    @property
+    def name(self) -> str:
+        """What people call the job."""
+        return self.engine.job_name
+
     def register_callbacks(self, callbacks: Sequence[Callback | CheckpointCallback]) -> None:
         """Add callbacks, in the same order on every worker."""
         self.engine.callbacks.extend(cast(Sequence[Callback], callbacks))
@@ -97,8 +118,31 @@ class TorchState:
                 if callback.rule != "none":
                     callback.check_fits(spec_of(self.engine.optimizer))
                 self.engine.switching = callback
+                check_modes(self.engine)
             elif isinstance(callback, FaultSchedule):
                 self.engine.faults = callback
+
+    def on_step(self, function: Callable[[], Any]) -> None:
+        """Run `function()` once per global step that is applied, on every worker, such as a scheduler's `step`:
+
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10_000)
+            state = gba_hvd.elastic.TorchState(model, optimizer, epoch=0, scheduler=scheduler)
+            state.on_step(scheduler.step)                   # and no scheduler.step() in the loop
+
+        The loop over `batches` runs once per micro-batch of this worker, so a schedule stepped there would depend on
+        the number of workers. In asynchronous modes the function runs when the worker hears of a step, and the servers
+        use the learning rates that come with a step's gradients. A step that is skipped for an overflow (`grad_scaler`)
+        runs it nowhere, in no mode: as the loop `if scaler.get_scale() >= before: scheduler.step()` does in plain
+        PyTorch. A scheduler must be among the state's values, so that
+        it survives failures with the count of the steps that it has seen. Raises BadInput for one that is not.
+        """
+        owner = getattr(function, "__self__", None)
+        if hasattr(owner, "last_epoch") and all(getattr(self, n) is not owner for n in self.training_state.names):
+            raise BadInput(
+                f"on_step: the {type(owner).__name__} is not in the state, so a restarted worker would begin its "
+                "schedule anew: TorchState(model, optimizer, ..., scheduler=scheduler)"
+            )
+        self.engine.step_hooks.functions.append(function)
 
     def report(self, **metrics: float) -> None:
         """Tell the callbacks some metrics of the current step."""
@@ -116,12 +160,19 @@ class TorchState:
             return
         self._closed = True
         atexit.unregister(self._close_at_exit)
+        self._exit_watch.leave()
         engine = self.engine
+        if error is not None:
+            endings.leave_note(engine, status, error)
+        if engine.board is not None:
+            engine.board.ends()
         try:
-            telling.ended(engine, status, error)
+            self._tell_of_an_unformed_world(_FAILED_TIMEOUT_S if error is None else 0.0)
+            job_events.ended(engine, status, error)
         finally:
-            if engine.reformer is not None:
-                engine.reformer.stop(_END_TIMEOUT_S if error is None else _FAILED_TIMEOUT_S)
+            patience_s = _END_TIMEOUT_S if error is None else _FAILED_TIMEOUT_S
+            if engine.reformer is not None and not engine.reformer.stop(patience_s):
+                log.warning("%s It goes on after %.0f s more", END_WAITS, patience_s)
             self.saving.close()
             if isinstance(engine.mode, GbaMode):
                 if error is None:
@@ -135,9 +186,23 @@ class TorchState:
                 is_of_no_use = engine.world.size == 1 and engine.checkpoints is None
                 memory.close(remove=status == "FINISHED" or is_of_no_use)
 
+    def _tell_of_an_unformed_world(self, patience_s: float) -> None:
+        """Callbacks hear nothing after the end: what this process may wait for then is told before it."""
+        engine = self.engine
+        with contextlib.suppress(KeyboardInterrupt):  # SIGTERM at the end: the end is told all the same
+            if engine.reformer is None or engine.reformer.stop(patience_s):
+                return
+            wait = engine.forming.wait()
+            if wait is not None and wait.seconds >= _FAILED_TIMEOUT_S:
+                engine.emit(end_waits(engine.step, wait), only_here=True)
+
+    def _end_is_shown(self) -> bool:
+        """By Horovod's launcher, or by a callback."""
+        return "HOROVOD_RANK" in os.environ or any(isinstance(one, ProgressLine) for one in self.engine.callbacks)
+
     def _close_at_exit(self) -> None:
-        error = getattr(sys, "last_value", None)  # the exception the interpreter is ending with
-        self.close("FINISHED" if error is None else status_of(error), error)
+        error = self._exit_watch.error()
+        self.close("FINISHED" if error is None else endings.status_of(error), error)
 
     # --- Horovod's verbs ---------------------------------------------------------------------------------------------
 
@@ -170,9 +235,20 @@ class TorchState:
     def restore(self) -> None:
         """After a failure: forget the step in flight. What was committed stays.
 
-        Raises GivenUp when the others went on without this worker, LauncherLost when it may be so: it ends.
+        Raises GivenUp when the others went on without this worker, LauncherLost when it may be so: it ends. Raises
+        WorldLost where no elastic launcher forms the world anew: waiting for it, this worker would be killed.
         """
         engine = self.engine
+        memory = engine.tables.memory
+        if memory is not None and (trouble := memory.trouble()):
+            raise ShardMemoryError(trouble)
+        # (Workers that all fell out of an asynchronous mode, since a server was lost, can form their world again.)
+        cause = None if endings.is_elastic() else endings.cause_elsewhere(engine, _CAUSE_S)
+        goes_on = endings.is_elastic() or engine.world.size == 1 or isinstance(engine.mode, GbaMode)
+        if cause is not None or not goes_on:
+            raise cause or endings.world_lost(engine)
+        if endings.is_elastic() and engine.world.size > 1:
+            job_events.worker_gone(engine)
         self._synced = False
         engine.interrupt_due = engine.hosts_updated = False
         engine.switch_to = None
@@ -180,12 +256,26 @@ class TorchState:
         if isinstance(engine.mode, AllreduceMode):
             engine.mode.leave_step()
         if isinstance(engine.mode, GbaMode):  # this worker fell out of it
-            if engine.reformer is not None:
-                engine.reformer.stop()
+            handover.end_reformer(engine)
             handover.rescue_dense_state(engine, engine.mode)
             engine.mode.close(finished=False)
             engine.mode = engine.idle_mode = engine.reformer = None
         self._seat.check(engine.tables.config.server_s)
+
+    def check_memory(self) -> None:
+        """Between two steps: whether the tables' file is still what is mapped.
+
+        Raises ShardMemoryError where going on would end in SIGBUS, or where servers that train have lost it. In
+        allreduce mode the workers have all that they need: then it is told, and training goes on.
+        """
+        engine, memory = self.engine, self.engine.tables.memory
+        if memory is None or engine.memory_trouble or not (trouble := memory.trouble()):
+            return
+        if isinstance(engine.mode, GbaMode) or memory.is_cut_short:
+            raise ShardMemoryError(trouble)
+        engine.memory_trouble = trouble
+        text = f"{trouble}. Training goes on with what is mapped, until a worker comes, goes or dies"
+        engine.emit(Event("memory_removed", engine.step, text, {"folder": str(memory.folder)}, level="warning"))
 
     def stop_if_interrupted(self) -> None:
         """Leave the loop when hosts came or went: raised on all workers at the same step, as the commit agreed."""
@@ -197,7 +287,10 @@ class TorchState:
     def sync(self) -> None:
         """Agree with all workers on one state. A collective."""
         engine = self.engine
-        before = engine.world.size if self._has_state else None
+        # What the thread beside an asynchronous mode met and nobody was told yet comes before this world: told later,
+        # it would put its world, which is no more, in place of this one.
+        self.newcomers.tell()
+        before, neighbours = engine.world.size if self._has_state else None, engine.neighbours
         engine.world = current_world()
         try:
             self._seat.take()
@@ -211,12 +304,17 @@ class TorchState:
         if joined.asynchronous:
             self.newcomers.come_in(joined)
             self._note_synced()
+            wait = engine.forming.end()  # before another thread forms worlds
             self.newcomers.watch(joined.membership)
-            telling.world_formed(engine, joined, None)
+            job_events.world_formed(engine, joined, None)
+            job_events.world_was_late(engine, wait, _STOOD_STILL)
             return
         self._come_to_one_state(joined)
         self._note_synced()
-        telling.world_formed(engine, joined, before, self.training_state.residuals_missing)
+        job_events.world_formed(engine, joined, before, self.training_state.residuals_missing)
+        job_events.world_was_late(engine, engine.forming.end(), _STOOD_STILL)
+        for event in endings.failed_neighbours(engine, neighbours):
+            engine.emit(event, only_here=True)
         self.saving.world_formed(joined)
 
     def _come_to_one_state(self, joined: Joined) -> None:
@@ -235,10 +333,18 @@ class TorchState:
         if checkpoints is not None:
             checkpoints.world_formed(rows_moved=True)
         if engine.compression is not None:
-            telling.residuals_lost(engine, *engine.compression.count_lost(engine.world, self._has_state))
+            job_events.residuals_lost(engine, *engine.compression.count_lost(engine.world, self._has_state))
 
     def _note_synced(self) -> None:
         if not self._has_state:
             atexit.register(self._close_at_exit)
+            endings.interrupts_show_one_line(self._end_is_shown)
+            self._exit_watch.enter()
         self._has_state, self._synced, self._closed = True, True, False
         self.finished_epoch = None
+        engine = self.engine
+        engine.untrained = untrained(self.model, engine.dense.parameters)
+        engine.parameter_watch.name_as_in(self.model)
+        hooks, values = self.engine.step_hooks, {name: getattr(self, name) for name in self.training_state.names}
+        hooks.run(self.engine.n_applied)
+        hooks.watch(values, self.engine.step)

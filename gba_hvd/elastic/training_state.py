@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 from torch import nn
 
-from gba_hvd import random_state
-from gba_hvd.engine import Engine
-from gba_hvd.gba_callback import GBACallback
-from gba_hvd.ps.protocol import Position
+from gba_hvd.elastic import rng_state
+from gba_hvd.ps.messages import Position
+from gba_hvd.switching.callback import GBACallback
+from gba_hvd.training.engine import Engine
 from recovery import state_codec
 
 
@@ -56,7 +56,7 @@ class TrainingState:
         return state_codec.encode({
             **self.state_dict(),
             "checkpoints": None if checkpoints is None else checkpoints.state(),
-            "random": [random_state.here()],
+            "random": [rng_state.here()],
             "random_left": self._random_left,
         })  # fmt: skip
 
@@ -87,10 +87,11 @@ class TrainingState:
                     checkpoints.load_state(state["checkpoints"])
         self._random_left = None
         if left is not None:
-            random_state.go_on(left["states"], self._engine.step, world, same_step=left["same_step"])
+            rng_state.go_on(left["states"], self._engine.step, world, same_step=left["same_step"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         engine = self._engine
+        engine.parameter_watch.forget()
         self._model.load_state_dict(state["model"])
         engine.optimizer.load_state_dict(state["optimizer"])
         for name, value in state["values"].items():

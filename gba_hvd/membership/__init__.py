@@ -7,6 +7,6 @@ those that nobody holds any more (`refill`). What may fail on one rank only is d
 
 from __future__ import annotations
 
-from gba_hvd.membership.joining import Joined, join
+from gba_hvd.membership.join import Joined, join
 
 __all__ = ["Joined", "join"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,10 +26,18 @@ class Facts:
     pid: int
     generation: int = 0  # of the asynchronous mode it is in; 0 in allreduce mode
     membership: int = 0  # in an asynchronous mode: the newest change of membership it heard of
+    row_factor: float = 1.0  # what the row gradients of its newest step were multiplied by
 
     def row(self) -> np.ndarray:
         fields = (self.has_state, self.step, self.held_step, self.host, self.settings, self.pid)
-        return np.array([*fields, self.generation, self.membership], dtype=np.int64)
+        factor = int(np.float64(self.row_factor).view(np.int64))
+        return np.array([*fields, self.generation, self.membership, factor], dtype=np.int64)
+
+    @classmethod
+    def of_row(cls, row: np.ndarray) -> Facts:
+        """The inverse of `row`."""
+        fields = row.tolist()
+        return replace(cls(bool(fields[0]), *fields[1:-1]), row_factor=float(row[-1:].view(np.float64)[0]))
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,7 @@ class Agreement:
     """What the ranks make of their facts.
 
     step: the newest committed step; source: a rank that has it; catch_up: ranks that apply the gradients they hold
+    row_factor: what they multiply them by, as all others did
     """
 
     step: int
@@ -44,6 +53,7 @@ class Agreement:
     catch_up: tuple[int, ...]
     is_restart: bool
     reason: str
+    row_factor: float = 1.0
 
 
 def agree(facts: Sequence[Facts]) -> Agreement:
@@ -58,7 +68,8 @@ def agree(facts: Sequence[Facts]) -> Agreement:
     step = max(facts[rank].step for rank in old)
     source = next(rank for rank in old if facts[rank].step == step)
     catch_up = tuple(rank for rank in old if facts[rank].step == step - 1 and facts[rank].held_step == step)
-    return Agreement(step, source, catch_up, True, f"rank {source} has step {step}, the newest of {len(old)} survivors")
+    reason = f"rank {source} has step {step}, the newest of {len(old)} survivors"
+    return Agreement(step, source, catch_up, True, reason, facts[source].row_factor)
 
 
 def asynchronous_source(facts: Sequence[Facts]) -> int | None:

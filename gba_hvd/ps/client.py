@@ -21,10 +21,10 @@ from typing import Any
 
 import zmq
 
+from gba_hvd.comm.traffic import Traffic
 from gba_hvd.errors import GbaError
-from gba_hvd.ps import process, protocol, transport
-from gba_hvd.ps.protocol import Answer, Beat, Bye, Endpoint, Ok, Position, ProtocolError, Refused, Request
-from gba_hvd.traffic import Traffic
+from gba_hvd.ps import launch, transport, wire
+from gba_hvd.ps.messages import Answer, Beat, Bye, Endpoint, Ok, Position, ProtocolError, Refused, Request
 
 log = logging.getLogger("gba_hvd")
 _RESEND_S = 1.0
@@ -63,6 +63,7 @@ class _Pending:
     server: int
     pull: bool
     message: list[Any]
+    pieces: list[Any]  # the same, in pieces that the server takes
     what: str
     future: Future[Reply]
     deadline_s: float
@@ -103,6 +104,7 @@ class Client:
         self.finished = True  # what the goodbye says: training is over, or this worker alone leaves
         self.on_position: Callable[[Position], None] = lambda position: None
         self.traffic: Traffic | None = None
+        self.folder_lost = ""  # why no server of this host can start any more
 
     def start(self) -> None:
         self._thread.start()
@@ -136,10 +138,12 @@ class Client:
         What is called when the future is done runs on the client's thread.
         """
         number = next(self._numbers)
-        message = [protocol.encode(self._job, number, body), *frames]
+        message = [wire.encode(self._job, number, body), *frames]
         deadline = time.monotonic() + (timeout_s or self._timeout_s)
         what = type(body).__name__
-        pending = _Pending(server, pull, message, what, Future(), deadline)
+        is_local = self.servers[server].host == self._here
+        pieces = transport.in_pieces(message, transport.PIECE_BYTES if is_local else transport.TCP_PIECE_BYTES)
+        pending = _Pending(server, pull, message, pieces, what, Future(), deadline)
         with self._door:
             over = self._over or ("the client is closed" if self._closing else "")
             if not over:
@@ -197,7 +201,7 @@ class Client:
                             frames = socket.recv_multipart(flags=zmq.DONTWAIT, copy=False)
                         except zmq.Again:
                             break
-                        self._take(pending, server, [frame.buffer for frame in frames])
+                        self._take(pending, server, transport.joined([frame.buffer for frame in frames]))
                 now = time.monotonic()
                 if now >= next_beat:
                     next_beat = now + _BEAT_S
@@ -238,15 +242,15 @@ class Client:
         request.resend_s = time.monotonic() + request.pause_s
         request.pause_s = min(2 * request.pause_s, _RESEND_MOST_S)
         try:
-            sockets[request.server, request.pull].send_multipart(request.message, flags=zmq.DONTWAIT, copy=False)
+            sockets[request.server, request.pull].send_multipart(request.pieces, flags=zmq.DONTWAIT, copy=False)
         except zmq.Again:
             return  # the queue is full: sent again later
         self._count("sent", request.server, request.what, request.message)
 
     def _take(self, pending: dict[int, _Pending], server: int, frames: list[Any]) -> None:
         try:
-            envelope = protocol.open_envelope(frames[0], self._job)
-            body = protocol.decode_answer(envelope)
+            envelope = wire.open_envelope(frames[0], self._job)
+            body = wire.decode_answer(envelope)
         except ProtocolError as error:  # it will answer nothing else
             for number, request in list(pending.items()):
                 if request.server == server:
@@ -280,8 +284,8 @@ class Client:
         for server, endpoint in enumerate(self.servers):
             if endpoint.host == self._here:
                 try:
-                    process.ensure_running(self._folder, endpoint.index)
-                    failure = process.why_not_started(self._folder, endpoint.index)
+                    launch.ensure_running(self._folder, endpoint.index)
+                    failure = launch.why_not_started(self._folder, endpoint.index)
                 except GbaError as error:
                     failure = str(error)
                 if failure:
@@ -302,13 +306,15 @@ class Client:
         if request.why_not:
             return f"server {request.server} did not take {request.what}: {request.why_not}"
         if endpoint.host == self._here:
-            return f"{said}; its log: {process.last_words(self._folder, endpoint.index)}"
+            return f"{said}; its log: {launch.last_words(self._folder, endpoint.index)}"
         return f"{said}; it should listen at {endpoint.address}:{endpoint.pull if request.pull else endpoint.control}"
 
     def _send_beat(self, sockets: dict[tuple[int, bool], Any]) -> None:
+        if not self.folder_lost:
+            self.folder_lost = launch.folder_lost(self._folder, self._folder_fd)
         if self.beat is None:
             return
-        message = protocol.encode(self._job, 0, self.beat())
+        message = wire.encode(self._job, 0, self.beat())
         try:
             sockets[0, False].send(message, flags=zmq.DONTWAIT)
         except zmq.Again:
@@ -316,7 +322,7 @@ class Client:
 
     def _say_goodbye(self, sockets: dict[tuple[int, bool], Any]) -> None:
         if self.beat is not None:
-            message = protocol.encode(self._job, 0, Bye(self.beat().worker, self.finished))
+            message = wire.encode(self._job, 0, Bye(self.beat().worker, self.finished))
             try:
                 sockets[0, False].send(message, flags=zmq.DONTWAIT)
             except zmq.Again:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ class Settings:
 
     alive_s: after so long without a heartbeat a worker's leases go to others; lease_s: how long one may take
     buffer_bytes: of pushes that wait for their step, at most; grace_s: what the memory outlives the workers by
+    sys_path: where the script finds its modules: the server looks there, too, after its own
     """
 
     job: str
@@ -24,6 +25,7 @@ class Settings:
     lease_s: float = 60.0
     buffer_bytes: int = 4 << 30
     grace_s: float = 20.0
+    sys_path: list[str] = field(default_factory=list)
 
     @classmethod
     def read(cls, folder: Path) -> Settings:

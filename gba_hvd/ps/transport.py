@@ -2,6 +2,11 @@
 
 Over TCP both sides prove with CURVE that they hold the job's key; a process without it gets nothing. On a host the
 socket lies in the job's own folder, which only the job's user can enter: whoever can enter it can map the tables too.
+
+A server's TCP sockets take frames of a few MiB only, since a frame is held in memory before its sender has proved
+anything. Larger ones travel in pieces, so the size of a request has no limit of its own: a leading frame, which cannot
+be a header, says how long the frames are, and `receive` puts them together. Before the proof a connection may hold one
+frame, for HANDSHAKE_S. TCP has a ZeroMQ thread of its own: what it is flooded with does not hold up local workers.
 """
 
 from __future__ import annotations
@@ -16,12 +21,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import zmq
 from zmq.utils import z85
 
 from gba_hvd.errors import GbaError
 
 MAX_FRAME_BYTES = 1 << 31
+PIECE_BYTES = 1 << 30  # of a frame to a local peer, or from a server
+TCP_PIECE_BYTES = 4 << 20  # of a frame to a server over TCP
+HANDSHAKE_S = 2.0
+IO_THREADS = 2
+_LOCAL_THREAD, _TCP_THREAD = 1, 2  # bits of a ZeroMQ affinity
+_ENCRYPTION_BYTES = 1024  # more than CURVE adds to a frame
+_IN_PIECES = b"\xc1"  # msgpack begins nothing so
 MAX_FRAMES = 1024  # of one message
 QUEUED_MESSAGES = 64  # per peer and direction; a peer that does not read loses what comes after
 READ_AHEAD_MESSAGES = 8  # that a server takes in from one peer before it gets to them
@@ -70,9 +83,9 @@ class Gate:
 class Listener:
     """A server's pair of sockets for one purpose: local and TCP. Not thread-safe.
 
-    What peers can make it hold is bounded: a frame by `max_frame_bytes`, what waits from one peer by
-    `READ_AHEAD_MESSAGES`, large answers that peers do not read by `unread_bytes`. A peer that is connected and silent,
-    or not a ZeroMQ peer, is cut off.
+    What peers can make it hold is bounded: a frame over TCP by TCP_PIECE_BYTES, what waits from
+    one peer by `READ_AHEAD_MESSAGES`, large answers that peers do not read by `unread_bytes`. A peer that is connected
+    and silent, or not a ZeroMQ peer, is cut off.
 
     Raises GbaError when the port is taken, saying what to do.
     """
@@ -85,7 +98,6 @@ class Listener:
         address: str,
         port: int,
         key: bytes,
-        max_frame_bytes: int = MAX_FRAME_BYTES,
         unread_bytes: int = UNREAD_BYTES,
     ) -> None:
         self._folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -95,8 +107,11 @@ class Listener:
         for socket in (self.local, self.tcp):
             socket.linger = 0
             socket.sndhwm, socket.rcvhwm = QUEUED_MESSAGES, READ_AHEAD_MESSAGES
-            socket.maxmsgsize = max_frame_bytes
-            socket.handshake_ivl = 5000
+            socket.handshake_ivl = int(1000 * HANDSHAKE_S)
+        self.local.maxmsgsize = MAX_FRAME_BYTES
+        self.tcp.maxmsgsize = TCP_PIECE_BYTES + _ENCRYPTION_BYTES
+        if context.get(zmq.IO_THREADS) >= IO_THREADS:
+            self.local.affinity, self.tcp.affinity = _LOCAL_THREAD, _TCP_THREAD
         self.tcp.heartbeat_ivl, self.tcp.heartbeat_timeout = 5000, 30000
         self.tcp.curve_server = True
         self.tcp.zap_domain = _DOMAIN
@@ -127,7 +142,8 @@ class Listener:
         if self._unread and self._unread_bytes + n_bytes > self._unread_limit:
             return False
         try:
-            tracker = socket.send_multipart([peer, header, *frames], flags=zmq.DONTWAIT, copy=False, track=True)
+            message = [peer, *in_pieces([header, *frames], PIECE_BYTES)]
+            tracker = socket.send_multipart(message, flags=zmq.DONTWAIT, copy=False, track=True)
         except zmq.Again:
             return True
         self._unread.append((tracker, n_bytes))
@@ -158,15 +174,52 @@ def _bind_to(socket: Any, address: str, port: int) -> None:
 
 
 def receive(socket: zmq.Socket[Any], wait: bool = True) -> tuple[bytes, list[Any]]:
-    """(peer, frames) of a waiting message; large frames are not copied. Raises zmq.Again when none waits."""
+    """(peer, frames) of a waiting message; large frames are copied only if they came in pieces. No frames: what came
+    makes no sense. Raises zmq.Again when none waits.
+    """
     peer, *frames = socket.recv_multipart(flags=0 if wait else zmq.DONTWAIT, copy=False)
-    return peer.bytes, [frame.buffer for frame in frames[:MAX_FRAMES]]
+    try:
+        return peer.bytes, joined([frame.buffer for frame in frames])[:MAX_FRAMES]
+    except ValueError:
+        return peer.bytes, []
+
+
+def in_pieces(frames: Sequence[Any], piece_bytes: int) -> list[Any]:
+    """The frames as they are; or, when one is longer than `piece_bytes`, a frame with their lengths, and pieces."""
+    views = [memoryview(frame).cast("B") if memoryview(frame).nbytes else b"" for frame in frames]
+    sizes = [len(view) for view in views]
+    if max(sizes) <= piece_bytes:
+        return list(frames)
+    pieces = [view[i : i + piece_bytes] for view in views for i in range(0, len(view), piece_bytes)]
+    return [_IN_PIECES + np.array(sizes, "<i8").tobytes(), *pieces]
+
+
+def joined(frames: list[Any]) -> list[Any]:
+    """The inverse of `in_pieces`. Raises ValueError when the pieces are not of the lengths that were announced."""
+    if not frames or bytes(frames[0][:1]) != _IN_PIECES:
+        return frames
+    sizes = np.frombuffer(frames[0][1:], "<i8").tolist()
+    pieces = deque(frames[1:])
+    frames.clear()  # each piece is freed as soon as it was copied
+    if min(sizes, default=-1) < 0 or sum(sizes) != sum(len(piece) for piece in pieces):
+        raise ValueError("pieces of other lengths than were announced")
+    found: list[Any] = []
+    for size in sizes:
+        whole, at = np.empty(size, np.uint8), 0
+        while at < size:
+            piece = pieces.popleft()
+            if len(piece) > size - at:
+                raise ValueError("a piece that reaches into the next frame")
+            whole[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
+            at += len(piece)
+        found.append(whole.data)
+    return found
 
 
 def send(socket: zmq.Socket[Any], peer: bytes, header: bytes, frames: Sequence[Any] = ()) -> None:
     """Send without waiting. A peer that is gone, or does not read, loses the message and asks again."""
     try:
-        socket.send_multipart([peer, header, *frames], flags=zmq.DONTWAIT, copy=False)
+        socket.send_multipart([peer, *in_pieces([header, *frames], PIECE_BYTES)], flags=zmq.DONTWAIT, copy=False)
     except zmq.Again:
         return
 

@@ -7,8 +7,9 @@ The way of a record to MLflow, and which process owns what:
 
 - The worker only appends lines to a local file, so no server can stall, slow or kill training. It has no thread for
   tracking, does not import mlflow and holds nothing in memory. It owns the spool file until `end`, the sender owns
-  the status file beside it. (A process, not a thread: importing mlflow and drawing plots would hold the interpreter
-  lock for seconds, and a process can still deliver what a killed worker left.)
+  the status file beside it. (It is no child
+  of the worker: launchers kill those. A process, not a thread: importing mlflow and drawing plots would hold the
+  interpreter lock for seconds, and a process can still deliver what a killed worker left.)
 - The chief's sender finds the job's run by the tag `gba_hvd.job_id` or creates it; other hosts' senders only find it.
   Later chiefs take over by the tag `gba_hvd.chief`: the latest one sets the status, earlier ones only deliver.
 - A job that goes on from a checkpoint has its name, so it goes on in its run; what the run holds of later steps is then
@@ -18,18 +19,18 @@ The way of a record to MLflow, and which process owns what:
 
 What each crash leaves behind:
 
-- Worker killed: complete lines are in the spool; its sender delivers them, within 10 s, and if that worker still speaks
+- Worker killed: complete lines are in the spool; its sender delivers them, within 30 s, and if that worker still speaks
   for the run marks it FAILED. A survivor that becomes chief sets it RUNNING again, in the same run.
 - Sender killed between a batch and its status line: the batch is sent again. A point has the time of its writing, and
   MLflow's SQL stores keep a point (key, step, time, value) once; with the legacy file store the batch is there twice.
 - Server down: the spool grows, on disk (up to a limit, then counted as lost). At the end it stays if it cannot be sent,
-  and `gba-hvd mlflow-send` sends it later, into the same run.
+  and `gba-hvd mlflow send` sends it later, as the next job of that folder says too, into the same run.
 - Host gone: the run stays RUNNING until another worker ends it; the tag `gba_hvd.heartbeat` tells since when.
 """
 
 from __future__ import annotations
 
 from gba_hvd.tracking.mlflow_callback import MLflowCallback
-from gba_hvd.tracking.progress import ProgressLine
+from gba_hvd.tracking.progress_line import ProgressLine
 
 __all__ = ["MLflowCallback", "ProgressLine"]

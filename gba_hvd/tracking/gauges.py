@@ -18,12 +18,15 @@ DROPPED = "job/samples_dropped"  # these four: so far in the job
 LOST = "job/samples_lost"
 REFUSED = "job/micro_batches_refused"
 REISSUED = "job/micro_batches_reissued"
+CHECKPOINT_AGE_S = "job/checkpoint_age_s"  # of the newest good checkpoint; since the start where there is none
+CHECKPOINT_AGE_STEPS = "job/checkpoint_age_steps"
 _COUNTS = {"dropped": DROPPED, "lost": LOST, "refused": REFUSED, "reissued": REISSUED}
+_COUNTS |= {"checkpoint_age_s": CHECKPOINT_AGE_S, "checkpoint_age_steps": CHECKPOINT_AGE_STEPS}
 ROUNDS = {
     "rounds_per_s": "job/rounds_per_s",  # of workers that keep replicas of the dense parameters
     "seconds_per_round": "job/seconds_per_round",
     "steps_per_round": "job/local_steps_per_round",
-    "spread": "job/spread_of_replicas",  # RMS distance, see `gba_hvd.rounds.RoundsTold`
+    "spread": "job/spread_of_replicas",  # RMS distance, see `gba_hvd.averaging.sync_thread.RoundsTold`
     "rounds_dropped": "job/rounds_dropped",  # so far
 }
 _PACE = "job/ms_per_micro_batch/rank_"
@@ -56,9 +59,10 @@ class Readings:
     def take(self, data: Mapping[str, Any]) -> dict[str, float]:
         """Gauges of one event. Any key of `data` may be missing:
 
-        seconds:           {rank: seconds per micro-batch}; 0 when a worker had none
-        staleness:         {steps: micro-batches} of the whole job
-        dropped, lost:     samples; refused, reissued: micro-batches; all since the job began
+            seconds:           {rank: seconds per micro-batch}; 0 when a worker had none
+            staleness:         {steps: micro-batches} of the whole job
+            dropped, lost:     samples; refused, reissued: micro-batches; all since the job began
+            checkpoint_age_s, checkpoint_age_steps: of the newest good checkpoint
         the keys of ROUNDS
         """
         values = {pace_of(int(rank)): 1000 * float(s) for rank, s in data.get("seconds", {}).items() if s > 0}

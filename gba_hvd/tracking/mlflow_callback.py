@@ -9,7 +9,7 @@ import getpass
 import importlib.util
 import itertools
 import os
-import signal
+import shlex
 import subprocess
 import sys
 import time
@@ -20,30 +20,40 @@ from typing import Any
 
 from gba_hvd.callbacks import Callback, Event, Job, StepRecord
 from gba_hvd.errors import BadInput
-from gba_hvd.switching import MODES
-from gba_hvd.tracking import gauges, recoveries
-from gba_hvd.tracking.plots import LOSS, MODE, THROUGHPUT, WORKERS
+from gba_hvd.mode_names import MODES
+from gba_hvd.tracking import gauges, recovery_records
+from gba_hvd.tracking.epochs import is_quality
+from gba_hvd.tracking.plots import GRAD_NORM, LOSS, MODE, THROUGHPUT, WORKERS
 from gba_hvd.tracking.records import metric_key, metrics_records, params_records
-from gba_hvd.tracking.spool import SpoolStatus, SpoolWriter, log_path, read_status, remove
+from gba_hvd.tracking.sender_handle import SenderProcess
+from gba_hvd.tracking.spool import (
+    SpoolStatus,
+    SpoolWriter,
+    left_behind,
+    log_path,
+    read_status,
+    remove,
+    unsent,
+)
+from recovery.redaction import redacted, redacted_values
 
 _LOOK_EVERY_S = 10.0
 _RESTARTS = 3
+WARNINGS = "warnings"  # metric: events of level "warning" so far
+WARNING_TAG = "gba_hvd.warning"  # the newest of them; all are in events.jsonl
+_STATUS = {"NOT_SAVED": "FAILED"}  # what a run can be of what a job can be; the reason says more
 _numbers = itertools.count()
-
-# The sender needs this package's tracking part but not torch, which `import gba_hvd` would bring: seconds and 200 MB.
-_START_SENDER = (
-    "import sys, types; package = types.ModuleType('gba_hvd'); package.__path__ = [sys.argv.pop(1)]; "
-    "sys.modules['gba_hvd'] = package; from gba_hvd.tracking.follow import main; sys.exit(main())"
-)
 
 
 class MLflowCallback(Callback):
     """One MLflow run per job, whatever happens to its workers or to the tracking server.
 
+    run_name: default the job's name: `TorchState(name=)`, else $GBA_HVD_JOB_NAME, else the name of the script.
     experiment: default $MLFLOW_EXPERIMENT_NAME, else "gba-hvd".
     tracking_uri: default MLflow's own ($MLFLOW_TRACKING_URI, else sqlite:///mlflow.db in the working directory).
-    params: nested values, logged as parameters together with the job's settings.
-    config, data: the model's configuration and the data's description, kept as config.json and data.json.
+    params: nested values, logged as parameters together with the job's settings and `config`.
+    config, data: the model's configuration and the data's description, kept as config.json and data.json; the
+        values of config are parameters too.
     log_every_steps: a point per so many steps; its loss and throughput are means over them.
     system_metrics, system_every_s: CPU, memory, network and /dev/shm of every host.
     spool_dir: default $GBA_HVD_SPOOL_DIR, else ./gba-hvd-spool; removed when everything is sent.
@@ -85,7 +95,7 @@ class MLflowCallback(Callback):
         self._run_id: str | None = None
         self._stamp = ""
         self._writer: SpoolWriter | None = None
-        self._sender: subprocess.Popen[bytes] | None = None
+        self._sender: SenderProcess | None = None
         self._restarts = 0
         self._next_look_s = 0.0
         self._told: str | None = None
@@ -96,6 +106,9 @@ class MLflowCallback(Callback):
         self._readings = gauges.Readings()
         self._untold: deque[Event] = deque(maxlen=64)
         self._ended = False
+        self._told_left_behind = False
+        self._n_warnings = 0
+        self._epoch: int | None = None
 
     # The training thread calls these.
 
@@ -112,13 +125,22 @@ class MLflowCallback(Callback):
                 "kind": "job",
                 **{"job_id": metric_key(job.job_id), "rank": job.rank, "size": job.size, "host": job.host},
                 **{"chief": job.is_chief, "leads_host": job.leads_host, "stamp": self._stamp, "ms": _now_ms()},
-                **{"experiment": self._experiment, "tracking_uri": self._tracking_uri, "run_name": self._run_name},
+                **{
+                    "experiment": self._experiment,
+                    "tracking_uri": self._tracking_uri,
+                    "run_name": self._run_name or job.name or job_name(),
+                },
                 **{"run_id": self._known_run_id(), "system_every_s": self._system_every_s},
+                **{"elastic": os.environ.get("HOROVOD_ELASTIC") == "1"},
                 **{"user": _user(), "source": sys.argv[0] or "python"},
             }
         )
         if job.is_chief and not was_chief:
-            for record in params_records({**job.settings, **self._params}):
+            if not self._told_left_behind:
+                self._told_left_behind = True
+                self._tell_left_behind()
+            config = self._artifacts["config.json"] or {}
+            for record in params_records({**job.settings, **config, **self._params}):
                 self._write(record)
             for path, values in self._artifacts.items():
                 if values is not None:
@@ -129,6 +151,7 @@ class MLflowCallback(Callback):
         self._look_after_sender()
 
     def on_step(self, record: StepRecord) -> None:
+        self._epoch = record.epoch
         before = self._since.last
         if before is not None and before.mode != record.mode:  # no point is the mean of two modes
             self._write_point(before)
@@ -168,6 +191,8 @@ class MLflowCallback(Callback):
                 values[key] = float(value)
             except (TypeError, ValueError):
                 _say(f"metric {key!r} is {type(value).__name__} {value!r}, not a number: not logged")
+        if self._epoch is not None and any(is_quality(key) for key in values):
+            values.setdefault("epoch", self._epoch)  # so that it is known which one was judged
         for record in metrics_records(step, _now_ms(), values):
             self._write(record)
 
@@ -188,18 +213,20 @@ class MLflowCallback(Callback):
         if self._since.last is not None:  # the steps after the last multiple of `log_every_steps`
             self._write_point(self._since.last)
         reason = "" if error is None else f"{type(error).__name__}: {error}"
-        self._write({"kind": "end", "status": status if self._job.is_chief else None, "reason": reason})
+        of_the_run = _STATUS.get(status, status)
+        self._write({"kind": "end", "status": of_the_run if self._job.is_chief else None, "reason": reason})
         self._writer.close()
-        self._wait_for_sender()
-        self._report(status)
+        self._wait_for_sender(status)
+        self._report(of_the_run)
 
     # These travel with the elastic state.
 
     def state_dict(self) -> dict[str, Any]:
-        return {"run_id": self._known_run_id(), "logged_step": self._logged_step}
+        return {"run_id": self._known_run_id(), "logged_step": self._logged_step, "warnings": self._n_warnings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._run_id = state.get("run_id") or self._run_id
+        self._n_warnings = max(self._n_warnings, int(state.get("warnings", 0)))
         self._logged_step = max(self._logged_step, int(state.get("logged_step", -1)))
 
     @property
@@ -214,16 +241,28 @@ class MLflowCallback(Callback):
                 "/", "_"
             )
             self._writer = SpoolWriter(self._spool_dir / name, self._spool_limit_bytes)
-        self._writer.append(record)
+        # The job record goes to the sender alone, which needs the URI as it is; all else is shown to people.
+        self._writer.append(record if record["kind"] == "job" else redacted_values(record))
 
     def _write_event(self, event: Event) -> None:
         values = {"step": event.step, "message": event.message, "data": dict(event.data), "unix_s": event.unix_s}
+        if event.level == "warning":
+            values["level"] = event.level
         self._write({"kind": "event", "event": event.kind, **values})
-        step, found = recoveries.metrics_of(event.kind, event.step, event.data)
-        for record in metrics_records(step, recoveries.ms_of(values), found):
+        step, found = recovery_records.metrics_of(event.kind, event.step, event.data)
+        if event.level == "warning":
+            self._n_warnings += 1
+            self._write(
+                {"kind": "tags", "values": {WARNING_TAG: f"[{event.kind}] step {event.step}: {event.message}"[:4000]}}
+            )
+            for record in metrics_records(event.step, recovery_records.ms_of(values), {WARNINGS: self._n_warnings}):
+                self._write(record)
+        for record in metrics_records(step, recovery_records.ms_of(values), found):
             self._write(record)
         if event.kind == "checkpoint":
-            self._write({"kind": "tags", "values": {recoveries.CHECKPOINT_TAG: recoveries.place_of(event.data)}})
+            self._write(
+                {"kind": "tags", "values": {recovery_records.CHECKPOINT_TAG: recovery_records.place_of(event.data)}}
+            )
 
     def _known_run_id(self) -> str | None:
         if self._run_id is None and self._writer is not None:
@@ -235,9 +274,7 @@ class MLflowCallback(Callback):
         assert self._writer is not None
         self._next_look_s = time.monotonic() + _LOOK_EVERY_S
         status = read_status(self._writer.path)
-        if self._sender is None or (
-            self._sender.poll() is not None and not status.stopped and self._restarts < _RESTARTS
-        ):
+        if self._sender is None or (not self._sender.alive() and not status.stopped and self._restarts < _RESTARTS):
             self._restarts += self._sender is not None
             self._start_sender()
         problem = self._writer.problem or (status.problem if self._job and self._job.is_chief else None)
@@ -247,61 +284,65 @@ class MLflowCallback(Callback):
 
     def _start_sender(self) -> None:
         assert self._writer is not None
-        package = str(Path(__file__).resolve().parent.parent)
-        command = [
-            sys.executable,
-            "-P",
-            "-c",
-            _START_SENDER,
-            package,
-            str(self._writer.path),
-            "--parent",
-            str(os.getpid()),
-        ]
-        # Its own session, so that Ctrl-C reaches it through us only; its own log, because a launcher waits until nobody
-        # holds a worker's output any more, and the sender may live a few seconds longer than a killed worker.
-        with log_path(self._writer.path).open("ab") as log:
-            self._sender = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+        try:
+            self._sender = SenderProcess(self._writer.path)
+        except (OSError, subprocess.SubprocessError) as error:
+            _say(f"the process that sends records cannot be started: {error}; {how_to_send(self._writer.path)}")
 
-    def _wait_for_sender(self) -> None:
+    def _wait_for_sender(self, status: str) -> None:
+        """Until all is sent, at most `flush_timeout_s`. What ends this worker meanwhile does not end the sender."""
         assert self._writer is not None
-        if self._sender is None or self._sender.poll() is not None:
-            if read_status(self._writer.path).stopped:
+        path = self._writer.path
+        if status != "FINISHED":
+            _say(
+                f"sending the last records, at most {self._flush_timeout_s:.0f} s; should {path} still be there "
+                f"a minute from now, {how_to_send(path)}"
+            )
+        if self._sender is None or not self._sender.alive():
+            if read_status(path).stopped or read_status(path).done:
                 return
             self._start_sender()
-        assert self._sender is not None
-        try:
-            self._sender.wait(self._flush_timeout_s)
-        except subprocess.TimeoutExpired:
-            self._sender.send_signal(signal.SIGTERM)
-            try:
-                self._sender.wait(5.0)
-            except subprocess.TimeoutExpired:
-                self._sender.kill()
-                self._sender.wait()
+        if self._sender is None:
+            return
+
+        def is_over() -> bool:
+            now = read_status(path)
+            return now.done or now.stopped
+
+        if not self._sender.wait(is_over, self._flush_timeout_s) and not read_status(path).recorded:
+            self._sender.end(within_s=5.0)
 
     def _report(self, status: str) -> None:
         assert self._writer is not None
         assert self._job is not None
-        delivered = read_status(self._writer.path)
+        path, delivered = self._writer.path, read_status(self._writer.path)
         lost = self._writer.lost + delivered.dropped
         self._run_id = delivered.run_id or self._run_id
         if lost:
-            print(log_path(self._writer.path).read_text()[-4000:], file=sys.stderr)
+            print(log_path(path).read_text()[-4000:], file=sys.stderr)
             _say(
                 f"{lost} values were not recorded"
                 + (f": {self._writer.problem}" if self._writer.problem else ", see above")
             )
         if delivered.done:
-            remove(self._writer.path)
+            remove(path)
+        if delivered.done or delivered.recorded:
             if self._job.is_chief:
-                print(f"MLflow: run {self._run_id} is {status}. {how_to_open(delivered)}", flush=True)
+                drawn = "" if delivered.done else "Everything is recorded; its plots are still being drawn. "
+                print(f"MLflow: run {self._run_id} is {status}. {drawn}{how_to_open(delivered)}", flush=True)
             return
-        why = delivered.problem or f"no answer within {self._flush_timeout_s:.0f} s; see {log_path(self._writer.path)}"
-        _say(f"NOT everything reached MLflow: {why}")
-        _say(f"the rest is kept; send it later with: gba-hvd mlflow-send {self._writer.path}")
+        n_unsent = unsent(path)
+        why = delivered.problem or f"no answer within {self._flush_timeout_s:.0f} s; see {log_path(path)}"
+        _say(f"NOT everything reached MLflow ({n_unsent:,} records did not): {why}")
+        _say(f"they are kept in {path}; {how_to_send(path)}")
+
+    def _tell_left_behind(self) -> None:
+        """Say which earlier jobs have records here that were never sent."""
+        found = left_behind(self._spool_dir, self.spool)
+        if found:
+            which = found[0] if len(found) == 1 else self._spool_dir
+            jobs = "an earlier job" if len(found) == 1 else f"{len(found)} workers of earlier jobs"
+            _say(f"records of {jobs} never reached MLflow and wait in {which}; {how_to_send(which)}")
 
 
 class _Interval:
@@ -311,6 +352,7 @@ class _Interval:
         self._samples = 0
         self._seconds = 0.0
         self._losses: list[float] = []
+        self._norms: list[float] = []
         self._readings: dict[str, list[float]] = {}
         self.last: StepRecord | None = None
 
@@ -320,6 +362,8 @@ class _Interval:
         self._seconds += record.seconds
         if record.loss is not None:
             self._losses.append(record.loss)
+        if record.grad_norm is not None:
+            self._norms.append(record.grad_norm)
 
     def read(self, readings: Mapping[str, float]) -> None:
         for name, value in readings.items():
@@ -329,6 +373,8 @@ class _Interval:
         values = {metric_key(name): gauges.point_of(name, read) for name, read in self._readings.items()}
         if self._losses:
             values[LOSS] = sum(self._losses) / len(self._losses)
+        if self._norms:
+            values[GRAD_NORM] = sum(self._norms) / len(self._norms)
         if self._seconds > 0:
             values[THROUGHPUT] = self._samples / self._seconds
         return values
@@ -336,12 +382,22 @@ class _Interval:
 
 def how_to_open(status: SpoolStatus) -> str:
     """One sentence with the exact command or address."""
-    uri = status.tracking_uri or ""
+    uri = redacted(status.tracking_uri or "")
     # Without the query MLflow opens its pages for language models.
     page = f"/#/experiments/{status.experiment_id}/runs/{status.run_id}?workflowType=machine_learning"
     if uri.startswith(("http://", "https://")):
         return f"Open {uri.rstrip('/')}{page}"
     return f"Open it: mlflow ui --backend-store-uri '{uri}' and then http://127.0.0.1:5000{page}"
+
+
+def how_to_send(spool: Path) -> str:
+    return f"send them with: gba-hvd mlflow send {shlex.quote(str(spool))}"
+
+
+def job_name(environ: Mapping[str, str] = os.environ) -> str:
+    """What a job without a name of its own is called: $GBA_HVD_JOB_NAME, else the script without folder and suffix."""
+    script = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] not in ("", "-", "-c", "-m") else ""
+    return environ.get("GBA_HVD_JOB_NAME") or script or "python"
 
 
 def _say(message: str) -> None:

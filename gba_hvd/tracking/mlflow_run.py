@@ -22,8 +22,9 @@ from mlflow.exceptions import MlflowException
 
 from gba_hvd.tracking.delivery import may_speak
 from gba_hvd.tracking.records import Batch, Point, Record, merge_events
-from gba_hvd.tracking.recoveries import RESUMED_FROM, Resume, in_force, is_superseded, pointers, resumes_of_points
-from gba_hvd.tracking.story import Story
+from gba_hvd.tracking.recovery_records import RESUMED_FROM, Resume, in_force, is_superseded, pointers, resumes_of_points
+from gba_hvd.tracking.run_history import Story
+from recovery.redaction import redacted
 
 JOB_TAG = "gba_hvd.job_id"
 CHIEF_TAG = "gba_hvd.chief"  # stamp of the process that speaks for the run, see delivery.may_speak
@@ -194,7 +195,7 @@ def read_story(uri: str, name: str, wanted: Callable[[str], bool]) -> Story | li
     job = JobRun(client, run, "", joined=True)
     return Story(
         title=info.run_name or info.run_id,
-        source=f"MLflow run {info.run_id} at {uri}",
+        source=f"MLflow run {info.run_id} at {redacted(uri)}",
         job_id=tags.get(JOB_TAG, ""),
         status=info.status,
         reason=tags.get(REASON_TAG, ""),

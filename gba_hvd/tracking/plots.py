@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gba_hvd.switching import MODES
+from gba_hvd.extras import extra
+from gba_hvd.mode_names import MODES
 from gba_hvd.tracking import gauges
 from gba_hvd.tracking.records import Point, Record
-from gba_hvd.tracking.recoveries import events_in_force
+from gba_hvd.tracking.recovery_records import events_in_force
 
 LOSS = "train/loss"
+GRAD_NORM = "train/grad_norm"  # before clipping, where it is asked for
 THROUGHPUT = "train/samples_per_s"
 WORKERS = "workers"
 MODE = "mode"  # index into switching.MODES
@@ -235,10 +237,20 @@ def _paces(history: History) -> dict[int, Sequence[Point]]:
     return {rank: points for rank, points in ranked.items() if rank is not None}
 
 
+def shaded(history: History, events: Sequence[Record]) -> bool:
+    """Whether modes are drawn as colours of the ground: when there was more than allreduce."""
+    return any(span.mode != "allreduce" for span in mode_spans(history.get(MODE, ()), events))
+
+
+def marked(events: Sequence[Record]) -> bool:
+    """Whether events are drawn as dashed lines."""
+    return any(str(event.get("event")) in _MARKED for event in events)
+
+
 def _shade_modes(axes: Sequence[Any], history: History, events: Sequence[Record]) -> bool:
     """Colour the ground by mode, when there was more than allreduce."""
     spans = mode_spans(history.get(MODE, ()), events)
-    if all(span.mode == "allreduce" for span in spans):
+    if not shaded(history, events):
         return False
     named: set[str] = set()
     for span in spans:
@@ -273,14 +285,15 @@ def _legend_above(axis: Any) -> None:
 
 
 def _figure(title: str, rows: int, shared: bool = True) -> tuple[Any, list[Any]]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    with extra("plots", "matplotlib", "plots need"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 0.9 + 2.5 * rows), layout="constrained")
     FigureCanvasAgg(figure)
     axes = list(figure.subplots(rows, 1, sharex=shared, squeeze=False)[:, 0])
     if title:
-        figure.suptitle(title, fontsize=11, color=_INK)
+        figure.suptitle(title, fontsize=11, color=_INK, parse_math=False)  # a name may have a $
     return figure, axes
 
 

@@ -1,6 +1,6 @@
 """Delivers the records of one spool to MLflow, in order, each once: carries out what `delivery.py` decides.
 
-How long it is tried, and in which process, is decided in `follow.py`.
+How long it is tried, and in which process, is decided in `sender_process.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from gba_hvd.tracking import delivery
 from gba_hvd.tracking.delivery import Action, first_line
 from gba_hvd.tracking.records import Batch, Line, Record, halves, pack
 from gba_hvd.tracking.spool import all_records, read_lines, read_status, write_status
+from recovery.redaction import redacted
 
 if TYPE_CHECKING:
     from gba_hvd.tracking.mlflow_run import JobRun
@@ -79,14 +80,14 @@ class Sender:
         try:
             self._deliver(now)
         except Stopped as stopped:
-            self._set(problem=str(stopped), stopped=True)
+            self._set(problem=redacted(str(stopped)), stopped=True)
             say(f"stopped: {stopped}")
         except Blocked as blocked:
             self._failures += 1
             self._failed_s = now
-            if self.status.problem != str(blocked):
+            if self.status.problem != redacted(str(blocked)):
                 say(f"cannot send now: {blocked}")
-            self._set(problem=str(blocked))
+            self._set(problem=redacted(str(blocked)))
         else:
             self._failures = 0
             if self.status.problem is not None:
@@ -205,7 +206,8 @@ class Sender:
     def _may_create(self) -> bool:
         """Only a chief, and not one that a survivor is just replacing."""
         assert self.job is not None
-        return bool(self.job["chief"]) and not (self.orphaned and self.job["size"] > 1 and not self.late)
+        may_be_replaced = self.job["size"] > 1 and self.job.get("elastic", True)
+        return bool(self.job["chief"]) and not (self.orphaned and may_be_replaced and not self.late)
 
     def _judge(self, error: Exception) -> delivery.Verdict:
         active = None
@@ -224,6 +226,7 @@ class Sender:
         assert self.job is not None
         job = self.job
         self._call(lambda run: run.finish(status, reason, job["job_id"]))
+        self._set(recorded=True)
         try:
             from gba_hvd.tracking.plots import draw_plots, is_plotted
 
@@ -268,4 +271,4 @@ def _without_kind(record: Record) -> Record:
 
 
 def say(message: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {message}", file=sys.stderr, flush=True)
+    print(f"{time.strftime('%H:%M:%S')} {redacted(message)}", file=sys.stderr, flush=True)

@@ -4,6 +4,7 @@
     NAME.status.json  written by the sender only: the offset delivered so far, the run, the last problem
     NAME.log          what the sender had to say
 
+The first two have the tracking URI as MLflow needs it, with a password if there is one: they are of mode 0600.
 A line counts once its newline is there, so a writer killed half-way leaves nothing that could be misread. The status
 is replaced atomically *after* MLflow has taken a batch: a sender killed between the two sends that batch again.
 """
@@ -12,8 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +40,7 @@ class SpoolStatus:
     dropped: int = 0
     problem: str | None = None  # why nothing is getting through, None while it is
     stopped: bool = False  # waiting will not help
+    recorded: bool = False  # every record and the run's final status are there; pictures may be missing
     done: bool = False
 
 
@@ -60,7 +64,8 @@ def read_status(spool: Path) -> SpoolStatus:
 def write_status(spool: Path, status: SpoolStatus) -> None:
     path = status_path(spool)
     fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps(dataclasses.asdict(status)))
+    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
+        file.write(json.dumps(dataclasses.asdict(status)))
     os.replace(fresh, path)
 
 
@@ -102,7 +107,7 @@ def _opened(path: Path) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         # O_APPEND: the worker and its sender write whole lines to one file.
         with contextlib.suppress(FileNotFoundError):  # the sender of another spool, the last one there, has removed it
-            return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     raise FileNotFoundError(f"{path.parent} disappeared {_OPEN_TRIES} times while {path.name} was being made there")
 
 
@@ -126,6 +131,30 @@ def all_records(path: Path) -> Iterator[Record]:
     while lines := read_lines(path, offset):
         yield from (line.record for line in lines)
         offset = lines[-1].end
+
+
+def unsent(path: Path) -> int:
+    """Records that have not been sent."""
+    offset, n = read_status(path).offset, 0
+    with contextlib.suppress(FileNotFoundError):  # the sender was faster
+        while lines := read_lines(path, offset):
+            n, offset = n + len(lines), lines[-1].end
+    return n
+
+
+def left_behind(folder: Path, own: Path | None, quiet_s: float = 60.0) -> list[Path]:
+    """Spools in a folder that nobody is at work on: unsent, not locked by a sender, and not touched for a while."""
+    found = []
+    for path in sorted(folder.glob("*.jsonl")):
+        try:
+            if path == own or read_status(path).done or time.time() - path.stat().st_mtime < quiet_s:
+                continue
+            with path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except (BlockingIOError, FileNotFoundError):
+            continue
+        found.append(path)
+    return found
 
 
 def _parse(raw: bytes) -> Record:

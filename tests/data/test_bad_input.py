@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import tracemalloc
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import zstandard
 
 from gba_hvd.data import Categorical, ClickLog, Identity, Numeric, Recipe, SplitFiles, SplitShares, prepare
 from gba_hvd.data.bad_rows import BadRows
+from gba_hvd.data.sources import read_blocks
 from gba_hvd.errors import BadInput
 
 from .colours import COLOURS, GOOD, HEADER
@@ -191,7 +194,7 @@ def test_a_cut_parquet_file_is_refused(tmp_path: Path) -> None:
 def test_lists_where_single_values_are_expected_are_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"label": [1, 0], "colour": [["a"], ["b"]]}), tmp_path / "train.parquet")
     recipe = Recipe(format="parquet", label="label", categorical=(Categorical("colour"),))
-    with pytest.raises(BadInput, match="column 'colour' has lists, the recipe expects single values"):
+    with pytest.raises(BadInput, match="column 'colour' has lists: --multi colour takes them"):
         prepare(recipe, SplitFiles({"train": [tmp_path / "train.parquet"]}), tmp_path / "out")
 
 
@@ -266,3 +269,24 @@ def test_a_limit_of_bad_rows_that_is_none_is_refused(limit: float) -> None:
 def test_a_separator_that_separates_nothing_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="tags: separator is"):
         Categorical("tags", **settings)
+
+
+@pytest.mark.parametrize("kind", ["zst", "gz"])
+def test_a_small_packed_file_that_becomes_gigabytes_is_refused_in_little_memory(tmp_path: Path, kind: str) -> None:
+    n_bytes = 1500 << 20
+    path = tmp_path / f"train.csv.{kind}"
+    if kind == "zst":
+        piece = zstandard.ZstdCompressor(level=3).compressobj()
+        packed = b"".join(piece.compress(bytes(50 << 20)) for _ in range(n_bytes // (50 << 20))) + piece.flush()
+        assert len(packed) < 100_000
+    else:
+        piece = zlib.compressobj(9, wbits=31)
+        packed = b"".join(piece.compress(bytes(50 << 20)) for _ in range(4)) + piece.flush()
+    path.write_bytes(packed)
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadInput, match="no line end within 64 MiB"):
+            list(read_blocks(path))
+        assert tracemalloc.get_traced_memory()[1] < 256 << 20
+    finally:
+        tracemalloc.stop()

@@ -6,10 +6,13 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from gba_hvd_tools import data_command
-from gba_hvd_tools.data_report import plain_lines
+from gba_hvd_tools.commands import data
+from gba_hvd_tools.commands.data_output import plain_lines
 
 from gba_hvd.data import ClickLog
 from gba_hvd.data.splits import Progress
@@ -23,7 +26,7 @@ BY_HAND = ["--categorical", "colour,shape", "--numeric", "size"]
 
 def gba_hvd(*arguments: str | Path) -> int:
     parser = argparse.ArgumentParser()
-    data_command.add_parser(parser.add_subparsers())
+    data.add_parser(parser.add_subparsers())
     args = parser.parse_args(["data", *map(str, arguments)])
     status: int = args.run(args)
     return status
@@ -85,7 +88,15 @@ def test_show_prints_the_dataset_and_finds_damage(
 WRONG = {
     "no columns": (["{in}"], "no --preset, and no columns"),
     "no input": (BY_HAND, "no input: name files or folders"),
-    "unknown preset": (["--preset", "criteo-kagle", "{in}"], "no such preset; there is criteo-kaggle"),
+    "unknown preset": (
+        ["--preset", "criteo-kagle", "{in}"],
+        r"no such preset; did you mean criteo-kaggle\? There are criteo-kaggle, criteo-1tb, frappe$",
+    ),
+    "preset like no other": (["--preset", "mine", "{in}"], "there are criteo-kaggle, criteo-1tb, frappe$"),
+    "text without separator": (
+        ["{in}", "--categorical", "shape", "--multi", "colour"],
+        r"'colour' has single values, not lists: --multi 'colour=\|' cuts text at each '\|'",
+    ),
     "preset and columns": (["--preset", "frappe", "{in}", *BY_HAND], "leave out --categorical, --numeric"),
     "preset without its files": (["--preset", "frappe", "{in}"], "expected a folder with files named train, valid"),
     "two encodings": (["{in}", *BY_HAND, "--min-count", "2", "--hash-rows", "9"], "choose one"),
@@ -125,6 +136,106 @@ def test_an_option_given_twice_adds_to_the_first(tmp_path: Path, write: Write) -
     gba_hvd("prepare", "--train", one, "--train", two, "--out", tmp_path / "out", *columns)
     log = ClickLog.open(tmp_path / "out")
     assert (len(log), list(log.tables)) == (4, ["colour", "shape"])
+
+
+def test_columns_without_a_role_are_named(tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write("in/all.csv", "label,user,price,shop,id\n" + "1,u,2.5,s,7\n" * 50)
+    gba_hvd("prepare", path, "--out", tmp_path / "a", "--categorical", "user,shop", "--ignore", "id")
+    said = capsys.readouterr()
+    assert "not used: price; --numeric price or --categorical price takes it in, --ignore price" in said.err
+    assert "columns not used: price\n" in said.out
+    assert json.loads((tmp_path / "a/dataset.json").read_text())["input"]["not_used"] == ["price"]
+    gba_hvd("prepare", path, "--out", tmp_path / "b", "--categorical", "rest", "--ignore", "id,price")
+    said = capsys.readouterr()
+    assert "not used" not in said.err + said.out
+
+
+def test_a_column_that_a_later_file_alone_has_is_named_too(tmp_path: Path, write: Write) -> None:
+    one, two = write("in/a.csv", HEADER + GOOD), write("in/b.csv", "extra," + HEADER + "x,1,3,red,round\n")
+    gba_hvd("prepare", "--train", one, two, "--out", tmp_path / "out", *BY_HAND)
+    assert json.loads((tmp_path / "out/dataset.json").read_text())["input"]["not_used"] == ["extra"]
+
+
+def test_missing_values_are_counted_by_column_and_split(
+    tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    n = 60
+    columns: dict[str, list[Any]] = {
+        "label": [i % 2 for i in range(n)],
+        "price": [None if i % 3 == 0 else 1.5 for i in range(n)],
+        "size": [None if i % 6 == 0 else 4.0 for i in range(n)],
+        "city": ["" if i % 5 == 0 else "c" for i in range(n)],
+        "genres": [None if i % 4 == 0 else [] if i % 4 == 1 else ["a", "b"] for i in range(n)],
+        "user": ["u"] * n,
+    }
+    pq.write_table(pa.table(columns), tmp_path / "log.parquet")
+    lines = ["label,price,size,city,genres,user"]
+    for i in range(n):
+        numbers = ["" if columns[name][i] is None else str(columns[name][i]) for name in ("price", "size")]
+        lines.append(",".join([str(i % 2), *numbers, columns["city"][i], "|".join(columns["genres"][i] or []), "u"]))
+    text = write("in/log.csv", "\n".join(lines) + "\n")
+    fields = ["--categorical", "city,user", "--numeric", "price,size", "--transform", "none", "--standardise"]
+    for path, multi in ((tmp_path / "log.parquet", "genres"), (text, "genres=|")):
+        out = tmp_path / f"out of {path.suffix}"
+        gba_hvd("prepare", path, "--out", out, *fields, "--multi", multi, "--split", "0.5,0.5", "--split-by", "order")
+        manifest = json.loads((out / "dataset.json").read_text())
+        missing = {one["name"]: one["missing"] for one in manifest["fields"] + manifest["numeric"]}
+        assert missing == {
+            "price": {"train": 10, "valid": 10},
+            "size": {"train": 5, "valid": 5},
+            "city": {"train": 6, "valid": 6},
+            "genres": {"train": 16, "valid": 14},
+            "user": {"train": 0, "valid": 0},
+        }
+        shown = capsys.readouterr().out
+        assert "genres           no id: a vector of zeros train 53.33%  valid 46.67%" in shown
+        assert "city             id 0                     train 20.00%  valid 20.00%" in shown
+        price = manifest["numeric"][0]
+        assert price["missing_becomes"] == pytest.approx(-(2**0.5), abs=1e-4)  # 0 among a third zeros, two thirds 1.5
+        assert "price            -1.414 (as 0 does)       train 33.33%" in shown
+        assert ClickLog.open(out).take([0]).dense[0, 0] == pytest.approx(price["missing_becomes"])
+
+
+def test_where_nothing_is_missing_it_says_so(tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write("in/a.csv", HEADER + GOOD)
+    gba_hvd("prepare", "--train", path, "--out", tmp_path / "out", "--categorical", "colour,shape")
+    assert "missing values: none" in capsys.readouterr().out
+    manifest = tmp_path / "out/dataset.json"
+    old = json.loads(manifest.read_text())  # as it was before they were counted
+    for one in old["fields"] + old["numeric"]:
+        del one["missing"]
+    del old["input"]["not_used"]
+    manifest.write_text(json.dumps(old))
+    assert gba_hvd("show", tmp_path / "out") == 0
+    assert "missing values" not in capsys.readouterr().out
+
+
+def test_lists_are_refused_with_the_option_that_takes_them(tmp_path: Path) -> None:
+    path = tmp_path / "log.parquet"
+    pq.write_table(pa.table({"label": [1, 0], "user": ["a", "b"], "genres": [["a"], ["b"]]}), path)
+    for options in (["--categorical", "rest"], ["--categorical", "user", "--multi", "genres=|"]):
+        with pytest.raises(BadInput, match=r"column 'genres' has lists: --multi genres takes them"):
+            gba_hvd("prepare", "--train", path, "--out", tmp_path / "out", *options)
+
+
+def test_a_folder_without_a_table_is_said_to_be_one(tmp_path: Path, write: Write) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(
+        BadInput, match=r"empty: no file to prepare in this folder \(looked for .*; the folder is empty"
+    ):
+        gba_hvd("prepare", tmp_path / "empty", "--out", tmp_path / "out", *BY_HAND)
+    for name in ("a/b.py", "c.md", "d.html", "e.h"):
+        write(f"source/{name}", "import os\n")
+    with pytest.raises(BadInput, match=r"no file to prepare .*; it has a/b\.py, c\.md, d\.html and 1 more"):
+        gba_hvd("prepare", tmp_path / "source", "--out", tmp_path / "out", *BY_HAND)
+    write("source/constraints.txt", "# The exact versions, of everything\nnumpy==1.26.4\ntorch==2.5.1\npyyaml==6.0.2\n")
+    with pytest.raises(
+        BadInput, match=r"constraints\.txt: no table: its lines \(# The exact versions, of everything\)"
+    ):
+        gba_hvd("prepare", tmp_path / "source", "--out", tmp_path / "out", *BY_HAND)
+    write("images/picture", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" * 9)
+    with pytest.raises(BadInput, match=r"picture: neither text nor Parquet"):
+        gba_hvd("prepare", tmp_path / "images", "--out", tmp_path / "out", *BY_HAND)
 
 
 def test_a_damaged_manifest_is_said_to_be_one(tmp_path: Path, write: Write) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +120,70 @@ def test_a_killed_prepare_leaves_no_dataset_and_the_next_one_clears_up(source: S
     assert len(ClickLog.open(tmp_path / "made/out").take(np.arange(200))) == 200
 
 
+KILLED_WHILE_REPLACING = """
+import os, signal, sys
+from pathlib import Path
+from tests_colours import COLOURS
+from importlib import import_module
+from gba_hvd.data import SplitFiles
+module = import_module("gba_hvd.data.prepare")
+out, how = Path(sys.argv[2]), sys.argv[3]
+def kill(*_, **__): os.kill(os.getpid(), signal.SIGKILL)
+if how == "exchanged":
+    before = module._put_in_place
+    module._put_in_place = lambda folder, out: (before(folder, out), kill())
+else:
+    module.exchange = lambda one, other: False
+    rename = Path.rename
+    Path.rename = lambda path, target: kill() if path.name == "dataset" else rename(path, target)
+module.prepare(COLOURS, SplitFiles({"train": [Path(sys.argv[1])]}), out, overwrite=True)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("how", "new_is_there"), [("exchanged", True), ("between two renames", False)])
+def test_a_prepare_that_is_killed_while_it_replaces_a_dataset_leaves_the_old_or_the_new_one(
+    source: SplitFiles, tmp_path: Path, how: str, new_is_there: bool
+) -> None:
+    out = tmp_path / "made/out"
+    prepare(COLOURS, source, out)
+    before = json.loads((out / "dataset.json").read_text())
+    (tmp_path / "tests_colours.py").write_text((Path(__file__).parent / "colours.py").read_text())
+    lines = (tmp_path / "train.csv").read_text().splitlines(keepends=True)
+    (tmp_path / "more.csv").write_text("".join([*lines, *lines[1:]]))
+    command = [sys.executable, "-c", KILLED_WHILE_REPLACING, str(tmp_path / "more.csv"), str(out), how]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    killed = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], timeout=110, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    if new_is_there:
+        assert len(ClickLog.open(out)) == 400
+    else:
+        with pytest.raises(BadInput, match="there is a dataset already"):  # it is brought back, not overwritten
+            prepare(COLOURS, source, out)
+        assert json.loads((out / "dataset.json").read_text()) == before
+        assert len(ClickLog.open(out)) == 200
+    prepare(COLOURS, source, out, overwrite=True)
+    assert [path.name for path in (tmp_path / "made").iterdir()] == ["out"]
+
+
+def test_every_file_of_a_dataset_is_on_the_disk_before_the_manifest(
+    source: SplitFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    before = os.fsync
+
+    def fsync(file: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{file}").rpartition(".preparing/dataset")[2])
+        before(file)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    prepare(COLOURS, source, tmp_path / "out", rows_per_part=64)
+    at = synced.index("/dataset.json")
+    files = {f"/{path.relative_to(tmp_path / 'out')}" for path in (tmp_path / "out").rglob("*")} - {"/dataset.json"}
+    assert files and files <= set(synced[:at])
+    assert len(synced) > at + 1, "and the folder, and the one it is in, after it"
+
+
 def test_when_the_new_dataset_cannot_be_put_in_place_the_old_one_is_back(
     source: SplitFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +197,7 @@ def test_when_the_new_dataset_cannot_be_put_in_place_the_old_one_is_back(
             raise OSError("the disk does not answer")
         return rename(path, target)
 
+    monkeypatch.setattr(import_module("gba_hvd.data.prepare"), "exchange", lambda *_: False)  # as on old file systems
     monkeypatch.setattr(Path, "rename", fail_for_the_new)
     with pytest.raises(BadInput, match="the disk does not answer"):
         prepare(COLOURS, source, tmp_path / "out", overwrite=True)

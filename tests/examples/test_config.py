@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from ctr.config import JobConfig, load
+from ctr.config import Checkpoint, JobConfig, Switching, load
+from ctr.plan import plan
+from ctr.settings_list import settings_list
 from gba_hvd import Compression, GBACallback
 from gba_hvd.compression import Spec
 from gba_hvd.errors import BadInput
 from recovery.callback import CheckpointCallback
+from train_ctr import main
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "examples" / "configs").glob("*.yaml"))
 
@@ -56,6 +63,8 @@ def test_the_command_line_beats_the_file_and_the_file_beats_the_defaults(tmp_pat
         ("name.first=x", r"name is a value, not a section"),
         ("train.epochs", r"override 'train\.epochs': expected key\.path=value"),
         ("train.micro_batch=1000", r"train\.global_batch: must be a multiple of micro_batch \(1000\), got 4096"),
+        ("train.max_norm=-1", r"train\.max_norm must be a positive, finite number, or None for no clipping, got -1\.0"),
+        ("train.max_row_norm=big", r"train\.max_row_norm: expected a number, got 'big'"),
         ("train.epochs=0", r"train\.epochs: must be positive, got 0"),
         ("model.dropout=1", r"model\.dropout: must be in \[0, 1\), got 1\.0"),
         ("train.row_average=local", r"train\.row_average: expected one of global, contributors, got 'local'"),
@@ -194,3 +203,41 @@ def test_a_section_with_nothing_but_a_place_has_the_defaults_of_the_callback(tmp
     ours, default = checkpoint.callback(), CheckpointCallback("folder")
     assert ours.settings() == default.settings()
     assert (ours.every_s, ours.every_steps, ours.resume) == (default.every_s, default.every_steps, default.resume)
+
+
+def test_the_list_of_settings_is_a_file_of_the_defaults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--settings"])
+    assert ended.value.code == 0
+    listed = capsys.readouterr().out
+    assert load(file_with(tmp_path, listed)) == JobConfig(name="job")
+    optional = "\n".join(line[2:] for line in listed.splitlines() if re.match(r"# +\w+:( |$)", line))
+    config = load(file_with(tmp_path, optional), ["checkpoint.url=folder", "name=job"])
+    assert config == JobConfig(name="job", switching=Switching(), checkpoint=Checkpoint(url="folder"))
+
+
+def every_setting(section: type, where: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+    for one in dataclasses.fields(section):
+        kind = get_type_hints(section)[one.name]
+        yield where + one.name, one
+        for inner in (kind, *get_args(kind)):
+            if dataclasses.is_dataclass(inner) and isinstance(inner, type):
+                yield from every_setting(inner, f"{where}{one.name}.")
+
+
+def test_every_setting_is_listed_and_what_switches_it_off_is_taken(tmp_path: Path) -> None:
+    listed, off = settings_list(), {}
+    for place, one in every_setting(JobConfig):
+        assert re.search(rf"^[# ]*{one.name}:", listed, re.MULTILINE), place
+        if (value := one.metadata.get("off")) is not None:
+            off[place] = value
+    assert {"train.early_stop", "train.plateau_factor", "train.max_norm", "switching", "checkpoint.every_s"} <= set(off)
+    for place, value in off.items():
+        load(
+            file_with(tmp_path, "checkpoint: {url: c}" if place.startswith("checkpoint.") else ""), [f"{place}={value}"]
+        )
+
+
+def test_a_plateau_factor_of_0_keeps_learning_rates_as_they_are(tmp_path: Path) -> None:
+    config = load(file_with(tmp_path, "data: {preset: synthetic}"), ["train.plateau_factor=0"])
+    assert "constant learning rates; stop after 2 epochs without gain" in plan(config, None, ())

@@ -78,7 +78,7 @@ def test_a_folder_that_lacks_a_split_is_refused(frappe: Data) -> None:
     [
         (Data(preset="frappe"), "name the folder of its files, or a prepared store, with --data DIR"),
         (Data(preset="frappe", dir="/nowhere"), "--data /nowhere: no such file or folder"),
-        (Data(preset="netflix", dir="/tmp"), r"expected synthetic, criteo-kaggle, .*, got 'netflix'"),
+        (Data(preset="netflix", dir="/tmp"), r"expected one of synthetic, criteo-kaggle, .*, got 'netflix'"),
     ],
 )
 def test_data_that_cannot_be_found_is_refused_with_what_to_do(data: Data, message: str) -> None:

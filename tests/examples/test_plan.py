@@ -10,9 +10,10 @@ from ctr.build import refuse_single_sample, row_optimizer, table_shapes
 from ctr.config import JobConfig, load
 from ctr.datasets import open_splits
 from ctr.plan import plan
+from gba_hvd.data import Categorical, Recipe, SplitShares, prepare
 from gba_hvd.errors import BadInput
 from gba_hvd.faults import FaultSchedule
-from gba_hvd.shard.layout import Layout
+from gba_hvd.shm.layout import Layout
 from train_ctr import main
 
 JOB = """
@@ -157,3 +158,27 @@ def test_the_plan_says_where_and_how_often_the_job_is_saved(tmp_path: Path) -> N
     ]
     lines = plan(config(tmp_path, "checkpoint.url=s3://bucket/job"), None).splitlines()
     assert lines[-2] == "save      to s3://bucket/job as often as planned from what is measured"
+
+
+@pytest.mark.parametrize("kind", ["deepfm", "dlrm", "dcn"])
+def test_a_dry_run_takes_one_batch_of_multi_valued_fields_through_the_model(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = "".join(f"{i % 2},u{i % 7},{'|'.join(['a', 'b', 'c'][: i % 4])}\n" for i in range(80))
+    (tmp_path / "clicks.csv").write_text("label,user,tags\n" + rows)
+    fields = (Categorical("user"), Categorical("tags", separator="|"))
+    shares = {"train": 0.5, "valid": 0.25, "test": 0.25}
+    prepare(Recipe("csv", "label", fields), SplitShares([tmp_path / "clicks.csv"], shares), tmp_path / "store")
+    (tmp_path / "job.yaml").write_text("train: {global_batch: 16, micro_batch: 16}\n")
+    words = ["--config", str(tmp_path / "job.yaml"), "--data", str(tmp_path / "store"), "--dry-run"]
+    assert main([*words, f"model.kind={kind}"]) == 0
+    shown = capsys.readouterr().out
+    assert "2 categorical and 0 numeric fields; multi-valued, pooled by mean: tags" in shown
+    assert "batch     16 samples, forward and backward in" in shown
+
+
+def test_a_dry_run_of_a_batch_that_cannot_be_trained_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config(tmp_path)
+    words = ["--config", str(tmp_path / "job.yaml"), "--dry-run", "data.synthetic.train=4097"]
+    assert main([*words, "model.batch_norm=true"]) == 1
+    assert "the last micro-batch of 4,097 samples would have 1 sample" in capsys.readouterr().err

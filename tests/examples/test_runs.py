@@ -103,7 +103,8 @@ def test_a_run_goes_through_the_modes_it_is_told_to_and_says_so(tmp_path: Path) 
     faults = tmp_path / "faults.json"
     FaultSchedule().slow(worker=1, factor=4, from_step=40, to_step=90).dump(faults)
     # In gba nobody waits for the chief: enough epochs, so that it is there to ask for the change back.
-    modes = ["switching.switch_at={40: gba, 90: allreduce}", "train.epochs=10", "train.early_stop=0"]
+    modes = ["switching.switch_at={40: gba, 90: allreduce}", "switching.wait_s=120"]
+    modes += ["train.epochs=10", "train.early_stop=0"]
     summary = train(tmp_path, 2, "--faults", str(faults), *modes, "train.row_average=contributors")
     assert [(s["from"], s["to"]) for s in summary["switches"]] == [("allreduce", "gba"), ("gba", "allreduce")]
     assert 40 <= summary["switches"][0]["step"] < 90 <= summary["switches"][1]["step"]
@@ -112,6 +113,24 @@ def test_a_run_goes_through_the_modes_it_is_told_to_and_says_so(tmp_path: Path) 
     assert sum(account.values()) == summary["samples_total"] == 20_000 * summary["epochs"]
     assert (summary["refused"], summary["samples_lost"]) == (0, 0)
     assert summary["auc"] > 0.7
+
+
+def test_a_job_goes_by_one_name(tmp_path: Path) -> None:
+    """What the settings say comes before the environment: in the summary, in what people read, in `gba-hvd ps`.
+
+    And it says that it stopped before its last epoch.
+    """
+    (tmp_path / "job.yaml").write_text(SMALL)
+    settings = ["name=nightly", "data.synthetic.train=2000", "train.epochs=200", "train.early_stop=1"]
+    command = [*on_workers(1), EXAMPLES / "train_ctr.py", "--config", "job.yaml", "--out", "out", *settings]
+    said = run(tmp_path, "env", "GBA_HVD_JOB_NAME=of-the-environment", *command)
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert f"nightly: finished: {summary['steps']:,} steps" in said
+    assert summary["name"] == "nightly" and summary["seconds_in_all"] >= summary["seconds"]
+    early = f"stopped early: no gain in valid AUC for 1 epoch (train.early_stop=1), after {summary['epochs']} of 200"
+    assert summary["stopped_early"].startswith(early)
+    assert [line for line in said.splitlines() if line.startswith(early)]
+    assert "of-the-environment" not in said
 
 
 def test_the_same_command_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:

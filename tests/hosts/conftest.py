@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gba_hvd_tools.lab import Lab, missing
+from gba_hvd_tools.virtual_hosts import Lab, missing
 
 from .job import DESK
 

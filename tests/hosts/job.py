@@ -18,15 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gba_hvd_tools.lab import Lab
+from gba_hvd_tools.virtual_hosts import Lab
 
 from gba_hvd.ps.client import Client
-from gba_hvd.ps.protocol import Endpoint
-from gba_hvd.shard.holder import MemoryRows
-from gba_hvd.shard.layout import Layout
-from gba_hvd.shard.memory import ShardMemory
+from gba_hvd.ps.messages import Endpoint
+from gba_hvd.shm.checkpoint_rows import MemoryRows
+from gba_hvd.shm.layout import Layout
+from gba_hvd.shm.shard_memory import ShardMemory
 from recovery.restore import Now, restore
-from recovery.store import Store
+from recovery.storage.store import Store
 from tests.processes.cluster import END_S, HOROVODRUN, Cluster, wait_for
 from tests.processes.workload import digests, digests_of
 
@@ -133,7 +133,7 @@ class HostsJob(Cluster):
         """Digests of all shards as the newest checkpoint has them. name: a host, for the tables' layout."""
         with _mapped(self.folder_on(name)) as memory:
             layout = memory.layout
-        scratch.mkdir()
+        scratch.mkdir(mode=0o700)
         with open(scratch / "shards", "wb") as file:
             file.truncate(layout.n_bytes)
         shards = range(layout.n_shards)

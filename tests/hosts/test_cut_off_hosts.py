@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from gba_hvd_tools.lab import Lab
+from gba_hvd_tools.virtual_hosts import Lab
 
 from gba_hvd.ps.client import Client
-from gba_hvd.ps.protocol import Beat, Ok, PullDense, Refused, Save, Saved
+from gba_hvd.ps.messages import Beat, Ok, PullDense, Refused, Save, Saved
 from tests.processes.cluster import wait_for
 
 from .job import IMPATIENT, S3, HostsJob, hosts_job

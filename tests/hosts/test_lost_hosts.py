@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gba_hvd_tools.lab import Lab
+from gba_hvd_tools.virtual_hosts import Lab
 
-from recovery.chains import Chain, chains
-from recovery.store import open_store
+from recovery.catalog.chains import Chain, chains
+from recovery.storage.open import open_store
 from tests.processes.cluster import wait_for
 
 from .job import IMPATIENT, hosts_job, quiet

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gba_hvd_tools.lab import Lab
+from gba_hvd_tools.virtual_hosts import Lab
 
 from .job import hosts_job
 

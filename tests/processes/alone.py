@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import nn
 
 import gba_hvd
-from gba_hvd.gba import GbaMode
+from gba_hvd.modes.parameter_server import GbaMode
 
-from .cluster import GRACE_S, wait_for
+from .cluster import GRACE_S, PATIENCE_S, wait_for
 from .workload import Training
 
 
@@ -28,6 +29,7 @@ class Outcome:
     samples: dict[str, int]
     modes: set[str]  # of its steps
     switches: list[tuple[str, str, int]]  # from, to, step
+    scaler: dict[str, Any] | None = None
 
 
 class Watch(gba_hvd.Callback):
@@ -45,9 +47,8 @@ class Watch(gba_hvd.Callback):
 
 
 @contextlib.contextmanager
-def job_alone(folder: Path, plan: dict[str, Any], **gba: Any) -> Iterator[tuple[Training, Watch]]:
-    """What to train, for one job; its memory is gone at the end. gba: settings of a GBACallback; none: allreduce."""
-    folder.mkdir(parents=True)
+def alone_in(folder: Path, server_s: float = 60.0) -> Iterator[None]:
+    """Settings of one job in this process; its memory is gone at the end."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("HOROVOD_RANK", "GBA_HVD_JOB_ID", "GBA_HVD_N_SHARDS"):
             patch.delenv(name, raising=False)
@@ -55,18 +56,27 @@ def job_alone(folder: Path, plan: dict[str, Any], **gba: Any) -> Iterator[tuple[
         patch.setenv("GBA_HVD_GRACE_S", str(GRACE_S))
         # A worker that is not scheduled for a while is not to lose its leases: it would compute a micro-batch twice.
         patch.setenv("GBA_HVD_ALIVE_S", "100")
-        patch.setenv("GBA_HVD_SERVER_S", "60")
-        training, watch = Training.of(plan, epoch=0), Watch()
-        training.state.register_callbacks([watch, *([gba_hvd.GBACallback(**gba)] if gba else [])])
-        yield training, watch
+        patch.setenv("GBA_HVD_SERVER_S", str(server_s))
+        yield
     wait_for(lambda: not list((folder / "shm").glob("gba-hvd-*")), "the end of the shard memory")
+
+
+@contextlib.contextmanager
+def job_alone(folder: Path, plan: dict[str, Any], **gba: Any) -> Iterator[tuple[Training, Watch]]:
+    """What to train, for one job. gba: settings of a GBACallback; none: allreduce."""
+    folder.mkdir(parents=True)
+    with alone_in(folder):
+        training, watch = Training.of(plan, epoch=0), Watch()
+        settings = {"wait_s": PATIENCE_S, **gba}  # modes begin at the step that they are due at
+        training.state.register_callbacks([watch, *([gba_hvd.GBACallback(**settings)] if gba else [])])
+        yield training, watch
 
 
 def outcome_of(training: Training, watch: Watch) -> Outcome:
     """As it stands; before the job's memory is gone."""
     return Outcome(
         training.state.step, training.arrays(), training.optimizer_arrays(), asdict(training.state.samples),
-        watch.modes, watch.switches,
+        watch.modes, watch.switches, None if training.scaler is None else training.scaler.state_dict(),
     )  # fmt: skip
 
 
@@ -81,11 +91,12 @@ def train_alone(folder: Path, plan: dict[str, Any], **gba: Any) -> Outcome:
                 for batch in gba_hvd.batches(training.dataset, state, seed=1):
                     optimizer.zero_grad()
                     loss = training.loss(batch)
-                    loss.backward()
-                    optimizer.step(loss=loss)
+                    training.backward(loss, [state.epoch, batch.index] in plan.get("overflows", ()))
+                    training.step(loss)
                     if plan.get("flush") and isinstance(state.engine.mode, GbaMode):
                         state.engine.mode.flush()  # the servers have applied it before the next one is computed
-                gba_hvd.evaluate(model, training.dataset, state, batch=64)
+                judged = nn.Sequential(model, nn.Sigmoid()) if plan.get("judge") == "probabilities" else model
+                gba_hvd.evaluate(judged, training.dataset, state, batch=64)
             return outcome_of(training, watch)
 
         outcome: Outcome = train(training.state)

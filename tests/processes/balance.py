@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gba_hvd.allreduce import AllreduceMode
-from gba_hvd.compression import push
-from gba_hvd.compression.exchange import DenseExchange
-from gba_hvd.compression.push import DensePush
+from gba_hvd.compression import dense_push
+from gba_hvd.compression.dense_exchange import DenseExchange
+from gba_hvd.compression.dense_push import DensePush
+from gba_hvd.modes.allreduce_exchange import AllreduceMode
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -56,7 +56,7 @@ class Books:
             made = frames(coder, flat)
             for frame, places in zip(made, coder._places, strict=True):
                 sizes = [at.stop - at.start for at in places]
-                part = push.read(frame.data, sizes, frame.whole) if frame.coded else frame.data
+                part = dense_push.read(frame.data, sizes, frame.whole) if frame.coded else frame.data
                 ends = np.cumsum([0, *(at.stop - at.start for at in places)])
                 for at, start, stop in zip(places, ends[:-1], ends[1:], strict=True):
                     sent[at] = part[start:stop]

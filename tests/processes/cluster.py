@@ -66,23 +66,23 @@ class Cluster:
         self._launch([HOROVODRUN, "-np", workers, "--network-interface", "lo"])
 
     def start_elastic(
-        self, names: tuple[str, ...], min_np: int = 1, max_np: int | None = None, cooldown_s: int = 1
+        self, names: tuple[str, ...], min_np: int = 1, max_np: int | None = None, cooldown_s: int = 1, slots: int = 1
     ) -> None:
-        """cooldown_s: for so long the launcher uses no host again that a worker died on."""
-        self.set_hosts(names)
+        """cooldown_s: for so long the launcher uses no host again that a worker died on. slots: of each name."""
+        self.set_hosts(names, slots)
         script = self.folder / "discover.sh"
         script.write_text(f"#!/bin/sh\ncat {self.hosts_file}\n")
         script.chmod(0o755)
-        workers = ["-np", len(names), "--min-np", min_np, "--max-np", max_np or len(NAMES)]
+        workers = ["-np", len(names) * slots, "--min-np", min_np, "--max-np", max_np or len(NAMES)]
         hosts = ["--host-discovery-script", script, "--blacklist-cooldown-range", cooldown_s, cooldown_s + 1]
         self._launch([HOROVODRUN, *workers, *hosts, "--network-interface", "lo"])
 
     def start_alone(self) -> None:
         self._launch([])
 
-    def set_hosts(self, names: tuple[str, ...]) -> None:
+    def set_hosts(self, names: tuple[str, ...], slots: int = 1) -> None:
         fresh = self.hosts_file.with_suffix(".new")
-        fresh.write_text("".join(f"{name}:1\n" for name in names))
+        fresh.write_text("".join(f"{name}:{slots}\n" for name in names))
         fresh.rename(self.hosts_file)
 
     def _launch(self, launcher: list[Any]) -> None:
@@ -241,6 +241,17 @@ class Cluster:
         pushes = [(line["epoch"], line["push"]) for line in self.pushes()]
         again = len(pushes) - len(set(pushes))
         assert again <= result["reissued"], f"{again} micro-batches were pushed again, {result['reissued']} given again"
+
+    def assert_one_fell_out_and_came_back(self) -> None:
+        """One worker left the asynchronous mode and trained in it again; the others stayed in it all the time.
+
+        A world that is not formed at once is asked for again: then the same worker restores its state more than once.
+        """
+        restored = self.notes("restored")
+        assert len({line["pid"] for line in restored}) == 1, f"{restored}\n{self.said()}"
+        last = restored[-1]
+        later = [line for line in self.pushes() if line["pid"] == last["pid"] and line["time"] > last["time"]]
+        assert later, f"{last['pid']} did not come back:\n{self.said()}"
 
     def result(self) -> dict[str, Any]:
         loaded: dict[str, Any] = json.loads((self.out / "result.json").read_text())

@@ -41,6 +41,21 @@ def test_a_worker_killed_there_changes_no_parameter(
         assert_nobody_went_back(job)
         assert job.result()["shard_steps_missed"] == 0
         assert_same_parameters(job.arrays(), reference)
+        (lost,) = (line["message"] for line in job.notes("event") if line["event"] == "worker_lost")
+        assert "Horovod's lines 'background loop uncaught exception'" in lost and "are expected" in lost
+
+
+def test_rank_0_killed_on_a_host_of_three_workers_changes_no_parameter(
+    reference: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    """The survivors' local ranks change, and they are not given up with it."""
+    with cluster(tmp_path, faults=[fault("before exchange", rank=0)]) as job:
+        job.run(lambda: job.start_elastic(NAMES[:1], slots=3))
+        assert job.fired() == 1
+        job.assert_every_sample_once(epochs=2)
+        assert_nobody_went_back(job)
+        assert job.result()["shard_steps_missed"] == 0
+        assert_same_parameters(job.arrays(), reference)
 
 
 @pytest.mark.parametrize("point", ["after commit", "in apply"])
@@ -74,6 +89,35 @@ def test_a_worker_killed_in_the_first_agreement(reference: dict[str, np.ndarray]
         assert job.fired() == 1
         job.assert_every_sample_once(epochs=2)
         assert_same_parameters(job.arrays(), reference)
+
+
+def test_what_a_worker_failed_with_is_told_by_those_that_go_on(tmp_path: Path) -> None:
+    with cluster(tmp_path, faults=[fault("before exchange", "raise")]) as job:
+        job.run(lambda: job.start_elastic(NAMES[:1], slots=2))
+        assert job.fired() == 1
+        told = [line for line in job.notes("event") if line["event"] == "worker_failed"]
+        assert [(one["rank"], one["why"]) for one in told] == [(1, "RuntimeError: planned failure")], job.log()
+        job.assert_every_sample_once(epochs=2)
+
+
+def test_a_newcomer_that_takes_too_long_to_start_is_told_as_an_event(tmp_path: Path) -> None:
+    """It breaks up the world that forms; the survivor says how long it stood still, and why."""
+    environ = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "10"}
+    with cluster(tmp_path, environ, wait_at_step=5, newcomers_wait_for="broke up") as job:
+        job.start_elastic(NAMES[:1])
+        wait_for(lambda: list(job.out.glob("waiting-*")), "the worker at step 5")
+        job.set_hosts(TWO)
+        wait_for(lambda: job.notes("hosts_updated"), "Horovod's word of the new host")
+        (job.out / "go").touch()
+        wait_for(lambda: job.ended or "the world broke up while it formed" in job.said(), "a world that broke up")
+        (job.out / "broke up").touch()
+        assert job.wait() == 0, job.log()
+        job.assert_nothing_left()
+        first = job.notes("job")[0]["pid"]
+        told = [line for line in job.notes("event") if line["event"] == "world_late" and line["pid"] == first]
+        assert told and told[0]["broken"] >= 1 and told[0]["seconds"] >= 10.0, job.log()
+        assert "[world late]" in job.said()
+        job.assert_every_sample_once(epochs=2)
 
 
 def test_a_newcomer_killed_while_it_is_let_in(reference: dict[str, np.ndarray], tmp_path: Path) -> None:

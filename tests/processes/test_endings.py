@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import signal
 from pathlib import Path
 
 import pytest
+from gba_hvd_tools import cli
 
 from .cluster import NAMES, cluster, wait_for
 
@@ -28,6 +31,26 @@ def test_nothing_is_left_when_the_launcher_is_ended(tmp_path: Path, number: sign
             job.launcher.send_signal(number)
         job.wait()  # what horovodrun returns then is its own affair
         assert "FINISHED" not in [end["end"] for end in job.notes("end")]
+        job.assert_nothing_left()
+
+
+def test_a_plain_job_is_listed_and_leaves_nothing_when_all_its_processes_get_sigterm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As systemd and batch systems end a job: its keeper gets the signal, too."""
+    with cluster(tmp_path, {"GBA_HVD_JOB_NAME": "clicks"}, epochs=1000, sleep_s=0.01) as job:
+        job.start_static(2)
+        wait_for(lambda: job.last_step() > 3, "training")
+        assert cli.main(["ps", "--json", "--dir", str(job.shard_dir)]) == 0
+        (listed,) = json.loads(capsys.readouterr().out)
+        assert (listed["name"], listed["mode"], listed["workers"], listed["hosts"]) == ("clicks", "allreduce", 2, 1)
+        assert listed["step"] > 0 and listed["steps_of_epoch"] == 11
+        keepers = [pid for pid in job.processes() if b"reaper.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert len(keepers) == 1
+        for pid in job.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        job.wait()
         job.assert_nothing_left()
 
 
@@ -73,13 +96,14 @@ def test_workers_that_define_different_tables_refuse_each_other(tmp_path: Path) 
 
 
 def test_all_workers_of_a_host_map_one_copy(tmp_path: Path) -> None:
-    """The proportional set sizes of the table pages add up to the file."""
+    """The proportional set sizes of the table pages add up to the file, but for pages that nobody has read."""
     with cluster(tmp_path, wait_at_step=3, samples=2000) as job:
         job.start_static(2)
         wait_for(lambda: len(list(job.out.glob("waiting-*"))) == 2, "both workers at step 3")
         (file,) = job.shard_dir.glob("*/shards")
         mapped = sum(pss_bytes(pid, str(file)) for pid in job.processes(only_workers=True))
-        assert mapped == pytest.approx(file.stat().st_blocks * 512, rel=0.02)
+        size = file.stat().st_blocks * 512
+        assert 0.9 * size < mapped < 1.02 * size
         (job.out / "go").touch()
         assert job.wait() == 0, job.log()
         job.assert_nothing_left()

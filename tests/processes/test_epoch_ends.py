@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from recovery.chains import Chain, chains
-from recovery.store import open_store
+from recovery.catalog.chains import Chain, chains
+from recovery.storage.open import open_store
 
 from .cluster import NAMES, PATIENCE_S, Cluster, cluster, wait_for
 

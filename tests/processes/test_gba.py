@@ -17,13 +17,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+import gba_hvd
 from gba_hvd.faults import FaultSchedule
-from gba_hvd.gba.under_way import UnderWay
-from gba_hvd.ps import process
-from gba_hvd.ps.protocol import Done
+from gba_hvd.ps import launch
+from gba_hvd.ps.messages import Done
+from gba_hvd.ps.partition.dense_part import DensePart
+from gba_hvd.ps.state_files import Records, path_of
+from gba_hvd.ps.worker.push_window import UnderWay
 
 from .alone import train_alone
 from .cluster import PATIENCE_S, Cluster, assert_identical, cluster, wait_for
+from .workload import digest_of_dense
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 LOCK_STEP = {"mode": "gba", "lookahead": 0}
@@ -86,7 +90,8 @@ def test_one_worker_in_lock_step_equals_allreduce(tmp_path: Path, dense: str, ro
 
 
 def test_three_workers_in_lock_step_equal_allreduce(tmp_path: Path) -> None:
-    plan = {**FIFTY_STEPS, "dense_optimizer": "momentum", "row_optimizer": "RowAdagrad"}
+    """With a learning rate that falls at every step, on workers and servers alike."""
+    plan = {**FIFTY_STEPS, "dense_optimizer": "momentum", "row_optimizer": "RowAdagrad", "lr_decay": 0.9}
     reference = train_alone(tmp_path / "alone", plan)
     with cluster(tmp_path / "job", gba=LOCK_STEP, **plan, faults=all_at_their_first_push(3)) as job:
         finish(job, 3)
@@ -95,6 +100,11 @@ def test_three_workers_in_lock_step_equal_allreduce(tmp_path: Path) -> None:
         job.assert_every_sample_once(epochs=2, samples=2392)
         assert workers_of(job) == {0, 1, 2}
         assert staleness(job) == {0: 300}
+
+
+def test_probabilities_are_not_taken_for_logits(tmp_path: Path) -> None:
+    with pytest.raises(gba_hvd.BadInput, match='activation="none" for probabilities'):
+        train_alone(tmp_path / "job", {"samples": 200, "epochs": 1, "judge": "probabilities"}, **LOCK_STEP)
 
 
 def test_a_slow_worker_holds_nobody_up_and_still_contributes(tmp_path: Path) -> None:
@@ -162,7 +172,7 @@ def test_a_push_whose_server_dies_before_it_is_reported_is_computed_again(
 
     def kill_then_report(self: UnderWay, done: Done) -> None:
         if done.micro == 8 and not killed:
-            pid = process.pid_of(self._client._folder, 0)
+            pid = launch.pid_of(self._client._folder, 0)
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
             killed.append(pid)
@@ -185,6 +195,55 @@ def test_training_goes_on_when_the_server_is_killed_and_stopped(tmp_path: Path) 
         assert job.schedule_fired() == ["kill_server", "stop_server", "kill_server"]
         job.assert_every_sample_once(epochs=3)
         assert job.result()["lost"] <= 2 * 96  # at most the step that each kill tore
+
+
+@pytest.mark.parametrize("dense_optimizer", ["Adam", pytest.param("momentum", marks=pytest.mark.variant)])
+def test_workers_go_on_with_what_a_server_that_hangs_has_published(tmp_path: Path, dense_optimizer: str) -> None:
+    """The world that they form has dense values and the optimizer's state bit for bit: no step of theirs is lost."""
+    plan = {"gba": FREE, "dense_optimizer": dense_optimizer, "epochs": 3}
+    with cluster(tmp_path, {"GBA_HVD_SERVER_S": "20"}, **plan, holds={14: "stopped"}) as job:
+        job.start_static(2)
+        wait_for(lambda: job.ended or len(list(job.out.glob("held-by-stopped-*"))) == 2, "both workers to be held", 300)
+        assert not job.ended, job.log()
+        (folder,) = job.shard_dir.glob("gba-hvd-*")
+        step, published = stop_the_server(folder)
+        (job.out / "stopped").touch()
+        assert job.wait(300) == 0, job.log()
+        job.assert_nothing_left()
+        worlds = [line["dense"] for line in job.notes("job")]
+        assert len(worlds) == 4 and set(worlds[2:]) == {published} and published not in worlds[:2]
+        assert step >= 14
+        result = job.result()
+        assert (result["total"], result["lost"]) == (3000, 0)
+        assert result["total"] == result["applied"] + result["dropped"]
+        assert not [line for line in job.notes("event") if line["event"] == "dense_state_old"]
+        counts = [count for name, count in job.optimizer_arrays().items() if name.endswith(".step")]
+        assert all(count == result["step"] for count in counts)
+
+
+def stop_the_server(folder: Path) -> tuple[int, str]:
+    """Between two steps. Returns which one it published last, and a digest of that."""
+    server = launch.pid_of(folder, 0)
+    assert server is not None
+    stat = Path(f"/proc/{server}/stat")
+
+    def between_steps() -> tuple[int, str] | None:
+        os.kill(server, signal.SIGSTOP)
+        wait_for(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "the server to stop")
+        records, part = Records(folder, 0), DensePart.open(path_of(folder, 0, "dense"))
+        session = records.session()
+        saved = None if session is None else records.ledger(session[0].generation)
+        try:
+            if saved is None or saved["ledger"]["decided"] or saved["ledger"]["step"] != part.step:
+                os.kill(server, signal.SIGCONT)
+                return None
+            ends = np.cumsum([tensor.size for tensor in part.tensors])[:-1]
+            return part.step, digest_of_dense(zip(np.split(part.values, ends), part.state(), strict=True))
+        finally:
+            part.close()
+
+    found: tuple[int, str] = wait_for(between_steps, "the server to be between two steps")
+    return found
 
 
 # --- a worker stalls, a push is lost ---------------------------------------------------------------------------------

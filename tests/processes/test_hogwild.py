@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import gba_hvd
 from gba_hvd.faults import FaultSchedule
-from gba_hvd.gba import GbaMode
-from gba_hvd.shadow import ReplicaMode
+from gba_hvd.modes.model_averaging import ReplicaMode
+from gba_hvd.modes.parameter_server import GbaMode
 
 from .alone import Outcome, Watch, job_alone, outcome_of, train_alone
 from .cluster import PATIENT, Cluster, assert_identical, cluster
@@ -274,6 +274,5 @@ def test_a_worker_with_threads_that_falls_out_of_the_mode_comes_back(tmp_path: P
     with cluster(tmp_path, PATIENT, gba={"mode": "shadow"}, **plan) as job:
         job.run(lambda: job.start_elastic(TWO_NAMES), PATIENCE_S)
         assert job.fired() == 2
-        (restored,) = job.notes("restored")
-        assert any(line["pid"] == restored["pid"] and line["time"] > restored["time"] for line in job.pushes())
+        job.assert_one_fell_out_and_came_back()
         assert_one_model_and_every_sample_once(job, epochs=5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -37,6 +38,7 @@ import time, torch
 import horovod.torch as hvd
 from horovod.torch import mpi_ops
 from gba_hvd import collectives
+from gba_hvd.comm.world_formation import Forming
 hvd.init()
 world = collectives.HorovodWorld()
 try:
@@ -45,7 +47,7 @@ except collectives.WorldLeft:
     (given_up,) = mpi_ops._handle_map
     while not hvd.poll(given_up):
         time.sleep(0.01)
-    collectives.initialise_again()
+    collectives.initialise_again(Forming())
     values = torch.ones(4)
     collectives.HorovodWorld().sum_("given up", values)
     print("the next world sums", values.sum().item(), "and keeps", len(mpi_ops._handle_map))
@@ -180,6 +182,99 @@ def test_an_operation_that_was_given_up_is_forgotten_in_the_next_world() -> None
         timeout=PATIENCE_S,
     )  # fmt: skip
     assert "the next world sums 4.0 and keeps 0" in done.stdout, done.stdout + done.stderr
+
+
+FAILS_LATE = """
+import os, signal, sys, time
+from pathlib import Path
+import horovod.torch as hvd
+died = Path(sys.argv[1])
+def wait_for(name):
+    while not died.with_name(name).exists():
+        time.sleep(0.05)
+if died.exists():
+    died.with_name("newcomer").touch()
+    wait_for("finished")
+    sys.exit("a newcomer that fails")
+hvd.init()
+if hvd.rank() == 1:
+    died.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "3"
+try:
+    while True:  # alone, until the launcher takes the newcomer in
+        time.sleep(0.2)
+        hvd.shutdown()
+        hvd.init()
+except ValueError:  # it is in the world, and did not come in time
+    wait_for("newcomer")
+    died.with_name("finished").touch()
+"""
+
+
+def test_a_job_that_survivors_finish_has_succeeded_although_a_newcomer_fails_at_the_end(tmp_path: Path) -> None:
+    script = tmp_path / "work.py"
+    script.write_text(FAILS_LATE)
+    elastic = ["-np", "2", "--min-np", "1", "--max-np", "2", "--host-discovery-script", "echo localhost:2"]
+    command = [str(HOROVODRUN), *elastic, sys.executable, str(script), str(tmp_path / "died")]
+    done = subprocess.run(command, check=False, text=True, capture_output=True, timeout=2 * PATIENCE_S)
+    said = done.stdout + done.stderr
+    assert (tmp_path / "newcomer").exists(), said
+    assert done.returncode == 0, said
+    assert "worker localhost[1] ended with exit code 1; the others have finished the job" in said
+
+
+def test_a_slot_that_fails_rests_longer_each_time_and_is_given_up(capsys: pytest.CaptureFixture[str]) -> None:
+    from horovod.runner.elastic.discovery import FixedHosts, HostManager
+
+    hosts = HostManager(FixedHosts({"h": 3}))
+    hosts.update_available_hosts()
+    for pause in ("in 2 s", "in 4 s", "in 8 s", "in 16 s", "given up"):
+        hosts._hosts_state["h"]._closed_slots.clear()
+        hosts.close_slot("h", 1)
+        assert pause in capsys.readouterr().err
+        assert hosts.current_hosts.get_open_slots("h") == [0, 2]
+        assert hosts.current_hosts.count_available_slots() == 2
+    assert not hosts.update_available_hosts()
+    hosts._hosts_state["h"]._closed_slots[1] = 0.0
+    assert hosts.update_available_hosts(), "the workers are to hear that a slot is open again"
+    assert hosts.current_hosts.get_open_slots("h") == [0, 1, 2]
+
+
+class Registry:
+    def __init__(self) -> None:
+        from horovod.runner.elastic.registration import WorkerStateRegistry
+
+        self.driver, self.hosts = Mock(), Mock()
+        self.driver.finished.return_value = self.hosts.is_blacklisted.return_value = False
+        self.registry = WorkerStateRegistry(self.driver, self.hosts)
+
+    def ends(self, states: dict[tuple[str, int], str]) -> None:
+        self.registry.reset(len(states))
+        threads = [
+            threading.Thread(target=self.registry._record_state, args=(*key, state)) for key, state in states.items()
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+
+
+def test_a_host_is_given_up_when_none_of_its_workers_lives() -> None:
+    run = Registry()
+    run.ends({("a", 0): "READY", ("a", 1): "FAILURE", ("b", 0): "FAILURE", ("b", 1): "FAILURE"})
+    run.hosts.close_slot.assert_called_once_with("a", 1)
+    assert {call.args for call in run.hosts.blacklist.call_args_list} == {("b",)}
+    run.driver.resume.assert_called_once()
+
+
+def test_an_elastic_job_says_what_it_waits_for(tmp_path: Path) -> None:
+    elastic = ["-np", "2", "--min-np", "2", "--host-discovery-script", "echo localhost:1", "--elastic-timeout", "12"]
+    command = [str(HOROVODRUN), *elastic, "true"]
+    done = subprocess.run(command, check=False, text=True, capture_output=True, timeout=PATIENCE_S)
+    assert done.returncode == 1
+    assert re.search(r"waiting for 2 free slots on 1 host\(s\) or more; there are [01] on [01]; disc", done.stderr)
+    assert "Timed out waiting for minimum number of slots" in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(("end", "status"), [("kill -9 $$", 0), ("exit 3", 1)])

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gba_hvd.ps import process
-from recovery.chains import Chain, chains
-from recovery.manifest import Manifest
-from recovery.store import open_store
+from gba_hvd.ps import launch
+from recovery.catalog.chains import Chain, chains
+from recovery.format.manifest import Manifest
+from recovery.storage.open import open_store
 
 from .cluster import NAMES, Cluster, assert_same_parameters, cluster, wait_for
 from .test_checkpoints import PATIENCE_S, events
@@ -45,7 +45,7 @@ def folder_of(job: Cluster, is_chief: bool) -> Path:
 
 
 def server_of(folder: Path) -> int:
-    pid = process.pid_of(folder, 0)
+    pid = launch.pid_of(folder, 0)
     assert pid is not None
     return pid
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ import numpy as np
 import psutil
 import pytest
 import zmq
+from gba_hvd_tools import fuzz_server
+from gba_hvd_tools.fuzz_server import GENERATION, LR, N_DENSE, N_SHARDS, ROW_LR, TABLES, WORKER, Host, Peer
 
-from gba_hvd import handover
 from gba_hvd.errors import GbaError
-from gba_hvd.ps import process, protocol, transport
+from gba_hvd.ps import launch, messages, transport, wire
 from gba_hvd.ps.client import Client, ServerLost
-from gba_hvd.ps.protocol import (
+from gba_hvd.ps.messages import (
     Apply,
     Bye,
     Done,
@@ -33,13 +35,19 @@ from gba_hvd.ps.protocol import (
     Push,
     Refused,
     Rows,
+    Save,
     Status,
     StatusReport,
-)  # fmt: skip
-from gba_hvd.shard.layout import Layout
-from gba_hvd.shard.memory import is_alive
-from tools import fuzz_server
-from tools.fuzz_server import GENERATION, LR, N_DENSE, N_SHARDS, ROW_LR, TABLES, WORKER, Host, Peer
+)
+from gba_hvd.shm.layout import Layout
+from gba_hvd.shm.shard_memory import is_alive
+from gba_hvd.switching import handover
+from recovery.catalog import claims
+from recovery.catalog.chains import Chain, chains
+from recovery.config import Config
+from recovery.restore.inspect import read_state
+from recovery.storage.open import open_store
+from recovery.storage.store import manifest_names
 
 from .cluster import wait_for
 
@@ -82,8 +90,8 @@ def test_what_is_no_message_of_this_job_is_refused(unchanged: Host, what: str) -
     for pull in (False, True):
         peer = unchanged.peer(pull=pull)
         peer.post(fuzz_server.bad_envelopes("job")[what])
-        envelope = protocol._envelope.decode(peer.socket.recv_multipart()[0])
-        assert isinstance(protocol.decode_answer(envelope), Refused)
+        envelope = messages._envelope.decode(peer.socket.recv_multipart()[0])
+        assert isinstance(wire.decode_answer(envelope), Refused)
 
 
 @pytest.mark.parametrize("what", sorted(fuzz_server.bad_pushes(LAYOUT)))
@@ -144,7 +152,7 @@ def test_a_process_without_the_key_gets_nothing_over_tcp(unchanged: Host, mechan
             stranger.curve_serverkey = transport.key_pair(unchanged.key, "server")[0]
         stranger.connect(f"tcp://{unchanged.endpoints[0].address}:{unchanged.endpoints[0].control}")
     try:
-        stranger.send(protocol.encode("job", 1, Status()))
+        stranger.send(wire.encode("job", 1, Status()))
         answer, _ = unchanged.peer(local=False).ask(Status())  # with the key: at once
         assert isinstance(answer, StatusReport)
         assert not stranger.poll(1500)
@@ -169,7 +177,9 @@ def test_limits_hold_and_others_are_served_meanwhile(tmp_path: Path) -> None:
         memory_before = psutil.Process(host.pid()).memory_info().rss
 
         giant = host.peer(local=False)
-        giant.post(protocol.encode("limits", 1, Push(WORKER, GENERATION, 0, 1)), bytes(limit + 1), b"")
+        giant.post(
+            wire.encode("limits", 1, Push(WORKER, GENERATION, 0, 1)), bytes(transport.TCP_PIECE_BYTES + 2048), b""
+        )
         assert not giant.socket.poll(500), "an oversized frame is not answered: the connection is cut"
 
         rows = np.zeros(2 * 50_000, dtype=np.float32)  # large, and no row message
@@ -190,6 +200,29 @@ def test_limits_hold_and_others_are_served_meanwhile(tmp_path: Path) -> None:
     finally:
         for each in silent:
             each.close()
+        host.close()
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_a_training_state_larger_than_a_frame_may_be_is_saved_and_comes_back(tmp_path: Path, local: bool) -> None:
+    host = Host(tmp_path, job="states", buffer_bytes=600_000)
+    here = host.host if local else host.host + 1  # as from another host: over TCP
+    client = Client(host.job, host.key, host.endpoints, here, host.folder, timeout_s=PATIENCE_S)
+    store, state = open_store(tmp_path / "saved"), np.random.default_rng(1).bytes(3 * transport.TCP_PIECE_BYTES)
+    claim = claims.claim(store, "states.1")
+    request = Save(
+        epoch=claim.epoch, number=1, part=0, n_parts=1, kind="full", parent=None, step=1, samples=1, about={},
+        settings={"url": str(tmp_path / "saved"), "storage_options": {}, "config": asdict(Config(policy="full"))},
+        claim=asdict(claim), first_epoch=claim.epoch,
+    )  # fmt: skip
+    try:
+        client.start()
+        assert client.call(0, request, [state]).body == Ok()
+        wait_for(lambda: manifest_names(store), "the checkpoint")
+        chain = next(iter(chains(store)))
+        assert isinstance(chain, Chain) and read_state(store, chain.newest) == state
+    finally:
+        client.close()
         host.close()
 
 
@@ -217,19 +250,23 @@ def test_a_full_buffer_refuses_for_now_and_says_what_is_full(tmp_path: Path) -> 
 
 # --- kills -----------------------------------------------------------------------------------------------------------
 
-# Serves like `gba_hvd.ps.server.main`, but dies at one exact place of the real code, the first time it comes there.
+# Serves like `gba_hvd.ps.server.server.main`, but dies at one exact place of the real code, the first time it comes
+# there: at once, or when another process has died.
 _DIES = """
-import fcntl, os, signal, sys
+import fcntl, os, signal, sys, time
 from pathlib import Path
-folder, index, point = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+folder, index, point, after = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 lock = open(folder / f"ps-{index}.lock", "a")
 fcntl.flock(lock, fcntl.LOCK_EX)
 from gba_hvd.ps import server
-from gba_hvd.ps.coordinator import Coordinator
-from gba_hvd.ps.dense import DensePart
-from gba_hvd.ps.part import Part
-from gba_hvd.shard.memory import ShardMemory
+from gba_hvd.ps.coordinator.coordinator import Coordinator
+from gba_hvd.ps.partition.dense_part import DensePart
+from gba_hvd.ps.partition.partition import Part
+from gba_hvd.shm.shard_memory import ShardMemory, is_alive
+from gba_hvd.ps.coordinator.ledger import Ledger
 owner, name, before = {
+    "before it is measured": (Part, "measure", True),
+    "measured": (Coordinator, "measured", False),
     "before the step": (Part, "_apply", True),
     "rows begun": (ShardMemory, "begin", False),
     "rows done": (ShardMemory, "finish", False),
@@ -237,25 +274,30 @@ owner, name, before = {
     "before it counts": (Coordinator, "applied", True),
     "push stored": (Part, "push", False),
     "entered": (Part, "begin", False),
+    "before others discard": (Ledger, "lost_pushes", False),
 }[point]
 method = getattr(owner, name)
-def dying(*args, **kwargs):
-    if before: os.kill(os.getpid(), signal.SIGKILL)
-    method(*args, **kwargs)
+def die():
+    while after and is_alive(after): time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
+def dying(*args, **kwargs):
+    if before: die()
+    method(*args, **kwargs)
+    die()
 setattr(owner, name, dying)
 server.main(folder, index)
 """
 
 
-def replace_by_one_that_dies(host: Host, point: str, index: int = 0) -> subprocess.Popen[bytes]:
+def replace_by_one_that_dies(host: Host, point: str, index: int = 0, after: int = 0) -> subprocess.Popen[bytes]:
+    """after: a process that has to be dead first; until then the server stands at that point."""
     old = host.pid(index)
     with open(host.folder / f"ps-{index}.log", "ab") as log:
         dying = subprocess.Popen(
-            [sys.executable, "-c", _DIES, str(host.folder), str(index), point], stdout=log, stderr=log
+            [sys.executable, "-c", _DIES, str(host.folder), str(index), point, str(after)], stdout=log, stderr=log
         )
     os.kill(old, signal.SIGKILL)  # the new one waits for the lock, which the old one's end releases
-    wait_for(lambda: process.pid_of(host.folder, index) == dying.pid, "the server that will die", PATIENCE_S)
+    wait_for(lambda: launch.pid_of(host.folder, index) == dying.pid, "the server that will die", PATIENCE_S)
     return dying
 
 
@@ -263,8 +305,8 @@ def restarted(host: Host, dead: int, index: int = 0) -> None:
     """A successor serves."""
 
     def serves() -> bool:
-        process.ensure_running(host.folder, index)
-        return process.pid_of(host.folder, index) not in (None, dead)
+        launch.ensure_running(host.folder, index)
+        return launch.pid_of(host.folder, index) not in (None, dead)
 
     wait_for(serves, f"a successor; the log: {host.log(index)}", PATIENCE_S)
 
@@ -366,7 +408,7 @@ def test_a_port_that_was_taken_meanwhile_is_named(tmp_path: Path) -> None:
                 client.call(0, Status())
             (host.folder / "ps-0.address").rename(host.folder / "kept")
             with pytest.raises(GbaError, match="another process took the port"):
-                process.endpoint(host.folder, 0, 0, PATIENCE_S)
+                launch.endpoint(host.folder, 0, 0, PATIENCE_S)
             (host.folder / "kept").rename(host.folder / "ps-0.address")
         restarted(host, host.pid())  # the port is free again
         assert isinstance(client.call(0, Status()).body, StatusReport)
@@ -473,6 +515,78 @@ def test_two_servers_of_one_memory_apply_every_step_and_outlive_a_kill(tmp_path:
         host.close()
 
 
+@pytest.mark.parametrize(
+    ("point", "lost", "missed"),
+    [("before the step", 16, 0), ("rows begun", 0, 1), ("rows done", 0, 0), ("dense done", 0, 0)],
+)
+def test_a_server_that_dies_in_a_step_beside_the_coordinator_costs_what_it_had_not_applied(
+    tmp_path: Path, point: str, lost: int, missed: int
+) -> None:
+    """Samples are lost where nothing of their step was begun, else the shards that missed it."""
+    owner = [0, 1, 0]
+    host = Host(tmp_path, job="beside", n_servers=2)
+    try:
+        dying = replace_by_one_that_dies(host, point, index=1)
+        peers = [host.peer(i) for i in (0, 1)]
+        for me, peer in enumerate(peers):
+            assert peer.ask(*fuzz_server.enter(host.endpoints, me, owner))[0] == Ok()
+        train_with(peers, host.layout, owner, 1, steps=1)
+        assert dying.wait(PATIENCE_S) == -signal.SIGKILL
+        restarted(host, dying.pid, index=1)
+        account = finish_with([host.peer(i) for i in (0, 1)], host.layout, owner, 10)
+        assert (account["total"], account["applied"], account["lost"]) == (64, 64 - lost, lost)
+        assert account["shard_steps_missed"] == missed
+    finally:
+        host.close()
+
+
+@pytest.mark.parametrize(
+    ("first", "point_of_0", "point_of_1", "lost", "missed", "steps_of_dense"),
+    [
+        (1, "before the step", "rows done", 0, 3, 3),
+        (1, "rows done", "before the step", 16, 1, 3),
+        (1, "dense done", "rows begun", 0, 1, 4),
+        (1, "before others discard", "before the step", 16, 0, 4),
+        (0, "before the step", "before the step", 16, 3, 3),
+        (0, "rows begun", "dense done", 0, 3, 3),
+    ],
+)
+def test_a_coordinator_and_another_server_that_die_one_right_after_the_other_cost_a_step_at_most(
+    tmp_path: Path, first: int, point_of_0: str, point_of_1: str, lost: int, missed: int, steps_of_dense: int
+) -> None:
+    """first: who of them dies first. A push that both had taken, of a lease that is still out, is computed again."""
+    owner = [0, 1, 0]
+    host = Host(tmp_path, job="both", n_servers=2)
+    try:
+        point_of = point_of_0, point_of_1
+        one = replace_by_one_that_dies(host, point_of[first], first)
+        other = replace_by_one_that_dies(host, point_of[1 - first], 1 - first, after=one.pid)
+        peers = [host.peer(i) for i in (0, 1)]
+        ahead = {"discipline": {"name": "gba", "lookahead": 1}}
+        for me, peer in enumerate(peers):
+            assert peer.ask(*fuzz_server.enter(host.endpoints, me, owner, **ahead))[0] == Ok()
+        peers[0].send(fuzz_server.a_beat())
+        leases = [fuzz_server.lease(peers[0], request) for request in (1, 2, 3)]
+        for given in leases:
+            for peer, frames in zip(peers, fuzz_server.gradients(host.layout, owner), strict=True):
+                assert fuzz_server.push(peer, given, frames) == Ok()
+        for given in leases[:2]:
+            peers[0].send(Done(WORKER, GENERATION, given.micro, given.serial))
+        for index, dying in ((first, one), (1 - first, other)):
+            assert dying.wait(PATIENCE_S) == -signal.SIGKILL
+            restarted(host, dying.pid, index)
+        peers = [host.peer(i) for i in (0, 1)]
+        for given in leases[1:]:
+            assert isinstance(fuzz_server.done(peers[0], given), Ok)
+        account = finish_with(peers, host.layout, owner, 10)
+        assert (account["total"], account["applied"], account["lost"]) == (64, 64 - lost, lost)
+        assert account["shard_steps_missed"] == missed
+        assert (host.memory.marks().finished == 4).all()
+        np.testing.assert_array_equal(host.dense(0)[1], BEGIN - np.float32(LR * steps_of_dense))
+    finally:
+        host.close()
+
+
 def finish_with(peers: list[Peer], layout: Layout, owner: list[int], first_request: int) -> dict[str, Any]:
     peers[0].send(fuzz_server.a_beat())
     request = first_request
@@ -541,10 +655,10 @@ def test_what_is_sent_twice_counts_once(tmp_path: Path) -> None:
         late = fuzz_server.push(peer, leases[0], fuzz_server.gradients(host.layout, value=100.0)[0])
         assert late == Ok()
         again = Apply(GENERATION, 1, [PlannedMember(0, 1, 1.0)], 0.5, ROW_LR, [LR], 0)
-        assert peer.ask(again)[0] == protocol.Applied(1)
+        assert peer.ask(again)[0] == messages.Applied(1)
         assert finish_epoch(peer, host.layout, 3)["total"] == 64
         answer, frames = peer.ask(PullDense(GENERATION, -1))
-        assert answer == protocol.Dense(4)
+        assert answer == messages.Dense(4)
         np.testing.assert_array_equal(np.frombuffer(frames[0], np.float32), BEGIN - np.float32(4 * LR))
         assert peer.ask(PullDense(GENERATION, 4))[1] == []
     finally:

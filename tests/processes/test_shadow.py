@@ -253,8 +253,7 @@ def test_a_worker_that_falls_out_of_the_mode_takes_the_central_copy_and_comes_ba
     with cluster(tmp_path, PATIENT, gba={"mode": "shadow", "sync": "ma"}, **plan) as job:
         job.run(lambda: job.start_elastic(TWO_NAMES), PATIENCE_S)
         assert job.fired() == 2
-        (restored,) = job.notes("restored")
-        assert any(line["pid"] == restored["pid"] and line["time"] > restored["time"] for line in job.pushes())
+        job.assert_one_fell_out_and_came_back()
         job.assert_every_sample_once(epochs=5)
         assert_one_model(job, epochs=5)
         assert_learned(job)

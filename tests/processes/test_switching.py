@@ -55,7 +55,11 @@ def test_there_and_back_is_bit_for_bit_as_if_nothing_happened(
 
 
 def test_two_workers_there_and_back(reference: dict[str, np.ndarray], tmp_path: Path) -> None:
-    with cluster(tmp_path, gba=THERE_AND_BACK, follow_the_chief=True) as job:
+    key = tmp_path / "key"  # workers prove that they have it when they agree on the job's key
+    key.write_text("0123456789abcdef" * 4)
+    key.chmod(0o600)
+    environ = {"GBA_HVD_KEY_FILE": str(key)}
+    with cluster(tmp_path, environ, gba=THERE_AND_BACK, follow_the_chief=True) as job:
         job.run(lambda: job.start_static(2))
         job.assert_every_sample_once(epochs=2)
         first, second = switches_by_worker(job)

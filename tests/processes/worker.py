@@ -12,8 +12,10 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -35,28 +37,37 @@ if PLAN.get("horovod", True):
     import horovod.torch as hvd
     from horovod.common.exceptions import HorovodInternalError
 
+    (OUT / f"joins-{os.getpid()}").touch()
+    if "newcomers_wait_for" in PLAN and list(OUT.glob("*.jsonl")):  # a newcomer that takes long to start
+        late_s = time.monotonic() + 300
+        while not (OUT / PLAN["newcomers_wait_for"]).exists() and time.monotonic() < late_s:
+            time.sleep(0.05)
     hvd.init()
 
 from balance import Books  # noqa: E402
-from workload import Training, digests  # noqa: E402
+from workload import Training, digest_of_dense, digests  # noqa: E402
 
 import gba_hvd  # noqa: E402
-from gba_hvd import allreduce, handover  # noqa: E402
+from gba_hvd.averaging.sync_thread import Rounds  # noqa: E402
 from gba_hvd.elastic import torch_state  # noqa: E402
-from gba_hvd.elastic.saving import Saving  # noqa: E402
+from gba_hvd.elastic.worker_saves import Saving  # noqa: E402
 from gba_hvd.faults import Fault  # noqa: E402
-from gba_hvd.gba import GbaMode  # noqa: E402
-from gba_hvd.membership import shards  # noqa: E402
-from gba_hvd.ps import process  # noqa: E402
-from gba_hvd.rounds import Rounds  # noqa: E402
-from gba_hvd.shadow import ReplicaMode  # noqa: E402
-from gba_hvd.shard.memory import ShardMemory, is_alive  # noqa: E402
+from gba_hvd.membership import shard_transfer  # noqa: E402
+from gba_hvd.modes import allreduce_exchange  # noqa: E402
+from gba_hvd.modes.model_averaging import ReplicaMode  # noqa: E402
+from gba_hvd.modes.parameter_server import GbaMode  # noqa: E402
+from gba_hvd.ps import launch  # noqa: E402
+from gba_hvd.shm.shard_memory import ShardMemory, is_alive  # noqa: E402
+from gba_hvd.switching import handover  # noqa: E402
 from recovery.callback import CheckpointCallback  # noqa: E402
 
 
 def note(**facts: Any) -> None:
     with open(OUT / f"{socket.gethostname()}-{os.getpid()}.jsonl", "a") as file:
         file.write(json.dumps({"time": time.time(), **facts}) + "\n")
+
+
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "int": signal.SIGINT, "term": signal.SIGTERM}
 
 
 def die(point: str, step: int) -> None:
@@ -74,6 +85,15 @@ def die(point: str, step: int) -> None:
             fired.write_text(json.dumps({"pid": os.getpid(), "time": time.time()}))
             if fault["do"] == "mark":
                 return
+            if fault["do"] == "exit":
+                sys.exit(fault["code"])
+            if fault["do"] == "cut the file":
+                os.truncate(state.engine.folder / "shards", 4096)
+                return
+            if fault["do"] == "spoil the store":
+                shutil.rmtree(PLAN["checkpoint"]["url"])
+                Path(PLAN["checkpoint"]["url"]).write_text("no folder any more")
+                return
             if fault["do"] == "raise":
                 raise RuntimeError("planned failure")
             if fault["do"] == "lose the result":
@@ -82,9 +102,9 @@ def die(point: str, step: int) -> None:
                 wait_for_file(fault["file"])
                 return
             if fault["do"] == "kill the server":
-                os.kill(process.pid_of(state.engine.folder, 0) or os.getpid(), signal.SIGKILL)
+                os.kill(launch.pid_of(state.engine.folder, 0) or os.getpid(), signal.SIGKILL)
                 return
-            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "int": signal.SIGINT}[fault["do"]])
+            os.kill(os.getpid(), SIGNALS[fault["do"]])
 
 
 def wait_for_file(name: str, meanwhile: Callable[[], None] = lambda: None) -> None:
@@ -118,7 +138,7 @@ def before_exchange(_: Any) -> None:
     die("before exchange", state.step + 1)
 
 
-around(allreduce.AllreduceMode, "exchange", before_exchange, lambda _: die("after exchange", state.step + 1))
+around(allreduce_exchange.AllreduceMode, "exchange", before_exchange, lambda _: die("after exchange", state.step + 1))
 around(gba_hvd.elastic.TorchState, "on_hosts_updated", lambda _: note(hosts_updated=True), None)
 _hosts_updated = torch_state.hosts_updated
 
@@ -129,7 +149,7 @@ def hosts_updated() -> Exception:
 
 
 torch_state.hosts_updated = hosts_updated
-around(allreduce.AllreduceMode, "commit", None, lambda _: die("after commit", state.step + 1))
+around(allreduce_exchange.AllreduceMode, "commit", None, lambda _: die("after commit", state.step + 1))
 around(ShardMemory, "begin", None, lambda _: die("in apply", state.step + 1))
 around(ShardMemory, "finish", None, lambda _: die("after apply", state.step + 1))
 around(ReplicaMode, "export", lambda _: die("before handing in", state.epoch), None)
@@ -174,7 +194,7 @@ def push(self: GbaMode, lease: Any, rows: Any, loss: Any, seconds: float, refuse
         fired = OUT / f"fault-server-{number}"
         if [state.epoch, lease.micro] == micro and not fired.exists():
             self.flush()  # the server has it, and the coordinator knows
-            pid = process.pid_of(state.engine.folder, 0)
+            pid = launch.pid_of(state.engine.folder, 0)
             assert pid is not None
             fired.write_text(json.dumps({"pid": pid, "time": time.time()}))
             os.kill(pid, signal.SIGKILL)
@@ -253,7 +273,7 @@ around(ReplicaMode, "_hand_in", None, lambda _: (OUT / "another-ends").touch() i
 
 handover._enter, handover.start, handover.take_dense_state = enter_servers, start_asynchronous, take_dense_state
 around(Saving, "epoch_begins", None, lambda _: die("kept", state.step))
-_move = shards.move_shards
+_move = shard_transfer.move_shards
 
 
 def move_shards(*args: Any) -> None:
@@ -261,7 +281,7 @@ def move_shards(*args: Any) -> None:
     _move(*args)
 
 
-shards.move_shards = move_shards
+shard_transfer.move_shards = move_shards
 
 
 def shards_here() -> dict[str, Any]:
@@ -290,7 +310,8 @@ class Notes(gba_hvd.Callback):
     def on_job(self, job: gba_hvd.Job) -> None:
         if (OUT / f"fell-out-{os.getpid()}").exists():
             (OUT / "is-back").touch()
-        note(job=job.job_id, rank=job.rank, host=job.host, shards=shards_here())
+        held = [(p.detach(), optimizer.engine.optimizer.state.get(p, {})) for p in optimizer.engine.dense.parameters]
+        note(job=job.job_id, rank=job.rank, host=job.host, shards=shards_here(), dense=digest_of_dense(held))
 
     def on_step(self, record: gba_hvd.StepRecord) -> None:
         note(committed=record.step, epoch=record.epoch, world=optimizer.engine.restarts, workers=record.workers)
@@ -307,14 +328,20 @@ more_users = PLAN.get("rank_one_differs", 0) if os.environ.get("HOROVOD_RANK") =
 training = Training.of(PLAN, more_users, epoch=0, aucs=[])
 for seed in (torch.manual_seed, np.random.seed, random.seed):
     seed(5)
-dataset, tables, model, optimizer, state = vars(training).values()
+dataset, tables, model, optimizer, state, scaler = vars(training).values()
+hooked: list[int] = []
+state.on_step(lambda: hooked.append(state.step))
 notes = Notes()
 past_switches: set[int] = set()  # this worker has waited for these already
 books = Books(state.engine, note, die) if state.engine.compression is not None else None
 state.register_callbacks([notes])
 if "gba" in PLAN:
-    state.register_callbacks([gba_hvd.GBACallback(**PLAN["gba"])])
+    state.register_callbacks([gba_hvd.GBACallback(**{"wait_s": 180.0, **PLAN["gba"]})])
+if "mlflow" in PLAN:
+    state.register_callbacks([gba_hvd.MLflowCallback(**PLAN["mlflow"])])
 if "checkpoint" in PLAN:
+    if "cwd" in PLAN:
+        os.chdir(PLAN["cwd"])
     state.register_callbacks([CheckpointCallback(**PLAN["checkpoint"])])
 if "fault_schedule" in PLAN:
     state.register_callbacks([gba_hvd.FaultSchedule(map(Fault.of, PLAN["fault_schedule"]), OUT / "schedule")])
@@ -332,6 +359,8 @@ def train(state: gba_hvd.elastic.TorchState) -> None:
             wait_where_planned(state.step)
             wait_for_workers()
             wait_for_switch(batch)
+            if PLAN.get("horovod", True):
+                hvd.rank(), hvd.size(), hvd.local_rank()  # as scripts do; also while the world is formed anew
             notes.rows += batch.rows
             optimizer.zero_grad()
             loss = training.loss(batch)
@@ -339,18 +368,19 @@ def train(state: gba_hvd.elastic.TorchState) -> None:
                 loss = loss * float("nan")
             if state.epoch == PLAN.get("nan_epoch", 0) and batch.index in PLAN.get("nan_micros", ()):
                 loss = loss * float("nan")
-            loss.backward()
+            training.backward(loss, [state.epoch, batch.index] in PLAN.get("overflows", ()))
             if PLAN.get("diverge_at_push") == batch.index:  # finite gradients, too large for what they are added to
                 for p in model.parameters():
                     p.data.fill_(3e38).mul_(10)
-            optimizer.step(loss=loss)
+            training.step(loss)
             if PLAN.get("judge_after") == [state.epoch, batch.index]:
                 judge_now()
             if PLAN.get("break_off") == [state.world.rank, state.epoch]:
                 break
             if PLAN.get("sleep_s"):
                 time.sleep(PLAN["sleep_s"])
-        note(values=values_now(), of_epoch=state.epoch, mode=state.engine.mode.name)
+        scale = None if scaler is None else scaler.state_dict()
+        note(values=values_now(), of_epoch=state.epoch, mode=state.engine.mode.name, scaler=scale)
         scores = gba_hvd.evaluate(model, dataset, state, batch=64)
         state.aucs = [*state.aucs, scores.auc]
         state.report(auc=scores.auc)
@@ -427,7 +457,10 @@ def values_now() -> str:
 
 
 def wait_where_planned(step: int) -> None:
-    """Hold step k, or a later one, until the test makes a file. `{"holds": {k: name}}`; `wait_at_step`: k for `go`."""
+    """Hold step k, or a later one, until the test makes a file. `{"holds": {k: name}}`; `wait_at_step`: k for `go`.
+
+    A job held at step 1 waits for its servers: let go, it has heard of them, so that a checkpoint that is due is begun.
+    """
     holds = {int(at): name for at, name in PLAN.get("holds", {}).items()}
     if "wait_at_step" in PLAN:
         holds[PLAN["wait_at_step"]] = "go"
@@ -435,6 +468,16 @@ def wait_where_planned(step: int) -> None:
         (OUT / f"waiting-{socket.gethostname()}-{os.getpid()}").touch()
         (OUT / f"held-by-{name}-{socket.gethostname()}-{os.getpid()}").touch()
         wait_for_file(name, follow_checkpoints)
+        if step == 1:
+            hear_of_the_servers()
+
+
+def hear_of_the_servers() -> None:
+    """On the lead of a host. For a while: in some tests a server is to die before that."""
+    engine, deadline = state.engine, time.monotonic() + 60
+    line = engine.line if engine.checkpoints is not None else None
+    while line is not None and not line.is_ready() and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def follow_checkpoints() -> None:
@@ -467,8 +510,10 @@ def write_result() -> None:
     engine = state.engine
     facts = {"step": state.step, "aucs": state.aucs, "restarts": engine.restarts, **vars(state.samples)}
     facts |= {"refused": engine.refused, "reissued": engine.reissued, "mode": engine.mode.name}
+    facts["hooked"] = len(hooked)
+    facts["scaler"] = None if scaler is None else scaler.state_dict()
     facts["staleness"] = {str(steps): count for steps, count in engine.staleness.items()}
     (OUT / "result.json").write_text(json.dumps(facts))
 
 
-train(state)
+train.__wrapped__(state) if PLAN.get("plain_loop") else train(state)

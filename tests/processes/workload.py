@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from gba_hvd_tools.chaos import data
 from torch import Tensor, nn
 
 import gba_hvd
 from gba_hvd.compression import Spec
-from gba_hvd.shard.holder import MemoryRows
-from gba_hvd.shard.memory import ShardMemory
+from gba_hvd.shm.checkpoint_rows import MemoryRows
+from gba_hvd.shm.shard_memory import ShardMemory
 from recovery.rows import Holder
 
 
@@ -25,29 +26,16 @@ class NamedBatch(gba_hvd.Batch):
     rows: tuple[int, ...] = ()
 
 
-class Clicks:
-    """Two fields; the label is a function of them."""
-
-    def __init__(self, n: int) -> None:
-        rng = np.random.default_rng(7)
-        self.user, self.item = rng.integers(0, 300, n), rng.integers(0, 40, n)
-        self.dense = rng.normal(size=(n, 2)).astype(np.float32)
-        self.label = ((self.user % 7 + self.item % 3) > 4).astype(np.float32)
-
-    def __len__(self) -> int:
-        return len(self.label)
+class Clicks(data.Clicks):
+    """What the chaos jobs learn, in batches that know which samples they hold."""
 
     def take(self, rows: np.ndarray) -> NamedBatch:
-        ids: dict[str, Tensor | gba_hvd.Bag] = {
-            "user": torch.from_numpy(self.user[rows]),
-            "item": torch.from_numpy(self.item[rows]),
-        }
-        dense, label = torch.from_numpy(self.dense[rows]), torch.from_numpy(self.label[rows])
-        return NamedBatch(ids, dense, label, rows=tuple(rows.tolist()))
+        batch = super().take(rows)
+        return NamedBatch(batch.ids, batch.dense, batch.label, rows=tuple(rows.tolist()))
 
 
 class Model(nn.Module):
-    def __init__(self, tables: gba_hvd.EmbeddingTables) -> None:
+    def __init__(self, tables: Any) -> None:
         super().__init__()
         self.tables = tables
         self.mlp = nn.Sequential(nn.Linear(8 + 6 + 2, 16), nn.ReLU(), nn.Linear(16, 1))
@@ -85,6 +73,7 @@ class Training:
     model: Model
     optimizer: Any
     state: gba_hvd.elastic.TorchState
+    scaler: torch.amp.GradScaler | None
 
     @classmethod
     def of(cls, plan: dict[str, Any], more_users: int = 0, **values: Any) -> Training:
@@ -97,6 +86,7 @@ class Training:
             n_shards=plan.get("n_shards", 4),
         )
         model = Model(tables)
+        scaler = torch.amp.GradScaler("cpu", **plan["scaler"]) if "scaler" in plan else None
         optimizer = gba_hvd.DistributedOptimizer(
             DENSE_OPTIMIZERS[plan.get("dense_optimizer", "Adam")](model.parameters()),
             tables,
@@ -106,12 +96,31 @@ class Training:
             row_average=plan.get("row_average", "global"),
             compression=compression_of(plan.get("compression", {}), forced=not plan.get("bypass")),
             row_compression=compression_of(plan.get("row_compression", {}), forced=not plan.get("bypass")),
+            max_norm=plan.get("max_norm"),
+            max_row_norm=plan.get("max_row_norm"),
+            grad_scaler=scaler,
         )
+        if plan.get("lr_decay"):
+            values["scheduler"] = torch.optim.lr_scheduler.ExponentialLR(optimizer, plan["lr_decay"])
         state = gba_hvd.elastic.TorchState(model, optimizer, **values)
-        return cls(Clicks(plan.get("samples", 1000)), tables, model, optimizer, state)
+        if plan.get("lr_decay"):
+            state.on_step(state.scheduler.step)
+        return cls(Clicks(plan.get("samples", 1000)), tables, model, optimizer, state, scaler)
 
     def loss(self, batch: gba_hvd.Batch) -> Tensor:
         return nn.functional.binary_cross_entropy_with_logits(self.model(batch), batch.label)
+
+    def backward(self, loss: Tensor, overflows: bool = False) -> None:
+        """Of a loss that the scaler scales, where there is one. overflows: the gradients are not finite."""
+        loss = loss if self.scaler is None else self.scaler.scale(loss)
+        (loss * float("inf") if overflows else loss).backward()
+
+    def step(self, loss: Tensor) -> None:
+        if self.scaler is None:
+            self.optimizer.step(loss=loss)
+        else:
+            self.scaler.step(self.optimizer, loss=loss)
+            self.scaler.update()
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Dense parameters, and rows and their slots where one host has them all."""
@@ -148,3 +157,13 @@ def digests_of(rows: Holder, shards: Iterable[int]) -> dict[int, str]:
                 digest.update(np.ascontiguousarray(piece).tobytes())
         found[shard] = digest.hexdigest()[:16]
     return found
+
+
+def digest_of_dense(parameters: Iterable[tuple[Any, Mapping[str, Any]]]) -> str:
+    """Of the values of dense parameters, in order, and of the optimizer's state of each."""
+    digest = hashlib.sha256()
+    for values, state in parameters:
+        digest.update(np.asarray(values).tobytes())
+        for name, value in sorted(state.items()):
+            digest.update(name.encode() + np.asarray(value).tobytes())
+    return digest.hexdigest()[:16]

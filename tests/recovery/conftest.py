@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from recovery.store import Store, open_store
+from recovery.storage.open import open_store
+from recovery.storage.store import Store
 from tests.recovery.stores import RamStore
 
 BUCKET = "checkpoints"

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from recovery.rows import Holder
-from recovery.tensors import Parts, TensorRows
+from recovery.torch_rows.tensor_rows import Parts, TensorRows
 
 
 def two_tables(

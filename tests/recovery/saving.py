@@ -10,15 +10,15 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
+from recovery.child.process import Begin, serve
 from recovery.config import Config
-from recovery.manifest import Manifest
+from recovery.format.manifest import Manifest
 from recovery.process_checkpointer import ProcessCheckpointer
 from recovery.rows import Schema
-from recovery.saving_process import Begin, serve
-from recovery.selection import Selection
-from recovery.store import Store, blob_prefix
-from recovery.tensors import TensorRows
-from recovery.writer import commit, save_rows
+from recovery.selection.selector import Selection
+from recovery.storage.store import Store, blob_prefix
+from recovery.torch_rows.tensor_rows import TensorRows
+from recovery.write.writer import commit, save_rows
 
 SMALL = Config(section_bytes=8 << 10, blob_bytes=32 << 10, level=0)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recovery.errors import NotFound, StoreError
-from recovery.store import Store, Transient, checked
+from recovery.storage.store import Store, Transient, checked
 
 
 class Crash(BaseException):

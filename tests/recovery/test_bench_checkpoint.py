@@ -7,9 +7,10 @@ import contextlib
 import numpy as np
 import pytest
 from gba_hvd_tools import cli
-from gba_hvd_tools.bench import checkpoint, checkpoint_figures, checkpoint_savers
-from gba_hvd_tools.bench.checkpoint_figures import CONTESTANTS, RESTORES, Case, cases, headline, stall, why_not
-from gba_hvd_tools.bench.checkpoint_model import BATCH, Training, hot_rows, made
+from gba_hvd_tools.bench.checkpoint import analysis, savers
+from gba_hvd_tools.bench.checkpoint import command as checkpoint
+from gba_hvd_tools.bench.checkpoint.analysis import CONTESTANTS, RESTORES, Case, cases, headline, stall, why_not
+from gba_hvd_tools.bench.checkpoint.model import BATCH, Training, hot_rows, made
 
 GB = 10**9
 
@@ -61,8 +62,8 @@ def test_a_delta_of_another_process_is_measured_for_the_smallest_share():
 
 def test_every_contestant_can_be_made_and_every_restore_is_of_one():
     assert set(RESTORES) <= set(CONTESTANTS)
-    assert set(checkpoint_figures.COPIES) <= {*CONTESTANTS, *(how for ways in RESTORES.values() for how in ways)}
-    assert {name for name in CONTESTANTS if not name.startswith("ours")} == set(checkpoint_savers.PEERS)
+    assert set(analysis.COPIES) <= {*CONTESTANTS, *(how for ways in RESTORES.values() for how in ways)}
+    assert {name for name in CONTESTANTS if not name.startswith("ours")} == set(savers.PEERS)
 
 
 def test_what_does_not_fit_is_left_out_with_the_reason():
@@ -138,7 +139,7 @@ def test_a_contestant_that_did_not_run_makes_no_figure():
 
 def test_medians_are_by_size_and_case():
     rows = [a_row("plain", stall_s=s) for s in (1.0, 2.0, 9.0)]
-    assert checkpoint_figures.figures(rows)[str(GB)]["plain"]["stall_s"] == 2.0
+    assert analysis.figures(rows)[str(GB)]["plain"]["stall_s"] == 2.0
 
 
 # --- the model -------------------------------------------------------------------------------------------------------

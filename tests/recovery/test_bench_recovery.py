@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 from gba_hvd_tools import cli
-from gba_hvd_tools.bench import cpr, cpr_training
+from gba_hvd_tools.bench.recovery import accuracy, emulation
 
-from recovery.planner import Costs
+from recovery.schedule.planner import Costs
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 def test_figures_are_by_mean_time_and_contestant(result):
     assert list(result["overhead_pct"]) == list(result["pls"]) == ["28h", "14h"]
-    assert list(result["overhead_pct"]["28h"]) == list(cpr.CONTESTANTS)
+    assert list(result["overhead_pct"]["28h"]) == list(emulation.CONTESTANTS)
     assert "auc" not in result
 
 
@@ -46,16 +46,16 @@ def test_the_order_of_the_overheads_is_the_papers(result):
 def test_measured_costs_are_a_platform_of_their_own(result):
     measured = result["platforms"]["measured"]
     assert measured["costs"]["save_s"] == 100
-    assert measured["costs"]["reschedule_s"] == cpr.PRODUCTION.reschedule_s  # assumed when it was not measured
+    assert measured["costs"]["reschedule_s"] == emulation.PRODUCTION.reschedule_s  # assumed when it was not measured
     assert "the target is for where full recovery costs 8 % or more" in measured["verdict"][0]
 
 
 def test_the_verdict_says_that_it_follows_from_the_costs():
-    assert cpr.assumption(cpr.PRODUCTION) == (
+    assert emulation.assumption(emulation.PRODUCTION) == (
         "this follows from the costs: by the closed form 0.5% needs a server replaced and loaded in at most "
         "279 s at 28 h, 27 s at 14 h; 240 s are assumed"
     )
-    assert cpr.assumption(Costs(100, 20, 30)).endswith("50 s are given")
+    assert emulation.assumption(Costs(100, 20, 30)).endswith("50 s are given")
 
 
 def test_a_place_that_cannot_be_written_is_found_at_once(tmp_path, capsys):
@@ -66,10 +66,10 @@ def test_a_place_that_cannot_be_written_is_found_at_once(tmp_path, capsys):
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A log and a model that train in a second."""
-    monkeypatch.setattr(cpr_training, "_SYNTHETIC_TRAIN", 3000)
-    monkeypatch.setattr(cpr_training, "_SYNTHETIC_TEST", 2000)
-    few = replace(cpr_training.DATASETS["synthetic"], epochs=2, global_batch=100, hidden=(8,), dim=4)
-    monkeypatch.setitem(cpr_training.DATASETS, "synthetic", few)
+    monkeypatch.setattr(accuracy, "_SYNTHETIC_TRAIN", 3000)
+    monkeypatch.setattr(accuracy, "_SYNTHETIC_TEST", 2000)
+    few = replace(accuracy.DATASETS["synthetic"], epochs=2, global_batch=100, hidden=(8,), dim=4)
+    monkeypatch.setitem(accuracy.DATASETS, "synthetic", few)
 
 
 def test_models_are_trained_lose_servers_and_get_their_rows_back(small, tmp_path, capsys):
@@ -79,7 +79,7 @@ def test_models_are_trained_lose_servers_and_get_their_rows_back(small, tmp_path
     first = json.loads(out.read_text())
     of = first["auc"]["synthetic, 2 epochs"]
     assert list(of) == ["28h", "14h"]
-    assert list(of["28h"]) == list(cpr_training.STRATEGIES)
+    assert list(of["28h"]) == list(accuracy.STRATEGIES)
     for mean_h, n in (("28h", 2), ("14h", 4)):
         # Full recovery does everything again: nothing is lost, to the last bit.
         assert of[mean_h]["full"]["auc"] == of[mean_h]["none"]["auc"]
@@ -101,10 +101,10 @@ def test_models_are_trained_lose_servers_and_get_their_rows_back(small, tmp_path
 
 def test_failures_are_as_many_as_expected_and_the_same_for_all():
     for mean_h, n in ((28, 2), (14, 4)):
-        found = cpr_training.failures(mean_h, 1000, seed=1)
+        found = accuracy.failures(mean_h, 1000, seed=1)
         assert len(found) == n
-        assert found == sorted(found) == cpr_training.failures(mean_h, 1000, seed=1)
-        assert all(0 < step < 1000 and 0 <= server < cpr.SERVERS for step, server in found)
+        assert found == sorted(found) == accuracy.failures(mean_h, 1000, seed=1)
+        assert all(0 < step < 1000 and 0 <= server < emulation.SERVERS for step, server in found)
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gba_hvd_tools.cli import main
+from gba_hvd_tools.commands.checkpoint import _chain
 
 from recovery.checkpointer import Checkpointer
 from recovery.config import Config
-from recovery.contents import read_rows, verify
 from recovery.errors import Damaged
-from recovery.store import open_store
-from recovery.tensors import TensorRows
+from recovery.restore.inspect import read_rows, verify
+from recovery.storage.open import open_store
+from recovery.torch_rows.tensor_rows import TensorRows
 from tests.recovery.holders import train, two_tables, values
-from tools.checkpoint_command import _chain
-from tools.cli import main
 
 STATE = {
     "model": {"mlp.weight": torch.arange(6.0).reshape(2, 3), "mlp.bias": torch.ones(2)},
@@ -169,7 +169,7 @@ def test_diff_looks_at_a_large_table_in_parts(
     saved: Saved, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = as_json(capsys, "diff", saved.url, "000001-00000001")
-    monkeypatch.setattr("tools.checkpoint_command._COMPARED_BYTES", 100)
+    monkeypatch.setattr("tools.commands.checkpoint._COMPARED_BYTES", 100)
     assert as_json(capsys, "diff", saved.url, "000001-00000001") == whole
 
 
@@ -295,7 +295,7 @@ def test_rows_never_saved_are_zero_and_counted(tmp_path: Path, capsys: pytest.Ca
     """As after a host was lost for good: a base lacks them only if a writer was told to leave them."""
     from dataclasses import replace
 
-    from recovery.manifest import from_json, to_json
+    from recovery.format.manifest import from_json, to_json
 
     rows: TensorRows = two_tables(n_rows=30, n_shards=2)
     with Checkpointer(str(tmp_path / "place"), rows, Config(job="job-1")) as checkpoints:

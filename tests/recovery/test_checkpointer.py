@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recovery import claims
+from recovery.catalog import claims
 from recovery.checkpointer import Checkpointer, Event, StillSaving
 from recovery.config import Config
 from recovery.errors import BadInput, Fenced, StoreError
 from recovery.process_checkpointer import ProcessCheckpointer
 from recovery.restore import restore
 from recovery.state_codec import decode
-from recovery.store import Store
-from recovery.tensors import TensorRows
+from recovery.storage.store import Store
+from recovery.torch_rows.tensor_rows import TensorRows
 from tests.recovery.holders import assert_same, train, two_tables, values
 from tests.recovery.saving import ThroughAPipe
 from tests.recovery.stores import Crash, FaultyStore, RamStore

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recovery.claims import Claim, check, claim, claims_of, release, renew
+from recovery.catalog.claims import Claim, check, claim, claims_of, release, renew
 from recovery.errors import BadInput, Fenced, StoreError
-from recovery.manifest import Manifest, to_json
+from recovery.format.manifest import Manifest, to_json
 from recovery.rows import Schema
-from recovery.store import Store
+from recovery.storage.store import Store
 from tests.recovery.stores import Crash, FaultyStore, RamStore
 
 

@@ -11,9 +11,9 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recovery.codec import Encoded, Encoding, checksum, decode_rows, decode_state, encode_rows, encode_state
 from recovery.errors import BadInput, Damaged
-from recovery.manifest import Section, StateBlob
+from recovery.format.manifest import Section, StateBlob
+from recovery.format.row_codec import Encoded, Encoding, checksum, decode_rows, decode_state, encode_rows, encode_state
 from recovery.rows import Column, Table
 
 TABLE = Table("user", 1000, (Column("weight", 5), Column("sum", 5), Column("step", 1)))

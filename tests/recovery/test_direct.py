@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recovery import direct
-from recovery.direct import BLOCK_BYTES, aligned, read_blocks, whole_blocks, write_blocks
-from recovery.local_store import LocalStore
+from recovery.storage import direct_io
+from recovery.storage.direct_io import BLOCK_BYTES, aligned, read_blocks, whole_blocks, write_blocks
+from recovery.storage.local_store import LocalStore
 
 MIB = 1 << 20
 
@@ -67,7 +67,7 @@ def test_a_file_system_that_refuses_gets_it_as_usual(tmp_path, monkeypatch, refu
     if refused == "write":
         monkeypatch.setattr(os, "write", write)
     else:
-        monkeypatch.setattr(direct, "fcntl", None)
+        monkeypatch.setattr(direct_io, "fcntl", None)
     assert written(tmp_path / "file", data.data) == 0
     assert (tmp_path / "file").read_bytes() == data.tobytes()
 

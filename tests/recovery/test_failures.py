@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from recovery.errors import BadInput
-from recovery.failures import Gamma, digamma, failure_times, fit, mean_time, trigamma
+from recovery.schedule.failures import Gamma, digamma, failure_times, fit, mean_time, trigamma
 
 H = 3600.0
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recovery import interval
+from recovery.schedule import formulas
 
 same = settings(derandomize=True, database=None, deadline=None)  # examples, however busy the machine is
 
@@ -16,24 +16,24 @@ seconds = st.floats(1.0, 1e7)
 
 def test_an_example_by_hand():
     # A save of 6 minutes every 2 hours, a failure every 20 hours, 100 hours of training, 8 servers.
-    assert interval.full_overhead_s(360, 60, 180, 2 * H, 20 * H, 100 * H) == pytest.approx(50 * 360 + 5 * (240 + H))
-    assert interval.partial_overhead_s(360, 60, 180, 2 * H, 20 * H, 100 * H) == pytest.approx(50 * 360 + 5 * 240)
-    assert interval.expected_pls(2 * H, 20 * H, 8) == pytest.approx(0.5 * 2 / 160)
-    assert interval.best_full_interval_s(360, 20 * H) == pytest.approx(7200)
-    assert interval.interval_for_pls_s(0.1, 8, 28 * H) == pytest.approx(44.8 * H)
-    assert interval.lost_portion(50, 1000, 5) == pytest.approx(0.01)
+    assert formulas.full_overhead_s(360, 60, 180, 2 * H, 20 * H, 100 * H) == pytest.approx(50 * 360 + 5 * (240 + H))
+    assert formulas.partial_overhead_s(360, 60, 180, 2 * H, 20 * H, 100 * H) == pytest.approx(50 * 360 + 5 * 240)
+    assert formulas.expected_pls(2 * H, 20 * H, 8) == pytest.approx(0.5 * 2 / 160)
+    assert formulas.best_full_interval_s(360, 20 * H) == pytest.approx(7200)
+    assert formulas.interval_for_pls_s(0.1, 8, 28 * H) == pytest.approx(44.8 * H)
+    assert formulas.lost_portion(50, 1000, 5) == pytest.approx(0.01)
 
 
 @same
 @given(seconds, seconds, st.floats(0.5, 2.0).filter(lambda factor: abs(factor - 1) > 1e-3))
 def test_no_interval_costs_less_than_the_best_one(save_s, between_s, factor):
-    best = interval.best_full_interval_s(save_s, between_s)
-    costs = [interval.full_overhead_s(save_s, 5, 7, every, between_s, 1e6) for every in (best, best * factor)]
+    best = formulas.best_full_interval_s(save_s, between_s)
+    costs = [formulas.full_overhead_s(save_s, 5, 7, every, between_s, 1e6) for every in (best, best * factor)]
     assert costs[0] < costs[1]
 
 
 @same
 @given(st.floats(1e-4, 0.9), st.integers(1, 10_000), seconds)
 def test_the_interval_for_a_target_is_expected_to_meet_it(target, n_servers, between_s):
-    every = interval.interval_for_pls_s(target, n_servers, between_s)
-    assert interval.expected_pls(every, between_s, n_servers) == pytest.approx(target)
+    every = formulas.interval_for_pls_s(target, n_servers, between_s)
+    assert formulas.expected_pls(every, between_s, n_servers) == pytest.approx(target)

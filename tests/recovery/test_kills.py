@@ -16,14 +16,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from recovery.catalog.retention import objects_of
 from recovery.checkpointer import Checkpointer
 from recovery.config import Config
 from recovery.errors import Damaged
-from recovery.manifest import Manifest
+from recovery.format.manifest import Manifest
 from recovery.restore import restore
-from recovery.retention import objects_of
-from recovery.store import Store, open_store
-from recovery.tensors import TensorRows
+from recovery.storage.open import open_store
+from recovery.storage.store import Store
+from recovery.torch_rows.tensor_rows import TensorRows
 from tests.recovery.holders import assert_same, train, two_tables, values
 from tests.recovery.saving import Saver
 from tests.recovery.stores import RamStore

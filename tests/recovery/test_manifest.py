@@ -12,7 +12,7 @@ import pytest
 import xxhash
 
 from recovery.errors import BadInput, Damaged
-from recovery.manifest import Blob, Manifest, Section, StateBlob, difference, from_json, to_json
+from recovery.format.manifest import Blob, Manifest, Section, StateBlob, difference, from_json, to_json
 from recovery.rows import Column, Schema, Table
 
 SCHEMA = Schema(
@@ -154,7 +154,7 @@ NONSENSE = [
     ({"parent": "manifests/../x"}, "not an earlier checkpoint"),
     ({"samples": -1}, "-1 samples"),
     ({"number": -1}, "number -1"),
-    ({"epoch": 10**6}, "epoch 1000000"),
+    ({"epoch": 10**9}, "epoch 1000000000"),
     ({"schema": replace(SCHEMA, n_shards=0)}, "0 shards"),
     ({"schema": replace(SCHEMA, tables=SCHEMA.tables + SCHEMA.tables[:1])}, "two tables of one name"),
 ]

@@ -9,12 +9,12 @@ from dataclasses import asdict, replace
 import pytest
 
 from recovery.callback import CheckpointCallback
-from recovery.costs import Costs
 from recovery.errors import BadInput
-from recovery.interval import best_full_interval_s, interval_for_pls_s
-from recovery.manifest import Manifest
-from recovery.pacing import ASSUMED_MTBF_H, FIRST_INTERVAL_S, LEAST_STALL_SHARE, Given, Measured, pace
+from recovery.format.manifest import Manifest
 from recovery.rows import Column, Schema, Table
+from recovery.schedule.adaptive import ASSUMED_MTBF_H, FIRST_INTERVAL_S, LEAST_STALL_SHARE, Given, Measured, pace
+from recovery.schedule.costs import Costs
+from recovery.schedule.formulas import best_full_interval_s, interval_for_pls_s
 
 HOUR_S = 3600.0
 GIVEN = Given("delta", 0.125, mtbf_h=28.0, longest_s=100 * HOUR_S)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recovery.errors import BadInput
-from recovery.planner import Chain, Costs, Job, Wishes, estimate, next_kind, plan
+from recovery.schedule.planner import Chain, Costs, Job, Wishes, estimate, next_kind, plan
 
 same = settings(derandomize=True, database=None, deadline=None)  # examples, however busy the machine is
 

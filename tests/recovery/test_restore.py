@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from recovery.config import Config
 from recovery.errors import BadInput, Damaged, StoreError
-from recovery.filling import spread
-from recovery.manifest import to_json
+from recovery.format.manifest import to_json
 from recovery.restore import Now, restore
-from recovery.store import Store
-from recovery.tensors import Parts, TensorRows
+from recovery.restore.row_loader import spread
+from recovery.storage.store import Store
+from recovery.torch_rows.tensor_rows import Parts, TensorRows
 from tests.recovery.holders import assert_same, shard_values, train, two_tables, values
 from tests.recovery.saving import SMALL, Saver
 from tests.recovery.stores import FaultyStore, RamStore
@@ -258,7 +258,7 @@ def test_a_checkpoint_of_a_newer_version_is_refused_and_not_passed_over(
 ) -> None:
     saver, _ = delta_chain(ram)
     newest = saver.made[-1]
-    monkeypatch.setattr("recovery.manifest._document", _newer)
+    monkeypatch.setattr("recovery.format.manifest._document", _newer)
     ram.objects[newest.name] = to_json(newest)
     monkeypatch.undo()
     with pytest.raises(BadInput, match="update"):
@@ -268,7 +268,7 @@ def test_a_checkpoint_of_a_newer_version_is_refused_and_not_passed_over(
 def _newer(manifest: object) -> bytes:
     import xxhash
 
-    from recovery import manifest as manifests
+    from recovery.format import manifest as manifests
 
     body = {"format": manifests.FORMAT + 1, "manifest": manifest}
     return manifests._canonical({**body, "checksum": xxhash.xxh3_128_hexdigest(manifests._canonical(body))})

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recovery.claims import claim, release
+from recovery.catalog.claims import claim, release
+from recovery.catalog.retention import Expired, Keep, delete, expired, gc, leftovers, objects_of
 from recovery.errors import BadInput
-from recovery.manifest import Blob, Manifest, StateBlob, to_json
-from recovery.retention import Expired, Keep, delete, expired, gc, leftovers, objects_of
+from recovery.format.manifest import Blob, Manifest, StateBlob, to_json
 from recovery.rows import Schema
 from tests.recovery.stores import Crash, FaultyStore, RamStore
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recovery.errors import BadInput
-from recovery.sampled import SubSampled
+from recovery.selection.subsampled_updates import SubSampled
 
 same = settings(derandomize=True, database=None, deadline=None)  # examples, however busy the machine is
 

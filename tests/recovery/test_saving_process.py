@@ -20,17 +20,18 @@ import psutil
 import pytest
 import torch
 
-from recovery.claims import Claim
+from recovery.catalog.claims import Claim
+from recovery.child.handle import ChildDied
+from recovery.child.process import Begin, Ready
 from recovery.config import Config
 from recovery.errors import BadInput, Fenced
 from recovery.events import Event
 from recovery.process_checkpointer import ProcessCheckpointer
 from recovery.restore import restore
-from recovery.row_memory import SHARED, share_
-from recovery.saving_child import ChildDied
-from recovery.saving_process import Begin, Ready
-from recovery.store import Store, open_store
-from recovery.tensors import TensorRows
+from recovery.storage.open import open_store
+from recovery.storage.store import Store
+from recovery.torch_rows.row_memory import SHARED, share_
+from recovery.torch_rows.tensor_rows import TensorRows
 from tests.recovery.holders import assert_same, train, two_tables, values
 from tests.recovery.saving import ThroughAPipe
 from tests.recovery.stores import RamStore

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from recovery import priority
 from recovery.config import Config
 from recovery.errors import BadInput
 from recovery.rows import Places
-from recovery.selection import Selection
-from recovery.tensors import TensorRows
+from recovery.selection import importance
+from recovery.selection.selector import Selection
+from recovery.torch_rows.tensor_rows import TensorRows
 from tests.recovery.holders import train, two_tables
 
 CONFIG = Config(policy="mfu", r=0.02)
@@ -43,7 +43,7 @@ def based(policy: str, n_shards: int = 2) -> tuple[Selection, TensorRows]:
 def test_looking_in_pieces_finds_the_same_rows(policy: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for rows_at_once in (1 << 20, piece):
-        monkeypatch.setattr("recovery.selection._PIECE", rows_at_once)
+        monkeypatch.setattr("recovery.selection.selector._PIECE", rows_at_once)
         selection, rows = based(policy)
         train(rows, 6, seed=1)
         found.append(
@@ -93,7 +93,7 @@ def test_after_a_failed_save_the_copies_of_scar_are_of_no_use() -> None:
     assert not selection.is_valid_for("base")
 
 
-@pytest.mark.parametrize("policy", priority.POLICIES)
+@pytest.mark.parametrize("policy", importance.POLICIES)
 def test_it_says_how_much_memory_it_takes(policy: str) -> None:
     rows = two_tables(1)
     selection = Selection(rows, replace(CONFIG, policy=policy))

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from recovery.failures import Gamma, failure_times
-from recovery.planner import Costs, Job, Wishes, plan
-from recovery.simulated_rows import RowModel, SimulatedRows
-from recovery.simulation import Mean, World, mean_of, simulate
+from recovery.schedule.failures import Gamma, failure_times
+from recovery.schedule.planner import Costs, Job, Wishes, plan
+from recovery.simulation.simulated_rows import RowModel, SimulatedRows
+from recovery.simulation.simulation import Mean, World, mean_of, simulate
 
 H = 3600.0
 YEAR_S = 365 * 24 * H

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from recovery.rows import Column, Schema, Slab, Table, copy_rows
-from recovery.snapshot import PIECE_BYTES, Busy, read
+from recovery.write.consistent_read import PIECE_BYTES, Busy, read
 from tests.recovery.holders import two_tables, values
 
 WIDTH = 16

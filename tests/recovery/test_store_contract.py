@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import resource
 import signal
+import socket
 import subprocess
 import threading
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,9 +19,10 @@ from typing import Any
 import pytest
 
 from recovery.errors import BadInput, NotFound, StoreError
-from recovery.fsspec_store import FsspecStore
-from recovery.patience import Patience, PatientStore
-from recovery.store import Store, Transient, check, is_name, open_store
+from recovery.storage.fsspec_store import FsspecStore
+from recovery.storage.open import open_store
+from recovery.storage.retry import MOST_HUNG, Patience, PatientStore
+from recovery.storage.store import Store, Transient, check, is_name
 from tests.recovery.conftest import BUCKET
 from tests.recovery.stores import Crash, FaultyStore, RamStore
 
@@ -163,7 +167,7 @@ def test_a_url_that_cannot_be_served_says_what_to_do(url: str, said: str, monkey
 
 
 def test_a_password_in_a_url_is_not_repeated_in_messages() -> None:
-    assert FsspecStore("memory://user:secret@host/job").url == "memory://host/job"
+    assert FsspecStore("memory://user:secret@host/job").url == "memory://***@host/job"
 
 
 def test_a_bucket_that_is_missing_is_named(s3_options: dict[str, Any]) -> None:
@@ -263,6 +267,25 @@ def test_a_name_is_used_once(tmp_path: Path) -> None:
 # --- patience --------------------------------------------------------------------------------------------------------
 
 
+def test_a_file_system_without_hard_links_takes_each_name_once_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    store = open_store(tmp_path)
+    store.put(NAME, [b"first"])
+    store.put(NAME, [b"first"])
+    with pytest.raises(StoreError, match="names are used once"):
+        store.put(NAME, [b"other"])
+    assert store.get(NAME) == b"first" and store.names("") == {NAME: 5}
+    monkeypatch.setattr("recovery.storage.local_store.rename_new", lambda old, new: False)
+    with pytest.raises(StoreError, match=r"can neither make hard links .* nor rename without replacing"):
+        store.put(NAME + "9", [b"x"])
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [NAME.rpartition("/")[2]]
+
+
 class Pauses:
     """In the place of sleep: remembers."""
 
@@ -278,7 +301,9 @@ MANY = 1000  # attempts, where one that does not hang may still be given up on: 
 
 def patient(store: Store, tries: int = 4, timeout_s: float = 30.0) -> tuple[PatientStore, Pauses]:
     pauses = Pauses()
-    return PatientStore(store, Patience(timeout_s, tries, 1.0, 3.0, sleep=pauses, rng=random.Random(0))), pauses
+    return PatientStore(
+        store, Patience(timeout_s, tries, 1.0, 3.0, sleep=pauses, rng=random.Random(0), least_bytes_s=1e12)
+    ), pauses
 
 
 def test_what_may_pass_is_tried_again_after_longer_and_longer_pauses(ram: RamStore) -> None:
@@ -341,6 +366,89 @@ def test_a_local_disk_that_hangs_is_an_error(ram: RamStore) -> None:
         store, _ = patient(faulty, tries=1, timeout_s=0.05)
         with pytest.raises(StoreError, match=r"put blobs/.*no answer within 0\.05 s"):
             store.put(NAME, [b"x"])
+
+
+def test_a_large_object_may_take_longer_by_a_least_rate(ram: RamStore) -> None:
+    data, wait = bytes(4 << 20), threading.Event()
+    faulty = FaultyStore(ram).slows("put", 1, lambda: wait.wait(1.0))
+    store = PatientStore(faulty, Patience(0.1, 1, least_bytes_s=len(data) / 60))
+    store.put(NAME, [data])
+    assert faulty.fired == faulty.planned and ram.objects == {NAME: data}
+    assert Patience(60.0).limit_s(600 << 20) == 660.0
+    with pytest.raises(BadInput, match="least_bytes_s is a rate"):
+        Patience(least_bytes_s=0)
+
+
+def test_threads_of_a_store_that_hangs_are_few_and_the_refusal_says_so(ram: RamStore) -> None:
+    with FaultyStore(ram) as faulty:
+        for at in range(1, MOST_HUNG + 1):
+            faulty.hangs("get", at)
+        store = PatientStore(faulty, Patience(0.01, 1, least_bytes_s=1e12))
+        for _ in range(2 * MOST_HUNG):
+            with pytest.raises(StoreError):
+                store.get(NAME)
+        with pytest.raises(StoreError, match=f"not tried, {MOST_HUNG} earlier calls still hang"):
+            store.get(NAME)
+        hung = [thread for thread in threading.enumerate() if thread.name.endswith(f"get {NAME}")]
+        assert len(hung) == MOST_HUNG and faulty.fired == faulty.planned
+    for thread in hung:
+        thread.join()
+    with pytest.raises(NotFound):
+        PatientStore.get(store, NAME)
+
+
+def test_a_local_write_that_nobody_waits_for_gets_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes may be others by then."""
+    asked, release, before = threading.Event(), threading.Event(), os.fsync
+
+    def slow(file: int) -> None:
+        asked.set()
+        release.wait()
+        before(file)
+
+    monkeypatch.setattr("recovery.storage.local_store.os.fsync", slow)
+    store = open_store(tmp_path, timeout_s=0.2)
+    with pytest.raises(StoreError, match=r"no answer within 0\.2"):
+        store.put(NAME, [b"x"])
+    assert asked.is_set()
+    release.set()
+    for thread in threading.enumerate():
+        if thread.name.endswith(f"put {NAME}"):
+            thread.join()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_an_upload_that_is_given_up_on_is_cancelled() -> None:
+    """A server that takes the request, and says nothing, sees the connection go; and no thread is left."""
+    closed = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with server.accept()[0] as connection:
+                while connection.recv(1 << 16):
+                    pass
+                closed.set()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        store = open_store(f"s3://{uuid.uuid4().hex}/x", timeout_s=3, tries=1, key="k", secret="s", endpoint_url=url)
+        with pytest.raises(StoreError, match="no answer within"):
+            store.put(NAME, [b"x" * (1 << 20)])
+        assert closed.wait(60)
+        thread.join()
+    for left in threading.enumerate():
+        if left.name.endswith(f"put {NAME}"):
+            left.join(60)
+            assert not left.is_alive()
+
+
+def test_an_object_of_unknown_size_is_read_in_pieces(ram: RamStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recovery.storage.retry._FIRST_BYTES", 3)
+    monkeypatch.setattr("recovery.storage.retry._PIECE_BYTES", 10)
+    for n_bytes in (0, 2, 3, 13, 25):
+        ram.put(f"blobs/{n_bytes}", [bytes(range(n_bytes))])
+        assert patient(ram)[0].get(f"blobs/{n_bytes}") == bytes(range(n_bytes))
 
 
 def test_a_process_that_dies_tries_nothing_again(ram: RamStore) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from recovery.checkpointer import Checkpointer
 from recovery.config import Config
 from recovery.errors import BadInput
-from recovery.snapshot import Busy, read
 from recovery.state_codec import decode, encode
-from recovery.tensors import Parts, TensorRows, load_rest, of_optimizer, rest
+from recovery.torch_rows.tensor_rows import Parts, TensorRows, load_rest, of_optimizer, rest
+from recovery.write.consistent_read import Busy, read
 from tests.recovery.holders import two_tables
 from tests.recovery.stores import RamStore
 

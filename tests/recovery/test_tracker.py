@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recovery.tensors import TensorRows
-from recovery.tracker import Tracker, tracker_bytes
+from recovery.selection.update_tracker import Tracker, tracker_bytes
+from recovery.torch_rows.tensor_rows import TensorRows
 from tests.recovery.holders import two_tables
 
 MANIFEST = "manifests/000001-00000001.json"

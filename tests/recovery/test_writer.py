@@ -10,17 +10,17 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from recovery import writer
-from recovery.assembly import Buffers, Line
-from recovery.codec import EXACT, decode_rows
 from recovery.config import Config
 from recovery.errors import BadInput, Fenced, StoreError
-from recovery.manifest import Blob, Section, from_json
-from recovery.rows import Places
-from recovery.snapshot import Read
-from recovery.store import blob_prefix
-from recovery.tensors import Parts, TensorRows
-from recovery.writer import Cancelled, Choice, Written, commit, everything, save_rows
+from recovery.format.manifest import Blob, Section, from_json
+from recovery.format.row_codec import EXACT, decode_rows
+from recovery.rows import Choice, Places, everything
+from recovery.storage.store import blob_prefix
+from recovery.torch_rows.tensor_rows import Parts, TensorRows
+from recovery.write import writer
+from recovery.write.consistent_read import Read
+from recovery.write.section_pipeline import Buffers, Line
+from recovery.write.writer import Cancelled, Written, commit, save_rows
 from tests.recovery.holders import train, two_tables, values
 from tests.recovery.stores import FaultyStore, RamStore
 
@@ -248,7 +248,7 @@ def test_an_encoding_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None
     def broken(*_: object) -> None:
         raise MemoryError("no memory to encode")
 
-    monkeypatch.setattr("recovery.codec.encode_rows", broken)
+    monkeypatch.setattr("recovery.format.row_codec.encode_rows", broken)
     with pytest.raises(MemoryError, match="no memory to encode"):
         save(two_tables(), RamStore())
     assert not threads()

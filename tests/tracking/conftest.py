@@ -175,6 +175,10 @@ class Worker:
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def kill(self) -> None:
         self._process.kill()
         self._close()

@@ -12,7 +12,7 @@ from gba_hvd.callbacks import Event, StepRecord
 from gba_hvd.tracking import MLflowCallback, ProgressLine
 from gba_hvd.tracking import gauges as g
 from gba_hvd.tracking.plots import MODE, THROUGHPUT
-from gba_hvd.tracking.story import Story, from_files
+from gba_hvd.tracking.run_history import Story, from_files
 from tests.tracking.conftest import event, job, step
 from tests.tracking.told_job import tell
 

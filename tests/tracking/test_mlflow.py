@@ -6,19 +6,24 @@ import argparse
 import dataclasses
 import functools
 import json
+import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
-from gba_hvd_tools import cli, mlflow_command
+from gba_hvd_tools import cli
+from gba_hvd_tools.commands import mlflow_send
 
 from gba_hvd.callbacks import Event
 from gba_hvd.errors import BadInput
 from gba_hvd.tracking import MLflowCallback, gauges
+from gba_hvd.tracking.find_run import read
+from gba_hvd.tracking.mlflow_callback import job_name
 from gba_hvd.tracking.spool import all_records, read_status
-from gba_hvd.tracking.story import read
 from tests.tracking.conftest import (
     FLUSH_S,
     Server,
@@ -60,7 +65,10 @@ def wait_until_delivered(callback: MLflowCallback) -> None:
     ("status", "error"),
     [("FINISHED", None), ("FAILED", ValueError("loss is nan at step 5")), ("KILLED", KeyboardInterrupt())],
 )
-def test_a_run_ends_as_the_job_ended(database: str, tmp_path: Path, status: str, error: BaseException | None):
+def test_a_run_ends_as_the_job_ended(
+    database: str, tmp_path: Path, status: str, error: BaseException | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("GBA_HVD_JOB_NAME", "night-run")
     callback = patient(
         *["ends"], tracking_uri=database, spool_dir=tmp_path / "spool", log_every_steps=1, system_every_s=0.1,
         params={"model": {"dim": 8}}, config={"hidden": [8]}, data={"rows": 10},
@@ -70,11 +78,18 @@ def test_a_run_ends_as_the_job_ended(database: str, tmp_path: Path, status: str,
         callback.on_step(step(k, loss=1 / k))
     callback.on_metrics(5, {"valid_auc": 0.75})
     callback.on_event(event("membership", 3, "1 -> 2 workers"))
+    for told in ("the store is full", "the store is still full"):
+        callback.on_event(Event("checkpoint_failed", 4, told, level="warning"))
     callback.on_end(status, error)
 
     run = only_run(database, f"ends-{status}")
     assert run.info.status == status
-    assert run.data.params == {"model.dim": "8", "lr": "0.1"}
+    assert run.data.params == {"model.dim": "8", "lr": "0.1", "hidden": "[8]"}
+    assert run.info.run_name == "night-run"
+    assert run.data.metrics["warnings"] == 2
+    assert run.data.tags["gba_hvd.warning"] == "[checkpoint_failed] step 4: the store is still full"
+    told_of = [json.loads(line) for line in artifact(database, run, "events.jsonl", tmp_path / "events").splitlines()]
+    assert [one["event"] for one in told_of if one.get("level") == "warning"] == 2 * ["checkpoint_failed"]
     assert logged_steps(database, run, "train/loss") == [1, 2, 3, 4, 5]
     assert run.data.metrics["valid_auc"] == 0.75
     assert run.data.tags["gba_hvd.event.membership"] == "step 3: 1 -> 2 workers"
@@ -256,7 +271,7 @@ def test_a_new_worker_that_becomes_chief_goes_on_in_the_run_it_is_told(database:
         first.on_step(step(k))
     wait_until_delivered(first)
     told = first.state_dict()
-    assert told == {"run_id": only_run(database, "handed-over").info.run_id, "logged_step": 2}
+    assert told == {"run_id": only_run(database, "handed-over").info.run_id, "logged_step": 2, "warnings": 0}
     first.on_end("FAILED", RuntimeError("the whole job stopped"))
 
     second = patient(tracking_uri=database, spool_dir=tmp_path, log_every_steps=1, system_metrics=False)
@@ -337,9 +352,9 @@ def test_a_server_that_never_comes_leaves_the_spool_and_the_command_that_sends_i
     callback.on_end("FINISHED", None)
 
     told = capsys.readouterr().err
-    command = re.search(r"gba-hvd (mlflow-send \S+\.jsonl)", told)
+    command = re.search(r"gba-hvd (mlflow send \S+\.jsonl)", told)
     assert command is not None, told
-    assert "NOT everything reached MLflow" in told
+    assert re.search(r"NOT everything reached MLflow \([0-9]+ records did not\)", told)
     assert callback.spool is not None
     assert callback.spool.exists()
 
@@ -381,6 +396,43 @@ def test_a_run_left_running_by_the_same_job_is_closed_when_the_job_ends(database
     assert mlflow.get_run(stray).data.tags["gba_hvd.superseded_by"] == mine
 
 
+def test_a_job_is_called_as_it_was_named_or_after_its_script(monkeypatch: pytest.MonkeyPatch):
+    assert job_name({"GBA_HVD_JOB_NAME": "night-run"}) == "night-run"
+    monkeypatch.setattr(sys, "argv", ["examples/train_ctr.py", "--config", "x"])
+    assert job_name({}) == "train_ctr"
+    monkeypatch.setattr(sys, "argv", ["-c"])
+    assert job_name({}) == "python"
+
+
+def test_a_job_says_which_earlier_ones_were_never_sent(
+    database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    left = tmp_path / "spool" / "old.h1.1.0.jsonl"
+    left.parent.mkdir()
+    left.write_text('{"kind": "job", "job_id": "old"}\n')
+    monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
+    for age_s, says in ((0, False), (3600, True)):  # another job may be starting just now
+        os.utime(left, (time.time() - age_s,) * 2)
+        MLflowCallback(tracking_uri=database, spool_dir=left.parent).on_job(job("new"))
+        told = capsys.readouterr().err
+        assert (f"never reached MLflow and wait in {left}" in told) == says
+        assert (f"gba-hvd mlflow send {left}" in told) == says
+
+
+def test_what_kills_a_worker_and_its_children_does_not_kill_its_sender(database: str, tmp_path: Path):
+    """A launcher that ends a job does so."""
+    worker = Worker(tmp_path, tracking_uri=database, spool_dir="spool", log_every_steps=1, system_metrics=False)
+    worker("on_job", dataclasses.asdict(job("with-children")))
+    family = psutil.Process(worker.pid).children(recursive=True)
+    worker("on_step", dataclasses.asdict(step(1)))
+    worker.kill()
+    for process in family:
+        process.kill()
+    wait_until("FAILED", lambda: [r for r in runs(database, "with-children") if r.info.status == "FAILED"])
+    assert logged_steps(database, only_run(database, "with-children"), "train/loss") == [1]
+    wait_until("the sender cleaned up", lambda: not (tmp_path / "spool").exists())
+
+
 def test_importing_the_callback_does_not_import_mlflow():
     code = "import sys, gba_hvd.tracking; assert not {'mlflow', 'matplotlib'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
@@ -394,7 +446,7 @@ def test_without_mlflow_the_error_says_what_to_install(monkeypatch: pytest.Monke
 
 def test_the_steps_after_the_last_point_are_a_point_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(MLflowCallback, "_start_sender", lambda self: None)
-    monkeypatch.setattr(MLflowCallback, "_wait_for_sender", lambda self: None)
+    monkeypatch.setattr(MLflowCallback, "_wait_for_sender", lambda self, status: None)
     callback = MLflowCallback(spool_dir=tmp_path / "spool", log_every_steps=3)
     callback.on_job(job("tail"))
     for k in range(1, 6):
@@ -413,13 +465,13 @@ def test_settings_that_make_no_sense_are_refused():
 
 def test_sending_what_is_not_there_says_so(tmp_path: Path):
     with pytest.raises(BadInput, match="neither a spool file nor a folder"):
-        run_command("mlflow-send", str(tmp_path / "gone.jsonl"))
+        run_command("mlflow", "send", str(tmp_path / "gone.jsonl"))
     with pytest.raises(BadInput, match="nothing to send"):
-        run_command("mlflow-send", str(tmp_path))
+        run_command("mlflow", "send", str(tmp_path))
 
 
 def run_command(*arguments: str) -> int:
     parser = argparse.ArgumentParser()
-    mlflow_command.add_parser(parser.add_subparsers())
+    mlflow_send.add_parser(parser.add_subparsers())
     args = parser.parse_args(arguments)
     return int(args.run(args))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 
@@ -72,6 +73,31 @@ def test_the_summary_accounts_for_every_sample():
     ]
 
 
+def test_the_summary_has_the_name_that_the_job_goes_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As MLflow's run and `gba-hvd ps`: what TorchState was given, before the environment."""
+    monkeypatch.setenv("GBA_HVD_JOB_NAME", "of-the-environment")
+    stream = io.StringIO()
+    progress = ProgressLine(stream=stream, clock=Clock())
+    run(progress, [replace(job("j"), name="night run")], [step(1)])
+    progress.on_end("FINISHED", None)
+    assert told(stream)[-2] == "night run: finished: 1 step in 2s, no restart"
+
+
+def test_counters_of_bytes_do_not_hide_the_auc() -> None:
+    """An event tells of them, with units."""
+    stream = io.StringIO()
+    progress = ProgressLine(stream=stream, clock=Clock())
+    progress.on_metrics(9, {"bytes_sent_allreduce_rows": 123_456_789.0, "bytes_received_gba_dense": 720.0})
+    progress.on_metrics(9, {"valid_logloss": 0.25, "valid_auc": 0.75, "bytes": 2000.0})
+    progress.on_end("FINISHED", None)
+    assert told(stream) == [
+        "step 9  valid_auc 0.7500  valid_logloss 0.2500  bytes 2000",
+        "finished: 0 steps in 1s, no restart",
+        "last: step 9: valid_auc 0.7500  valid_logloss 0.2500  bytes 2000",
+        "best: step 9, by valid_auc: valid_auc 0.7500  valid_logloss 0.2500  bytes 2000",
+    ]
+
+
 def test_a_failure_begins_with_its_root_cause():
     stream = io.StringIO()
     progress = ProgressLine(stream=stream, clock=Clock(), every_s=1e9)
@@ -119,3 +145,57 @@ def test_an_output_that_takes_nothing_does_not_stop_training(trouble: Exception)
     tried: list[str] = []
     run(ProgressLine(stream=Full(), clock=Clock()), [job("j")], [step(1)])
     assert tried
+
+
+def test_warnings_are_named_in_the_line_and_told_in_the_summary() -> None:
+    out = io.StringIO()
+    line = ProgressLine(stream=out, every_s=0.0, clock=lambda: 0.0)
+    line.on_event(Event("server_late", 3, "no server yet; look at its log", level="warning"))
+    line.on_step(StepRecord(4, 0, 8, 32, 0.1, 2, "allreduce", None))
+    line.on_end("FINISHED", None)
+    running, *summary = out.getvalue().splitlines()
+    assert running.endswith("warnings: server late")
+    assert "warning: [server late] step 3: no server yet; look at its log" in summary
+
+
+def test_a_warning_that_is_over_is_named_in_the_summary_only() -> None:
+    out = io.StringIO()
+    line = ProgressLine(stream=out, every_s=0.0, clock=lambda: 0.0)
+    line.on_event(Event("server_missing", 3, "no server yet", {"waiting": ["mode gba"]}, level="warning"))
+    line.on_event(Event("checkpoint_failed", 4, "the disk is full", level="warning"))
+    line.on_event(Event("rows_lost", 4, "5 rows are lost", level="warning"))
+    line.on_step(StepRecord(4, 0, 8, 32, 0.1, 2, "allreduce", None))
+    line.on_event(Event("switch", 5, "", {"from": "allreduce", "to": "gba"}))
+    line.on_event(Event("checkpoint", 6, "step 6 saved", {"url": "x", "manifest": "m"}))
+    line.on_step(StepRecord(7, 0, 8, 32, 0.1, 2, "gba", None))
+    line.on_end("FINISHED", None)
+    said = out.getvalue().splitlines()
+    first, second = (text for text in said if text.startswith("step ") and "workers" in text)
+    assert first.endswith("warnings: server missing, checkpoint failed, rows lost")
+    assert second.endswith("warnings: rows lost")
+    assert [text for text in said if text.startswith("warning")] == [
+        "warning, over since step 5: [server missing] step 3: no server yet",
+        "warning, over since step 6: [checkpoint failed] step 4: the disk is full",
+        "warning: [rows lost] step 4: 5 rows are lost",
+    ]
+
+
+def test_a_warning_that_comes_again_stands_again() -> None:
+    out = io.StringIO()
+    line = ProgressLine(stream=out, every_s=0.0, clock=lambda: 0.0)
+    for kind, level in (("checkpoint_late", "warning"), ("checkpoint", "info"), ("checkpoint_late", "warning")):
+        line.on_event(Event(kind, 1, "", {"url": "x", "manifest": "m"}, level=level))  # type: ignore[arg-type]
+    line.on_step(StepRecord(2, 0, 8, 32, 0.1, 2, "allreduce", None))
+    assert out.getvalue().splitlines()[-1].endswith("warnings: checkpoint late")
+
+
+def test_a_job_that_stopped_early_says_why_at_its_end() -> None:
+    out = io.StringIO()
+    line = ProgressLine(stream=out, clock=lambda: 0.0)
+    line.on_event(Event("stopped_early", 215, "stopped early: no gain in valid AUC for 2 epochs"))
+    line.on_event(Event("interrupted", 215, "by Ctrl-C", {"goes_on": "the same command goes on from step 215"}))
+    line.on_end("KILLED", None)
+    assert told(out)[-2:] == [
+        "stopped early: no gain in valid AUC for 2 epochs",
+        "the same command goes on from step 215",
+    ]

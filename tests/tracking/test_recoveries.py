@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from gba_hvd_tools.report_page import page
+from gba_hvd_tools.report.page import page
 from hypothesis import given
 from hypothesis import strategies as st
 from mlflow.entities import Metric
@@ -20,9 +20,9 @@ from gba_hvd.callbacks import Event
 from gba_hvd.tracking import MLflowCallback, ProgressLine
 from gba_hvd.tracking.mlflow_run import JobRun
 from gba_hvd.tracking.plots import THROUGHPUT, Span
-from gba_hvd.tracking.progress import recovery_words
+from gba_hvd.tracking.progress_line import recovery_words
 from gba_hvd.tracking.records import Batch, Point, Record, merge_events
-from gba_hvd.tracking.recoveries import (
+from gba_hvd.tracking.recovery_records import (
     RESUMED_FROM,
     Resume,
     events_in_force,
@@ -34,8 +34,8 @@ from gba_hvd.tracking.recoveries import (
     recoveries,
     resumes_of_points,
 )
+from gba_hvd.tracking.run_history import Story, as_json, from_files
 from gba_hvd.tracking.spool import all_records
-from gba_hvd.tracking.story import Story, as_json, from_files
 from tests.tracking.conftest import job, step
 
 BACK = {"rows_restored": 340, "rows_lost": 0, "pls": 0.0025, "age": 12.0, "workers": 2, "shard_steps_missed": 0}
@@ -199,7 +199,7 @@ def test_a_job_may_go_on_from_one_checkpoint_again_and_again():
 
 def callback_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> MLflowCallback:
     monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
-    monkeypatch.setattr(MLflowCallback, "_wait_for_sender", lambda self: None)
+    monkeypatch.setattr(MLflowCallback, "_wait_for_sender", lambda self, status: None)
     return MLflowCallback(spool_dir=folder, log_every_steps=1, system_metrics=False)
 
 

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import re
+from dataclasses import replace
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from gba_hvd_tools import cli
-from gba_hvd_tools.report_page import page
+from gba_hvd_tools.report.page import page
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gba_hvd.callbacks import Event
 from gba_hvd.errors import BadInput
-from gba_hvd.switching import MODES
+from gba_hvd.mode_names import MODES
 from gba_hvd.tracking import MLflowCallback
 from gba_hvd.tracking import gauges as g
+from gba_hvd.tracking.mlflow_callback import how_to_open
 from gba_hvd.tracking.plots import MODE, Span, draw_plots, is_plotted, mode_spans
 from gba_hvd.tracking.records import Point, Record
-from gba_hvd.tracking.story import Story, by_mode, from_files
+from gba_hvd.tracking.run_history import Story, by_mode, from_files
+from gba_hvd.tracking.spool import SpoolStatus, read_status, write_status
 from tests.tracking.conftest import event, job, step
 from tests.tracking.told_job import SWITCHES, tell
 
@@ -194,6 +199,51 @@ def event_record(kind: str) -> Record:
     return {"event": one.kind, "step": one.step, "message": one.message, "data": {}, "unix_s": one.unix_s}
 
 
+def test_the_page_answers_at_a_glance(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
+    name = "<script>alert(1)</script>"
+    config = {"model": {"kind": "deepfm", "hidden": [8, 4]}, "data": {"dir": "/data/clicks"}, "seed": 7}
+    callback = MLflowCallback(spool_dir=tmp_path, log_every_steps=1, system_metrics=False, run_name=name, config=config)
+    callback.on_job(job("j"))
+    quality = {100: (0.70, 0.68), 200: (0.75, 0.71), 300: (0.74, 0.73)}  # the test is best where validation is not
+    for epoch, (end, (valid, test)) in enumerate(quality.items()):
+        callback.on_step(dataclasses.replace(step(end), epoch=epoch))
+        callback.on_metrics(end, {"valid_auc": valid, "test_auc": test, "test_logloss": 1 - test})
+    callback.on_event(Event("traffic", 300, "", {"bytes": {"sent_allreduce_dense": 12_345_678}}))
+    missed = "mode gba was asked for; 0 of 300 steps were in it: no server was up. GBACallback(wait_s=60) makes ..."
+    callback.on_event(Event("checkpoint_late", 260, "none was begun", level="warning"))
+    callback.on_event(Event("checkpoint", 270, "step 270 saved", {"url": "memory://x", "manifest": "m"}))
+    callback.on_event(Event("checkpoint_failed", 290, "the store does not answer: name another", level="warning"))
+    callback.on_event(Event("mode_missed", 300, missed, level="warning"))
+    callback.on_event(Event("stopped_early", 300, "stopped early: no gain in valid AUC for 2 epochs"))
+    story = from_files(tmp_path)
+    assert story.best is not None
+    assert (story.best.epoch, story.best.values["test_auc"]) == (1, 0.71)
+    html = page(story)
+    shown = Page(html)
+    assert "script" not in shown.tags and f"<title>{escape(name)}</title>" in html
+    facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", html))
+    assert (facts["model"], facts["data"], facts["widths"], facts["seed"]) == ("deepfm", "/data/clicks", "[8, 4]", "7")
+    assert facts["best epoch"] == "epoch 1, by valid_auc"
+    assert (facts["valid_auc"], facts["test_auc"], facts["test_logloss"]) == ("0.75000", "0.71000", "0.29000")
+    assert (facts["warnings"], facts["sent by rank 0"]) == ("3, 1 of them over", "12.3 MB")
+    assert facts["end"] == "stopped early: no gain in valid AUC for 2 epochs"
+    assert facts["mode"] == "mode gba was asked for; 0 of 300 steps were in it: no server was up"
+    assert table(story, "Warnings") == [
+        ["260", "checkpoint late", "since step 270", "none was begun"],
+        ["290", "checkpoint failed", "", "the store does not answer: name another"],
+        ["300", "mode missed", "", missed],
+    ]
+    assert [row[0] for row in table(story, "Epochs")] == ["epoch 0", "epoch 1", "epoch 2"]
+    assert "The ground shows the mode" not in shown.text and "Dashed lines" not in shown.text
+    assert "prefers-color-scheme: dark" in html
+
+
+def test_captions_speak_of_colours_where_there_are_some(spool: Path):
+    text = Page(page(from_files(spool))).text
+    assert "Throughput and workers. The ground shows the mode. Dashed lines show what happened." in text
+
+
 def test_pictures_come_for_what_was_measured(spool: Path, tmp_path: Path):
     story = from_files(spool)
     files = draw_plots(story.history, story.events, "t", tmp_path)
@@ -266,7 +316,7 @@ def told(*events: Record) -> Story:
 def table(story: Story, heading: str) -> list[list[str]]:
     """The cells of the table under a heading, row by row; empty when there is none."""
     found = re.search(rf"<h2>{re.escape(heading)}.*?<tbody>(.*?)</tbody>", page(story), re.S)
-    rows = re.findall(r"<tr>(.*?)</tr>", found[1], re.S) if found else []
+    rows = re.findall(r"<tr[^>]*>(.*?)</tr>", found[1], re.S) if found else []
     return [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in rows]
 
 
@@ -279,21 +329,21 @@ def test_bytes_are_added_up_by_direction_mode_and_kind():
         traffic(20, {"sent_allreduce_dense": 2000, "received_hop_bs_rows": 70}),
     )
     assert table(story, BYTES) == [
-        ["allreduce", "dense", "3,000", "900"],
-        ["hop_bs", "header", "5", "0"],
-        ["hop_bs", "rows", "0", "70"],
+        ["allreduce", "dense", "3.0 kB", "900 B"],
+        ["hop_bs", "header", "5 B", "0 B"],
+        ["hop_bs", "rows", "0 B", "70 B"],
     ]
 
 
 def test_an_epochs_end_that_two_chiefs_told_of_counts_once():
     story = told(traffic(10, {"sent_gba_rows": 7}, 1.0), traffic(10, {"sent_gba_rows": 8}, 2.0))
-    assert table(story, BYTES) == [["gba", "rows", "7", "0"]]
+    assert table(story, BYTES) == [["gba", "rows", "7 B", "0 B"]]
 
 
 def test_bytes_of_steps_that_were_done_again_are_left_out():
     resumed = {"event": "resumed", "step": 5, "message": "", "unix_s": 50.0}
     lost, again = traffic(10, {"sent_gba_rows": 7}, 10.0), traffic(10, {"sent_gba_rows": 9}, 60.0)
-    assert table(told(lost, resumed, again), BYTES) == [["gba", "rows", "9", "0"]]
+    assert table(told(lost, resumed, again), BYTES) == [["gba", "rows", "9 B", "0 B"]]
 
 
 def test_density_is_that_of_the_newest_end_of_an_epoch():
@@ -363,3 +413,35 @@ def test_a_page_that_cannot_be_written_is_said(spool: Path, tmp_path: Path, caps
     (tmp_path / "file").write_text("")
     assert cli.main(["report", str(spool), "--out", str(tmp_path / "file" / "page.html")]) == 1
     assert re.search(r"page\.html cannot be written: .*--out", capsys.readouterr().err)
+
+
+# --- what must not be seen -------------------------------------------------------------------------------------------
+
+SECRET_URI = "https://joe:hunter2@tracking.example/path?access_token=hunter2"
+
+
+def test_passwords_are_in_no_record_log_or_page_and_the_sender_still_has_the_uri(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
+    callback = MLflowCallback(
+        spool_dir=tmp_path, system_metrics=False, tracking_uri=SECRET_URI, run_name="slow",
+        params={"checkpoint": {"url": "s3://key:hunter2@bucket/job", "storage_options": {"secret": "hunter2"}}},
+        config={"tracking": SECRET_URI},
+    )  # fmt: skip
+    callback.on_job(job("secret"))
+    callback.on_event(Event("checkpoint", 1, f"saved to {SECRET_URI}", {"url": SECRET_URI}))
+    assert callback.spool is not None
+    first, *others = callback.spool.read_text().splitlines()
+    assert json.loads(first)["tracking_uri"] == SECRET_URI, "the sender needs it"
+    assert others and "hunter2" not in "".join(others)
+    write_status(callback.spool, SpoolStatus(tracking_uri=SECRET_URI, run_id="r", experiment_id="1"))
+    assert "hunter2" not in how_to_open(read_status(callback.spool))
+    for path in tmp_path.iterdir():
+        assert path.stat().st_mode & 0o077 == 0, f"{path.name}: others can read it"
+    assert "hunter2" not in page(from_files(tmp_path))
+
+
+def test_a_run_may_have_any_name(spool: Path, tmp_path: Path):
+    story = replace(from_files(spool.parent), title=r"costs $5 and $\frac{1 here")
+    assert draw_plots(story.history, story.events, story.title, tmp_path)

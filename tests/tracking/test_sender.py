@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from gba_hvd.tracking import mlflow_run
-from gba_hvd.tracking.follow import locked, send_left_behind
 from gba_hvd.tracking.records import Batch, metrics_records, pack
 from gba_hvd.tracking.sender import Sender
+from gba_hvd.tracking.sender_process import locked, send_left_behind
 from gba_hvd.tracking.spool import SpoolWriter, all_records, read_lines, read_status
 
 JOB = {"kind": "job", "job_id": "j", "rank": 0, "size": 1, "host": "h", "chief": True, "leads_host": True}

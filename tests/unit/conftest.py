@@ -13,8 +13,8 @@ from hypothesis import settings
 from torch import Tensor, nn
 
 import gba_hvd
-from gba_hvd.shard import keeper
-from gba_hvd.shard.memory import ShardMemory
+from gba_hvd.shm import reaper
+from gba_hvd.shm.shard_memory import ShardMemory
 from tests.unit.thread_world import Workers
 
 settings.register_profile("unit", settings.get_profile("every test"), max_examples=60)
@@ -25,7 +25,7 @@ settings.load_profile("unit")
 def _no_keeper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The keeper is a process of its own: only tests marked `processes` start it."""
     if request.node.get_closest_marker("processes") is None:
-        monkeypatch.setattr(keeper, "start", lambda folder, grace_s: None)
+        monkeypatch.setattr(reaper, "start", lambda folder, grace_s: None)
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +108,7 @@ class Training:
         compression: Any = gba_hvd.Compression.none,
         row_compression: Any = gba_hvd.Compression.none,
         row_average: str = "global",
+        more: Mapping[str, Any] | None = None,  # arguments of DistributedOptimizer
         **values: Any,
     ) -> None:
         self.tables = gba_hvd.EmbeddingTables(
@@ -127,6 +128,7 @@ class Training:
             row_average=row_average,
             compression=compression,
             row_compression=row_compression,
+            **(more or {}),
         )
         self.state = gba_hvd.elastic.TorchState(self.model, self.optimizer, **values)
 

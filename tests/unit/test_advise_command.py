@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 from gba_hvd_tools import cli
-from gba_hvd_tools.advise_command import Figures, figures_of
+from gba_hvd_tools.commands.advise import Figures, figures_of
 
 from gba_hvd.errors import BadInput
+from gba_hvd.tracking import find_run
 from gba_hvd.tracking import gauges as g
-from gba_hvd.tracking import story as stories
 from gba_hvd.tracking.records import Point
-from gba_hvd.tracking.story import Story
+from gba_hvd.tracking.run_history import Story
 
 
 def a_story(**told: Any) -> Story:
@@ -74,7 +74,7 @@ def test_of_several_learning_rates_one_must_be_named() -> None:
 def test_what_is_given_wins_over_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     history = {"curvature": [Point("curvature", 4.0, 0, 5)]}
     story = a_story(params={"lr": "9"}, history=history, events=finished({"0": 3, "8": 1}))
-    monkeypatch.setattr(stories, "read", lambda run, uri: story)
+    monkeypatch.setattr(find_run, "read", lambda run, uri: story)
     assert cli.main(["advise", "run", "--lr", "0.01", "--staleness", "1", "--json"]) == 0
     advice = json.loads(capsys.readouterr().out)
     assert advice["lr"] == 0.01

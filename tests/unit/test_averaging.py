@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gba_hvd.averaging import Averaging, MeanOfReplicas, carried_, global_copy_, pulled_
+from gba_hvd.averaging.algorithms import Averaging, MeanOfReplicas, carried_, global_copy_, pulled_
 from gba_hvd.errors import BadInput
 
 

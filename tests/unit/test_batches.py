@@ -13,8 +13,8 @@ import torch
 import gba_hvd
 from gba_hvd import BadInput, StateMismatch
 from gba_hvd.batches import _leases, agree_on
-from gba_hvd.order import Cut
-from gba_hvd.ps.protocol import Given, GivenLease, Position
+from gba_hvd.epoch import Cut
+from gba_hvd.ps.messages import Given, GivenLease, Position
 from recovery import state_codec
 
 
@@ -160,9 +160,12 @@ def test_a_worker_waits_for_a_checkpoint_before_it_begins_a_micro_batch(monkeypa
         **says("observe", "begin_lease", "check_stepped"),
     )  # fmt: skip
     saves = ("save_asynchronously_if_due", "leave_asynchronously_if_told")
-    saving, newcomers = SimpleNamespace(**says("epoch_begins", *saves)), SimpleNamespace(**says("watch", "tell"))
-    state = SimpleNamespace(engine=engine, saving=saving, newcomers=newcomers)
-    monkeypatch.setattr("gba_hvd.handover.take_dense_state", lambda *_, **__: None)
+    saving, newcomers = (
+        SimpleNamespace(**says("epoch_begins", *saves)),
+        SimpleNamespace(**says("watch", "tell", "tell_of_the_wait")),
+    )
+    state = SimpleNamespace(engine=engine, saving=saving, newcomers=newcomers, check_memory=lambda: None)
+    monkeypatch.setattr("gba_hvd.switching.handover.take_dense_state", lambda *_, **__: None)
     source: Any = SimpleNamespace(epoch=0, dataset=[1] * 4, cut=None, read=lambda index: "batch", find_ids=None)
     assert list(_leases(source, state, mode)) == ["batch"]  # type: ignore[arg-type]
     at = [said.index(name) for name in ("observe", *saves, "begin_lease")]

@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gba_hvd_tools.bench import allreduce, clicks, contestants, dlrm, measure, worker
+from gba_hvd_tools.bench.allreduce import command as allreduce
+from gba_hvd_tools.bench.allreduce import contestants
+from gba_hvd_tools.bench.harness import clicks, dlrm, measure, peer_worker
 
 SMAPS = """\
 7f0000000000-7f0000004000 rw-s 00000000 00:19 7                          /dev/shm/job/shards
@@ -92,7 +94,7 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path: Path):
 
 
 def test_shared_pages_are_told_apart_by_the_file_they_are_mapped_from():
-    assert worker.shared_memory("/dev/shm/job", SMAPS) == {
+    assert peer_worker.shared_memory("/dev/shm/job", SMAPS) == {
         "shared_bytes": 24 << 10,
         "shared_resident_bytes": 20 << 10,
         "shared_proportional_bytes": 10 << 10,
@@ -103,14 +105,14 @@ def test_touched_pages_are_resident(tmp_path: Path):
     path, size = tmp_path / "pages", 64 * mmap.PAGESIZE
     path.write_bytes(b"\1" * size)
     with path.open("r+b") as file, mmap.mmap(file.fileno(), size):
-        worker.touch(str(path))
-        sizes = worker.shared_memory(str(path))
+        peer_worker.touch(str(path))
+        sizes = peer_worker.shared_memory(str(path))
     assert sizes == dict.fromkeys(sizes, size)
 
 
 def test_all_workers_get_their_own_batches_of_skewed_ids(tmp_path: Path):
     clicks.write(tmp_path, batch=64, n_batches=2, workers=2)
-    first, second = (worker.Clicks.load(tmp_path, rank) for rank in range(2))
+    first, second = (peer_worker.Clicks.load(tmp_path, rank) for rank in range(2))
     assert first.ids.shape == (2, dlrm.N_TABLES, 64)
     assert first.ids.dtype == torch.int64
     assert first.dense.shape == (2, 64, dlrm.N_DENSE)

@@ -10,8 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gba_hvd_tools.bench import clicks, compressed_model, compression, dlrm, peer_compression, rows, small_ctr
-from gba_hvd_tools.bench.compressed_model import Phase
+from gba_hvd_tools.bench import row_compression
+from gba_hvd_tools.bench.compression import command as compression
+from gba_hvd_tools.bench.compression import peers, workload
+from gba_hvd_tools.bench.compression.workload import Phase
+from gba_hvd_tools.bench.harness import clicks, dlrm, small_ctr
 
 NET = """\
 Inter-|   Receive                                                |  Transmit
@@ -115,16 +118,16 @@ def test_the_settings_say_what_the_short_names_mean() -> None:
 
 def test_the_peers_train_the_dlrm_with_sparse_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dlrm, "N_ROWS", 50)
-    monkeypatch.setitem(compressed_model.BATCH, "dlrm", 8)
+    monkeypatch.setitem(workload.BATCH, "dlrm", 8)
     clicks.write(tmp_path, 8, 2, 2)
     phases = [Phase("unlimited", 1, 2)]
     args = argparse.Namespace(model="dlrm", data=tmp_path, phases=phases, seed=0)
-    source, n_samples = peer_compression.samples_of(args, 1, 2)
+    source, n_samples = peers.samples_of(args, 1, 2)
     first, second, third = islice(source, 3)
     assert n_samples == 2 * 8 * 3
     assert torch.equal(first[0], third[0]) and not torch.equal(first[0], second[0]), "batches in turn"
     assert torch.equal(first[0], torch.from_numpy(np.load(tmp_path / "ids_1.npy")[0])), "of its own part"
-    model, lr, eps = peer_compression.model_of("dlrm")
+    model, lr, eps = peers.model_of("dlrm")
     assert (lr, eps) == (dlrm.LEARNING_RATE, dlrm.EPS)
     torch.nn.functional.binary_cross_entropy_with_logits(model(*first[:2]), first[2]).backward()
     sparse = [p.shape for p in model.parameters() if p.grad is not None and p.grad.is_sparse]
@@ -132,7 +135,7 @@ def test_the_peers_train_the_dlrm_with_sparse_tables(tmp_path: Path, monkeypatch
 
 
 def test_horovods_fp16_leaves_sparse_gradients_as_they_came() -> None:
-    fp16, gradient = peer_compression.fp16_of_dense_gradients(), torch.tensor([1.0, 1.0 + 2**-14])
+    fp16, gradient = peers.fp16_of_dense_gradients(), torch.tensor([1.0, 1.0 + 2**-14])
     sent, dtype = fp16.compress(gradient)
     assert sent.dtype == torch.float16
     assert fp16.decompress(sent, dtype).tolist() == [1.0, 1.0]
@@ -140,28 +143,32 @@ def test_horovods_fp16_leaves_sparse_gradients_as_they_came() -> None:
 
 
 def test_bytes_of_a_host_are_those_of_all_links_but_its_own() -> None:
-    assert compressed_model.interface_bytes(NET) == 1545
+    assert workload.interface_bytes(NET) == 1545
 
 
 def test_phases_are_told_on_the_command_line() -> None:
-    assert compressed_model.phases_of("100mbit:3:10,unlimited:1:2") == [
+    assert workload.phases_of("100mbit:3:10,unlimited:1:2") == [
         Phase("100mbit", 3, 10),
         Phase("unlimited", 1, 2),
     ]
-    assert compressed_model.n_steps(compressed_model.phases_of("1gbit:3:10,unlimited:1:2")) == 16
+    assert workload.n_steps(workload.phases_of("1gbit:3:10,unlimited:1:2")) == 16
 
 
 def test_the_wide_model_has_ten_million_parameters() -> None:
-    assert sum(p.numel() for p in small_ctr.Tower(compressed_model.HIDDEN["wide"]).parameters()) == pytest.approx(
+    assert sum(p.numel() for p in small_ctr.Tower(workload.HIDDEN["wide"]).parameters()) == pytest.approx(
         10e6, rel=0.02
     )
 
 
-@pytest.mark.parametrize("name", list(rows.SPECS))
+@pytest.mark.parametrize("name", list(row_compression.SPECS))
 def test_rows_between_two_hosts_of_one_process_are_those_of_a_job(name: str) -> None:
     """Bytes as they would travel; and with feedback the gradients that came are those that were sent."""
     rng, dim, keys = np.random.default_rng(0), 8, np.arange(0, 4000, 7)
-    way, sent, came = rows.Way(rows.coder_of(name, dim)), np.zeros((len(keys), dim)), np.zeros((len(keys), dim))
+    way, sent, came = (
+        row_compression.Way(row_compression.coder_of(name, dim)),
+        np.zeros((len(keys), dim)),
+        np.zeros((len(keys), dim)),
+    )
     for _ in range(50):
         values = rng.normal(size=(len(keys), dim)).astype(np.float32)
         seen = way.pull(keys, values)

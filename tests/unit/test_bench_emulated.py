@@ -8,7 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gba_hvd_tools.bench import emulated, gba, ps, small_ctr, switch
+from gba_hvd_tools.bench.harness import emulated_accelerators as emulated
+from gba_hvd_tools.bench.harness import small_ctr
+from gba_hvd_tools.bench.ps import command as ps
+from gba_hvd_tools.bench.stragglers import command as gba
+from gba_hvd_tools.bench.switch import command as switch
 
 
 class Clock:
@@ -88,7 +92,10 @@ def test_speed_is_of_applied_samples_within_the_measured_time():
 
 
 def test_staleness_is_weighted_by_pushes_and_keys_may_have_been_through_json():
-    assert emulated.staleness(json.loads(json.dumps({0: 3, 4: 1}))) == {"staleness_mean": 1.0, "staleness_max": 4}
+    assert emulated.staleness(json.loads(json.dumps({0: 3, 4: 1}))) == {
+        "staleness_mean": 1.0,
+        "staleness_max": 4,
+    }
     assert emulated.staleness({})["staleness_max"] == 0
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gba_hvd_tools.bench import membership
-from gba_hvd_tools.bench.membership import Worker
+from gba_hvd_tools.bench.membership import command as membership
+from gba_hvd_tools.bench.membership.command import Worker
 
 
 def every(seconds: float, first: float, last: float) -> list[float]:

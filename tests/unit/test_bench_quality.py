@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from gba_hvd_tools import cli
-from gba_hvd_tools.bench import measure, quality
+from gba_hvd_tools.bench import quality
+from gba_hvd_tools.bench.harness import measure
 from gba_hvd_tools.bench.quality import Run
 
 from gba_hvd.faults import FaultSchedule
@@ -86,6 +87,7 @@ def test_the_middle_is_counted_in_global_batches():
     assert quality.PROTOCOLS["sync_to_gba"].overrides(50, 512) == [
         "switching.mode=allreduce",
         'switching.switch_at={"50": "gba"}',
+        "switching.wait_s=60",
     ]
 
 

@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gba_hvd_tools.bench import emulated, gba, measure, quality, shadow
+from gba_hvd_tools.bench import model_averaging, quality
+from gba_hvd_tools.bench.harness import emulated_accelerators as emulated
+from gba_hvd_tools.bench.harness import measure
+from gba_hvd_tools.bench.stragglers import command as gba
 
 from gba_hvd import GBACallback
 
@@ -26,22 +29,26 @@ ROWS = [
 
 
 def test_speed_is_against_replicas_that_never_meet_with_as_many_workers():
-    ratios = shadow.throughput_vs_nosync(ROWS)
+    ratios = model_averaging.throughput_vs_nosync(ROWS)
     assert ratios == {"shadow_ma": {"1": pytest.approx(0.99), "4": pytest.approx(0.9)}, "ma_5": {"1": 0.8}}
 
 
 def test_only_the_background_has_a_target():
-    assert shadow.below_target(shadow.throughput_vs_nosync(ROWS)) == {"shadow_ma, 4 workers": pytest.approx(0.9)}
+    assert model_averaging.below_target(model_averaging.throughput_vs_nosync(ROWS)) == {
+        "shadow_ma, 4 workers": pytest.approx(0.9)
+    }
 
 
 def test_contestants_with_replicas_run_with_threads_as_well():
-    found = [(v.name, v.command[-2:]) for v in shadow.variants_of(["allreduce", "shadow_ma"], 1, [2, 4])]
+    found = [(v.name, v.command[-2:]) for v in model_averaging.variants_of(["allreduce", "shadow_ma"], 1, [2, 4])]
     assert [name for name, _ in found] == ["allreduce", "shadow_ma", "shadow_ma, 2 threads", "shadow_ma, 4 threads"]
     assert found[-1][1] == ("--threads", "4")
 
 
 def test_columns_that_a_contestant_does_not_have_are_left_out():
-    found = shadow.by_workers([row(1, "no_sync", 5.0, auc=0.7), row(1, "shadow_ma", 4.0, seconds_per_round=0.01)])
+    found = model_averaging.by_workers(
+        [row(1, "no_sync", 5.0, auc=0.7), row(1, "shadow_ma", 4.0, seconds_per_round=0.01)]
+    )
     assert found == {
         "1": {
             "no_sync": {"samples_per_s": 5.0, "auc": 0.7},
@@ -51,7 +58,7 @@ def test_columns_that_a_contestant_does_not_have_are_left_out():
 
 
 def test_every_contestant_is_a_setting_that_the_callback_takes():
-    for name, (mode, settings) in shadow.CONTESTANTS.items():
+    for name, (mode, settings) in model_averaging.CONTESTANTS.items():
         callback = GBACallback(mode=mode, **settings)
         if name.startswith("shadow_"):
             assert callback.averaging(mode).algorithm == name.removeprefix("shadow_")
@@ -61,13 +68,13 @@ def test_every_contestant_is_a_setting_that_the_callback_takes():
 
 
 def test_the_quality_benchmark_has_a_protocol_for_every_contestant_that_synchronises():
-    for name, (mode, settings) in shadow.CONTESTANTS.items():
-        if name not in (shadow.NO_SYNC, "allreduce"):
+    for name, (mode, settings) in model_averaging.CONTESTANTS.items():
+        if name not in (model_averaging.NO_SYNC, "allreduce"):
             protocol = quality.PROTOCOLS[name]
             assert (protocol.mode, dict(protocol.settings)) == (mode, settings)
     words = quality.PROTOCOLS["ma_30"].overrides(100, 512)
-    assert words == ["switching.mode=ma", "switching.switch_at={}", "switching.every=30"]
-    assert set(quality.USUAL).isdisjoint(shadow.CONTESTANTS)
+    assert words == ["switching.mode=ma", "switching.switch_at={}", "switching.wait_s=60", "switching.every=30"]
+    assert set(quality.USUAL).isdisjoint(model_averaging.CONTESTANTS)
 
 
 def quality_file(path: Path) -> Path:
@@ -81,7 +88,7 @@ def quality_file(path: Path) -> Path:
 
 
 def test_auc_is_taken_over_from_the_quality_benchmark(tmp_path: Path):
-    found = shadow.auc_by_protocol(quality_file(tmp_path / "quality.json"))
+    found = model_averaging.auc_by_protocol(quality_file(tmp_path / "quality.json"))
     assert set(found) == {"sync", "sync_each", "shadow_ma"}
     (columns,) = found["shadow_ma"].values()
     assert columns["auc"] == 0.979 and columns["vs_sync"] == pytest.approx(-0.001)
@@ -89,13 +96,13 @@ def test_auc_is_taken_over_from_the_quality_benchmark(tmp_path: Path):
 
 def test_what_would_be_of_no_use_is_refused_before_anything_runs(tmp_path: Path):
     with pytest.raises(measure.RunFailed, match="no such file"):
-        shadow.auc_by_protocol(tmp_path / "nothing.json")
+        model_averaging.auc_by_protocol(tmp_path / "nothing.json")
     with pytest.raises(measure.RunFailed, match="needs no_sync"):
-        shadow.check([1, 2], ["shadow_ma"])
+        model_averaging.check([1, 2], ["shadow_ma"])
     with pytest.raises(measure.RunFailed, match="from 2 on"):
-        shadow.check([1], list(shadow.CONTESTANTS), [1, 2])
+        model_averaging.check([1], list(model_averaging.CONTESTANTS), [1, 2])
     with pytest.raises(measure.RunFailed, match="from 1 to 8"):
-        shadow.check([1, 16], list(shadow.CONTESTANTS))
+        model_averaging.check([1, 16], list(model_averaging.CONTESTANTS))
 
 
 @pytest.mark.parametrize("workers", [1, 2, 8])
@@ -117,13 +124,13 @@ def test_auc_of_the_background_is_held_against_the_best_in_the_foreground(capsys
     auc = {
         name: {dataset: {"auc": value, "seeds": 3} for dataset, value in found.items()} for name, found in aucs.items()
     }
-    result = shadow.headline([], auc)
+    result = model_averaging.headline([], auc)
     assert result["auc_vs_best_foreground"] == {
         "shadow_easgd": {"frappe": pytest.approx(0.002)},
         "shadow_ma": {"frappe": pytest.approx(-0.003)},
     }
     assert result["auc"] == auc
-    shadow.show([], result)
+    model_averaging.show([], result)
     said = capsys.readouterr().out
     assert "shadow_easgd, AUC minus that of the best in the foreground: +0.00200 (frappe, 3 seeds)" in said
 
@@ -133,7 +140,7 @@ def test_auc_of_the_background_is_held_against_the_best_in_the_foreground(capsys
 
 def options(out: Path, *words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    shadow.add_parser(parser.add_subparsers())
+    model_averaging.add_parser(parser.add_subparsers())
     return parser.parse_args(["shadow", "--out", str(out), "--contestants", "no_sync", "shadow_ma", *words])
 
 
@@ -169,14 +176,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
 
 def test_rows_of_an_earlier_piece_are_kept_and_not_run_again(tmp_path: Path, launched: Launched):
     out = tmp_path / "shadow.json"
-    assert shadow.run(options(out, "--workers", "2")) == 0
+    assert model_averaging.run(options(out, "--workers", "2")) == 0
     assert launched.done == [(2, "no_sync", 0), (2, "shadow_ma", 0)]
-    assert shadow.run(options(out, "--workers", "2", "4", "--runs", "2")) == 0
+    assert model_averaging.run(options(out, "--workers", "2", "4", "--runs", "2")) == 0
     assert launched.done[2:] == [
         (2, "no_sync", 1), (2, "shadow_ma", 1),
         (4, "no_sync", 0), (4, "shadow_ma", 0), (4, "no_sync", 1), (4, "shadow_ma", 1),
     ]  # fmt: skip
-    assert shadow.run(options(out, "--workers", "4")) == 0
+    assert model_averaging.run(options(out, "--workers", "4")) == 0
     assert len(launched.done) == 8
     found = json.loads(out.read_text())
     assert len(found["rows"]) == 8
@@ -187,20 +194,20 @@ def test_rows_of_an_earlier_piece_are_kept_and_not_run_again(tmp_path: Path, lau
 
 def test_a_piece_without_the_quality_file_keeps_the_auc_of_the_one_before(tmp_path: Path, launched: Launched):
     out, file = tmp_path / "shadow.json", quality_file(tmp_path / "quality.json")
-    assert shadow.run(options(out, "--workers", "2", "--quality", str(file))) == 0
-    assert shadow.run(options(out, "--workers", "4")) == 0
-    assert json.loads(out.read_text())["auc"] == shadow.auc_by_protocol(file)
+    assert model_averaging.run(options(out, "--workers", "2", "--quality", str(file))) == 0
+    assert model_averaging.run(options(out, "--workers", "4")) == 0
+    assert json.loads(out.read_text())["auc"] == model_averaging.auc_by_protocol(file)
 
 
 def test_what_was_measured_before_a_run_failed_is_in_the_file(tmp_path: Path, launched: Launched):
     out = tmp_path / "shadow.json"
     launched.broken = {(4, "shadow_ma", 0)}
-    assert shadow.run(options(out, "--workers", "2", "4")) == 1
+    assert model_averaging.run(options(out, "--workers", "2", "4")) == 1
     assert [(row["workers"], row["mode"]) for row in json.loads(out.read_text())["rows"]] == [
         (2, "no_sync"), (2, "shadow_ma"), (4, "no_sync"),
     ]  # fmt: skip
     launched.broken = set()
-    assert shadow.run(options(out, "--workers", "2", "4")) == 0
+    assert model_averaging.run(options(out, "--workers", "2", "4")) == 0
     assert launched.done[3:] == [(4, "shadow_ma", 0)]
 
 
@@ -214,7 +221,7 @@ def test_an_interruption_loses_no_run_that_ended(tmp_path: Path, launched: Launc
 
     monkeypatch.setattr(measure, "write_whole", write)
     with pytest.raises(KeyboardInterrupt):
-        shadow.run(options(tmp_path / "shadow.json", "--workers", "2"))
+        model_averaging.run(options(tmp_path / "shadow.json", "--workers", "2"))
     assert ended == [1, 2]
 
 
@@ -223,8 +230,8 @@ def test_rows_of_other_settings_are_not_mixed(
     tmp_path: Path, launched: Launched, words: list[str], capsys: pytest.CaptureFixture[str]
 ):
     out = tmp_path / "shadow.json"
-    assert shadow.run(options(out, "--workers", "2")) == 0
-    assert shadow.run(options(out, "--workers", "4", *words)) == 1
+    assert model_averaging.run(options(out, "--workers", "2")) == 0
+    assert model_averaging.run(options(out, "--workers", "4", *words)) == 1
     assert "give --out another name" in capsys.readouterr().err
     assert len(launched.done) == 2 and len(json.loads(out.read_text())["rows"]) == 2
 
@@ -235,10 +242,10 @@ def test_rows_of_other_settings_are_not_mixed(
 def test_a_file_of_something_else_is_not_overwritten(tmp_path: Path, text: str):
     (tmp_path / "other.json").write_text(text)
     with pytest.raises(measure.RunFailed, match="no result of this benchmark"):
-        shadow.earlier(tmp_path / "other.json", {})
+        model_averaging.earlier(tmp_path / "other.json", {})
 
 
 def test_a_setting_that_an_older_file_does_not_tell_is_taken_for_the_same(tmp_path: Path):
     then, now = {"service_s": 0.1}, {"service_s": 0.1, "measured_s": 10.0}
     (tmp_path / "old.json").write_text(json.dumps({"rows": ROWS, "commands": {"a": "b"}, "auc": {}, "settings": then}))
-    assert shadow.earlier(tmp_path / "old.json", now) == shadow.Earlier(ROWS, {"a": "b"})
+    assert model_averaging.earlier(tmp_path / "old.json", now) == model_averaging.Earlier(ROWS, {"a": "b"})

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gba_hvd.buffer import GradientBuffer, StoredPush, merge_pushes
-from gba_hvd.gradients import RowGrad, pack_by_owner
+from gba_hvd.embedding.row_gradients import RowGrad, pack_by_owner
+from gba_hvd.ps.partition.push_buffer import GradientBuffer, StoredPush, merge_pushes
 
 DIMS = [2, 3]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 from gba_hvd_tools import build_horovod
 from gba_hvd_tools.build_horovod import (
-    PATCHES,
+    NATIVE,
+    PYTHON,
     BuildError,
     Patch,
     Target,
@@ -22,8 +24,9 @@ from gba_hvd_tools.build_horovod import (
     cxx_standard,
     missing_tools,
 )
-from gba_hvd_tools.build_run import last_step, progress_line, run_shown
+from gba_hvd_tools.build_progress import last_step, progress_line, run_shown
 
+PATCHES = NATIVE + PYTHON
 TARGET = Target(sys.executable, "cp311-linux_x86_64", "2.13.0+cpu", 20)
 
 
@@ -61,7 +64,7 @@ def test_the_installed_torch_tells_its_standard() -> None:
 
 
 def test_patches_change_what_they_name_and_nothing_else(source: Path) -> None:
-    apply_patches(source, 20)
+    apply_patches(source, 20, PATCHES)
     assert (source / "CMakeLists.txt").read_text() == "before\nset(CMAKE_CXX_STANDARD 20)\nafter\n"
     gloo = (source / "horovod/common/gloo/gloo_context.cc").read_text()
     assert gloo.count("gloo_iface_ = global_context.gloo_iface_;") == 1
@@ -73,7 +76,7 @@ def test_patches_change_what_they_name_and_nothing_else(source: Path) -> None:
 def test_a_text_that_is_not_there_exactly_once_stops_the_build(source: Path, times: int) -> None:
     (source / "CMakeLists.txt").write_text("set(CMAKE_CXX_STANDARD 14)\n" * times)
     with pytest.raises(BuildError, match=f"CMakeLists.txt: expected exactly one place .* found {times}"):
-        apply_patches(source, 20)
+        apply_patches(source, 20, PATCHES)
 
 
 def test_a_missing_file_stops_the_build(tmp_path: Path) -> None:
@@ -95,10 +98,31 @@ def test_the_key_changes_with_torch_python_standard_and_recipe(monkeypatch: pyte
         dataclasses.replace(TARGET, cxx_standard=17),
     ]
     keys = {TARGET.key, *(other.key for other in others)}
-    monkeypatch.setattr(build_horovod, "PATCHES", PATCHES[:-1])
+    native = TARGET.native_key
+    monkeypatch.setattr(build_horovod, "PYTHON", PYTHON[:-1])
     keys.add(TARGET.key)
-    assert len(keys) == 5
+    assert TARGET.native_key == native, "a change of Python files alone builds nothing"
+    monkeypatch.setattr(build_horovod, "NATIVE", NATIVE[:-1])
+    keys.add(TARGET.key)
+    assert len(keys) == 6 and TARGET.native_key != native
     assert all(key.startswith("horovod-0.28.1-torch-2.1") for key in keys)
+
+
+def test_what_the_environment_says_of_compilers_is_in_the_key_and_nothing_else_gets_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("CC", "CXX", "CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS"):
+        monkeypatch.delenv(name, raising=False)
+    key = TARGET.key
+    for name in ("HOROVOD_GPU_OPERATIONS", "CMAKE_PREFIX_PATH", "CPATH", "MAKEFLAGS", "NVCC_APPEND_FLAGS"):
+        monkeypatch.setenv(name, "x")
+        assert TARGET.key == key and name not in build_horovod.build_environment()
+    for name in ("CXX", "CXXFLAGS"):
+        monkeypatch.setenv(name, "x")
+        assert TARGET.key != key and build_horovod.build_environment()[name] == "x"
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", "/home/joe")
+    assert build_horovod.build_environment()["HOME"] == "/home/joe" and TARGET.key == key
 
 
 def test_a_cached_wheel_is_used_without_building(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,8 +199,32 @@ def test_a_failed_build_shows_the_end_of_its_log_and_leaves_nothing(
     assert "fatal error: no such header" in message
     assert "\n62\n" in message
     assert "\n61\n" not in message
-    assert str(cache / f"{target.key}.log") in message
-    assert sorted(path.suffix for path in cache.iterdir()) == [".lock", ".log"]
+    assert str(cache / f"{target.native_key}.log") in message
+    assert sorted(path.suffix for path in cache.iterdir()) == [".lock", ".lock", ".log"]
+
+
+def test_python_files_are_changed_in_the_built_wheel(tmp_path: Path) -> None:
+    """With a real interpreter's `wheel`, which checks what it unpacks."""
+    unpacked = tmp_path / "horovod-0.28.1"
+    info = unpacked / "horovod-0.28.1.dist-info"
+    for path in {patch.path for patch in PYTHON} | {"horovod/torch/mpi_lib_v2.so"}:
+        (unpacked / path).parent.mkdir(parents=True, exist_ok=True)
+        (unpacked / path).write_text("".join(patch.old for patch in PYTHON if patch.path == path))
+    info.mkdir()
+    (info / "WHEEL").write_text("Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: cp311-cp311-linux_x86_64\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: horovod\nVersion: 0.28.1\n")
+    (info / "RECORD").write_text("")
+    folder = tmp_path / "cache" / TARGET.native_key
+    folder.mkdir(parents=True)
+    command = [sys.executable, "-m", "wheel", "pack", "--dest-dir", str(folder), str(unpacked)]
+    subprocess.run(command, check=True, capture_output=True)
+    wheel = build(TARGET, tmp_path / "cache")
+    assert wheel.parent.name == TARGET.key
+    with zipfile.ZipFile(wheel) as archive:
+        assert "close_slot" in archive.read("horovod/runner/elastic/discovery.py").decode()
+        record = archive.read("horovod-0.28.1.dist-info/RECORD").decode()
+    assert "horovod/runner/elastic/discovery.py,sha256=" in record
+    assert build(TARGET, tmp_path / "cache") == wheel
 
 
 def make_sdist(folder: Path) -> Path:

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from gba_hvd.ps.central import CentralCopy
-from gba_hvd.ps.dense import DensePart, DenseReader, DenseTensor
-from gba_hvd.ps.protocol import Blend, HandIn, NotFinite, ProtocolError, Publish
+from gba_hvd.ps.dense_file import DenseReader, DenseTensor
+from gba_hvd.ps.messages import Blend, HandIn, NotFinite, ProtocolError, Publish
+from gba_hvd.ps.partition.central_copy import CentralCopy
+from gba_hvd.ps.partition.dense_part import DensePart
 from gba_hvd.torch_optimizers import spec_of
 from recovery import state_codec
 

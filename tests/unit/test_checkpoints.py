@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+import gba_hvd.checkpoint.job_checkpoints as checkpoints_module
 from gba_hvd import BadInput, Compression
-from gba_hvd.checkpoints import Checkpoints
+from gba_hvd.callbacks import Event
+from gba_hvd.checkpoint.job_checkpoints import Checkpoints
+from recovery import CheckpointCallback
+from recovery.catalog import claims
+from recovery.catalog.chains import Chain
+from recovery.errors import Damaged
+from recovery.format.manifest import Manifest
+from recovery.restore import Now, Report
+from recovery.restore.row_loader import Age
+from recovery.storage.open import open_store
+from recovery.torch_rows.tensor_rows import Parts, TensorRows
+from tests.recovery.saving import Saver
 
 DCT, INT8 = Compression.dct(0.1), Compression.dct(0.1).then(Compression.int8)
 
@@ -53,3 +67,110 @@ def test_a_checkpoint_of_another_compressor_is_refused(saved: Any, mine: Any) ->
 def test_a_checkpoint_of_other_batches_is_refused(name: str) -> None:
     with pytest.raises(BadInput, match=f"is of a job with {name}=(16|4), this one has 32"):
         checkpoints(None, **{name: 32}).check_fits(about(None))
+
+
+def test_a_place_that_another_job_has_claimed_meanwhile_is_told(tmp_path: Path) -> None:
+    """What was saved before never expires then."""
+    events: list[Event] = []
+    engine: Any = SimpleNamespace(step=3, emit=events.append)
+    mine = Checkpoints(engine, CheckpointCallback(str(tmp_path / "store"), lease_s=0.1))
+    mine.take_place("job")
+    mine.take_place("job")
+    assert (mine.first_epoch, events) == (1, [])
+    claims.claim(mine.store, "other", takeover=True, lease_s=0.1)
+    mine.take_place("job")
+    assert mine.first_epoch == 4
+    (told,) = events
+    assert (told.kind, told.level, told.data) == ("place_shared", "warning", {"before": 2, "now": 4})
+    assert "deletes no checkpoint from before" in told.message
+
+
+class Place:
+    """Jobs that save to one place, one after the other. Every row of a job's checkpoint has a value of its own."""
+
+    def __init__(self, url: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.url, self.store, self.events = url, open_store(str(url)), list[Event]()
+        self.rows = rows_of(0.0)
+        monkeypatch.setattr(checkpoints_module, "MemoryRows", lambda *_, **__: self.rows)
+
+    def job(self, **settings: Any) -> Checkpoints:
+        engine: Any = SimpleNamespace(step=3, emit=self.events.append)
+        return Checkpoints(engine, CheckpointCallback(str(self.url), lease_s=0.1, **settings))
+
+    def save(self, epoch: int, value: float) -> Manifest:
+        return Saver(rows_of(value), self.store, epoch=epoch).save("full")
+
+    def spoil(self, manifest: Manifest) -> None:
+        """Other bytes, as many as before: seen only when they are read."""
+        blob = manifest.blobs[0]
+        (self.url / blob.name).write_bytes(bytes(blob.n_bytes))
+
+    def filled(self, job: Checkpoints) -> float | None:
+        """The value of the rows that come back to a job that lost a host; None: none do."""
+        report = job.fill(None, [0], Now(3))  # type: ignore[arg-type]
+        return None if report is None else float(self.rows.tables["t"].weight[0, 0])
+
+
+def rows_of(value: float) -> TensorRows:
+    return TensorRows({"t": Parts(torch.full((5, 2), value))})
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    return Place(tmp_path / "store", monkeypatch)
+
+
+def test_a_job_that_began_anew_beside_another_ones_checkpoints_takes_no_row_of_them(place: Place) -> None:
+    place.save(1, 1.0)
+    job = place.job(resume=False)
+    job.take_place("job")
+    assert job.place() == {"first_epoch": 2, "epochs": [2], "resumed_epoch": 0}
+    assert place.filled(job) is None
+    own = place.save(2, 2.0)
+    assert place.filled(job) == 2.0
+    place.spoil(own)
+    with pytest.raises(Damaged, match="000002-00000001"):
+        place.filled(job)
+
+
+def test_a_job_whose_place_another_one_took_goes_on_from_its_own_checkpoints(place: Place) -> None:
+    resumed = place.save(1, 1.0)
+    job = place.job()
+    job.take_place("job")
+    job.goes_on_from(Report((Chain((resumed,))), 5, 0, Age(0, 0.0, 0), None, None, 0, 1.0, None, ()))
+    assert place.filled(job) == 1.0
+    own = place.save(2, 2.0)
+    claims.claim(place.store, "other", takeover=True, lease_s=0.1)
+    place.save(3, 3.0)
+    job.take_place("job")
+    assert [event.kind for event in place.events] == ["place_shared"]
+    assert (job.first_epoch, place.filled(job)) == (4, 2.0)
+    place.spoil(own)
+    assert place.filled(job) == 1.0
+    newcomer = place.job()  # it is told by the chief
+    newcomer.load_place(job.place())
+    assert place.filled(newcomer) == 1.0
+
+
+def test_a_chief_that_died_after_its_claim_is_not_another_job(place: Place) -> None:
+    job = place.job()
+    job.take_place("job")
+    dead = place.job()
+    dead.load_state(job.state())
+    dead.take_place("job")  # and tells nobody
+    job.take_place("job")
+    assert (job.first_epoch, place.events) == (1, [])
+
+
+def test_a_job_that_goes_on_from_memory_expires_nothing_that_was_saved_while_it_was_gone(place: Place) -> None:
+    job = place.job()
+    job.take_place("job")
+    left = job.state()
+    claims.claim(place.store, "other", takeover=True, lease_s=0.1)
+    again = place.job()
+    again.take_place("job", again.goes_on_from_memory(left, step=3))
+    assert [(event.kind, event.data) for event in place.events] == [("place_shared", {"before": 1, "now": 3})]
+    assert again.first_epoch == 3
+    untouched = place.job()
+    untouched.take_place("job", untouched.goes_on_from_memory(again.state(), step=3))
+    assert (untouched.first_epoch, len(place.events)) == (3, 1)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from gba_hvd_tools import cli
-from gba_hvd_tools.bench.measure import RunFailed, check_writable
+from gba_hvd_tools.bench.harness.measure import RunFailed, check_writable
 
 from gba_hvd.errors import BadInput
 

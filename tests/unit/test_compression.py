@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gba_hvd
-from gba_hvd.compression import Compression, Spec, message, places, values
-from gba_hvd.compression.feedback import Feedback, NonFiniteResidual, plain_of, spans_of
-from gba_hvd.compression.selection import Thresholds, kth_largest
+from gba_hvd.compression import Compression, Spec, index_codec, sparse_message, value_codec
+from gba_hvd.compression.error_feedback import Feedback, NonFiniteResidual, plain_of, spans_of
 from gba_hvd.compression.spec import spec_of
+from gba_hvd.compression.thresholds import Thresholds, kth_largest
 from gba_hvd.errors import BadInput, NonFiniteGradient
 
 SIZES = [700, 20, 3000, 256]
@@ -46,7 +46,7 @@ def send(worker: Feedback, grad: np.ndarray) -> np.ndarray:
     worker.begin()
     sent = worker.encode(grad, SPANS, N_SENT, grad[:0])
     worker.settle()
-    got = message.read(sent, N_SENT, 0, grad.dtype)
+    got = sparse_message.read(sent, N_SENT, 0, grad.dtype)
     out = np.zeros_like(grad)
     for span in SPANS:
         got.add_to(out[span.at], span.start, span.stop)
@@ -261,15 +261,15 @@ def test_what_is_not_finite_is_named(
 @given(st.sets(st.integers(0, 69_999), max_size=400), st.integers(0, 2))
 def test_places_come_back(chosen: set[int], thinning: int) -> None:
     where = np.array(sorted(p for p in chosen if thinning == 0 or p < 2000 * thinning), dtype=np.int32)
-    kind, data = places.encode(where, 70_000)
-    back = places.decode(np.frombuffer(data, np.uint8), kind, 70_000, len(where))
+    kind, data = index_codec.encode(where, 70_000)
+    back = index_codec.decode(np.frombuffer(data, np.uint8), kind, 70_000, len(where))
     assert np.array_equal(back, where)
 
 
 @pytest.mark.parametrize("share", [0.001, 0.01, 0.1, 0.2, 0.6])
 def test_places_take_few_bytes(share: float) -> None:
     where = np.flatnonzero(np.random.default_rng(0).random(200_000) < share).astype(np.int32)
-    _, data = places.encode(where, 200_000)
+    _, data = index_codec.encode(where, 200_000)
     entropy = -(share * math.log2(share) + (1 - share) * math.log2(1 - share)) * 200_000 / 8
     assert len(data) < (1.45 if share < 0.01 else 1.2) * entropy
 
@@ -278,9 +278,9 @@ def test_places_take_few_bytes(share: float) -> None:
 @pytest.mark.parametrize("n", [0, 1, 127, 128, 129, 1000])
 def test_values_come_back_as_their_sender_sees_them(coder: str, n: int) -> None:
     given_values = np.random.default_rng(n).normal(size=n).astype(np.float32)
-    assert len(values.encode(given_values, coder)) == values.n_bytes(coder, n, np.dtype(np.float32))
-    data, seen = message.write(None, given_values, n, coder, given_values[:0])
-    assert np.array_equal(message.read(data, n, 0).values, seen)
+    assert len(value_codec.encode(given_values, coder)) == value_codec.n_bytes(coder, n, np.dtype(np.float32))
+    data, seen = sparse_message.write(None, given_values, n, coder, given_values[:0])
+    assert np.array_equal(sparse_message.read(data, n, 0).values, seen)
     np.testing.assert_allclose(seen, given_values, rtol={"bf16": 4e-3}.get(coder, 5e-4), atol=0.02 * (coder == "int8"))
 
 
@@ -296,7 +296,7 @@ def test_values_beyond_half_precision_keep_their_rest() -> None:
 def test_the_largest_numbers_stay_numbers(coder: Spec) -> None:
     most = np.finfo(np.float32).max
     largest = np.array([most, -most, 1.0], np.float32)
-    _, seen = message.write(None, largest, 3, coder.values, largest[:0])
+    _, seen = sparse_message.write(None, largest, 3, coder.values, largest[:0])
     assert np.isfinite(seen).all() and seen[0] == -seen[1] > 65000
 
 
@@ -340,11 +340,11 @@ DAMAGES: dict[str, tuple[Callable[[bytearray], object], str]] = {
 
 @pytest.mark.parametrize(("damage", "words"), DAMAGES.values(), ids=DAMAGES)
 def test_a_message_that_is_not_what_it_should_be_is_refused(damage: Callable[[bytearray], object], words: str) -> None:
-    message.read(whole(), N_SENT, 3)
+    sparse_message.read(whole(), N_SENT, 3)
     damaged = whole()
     damage(damaged)
-    with pytest.raises(message.BadMessage, match=words):
-        message.read(damaged, N_SENT, 3)
+    with pytest.raises(sparse_message.BadMessage, match=words):
+        sparse_message.read(damaged, N_SENT, 3)
 
 
 @given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1, max_size=8))
@@ -353,8 +353,8 @@ def test_whatever_bytes_come_nothing_outside_is_written(changes: list[tuple[int,
     for at, byte in changes:
         damaged[at % len(damaged)] = byte
     try:
-        got = message.read(damaged, N_SENT, 3)
-    except message.BadMessage:
+        got = sparse_message.read(damaged, N_SENT, 3)
+    except sparse_message.BadMessage:
         return
     if got.places is not None and len(got.places):
         assert (np.diff(got.places) > 0).all() and got.places[0] >= 0 and got.places[-1] < N_SENT

@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gba_hvd import Compression
-from gba_hvd.allreduce import AllreduceMode
-from gba_hvd.compression import rows as coding
-from gba_hvd.compression.message import BadMessage
+from gba_hvd.compression import row_codec as coding
+from gba_hvd.compression.row_codec import RowCoder
 from gba_hvd.compression.row_exchange import RowExchange
-from gba_hvd.compression.row_rests import RowRests
-from gba_hvd.compression.rows import RowCoder
-from gba_hvd.gradients import RowGrad, unpack
+from gba_hvd.compression.row_residuals import RowRests
+from gba_hvd.compression.sparse_message import BadMessage
+from gba_hvd.embedding.row_gradients import RowGrad, unpack
+from gba_hvd.modes.allreduce_exchange import AllreduceMode
 from tests.unit.thread_world import Heard, ThreadWorld, Workers, miss_a_result
 
 SPECS = [
@@ -265,14 +265,14 @@ def test_all_workers_send_rows_the_way_that_pays_and_lose_nothing(
         time.sleep(0.03)
         return lend(rows, of)
 
-    def noting(self: AllreduceMode, step: int, parts: Any, scale: float, lr: float) -> None:
+    def noting(self: AllreduceMode, step: int, parts: Any, scale: float, lr: float, n_skipped: int) -> None:
         assert self.row_exchange is not None
         coder, is_far = self.row_exchange.coder, ~self._at_home
         for by_group in parts:
             for grad, weight in by_group:
                 far = grad.values[is_far[grad.keys % len(is_far)]]
                 gone[coder] = gone.get(coder, 0.0) + weight * float(far.sum(dtype=np.float64))
-        exchange(self, step, parts, scale, lr)
+        exchange(self, step, parts, scale, lr, n_skipped)
         assert self.held is not None
         for part in self.held.far.values():
             sums = sum(float(grad.values.sum(dtype=np.float64)) for grad in unpack(part, [4, 3]))

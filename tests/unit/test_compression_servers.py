@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 
 from gba_hvd import Compression
-from gba_hvd.compression import message, push, row_push
-from gba_hvd.compression import rows as coding
+from gba_hvd.compression import dense_push, row_push, sparse_message
+from gba_hvd.compression import row_codec as coding
 from gba_hvd.compression.bypass import Decision
-from gba_hvd.compression.feedback import Feedback, spans_of
-from gba_hvd.compression.message import BadMessage
-from gba_hvd.compression.mirror import Mirrors
-from gba_hvd.compression.push import DensePush, Frame
-from gba_hvd.compression.rows import RowCoder
+from gba_hvd.compression.dense_deltas import Mirrors
+from gba_hvd.compression.dense_push import DensePush, Frame
+from gba_hvd.compression.error_feedback import Feedback, spans_of
+from gba_hvd.compression.row_codec import RowCoder
+from gba_hvd.compression.sparse_message import BadMessage
+from gba_hvd.embedding.row_gradients import RowGrad, unpack
 from gba_hvd.errors import NonFiniteGradient
-from gba_hvd.gradients import RowGrad, unpack
-from gba_hvd.ps import compressed
-from gba_hvd.ps.protocol import Compressor, ProtocolError, PullDense, Push
-from gba_hvd.shard.layout import Layout
+from gba_hvd.ps.messages import Compressor, ProtocolError, PullDense, Push
+from gba_hvd.ps.partition import compressed_frames
+from gba_hvd.shm.layout import Layout
 
 SIZES = [300, 5, 400, 2, 256]
 NAMES = [f"t{i}" for i in range(len(SIZES))]
@@ -46,7 +46,7 @@ def arrived(frames: list[Frame]) -> np.ndarray:
     """What the servers make of the frames, in the place of each tensor."""
     out = np.zeros(sum(SIZES), np.float32)
     for frame, part in zip(frames, PARTS, strict=True):
-        dense = push.read(frame.data, [SIZES[t] for t in part], frame.whole) if frame.coded else frame.data
+        dense = dense_push.read(frame.data, [SIZES[t] for t in part], frame.whole) if frame.coded else frame.data
         at = 0
         for t in part:
             out[ENDS[t] : ENDS[t + 1]] = dense[at : at + SIZES[t]]
@@ -110,7 +110,7 @@ def test_each_tensor_of_a_push_goes_the_way_that_pays(network_s_per_mb: float) -
 def test_a_push_to_each_server_takes_as_long_as_from_one_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers answer one after the other; that says nothing about how often there is a push."""
     now = [100.0]
-    monkeypatch.setattr("gba_hvd.compression.push.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("gba_hvd.compression.dense_push.time.perf_counter", lambda: now[0])
     worker = Feedback(Compression.topk(0.1), NAMES, SIZES, np.dtype(np.float32))
     coder = DensePush(worker, PARTS, [True, True], [])
     for _ in range(6):
@@ -131,12 +131,12 @@ def test_a_push_says_which_tensors_go_whole() -> None:
     (frame,) = coder.frames(grad.copy())
     assert frame.coded and frame.whole == (2,)
     request = Push(1, 7, 0, 0, compressed=True, whole=frame.whole)
-    dense, _ = compressed.opened(part(), LAYOUT, request, [frame.data, b""])
+    dense, _ = compressed_frames.opened(part(), LAYOUT, request, [frame.data, b""])
     got = np.frombuffer(dense, np.float32)
     assert np.array_equal(got[ENDS[2] : ENDS[3]], grad[ENDS[2] : ENDS[3]])
     assert 0 < np.count_nonzero(got[: ENDS[1]]) < SIZES[0]
     with pytest.raises(ProtocolError, match="plain"):
-        compressed.opened(part(), LAYOUT, Push(1, 7, 0, 0, compressed=True), [frame.data, b""])
+        compressed_frames.opened(part(), LAYOUT, Push(1, 7, 0, 0, compressed=True), [frame.data, b""])
 
 
 # --- the way back -----------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ class Worker:
             self.values = frame.copy()
         else:
             assert base == self.step
-            push.add_(self.values, frame, SIZES)
+            dense_push.add_(self.values, frame, SIZES)
         self.step = step
 
 
@@ -212,7 +212,7 @@ def test_each_worker_has_thresholds_of_its_own() -> None:
         server.train()
         fast.take(*server.answer(fast))
     base, frame, _ = server.answer(slow)
-    found = message.read(frame, spans_of(SIZES, range(len(SIZES)))[1], 7)
+    found = sparse_message.read(frame, spans_of(SIZES, range(len(SIZES)))[1], 7)
     assert base == 0 and found.places is not None and len(found.places) == 30 + 40 + 25
 
 
@@ -290,7 +290,7 @@ def test_a_worker_that_was_forgotten_gets_all_values() -> None:
 def test_a_difference_that_is_none_changes_nothing() -> None:
     values = np.zeros(sum(SIZES), np.float32)
     with pytest.raises(BadMessage):
-        push.add_(values, b"nonsense" * 20, SIZES)
+        dense_push.add_(values, b"nonsense" * 20, SIZES)
     assert not values.any()
 
 
@@ -307,22 +307,22 @@ def test_a_compressed_push_is_opened_before_anything_is_stored() -> None:
     grad = np.random.default_rng(0).normal(size=sum(SIZES)).astype(np.float32)
     coder = DensePush(feedback(Compression.dct(1.0)), [list(range(len(SIZES)))], [True], [])
     frame = coder.frames(grad.copy())[0].data
-    dense, rows = compressed.opened(part(), LAYOUT, Push(1, 7, 0, 0, compressed=True), [frame, b"rows"])
+    dense, rows = compressed_frames.opened(part(), LAYOUT, Push(1, 7, 0, 0, compressed=True), [frame, b"rows"])
     assert np.array_equal(np.frombuffer(dense, np.float32), grad) and rows == b"rows"
     for bad in ([b"nonsense", b"rows"], [frame[:-1], b"rows"], [frame]):
         with pytest.raises(ProtocolError):
-            compressed.opened(part(), LAYOUT, Push(1, 7, 0, 0, compressed=True), bad)
+            compressed_frames.opened(part(), LAYOUT, Push(1, 7, 0, 0, compressed=True), bad)
 
 
 def test_a_pull_is_answered_whole_or_as_a_difference() -> None:
     server, compressor = part(), Compressor("topk", 0.5, 1, 2.0, "none")
-    assert compressed.answer_pull(server, PullDense(7, 3)) == (compressed.Dense(3), ())
-    told, (frame,) = compressed.answer_pull(server, PullDense(7, -1, 1, compressor))
+    assert compressed_frames.answer_pull(server, PullDense(7, 3)) == (compressed_frames.Dense(3), ())
+    told, (frame,) = compressed_frames.answer_pull(server, PullDense(7, -1, 1, compressor))
     assert (told.step, told.base) == (3, -1) and len(frame) == sum(SIZES)
     server.dense.step = 4
-    told, (frame,) = compressed.answer_pull(server, PullDense(7, 3, 1, compressor))
+    told, (frame,) = compressed_frames.answer_pull(server, PullDense(7, 3, 1, compressor))
     assert (told.step, told.base) == (4, 3) and isinstance(frame, bytes)
-    told, (frame,) = compressed.answer_pull(server, PullDense(7, 3))
+    told, (frame,) = compressed_frames.answer_pull(server, PullDense(7, 3))
     assert told.base == -1
 
 
@@ -337,7 +337,7 @@ def test_a_pull_is_answered_whole_or_as_a_difference() -> None:
 )
 def test_a_compressor_that_is_none_is_refused(compressor: Compressor) -> None:
     with pytest.raises(ProtocolError, match="no compressor"):
-        compressed.answer_pull(part(), PullDense(7, -1, 1, compressor))
+        compressed_frames.answer_pull(part(), PullDense(7, -1, 1, compressor))
 
 
 def test_a_row_push_that_would_grow_beyond_the_limit_is_refused_before_it_is_opened(
@@ -352,11 +352,11 @@ def test_a_row_push_that_would_grow_beyond_the_limit_is_refused_before_it_is_ope
     enter = SimpleNamespace(row_average="global")
     request = Push(1, 7, 0, 0, rows_compressed=True)
     part: Any = SimpleNamespace(enter=enter, most_bytes=opened)
-    assert len(compressed.opened(part, LAYOUT, request, [b"", frame])[1]) == opened
+    assert len(compressed_frames.opened(part, LAYOUT, request, [b"", frame])[1]) == opened
     monkeypatch.setattr(row_push.coding, "read_keys", lambda *_: pytest.fail("it was opened"))
     part.most_bytes = opened - 1
     with pytest.raises(ProtocolError, match="when opened"):
-        compressed.opened(part, LAYOUT, request, [b"", frame])
+        compressed_frames.opened(part, LAYOUT, request, [b"", frame])
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -390,6 +390,6 @@ def test_a_row_push_that_is_none_is_refused() -> None:
     part = SimpleNamespace(enter=SimpleNamespace(row_average="global"), most_bytes=1 << 20)
     for bad in (b"", b"nonsense" * 9):
         with pytest.raises(ProtocolError, match="a compressed push"):
-            compressed.opened(part, LAYOUT, Push(1, 7, 0, 0, rows_compressed=True), [b"", bad])  # type: ignore[arg-type]
+            compressed_frames.opened(part, LAYOUT, Push(1, 7, 0, 0, rows_compressed=True), [b"", bad])  # type: ignore[arg-type]
     with pytest.raises(BadMessage, match="rows of 2 groups were asked for"):
         row_push.take([b""], [np.empty(0, np.int64)] * 2, LAYOUT)

@@ -11,10 +11,10 @@ import pytest
 
 import gba_hvd
 from gba_hvd import Compression, NonFiniteGradient, StateMismatch
-from gba_hvd.allreduce import AllreduceMode
-from gba_hvd.compression import feedback
+from gba_hvd.compression import error_feedback
 from gba_hvd.compression.bypass import Bypass, Cost, Took, choose
-from gba_hvd.compression.exchange import DenseExchange
+from gba_hvd.compression.dense_exchange import DenseExchange
+from gba_hvd.modes.allreduce_exchange import AllreduceMode
 from tests.unit.thread_world import Heard, Workers, form_again, miss_a_result
 
 SPECS = [
@@ -45,7 +45,7 @@ class Books:
 @pytest.fixture
 def books(monkeypatch: pytest.MonkeyPatch) -> Books:
     """Also lets the small tensors of the test's model be compressed."""
-    monkeypatch.setattr(feedback, "MIN_ELEMENTS", 6)
+    monkeypatch.setattr(error_feedback, "MIN_ELEMENTS", 6)
     found, commit, apply_held = Books(), AllreduceMode.commit, AllreduceMode.apply_held
 
     def noting_commit(self: Any, dense: Any) -> None:
@@ -55,11 +55,11 @@ def books(monkeypatch: pytest.MonkeyPatch) -> Books:
         commit(self, dense)
         found.taken[step] = dense.total[: dense.n].numpy().copy()
 
-    def noting_apply(self: Any) -> None:
+    def noting_apply(self: Any, factor: float = 1.0) -> None:
         step, mine = self.brought_last
         assert self.held.step == step
         found.brought.setdefault(step, []).append(mine)
-        apply_held(self)
+        apply_held(self, factor)
 
     monkeypatch.setattr(AllreduceMode, "commit", noting_commit)
     monkeypatch.setattr(AllreduceMode, "apply_held", noting_apply)

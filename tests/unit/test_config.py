@@ -20,6 +20,7 @@ def test_argument_beats_environment_beats_default() -> None:
 
 def test_a_folder_may_be_a_string() -> None:
     assert Config.from_env({}, shard_dir="/tmp/b").shard_dir == Path("/tmp/b")
+    assert Config.from_env({}, shard_dir="b").shard_dir == Path.cwd() / "b", "servers have another working directory"
 
 
 @pytest.mark.parametrize(

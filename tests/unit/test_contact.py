@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from typing import Any
+
 import pytest
 
-from gba_hvd.gba.contact import Contact
-from gba_hvd.ps.protocol import Beat, Position, Saved
+from gba_hvd.ps.client import Reply
+from gba_hvd.ps.messages import Beat, Ok, Position, Refused, Saved
+from gba_hvd.ps.worker.heartbeat import Contact
 
 
 def contact() -> Contact:
@@ -51,3 +55,49 @@ def test_only_answers_to_heartbeats_tell_of_checkpoints_and_of_workers_that_leav
     assert (ours.saved, ours.somebody_leaves) == (saved, True)
     ours.hear(Position(step=2, saved=Saved()))
     assert (ours.saved, ours.somebody_leaves) == (saved, False)
+
+
+def answer(body: Any) -> Future[Reply]:
+    future: Future[Reply] = Future()
+    future.set_result(Reply(body, []))
+    return future
+
+
+def test_reports_older_than_the_save_that_was_asked_for_are_ignored() -> None:
+    ours = contact()
+    ours.hear(Position(saved=Saved(1, 16, "done"), server=5))
+    ours.asked_to_save(1, 26)
+    ours.save_answered(answer(Refused("no")))
+    ours.hear(Position(saved=Saved(1, 16, "done"), server=5))
+    assert ours.saved == Saved(1, 26, "failed", {"why": "no"})
+    ours.hear(Position(saved=Saved(1, 27, "done"), server=5))
+    assert ours.saved == Saved(1, 27, "done")
+
+
+@pytest.mark.parametrize("report", [Saved(), Saved(1, 16, "done")])
+def test_a_successor_of_the_server_that_was_to_save_means_that_the_save_failed(report: Saved) -> None:
+    ours = contact()
+    ours.hear(Position(saved=Saved(1, 16, "done"), server=5))
+    ours.asked_to_save(1, 26)
+    ours.save_answered(answer(Ok()))
+    ours.hear(Position(saved=Saved(1, 16, "done"), server=5))  # it waits for a moment between two steps
+    assert ours.saved == Saved(1, 16, "done")
+    ours.hear(Position(saved=report, server=6))
+    assert ours.saved is not None and ours.saved.state == "failed" and "has died" in ours.saved.facts["why"]
+
+
+def test_a_successor_of_the_server_that_was_saving_when_the_mode_began_means_that_the_save_failed() -> None:
+    """It was asked for in the mode before, so not by this contact."""
+    ours = contact()
+    ours.hear(Position(saved=Saved(1, 36, "running"), server=5))
+    ours.hear(Position(saved=Saved(), server=6))
+    assert ours.saved is not None and (ours.saved.number, ours.saved.state) == (36, "failed")
+
+
+def test_a_successor_that_saves_what_its_predecessor_was_asked_for_is_believed() -> None:
+    ours = contact()
+    ours.hear(Position(saved=Saved(), server=5))
+    ours.asked_to_save(1, 26)
+    ours.hear(Position(saved=Saved(1, 27, "running"), server=6))
+    ours.hear(Position(saved=Saved(1, 27, "done"), server=6))
+    assert ours.saved == Saved(1, 27, "done")

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from gba_hvd.epoch import Account
 from gba_hvd.errors import BadInput
-from gba_hvd.order import Account
-from gba_hvd.ps.coordinator import Coordinator
-from gba_hvd.ps.protocol import Ask, Beat, Done, Endpoint, Enter, Given, GivenLease, HandedIn, Position, Refused
+from gba_hvd.ps.coordinator.coordinator import Coordinator
+from gba_hvd.ps.messages import Ask, Beat, Done, Endpoint, Enter, Given, GivenLease, HandedIn, Position, Refused
 
 GENERATION, ALIVE_S, LEASE_S = 5, 2.0, 60.0
 
@@ -55,6 +55,21 @@ def lease(coordinator: Coordinator, worker: int, request: int, epoch: int = 0) -
 
 def done(coordinator: Coordinator, worker: int, given: GivenLease, **more: Any) -> str:
     return coordinator.done(Done(worker, GENERATION, given.micro, given.serial, **more))
+
+
+def apply_steps(coordinator: Coordinator) -> None:
+    while (step := coordinator.decide()) is not None:
+        coordinator.applied(step.step, set(), 0)
+
+
+def finish_all_but_one(coordinator: Coordinator) -> GivenLease:
+    """Of epoch 0, by worker 1, which holds the last micro-batch."""
+    held, request = lease(coordinator, 1, 1000), 1001
+    while isinstance(answer := coordinator.ask(ask(1, request)), Given) and answer.lease is not None:
+        done(coordinator, 1, held)
+        apply_steps(coordinator)
+        held, request = answer.lease, request + 1
+    return held
 
 
 def finish_epoch(coordinator: Coordinator, epoch: int, worker: int = 1) -> list[int]:
@@ -333,6 +348,36 @@ def test_an_epoch_is_not_over_while_its_chief_is_dead(waited_s: float, rank: int
     clock.now += waited_s
     coordinator.beat(Beat(1, rank, 0, 1001, GENERATION))
     answer = coordinator.ask(ask(1, 51))
+    assert isinstance(answer, Given) and answer.instead == "finished"
+
+
+def test_an_epoch_is_not_over_before_its_chief_was_heard_of_again() -> None:
+    """It may have died in the last step, and nobody has noticed yet."""
+    clock = Clock()
+    coordinator = a_coordinator(clock)
+    for worker in (0, 1):
+        coordinator.beat(beat(worker))
+    held = finish_all_but_one(coordinator)
+    clock.now += 2.0
+    done(coordinator, 1, held)
+    apply_steps(coordinator)
+    assert coordinator.ask(ask(1, 50)) is None and coordinator.missed_chiefs() == []
+    clock.now += 2.0
+    assert coordinator.missed_chiefs() == [0]
+    coordinator.beat(beat(0))
+    assert coordinator.missed_chiefs() == []
+    answer = coordinator.ask(ask(1, 51))
+    assert isinstance(answer, Given) and answer.instead == "finished"
+
+
+def test_a_chief_that_asks_itself_is_told_at_once_that_the_epoch_is_over() -> None:
+    clock = Clock()
+    coordinator = a_coordinator(clock)
+    for worker in (0, 1):
+        coordinator.beat(beat(worker))
+    clock.now += 2.0
+    finish_epoch(coordinator, 0, worker=0)
+    answer = coordinator.ask(ask(1, 50))
     assert isinstance(answer, Given) and answer.instead == "finished"
 
 

@@ -17,8 +17,9 @@ from torch import Tensor
 import gba_hvd
 from gba_hvd.errors import BadInput, ShardMemoryError, StateMismatch
 from gba_hvd.optimizer import DistributedOptimizer
-from gba_hvd.ps import dense
-from gba_hvd.ps.dense import DensePart, DenseReader, DenseTensor
+from gba_hvd.ps import dense_file
+from gba_hvd.ps.dense_file import DenseReader, DenseTensor
+from gba_hvd.ps.partition.dense_part import DensePart
 from gba_hvd.torch_optimizers import build, put_state, register_optimizer, resolve, spec_of
 
 TENSORS = [
@@ -201,7 +202,7 @@ def test_a_step_that_raises_changes_nothing(tmp_path: Path, monkeypatch: pytest.
         part.step_(a_gradient(step), the_rates(step), step)
         plain.step_(a_gradient(step), the_rates(step))
     with monkeypatch.context() as patch:
-        patch.setattr(dense._File, "finish", lambda *_: 1 / 0)
+        patch.setattr(dense_file.DenseFile, "finish", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             part.step_(a_gradient(3), LRS, 3)
     assert part.step == 2 and np.array_equal(part.values, plain.values) and same(part.state(), plain.state())
@@ -219,7 +220,7 @@ import json, os, shutil, signal, sys
 import numpy as np, torch
 from pathlib import Path
 from gba_hvd.ps import dense
-from gba_hvd.ps.dense import DensePart
+from gba_hvd.ps.partition.dense_part import DensePart
 
 torch.set_num_threads(1)
 writing = {"step_", "_publish", "begin", "reserve", "finish", "activate"}
@@ -297,7 +298,7 @@ _WRITER = """
 import itertools, select, sys
 import numpy as np
 from pathlib import Path
-from gba_hvd.ps.dense import DensePart
+from gba_hvd.ps.partition.dense_part import DensePart
 part = DensePart.open(Path(sys.argv[1]))
 grad = -np.ones(len(part.values), np.float32)
 print("ready", flush=True)
@@ -352,7 +353,7 @@ def test_what_was_overwritten_while_it_was_copied_is_copied_again(
         into[N // 2 :] = values[N // 2 :]
         copies.append(True)
 
-    monkeypatch.setattr(dense, "_copy", copy_slowly)
+    monkeypatch.setattr(dense_file, "_copy", copy_slowly)
     step = reader.read(out, -1)
     if steps_meanwhile == 1:  # the other half was written
         assert (step, len(copies)) == (0, 1) and np.array_equal(out, first)

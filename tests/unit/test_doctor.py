@@ -11,8 +11,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from gba_hvd_tools import cli, doctor
-from gba_hvd_tools.checks import (
+from gba_hvd_tools import cli
+from gba_hvd_tools.commands import doctor
+from gba_hvd_tools.doctor.allreduce_probe import run_group
+from gba_hvd_tools.doctor.checks import (
     MIB,
     Finding,
     check_allreduce,
@@ -26,7 +28,6 @@ from gba_hvd_tools.checks import (
     check_shard_memory,
     check_torch,
 )
-from gba_hvd_tools.loopback import run_group
 
 
 def modules(**known: Any) -> Callable[[str], Any]:

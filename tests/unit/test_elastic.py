@@ -14,6 +14,8 @@ from torch import nn
 
 import gba_hvd
 from gba_hvd import BadInput
+from gba_hvd.comm.collectives import SoloWorld
+from gba_hvd.membership import Joined
 from recovery import state_codec
 
 
@@ -254,6 +256,24 @@ def test_hosts_that_come_or_go_interrupt_between_two_steps(training: Any, clicks
         assert np.array_equal(value, {**job.all_dense(), **job.all_rows()}[name]), name
 
 
+def test_a_world_met_beside_an_asynchronous_mode_is_told_before_the_next_one(training: Any, clicks: Any) -> None:
+    """The mode may end before the training thread hears of it; the world after it is another."""
+    job = training(epoch=0)
+    diary = with_diary(job)
+    state = job.state
+    state.sync()
+    met = SoloWorld()  # another one
+    joined = Joined(state.job_id, 0, 1, True, True, 0, 0, host=1, asynchronous=True, membership=1)
+    state.newcomers._met.append((joined, met, None, None, {}))
+    state.on_reset()
+    state.sync()
+    assert state.world is not met
+    assert diary.heard.count("job") == 3
+    state.newcomers.tell()  # as within the next asynchronous mode
+    assert state.world is not met
+    assert diary.heard.count("job") == 3
+
+
 def test_reset_callbacks_run_after_a_change(training: Any) -> None:
     job, ran = training(), []
     job.state.register_reset_callbacks([lambda: ran.append(1), lambda: ran.append(2)])
@@ -278,3 +298,15 @@ def test_a_job_that_goes_on_is_in_the_mode_that_its_script_asks_for(training: An
     job.state.register_callbacks([gba_hvd.GBACallback(asked)])
     job.state.training_state.resume(state_codec.decode(state_codec.encode(first.state.training_state.state_dict())))
     assert job.state.engine.switching.mode == asked
+
+
+def test_rank_0_logs_warnings_beside_telling_callbacks(training: Any, caplog: pytest.LogCaptureFixture) -> None:
+    job = training(epoch=0)
+    diary = with_diary(job)
+    engine = job.state.engine
+    engine.emit(gba_hvd.Event("membership", 3, "two workers"))
+    engine.emit(gba_hvd.Event("switch_failed", 3, "still in allreduce: no server; see its log", level="warning"))
+    assert diary.heard[-2:] == ["membership", "switch_failed"]
+    assert [r.getMessage() for r in caplog.records] == [
+        "[switch failed] step 3: still in allreduce: no server; see its log"
+    ]

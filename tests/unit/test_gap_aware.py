@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gba_hvd import SGD
-from gba_hvd.buffer import StoredPush, merge_pushes
-from gba_hvd.gradients import RowGrad, pack_by_owner
-from gba_hvd.ps.part import Limits, Part, gather
-from gba_hvd.ps.protocol import Apply, Endpoint, Enter, PlannedMember, Position
-from gba_hvd.rules.gap_aware import GapAware
-from gba_hvd.rules.step import Plain, not_damped
-from gba_hvd.shard.layout import Layout
-from gba_hvd.shard.memory import ShardMemory
+from gba_hvd.embedding.row_gradients import RowGrad, pack_by_owner
+from gba_hvd.ps.messages import Apply, Endpoint, Enter, PlannedMember, Position
+from gba_hvd.ps.partition.partition import Limits, Part, gather
+from gba_hvd.ps.partition.push_buffer import StoredPush, merge_pushes
+from gba_hvd.shm.layout import Layout
+from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.torch_optimizers import spec_of
+from gba_hvd.update_rules.gap_aware import GapAware
+from gba_hvd.update_rules.rule import Plain, not_damped
 from recovery import state_codec
 
 N = 6

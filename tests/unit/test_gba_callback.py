@@ -199,3 +199,21 @@ def test_it_describes_itself_by_its_arguments_whatever_became_of_the_mode() -> N
     assert set(before) == arguments
     callback.pin("gba")
     assert callback.describe() == before
+
+
+def test_a_mode_can_be_required_only_where_one_is_asked_for() -> None:
+    for mode in ("auto", "allreduce"):
+        with pytest.raises(BadInput, match=f"required=True is for a mode that is asked for.*mode '{mode}' is content"):
+            GBACallback(mode=mode, required=True)
+    assert GBACallback(mode="allreduce", switch_at={100: "gba"}, required=True).wait_s == 60
+    assert GBACallback(mode="gba", required=True, wait_s=0).wait_s == 0
+    with pytest.raises(BadInput, match="wait_s is a number of seconds, 0 or more, got -1"):
+        GBACallback(wait_s=-1)
+
+
+def test_training_waits_for_servers_at_most_once_in_vain() -> None:
+    callback = GBACallback(mode="gba", wait_s=30)
+    assert callback.waits and not GBACallback(mode="gba").waits
+    callback.failed(step=10, why="no server")
+    assert not callback.waits and callback.paused_until == 30
+    assert callback.wish(29, "allreduce") is None and callback.wish(30, "allreduce") is not None

@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 
 import gba_hvd
-from gba_hvd.ps import last_together
-from gba_hvd.ps.protocol import Hold, Save, Saved
-from gba_hvd.ps.saver import Saver
-from gba_hvd.shard.holder import MemoryRows
-from gba_hvd.shard.kept import Kept
-from gba_hvd.shard.memory import ShardMemory
-from recovery import claims, retention, state_codec
-from recovery.chains import Chain, chains
+from gba_hvd.ps.messages import Hold, Save, Saved
+from gba_hvd.ps.partition.saver import Saver
+from gba_hvd.ps.server import final_checkpoint_hosts
+from gba_hvd.shm.checkpoint_rows import MemoryRows
+from gba_hvd.shm.retained_state import Kept
+from gba_hvd.shm.shard_memory import ShardMemory
+from recovery import state_codec
+from recovery.catalog import claims, retention
+from recovery.catalog.chains import Chain, chains
 from recovery.config import Config
 from recovery.restore import restore
-from recovery.store import open_store
+from recovery.storage.open import open_store
 
 TABLES = {"user": (20, 4), "item": (7, 4)}
 STEP, TIMEOUT_S = 8, 80.0
@@ -47,7 +48,7 @@ class Hosts:
 
     def gone(self, part: int, kept: Kept | None = None) -> None:
         """The server of this host finds that all workers are gone."""
-        last_together.begin(self.servers[part], self.memories[part], kept)
+        final_checkpoint_hosts.begin(self.servers[part], self.memories[part], kept)
 
     def report(self, part: int) -> Saved:
         thread = self.servers[part]._thread
@@ -168,7 +169,9 @@ def test_a_first_server_that_is_gone_is_not_waited_for_for_ever(hosts: Callable[
 
 def test_what_a_server_leaves_that_died_after_its_word_is_no_checkpoint(hosts: Callable[..., Hosts]) -> None:
     job = hosts()
-    last_together.tell(job.store, job.claim.epoch, last_together.Word(STEP, step=STEP))  # and was killed
+    final_checkpoint_hosts.tell(
+        job.store, job.claim.epoch, final_checkpoint_hosts.Word(STEP, step=STEP)
+    )  # and was killed
     job.gone(1)
     assert job.report(1).state == "part"
     assert not job.checkpoints()

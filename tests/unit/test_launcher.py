@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from gba_hvd.comm.launcher_slot import Seat, may_go_on
+from gba_hvd.comm.world_formation import Forming
+from gba_hvd.elastic.world_rejoin import Reformer
 from gba_hvd.errors import GivenUp, LauncherLost
-from gba_hvd.launcher import Seat, may_go_on
-from gba_hvd.reform import Reformer
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -59,7 +60,7 @@ PATIENCE_S = 60.0
 
 @pytest.fixture(autouse=True)
 def _a_launcher_may_answer_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gba_hvd.launcher._REQUEST_S", PATIENCE_S)
+    monkeypatch.setattr("gba_hvd.comm.launcher_slot._REQUEST_S", PATIENCE_S)
 
 
 @pytest.fixture
@@ -160,7 +161,7 @@ def test_a_worker_that_may_not_come_back_stops_in_the_background_too(
     told: Queue[str] = Queue()
     mode: Any = SimpleNamespace(position=SimpleNamespace(world=1), contact=SimpleNamespace(), give_up=told.put)
     seat: Any = SimpleNamespace(check=refuse)
-    reformer = Reformer(mode, 0, lambda world: 1, seat, PATIENCE_S)
+    reformer = Reformer(mode, 0, lambda world: 1, seat, PATIENCE_S, Forming())
     reformer.start()
     assert told.get(timeout=PATIENCE_S) == str(error)
     reformer.stop(PATIENCE_S)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gba_hvd.errors import BadInput
-from gba_hvd.shard.layout import PAGE_WORDS, Layout, SlotSpec, digest, table_seed
+from gba_hvd.shm.layout import PAGE_WORDS, Layout, SlotSpec, digest, table_seed
 
 SLOTS = (SlotSpec("sum", per_row=True), SlotSpec("exp_avg"))
 sizes = st.dictionaries(

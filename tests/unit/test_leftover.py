@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 import gba_hvd
+from gba_hvd.checkpoint.orphaned_memory import Found, found_in, look, to_go_on, whole_state
 from gba_hvd.errors import GbaError, ShardMemoryError
-from gba_hvd.leftover import Found, found_in, look, to_go_on, whole_state
-from gba_hvd.ps.last_gasp import LastGasp
-from gba_hvd.shard import kept
-from gba_hvd.shard.kept import StateKeeper, worth_keeping
-from gba_hvd.shard.memory import FORMAT, ShardMemory
+from gba_hvd.ps.server.memory_hold import LastGasp
+from gba_hvd.shm import retained_state
+from gba_hvd.shm.retained_state import StateKeeper, worth_keeping
+from gba_hvd.shm.shard_memory import FORMAT, ShardMemory
 
 SETTINGS = 77
 ALL = np.ones(4, dtype=bool)
@@ -78,14 +78,14 @@ def test_what_is_found_travels_as_numbers() -> None:
 
 
 def test_the_state_is_kept_as_of_the_newest_step(tmp_path: Path) -> None:
-    assert kept.read(tmp_path) is None
+    assert retained_state.read(tmp_path) is None
     keeper = StateKeeper(tmp_path, SETTINGS, share=1.0)
     for step in (1, 2):
         assert keeper.keep(step, 0, lambda: b"state of %d" % step) == ""  # noqa: B023
     assert keeper.keep(2, 0, lambda: pytest.fail("the same step is not written again")) == ""
-    assert kept.read(tmp_path) == kept.Kept(2, 0, SETTINGS, b"state of 2")
+    assert retained_state.read(tmp_path) == retained_state.Kept(2, 0, SETTINGS, b"state of 2")
     keeper.keep(2, 5, lambda: b"an asynchronous mode begins at the same step")
-    found = kept.read(tmp_path)
+    found = retained_state.read(tmp_path)
     assert found is not None and found.generation == 5
 
 
@@ -102,9 +102,9 @@ def test_keeping_stops_when_it_takes_too_much_of_a_step(tmp_path: Path) -> None:
         if said := keeper.keep(step, 0, state):
             break
     assert step == 21
-    assert "10.0 ms of a step's 100.0 ms, more than the 5% allowed" in said
-    assert kept.read(tmp_path) is None
-    assert keeper.keep(99, 0, state) == "" and kept.read(tmp_path) is None
+    assert "10.0 ms of a step's 100.0 ms, more than the 5% allowed (CheckpointCallback(memory_share=0.05))" in said
+    assert retained_state.read(tmp_path) is None
+    assert keeper.keep(99, 0, state) == "" and retained_state.read(tmp_path) is None
 
 
 def test_what_is_too_dear_between_two_steps_is_kept_where_an_asynchronous_mode_begins(tmp_path: Path) -> None:
@@ -118,10 +118,10 @@ def test_what_is_too_dear_between_two_steps_is_kept_where_an_asynchronous_mode_b
     assert any(keeper.keep(step, 0, state) for step in range(1, 50))
     for step in range(50, 80):
         assert keeper.keep(step, 4, state) == ""
-    found = kept.read(tmp_path)
+    found = retained_state.read(tmp_path)
     assert found is not None and (found.step, found.generation) == (79, 4)
     assert keeper.keep(80, 0, state) == ""
-    assert kept.read(tmp_path) is None, "rows have gone on since, in allreduce mode"
+    assert retained_state.read(tmp_path) is None, "rows have gone on since, in allreduce mode"
 
 
 def test_keeping_goes_on_while_it_is_cheap() -> None:
@@ -131,7 +131,7 @@ def test_keeping_goes_on_while_it_is_cheap() -> None:
 
 def test_a_share_of_nothing_keeps_nothing(tmp_path: Path) -> None:
     assert StateKeeper(tmp_path, SETTINGS, share=0.0).keep(1, 0, lambda: b"state") == ""
-    assert kept.read(tmp_path) is None
+    assert retained_state.read(tmp_path) is None
 
 
 def test_a_state_that_was_overwritten_is_noticed(tmp_path: Path) -> None:
@@ -140,11 +140,11 @@ def test_a_state_that_was_overwritten_is_noticed(tmp_path: Path) -> None:
     data[data.index(b"state")] ^= 1
     (tmp_path / "kept").write_bytes(data)
     with pytest.raises(ShardMemoryError, match="damaged"):
-        kept.read(tmp_path)
+        retained_state.read(tmp_path)
 
 
 def test_a_state_of_an_asynchronous_mode_is_worth_nothing_without_its_servers(tmp_path: Path) -> None:
-    state = kept.Kept(3, 9, SETTINGS, b"")
+    state = retained_state.Kept(3, 9, SETTINGS, b"")
     with pytest.raises(GbaError, match="what its servers were serving is gone"):
         whole_state(tmp_path, "job", state, None, [], [])
     assert whole_state(tmp_path, "job", replace(state, generation=0, state=b"x"), None, [], []) == (b"x", 3)

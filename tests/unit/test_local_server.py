@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import time
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from gba_hvd.local_server import LocalServer
+from gba_hvd.ps import launch
 from gba_hvd.ps.client import ServerLost
-from gba_hvd.ps.protocol import Ok, Position, Refused, Save, Saved
+from gba_hvd.ps.messages import Ok, Position, Refused, Save, Saved
+from gba_hvd.ps.worker.host_server import LocalServer
 
 RUNNING, DONE = Saved(1, 4, "running"), Saved(1, 4, "done", {"n_bytes": 1})
 
@@ -57,6 +62,12 @@ def test_a_successor_that_knows_of_no_save_means_that_it_failed(line: LocalServe
     assert heard(line, Saved()) == (4, "failed")
 
 
+def test_a_successor_of_a_server_that_was_saving_in_the_mode_before_means_that_it_failed(line: LocalServer) -> None:
+    line._hear(Position(saved=Saved(1, 36, "running")))
+    line._hear(Position(saved=Saved()))
+    assert line.saved is not None and (line.saved.number, line.saved.state) == (36, "failed")
+
+
 def test_a_successor_after_the_end_changes_nothing(line: LocalServer) -> None:
     answered(line, 4, Ok())
     assert heard(line, RUNNING, DONE, Saved()) == (4, "done")
@@ -95,3 +106,43 @@ def test_a_save_may_be_of_a_last_checkpoint_and_have_no_number(line: LocalServer
 def test_rows_were_read_or_never_will_be(line: LocalServer, saved: Saved | None, has_read: bool) -> None:
     line.saved = saved
     assert line.has_read(4) is has_read
+
+
+def test_a_save_that_failed_stays_failed_whatever_older_reports_come_after_it(line: LocalServer) -> None:
+    """The server goes on to report the last save that it knows of, with each heartbeat."""
+    line._client.send = lambda *_, **__: Future()  # type: ignore[method-assign]
+    heard(line, Saved(1, 16, "done", {"n_bytes": 1}))
+    line.save(a_save(26), b"")
+    answered(line, 26, Refused("this save is of allreduce mode: the job switched meanwhile"))
+    assert heard(line, Saved(1, 16, "done", {"n_bytes": 1})) == (26, "failed")
+    assert heard(line, Saved(1, 30, "done", {"n_bytes": 1})) == (30, "done")
+
+
+def test_a_server_is_ready_when_its_process_lives_and_answered_just_now(
+    line: LocalServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not line.is_ready() and "has not answered yet; it said: nothing" in line.why_not_ready()
+    line._hear(Position(warming=True))
+    assert not line.is_ready(), "no process has said that it serves"
+    (tmp_path / "ps-0.address").write_text(json.dumps({"pid": os.getpid(), "control": 1, "pull": 2}))
+    assert line.is_ready() and not line.is_ready(to_enter=True)
+    assert line.why_not_ready() == "" and "still imports" in line.why_not_ready(to_enter=True)
+    line._hear(Position())
+    assert line.is_ready(to_enter=True)
+    later_s = time.monotonic() + 60
+    monkeypatch.setattr(time, "monotonic", lambda: later_s)
+    assert not line.is_ready() and "has not answered for 60 s" in line.why_not_ready()
+
+
+def test_a_folder_that_was_replaced_is_found_out(tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    folder.mkdir()
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        assert launch.folder_lost(folder, opened) == ""
+        folder.rename(tmp_path / "elsewhere")
+        assert "was removed" in launch.folder_lost(folder, opened)
+        folder.mkdir()
+        assert "was replaced by another folder" in launch.folder_lost(folder, opened)
+    finally:
+        os.close(opened)

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gba_hvd.collectives import SoloWorld
+from gba_hvd.comm.collectives import SoloWorld
 from gba_hvd.membership.agreement import Agreement, Facts, LeavingApart, agree, asynchronous_source
-from gba_hvd.membership.refill import fill_new_shards
-from gba_hvd.routing import Placement
+from gba_hvd.membership.restore_shards import fill_new_shards
+from gba_hvd.shm.placement import Placement
 from recovery.errors import StoreError
 from recovery.restore import Now
 
@@ -77,9 +77,9 @@ def test_a_world_that_forms_while_a_mode_is_left_is_formed_again(step: int) -> N
 
 
 def test_facts_travel_as_a_row_of_numbers() -> None:
-    facts = Facts(True, 5, 6, host=-(2**63), settings=2**63 - 1, pid=77)
-    row = facts.row().tolist()
-    assert Facts(bool(row[0]), *row[1:]) == facts
+    facts = Facts(True, 5, 6, host=-(2**63), settings=2**63 - 1, pid=77, row_factor=0.1)
+    row = facts.row()
+    assert Facts.of_row(row) == facts
 
 
 def test_why_lost_rows_did_not_come_back_reaches_whoever_tells_it(make_tables: Any) -> None:

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 from gba_hvd.errors import ShardMemoryError
-from gba_hvd.shard import keeper
-from gba_hvd.shard.layout import Layout, SlotSpec
-from gba_hvd.shard.memory import ShardMemory, clear_leftover, difference, job_folder
+from gba_hvd.shm import reaper
+from gba_hvd.shm.job_folder import job_folder
+from gba_hvd.shm.layout import Layout, SlotSpec
+from gba_hvd.shm.shard_memory import ShardMemory, clear_leftover, difference
 
 SIZES = {"user": (40, 8), "item": (9, 3)}
 Open = Callable[..., ShardMemory]
@@ -113,7 +114,7 @@ def test_too_little_space_is_seen_before_anything_is_written(
         ShardMemoryError, match=r"2 of 4 shards need 1\.\d\d GiB in .*, 1\.00 GiB are free: name a larger folder"
     ):
         memory.reserve([0, 1])
-    assert os.stat(memory.folder / "shards").st_blocks == 0
+    assert os.stat(memory.folder / "shards").st_blocks * 512 == 4 * 4096  # the marks
 
 
 def test_a_folder_under_a_file_is_refused(open_memory: Open, tmp_path: Path) -> None:
@@ -141,9 +142,62 @@ def test_a_folder_that_cannot_be_made_is_refused(open_memory: Open) -> None:
     ids=["size", "shards", "seed", "order"],
 )
 def test_memory_of_another_model_is_refused(open_memory: Open, other: Layout, message: str) -> None:
-    open_memory(other)
-    with pytest.raises(ShardMemoryError, match=rf"was left by another job: it holds {message}; remove it \(rm -r"):
+    theirs = open_memory(other, grace_s=30)
+    with pytest.raises(
+        ShardMemoryError, match=rf"a running job uses .*: it holds {message}: .* Do not remove the fold"
+    ):
         open_memory()
+    theirs.close(remove=False)
+    left = rf"was left by another job, which has ended: it holds {message}; remove it \(rm -r"
+    with pytest.raises(ShardMemoryError, match=left):
+        open_memory()
+    reaper.remove(theirs.folder)
+
+
+LIVES = """
+import fcntl, sys
+with open(sys.argv[1], "r+") as alive:
+    fcntl.flock(alive, fcntl.LOCK_SH)
+    print("holds it", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_job_of_one_name_is_refused_while_somebody_lives_in_the_memory(tmp_path: Path) -> None:
+    """It is told who, and not to remove what they train; when they have ended it takes the memory over."""
+    mine = ShardMemory.create_or_open(tmp_path, "job", a_layout(), 30.0, "first")
+    ShardMemory.create_or_open(tmp_path, "job", a_layout(), 30.0, "first").close()  # another worker of the same job
+    command = [sys.executable, "-I", "-S", "-c", LIVES, str(mine.folder / "alive")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
+        assert worker.stdout is not None and worker.stdout.readline()
+        mine.close(remove=False)
+        words = rf"a running job \(process {worker.pid}\) uses .*gba-hvd-job: .* GBA_HVD_JOB_ID.* Do not remove"
+        for owner in ("second", ""):
+            with pytest.raises(ShardMemoryError, match=words):
+                ShardMemory.create_or_open(tmp_path, "job", a_layout(), 30.0, owner)
+        worker.stdin.close()  # type: ignore[union-attr]
+        worker.wait(60)
+    second = ShardMemory.create_or_open(tmp_path, "job", a_layout(), 30.0, "second")
+    with pytest.raises(ShardMemoryError, match="a running job uses"):
+        ShardMemory.create_or_open(tmp_path, "job", a_layout(), 30.0, "third")
+    second.give_to("third")
+    ShardMemory.create_or_open(tmp_path, "job", a_layout(), 30.0, "third").close()
+    second.close()
+    assert not second.folder.exists()
+
+
+def test_what_becomes_of_the_file_behind_the_pages_is_seen(open_memory: Open, tmp_path: Path) -> None:
+    memory = open_memory()
+    assert memory.trouble() == "" and not memory.is_cut_short
+    os.truncate(memory.folder / "shards", 4096)
+    assert memory.is_cut_short
+    assert f"shards was cut to 4,096 of {memory.layout.n_bytes:,} bytes" in memory.trouble()
+    with pytest.raises(ShardMemoryError, match=r"shards has 4,096 bytes, expected .* cut it short"):
+        open_memory()
+    reaper.remove(memory.folder)
+    assert "was removed while the job was using it" in memory.trouble()
+    open_memory()  # another file under the same name
+    assert "RemoveIPC" in memory.trouble()
 
 
 def test_a_refused_opener_does_not_keep_the_memory_alive(open_memory: Open) -> None:
@@ -234,7 +288,7 @@ from pathlib import Path
 import numpy as np
 sys.path.insert(0, {here!r})
 import test_memory
-from gba_hvd.shard.memory import ShardMemory
+from gba_hvd.shm.shard_memory import ShardMemory
 memory = ShardMemory.create_or_open(Path({base!r}), "job", test_memory.a_layout(), {grace_s})
 for shard in range(4):
     memory.init_shard(shard, 0)
@@ -289,7 +343,7 @@ def keepers(folder: Path) -> list[str]:
                 line = (entry / "cmdline").read_bytes()
             except OSError:
                 continue
-            if b"keeper.py" in line and str(folder).encode() in line:
+            if b"reaper.py" in line and str(folder).encode() in line:
                 found.append(entry.name)
     return found
 
@@ -338,8 +392,8 @@ def test_the_keeper_keeps_what_somebody_uses_and_removes_it_after_the_grace(
             return self.now_s
 
     def keep(rounds: int) -> None:
-        monkeypatch.setattr(keeper, "time", Clock(rounds))
-        keeper.keep(memory.folder, grace_s=5.0)
+        monkeypatch.setattr(reaper, "time", Clock(rounds))
+        reaper.keep(memory.folder, grace_s=5.0)
 
     memory = open_memory()
     with pytest.raises(Enough):

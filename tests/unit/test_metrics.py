@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from gba_hvd.errors import BadInput
-from gba_hvd.metrics import ScoreAccumulator, Scores, exact_auc, scores_from
+from gba_hvd.metrics import ScoreAccumulator, Scores, exact_auc, logits_of, scores_from
 
 
 def some_scores(n: int, seed: int = 0, decimals: int = 6) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -130,3 +130,15 @@ def test_labels_and_logits_must_be_as_many() -> None:
 def test_accumulators_with_different_settings_do_not_mix() -> None:
     with pytest.raises(ValueError, match="same exact_limit"):
         scores_from([ScoreAccumulator(10).state(), ScoreAccumulator(20).state()])
+
+
+def test_outputs_outside_zero_and_one_are_no_probabilities() -> None:
+    with pytest.raises(BadInput, match=r"probabilities, got 1\.5 in 1 of 3; if the model gives logits"):
+        logits_of(np.array([0.2, 1.5, np.nan], np.float32), "none")
+
+
+def test_logits_of_probabilities_are_finite_at_their_limits() -> None:
+    logits = logits_of(np.array([0.0, 0.5, 1.0, np.nan], np.float32), "none")
+    assert logits[1] == 0 and np.isfinite(logits[:3]).all() and np.isnan(logits[3])
+    raw = np.array([-4.0, 0.3], np.float32)
+    assert logits_of(raw, None) is raw is logits_of(raw, "sigmoid")

@@ -14,7 +14,8 @@ from torch.optim import lr_scheduler
 
 import gba_hvd
 from gba_hvd import BadInput, GbaError, NonFiniteGradient
-from gba_hvd.order import Cut, EpochOrder
+from gba_hvd.epoch import Cut, EpochOrder
+from gba_hvd.training.step_hooks import StepHooks
 
 
 class Reference:
@@ -222,6 +223,46 @@ def test_schedulers_drive_dense_parameters_and_rows(training: Any, clicks: Any, 
     assert job.optimizer.param_groups[-1]["lr"] != 0.7
 
 
+def test_a_scheduler_on_step_runs_once_per_global_step(training: Any, clicks: Any, clicker: Any) -> None:
+    job, dataset = training(rows=gba_hvd.SGD(lr=0.7)), clicks(40)
+    scheduler = lr_scheduler.ExponentialLR(job.optimizer, 0.5)
+    with pytest.raises(BadInput, match="ExponentialLR is not in the state"):
+        job.state.on_step(scheduler.step)
+    state = job.state = gba_hvd.elastic.TorchState(job.model, job.optimizer, scheduler=scheduler)
+    state.on_step(scheduler.step)
+    job.epoch(dataset)  # 40 samples: steps of 16, 16 and 8, in micro-batches of 4
+    assert (state.step, scheduler.last_epoch) == (3, 3)
+    assert job.optimizer.param_groups[-1]["lr"] == pytest.approx(0.7 / 8)
+
+
+def test_a_newcomer_runs_step_hooks_for_the_steps_its_scheduler_has_not_seen() -> None:
+    seen: list[int] = []
+    hooks = StepHooks()
+    hooks.functions.append(lambda: seen.append(hooks.ran_until))
+    hooks.ran_until = 4  # as the state that it loaded
+    hooks.run(6)
+    hooks.run(6)
+    assert seen == [5, 6]
+
+
+def test_a_scheduler_stepped_per_micro_batch_is_told(
+    training: Any, clicks: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    job, dataset = training(), clicks(40)
+    scheduler = lr_scheduler.ExponentialLR(job.optimizer, 0.99)
+    state = job.state = gba_hvd.elastic.TorchState(job.model, job.optimizer, scheduler=scheduler)
+    for batch in gba_hvd.batches(dataset, state):
+        job.optimizer.zero_grad()
+        job.model(batch).sum().backward()
+        job.optimizer.step()
+        scheduler.step()
+    assert [record.getMessage() for record in caplog.records] == [
+        "[scheduler too fast] step 1: the scheduler 'scheduler' stepped more often than global steps were made, so its "
+        "schedule depends on the number of workers; call state.on_step(scheduler.step) instead of scheduler.step() in "
+        "the loop"
+    ]
+
+
 def test_a_scheduler_made_too_early_is_refused(training: Any) -> None:
     model, tables = nn.Linear(2, 1), training().tables
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -380,4 +421,4 @@ def test_named_parameters_may_be_given_to_torch_itself(training: Any, clicks: An
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
     distributed = gba_hvd.DistributedOptimizer(optimizer, training().tables, global_batch=8, micro_batch=4)
-    assert distributed.param_groups[-1]["param_names"] == ["gba_hvd.tables"]
+    assert distributed.param_groups[-1]["param_names"] == ["gba_hvd.embedding.tables"]

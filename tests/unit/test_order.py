@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gba_hvd.epoch import Cut, EpochOrder, shares
 from gba_hvd.errors import BadInput
-from gba_hvd.order import Cut, EpochOrder
-from gba_hvd.routing import shares
 
 
 @pytest.mark.parametrize("n", [*range(1, 70), 127, 128, 129, 1000, 4095, 4096, 4097, 100_003])

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gba_hvd.gradients import RowGrad, pack_by_owner, unpack, with_contributors
-from gba_hvd.ps import protocol
-from gba_hvd.ps.protocol import (
+from gba_hvd.embedding.row_gradients import RowGrad, pack_by_owner, unpack, with_contributors
+from gba_hvd.ps import messages, validation, wire
+from gba_hvd.ps.messages import (
     Apply,
     Beat,
     Done,
@@ -26,8 +26,8 @@ from gba_hvd.ps.protocol import (
     ProtocolError,
     Push,
     Refused,
-)  # fmt: skip
-from gba_hvd.shard.layout import Layout
+)
+from gba_hvd.shm.layout import Layout
 
 LAYOUT = Layout.of({"user": (20, 3), "item": (5, 3), "wide": (7, 5)}, (), n_shards=4, seed=1, init_std=0.1)
 ALL = np.ones(4, dtype=bool)
@@ -56,53 +56,53 @@ def message(keys: list[list[int]], value: float = 1.0, contributors: bool = Fals
     ],
 )
 def test_a_request_comes_through_as_it_was(body: Any) -> None:
-    envelope = protocol.open_envelope(protocol.encode("job", 12, body), "job")
-    assert (envelope.number, protocol.decode_request(envelope)) == (12, body)
+    envelope = wire.open_envelope(wire.encode("job", 12, body), "job")
+    assert (envelope.number, wire.decode_request(envelope)) == (12, body)
 
 
 def test_an_answer_comes_through_as_it_was() -> None:
     body = Given(Position(step=3, staleness={0: 4, 2: 1}, rates=[(0, 0.5)]), GivenLease(1, 2, 3, 16))
-    envelope = protocol.open_envelope(protocol.encode("job", 1, body), "job")
-    assert protocol.decode_answer(envelope) == body
+    envelope = wire.open_envelope(wire.encode("job", 1, body), "job")
+    assert wire.decode_answer(envelope) == body
 
 
 @given(st.binary(max_size=200))
 def test_random_bytes_are_no_message(data: bytes) -> None:
     with pytest.raises(ProtocolError):
-        protocol.open_envelope(data, "job")
+        wire.open_envelope(data, "job")
 
 
 @given(st.data())
 def test_a_damaged_message_is_refused_or_is_another_valid_one(data: st.DataObject) -> None:
-    whole = bytearray(protocol.encode("job", 1, Push(3, 9, 4, 5)))
+    whole = bytearray(wire.encode("job", 1, Push(3, 9, 4, 5)))
     for _ in range(data.draw(st.integers(1, 3))):
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     cut = data.draw(st.integers(0, len(whole)))
     with contextlib.suppress(ProtocolError):  # and nothing else
-        protocol.decode_request(protocol.open_envelope(bytes(whole[:cut]), "job"))
+        wire.decode_request(wire.open_envelope(bytes(whole[:cut]), "job"))
 
 
 def test_another_version_is_told_to_install_the_same_one_and_keeps_its_number() -> None:
-    old = msgspec.msgpack.encode([protocol.VERSION + 1, "job", 5, {"type": "Status"}])
+    old = msgspec.msgpack.encode([messages.VERSION + 1, "job", 5, {"type": "Status"}])
     with pytest.raises(ProtocolError, match="same version of gba-hvd") as caught:
-        protocol.open_envelope(old, "job")
+        wire.open_envelope(old, "job")
     assert caught.value.number == 5
 
 
 def test_a_message_of_another_job_is_named() -> None:
     with pytest.raises(ProtocolError, match="for job 'yours' came to job 'mine'"):
-        protocol.open_envelope(protocol.encode("yours", 1, Ok()), "mine")
+        wire.open_envelope(wire.encode("yours", 1, Ok()), "mine")
 
 
 def test_an_endless_header_is_not_even_decoded() -> None:
     with pytest.raises(ProtocolError, match="the limit is"):
-        protocol.open_envelope(bytes(protocol.MAX_HEADER_BYTES + 1), "job")
+        wire.open_envelope(bytes(messages.MAX_HEADER_BYTES + 1), "job")
 
 
 def test_an_answer_is_no_request() -> None:
-    envelope = protocol.open_envelope(protocol.encode("job", 1, Refused("no")), "job")
+    envelope = wire.open_envelope(wire.encode("job", 1, Refused("no")), "job")
     with pytest.raises(ProtocolError, match="request 1"):
-        protocol.decode_request(envelope)
+        wire.decode_request(envelope)
 
 
 # --- frames ----------------------------------------------------------------------------------------------------------
@@ -110,21 +110,21 @@ def test_an_answer_is_no_request() -> None:
 
 def test_an_array_is_a_view_unless_it_would_lie_askew() -> None:
     frame = memoryview(bytearray(40))
-    array = protocol.array_of(frame, "float32", "x")
+    array = validation.array_of(frame, "float32", "x")
     assert np.shares_memory(array, np.frombuffer(frame, np.uint8))
-    askew = protocol.array_of(memoryview(bytearray(41))[1:], "float32", "x")
+    askew = validation.array_of(memoryview(bytearray(41))[1:], "float32", "x")
     assert askew.flags.aligned
 
 
 def test_bytes_that_are_no_whole_number_are_refused() -> None:
     with pytest.raises(ProtocolError, match="x: 7 bytes are no whole number of float32"):
-        protocol.array_of(bytes(7), "float32", "x")
+        validation.array_of(bytes(7), "float32", "x")
 
 
 @pytest.mark.parametrize("contributors", [False, True])
 def test_a_good_row_message_passes(contributors: bool) -> None:
     words = message([[0, 7, FIRST[1] + 4], [6]], contributors=contributors)
-    protocol.check_row_message(LAYOUT, words, ALL, int(contributors))
+    validation.check_row_message(LAYOUT, words, ALL, int(contributors))
 
 
 @pytest.mark.parametrize(
@@ -139,21 +139,21 @@ def test_a_good_row_message_passes(contributors: bool) -> None:
 )
 def test_a_key_beyond_its_table_is_named(group: int, key: int, says: str) -> None:
     with pytest.raises(ProtocolError, match=says):
-        protocol.check_keys(LAYOUT, group, np.array([0, key]), ALL)
+        validation.check_keys(LAYOUT, group, np.array([0, key]), ALL)
 
 
 def test_a_row_of_another_server_is_refused() -> None:
     mine = np.array([True, True, False, True])
-    protocol.check_keys(LAYOUT, 0, np.array([0, 1, 3]), mine)
+    validation.check_keys(LAYOUT, 0, np.array([0, 1, 3]), mine)
     with pytest.raises(ProtocolError, match="shard 2 is not served here"):
-        protocol.check_keys(LAYOUT, 0, np.array([0, 2]), mine)
+        validation.check_keys(LAYOUT, 0, np.array([0, 2]), mine)
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=60), st.sampled_from([0, 1]))
 def test_random_words_are_refused_or_are_rows_that_exist(numbers: list[int], extra: int) -> None:
     words = np.array(numbers, dtype=np.int32).view(np.float32)
     try:
-        protocol.check_row_message(LAYOUT, words, ALL, extra)
+        validation.check_row_message(LAYOUT, words, ALL, extra)
     except ProtocolError:
         return
     for group, grad in zip(LAYOUT.groups, unpack(words, [g.dim + extra for g in LAYOUT.groups]), strict=True):
@@ -166,14 +166,14 @@ def test_a_count_that_lies_never_reads_beyond_the_message(data: st.DataObject) -
     words = message([[0, 7], [6]]).copy()
     words[:2].view(np.int64)[0] = data.draw(st.integers(-(2**63), 2**63 - 1).filter(lambda n: n != 2))
     with pytest.raises(ProtocolError):
-        protocol.check_row_message(LAYOUT, words, ALL, 0)
+        validation.check_row_message(LAYOUT, words, ALL, 0)
 
 
 def test_a_message_with_words_missing_or_left_over_is_refused() -> None:
     words = message([[0, 7], [6]])
     for wrong in (words[:-1], words[:2], words[:0], np.append(words, np.float32(0))):
         with pytest.raises(ProtocolError):
-            protocol.check_row_message(LAYOUT, wrong, ALL, 0)
+            validation.check_row_message(LAYOUT, wrong, ALL, 0)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -181,14 +181,14 @@ def test_a_gradient_that_is_not_finite_is_named(bad: float) -> None:
     words = message([[0, FIRST[1] + 4], [6]]).copy()
     words[2 + 4 + 3] = bad  # the second row of the first group
     with pytest.raises(NotFinite, match="row 4 of table 'item'"):
-        protocol.check_row_message(LAYOUT, words, ALL, 0)
+        validation.check_row_message(LAYOUT, words, ALL, 0)
     dense = np.array([1, 2, bad, -bad, 5], np.float32)
     with pytest.raises(NotFinite, match=r"gradient of mlp\.bias"):
-        protocol.check_finite(dense, ["mlp.weight", "mlp.bias"], [2, 3])
+        validation.check_finite(dense, ["mlp.weight", "mlp.bias"], [2, 3])
 
 
 def test_large_finite_gradients_pass() -> None:
-    protocol.check_finite(np.full(100, 3e38, np.float32), ["w"], [100])
+    validation.check_finite(np.full(100, 3e38, np.float32), ["w"], [100])
 
 
 @pytest.mark.parametrize("count", [0.0, 2.0, -1.0])
@@ -196,7 +196,7 @@ def test_a_micro_batch_contributes_once_to_a_row(count: float) -> None:
     words = message([[0], [6]], contributors=True).copy()
     words[2 + 2 + 3] = count
     with pytest.raises(ProtocolError, match="contributes once"):
-        protocol.check_row_message(LAYOUT, words, ALL, 1)
+        validation.check_row_message(LAYOUT, words, ALL, 1)
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def an_apply(**changes: Any) -> Apply:
 
 
 def test_the_next_step_is_applied() -> None:
-    protocol.check_apply(an_apply(), last_step=4, n_groups=2)
+    validation.check_apply(an_apply(), last_step=4, n_groups=2)
 
 
 @pytest.mark.parametrize(
@@ -229,4 +229,4 @@ def test_the_next_step_is_applied() -> None:
 )
 def test_a_step_that_would_destroy_parameters_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError):
-        protocol.check_apply(an_apply(**changes), last_step=4, n_groups=2)
+        validation.check_apply(an_apply(**changes), last_step=4, n_groups=2)

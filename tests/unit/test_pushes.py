@@ -12,21 +12,22 @@ import pytest
 import torch
 
 from gba_hvd import Compression, NonFiniteGradient
-from gba_hvd.averaging import Averaging
-from gba_hvd.compression.exchange import DenseExchange
-from gba_hvd.compression.feedback import NonFiniteResidual
-from gba_hvd.compression.rows import RowCoder
+from gba_hvd.averaging.algorithms import Averaging
+from gba_hvd.compression.dense_exchange import DenseExchange
+from gba_hvd.compression.error_feedback import NonFiniteResidual
+from gba_hvd.compression.row_codec import RowCoder
+from gba_hvd.dense_gradients import DenseGradients
+from gba_hvd.embedding.row_gradients import RowGrad, unpack
 from gba_hvd.errors import GbaError
-from gba_hvd.gba import GbaMode, Session
-from gba_hvd.gba.outgoing import Outgoing
-from gba_hvd.gba.session import DenseParts
-from gba_hvd.gradients import DenseGradients, RowGrad, unpack
+from gba_hvd.modes.model_averaging import ReplicaMode
+from gba_hvd.modes.parameter_server import GbaMode
 from gba_hvd.ps.client import Reply
-from gba_hvd.ps.protocol import Done, Endpoint, Given, GivenLease, Ok, Position, Push
-from gba_hvd.rules.dana_slim import SlimWorker
-from gba_hvd.rules.momentum import Sgd
-from gba_hvd.shadow import ReplicaMode
+from gba_hvd.ps.messages import Done, Endpoint, Given, GivenLease, Ok, Position, Push
+from gba_hvd.ps.worker.push_encoder import Outgoing
+from gba_hvd.ps.worker.session import DenseParts, Session
 from gba_hvd.torch_optimizers import spec_of
+from gba_hvd.update_rules.dana_slim import SlimWorker
+from gba_hvd.update_rules.sgd_momentum import Sgd
 
 HERE, THERE, N = 11, 12, 300
 LEASE = GivenLease(5, 6, 0, 4)

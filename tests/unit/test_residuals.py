@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gba_hvd.buffer import StoredPush
-from gba_hvd.ps.checkpoint_state import asynchronous_state
-from gba_hvd.ps.protocol import Position, ProtocolError
-from gba_hvd.ps.residuals import Residuals
-from gba_hvd.ps.snapshot import SnapshotFile
+from gba_hvd.ps.messages import Position, ProtocolError
+from gba_hvd.ps.partition.checkpoint_state import asynchronous_state
+from gba_hvd.ps.partition.push_buffer import StoredPush
+from gba_hvd.ps.partition.residuals import Residuals
+from gba_hvd.shm.snapshot_file import SnapshotFile
 from recovery import state_codec
 
 NONE = np.empty(0, np.float32)

@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gba_hvd.averaging import Averaging, pulled_
+from gba_hvd.averaging.algorithms import Averaging, pulled_
+from gba_hvd.averaging.replica import Copy, Replica
+from gba_hvd.averaging.sync_thread import Rounds
 from gba_hvd.callbacks import Event
-from gba_hvd.collectives import SoloWorld, WorldLeft
-from gba_hvd.gradients import DenseGradients
-from gba_hvd.replica import Copy, Replica
-from gba_hvd.rounds import Rounds
+from gba_hvd.comm.collectives import SoloWorld, WorldLeft
+from gba_hvd.comm.traffic import Traffic
+from gba_hvd.dense_gradients import DenseGradients
+from gba_hvd.switching.requests import Wishes
 from gba_hvd.tracking import gauges
-from gba_hvd.traffic import Traffic
-from gba_hvd.wishes import Wishes
 
 PATIENCE_S = 60.0
 
@@ -30,7 +30,7 @@ PATIENCE_S = 60.0
 @pytest.fixture
 def nobody_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has no micro-batch takes part in no round because of that, however late it begins the next one."""
-    monkeypatch.setattr("gba_hvd.turns.PASSIVE_AFTER_S", 1e9)
+    monkeypatch.setattr("gba_hvd.averaging.schedule.PASSIVE_AFTER_S", 1e9)
 
 
 class Meeting:
@@ -325,7 +325,7 @@ def test_threads_of_one_replica_wait_for_its_foreground_round_together(monkeypat
     threads[1].start()
     wait_for(lambda: worker.rounds._n_waiting == 2, "the other thread")
     assert ended == []
-    monkeypatch.setattr("gba_hvd.turns.PASSIVE_AFTER_S", 0.2)
+    monkeypatch.setattr("gba_hvd.averaging.schedule.PASSIVE_AFTER_S", 0.2)
     other.rounds.end_micro(None, PATIENCE_S)
     for thread in threads:
         thread.join(PATIENCE_S)
@@ -465,7 +465,7 @@ def emitted(pace: dict[str, Any], dropped: list[str], rank: int = 0) -> list[Eve
     """What callbacks hear when a mode tells this of its rounds."""
     events: list[Event] = []
     engine: Any = SimpleNamespace(
-        step=7, emit=events.append, world=SimpleNamespace(rank=rank),
+        step=7, emit=lambda event, only_here=False: events.append(event), world=SimpleNamespace(rank=rank),
         tables=SimpleNamespace(config=SimpleNamespace(lease_s=60.0)),
     )  # fmt: skip
     wishes, mode = Wishes(engine), SimpleNamespace(told=lambda: (pace, dropped))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gba_hvd.routing import Holding, Membership, Placement, place_shards
+from gba_hvd.shm.placement import Holding, Membership, Placement, place_shards
 
 
 @st.composite

@@ -10,9 +10,9 @@ import torch
 
 import gba_hvd
 from gba_hvd import kernels
+from gba_hvd.embedding.row_gradients import RowGrad
 from gba_hvd.errors import BadInput
-from gba_hvd.gradients import RowGrad
-from gba_hvd.shard.layout import Layout
+from gba_hvd.shm.layout import Layout
 
 N_ROWS, DIM, STEPS = 11, 5, 40
 SIZES = {"before": (4, DIM), "table": (N_ROWS, DIM), "after": (3, DIM), "wide": (6, 8)}

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from gba_hvd import BadInput, rules
-from gba_hvd.rules.dana_slim import SlimWorker
-from gba_hvd.rules.dana_zero import DanaZero
-from gba_hvd.rules.momentum import Sgd
-from gba_hvd.rules.step import ByOptimizer, NewValues, Received, Rule, Step
+from gba_hvd import BadInput, update_rules
 from gba_hvd.torch_optimizers import build, spec_of
+from gba_hvd.update_rules.dana_slim import SlimWorker
+from gba_hvd.update_rules.dana_zero import DanaZero
+from gba_hvd.update_rules.rule import ByOptimizer, NewValues, Received, Rule, Step
+from gba_hvd.update_rules.sgd_momentum import Sgd
 
 N, LR, MOMENTUM = 5, 0.05, 0.9
 CURVATURE = np.linspace(0.2, 2.0, N).astype(np.float32)
@@ -31,7 +31,7 @@ def made(
     name: str, values: np.ndarray, buffer: np.ndarray | None = None, workers: Sequence[int] = (), **sgd: Any
 ) -> Rule:
     state = [{}] if buffer is None else [{"momentum_buffer": torch.from_numpy(buffer)}]
-    return rules.make(name, spec(**sgd), rules.DenseStart(values, 0, [N], [0], state), workers)
+    return update_rules.make(name, spec(**sgd), update_rules.DenseStart(values, 0, [N], [0], state), workers)
 
 
 def pushes(*gradients: tuple[int, np.ndarray], staleness: int = 0) -> list[Received]:
@@ -206,8 +206,8 @@ def test_pushes_count_towards_the_mean_staleness_by_their_share() -> None:
 def test_groups_have_their_own_momentum_and_learning_rate() -> None:
     params = [torch.nn.Parameter(torch.zeros(n)) for n in (2, 3)]
     groups = [{"params": [params[0]], "momentum": 0.9}, {"params": [params[1]], "momentum": 0.5}]
-    start = rules.DenseStart(START, 0, [2, 3], [0, 1], [{}, {}])
-    rule = rules.make("dana_zero", spec_of(torch.optim.SGD(groups, lr=LR)), start, [0])
+    start = update_rules.DenseStart(START, 0, [2, 3], [0, 1], [{}, {}])
+    rule = update_rules.make("dana_zero", spec_of(torch.optim.SGD(groups, lr=LR)), start, [0])
     ones, lrs = np.ones(N, np.float32), [0.1, 0.01]
     answer = rule.act(Step(1, START, ones, pushes((0, ones)), lrs))
     assert isinstance(answer, NewValues) and answer.shown is not None
@@ -289,12 +289,12 @@ def test_with_many_workers_dana_holds_where_plain_momentum_does_not() -> None:
 )
 def test_a_misspelt_rule_is_answered_with_the_right_one(given: str, meant: str) -> None:
     with pytest.raises(BadInput, match=meant):
-        rules.known_rule(given)
+        update_rules.known_rule(given)
 
 
 def test_a_rule_that_does_not_exist_is_answered_with_all() -> None:
     with pytest.raises(BadInput, match="staleness_lr"):
-        rules.known_rule("xyz")
+        update_rules.known_rule("xyz")
 
 
 @pytest.mark.parametrize(
@@ -313,10 +313,10 @@ def test_an_optimizer_that_a_rule_does_not_go_with_is_refused_naming_what_fits(
     rule: str, optimizer: Callable[[], dict[str, Any]], what: str
 ) -> None:
     with pytest.raises(BadInput, match=what):
-        rules.check(rule, optimizer())
+        update_rules.check(rule, optimizer())
 
 
 @pytest.mark.parametrize("rule", ["none", "gap_aware", "staleness_lr"])
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.NAdam, torch.optim.Adagrad, torch.optim.RMSprop])
 def test_rules_that_only_weigh_take_any_optimizer(rule: str, kind: Any) -> None:
-    rules.check(rule, spec(kind))
+    update_rules.check(rule, spec(kind))

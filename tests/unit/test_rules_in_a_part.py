@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from gba_hvd import SGD, BadInput, Compression
-from gba_hvd.compression.mirror import Mirrors
-from gba_hvd.gradients import RowGrad, pack_by_owner
-from gba_hvd.ps.checkpoint_state import part_state
-from gba_hvd.ps.dense import DenseReader
-from gba_hvd.ps.part import Limits, Part
-from gba_hvd.ps.protocol import Apply, Endpoint, Enter, PlannedMember, Position
-from gba_hvd.rules.dana_zero import DanaZero
-from gba_hvd.shard.layout import Layout
-from gba_hvd.shard.memory import ShardMemory
+from gba_hvd.compression.dense_deltas import Mirrors
+from gba_hvd.embedding.row_gradients import RowGrad, pack_by_owner
+from gba_hvd.ps.dense_file import DenseReader
+from gba_hvd.ps.messages import Apply, Endpoint, Enter, PlannedMember, Position
+from gba_hvd.ps.partition.checkpoint_state import part_state
+from gba_hvd.ps.partition.partition import Limits, Part
+from gba_hvd.shm.layout import Layout
+from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.torch_optimizers import spec_of
+from gba_hvd.update_rules.dana_zero import DanaZero
 from recovery import state_codec
 
 N, LR, MOMENTUM = 6, 0.1, 0.9

@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 
 import gba_hvd
-from gba_hvd.ps import saver as saver_module
-from gba_hvd.ps.protocol import Save, Saved
-from gba_hvd.ps.saver import Saver
-from gba_hvd.shard.holder import MemoryRows
-from recovery import claims
-from recovery.chains import Chain, chains
+from gba_hvd.ps.messages import Save, Saved
+from gba_hvd.ps.partition import saver as saver_module
+from gba_hvd.ps.partition.saver import Saver
+from gba_hvd.shm.checkpoint_rows import MemoryRows
+from recovery.catalog import claims
+from recovery.catalog.chains import Chain, chains
 from recovery.config import Config
 from recovery.errors import StoreError
 from recovery.restore import restore
-from recovery.store import Store, open_store
+from recovery.storage.open import open_store
+from recovery.storage.store import Store
 
 N_ROWS = {"user": 20, "item": 7}
 TIMEOUT_S = 60.0
@@ -150,7 +151,7 @@ def test_nothing_stays_of_a_save_that_failed_before_its_manifest(
     assert [one.state for one in job.save(4)] == ["done", "part"]
     with monkeypatch.context() as now:
         if refused in ("/0001-", "/part-0001"):  # how long a list is waited for that does not come
-            now.setattr(saver_module, "_PARTS_TIMEOUT_S", 0.5)
+            now.setattr(saver_module, "_PARTS_LEAST_S", 0.5)
         assert job.save(5)[0].state == "failed"
     assert sum(store.refused for store in opened) == 1
     assert [one.state for one in job.save(6)] == ["done", "part"]  # a part that was too late is deleted now
@@ -171,7 +172,7 @@ def test_a_part_that_was_saved_in_vain_is_deleted_with_the_next_save(
 ) -> None:
     job = hosts()
     with monkeypatch.context() as now:
-        now.setattr(saver_module, "_PARTS_TIMEOUT_S", 0.5)
+        now.setattr(saver_module, "_PARTS_LEAST_S", 0.5)
         assert job.save(5, parts=[0])[0].state == "failed"  # in vain: the other one comes too late
     assert job.save(5, parts=[1])[0].state == "part"
     assert job.store.names("blobs/000001-00000005/")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from gba_hvd.gba.session import DenseParts, Session
-from gba_hvd.ps.protocol import Endpoint
+from gba_hvd.ps.messages import Endpoint
+from gba_hvd.ps.worker.session import DenseParts, Session
 
 
 def session(*dense_servers: int) -> Session:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import gba_hvd
-from gba_hvd.gba import Ahead
-from gba_hvd.gradients import DenseGradients
-from gba_hvd.shared_model import SharedModel
+from gba_hvd.averaging.shared_model import SharedModel
+from gba_hvd.dense_gradients import DenseGradients
+from gba_hvd.ps.worker.lease_prefetch import Ahead
 
 
 class Scorer(nn.Module):

@@ -12,21 +12,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gba_hvd_tools import cli, simulate_agreement, simulate_training
-from gba_hvd_tools.bench import delay, small_ctr
+from gba_hvd_tools import cli
+from gba_hvd_tools.bench import delay
+from gba_hvd_tools.bench.harness import small_ctr
+from gba_hvd_tools.commands.simulate import agreement as agreement_command
+from gba_hvd_tools.commands.simulate import training
 from gba_hvd_tools.simulated import agreement
 from gba_hvd_tools.simulated.agreement import Job, compared, distance, draws, together
+from gba_hvd_tools.simulated.event_loop import Outcome, Setting, train
 from gba_hvd_tools.simulated.experiment import Experiment, run, run_grid
-from gba_hvd_tools.simulated.fleet import Fleet
-from gba_hvd_tools.simulated.limits import observe
+from gba_hvd_tools.simulated.service_times import Fleet
+from gba_hvd_tools.simulated.stability_limit import observe
 from gba_hvd_tools.simulated.tasks import Quadratic
-from gba_hvd_tools.simulated.training import Outcome, Setting, train
 
-from gba_hvd import BadInput, rules, stability
-from gba_hvd.averaging import REPLICA_MODES
-from gba_hvd.order import Cut
-from gba_hvd.tokens import Discipline
+from gba_hvd import BadInput, update_rules
+from gba_hvd.epoch import Cut
+from gba_hvd.mode_names import REPLICA_MODES
+from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.torch_optimizers import spec_of
+from gba_hvd.update_rules import stability
 
 STEADY: dict[str, Any] = {"shape": math.inf}
 
@@ -121,7 +125,7 @@ def test_what_diverges_ends_early_and_says_so() -> None:
     assert outcome.curve[-1][1] < 2000
 
 
-@pytest.mark.parametrize("rule", rules.RULES)
+@pytest.mark.parametrize("rule", update_rules.RULES)
 def test_learning_rates_side_by_side_are_as_each_alone(rule: str) -> None:
     experiment, lrs = Experiment(workers=6, rule=rule, micro_batches=150), [0.3, 0.01, 0.001]
     alone = [run(replace(experiment, lr=lr)).loss for lr in lrs]
@@ -151,7 +155,7 @@ def test_speeds_have_the_mean_and_the_spread_asked_for() -> None:
 
 
 def test_a_simulated_worker_draws_what_its_emulated_accelerator_draws() -> None:
-    from gba_hvd_tools.bench.emulated import Accelerator
+    from gba_hvd_tools.bench.harness.emulated_accelerators import Accelerator
 
     job, now, slept = Job(2, slow=3.0), [0.0], []
     draw = draws(job)
@@ -268,11 +272,11 @@ def test_what_diverged_is_judged_by_nothing(
     good, bad = run(Experiment(micro_batches=20)), run(Experiment(workers=16, micro_batches=2000, lr=1.0))
     outcomes = [bad, replace(good, judged={"auc": 0.8}), bad]
     monkeypatch.setattr("gba_hvd_tools.simulated.experiment.run", lambda experiment, clicks: outcomes.pop())
-    line = simulate_training.simulated([Experiment()] * 3, None)
+    line = training.simulated([Experiment()] * 3, None)
     assert line.judged == {"auc": 0.8} and line.loss == math.inf
     outcomes = [bad]
-    diverged = simulate_training.simulated([Experiment()], None)
-    simulate_training.show([line, diverged], argparse.Namespace(task="clicks", mode="gba", optimizer="sgd", lr=1.0))
+    diverged = training.simulated([Experiment()], None)
+    training.show([line, diverged], argparse.Namespace(task="clicks", mode="gba", optimizer="sgd", lr=1.0))
     said = capsys.readouterr().out
     assert "0.8000" in said and "0.0000" not in said
 
@@ -293,7 +297,7 @@ def test_real_jobs_of_every_setting_are_compared_with_one_simulation(
         jobs.append((job.workers, job.mode, job.rule))
         return told({"0": len(jobs), "1": 1}, 10.0 + len(jobs))
 
-    monkeypatch.setattr(simulate_agreement, "real_run", real_run)
+    monkeypatch.setattr(agreement_command, "real_run", real_run)
     monkeypatch.setattr(agreement, "simulate", lambda job, data: told({0: 1}, 12.0))
     monkeypatch.setattr(small_ctr, "write", lambda *_: None)
     monkeypatch.setenv("COLUMNS", "120")
@@ -351,7 +355,7 @@ def test_the_benchmark_says_which_rules_hold(tmp_path: Path, capsys: pytest.Capt
         ("sgd", ["none", "gap_aware", "staleness_lr"]),
         ("adam", ["none", "gap_aware", "staleness_lr"]),
         ("nadam", ["none", "gap_aware", "delayed_nesterov", "staleness_lr"]),
-        ("momentum", list(rules.RULES)),
+        ("momentum", list(update_rules.RULES)),
     ],
 )
 def test_the_benchmark_has_the_rules_that_go_with_an_optimizer(optimizer: str, rules_of_it: list[str]) -> None:

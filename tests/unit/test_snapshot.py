@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gba_hvd.errors import ShardMemoryError
-from gba_hvd.ps.snapshot import SnapshotFile
+from gba_hvd.shm.snapshot_file import SnapshotFile
 
 
 def test_nothing_was_written_yet(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def write_until(snapshot: SnapshotFile, data: bytes, line: int) -> bool:
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
         nonlocal lines
-        if not frame.f_code.co_filename.endswith("snapshot.py"):
+        if not frame.f_code.co_filename.endswith("snapshot_file.py"):
             return None
         lines += event == "line"
         if lines == line:

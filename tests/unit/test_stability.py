@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gba_hvd.errors import BadInput
-from gba_hvd.stability import advise, best, largest_curvature, limit
+from gba_hvd.update_rules.stability import advise, best, largest_curvature, limit
 
 DELAYS = range(17)
 

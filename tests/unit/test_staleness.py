@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gba_hvd.errors import BadInput
-from gba_hvd.staleness import WEIGHTINGS, InverseDecay, LinearDecay, Threshold, Unweighted, weighting
+from gba_hvd.ps.coordinator.staleness import WEIGHTINGS, InverseDecay, LinearDecay, Threshold, Unweighted, weighting
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gba_hvd.epoch import Account
 from gba_hvd.errors import GbaError
-from gba_hvd.order import Account
-from gba_hvd.ps.coordinating import Coordinating
-from gba_hvd.ps.coordinator import Coordinator
-from gba_hvd.ps.protocol import (
+from gba_hvd.ps.coordinator.coordinator import Coordinator
+from gba_hvd.ps.coordinator.service import Coordinating
+from gba_hvd.ps.coordinator.step_executor import Stepping
+from gba_hvd.ps.messages import (
     Applied,
     Apply,
     Ask,
@@ -23,13 +24,15 @@ from gba_hvd.ps.protocol import (
     Endpoint,
     Enter,
     Given,
+    Measure,
+    Measured,
     Position,
     Refused,
     Request,
     Save,
-)  # fmt: skip
-from gba_hvd.ps.records import Records
-from gba_hvd.ps.stepping import Stepping
+    Saved,
+)
+from gba_hvd.ps.state_files import Records
 from recovery import state_codec
 
 GENERATION, WORKER, MICRO_BATCH = 5, 1, 8
@@ -41,11 +44,11 @@ class Scene:
     log: (what, which step, whether the ledger on disk had a decided step then)
     """
 
-    def __init__(self, folder: Path, n_servers: int) -> None:
+    def __init__(self, folder: Path, n_servers: int, **limits: float) -> None:
         servers = [Endpoint(0, index, "127.0.0.1", 1, 2) for index in range(n_servers)]
         enter = Enter(
             GENERATION, servers, 0, [0], Position(account=vars(Account())), 64, 2 * MICRO_BATCH, MICRO_BATCH,
-            {"name": "gba"}, "global", 0.1, [0.5], [], {}, workers=[(WORKER, 0, 0, 1)],
+            {"name": "gba"}, "global", 0.1, [0.5], [], {}, workers=[(WORKER, 0, 0, 1)], **limits,
         )  # fmt: skip
         self.coordinator = Coordinator(enter, alive_s=1e6, lease_s=1e6, clock=lambda: 0.0)
         self.records, self._folder = Records(folder, 0), folder
@@ -53,18 +56,22 @@ class Scene:
         self.sent: list[tuple[int, Request]] = []
         self.saves: list[Save] = []
         self.part: Any = SimpleNamespace(
-            enter=enter, apply=self.apply, shards=np.array([0]),
+            enter=enter, apply=self.apply, measure=self.measure, shards=np.array([0]),
             export=lambda: (0, np.empty(0), state_codec.encode([])), dense=SimpleNamespace(tensors=[]),
             residuals=SimpleNamespace(workers=[], total=lambda: None),
         )  # fmt: skip
         self.others: Any = Others(range(1, n_servers), self)
-        saver: Any = SimpleNamespace(begin=lambda request, *_: self.saves.append(request))
+        saver: Any = SimpleNamespace(begin=lambda request, *_: self.saves.append(request), report=Saved)
         self.stepping = Stepping(self.coordinator, self.part, self.others, self.records, saver)
         self._n_asked = 0
 
     def apply(self, request: Apply) -> Applied:
         self.note("applied here", request.step)
         return Applied(request.step)
+
+    def measure(self, request: Measure) -> Measured:
+        self.note("measured here", request.step)
+        return Measured(request.step, 9.0, 0.0)
 
     def note(self, what: str, step: int) -> None:
         on_disk = Records(self._folder, 0).ledger(GENERATION)
@@ -97,8 +104,8 @@ class Others:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Callable[[int], Scene]:
-    return lambda n_servers: Scene(tmp_path, n_servers)
+def make(tmp_path: Path) -> Callable[..., Scene]:
+    return lambda n_servers, **limits: Scene(tmp_path, n_servers, **limits)
 
 
 def test_a_decision_is_in_the_ledger_before_anything_of_it_is_sent_or_applied(make: Callable[[int], Scene]) -> None:
@@ -106,6 +113,65 @@ def test_a_decision_is_in_the_ledger_before_anything_of_it_is_sent_or_applied(ma
     scene.compute_a_step()
     scene.stepping.advance()
     assert scene.log == [("Apply to 1", 1, True), ("applied here", 1, True)]
+
+
+def factors_on_disk(scene: Scene) -> Any:
+    saved = scene.records.ledger(GENERATION)
+    assert saved is not None
+    return saved["ledger"]["clipped"]
+
+
+def test_how_a_step_is_clipped_is_in_the_ledger_before_anything_of_it_is_applied(make: Callable[..., Scene]) -> None:
+    scene = make(3, max_norm=1.0)
+    scene.compute_a_step()
+    scene.stepping.advance()
+    assert scene.log == [("measured here", 1, True), ("Measure to 1", 1, True), ("Measure to 2", 1, True)]
+    assert factors_on_disk(scene) is None
+    assert scene.stepping.to_go_on_from() is None, "no checkpoint begins now"
+    assert not scene.stepping.measured_by(1, Measured(7, 1e9, 0.0)), "of another step"
+    assert not scene.stepping.measured_by(1, Measured(1, 0.0, 7.0)), "one is still to come"
+    assert not scene.stepping.measured_by(1, Measured(1, 1e9, 0.0)), "said before"
+    assert scene.stepping.measured_by(2, Measured(1, 0.0, 9.0))
+    scene.stepping.advance()
+    factor = 1.0 / (5.0 + 1e-6)
+    assert factors_on_disk(scene) == pytest.approx([factor, factor, 5.0])
+    applied = [request for _, request in scene.sent if isinstance(request, Apply)]
+    assert [(one.dense_factor, one.row_factor) for one in applied] == [(pytest.approx(factor),) * 2] * 2
+    assert scene.stepping.applied_by(1, Applied(1)) and scene.stepping.applied_by(2, Applied(1))
+    assert scene.coordinator.position().grad_norm == 5.0
+    assert factors_on_disk(scene) is None, "of a step that is over"
+
+
+@pytest.mark.parametrize("measured", [False, True], ids=["before it is measured", "when it is measured"])
+def test_a_successor_clips_a_decided_step_as_its_ledger_says(make: Callable[..., Scene], measured: bool) -> None:
+    """By the factors that are saved, or, where there are none, by what can be measured now."""
+    dead = make(2, max_norm=1.0)
+    dead.compute_a_step()
+    dead.stepping.advance()
+    if measured:
+        dead.stepping.measured_by(1, Measured(1, 0.0, 16.0))
+        dead.stepping.advance()
+    scene, saved = make(2, max_norm=1.0), dead.records.ledger(GENERATION)
+    assert saved is not None
+    scene.coordinator.resume(saved)
+    scene.part.begun_and_done, scene.part.skip = (lambda step: (False, False)), lambda step: 1
+    scene.part.measure = lambda request: Measured(request.step, 0.0, 0.0)  # it went down with its pushes
+    scene.stepping.settle(torn=0)
+    scene.stepping.advance()
+    assert [type(request) for _, request in scene.sent] == [Apply if measured else Measure]
+    if not measured:
+        scene.stepping.measured_by(1, Measured(1, 0.0, 16.0))
+        scene.stepping.advance()
+    (apply,) = [request for _, request in scene.sent if isinstance(request, Apply)]
+    assert apply.row_factor == pytest.approx(1 / 5 if measured else 1 / 4)
+
+
+def test_a_server_that_refuses_to_measure_ends_the_steps(make: Callable[..., Scene]) -> None:
+    scene = make(2, max_row_norm=1.0)
+    scene.compute_a_step()
+    scene.stepping.advance()
+    assert scene.stepping.refused_by(1, 1, Refused("another generation"))
+    assert "server 1 cannot take part in step 1: another generation" in scene.stepping.failure
 
 
 def test_a_step_counts_when_all_servers_have_applied_it(make: Callable[[int], Scene]) -> None:
@@ -250,3 +316,17 @@ def test_a_server_that_lost_a_step_has_lost_what_came_after_it(make: Callable[[i
         coordinating.done(Done(WORKER, GENERATION, given.lease.micro, given.lease.serial))
     assert again == [2, 3, on_its_way.micro]
     assert ledger.decided is not None and ledger.decided.step == 2
+
+
+def test_a_successor_of_the_coordinator_knows_which_pushes_are_void(make: Callable[[int], Scene]) -> None:
+    """The ledger says so before another server is told to discard them."""
+    scene = make(2)
+    scene.compute_a_step()
+    scene.stepping.advance()
+    on_disk: list[int] = []
+    scene.others.send = lambda to, number, request: on_disk.append(scene.records.ledger(GENERATION)["void"])  # type: ignore[index]
+    assert scene.stepping.applied_by(1, Applied(1, missing=[0]))
+    assert on_disk == [scene.coordinator.ledger.last_serial] and on_disk[0] > 0
+    successor = make(2).coordinator
+    successor.resume(scene.records.ledger(GENERATION) or {})
+    assert successor.void == on_disk[0]

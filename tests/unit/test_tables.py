@@ -256,11 +256,34 @@ def test_offsets_and_weights_of_another_type_are_refused(make_tables: MakeTables
             tables({"user": Bag(values, torch.tensor([0]), weights)})
 
 
-def test_stacked_takes_single_values_of_one_dimension(make_tables: MakeTables) -> None:
+def test_stacked_takes_fields_of_one_dimension(make_tables: MakeTables) -> None:
     tables = make_tables(SIZES)
-    for ids in ({"user": ids_for("user", 2), "item": ids_for("item", 2)}, {"user": a_bag("user")}, {}):
-        with pytest.raises(BadInput, match="single-valued fields of tables of one dimension"):
+    for ids in ({"user": ids_for("user", 2), "item": ids_for("item", 2)}, {}):
+        with pytest.raises(BadInput, match="fields of tables of one dimension"):
             tables.stacked(ids)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", ["mean", "sum"])
+def test_stacked_pools_multi_valued_fields(make_tables: MakeTables, mode: str) -> None:
+    tables = make_tables(SIZES, mode=mode)
+    ids = {"user": a_bag("user"), "ad": ids_for("ad", 5)}
+    out = tables.stacked(ids)
+    bag, weights = ids["user"], {name: weights_of(tables, name) for name in ids}
+    assert isinstance(bag, Bag)
+    pooled = nn.functional.embedding_bag(bag.values, weights["user"], bag.offsets, mode=mode)
+    theirs = torch.stack([pooled, weights["ad"][ids["ad"]]], dim=1)
+    torch.testing.assert_close(out, theirs)
+    factor = torch.randn(out.shape, generator=torch.Generator().manual_seed(5))
+    (out * factor).sum().backward()
+    (theirs * factor).sum().backward()
+    found = dense_gradients(tables)
+    for name in ids:
+        torch.testing.assert_close(found[name], weights[name].grad)
+
+
+def test_stacked_needs_as_many_samples_in_every_field(make_tables: MakeTables) -> None:
+    with pytest.raises(BadInput, match=r"all fields need 5 samples, got \[5, 4\]"):
+        make_tables(SIZES).stacked({"user": a_bag("user"), "ad": ids_for("ad", 4)})
 
 
 @pytest.mark.parametrize("lengths", [(4, 6), (5, 5 + 1)])
@@ -284,3 +307,19 @@ def test_an_unknown_pooling_is_refused(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"mode": {"item": "median"}, "shard_dir": tmp_path}
     with pytest.raises(BadInput, match="table 'item'"):
         EmbeddingTables(SIZES, gba_hvd.SGD(lr=0.1), **settings)
+
+
+def test_tracing_is_refused_because_rows_would_become_constants(make_tables: Any) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = make_tables({"user": (20, 4)})
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.tables({"user": ids})["user"]
+
+    with (
+        pytest.warns(DeprecationWarning, match="torch.jit.trace"),
+        pytest.raises(GbaError, match=r"torch\.jit\.trace would bake the rows"),
+    ):
+        torch.jit.trace(Model(), torch.arange(3))

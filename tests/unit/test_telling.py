@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,10 @@ import pytest
 
 from gba_hvd import Compression, GBACallback
 from gba_hvd.callbacks import Event
-from gba_hvd.elastic import telling
+from gba_hvd.elastic import job_events
+from gba_hvd.epoch import Account
 from gba_hvd.membership import Joined
-from gba_hvd.membership.takeover import Taken
-from gba_hvd.order import Account
+from gba_hvd.membership.resume_job import Taken
 
 STARTED = Joined("j", 0, 1, True, False, 0, 0, host=1)
 CHANGED = replace(STARTED, is_restart=True, n_hosts=2)
@@ -23,26 +24,52 @@ RESUMED: Any = SimpleNamespace(
 )  # fmt: skip
 
 
-def told(joined: Joined, *, size: int = 2, checkpoints: Any = None, **how: Any) -> tuple[list[str], list[Event]]:
+def told(
+    joined: Joined,
+    *,
+    size: int = 2,
+    checkpoints: Any = None,
+    board: Any = lambda *_, **facts: facts,
+    row_coder: Any = None,
+    **how: Any,
+) -> tuple[list[str], list[Event]]:
     """What callbacks heard, in its order, and the events among it. At step 7, 400 of 500 samples applied."""
     heard: list[str] = []
     events: list[Event] = []
 
-    def emit(event: Event) -> None:
+    def emit(event: Event, only_here: bool = False) -> None:
         heard.append(event.kind)
         events.append(event)
 
     tables = SimpleNamespace(layout=SimpleNamespace(tables=[SimpleNamespace(name="t", n_rows=50, dim=4)], n_shards=3))
     tables.optimizer = "rows"
     engine: Any = SimpleNamespace(
-        step=7, job_id="j", world=SimpleNamespace(rank=0, size=size, local_rank=0, host="h"), tables=tables,
+        step=7, job_id="j", job_name="clicks", mode=None, folder=Path("/nowhere"),
+        world=SimpleNamespace(rank=0, size=size, local_rank=0, host="h"), tables=tables,
         global_batch=16, micro_batch=4, optimizer=None, account=Account(total=500, applied=400), emit=emit,
+        untrained=[], row_coder=row_coder,
         callbacks=[SimpleNamespace(on_job=lambda job: heard.append(f"job {job.job_id} of {job.size}"))],
-        checkpoints=checkpoints and SimpleNamespace(plan_pace=lambda n_hosts: heard.append(f"pace of {n_hosts}")),
+        checkpoints=checkpoints and SimpleNamespace(
+            plan_pace=lambda n_hosts: heard.append(f"pace of {n_hosts}"), callback=SimpleNamespace(url="memory://place")
+        ),
         switching=None, row_average="global", compression=None, row_compression=Compression.none,
     )  # fmt: skip
-    telling.world_formed(engine, joined, **{"before": None, **how})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job_events, "Board", board)
+        job_events.world_formed(engine, joined, **{"before": None, **how})
+    assert (engine.board is not None) == (board is not no_room)
     return heard, events
+
+
+def no_room(*_: Any, **facts: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_job_that_cannot_be_shown_says_so() -> None:
+    heard, (not_shown, _) = told(STARTED, board=no_room)
+    assert heard == ["job j of 2", "not_shown", "started"]
+    assert not_shown.level == "warning"
+    assert "gba-hvd ps and gba-hvd status cannot show this job on h: [Errno 28]" in not_shown.message
 
 
 def test_a_job_starts() -> None:
@@ -61,6 +88,12 @@ def test_a_job_goes_on_from_a_checkpoint_that_lacks_residuals() -> None:
     assert resumed.data["skipped"] == ["m-4: torn"]
     assert (resumed.data["rows_lost"], resumed.data["age"]) == (0, 0.5)
     assert (residuals.kind, residuals.message) == ("residual_lost", "the checkpoint lacks what 1 worker had not sent")
+
+
+def test_residuals_of_rows_that_no_checkpoint_has_are_told() -> None:
+    _, (_, _, lost) = told(replace(STARTED, resumed=RESUMED), row_coder=object())
+    assert (lost.kind, lost.level) == ("row_residual_lost", "warning")
+    assert told(STARTED, row_coder=object())[0] == ["job j of 2", "started"], "a new job has none"
 
 
 def test_a_job_goes_on_from_memory() -> None:
@@ -113,7 +146,7 @@ def settings_of(**engine: Any) -> dict[str, Any]:
     tables = SimpleNamespace(layout=SimpleNamespace(tables=[], n_shards=3), optimizer="rows")
     plain = {"tables": tables, "global_batch": 16, "micro_batch": 4, "optimizer": None, "row_average": "contributors"}
     nothing = {"switching": None, "compression": None, "row_compression": Compression.none}
-    return telling._settings(SimpleNamespace(**{**plain, **nothing, **engine}))  # type: ignore[arg-type]
+    return job_events._settings(SimpleNamespace(**{**plain, **nothing, **engine}))  # type: ignore[arg-type]
 
 
 def test_the_settings_say_how_gradients_and_rows_travel() -> None:
@@ -139,3 +172,46 @@ def test_a_job_that_asks_for_no_mode_is_in_allreduce() -> None:
     told = settings_of()
     assert told["mode"] == "allreduce"
     assert "rule" not in told
+
+
+def test_a_launcher_passes_ctrl_c_on_as_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOROVOD_RANK", raising=False)
+    assert [job_events._interruption(error) for error in ("", "SIGTERM")] == ["Ctrl-C", "SIGTERM"]
+    monkeypatch.setenv("HOROVOD_RANK", "0")
+    assert job_events._interruption("SIGTERM") == "Ctrl-C or SIGTERM"
+    assert job_events._interruption("SIGTERM, after a checkpoint") == "Ctrl-C or SIGTERM, after a checkpoint"
+
+
+BEGINS = "when all workers have ended, the same command goes on "
+MEMORY, SAVED = (
+    "from step 955 if it comes within 20 s of the end, while that is kept in memory",
+    "from step 602, of the newest",
+)
+
+
+@pytest.mark.parametrize(
+    ("is_kept", "saved_step", "job_id", "words"),
+    [
+        (True, 602, "", f"{BEGINS}{MEMORY}, else {SAVED} checkpoint"),
+        (False, 602, "", f"{BEGINS}{SAVED} checkpoint"),
+        (True, -1, "ctr", BEGINS + MEMORY),
+        (True, -1, "", ""),
+        (False, -1, "ctr", ""),
+    ],
+)
+def test_an_interrupted_job_says_where_the_same_command_goes_on(
+    is_kept: bool, saved_step: int, job_id: str, words: str, tmp_path: Path
+) -> None:
+    if is_kept:
+        (tmp_path / "kept").touch()
+    checkpoints = SimpleNamespace(saved_step=saved_step, callback=SimpleNamespace(resume=True))
+    config = SimpleNamespace(grace_s=20.0, job_id=job_id)
+    engine: Any = SimpleNamespace(
+        checkpoints=checkpoints, world=SimpleNamespace(rank=0), step=955, folder=tmp_path,
+        tables=SimpleNamespace(config=config),
+    )  # fmt: skip
+    assert job_events._what_goes_on(engine) == words
+    checkpoints.callback.resume = False
+    assert job_events._what_goes_on(engine) == "", "it begins anew"
+    engine.checkpoints = None
+    assert job_events._what_goes_on(engine) == ""

@@ -19,10 +19,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from gba_hvd import tokens
+from gba_hvd.epoch import Account, Cut
 from gba_hvd.errors import BadInput, StateMismatch
-from gba_hvd.order import Account, Cut
-from gba_hvd.tokens import DISCIPLINES, Discipline, Drained, Finished, Lease, Ledger, Member, StepPlan, Waiting
+from gba_hvd.mode_names import SERVER_MODES
+from gba_hvd.ps.coordinator import ledger as ledger_module
+from gba_hvd.ps.coordinator.discipline import Discipline
+from gba_hvd.ps.coordinator.ledger import Drained, Finished, Lease, Ledger, Member, StepPlan, Waiting
 
 M4 = Cut(n_samples=80, global_batch=16, micro_batch=4)  # 20 micro-batches, 5 steps of 4
 SHORT = Cut(n_samples=42, global_batch=16, micro_batch=4)  # 11 micro-batches, the last of 2 samples; 3 steps
@@ -178,7 +180,7 @@ def test_a_push_that_was_never_leased_is_not_accepted() -> None:
 
 
 def test_memory_of_revoked_leases_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens, "_REVOKED_KEPT", 3)
+    monkeypatch.setattr(ledger_module, "_REVOKED_KEPT", 3)
     job = Asking(ledger())
     for _ in range(10):
         job.of.revoke(job.lease().micro)
@@ -258,7 +260,7 @@ def test_a_push_that_comes_three_steps_late(name: str, staleness: str, late: flo
 
 
 def test_the_histogram_ends_in_a_key_for_all_that_is_staler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens, "MAX_STALENESS", 2)
+    monkeypatch.setattr(ledger_module, "MAX_STALENESS", 2)
     job = Asking(ledger("async"))
     late = [job.lease() for _ in range(5)]
     for lease in late:
@@ -357,7 +359,7 @@ def test_only_the_decided_step_can_be_applied() -> None:
 # Stopping
 
 
-@pytest.mark.parametrize("name", DISCIPLINES)
+@pytest.mark.parametrize("name", SERVER_MODES)
 def test_on_hold_leases_end_at_a_step_boundary(name: str) -> None:
     job = Asking(ledger(name))
     first = job.lease()
@@ -737,7 +739,7 @@ class Job(RuleBasedStateMachine):
             assert len(self.plans) == len(self.members)
 
 
-@pytest.mark.parametrize("name", DISCIPLINES)
+@pytest.mark.parametrize("name", SERVER_MODES)
 def test_nothing_that_happens_loses_or_repeats_a_micro_batch(name: str) -> None:
     job = type("Job", (Job,), {"name": name})
     run_state_machine_as_test(job, settings=settings(max_examples=40, stateful_step_count=50))

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import zmq
 
+from gba_hvd.comm.traffic import Traffic
 from gba_hvd.errors import GbaError
 from gba_hvd.ps import client as client_module
-from gba_hvd.ps import protocol, transport
+from gba_hvd.ps import transport, wire
 from gba_hvd.ps.client import Client, ServerLost
-from gba_hvd.ps.protocol import Answer, Beat, Endpoint, Ok, Push, Refused, Request, Status, StatusReport
-from gba_hvd.traffic import Traffic
+from gba_hvd.ps.messages import Answer, Beat, Endpoint, Ok, Push, Refused, Request, Status, StatusReport
 
 KEY = b"k" * 32
 Reaction = Callable[[int, Request], list[bytes] | Answer | None]
@@ -48,14 +48,14 @@ class Stub:
                     self._gate.serve()
                     continue
                 peer, frames = transport.receive(each)
-                envelope = protocol.open_envelope(frames[0], "job")
-                request = protocol.decode_request(envelope)
+                envelope = wire.open_envelope(frames[0], "job")
+                request = wire.decode_request(envelope)
                 self.seen.append((envelope.number, request))
                 answer = self._react(envelope.number, request)
                 if isinstance(answer, list):
                     each.send_multipart([peer, *answer])
                 elif answer is not None:
-                    transport.send(each, peer, protocol.encode("job", envelope.number, answer))
+                    transport.send(each, peer, wire.encode("job", envelope.number, answer))
 
     def close(self) -> None:
         self._ended = True
@@ -190,7 +190,7 @@ def test_what_is_asked_when_a_request_fails_fails_too(tmp_path: Path) -> None:
 
 
 def test_repeats_grow_rarer(tmp_path: Path) -> None:
-    request = client_module._Pending(0, False, [], "Status", client_module.Future(), deadline_s=0.0)
+    request = client_module._Pending(0, False, [], [], "Status", client_module.Future(), deadline_s=0.0)
     client = a_client(tmp_path)
 
     class Nowhere:
@@ -238,3 +238,91 @@ def test_a_peer_that_does_not_read_gets_no_more_large_answers(tmp_path: Path) ->
     listener.close()
     os.close(folder_fd)
     context.destroy(linger=0)
+
+
+# --- large frames ----------------------------------------------------------------------------------------------------
+
+SIZES = [(0,), (5,), (4, 4), (9, 0, 3), (0, 0, 8), (4, 17, 4, 1)]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_frames_come_back_from_their_pieces(sizes: tuple[int, ...]) -> None:
+    frames = [bytes([65 + i]) * size for i, size in enumerate((3, *sizes))]
+    sent = transport.in_pieces(frames, 4)
+    assert max(map(len, sent[1:])) <= 4 and (max(sizes) > 4 or sent == frames), "what is short travels as it is"
+    assert [bytes(frame) for frame in transport.joined([memoryview(frame) for frame in sent])] == frames
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda s: s[:-1], lambda s: [*s, b"x"], lambda s: [b"\xc1" + bytes(7), *s[1:]], lambda s: [s[0], b"", b""]],
+)
+def test_pieces_of_other_lengths_than_announced_are_no_message(wrong: Any) -> None:
+    sent = transport.in_pieces([b"head", b"0123456789"], 4)
+    with pytest.raises(ValueError, match=r"announced|next frame|buffer size"):
+        transport.joined([memoryview(frame) for frame in wrong(sent)])
+
+
+def assert_arrives(stub: Callable[[Reaction], Stub], tmp_path: Path, n_bytes: int, local: bool) -> None:
+    """A request and an answer of this size, through a client and sockets as they are."""
+    state = np.arange(n_bytes // 8, dtype=np.int64)
+    seen: list[tuple[int, int]] = []
+
+    def react(number: int, request: Request) -> Answer:
+        return Ok()
+
+    server = stub(react)
+    before = transport.receive
+
+    def receive(socket: Any, wait: bool = True) -> Any:
+        peer, frames = before(socket, wait)
+        if len(frames) > 1:
+            seen.append((len(frames[1]), int(np.frombuffer(frames[1], np.int64)[-1])))
+        return peer, frames
+
+    transport.receive = receive
+    endpoint = Endpoint(1 if local else 2, 0, "127.0.0.1", server.listener.port, 0)
+    client = Client("job", KEY, [endpoint], 1, tmp_path, timeout_s=300.0)
+    try:
+        client.start()
+        assert client.call(0, Push(0, 0, 0, 0), [state]).body == Ok()
+    finally:
+        transport.receive = before
+        client.close()
+    assert seen[0] == (n_bytes, n_bytes // 8 - 1)
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_a_frame_larger_than_a_socket_takes_travels_in_pieces(
+    stub: Callable[[Reaction], Stub], tmp_path: Path, local: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "MAX_FRAME_BYTES", 1 << 20)
+    monkeypatch.setattr(transport, "PIECE_BYTES", 1 << 18)
+    monkeypatch.setattr(transport, "TCP_PIECE_BYTES", 1 << 16)
+    assert_arrives(stub, tmp_path, 3 << 20, local)
+
+
+@pytest.mark.variant
+@pytest.mark.timeout(600)
+def test_a_training_state_of_more_than_two_gibibytes_arrives(stub: Callable[[Reaction], Stub], tmp_path: Path) -> None:
+    assert_arrives(stub, tmp_path, (2 << 30) + (64 << 20), local=True)
+
+
+def test_without_the_key_a_connection_holds_little_and_not_for_long(tmp_path: Path) -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    listener = transport.Listener(context, tmp_path, "s", "127.0.0.1", 0, KEY)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE".ljust(23, b"\0") + bytes(32)
+    long_command = b"\x06" + (transport.TCP_PIECE_BYTES * 2).to_bytes(8, "big")  # a frame that is announced
+    try:
+        with sockets.create_connection(("127.0.0.1", listener.port)) as loud:
+            loud.settimeout(60)
+            loud.sendall(greeting + long_command)
+            with pytest.raises(ConnectionError):  # the server takes none of it, and cuts the connection
+                loud.sendall(bytes(2 * transport.TCP_PIECE_BYTES))
+        with sockets.create_connection(("127.0.0.1", listener.port)) as silent:
+            silent.settimeout(60)
+            assert silent.recv(100) and not silent.recv(100), "its greeting, then the end"
+        assert listener.tcp.handshake_ivl <= 2000
+    finally:
+        listener.close()
+        context.destroy(linger=0)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gba_hvd.averaging import Averaging
-from gba_hvd.turns import ASK_AGAIN_S, LONG_MICRO_S, PASSIVE_AFTER_S, Standing, turn
+from gba_hvd.averaging.algorithms import Averaging
+from gba_hvd.averaging.schedule import ASK_AGAIN_S, LONG_MICRO_S, PASSIVE_AFTER_S, Standing, turn
 
 NOW = 100.0
 BACKGROUND, FOREGROUND = Averaging("ma"), Averaging("ma", every=5)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from gba_hvd.errors import GbaError
-from gba_hvd.gba.under_way import MAX_UNDER_WAY, UnderWay
 from gba_hvd.ps.client import Reply, ServerLost
-from gba_hvd.ps.protocol import Done, Ok, Position, Refused
+from gba_hvd.ps.messages import Done, Ok, Position, Refused
+from gba_hvd.ps.worker.push_window import MAX_UNDER_WAY, UnderWay
 
 DONE = Done(1, 2, 3, 4, 0.5, 0.25)
 NOT_FINITE = Refused("gradient of w", kind="NotFinite")

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import gba_hvd
-from gba_hvd import NonFiniteGradient, ShardMemoryError, StateMismatch
+from gba_hvd import BadInput, NonFiniteGradient, ShardMemoryError, StateMismatch
 from tests.unit.thread_world import Workers, miss_a_result
 
 
@@ -249,6 +250,22 @@ def test_evaluation_gives_every_worker_the_same_result(workers: Workers, on_host
     assert {(r.auc, r.n, r.exact) for r in results[0]} == {(expected.auc, 50, True)}
 
 
+def test_probabilities_are_not_taken_for_logits_by_any_worker(workers: Workers, on_host: Any, clicks: Any) -> None:
+    jobs = [on_host("a"), on_host("b"), on_host("a")]
+
+    def clicked(job: Any, **how: Any) -> Any:
+        model = nn.Sequential(job.model, nn.Sigmoid())
+        return gba_hvd.evaluate(model, clicks(50), job.state, batch=7, **how)
+
+    for result in workers.outcomes(jobs, clicked):
+        assert isinstance(result, BadInput)
+        assert 'activation="none" for probabilities' in str(result)
+    from_logits = workers.together(jobs, lambda job: gba_hvd.evaluate(job.model, clicks(50), job.state, batch=7))
+    for ours in workers.together(jobs, lambda job: clicked(job, activation="none")):
+        assert ours.auc == from_logits[0].auc
+        assert ours.logloss == pytest.approx(from_logits[0].logloss, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [
@@ -293,6 +310,7 @@ def test_rows_of_an_earlier_job_are_not_taken_for_ours(
     monkeypatch.setenv("GBA_HVD_JOB_ID", "again")
     first, second = on_host("a"), on_host("a")
     workers.together([first], lambda job: train(job, clicks(50), 1))
+    first.tables.memory.close(remove=False)
     (result,) = workers.outcomes([second], lambda job: job.state.sync())
     assert isinstance(result, ShardMemoryError)
-    assert "was left by another job of this name: its rows are of step 4" in str(result)
+    assert "was left by another job of this name" in str(result)

@@ -78,6 +78,7 @@ class Workers:
     """`together(jobs, act)` runs `act(job)` for every worker of a world at once; worlds may change in between."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HOROVOD_ELASTIC", "1")  # worlds form anew
         self._here = threading.local()
         monkeypatch.setattr(torch_state, "current_world", lambda: self._here.world)
 

@@ -5,13 +5,22 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from . import allreduce, checkpoint, compression, delay, gba, membership, ps, quality, recovery, rows, shadow, switch
+from . import delay, model_averaging, quality, row_compression, server_start
+from .allreduce import command as allreduce
+from .checkpoint import command as checkpoint
+from .compression import command as compression
+from .membership import command as membership
+from .ps import command as ps
+from .recovery import command as recovery
+from .stragglers import command as gba
+from .switch import command as switch
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 BENCHMARKS = (
-    allreduce, checkpoint, compression, delay, gba, membership, ps, quality, recovery, rows, shadow, switch,
+    allreduce, checkpoint, compression, delay, gba, membership, ps, quality, recovery, row_compression,
+    server_start, model_averaging, switch,
 )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from . import measure
+from .harness import measure
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -63,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
 
     from gba_hvd.errors import BadInput
 
-    from ..simulate_training import json_values
     from ..simulated.experiment import Experiment
+    from ..simulated.output import json_values
 
     if args.seeds < 1:
         raise BadInput(f"--seeds must be 1 or more, got {args.seeds}")
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 def rules_for(optimizer: str) -> list[str]:
     """The rules that go with it."""
     from gba_hvd.errors import BadInput
-    from gba_hvd.rules import RULES, check
+    from gba_hvd.update_rules import RULES, check
 
     from ..simulated.experiment import Experiment
 
@@ -176,7 +176,7 @@ def summary(
 
 
 def show(task: str, found: Mapping[str, Any], workers: Sequence[int]) -> None:
-    from ..simulate_training import loss_text
+    from ..simulated.output import loss_text
 
     one = found["one_worker"]
     titles = {

@@ -19,8 +19,8 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
-from . import measure
-from .measure import Row, Variant
+from .harness import measure
+from .harness.measure import Row, Variant
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -76,7 +76,8 @@ class Protocol:
         more = [f"switching.{name}={value}" for name, value in self.settings.items()]
         if self.steps_alike:
             more.append(f"train.global_batch={WORKERS * micro_batch}")
-        return [f"switching.mode={self.mode}", f"switching.switch_at={json.dumps(switch)}", *more]
+        then = f"switching.switch_at={json.dumps(switch)}"
+        return [f"switching.mode={self.mode}", then, "switching.wait_s=60", *more]
 
     def faults(self, half: int) -> list[dict[str, Any]]:
         """A slow worker while the mode is asynchronous; in allreduce it would change nothing but the time."""
@@ -263,6 +264,8 @@ def train(job: Run, data: Path | None, timeout_s: float) -> Row:
             summary = json.loads((Path(scratch) / "summary.json").read_text())
         except FileNotFoundError as error:
             raise measure.RunFailed("ended without a summary") from error
+    if summary["status"] != "FINISHED":
+        raise measure.RunFailed(f"ended as {summary['status']}: {summary['error']}")
     row = row_of(job, summary, seconds)
     expected = (protocol.mode != "allreduce") + (protocol.then is not None)
     if len(row["switches"]) != expected:

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from gba_hvd import rules
+from gba_hvd import update_rules
+from gba_hvd.epoch import Cut
 from gba_hvd.errors import BadInput
-from gba_hvd.order import Cut
-from gba_hvd.tokens import Discipline
+from gba_hvd.ps.coordinator.discipline import Discipline
 
-from ..bench import emulated
+from ..bench.harness import emulated_accelerators as emulated
 from . import modes
 
 HISTOGRAMS = ("staleness", "lags")
@@ -56,7 +56,7 @@ class Job:
         Cut(self.micro_batches * self.micro_batch, self.n_micro * self.micro_batch, self.micro_batch)
         Discipline(self.mode, tolerance=self.tolerance)
         modes.check(self.mode)
-        rules.check(self.rule, optimizer_spec())
+        update_rules.check(self.rule, optimizer_spec())
 
     def scenario(self) -> emulated.Scenario:
         slow = (emulated.Slow(self.workers - 1, self.slow),) if self.slow > 1 else ()
@@ -67,7 +67,7 @@ class Job:
 def simulate(job: Job, data: Path) -> dict[str, Any]:
     """The same figures as a real job's."""
     from .click_task import ClickTask
-    from .training import Setting, train
+    from .event_loop import Setting, train
 
     n_samples = job.micro_batches * job.micro_batch
     setting = Setting(
@@ -92,7 +92,7 @@ def optimizer_spec() -> dict[str, Any]:
 
     from gba_hvd.torch_optimizers import spec_of
 
-    from ..bench import small_ctr
+    from ..bench.harness import small_ctr
 
     parameters = [torch.nn.Parameter(torch.zeros(1))]
     return spec_of(torch.optim.Adagrad(parameters, lr=small_ctr.LEARNING_RATE, eps=small_ctr.EPS))

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import gba_hvd
-from gba_hvd.gradients import RowGrad, merge
-from gba_hvd.row_optimizers import RowOptimizer
-from gba_hvd.shard.memory import ShardMemory
+from gba_hvd.embedding.row_gradients import RowGrad, merge
+from gba_hvd.embedding.row_optimizers import RowOptimizer
+from gba_hvd.shm.shard_memory import ShardMemory
 
-from ..bench import small_ctr
+from ..bench.harness import small_ctr
 
 _N_MEASURED = 10_000  # held-out samples that the loss is of
 

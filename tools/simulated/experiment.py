@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from gba_hvd import rules
+from gba_hvd import update_rules
+from gba_hvd.epoch import Cut
 from gba_hvd.errors import BadInput, refuse_unknown
-from gba_hvd.order import Cut
-from gba_hvd.tokens import Discipline
+from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.torch_optimizers import spec_of
 
 from . import modes
-from .fleet import SHAPE, Fleet
-from .grid import Grid, with_rates
+from .event_loop import Outcome, Setting, train
+from .lr_grid import Grid, with_rates
+from .service_times import SHAPE, Fleet
 from .tasks import Logistic, Quadratic, Task
-from .training import Outcome, Setting, train
 
 TASKS = {
     "quadratic": "1/2 sum h x^2, 50 curvatures h from 0.01 to 1, noisy gradients",
@@ -79,7 +79,7 @@ class Experiment:
             raise BadInput(f"lr must be a number above 0, got {self.lr}")
         self.fleet()
         self.setting()
-        rules.check(self.rule, self.optimizer_spec())
+        update_rules.check(self.rule, self.optimizer_spec())
 
     def fleet(self) -> Fleet:
         return Fleet(self.workers, self.spread, self.shape, self.seed)

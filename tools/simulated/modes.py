@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from gba_hvd.averaging import REPLICA_MODES
 from gba_hvd.errors import BadInput
-from gba_hvd.tokens import DISCIPLINES
+from gba_hvd.mode_names import REPLICA_MODES, SERVER_MODES
 
-MODES = tuple(name for name in DISCIPLINES if name not in REPLICA_MODES)
+MODES = tuple(name for name in SERVER_MODES if name not in REPLICA_MODES)
 
 
 def check(mode: str) -> None:

@@ -16,8 +16,9 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import gba_hvd
 
-from ..bench import emulated, small_ctr
-from ..bench.ours_gba import Log, model_and_optimizer
+from ..bench.harness import emulated_accelerators as emulated
+from ..bench.harness import small_ctr
+from ..bench.stragglers.ours import Log, model_and_optimizer
 from .agreement import Job
 
 
@@ -33,7 +34,8 @@ def main() -> None:
     model, optimizer = model_and_optimizer(job.n_micro, job.micro_batch)
     accelerator = emulated.Accelerator(job.scenario(), hvd.rank(), seed=job.seed)
     state = gba_hvd.elastic.TorchState(model, optimizer, epoch=0)
-    state.register_callbacks([gba_hvd.GBACallback(mode=job.mode, rule=job.rule, tolerance=job.tolerance)])
+    switching = gba_hvd.GBACallback(mode=job.mode, rule=job.rule, tolerance=job.tolerance, wait_s=60)
+    state.register_callbacks([switching])
 
     @gba_hvd.elastic.run
     def train(state: gba_hvd.elastic.TorchState) -> None:

@@ -12,11 +12,11 @@ from typing import Protocol
 import numpy as np
 
 from gba_hvd.data import SyntheticClickLog
+from gba_hvd.embedding.row_gradients import RowGrad
+from gba_hvd.embedding.row_optimizers import SGD, RowOptimizer
 from gba_hvd.errors import BadInput
-from gba_hvd.gradients import RowGrad
-from gba_hvd.row_optimizers import SGD, RowOptimizer
-from gba_hvd.shard.layout import Layout
-from gba_hvd.shard.memory import ShardMemory
+from gba_hvd.shm.layout import Layout
+from gba_hvd.shm.shard_memory import ShardMemory
 
 
 class Task(Protocol):

@@ -1,0 +1,1 @@
+"""Replicas of the dense part, kept together by synchronisation: ShadowSync, EASGD, MA, BMUF."""

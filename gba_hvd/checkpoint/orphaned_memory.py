@@ -1,0 +1,222 @@
+"""A job that lost all its workers, going on from what it left in memory: nothing is lost. At the start of the next one.
+
+Each host's lead looks at what is in the job's folder on its host (`look`); from what all found, `to_go_on` decides, the
+same on every rank. Then, in the order in which things become visible:
+
+    1. open    a lead that found something holds the memory, so that its keeper leaves it alone
+    2. end     if an asynchronous mode was on, its servers, started again where they died, give the dense state and the
+               position, and touch no shard from then on (`whole_state`)
+    3. go on   one rank has the training state; shards stay where they are
+
+A crash before 3 leaves the memory as it was; the next attempt begins anew. Whatever cannot be done is told and costs
+what came after the newest checkpoint: the memory is removed and the job goes on from there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from gba_hvd.errors import GbaError
+from gba_hvd.ps import launch
+from gba_hvd.ps.client import Client, Reply
+from gba_hvd.ps.messages import Enter, Export, Exported, ProtocolError, Refused
+from gba_hvd.ps.partition.checkpoint_state import asynchronous_state
+from gba_hvd.ps.state_files import MARK
+from gba_hvd.ps.worker.session import place_dense
+from gba_hvd.shm import retained_state
+from gba_hvd.shm.layout import Layout
+from gba_hvd.shm.retained_state import Kept
+from gba_hvd.shm.shard_memory import ShardMemory, is_of, nobody_lives
+from recovery import state_codec
+
+_LOOK_S = 0.1
+_SERVERS_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a host has of the job. kept: step of the training state, -1: none; generation: see `kept.Kept`.
+
+    begun: the newest step begun on any of its shards; ready: its shards, bool [S]
+    """
+
+    kept: int
+    generation: int
+    settings: int
+    begun: int
+    ready: np.ndarray
+
+    def row(self) -> np.ndarray:
+        return np.array([self.kept, self.generation, self.settings, self.begun, *self.ready], dtype=np.int64)
+
+    @classmethod
+    def of_row(cls, row: np.ndarray) -> Found:
+        kept_step, generation, settings, begun = map(int, row[:4])
+        return cls(kept_step, generation, settings, begun, row[4:].astype(bool))
+
+    @classmethod
+    def nothing(cls, n_shards: int) -> Found:
+        return cls(-1, 0, 0, -1, np.zeros(n_shards, dtype=bool))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """rank: that has the training state; None: the job cannot go on from memory. reason: why; empty: there was none."""
+
+    rank: int | None
+    reason: str
+
+
+def to_go_on(found: Sequence[Found], settings: int, saved_step: int) -> Choice:
+    """Whether the job goes on from memory. found: by rank; saved_step: of the newest checkpoint, -1: there is none."""
+    there = np.any([one.ready for one in found], axis=0)
+    if not there.any():
+        return Choice(None, "")
+    missing = np.flatnonzero(~there)
+    if len(missing):
+        return Choice(None, f"the memory of hosts that are not here any more had shards {missing.tolist()[:8]}")
+    rank = max(range(len(found)), key=lambda rank: found[rank].kept)
+    mine, begun = found[rank], max(one.begun for one in found)
+    if mine.kept < 0:
+        return Choice(
+            None,
+            "the rows are in memory, but the training state was not kept there: it is not where gradients are "
+            "compressed (each worker has what it has not sent), where that took too long (memory_share), or where the "
+            "job was killed before its first step",
+        )
+    if mine.settings != settings:
+        return Choice(None, "what is in memory is of a model with other settings")
+    if not mine.generation and not mine.kept <= begun <= mine.kept + 1:
+        return Choice(None, f"the training state in memory is of step {mine.kept}, the rows are of step {begun}")
+    if begun < saved_step:
+        return Choice(None, f"what is in memory is of step {begun}, the newest checkpoint of step {saved_step}")
+    return Choice(rank, f"all rows and the training state are in memory, of step {max(mine.kept, begun)}")
+
+
+def look(folder: Path, layout: Layout, timeout_s: float) -> bool:
+    """Whether a memory of this model is in the folder that nobody lives in. Waits for a server's last checkpoint."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            if nobody_lives(folder):
+                return is_of(folder, layout)
+        except FileNotFoundError:
+            return False
+        if not any(folder.glob(MARK)) or time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_S)
+
+
+def await_last_checkpoint(folder: Path, timeout_s: float) -> None:
+    """While a server makes one, it holds the memory, as a worker would."""
+    deadline = time.monotonic() + timeout_s
+    while any(folder.glob(MARK)) and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+
+
+def found_in(memory: ShardMemory) -> tuple[Found, Kept | None]:
+    """What is in a memory that was just opened. Raises ShardMemoryError when the training state is damaged."""
+    marks, state = memory.marks(), retained_state.read(memory.folder)
+    ready = marks.ready.astype(bool)
+    begun = int(marks.begun[ready].max()) if ready.any() else -1
+    if state is None:
+        return Found(-1, 0, 0, begun, ready), None
+    return Found(state.step, state.generation, state.settings, begun, ready), state
+
+
+def key_of(folder: Path) -> bytes:
+    """What the servers of the folder's job prove themselves with; empty when they had not begun."""
+    try:
+        return (folder / "key").read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+# --- an asynchronous mode that was on --------------------------------------------------------------------------------
+
+
+def session_of(folder: Path, state: Kept | None) -> Enter | None:
+    """What the servers of this host serve; None where the asynchronous mode is over, or never was."""
+    try:
+        session = msgspec.msgpack.decode((folder / "ps-0.session").read_bytes())
+    except FileNotFoundError:
+        return None
+    if session["idle"] and not (state is not None and state.generation):
+        return None
+    return msgspec.convert(session["enter"], Enter)
+
+
+def start_servers(folder: Path, enter: Enter) -> None:
+    """Those of this host, where they died. They listen where they did before."""
+    host = enter.servers[enter.me].host
+    for endpoint in enter.servers:
+        if endpoint.host == host:
+            launch.endpoint(folder, endpoint.index, host, _SERVERS_TIMEOUT_S)
+
+
+def whole_state(
+    folder: Path, job: str, state: Kept, enter: Enter | None, sizes: Sequence[int], names: Sequence[str]
+) -> tuple[bytes, int]:
+    """The training state as a checkpoint has it, and its step. The servers go idle.
+
+    enter: what they serve; sizes, names: of the dense tensors. Raises GbaError when a server does not answer or is at
+    another step.
+    """
+    if enter is None:
+        if state.generation:
+            raise GbaError("an asynchronous mode was on, but what its servers were serving is gone")
+        return state.state, state.step
+    if not state.generation:  # the mode was being entered; the rows must still be as allreduce mode left them
+        bodies = [reply.body for reply in _export(folder, job, enter, all_entered=False)]
+        steps = sorted({body.step for body in bodies if isinstance(body, Exported)})
+        if steps != [state.step]:
+            raise GbaError(f"the servers are at steps {steps}, the training state of step {state.step}")
+        return state.state, state.step
+    if state.generation != enter.generation:
+        raise GbaError("the training state in memory is of another asynchronous mode than the servers are in")
+    replies = _export(folder, job, enter)
+    bodies = [reply.body for reply in replies]
+    position = bodies[0].position if isinstance(bodies[0], Exported) else None
+    steps = sorted({body.step for body in bodies if isinstance(body, Exported)})
+    if position is None or steps != [position.step]:
+        raise GbaError(f"the servers are at steps {steps}, the coordinator says {position and position.step}")
+    dense: dict[str, Any] = {}
+    placed = place_dense(list(sizes), len(enter.servers))
+    for server, reply in enumerate(replies):
+        mine = [t for t, at in enumerate(placed) if at == server]
+        dense |= _by_name([sizes[t] for t in mine], [names[t] for t in mine], reply.frames)
+    return asynchronous_state(state.state, [state_codec.encode({"dense": dense})], position), position.step
+
+
+def _export(folder: Path, job: str, enter: Enter, all_entered: bool = True) -> list[Reply]:
+    """The servers' dense state; from now on they touch no shard.
+
+    all_entered: otherwise one may serve another generation or none, so it has changed nothing in this one.
+    """
+    key, host = (folder / "key").read_bytes(), enter.servers[enter.me].host
+    client = Client(job, key, enter.servers, host, folder, _SERVERS_TIMEOUT_S)
+    client.start()
+    replies = []
+    try:
+        for server in range(len(enter.servers)):  # the coordinator first: it decides no step from then on
+            reply = client.send(server, Export(enter.generation, True, position=server == 0)).result()
+            body = reply.body
+            if isinstance(body, Refused) and (all_entered or body.kind != ProtocolError.__name__):
+                raise GbaError(f"server {server} refused to say what it has: {body.why}")
+            replies.append(reply)
+    finally:
+        client.close()
+    return replies
+
+
+def _by_name(sizes: Sequence[int], names: Sequence[str], frames: Sequence[Any]) -> dict[str, Any]:
+    flat, ends = np.frombuffer(frames[0], np.float32), np.cumsum([0, *sizes])
+    states = state_codec.decode(bytes(frames[1]))
+    return {name: {"values": flat[ends[i] : ends[i + 1]].copy(), "state": states[i]} for i, name in enumerate(names)}

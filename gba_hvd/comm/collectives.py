@@ -1,0 +1,247 @@
+"""The one file that talks to Horovod: five collectives, and the same five for a world of one worker.
+
+Every operation has an explicit name. Horovod numbers unnamed ones per process, and a worker that joins later would
+count from zero and never match the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gba_hvd.comm.other_launchers import launched_as_one_of_many, refusal
+from gba_hvd.comm.world_formation import SLOW, Forming
+from gba_hvd.errors import BadInput, GbaError, HorovodMissing, ShardMemoryError
+
+_POLL_S = 50e-6  # at first; then a twentieth of the time waited so far, so that a long wait takes no core
+_PATIENT_POLL_S = 1e-3  # at most, and where training does not wait for the result
+_ASK_AGAIN_S = 0.5
+_LENGTH = 8
+_PIECE_BYTES = 1 << 30  # Gloo counts the bytes of a broadcast in 32 bits
+
+T = TypeVar("T")
+log = logging.getLogger("gba_hvd")
+
+
+class WorldLeft(GbaError):
+    """An operation was given up, because its world is about to be left."""
+
+
+class World(Protocol):
+    """The workers of the job, and what they do together. All ranks call the same methods in the same order."""
+
+    rank: int
+    size: int
+    local_rank: int
+    host: str
+
+    def gather(self, name: str, row: np.ndarray) -> np.ndarray:
+        """int64 [n] of every rank as int64 [size, n]; n is the same everywhere."""
+
+    def broadcast(self, name: str, data: bytes | None, root: int) -> bytes:
+        """The root's bytes, on every rank."""
+
+    def alltoall(self, name: str, words: np.ndarray, splits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Send splits[r] float32 words to rank r; returns (words received, in rank order, words from each)."""
+
+    def gather_bytes(self, name: str, data: bytes) -> list[np.ndarray]:
+        """Every rank's bytes, uint8 [n] of its own length each, in rank order."""
+
+    def sum_(self, name: str, values: Tensor, given_up: Callable[[], bool] | None = None) -> None:
+        """Sum over the ranks, in place.
+
+        given_up: of a sum in the background: asked now and then, true raises WorldLeft. Horovod's world must be left
+        before an operation of this name comes again.
+        """
+
+
+class SoloWorld:
+    """One worker on its own."""
+
+    rank, size, local_rank = 0, 1, 0
+
+    def __init__(self) -> None:
+        self.host = socket.gethostname()
+
+    def gather(self, name: str, row: np.ndarray) -> np.ndarray:
+        return row[None, :].copy()
+
+    def broadcast(self, name: str, data: bytes | None, root: int) -> bytes:
+        assert data is not None
+        return data
+
+    def alltoall(self, name: str, words: np.ndarray, splits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return words, splits
+
+    def gather_bytes(self, name: str, data: bytes) -> list[np.ndarray]:
+        return [np.frombuffer(data, np.uint8)]
+
+    def sum_(self, name: str, values: Tensor, given_up: Callable[[], bool] | None = None) -> None:
+        pass
+
+
+class HorovodWorld:
+    """The workers Horovod has initialised. Short-lived: made anew after every re-initialisation."""
+
+    def __init__(self) -> None:
+        self._hvd = _horovod()
+        self.rank, self.size, self.local_rank = self._hvd.rank(), self._hvd.size(), self._hvd.local_rank()
+        self.host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+
+    def gather(self, name: str, row: np.ndarray) -> np.ndarray:
+        mine = torch.from_numpy(row.astype(np.int64))[None, :]
+        gathered = self._wait(self._hvd.allgather_async(mine, name=f"gba_hvd.{name}"))
+        result: np.ndarray = gathered.numpy()
+        return result
+
+    def broadcast(self, name: str, data: bytes | None, root: int) -> bytes:
+        size = torch.tensor([len(data) if data is not None and self.rank == root else 0], dtype=torch.int64)
+        self._wait(self._hvd.broadcast_async_(size, root, name=f"gba_hvd.{name}.size"))
+        if self.rank == root:
+            assert data is not None
+            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        else:
+            buffer = torch.empty(int(size), dtype=torch.uint8)
+        for piece in buffer.split(_PIECE_BYTES):
+            self._wait(self._hvd.broadcast_async_(piece, root, name=f"gba_hvd.{name}.bytes"))
+        result: bytes = buffer.numpy().tobytes()
+        return result
+
+    def alltoall(self, name: str, words: np.ndarray, splits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if len(words) >= 2**31:
+            raise BadInput(f"{len(words):,} words are too many for one exchange: use a smaller micro_batch")
+        counts = torch.from_numpy(splits.astype(np.int32))
+        received, received_counts = self._wait(
+            self._hvd.alltoall_async(torch.from_numpy(words), counts, name=f"gba_hvd.{name}")
+        )
+        return received.numpy(), received_counts.numpy()
+
+    def gather_bytes(self, name: str, data: bytes) -> list[np.ndarray]:
+        # Horovod returns all in one piece and not where the parts begin: each says its length.
+        mine = np.frombuffer(len(data).to_bytes(_LENGTH, "little") + data, np.uint8).copy()
+        gathered = self._wait(self._hvd.allgather_async(torch.from_numpy(mine), name=f"gba_hvd.{name}")).numpy()
+        parts, at = [], 0
+        for _ in range(self.size):
+            end = at + _LENGTH + int.from_bytes(gathered[at : at + _LENGTH].tobytes(), "little")
+            parts.append(gathered[at + _LENGTH : end])
+            at = end
+        return parts
+
+    def sum_(self, name: str, values: Tensor, given_up: Callable[[], bool] | None = None) -> None:
+        local = values.cpu()  # the same tensor on a CPU; our Horovod is built for CPU tensors
+        self._wait(self._hvd.allreduce_async_(local, op=self._hvd.Sum, name=f"gba_hvd.{name}"), given_up)
+        if local is not values:
+            values.copy_(local)
+
+    def _wait(self, handle: Any, given_up: Callable[[], bool] | None = None) -> Any:
+        """The result of an operation. Horovod's own wait spins: it takes the core from whom it waits for."""
+        asked_s = time.perf_counter()
+        while not self._hvd.poll(handle):
+            if given_up is not None and given_up():  # Horovod keeps the tensors until the next world is initialised
+                raise WorldLeft("this worker leaves the world")
+            waited_s = time.perf_counter() - asked_s
+            time.sleep(min(max(_POLL_S, waited_s / 20), _PATIENT_POLL_S) if given_up is None else _PATIENT_POLL_S)
+        return self._hvd.synchronize(handle)
+
+
+def current_world() -> World:
+    """Horovod's world where it is initialised, a world of one elsewhere.
+
+    Raises HorovodMissing where every worker would train alone: under `horovodrun` when `hvd.init()` was not called, and
+    under srun, mpirun or torchrun, which start several processes that Horovod knows nothing of.
+    """
+    initialised = "horovod.torch" in sys.modules and _horovod().is_initialized()
+    if initialised and (world := HorovodWorld()).size > 1:
+        return world
+    if (found := launched_as_one_of_many(os.environ)) is not None:
+        raise HorovodMissing(refusal(found))
+    if not initialised and "HOROVOD_RANK" in os.environ:
+        raise HorovodMissing(
+            "this worker was started by horovodrun, but Horovod is not initialised: call hvd.init() first"
+        )
+    return SoloWorld()
+
+
+def initialise_again(forming: Forming, patience_s: float = 0.0) -> None:
+    """Leave Horovod's world and wait for the next one, which `forming` hears of.
+
+    A worker that dies while the world forms breaks it up for all, and the launcher forms another: for `patience_s` this
+    worker asks for its place again. Raises what Horovod does when none was formed then.
+    """
+    hvd, deadline = _horovod(), time.monotonic() + patience_s
+    forming.begin()
+    while True:
+        hvd.shutdown()
+        try:
+            hvd.init()
+            return
+        except ValueError as error:
+            if time.monotonic() > deadline:
+                raise
+            forming.broke_up(error)
+            log.warning("the world broke up while it formed (%s): asking for a place in the next one. %s", error, SLOW)
+            time.sleep(_ASK_AGAIN_S)
+
+
+def _horovod() -> Any:
+    try:
+        import horovod.torch as hvd
+    except ImportError as error:
+        raise HorovodMissing(
+            "Horovod is not installed for this Python: run `make setup`, or `gba-hvd doctor` to see what is missing"
+        ) from error
+    return hvd
+
+
+def worker_lost(message: str) -> Exception:
+    """The error on which Horovod's elastic loop re-forms the world. It shows nobody the message, so that is logged."""
+    logging.getLogger("gba_hvd").warning(message)
+    if "horovod.torch" in sys.modules:
+        from horovod.common.exceptions import HorovodInternalError
+
+        error: Exception = HorovodInternalError(message)
+        return error
+    return GbaError(message)
+
+
+def hosts_updated() -> Exception:
+    """The interruption on which Horovod's elastic loop lets workers in or out.
+
+    `skip_sync` is never asked for: survivors that skip the state exchange while newcomers wait in it would hang for
+    ever (horovod #3494). Every worker takes part in every exchange.
+    """
+    from horovod.common.exceptions import HostsUpdatedInterrupt
+
+    interrupt: Exception = HostsUpdatedInterrupt(skip_sync=False)
+    return interrupt
+
+
+def all_or_none(
+    world: World, is_restart: bool, name: str, act: Callable[[], T], what: str = "its host's shard memory"
+) -> T:
+    """Do something that may fail on one rank, and stop on all: nobody is left waiting for a worker that gave up.
+
+    name: of what is done, also of the collective. Raises the rank's own error there, elsewhere one that names the rank.
+    The survivors of a running job do not fail with a newcomer: they form a world without it.
+    """
+    failure: Exception | None = None
+    try:
+        result = act()
+    except (GbaError, OSError) as error:
+        failure = error
+    failed = np.flatnonzero(world.gather(name, np.array([failure is not None], dtype=np.int64))[:, 0])
+    if failure is not None:
+        raise failure
+    if len(failed):
+        text = f"the worker of rank {failed[0]} could not {name} {what}; its log says why"
+        raise worker_lost(text) if is_restart else ShardMemoryError(text)
+    return result

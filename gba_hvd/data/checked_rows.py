@@ -1,0 +1,249 @@
+"""Raw rows to checked rows: labels are 0 or 1, numbers finite, identity ids in range; other rows are malformed.
+
+Nothing is fitted here and nothing depends on other rows; ids of vocabularies and hashes are made in `encoding`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from gba_hvd.data import times
+from gba_hvd.data.bad_rows import BadRows
+from gba_hvd.data.raw_rows import RawRows
+from gba_hvd.data.recipe import Categorical, Identity, Part, Recipe
+from gba_hvd.errors import BadInput
+
+_ONE, _ZERO = ("1", "1.0", "true", "True"), ("0", "0.0", "false", "False")
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True)
+class Values:
+    """Values of one categorical column.
+
+    flat:    a string array without nulls, missing is ""; for an identity field int64 [m], the ids
+    lengths: int64 [n] values per row of a multi-valued column, which sum to m; None when each row has one
+    """
+
+    flat: pa.Array | npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64] | None = None
+
+    def missing(self) -> npt.NDArray[np.bool_]:
+        """bool [n]: rows that have no value."""
+        mask: npt.NDArray[np.bool_]
+        if self.lengths is not None:
+            mask = self.lengths == 0
+        elif isinstance(self.flat, np.ndarray):  # an identity field: a row without an id is malformed
+            mask = np.zeros(len(self.flat), dtype=bool)
+        else:
+            mask = _to_numpy(pc.equal(pc.binary_length(self.flat), 0))
+        return mask
+
+    def keep(self, mask: npt.NDArray[np.bool_]) -> Values:
+        of_values = mask if self.lengths is None else np.repeat(mask, self.lengths)
+        flat = self.flat[of_values] if isinstance(self.flat, np.ndarray) else self.flat.filter(pa.array(of_values))
+        return Values(flat, None if self.lengths is None else self.lengths[mask])
+
+
+@dataclass(frozen=True)
+class Rows:
+    """n sound rows. numeric: float64 [n] by column, NaN where missing."""
+
+    positions: npt.NDArray[np.int64]
+    label: npt.NDArray[np.uint8]
+    numeric: dict[str, npt.NDArray[np.float64]]
+    categorical: dict[str, Values]
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+    def keep(self, mask: npt.NDArray[np.bool_]) -> Rows:
+        numeric = {name: values[mask] for name, values in self.numeric.items()}
+        categorical = {name: values.keep(mask) for name, values in self.categorical.items()}
+        return Rows(self.positions[mask], self.label[mask], numeric, categorical)
+
+
+def check_rows(raw: RawRows, recipe: Recipe, bad: BadRows) -> Rows:
+    """Rows with a flaw are reported once, with their first flaw, and left out."""
+    flaws: dict[int, str] = {}
+    rows = _convert(raw, recipe, flaws)
+    if not flaws:
+        return rows
+    sound = raw.without(flaws, bad)
+    bad.judge()
+    return _convert(sound, recipe, {})
+
+
+def _convert(raw: RawRows, recipe: Recipe, flaws: dict[int, str]) -> Rows:
+    numeric, categorical = {}, {}
+    with _column(raw, recipe.label):
+        label = _label(raw.columns[recipe.label], recipe, flaws)
+    for n in recipe.numeric:
+        with _column(raw, n.name):
+            numeric[n.name] = _numbers(raw.columns[n.name], n.name, flaws)
+    for c in recipe.categorical:
+        with _column(raw, c.column):
+            categorical[c.name] = _values(raw, c, flaws)
+    return Rows(raw.positions, label, numeric, categorical)
+
+
+@contextmanager
+def _column(raw: RawRows, name: str) -> Iterator[None]:
+    """A Parquet column may have any type; what Arrow cannot convert is said with its name."""
+    try:
+        yield
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        found = f"column {name!r} is of type {raw.columns[name].type}, which cannot be used"
+        raise BadInput(
+            f"{raw.file}: {found} ({error}); expected text or numbers, or in a --multi field lists of them"
+        ) from error
+
+
+def _label(column: pa.Array, recipe: Recipe, flaws: dict[int, str]) -> npt.NDArray[np.uint8]:
+    name = recipe.label
+    if recipe.label_from is not None:
+        numbers = _numbers(column, f"label {name}", flaws)
+        for row in np.flatnonzero(np.isnan(numbers)):
+            flaws.setdefault(int(row), f"label {name} is missing, expected a number")
+        return (numbers >= recipe.label_from).astype(np.uint8)
+    strings = _strings(column)
+    ones = _to_numpy(pc.is_in(strings, pa.array(_ONE)))
+    zeros = _to_numpy(pc.is_in(strings, pa.array(_ZERO)))
+    for row in np.flatnonzero(~(ones | zeros)):
+        flaws.setdefault(
+            int(row), f"label {name} is {_shown(strings[row])}, expected 0 or 1 (of ratings --label-from N makes it)"
+        )
+    return ones.astype(np.uint8)
+
+
+def _numbers(column: pa.Array, name: str, flaws: dict[int, str]) -> npt.NDArray[np.float64]:
+    def expect_number(row: int, value: str) -> None:
+        flaws.setdefault(row, f"{name} is {value}, expected a number or nothing")
+
+    numbers = _cast(_null_if_empty(column), pa.float64(), expect_number)
+    values: npt.NDArray[np.float64] = numbers.to_numpy(zero_copy_only=False)
+    for row in np.flatnonzero(np.abs(values) > _LARGEST):
+        expect_number(int(row), _shown(column[row]))
+    return values
+
+
+def _values(raw: RawRows, field: Categorical, flaws: dict[int, str]) -> Values:
+    column = raw.columns[field.column]
+    if field.part is not None:
+        return _part(column, field, field.part, flaws)
+    lengths: npt.NDArray[np.int64] | None = None
+    is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+    if is_list != field.is_list:
+        raise BadInput(f"{raw.file}: column {field.name!r} {_how_to_take(field, is_list)}")
+    if field.separator is not None:
+        column = pc.split_pattern(_strings(column), field.separator)
+        is_list = True
+    if is_list:
+        lengths = _to_numpy(pc.fill_null(pc.list_value_length(column), 0)).astype(np.int64)
+        column = column.flatten()
+    if isinstance(field.encoding, Identity):
+        return _identity(column, lengths, field, field.encoding, flaws)
+    strings = _strings(column)
+    if lengths is not None:
+        # "a||b" and an empty cell: no value between separators is no value, not an unknown one.
+        present = _to_numpy(pc.greater(pc.binary_length(strings), 0))
+        if not present.all():
+            of_row = np.repeat(np.arange(len(lengths)), lengths)
+            lengths = np.bincount(of_row[present], minlength=len(lengths)).astype(np.int64)
+            strings = strings.filter(pa.array(present))
+    return Values(strings, lengths)
+
+
+def _how_to_take(field: Categorical, is_list: bool) -> str:
+    name = field.name
+    if is_list:
+        without = "" if field.separator is None else ", without a separator"
+        return f"has lists: --multi {name} takes them{without} (in Python: Categorical({name!r}, is_list=True))"
+    return (
+        f"has single values, not lists: --multi '{name}=|' cuts text at each '|' (or what else stands between the "
+        f"values), --categorical {name} takes each value whole"
+    )
+
+
+def _part(column: pa.Array, field: Categorical, part: Part, flaws: dict[int, str]) -> Values:
+    def expect_time(row: int, value: str) -> None:
+        flaws.setdefault(row, f"{field.column} is {value}, expected a time ({field.time_format})")
+
+    parts = times.part_of(_null_if_empty(column), field.time_format, part, expect_time)
+    for row in np.flatnonzero(_to_numpy(pc.is_null(parts))):
+        expect_time(int(row), "missing")
+    return Values(_to_numpy(pc.fill_null(parts, 0)).astype(np.int64))
+
+
+def _identity(
+    column: pa.Array,
+    lengths: npt.NDArray[np.int64] | None,
+    field: Categorical,
+    encoding: Identity,
+    flaws: dict[int, str],
+) -> Values:
+    of_row = np.arange(len(column)) if lengths is None else np.repeat(np.arange(len(lengths)), lengths)
+    column = _null_if_empty(column)
+    if lengths is not None and column.null_count:
+        present = _to_numpy(pc.is_valid(column))
+        of_row, column = of_row[present], column.filter(pa.array(present))
+    if lengths is not None:
+        lengths = np.bincount(of_row, minlength=len(lengths)).astype(np.int64)
+    lowest, highest = encoding.offset, encoding.offset + encoding.rows - 1
+
+    def expect_id(at: int, value: str) -> None:
+        flaws.setdefault(int(of_row[at]), f"{field.name} is {value}, expected an integer from {lowest} to {highest}")
+
+    integers = _cast(column, pa.int64(), expect_id)
+    for at in np.flatnonzero(_to_numpy(pc.is_null(integers))):
+        expect_id(int(at), _shown(column[at]))
+    values = _to_numpy(pc.fill_null(integers, lowest))
+    for at in np.flatnonzero((values < lowest) | (values > highest)):
+        expect_id(int(at), str(values[at]))
+    return Values(values - encoding.offset, lengths)
+
+
+def _cast(column: pa.Array, type: pa.DataType, report: Callable[[int, str], None], start: int = 0) -> pa.Array:
+    """Cast; what cannot be cast is reported and becomes null. Halves the array around bad values, which are few."""
+    try:
+        return pc.cast(column, type)
+    except pa.ArrowInvalid:
+        if len(column) == 1:
+            report(start, _shown(column[0]))
+            return pa.nulls(1, type)
+    half = len(column) // 2
+    left = _cast(column[:half], type, report, start)
+    return pa.concat_arrays([left, _cast(column[half:], type, report, start + half)])
+
+
+def _strings(column: pa.Array) -> pa.Array:
+    if column.type != pa.string():
+        column = pc.cast(column, pa.string())
+    return pc.fill_null(column, "") if column.null_count else column
+
+
+def _null_if_empty(column: pa.Array) -> pa.Array:
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        empty = pc.equal(pc.binary_length(column), 0)
+        return pc.if_else(empty, pa.scalar(None, column.type), column)
+    return column
+
+
+def _shown(value: pa.Scalar) -> str:
+    text = repr(value.as_py())
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _to_numpy(column: pa.Array) -> npt.NDArray[Any]:
+    array: npt.NDArray[Any] = column.to_numpy(zero_copy_only=False)
+    return array

@@ -1,0 +1,73 @@
+"""JSON lines: an object a line, its values as the text they are in the file, or lists of such.
+
+From here on they are columns like those of a CSV or Parquet file. A name that a line lacks is a missing value, as null.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+
+def parse(data: bytes, wanted: Mapping[str, bool]) -> tuple[dict[str, pa.Array], dict[int, str]]:
+    """Columns of whole lines, and what is wrong in which line, from 0. A line with a flaw has some row all the same.
+
+    wanted: by column, whether lists are expected
+    """
+    flaws: dict[int, str] = {}
+    rows = [_row(line, i, flaws) for i, line in enumerate(_lines(data))]
+    return {name: _column(rows, name, lists, flaws) for name, lists in wanted.items()}, flaws
+
+
+def names(data: bytes) -> tuple[str, ...]:
+    """The names in these lines, in the order in which they come."""
+    return tuple(dict.fromkeys(name for i, line in enumerate(_lines(data)) for name in _row(line, i, {})))
+
+
+def _lines(data: bytes) -> list[bytes]:
+    return data.split(b"\n")[:-1]
+
+
+def _row(line: bytes, i: int, flaws: dict[int, str]) -> dict[str, Any]:
+    try:
+        # Numbers stay text: 7 and 7.0 are two ids, a large one loses no digit.
+        row = json.loads(line.decode("utf-8"), parse_int=str, parse_float=str, parse_constant=str)
+        if rb"\u" in line:  # half a surrogate pair is no text
+            json.dumps(row, ensure_ascii=False).encode("utf-8")
+    except (ValueError, RecursionError) as error:
+        flaws[i] = f"not JSON: {error}"
+        return {}
+    if not isinstance(row, dict):
+        flaws[i] = "not a JSON object with names and values"
+        return {}
+    return row
+
+
+def _column(rows: Sequence[Mapping[str, Any]], name: str, lists_expected: bool, flaws: dict[int, str]) -> pa.Array:
+    """Text, or lists of text where that is expected or nothing else comes. Values of the other kind are flaws."""
+    values = [row.get(name) for row in rows]
+    are_lists = [type(value) is list for value in values if value is not None]
+    is_list = (any if lists_expected else all)(are_lists) if are_lists else lists_expected
+    texts: list[str | list[str | None] | None] = []
+    for i, value in enumerate(values):
+        if value is None:
+            texts.append(None)
+        elif not is_list and type(value) in _TEXT:
+            texts.append(_TEXT[type(value)](value))
+        elif is_list and type(value) is list and _all_text(value):
+            texts.append([None if item is None else _TEXT[type(item)](item) for item in value])
+        else:
+            texts.append(None)
+            expected = "a list of values" if is_list else "one value"
+            flaws.setdefault(i, f"{name} is {json.dumps(value)[:40]}, expected {expected}")
+    return pa.array(texts, pa.list_(pa.string()) if is_list else pa.string())
+
+
+_TEXT: dict[type, Any] = {str: str, bool: lambda value: "true" if value else "false"}
+
+
+def _all_text(values: Iterable[Any]) -> bool:
+    return all(value is None or type(value) in _TEXT for value in values)

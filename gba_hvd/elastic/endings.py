@@ -1,0 +1,195 @@
+"""How a job ends: the status and the cause that callbacks are told, from the error that ended this worker's loop.
+
+What is decided here: whether an error is the cause or follows from another worker's end, and whether the job's memory
+was taken away. Without an elastic launcher the end of one worker ends all: Horovod breaks the others' collectives, and
+the launcher sends SIGTERM, SIGKILL 5 s later. So each worker that ends otherwise than well leaves a note in the job's
+folder, first of all; whoever ends after it on the same host reads it, and ends with the same status and that cause.
+With an elastic launcher those of its host that go on tell the callbacks what it failed with.
+
+What a crash leaves: no note. A neighbour that is gone without one was killed: the job failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from gba_hvd.callbacks import Event
+from gba_hvd.errors import LastCheckpointFailed, ShardMemoryError, WorldLost
+from gba_hvd.shm.shard_memory import is_alive
+
+if TYPE_CHECKING:
+    from gba_hvd.training.engine import Engine
+
+SIGTERM = "SIGTERM"  # the text of the KeyboardInterrupt that stands for it begins so
+
+
+def status_of(error: BaseException) -> str:
+    """What callbacks are told of a job that ends with this error."""
+    if isinstance(error, SystemExit) and error.code in (0, None, False):
+        return "FINISHED"
+    if isinstance(error, WorldLost):
+        return error.status
+    if isinstance(error, LastCheckpointFailed):
+        return "NOT_SAVED"
+    return "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+
+
+def is_elastic() -> bool:
+    """Whether the launcher replaces workers."""
+    return os.environ.get("HOROVOD_ELASTIC") == "1"
+
+
+def explained(engine: Engine, error: BaseException) -> BaseException:
+    """The error that says why this worker's loop ends: `error` itself, or one with the cause behind it."""
+    memory = engine.tables.memory
+    is_own_end = isinstance(error, SystemExit | KeyboardInterrupt | WorldLost)
+    if memory is not None and not is_own_end and (trouble := memory.trouble()) and str(error) != trouble:
+        return ShardMemoryError(trouble)
+    if isinstance(error, KeyboardInterrupt) and str(error) == SIGTERM and not is_elastic():
+        cause = cause_elsewhere(engine)
+        return error if cause is None or cause.status == "KILLED" else cause
+    if (
+        isinstance(error, WorldLost) and error.status == "KILLED"
+    ):  # all workers are interrupted, this one a moment later
+        return KeyboardInterrupt(SIGTERM)
+    return error
+
+
+def world_lost(engine: Engine) -> WorldLost:
+    """A collective failed where nobody forms the world anew, and no worker of this host is the cause."""
+    return WorldLost(
+        f"a worker of this world of {engine.world.size} was lost, and without an elastic launcher nobody replaces it: "
+        f"this worker ends after step {engine.step}. The log of the worker that ended first says why. {_WHAT_TO_DO}"
+    )
+
+
+_WHAT_TO_DO = (
+    "Start the job again: with a CheckpointCallback it goes on from its newest checkpoint; with `horovodrun --min-np` "
+    "and a discovery script the others go on without the lost worker"
+)
+
+
+def cause_elsewhere(engine: Engine, within_s: float = 0.0) -> WorldLost | None:
+    """Why a worker of this host ended before this one, if one has.
+
+    within_s: a process that is killed closes its connections a moment before it is gone: look again for so long.
+    """
+    deadline = time.monotonic() + within_s
+    while (cause := _ended_first(engine)) is None and engine.neighbours and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return cause
+
+
+def _ended_first(engine: Engine) -> WorldLost | None:
+    killed = None
+    for rank, pid in sorted(engine.neighbours.items()):
+        note = _note_of(engine, pid)
+        if note is None and is_alive(pid):
+            continue
+        ended = "was killed, or died without a word" if note is None else f"ended first ({note['why']})"
+        text = (
+            f"rank {rank} (process {pid}) {ended}, and without an elastic launcher nobody replaces it: "
+            f"this worker ends after step {engine.step}"
+        )
+        if note is None or note["status"] != "KILLED":
+            return WorldLost(f"{text}. {_WHAT_TO_DO}")
+        killed = killed or WorldLost(text, "KILLED")
+    return killed
+
+
+def failed_neighbours(engine: Engine, before: Mapping[int, int]) -> list[Event]:
+    """What workers of this host failed with that were in the world before this one, as far as they left word.
+
+    before: their processes, by the rank that they had. A worker that was killed, or told to leave, left no error.
+    """
+    events, still = [], set(engine.neighbours.values())
+    for rank, pid in sorted(before.items()):
+        note = None if pid in still else _note_of(engine, pid)
+        if note is None or note["status"] == "KILLED":
+            continue
+        host, why = engine.world.host, str(note["why"])
+        text = f"rank {rank} of the world before, on {host} (process {pid}), ended with {why}; the others go on"
+        told = {"rank": rank, "host": host, "pid": pid, "why": why}
+        events.append(Event("worker_failed", engine.step, text, told, level="warning"))
+    return events
+
+
+def _note_of(engine: Engine, pid: int) -> dict[str, str] | None:
+    try:
+        note: dict[str, str] = json.loads((engine.folder / f"ended-{pid}.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return note
+
+
+def leave_note(engine: Engine, status: str, error: BaseException) -> None:
+    """For the other workers of the host, which end because this one does, or go on without it and say why.
+
+    Before anything that takes time.
+    """
+    memory = engine.tables.memory
+    if memory is None or memory.is_closed or not engine.neighbours:
+        return
+    cause = str(error.args[0]) if isinstance(error, WorldLost) else f"{type(error).__name__}: {error}"
+    with contextlib.suppress(OSError):  # the folder is gone, or full: then the others know less
+        path = memory.folder / f"ended-{os.getpid()}.json"
+        path.with_suffix(".new").write_text(json.dumps({"status": status, "why": cause[:2000]}))
+        path.with_suffix(".new").rename(path)
+
+
+class ExitWatch:
+    """What a script without `elastic.run` ends with: Python tells its exit functions of no `sys.exit`.
+
+    Enter once; `leave()` may be called twice.
+    """
+
+    def __init__(self) -> None:
+        self._code: object = None
+        self._exit: Callable[..., object] | None = None
+
+    def enter(self) -> None:
+        if self._exit is None:
+            self._exit, sys.exit = sys.exit, self._noted  # type: ignore[assignment]
+
+    def leave(self) -> None:
+        if self._exit is not None and sys.exit == self._noted:
+            sys.exit = self._exit  # type: ignore[assignment]
+        self._exit = None
+
+    def error(self) -> BaseException | None:
+        """What the interpreter is ending with."""
+        error = getattr(sys, "last_value", None)
+        if isinstance(error, BaseException):
+            return error
+        return None if self._code in (0, None, False) else SystemExit(self._code)
+
+    def _noted(self, code: object = None) -> object:
+        if threading.current_thread() is threading.main_thread():  # elsewhere it ends the thread only
+            self._code = code
+        raise SystemExit(code)
+
+
+def interrupts_show_one_line(said_by_others: Callable[[], bool]) -> None:
+    """Ctrl-C and SIGTERM are no errors: Python shows no traceback of them, but one line, unless others say it.
+
+    Belongs to the process: the first caller's question decides.
+    """
+    shown_before = sys.excepthook
+    if getattr(shown_before, "by_gba_hvd", False):
+        return
+
+    def show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if not issubclass(kind, KeyboardInterrupt):
+            shown_before(kind, error, trace)
+        elif not said_by_others():
+            print(f"interrupted by {error or 'Ctrl-C'}", file=sys.stderr, flush=True)
+
+    show.by_gba_hvd = True  # type: ignore[attr-defined]
+    sys.excepthook = show

@@ -1,0 +1,108 @@
+"""Letting newcomers in beside the training, in an asynchronous mode; and being one.
+
+    survivor   its thread (`reform`) forms the world anew, meets the newcomers there, and leaves word for the training
+               thread, which tells the callbacks when it comes by
+    newcomer   meets these threads before its training, takes over what a survivor kept from the start of the epoch, and
+               from then on is a survivor, too
+
+Both run the same collectives in the same order: `membership.join`, the snapshot, residuals where gradients are
+compressed. A crash in between breaks up the new world for all, and they form the next one; the training goes on.
+"""
+
+from __future__ import annotations
+
+from gba_hvd import membership
+from gba_hvd.comm import world_formation
+from gba_hvd.comm.collectives import World
+from gba_hvd.comm.launcher_slot import Seat
+from gba_hvd.elastic import endings, job_events
+from gba_hvd.elastic.training_state import TrainingState
+from gba_hvd.elastic.world_rejoin import Reformer
+from gba_hvd.errors import GbaError
+from gba_hvd.membership import Joined
+from gba_hvd.modes.parameter_server import GbaMode
+from gba_hvd.shm.shard_memory import is_alive
+from gba_hvd.training.engine import Engine
+from recovery import state_codec
+
+
+class Newcomers:
+    """One worker's part. Belongs to the training thread, all but `_meet`, which adds to `_met` only."""
+
+    def __init__(self, engine: Engine, state: TrainingState, seat: Seat) -> None:
+        self._engine, self._state, self._seat = engine, state, seat
+        # By the background thread, for the training thread: workers that are gone and the residuals they had; how long
+        # the world took to form; the other workers of this host before, by rank.
+        self._met: list[
+            tuple[Joined, World, tuple[int, float | None] | None, world_formation.Wait | None, dict[int, int]]
+        ] = []
+
+        self._told_gone = False
+
+    def watch(self, number: int = 0) -> None:
+        """An asynchronous mode is on: from now on the world is formed anew beside the training.
+
+        number: the change of membership that the present world stands for.
+        """
+        engine = self._engine
+        assert isinstance(engine.mode, GbaMode)
+        if engine.reformer is None:
+            patience_s = engine.tables.config.server_s
+            engine.reformer = Reformer(engine.mode, number, self._meet, self._seat, patience_s, engine.forming)
+            engine.reformer.start()
+
+    def tell(self) -> None:
+        """Tell the callbacks what changed meanwhile."""
+        engine = self._engine
+        while self._met:
+            joined, world, lost, wait, neighbours = self._met.pop(0)
+            before = engine.world.size
+            engine.world = world
+            if engine.checkpoints is not None:
+                engine.checkpoints.world_formed(rows_moved=False)
+            engine.restarts += 1
+            job_events.world_formed(engine, joined, before)
+            if lost is not None:
+                job_events.residuals_lost(engine, *lost)
+            job_events.world_was_late(engine, wait, "those that were there went on training")
+            for event in endings.failed_neighbours(engine, neighbours):
+                engine.emit(event, only_here=True)
+
+    def tell_of_the_wait(self) -> None:
+        """In an asynchronous mode: that a world is formed without a worker of this host, and that it takes long."""
+        engine = self._engine
+        if engine.forming.wait() is None:
+            self._told_gone = False
+        elif not self._told_gone and not all(map(is_alive, engine.neighbours.values())):
+            self._told_gone = True
+            job_events.worker_gone(engine)
+        if (wait := engine.forming.word()) is not None:
+            engine.emit(
+                world_formation.still_forms(engine.step, wait, "training goes on with the workers that are there")
+            )
+
+    def _meet(self, world: World) -> int:
+        """A survivor's part, in the background."""
+        engine, state, neighbours = self._engine, self._state, self._engine.neighbours
+        joined = membership.join(engine, world, engine.job_id, True)
+        if not joined.asynchronous:
+            raise GbaError("the others have left the asynchronous mode")
+        world.broadcast("snapshot", state.snapshot if world.rank == joined.source else None, joined.source)
+        lost = None if engine.compression is None else engine.compression.count_lost(world, True)
+        self._met.append((joined, world, lost, engine.forming.end(), neighbours))
+        if isinstance(engine.mode, GbaMode):
+            engine.mode.contact.rank = world.rank  # last: from then on the servers count on it
+        return joined.membership
+
+    def come_in(self, joined: Joined) -> None:
+        """A newcomer's part, before its training."""
+        engine, world = self._engine, self._engine.world
+        self._state.snapshot = world.broadcast("snapshot", None, joined.source)
+        state = state_codec.decode(self._state.snapshot)
+        self._state.load_state_dict(state)
+        if engine.compression is not None:
+            engine.compression.clear()  # whoever was here before was counted as lost
+            engine.compression.count_lost(world, False)
+        if engine.checkpoints is not None:
+            engine.checkpoints.load_state(state["checkpoints"])
+            engine.checkpoints.world_formed(rows_moved=False)

@@ -1,0 +1,93 @@
+"""`run`: Horovod's elastic loop around the user's function, and what SIGTERM and the end of the process mean for it."""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gba_hvd.comm.collectives import initialise_again
+from gba_hvd.elastic import endings
+
+if TYPE_CHECKING:
+    from gba_hvd.elastic.torch_state import TorchState
+
+_WORLD_TIMEOUT_S = 600.0  # so long the launcher waits for workers, too
+
+
+def run(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`horovod.torch.elastic.run`, and the end is told: callbacks hear how the job ended; SIGTERM interrupts.
+
+    Works without `horovodrun`, and without Horovod, as a world of one.
+    """
+
+    @functools.wraps(function)
+    def wrapper(state: TorchState, *args: Any, **kwargs: Any) -> Any:
+        restore_sigterm = _leave_on_sigterm(state)
+        if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+            faulthandler.enable(sys.__stderr__)  # a shard file that was cut short: SIGBUS, with where it happened
+        try:
+            result = _elastic(function, state)(state, *args, **kwargs)
+            state.saving.end()
+        except BaseException as error:
+            cause = endings.explained(state.engine, error)
+            status = endings.status_of(cause)
+            state.close(status, None if status == "FINISHED" else cause)
+            if cause is error:
+                raise
+            raise cause from error
+        else:
+            state.close()
+            return result
+        finally:
+            restore_sigterm()
+
+    return wrapper
+
+
+def _elastic(function: Callable[..., Any], state: TorchState) -> Callable[..., Any]:
+    if "horovod.torch" not in sys.modules or not sys.modules["horovod.torch"].is_initialized():
+
+        def alone(state: TorchState, *args: Any, **kwargs: Any) -> Any:
+            state.sync()
+            return function(state, *args, **kwargs)
+
+        return alone
+    from horovod.common.elastic import run_fn
+
+    reset = functools.partial(initialise_again, state.engine.forming, _WORLD_TIMEOUT_S)
+    wrapped: Callable[..., Any] = run_fn(function, reset)
+    return wrapped
+
+
+def _leave_on_sigterm(state: TorchState) -> Callable[[], None]:
+    """At once; or, if time for a checkpoint is given, after it: the first signal is a request, a second one is not."""
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+
+    previous: dict[int, Any] = {}
+
+    def interrupt(signum: int, frame: Any) -> None:
+        engine = state.engine
+        allowed_s = None if engine.checkpoints is None else engine.checkpoints.callback.preemption_s
+        if signum == signal.SIGTERM and allowed_s is not None and engine.leave_by_s is None:
+            engine.leave_by_s = time.monotonic() + allowed_s
+            previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, interrupt)
+            signal.setitimer(signal.ITIMER_REAL, allowed_s)  # whatever this worker waits for then
+            return
+        raise KeyboardInterrupt(endings.SIGTERM)
+
+    previous[signal.SIGTERM] = signal.signal(signal.SIGTERM, interrupt)
+
+    def restore() -> None:
+        if signal.SIGALRM in previous:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+    return restore

@@ -1,0 +1,168 @@
+"""Optimizers of embedding rows: one pass over the rows a step touched, in place in shard memory.
+
+The same objects serve every mode. A row that a step does not touch does not change (Adam is lazy: its moments decay
+only when its row is touched, as in `torch.optim.SparseAdam`). `weight_decay` is L2, on touched rows only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, ClassVar, Protocol, cast
+
+import numpy as np
+
+from gba_hvd import kernels
+from gba_hvd.embedding.row_gradients import RowGrad
+from gba_hvd.errors import BadInput
+from gba_hvd.shm.layout import Group, Layout, SlotSpec
+
+
+class RowOptimizer(Protocol):
+    """Hyper-parameters of the rows' update, and the update itself."""
+
+    slots: ClassVar[tuple[SlotSpec, ...]]
+
+    @property
+    def lr(self) -> float: ...
+
+    def update_(
+        self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float, step: int
+    ) -> None:
+        """Apply scale * grad to the rows. `lr` is the scheduled learning rate, `step` counts from 1."""
+
+
+@dataclass(frozen=True)
+class _Rule:
+    lr: float
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.lr >= 0 or not self.weight_decay >= 0:
+            raise BadInput(
+                f"{type(self).__name__}: lr and weight_decay must not be negative, "
+                f"got {self.lr} and {self.weight_decay}"
+            )
+
+    def _arguments(
+        self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float, *own: float
+    ) -> tuple[Any, ...]:
+        """What a kernel takes: the same for all, then the rule's own numbers."""
+        rows = (flat, flat.view(np.uint32), layout.places(grad.keys, group), grad.values)
+        numbers = map(np.float32, (lr, self.weight_decay, *own))
+        return (*rows, np.float32(scale), group.record, *numbers)
+
+
+@dataclass(frozen=True)
+class SGD(_Rule):
+    """w -= lr * g"""
+
+    slots: ClassVar[tuple[SlotSpec, ...]] = ()
+
+    def update_(
+        self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float, step: int
+    ) -> None:
+        kernels.apply_sgd(*self._arguments(flat, layout, group, grad, scale, lr))
+
+
+@dataclass(frozen=True)
+class Adagrad(_Rule):
+    """s += g^2; w -= lr * g / (sqrt(s) + eps), element-wise (`torch.optim.Adagrad`)."""
+
+    eps: float = 1e-10
+    slots: ClassVar[tuple[SlotSpec, ...]] = (SlotSpec("sum"),)
+
+    def update_(
+        self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float, step: int
+    ) -> None:
+        kernels.apply_adagrad(*self._arguments(flat, layout, group, grad, scale, lr, self.eps))
+
+
+@dataclass(frozen=True)
+class RowAdagrad(_Rule):
+    """Adagrad with one sum per row: s += mean(g^2) (row-wise Adagrad of FBGEMM and DLRM)."""
+
+    eps: float = 1e-8
+    slots: ClassVar[tuple[SlotSpec, ...]] = (SlotSpec("sum", per_row=True),)
+
+    def update_(
+        self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float, step: int
+    ) -> None:
+        kernels.apply_row_adagrad(*self._arguments(flat, layout, group, grad, scale, lr, self.eps))
+
+
+@dataclass(frozen=True)
+class Adam(_Rule):
+    """Lazy Adam: `torch.optim.Adam` on the touched rows; the bias correction counts the job's steps."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    slots: ClassVar[tuple[SlotSpec, ...]] = (SlotSpec("exp_avg"), SlotSpec("exp_avg_sq"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise BadInput(f"Adam: betas must be in [0, 1), got {self.betas}")
+
+    def update_(
+        self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float, step: int
+    ) -> None:
+        beta1, beta2 = self.betas
+        own = (self.eps, beta1, beta2, 1 - beta1**step, 1 - beta2**step)
+        kernels.apply_adam(*self._arguments(flat, layout, group, grad, scale, lr, *own))
+
+
+# Where the optimizers of this module are said to be, on disk and in messages: a name that outlives the layout of the
+# package, the one that earlier versions wrote, and today's.
+PUBLIC_MODULE = "gba_hvd"
+_HERE = (PUBLIC_MODULE, "gba_hvd.row_optimizers", __name__)
+
+
+def build(spec: Mapping[str, Any]) -> RowOptimizer:
+    """A row optimizer from its description: {"class": "module:Class", "fields": {name: value}}.
+
+    Raises BadInput for a class that is no row optimizer, and for values that it does not take.
+    """
+    kind, values = resolve(str(spec.get("class"))), spec.get("fields")
+    known = [field.name for field in fields(cast(Any, kind))]
+    if not isinstance(values, Mapping) or not set(values) <= set(known):
+        raise BadInput(f"the row optimizer {spec['class']} takes {known}, got {values!r}")
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return kind(**values)
+
+
+def resolve(name: str) -> type[RowOptimizer]:
+    """The row optimizer called `module:Class`. Raises BadInput for anything else that has this name.
+
+    Only a class counts that is defined at the top level of that module, is a dataclass, and says `slots` and `update_`.
+    It is not called before all this is known, and no module of Python itself is imported for it.
+    """
+    module_name, _, kind_name = name.partition(":")
+    if module_name in _HERE:
+        found: Any = globals().get(kind_name)
+    elif module_name.partition(".")[0] in sys.stdlib_module_names:
+        raise BadInput(f"{name} belongs to Python, it is no row optimizer")
+    else:
+        try:
+            found = getattr(importlib.import_module(module_name), kind_name, None)
+        except (ImportError, ValueError) as error:
+            raise BadInput(
+                f"row optimizer {name}: module {module_name!r} cannot be imported here ({error}); "
+                "install it on every host, or put its folder on PYTHONPATH"
+            ) from error
+    slots = getattr(found, "slots", None)
+    if not (
+        isinstance(found, type)
+        and found.__module__ == (__name__ if module_name in _HERE else module_name)
+        and is_dataclass(found)
+        and isinstance(slots, tuple)
+        and all(isinstance(slot, SlotSpec) for slot in slots)
+        and callable(getattr(found, "update_", None))
+    ):
+        raise BadInput(
+            f"{name} is no row optimizer: expected a dataclass at the top level of that module with `slots`, a tuple "
+            "of SlotSpec, and `update_`, as gba_hvd.embedding.row_optimizers.RowOptimizer says"
+        )
+    return cast(type[RowOptimizer], found)

@@ -1,0 +1,90 @@
+"""The order of an epoch's samples and the cutting into micro-batches and steps: by the seed, never by the workers.
+
+The order is a keyed permutation evaluated where it is needed, so it takes no memory and any micro-batch can be found
+by its index. Micro-batch i belongs to step i // M of the epoch; the last step of an epoch may be short.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gba_hvd import kernels
+from gba_hvd.errors import BadInput
+from gba_hvd.shm.layout import table_seed
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How an epoch of `n_samples` is cut: G = M x B samples a step, B a micro-batch."""
+
+    n_samples: int
+    global_batch: int
+    micro_batch: int
+
+    def __post_init__(self) -> None:
+        if self.micro_batch < 1 or self.global_batch < self.micro_batch or self.global_batch % self.micro_batch:
+            raise BadInput(
+                f"global_batch must be a multiple of micro_batch, got {self.global_batch} and {self.micro_batch}; "
+                f"the nearest is {max(1, self.global_batch // max(1, self.micro_batch)) * max(1, self.micro_batch)}"
+            )
+        if self.n_samples < 1:
+            raise BadInput("the dataset has no samples")
+
+    @property
+    def n_micro(self) -> int:
+        """M, the micro-batches of a full step."""
+        return self.global_batch // self.micro_batch
+
+    @property
+    def n_steps(self) -> int:
+        return -(-self.n_samples // self.global_batch)
+
+    def micro_of_step(self, step: int) -> range:
+        """Indices of the micro-batches of one step of the epoch."""
+        return range(step * self.n_micro, min((step + 1) * self.n_micro, -(-self.n_samples // self.micro_batch)))
+
+    def samples_of_micro(self, index: int) -> int:
+        return min(self.micro_batch, self.n_samples - index * self.micro_batch)
+
+    def samples_of_step(self, step: int) -> int:
+        return min(self.global_batch, self.n_samples - step * self.global_batch)
+
+
+@dataclass(frozen=True)
+class EpochOrder:
+    """The sample at each position of one epoch."""
+
+    n_samples: int
+    seed: int
+    epoch: int
+    shuffle: bool = True
+
+    def rows(self, first: int, count: int) -> np.ndarray:
+        """int64 [count]: the samples at positions first, first + 1, ..."""
+        if not self.shuffle:
+            return np.arange(first, first + count, dtype=np.int64)
+        out = np.empty(count, dtype=np.int64)
+        kernels.shuffled(self.n_samples, first, np.uint64(table_seed(self.seed, f"epoch {self.epoch}")), out)
+        return out
+
+
+@dataclass
+class Account:
+    """Where every sample went. applied + dropped + lost = total, always."""
+
+    total: int = 0
+    applied: int = 0
+    dropped: int = 0  # too stale, not finite (asynchronous modes), or of a step that overflowed
+    lost: int = 0  # handed out, and gone with a failure
+    shard_steps_missed: int = 0  # steps that one shard did not get because its worker died while applying them
+    rows_lost: int = 0  # rows that went down with a host and began anew
+    steps_skipped: int = (
+        0  # steps that no worker applied since gradients overflowed (`loss_scale`): samples are dropped
+    )
+
+
+def shares(n_micro: int, n_workers: int) -> list[int]:
+    """How many of a step's micro-batches each worker computes; uneven when they do not divide."""
+    return [len(range(worker, n_micro, n_workers)) for worker in range(n_workers)]

@@ -1,0 +1,161 @@
+"""What a new job goes on from: a checkpoint, or what a job that lost all its workers left in memory. And its place.
+
+    1. name      the source looks whether there is a checkpoint to go on from, and all take its job's name
+    2. leftover  what is in memory under that name, if this job can go on from it; else that is let go
+    3. key       what the job's servers and workers prove themselves with, from the source
+    4. place     what a dead job left on the hosts is cleared, and the place for checkpoints is claimed
+
+A job that goes on with survivors has name, key and place already: it shares them with newcomers, and claims anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from gba_hvd.callbacks import Event
+from gba_hvd.checkpoint import orphaned_memory
+from gba_hvd.comm.collectives import World, all_or_none
+from gba_hvd.comm.key_exchange import share_key, shared_secret
+from gba_hvd.errors import GbaError, ShardMemoryError
+from gba_hvd.membership.agreement import Agreement
+from gba_hvd.membership.shard_transfer import open_memory, owner_of
+from gba_hvd.ps.transport import new_key
+from gba_hvd.shm import reaper
+from gba_hvd.shm.job_folder import job_folder
+from gba_hvd.shm.shard_memory import clear_leftover
+from gba_hvd.training.engine import Engine
+from recovery import state_codec
+
+_FLUSH_MARGIN_S = 10.0
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a job goes on from in memory. state: on the source only, as in a checkpoint."""
+
+    step: int
+    source: int
+    reason: str
+    state: bytes | None
+
+
+def take_over(
+    engine: Engine, world: World, agreed: Agreement, job_id: str, leads: bool
+) -> tuple[str, Agreement, Taken | None]:
+    """The job's name, what is agreed on then, and what it goes on from in memory. Sets the engine's key. A collective.
+
+    job_id: this rank's, if there is no other; leads: this rank leads its host.
+    """
+    checkpoints, taken = engine.checkpoints, None
+    job_id, saved_step = _name_of_job(engine, world, agreed, job_id)
+    if checkpoints is not None and checkpoints.callback.resume and not agreed.is_restart:
+        taken = _take_leftover(engine, world, job_id, leads, saved_step)
+    if taken is not None:
+        agreed = replace(agreed, step=taken.step, source=taken.source)
+    if taken is not None and taken.state is not None:
+        engine.key = orphaned_memory.key_of(job_folder(engine.tables.config.shard_dir, job_id))
+    mine = (engine.key or new_key()) if world.rank == agreed.source else None
+    engine.key = share_key(world, "key", mine, agreed.source, shared_secret(), agreed.is_restart)
+    if taken is not None and engine.tables.memory is not None:
+        engine.tables.memory.give_to(owner_of(engine.key))  # before others of the host open it: a collective follows
+    if checkpoints is not None:
+        _take_place(engine, world, agreed, job_id, leads, taken)
+    return job_id, agreed, taken
+
+
+def _name_of_job(engine: Engine, world: World, agreed: Agreement, job_id: str) -> tuple[str, int]:
+    """The name of the job that this one goes on from, if there is a checkpoint, and its step. A collective."""
+    checkpoints = engine.checkpoints
+
+    def look() -> str:
+        saved = None
+        if checkpoints is not None and not agreed.is_restart and world.rank == agreed.source:
+            saved = checkpoints.job_to_resume()
+        return job_id if saved is None or engine.tables.config.job_id else saved
+
+    if checkpoints is not None and not agreed.is_restart:
+        job_id = all_or_none(world, False, "read", look, "the checkpoints")
+    saved_step = -1 if checkpoints is None else checkpoints.saved_step
+    name, step = world.broadcast("job", f"{job_id} {saved_step}".encode(), agreed.source).decode().split()
+    return name, int(step)
+
+
+def _take_leftover(engine: Engine, world: World, job_id: str, leads: bool, saved_step: int) -> Taken | None:
+    """What a job of this name that lost all its workers left in memory, if this one can go on from it. A collective.
+
+    Otherwise the memory is removed. The order of the steps is told in `leftover`.
+    """
+    tables, checkpoints = engine.tables, engine.checkpoints
+    assert checkpoints is not None
+    n_shards, folder = tables.layout.n_shards, job_folder(tables.config.shard_dir, job_id)
+    found, state = orphaned_memory.Found.nothing(n_shards), None
+
+    def look() -> None:
+        nonlocal found, state
+        limit_s = checkpoints.callback.last_gasp_s + _FLUSH_MARGIN_S
+        memory = tables.memory if leads else None  # open already when this process tried before and could not finish
+        if leads and memory is None and orphaned_memory.look(folder, tables.layout, limit_s):
+            memory = open_memory(engine, job_id, b"")  # of two that are started at once, the second is refused
+            reaper.start(folder, tables.config.grace_s)  # the one it had may have been killed, too; two do no harm
+        if memory is not None:
+            with contextlib.suppress(ShardMemoryError):  # what is damaged is of no use
+                found, state = orphaned_memory.found_in(memory)
+
+    all_or_none(world, False, "look at what was left in", look)
+    everyone = [orphaned_memory.Found.of_row(row) for row in world.gather("left", found.row())]
+    choice = orphaned_memory.to_go_on(everyone, engine.settings, saved_step)
+    failure, taken = "", None
+    if choice.rank is not None:
+        enter = orphaned_memory.session_of(folder, state) if found.ready.any() else None
+        try:
+            if enter is not None:
+                orphaned_memory.start_servers(folder, enter)
+        except (GbaError, OSError) as error:
+            failure = str(error)
+        started = world.gather("servers started", np.array([not failure], dtype=np.int64)).all()
+        whole, step = None, -1
+        if world.rank == choice.rank and started:
+            assert state is not None
+            try:
+                whole, step = orphaned_memory.whole_state(
+                    folder, job_id, state, enter, engine.dense.sizes, engine.names
+                )
+            except (GbaError, OSError) as error:
+                failure = str(error)
+        told = world.broadcast("goes on", f"{step} {failure}".encode(), choice.rank).decode()
+        step, failure = int(told.partition(" ")[0]), told.partition(" ")[2]
+        taken = Taken(step, choice.rank, choice.reason, whole) if step >= max(0, saved_step) else None
+    if taken is None and tables.memory is not None:
+        tables.memory.close()
+        tables.memory = None
+    if taken is None and (choice.reason or failure) and world.rank == 0:
+        text = f"what a lost job left in memory is of no use: {failure or choice.reason}; the newest checkpoint is"
+        engine.emit(Event("memory_left", 0, text, {}, level="warning"))
+    return taken
+
+
+def _take_place(engine: Engine, world: World, agreed: Agreement, job_id: str, leads: bool, taken: Taken | None) -> None:
+    """Clear what a dead job of this name left on the hosts, and claim the place for checkpoints. A collective."""
+    checkpoints, tables, writer = engine.checkpoints, engine.tables, ""
+    assert checkpoints is not None
+    if taken is not None and taken.state is not None:
+        state = state_codec.decode(taken.state)
+        writer = checkpoints.goes_on_from_memory(state.get("snapshot", state)["checkpoints"], taken.step)
+    if not agreed.is_restart and taken is None:  # first: a server that is left gives signs of life for the dead job
+
+        def clear() -> None:
+            if leads and tables.memory is None:
+                folder, limit_s = job_folder(tables.config.shard_dir, job_id), checkpoints.callback.last_gasp_s
+                orphaned_memory.await_last_checkpoint(folder, limit_s + _FLUSH_MARGIN_S)
+                clear_leftover(tables.config.shard_dir, job_id)
+
+        all_or_none(world, False, "clear", clear)
+    is_source = world.rank == agreed.source
+    act = (lambda: checkpoints.take_place(job_id, writer)) if is_source else (lambda: None)
+    all_or_none(world, agreed.is_restart, "use", act, "the place for checkpoints")
+    told = world.broadcast("place", json.dumps(checkpoints.place()).encode() if is_source else None, agreed.source)
+    checkpoints.load_place(json.loads(told))

@@ -1,0 +1,148 @@
+"""The shards of each host while a world forms: what is held, what missed a step, and what moves to another host."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from gba_hvd.comm.collectives import World, all_or_none
+from gba_hvd.errors import ShardMemoryError
+from gba_hvd.membership.agreement import Agreement, Facts
+from gba_hvd.shm.job_folder import job_folder
+from gba_hvd.shm.layout import PAGE_WORDS, Layout
+from gba_hvd.shm.outbox import Outbox, remove_others
+from gba_hvd.shm.placement import Holding, Membership, Placement
+from gba_hvd.shm.shard_memory import ShardMemory
+from gba_hvd.training.engine import Engine
+
+_CHUNK_WORDS = 4 << 20  # of a shard that moves to another host, per message
+
+
+def open_memory(engine: Engine, job_id: str, key: bytes) -> ShardMemory:
+    """key: the job's, which another job of the same name does not have; empty: nobody may live in the memory yet."""
+    tables = engine.tables
+    folder = job_folder(tables.config.shard_dir, job_id)
+    if tables.memory is not None and (tables.memory.folder != folder or tables.memory.is_closed):
+        tables.memory.close()
+        tables.memory = None
+    if tables.memory is None:
+        tables.memory = ShardMemory.create_or_open(
+            tables.config.shard_dir, job_id, tables.layout, tables.config.grace_s, owner_of(key)
+        )
+    elif trouble := tables.memory.trouble():  # newcomers would find another file, or none
+        raise ShardMemoryError(trouble)
+    return tables.memory
+
+
+def owner_of(key: bytes) -> str:
+    """A job's fingerprint, in the memory of its hosts."""
+    return hashlib.sha256(b"gba_hvd owner " + key).hexdigest()[:32] if key else ""
+
+
+def gather_holdings(world: World, members: Membership, memory: ShardMemory) -> list[Holding]:
+    marks = memory.marks()
+    everyone = world.gather("marks", np.concatenate([marks.ready, marks.begun, marks.finished, marks.placed]))
+    return [Holding(*np.split(everyone[members.lead_of(host)], 4)) for host in members.order]
+
+
+def refuse_foreign_rows(agreed: Agreement, holdings: list[Holding], memory: ShardMemory) -> None:
+    last = max(int(np.max(h.begun * h.ready)) for h in holdings)
+    if not agreed.is_restart and last > 0:
+        raise ShardMemoryError(
+            f"{memory.folder} was left by another job of this name, which has ended: its rows are of step {last}; "
+            f"remove it (rm -r {memory.folder}) or choose another GBA_HVD_JOB_ID"
+        )
+
+
+def close_torn_steps(
+    step: int, placement: Placement, holdings: list[Holding], here: int, leads: bool, memory: ShardMemory
+) -> tuple[dict[int, int], int]:
+    """Bring the marks of shards that missed a step up to date, where they are held now.
+
+    A shard whose worker died while applying a step has the step partly; one whose worker died before has it not.
+    Returns (shard -> the step its marks now say, how many steps shards missed over all hosts).
+    """
+    holder = {shard: source for shard, source, _ in placement.moves}
+    newest, missed = {}, 0
+    for shard, home in enumerate(placement.host):
+        if shard in placement.new:
+            continue
+        host = holder.get(shard, home)
+        begun, finished = int(holdings[host].begun[shard]), int(holdings[host].finished[shard])
+        newest[shard] = max(step, begun)
+        missed += newest[shard] - finished
+        if leads and host == here and newest[shard] > finished:
+            memory.set_ready(shard, newest[shard])
+    return newest, missed
+
+
+def reserve(
+    world: World, agreed: Agreement, placement: Placement, holdings: list[Holding], here: int, leads: bool,
+    memory: ShardMemory,
+) -> None:  # fmt: skip
+    """Each host's lead makes room for the shards that come to it, and numbers this placement. A collective."""
+    incoming = [s for s in placement.new if placement.host[s] == here]
+    incoming += [s for s, _, to in placement.moves if to == here]
+    number = 1 + max(int(holding.placed.max()) for holding in holdings)
+
+    def make_room() -> None:
+        if leads and incoming:
+            memory.reserve(incoming)
+            for shard in incoming:
+                memory.place(shard, number)
+
+    all_or_none(world, agreed.is_restart, "reserve", make_room)
+
+
+def move_shards(
+    world: World,
+    members: Membership,
+    placement: Placement,
+    here: int,
+    leads: bool,
+    memory: ShardMemory,
+    newest: dict[int, int],
+) -> None:
+    """Copy shards to their new hosts. A copy counts when it is complete; until then the source is the shard."""
+    for shard, source, target in placement.moves:
+        sender, receiver = members.lead_of(members.order[source]), members.lead_of(members.order[target])
+        region = memory.region(shard)
+        if world.rank == receiver:
+            memory.set_absent(shard)
+        for at in range(PAGE_WORDS, len(region), _CHUNK_WORDS):
+            splits = np.zeros(world.size, dtype=np.int64)
+            words = np.empty(0, dtype=np.float32)
+            if world.rank == sender:
+                words = region[at : at + _CHUNK_WORDS].copy()
+                splits[receiver] = len(words)
+            received, _ = world.alltoall("move", words, splits)
+            if world.rank == receiver:
+                region[at : at + len(received)] = received
+        if leads and here == target:
+            memory.set_ready(shard, newest[shard])
+
+
+def open_outboxes(
+    world: World, agreed: Agreement, members: Membership, facts: Sequence[Facts], memory: ShardMemory
+) -> dict[int, Outbox]:
+    """The outboxes of this host's ranks, this rank's newly made. A collective."""
+    if world.size == 1:
+        return {}
+    folder, layout = memory.folder, memory.layout
+    n_words = sum(layout.n_shards * g.places * (2 + g.dim) + 2 * world.size for g in layout.groups)  # every row
+    own, number = all_or_none(
+        world, agreed.is_restart, "make room for messages in", lambda: Outbox.create(folder, n_words)
+    )
+    numbers = world.gather("outboxes", np.array([number], dtype=np.int64))[:, 0]
+    neighbours = [rank for rank in members.ranks_of(members.hosts[world.rank]) if rank != world.rank]
+    boxes = {rank: Outbox.open(folder, facts[rank].pid, int(numbers[rank]), n_words) for rank in neighbours}
+    if members.lead_of(members.hosts[world.rank]) == world.rank:
+        ranks = [world.rank, *neighbours]
+        remove_others(folder, {Outbox.path(folder, facts[rank].pid, int(numbers[rank])) for rank in ranks})
+    return {world.rank: own, **boxes}
+
+
+def rows_in(layout: Layout, shard: int) -> int:
+    return sum(len(range(shard, table.n_rows, layout.n_shards)) for table in layout.tables)

@@ -1,0 +1,1 @@
+"""The modes: how gradients are carried, by allreduce or through parameter servers."""

@@ -1,0 +1,308 @@
+"""Allreduce mode: a step's gradients go between the workers by Horovod, and every worker applies its part.
+
+One step, on every rank:
+
+    1. pull    rows that live on other hosts, for all micro-batches of the step (only with several hosts)
+    2. compute the worker's micro-batches, summing gradients
+    3. send    row gradients to the ranks that serve the shards, through memory on a host and by alltoall between hosts;
+               what arrives is *held*. Where the step is to be clipped, each rank then measures what it holds: the
+               squares travel with the commit, so its result has the norm, and all ranks find the same factor
+    4. commit  one allreduce of the dense gradients. It ends only when every rank has entered it, so whoever sees its
+               result knows that every rank holds its row gradients: from here on the step is decided. Compressed dense
+               gradients go round just before it and are held as well (`compression.exchange`)
+    5. apply   dense parameters everywhere, rows by the ranks that serve them
+
+A worker that dies before 4 leaves a step that nobody applied; it is computed again. A worker that dies after 4 costs
+its own shards at most this step. A survivor that misses the result of 4 still holds its row gradients and applies them
+as soon as it hears that the step was decided, and with which factor (`elastic`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from gba_hvd import clipping, kernels
+from gba_hvd.comm.collectives import World, worker_lost
+from gba_hvd.comm.traffic import Traffic, ring
+from gba_hvd.compression import row_exchange
+from gba_hvd.compression.dense_exchange import DenseExchange
+from gba_hvd.compression.row_codec import RowCoder
+from gba_hvd.compression.row_exchange import RowExchange
+from gba_hvd.dense_gradients import DenseGradients
+from gba_hvd.embedding.row_gradients import (
+    RowGrad,
+    average_over_contributors,
+    distinct,
+    merge,
+    pack_by_owner,
+    unpack,
+    with_contributors,
+)
+from gba_hvd.embedding.tables import EmbeddingTables, RemoteRows
+from gba_hvd.shm.outbox import Outbox
+from gba_hvd.shm.placement import Membership, Placement
+
+_LOOK_AGAIN = 64  # after so many steps: whether something still waits for rows that came home
+Alltoall = Callable[[str, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Held:
+    """Row gradients of one step for the shards this rank serves, waiting for the step to be decided.
+
+    own: this rank's gradients, in a world of one; far: what ranks of other hosts sent, by rank. What ranks of this host
+    left is still in their outboxes. scale makes the sum of all the gradient of the global batch's mean loss.
+    n_skipped: steps before this one that were not applied.
+    merged: the gradients to apply, per group, once somebody has asked for them
+    """
+
+    step: int
+    own: list[RowGrad]
+    far: dict[int, np.ndarray]
+    scale: float
+    lr: float
+    n_skipped: int = 0
+    merged: list[RowGrad] = field(default_factory=list)
+
+
+class AllreduceMode:
+    """Carries gradients between the workers of one world. Made anew after every change of membership.
+
+    Owns `held` and the outboxes (of the ranks of this host, its own among them; none in a world of one); uses, but does
+    not own, the world, the tables' memory and the dense gradients.
+    """
+
+    name = "allreduce"
+
+    def __init__(
+        self,
+        world: World,
+        members: Membership,
+        placement: Placement,
+        tables: EmbeddingTables,
+        outboxes: Mapping[int, Outbox],
+        row_average: str = "global",
+        dense_exchange: DenseExchange | None = None,
+        row_coder: RowCoder | None = None,
+        traffic: Traffic | None = None,
+    ) -> None:
+        assert tables.memory is not None
+        self._world, self._tables, self._memory, self._outboxes = world, tables, tables.memory, outboxes
+        self.members, self.placement = members, placement
+        self._dense_exchange, self._traffic = dense_exchange, traffic or Traffic()
+        self._server = placement.server
+        self._by_contributors = row_average == "contributors"
+        self._dims = [group.dim + self._by_contributors for group in tables.layout.groups]
+        self._at_home = np.array(placement.host) == members.order.index(members.hosts[world.rank])
+        self._mine = np.flatnonzero(placement.server == world.rank)
+        self._on_this_host = np.flatnonzero(self._at_home)
+        self.several_hosts = len(members.order) > 1  # the same on every rank: it decides which collectives are run
+        self._row_coder = row_coder
+        self.row_exchange: RowExchange | None = None
+        if self.several_hosts and row_coder is not None:
+            self.row_exchange = RowExchange(row_coder, world, tables, self._server, list(outboxes), self._traffic)
+        self.held: Held | None = None
+        self.resume()
+
+    def resume(self) -> None:
+        """Serve this rank's shards, from the start or after an asynchronous mode."""
+        self._tables.local = self._at_home if self.several_hosts else None
+        self._tables.remote = [None] * len(self._dims)
+        self._memory.claim(self._mine)
+        coder = self._row_coder
+        self._rests_came_home = coder is not None and coder.waits_for(self._at_home)  # with shards of lost hosts
+        if self.row_exchange is not None:
+            self.row_exchange.resume()
+
+    def await_rows(self, step: int) -> None:
+        """Return when every row of this host is as after `step`."""
+        try:
+            self._memory.wait_finished(self._on_this_host, step, self._tables.config.timeout_s)
+        except TimeoutError as error:
+            raise worker_lost(str(error)) from error
+
+    def pull(self, keys: Sequence[np.ndarray], whole: bool = False) -> None:
+        """Fetch rows of other hosts: per group the keys this rank will use next. A collective; nothing on one host.
+
+        whole: as they are, whatever compresses rows otherwise; no gradients follow.
+        """
+        if not self.several_hosts:
+            return
+        exchange = self.row_exchange
+        if exchange is None or whole:
+            self._pull_whole(keys, self._world.alltoall)
+            return
+        with exchange.measured():
+            if exchange.compresses:
+                exchange.pull(keys)
+            else:
+                self._pull_whole(keys, exchange.alltoall)
+
+    def _pull_whole(self, keys: Sequence[np.ndarray], alltoall: Alltoall) -> None:
+        assert self._tables.local is not None
+        layout, size = self._tables.layout, self._world.size
+        for number, group in enumerate(layout.groups):
+            far = keys[number][~self._tables.local[keys[number] % layout.n_shards]]
+            wanted, _, slots = distinct(far)
+            start, order = np.empty(size + 1, dtype=np.int64), np.empty(len(wanted), dtype=np.int32)
+            kernels.order_by_owner(wanted, layout.n_shards, self._server, start, order)
+            asked, n_asked = alltoall(f"pull.keys.{number}", wanted[order].view(np.float32), 2 * np.diff(start))
+            asked_keys = np.ascontiguousarray(asked).view(np.int64)
+            rows = np.empty((len(asked_keys), group.dim), dtype=np.float32)
+            kernels.gather_rows(self._memory.flat, layout.places(asked_keys, group), 0, rows)
+            self._traffic.count("sent", "header", 8 * len(wanted))
+            self._traffic.count("received", "header", 8 * len(asked_keys))
+            self._traffic.count("sent", "rows", rows.nbytes)
+            self._traffic.count("received", "rows", 4 * group.dim * len(wanted))
+            got, _ = alltoall(f"pull.rows.{number}", rows.ravel(), (n_asked // 2) * group.dim)
+            values = np.empty((len(wanted), group.dim), dtype=np.float32)
+            values[order] = got.reshape(-1, group.dim)
+            self._tables.remote[number] = RemoteRows(wanted, slots, values)
+
+    def exchange(
+        self, step: int, parts: Sequence[Sequence[tuple[RowGrad, float]]], scale: float, lr: float, n_skipped: int = 0
+    ) -> None:
+        """Send row gradients (per group, each with its weight) to the ranks that serve them; hold what comes.
+
+        n_skipped: steps so far that were not applied
+        """
+        if self._by_contributors:
+            parts = [[(with_contributors(grad), weight) for grad, weight in some] for some in parts]
+        grads = [
+            merge(p) if p else RowGrad(np.empty(0, np.int64), np.empty((0, d), np.float32))
+            for p, d in zip(parts, self._dims, strict=True)
+        ]
+        exchange, coder = self.row_exchange, self._row_coder
+        if coder is not None:
+            coder.begin()
+            is_coded = exchange is not None and exchange.compresses
+            if not is_coded or self._rests_came_home:
+                with nullcontext() if exchange is None else exchange.measured():
+                    grads = coder.whole(grads, self._at_home if is_coded else None)
+        if self._world.size == 1:
+            self.held = Held(step, grads, {}, scale, lr, n_skipped)
+            return
+        message, words = pack_by_owner(grads, self._server, self._world.size)
+        self._outboxes[self._world.rank].post(step, message, words)
+        far: dict[int, np.ndarray] = {}
+        if exchange is not None:
+            with exchange.measured():
+                if exchange.compresses:
+                    far = exchange.send(grads, int(self._by_contributors))
+                else:
+                    far = self._send_whole(message, words, exchange.alltoall)
+        elif self.several_hosts:
+            far = self._send_whole(message, words, self._world.alltoall)
+        self.held = Held(step, [], far, scale, lr, n_skipped)
+
+    def _send_whole(self, message: np.ndarray, words: np.ndarray, alltoall: Alltoall) -> dict[int, np.ndarray]:
+        parts = np.split(message, np.cumsum(words)[:-1])
+        for rank in self._outboxes:
+            parts[rank], words[rank] = message[:0], 0
+        received, n_received = alltoall("rows", np.concatenate(parts), words)
+        self._traffic.count("sent", "rows", 4 * int(words.sum()))
+        self._traffic.count("received", "rows", received.nbytes)
+        by_rank = enumerate(np.split(received, np.cumsum(n_received)[:-1]))
+        return {rank: part for rank, part in by_rank if rank not in self._outboxes}
+
+    def row_squares(self) -> float:
+        """The sum of the squares of the gradients of this rank's rows in the step that is held, over all workers.
+
+        A collective on a single host: a rank reads what the others left in their outboxes when all have written. With
+        several hosts the `alltoall` of `exchange` said so.
+        """
+        assert self.held is not None
+        if self._world.size > 1 and not self.several_hosts:
+            self._world.gather("rows posted", np.array([self.held.step], dtype=np.int64))
+        grads, scale = self._merged(self.held)
+        return clipping.squares(grad.values for grad in grads) * scale**2
+
+    def commit(self, dense: DenseGradients) -> None:
+        """Sum the dense gradients and the numbers that travel with them over all ranks. Returning means: decided."""
+        exchange = self.row_exchange
+        if exchange is not None:
+            exchange.tell(self._row_numbers(dense))
+        self._sum_(dense)
+        if exchange is not None:
+            exchange.hear(self._row_numbers(dense))
+
+    def _row_numbers(self, dense: DenseGradients) -> Tensor:
+        """Among the numbers that travel along: what rows took on each worker."""
+        at = len(dense.extra)
+        if self._dense_exchange is not None:
+            at -= self._dense_exchange.n_numbers(self._world.size)
+        return dense.extra[at - row_exchange.N_NUMBERS * self._world.size : at]
+
+    def _sum_(self, dense: DenseGradients) -> None:
+        if self._dense_exchange is not None:
+            self._dense_exchange.sum_(self._world, dense, self._traffic)
+            return
+        self._world.sum_("commit", dense.total)
+        itemsize = dense.total.element_size()
+        self._traffic.both("dense", ring(itemsize * dense.n, self._world.size))
+        self._traffic.both("header", ring(itemsize * len(dense.extra), self._world.size))
+
+    def apply_held(self, factor: float = 1.0) -> None:
+        """Apply the held row gradients to the shards this rank serves. factor: what they are multiplied by."""
+        held, self.held = self.held, None
+        assert held is not None
+        if self._dense_exchange is not None:
+            self._dense_exchange.settle()
+        if self._row_coder is not None:
+            self._row_coder.settle()
+            if self._rests_came_home and held.step % _LOOK_AGAIN == 0:
+                self._rests_came_home = self._row_coder.waits_for(self._at_home)
+        memory, layout = self._memory, self._tables.layout
+        # A shard that has begun this step has had it: from a worker that died, before the step was computed again.
+        due = self._mine[memory.marks().begun[self._mine] < held.step]
+        grads, scale = self._merged(held)
+        number = held.step - held.n_skipped
+        memory.begin(due, held.step)
+        for group, grad in zip(layout.groups, grads, strict=True):
+            if len(due) < len(self._mine):
+                wanted = np.isin(grad.keys % layout.n_shards, due)
+                grad = RowGrad(grad.keys[wanted], grad.values[wanted])  # noqa: PLW2901
+            self._tables.optimizer.update_(memory.flat, layout, group, grad, scale * factor, held.lr, number)
+        memory.finish(due, held.step)
+
+    def skip_held(self) -> None:
+        """The step was decided, and is not applied: rows stay, and so does what waits of compressed gradients."""
+        held, self.held = self.held, None
+        assert held is not None
+        due = self._mine[self._memory.marks().begun[self._mine] < held.step]
+        self._memory.begin(due, held.step)
+        self._memory.finish(due, held.step)
+
+    def forget_held(self) -> None:
+        """The step was not decided; it will be computed again."""
+        self.held = None
+
+    def leave_step(self) -> None:
+        """This rank's world broke: neighbours that wait for its shards need not wait until the time-out."""
+        self._memory.release(self._mine)
+
+    def close(self) -> None:
+        """Let go of the outboxes. May be called twice."""
+        for outbox in self._outboxes.values():
+            outbox.close()
+
+    def _merged(self, held: Held) -> tuple[list[RowGrad], float]:
+        """Per group, the gradients for this rank's rows, and what they are to be multiplied by."""
+        if not held.merged:
+            held.merged[:] = [merge([(part, 1.0) for part in parts]) for parts in self._arrived(held)]
+            if self._by_contributors:
+                held.merged[:] = [average_over_contributors(grad) for grad in held.merged]
+        return held.merged, 1.0 if self._by_contributors else held.scale
+
+    def _arrived(self, held: Held) -> list[list[RowGrad]]:
+        """Per group, the row gradients for this rank, in the order of the ranks that sent them."""
+        if self._world.size == 1:
+            return [[grad] for grad in held.own]
+        messages = {r: outbox.message(held.step, self._world.rank) for r, outbox in self._outboxes.items()} | held.far
+        grads = [unpack(messages[rank], self._dims) for rank in range(self._world.size)]
+        return [list(by_group) for by_group in zip(*grads, strict=True)]

@@ -1,0 +1,455 @@
+"""The coordinator's decisions: who may compute what, when a step is decided, who is alive. One per job, in server 0.
+
+Holds the ledger of the current epoch and what is known of the workers. It knows no sockets: the server gives it
+requests and carries out the `Apply` that it decides. Everything that must survive the process is in `state()`, saved by
+the server before any answer leaves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gba_hvd.clipping import Clip
+from gba_hvd.epoch import Account, Cut
+from gba_hvd.loss_scale import LossScale
+from gba_hvd.ps.coordinator.discipline import Discipline
+from gba_hvd.ps.coordinator.ledger import Drained, Finished, Lease, Ledger, StepPlan
+from gba_hvd.ps.messages import (
+    Apply,
+    Ask,
+    Beat,
+    Done,
+    Enter,
+    Given,
+    GivenLease,
+    HandedIn,
+    Measure,
+    PlannedMember,
+    Position,
+    ProtocolError,
+    Refused,
+)
+from gba_hvd.ps.validation import check_rates
+
+
+@dataclass(frozen=True)
+class _Handed:
+    """A lease in somebody's hands, and since when."""
+
+    serial: int
+    worker: int
+    given_s: float
+
+
+# Training ends when so many gradients in a row, of all workers, were not finite: steps, and micro-batches.
+_PATIENCE = 4  # a lease may take so many times what the worker's micro-batches took, however short `lease_s` is
+_REFUSED_STEPS, _REFUSED_AT_LEAST = 3, 100
+_CHIEF_S = 90.0  # so long an epoch's end waits for a world that has a rank 0
+_MISSED_S = 1.0  # so long it waits for rank 0 before anybody looks whether that has died
+
+
+@dataclass
+class WorkerSeen:
+    """What is known of one worker."""
+
+    rank: int
+    host: int
+    pid: int
+    heard_s: float
+    silent: bool = False
+    seconds: float = 0.0  # per micro-batch, recent mean
+    done: int = 0
+
+    def took(self, seconds: float) -> None:
+        if not (math.isfinite(seconds) and seconds >= 0):
+            return
+        self.seconds = seconds if not self.done else 0.8 * self.seconds + 0.2 * seconds
+        self.done += 1
+
+
+class Coordinator:
+    """Not thread-safe: belongs to the server's main thread. `clock` counts seconds."""
+
+    def __init__(self, enter: Enter, *, alive_s: float, lease_s: float, clock: Callable[[], float]) -> None:
+        self._enter, self._alive_s, self._lease_s, self._clock = enter, alive_s, lease_s, clock
+        position = enter.position
+        self.account = Account(**position.account)
+        self.loss_scale = None if enter.loss_scale is None else LossScale(**enter.loss_scale)
+        self.ledger = self._ledger(position.epoch, enter.n_samples, position.steps_done, position.step)
+        self.workers: dict[int, WorkerSeen] = {}
+        for worker, rank, host, pid in enter.workers:  # one that dies before its first heartbeat is missed as well
+            self.workers[worker] = WorkerSeen(rank, host, pid, clock())
+            self.ledger.join(worker)
+        self.moved = dict(position.moved)
+        self.world = position.world
+        self.wanted, self.reason, self.pin = "", "", False
+        self.clip = Clip(enter.max_norm, enter.max_row_norm)
+        self.last_loss: float | None = None
+        self.last_norm: float | None = None  # of the newest step's gradient, before it was clipped
+        self._staleness_before = dict(position.staleness)
+        self._refused_before, self._reissued_before = position.refused, position.reissued
+        self._lrs, self._row_lr, self._lrs_key = list(enter.lrs), enter.row_lr, (position.epoch, position.step)
+        self._losses: dict[int, float] = {}
+        self._given: dict[int, _Handed] = {}  # by micro-batch: the newest lease on it
+        self.names_refused: list[str] = []
+        self._refused_in_a_row = 0
+        self._ending = False
+        self.lags: dict[int, int] = {}  # counted by the part of this server
+        self._chief_died_s: float | None = None  # until another worker is rank 0
+        self._finished_s: float | None = None  # when a worker first heard that this epoch is over
+        self._left_early: set[int] = set()  # workers that ask for the next epoch already
+        self.void = 0  # pushes of leases up to this serial number count for nothing: some server may have them no more
+        self.gathered = -1  # the last phase for which all living workers handed in their replicas (`shadow`)
+        self._handed: dict[int, int] = {}  # by worker: the last phase
+        self._awaited_s: dict[int, float] = {}  # by phase: since when
+
+    @property
+    def generation(self) -> int:
+        return self._enter.generation
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def ask(self, request: Ask) -> Given | Refused | None:
+        """A lease, or why there is none; None while the worker should wait."""
+        try:
+            check_rates(request.lrs, len(self._enter.lrs) + 1)
+        except ProtocolError as error:
+            return Refused(str(error), kind="mismatch")
+        ledger = self.ledger
+        if request.epoch < ledger.epoch:
+            return Given(self.position(epoch=request.epoch, done=True), None, "finished")
+        if request.epoch > ledger.epoch:
+            if not ledger.finished and not self._all_left_early(request.worker):
+                return None  # others still work on the epoch before
+            if self.wanted not in ("", "auto"):
+                return Given(self.position(epoch=request.epoch, steps_done=0), None, "drained")
+            new = self._ledger(request.epoch, request.n_samples, 0, ledger.step, ledger.last_serial)
+            self._staleness_before = self.staleness()
+            self._refused_before += ledger.refused
+            self._reissued_before += ledger.reissued
+            self.ledger = ledger = new
+            self._finished_s = None
+            for worker, seen in self.workers.items():
+                if not seen.silent:
+                    ledger.join(worker)
+            self._losses.clear()
+            self.moved.clear()
+            self._given.clear()
+            self._left_early.clear()
+        if request.n_samples != ledger.cut.n_samples:
+            return Refused(
+                f"epoch {request.epoch} has {ledger.cut.n_samples} samples for others and {request.n_samples} here: "
+                "all workers must run the same script on the same data",
+                kind="mismatch",
+            )
+        self._take_rates(request.epoch, request.lrs_step, request.lrs)
+        if self.gathered < self._handed.get(request.worker, -1) == 2 * request.epoch + 1:
+            del self._handed[request.worker]  # it had left its loop early, and is back
+        answer = ledger.lease(request.worker, request.request)
+        if isinstance(answer, Lease):
+            handed = self._given.get(answer.micro)
+            if handed is None or handed.serial != answer.serial:
+                self._given[answer.micro] = _Handed(answer.serial, request.worker, self._clock())
+            lease = GivenLease(answer.micro, answer.serial, answer.token, answer.n_samples)
+            return Given(self.position(), lease)
+        if isinstance(answer, Finished):
+            return None if self._awaits_chief(request.worker) else Given(self.position(), None, "finished")
+        if isinstance(answer, Drained):
+            return Given(self.position(), None, "drained")
+        return None
+
+    def _take_rates(self, epoch: int, step: int, lrs: Sequence[float]) -> None:
+        """Learning rates as a worker had them after `step`, unless newer ones are known."""
+        if (epoch, step) >= self._lrs_key:
+            *self._lrs, self._row_lr = lrs
+            self._lrs_key = (epoch, step)
+
+    def _all_left_early(self, worker: int) -> bool:
+        """This worker left the epoch before its end, and gives back what it held. When all did, the rest is skipped."""
+        self.ledger.leave(worker)
+        self._left_early.add(worker)
+        alive = {w for w, seen in self.workers.items() if not seen.silent}
+        return alive <= self._left_early and self.ledger.decided is None
+
+    def done(self, request: Done) -> str:
+        """Every server has this push: "accepted", "repeated" or "revoked"."""
+        if request.lrs:
+            check_rates(request.lrs, len(self._enter.lrs) + 1)
+        answer = self.ledger.accept(request.worker, request.micro, request.serial, request.refused or None)
+        if answer == "accepted":
+            self._given.pop(request.micro, None)
+            if request.lrs:
+                self._take_rates(self.ledger.epoch, request.lrs_step, request.lrs)
+            if request.loss is not None:
+                self._losses[request.serial] = request.loss
+            if request.worker in self.workers:
+                self.workers[request.worker].took(request.seconds)
+            self._refused_in_a_row = self._refused_in_a_row + 1 if request.refused else 0
+            if request.refused:
+                rank = self.workers[request.worker].rank if request.worker in self.workers else -1
+                self.names_refused = [
+                    *self.names_refused[-9:], f"worker {rank}, micro-batch {request.micro}: {request.refused[:200]}"
+                ]  # fmt: skip
+        return answer
+
+    def handed_in(self, request: HandedIn) -> bool:
+        """This worker handed in its replica. Whether all have: those that live, and are not at it for too long.
+
+        One that left its loop early is not waited for by others, waits for nobody, and gives back its leases.
+        """
+        phase, now = request.phase, self._clock()
+        self._handed[request.worker] = max(phase, self._handed.get(request.worker, -1))
+        if request.early:
+            self.ledger.leave(request.worker)
+        if phase <= self.gathered or request.early:
+            return True
+        since_s = self._awaited_s.setdefault(phase, now)
+        awaited = [w for w, seen in self.workers.items() if not seen.silent and self._handed.get(w, -1) < phase]
+        if awaited and now - since_s <= self._lease_s:
+            return False
+        self.gathered = phase
+        self._awaited_s.clear()
+        return True
+
+    def lost_push(self, request: Done) -> None:
+        """The push of a lease that is still out is gone: its micro-batch is computed again."""
+        if any(lease.serial == request.serial for lease in self.ledger.outstanding(request.worker)):
+            self.ledger.revoke(request.micro)
+            self._given.pop(request.micro, None)
+
+    def beat(self, request: Beat) -> None:
+        if request.generation != self._enter.generation:
+            return  # its lead talking to this host's server, or a worker that was away through a change of mode
+        seen = self.workers.get(request.worker)
+        if seen is None:
+            seen = self.workers[request.worker] = WorkerSeen(request.rank, request.host, request.pid, self._clock())
+        seen.rank, seen.heard_s, seen.silent = request.rank, self._clock(), False
+        if request.rank == 0:
+            self._chief_died_s = None
+        self.ledger.join(request.worker)
+        if request.hosts_updated and not self._ending:
+            self.world += 1
+
+    def bye(self, worker: int) -> None:
+        """Training is over for this worker, so it is for all: nobody is let in any more."""
+        self.ledger.leave(worker)
+        self.workers.pop(worker, None)
+        self._ending = True
+
+    def dead(self, worker: int) -> None:
+        """The worker is gone: the others form a new world."""
+        self._handed.pop(worker, None)
+        self.ledger.leave(worker)
+        seen = self.workers.pop(worker, None)
+        if not self._ending:
+            self.world += 1
+            if seen is not None and seen.rank == 0:
+                self._chief_died_s = self._clock()
+
+    def _awaits_chief(self, worker: int) -> bool:
+        """After an epoch there is work for rank 0 alone: if it has died, the others wait until another worker is.
+
+        It may have died a moment ago, so it is to be heard of after the last step; its asking counts.
+        """
+        now = self._clock()
+        if self._finished_s is None:
+            self._finished_s = now
+        if self._ending:
+            return False
+        chiefs = {w: seen for w, seen in self.workers.items() if seen.rank == 0 and not seen.silent}
+        if worker in chiefs:
+            chiefs[worker].heard_s = now
+        if chiefs:
+            return all(seen.heard_s < self._finished_s for seen in chiefs.values())
+        died_s = self._chief_died_s
+        return died_s is not None and now - died_s < _CHIEF_S
+
+    def missed_chiefs(self) -> list[int]:
+        """Workers of rank 0 that an epoch's end waits for, since they were not heard of after its last step."""
+        finished_s = self._finished_s
+        if finished_s is None or self._ending or self._clock() - finished_s < _MISSED_S:
+            return []
+        return [w for w, seen in self.workers.items() if seen.rank == 0 and seen.heard_s < finished_s]
+
+    def fall_silent(self) -> list[int]:
+        """Take the leases of workers that are not heard of; returns the silent ones, whose processes may be dead."""
+        now = self._clock()
+        for worker, seen in self.workers.items():
+            if not seen.silent and now - seen.heard_s > self._alive_s:
+                seen.silent = True
+                self.ledger.leave(worker)
+        for micro, handed in list(self._given.items()):
+            # A worker that never said it lives, or has said goodbye: its request was late.
+            holder = self.workers.get(handed.worker)
+            limit = self._alive_s if holder is None else max(self._lease_s, _PATIENCE * holder.seconds)
+            if now - handed.given_s > limit:
+                self.ledger.revoke(micro)
+                del self._given[micro]
+        return [worker for worker, seen in self.workers.items() if seen.silent]
+
+    def want(self, mode: str, reason: str, pin: bool) -> None:
+        """Somebody asks for another mode: stop at the next step boundary."""
+        self.wanted, self.reason, self.pin = mode, reason, pin
+        if mode != "auto":  # the chief decides again, that is all
+            self.ledger.hold()
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def decide(self) -> Apply | Measure | None:
+        """The next step, if one is due; or the one that was decided before a crash.
+
+        `Measure` while a step is to be clipped and nobody knows how: `measured` comes next.
+        """
+        plan = self.ledger.decided or self.ledger.next_step()
+        if plan is None:
+            return None
+        members, scale = weighed(plan, self._enter.micro_batch, self.ledger.discipline)
+        losses = [(self._losses.pop(m.serial), m.n_samples) for m in plan.members if m.serial in self._losses]
+        if losses:
+            self.last_loss = sum(loss * n for loss, n in losses) / sum(n for _, n in losses)
+        if plan.clipped is None and members and not self.clip.is_none:
+            return Measure(self._enter.generation, plan.step, members, scale)
+        dense_factor, row_factor, self.last_norm = plan.clipped or (1.0, 1.0, None)
+        return Apply(
+            self._enter.generation, plan.step, members, scale,
+            self._row_lr, self._lrs, self.ledger.oldest_serial,
+            sorted(self.workers), dense_factor, row_factor, self.account.steps_skipped,
+        )  # fmt: skip
+
+    def measured(self, dense_squares: float, row_squares: float) -> None:
+        """The decided step is measured, over all servers: what it is multiplied by belongs to the decision."""
+        factors = self.clip.factors(dense_squares, row_squares)
+        self.ledger.clip(factors.dense, factors.rows, float(factors.norm or 0.0))
+
+    def applied(self, step: int, lost_micros: set[int], shard_steps_missed: int) -> None:
+        """The decided step is applied everywhere. `lost_micros`: members that some server had no push of any more."""
+        plan = self.ledger.decided
+        assert plan is not None
+        if self.loss_scale is not None and (plan.overflowed or any(m.weight > 0 for m in plan.members)):
+            self.loss_scale.step(plan.overflowed)
+        lost = sum(m.n_samples for m in plan.members if m.weight > 0 and m.micro in lost_micros)
+        self.ledger.applied(step)
+        self.account.applied -= lost
+        self.account.lost += lost
+        self.account.shard_steps_missed += shard_steps_missed
+
+    def _failure(self) -> str:
+        """Why training makes no sense any more: nothing but gradients that are not finite."""
+        limit = max(_REFUSED_AT_LEAST, _REFUSED_STEPS * self.ledger.cut.n_micro)
+        if self._refused_in_a_row < limit:
+            return ""
+        return f"{self._refused_in_a_row} gradients in a row were not finite, the last of {self.names_refused[-1]}"
+
+    # --- a look ------------------------------------------------------------------------------------------------------
+
+    def staleness(self) -> dict[int, int]:
+        total = dict(self._staleness_before)
+        for key, count in self.ledger.staleness_histogram.items():
+            total[key] = total.get(key, 0) + count
+        return total
+
+    def position(self, epoch: int | None = None, steps_done: int | None = None, done: bool = False) -> Position:
+        ledger = self.ledger
+        if done:  # an epoch that is over
+            steps_done = ledger.cut.n_steps
+        return Position(
+            step=ledger.step,
+            epoch=ledger.epoch if epoch is None else epoch,
+            steps_done=ledger.steps_done if steps_done is None else steps_done,
+            account=asdict(self.account),
+            staleness=self.staleness(),
+            lags=dict(self.lags),
+            refused=self._refused_before + ledger.refused,
+            reissued=self._reissued_before + ledger.reissued,
+            loss=self.last_loss,
+            grad_norm=self.last_norm,
+            loss_scale=None if self.loss_scale is None else self.loss_scale.now,
+            rates=sorted((s.rank, s.seconds) for s in self.workers.values() if not s.silent),
+            wanted=self.wanted,
+            reason=self.reason,
+            pin=self.pin,
+            failure=self._failure(),
+            world=self.world,
+            moved=self.moved if epoch in (None, ledger.epoch) else {},
+        )
+
+    def to_go_on_from(self) -> Position | None:
+        """Where another job would go on, in order; None while a step is under way."""
+        moved = self.ledger.moved()
+        if moved is None:
+            return None
+        told = self.position()
+        told.moved = {**self.moved, **{place: self.moved.get(micro, micro) for place, micro in moved.items()}}
+        return told
+
+    def state(self) -> dict[str, Any]:
+        """Plain values; `resume` is the inverse."""
+        return {
+            "ledger": self.ledger.state(),
+            "n_samples": self.ledger.cut.n_samples,
+            "workers": [[w, s.rank, s.host, s.pid] for w, s in self.workers.items()],
+            "world": self.world,
+            "wanted": self.wanted,
+            "reason": self.reason,
+            "pin": self.pin,
+            "staleness": self._staleness_before,
+            "refused": self._refused_before,
+            "reissued": self._reissued_before,
+            "lrs": [*self._lrs, self._row_lr],
+            "lrs_key": list(self._lrs_key),
+            "moved": [[place, micro] for place, micro in self.moved.items()],
+            "gathered": self.gathered,
+            "loss_scale": None if self.loss_scale is None else list(self.loss_scale.now),
+            "void": self.void,
+        }
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Go on from the state of a coordinator that died; workers get the full time to be heard of."""
+        self.ledger = Ledger.from_state(state["ledger"])
+        self.account = self.ledger.account
+        self.workers = {w: WorkerSeen(rank, host, pid, self._clock()) for w, rank, host, pid in state["workers"]}
+        if self.workers and all(seen.rank for seen in self.workers.values()):
+            # Rank 0 had died. If another worker is by now, its next heartbeat says so.
+            self._chief_died_s = self._clock()
+        self.world, self.wanted, self.reason = state["world"], state["wanted"], state["reason"]
+        self.pin = state["pin"]
+        self._staleness_before = {int(k): v for k, v in state["staleness"].items()}
+        self._refused_before, self._reissued_before = state["refused"], state["reissued"]
+        self._given = {
+            micro: _Handed(serial, worker, self._clock())
+            for worker, _, micro, serial, *_ in state["ledger"]["outstanding"]
+        }
+        *self._lrs, self._row_lr = state["lrs"]
+        self._lrs_key = (state["lrs_key"][0], state["lrs_key"][1])
+        self.moved = dict(state["moved"])
+        self.gathered, self.void = state["gathered"], state.get("void", 0)
+        if self.loss_scale is not None:
+            self.loss_scale.load(state["loss_scale"])
+
+    def _ledger(self, epoch: int, n_samples: int, steps_done: int, step: int, last_serial: int = 0) -> Ledger:
+        cut = Cut(n_samples, self._enter.global_batch, self._enter.micro_batch)
+        discipline = Discipline(**self._enter.discipline)
+        return Ledger(
+            cut,
+            discipline,
+            epoch=epoch,
+            steps_done=steps_done,
+            step=step,
+            account=self.account,
+            last_serial=last_serial,
+            skips=self.loss_scale is not None,
+        )
+
+
+def weighed(plan: StepPlan, micro_batch: int, discipline: Discipline) -> tuple[list[PlannedMember], float]:
+    """The members of a step that count, each with its weight, and the scale of their weighted sum."""
+    members = [
+        PlannedMember(m.micro, m.serial, m.weight * m.n_samples / micro_batch) for m in plan.members if m.weight > 0
+    ]
+    n_samples = plan.n_samples
+    if discipline.name == "hop_bw":  # a round is the gradients it waited for
+        n_samples = sum(m.n_samples for m in plan.members if m.weight > 0) or n_samples
+    return members, micro_batch / n_samples

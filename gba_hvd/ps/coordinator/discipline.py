@@ -1,0 +1,50 @@
+"""How an asynchronous mode hands out micro-batches and makes steps of what comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from gba_hvd.errors import BadInput
+from gba_hvd.mode_names import SERVER_MODES
+from gba_hvd.ps.coordinator.staleness import weighting
+
+
+@dataclass(frozen=True)
+class Discipline:
+    """How an asynchronous mode hands out micro-batches and makes steps of what comes back.
+
+    name:      gba     M pushes make a step, weighted by staleness
+               bsp     M pushes make a step, all with weight 1
+               async   every push is a step
+               hop_bs  as async, but no worker runs far ahead of the slowest (bounded staleness)
+               hop_bw  one push of every worker makes a step, without waiting for the last ones (backup workers)
+               shadow, easgd, ma, bmuf: as async; a push has rows only, since every worker steps a replica of the rest
+    staleness: gba: name of the weighting, see `gba_hvd.ps.coordinator.staleness`
+    tolerance: gba: steps, for the weightings that have one
+    lookahead: gba, bsp: hand out micro-batches of at most this many steps ahead; 0 is lock-step, None is no limit
+    slack:     hop_bs: whoever is more than this many micro-batches ahead of the slowest worker waits
+    backups:   hop_bw: a round does not wait for this many of the workers; what they push later is dropped
+
+    A setting of another discipline is not used. Raises BadInput.
+    """
+
+    name: str = "gba"
+    staleness: str = "threshold"
+    tolerance: int = 4
+    lookahead: int | None = None
+    slack: int = 2
+    backups: int = 1
+
+    def __post_init__(self) -> None:
+        if self.name not in SERVER_MODES:
+            near = get_close_matches(str(self.name), SERVER_MODES, n=1) or SERVER_MODES
+            raise BadInput(f"there is no asynchronous mode {self.name!r}; did you mean {' or '.join(map(repr, near))}?")
+        weighting(self.staleness, self.tolerance)
+        for setting in ("lookahead", "slack", "backups"):
+            value = getattr(self, setting)
+            if setting == "lookahead" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                or_none = ", or None" if setting == "lookahead" else ""
+                raise BadInput(f"{setting} must be a whole number, 0 or more{or_none}, got {value!r}")

@@ -1,0 +1,93 @@
+"""Evaluations in asynchronous modes: leased work like training, so that no worker waits for a slow or dead one.
+
+An evaluation is named by (phase, how many the phase had before); a phase is an epoch's batches, or what follows them.
+The first worker to ask gives its buffers (batch norm statistics) to all, so that one model is judged. Scores are added
+up as they come; a worker that asks after the end, a newcomer for example, gets the result. None of it survives the
+coordinator's process: the evaluation begins again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from gba_hvd.epoch import Account, Cut
+from gba_hvd.metrics import ScoreAccumulator, Scores, scores_from
+from gba_hvd.ps.coordinator.discipline import Discipline
+from gba_hvd.ps.coordinator.ledger import Lease, Ledger
+from gba_hvd.ps.messages import Evaluate, GivenLease, Judged, ProtocolError, Refused, Score
+from gba_hvd.ps.validation import array_of
+
+_KEPT = 8
+
+
+class _Evaluation:
+    def __init__(self, request: Evaluate, buffers: bytes) -> None:
+        self.request, self.buffers = request, buffers
+        cut = Cut(request.n_samples, request.batch, request.batch)
+        self.ledger = Ledger(cut, Discipline("async"), epoch=0, steps_done=0, step=0, account=Account())
+        self.scores = ScoreAccumulator(exact_limit=request.exact_limit)
+        self.result: Scores | None = None
+        self.like_probabilities = False
+
+
+class Judging:
+    """Not thread-safe: belongs to the server's main thread."""
+
+    def __init__(self) -> None:
+        self._evaluations: dict[tuple[int, int], _Evaluation] = {}
+
+    def ask(self, request: Evaluate, frames: Sequence[Any]) -> tuple[Judged | Refused, Sequence[Any]]:
+        """A lease on some samples, the result, or neither: ask again soon. Frame of the answer: the buffers."""
+        key = request.epoch, request.ordinal
+        found = self._evaluations.get(key)
+        if found is None:
+            if len(frames) != 1:
+                raise ProtocolError(f"Evaluate comes with one frame, got {len(frames)}")
+            found = self._evaluations[key] = _Evaluation(request, bytes(frames[0]))
+            for old in sorted(self._evaluations)[:-_KEPT]:
+                del self._evaluations[old]
+        theirs, mine = found.request, request
+        if (theirs.n_samples, theirs.batch) != (mine.n_samples, mine.batch):
+            text = f"{theirs.n_samples} samples in batches of {theirs.batch}, here {mine.n_samples} of {mine.batch}"
+            return Refused(f"the workers disagree about evaluation {key}: {text}", kind="mismatch"), ()
+        if found.like_probabilities:
+            return Judged(like_probabilities=True), ()
+        if found.result is not None:
+            return Judged(result=dataclasses.asdict(found.result)), ()
+        answer = found.ledger.lease(request.worker, request.request)
+        lease = None
+        if isinstance(answer, Lease):
+            lease = GivenLease(answer.micro, answer.serial, answer.token, answer.n_samples)
+        return Judged(lease=lease), (found.buffers,)
+
+    def score(self, request: Score, frames: Sequence[Any]) -> None:
+        """Take in the scores of one lease; ignored when they came before, or the lease was taken away."""
+        found = self._evaluations.get((request.epoch, request.ordinal))
+        if found is None or found.result is not None or found.like_probabilities:
+            return
+        if len(frames) != 2:
+            raise ProtocolError(f"Score comes with two frames, got {len(frames)}")
+        logits, labels = array_of(frames[0], "float32", "logits"), array_of(frames[1], "float32", "labels")
+        if not 0 <= request.micro < found.ledger.cut.n_steps:
+            raise ProtocolError(f"batch {request.micro} of {found.ledger.cut.n_steps}")
+        if not len(logits) == len(labels) == found.ledger.cut.samples_of_micro(request.micro):
+            raise ProtocolError(f"{len(logits)} logits and {len(labels)} labels for batch {request.micro}")
+        if not np.isin(labels, (0.0, 1.0)).all():
+            raise ProtocolError("labels must be 0 or 1")
+        if found.ledger.accept(request.worker, request.micro, request.serial) == "accepted":
+            found.scores.add(logits, labels)
+            if request.micro == 0 and found.request.may_be_probabilities:
+                found.like_probabilities = bool(((logits >= 0) & (logits <= 1)).all())
+            while (plan := found.ledger.next_step()) is not None:
+                found.ledger.applied(plan.step)
+            if found.ledger.finished:
+                found.result = scores_from([found.scores.state()])
+
+    def leave(self, worker: int) -> None:
+        """A worker is silent or gone: others compute what it had."""
+        for evaluation in self._evaluations.values():
+            evaluation.ledger.leave(worker)

@@ -1,0 +1,182 @@
+"""Starting the companion server, and finding it again.
+
+A worker that finds no server on its host starts one, outside the launcher's process tree: launchers end what they find
+there, and the server must outlive a restart of the workers. Who holds the lock on `ps-N.lock` is the server; the kernel
+lets go of it however the process ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from gba_hvd.embedding import row_optimizers
+from gba_hvd.embedding.row_optimizers import RowOptimizer
+from gba_hvd.errors import GbaError
+from gba_hvd.ps.messages import Endpoint
+from gba_hvd.ps.own_address import own_address
+from gba_hvd.ps.settings import Settings
+from gba_hvd.shm import job_folder as folders
+from gba_hvd.shm.layout import Layout
+
+_TRY_AGAIN_S = 5.0
+
+# Forks before anything heavy is imported and takes the lock at once: whoever comes second ends without a word.
+_START = """
+import fcntl, os, sys
+if os.fork(): os._exit(0)
+folder, index = sys.argv[1], int(sys.argv[2])
+lock = open(os.path.join(folder, f"ps-{index}.lock"), "a")
+try: fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except OSError: os._exit(0)
+import json
+from pathlib import Path
+told = json.loads((Path(folder) / "ps.json").read_text())
+sys.path += [path for path in told.get("sys_path", ()) if path not in sys.path]
+from gba_hvd.ps.server.server import main
+main(Path(folder), index)
+"""
+
+
+def write_settings(folder: Path, job: str, key: bytes, layout: Layout, optimizer: RowOptimizer, **more: Any) -> None:
+    """What servers of this host read at their start. Written once; the same values again change nothing."""
+    if (folder / "ps.json").exists():
+        return
+    paths = [os.path.abspath(path) for path in sys.path]  # "" is the folder that the script was started in
+    settings = Settings(job, layout.describe(), describe_optimizer(optimizer), own_address(), sys_path=paths, **more)
+    mine = f"new-{os.getpid()}-{threading.get_ident()}"  # several workers may write at once
+    fd = os.open(folder / f"key.{mine}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(fd, "wb") as file:
+        file.write(key)
+    (folder / f"key.{mine}").rename(folder / "key")
+    fresh = folder / f"ps.json.{mine}"
+    fresh.write_text(json.dumps(dataclasses.asdict(settings)))
+    fresh.rename(folder / "ps.json")  # last: from here on a server can start
+
+
+def ensure_running(folder: Path, index: int) -> bool:
+    """Start the server unless it runs. Returns at once; True if one had to be started.
+
+    One that could not start is tried again only after some seconds. Raises GbaError when no process can be started, or
+    the folder cannot be trusted.
+    """
+    try:
+        folders.check(folder)
+    except FileNotFoundError:
+        return False  # the job's folder is gone
+    if not (folder / "ps.json").exists():
+        return False
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - (folder / f"ps-{index}.failed").stat().st_mtime < _TRY_AGAIN_S:
+                return False
+        with open(folder / f"ps-{index}.lock", "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except FileNotFoundError:
+        return False  # the job's folder is gone
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "GBA_HVD_KEY"))}
+    try:
+        with open(folder / f"ps-{index}.log", "ab") as log:
+            (folder / f"ps-{index}.failed").unlink(missing_ok=True)
+            subprocess.run(
+                [sys.executable, "-c", _START, str(folder), str(index)],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, check=True, timeout=30,
+                env=environ | {"OMP_NUM_THREADS": "1"}, cwd="/",
+            )  # fmt: skip
+    except FileNotFoundError:
+        return False  # the job's folder is gone
+    except (OSError, subprocess.SubprocessError) as error:
+        raise GbaError(f"no companion server can be started in {folder}: {error}") from error
+    return True
+
+
+def why_not_started(folder: Path, index: int) -> str:
+    """Why the newest server could not start; empty if it could, or has not had time to."""
+    try:
+        return (folder / f"ps-{index}.failed").read_text() or "it said nothing"
+    except FileNotFoundError:
+        return ""
+
+
+def endpoint(folder: Path, index: int, host: int, timeout_s: float) -> Endpoint:
+    """Where the server of this host listens; waits until it does. Raises GbaError with the end of its log."""
+    deadline = time.monotonic() + timeout_s
+    settings = json.loads((folder / "ps.json").read_text())
+    while True:
+        ensure_running(folder, index)
+        if failure := why_not_started(folder, index):
+            raise GbaError(f"the companion server cannot start: {failure}")
+        try:
+            ports = json.loads((folder / f"ps-{index}.address").read_text())
+            return Endpoint(host, index, settings["address"], ports["control"], ports["pull"])
+        except (FileNotFoundError, KeyError, TypeError, ValueError):  # not there yet, or damaged
+            if time.monotonic() > deadline:
+                raise GbaError(
+                    f"the companion server did not start within {timeout_s:.0f} s; it said: {last_words(folder, index)}"
+                ) from None
+            time.sleep(0.02)
+
+
+def folder_lost(folder: Path, opened: int) -> str:
+    """Why no server can start in the job's folder, which was opened before; empty while it is the same folder."""
+    try:
+        if os.stat(folder).st_ino == os.fstat(opened).st_ino:
+            return ""
+        what = "was replaced by another folder of that name"
+    except FileNotFoundError:
+        what = "was removed"
+    return (
+        f"the job's folder {folder} {what}, so no companion server can start on this host. Where nobody did that by "
+        "hand, systemd removes what a user has in /dev/shm when the user logs out: `loginctl enable-linger`, or set "
+        "GBA_HVD_SHARD_DIR. Workers that run keep their tables; stop the job and start it again"
+    )
+
+
+def last_words(folder: Path, index: int) -> str:
+    """The end of a server's log."""
+    try:
+        return (folder / f"ps-{index}.log").read_text(errors="replace")[-2000:].strip() or "nothing"
+    except FileNotFoundError:
+        return "nothing"
+
+
+def pid_of(folder: Path, index: int) -> int | None:
+    """The process that serves, if one has started. A file that is damaged names none."""
+    try:
+        return int(json.loads((folder / f"ps-{index}.address").read_text())["pid"])
+    except (FileNotFoundError, KeyError, TypeError, ValueError):
+        return None
+
+
+def kill(folder: Path, index: int) -> None:
+    """End a server that does not answer. One that is gone already, or another process of its number, is left alone."""
+    pid = pid_of(folder, index)
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        if pid is not None and os.fsencode(folder) in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(pid, signal.SIGKILL)
+
+
+def describe_optimizer(optimizer: RowOptimizer) -> dict[str, Any]:
+    """A row optimizer as plain values. Another process imports its class by name, as `row_optimizers.build` allows."""
+    kind = type(optimizer)
+    if not dataclasses.is_dataclass(optimizer) or kind.__module__ == "__main__":
+        raise GbaError(
+            f"the row optimizer {kind.__qualname__} must be a dataclass in a module that other processes can import, "
+            f"not in {kind.__module__}"
+        )
+    module = row_optimizers.PUBLIC_MODULE if kind.__module__ == row_optimizers.__name__ else kind.__module__
+    name = f"{module}:{kind.__qualname__}"
+    row_optimizers.resolve(name)
+    return {"class": name, "fields": dataclasses.asdict(optimizer)}

@@ -1,0 +1,533 @@
+"""What workers and servers say to each other: the messages, their encoding, and the checks before anything is believed.
+
+A message is a msgpack header and, where it carries numbers, raw frames. Headers are decoded into typed structs, so a
+wrong field is refused by the decoder; frames are checked here against the tables, before anything is stored.
+Numbered by who speaks:
+
+    1. a worker that leads its host    Enter             here is your part of the dense parameters; serve these shards
+    2. any worker                      Ask, PullRows, PullDense, Push, Done, Beat, Evaluate, Score, Export, Bye
+                                       Residual        where checkpoints are made of compressed gradients
+                                       Blend, Publish, HandIn, HandedIn      where workers have replicas (`shadow`)
+    3. the coordinator, to servers     Measure, Apply, Discard, Alive
+    4. an operator                     Status, SwitchTo
+    5. the chief                       Hold, Save              in asynchronous modes the coordinator passes it on
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from gba_hvd.errors import GbaError
+
+VERSION = 1
+MAX_HEADER_BYTES = 16 << 20  # `Enter` names every dense tensor; all other headers are small
+MAX_ANSWER_BYTES = 1 << 31  # of rows, to one pull
+
+
+class ProtocolError(GbaError):
+    """A message that is not what the protocol says. Nothing was changed. `number`: the request's, when it has one."""
+
+    number = 0
+
+
+class NotFinite(ProtocolError):
+    """A gradient with NaN or infinity. It was not stored."""
+
+
+class Struct(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    pass
+
+
+# --- values inside messages ------------------------------------------------------------------------------------------
+
+
+class Endpoint(Struct):
+    """Where a server listens: control and pulls, and the host (number of its memory) it serves."""
+
+    host: int
+    index: int  # of the host's servers
+    address: str  # an IP address
+    control: int
+    pull: int
+
+
+class Saved(Struct):
+    """What became of the newest checkpoint: "running", "done", "failed", or "part": this server's part of it is saved.
+
+    All zero: there was none.
+    """
+
+    epoch: int = 0
+    number: int = 0
+    state: str = ""
+    facts: dict[str, Any] = {}
+
+
+class Position(Struct):
+    """Where training stands: what every worker needs to know of the job."""
+
+    step: int = 0
+    epoch: int = 0
+    steps_done: int = 0
+    account: dict[str, int] = {}
+    staleness: dict[int, int] = {}  # histogram over applied and dropped micro-batches
+    lags: dict[int, int] = {}  # as staleness, but of the dense values that gradients were computed with (server 0)
+    refused: int = 0
+    reissued: int = 0
+    loss: float | None = None  # of the newest step
+    grad_norm: float | None = None  # the same, where steps are clipped: before that
+    rates: list[tuple[int, float]] = []  # of each living worker: rank, seconds per micro-batch
+    wanted: str = ""  # the mode somebody asked for, with the reason
+    reason: str = ""
+    pin: bool = False  # an operator asked for it: stay there
+    failure: str = ""  # training cannot go on
+    world: int = 0  # how often the membership changed; workers form a new Horovod world when it grows
+    saved: Saved | None = None
+    leaving: bool = False  # some worker is to leave, and waits for a checkpoint
+    loss_scale: tuple[float, int, int] | None = None  # as of `LossScale.now`, after `step`
+    moved: dict[int, int] = {}  # as of `tokens.Ledger.moved`, in the job this one goes on from
+    server: int = 0  # process that answers; a successor has another one
+    warming: bool = False  # it still imports what an asynchronous mode needs
+
+
+class GivenLease(Struct):
+    micro: int
+    serial: int
+    token: int
+    n_samples: int
+
+
+class PlannedMember(Struct):
+    micro: int
+    serial: int
+    weight: float
+
+
+# --- requests --------------------------------------------------------------------------------------------------------
+
+
+class Enter(Struct):
+    """Serve `shards` and these dense tensors from `position` on. Frames: values, optimizer state (state_codec)."""
+
+    generation: int
+    servers: list[Endpoint]
+    me: int  # index into servers; server 0 is the coordinator
+    shard_servers: list[int]  # shard -> index into servers
+    position: Position
+    n_samples: int  # of the epoch
+    global_batch: int
+    micro_batch: int
+    discipline: dict[str, Any]
+    row_average: str
+    row_lr: float
+    lrs: list[float]
+    tensors: list[tuple[str, list[int], int]]  # name, shape, optimizer group
+    optimizer: dict[str, Any]
+    workers: list[tuple[int, int, int, int]] = []  # those who enter: id, rank, host, pid
+    rule: str = "none"  # how dense parameters are updated (`gba_hvd.update_rules`)
+    until_s: float = 0.0  # of this host's monotonic clock (its own lead asks): void afterwards; 0: without a limit
+    max_norm: float | None = None  # as of `clipping.Clip`
+    max_row_norm: float | None = None
+    loss_scale: dict[str, Any] | None = None  # as of `loss_scale.LossScale`; None: a gradient that overflows is dropped
+
+
+class Ask(Struct):
+    """A lease, please. `request` grows with every new question; the same one again gets the same answer."""
+
+    worker: int
+    generation: int
+    request: int
+    epoch: int
+    n_samples: int
+    lrs: list[float]  # of the dense groups, then the rows', as of step `lrs_step`
+    lrs_step: int
+
+
+class Compressor(Struct):
+    """As `compression.Spec`."""
+
+    selector: str
+    keep: float
+    refresh_every: int
+    drift: float
+    values: str
+
+
+class PullRows(Struct):
+    """Frames: for each group the keys, int64. Answer: for each group the weights, float32 [n, dim].
+
+    With a compressor keys and rows are as of `compression.rows`.
+    """
+
+    generation: int
+    compressor: Compressor | None = None
+
+
+class PullDense(Struct):
+    """This server's dense values, if they are newer than `newer_than`.
+
+    compressor: the worker, of another host, takes differences to the values of step `newer_than`, which it has
+    """
+
+    generation: int
+    newer_than: int
+    worker: int = 0
+    compressor: Compressor | None = None
+
+
+class Push(Struct):
+    """Gradients of one micro-batch, for one server. Frames: its dense slice float32, its row message (`gradients`).
+
+    compressed: the first frame is a message as of `compression.push`, in which those of this server's tensors that are
+    in `whole` go as they are; rows_compressed: the second one is one as of `compression.row_push`.
+    A third frame, to the first server of the worker's host: what the worker had not sent after this push, float32 [n of
+    all dense]
+    """
+
+    worker: int
+    generation: int
+    micro: int
+    serial: int
+    dense_step: int = -1  # step of this server's dense values that they were computed with, -1 if not known
+    compressed: bool = False
+    rows_compressed: bool = False
+    whole: tuple[int, ...] = ()
+
+
+class Residual(Struct):
+    """What a worker had not sent as it came into the mode. Frame: float32 [n of all dense], empty: nothing."""
+
+    worker: int
+    generation: int
+
+
+class Done(Struct):
+    """Every server has its part of this micro-batch's gradients. `refused` names what was not finite.
+
+    lrs: as of `Ask`, when the gradients were computed; so a step is applied with rates as new as its gradients
+    """
+
+    worker: int
+    generation: int
+    micro: int
+    serial: int
+    loss: float | None = None
+    seconds: float = 0.0
+    refused: str = ""
+    lrs: list[float] = []
+    lrs_step: int = -1
+
+
+class Beat(Struct):
+    """I live. In allreduce mode the chief also tells where training stands, for `gba-hvd status`."""
+
+    worker: int
+    rank: int
+    host: int
+    pid: int
+    generation: int  # 0 in allreduce mode
+    hosts_updated: bool = False
+    leaving: bool = False  # once a checkpoint is there
+    told: dict[str, Any] = {}
+    given_up: int = 0  # generation of a mode that the workers of this host went on without: nobody is in it
+
+
+class Evaluate(Struct):
+    """Samples to score, please, in evaluation `ordinal` of `epoch`. Frame: this worker's buffers (state_codec)."""
+
+    worker: int
+    generation: int
+    request: int
+    epoch: int
+    ordinal: int
+    n_samples: int
+    batch: int
+    exact_limit: int
+    may_be_probabilities: bool = False  # nobody said what the outputs are: look at the first batch
+
+
+class Score(Struct):
+    """Scores of one lease of an evaluation. Frames: logits float32, labels float32."""
+
+    worker: int
+    generation: int
+    epoch: int
+    ordinal: int
+    micro: int
+    serial: int
+
+
+class Export(Struct):
+    """All of this server's dense state. Frames of the answer: values, optimizer state (state_codec).
+
+    leaving: the workers apply the steps from here on; the server must not touch a shard any more
+    phase: of replicas: first becomes the mean of what was handed in for this phase (-1: as it is)
+    position: the coordinator also says where to go on, between two steps: its workers are all gone
+    """
+
+    generation: int
+    leaving: bool
+    phase: int = -1
+    position: bool = False
+
+
+class Blend(Struct):
+    """Blend a replica into the central copy. Frame: its values here, float32. Answer: `Dense` with the copy's.
+
+    number: grows with each round of the worker: a repeated one is not blended twice
+    phase: see `shadow`; elasticity: see `averaging`
+    """
+
+    worker: int
+    generation: int
+    number: int
+    phase: int
+    elasticity: float
+
+
+class Publish(Struct):
+    """Overwrite the central copy, unless `phase` is over. Frames: values float32, optimizer state; empty: stays."""
+
+    generation: int
+    phase: int
+
+
+class HandIn(Struct):
+    """One worker's replica, for the mean of this phase. Frames: values float32, optimizer state (state_codec).
+
+    early: it left its loop before the epoch's end; should it come back, what it hands in then takes the place of this
+    """
+
+    worker: int
+    generation: int
+    phase: int
+    early: bool = False
+
+
+class HandedIn(Struct):
+    """To the coordinator: every server has what this worker had. Answered when all living workers have said so.
+
+    early: as of `HandIn`; answered at once
+    """
+
+    worker: int
+    generation: int
+    phase: int
+    early: bool = False
+
+
+class Bye(Struct):
+    """The worker leaves. finished: training is over; otherwise a replacement is wanted."""
+
+    worker: int
+    finished: bool = True
+
+
+class Measure(Struct):
+    """How large is the gradient of step `step`, which is decided and to be clipped? Changes nothing."""
+
+    generation: int
+    step: int
+    members: list[PlannedMember]
+    scale: float
+
+
+class Apply(Struct):
+    """Step `step` is decided: merge these pushes, apply them once."""
+
+    generation: int
+    step: int
+    members: list[PlannedMember]
+    scale: float
+    row_lr: float
+    lrs: list[float]
+    oldest_serial: int  # pushes of older leases will never be asked for
+    workers: list[int] = []  # who lives, by id: for rules that want to know, and to forget who is gone
+    dense_factor: float = 1.0  # what clipping multiplies the gradients by
+    row_factor: float = 1.0
+    n_skipped: int = 0  # steps before this one that nobody applied, for a row optimizer that counts
+
+
+class Discard(Struct):
+    """Forget the pushes of leases older than `oldest_serial`: their micro-batches will be computed again."""
+
+    generation: int
+    oldest_serial: int
+
+
+class Alive(Struct):
+    """Does the process live?"""
+
+    pid: int
+
+
+class Status(Struct):
+    pass
+
+
+class SwitchTo(Struct):
+    mode: str
+    reason: str
+    pin: bool = False
+
+
+class Hold(Struct):
+    """Give the signs of life of this claim (`recovery.catalog.claims`) until another one comes.
+
+    settings, about, first_epoch: as in `Save`; of a last save, should all workers be lost. part, n_parts: the number of
+    this host, and how many there are; only the first one gives signs of life. 0 hosts: not known
+    """
+
+    claim: dict[str, Any]
+    settings: dict[str, Any]
+    about: dict[str, Any] = {}
+    first_epoch: int = 0
+    part: int = 0
+    n_parts: int = 1
+
+
+class Save(Struct):
+    """Save the shards that are here, as one part of a checkpoint. Frame: what it has beside rows (part 0 only).
+
+    kind, parent, about: as in `recovery.format.manifest.Manifest`. settings: url, storage_options, config. claim: see
+    `Hold`.
+    generation: of the asynchronous mode; its servers add the dense state themselves. 0 in allreduce mode
+    first_epoch: of the job: what was saved since then is its own, and may expire
+    """
+
+    epoch: int
+    number: int
+    part: int
+    n_parts: int
+    kind: str
+    parent: str | None
+    step: int
+    samples: int
+    settings: dict[str, Any]
+    claim: dict[str, Any]
+    about: dict[str, Any]
+    generation: int = 0
+    first_epoch: int = 0
+    supersedes: bool = False  # whoever asks has given up the save under way: it is cancelled
+
+
+Request = (
+    Enter
+    | Ask
+    | Evaluate
+    | Score
+    | PullRows
+    | PullDense
+    | Push
+    | Residual
+    | Done
+    | Beat
+    | Export
+    | Blend
+    | Publish
+    | HandIn
+    | HandedIn
+    | Bye
+    | Measure
+    | Apply
+    | Discard
+    | Alive
+    | Status
+    | SwitchTo
+    | Save
+    | Hold
+)
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+class Ok(Struct):
+    position: Position | None = None
+
+
+class Taken(Struct):
+    """The answer to `HandIn`. late: the mean of the phase was made before, without this replica."""
+
+    late: bool = False
+
+
+class Given(Struct):
+    """The answer to `Ask`: a lease, or why there is none: "wait", "finished", "drained"."""
+
+    position: Position
+    lease: GivenLease | None = None
+    instead: str = ""
+
+
+class Judged(Struct):
+    """The answer to `Evaluate`: a lease, or the result (`metrics.Scores`), or neither: ask again soon.
+
+    like_probabilities: the evaluation is refused: nobody said that outputs are logits, and the first ones lie in [0, 1]
+    """
+
+    lease: GivenLease | None = None
+    result: dict[str, Any] | None = None
+    like_probabilities: bool = False
+
+
+class Dense(Struct):
+    """Frames: the values, unless `step` is not newer than asked.
+
+    base: if not -1, the frame is the compressed difference to the values of this step
+    """
+
+    step: int
+    base: int = -1
+
+
+class Rows(Struct):
+    pass
+
+
+class Exported(Struct):
+    step: int
+    position: Position | None = None
+
+
+class Measured(Struct):
+    """The sums of squares of this server's part of a step's gradient."""
+
+    step: int
+    dense_squares: float
+    row_squares: float
+
+
+class Applied(Struct):
+    """`missing`: micro-batches whose push is not here; `missed`: shards and dense parts that did not get the step.
+
+    failed: why the step could not be applied; it is over all the same, and the job should end with these words
+    """
+
+    step: int
+    missing: list[int] = []
+    missed: int = 0
+    failed: str = ""
+
+
+class Lives(Struct):
+    alive: bool
+
+
+class StatusReport(Struct):
+    report: dict[str, Any]
+
+
+class Refused(Struct):
+    """The request was not carried out, and changed nothing. `again`: it may be sent again later."""
+
+    why: str
+    again: bool = False
+    kind: str = ""
+
+
+Answer = Ok | Taken | Given | Judged | Dense | Rows | Exported | Measured | Applied | Lives | StatusReport | Refused
+
+
+# --- checks of frames ------------------------------------------------------------------------------------------------

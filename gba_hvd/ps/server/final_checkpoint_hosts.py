@@ -1,0 +1,207 @@
+"""The last checkpoint of a job in allreduce mode on several hosts: servers that do not know each other agree on it.
+
+They meet in the store, under the epoch of the claim that their workers' world had. Each holds its host's memory
+meanwhile (`last_gasp`), for `last_gasp_s` at most. In the order in which things become visible:
+
+    1. gone   every server but the first one says that all workers of its host are gone, when it saves nothing any more:
+              a save of the first one that waits for rows that nobody asked for fails        blobs/EPOCH-last/gone-NNNN
+    2. word   the first one, which has the training state, waits for them, for half of the time, and says what is to be
+              saved, or why nothing is                                                     blobs/EPOCH-last/word
+    3. save   each saves the rows of its host (`saver`), and with its list says of which steps they are
+    4. check  the first one: every shard has come, from one host; then the manifest is written, last
+
+Before 4 nothing counts, and the checkpoint before stays in force: a server or a host that dies, a host whose workers
+live, rows that are of other steps than the training state (`rows_of`), a store that fails. Workers that go on without
+a host have claimed the place anew, so its server stops at the next look at the claims. What a crash leaves: objects
+under the epoch that nothing refers to; `recovery.catalog.retention.gc` finds them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from gba_hvd.errors import GbaError
+from gba_hvd.ps.messages import Hold, Save
+from gba_hvd.ps.partition.saver import Agreed, Saver, last_prefix
+from gba_hvd.shm.retained_state import Kept
+from gba_hvd.shm.shard_memory import ShardMemory
+from recovery import state_codec
+from recovery.catalog import claims
+from recovery.errors import RecoveryError, StoreError
+from recovery.storage.store import Store
+from recovery.write.writer import Cancelled
+
+_LOOK_S = 0.2
+
+
+class Word(msgspec.Struct, frozen=True):
+    """What is to be saved, as in `Save`. why: nothing is, for this reason."""
+
+    number: int = 0
+    kind: str = "full"
+    parent: str | None = None
+    step: int = 0
+    samples: int = 0
+    why: str = ""
+
+
+class PartRows(msgspec.Struct, frozen=True):
+    """What a server has: shards; steps that they missed, all together; how many are in the middle of a step.
+
+    why: it saves nothing, for this reason
+    """
+
+    shards: list[int] = []
+    missed: int = 0
+    torn: int = 0
+    why: str = ""
+
+
+def begin(saver: Saver, memory: ShardMemory, state: Kept | None) -> None:
+    """Agree on a last checkpoint and save this host's part of it, in the saver's thread. state: the first server's."""
+    held, now = saver.held, time.monotonic()
+    request: Save | None = None
+    assert held is not None
+    if not held.part and state is not None and not state.generation:
+        applied = state_codec.decode(state.state)["position"]["account"]["applied"]
+        request = saver.last_request(state.step, applied)
+
+    def first(store: Store, cancel: threading.Event) -> Agreed:
+        epoch = held.claim["epoch"]
+        try:
+            if state is None or state.generation:
+                raise GbaError("the training state was not kept in memory")
+            if request is None:
+                raise GbaError(f"nothing is newer than the last checkpoint, the training state is of step {state.step}")
+            await_gone(store, held, now + saver.last_gasp_s / 2, cancel)
+            mine = rows_of(memory, state.step)
+        except (GbaError, RecoveryError, OSError) as error:
+            with contextlib.suppress(RecoveryError, OSError):
+                tell(store, epoch, Word(why=str(error)))
+            raise
+        request.n_parts = held.n_parts
+        word = Word(request.number, request.kind, request.parent, request.step, request.samples)
+        tell(store, epoch, word)
+
+        def whole(parts: Sequence[bytes]) -> bytes:
+            clear(store, epoch)  # all have read it
+            told = [msgspec.msgpack.decode(part, type=PartRows) for part in parts]
+            return whole_state(state.state, told, memory.layout.n_shards)
+
+        return request, mine.shards, whole, msgspec.msgpack.encode(mine)
+
+    def other(store: Store, cancel: threading.Event) -> Agreed:
+        word = await_word(store, held, now + saver.last_gasp_s, cancel)
+        try:
+            mine = rows_of(memory, word.step)
+        except GbaError as error:
+            mine = PartRows(why=str(error))
+        mine_of = Save(
+            epoch=held.claim["epoch"], number=word.number, part=held.part, n_parts=held.n_parts, kind=word.kind,
+            parent=word.parent, step=word.step, samples=word.samples, settings=held.settings, claim=held.claim,
+            about={"last_gasp": True}, first_epoch=held.first_epoch,
+        )  # fmt: skip
+        return mine_of, mine.shards, lambda parts: b"", msgspec.msgpack.encode(mine)
+
+    saver.begin_agreed(other if held.part else first)
+
+
+def rows_of(memory: ShardMemory, step: int) -> PartRows:
+    """The shards that are here, if they can go with a training state of this step.
+
+    All workers had entered the commit of `step` when the chief kept the state, and none that of step + 2: rows that the
+    workers of that world left are of the step, one ahead or one behind, or in the middle of it. Raises GbaError for
+    others.
+    """
+    marks, shards = memory.marks(), memory.ready()
+    begun, finished = marks.begun[shards], marks.finished[shards]
+    if (finished < step - 1).any() or (begun > step + 1).any():
+        raise GbaError(
+            f"the training state is of step {step}, the rows of {memory.folder} are of steps "
+            f"{int(finished.min())} to {int(begun.max())}: they do not belong together"
+        )
+    missed = int((step - finished).clip(min=0).sum())
+    return PartRows(shards, missed, int((begun > finished).sum()))
+
+
+def whole_state(state: bytes, told: Sequence[PartRows], n_shards: int) -> bytes:
+    """The training state, with the steps that shards missed in its account. told: by all servers.
+
+    Raises GbaError when a server refused, or when the shards of all are not each shard once.
+    """
+    if refused := [f"host {number}: {one.why}" for number, one in enumerate(told) if one.why]:
+        raise GbaError("; ".join(refused))
+    found = sorted(shard for one in told for shard in one.shards)
+    if found != list(range(n_shards)):
+        missing, twice = sorted({*range(n_shards)} - {*found}), sorted({s for s in found if found.count(s) > 1})
+        raise GbaError(f"all hosts together lack shards {missing[:8]}, and have shards {twice[:8]} more than once")
+    decoded = state_codec.decode(state)
+    decoded["position"]["account"]["shard_steps_missed"] += sum(one.missed for one in told)
+    return state_codec.encode(decoded)
+
+
+# --- the objects in the store ----------------------------------------------------------------------------------------
+
+
+def await_gone(store: Store, held: Hold, until_s: float, cancel: threading.Event) -> None:
+    """Return when the servers of all other hosts have said that their workers are gone.
+
+    Raises StoreError when one has not until then, Fenced when somebody goes on without them, Cancelled.
+    """
+    prefix, claim = f"{last_prefix(held.claim['epoch'])}gone-", claims.Claim(**held.claim)
+    while True:
+        claims.check(store, claim)
+        missing = {f"{prefix}{part:04d}" for part in range(1, held.n_parts)} - set(store.names(prefix))
+        if not missing:
+            return
+        if time.monotonic() > until_s:
+            numbers = sorted(int(name.removeprefix(prefix)) for name in missing)
+            raise StoreError(
+                f"the servers of hosts {numbers[:8]} of {held.n_parts} have not said that their workers are gone, too"
+            )
+        if cancel.wait(_LOOK_S):
+            raise Cancelled("the last checkpoint was cancelled")
+
+
+def await_word(store: Store, held: Hold, until_s: float, cancel: threading.Event) -> Word:
+    """Say that the workers of this host are gone, and return what is to be saved.
+
+    Raises StoreError when nothing is, or when that was not said until then, Fenced and Cancelled as `await_gone`.
+    """
+    epoch, claim = held.claim["epoch"], claims.Claim(**held.claim)
+    gone, name = f"{last_prefix(epoch)}gone-{held.part:04d}", _word(epoch)
+    claims.check(store, claim)
+    store.put(gone, [b"gone"])
+    try:
+        while name not in store.names(name):
+            if time.monotonic() > until_s:
+                raise StoreError("the server of the first host has not said what to save: it is gone, or cannot agree")
+            if cancel.wait(_LOOK_S):
+                raise Cancelled("the last checkpoint was cancelled")
+            claims.check(store, claim)
+        word = msgspec.json.decode(store.get(name), type=Word)
+    finally:
+        with contextlib.suppress(RecoveryError, OSError):
+            store.delete([gone])
+    if word.why:
+        raise StoreError(f"the server of the first host saves nothing: {word.why}")
+    return word
+
+
+def tell(store: Store, epoch: int, word: Word) -> None:
+    store.put(_word(epoch), [msgspec.json.encode(word)])
+
+
+def clear(store: Store, epoch: int) -> None:
+    """What all have read is of no more use; what cannot be deleted now, `gc` finds."""
+    with contextlib.suppress(RecoveryError, OSError):
+        store.delete(sorted(store.names(last_prefix(epoch))))
+
+
+def _word(epoch: int) -> str:
+    return f"{last_prefix(epoch)}word"

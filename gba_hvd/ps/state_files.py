@@ -1,0 +1,91 @@
+"""What of a server outlives it, in files of the job's folder: a successor goes on from them.
+
+    ps-N.address   where it listens; written last at its start, from there on the server is there
+    ps-N.session   what it serves: the `Enter` of its mode, and whether the mode is over (idle)
+    ps-N.ledger    the coordinator's state, saved before any answer leaves
+    ps-N.failed    why the newest one could not start
+
+These are written here, each whole or not at all, when their owner says so. Others write theirs themselves: the dense
+part (`dense`, `central`, `residuals`), what the newest checkpoint has (`saver`), a last save under way (`last_gasp`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from gba_hvd.ps.messages import Enter
+from gba_hvd.shm.snapshot_file import SnapshotFile
+
+
+def path_of(folder: Path, index: int, name: str) -> Path:
+    """A file of a server of this host."""
+    return folder / f"ps-{index}.{name}"
+
+
+class Records:
+    """Of one server. Belongs to its main thread."""
+
+    def __init__(self, folder: Path, index: int) -> None:
+        self._folder, self._index = folder, index
+        self.n_ledgers = 0  # how often the ledger was saved
+        self._ledger_file: SnapshotFile | None = None
+
+    def path(self, name: str) -> Path:
+        return path_of(self._folder, self._index, name)
+
+    def ports(self) -> tuple[int, int]:
+        """(control, pull) of the predecessor, where a successor listens; 0: there was none."""
+        try:
+            told = json.loads(self.path("address").read_text())
+        except FileNotFoundError:
+            return 0, 0
+        return told["control"], told["pull"]
+
+    def save_address(self, control: int, pull: int) -> None:
+        self._replace("address", json.dumps({"control": control, "pull": pull, "pid": os.getpid()}).encode())
+
+    def save_failure(self, error: Exception) -> None:
+        self._replace("failed", f"{type(error).__name__}: {error}".encode())
+
+    def save_session(self, enter: Enter, idle: bool) -> None:
+        self._replace("session", msgspec.msgpack.encode({"idle": idle, "enter": enter}))
+
+    def session(self) -> tuple[Enter, bool] | None:
+        """As `save_session` had them; None when no mode was entered here."""
+        try:
+            told = msgspec.msgpack.decode(self.path("session").read_bytes())
+        except FileNotFoundError:
+            return None
+        return msgspec.convert(told["enter"], Enter), told["idle"]
+
+    def save_ledger(self, generation: int, state: Mapping[str, Any]) -> None:
+        """state: of the coordinator. Raises OSError when there is no room for it; the one before stays."""
+        self._ledger().write(msgspec.msgpack.encode({"generation": generation, **state}))
+        self.n_ledgers += 1
+
+    def ledger(self, generation: int) -> dict[str, Any] | None:
+        """The newest one of this generation, for `Coordinator.resume`. Raises ShardMemoryError when it is damaged."""
+        saved = self._ledger().read()
+        if saved is None:
+            return None
+        state: dict[str, Any] = msgspec.msgpack.decode(saved, strict=False)
+        return state if state["generation"] == generation else None
+
+    def _ledger(self) -> SnapshotFile:
+        if self._ledger_file is None:
+            self._ledger_file = SnapshotFile(self.path("ledger"))
+        return self._ledger_file
+
+    def _replace(self, name: str, data: bytes) -> None:
+        fresh = self.path(f"{name}.new")
+        fresh.write_bytes(data)
+        fresh.rename(self.path(name))
+
+
+MARK = "ps-*.flushing"  # a file that is there meanwhile; whoever starts the job again waits for it

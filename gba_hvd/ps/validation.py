@@ -1,0 +1,141 @@
+"""Checks of what came in frames, before anything of it is stored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from gba_hvd.clipping import Clip
+from gba_hvd.errors import BadInput
+from gba_hvd.mode_names import REPLICA_MODES
+from gba_hvd.ps.messages import Apply, Enter, Measure, NotFinite, ProtocolError
+from gba_hvd.shm.layout import Layout
+
+
+def array_of(frame: Any, dtype: str, what: str) -> np.ndarray:
+    """A frame as an array, a view where its place in memory allows."""
+    size = np.dtype(dtype).itemsize
+    if len(frame) % size:
+        raise ProtocolError(f"{what}: {len(frame)} bytes are no whole number of {dtype}")
+    array = np.frombuffer(frame, dtype=dtype)
+    return array if array.flags.aligned else array.copy()
+
+
+def check_keys(layout: Layout, group: int, keys: np.ndarray, mine: np.ndarray) -> None:
+    """Raises ProtocolError unless every key is a row of a table, in a shard of `mine` (bool [S])."""
+    if len(keys) == 0:
+        return
+    spec = layout.groups[group]
+    if keys.min() < 0 or keys.max() >= spec.places * layout.n_shards:
+        raise ProtocolError(
+            f"tables of dimension {spec.dim}: keys {keys.min()} to {keys.max()}, "
+            f"expected 0 to {spec.places * layout.n_shards - 1}"
+        )
+    first = np.array(spec.first)
+    table = np.searchsorted(first, keys // layout.n_shards, side="right") - 1
+    rows = keys - first[table] * layout.n_shards
+    beyond = np.flatnonzero(rows >= np.array([t.n_rows for t in spec.tables])[table])
+    if len(beyond):
+        at = beyond[0]
+        found = spec.tables[table[at]]
+        raise ProtocolError(f"table {found.name!r} has rows 0 to {found.n_rows - 1}, got {rows[at]}")
+    foreign = np.flatnonzero(~mine[keys % layout.n_shards])
+    if len(foreign):
+        raise ProtocolError(f"shard {keys[foreign[0]] % layout.n_shards} is not served here")
+
+
+def check_row_message(layout: Layout, message: np.ndarray, mine: np.ndarray, extra: int) -> None:
+    """Raises ProtocolError unless `message` is row gradients of shards served here (`gradients.pack_by_owner`).
+
+    extra: words that follow a row's gradient (its number of contributors, when rows are averaged over them).
+    """
+    at = 0
+    for number, group in enumerate(layout.groups):
+        if at + 2 > len(message):
+            raise ProtocolError(f"row gradients end in group {number} of {len(layout.groups)}")
+        n = int(message[at : at + 2].view(np.int64)[0])
+        width = 2 + group.dim + extra
+        if n < 0 or at + 2 + n * width > len(message):
+            raise ProtocolError(f"row gradients of dimension {group.dim}: {n} rows do not fit {len(message)} words")
+        keys = message[at + 2 : at + 2 + 2 * n].view(np.int64)
+        check_keys(layout, number, keys, mine)
+        values = message[at + 2 + 2 * n : at + 2 + n * width]
+        if not all_finite(values):
+            bad = np.flatnonzero(~np.isfinite(values.reshape(n, -1)).all(axis=1))[0]
+            table, row = layout.locate(int(keys[bad]), number)
+            raise NotFinite(f"the gradient of row {row} of table {table!r} is not finite")
+        if extra and (values.reshape(n, -1)[:, group.dim :] != 1.0).any():
+            raise ProtocolError(f"row gradients of dimension {group.dim}: a micro-batch contributes once to a row")
+        at += 2 + n * width
+    if at != len(message):
+        raise ProtocolError(f"row gradients: {len(message) - at} words too many")
+
+
+def check_finite(values: np.ndarray, names: Sequence[str], sizes: Sequence[int]) -> None:
+    """Raises NotFinite naming the dense tensor whose gradient is not finite."""
+    if all_finite(values):
+        return
+    at = 0
+    for name, size in zip(names, sizes, strict=True):
+        if not np.isfinite(values[at : at + size]).all():
+            raise NotFinite(f"the gradient of {name} is not finite")
+        at += size
+
+
+def all_finite(values: np.ndarray) -> bool:
+    """Whether no number is NaN or infinite. In float64 the sum of float32 numbers cannot overflow: one pass tells."""
+    with np.errstate(invalid="ignore"):
+        return bool(np.isfinite(values.sum(dtype=np.float64)))
+
+
+def check_rates(lrs: Sequence[float], expected: int) -> None:
+    """Raises ProtocolError unless these are learning rates for so many optimizer groups."""
+    if len(lrs) != expected or not all(math.isfinite(lr) for lr in lrs):
+        raise ProtocolError(f"expected {expected} finite learning rates, got {list(lrs)[:10]}")
+
+
+def check_enter(enter: Enter, layout: Layout) -> None:
+    """Raises ProtocolError for an `Enter` that contradicts itself or the tables."""
+    n_servers = len(enter.servers)
+    if not 0 <= enter.me < n_servers:
+        raise ProtocolError(f"server {enter.me} of {n_servers} servers")
+    if len(enter.shard_servers) != layout.n_shards:
+        raise ProtocolError(f"{len(enter.shard_servers)} shards, this job has {layout.n_shards}")
+    if not all(0 <= server < n_servers for server in enter.shard_servers):
+        raise ProtocolError(f"shards are at servers 0 to {n_servers - 1}, got {sorted(set(enter.shard_servers))[:10]}")
+    if enter.row_average not in ("global", "contributors"):
+        raise ProtocolError(f"rows are averaged 'global' or over 'contributors', got {enter.row_average[:80]!r}")
+    for name, shape, _ in enter.tensors:
+        if any(size < 0 for size in shape):
+            raise ProtocolError(f"{name} has the shape {shape}")
+    check_rates([*enter.lrs, enter.row_lr], len(enter.optimizer.get("groups", ())) + 1)
+    try:
+        clip = Clip(enter.max_norm, enter.max_row_norm)
+    except BadInput as error:
+        raise ProtocolError(f"Enter: {error}") from error
+    if not clip.is_none and enter.discipline.get("name") in REPLICA_MODES:
+        raise ProtocolError(f"steps of replicas are not clipped, got {clip}")
+
+
+def check_apply(request: Apply, last_step: int, n_groups: int) -> None:
+    """Raises ProtocolError unless this step follows `last_step` and nothing in it would destroy parameters."""
+    check_members(request, last_step)
+    if not all(0.0 <= factor <= 1.0 for factor in (request.dense_factor, request.row_factor)):
+        raise ProtocolError(
+            f"step {request.step}: gradients are clipped by factors from 0 to 1, got {request.dense_factor} and "
+            f"{request.row_factor}"
+        )
+    check_rates([*request.lrs, request.row_lr], n_groups + 1)
+
+
+def check_members(request: Apply | Measure, last_step: int) -> None:
+    """Raises ProtocolError unless this step follows `last_step` and is a sum of gradients with sensible weights."""
+    if request.step != last_step + 1:
+        raise ProtocolError(f"step {request.step} cannot follow step {last_step}")
+    if not all(math.isfinite(m.weight) and m.weight > 0 for m in request.members):
+        raise ProtocolError(f"step {request.step}: weights are positive numbers")
+    if not (math.isfinite(request.scale) and request.scale > 0):
+        raise ProtocolError(f"step {request.step}: the scale is a positive number, got {request.scale}")

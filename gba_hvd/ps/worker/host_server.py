@@ -1,0 +1,177 @@
+"""What a host's lead and its companion server tell each other in allreduce mode: where training stands, what is wanted.
+
+So `gba-hvd status` and `gba-hvd switch` find the same server to talk to in every mode. The client behind it starts the
+servers of this host and starts them again, beside the training. Whether all of them answer is `is_ready`: a switch or a
+checkpoint is agreed on only when the leads of all hosts say so, so that nobody waits for a server that is not up.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from gba_hvd.ps import launch
+from gba_hvd.ps.client import Client, Reply, ServerLost
+from gba_hvd.ps.messages import Beat, Endpoint, Hold, Ok, Position, Refused, Save, Saved
+from gba_hvd.shm.shard_memory import is_alive
+
+_SAVE_TIMEOUT_S = 60.0  # a server that has just been started takes some seconds
+_FRESH_S = 3.0  # a server that answered so recently is up; heartbeats go out ten times as often
+
+
+class LocalServer:
+    """The lead's line to its host's server. Start with `start()`; `close()` may be called twice.
+
+    look: where training stands, plain values; called on the client's thread
+    n_servers: of this host
+    saved: what became of the newest save that was asked for; reports of older ones are ignored
+    """
+
+    def __init__(
+        self,
+        job: str,
+        key: bytes,
+        folder: Path,
+        host: int,
+        worker: int,
+        rank: int,
+        look: Callable[[], dict[str, Any]],
+        n_servers: int = 1,
+    ) -> None:
+        self._worker, self._rank, self._host, self._look, self._folder = worker, rank, host, look, folder
+        endpoints = [Endpoint(host, i, "", 0, 0) for i in range(n_servers)]
+        self._client = Client(job, key, endpoints, host, folder, timeout_s=10.0)
+        self._heard_s = [-math.inf] * n_servers  # when each server last answered
+        self._warming = [False] * n_servers
+        self._questions: dict[int, Future[Reply]] = {}  # to all but the first, which gets the heartbeats
+        self._given_up = 0
+        self._asked = (0, 0)  # (epoch, number) of the newest save
+        self._client.beat = self._beat
+        self._client.on_position = self._hear
+        self._heard: tuple[str, str] = ("", "")
+        self._handled: tuple[str, str] = ("", "")
+        self.saved: Saved | None = None
+        self._accepted: Save | None = None  # which the server has not said the end of
+
+    def start(self) -> None:
+        self._client.start()
+
+    def close(self) -> None:
+        self._client.beat = None  # no goodbye: the worker stays in the job
+        self._client.close()
+
+    def wanted(self) -> tuple[str, str] | None:
+        """(mode, reason) that an operator asked for, once."""
+        if self._heard == self._handled:
+            return None
+        self._handled = self._heard
+        return self._heard if self._heard[0] else None
+
+    def is_ready(self, to_enter: bool = False) -> bool:
+        """Whether every server of this host is up: its process lives, and it answered just now.
+
+        to_enter: and would enter a mode without having to import for it first.
+        """
+        return all(self._is_up(i, to_enter) for i in range(len(self._heard_s)))
+
+    def _is_up(self, server: int, to_enter: bool) -> bool:
+        if time.monotonic() - self._heard_s[server] > _FRESH_S or (to_enter and self._warming[server]):
+            return False
+        pid = launch.pid_of(self._folder, server)
+        return pid is not None and is_alive(pid)
+
+    def why_not_ready(self, to_enter: bool = False) -> str:
+        """What the first server that is not up is missing, with the end of its log; empty when all are up."""
+        if self.folder_lost:
+            return self.folder_lost
+        now = time.monotonic()
+        for i, heard_s in enumerate(self._heard_s):
+            if self._is_up(i, to_enter):
+                continue
+            if self._warming[i]:
+                return f"server {i} of this host still imports what a mode needs"
+            silent = "has not answered yet" if math.isinf(heard_s) else f"has not answered for {now - heard_s:.0f} s"
+            words = launch.why_not_started(self._folder, i) or launch.last_words(self._folder, i)
+            return f"server {i} of this host {silent}; it said: {words}"
+        return ""
+
+    @property
+    def folder_lost(self) -> str:
+        """Why no server can start on this host any more: the job's folder was removed, or replaced."""
+        return self._client.folder_lost
+
+    def abandon(self, generation: int) -> None:
+        """The workers went on in allreduce mode without this mode: each heartbeat says so, servers leave it or never
+        enter it. Said at once as well, before any save that comes later.
+        """
+        self._given_up = generation
+        for i in range(len(self._heard_s)):
+            self._client.send(i, self._word(), timeout_s=_SAVE_TIMEOUT_S)
+
+    def save(self, request: Save, state: bytes) -> None:
+        """Have the server save what it holds; what became of it is in `saved`."""
+        self._asked = (request.epoch, request.number)
+        future = self._client.send(0, request, [state], timeout_s=_SAVE_TIMEOUT_S)
+        future.add_done_callback(lambda f: self._asked_to_save(request, f.result))
+
+    def has_read(self, number: int) -> bool:
+        """Whether the server has read the rows that it was told to save, or never will."""
+        saved = self.saved
+        return saved is not None and saved.number >= number and (saved.state != "running" or "read" in saved.facts)
+
+    def hold(self, request: Hold) -> None:
+        """Have the server give the signs of life of a claim."""
+        self._client.send(0, request, timeout_s=_SAVE_TIMEOUT_S)
+
+    def _asked_to_save(self, request: Save, result: Callable[[], Reply]) -> None:
+        try:
+            body = result().body
+            why = body.why if isinstance(body, Refused) else ""
+        except ServerLost as error:
+            why = str(error)
+        if why:
+            self._save_failed(request, why)
+        else:
+            self._accepted = request
+
+    def _word(self) -> Beat:
+        return Beat(self._worker, self._rank, self._host, os.getpid(), 0, told=self._look(), given_up=self._given_up)
+
+    def _beat(self) -> Beat:
+        beat = self._word()
+        for i in range(1, len(self._heard_s)):
+            if i not in self._questions or self._questions[i].done():
+                self._questions[i] = self._client.send(i, beat, timeout_s=_SAVE_TIMEOUT_S)
+                self._questions[i].add_done_callback(lambda future, i=i: self._answered(i, future))  # type: ignore[misc]
+        return beat
+
+    def _answered(self, server: int, future: Future[Reply]) -> None:
+        if future.exception() is None and isinstance(body := future.result().body, Ok):
+            self._heard_s[server] = time.monotonic()
+            self._warming[server] = body.position is not None and body.position.warming
+
+    def _hear(self, position: Position) -> None:
+        self._heard_s[0], self._warming[0] = time.monotonic(), position.warming
+        self._heard = (position.wanted, position.reason)
+        if position.saved is None:
+            return
+        if position.saved.number:
+            if (position.saved.epoch, position.saved.number) < self._asked:
+                return  # of a save before the newest: what became of that one is not known yet, or was told
+            self.saved = position.saved
+            if position.saved.state != "running":
+                self._accepted = None
+        elif not position.saved.state:
+            # A server that knows of no save is a successor of the one that began it, which may be one of a mode before.
+            running = self.saved if self.saved is not None and self.saved.state == "running" else None
+            if (begun := self._accepted or running) is not None:
+                self._save_failed(begun, "the server that was saving its rows has died")
+                self._accepted = None
+
+    def _save_failed(self, request: Save | Saved, why: str) -> None:
+        self.saved = Saved(request.epoch, request.number, "failed", {"why": why})

@@ -1,0 +1,114 @@
+"""What a push carries to each server: its part of the dense gradient, and the gradients of rows of its shards.
+
+Nothing is sent here. What goes to servers of other hosts may be compressed; what that leaves behind waits in the
+worker's residuals, and is settled here: a push is final for the worker, whatever becomes of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from gba_hvd.compression import row_push
+from gba_hvd.compression.dense_exchange import DenseExchange
+from gba_hvd.compression.dense_push import DensePush, Frame
+from gba_hvd.compression.row_codec import RowCoder
+from gba_hvd.embedding.row_gradients import RowGrad, merge, pack_by_owner, unpack, with_contributors
+from gba_hvd.ps.client import Reply
+from gba_hvd.ps.messages import Ok
+from gba_hvd.ps.worker.session import DenseParts, Session
+from gba_hvd.shm.layout import Layout
+from gba_hvd.update_rules.dana_slim import SlimWorker
+
+
+class Outgoing:
+    """One worker's. Belongs to the training thread, all but `rows` and `was_sent`, which threads that share a replica
+    call at once.
+
+    slim: what rule "dana_slim" does to gradients before they are sent.
+    compression: None where no server is on another host. rows_are_coded: whether rows of a server travel compressed, as
+    of now
+    """
+
+    def __init__(
+        self, session: Session, host: int, parts: DenseParts, layout: Layout, compression: DenseExchange | None,
+        row_coder: RowCoder | None, rows_are_coded: Callable[[int], bool],
+    ) -> None:  # fmt: skip
+        self._session, self._parts, self._layout = session, parts, layout
+        self._shard_server = np.array(session.shard_servers, dtype=np.int32)
+        is_far = session.far_from(host)
+        self._coded: DensePush | None = None
+        if compression is not None:
+            self._coded = DensePush(compression.feedback, parts.tensors, is_far, compression.decisions)
+        self._with_rests = [  # servers whose rows may have something waiting: a shard may have come home with it
+            s for s, far in enumerate(is_far)
+            if row_coder is not None and (far or row_coder.waits_for(self._shard_server == s))
+        ]  # fmt: skip
+        self._row_coder, self._row_coding, self._rows_are_coded = row_coder, threading.Lock(), rows_are_coded
+        self.slim: SlimWorker | None = None
+
+    @property
+    def has_residual(self) -> bool:
+        """Dense gradients are not always sent whole."""
+        return self._coded is not None
+
+    def dense(self, flat: np.ndarray, step: int) -> list[Frame]:
+        """For each server its part. flat: float32 [n], the gradient, computed with the values of `step`; it is used up.
+
+        Raises as `Feedback.encode`; then this worker's residual and momentum are as they were.
+        """
+        slim = copy.copy(self.slim)  # its arrays are never written, only replaced
+        if slim is not None:
+            flat = slim.outgoing(flat, step)
+        coded = self._coded
+        frames = [Frame(part) for part in self._parts.split(flat)] if coded is None else coded.frames(flat)
+        self.slim = slim
+        return frames
+
+    def rows(self, rows: Sequence[Sequence[RowGrad]]) -> list[tuple[Any, bool]]:
+        """For each server its row message, and whether that is compressed.
+
+        rows: by group, of the tables of one micro-batch
+        """
+        contributors = self._session.row_average == "contributors"
+        grads = []
+        for group, parts in zip(self._layout.groups, rows, strict=True):
+            none = RowGrad(np.empty(0, np.int64), np.empty((0, group.dim), np.float32))
+            grad = merge([(part, 1.0) for part in parts]) if parts else none
+            grads.append(with_contributors(grad) if contributors else grad)
+        message, words = pack_by_owner(grads, self._shard_server, len(self._session.servers))
+        messages: list[tuple[Any, bool]] = [(part, False) for part in np.split(message, np.cumsum(words)[:-1])]
+        coder, widths = self._row_coder, [grad.values.shape[1] for grad in grads]
+        if coder is not None:
+            with self._row_coding:  # threads that share a replica share its residuals
+                coder.begin()
+                for s in self._with_rests:
+                    is_coded = self._rows_are_coded(s)
+                    if not is_coded and not coder.has_rests:
+                        continue
+                    own = unpack(messages[s][0], widths)
+                    if is_coded:
+                        messages[s] = row_push.pack(own, coder), True
+                    else:
+                        whole, _ = pack_by_owner(coder.whole(own), np.zeros_like(self._shard_server), 1)
+                        messages[s] = whole, False
+                coder.settle()  # as with dense gradients: what is sent is final, whatever becomes of the push
+        return messages
+
+    def was_sent(self, future: Future[Reply], server: int, frame: Frame) -> None:
+        """A dense frame, just now: from its answer is learned how long it takes until the server has it."""
+        coded, sent_s = self._coded, time.perf_counter()
+        if coded is None:
+            return
+
+        def answered(told: Future[Reply]) -> None:
+            if told.exception() is None and isinstance(told.result().body, Ok):
+                coded.answered(server, frame, time.perf_counter() - sent_s)
+
+        future.add_done_callback(answered)

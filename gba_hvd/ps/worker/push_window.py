@@ -1,0 +1,100 @@
+"""Pushes on the way to the servers: at most `MAX_UNDER_WAY`, so that a worker's gradients do not pile up.
+
+    begin   a place is taken, or waited for                     (a training thread)
+    sent    to every server
+    answers each server has its part, or refused it             (the client's thread)
+    report  the coordinator is told, once all servers have it, or once one refused it as not finite
+    end     the coordinator knows: the place is free
+
+A push that fails on its way frees its place, too. The failure is kept, and raised where the worker next has to do with
+servers. Each place that is taken is freed exactly once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import msgspec
+
+from gba_hvd.errors import GbaError
+from gba_hvd.ps.client import Client, Reply, ServerLost
+from gba_hvd.ps.messages import Done, Ok, Position, Refused
+
+MAX_UNDER_WAY = 2
+
+
+class UnderWay:
+    """One worker's. failure: the first thing that went wrong, in any thread."""
+
+    def __init__(self, client: Client, timeout_s: float, on_position: Callable[[Position], None]) -> None:
+        self._client, self._timeout_s, self._on_position = client, timeout_s, on_position
+        self._places = threading.BoundedSemaphore(MAX_UNDER_WAY)
+        self.failure: Exception | None = None
+
+    def begin(self) -> bool:
+        """Take a place; False when none was free in time."""
+        return self._places.acquire(timeout=self._timeout_s)
+
+    def end(self) -> None:
+        self._places.release()
+
+    def all_ended(self) -> bool:
+        """Wait until nothing is on the way; False when something still was after the time-out, for each push."""
+        for _ in range(MAX_UNDER_WAY):
+            if not self._places.acquire(timeout=self._timeout_s):
+                return False
+        for _ in range(MAX_UNDER_WAY):
+            self._places.release()
+        return True
+
+    def fail(self, error: Exception) -> None:
+        """From any thread."""
+        self.failure = self.failure or error
+
+    def answers(self, n_servers: int, done: Done) -> Callable[[Future[Reply]], None]:
+        """What to add to the future of each of a push's requests; `done` is reported after the last one."""
+        waiting = [n_servers]
+        return lambda told: self._answered(told, waiting, done)
+
+    def _answered(self, told: Future[Reply], waiting: list[int], done: Done) -> None:
+        """One server answered (on the client's thread); after the last one the coordinator hears of it."""
+        if waiting[0] < 0:
+            return  # another server settled it
+        try:
+            body = told.result().body
+        except ServerLost as error:
+            waiting[0] = -1
+            self._lost(error)
+            return
+        if isinstance(body, Refused):
+            if body.kind != "NotFinite":
+                waiting[0] = -1
+                self._lost(GbaError(f"a server refused a gradient: {body.why}"))
+                return
+            done = msgspec.structs.replace(done, refused=body.why)
+        waiting[0] -= 1
+        if waiting[0] == 0 or done.refused:
+            waiting[0] = -1
+            self.report(done)
+
+    def report(self, done: Done) -> None:
+        """Tell the coordinator; the place is free when it has answered, or cannot."""
+
+        def reported(told: Future[Reply]) -> None:
+            try:
+                body = told.result().body
+                if isinstance(body, Ok) and body.position is not None:
+                    self._on_position(body.position)
+                elif isinstance(body, Refused):
+                    self.fail(GbaError(body.why))
+            except ServerLost as error:
+                self.fail(error)
+            self.end()
+
+        self._client.send(0, done).add_done_callback(reported)
+
+    def _lost(self, error: Exception) -> None:
+        self.fail(error)
+        self.end()

@@ -1,0 +1,140 @@
+"""Rows of other hosts, pulled from their servers before a micro-batch begins. Those of this host are read in place.
+
+Whether they are compressed is decided for each server by how long its answers take (`bypass`), and holds for the
+gradients of its rows as well.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from gba_hvd.comm.collectives import worker_lost
+from gba_hvd.compression import row_push
+from gba_hvd.compression.bypass import Bypass, Took
+from gba_hvd.compression.row_codec import RowCoder, write_keys
+from gba_hvd.compression.sparse_message import BadMessage
+from gba_hvd.embedding.row_gradients import distinct
+from gba_hvd.embedding.tables import EmbeddingTables, RemoteRows
+from gba_hvd.ps.client import Client, Reply
+from gba_hvd.ps.messages import PullRows
+from gba_hvd.ps.worker.replies import answer_of
+from gba_hvd.ps.worker.session import Session, compressor_of
+from gba_hvd.shm.layout import Layout
+
+
+class FarRows:
+    """One worker's. Tells the tables which shards are local. Belongs to the thread that fetches, all but `are_coded`.
+
+    are_there: some shard is on another host than this worker
+    """
+
+    def __init__(
+        self, session: Session, host: int, tables: EmbeddingTables, client: Client, coder: RowCoder | None
+    ) -> None:
+        self._session, self._tables, self._client = session, tables, client
+        self._shard_server = np.array(session.shard_servers, dtype=np.int32)
+        is_far = session.far_from(host)
+        at_home = ~np.array(is_far)[self._shard_server]
+        self.are_there = not bool(at_home.all())
+        self._coder = coder if self.are_there else None
+        self._ways = [_Way(s, coder) if far and coder is not None else None for s, far in enumerate(is_far)]
+        tables.local = at_home if self.are_there else None
+        tables.remote = [None] * len(tables.layout.groups)
+
+    def are_coded(self, server: int) -> bool:
+        """Its rows travel compressed, as of now. From any thread."""
+        way = self._ways[server]
+        return way is not None and way.is_coded
+
+    def fetch(self, keys: Sequence[np.ndarray], whole: bool) -> list[RemoteRows | None]:
+        """Per group the keys that will be used next; what is local among them is left out.
+
+        whole: as they are, whatever compresses rows otherwise; no gradients follow.
+        """
+        if not self.are_there:
+            return [None] * len(keys)
+        assert self._tables.local is not None
+        layout, local = self._tables.layout, self._tables.local
+        far = [distinct(k[~local[k % layout.n_shards]]) for k in keys]
+        wanted, slots = [w for w, _, _ in far], [s for _, _, s in far]
+        if not whole and any(map(self.are_coded, range(len(self._ways)))):  # compressed keys are ascending
+            wanted = [np.sort(w) for w in wanted]
+            slots = [distinct(w)[2] for w in wanted]
+        owners = [self._shard_server[w % layout.n_shards] for w in wanted]
+        asked = []
+        for s in range(len(self._session.servers)):
+            mine = [np.ascontiguousarray(w[o == s]) for w, o in zip(wanted, owners, strict=True)]
+            if any(map(len, mine)):
+                asked.append(self._ask(s, mine, whole))
+        rows = [np.zeros((len(w), g.dim), np.float32) for w, g in zip(wanted, layout.groups, strict=True)]
+        for one in asked:
+            for number, part in enumerate(self._take(one, layout)):
+                rows[number][owners[number] == one.server] = part
+        return [RemoteRows(*found) for found in zip(wanted, slots, rows, strict=True)]
+
+    def _ask(self, server: int, keys: list[np.ndarray], whole: bool) -> _Asked:
+        began_s, coder = time.perf_counter(), self._coder
+        is_coded = self.are_coded(server) and not whole
+        compressor, frames = None, list[Any](keys)
+        if is_coded and coder is not None:
+            compressor, frames = compressor_of(coder.spec), list(map(write_keys, keys))
+        asked = _Asked(server, keys, is_coded, None if whole else self._ways[server])
+        asked.codec_s = time.perf_counter() - began_s
+        asked.answer = self._client.send(server, PullRows(self._session.generation, compressor), frames, pull=True)
+        asked.answer.add_done_callback(asked.came)
+        return asked
+
+    def _take(self, asked: _Asked, layout: Layout) -> list[np.ndarray]:
+        """float32 [n, dim] of each group."""
+        assert asked.answer is not None
+        frames = answer_of(asked.answer).frames
+        began_s = time.perf_counter()
+        if not asked.is_coded:
+            found = [
+                np.frombuffer(f, np.float32).reshape(-1, g.dim) for f, g in zip(frames, layout.groups, strict=True)
+            ]
+        else:
+            try:
+                found = row_push.take(frames, asked.keys, layout)
+            except BadMessage as error:
+                raise worker_lost(f"server {asked.server} sent rows that are none: {error}") from error
+        if asked.way is not None:
+            wire_s = asked.wire_s or began_s - asked.sent_s  # who waits may be told before `came` is
+            asked.way.took(asked.is_coded, wire_s, asked.codec_s + time.perf_counter() - began_s)
+        return found
+
+
+class _Asked:
+    """A request for rows. wire_s: until its answer came; codec_s: writing and reading it."""
+
+    def __init__(self, server: int, keys: list[np.ndarray], is_coded: bool, way: _Way | None) -> None:
+        self.server, self.keys, self.is_coded, self.way = server, keys, is_coded, way
+        self.answer: Future[Reply] | None = None
+        self.codec_s = self.wire_s = 0.0
+        self.sent_s = time.perf_counter()
+
+    def came(self, _: Future[Reply]) -> None:
+        self.wire_s = time.perf_counter() - self.sent_s
+
+
+class _Way:
+    """How rows of one server of another host travel. is_coded: compressed, as of now"""
+
+    def __init__(self, server: int, coder: RowCoder) -> None:
+        self._coder = coder
+        self._bypass = Bypass(["rows"], coder.spec.is_forced, f"rows of server {server}", "a request takes")
+        self.is_coded = self._bypass.tensors_next()[0]
+        self._before_s = time.perf_counter()
+
+    def took(self, coded: bool, wire_s: float, codec_s: float) -> None:
+        now = time.perf_counter()
+        decision = self._bypass.saw(coded, [Took(wire_s, codec_s, now - self._before_s)])
+        self._before_s = now
+        if decision is not None and decision.changed:
+            self._coder.decisions.append(decision)
+        self.is_coded = self._bypass.tensors_next()[0]

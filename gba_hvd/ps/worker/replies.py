@@ -1,0 +1,28 @@
+"""What a worker makes of a server's answer: the reply, or the error that says how training goes on."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+from gba_hvd.comm.collectives import worker_lost
+from gba_hvd.errors import StateMismatch
+from gba_hvd.ps.client import Client, Reply, ServerLost
+from gba_hvd.ps.messages import Refused, Request
+
+
+def answer_of(told: Future[Reply]) -> Reply:
+    """Wait for it. Raises StateMismatch for what cannot be mended, else the error on which the world is formed anew."""
+    try:
+        reply = told.result()
+    except ServerLost as error:
+        raise worker_lost(str(error)) from error
+    if isinstance(reply.body, Refused):
+        if reply.body.kind in ("mismatch", "failed"):  # forming the world anew would not mend it
+            raise StateMismatch(reply.body.why)
+        raise worker_lost(f"a server refused: {reply.body.why}")
+    return reply
+
+
+def ask(client: Client, server: int, body: Request) -> Reply:
+    """Send a request without frames and wait for the answer. Raises as `answer_of`."""
+    return answer_of(client.send(server, body))

@@ -1,0 +1,63 @@
+"""A host's shard memory, as `recovery` sees rows: every record's words, weights and slots, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from gba_hvd.errors import ShardMemoryError
+from gba_hvd.shm.layout import Layout
+from gba_hvd.shm.shard_memory import ShardMemory
+from recovery.rows import Column, Schema, Slab, Table
+
+
+def schema_of(layout: Layout) -> Schema:
+    """The tables with a column for the weights and one for each slot, in the order of a record."""
+    slots = [(slot.name, 1 if slot.per_row else None) for slot in layout.slots]
+    return Schema(
+        tuple(
+            Table(
+                table.name,
+                table.n_rows,
+                (Column("weights", table.dim), *(Column(name, width or table.dim) for name, width in slots)),
+            )
+            for table in layout.tables
+        ),
+        layout.n_shards,
+    )
+
+
+class MemoryRows:
+    """A `recovery.rows.Holder`. mine: the shards meant, asked for whenever it matters; by default all that are ready.
+
+    filling: nobody uses these shards yet; otherwise one that leaves this host while it is read raises ShardMemoryError.
+    left: who wrote them is gone, so a step that was begun and not finished never will be: the rows are as they are.
+    """
+
+    def __init__(
+        self,
+        memory: ShardMemory,
+        mine: Callable[[], Sequence[int]] | None = None,
+        filling: bool = False,
+        left: bool = False,
+    ) -> None:
+        self.schema = schema_of(memory.layout)
+        self._memory, self._mine, self._filling, self._left = memory, mine or memory.ready, filling, left
+
+    def shards(self) -> list[int]:
+        return list(self._mine())
+
+    def slab(self, table: int, shard: int) -> Slab:
+        layout, spec = self._memory.layout, self._memory.layout.tables[table]
+        number, key = layout.place_of_table[spec.name]
+        group = layout.groups[number]
+        n = self.schema.tables[table].rows_in(shard, layout.n_shards)
+        start = shard * layout.region_words + group.at + key // layout.n_shards * group.record
+        records = self._memory.flat[start : start + n * group.record].reshape(n, group.record)
+        counts = self._memory.words[start : start + n * group.record].reshape(n, group.record)[:, -1]
+        return Slab((records[:, :-1],), counts)
+
+    def marks(self, shard: int) -> tuple[int, int]:
+        steps = self._memory.steps_of(shard)
+        if not self._filling and shard not in self._memory.ready():  # looked at last: what was copied before is whole
+            raise ShardMemoryError(f"shard {shard} has left this host meanwhile")
+        return (steps[1], steps[1]) if self._left else steps

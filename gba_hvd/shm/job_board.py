@@ -1,0 +1,133 @@
+"""What this user's commands see of a job on this host without asking anybody: `gba-hvd ps`, `gba-hvd status`.
+
+Two files in the job's folder, written by the host's lead, in every mode and whatever callbacks there are:
+
+    job.json   what the job is; replaced whole when a world has formed
+    progress   where it stands; a page that is mapped, so a step costs one small copy and no call of the system
+
+They are for people. A reader may meet a page that is being written; nobody decides anything by it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import mmap
+import os
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from recovery.redaction import redacted
+
+_PAGE = 4096
+_PROGRESS = struct.Struct("<4sqqqqqdd16s16s?")
+_MAGIC = b"gba2"
+ENDING = "ending"  # in place of the mode
+
+
+@dataclass(frozen=True)
+class Notice:
+    """job.json. switchable: it has a GBACallback; started_unix_s: when its memory was made on this host."""
+
+    name: str
+    job: str
+    workers: int
+    hosts: int
+    switchable: bool
+    checkpoints: str
+    command: str
+    started_unix_s: float
+
+
+class Board:
+    """The lead's. Belongs to the training thread."""
+
+    def __init__(self, folder: Path, mode: str, step: int, **facts: Any) -> None:
+        """facts: of the `Notice`. Raises OSError when there is no room for it."""
+        before = _notice(folder)
+        started_s = time.time() if before is None else before.started_unix_s
+        notice = Notice(command=redacted(" ".join(sys.argv)), started_unix_s=started_s, **facts)
+        fresh = folder / "job.json.new"
+        fresh.write_text(json.dumps(asdict(notice)))
+        fresh.rename(folder / "job.json")
+        with open(folder / "progress", "a+b") as file:
+            os.posix_fallocate(file.fileno(), 0, _PAGE)
+            self._page = mmap.mmap(file.fileno(), _PAGE)
+        if before is None:
+            self.show(step, -1, 0, 0, 0, None, mode)
+
+    def show(
+        self,
+        step: int,
+        epoch: int,
+        steps_done: int,
+        steps_of_epoch: int,
+        samples: int,
+        loss: float | None,
+        mode: str,
+        asked: str = "",
+        waits: bool = False,
+    ) -> None:
+        """A step was applied. epoch: -1 before the first; samples: applied so far.
+
+        asked: a mode that is asked for while the job is in another; waits: for companion servers that are not up
+        """
+        numbers = (step, epoch, steps_done, steps_of_epoch, samples)
+        value = math.nan if loss is None else loss
+        words = (mode.encode(), asked.encode(), waits)
+        self._page[: _PROGRESS.size] = _PROGRESS.pack(_MAGIC, *numbers, value, time.time(), *words)
+
+    def ends(self) -> None:
+        """The training is over; what is left is to tell of it and to save."""
+        fields = list(_PROGRESS.unpack_from(self._page))
+        fields[8], fields[9], fields[10] = ENDING.encode(), b"", False
+        self._page[: _PROGRESS.size] = _PROGRESS.pack(*fields)
+
+
+def read(folder: Path) -> dict[str, Any] | None:
+    """What the board of a job says, in the words of a server's report; None while the job is beginning."""
+    notice = _notice(folder)
+    if notice is None:
+        return None
+    report: dict[str, Any] = asdict(notice)
+    with contextlib.suppress(OSError, struct.error, UnicodeDecodeError):
+        page = (folder / "progress").read_bytes()
+        magic, step, epoch, done, of_epoch, samples, loss, seen_s, mode, asked, waits = _PROGRESS.unpack_from(page)
+        if magic == _MAGIC:
+            report |= {"mode": mode.rstrip(b"\0").decode(), "step": step, "step_unix_s": seen_s}
+            if asked := asked.rstrip(b"\0").decode():
+                report |= {"asked": asked, "waits_for_servers": waits}
+            if epoch >= 0:
+                report |= {"epoch": epoch, "steps_done": done, "steps_of_epoch": of_epoch, "samples_applied": samples}
+            if not math.isnan(loss):
+                report["loss"] = loss
+    return report
+
+
+def bases_in_use() -> Iterator[Path]:
+    """Folders for shard memory that processes of this user have mapped now, wherever they are."""
+    found: set[Path] = set()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            if entry.stat().st_uid != os.geteuid():
+                continue
+            for line in (entry / "maps").read_text(errors="replace").splitlines():
+                path = Path(line.partition("/")[1] + line.partition("/")[2])
+                if path.name == "shards" and path.parent.name.startswith("gba-hvd-"):
+                    found.add(path.parent.parent)
+    yield from sorted(found)
+
+
+def _notice(folder: Path) -> Notice | None:
+    try:
+        return Notice(**json.loads((folder / "job.json").read_text()))
+    except (OSError, ValueError, TypeError):  # not there yet, or of another version
+        return None

@@ -1,0 +1,136 @@
+"""The training state beside the rows, in the job's folder: what a job whose workers are all gone goes on from.
+
+The chief writes it, in allreduce mode between two steps, in an asynchronous mode where it begins (its servers hold what
+changes from there on). Nobody reads it while a worker lives. A write becomes visible whole or not at all, see
+`ps.snapshot`. It comes after the rows of its step are applied and before those of the next are touched, so wherever all
+processes are killed, the rows are as of the kept step, or one step further, wholly or partly: that step is then
+computed again, and shards that have had it skip it (`allreduce.apply_held`).
+
+Writing costs a copy of the dense parameters and of their optimizer's state in each step. `worth_keeping` decides from
+measurements whether that is little; if not, the file is removed, and a restart begins at the newest checkpoint. In an
+asynchronous mode it is written once an epoch, whatever that costs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from gba_hvd.errors import ShardMemoryError
+from gba_hvd.shm.snapshot_file import SnapshotFile
+
+_NAME = "kept"
+_HEAD = struct.Struct("<8sqqq")
+_MAGIC = b"gba-kept"
+_N_RECENT = 20
+
+
+@dataclass(frozen=True)
+class Kept:
+    """state: `recovery.state_codec`, as newcomers get it. generation: of the asynchronous mode whose servers have the
+    dense part and the position; 0: all is here, as of `step`. settings: fingerprint of the model (`membership`)."""
+
+    step: int
+    generation: int
+    settings: int
+    state: bytes
+
+
+@dataclass(frozen=True)
+class Worth:
+    """Whether to go on keeping, and why."""
+
+    keep: bool
+    reason: str
+
+
+def worth_keeping(write_s: Sequence[float], step_s: Sequence[float], share: float) -> Worth:
+    """Seconds of the newest writes, and from one to the next. share: what writing may take of them."""
+    took_s, of_s = median(write_s), median(step_s)
+    said = f"keeping the training state in memory takes {1000 * took_s:.1f} ms of a step's {1000 * of_s:.1f} ms"
+    if took_s <= share * of_s:
+        return Worth(True, f"{said}, at most {share:.0%} are allowed")
+    why = f"{said}, more than the {share:.0%} allowed (CheckpointCallback(memory_share={share:g}))"
+    return Worth(
+        False, f"{why}: a restart will begin at the newest checkpoint; a larger share keeps it, and costs that"
+    )
+
+
+class StateKeeper:
+    """The chief's. Belongs to the training thread; `stop()` may be called twice."""
+
+    def __init__(self, folder: Path, settings: int, share: float, clock: Callable[[], float] = time.perf_counter):
+        self._folder, self._settings, self._share, self._clock = folder, settings, share, clock
+        self._file: SnapshotFile | None = None
+        self._step = -1
+        self._write_s: deque[float] = deque(maxlen=_N_RECENT)
+        self._step_s: deque[float] = deque(maxlen=_N_RECENT)
+        self._last_s: float | None = None
+        self._stopped, self._is_dear = share <= 0, False
+
+    def keep(self, step: int, generation: int, state: Callable[[], bytes]) -> str:
+        """Write the state of this step, once; returns why it stops here, or nothing. state: asked if it is needed."""
+        if self._stopped:
+            return ""
+        if not generation and self._is_dear:
+            if self._file is not None:
+                self._remove()  # it is of an asynchronous mode that is over
+            return ""
+        if not generation and step == self._step:
+            return ""
+        started = self._clock()
+        try:
+            if self._file is None:
+                self._file = SnapshotFile(self._folder / _NAME)
+            self._file.write(_HEAD.pack(_MAGIC, step, generation, self._settings), state())
+        except OSError as error:
+            self.stop()
+            return f"the training state has no room in {self._folder.parent}: {error.strerror}"
+        ended, self._step = self._clock(), step
+        if generation:
+            self._last_s = None
+            return ""
+        if self._last_s is not None:
+            self._write_s.append(ended - started)
+            self._step_s.append(ended - self._last_s)
+        self._last_s = ended
+        if len(self._write_s) == _N_RECENT:
+            worth = worth_keeping(self._write_s, self._step_s, self._share)
+            if not worth.keep:
+                self._is_dear = True
+                self._remove()
+                return worth.reason
+        return ""
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._remove()
+
+    def _remove(self) -> None:
+        self._file = None
+        with contextlib.suppress(FileNotFoundError):
+            (self._folder / _NAME).unlink()
+
+
+def is_there(folder: Path) -> bool:
+    """Whether something is kept in a job's folder."""
+    return (folder / _NAME).exists()
+
+
+def read(folder: Path) -> Kept | None:
+    """What is kept in a job's folder; None when nothing is. Raises ShardMemoryError when it is damaged."""
+    if not is_there(folder):
+        return None
+    data = SnapshotFile(folder / _NAME).read()
+    if data is None:
+        return None
+    if data[: len(_MAGIC)] != _MAGIC:
+        raise ShardMemoryError(f"{folder / _NAME} is of another version of gba-hvd")
+    _, step, generation, settings = _HEAD.unpack_from(data)
+    return Kept(step, generation, settings, data[_HEAD.size :])

@@ -1,0 +1,518 @@
+"""A host's shard memory: one memory-mapped file that all workers of the host share.
+
+Who owns what. The file belongs to the job, not to a process. Each shard is written by one worker at a time, the one
+that serves it; everybody on the host reads. A worker's death leaves the file as it is.
+
+Order in which things become visible. A shard's `ready` mark is written after its rows are initialised. Around each
+step the serving worker writes `begun = k`, changes the rows, writes `finished = k`. A reader of step k waits for
+`finished >= k`. So a crash leaves one of: begun == finished (whole), begun > finished (the step is partly in this
+shard). The marks are aligned 64-bit stores; their order relies on x86-64's total store order (an assumption stated in
+DESIGN.md).
+
+One host. `memory.json` names the host that has the memory, see `shard.host`.
+
+Life. Every process that has the memory open holds a shared lock on the file `alive`; the kernel lets go of it when the
+process dies, however it dies. The last one out removes the folder; after a crash `shard.keeper` does.
+
+Whose it is. The file `owner` has a fingerprint of the job that opened it, which two jobs of one name do not share. It
+is read and written under the lock `door`: a job finds its own, or a memory that nobody lives in, or is refused. A crash
+leaves the fingerprint of a job that has ended; the next one writes its own over it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import mmap
+import os
+import platform
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from gba_hvd import kernels
+from gba_hvd.errors import ShardMemoryError
+from gba_hvd.shm import job_folder as folders
+from gba_hvd.shm import reaper, sweep
+from gba_hvd.shm.host_identity import Host, take_from
+from gba_hvd.shm.job_folder import job_folder
+from gba_hvd.shm.layout import PAGE_WORDS, Layout, table_seed
+
+log = logging.getLogger("gba_hvd")
+FORMAT = 2
+_OPEN_TRIES = 5
+_MACHINES = ("x86_64", "AMD64")
+_END_TIMEOUT_S = 10.0
+_LOOKS, _LOOK_S = 10, 0.02
+_NOBODY = -1
+_ROOM = (
+    "name a larger folder with GBA_HVD_SHARD_DIR (a disk will do), or enlarge /dev/shm (mount -o remount,size=..., "
+    "docker run --shm-size=...)"
+)
+_READY = 0x6762612D72656479  # "gba-redy"
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Of every shard: is it here, the last steps begun and finished on it, when it was placed here. int64 [S] each."""
+
+    ready: np.ndarray
+    begun: np.ndarray
+    finished: np.ndarray
+    placed: np.ndarray
+
+
+class ShardMemory:
+    """Open with `create_or_open`; `close()` may be called twice.
+
+    flat:  float32 [S * region_words]  the whole memory, shard after shard
+    """
+
+    def __init__(self, folder: Path, layout: Layout, alive_fd: int | None, mapped: mmap.mmap, inode: int) -> None:
+        self.folder, self.layout, self._inode = folder, layout, inode
+        self._alive_fd: int | None = alive_fd
+        self._map = mapped
+        self.flat = np.frombuffer(mapped, dtype=np.float32)
+        self.words = np.frombuffer(mapped, dtype=np.uint32)
+        marks = np.frombuffer(mapped, dtype=np.int64).reshape(layout.n_shards, layout.region_words // 2)
+        self._ready, self._begun, self._finished = marks[:, 0], marks[:, 1], marks[:, 2]
+        self._writer, self._placed = marks[:, 3], marks[:, 4]
+
+    @classmethod
+    def create_or_open(
+        cls, base: Path, job_id: str, layout: Layout, grace_s: float, owner: str | None = None
+    ) -> ShardMemory:
+        """Open the job's memory on this host, or make it (without any shard in it yet).
+
+        owner: the job's fingerprint; "": nobody at all may live in the memory; None: not asked.
+        Raises ShardMemoryError when the folder cannot be written, cannot be trusted, or another job lives in it, or
+        left it.
+        """
+        refuse_machine(platform.machine())
+        folder = job_folder(base, job_id)
+        try:
+            for _ in range(_OPEN_TRIES):
+                folders.make(folder)
+                try:
+                    return cls._open(folder, layout, grace_s, owner)
+                except FileNotFoundError:
+                    continue  # the keeper removed the folder under our hands
+        except OSError as error:
+            if isinstance(error, ShardMemoryError):
+                raise
+            raise ShardMemoryError(
+                f"shard memory cannot be made in {base}: {error.strerror}; "
+                "make the folder writable or name another one with GBA_HVD_SHARD_DIR"
+            ) from error
+        raise ShardMemoryError(
+            f"{folder} disappeared {_OPEN_TRIES} times while it was being opened; is something removing it?"
+        )
+
+    @classmethod
+    def attach(cls, folder: Path, layout: Layout) -> ShardMemory:
+        """Map a memory that workers keep alive. The companion server does: it lives no longer than they want it."""
+        folders.check(folder)
+        with open(folder / "shards", "r+b") as file:
+            return cls(folder, layout, None, _map(file, layout), os.fstat(file.fileno()).st_ino)
+
+    @classmethod
+    def _open(cls, folder: Path, layout: Layout, grace_s: float, owner: str | None) -> ShardMemory:
+        with _locked(folder):
+            alive_fd = os.open(folder / "alive", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(alive_fd, fcntl.LOCK_SH)  # waits while the keeper removes the folder
+                if os.fstat(alive_fd).st_nlink == 0:
+                    raise FileNotFoundError(folder)
+                about, path = folder / "memory.json", folder / "shards"
+                mine, host = {"format": FORMAT, **layout.describe()}, Host.here(folder.parent)
+                if about.exists():
+                    theirs = json.loads(about.read_text())
+                    held_by = theirs.pop("host", None)
+                    is_asked = owner is not None and held_by is not None and Host(**held_by) == host
+                    if is_asked and (not owner or owner != _owner_of(folder)):
+                        _refuse_if_used(folder, alive_fd)
+                    if json.dumps(theirs) != json.dumps(mine):  # the order of the tables counts
+                        what = f"it holds {difference(theirs, mine)}"
+                        _refuse_if_used(folder, alive_fd, f": {what}")
+                        raise ShardMemoryError(
+                            f"{folder} was left by another job, which has ended: {what}; "
+                            f"remove it (rm -r {folder}) or choose another GBA_HVD_JOB_ID or GBA_HVD_SHARD_DIR"
+                        )
+                    if Host(**held_by) != host:
+                        take_from(Host(**held_by), host, folder, alive_fd)
+                        _replace(about, {**mine, "host": asdict(host)})
+                else:
+                    for left in sweep.sweep(folder.parent, grace_s):
+                        log.info("%s was left by a dead job and is removed (%s)", left.path, _gib(left.n_bytes))
+                    _make_file(path, layout)
+                    reaper.start(folder, grace_s)
+                    _replace(about, {**mine, "host": asdict(host)})
+                if owner is not None:
+                    _write_owner(folder, owner)
+                with open(path, "r+b") as file:
+                    mapped, inode = _map(file, layout), os.fstat(file.fileno()).st_ino
+            except BaseException:
+                os.close(alive_fd)
+                raise
+        return cls(folder, layout, alive_fd, mapped, inode)
+
+    def give_to(self, owner: str) -> None:
+        """The job that lives here goes on under this fingerprint."""
+        with _locked(self.folder):
+            _write_owner(self.folder, owner)
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Touching its last rows would kill this process."""
+        return self._map.size() < self.layout.n_bytes
+
+    def trouble(self) -> str:
+        """What has been done to the file behind the mapped pages, in words; empty when it is as it was."""
+        path = self.folder / "shards"
+        try:
+            found = os.stat(path)
+        except FileNotFoundError:
+            found = None
+        if found is None or found.st_ino != self._inode:
+            return (
+                f"{self.folder} was removed while the job was using it: by hand, by a cleaner of temporary files, or, "
+                "in /dev/shm, by systemd-logind when the user's last session ended (RemoveIPC=yes). No worker or "
+                "server can open its tables any more. Start the job again: it goes on from its newest checkpoint, if "
+                "it saves any. Before that, set RemoveIPC=no in logind.conf (or: loginctl enable-linger USER), or name "
+                "a folder that nothing cleans with GBA_HVD_SHARD_DIR"
+            )
+        if found.st_size < self.layout.n_bytes:
+            return (
+                f"{path} was cut to {found.st_size:,} of {self.layout.n_bytes:,} bytes while the job was using it: "
+                "the rows behind that are gone, and whoever touches them is killed by SIGBUS. Find out what writes "
+                "there, and start the job again: it goes on from its newest checkpoint, if it saves any"
+            )
+        return ""
+
+    # --- shards ----------------------------------------------------------------------------------------------------
+
+    def marks(self) -> Marks:
+        ready = (self._ready == _READY).astype(np.int64)
+        return Marks(ready, self._begun.copy(), self._finished.copy(), self._placed.copy())
+
+    def ready(self) -> list[int]:
+        """The shards that are here."""
+        return [int(shard) for shard in np.flatnonzero(self._ready == _READY)]
+
+    def steps_of(self, shard: int) -> tuple[int, int]:
+        """(finished, begun), read in this order: a reader of rows in between sees whether a step is under way."""
+        finished = int(self._finished[shard])
+        return finished, int(self._begun[shard])
+
+    def reserve(self, shards: list[int]) -> None:
+        """Take the space of these shards from the file system now, so that no later write can fail for lack of it."""
+        need = len(shards) * self.layout.region_bytes
+        stat = os.statvfs(self.folder)
+        own = 512 * os.stat(self.folder / "shards").st_blocks  # of it, shards that are not ready hold space for nothing
+        spare = own - int((self._ready == _READY).sum()) * self.layout.region_bytes
+        free = stat.f_bavail * stat.f_frsize + max(0, spare)
+        if need > free:
+            raise ShardMemoryError(
+                f"{len(shards)} of {self.layout.n_shards} shards need {_gib(need)} in {self.folder.parent}, "
+                f"{_gib(free)} are free: {_ROOM}{self._what_dead_jobs_hold()}"
+            )
+        with open(self.folder / "shards", "r+b") as file:
+            for shard in shards:
+                os.posix_fallocate(file.fileno(), shard * self.layout.region_bytes, self.layout.region_bytes)
+
+    def _what_dead_jobs_hold(self) -> str:
+        dead = sweep.leftovers(self.folder.parent)
+        if not dead:
+            return ""
+        return f"; dead jobs hold {_gib(sum(left.n_bytes for left in dead))} there: gba-hvd clean --yes removes that"
+
+    def init_shard(self, shard: int, step: int, ready: bool = True) -> None:
+        """Give every row of a shard its initial value, zero slots and counters, as of `step`.
+
+        ready: False leaves it absent, for somebody who fills it before `set_ready`.
+        """
+        layout, start = self.layout, shard * self.layout.region_words
+        self._ready[shard] = 0
+        self.flat[start + PAGE_WORDS : start + layout.region_words] = 0.0
+        for group in layout.groups:
+            for table, first in zip(group.tables, group.first, strict=True):
+                seed = np.uint64(table_seed(layout.seed, table.name))
+                at = start + group.at + first * group.record
+                std = np.float32(layout.init_std)
+                kernels.init_rows(
+                    self.flat, at, group.record, table.n_rows, shard, layout.n_shards, group.dim, seed, std
+                )
+        if ready:
+            self.set_ready(shard, step)
+
+    def set_ready(self, shard: int, step: int) -> None:
+        self._begun[shard] = self._finished[shard] = step
+        self._ready[shard] = _READY  # last: from here on the shard exists
+
+    def place(self, shard: int, number: int) -> None:
+        """This host is given a shard, which somebody fills next. number: larger than that of any other copy."""
+        self._ready[shard] = 0  # first: an old copy must not pass for the new one
+        self._placed[shard] = number
+
+    def set_absent(self, shard: int) -> None:
+        """The shard is not here, or not whole yet."""
+        self._ready[shard] = 0
+
+    def drop(self, shard: int) -> None:
+        """Give the space of a shard's rows back; it now lives on another host. The page of its marks stays."""
+        self._ready[shard] = 0
+        start, header = shard * self.layout.region_words, 4 * PAGE_WORDS
+        self.words[start : start + PAGE_WORDS] = 0
+        with contextlib.suppress(OSError, AttributeError):  # not every file system can; then the space stays taken
+            self._map.madvise(mmap.MADV_REMOVE, 4 * start + header, self.layout.region_bytes - header)
+
+    def region(self, shard: int) -> np.ndarray:
+        """float32 [region_words], a view: the whole shard, marks included."""
+        return self.flat[shard * self.layout.region_words : (shard + 1) * self.layout.region_words]
+
+    def begin(self, shards: np.ndarray, step: int) -> None:
+        self._writer[shards] = os.getpid()
+        self._begun[shards] = step
+
+    def finish(self, shards: np.ndarray, step: int) -> None:
+        self._finished[shards] = step
+
+    def wait_finished(self, shards: np.ndarray, step: int, timeout_s: float) -> None:
+        """Wait until `step` is finished on all these shards; TimeoutError names the shard and its writer."""
+        deadline = None
+        while True:
+            behind = shards[self._finished[shards] < step]
+            if len(behind) == 0:
+                return
+            now = time.monotonic()
+            deadline = deadline or now + timeout_s
+            shard, writer = int(behind[0]), int(self._writer[behind[0]])
+            if now > deadline or (writer and not is_alive(writer)):
+                why = "did not finish" if now > deadline else "left, or died, before it finished"
+                raise TimeoutError(
+                    f"shard {shard}: process {writer} {why} step {step} (last finished {self._finished[shard]})"
+                )
+            time.sleep(20e-6)
+
+    def claim(self, shards: np.ndarray) -> None:
+        """This process serves these shards from now on."""
+        self._writer[shards] = os.getpid()
+
+    def release(self, shards: np.ndarray) -> None:
+        """This process leaves these shards as they are for now; who waits for a step on them need not wait longer."""
+        self._writer[shards] = _NOBODY
+
+    def end_old_writers(self, members: set[int]) -> None:
+        """End workers of this host that served shards and that the world has moved on without.
+
+        Such a worker is dead or stopped. Stopped, it would go on writing an old step when it is continued, under the
+        feet of its successor.
+        """
+        for pid in set(self._writer[self._ready == _READY].tolist()) - members - {0}:
+            if not is_alive(pid) or not self._maps_us(pid):
+                continue
+            os.kill(pid, signal.SIGKILL)
+            deadline = time.monotonic() + _END_TIMEOUT_S
+            while is_alive(pid):
+                if time.monotonic() > deadline:
+                    raise ShardMemoryError(
+                        f"process {pid} served shards, is no longer in the job and cannot be killed; end it by hand"
+                    )
+                time.sleep(0.01)
+
+    def _maps_us(self, pid: int) -> bool:
+        """Whether the process with this number still is one of ours."""
+        try:
+            return str(self.folder).encode() in Path(f"/proc/{pid}/maps").read_bytes()
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            return False
+
+    @property
+    def is_closed(self) -> bool:
+        return self._alive_fd is None
+
+    def close(self, remove: bool = True) -> None:
+        """Let go; the last process out removes the folder, unless told not to (a restart may want the rows)."""
+        if self._alive_fd is None:
+            return
+        fd, self._alive_fd = self._alive_fd, None
+        try:
+            with _locked(self.folder):
+                if remove:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    reaper.remove(self.folder)
+        except (BlockingIOError, FileNotFoundError):
+            pass  # somebody else still uses it, or has removed it
+        finally:
+            os.close(fd)
+
+
+def refuse_machine(machine: str) -> None:
+    """Raises ShardMemoryError on a machine that may show others the stores of a process in another order."""
+    if machine not in _MACHINES:
+        raise ShardMemoryError(
+            f"this machine is {machine}; shard memory needs x86-64: its marks rely on the order in which such a "
+            "machine shows the stores of one process to another. Run the workers on x86-64 hosts"
+        )
+
+
+def _make_file(path: Path, layout: Layout) -> None:
+    """The file of a memory without shards. The pages of all marks are taken now: to look at one that the file system
+    has no room for would kill the process. Raises ShardMemoryError when there is no room."""
+    with open(path, "wb") as file:
+        file.truncate(layout.n_bytes)
+        try:
+            for shard in range(layout.n_shards):
+                os.posix_fallocate(file.fileno(), shard * layout.region_bytes, 4 * PAGE_WORDS)
+        except OSError as error:
+            path.unlink()
+            raise ShardMemoryError(
+                f"the marks of {layout.n_shards} shards need {4 * layout.n_shards} KiB in {path.parent.parent}, "
+                f"{error.strerror}: {_ROOM}"
+            ) from error
+
+
+def _replace(path: Path, values: dict[str, Any]) -> None:
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps(values))
+    fresh.rename(path)
+
+
+def is_of(folder: Path, layout: Layout) -> bool:
+    """Whether the folder has a memory of this layout that this host may take over. Raises FileNotFoundError."""
+    theirs = json.loads((folder / "memory.json").read_text())
+    host = theirs.pop("host", None)
+    same = json.dumps(theirs) == json.dumps({"format": FORMAT, **layout.describe()})
+    return same and Host(**host).boot == Host.here(folder.parent).boot
+
+
+def _map(file: BinaryIO, layout: Layout) -> mmap.mmap:
+    size = os.fstat(file.fileno()).st_size
+    if size < layout.n_bytes:
+        raise ShardMemoryError(
+            f"{file.name} has {size:,} bytes, expected {layout.n_bytes:,}: something has cut it short, and its rows "
+            "are lost; end the job, remove its folder, and start it again"
+        )
+    return mmap.mmap(file.fileno(), layout.n_bytes)
+
+
+def _owner_of(folder: Path) -> str:
+    try:
+        return (folder / "owner").read_text()
+    except FileNotFoundError:
+        return ""
+
+
+def _write_owner(folder: Path, owner: str) -> None:
+    if _owner_of(folder) != owner:
+        (folder / "owner.new").write_text(owner)
+        (folder / "owner.new").rename(folder / "owner")
+
+
+def _refuse_if_used(folder: Path, alive_fd: int, what: str = "") -> None:
+    """Raises ShardMemoryError when another process lives in this memory. `door` is held, and `alive` shared."""
+    for attempt in range(_LOOKS):  # keepers and servers try the lock for a moment, now and then
+        try:
+            fcntl.flock(alive_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if attempt < _LOOKS - 1:
+                time.sleep(_LOOK_S)
+        finally:
+            fcntl.flock(alive_fd, fcntl.LOCK_SH)  # a change of the lock that is refused has lost it
+    else:
+        pids = sorted(holders(folder / "alive") - {os.getpid()})
+        who = f" (process{'es' if len(pids) > 1 else ''} {', '.join(map(str, pids))})" if pids else ""
+        raise ShardMemoryError(
+            f"a running job{who} uses {folder}{what}: a job that is to run beside it needs a name of its own, by "
+            "GBA_HVD_JOB_ID, or another GBA_HVD_SHARD_DIR; if it is the old one of this job, end it first. Do not "
+            "remove the folder: it is the other job's model"
+        )
+    if os.fstat(alive_fd).st_nlink == 0:
+        raise FileNotFoundError(folder)
+
+
+def holders(path: Path) -> set[int]:
+    """Processes of this machine that hold a lock on this file, as far as they can be seen from here."""
+    inode, found = os.stat(path).st_ino, set()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            words = line.split()  # 1: FLOCK ADVISORY READ 4711 00:1a:12345 0 EOF
+            if "->" not in words and words[1] == "FLOCK" and words[5].rpartition(":")[2] == str(inode):
+                found.add(int(words[4]))
+    return found
+
+
+def nobody_lives(folder: Path) -> bool:
+    """Whether no worker holds the memory of this folder.
+
+    Raises FileNotFoundError when it is gone, ShardMemoryError when it cannot be trusted.
+    """
+    folders.check(folder)
+    with open(folder / "alive", "r+") as alive:
+        try:
+            fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+def clear_leftover(base: Path, job_id: str) -> None:
+    """Remove the memory of a job of this name that nobody lives in any more, before its keeper would.
+
+    Its companion server ends when the folder is gone. A memory that somebody lives in is left alone. Raises
+    ShardMemoryError when it cannot be trusted, or is of another machine.
+    """
+    folder = job_folder(base, job_id)
+    with contextlib.suppress(FileNotFoundError, BlockingIOError), _locked(folder), open(folder / "alive") as alive:
+        fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if (folder / "memory.json").exists():
+            theirs = json.loads((folder / "memory.json").read_text()).get("host")
+            if theirs is not None and Host(**theirs).is_another_machine(Host.here(base)):
+                return  # opening it says why it is refused
+        reaper.remove(folder)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Opening and closing are serialised on a host; `alive` itself only says who lives."""
+    folders.check(folder)
+    with open(folder / "door", "a") as door:
+        fcntl.flock(door, fcntl.LOCK_EX)
+        if os.fstat(door.fileno()).st_nlink == 0:  # the folder was removed; there may be another one of this name
+            raise FileNotFoundError(folder)
+        yield
+
+
+def difference(theirs: dict[str, Any], mine: dict[str, Any]) -> str:
+    """What two descriptions disagree in, in words: `tables['user'] [100, 8], here [200, 8]`."""
+    found = []
+    for name in sorted({*theirs, *mine}):
+        a, b = theirs.get(name), mine.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += [f"{name}[{k!r}] {a.get(k)}, here {b.get(k)}" for k in {**a, **b} if a.get(k) != b.get(k)]
+            if not found and list(a) != list(b):
+                found.append(f"{name} in the order {list(a)}, here {list(b)}")
+        elif a != b:
+            found.append(f"{name} {a}, here {b}")
+    return "; ".join(found[:5])
+
+
+def is_alive(pid: int) -> bool:
+    """Running or stopped; a zombie that nobody has waited for is dead."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in (b"Z", b"X")
+
+
+def _gib(n_bytes: int) -> str:
+    return f"{n_bytes / 2**30:.2f} GiB"

@@ -1,0 +1,153 @@
+"""What dead jobs of this user left on a host, and removing it: nothing that anybody alive holds.
+
+Whether somebody holds a thing the kernel says, whatever containers they are in; so no process is looked for by its
+number. What is left, and by whom:
+
+    gba-hvd-<job>             all workers and the keeper were killed. Held: `alive`, `keeper` or a `ps-N.lock` is locked
+    gba-hvd-<job>.gone-<pid>  whoever removed it was killed meanwhile. Nobody opens a folder of such a name
+    sem.mp-*                  Horovod's launcher and the process that cleans up behind it were killed. Held: it is open
+                              or mapped somewhere, so there is no write lease on it to be had. Python gives these names
+
+A job that starts gives each folder a new keeper, so whoever wants to start the dead job again has its grace period.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from gba_hvd.shm import job_folder as folders
+from gba_hvd.shm import reaper
+
+SEMAPHORES = Path("/dev/shm")
+_GONE = re.compile(rf"{folders.PREFIX}.+\.gone-\d+")
+_SEMAPHORE = re.compile(r"sem\.mp-\w{8}")
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """job: all its workers on this host are dead.
+
+    watched: its keeper lives and will remove it after the grace period; served: a companion server lives, and may be
+    saving what is there
+    """
+
+    path: Path
+    kind: Literal["job", "removal", "semaphore"]
+    n_bytes: int
+    watched: bool = False
+    served: bool = False
+
+    @property
+    def is_held(self) -> bool:
+        return self.watched or self.served
+
+
+def leftovers(base: Path, semaphores: Path = SEMAPHORES) -> list[Leftover]:
+    """Of this user, in this base; the semaphores lie in one place whatever the base."""
+    found = []
+    for path in sorted(base.glob(f"{folders.PREFIX}*")):
+        with contextlib.suppress(OSError):  # it went, or is another user's
+            folders.check(path)
+            if _GONE.fullmatch(path.name):
+                found.append(Leftover(path, "removal", _size(path)))
+            elif not _is_held(path / "door") and not _is_held(path / "alive"):
+                served = any(_is_held(lock) for lock in path.glob("ps-*.lock"))
+                found.append(Leftover(path, "job", _size(path), _is_held(path / "keeper"), served))
+    for path in sorted(semaphores.glob("sem.mp-*")):
+        with contextlib.suppress(OSError):
+            if _SEMAPHORE.fullmatch(path.name) and _is_abandoned(path):
+                found.append(Leftover(path, "semaphore", _size(path)))
+    return found
+
+
+def remove(left: Leftover) -> bool:
+    """Whether it was removed: somebody may have come to live there meanwhile."""
+    try:
+        if left.kind == "semaphore":
+            if not _is_abandoned(left.path):
+                return False
+            left.path.unlink()
+        elif left.kind == "removal":
+            shutil.rmtree(left.path)
+        else:
+            folders.check(left.path)
+            with _locked(left.path, "door") as at_door, _locked(left.path, "alive") as alone:
+                if not at_door or not alone or _is_held(left.path / "keeper"):
+                    return False
+                reaper.remove(left.path)
+    except OSError:
+        return False
+    return True
+
+
+def sweep(base: Path, grace_s: float) -> list[Leftover]:
+    """When a job starts: remove what nobody can want, and have the memory of dead jobs removed after a grace period."""
+    swept = []
+    for left in leftovers(base):
+        with contextlib.suppress(OSError):
+            if left.kind != "job" or not (left.path / "alive").exists():  # a job killed before it had begun has none
+                swept += [left] if remove(left) else []
+            elif not left.watched:
+                reaper.start(left.path, grace_s)
+                swept.append(left)
+    return swept
+
+
+def _is_held(file: Path) -> bool:
+    """Whether a living process has a lock on it. Opens it only if it is there."""
+    with _locked(file.parent, file.name) as free:
+        return not free
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, name: str) -> Iterator[bool]:
+    """Hold the lock of a file alone, if nobody else has it; a file that is not there is held by nobody."""
+    try:
+        fd = os.open(folder / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        yield True
+        return
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(fd)
+
+
+def _is_abandoned(semaphore: Path) -> bool:
+    """Whether it is this user's and no process has it open or mapped: only then the kernel gives a write lease."""
+    fd = os.open(semaphore, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        if os.fstat(fd).st_uid != os.geteuid():
+            return False
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # who opens it now must not end this process by the usual signal
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError:  # in use; or a file system without leases, where nobody can know
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _size(path: Path) -> int:
+    """Bytes it takes."""
+    files = [path, *path.rglob("*")] if path.is_dir() else [path]
+    total = 0
+    for file in files:
+        with contextlib.suppress(FileNotFoundError):
+            total += 512 * file.lstat().st_blocks
+    return total

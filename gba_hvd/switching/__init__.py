@@ -1,0 +1,1 @@
+"""Changing the mode of a running job: when it pays, who requested it, and carrying it out."""

@@ -1,0 +1,288 @@
+"""`GBACallback`: which mode the job should be in. Measures, asks `switching.decide`, and keeps what an operator wants.
+
+It only speaks its mind: the chief's wish travels with the commit of a step (allreduce) or to the coordinator
+(asynchronous modes), and all workers carry it out at the same step (`handover`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from statistics import median
+from typing import Any
+
+from gba_hvd.averaging.algorithms import Averaging
+from gba_hvd.callbacks import Callback, StepRecord
+from gba_hvd.epoch import shares
+from gba_hvd.errors import BadInput
+from gba_hvd.mode_names import REPLICA_MODES, known_mode
+from gba_hvd.ps.coordinator.discipline import Discipline
+from gba_hvd.switching.policy import Decision, Options, Rates, RecentRates, Stance, decide, expected_drops
+from gba_hvd.switching.requested_mode import AskedMode
+from gba_hvd.update_rules import check, known_rule
+from gba_hvd.update_rules.stability import advise
+
+_N_RECENT = 9
+_LATE_STEPS = 10  # an asynchronous mode hears of steps a little later; more than that is told
+_PAUSE_STEPS = 20
+_REQUIRED_WAIT_S = 60.0
+_FIRST_SERVE_S = 0.003  # what a lease and a push cost, until it was measured
+
+
+class GBACallback(Callback):
+    """Switches a running job between allreduce and asynchronous modes. Register the same on every worker.
+
+    mode:       "auto" (allreduce or gba, whichever measurements say is faster), or a mode to be in:
+                "allreduce", "gba"; "shadow" (replicas that are synchronised in the background), or "easgd", "ma",
+                "bmuf" (the same in the foreground); or one of the baselines "async", "bsp", "hop_bs", "hop_bw"
+    rule:       how servers update dense parameters with gradients that come late, see `gba_hvd.update_rules`.
+                Allreduce knows no delay: there the optimizer steps, and the rule waits for an asynchronous mode.
+                Replicas know none either: a job that is to be in such modes only has no rule
+    staleness, tolerance, lookahead, slack, backups: see `gba_hvd.ps.coordinator.ledger.Discipline`
+    enter_gain, leave_gain, patience, min_stay:      see `gba_hvd.switching.policy.Options`
+    switch_at:  modes to change to at given global steps, e.g. {1000: "gba"}
+    curvature:  largest curvature of the loss (`gba_hvd.update_rules.stability.largest_curvature`), if known: entering
+                gba where the learning rate is predicted unstable under the expected staleness is then warned of in the
+                reason
+    sync:       what "shadow" runs in the background: "easgd", "ma", "bmuf"; "none" to compare
+    elasticity, block_rate, mixing, pause_s: see `gba_hvd.averaging.algorithms.Averaging`
+    every:      local steps between the rounds of the modes "easgd", "ma", "bmuf", which training waits for
+    servers_per_host: companion processes on each host; shards and dense parameters are spread over them
+    wait_s:     how long training stands still when a mode is to be entered and the servers are not up (after the first
+                time in vain it does not wait again); 0: never, allreduce goes on until they are. By default 60 with
+                `required`, else 0
+    required:   a mode that was asked for and cannot be entered fails the job, with the servers' own words; otherwise
+                the job goes on in allreduce and warns
+
+    Raises BadInput for a mode, rule or setting that does not exist, for a rule that no mode would use, for `required`
+    where no asynchronous mode is asked for, and when it is registered for a job whose optimizer the rule does not go
+    with.
+    """
+
+    def __init__(
+        self,
+        mode: str = "auto",
+        *,
+        rule: str = "none",
+        staleness: str = "threshold",
+        tolerance: int = 4,
+        lookahead: int | None = None,
+        slack: int = 2,
+        backups: int = 1,
+        enter_gain: float = 1.05,
+        leave_gain: float = 1.0,
+        patience: int = 5,
+        min_stay: int = 20,
+        switch_at: Mapping[int, str] | None = None,
+        curvature: float | None = None,
+        servers_per_host: int = 1,
+        sync: str = "easgd",
+        elasticity: float = 0.5,
+        block_rate: float = 0.9,
+        mixing: str = "interpolate",
+        every: int = 30,
+        pause_s: float = 0.02,
+        wait_s: float | None = None,
+        required: bool = False,
+    ) -> None:
+        self.mode = known_mode(mode)
+        # What a staleness of that name asks for is a rule; what it does not do is drop.
+        self.rule = "gap_aware" if (staleness, rule) == ("gap_aware", "none") else known_rule(rule)
+        self.switch_at = {int(step): known_mode(name) for step, name in (switch_at or {}).items()}
+        self._refuse_an_idle_rule()
+        self.asked = AskedMode(self.mode, self.switch_at)
+        self._asked_for = self.mode  # `mode` is what an operator or a plan made of it
+        if wait_s is not None and not 0 <= wait_s < float("inf"):
+            raise BadInput(f"wait_s is a number of seconds, 0 or more, got {wait_s}")
+        self.required = required
+        self.wait_s = (_REQUIRED_WAIT_S if required else 0.0) if wait_s is None else float(wait_s)
+        self._has_waited = False
+        self._refuse_requiring_nothing()
+        if servers_per_host < 1:
+            raise BadInput(f"servers_per_host must be at least 1, got {servers_per_host}")
+        self.servers_per_host, self.curvature = servers_per_host, curvature
+        self.lr = 0.0  # the largest of the dense groups, told by the engine
+        self._rules: dict[str, Any] = {
+            "staleness": staleness, "tolerance": tolerance, "lookahead": lookahead, "slack": slack, "backups": backups,
+        }  # fmt: skip
+        self.discipline("gba")  # refuses bad settings now
+        self._background = Averaging(sync, elasticity, block_rate, mixing, None, pause_s)
+        self._every = replace(self._background, every=every).every
+        self.options = Options(enter_gain, leave_gain, patience, min_stay)
+        self._stance = Stance("allreduce", 0)
+        self._recent = RecentRates()
+        self._exchanges: deque[float] = deque(maxlen=_N_RECENT)
+        self._waits: deque[float] = deque([_FIRST_SERVE_S], maxlen=_N_RECENT)
+        self._wish: tuple[str, str] | None = None
+        self._handled = -1  # the newest step of `switch_at` that has come
+        self.late: tuple[int, int] | None = None  # of `switch_at`: when a change was due, and when it is wished for
+        self.last: Decision | None = None
+        self._not_before, self._pause = 0, _PAUSE_STEPS
+
+    def discipline(self, mode: str) -> Discipline:
+        return Discipline(name=mode, **self._rules)
+
+    @property
+    def modes_to_come(self) -> list[str]:
+        """Asynchronous modes that the job is to be in, as far as is known beforehand."""
+        modes = {"gba" if mode == "auto" else mode for mode in (self.mode, *self.switch_at.values())}
+        return sorted(modes - {"allreduce"})
+
+    def check_fits(self, optimizer: Mapping[str, Any]) -> None:
+        """Raises BadInput when the rule does not go with this optimizer (`torch_optimizers.spec_of`)."""
+        check(self.rule, optimizer)
+
+    def averaging(self, mode: str) -> Averaging:
+        """How replicas are kept together in one of `averaging.REPLICA_MODES`."""
+        if mode == "shadow":
+            return self._background
+        return replace(self._background, algorithm=mode, every=self._every)
+
+    def describe(self) -> dict[str, Any]:
+        """The settings by the names of their arguments, as it was made with them."""
+        switch_at = {str(step): mode for step, mode in self.switch_at.items()}
+        rounds = self.rounds
+        rounds["sync"] = rounds.pop("algorithm")
+        more = {"switch_at": switch_at, "servers_per_host": self.servers_per_host, "curvature": self.curvature}
+        more |= {"wait_s": self.wait_s, "required": self.required}
+        return {"mode": self._asked_for, "rule": self.rule, **self._rules, **asdict(self.options), **rounds, **more}
+
+    @property
+    def agreed(self) -> dict[str, Any]:
+        """What must be the same on all workers before they form a world."""
+        more = {"wait_s": self.wait_s, "required": self.required}
+        return {"servers_per_host": self.servers_per_host, "rule": self.rule, **self.rounds, **more}
+
+    @property
+    def paused_until(self) -> int:
+        """The step before which no switch is wished for, after one that failed."""
+        return self._not_before
+
+    @property
+    def waits(self) -> bool:
+        """Whether training stands still for servers that are not up."""
+        return self.wait_s > 0 and not self._has_waited
+
+    @property
+    def rounds(self) -> dict[str, Any]:
+        """What all workers' rounds must have in common."""
+        return {**asdict(self._background), "every": self._every}
+
+    def _refuse_an_idle_rule(self) -> None:
+        """Every worker steps its replica at once: a rule is of use only where another mode is planned for later."""
+        is_used_later = bool({*self.switch_at.values()} - {*REPLICA_MODES, "allreduce"})
+        if self.rule != "none" and self.mode in REPLICA_MODES and not is_used_later:
+            raise BadInput(
+                f"mode {self.mode!r} uses no rule, got {self.rule!r}: each worker steps a replica of its own at once, "
+                "so no gradient comes late. Leave `rule` out (staleness='gap_aware' is one too), or choose a mode such "
+                "as 'gba' or 'async'"
+            )
+
+    def _refuse_requiring_nothing(self) -> None:
+        if self.required and not {self.mode, *self.switch_at.values()} - {"auto", "allreduce"}:
+            raise BadInput(
+                f"required=True is for a mode that is asked for, such as 'gba', mode {self.mode!r} is content with "
+                "allreduce: leave it out, or choose a mode"
+            )
+
+    def overdue(self, step: int) -> list[int]:
+        """Steps of `switch_at` up to this one that nobody wished a change for. On the chief."""
+        return [at for at in sorted(self.switch_at) if self._handled < at <= step]
+
+    # --- asked by the engine of the chief ----------------------------------------------------------------------------
+
+    def wish(self, step: int, current: str) -> tuple[str, str] | None:
+        """(mode, reason) to change to once `step` is applied, or None."""
+        if step < self._not_before:
+            return None
+        due = [at for at in sorted(self.switch_at) if self._handled < at <= step]
+        if due:
+            self._handled = due[-1]
+            is_late = step - due[-1] >= _LATE_STEPS and self.switch_at[due[-1]] not in (current, "auto")
+            self.late = (due[-1], step) if is_late else None  # (a new chief finds what another has asked for)
+            self.pin(self.switch_at[due[-1]])
+        if self.mode == "auto":
+            return self._wish if self._wish is not None and self._wish[0] != current else None
+        return None if self.mode == current else (self.mode, f"mode {self.mode!r} was asked for")
+
+    def pin(self, mode: str) -> None:
+        """Be in this mode from now on; "auto" goes back to deciding by measurements."""
+        self.mode, self._wish = known_mode(mode), None
+        self.asked.now = mode
+
+    def measured_allreduce(self, step: int, seconds: Sequence[float], step_s: float, n_micro: int) -> None:
+        """Every worker's seconds per micro-batch in one step (0: it had none), and what the step took."""
+        n_workers = len(seconds)
+        shared = shares(n_micro, n_workers)
+        slowest_s = max(n * t for n, t in zip(shared, seconds, strict=True))
+        self._exchanges.append(max(0.0, step_s - slowest_s))
+        self._measure(step, "allreduce", seconds, shared, n_micro)
+
+    def measured_async(self, step: int, seconds: Sequence[float], n_micro: int, serve_s: float) -> None:
+        """Every worker's recent seconds per micro-batch, once per step; serve_s: this worker's lease, pull and push."""
+        self._waits.append(serve_s)
+        self._measure(step, "gba", seconds, shares(n_micro, len(seconds)), n_micro)
+
+    def _measure(self, step: int, current: str, seconds: Sequence[float], shared: Sequence[int], n_micro: int) -> None:
+        if self.mode != "auto" or len(seconds) < 1:
+            return
+        for worker, t in enumerate(seconds):
+            if t > 0:
+                self._recent.add(worker, t)
+        medians = self._recent.medians(range(len(seconds)))
+        if medians is None:
+            return
+        if self._stance.mode != current:
+            self._stance = Stance(current, step)
+        exchange_s, serve_s = median(self._exchanges or [0.0]), median(self._waits)
+        rates = Rates(medians, tuple(shared), n_micro, exchange_s, serve_s)
+        if self._rules["staleness"] == "threshold":
+            rates = replace(rates, dropped_share=expected_drops(rates, self._rules["tolerance"]))
+        decision, stance = decide(self._stance, step, rates, self.options)
+        self.last = decision
+        if decision.mode != current:
+            warning = self._warning(rates) if decision.mode == "gba" else ""
+            self._wish = (decision.mode, decision.reason + warning)  # the stance changes when the switch is done
+        else:
+            self._stance, self._wish = stance, None
+
+    def _warning(self, rates: Rates) -> str:
+        """What the expected staleness would do to stability; empty when all is well or the curvature is not known."""
+        if self.curvature is None or self.lr <= 0:
+            return ""
+        cycles = [t + rates.serve_s for t in rates.seconds_per_micro]
+        steps_per_s = sum(1 / t for t in cycles) / rates.n_micro
+        staleness = [t * steps_per_s for t in cycles]
+        mean = sum(s / t for s, t in zip(staleness, cycles, strict=True)) / sum(1 / t for t in cycles)
+        worst = max(mean, min(max(staleness), float(self._rules["tolerance"])))
+        advice = advise(self.lr, self.curvature, mean, worst)
+        return "" if advice.is_stable else f"; warning: {advice.reason}"
+
+    def failed(self, step: int, why: str) -> None:
+        """A switch could not be done: no other is wished for so soon, and later ever less often."""
+        self._has_waited, self.asked.obstacle = True, why
+        self._not_before, self._pause = step + self._pause, 2 * self._pause
+        self._wish = None
+
+    def switched(self, mode: str, step: int) -> None:
+        """The job is in `mode` from `step` on."""
+        self._wish, self._not_before, self._pause = None, 0, _PAUSE_STEPS
+        self._recent = RecentRates()
+        if mode in ("allreduce", "gba"):
+            self._stance = Stance(mode, step)
+
+    def on_job(self, job: Any) -> None:
+        self._recent = RecentRates()  # ranks may mean other workers now
+
+    def on_step(self, record: StepRecord) -> None:
+        self.asked.step(record.step, record.mode)
+
+    def state_dict(self) -> dict[str, Any]:
+        stance, asked = asdict(self._stance), self.asked.state()
+        return {"mode": self.mode, "stance": stance, "handled": self._handled, "asked": asked}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.mode, self._stance, self._handled = state["mode"], Stance(**state["stance"]), state["handled"]
+        if "asked" in state:  # checkpoints of older versions have none
+            self.asked.load(state["asked"])

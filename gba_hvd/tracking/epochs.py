@@ -1,0 +1,87 @@
+"""Quality by epoch: which metrics were measured together, and which epoch is the best by validation.
+
+Decided here: metrics reported at one step belong together; validation alone chooses the best epoch, so that a test
+figure is never chosen by itself. No file, no clock.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_VALIDATION = re.compile(r"(valid|validation|val|dev|eval)[_./ -](.+)", re.IGNORECASE)
+_QUALITY = re.compile(r"(valid|validation|val|dev|eval|test|holdout)[_./ -].+|(.+_)?auc", re.IGNORECASE)
+_HIGHER = ("auc", "acc", "f1", "ndcg", "recall", "precision", "map", "hit")
+_LOWER = ("logloss", "log_loss", "loss", "nll", "rmse", "mse", "mae", "error")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was reported at one step. epoch: counted from 0, as the training loop does; None when not known."""
+
+    step: int
+    epoch: int | None
+    values: Mapping[str, float] = field(default_factory=dict)
+
+    def plus(self, values: Mapping[str, float]) -> Measured:
+        return Measured(self.step, self.epoch, {**self.values, **values})
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "epoch": self.epoch, "values": dict(self.values)}
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any] | None) -> Measured | None:
+        return None if values is None else cls(int(values["step"]), values["epoch"], dict(values["values"]))
+
+    @property
+    def name(self) -> str:
+        return f"step {self.step:,}" if self.epoch is None else f"epoch {self.epoch}"
+
+
+def is_quality(name: str) -> bool:
+    """Whether a metric judges the model, as its name says: `valid_auc`, `test/logloss`, `auc`."""
+    return bool(_QUALITY.fullmatch(name))
+
+
+def chooser(names: Iterable[str]) -> tuple[str, bool] | None:
+    """The validation metric that chooses the best epoch, and whether more of it is better; None without one.
+
+    An AUC before other scores, scores before losses.
+    """
+    found = []
+    for name in names:
+        match = _VALIDATION.fullmatch(name)
+        what = match.group(2).lower() if match else ""
+        for order, known in enumerate((*_HIGHER, *_LOWER)):
+            if what == known or what.startswith(known + "_") or what.endswith("_" + known):
+                found.append((order, name))
+                break
+    if not found:
+        return None
+    order, name = min(found)
+    return name, order < len(_HIGHER)
+
+
+def better(new: Measured, best: Measured | None) -> bool:
+    """Whether `new` is better than the best so far, by the validation metric of `new`. Of equals the earlier stays."""
+    by = chooser(new.values)
+    if by is None:
+        return False
+    name, more = by
+    if not math.isfinite(new.values[name]):
+        return False
+    if best is None or name not in best.values:
+        return True
+    return new.values[name] > best.values[name] if more else new.values[name] < best.values[name]
+
+
+def best_of(measured: Iterable[Measured]) -> Measured | None:
+    """The best by validation; None when no validation metric was reported."""
+    best: Measured | None = None
+    for one in measured:
+        if better(one, best):
+            best = one
+    return best

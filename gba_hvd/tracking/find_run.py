@@ -1,0 +1,29 @@
+"""What a job reported, found by the name that a person gives: a run in MLflow, or records on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gba_hvd.errors import BadInput
+from gba_hvd.tracking.mlflow_run import read_story, resolved_uri
+from gba_hvd.tracking.run_history import Story, from_files
+from recovery.redaction import redacted
+
+
+def read(run: str, tracking_uri: str | None) -> Story:
+    """The story of a run in MLflow (its id, its job's id, or its name), or of records in a file or folder.
+
+    Raises BadInput when there is no such run; it then names the newest ones.
+    """
+    path = Path(run)
+    if path.exists():
+        return from_files(path)
+    uri = resolved_uri(tracking_uri)
+    found = read_story(uri, run, lambda key: not key.startswith("system/"))
+    if isinstance(found, Story):
+        return found
+    known = "".join(f"\n  {line}" for line in found)
+    raise BadInput(
+        f"no run, job or file is called {run!r} (looked in {redacted(uri)}; --tracking-uri or MLFLOW_TRACKING_URI name "
+        f"another store)" + (f"; the newest runs there are:{known}" if known else "; it holds no runs")
+    )

@@ -1,0 +1,49 @@
+"""Which warnings still hold: one that named a state, such as a server that is not up, is over when an event shows so.
+
+Warnings of what has happened, such as rows that were lost, are never over. Pure functions over plain values; events
+and records of events are asked for alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from gba_hvd.tracking.records import Record
+
+_OF_CHECKPOINTS = ("checkpoint_late", "checkpoint_failed")
+
+
+def ends(kind: str, data: Mapping[str, Any], by: str, by_data: Mapping[str, Any]) -> bool:
+    """Whether a warning is over with a later event. kind, data: of the warning; by, by_data: of the event."""
+    if kind == "server_missing":  # waiting: "mode gba", "the checkpoint that is due"
+        modes = [what.removeprefix("mode ") for what in data.get("waiting", ()) if what.startswith("mode ")]
+        return by_data.get("to") in modes if modes and by == "switch" else by == "checkpoint" and not modes
+    if kind == "switch_failed":
+        return by == "switch" and by_data.get("to") == data.get("to")
+    if kind in _OF_CHECKPOINTS:
+        return by == "checkpoint"
+    return kind == "world_late" and not data.get("stands") and by in ("membership", "world_late")
+
+
+def is_over_at_once(kind: str, data: Mapping[str, Any]) -> bool:
+    """Whether a warning tells of a state that has ended already."""
+    return kind == "world_late" and bool(data.get("stands"))
+
+
+def over_since(events: Sequence[Record]) -> list[int | None]:
+    """For each record of an event, in order: the step since which it is over, if it is a warning that is."""
+    return [
+        _over(warning, events[at + 1 :]) if warning.get("level") == "warning" else None
+        for at, warning in enumerate(events)
+    ]
+
+
+def _over(warning: Record, later: Iterable[Record]) -> int | None:
+    kind, data = str(warning.get("event")), warning.get("data", {})
+    if is_over_at_once(kind, data):
+        return int(warning.get("step", 0))
+    for event in later:
+        if ends(kind, data, str(event.get("event")), event.get("data", {})):
+            return int(event.get("step", 0))
+    return None

@@ -1,0 +1,346 @@
+"""`ProgressLine`: what a person sees of a running job, from one worker.
+
+On a terminal one line is rewritten in place; in a pipe or file (horovodrun prefixes every line with the rank) a plain
+line appears every few seconds. Events stand on lines of their own; warnings are in the log, and here by their kinds.
+When training fails, its cause comes first.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from gba_hvd.callbacks import Callback, Event, Job, StepRecord
+from gba_hvd.tracking import gauges
+from gba_hvd.tracking.epochs import Measured, better, chooser
+from gba_hvd.tracking.gauges import DROPPED, STALENESS_MEAN, staleness_words, whole_numbers
+from gba_hvd.tracking.open_warnings import ends, is_over_at_once
+from gba_hvd.tracking.recovery_records import is_recovery, place_of
+
+# Every worker tells of these; they follow from a cause another worker reports.
+_CONSEQUENCES = frozenset({"HorovodInternalError", "HostsUpdatedInterrupt", "WorkersAvailableException"})
+_WORDS = {
+    "FINISHED": "finished", "FAILED": "failed", "KILLED": "interrupted", "NOT_SAVED": "trained to the end, NOT SAVED"
+}  # fmt: skip
+_COUNTERS = (
+    "bytes_sent_",
+    "bytes_received_",
+)  # an event tells of these, with units; here they would hide what was measured
+_ACCOUNT = ("samples_total", "samples_applied", "samples_dropped", "samples_lost")
+
+
+class ProgressLine(Callback):
+    """Progress of the job on rank 0's output; errors of any rank.
+
+    total_steps: for the percentage and the time left; default `Job.settings["total_steps"]` when it is there.
+    every_s: how often a plain line appears (on a terminal the line is renewed 4 times a second).
+    The closing summary takes the account of samples from the data of the last event that has it
+    (`samples_total`, `samples_applied`, `samples_dropped`, `samples_lost`, `restarts`, and in asynchronous modes
+    `staleness`).
+    """
+
+    def __init__(
+        self,
+        *,
+        total_steps: int | None = None,
+        every_s: float = 10.0,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total_steps = total_steps
+        self._stream = stream
+        self._clock = clock
+        self._terminal = (stream or sys.stdout).isatty()
+        self._every_s = 0.25 if self._terminal else every_s
+        self._job: Job | None = None
+        self._record: StepRecord | None = None
+        self._rate = Rate()
+        self._newest: Measured | None = None  # metrics, those of one step together
+        self._best: Measured | None = None  # by validation
+        self._gauges: dict[str, float] = {}
+        self._readings = gauges.Readings()
+        self._account: dict[str, Any] = {}
+        self._switches: list[str] = []
+        self._newest_saved = ""
+        self._recoveries: list[str] = []
+        self._warnings: dict[str, Warned] = {}  # by kind, the newest
+        self._memberships = 0
+        self._interrupted = ""  # by whom
+        self._stopped_early = self._goes_on = ""
+        self._started_s = clock()
+        self._first_step = 0
+        self._first_step_s: float | None = None
+        self._next_s = 0.0
+        self._open = False  # the line on the terminal has no newline yet
+        self._ended = False
+
+    def on_job(self, job: Job) -> None:
+        self._job = job
+        self._memberships += 1
+        self._rate = Rate()
+
+    def on_step(self, record: StepRecord) -> None:
+        now = self._clock()
+        if self._first_step_s is None:
+            self._first_step_s, self._first_step = now, record.step
+        self._record = record
+        self._rate.add(record)
+        if self._is_speaker() and now >= self._next_s:
+            self._next_s = now + self._every_s
+            self._show(now)
+
+    def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        metrics = {key: value for key, value in metrics.items() if not key.startswith(_COUNTERS)}
+        numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
+        if numbers:
+            before, epoch = self._newest, self._record.epoch if self._record else None
+            same = before is not None and before.step == step
+            self._newest = before.plus(numbers) if before is not None and same else Measured(step, epoch, numbers)
+            if better(self._newest, self._best) or (self._best is not None and self._best.step == step):
+                self._best = self._newest
+        if self._is_speaker() and metrics:
+            self._print(f"step {step:,}  {_numbers(metrics)}")
+
+    def on_event(self, event: Event) -> None:
+        if event.kind == gauges.EVENT:
+            self._gauges |= self._readings.take(event.data)
+            return
+        self._account |= {key: event.data[key] for key in (*_ACCOUNT, "restarts", "staleness") if key in event.data}
+        if event.kind == "interrupted":
+            self._interrupted = event.message
+        if event.kind == "stopped_early":
+            self._stopped_early = event.message
+        if event.data.get("goes_on"):
+            self._goes_on = str(event.data["goes_on"])
+        if event.kind == "switch":
+            self._switches.append(f"{event.data.get('to', '?')} at step {event.step:,}")
+        if event.kind == "checkpoint":
+            self._newest_saved = f"of step {event.data.get('saved_step', event.step):,}, {place_of(event.data)}"
+        if is_recovery(event.kind, event.data):
+            self._recoveries.append(recovery_words(event))
+        for warned in self._warnings.values():
+            if warned.over is None and ends(warned.event.kind, warned.event.data, event.kind, event.data):
+                warned.over = event.step
+        if event.level == "warning":  # the log has its text
+            self._warnings[event.kind] = Warned(event, event.step if is_over_at_once(event.kind, event.data) else None)
+            self._end_line()
+        elif self._is_speaker() and event.kind not in ("finished", "interrupted"):  # the summary begins with these
+            self._print(f"[{event.kind.replace('_', ' ')}] step {event.step:,}: {event.message}")
+
+    def on_end(self, status: str, error: BaseException | None) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        tells = self._is_speaker() or type(error).__name__ not in _CONSEQUENCES
+        if status in ("FAILED", "NOT_SAVED") and error is not None and tells:
+            for line in failure_lines(error, self._job, self._record):
+                self._print(line)
+        if self._is_speaker():
+            for line in self._summary(status):
+                self._print(line)
+
+    def _is_speaker(self) -> bool:
+        return self._job is None or self._job.is_chief
+
+    def _show(self, now: float) -> None:
+        assert self._record is not None
+        total = self._total_steps
+        if total is None and self._job is not None:
+            total = self._job.settings.get("total_steps")
+        left_s = None
+        done = self._record.step - self._first_step
+        if total and done > 0 and self._first_step_s is not None:
+            left_s = (total - self._record.step) * (now - self._first_step_s) / done
+        metrics = self._newest.values if self._newest is not None else {}
+        line = progress_line(self._record, self._rate.take(), metrics, total, left_s, self._gauges)
+        if standing := [kind.replace("_", " ") for kind, warned in self._warnings.items() if warned.over is None]:
+            line += f"  warnings: {', '.join(standing)}"
+        if not self._terminal:
+            self._print(line)
+            return
+        width = shutil.get_terminal_size().columns - 1
+        self._write(f"\r\x1b[K{line[:width]}")
+        self._open = True
+
+    def _summary(self, status: str) -> list[str]:
+        word = _WORDS.get(status, status.lower())
+        steps = self._record.step if self._record else 0
+        restarts = int(self._account.get("restarts", max(0, self._memberships - 1)))
+        times = "no restart" if restarts == 0 else f"{restarts} restart" + "s" * (restarts > 1)
+        word += f" {self._interrupted}" if status == "KILLED" and self._interrupted else ""
+        if self._job is not None and self._job.name:
+            word = f"{self._job.name}: {word}"
+        lines = [f"{word}: {steps:,} step{'s' * (steps != 1)} in {_duration(self._clock() - self._started_s)}, {times}"]
+        lines += [line for line in (self._stopped_early, self._goes_on) if line]
+        if all(key in self._account for key in _ACCOUNT):
+            total, applied, dropped, lost = (int(self._account[key]) for key in _ACCOUNT)
+            lines.append(f"samples: {applied:,} applied + {dropped:,} dropped + {lost:,} lost = {total:,}")
+        elif self._record is not None:
+            lines.append(f"samples: {self._record.samples_applied:,} applied")
+        if self._switches:
+            lines.append(f"switches: {', '.join(self._switches)}")
+        if self._newest_saved:
+            lines.append(f"newest checkpoint: {self._newest_saved}")
+        if self._recoveries:
+            lines.append(f"recoveries: {'; '.join(self._recoveries)}")
+        if staleness := whole_numbers(self._account.get("staleness")):
+            lines.append(f"staleness: {staleness_words(staleness)}")
+        lines += [warned.words for warned in self._warnings.values()]
+        if self._newest is not None:
+            lines.append(f"last: {self._newest.name}: {_numbers(self._newest.values)}")
+        if self._best is not None and (by := chooser(self._best.values)):
+            lines.append(f"best: {self._best.name}, by {by[0]}: {_numbers(self._best.values)}")
+        return lines
+
+    # These travel with the elastic state: a new rank 0 goes on with them.
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            name: None if one is None else one.as_dict()
+            for name, one in (("newest", self._newest), ("best", self._best))
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._newest, self._best = Measured.of(state.get("newest")), Measured.of(state.get("best"))
+
+    def _end_line(self) -> None:
+        if self._open:
+            self._write("\n")
+            self._open = False
+
+    def _print(self, line: str) -> None:
+        self._write(("\r\x1b[K" if self._open else "") + line + "\n")
+        self._open = False
+
+    def _write(self, text: str) -> None:
+        stream = self._stream or sys.stdout
+        try:
+            stream.write(text)
+            stream.flush()
+        except (OSError, ValueError):
+            pass  # nobody reads any more, or the disk is full; training goes on
+
+
+@dataclass
+class Warned:
+    """over: the step since which the warning does not hold any more, see `warnings_over`."""
+
+    event: Event
+    over: int | None
+
+    @property
+    def words(self) -> str:
+        kind, step = self.event.kind.replace("_", " "), f"step {self.event.step:,}"
+        over = f", over since step {self.over:,}" if self.over is not None else ""
+        return f"warning{over if self.over != self.event.step else ', over'}: [{kind}] {step}: {self.event.message}"
+
+
+class Rate:
+    """Samples per second over the steps since it was last asked."""
+
+    def __init__(self) -> None:
+        self._samples, self._seconds = 0, 0.0
+
+    def add(self, record: StepRecord) -> None:
+        self._samples += record.samples
+        self._seconds += record.seconds
+
+    def take(self) -> float | None:
+        rate = self._samples / self._seconds if self._seconds > 0 else None
+        self._samples, self._seconds = 0, 0.0
+        return rate
+
+
+def progress_line(
+    record: StepRecord,
+    rate: float | None,
+    metrics: Mapping[str, float],
+    total_steps: int | None,
+    left_s: float | None,
+    readings: Mapping[str, float],
+) -> str:
+    """`step 1,200/5,000 (24%)  epoch 1  loss 0.4312  auc 0.7812  45.2k samples/s  2 workers  allreduce  1m20s left`
+
+    In asynchronous modes the mode is followed by staleness and drops: `gba, staleness 0.42, 64 samples dropped`.
+    """
+    step = f"step {record.step:,}"
+    if total_steps:
+        step += f"/{total_steps:,} ({100 * record.step // total_steps}%)"
+    parts = [step, f"epoch {record.epoch}"]
+    if record.loss is not None:
+        parts.append(f"loss {record.loss:.4f}")
+    parts += [f"{key} {_number(value)}" for key, value in metrics.items() if "auc" in key.lower()][:1]
+    if rate is not None:
+        parts.append(f"{_short(rate)} samples/s")
+    parts.append(f"{record.workers} worker" + "s" * (record.workers != 1))
+    parts.append(record.mode if record.mode == "allreduce" else _asynchronous(record.mode, readings))
+    if left_s is not None:
+        parts.append(f"{_duration(left_s)} left")
+    return "  ".join(parts)
+
+
+def _asynchronous(mode: str, readings: Mapping[str, float]) -> str:
+    parts = [mode]
+    if STALENESS_MEAN in readings:
+        parts.append(f"staleness {readings[STALENESS_MEAN]:.2f}")
+    if readings.get(DROPPED):
+        parts.append(f"{readings[DROPPED]:,.0f} samples dropped")
+    return ", ".join(parts)
+
+
+def recovery_words(event: Event) -> str:
+    """`step 120: 340 rows restored, PLS 0.0012`, or `resumed at step 120: 340 rows restored`."""
+    data = event.data
+    parts = [f"{data.get('rows_restored', 0):,} rows restored" if not data.get("from_memory") else "all from memory"]
+    if data.get("rows_lost"):
+        parts.append(f"{data['rows_lost']:,} lost")
+    if data.get("pls") is not None:
+        parts.append(f"PLS {data['pls']:.4f}")
+    return f"{'resumed at ' if event.kind == 'resumed' else ''}step {event.step:,}: {', '.join(parts)}"
+
+
+def failure_lines(error: BaseException, job: Job | None, record: StepRecord | None) -> list[str]:
+    """The cause in the first line, where and when below it."""
+    root = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    lines = [f"error: {type(root).__name__}: {root}"]
+    frames = traceback.extract_tb(root.__traceback__)
+    if frames:
+        lines.append(f"  in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno}")
+    if root is not error:
+        lines.append(f"  which led to {type(error).__name__}: {error}")
+    if job is not None:
+        lines.append(f"  on rank {job.rank} of {job.size}, host {job.host}, job {job.job_id}")
+    if record is not None:
+        lines.append(f"  after step {record.step:,}, epoch {record.epoch}")
+    return lines
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.5g}" if abs(value) >= 1000 else f"{value:.4f}"
+
+
+def _numbers(values: Mapping[str, float]) -> str:
+    """AUC first, as it is what jobs are compared by."""
+    first = sorted(values, key=lambda key: "auc" not in key.lower())
+    return "  ".join(f"{key} {_number(values[key])}" for key in first)
+
+
+def _short(rate: float) -> str:
+    if rate >= 1e6:
+        return f"{rate / 1e6:.2f}M"
+    return f"{rate / 1e3:.1f}k" if rate >= 1e3 else f"{rate:.0f}"
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"

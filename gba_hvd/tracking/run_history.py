@@ -1,0 +1,237 @@
+"""What a job told of itself, read back: the one value that reports and advice are made from.
+
+From MLflow it comes through `mlflow_run.read_story`; from records on disk, which may not have reached MLflow, through
+`from_files`. What can be concluded from it, such as the time spent in each mode, is worked out here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import harmonic_mean
+from typing import Any
+
+from gba_hvd.errors import BadInput
+from gba_hvd.tracking import traffic_summary
+from gba_hvd.tracking.epochs import Measured, best_of, is_quality
+from gba_hvd.tracking.plots import MODE, THROUGHPUT, Span, last_staleness, mode_spans
+from gba_hvd.tracking.records import Point, Record, merge_events
+from gba_hvd.tracking.recovery_records import (
+    RESUMED_FROM,
+    Resume,
+    in_force,
+    pointers,
+    recoveries,
+    resumes_of_events,
+    resumes_of_points,
+)
+from gba_hvd.tracking.spool import all_records
+
+_ACCOUNT = ("samples_total", "samples_applied", "samples_dropped", "samples_lost")
+
+
+@dataclass(frozen=True)
+class Story:
+    """A job as its records tell it. Times in milliseconds since 1970; history by metric, ascending in steps.
+
+    What was superseded, because the job went on from a checkpoint, is not in `history`; of `events` it is.
+    """
+
+    title: str
+    source: str  # where the records were read
+    job_id: str
+    status: str
+    reason: str  # of the status
+    started_ms: int | None
+    ended_ms: int | None
+    params: Mapping[str, str] = field(default_factory=dict)
+    history: Mapping[str, Sequence[Point]] = field(default_factory=dict)
+    events: Sequence[Record] = ()
+
+    @property
+    def n_steps(self) -> int:
+        ends = [points[-1].step for points in self.history.values() if points]
+        return max([*ends, *(int(event.get("step", 0)) for event in self.events)], default=0)
+
+    @property
+    def account(self) -> dict[str, int]:
+        """Where every sample went, as the newest event that has it says; empty when none does."""
+        for event in reversed(self.events):
+            data = event.get("data", {})
+            if all(key in data for key in _ACCOUNT):
+                return {key.removeprefix("samples_"): int(data[key]) for key in _ACCOUNT}
+        return {}
+
+    @property
+    def staleness(self) -> dict[int, int]:
+        """{steps: micro-batches} of the whole job."""
+        return last_staleness(self.events)
+
+    @property
+    def measured(self) -> list[Measured]:
+        """Quality at each step at which it was measured, with the epoch that ended there."""
+        return measured_of(self.history)
+
+    @property
+    def best(self) -> Measured | None:
+        """The best epoch by validation."""
+        return best_of(self.measured)
+
+    @property
+    def epoch_seconds(self) -> dict[int, float]:
+        """{step: seconds} from the measurement before, or the start, to the one at that step."""
+        ends = {point.step: point.ms for key in self.history if is_quality(key) for point in self.history[key]}
+        before, seconds = self.started_ms, {}
+        for step, ms in sorted(ends.items()):
+            if before is not None:
+                seconds[step] = max(0.0, (ms - before) / 1000)
+            before = ms
+        return seconds
+
+    @property
+    def spans(self) -> list[Span]:
+        return mode_spans(self.history.get(MODE, ()), self.events)
+
+    @property
+    def resumes(self) -> list[Resume]:
+        return resumes_of_events(self.events)
+
+    @property
+    def checkpoints(self) -> list[Record]:
+        """Where each is, oldest first, see `recoveries.pointers`."""
+        return pointers(self.events)
+
+    @property
+    def recoveries(self) -> list[Record]:
+        return recoveries(self.events)
+
+    def events_of(self, *kinds: str) -> list[Record]:
+        return [event for event in self.events if event.get("event") in kinds]
+
+    def last(self, metric: str) -> float | None:
+        points = self.history.get(metric)
+        return points[-1].value if points else None
+
+
+@dataclass(frozen=True)
+class InMode:
+    """What a mode was good for in a job.
+
+    samples_per_s: all samples over all time, so the harmonic mean of its points, which stand for about as many samples
+                   each; None without a point
+    """
+
+    mode: str
+    steps: int
+    visits: int
+    samples_per_s: float | None
+
+
+def by_mode(story: Story) -> list[InMode]:
+    """In the order in which the modes first came."""
+    rates = story.history.get(THROUGHPUT, ())
+    spans = story.spans
+    found = []
+    for mode in dict.fromkeys(span.mode for span in spans):
+        own = [span for span in spans if span.mode == mode]
+        within = [p.value for p in rates if p.value > 0 and any(span.first < p.step <= span.last for span in own)]
+        mean = harmonic_mean(within) if within else None
+        found.append(InMode(mode, sum(span.last - span.first for span in own), len(own), mean))
+    return found
+
+
+def from_files(path: Path) -> Story:
+    """From a spool file, a folder of spools of one job, or a folder with a run's `events.jsonl`.
+
+    Raises BadInput when there is nothing of the kind, or records of several jobs.
+    """
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    spools = sorted((list(all_records(file)) for file in files), key=_first_ms)
+    records = [record for spool in spools for record in spool]
+    loose = [record for record in records if "kind" not in record and "event" in record]  # an events.jsonl of MLflow
+    jobs = [record for record in records if record.get("kind") == "job"]
+    if not jobs and not loose:
+        raise BadInput(f"{path} holds no records of a job: expected a spool (*.jsonl) or a run's events.jsonl")
+    job_ids = sorted({str(job["job_id"]) for job in jobs})
+    if len(job_ids) > 1:
+        raise BadInput(f"{path} holds records of {len(job_ids)} jobs ({', '.join(job_ids)}): name one of its files")
+    params: dict[str, str] = {}
+    for record in records:
+        if record.get("kind") == "params":
+            params = {**record["values"], **params}
+    ends = [record for record in records if record.get("kind") == "end" and record.get("status")]
+    told = [{k: v for k, v in record.items() if k != "kind"} for record in records if record.get("kind") == "event"]
+    events = merge_events(loose, told)
+    times = [int(record["ms"]) for record in records if "ms" in record]
+    times += [int(1000 * event["unix_s"]) for event in events if "unix_s" in event]
+    statuses = {"finished": "FINISHED", "failed": "FAILED", "not_saved": "FAILED", "interrupted": "KILLED"}
+    told_ends = [statuses[event["event"]] for event in events if event.get("event") in statuses]
+    status = str(ends[-1]["status"]) if ends else told_ends[-1] if told_ends else "not ended"
+    named = [str(job["run_name"]) for job in jobs if job.get("run_name")]
+    return Story(
+        title=(named or job_ids or [path.name])[0],
+        source=str(path),
+        job_id=job_ids[0] if job_ids else "",
+        status=status,
+        reason=str(ends[-1].get("reason", "")) if ends else "",
+        started_ms=min(times, default=None),
+        ended_ms=max(times, default=None),
+        params=params,
+        history=_history(records),
+        events=tuple(events),
+    )
+
+
+def measured_of(history: Mapping[str, Sequence[Point]]) -> list[Measured]:
+    """Metrics of quality by step; the epoch is that of the newest point of `epoch` until there."""
+    values: dict[int, dict[str, float]] = {}
+    for key in history:
+        if is_quality(key):
+            for point in history[key]:
+                values.setdefault(point.step, {})[key] = point.value
+    epochs = [(point.step, int(point.value)) for point in history.get("epoch", ())]
+    return [
+        Measured(step, next((epoch for at, epoch in reversed(epochs) if at <= step), None), values[step])
+        for step in sorted(values)
+    ]
+
+
+def _first_ms(records: Sequence[Record]) -> int:
+    return next((int(record["ms"]) for record in records if "ms" in record), 0)
+
+
+def _history(records: Iterable[Record]) -> dict[str, list[Point]]:
+    history: dict[str, list[Point]] = {}
+    for record in records:
+        if record.get("kind") != "metrics":
+            continue
+        step, ms = int(record["step"]), int(record["ms"])
+        for key, value in record["values"].items():
+            history.setdefault(key, []).append(Point(key, float(value), ms, step))
+    resumes = resumes_of_points(history.get(RESUMED_FROM, ()))
+    return {key: in_force(points, resumes) for key, points in sorted(history.items())}
+
+
+def as_json(story: Story) -> dict[str, Any]:
+    """The figures of a report, for programs."""
+    return {
+        "title": story.title, "job_id": story.job_id, "status": story.status, "reason": story.reason,
+        "best": None if story.best is None else story.best.as_dict(),
+        "epochs": [one.as_dict() for one in story.measured],
+        "warnings": [event for event in story.events if event.get("level") == "warning"],
+        "steps": story.n_steps, "samples": story.account, "staleness": story.staleness,
+        "modes": [vars(one) for one in by_mode(story)],
+        "switches": [{"step": e.get("step"), **e.get("data", {})} for e in story.events_of("switch")],
+        "checkpoints": story.checkpoints,
+        "recoveries": story.recoveries,
+        "bytes": [
+            {"mode": mode, "kind": kind, **n_bytes}
+            for (mode, kind), n_bytes in traffic_summary.bytes_by_mode(story.events).items()
+        ],
+        "density": traffic_summary.density(story.events),
+        "row_density": traffic_summary.row_density(story.events),
+        "compression": [vars(one) for one in traffic_summary.decisions(story.events)],
+        "last": {key: points[-1].value for key, points in story.history.items() if points},
+        "params": dict(story.params),
+    }  # fmt: skip

@@ -1,0 +1,68 @@
+"""Bytes on the wire and what compression made of them, as the events `traffic` and `compression` tell of them.
+
+All are of one worker, the chief; what is of steps that were done again is left out. Pure functions over plain values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gba_hvd.tracking.records import Record
+from gba_hvd.tracking.recovery_records import events_in_force
+
+
+@dataclass(frozen=True)
+class Told:
+    """A decision of a compressor: what it did from a step on, and why."""
+
+    step: int
+    compressor: str
+    reason: str
+
+
+def bytes_by_mode(events: Iterable[Record]) -> dict[tuple[str, str], dict[str, int]]:
+    """Of the whole job: (mode, kind) -> {"sent": bytes, "received": bytes}, in the order in which they first came.
+
+    Where two workers tell of the end of the same epoch, because one became chief after the other, the first counts.
+    """
+    ends: dict[int, Record] = {}
+    for event in _of(events, "traffic"):
+        ends.setdefault(int(event.get("step", 0)), event)
+    found: dict[tuple[str, str], dict[str, int]] = {}
+    for event in ends.values():
+        for name, n_bytes in event.get("data", {}).get("bytes", {}).items():
+            direction, _, rest = name.partition("_")
+            mode, _, kind = rest.rpartition("_")  # modes such as hop_bs have a _ of their own
+            wire = found.setdefault((mode, kind), {"sent": 0, "received": 0})
+            wire[direction] = wire.get(direction, 0) + int(n_bytes)
+    return found
+
+
+def density(events: Iterable[Record]) -> dict[str, float]:
+    """The share of each dense tensor's elements that was sent last, of tensors that were compressed."""
+    return {str(name): float(share) for name, share in _newest_traffic(events).get("density", {}).items()}
+
+
+def row_density(events: Iterable[Record]) -> list[float]:
+    """The same for gradients of rows, by group of tables; empty where all of them was sent."""
+    shares = [float(share) for share in _newest_traffic(events).get("row_density", ())]
+    return shares if any(shares) else []
+
+
+def decisions(events: Iterable[Record]) -> list[Told]:
+    """What compressors decided, the oldest first."""
+    return [
+        Told(int(e.get("step", 0)), str(e.get("data", {}).get("compressor", "")), str(e.get("message", "")))
+        for e in _of(events, "compression")
+    ]
+
+
+def _newest_traffic(events: Iterable[Record]) -> Mapping[str, Any]:
+    told = _of(events, "traffic")
+    return told[-1].get("data", {}) if told else {}
+
+
+def _of(events: Iterable[Record], kind: str) -> list[Record]:
+    return [event for event in events_in_force(events) if event.get("event") == kind]

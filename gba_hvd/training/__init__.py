@@ -1,0 +1,1 @@
+"""One worker: the engine, what it refuses, and what runs at its steps."""

@@ -1,0 +1,60 @@
+"""Parameters that the distributed optimizer does not train, and values that somebody else writes between its steps.
+
+Decided here: who is named. Torch counts the in-place changes of every tensor, so nothing is read. A change is no alarm
+by itself: weights are loaded. Only a parameter that changes between our steps several times in a row has another
+writer, such as a second optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor, nn
+
+_IN_A_ROW = 3
+_NAMED = 5
+
+
+def untrained(model: nn.Module, trained: Iterable[Tensor]) -> list[str]:
+    """Parameters of the model that want a gradient and are not among those that are trained; each tensor once."""
+    known = {id(p) for p in trained}
+    return [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in known]
+
+
+def names_in_words(names: Sequence[str]) -> str:
+    """`a, b and 3 more`."""
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+class ParameterWatch:
+    """One worker's. Call `written_by_others` before each change of ours, `note` after it. Not thread-safe."""
+
+    def __init__(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
+        self._parameters, self._names = list(parameters), list(names)
+        self._seen: list[int] | None = None
+        self._in_a_row = [0] * len(self._names)
+        self._is_told = False
+
+    def name_as_in(self, model: nn.Module) -> None:
+        """Call parameters what the model calls them, where it has them."""
+        names = {id(p): name for name, p in model.named_parameters()}
+        self._names = [names.get(id(p), name) for p, name in zip(self._parameters, self._names, strict=True)]
+
+    def note(self) -> None:
+        """Our own change is done."""
+        self._seen = None if self._is_told else [p._version for p in self._parameters]
+
+    def forget(self) -> None:
+        """What changes until the next `note` is ours."""
+        self._seen = None
+
+    def written_by_others(self) -> list[str]:
+        """Names of parameters that changed between our last steps, each time; once, then never again."""
+        if self._seen is None:
+            return []
+        for number, (p, seen) in enumerate(zip(self._parameters, self._seen, strict=True)):
+            self._in_a_row[number] = self._in_a_row[number] + 1 if p._version != seen else 0
+        found = [name for name, n in zip(self._names, self._in_a_row, strict=True) if n >= _IN_A_ROW]
+        self._is_told = bool(found)
+        return found

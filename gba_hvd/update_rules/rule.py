@@ -1,0 +1,124 @@
+"""What an update rule is given, and what it answers: the vocabulary of `gba_hvd.update_rules`.
+
+A rule decides what a server does to its dense part with the pushes of one step, and which dense values workers are
+shown. It is arithmetic on flat arrays: the pushes are collected, the optimizer is stepped and files are written by
+`ps.part`. In this order, for every step:
+
+    1. damping  of each push, by the age of the values it was computed with
+    2. act      the step: leave it to the user's optimizer, or say what the values are to be
+    3. stepped  the step is applied. Only now may the rule remember it; a step that fails leaves the rule as it was
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Damping:
+    """What a push is multiplied by.
+
+    dense: float32 [n], or [1] for all; from 0 to 1
+    rows:  their mean
+    """
+
+    dense: np.ndarray
+    rows: float
+
+
+_NONE = Damping(np.ones(1, np.float32), 1.0)
+
+
+def not_damped(dense_step: int) -> Damping:
+    return _NONE
+
+
+@dataclass(frozen=True)
+class Received:
+    """A push in a step.
+
+    worker:    who computed it
+    share:     of the step's gradient: its weight by staleness and samples; the shares of fresh pushes add up to 1
+    staleness: steps between the dense values it was computed with and those the step is applied to; 0 if not known
+    gradient:  float32 [n]
+    """
+
+    worker: int
+    share: float
+    staleness: int
+    gradient: np.ndarray
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that is decided.
+
+    values:   float32 [n], the model before the step
+    gradient: float32 [n], sum of share * damping * gradient over the pushes
+    lrs:      learning rate of each optimizer group
+    workers:  all that live; empty if that is not known
+    """
+
+    number: int
+    values: np.ndarray
+    gradient: np.ndarray
+    pushes: Sequence[Received]
+    lrs: Sequence[float]
+    workers: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class ByOptimizer:
+    """The user's optimizer takes the step, with these learning rates."""
+
+    lrs: Sequence[float]
+
+
+@dataclass(frozen=True)
+class NewValues:
+    """The rule took over the optimizer's momentum, and the step with it.
+
+    values:   float32 [n], the model after the step: what is evaluated, saved, exported and switched with
+    momentum: float32 [n], what the optimizer goes on with when the rule is left
+    shown:    float32 [n], what workers compute gradients with; None: the model
+    """
+
+    values: np.ndarray
+    momentum: np.ndarray
+    shown: np.ndarray | None = None
+
+
+class Rule(Protocol):
+    """Belongs to one server, which serialises the calls."""
+
+    def damping(self, dense_step: int) -> Damping:
+        """Of a push computed with the values of step `dense_step`; that is negative when it is not known."""
+
+    def act(self, step: Step) -> ByOptimizer | NewValues:
+        """What becomes of the step. Changes nothing that counts before `stepped`."""
+
+    def stepped(self, values: np.ndarray, gradient: np.ndarray, lrs: Sequence[float], step: int) -> None:
+        """The step `act` was asked about is applied: the values after it, its gradient, its learning rates."""
+
+    def shown(self, values: np.ndarray, lrs: Sequence[float]) -> np.ndarray | None:
+        """What workers are shown in place of these values, as things stand; None: the values."""
+
+
+class Plain:
+    """Rule "none": the user's optimizer steps with whatever came, however old."""
+
+    def damping(self, dense_step: int) -> Damping:
+        return _NONE
+
+    def act(self, step: Step) -> ByOptimizer | NewValues:
+        return ByOptimizer(step.lrs)
+
+    def stepped(self, values: np.ndarray, gradient: np.ndarray, lrs: Sequence[float], step: int) -> None:
+        pass
+
+    def shown(self, values: np.ndarray, lrs: Sequence[float]) -> np.ndarray | None:
+        return None

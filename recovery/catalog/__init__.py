@@ -1,0 +1,1 @@
+"""What is in a store, what may expire, and who may write."""

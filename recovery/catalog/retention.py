@@ -1,0 +1,157 @@
+"""Which checkpoints are no longer needed, and which objects nobody refers to. Decided here, deleted at the end.
+
+Only what this run wrote is ever expired: never what it resumed from, or what another run left. Ages are not looked at,
+only the steps or times at which checkpoints were saved, compared with each other: a clock that was set back may make
+one more or one less be kept for good, never the newest ones go.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from recovery.catalog.claims import claims_of
+from recovery.errors import BadInput, Damaged
+from recovery.format.manifest import Manifest, from_json
+from recovery.storage.store import Store, age_of, epoch_of, is_blob_name
+
+
+@dataclass(frozen=True)
+class Keep:
+    """last: so many of the newest. every_steps, every_s: also the first in every so many steps, or seconds."""
+
+    last: int = 3
+    every_steps: int | None = None
+    every_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.last < 1:
+            raise BadInput(f"at least the last checkpoint must be kept, got last={self.last}")
+        for name, every in (("every_steps", self.every_steps), ("every_s", self.every_s)):
+            if every is not None and not 0 < every < math.inf:
+                raise BadInput(f"{name} must be positive, got {every}")
+
+
+@dataclass(frozen=True)
+class Expired:
+    """What to delete, in this order, and why."""
+
+    manifests: tuple[str, ...]
+    blobs: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Leftovers:
+    """Objects nobody refers to (name -> bytes), and why they are thought to be."""
+
+    objects: Mapping[str, int]
+    reason: str
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(self.objects.values())
+
+
+def expired(manifests: Sequence[Manifest], mine: Collection[str], keep: Keep) -> Expired:
+    """What is no longer needed of what this run wrote.
+
+    manifests: all that are in the store and can be read; mine: names of those that this run wrote
+    """
+    by_name = {manifest.name: manifest for manifest in manifests}
+    own = sorted((by_name[name] for name in mine if name in by_name), key=_age)
+    wanted = {manifest.name for manifest in own[-keep.last :]}
+    if keep.every_steps:
+        wanted |= _first_of_each({m.name: m.step // keep.every_steps for m in own})
+    if keep.every_s:
+        wanted |= _first_of_each({m.name: int(m.saved_unix_s // keep.every_s) for m in own})
+    needed = _with_parents(by_name, [*wanted, *(name for name in by_name if name not in mine)])
+    gone = [manifest for manifest in reversed(own) if manifest.name not in needed]
+    still = {name for manifest in manifests if manifest.name in needed for name in objects_of(manifest)}
+    blobs = [name for manifest in gone for name in objects_of(manifest) if name not in still]
+    reason = f"{len(gone)} of {len(own)} checkpoints of this run expire: the last {keep.last} are kept"
+    if keep.every_steps:
+        reason += f", one every {keep.every_steps} steps"
+    if keep.every_s:
+        reason += f", one every {keep.every_s:g} s"
+    based_on = len([m for m in own if m.name in needed - wanted])
+    return Expired(tuple(m.name for m in gone), tuple(blobs), reason + f", and {based_on} that these are based on")
+
+
+def delete(store: Store, expired: Expired) -> None:
+    """Manifests first, newest first: a crash leaves no manifest whose blobs or parent are gone."""
+    for name in expired.manifests:
+        store.delete([name])
+    if expired.blobs:
+        store.delete(expired.blobs)
+
+
+def objects_of(manifest: Manifest) -> list[str]:
+    """Names of all objects a manifest refers to."""
+    return [blob.name for blob in manifest.blobs] + ([manifest.state.name] if manifest.state else [])
+
+
+def leftovers(names: Mapping[str, int], manifests: Iterable[Manifest], unreadable: Collection[str]) -> Leftovers:
+    """Objects of dead epochs that nobody refers to: of saves that died, of checkpoints half deleted, old claims.
+
+    names: all objects and their bytes; unreadable: names of manifests that are damaged
+
+    The newest epoch's are left alone: a save may be under way.
+    """
+    claims = claims_of(names)
+    if not claims:
+        return Leftovers({}, "nothing: there is no claim, so it is not known who may be writing")
+    newest = max(one.epoch for one in claims)
+    referred = {name for manifest in manifests for name in objects_of(manifest)}
+    doubtful = tuple("blobs/" + name.removeprefix("manifests/").removesuffix(".json") + "/" for name in unreadable)
+    found = {}
+    for name, n_bytes in names.items():
+        epoch = epoch_of(name)
+        if epoch is None or epoch >= newest or not (is_blob_name(name) or claims_of([name])):
+            continue  # a checkpoint, of a save under way, or somebody else's
+        if name not in referred and not (doubtful and name.startswith(doubtful)):
+            found[name] = n_bytes
+    reason = f"of epochs before {newest}, the newest, and in no checkpoint"
+    return Leftovers(found, reason + f"; those of {len(doubtful)} damaged ones stay" * bool(doubtful))
+
+
+def gc(store: Store, *, really: bool = False) -> Leftovers:
+    """Find leftovers, and delete them if told so.
+
+    Raises BadInput when a checkpoint is of a newer format version: what it refers to is not known.
+    """
+    names = store.names("")
+    manifests, unreadable = [], []
+    for name in names:
+        if age_of(name) is not None:
+            try:
+                manifests.append(from_json(store.get(name), name))
+            except Damaged:
+                unreadable.append(name)
+    found = leftovers(names, manifests, unreadable)
+    if really and found.objects:
+        store.delete(sorted(found.objects))
+    return found
+
+
+def _age(manifest: Manifest) -> tuple[int, int]:
+    return manifest.epoch, manifest.number
+
+
+def _first_of_each(periods: Mapping[str, int]) -> set[str]:
+    """Of names, oldest first: the first one of every period."""
+    first: dict[int, str] = {}
+    for name, period in periods.items():
+        first.setdefault(period, name)
+    return set(first.values())
+
+
+def _with_parents(by_name: Mapping[str, Manifest], names: Iterable[str]) -> set[str]:
+    needed: set[str] = set()
+    for name in names:
+        at: str | None = name
+        while at is not None and at not in needed:
+            needed.add(at)
+            at = by_name[at].parent if at in by_name else None
+    return needed

@@ -1,0 +1,1 @@
+"""Saving in a process of its own."""

@@ -1,0 +1,110 @@
+"""A saving process as the one that trains sees it: how it is started, heard and ended.
+
+What it says means nothing here, except that it is there. Whoever waits for it waits for what it says, or for its end:
+one that gives no sign of life is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from recovery.child.process import Begin, Ended, Leave, Ready
+from recovery.errors import RecoveryError
+
+_START_S = 300.0  # until the first sign of life: Python and torch are loaded from a disk that may be slow
+_END_S = 10.0  # from the end of the pipe, or a kill, until the process is gone
+
+
+class ChildDied(RecoveryError):
+    """The process that saves is gone; what it was doing was not done."""
+
+
+class Process(Protocol):
+    @property
+    def pid(self) -> int | None: ...
+    @property
+    def exitcode(self) -> int | None: ...
+    def kill(self) -> None: ...
+    def join(self, timeout: float | None = None) -> None: ...
+    def close(self) -> None: ...
+
+
+Start = Callable[[Begin], tuple[Connection, Process]]
+
+
+class Child:
+    """One process, the pipe to it, and the thread that hears it. ended: what it raised in the end.
+
+    ready: when it has the place; or why it never will.
+    """
+
+    def __init__(
+        self, start: Start, begin: Begin, heard: Callable[[Any], None], over: Callable[[Child, BaseException], None]
+    ) -> None:
+        """heard: called with all that it says after it was ready; over: with what it died of, last. In a thread."""
+        self.ready: Future[Ready] = Future()
+        self.ended: BaseException | None = None
+        self._silence_s, self._heard, self._over = begin.silence_s, heard, over
+        self._lock = threading.Lock()
+        self._connection, self._process = start(begin)
+        self.pid = self._process.pid
+        self._hearing = threading.Thread(target=self._hear, name="recovery-hear", daemon=True)
+        self._hearing.start()
+
+    def send(self, message: Any, state: bytes | None = None) -> None:
+        """Raises OSError when it has ended."""
+        with self._lock:
+            self._connection.send(message)
+            if state is not None:
+                self._connection.send_bytes(state)
+
+    def end(self, within_s: float = _END_S) -> bool:
+        """Tell it to leave, and wait; False: it did not, and was killed."""
+        with contextlib.suppress(OSError):  # it has ended
+            self.send(Leave())
+        self._hearing.join(within_s)
+        if not self._hearing.is_alive():
+            return True
+        with contextlib.suppress(ValueError):  # it has ended now
+            self._process.kill()
+        self._hearing.join(2 * _END_S)
+        return False
+
+    def _hear(self) -> None:
+        died: BaseException | None = None
+        try:
+            patience_s = max(_START_S, self._silence_s)
+            while self._connection.poll(patience_s):
+                message, patience_s = self._connection.recv(), self._silence_s
+                if isinstance(message, Ready):
+                    self.ready.set_result(message)
+                elif isinstance(message, Ended):
+                    died = self.ended = message.error
+                elif message is not None:
+                    self._heard(message)
+            self._process.kill()
+            died = ChildDied(f"the process that saves was killed: no sign of life for {patience_s:g} s")
+        except (EOFError, OSError):
+            pass
+        self._process.join(_END_S)
+        died = died or ChildDied(f"the process that saves {_how(self._process.exitcode)}")
+        with self._lock:  # else what is being sent could go to a file that has the number of the pipe
+            self._connection.close()
+        with contextlib.suppress(ValueError):  # a kill has to wait, too, while a disk does not answer
+            self._process.close()
+        if self.ready.done():
+            self._over(self, died)
+        else:
+            self.ready.set_exception(died)
+
+
+def _how(exitcode: int | None) -> str:
+    if exitcode is None or exitcode >= 0:
+        return f"ended (exit status {exitcode})"
+    return f"was killed ({signal.Signals(-exitcode).name}); if nobody did that, memory may have run out"

@@ -1,0 +1,1 @@
+"""Bytes: rows, quantised values, manifests."""

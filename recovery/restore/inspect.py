@@ -1,0 +1,155 @@
+"""What is in a checkpoint: every byte checked, or the rows of one table read into arrays. Without a model.
+
+For people and tools that look at checkpoints; a model is filled by `restore`. Manifests and chains come from `chains`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import xxhash
+
+from recovery.catalog.chains import Chain, open_chain
+from recovery.errors import Damaged, NotFound
+from recovery.format import row_codec
+from recovery.format.manifest import Manifest, Section
+from recovery.restore.row_loader import Run, runs
+from recovery.rows import Table
+from recovery.storage.store import Store, read
+
+_READ_BYTES = 16 << 20
+_READERS = 4
+_FLAWS_TOLD = 3
+
+
+def verify(store: Store, manifest: Manifest, on_bytes: Callable[[int], object] = lambda n: None) -> list[str]:
+    """Read and check everything that one save wrote; a sentence for each part that is not what was saved.
+
+    on_bytes: told how many more bytes were checked. Raises StoreError when the store fails.
+    """
+
+    def check(run: Run) -> list[str]:
+        start, found = run.sections[0].start, []
+        try:
+            data = memoryview(store.get(run.blob, start, run.n_bytes))
+        except NotFound:
+            return [f"{manifest.name}: {run.blob} is gone"]
+        for section in run.sections:
+            piece = data[section.start - start : section.start - start + section.n_bytes]
+            table = manifest.schema.tables[section.table]
+            try:
+                row_codec.decode_rows(piece, section, table, manifest.schema.n_shards, f"{manifest.name}: {run.blob}")
+            except Damaged as error:
+                found.append(str(error))
+        on_bytes(run.n_bytes)
+        return found
+
+    with ThreadPoolExecutor(_READERS, "verify") as pool:
+        flaws = [flaw for part in pool.map(check, runs(manifest.blobs, lambda _: True, _READ_BYTES)) for flaw in part]
+    folders = {blob.name.rpartition("/")[0] + "/" for blob in manifest.blobs}
+    sizes = {name: n_bytes for folder in folders for name, n_bytes in store.names(folder).items()}
+    longer = [blob for blob in manifest.blobs if sizes.get(blob.name, 0) > blob.n_bytes]
+    flaws += [f"{manifest.name}: {b.name} has {sizes[b.name]} bytes, {b.n_bytes} were saved" for b in longer]
+    try:
+        read_state(store, manifest)
+    except (Damaged, NotFound) as error:
+        flaws.append(f"{manifest.name}: {error}")
+    on_bytes(manifest.state.n_bytes if manifest.state else 0)
+    return list(dict.fromkeys(flaws))
+
+
+def verify_saved(store: Store, manifest: Manifest, what: str) -> None:
+    """Open a checkpoint that was just written, as a restore would. what: see `Config.verify`.
+
+    Raises Damaged saying what keeps it from being restored, StoreError when the store fails.
+    """
+    open_chain(store, manifest.name)
+    flaws = verify(store, manifest) if what == "bytes" else []
+    if what == "state" and (state := manifest.state) is not None:
+        hashed = xxhash.xxh3_128()
+        for start in range(0, state.n_bytes, _READ_BYTES):
+            hashed.update(read(store, state.name, start, min(_READ_BYTES, state.n_bytes - start)))
+        if hashed.hexdigest() != state.checksum:
+            flaws = [f"{state.name}: the checksum was {state.checksum} when it was saved, it is {hashed.hexdigest()}"]
+    if flaws:
+        raise Damaged("; ".join(flaws[:_FLAWS_TOLD]) + f" and {len(flaws)} flaws in all" * (len(flaws) > _FLAWS_TOLD))
+
+
+def read_state(store: Store, manifest: Manifest) -> bytes | None:
+    """What was saved beside the rows, as bytes. Raises Damaged or NotFound."""
+    if manifest.state is None:
+        return None
+    return row_codec.decode_state(store.get(manifest.state.name, 0, manifest.state.n_bytes + 1), manifest.state)
+
+
+def read_rows(
+    store: Store,
+    chain: Chain,
+    table: int,
+    columns: Sequence[np.ndarray | None],
+    *,
+    residue: int = 0,
+    modulo: int = 1,
+    on_bytes: Callable[[int], object] = lambda n: None,
+) -> np.ndarray:
+    """Fill arrays with the rows r of a table for which r mod `modulo` is `residue`; which of them were saved, bool [n].
+
+    columns: float32 [n, width] of each column of the table, None: not wanted. Row r goes to r div modulo; what was
+        never saved stays as it is.
+
+    Raises Damaged when a byte is not what was saved; the arrays are then worth nothing.
+    """
+    there = np.zeros(len(range(residue, chain.newest.schema.tables[table].n_rows, modulo)), np.bool_)
+    for manifest in chain.manifests:  # the later one wins
+        _fill(store, manifest, table, columns, there, residue, modulo, on_bytes)
+    return there
+
+
+def _fill(
+    store: Store,
+    manifest: Manifest,
+    table: int,
+    columns: Sequence[np.ndarray | None],
+    there: np.ndarray,
+    residue: int,
+    modulo: int,
+    on_bytes: Callable[[int], object],
+) -> None:
+    about, n_shards = manifest.schema.tables[table], manifest.schema.n_shards
+    whole = n_shards % modulo == 0  # then a shard's rows are all wanted, or none
+
+    def read_run(run: Run) -> None:
+        start = run.sections[0].start
+        data = memoryview(store.get(run.blob, start, run.n_bytes))
+        for section in run.sections:
+            piece = data[section.start - start : section.start - start + section.n_bytes]
+            places, records = row_codec.decode_rows(piece, section, about, n_shards, f"{manifest.name}: {run.blob}")
+            rows = section.shard + n_shards * places
+            if not whole:
+                mine = rows % modulo == residue
+                rows, records = rows[mine], records[mine]
+            _scatter(about, columns, rows // modulo, records)
+            there[rows // modulo] = True
+        on_bytes(run.n_bytes)
+
+    def wanted(section: Section) -> bool:
+        return section.table == table and (not whole or section.shard % modulo == residue)
+
+    with ThreadPoolExecutor(_READERS, "read") as pool:
+        try:
+            for future in [pool.submit(read_run, run) for run in runs(manifest.blobs, wanted, _READ_BYTES)]:
+                future.result()
+        except NotFound as error:
+            raise Damaged(f"{manifest.name}: {error}") from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _scatter(table: Table, columns: Sequence[np.ndarray | None], at: np.ndarray, records: np.ndarray) -> None:
+    start = 0
+    for column, into in zip(table.columns, columns, strict=True):
+        if into is not None:
+            into[at] = records[:, start : start + column.width]
+        start += column.width

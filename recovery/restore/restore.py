@@ -1,0 +1,138 @@
+"""Brings rows back from a store: the newest good checkpoint wins, and only verified bytes reach a table.
+
+A checkpoint that turns out to be damaged is named, and all that was asked for comes from the one before. How sections
+are read and where their rows go is in `filling`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from recovery.catalog.chains import Chain, Skipped, chains
+from recovery.config import Config
+from recovery.errors import BadInput, Damaged, NotFound
+from recovery.format import row_codec
+from recovery.format.manifest import Manifest, difference
+from recovery.restore.row_loader import Age, Filling, Run, runs
+from recovery.rows import Holder
+from recovery.storage.store import Store
+
+__all__ = ["Age", "Now", "Report", "Run", "restore", "runs"]
+
+
+@dataclass(frozen=True)
+class Now:
+    """How far training was when the rows were lost. total_samples: of the whole run. None: not known to who asks."""
+
+    step: int
+    samples: int | None = None
+    total_samples: int | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a restore brought back.
+
+    n_rows: restored. n_lost: asked for, but never saved; they are as the holder had them.
+    age: against the step that the job was at, or that the checkpoint's state has.
+    samples_since: applied since the checkpoint was made; with these rows' share, the portion of lost samples `pls`
+        (CPR: (S_i - S_last_save) / (S_total * N_emb), rows lost over all rows in place of 1 / N_emb). None: not known.
+    state: the bytes saved beside the rows; None: not asked for, or there were none.
+    skipped: newer checkpoints that could not be used, and why.
+    """
+
+    chain: Chain
+    n_rows: int
+    n_lost: int
+    age: Age
+    samples_since: int | None
+    pls: float | None
+    n_bytes: int
+    seconds: float
+    state: bytes | None
+    skipped: tuple[Skipped, ...]
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.chain.newest
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    @property
+    def samples(self) -> int:
+        return self.manifest.samples
+
+
+def restore(
+    store: Store,
+    holder: Holder,
+    shards: Sequence[int] | None = None,
+    *,
+    config: Config | None = None,
+    now: Now | None = None,
+    with_state: bool = True,
+    is_wanted: Callable[[int], bool] = lambda epoch: True,
+    clock: Callable[[], float] = time.monotonic,
+) -> Report | None:
+    """Fill shards of the holder (None: all that are here) from the newest good checkpoint; None: the store has none.
+
+    Nobody else may use these shards meanwhile. Other shards are not touched. Beside the budget, a chain with partial
+    saves takes one byte a row.
+
+    is_wanted: by the epoch it was written under; the others' checkpoints are as if they were not there.
+
+    Raises BadInput when the checkpoint is of another model or of a newer version of this program, Damaged when there
+    are checkpoints but no good one (the shards are then worth nothing), StoreError when the store fails.
+    """
+    started, schema = clock(), holder.schema
+    asked = tuple(holder.shards() if shards is None else shards)
+    if absent := sorted(set(asked) - set(holder.shards())):
+        raise BadInput(f"shards {absent} are not here; this holder has {list(holder.shards())}")
+    n_asked = sum(table.rows_in(shard, schema.n_shards) for table in schema.tables for shard in asked)
+    skipped: list[Skipped] = []
+    for chain in chains(store, is_wanted):
+        if isinstance(chain, Skipped):
+            skipped.append(chain)
+            continue
+        newest = chain.newest
+        for manifest in chain.manifests:
+            if differences := difference(manifest.schema, schema):
+                raise BadInput(f"{manifest.name} is a checkpoint of another model: {'; '.join(differences)}")
+        try:
+            state = _state(store, newest) if with_state else None
+            filling = Filling(store, holder, asked, chain, config or Config())
+            filling.run()
+        except (Damaged, NotFound) as error:
+            skipped.append(Skipped(newest.name, str(error)))
+            continue
+        since = now.samples - newest.samples if now and now.samples is not None else None
+        pls = None
+        if now and now.total_samples and since is not None:
+            pls = since / now.total_samples * n_asked / schema.n_rows
+        return Report(
+            chain,
+            filling.n_rows,
+            n_asked - filling.n_rows,
+            filling.age(now.step if now else newest.step),
+            since,
+            pls,
+            filling.n_bytes + (newest.state.n_bytes if newest.state and with_state else 0),
+            clock() - started,
+            state,
+            tuple(skipped),
+        )
+    if skipped:
+        raise Damaged(
+            f"{store.url} has no checkpoint that is whole: " + "; ".join(f"{s.name}: {s.why}" for s in skipped)
+        )
+    return None
+
+
+def _state(store: Store, manifest: Manifest) -> bytes | None:
+    if manifest.state is None:
+        return None
+    return row_codec.decode_state(store.get(manifest.state.name, 0, manifest.state.n_bytes + 1), manifest.state)

@@ -1,0 +1,1 @@
+"""Checkpoints and failures on a virtual clock."""

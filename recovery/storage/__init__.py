@@ -1,0 +1,1 @@
+"""Where checkpoints are: the interface of a store, its kinds, retries."""

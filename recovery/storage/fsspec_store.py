@@ -1,0 +1,147 @@
+"""Any fsspec file system as a store: S3, Google, Azure, SFTP, memory.
+
+Each call is one attempt; trying again and time limits are in `patience`; an attempt that took too long is cancelled
+where the back end is asynchronous (S3, Google, Azure), so that it uploads no more. What an error of a back end means is
+decided here: nothing there, mend your settings, or wait and try again. No transaction and no rename of fsspec is relied
+on (they are not atomic): an object is handed over whole, under a fresh name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from recovery.errors import BadInput, NotFound, StoreError
+from recovery.redaction import redacted
+from recovery.storage.store import ATTEMPT, Transient, checked, checked_prefix, stop_if_cancelled
+
+_PACKAGES = {
+    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "abfss": "adlfs", "az": "adlfs",
+    "sftp": "paramiko", "ssh": "paramiko", "smb": "smbprotocol", "oss": "ossfs", "oci": "ocifs", "hdfs": "pyarrow",
+}  # fmt: skip
+_WITH_FOLDERS = ("sftp", "ssh", "smb", "hdfs", "ftp", "webhdfs")
+_CREDENTIALS = "set the back end's usual variables (S3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; "
+_CREDENTIALS += "Google: GOOGLE_APPLICATION_CREDENTIALS; Azure: AZURE_STORAGE_CONNECTION_STRING) or storage options"
+_REFUSED = ("Credential", "TokenRetrieval", "Authentication", "UnauthorizedSSO", "RefreshError")  # parts of class names
+_FOR_GOOD = (PermissionError, IsADirectoryError, NotADirectoryError, ValueError, TypeError, NotImplementedError)
+
+
+class FsspecStore:
+    """Nothing is read or written when it is constructed.
+
+    Raises BadInput when no back end serves the URL, or its package is missing.
+    """
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        self.url = redacted(url).rstrip("/")  # it goes to logs
+        self._protocol = url.partition("://")[0]
+        self._fs, root = _open(url, self._protocol, dict(storage_options or {}))
+        self._root = root.rstrip("/")
+
+    def put(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
+        path = self._path(name)
+        with self._explained(f"{name} cannot be written", missing=f"{self._root.split('/')[0]!r} does not exist"):
+            if self._protocol in _WITH_FOLDERS:
+                self._do("makedirs", path.rpartition("/")[0], exist_ok=True)
+            self._do("pipe_file", path, b"".join(pieces))
+
+    def get(self, name: str, start: int = 0, n_bytes: int | None = None) -> bytes:
+        path = self._path(name)
+        if n_bytes == 0:
+            return b""
+        with self._explained(f"{name} cannot be read"):
+            if start == 0 and n_bytes is None:
+                return bytes(self._do("cat_file", path))
+            end = None if n_bytes is None else start + n_bytes
+            try:
+                return bytes(self._do("cat_file", path, start=start, end=end))
+            except FileNotFoundError:
+                raise
+            except Exception:
+                if start >= self._do("size", path):  # then S3 has no answer but an error
+                    return b""
+                raise
+
+    def names(self, prefix: str) -> dict[str, int]:
+        within = f"{self._root}/{checked_prefix(prefix).rpartition('/')[0]}".rstrip("/")
+        with self._explained(f"{prefix or 'the store'} cannot be listed"):
+            self._fs.invalidate_cache()  # other writers' objects, too, must be seen
+            try:
+                found = self._do("find", within, detail=True)
+            except FileNotFoundError:
+                return {}
+        sizes = {path.strip("/")[len(self._root.strip("/")) + 1 :]: info["size"] for path, info in found.items()}
+        return {name: int(size) for name, size in sizes.items() if name.startswith(prefix)}
+
+    def delete(self, names: Sequence[str]) -> None:
+        for name, path in [(name, self._path(name)) for name in names]:
+            with self._explained(f"{name} cannot be deleted"), contextlib.suppress(FileNotFoundError, KeyError):
+                self._do("rm_file", path)
+
+    def _do(self, what: str, *args: Any, **more: Any) -> Any:
+        """Call a method of the file system, so that cancelling this thread's attempt ends it, if it can be ended."""
+        attempt, coroutine = ATTEMPT.get(), getattr(self._fs, f"_{what}", None)
+        if attempt is None or not self._fs.async_impl or coroutine is None:
+            return getattr(self._fs, what)(*args, **more)
+        stop_if_cancelled(f"{self.url}: {what}")
+        future = asyncio.run_coroutine_threadsafe(coroutine(*args, **more), self._fs.loop)
+        attempt.on_cancel(future.cancel)
+        return future.result()
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{checked(name)}"
+
+    @contextlib.contextmanager
+    def _explained(self, what: str, missing: str = "there is no such object") -> Iterator[None]:
+        """Turn whatever a back end raises into NotFound, StoreError (for good) or Transient."""
+        what = f"{self.url}: {what}"
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise NotFound(f"{what}: {missing}") from error
+        except _FOR_GOOD as error:
+            advice = f"; or the credentials lack the permission: {_CREDENTIALS}" * isinstance(error, PermissionError)
+            raise StoreError(f"{what}: {_words(error)}{advice}") from error
+        except OSError as error:
+            kind = StoreError if error.errno in (errno.ENOSPC, errno.EROFS, errno.EDQUOT) else Transient
+            raise kind(f"{what}: {_words(error)}") from error
+        except Exception as error:
+            if any(word in cause for cause in _causes(error) for word in _REFUSED):
+                raise StoreError(f"{what}: no valid credentials ({_words(error)}); {_CREDENTIALS}") from error
+            raise Transient(f"{what}: {_words(error)}") from error
+
+
+def _open(url: str, protocol: str, storage_options: dict[str, Any]) -> tuple[Any, str]:
+    import fsspec
+    from fsspec.registry import known_implementations
+
+    if protocol not in known_implementations:
+        raise BadInput(
+            f"{redacted(url)}: protocol {protocol!r} is not known; use a path, s3://, gs://, abfs:// or sftp://"
+        )
+    try:
+        fs, root = fsspec.url_to_fs(url, **{**storage_options, "use_listings_cache": False})
+    except ImportError as error:
+        package = _PACKAGES.get(protocol)
+        hint = f"pip install {package}" if package else known_implementations[protocol].get("err", str(error))
+        raise BadInput(f"{redacted(url)}: the package for {protocol}:// is not installed: {hint}") from error
+    except Exception as error:
+        raise BadInput(
+            f"{redacted(url)} cannot be opened: {_words(error)}; check the URL and the storage options"
+        ) from error
+    if not root.strip("/") and protocol != "memory":
+        raise BadInput(f"{redacted(url)} names no place: write {protocol}://BUCKET/FOLDER")
+    return fs, root
+
+
+def _words(error: BaseException) -> str:
+    return redacted(str(error).strip()) or type(error).__name__
+
+
+def _causes(error: BaseException | None) -> Iterator[str]:
+    while error is not None:
+        yield type(error).__name__
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,40 @@
+"""A store by its URL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from recovery.errors import BadInput
+from recovery.storage.fsspec_store import FsspecStore
+from recovery.storage.local_store import LocalStore
+from recovery.storage.retry import Patience, PatientStore
+from recovery.storage.store import LEAST_BYTES_S, Store
+
+
+def open_store(
+    url: str | Path,
+    *,
+    timeout_s: float = 60.0,
+    least_bytes_s: float = LEAST_BYTES_S,
+    tries: int = 5,
+    **storage_options: Any,
+) -> Store:
+    """The store at a URL: a path or file://, memory://, or what fsspec knows: s3://, gs://, abfs://, sftp:// ...
+
+    timeout_s, least_bytes_s: one attempt at one call may take timeout_s, and a second for each so many bytes it moves.
+    tries: how often a call is attempted when it fails for what may pass.
+    storage_options: go to the back end (`key`, `endpoint_url`, `token` ...; its environment variables work as well).
+
+    Nothing is read or written yet: see `check`. Raises BadInput for a URL that no back end serves.
+    """
+    protocol, colon, path = str(url).partition("://")
+    is_remote = bool(colon) and protocol not in ("file", "local")
+    if not is_remote:
+        if storage_options:
+            raise BadInput(f"{url}: a local folder takes no storage options, got {', '.join(storage_options)}")
+        # What a disk refuses it refuses again. And pieces need no copy for a second attempt.
+        tries = 1
+    patience = Patience(timeout_s, tries, least_bytes_s=least_bytes_s)
+    store = FsspecStore(str(url), storage_options) if is_remote else LocalStore(path if colon else str(url))
+    return PatientStore(store, patience)

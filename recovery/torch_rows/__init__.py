@@ -1,0 +1,1 @@
+"""Any PyTorch model: its large tensors as tables of rows."""

@@ -1,0 +1,1 @@
+"""From memory to blobs and their manifest."""

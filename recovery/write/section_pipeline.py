@@ -1,0 +1,259 @@
+"""How rows become blobs: the buffers and threads of one save.
+
+    read into a section buffer -> encode (threads) -> copy into a blob buffer -> put (threads)
+
+There is a fixed number of buffers of each kind, made once and used again and again: they are the byte budget. Who needs
+one waits until it is free, so a slow store slows down the reading, not the training. Only the calling thread assembles
+blobs, in the order in which rows were read; if possible while a step keeps it from reading more.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+
+from recovery.config import Config
+from recovery.errors import BadInput, RecoveryError
+from recovery.format import row_codec
+from recovery.format.manifest import LEAST_SECTION_BYTES, LIMIT_BYTES, Blob, Section
+from recovery.format.row_codec import Encoded, Encoding
+from recovery.rows import Places, Schema, Table
+from recovery.storage.direct_io import aligned
+from recovery.storage.store import Store
+from recovery.write import consistent_read
+
+
+class Cancelled(RecoveryError):
+    """The save was told to stop."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a save put into the store.
+
+    n_bytes: in the store; raw_bytes: before encoding. n_torn: pieces that were read in vain because a step began.
+    worst_error: of a weight, through quantisation.
+    """
+
+    blobs: tuple[Blob, ...]
+    n_rows: int
+    n_bytes: int
+    raw_bytes: int
+    n_torn: int
+    worst_error: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """records: float32, for sections of any table. counts: uint32, one per row of the narrowest."""
+
+    records: np.ndarray
+    counts: np.ndarray
+
+
+class Buffers:
+    """The memory of a save, and of the next one. Memory that is new to a process is slow at its first use, most of all
+    on a virtual machine, so every page is written once, here."""
+
+    def __init__(self, schema: Schema, config: Config) -> None:
+        """Raises BadInput when a row is too large for a section, or the sections are too many for a manifest."""
+        self.section_bytes, self.blob_bytes = config.section_buffer_bytes, config.blob_buffer_bytes
+        for table in schema.tables:
+            if _row_bytes(table) > self.section_bytes:
+                raise BadInput(
+                    f"a row of {table.name!r} needs {_row_bytes(table)} bytes, a section may have "
+                    f"{self.section_bytes}: raise budget_bytes ({config.budget_bytes}) or section_bytes"
+                )
+        least = sum(t.n_rows * _row_bytes(t) for t in schema.tables) // self.section_bytes * LEAST_SECTION_BYTES
+        if least > LIMIT_BYTES:
+            raise BadInput(
+                f"a full checkpoint in sections of {self.section_bytes:,} bytes has a manifest of more than {least:,} "
+                f"bytes, a restore reads at most {LIMIT_BYTES:,}: raise budget_bytes ({config.budget_bytes:,}) or "
+                f"section_bytes ({config.section_bytes:,})"
+            )
+        most_rows = max(self.section_bytes // _row_bytes(table) for table in schema.tables)
+        self.sections = [
+            _Rows(np.full(self.section_bytes // 4, 0, np.float32), np.full(most_rows, 0, np.uint32))
+            for _ in range(config.threads + 1)
+        ]
+        room = self.blob_bytes + 64  # the places of a section may be padded
+        self.blobs = [aligned(room) for _ in range(config.puts + 1)]
+        for blob in self.blobs:
+            blob.fill(0)
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(blob.nbytes for blob in self.blobs) + sum(r.records.nbytes + r.counts.nbytes for r in self.sections)
+
+
+@dataclass
+class _UnderWay:
+    """A section under way: section has no start yet, nor anything that follows from the encoding."""
+
+    table: int
+    shard: int
+    first: int | None
+    n_rows: int
+    step: int
+    buffers: _Rows
+    encoded: Future[Encoded]
+
+
+class Line:
+    """The threads of one save, and what is under way. Used by one thread, as a context manager."""
+
+    def __init__(
+        self,
+        schema: Schema,
+        store: Store,
+        prefix: str,
+        config: Config,
+        encoding: Encoding,
+        cancel: threading.Event,
+        clock: Callable[[], float],
+        buffers: Buffers,
+    ) -> None:
+        """buffers: nobody else's until this one is left."""
+        self._schema, self._store, self._prefix, self._encoding_as = schema, store, prefix, encoding
+        self._cancel, self._clock, self._rate = cancel, clock, config.rate_bytes_s
+        self._section_bytes, self._blob_bytes = buffers.section_bytes, buffers.blob_bytes
+        self._free, self._free_blobs = deque(buffers.sections), deque(buffers.blobs)
+        self._encoders = ThreadPoolExecutor(config.threads, "recovery-encode")
+        self._putters = ThreadPoolExecutor(config.puts, "recovery-put")
+        self._under_way: deque[_UnderWay] = deque()
+        self._puts: deque[tuple[Future[None], np.ndarray]] = deque()
+        self._blob: np.ndarray | None = None
+        self._at = 0
+        self._sections: list[Section] = []
+        self._blobs: list[Blob] = []
+        self._n_torn, self._worst_error, self._started = 0, 0.0, clock()
+
+    def __enter__(self) -> Line:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for pool in (self._encoders, self._putters):
+            pool.shutdown(wait=True, cancel_futures=error is not None)
+
+    def buffers(self, table: Table) -> tuple[np.ndarray, np.ndarray]:
+        """records float32 [n, width] and counts uint32 [n] for the next section, n as large as sections may be."""
+        self._look()
+        if not self._free:
+            self._assemble()
+        n = self._section_bytes // _row_bytes(table)
+        free = self._free[0]
+        return free.records[: n * table.width].reshape(n, table.width), free.counts[:n]
+
+    def encode(self, table: int, shard: int, places: Places, got: consistent_read.Read, records: np.ndarray) -> None:
+        """What was read into the `buffers` given last goes on its way."""
+        first = places.start if isinstance(places, slice) else None
+        encoded = self._encoders.submit(
+            row_codec.encode_rows,
+            self._schema.tables[table],
+            records,
+            None if isinstance(places, slice) else places,
+            self._encoding_as,
+        )
+        self._n_torn += got.n_torn
+        self._under_way.append(_UnderWay(table, shard, first, len(records), got.step, self._free.popleft(), encoded))
+
+    def pause(self, seconds: float) -> bool:
+        """While no row can be read: do what there is to do, or sleep. Returns whether there was anything."""
+        if self._under_way and self._under_way[0].encoded.done():
+            self._assemble()
+            return True
+        time.sleep(seconds)
+        return False
+
+    def finish(self) -> Written:
+        while self._under_way:
+            self._assemble()
+        self._put()
+        while self._puts:
+            self._wait_put()
+            self._look()
+        sections = [section for blob in self._blobs for section in blob.sections]
+        return Written(
+            tuple(self._blobs),
+            sum(section.n_rows for section in sections),
+            sum(blob.n_bytes for blob in self._blobs),
+            sum(section.raw_bytes for section in sections),
+            self._n_torn,
+            self._worst_error,
+            self._clock() - self._started,
+        )
+
+    def _look(self) -> None:
+        """Notice that the save was cancelled, or that a put failed, before more is done in vain."""
+        if self._cancel.is_set():
+            raise Cancelled("the save was cancelled")
+        while self._puts and self._puts[0][0].done():
+            self._wait_put()
+
+    def _assemble(self) -> None:
+        """Append the oldest section under way to the blob."""
+        one = self._under_way.popleft()
+        encoded = one.encoded.result()
+        if self._at + encoded.n_bytes > self._blob_bytes and self._sections:
+            self._put()
+        if self._blob is None:
+            while not self._free_blobs:
+                self._wait_put()
+            self._blob = self._free_blobs.popleft()
+        start = self._at
+        for piece in encoded.pieces:
+            self._blob[self._at : self._at + len(piece)] = np.frombuffer(piece, np.uint8)
+            self._at += len(piece)
+        self._free.append(one.buffers)
+        self._worst_error = max(self._worst_error, encoded.worst_error)
+        self._sections.append(
+            Section(
+                one.table,
+                one.shard,
+                one.n_rows,
+                one.first,
+                one.step,
+                start,
+                encoded.n_bytes,
+                encoded.raw_bytes,
+                encoded.encoding,
+                encoded.checksum,
+            )
+        )
+        self._keep_rate()
+
+    def _put(self) -> None:
+        if self._blob is None:
+            return
+        blob = Blob(f"{self._prefix}{len(self._blobs):04d}", self._at, tuple(self._sections))
+        self._puts.append((self._putters.submit(self._store.put, blob.name, [self._blob[: self._at].data]), self._blob))
+        self._blobs.append(blob)
+        self._blob, self._at, self._sections = None, 0, []
+
+    def _wait_put(self) -> None:
+        done, buffer = self._puts.popleft()
+        done.result()
+        self._free_blobs.append(buffer)
+
+    def _keep_rate(self) -> None:
+        if self._rate is None:
+            return
+        n_bytes = sum(blob.n_bytes for blob in self._blobs) + self._at
+        ahead_s = n_bytes / self._rate - (self._clock() - self._started)
+        if ahead_s > 0 and self._cancel.wait(ahead_s):
+            self._look()
+
+
+def _row_bytes(table: Table) -> int:
+    """With its place."""
+    return table.record_bytes + 8

@@ -1,0 +1,162 @@
+"""The oracle finds what is wrong, and only that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from gba_hvd_tools.chaos.oracle import Record, judge, standstill
+
+
+def test_a_record_without_fault_passes(record: Record) -> None:
+    assert judge(record) == []
+
+
+def result_with(**changed: Any) -> Callable[[Record], None]:
+    def change(record: Record) -> None:
+        assert record.result is not None
+        record.result |= changed
+
+    return change
+
+
+def without_checkpoints_from(first: int) -> Callable[[Record], None]:
+    return lambda record: record.checkpoints.__delitem__(slice(first, None))
+
+
+def pause_of(seconds: float) -> Callable[[Record], None]:
+    """After step 30; nothing is said in it."""
+
+    def change(record: Record) -> None:
+        record.steps = [(at + seconds * (step > 30), step) for at, step in record.steps]
+        record.words = [(at + seconds * (at > 1040), level, text) for at, level, text in record.words]
+        record.checkpoints = [at + seconds * (at > record.steps[29][0]) for at in record.checkpoints]
+
+    return change
+
+
+def with_(**changed: Any) -> Callable[[Record], None]:
+    def change(record: Record) -> None:
+        for name, value in changed.items():
+            setattr(record, name, value)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("breaks", "says"),
+    [
+        (result_with(applied=4899), "applied + dropped + lost = 4999, the total is 5000"),
+        (result_with(total=4984, applied=4884), "the account has 4984 samples, the job has 5000"),
+        (result_with(applied=4804, lost=96), "96 samples lost, what happened explains 0"),
+        (result_with(finite=False), "not finite"),
+        (result_with(aucs=[0.5, 0.6]), "did not learn"),
+        (with_(result=None), "there is no result"),
+        (without_checkpoints_from(0), "nobody warned"),
+        (without_checkpoints_from(15), "nobody warned"),
+        (pause_of(50), "no step for 51 s after step 30, and not a word"),
+        (with_(left=["4711: python -m gba_hvd.ps.server.server"]), "left behind: 4711"),
+        (with_(left=["gba-hvd-1/ps-0.lock"]), "left behind: gba-hvd-1"),
+        (with_(exit_code=1), "exit code 1, expected 0"),
+        (with_(ends=["FAILED"]), "exit code 0, but the workers said ['FAILED']"),
+        (with_(limit=300.0, exit_code=-9), "still ran after 300 s"),
+        (with_(tracked="RUNNING"), "the MLflow run is RUNNING, expected FINISHED"),
+        (with_(tracked=None), "the MLflow run is not there"),
+        (with_(steps=[]), "no step was ever made"),
+        (with_(replay={"replayed": True, "wrong": "user[3, 1]: the job has 0.2"}), "replay: user[3, 1]"),
+    ],
+)
+def test_what_is_broken_is_found(record: Record, breaks: Callable[[Record], Any], says: str) -> None:
+    breaks(record)
+    assert any(says in wrong for wrong in judge(record)), judge(record)
+
+
+def test_a_long_pause_is_found_whatever_was_said(record: Record) -> None:
+    pause_of(130)(record)
+    record.words.append((1080.0, "warning", "waiting for worker 1"))
+    assert any("no step for 131 s" in wrong for wrong in judge(record))
+
+
+def test_where_starting_a_process_takes_long_so_may_replacing_one(record: Record) -> None:
+    pause_of(50)(record)
+    record.started -= 20
+    assert judge(record) == []
+
+
+def test_a_pause_in_which_something_was_said_passes(record: Record) -> None:
+    pause_of(50)(record)
+    record.words.append((1080.0, "info", "waiting for worker 1"))
+    assert judge(record) == []
+    assert standstill(record).words == ("waiting for worker 1",)
+
+
+def test_an_old_checkpoint_of_which_somebody_warned_passes(record: Record) -> None:
+    without_checkpoints_from(15)(record)
+    record.words.append((1060.0, "warning", "the checkpoint failed"))
+    assert judge(record) == []
+
+
+def test_a_warning_of_something_else_is_no_warning(record: Record) -> None:
+    without_checkpoints_from(15)(record)
+    record.words.append((1060.0, "warning", "MLflow: records wait"))
+    assert judge(record) != []
+
+
+def test_a_job_that_may_fail_must_say_so(record: Record) -> None:
+    record.exit_code, record.ends = 1, []
+    assert any("no worker said that it failed" in wrong for wrong in judge(record, may_fail=True))
+    record.ends = ["FAILED"]
+    assert judge(record, may_fail=True) == []
+
+
+def test_a_last_checkpoint_that_a_full_disk_refused_ends_the_job_and_says_so(record: Record) -> None:
+    record.exit_code, record.ends = 1, ["NOT_SAVED", "FINISHED"]
+    assert judge(record) == ["exit code 1, expected 0"]
+    record.fired = [{"kind": "full_disk", "step": 8, "time": 1018.0}]
+    assert judge(record) == []
+    assert record.result is not None
+    record.result["applied"] -= 16
+    assert "applied + dropped + lost" in judge(record)[0]
+
+
+def test_a_job_whose_only_worker_was_killed_ends(record: Record) -> None:
+    record.exit_code, record.result, record.last_workers = 1, None, 1
+    record.words.append((1200.0, "error", "ValueError: Horovod initialization failed"))
+    record.fired = [{"kind": "kill", "step": record.steps[-1][1], "time": 1018.0}]
+    assert judge(record) == []
+    record.last_workers = 2
+    assert judge(record) == ["exit code 1, expected 0"]
+
+
+def test_where_starting_a_process_takes_long_what_was_not_sent_may_wait_in_the_spool_if_that_is_said(
+    record: Record,
+) -> None:
+    record.tracked, record.spooled, record.started = None, True, record.steps[0][0] - 5.0
+    record.words.append((1071.0, "info", "MLflow: NOT everything reached MLflow (35 records did not)"))
+    assert "MLflow run is not there" in judge(record)[0]
+    record.started -= 12.0
+    assert judge(record) == []
+    record.words.pop()
+    assert "MLflow run is not there" in judge(record)[0]
+
+
+def test_a_server_of_several_hosts_may_lose_one_step(record: Record) -> None:
+    record.plan["apart"] = True
+    record.fired = [{"kind": "kill_server", "step": 8, "time": 1018.0}]
+    result_with(applied=4804, lost=96)(record)
+    assert judge(record) == []
+    result_with(applied=4803, lost=97)(record)
+    assert judge(record) != []
+
+
+def test_the_end_waits_in_the_spool_where_the_tracking_server_is_no_use(record: Record) -> None:
+    record.plan["tracking"], record.tracked = "tracking_500", None
+    assert any("spool" in wrong for wrong in judge(record))
+    record.spooled = True
+    assert judge(record) == []
+
+
+def test_a_record_survives_its_file(record: Record) -> None:
+    assert judge(Record.of(json.loads(json.dumps(record.as_json())))) == []

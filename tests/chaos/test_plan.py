@@ -1,0 +1,74 @@
+"""A seed is a schedule: always the same, of every kind of fault in time, within what a job survives."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from gba_hvd_tools.chaos.command import seeds
+from gba_hvd_tools.chaos.plan import INSIDE, KINDS, OUTSIDE, STEPS, TRACKING, Plan, plan_of
+from gba_hvd_tools.cli import main
+
+from gba_hvd.faults import Fault
+
+PLANS = [plan_of(seed) for seed in range(200)]
+
+
+def test_the_same_seed_gives_the_same_plan_in_another_process() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "tools.cli", "chaos", "show", "17"], capture_output=True, text=True, check=True
+    ).stdout
+    text = "\n".join(line for line in shown.splitlines() if not line.startswith("#"))
+    assert json.loads(text) == json.loads(json.dumps(plan_of(17).as_json()))
+
+
+def test_two_hundred_schedules_have_faults_of_every_kind() -> None:
+    found = Counter(kind for plan in PLANS for kind in plan.kinds)
+    assert set(found) == set(KINDS)
+    assert min(found.values()) >= 3, found
+    assert sum(plan.replay for plan in PLANS) > 40
+
+
+def test_every_fault_is_due_before_the_job_ends() -> None:
+    for plan in PLANS:
+        pace = 6 if "shadow" in (plan.mode, *plan.switch_at.values()) else 1
+        due = [fault.get("at_step", 0) for fault in (*plan.inside, *plan.outside)]
+        assert all(at < 6 * STEPS for at in due)
+        assert pace == 6 or all(at < STEPS for at in due)
+
+
+def test_some_worker_is_never_killed() -> None:
+    for plan in PLANS:
+        killed = {fault["worker"] for fault in plan.inside if fault["kind"] == "kill"}
+        assert len(killed) < plan.workers
+        assert all(Fault.of(fault).kind in (*INSIDE, "serve", "slow") for fault in plan.inside)
+        assert all(fault["kind"] in OUTSIDE and fault["kind"] not in TRACKING for fault in plan.outside)
+
+
+def test_a_schedule_survives_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chaos", "show", "--json", "8"]) == 0
+    file = tmp_path / "plan.json"
+    file.write_text(capsys.readouterr().out)
+    assert Plan.load(file) == plan_of(8)
+    file.write_text('{"seed": 8}')
+    assert main(["chaos", "run", "--plan", str(file)]) == 1
+    assert "is no schedule" in capsys.readouterr().err
+
+
+def test_the_mode_can_be_given() -> None:
+    assert all("gba" not in (p.mode, *p.switch_at.values()) for p in (plan_of(s, "shadow") for s in range(30)))
+
+
+@pytest.mark.parametrize("text", ["5", "a:b", "5:5", "x0:4", "7:3"])
+def test_bad_ranges_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["chaos", "run", "--seeds", text])
+    assert "such as 0:200" in capsys.readouterr().err
+
+
+def test_ranges() -> None:
+    assert seeds("0:200") == range(200)

@@ -1,0 +1,179 @@
+"""`gba-hvd data prepare` on files as people have them: what is guessed is right, what cannot be guessed is said."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import zstandard
+from gba_hvd_tools.cli import main
+
+from gba_hvd.data import ClickLog
+from gba_hvd.data.sniff import why_no_number
+from gba_hvd.data.times import format_of
+
+from .clicks import ratings, tagged
+
+N = 2000
+
+
+def prepared(out: Path, *words: str | Path) -> dict[str, ClickLog]:
+    assert main(["data", "prepare", *map(str, words), "--out", str(out)]) == 0
+    return {split: ClickLog.open(out, split) for split in ("train", "valid", "test")}
+
+
+def refused(capsys: pytest.CaptureFixture[str], out: Path, *words: str | Path) -> str:
+    assert main(["data", "prepare", *map(str, words), "--out", str(out)]) == 1
+    assert not out.exists()
+    return capsys.readouterr().err
+
+
+def avazu(path: Path) -> Path:
+    """As Avazu's log: `hour` is YYMMDDHH, ids are eight hexadecimal digits, some of which read as numbers (1e5)."""
+    rng = np.random.default_rng(3)
+    lines = ["id,click,hour,C1,banner_pos,site_id,device_ip,C14"]
+    for i in range(N):
+        site = "10000e05" if i % 171 == 0 else f"{rng.integers(0, 2**32):08x}"
+        hour = f"1410{21 + i % 7:02}{i % 24:02}"
+        lines.append(f"{i},{int(rng.random() < 0.2)},{hour},1005,{i % 3},{site},{rng.integers(0, 50):08x},{i % 9}")
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_avazu_with_all_other_columns_and_features_of_its_hour(tmp_path: Path) -> None:
+    columns = ["--label", "click", "--timestamp", "hour", "--ignore", "id", "--categorical", "rest"]
+    columns += ["--split-by", "order"]
+    log = prepared(tmp_path / "out", avazu(tmp_path / "train.csv"), *columns, "--min-count", "2")["train"]
+    assert list(log.tables) == ["C1", "banner_pos", "site_id", "device_ip", "C14", "hour_hour", "hour_weekday"]
+    assert (log.tables["hour_hour"], log.tables["hour_weekday"]) == (24, 7)
+    batch = log.take(np.arange(len(log)))
+    assert set(batch.ids["hour_hour"].tolist()) == set(range(24))  # type: ignore[union-attr]
+    days = batch.ids["hour_weekday"]
+    assert int(days[0]) == 1  # type: ignore[index]  # 21 October 2014 was a Tuesday
+
+
+def test_ids_in_hexadecimal_are_refused_as_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = avazu(tmp_path / "train.csv")
+    told = refused(capsys, tmp_path / "out", path, "--label", "click", "--numeric", "site_id", "--categorical", "C1")
+    assert "--numeric site_id: its values look like ids in hexadecimal" in told
+    assert "can be read as numbers, such as 10000e05; make it --categorical site_id" in told
+
+
+def test_ratings_between_colons_without_header(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = ratings(tmp_path / "ratings.dat")
+    told = refused(capsys, tmp_path / "out", path, "--label", "like", "--categorical", "user,movie")
+    assert "the first line looks like data, not like names" in told
+    assert "name its 4 columns in order with --columns A,B,..." in told
+    names = ["--columns", "user,movie,like,time", "--label", "like", "--timestamp", "time", "--categorical", "rest"]
+    logs = prepared(tmp_path / "out", path, *names)
+    assert "'::' between columns, no header" in capsys.readouterr().err
+    assert list(logs["train"].tables) == ["user", "movie", "time_hour", "time_weekday"]
+    assert sum(map(len, logs.values())) == 6000
+
+
+def test_ratings_become_labels_from_a_number_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [f"{i % 50}::{i % 30}::{i % 5 + 1}::978300760" for i in range(N)]
+    (tmp_path / "ratings.dat").write_text("\n".join(lines) + "\n")
+    words = [tmp_path / "ratings.dat", "--columns", "user,movie,rating,time", "--label", "rating"]
+    words += ["--categorical", "user,movie"]
+    assert "expected 0 or 1 (of ratings --label-from N makes it)" in refused(capsys, tmp_path / "out", *words)
+    logs = prepared(tmp_path / "out", *words, "--label-from", "4")
+    labels = np.concatenate([log.take(np.arange(len(log))).label.numpy() for log in logs.values()])
+    assert labels.mean() == pytest.approx(2 / 5)
+
+
+def test_a_tsv_with_a_header(tmp_path: Path) -> None:
+    lines = ["label\tuser\tprice", *(f"{i % 2}\tu{i % 9}\t{i / 7:.2f}" for i in range(N))]
+    (tmp_path / "log.tsv").write_text("\n".join(lines) + "\n")
+    log = prepared(tmp_path / "out", tmp_path / "log.tsv", "--categorical", "user", "--numeric", "price")["train"]
+    assert (log.tables, log.n_dense) == ({"user": 10}, 1)
+
+
+@pytest.mark.parametrize("delimiter", [";", "|", ","])
+def test_quoted_values_hold_their_delimiter(tmp_path: Path, delimiter: str) -> None:
+    lines = [delimiter.join(["label", '"C1, site_id"', "user"])]
+    lines += [delimiter.join([str(i % 2), f'"a{delimiter} {i % 4}"', f"u{i % 9}"]) for i in range(N)]
+    (tmp_path / "log.csv").write_text("\n".join(lines) + "\n")
+    for number, name in enumerate(["C1, site_id", '"C1, site_id", user']):  # given alone, and among others
+        log = prepared(tmp_path / str(number), tmp_path / "log.csv", "--categorical", name, "--categorical", "user")
+        assert log["train"].tables == {"C1, site_id": 5, "user": 10}
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstandard.ZstdCompressor().compress], ids=["gz", "zst"])
+def test_packed_text_is_looked_at_like_plain_text(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
+    packed = tmp_path / "log.csv.packed"
+    packed.write_bytes(pack(tagged(tmp_path / "log.csv").read_bytes()))
+    columns = ["--categorical", "rest", "--multi", "tags=|", "--numeric", "price"]
+    assert list(prepared(tmp_path / "out", packed, *columns)["train"].tables) == ["user", "tags"]
+
+
+def test_parquet_with_times_of_its_own(tmp_path: Path) -> None:
+    seconds = np.arange(N) * 3600
+    table = pa.table({
+        "label": np.arange(N) % 2, "user": [f"u{i % 9}" for i in range(N)],
+        "at": pa.array(seconds * 1_000_000, pa.timestamp("us")),
+    })  # fmt: skip
+    pa.parquet.write_table(table, tmp_path / "log.parquet")
+    columns = ["--categorical", "rest", "--timestamp", "at", "--split-by", "order"]
+    log = prepared(tmp_path / "out", tmp_path / "log.parquet", *columns)["train"]
+    batch = log.take(np.array([0, 25]))
+    assert [ids.tolist() for ids in (batch.ids["at_hour"], batch.ids["at_weekday"])] == [[0, 1], [3, 4]]  # type: ignore[union-attr]
+
+
+WRONG = {
+    "the label alone": (["--label", "click"], "--categorical rest (here: id, hour, C1, banner_pos"),
+    "no label": (["--categorical", "rest"], "no column 'label': name the one with 0 or 1, --label COLUMN"),
+    "a label that is not there": (["--label", "clik", "--categorical", "rest"], "no column 'clik'; nearest: click"),
+    "names beside a header": (
+        ["--columns", "id,click,x", "--label", "click", "--categorical", "rest"], "its first line names the columns",
+    ),
+    "too few names": (
+        ["--no-header", "--columns", "a,b", "--label", "a", "--categorical", "b"], "8 columns with comma between them",
+    ),
+    "a time that is none": (
+        ["--label", "click", "--categorical", "C1", "--timestamp", "site_id"], "are no times in a known way",
+    ),
+    "ignored and used": (
+        ["--label", "click", "--categorical", "C1", "--ignore", "C1"], "--ignore C1: has another role as well",
+    ),
+    "another format": (["--label", "click", "--categorical", "C1", "--format", "parquet"], "this is no Parquet file"),
+    "an option that says nothing new": (["--preset", "frappe", "--delimiter", "tab"], "leave out --delimiter"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_guessed_is_said_with_the_option_that_mends_it(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, message = WRONG[name]
+    assert message in refused(capsys, tmp_path / "out", avazu(tmp_path / "log.csv"), *words)
+
+
+@pytest.mark.parametrize(
+    ("values", "format"),
+    [
+        (["978300760", "1046454590"], "unix"),
+        (["1609459200000"], "unix_ms"),
+        (["14102100", "14103023"], "%y%m%d%H"),
+        (["20141021"], "%Y%m%d"),
+        (["2014102100"], "%Y%m%d%H"),
+        (["1413849600"], "unix"),
+        (["2014-10-21 13:00:00", "2014-10-21T13:00:00+02:00", "2014-10-21"], "iso"),
+        (["a99f214a"], None),
+        (["12"], "unix"),
+        ([], None),
+    ],
+)
+def test_times_are_known_by_their_looks(values: list[str], format: str | None) -> None:
+    assert format_of(values) == format
+
+
+def test_a_bad_value_now_and_then_makes_no_column_of_numbers_text() -> None:
+    assert why_no_number(["1.5"] * 999 + ["n/a"]) is None
+    assert why_no_number(["12345678", "123e4567"] * 50) is None
+    assert "text" in (why_no_number(["red", "blue", "1"]) or "")

@@ -1,0 +1,146 @@
+"""The training of one chaos job, computed again from its trace, and compared with what the job ended with.
+
+Checked on the way: every micro-batch of every epoch is a member of exactly one step; a push that counts is not staler
+than the tolerance and one that is staler does not count; the values that a gradient was computed with are those of
+steps between the one it says and the one it became a member of. Then the end, to 1e-5: dense values, rows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .facts import Facts, Step, Wrong, read
+from .model import Clicks, Dense, Rows, first_rows, gradients, order
+
+TOLERANCE = 1e-5
+STALE = 4  # steps, of the default threshold
+
+
+class Replay:
+    """values of every step so far stay: asynchronous gradients are of older ones."""
+
+    def __init__(self, facts: Facts) -> None:
+        begin = facts.begin
+        self.facts, self.data = facts, Clicks.of(begin["n_samples"])
+        spec, row_spec = begin["optimizers"]["dense"], begin["optimizers"]["rows"]
+        flat = np.concatenate([np.ravel(np.array(value, dtype=np.float64)) for value in begin["values"]])
+        settings = {k: v["tuple"] if isinstance(v, dict) else v for k, v in spec["groups"][0].items()}
+        self.dense = Dense(spec["class"].rpartition(":")[2], settings, flat)
+        about = begin["tables"]
+        self.tables = {
+            name: Rows(
+                row_spec["class"].rpartition(":")[2],
+                row_spec["fields"],
+                # Stored as float32: the very first values are not computed to more.
+                first_rows(rows, dim, about["seed"], name, about["init_std"]).astype(np.float32).astype(np.float64),
+            )
+            for name, (rows, dim) in about["tables"].items()
+        }
+        self.orders: dict[int, np.ndarray] = {}
+        self.history: list[tuple[np.ndarray, dict[str, np.ndarray]]] = []
+        self._remember()
+
+    def run(self) -> None:
+        self._check_members()
+        for step in self.facts.steps:
+            self._step(step)
+            self._remember()
+
+    def _remember(self) -> None:
+        self.history.append((self.dense.values, {name: rows.values for name, rows in self.tables.items()}))
+
+    def _check_members(self) -> None:
+        begin = self.facts.begin
+        counted = Counter((epoch, micro) for step in self.facts.steps for epoch, micro, *_ in step.members)
+        twice = [member for member, n in counted.items() if n > 1]
+        if twice:
+            raise Wrong(f"micro-batches {twice[:5]} (epoch, index) are members of more than one step")
+        n_micro = -(-begin["n_samples"] // begin["micro_batch"])
+        for epoch in range(max(epoch for epoch, _ in counted) + 1):
+            missing = [micro for micro in range(n_micro) if (epoch, micro) not in counted]
+            if missing:
+                raise Wrong(f"epoch {epoch}: micro-batches {missing[:5]} are members of no step")
+
+    def _step(self, step: Step) -> None:
+        begin, size = self.facts.begin, self.facts.begin["micro_batch"]
+        samples_of = {m: min(size, begin["n_samples"] - m * size) for _, m, *_ in step.members}
+        if abs(step.scale - size / sum(samples_of.values())) > 1e-6:
+            raise Wrong(f"step {step.number}: scale {step.scale}, its samples are {sum(samples_of.values())}")
+        dense = np.zeros_like(self.dense.values)
+        rows: dict[str, dict[int, Any]] = {name: {} for name in self.tables}
+        for epoch, micro, weight, push in step.members:
+            self._check_weight(step, weight, samples_of[micro] / size, push)
+            if weight == 0:
+                continue
+            line = self.facts.orders[epoch]
+            if epoch not in self.orders:
+                self.orders[epoch] = order(begin["n_samples"], line["seed"], epoch)
+            samples = self.orders[epoch][micro * size : micro * size + samples_of[micro]]
+            values, tables = self.history[step.number - 1] if push is None else self._values_of(step, push)
+            n_w = 16
+            user, item = self.data.user[samples], self.data.item[samples]
+            by_w, by_b, by_user, by_item = gradients(
+                self.data, samples, tables["user"][user], tables["item"][item], values[None, :n_w], values[n_w:]
+            )
+            dense += weight * np.concatenate([by_w.ravel(), by_b])
+            for name, ids, grads in (("user", user, by_user), ("item", item, by_item)):
+                for row, grad in zip(ids.tolist(), grads, strict=True):
+                    rows[name][row] = rows[name].get(row, 0.0) + weight * grad
+        if any(weight > 0 for _, _, weight, _ in step.members):  # else the optimizers do not step at all
+            self.dense.step(step.scale * dense, step.lrs[0])
+        for name, found in rows.items():
+            if found:
+                touched = np.array(sorted(found))
+                grad = step.scale * np.array([found[row] for row in touched.tolist()])
+                self.tables[name].step(touched, grad, step.row_lr, step.number)
+
+    def _check_weight(self, step: Step, weight: float, full: float, push: dict[str, Any] | None) -> None:
+        stale = 0 if push is None else max(0, step.number - 1 - push["token"])
+        expected = full if stale <= STALE else 0.0
+        if abs(weight - expected) > 1e-6:
+            raise Wrong(f"step {step.number}: a push {stale} steps stale counts {weight}, expected {expected}")
+
+    def _values_of(self, step: Step, push: dict[str, Any]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """What a pushed gradient was computed with; rows as they were read, once that is found to be possible."""
+        at = max(push["dense_steps"])
+        if not 0 <= at < step.number:
+            raise Wrong(f"step {step.number}: a gradient was computed with dense values of step {at}")
+        tables = {}
+        for name, read_ in push["tables"].items():
+            table, ids = self.history[at][1][name].copy(), np.array(read_["rows"])
+            found = np.array(read_["values"])
+            off = np.min([np.abs(self.history[k][1][name][ids] - found) for k in range(at, step.number)], axis=0)
+            if off.max() > TOLERANCE:
+                row = ids[np.unravel_index(off.argmax(), off.shape)[0]]
+                raise Wrong(
+                    f"step {step.number}: micro-batch {push['micro']} read row {row} of {name!r}, {off.max():.2e} from "
+                    f"its value at any step from {at} to {step.number - 1}"
+                )
+            table[ids] = found
+            tables[name] = table
+        return self.history[at][0], tables
+
+
+def compare(replay: Replay, arrays: dict[str, np.ndarray]) -> float:
+    """The largest difference from what the job ended with. Raises Wrong above the tolerance."""
+    own = {"dense": replay.dense.values, **{name: rows.values for name, rows in replay.tables.items()}}
+    worst = 0.0
+    for name, values in own.items():
+        off = np.abs(arrays[name].astype(np.float64) - values) / np.maximum(1.0, np.abs(values))
+        worst = max(worst, float(off.max()))
+        if not off.max() <= TOLERANCE:
+            place = np.unravel_index(off.argmax(), off.shape)
+            raise Wrong(f"{name}{list(map(int, place))}: the job has {arrays[name][place]}, the replay {values[place]}")
+    return worst
+
+
+def replay(trace: Path, result: Path) -> tuple[int, float]:
+    """(steps, largest difference). Raises NotReplayable, Wrong."""
+    computed = Replay(read(trace))
+    computed.run()
+    with np.load(result) as stored:
+        return len(computed.facts.steps), compare(computed, dict(stored))

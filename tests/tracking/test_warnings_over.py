@@ -1,0 +1,47 @@
+"""When a warning does not hold any more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gba_hvd.comm.world_formation import Wait, stands, still_forms
+from gba_hvd.tracking.open_warnings import ends, is_over_at_once, over_since
+
+MODE, CHECKPOINT = {"waiting": ["mode gba"]}, {"waiting": ["the checkpoint that is due"]}
+BOTH = {"waiting": ["mode gba", "the checkpoint that is due"]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "by", "by_data", "over"),
+    [
+        ("server_missing", MODE, "switch", {"to": "gba"}, True),
+        ("server_missing", MODE, "switch", {"to": "allreduce"}, False),
+        ("server_missing", MODE, "checkpoint", {}, False),
+        ("server_missing", CHECKPOINT, "checkpoint", {}, True),
+        ("server_missing", BOTH, "checkpoint", {}, False),
+        ("server_missing", BOTH, "switch", {"to": "gba"}, True),
+        ("switch_failed", {"to": "gba"}, "switch", {"to": "gba"}, True),
+        ("switch_failed", {"to": "gba"}, "switch", {"to": "async"}, False),
+        ("checkpoint_late", {}, "checkpoint", {}, True),
+        ("checkpoint_failed", {}, "checkpoint", {}, True),
+        ("checkpoint_failed", {}, "checkpoint_late", {}, False),
+        ("rows_lost", {}, "rows_restored", {}, False),
+        ("world_late", {"stands": False}, "membership", {}, True),
+    ],
+)
+def test_what_ends_a_warning(kind: str, data: dict[str, Any], by: str, by_data: dict[str, Any], over: bool) -> None:
+    assert ends(kind, data, by, by_data) is over
+
+
+def test_a_world_that_was_late_and_stands_is_over_at_once() -> None:
+    late, forming = stands(5, Wait(40.0), 2, "training stood still"), still_forms(5, Wait(40.0), "training goes on")
+    assert is_over_at_once(late.kind, late.data) and not is_over_at_once(forming.kind, forming.data)
+    assert ends(forming.kind, forming.data, late.kind, late.data)
+
+
+def test_records_are_asked_in_their_order() -> None:
+    late = {"event": "checkpoint_late", "step": 5, "level": "warning", "data": {}}
+    saved = {"event": "checkpoint", "step": 7, "data": {}}
+    assert over_since([late, saved, late]) == [7, None, None]

@@ -1,0 +1,73 @@
+"""What the end of a job says of a mode that it was asked to be in."""
+
+from __future__ import annotations
+
+from gba_hvd.callbacks import Event
+from gba_hvd.switching.requested_mode import AskedMode
+
+
+def after(asked: AskedMode, *modes: tuple[int, str], obstacle: str = "") -> list[Event]:
+    """Steps until the given ones, in these modes."""
+    step = 0
+    for until, mode in modes:
+        for step in range(step + 1, until + 1):
+            asked.step(step, mode)
+    return asked.shortfall(step, obstacle)
+
+
+def test_a_mode_that_was_never_entered_is_named_with_what_was_in_its_way() -> None:
+    (told,) = after(AskedMode("gba", {}), (224, "allreduce"), obstacle="no server was up")
+    assert told.message.startswith("mode gba was asked for; 0 of 224 steps were in it: no server was up. ")
+    assert (told.kind, told.level, told.step) == ("mode_missed", "warning", 224)
+    assert (told.data["steps_in_it"], told.data["steps_asked"]) == (0, 224)
+
+
+def test_a_mode_that_was_hardly_ever_on_is_told_with_its_first_step() -> None:
+    asked = AskedMode("gba", {})
+    asked.obstacle = "the companion servers were not up"
+    (told,) = after(asked, (200, "allreduce"), (224, "gba"))
+    assert "24 of 224 steps were in it: it was first entered at step 201; the companion servers were" in told.message
+
+
+def test_some_steps_until_the_servers_are_up_are_no_shortfall() -> None:
+    assert after(AskedMode("gba", {}), (20, "allreduce"), (224, "gba")) == []
+
+
+def test_a_job_that_decides_for_itself_or_asks_for_allreduce_misses_nothing() -> None:
+    for mode in ("auto", "allreduce"):
+        assert after(AskedMode(mode, {}), (50, "allreduce")) == []
+
+
+def test_a_plan_asks_for_the_steps_after_each_of_its_own() -> None:
+    plan = {100: "gba", 200: "allreduce"}
+    (told,) = after(AskedMode("allreduce", plan), (300, "allreduce"))
+    assert "0 of 100 steps since then, of 300 in all, were in it: the job ended before it was entered" in told.message
+    assert after(AskedMode("allreduce", plan), (100, "allreduce"), (200, "gba"), (300, "allreduce")) == []
+
+
+def test_an_operator_who_wants_allreduce_asks_for_nothing_more() -> None:
+    asked = AskedMode("gba", {})
+    after(asked, (10, "gba"))
+    asked.now = "allreduce"
+    assert after(asked, (90, "allreduce")) == []
+
+
+def test_steps_that_pass_while_a_worker_computes_one_micro_batch_count() -> None:
+    asked = AskedMode("gba", {})
+    asked.step(1, "allreduce")
+    asked.step(9, "gba")
+    assert asked.shortfall(9, "") == []
+
+
+def test_counts_travel_with_the_state() -> None:
+    asked, other = AskedMode("gba", {}), AskedMode("gba", {})
+    after(asked, (30, "allreduce"))
+    other.load(asked.state())
+    other.step(31, "gba")
+    (told,) = other.shortfall(31, "")
+    assert "1 of 31 steps were in it" in told.message
+
+
+def test_what_is_missing_now() -> None:
+    asked = AskedMode("gba", {})
+    assert (asked.missing("allreduce"), asked.missing("gba"), AskedMode("auto", {}).missing("gba")) == ("gba", "", "")

@@ -1,0 +1,246 @@
+"""What is told of a world that takes long to form, or breaks up meanwhile."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import gba_hvd
+from gba_hvd.comm import collectives
+from gba_hvd.comm.collectives import SoloWorld
+from gba_hvd.comm.world_formation import Forming, Wait, stands, still_forms
+from gba_hvd.elastic.world_rejoin import Reformer
+from gba_hvd.membership import Joined
+from gba_hvd.switching import handover
+from gba_hvd.tracking import ProgressLine
+
+PATIENCE_S = 60.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Events(gba_hvd.Callback):
+    def __init__(self) -> None:
+        self.heard: list[gba_hvd.Event] = []
+        self.ended = 0  # events that were heard before the end
+
+    def on_event(self, event: gba_hvd.Event) -> None:
+        self.heard.append(event)
+
+    def on_end(self, status: str, error: BaseException | None) -> None:
+        self.ended = len(self.heard)
+
+    @property
+    def late(self) -> list[gba_hvd.Event]:
+        return [event for event in self.heard if event.kind == "world_late"]
+
+
+class Horovod:
+    """The world breaks up so often, each time after 40 s."""
+
+    def __init__(self, clock: Clock, breaks: int) -> None:
+        self.clock, self.breaks = clock, breaks
+
+    def init(self) -> None:
+        self.clock.now_s += 40.0
+        if self.breaks:
+            self.breaks -= 1
+            raise ValueError("a peer did not come")
+
+    def shutdown(self) -> None:
+        pass
+
+    def is_initialized(self) -> bool:
+        return False  # also where another test of this process has imported Horovod
+
+
+def forms(monkeypatch: pytest.MonkeyPatch, forming: Forming, clock: Clock, breaks: int) -> None:
+    monkeypatch.setattr(collectives, "_horovod", lambda: Horovod(clock, breaks))
+    monkeypatch.setattr(collectives, "_ASK_AGAIN_S", 0.0)
+    collectives.initialise_again(forming, PATIENCE_S)
+
+
+def test_a_world_that_broke_up_says_how_often_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    forming = Forming(clock := Clock())
+    forms(monkeypatch, forming, clock, breaks=2)
+    wait = forming.end()
+    assert wait == Wait(120.0, 2, "ValueError: a peer did not come") and wait.is_worth_a_word
+    event = stands(7, wait, 2, "this worker's training stood still meanwhile")
+    assert (event.kind, event.step, event.level) == ("world_late", 7, "warning")
+    assert event.data == {"seconds": 120.0, "broken": 2, "why": "ValueError: a peer did not come", "stands": True}
+    assert event.message.startswith(
+        "the world of 2 workers took 120 s, in which it broke up 2 times (at last: ValueError: a peer did not come) to "
+        "form; this worker's training stood still meanwhile. When this comes again"
+    )
+    assert "raise HOROVOD_GLOO_TIMEOUT_SECONDS" in event.message
+    assert forming.end() is None
+
+
+def test_a_wait_goes_on_until_the_workers_have_agreed_and_a_short_one_is_no_news() -> None:
+    forming = Forming(clock := Clock())
+    assert forming.wait() is None and forming.word() is None
+    forming.begin()
+    clock.now_s = 20.0
+    assert (wait := forming.wait()) is not None and not wait.is_worth_a_word
+    forming.begin()
+    clock.now_s = 31.0
+    assert (wait := forming.end()) is not None and wait.is_worth_a_word
+
+
+def test_while_a_world_forms_a_word_comes_after_30_s_and_then_ever_less_often() -> None:
+    forming = Forming(clock := Clock())
+    for _ in range(2):
+        forming.begin()
+        began_s, told_s = clock.now_s, []
+        while clock.now_s < began_s + 300.0:
+            if (wait := forming.word()) is not None:
+                assert wait.seconds == clock.now_s - began_s
+                told_s.append(clock.now_s - began_s)
+            clock.now_s += 1.0
+        assert told_s == [30, 60, 120, 240]
+        forming.end()
+
+
+def test_survivors_hear_how_long_training_stood_still(training: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, told, out = training(epoch=0), Events(), io.StringIO()
+    state = job.state
+    state.register_callbacks([told, ProgressLine(stream=out)])
+    state.sync()
+    state.engine.forming = Forming(clock := Clock())
+    forms(monkeypatch, state.engine.forming, clock, breaks=1)  # as Horovod's loop does
+    state.on_reset()
+    state.sync()
+    assert [event.data["seconds"] for event in told.late] == [80.0]
+    state.on_reset()
+    state.sync()  # of a world that nobody waited for
+    assert len(told.late) == 1
+    state.close()
+    assert "warning, over: [world late] step 0: the world of 1 worker took 80 s, in which it broke up" in out.getvalue()
+
+
+def test_beside_an_asynchronous_mode_it_is_told_meanwhile_and_when_the_world_stands(training: Any) -> None:
+    job, told = training(epoch=0), Events()
+    state, engine = job.state, job.state.engine
+    state.register_callbacks([told])
+    state.sync()
+    engine.forming = Forming(clock := Clock())
+    engine.forming.begin()
+    state.newcomers.tell_of_the_wait()
+    assert not told.late
+    clock.now_s = 35.0
+    engine.forming.broke_up(ValueError("a peer did not come"))
+    state.newcomers.tell_of_the_wait()
+    (late,) = told.late
+    assert "has been forming for 35 s, in which it broke up 1 time (at last" in late.message
+    assert "training goes on with the workers that are there" in late.message
+    joined = Joined(state.job_id, 0, 1, True, True, 0, 0, host=1, asynchronous=True, membership=1)
+    state.newcomers._met.append((joined, SoloWorld(), None, engine.forming.end(), {}))
+    state.newcomers.tell()
+    state.newcomers.tell_of_the_wait()
+    assert [event.data["seconds"] for event in told.late] == [35.0, 35.0]
+    assert "those that were there went on training" in told.late[-1].message
+
+
+@pytest.fixture
+def held(training: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A job beside which a world has been forming for 50 s; `let_go` ends that."""
+    job, told, let_go, waits = training(epoch=0), Events(), threading.Event(), threading.Event()
+    state, engine = job.state, job.state.engine
+    state.register_callbacks([told])
+    state.sync()
+
+    def check(timeout_s: float) -> None:
+        waits.set()
+        assert let_go.wait(PATIENCE_S)
+        raise OSError("no world")
+
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    engine.forming = Forming(clock := Clock())
+    mode: Any = SimpleNamespace(position=SimpleNamespace(world=1), contact=SimpleNamespace())
+    engine.reformer = Reformer(mode, 0, lambda world: 1, SimpleNamespace(check=check), PATIENCE_S, engine.forming)  # type: ignore[arg-type]
+    engine.reformer.start()
+    assert waits.wait(PATIENCE_S)
+    clock.now_s = 50.0
+    yield SimpleNamespace(state=state, told=told, let_go=let_go, engine=engine)
+    let_go.set()
+    engine.reformer._thread.join(PATIENCE_S)
+
+
+def test_an_end_that_waits_for_a_world_tells_it_before_the_end(held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gba_hvd.elastic.torch_state._FAILED_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("gba_hvd.elastic.torch_state._END_TIMEOUT_S", 0.2)
+    held.state.close()
+    assert held.engine.reformer._thread.is_alive()
+    (late,) = held.told.late
+    assert (late.level, late.data["seconds"]) == ("warning", 50.0)
+    assert late.message.startswith("the training is over, but this process has to wait: workers came or went shortly")
+    assert "Nothing is lost by it, and nothing needs to be done" in late.message
+    assert [event.kind for event in held.told.heard[-2:]] == ["world_late", "finished"]
+    assert held.told.ended == len(held.told.heard)
+
+
+def test_a_mode_that_is_left_while_a_world_forms_says_what_it_waits_for(held: Any) -> None:
+    emit = held.engine.emit
+
+    def emit_and_let_go(*told: Any) -> None:
+        emit(*told)
+        held.let_go.set()
+
+    held.engine.emit = emit_and_let_go
+    held.engine.forming._patience.first_s = 0.0
+    handover.end_reformer(held.engine)
+    (late,) = held.told.late
+    assert (late.message.count("50 s"), late.message.count("the mode is left")) == (1, 1)
+
+
+def test_a_wait_without_a_break_says_no_more_than_its_seconds() -> None:
+    assert still_forms(1, Wait(31.4), "training goes on").message.startswith(
+        "a world of workers has been forming for 31 s, and does not stand yet; training goes on. "
+    )
+
+
+def test_a_worker_of_this_host_that_died_beside_a_mode_is_told_once(training: Any, dead: int) -> None:
+    """With what Horovod prints of it; newcomers alone are no loss."""
+    job, told = training(), Events()
+    job.state.register_callbacks([told])
+    job.state.sync()
+    engine, tell = job.state.engine, job.state.newcomers.tell_of_the_wait
+
+    def lost() -> list[str]:
+        return [event.message for event in told.heard if event.kind == "worker_lost"]
+
+    engine.neighbours = {1: dead}
+    tell()
+    assert lost() == [], "nobody forms a world"
+    engine.forming.begin()
+    tell(), tell()
+    (message,) = lost()
+    assert "'background loop uncaught exception' and 'Read error'" in message and "are expected" in message
+    engine.forming.end()
+    engine.neighbours = {1: os.getpid()}
+    tell()
+    engine.forming.begin()
+    tell()
+    assert len(lost()) == 1, "all are there"
+    engine.forming.end()
+    job.state.close()
+
+
+@pytest.fixture
+def dead() -> int:
+    with subprocess.Popen([sys.executable, "-I", "-S", "-c", ""]) as process:
+        process.wait(60)
+    return process.pid

@@ -1,0 +1,177 @@
+"""`gba-hvd bench allreduce`: training speed of allreduce mode beside plain Horovod and TorchRec, two workers, one DLRM.
+
+All peers train the same dense modules (`dlrm.py`) on the same batches (`clicks.py`) with the same optimizer rule, one
+thread per worker. Every run is a fresh launch; runs of the peers alternate. Warm-up steps are not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from ..harness import measure
+from ..harness.measure import Row, Variant
+from . import contestants
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+WORKERS = 2
+BATCHES_KEPT = 24  # per worker; cycled
+WARMUP_STEPS = 8
+SAMPLES_TIMED = 250_000  # per worker and run, at least STEPS_LEAST steps, unless --steps says otherwise
+STEPS_LEAST = 30
+PEERS = ("ours", "horovod", "torchrec")
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser("allreduce", help="samples/s beside plain Horovod and TorchRec", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
+    parser.add_argument("--batch", type=int, nargs="+", default=[2048, 8192], help="samples per worker and step")
+    parser.add_argument("--runs", type=int, default=5, help="launches of each peer at each batch size")
+    parser.add_argument("--steps", type=int, help="timed steps per run")
+    others = " ".join(name for name in contestants.SETTINGS if name not in PEERS)
+    names = f"default: {' '.join(PEERS)}; settings that were tried besides: {others}"
+    parser.add_argument(
+        "--peers", nargs="+", default=list(PEERS), choices=contestants.SETTINGS, metavar="PEER", help=names
+    )
+    parser.add_argument("--timeout", type=float, default=180, metavar="SECONDS", help="for one run")
+    parser.add_argument("--profile", action="store_true", help="also profile a run of ours at each batch size")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        measure.check_writable(args.out)
+        rows, result = compare(args)
+    except measure.RunFailed as error:
+        print(f"gba-hvd: {error}", file=sys.stderr)
+        return 1
+    measure.write_json(args.out, result)
+    show(rows, result)
+    print(f"written to {args.out}")
+    return 0
+
+
+def compare(args: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
+    """All runs, and the whole result with them in it. Raises RunFailed at the first run that fails."""
+    about = measure.machine()
+    peers = {name: contestants.variant(name, WORKERS) for name in args.peers}
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
+        for batch in args.batch:
+            prepared = Launches(Path(scratch) / str(batch), batch, args.steps, args.timeout)
+            rows += measure.interleave(list(peers.values()), args.runs, prepared.run)
+            if args.profile:
+                print(prepared.profile(contestants.variant("ours", WORKERS)))
+    return rows, {
+        "machine": about,
+        "commands": {name: str(peer) for name, peer in peers.items()},
+        "settings": {name: contestants.SETTINGS[name] for name in peers},
+        **headline(rows),
+        "rows": rows,
+    }
+
+
+class Launches:
+    """Runs at one batch size, all on the same prepared batches. Owns the files in `folder`."""
+
+    def __init__(self, folder: Path, batch: int, steps: int | None, timeout_s: float) -> None:
+        from ..harness import clicks
+
+        self._folder, self._batch, self._timeout_s = folder, batch, timeout_s
+        self._steps = steps or max(STEPS_LEAST, SAMPLES_TIMED // batch)
+        clicks.write(folder / "clicks", batch, BATCHES_KEPT, WORKERS)
+
+    def run(self, peer: Variant, number: int) -> Row:
+        """One launch, as a row of the result. Raises RunFailed."""
+        started, ranks = self._launch(peer)
+        row = row_of(ranks, started, self._batch, self._steps)
+        print(
+            f"batch {self._batch:5d}  run {number + 1}  {peer.name:22s} {row['samples_per_s']:9,.0f} samples/s",
+            flush=True,
+        )
+        return {"peer": peer.name, "batch": self._batch, "run": number, **row}
+
+    def profile(self, ours: Variant) -> str:
+        """What rank 0 of a profiled run prints."""
+        self._launch(ours, "--profile")
+        return (self._folder / "log").read_text(errors="replace")
+
+    def _launch(self, peer: Variant, *more: str) -> tuple[float, list[Row]]:
+        results = [self._folder / f"rank{rank}.json" for rank in range(WORKERS)]
+        for path in results:
+            path.unlink(missing_ok=True)
+        arguments = ["--clicks", self._folder / "clicks", "--result", self._folder]
+        arguments += ["--warmup", WARMUP_STEPS, "--steps", self._steps, *more]
+        log = self._folder / "log"
+        started = measure.launch(peer, [str(a) for a in arguments], log=log, timeout_s=self._timeout_s)
+        return started, [json.loads(path.read_text()) for path in results]
+
+
+def row_of(ranks: Sequence[Row], started: float, batch: int, steps: int) -> Row:
+    """What one run measured. The slowest worker's time counts; memory is that of the larger worker."""
+    seconds = max(rank["seconds"] for rank in ranks)
+    row = {
+        "steps": steps,
+        "samples_per_s": len(ranks) * batch * steps / seconds,
+        "ms_per_step": 1000 * seconds / steps,
+        "cpu_ms_per_step": 1000 * sum(rank["cpu_s"] for rank in ranks) / len(ranks) / steps,
+        "startup_s": max(rank["first_step_unix_s"] for rank in ranks) - started,
+        "peak_own_bytes": max(rank["peak_own_bytes"] for rank in ranks),
+        "loss_first": sum(rank["loss_first"] for rank in ranks) / len(ranks),
+        "loss_last": sum(rank["loss_last"] for rank in ranks) / len(ranks),
+    }
+    if "shared_bytes" in ranks[0]:
+        copies = sum(rank["shared_proportional_bytes"] for rank in ranks) / ranks[0]["shared_bytes"]
+        row |= {"table_bytes": ranks[0]["shared_bytes"], "table_copies_per_host": copies}
+    return row
+
+
+def headline(rows: Sequence[Row]) -> dict[str, Any]:
+    """The figures people ask for, medians over the runs; None where a peer did not run."""
+    speed = measure.medians(rows, ("peer", "batch"), "samples_per_s")
+    ours = [row for row in rows if row["peer"] == "ours"]
+
+    def ratio(peer: str) -> dict[str, float]:
+        return {str(b): speed["ours", b] / v for (name, b), v in speed.items() if name == peer and ("ours", b) in speed}
+
+    def of_ours(column: str) -> float | None:
+        return median(row[column] for row in ours) if ours else None
+
+    return {
+        "ratio_vs_horovod": ratio("horovod"),
+        "ratio_vs_torchrec": ratio("torchrec"),
+        "samples_per_s": {f"{peer} {batch}": value for (peer, batch), value in speed.items()},
+        "table_copies_per_host": of_ours("table_copies_per_host"),
+        "startup_s": of_ours("startup_s"),
+        "peak_extra_memory_bytes": max((row["peak_own_bytes"] for row in ours), default=None),
+    }
+
+
+def show(rows: Sequence[Row], result: Row) -> None:
+    """Print the medians as a table, and the headline figures."""
+    columns = {
+        "samples/s": ("samples_per_s", 1, ",.0f"),
+        "ms/step": ("ms_per_step", 1, ".1f"),
+        "CPU ms/step": ("cpu_ms_per_step", 1, ".1f"),
+        "start-up s": ("startup_s", 1, ".1f"),
+        "own memory MiB": ("peak_own_bytes", 2**-20, ",.0f"),
+    }
+    values = {name: measure.medians(rows, ("peer", "batch"), name) for name, _, _ in columns.values()}
+    table = [
+        (peer, str(batch), *(format(values[name][peer, batch] * unit, how) for name, unit, how in columns.values()))
+        for peer, batch in values["samples_per_s"]
+    ]
+    measure.print_table(f"allreduce, {WORKERS} workers, medians", ("peer", "batch", *columns), table)
+    for name in ("ratio_vs_horovod", "ratio_vs_torchrec"):
+        if result[name]:
+            print(f"{name}: " + ", ".join(f"{ratio:.2f} at {batch}" for batch, ratio in result[name].items()))
+    if result["table_copies_per_host"] is not None:
+        print(f"table copies per host: {result['table_copies_per_host']:.3f}")

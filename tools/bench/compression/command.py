@@ -1,0 +1,323 @@
+"""`gba-hvd bench compression`: bytes, time and quality of compressed gradients, ours and others', between two hosts.
+
+The hosts are namespaces of this machine (`lab`), their links limited by `tc`; needs root. Speed: every contestant
+trains a model on every link, in a job of its own, since ours decides at its beginning whether compressing pays; what
+is counted is what its host's interface carried. Launches of the contestants alternate. Quality: a smaller model is
+trained to the end with every compressor forced, and judged on held-out samples. The result file is written after each
+launch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+from ...virtual_hosts import Lab, LabError
+from ..harness import measure
+from ..harness.measure import Row
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+DESK, HOSTS = "desk", ("h1", "h2")
+LINKS = ("100mbit", "1gbit", "unlimited")
+STEPS = {"100mbit": 8, "1gbit": 40, "unlimited": 60}
+WARMUP, WARMUP_COMPRESSED = 3, 32  # ours tries both ways on the first twelve steps; then thresholds settle
+OURS = {  # (dense, rows), see `compressors`
+    "none": ("none", "none"),
+    "fp16": ("fp16", "none"),
+    "int8": ("int8", "none"),
+    "topk": ("topk", "none"),
+    "dct_dp": ("dct", "none"),
+    "dct_mp": ("none", "dct_rows"),
+    "dct_both": ("dct", "dct_rows"),
+}
+PEERS = {
+    "horovod": "plain Horovod; of the DLRM 26 sparse tables (allgather), else one table, its gradient dense",
+    "horovod_fp16": "the same with hvd.Compression.fp16, which leaves sparse gradients as they are",
+    "ddp": "DistributedDataParallel over Gloo, sparse tables likewise",
+    "powersgd": "the same with PowerSGD, rank 2; not the DLRM: each of its sparse tables is a bucket of its own, and "
+    "with several buckets the hook stands still over Gloo at the first step that it compresses",
+}
+UNCOMPRESSED = ("none", "horovod", "ddp")
+MODELS = ("wide", "dlrm")
+LEFT_OUT = (("dlrm", "powersgd"),)  # why: PEERS
+COSTS_AT_MOST = 1.02  # of the time without compression, where compressing does not pay
+TIMEOUT_S = 600.0
+N_SAMPLES, EPOCHS = 300_000, 1  # of the quality runs
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "compression", help="bytes, time and AUC of compressed gradients", description=__doc__
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
+    names = (*OURS, *PEERS)
+    parser.add_argument("--contestants", nargs="+", default=list(names), choices=names, metavar="NAME")
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=MODELS, metavar="MODEL")
+    parser.add_argument("--links", nargs="+", default=list(LINKS), choices=LINKS, metavar="LINK")
+    parser.add_argument("--runs", type=int, default=1, help="launches of each contestant for speed; medians count")
+    parser.add_argument("--seeds", type=int, default=1, help="quality runs of each contestant; 0 for none")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    speed: list[Row] = []
+    quality: list[Row] = []
+    failed: Exception | None = None
+    try:
+        measure.check_writable(args.out)
+        if args.runs < 1:
+            raise measure.RunFailed(f"--runs must be 1 or more, got {args.runs}")
+        about = {"machine": measure.machine(), "settings": settings()}
+        with ExitStack() as stack:
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gba-hvd-bench-")))
+            lab = stack.enter_context(Lab(scratch / "lab", (DESK, *HOSTS)))
+            launches = Launches(scratch, lab)
+            jobs = planned(args.models, args.links, args.contestants, args.runs)
+            runs = [partial(launches.speed, speed, *job) for job in jobs]
+            runs += [
+                partial(launches.quality, quality, name, seed)
+                for seed in range(args.seeds)
+                for name in args.contestants
+            ]
+            for one in runs:
+                try:
+                    one()
+                except measure.RunFailed as error:  # one contestant's trouble is not the others'
+                    failed = error
+                    print(f"gba-hvd: {error}", file=sys.stderr)
+                else:  # hours in all: what there is can be read, and outlives an interruption
+                    found = {**about, **headline(speed, quality), "rows": speed, "quality": quality}
+                    measure.write_whole(args.out, found)
+    except (measure.RunFailed, LabError) as error:
+        failed = error
+        print(f"gba-hvd: {error}", file=sys.stderr)
+    if speed or quality:
+        show(speed, headline(speed, quality))
+        print(f"written to {args.out}")
+    return 1 if failed else 0
+
+
+def planned(
+    models: Sequence[str], links: Sequence[str], contestants: Sequence[str], runs: int
+) -> list[tuple[str, str, str, int]]:
+    """(model, link, contestant, number) of each launch for speed; contestants alternate."""
+    return [
+        (model, link, name, number)
+        for number in range(runs)
+        for model in models
+        for link in links
+        for name in contestants
+        if (model, name) not in LEFT_OUT
+    ]
+
+
+def settings() -> dict[str, Any]:
+    """What a reader needs to know of the contestants."""
+    from .compressors import COMPRESSION  # here, because it imports torch
+
+    ours = {
+        name: {"dense": str(COMPRESSION[dense]), "rows": str(COMPRESSION[rows])} for name, (dense, rows) in OURS.items()
+    }
+    return {"hosts": len(HOSTS), "ours": ours, "peers": PEERS, "steps": STEPS, "samples": N_SAMPLES}
+
+
+@dataclass
+class Launches:
+    """Runs on prepared samples, between the hosts of a lab. Owns the files in `folder`."""
+
+    folder: Path
+    lab: Lab
+
+    def __post_init__(self) -> None:
+        from ..harness import clicks, small_ctr
+        from . import workload  # here, because they import torch
+
+        small_ctr.write(self.folder / "small", N_SAMPLES)
+        clicks.write(self.folder / "clicks", workload.BATCH["dlrm"], 8, len(HOSTS))
+        self._number = 0
+
+    def speed(self, rows: list[Row], model: str, link: str, name: str, number: int) -> None:
+        """One launch on a link, added to the rows. Raises RunFailed."""
+        warmup = WARMUP if name in UNCOMPRESSED else WARMUP_COMPRESSED
+        flags = ["--model", model, "--phases", f"{link}:{warmup}:{STEPS[link]}"]
+        (phase,) = self._launch(name, flags, [link])["phases"]
+        rows.append({"model": model, "contestant": name, "run": number, **phase})
+        print(
+            f"{model:5s} {name:13s} run {number + 1}  {link:10s} {1000 * phase['s_per_step']:9.1f} ms a step  "
+            f"{phase['wire_bytes'] / 1e6:8.3f} MB",
+            flush=True,
+        )
+
+    def quality(self, rows: list[Row], name: str, seed: int) -> None:
+        """One launch to the end, added to the rows. Raises RunFailed."""
+        flags = ["--model", "small", "--epochs", str(EPOCHS), "--seed", str(seed)]
+        result = self._launch(name, [*flags, *(["--always"] if name in OURS else [])], ())
+        print(f"small {name:13s} seed {seed}     AUC {result['auc']:.5f}", flush=True)
+        rows.append({"contestant": name, "seed": seed, **result})
+
+    def _launch(self, name: str, flags: Sequence[str], links: Iterable[str]) -> Any:
+        self._number += 1
+        folder = self.folder / f"run-{self._number}"
+        folder.mkdir()
+        data = self.folder / ("clicks" if "dlrm" in flags else "small")
+        arguments = [*flags, "--data", str(data), "--folder", str(folder)]
+        self.lab.limit(None)
+        processes = self._start(name, arguments, folder)
+        deadline = time.monotonic() + TIMEOUT_S
+        try:
+            for number, link in enumerate(links):
+                self._await(folder / f"ready-{number}", processes, folder, deadline)
+                self.lab.limit(None if link == "unlimited" else link)
+                (folder / f"go-{number}").touch()
+            self._await(folder / "result.json", processes, folder, deadline)
+            self.lab.limit(None)
+            for process in processes:
+                process.wait(60)
+        except subprocess.TimeoutExpired:
+            pass  # it has its result
+        finally:
+            for process in processes:
+                measure.stop(process)
+            for host in HOSTS:
+                for pid in self.lab.processes(host):
+                    os.kill(pid, 9)
+        return json.loads((folder / "result.json").read_text())
+
+    def _start(self, name: str, arguments: list[str], folder: Path) -> list[subprocess.Popen[bytes]]:
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "HOROVOD_CYCLE_TIME": "3",
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "PYTHONWARNINGS": "ignore",
+        }
+        hosts = ",".join(f"{host}:1" for host in HOSTS)
+        horovodrun = [measure.console_script("horovodrun"), "-np", str(len(HOSTS)), "-H", hosts]
+        horovodrun += ["--network-interface", "eth0", sys.executable, "-m"]
+        with (folder / "log").open("wb") as log:
+            settings: dict[str, Any] = {"stdout": log, "stderr": log, "start_new_session": True}
+            if name in OURS:
+                dense, rows = OURS[name]
+                more = ["--compression", dense, "--row-compression", rows]
+                command = [*horovodrun, f"{__package__}.ours", *arguments, *more]
+                return [self.lab.popen(DESK, command, env=env, **settings)]
+            module, arguments = f"{__package__}.peers", [*arguments, "--peer", name]
+            if name.startswith("horovod"):
+                return [self.lab.popen(DESK, [*horovodrun, module, *arguments], env=env, **settings)]
+            world = {"MASTER_ADDR": self.lab.address(HOSTS[0]), "MASTER_PORT": "29511", "WORLD_SIZE": str(len(HOSTS))}
+            return [
+                self.lab.popen(
+                    host, [sys.executable, "-m", module, *arguments], env=env | world | {"RANK": str(rank)}, **settings
+                )
+                for rank, host in enumerate(HOSTS)
+            ]
+
+    def _await(self, path: Path, processes: Sequence[subprocess.Popen[bytes]], folder: Path, deadline: float) -> None:
+        while not path.exists():
+            ended = [p.poll() for p in processes]
+            if any(status is not None for status in ended) and not path.exists():
+                said = measure.gist((folder / "log").read_text(errors="replace"))
+                raise measure.RunFailed(f"ended with status {ended} before {path.name}\n{said}")
+            if time.monotonic() > deadline:
+                said = measure.gist((folder / "log").read_text(errors="replace"))
+                raise measure.RunFailed(f"no {path.name} after {TIMEOUT_S:.0f} s\n{said}")
+            time.sleep(0.05)
+
+
+def headline(speed: Sequence[Row], quality: Sequence[Row]) -> dict[str, Any]:
+    """The figures people ask for, of the medians over the runs; without those whose contestants did not run.
+
+    bytes_ratio_dp: dense bytes of a step of `wide`, none over dct_dp; bytes_ratio_mp: of rows, gradients and keys, of
+    `dlrm`, none over dct_mp: both by our own count. bytes_ratio_wire: all that the interface carried.
+    over_none: ours that take more than COSTS_AT_MOST of the time without compression; empty: the target is met; None:
+    none of ours ran beside `none`.
+    """
+    of = ("model", "contestant", "link")
+    seconds, bytes_ = measure.medians(speed, of, "s_per_step"), measure.medians(speed, of, "wire_bytes")
+
+    def own(model: str, name: str, kinds: Sequence[str]) -> float | None:
+        """On the link where it is least: elsewhere it may have been bypassed."""
+        counted = [
+            {"link": row["link"], "bytes": sum(row["own_bytes"].get(kind, 0) for kind in kinds)}
+            for row in speed
+            if (row["model"], row["contestant"]) == (model, name)
+        ]
+        return min(measure.medians(counted, ["link"], "bytes").values(), default=None)
+
+    def ratio(model: str, name: str, kinds: Sequence[str]) -> float | None:
+        with_, without = own(model, name, kinds), own(model, "none", kinds)
+        return None if not with_ or not without else without / with_
+
+    dense, rows = ("sent_dense", "received_dense"), ("sent_rows", "received_rows", "sent_header", "received_header")
+    times: dict[str, dict[str, dict[str, float]]] = {}
+    wire: dict[str, dict[str, dict[str, float]]] = {}
+    best: dict[str, dict[str, float]] = {}
+    for model, name, link in seconds:
+        none = (model, "none", link)
+        if none in seconds:
+            found = (model, name, link)
+            times.setdefault(model, {}).setdefault(link, {})[name] = seconds[found] / seconds[none]
+            wire.setdefault(model, {}).setdefault(link, {})[name] = bytes_[none] / bytes_[found]
+    for model in times:
+        for link in times[model]:
+            uncompressed = [times[model][link][name] for name in UNCOMPRESSED if name in times[model][link]]
+            ours = [t for name, t in times[model][link].items() if name in OURS and name != "none"]
+            if ours and uncompressed:
+                best.setdefault(model, {})[link] = 1 - min(ours) / min(uncompressed)
+    aucs: dict[str, list[float]] = {}
+    for row in quality:
+        aucs.setdefault(row["contestant"], []).append(row["auc"])
+    none_auc = mean(aucs["none"]) if "none" in aucs else None
+    return {
+        "bytes_ratio_dp": ratio("wide", "dct_dp", dense),
+        "bytes_ratio_mp": ratio("dlrm", "dct_mp", rows),
+        "bytes_ratio_wire": wire,
+        "auc": {name: mean(values) for name, values in aucs.items()},
+        "auc_delta": {} if none_auc is None else {name: mean(values) - none_auc for name, values in aucs.items()},
+        "time_vs_none": times,
+        "time_saved_vs_best_uncompressed": best,
+        "over_none": over_none(times) if best else None,
+    }
+
+
+def over_none(times: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, dict[str, float]]]:
+    """model -> link -> contestant of ours -> time against none, where that is above the target."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for model, links in times.items():
+        for link, by_name in links.items():
+            for name, ratio in by_name.items():
+                if name in OURS and name != "none" and ratio > COSTS_AT_MOST:
+                    found.setdefault(model, {}).setdefault(link, {})[name] = ratio
+    return found
+
+
+def show(speed: Sequence[Row], result: Mapping[str, Any]) -> None:
+    """Print a table for each model and link, and the ratios."""
+    of = ("model", "link", "contestant")
+    seconds, bytes_ = measure.medians(speed, of, "s_per_step"), measure.medians(speed, of, "wire_bytes")
+    for model, link in dict.fromkeys((model, link) for model, link, _ in seconds):
+        table = [
+            (name, f"{1000 * s:.1f}", f"{bytes_[m, on, name] / 1e6:.3f}")
+            for (m, on, name), s in seconds.items()
+            if (m, on) == (model, link)
+        ]
+        measure.print_table(f"{model}, {link}, {len(HOSTS)} hosts", ("contestant", "ms/step", "MB/step"), table)
+    for name in ("bytes_ratio_dp", "bytes_ratio_mp", "auc_delta", "time_saved_vs_best_uncompressed"):
+        print(f"{name}: {json.dumps(result[name])}")
+    if result["over_none"] is not None:
+        met = "" if result["over_none"] else ", none: the target is met"
+        print(f"over_none (more than {COSTS_AT_MOST} of the time{met}): {json.dumps(result['over_none'])}")

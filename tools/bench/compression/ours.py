@@ -1,0 +1,106 @@
+"""Ours in `bench compression`: `--compression` and `--row-compression` are all that differs between runs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+import gba_hvd
+
+from ..allreduce import ours
+from ..harness import dlrm, peer_worker, small_ctr
+from ..stragglers.ours import Log
+from . import workload
+from .compressors import COMPRESSION
+
+
+class Model(nn.Module):
+    def __init__(self, tables: gba_hvd.EmbeddingTables, name: str) -> None:
+        super().__init__()
+        self.tables, self.tower = tables, small_ctr.Tower(workload.HIDDEN[name])
+
+    def forward(self, batch: gba_hvd.Batch) -> Tensor:
+        logits: Tensor = self.tower(batch.dense, self.tables.stacked(batch.ids))
+        return logits
+
+
+def main() -> None:
+    parser = workload.parser(__doc__)
+    parser.add_argument("--compression", default="none", choices=COMPRESSION)
+    parser.add_argument("--row-compression", default="none", choices=COMPRESSION)
+    parser.add_argument("--always", action="store_true", help="no bypass")
+    args = parser.parse_args()
+    hvd.init()
+    torch.set_num_threads(1)
+    torch.manual_seed(1 + args.seed)
+    batch, workers = workload.BATCH[args.model], hvd.size()
+    specs = COMPRESSION[args.compression], COMPRESSION[args.row_compression]
+    dense, rows = (spec.always() for spec in specs) if args.always else specs
+    model, tables, lr, eps = model_of(args)
+    optimizer = gba_hvd.DistributedOptimizer(
+        torch.optim.Adagrad(model.parameters(), lr=lr, eps=eps), tables, global_batch=workers * batch,
+        micro_batch=batch, compression=dense, row_compression=rows,
+    )  # fmt: skip
+    state = gba_hvd.elastic.TorchState(model, optimizer, epoch=0)
+    dataset = dataset_of(args, workers * batch * workload.n_steps(args.phases))
+
+    def step(micro: Any) -> None:
+        optimizer.zero_grad()
+        loss = binary_cross_entropy_with_logits(model(micro), micro.label)
+        loss.backward()
+        optimizer.step(loss=loss)  # type: ignore[call-arg]
+
+    @gba_hvd.elastic.run
+    def train(state: gba_hvd.elastic.TorchState) -> None:
+        if args.epochs:
+            for state.epoch in range(args.epochs):  # type: ignore[attr-defined]
+                for micro in gba_hvd.batches(dataset, state, seed=args.seed):
+                    step(micro)
+            scores = gba_hvd.evaluate(model, Log(small_ctr.Samples.held_out(args.data)), state, batch=5000)
+            if hvd.rank() == 0:
+                told = {"_".join(key): n for key, n in state.engine.traffic.so_far().items()}
+                workload.write(args, {"auc": scores.auc, "bytes": told, "steps": state.step})
+            return
+        source: Iterator[Any] = iter(gba_hvd.batches(dataset, state))
+        workload.measure(
+            args, hvd.rank(), lambda: step(next(source)), lambda: hvd.allreduce(torch.zeros(1), name="bench.barrier"),
+            counted=lambda: {f"{way}_{kind}": n for (way, _, kind), n in state.engine.traffic.so_far().items()},
+        )  # fmt: skip
+        for _ in itertools.chain(source):
+            raise AssertionError("the phases use up the epoch")
+
+    train(state)
+    hvd.shutdown()
+
+
+def model_of(args: Any) -> tuple[nn.Module, gba_hvd.EmbeddingTables, float, float]:
+    """(model, its tables, learning rate, eps)"""
+    if args.model == "dlrm":
+        sizes = {field: (dlrm.N_ROWS, dlrm.DIM) for field in ours.FIELDS}
+        tables = gba_hvd.EmbeddingTables(sizes, optimizer=gba_hvd.Adagrad(lr=dlrm.LEARNING_RATE, eps=dlrm.EPS))
+        return ours.DLRM(tables), tables, dlrm.LEARNING_RATE, dlrm.EPS
+    lr = small_ctr.LEARNING_RATE if args.model == "small" else 0.005
+    tables = gba_hvd.EmbeddingTables(
+        {name: (rows, small_ctr.DIM) for name, rows in small_ctr.TABLES.items()},
+        optimizer=gba_hvd.Adagrad(lr=small_ctr.LEARNING_RATE, eps=small_ctr.EPS), init_std=small_ctr.INIT_STD,
+        seed=args.seed,
+    )  # fmt: skip
+    return Model(tables, args.model), tables, lr, small_ctr.EPS
+
+
+def dataset_of(args: Any, n_samples: int) -> Any:
+    """n_samples: of all phases; otherwise all that there are."""
+    if args.model == "dlrm":
+        return ours.Cycled(peer_worker.Clicks.load(args.data, hvd.rank()), n_samples)
+    n = n_samples or len(small_ctr.Samples.held_out(args.data).label) - small_ctr.N_HELD_OUT
+    return Log(small_ctr.Samples.train(args.data, n))
+
+
+if __name__ == "__main__":
+    main()

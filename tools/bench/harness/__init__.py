@@ -1,0 +1,1 @@
+"""What benchmarks share: workloads, peers' environments, emulated devices."""

@@ -1,0 +1,260 @@
+"""`gba-hvd bench membership`: how long the survivors stand still when a worker is killed and another takes its place.
+
+Three elastic workers with emulated accelerators train one click model: ours in gba mode, ours in allreduce mode, and
+plain Horovod elastic with a commit every step. One is killed, and `horovodrun` starts another. A pause is the longest
+time between the ends of two micro-batches of a survivor, from the kill until the newcomer has computed its first
+micro-batch, less the usual time between them. The longer pause of the two survivors is the run's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from ..harness import emulated_accelerators as emulated
+from ..harness import measure
+from ..harness.measure import Row, Variant
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+CONTESTANTS = ("gba", "allreduce", "horovod")
+NAMES = ("localhost", "127.0.0.1", socket.gethostname())  # Horovod counts these as different hosts
+N_MICRO = 6  # micro-batches of a global step: three workers do 2 each, two do 3
+WARM = 20  # micro-batches of every worker before one is killed
+MARKER = "GBA_HVD_BENCH_FOLDER"
+_POLL_S = 0.05
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "membership", help="how long a change of workers stops the others", description=__doc__
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS), metavar="NAME")
+    parser.add_argument("--service-ms", type=float, default=50.0, help="time of a micro-batch on the emulated device")
+    parser.add_argument("--runs", type=int, default=3, help="kills of each contestant; each kills another rank")
+    parser.add_argument("--timeout", type=float, default=120, metavar="SECONDS", help="for anything that is waited for")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    rows: list[Row] = []
+    failed: measure.RunFailed | None = None
+    shm = Path("/dev/shm")
+    try:
+        measure.check_writable(args.out)
+        about = measure.machine()
+        with tempfile.TemporaryDirectory(
+            prefix="gba-hvd-bench-", dir=shm if shm.is_dir() else None, ignore_cleanup_errors=True
+        ) as scratch:
+            contestants = [variant(name, discovery(Path(scratch))) for name in args.contestants]
+            launches = partial(launch, rows, Path(scratch), args.service_ms / 1000, args.timeout)
+            try:
+                measure.interleave(contestants, args.runs, launches)
+            except measure.RunFailed as error:
+                failed = error  # what was measured before it is kept
+    except measure.RunFailed as error:
+        print(f"gba-hvd: {error}", file=sys.stderr)
+        return 1
+    settings = {
+        "workers": len(NAMES),
+        "micro_batch": emulated.MICRO_BATCH,
+        "global_batch": N_MICRO * emulated.MICRO_BATCH,
+        "service_s": args.service_ms / 1000,
+        "micro_batches_before": WARM,
+    }
+    commands = {variant.name: str(variant) for variant in contestants}
+    whole = {"machine": about, "commands": commands, "settings": settings, **headline(rows), "rows": rows}
+    measure.write_json(args.out, whole)
+    show(rows)
+    print(f"written to {args.out}")
+    if failed:
+        print(f"gba-hvd: {failed}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def discovery(folder: Path) -> Path:
+    """A script that names the three hosts."""
+    script = folder / "discover.sh"
+    script.write_text("#!/bin/sh\n" + "".join(f"echo {name}:1\n" for name in NAMES))
+    script.chmod(0o755)
+    return script
+
+
+def variant(name: str, script: Path) -> Variant:
+    n = str(len(NAMES))
+    workers = ("-np", n, "--min-np", str(len(NAMES) - 1), "--max-np", n, "--host-discovery-script", str(script))
+    hosts = ("--blacklist-cooldown-range", "1", "2", "--network-interface", "lo")
+    python = (sys.executable, "-m", f"{__package__}.worker", "--contestant", name)
+    env = {"OMP_NUM_THREADS": "1", "HOROVOD_CYCLE_TIME": "3", "GBA_HVD_GRACE_S": "2"}
+    return Variant(name, (measure.console_script("horovodrun"), *workers, *hosts, *python), env)
+
+
+# --- one run ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What a worker noted: its rank when it began, and the end of each of its micro-batches (monotonic, s)."""
+
+    pid: int
+    rank: int
+    ends: tuple[float, ...]
+
+
+def launch(rows: list[Row], scratch: Path, service_s: float, timeout_s: float, contestant: Variant, number: int) -> Row:
+    """One job, one kill; its row is added to `rows`. Raises RunFailed."""
+    folder = scratch / f"{contestant.name}-{number}"
+    folder.mkdir()
+    victim = (number + 1) % len(NAMES)
+    with job(contestant, folder, service_s) as wait:
+        wait("three workers", timeout_s, lambda: ready(read(folder)))
+        dying = next(w for w in read(folder).values() if w.rank == victim)
+        before = set(read(folder))
+        killed_s = time.monotonic()
+        os.kill(dying.pid, signal.SIGKILL)
+        joined_s: float = wait("the newcomer", timeout_s, lambda: joined(read(folder), before))
+        survivors = before - {dying.pid}
+        wait("the survivors", timeout_s, lambda: all(read(folder)[pid].ends[-1] > joined_s for pid in survivors))
+        seen = read(folder)
+    found = [pause([*seen[pid].ends], killed_s, joined_s) for pid in survivors]
+    row = {
+        "contestant": contestant.name,
+        "run": number,
+        "killed_rank": victim,
+        "pause_s": max(p.pause_s for p in found),
+        "pauses_s": [p.pause_s for p in found],
+        "usual_s": [p.usual_s for p in found],
+        "joined_after_s": joined_s - killed_s,
+        "work_share": sum(p.n for p in found) / sum((joined_s - killed_s) / p.usual_s for p in found),
+    }
+    rows.append(row)
+    took = f"pause {row['pause_s']:6.3f} s  newcomer after {row['joined_after_s']:5.1f} s"
+    print(f"run {number + 1}  {contestant.name:10s} {took}  {row['work_share']:.0%} of the work done", flush=True)
+    return row
+
+
+@contextlib.contextmanager
+def job(contestant: Variant, folder: Path, service_s: float) -> Iterator[Callable[..., Any]]:
+    """A running job; gives what waits for something in it. At the end all its processes are gone."""
+    marks, log = folder / "marks", folder / "log"
+    marks.mkdir()
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD", "GBA_HVD"))}
+    environ |= {**contestant.env, MARKER: str(folder), "GBA_HVD_SHARD_DIR": str(folder)}
+    command = [*contestant.command, "--marks", str(marks), "--service-s", str(service_s)]
+
+    def wait(what: str, timeout_s: float, condition: Callable[[], Any]) -> Any:
+        deadline = time.monotonic() + timeout_s
+        while not (value := condition()):
+            ended = process.poll()
+            if ended is not None or time.monotonic() > deadline:
+                why = f"waited {timeout_s:.0f} s for {what}" if ended is None else f"ended with {ended} before {what}"
+                raise measure.RunFailed(f"{contestant.name}: {why}\n{measure.gist(log.read_text(errors='replace'))}")
+            time.sleep(_POLL_S)
+        return value
+
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=environ, start_new_session=True
+        )
+        try:
+            yield wait
+        finally:
+            measure.stop(process)
+            end_all(folder)
+
+
+def end_all(folder: Path) -> None:
+    """Kill what is left of the job in `folder`, found by its environment."""
+    import psutil
+
+    left = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARKER) == str(folder):
+                process.kill()
+                left.append(process)
+    psutil.wait_procs(left, timeout=10)
+
+
+def read(folder: Path) -> dict[int, Worker]:
+    """The workers that have computed a micro-batch, by pid."""
+    found = {}
+    for path in (folder / "marks").iterdir():
+        rank, *ends = path.read_text().split("\n")[:-1] or ["0"]  # what is not a whole line is not there yet
+        if ends:
+            found[int(path.name)] = Worker(int(path.name), int(rank), tuple(map(float, ends)))
+    return found
+
+
+def ready(workers: Mapping[int, Worker]) -> bool:
+    return len(workers) == len(NAMES) and all(len(w.ends) >= WARM for w in workers.values())
+
+
+def joined(workers: Mapping[int, Worker], before: set[int]) -> float | None:
+    """When a worker that was not there before ended its first micro-batch."""
+    return min((w.ends[0] for pid, w in workers.items() if pid not in before), default=None)
+
+
+# --- what was found --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Of one survivor: its longest pause, the usual time between ends, and its micro-batches, in the window."""
+
+    pause_s: float
+    usual_s: float
+    n: int
+
+
+def pause(ends: Sequence[float], killed_s: float, joined_s: float) -> Pause:
+    """The longest gap between ends that reaches into [killed_s, joined_s], less the median gap of the `WARM` before."""
+    gaps = list(pairwise(ends))
+    usual_s = median(b - a for a, b in [gap for gap in gaps if gap[1] <= killed_s][-WARM:])
+    longest_s = max(b - a for a, b in gaps if b > killed_s and a < joined_s)
+    return Pause(max(0.0, longest_s - usual_s), usual_s, sum(killed_s < end <= joined_s for end in ends))
+
+
+def headline(rows: Sequence[Row]) -> dict[str, Any]:
+    """Medians over the runs by contestant, and the longest pause of all."""
+    columns = ("pause_s", "joined_after_s", "work_share")
+    result: dict[str, Any] = {
+        column: {name: value for (name,), value in measure.medians(rows, ("contestant",), column).items()}
+        for column in columns
+    }
+    result["pause_s_worst"] = {
+        name: max(row["pause_s"] for row in rows if row["contestant"] == name) for name in result["pause_s"]
+    }
+    return result
+
+
+def show(rows: Sequence[Row]) -> None:
+    found = headline(rows)
+    table = [
+        (
+            name,
+            f"{seconds:.3f}",
+            f"{found['pause_s_worst'][name]:.3f}",
+            f"{found['joined_after_s'][name]:.1f}",
+            f"{found['work_share'][name]:.0%}",
+        )
+        for name, seconds in found["pause_s"].items()
+    ]
+    columns = ("", "pause, s", "longest, s", "newcomer after, s", "work done meanwhile")
+    measure.print_table("one of three workers killed and replaced, medians", columns, table)

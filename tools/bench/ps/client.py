@@ -1,0 +1,372 @@
+"""One run of `bench ps`: starts the servers of one contestant, then asks them for rows and sends them gradients.
+
+Every contestant is a context manager that yields an `Endpoint`. Row r is on server r mod N. Servers are processes of
+their own; all talk through TCP on the loopback interface.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import psutil
+import torch
+
+import gba_hvd
+from gba_hvd import torch_optimizers
+from gba_hvd.dense_gradients import DenseGradients
+from gba_hvd.embedding.row_gradients import RowGrad
+from gba_hvd.modes.parameter_server import GbaMode
+from gba_hvd.ps import launch as companion
+from gba_hvd.ps import messages, transport
+from gba_hvd.ps.client import Client
+from gba_hvd.ps.coordinator.discipline import Discipline
+from gba_hvd.ps.worker.lease_prefetch import Ahead
+from gba_hvd.ps.worker.session import Session
+from gba_hvd.shm.shard_memory import ShardMemory
+from recovery import state_codec
+
+from .command import CONTESTANTS, DIM, N_ROWS
+
+N_SAMPLES = 10**9  # of the epoch that the leases are on: it does not end
+N_REQUESTS = 16  # different ones, cycled
+LEARNING_RATE = 1e-3
+
+
+class Endpoint(Protocol):
+    """A client of some servers. `pids`: the server processes."""
+
+    pids: Sequence[int]
+
+    def pull(self, ids: np.ndarray) -> Any:
+        """int64 [n], distinct, ascending -> float32 [n, DIM]"""
+
+    def push(self, ids: np.ndarray, grads: np.ndarray) -> None:
+        """int64 [n], float32 [n, DIM]; returns when every server has them."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("contestant", choices=list(CONTESTANTS))
+    parser.add_argument("--servers", type=int, default=1)
+    parser.add_argument("--rows", type=int, nargs="+", required=True)
+    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--result", type=Path, required=True)
+    args = parser.parse_args()
+    found = []
+    with OPEN[args.contestant](args.servers) as endpoint:
+        for n in args.rows:
+            rng = np.random.default_rng(n)
+            ids = [np.sort(rng.choice(N_ROWS, n, replace=False)) for _ in range(N_REQUESTS)]
+            grads = [rng.standard_normal((n, DIM), dtype=np.float32) for _ in range(N_REQUESTS)]
+
+            def pull(i: int, ids: list[np.ndarray] = ids) -> None:
+                endpoint.pull(ids[i])
+
+            def push(i: int, ids: list[np.ndarray] = ids, grads: list[np.ndarray] = grads) -> None:
+                endpoint.push(ids[i], grads[i])
+
+            for what, request in (("pull", pull), ("push", push)):
+                about = {"contestant": args.contestant, "servers": args.servers, "rows": n, "what": what}
+                found.append({**about, **timed(request, n, args.seconds, endpoint.pids)})
+    args.result.write_text(json.dumps(found))
+
+
+def timed(request: Callable[[int], None], n: int, seconds: float, servers: Sequence[int]) -> dict[str, float]:
+    """Speed and processor time of one request after the other, the first few not counted."""
+    for i in range(N_REQUESTS):
+        request(i)
+    cpu, start = _cpu_s(servers), time.perf_counter()
+    count = 0
+    while (now := time.perf_counter()) - start < seconds:
+        request(count % N_REQUESTS)
+        count += 1
+    client_s, servers_s = (after - before for before, after in zip(cpu, _cpu_s(servers), strict=True))
+    per = 1000 / count
+    return {
+        "rows_per_s": n * count / (now - start),
+        "ms": (now - start) * per,
+        "cpu_ms_client": client_s * per,
+        "cpu_ms_servers": servers_s * per,
+    }
+
+
+def _cpu_s(servers: Sequence[int]) -> tuple[float, float]:
+    """Processor time so far of this process, and of the servers together."""
+    times = [psutil.Process(pid).cpu_times() for pid in servers]
+    return time.process_time(), sum(t.user + t.system for t in times)
+
+
+def split(ids: np.ndarray, servers: int) -> list[np.ndarray]:
+    """Which positions of `ids` each server has."""
+    return [np.flatnonzero(ids % servers == server) for server in range(servers)]
+
+
+# --- ours ------------------------------------------------------------------------------------------------------------
+
+
+class Ours:
+    """A worker of gba mode, as if on another host. A push is acknowledged, reported and, every eighth, applied."""
+
+    def __init__(self, mode: GbaMode, pids: Sequence[int]) -> None:
+        self._mode, self.pids = mode, pids
+        self._leases = Ahead(lambda: mode.ask(0, N_SAMPLES, [0.0, LEARNING_RATE], 0, lambda: True))
+
+    def pull(self, ids: np.ndarray) -> Any:
+        return self._mode.fetch_rows([ids])[0]
+
+    def push(self, ids: np.ndarray, grads: np.ndarray) -> None:
+        lease = self._leases.next().lease
+        assert lease is not None
+        self._mode.push(lease, [[RowGrad(ids, grads)]], None, 0.0, "")
+        self._mode.flush()
+
+    def close(self) -> None:
+        self._leases.close()
+        self._mode.close()
+
+
+@contextmanager
+def ours(servers: int) -> Iterator[Endpoint]:
+    here, elsewhere = 1, 2  # the servers' host, and the host that this client says it is on
+    key = transport.new_key()
+    with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-", dir="/dev/shm") as base:
+        tables = gba_hvd.EmbeddingTables({"t": (N_ROWS, DIM)}, gba_hvd.SGD(lr=LEARNING_RATE), shard_dir=base)
+        layout = tables.layout
+        tables.memory = memory = ShardMemory.create_or_open(Path(base), "bench", layout, grace_s=1.0)
+        for shard in range(layout.n_shards):
+            memory.init_shard(shard, 0)
+        companion.write_settings(memory.folder, "bench", key, layout, tables.optimizer)
+        endpoints = [companion.endpoint(memory.folder, i, here, 60.0) for i in range(servers)]
+        shard_servers = tuple(shard % servers for shard in range(layout.n_shards))
+        session = Session(1, "gba", "bench", key, tuple(endpoints), shard_servers, (0,), "global")
+        parameter = torch.zeros(1, requires_grad=True)
+        spec = torch_optimizers.spec_of(torch.optim.SGD([parameter], lr=0.0))
+        client = Client("bench", key, endpoints, elsewhere, memory.folder, 60.0)
+        client.start()
+        for me in range(servers):
+            tensors: list[tuple[str, list[int], int]] = [("p", [1], 0)] if me == 0 else []
+            enter = messages.Enter(
+                1, endpoints, me, list(shard_servers), messages.Position(), N_SAMPLES, 8, 1,
+                vars(Discipline()).copy(), "global", LEARNING_RATE, [0.0], tensors, spec,
+            )  # fmt: skip
+            values = np.zeros(len(tensors), np.float32)
+            client.call(me, enter, [values, state_codec.encode([{}] * len(tensors))])
+        client.close()
+        mode = GbaMode(session, 1, 0, elsewhere, os.getpid(), tables, DenseGradients([parameter], 1), 60.0)
+        mode.start()
+        pids = [companion.pid_of(memory.folder, i) for i in range(servers)]
+        endpoint = Ours(mode, [pid for pid in pids if pid is not None])
+        try:
+            yield endpoint
+        finally:
+            endpoint.close()
+            memory.close()
+
+
+# --- local memory ----------------------------------------------------------------------------------------------------
+
+
+class Local:
+    """The work itself: torch's own kernels, one thread."""
+
+    pids: Sequence[int] = ()
+
+    def __init__(self) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        self._torch, self._table = torch, torch.zeros(N_ROWS, DIM)
+
+    def pull(self, ids: np.ndarray) -> Any:
+        return self._table.index_select(0, self._torch.from_numpy(ids))
+
+    def push(self, ids: np.ndarray, grads: np.ndarray) -> None:
+        self._table.index_add_(0, self._torch.from_numpy(ids), self._torch.from_numpy(grads), alpha=-LEARNING_RATE)
+
+
+@contextmanager
+def local(servers: int) -> Iterator[Endpoint]:
+    yield Local()
+
+
+# --- raw ZeroMQ ------------------------------------------------------------------------------------------------------
+
+
+class Echo:
+    """Sends as many bytes as a pull or push has, receives as many as its answer; half of them with each of two."""
+
+    def __init__(self, sockets: Sequence[Any], pids: Sequence[int]) -> None:
+        self._sockets, self.pids = sockets, pids
+
+    def pull(self, ids: np.ndarray) -> Any:
+        n = len(self._sockets)
+        parts = np.array_split(ids, n)
+        for s, part in zip(self._sockets, parts, strict=True):
+            s.send_multipart([str(len(part) * DIM * 4).encode(), part], copy=False)
+        return [np.frombuffer(s.recv_multipart(copy=False)[0].buffer, dtype=np.float32) for s in self._sockets]
+
+    def push(self, ids: np.ndarray, grads: np.ndarray) -> None:
+        n = len(self._sockets)
+        for s, some, values in zip(self._sockets, np.array_split(ids, n), np.array_split(grads, n), strict=True):
+            s.send_multipart([b"8", some, values], copy=False)
+        for s in self._sockets:
+            s.recv_multipart(copy=False)
+
+
+def serve_echo(ready: Connection, secret: bytes | None) -> None:
+    """A ZeroMQ server's process: answers n bytes when told n, until told to end."""
+    import zmq
+
+    context: zmq.Context[Any] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    if secret is not None:
+        router.curve_server, router.curve_secretkey = True, secret
+    ready.send(router.bind_to_random_port("tcp://127.0.0.1"))
+    answer = memoryview(bytearray(4 * N_ROWS * DIM))
+    while True:
+        peer, wanted, *_ = router.recv_multipart(copy=False)
+        n = int(wanted.bytes)
+        if n == 0:
+            break
+        router.send_multipart([peer, answer[:n]], copy=False)
+    context.destroy(linger=0)
+
+
+@contextmanager
+def zmq_echo(servers: int, *, curve: bool = False) -> Iterator[Endpoint]:
+    import zmq
+
+    spawn = mp.get_context("spawn")
+    public, secret = zmq.curve_keypair() if curve else (None, None)
+    context: zmq.Context[Any] = zmq.Context()
+    processes, sockets = [], []
+    for _ in range(servers):
+        here, there = spawn.Pipe()
+        process = spawn.Process(target=serve_echo, args=(there, secret), daemon=True)
+        process.start()
+        dealer = context.socket(zmq.DEALER)
+        if public is not None:
+            dealer.curve_serverkey = public
+            dealer.curve_publickey, dealer.curve_secretkey = zmq.curve_keypair()
+        dealer.connect(f"tcp://127.0.0.1:{here.recv()}")
+        processes.append(process)
+        sockets.append(dealer)
+    try:
+        yield Echo(sockets, [p.pid for p in processes if p.pid is not None])
+        for dealer in sockets:
+            dealer.send_multipart([b"0"])
+        for process in processes:
+            process.join(10)
+    finally:
+        context.destroy(linger=0)
+
+
+@contextmanager
+def zmq_curve(servers: int) -> Iterator[Endpoint]:
+    with zmq_echo(servers, curve=True) as endpoint:
+        yield endpoint
+
+
+# --- torch.distributed.rpc -------------------------------------------------------------------------------------------
+
+
+class Rpc:
+    def __init__(self, names: Sequence[str], pids: Sequence[int]) -> None:
+        import torch
+        import torch.distributed.rpc as rpc
+
+        from ..harness import torch_rpc_server
+
+        self._torch, self._rpc, self._server = torch, rpc, torch_rpc_server
+        self._names, self.pids = names, pids
+
+    def pull(self, ids: np.ndarray) -> Any:
+        tensor = self._torch.from_numpy
+        if len(self._names) == 1:
+            return self._rpc.rpc_sync(self._names[0], self._server.pull, (tensor(ids),))
+        parts = split(ids, len(self._names))
+        answers = [
+            self._rpc.rpc_async(name, self._server.pull, (tensor(ids[part]),))
+            for name, part in zip(self._names, parts, strict=True)
+        ]
+        out = self._torch.empty(len(ids), DIM)
+        for part, answer in zip(parts, answers, strict=True):
+            out[tensor(part)] = answer.wait()
+        return out
+
+    def push(self, ids: np.ndarray, grads: np.ndarray) -> None:
+        tensor = self._torch.from_numpy
+        if len(self._names) == 1:
+            self._rpc.rpc_sync(self._names[0], self._server.push, (tensor(ids), tensor(grads)))
+            return
+        answers = [
+            self._rpc.rpc_async(name, self._server.push, (tensor(ids[part]), tensor(grads[part])))
+            for name, part in zip(self._names, split(ids, len(self._names)), strict=True)
+        ]
+        for answer in answers:
+            answer.wait()
+
+
+def join_rpc(rank: int, world: int, port: int) -> None:
+    import torch.distributed.rpc as rpc
+
+    # TCP only: between hosts there is neither shared memory nor reading another process's memory ("shm", "cma").
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"tcp://127.0.0.1:{port}",
+        num_worker_threads=4,
+        _transports=["uv"],
+        _channels=["mpt_uv", "basic"],
+    )
+    rpc.init_rpc("client" if rank == 0 else f"server{rank}", rank=rank, world_size=world, rpc_backend_options=options)
+
+
+def serve_rpc(rank: int, world: int, port: int) -> None:
+    """A table server's process. Keeps all ids, so that no id has to be translated."""
+    import torch.distributed.rpc as rpc
+
+    from ..harness import torch_rpc_server
+
+    torch_rpc_server.serve(torch_rpc_server.TableServer(N_ROWS, DIM, LEARNING_RATE))
+    join_rpc(rank, world, port)
+    rpc.shutdown()
+
+
+@contextmanager
+def torch_rpc(servers: int) -> Iterator[Endpoint]:
+    import torch
+    import torch.distributed.rpc as rpc
+
+    torch.set_num_threads(1)
+    os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    spawn = mp.get_context("spawn")
+    processes = [
+        spawn.Process(target=serve_rpc, args=(rank, servers + 1, port), daemon=True) for rank in range(1, servers + 1)
+    ]
+    for process in processes:
+        process.start()
+    join_rpc(0, servers + 1, port)
+    yield Rpc([f"server{rank}" for rank in range(1, servers + 1)], [p.pid for p in processes if p.pid is not None])
+    rpc.shutdown()
+    for process in processes:
+        process.join(10)
+
+
+OPEN = {"ours": ours, "rpc": torch_rpc, "zmq": zmq_echo, "zmq_curve": zmq_curve, "local": local}
+
+if __name__ == "__main__":
+    main()

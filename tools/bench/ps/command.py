@@ -1,0 +1,142 @@
+"""`gba-hvd bench ps`: rows/s of pulls and pushes through sockets, as from another host, with 1 and 2 servers.
+
+One client asks and waits for the answer: distinct rows of one table, uniformly drawn. Beside ours: a table server on
+`torch.distributed.rpc`, a ZeroMQ server that answers as many bytes and does nothing (plain, and encrypted as ours is),
+and the same work on local memory. Every run is a fresh launch; runs of the contestants alternate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..harness import measure
+from ..harness.measure import Row, Variant
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+CONTESTANTS = {
+    "ours": "the companion servers, through TCP on the loopback interface, encrypted",
+    "rpc": "rpc_server.TableServer: index_select, index_add_ behind torch.distributed.rpc, TCP as between hosts",
+    "zmq": "ZeroMQ DEALER and ROUTER over TCP: as many bytes there and back, no table",
+    "zmq_curve": "the same with CURVE encryption",
+    "local": "index_select and index_add_ on this process's memory",
+}
+SERVERS = (1, 2)
+N_ROWS, DIM = 1_000_000, 16
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser("ps", help="rows/s of the companion servers", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[8192, 2048, 32768], help="rows per request; the first makes the ratios"
+    )
+    parser.add_argument("--seconds", type=float, default=1.0, help="time of each measurement")
+    parser.add_argument("--runs", type=int, default=3, help="launches of each contestant")
+    names = list(CONTESTANTS)
+    parser.add_argument("--contestants", nargs="+", default=names, choices=names, metavar="NAME")
+    parser.add_argument("--timeout", type=float, default=120, metavar="SECONDS", help="for one run")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    variants = [variant(name, n) for name in args.contestants for n in SERVERS if name != "local" or n == 1]
+    rows: list[Row] = []
+    try:
+        measure.check_writable(args.out)
+        about = measure.machine(("torch", "pyzmq", "numpy"))
+        with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
+
+            def once(v: Variant, number: int) -> Row:
+                rows.extend(launch(v, Path(scratch), number, args))
+                return rows[-1]
+
+            measure.interleave(variants, args.runs, once)
+    except measure.RunFailed as error:
+        print(f"gba-hvd: {error}", file=sys.stderr)
+        return 1
+    speed = {
+        f"{name} {servers} {n} {what}": value
+        for what in ("pull", "push")
+        for (name, servers, n), value in measure.medians(
+            [r for r in rows if r["what"] == what], ("contestant", "servers", "rows"), "rows_per_s"
+        ).items()
+    }
+    result = {
+        "machine": about,
+        "commands": {v.name: str(v) for v in variants},
+        "settings": {"table": [N_ROWS, DIM], "rows": args.rows, "contestants": CONTESTANTS},
+        **headline(rows, args.rows[0]),
+        "rows_per_s": speed,
+        "rows": rows,
+    }
+    measure.write_json(args.out, result)
+    show(rows, result)
+    print(f"written to {args.out}")
+    return 0
+
+
+def variant(name: str, servers: int) -> Variant:
+    command = (sys.executable, "-W", "ignore", "-m", f"{__package__}.client", name, "--servers", str(servers))
+    return Variant(f"{name} {servers}", command, {"OMP_NUM_THREADS": "1", "TP_SOCKET_IFNAME": "lo"})
+
+
+def launch(contestant: Variant, folder: Path, number: int, args: argparse.Namespace) -> list[Row]:
+    """One run: a row for each request size and direction. Raises RunFailed."""
+    result, log = folder / "result.json", folder / "log"
+    result.unlink(missing_ok=True)
+    arguments = ["--rows", *args.rows, "--seconds", args.seconds, "--result", result]
+    measure.launch(contestant, [str(a) for a in arguments], log=log, timeout_s=args.timeout)
+    found: list[Row] = [{"run": number, **row} for row in json.loads(result.read_text())]
+    speeds = ", ".join(f"{row['what']} {row['rows']}: {row['rows_per_s'] / 1e6:.2f} M/s" for row in found)
+    print(f"run {number + 1}  {contestant.name:12s} {speeds}", flush=True)
+    return found
+
+
+def headline(rows: Sequence[Row], n: int) -> dict[str, Any]:
+    """Ours over each other contestant at n rows a request: by servers, and the worst of them."""
+    result: dict[str, Any] = {}
+    for what in ("pull", "push"):
+        some = [row for row in rows if row["what"] == what and row["rows"] == n]
+        speed = measure.medians(some, ("contestant", "servers"), "rows_per_s")
+        for other in ("rpc", "zmq", "zmq_curve", "local"):
+            ratios = {
+                str(servers): speed["ours", servers] / against
+                for servers in SERVERS
+                if ("ours", servers) in speed
+                and (against := speed.get((other, servers if other != "local" else 1))) is not None
+            }
+            if ratios:
+                result[f"{what}_vs_{other}"] = min(ratios.values())
+                result[f"{what}_vs_{other}_by_servers"] = ratios
+    return result
+
+
+def show(rows: Sequence[Row], result: Mapping[str, Any]) -> None:
+    """Medians with the profile: who spends processor time on a request, and how long it takes."""
+    columns = ("rows_per_s", "ms", "cpu_ms_client", "cpu_ms_servers")
+    values = {name: measure.medians(rows, ("what", "contestant", "servers", "rows"), name) for name in columns}
+    for what in ("pull", "push"):
+        table = [
+            (
+                contestant,
+                str(servers),
+                str(n),
+                f"{speed / 1e6:.2f}",
+                *(f"{values[name][what, contestant, servers, n]:.2f}" for name in columns[1:]),
+            )
+            for (did, contestant, servers, n), speed in sorted(values["rows_per_s"].items(), key=lambda at: at[0][3])
+            if did == what
+        ]
+        titles = ("contestant", "servers", "rows", "M rows/s", "ms", "CPU ms client", "CPU ms servers")
+        measure.print_table(f"{what}, medians", titles, table)
+    for name, value in result.items():
+        if "_vs_" in name:
+            print(f"{name}: {json.dumps(value)}")

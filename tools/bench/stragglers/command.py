@@ -1,0 +1,175 @@
+"""`gba-hvd bench gba`: speed with stragglers, side by side: every mode of ours, plain Horovod, and a torch RPC server.
+
+Four workers with emulated accelerators (`emulated.py`) train one small click model (`small_ctr.py`) on the same samples
+in the same order. A run lasts a fixed time; the rest of its epoch is then trained without emulation and not timed, so
+every AUC is that of the same samples. Runs of the contestants alternate. Dropped samples do not count as trained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..harness import emulated_accelerators as emulated
+from ..harness import measure
+from ..harness.measure import Row, Variant
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+MODES = ("allreduce", "gba", "auto", "async", "bsp", "hop_bs", "hop_bw")
+PEERS = {
+    "horovod": "plain Horovod, dense gradient of one table for all fields, HOROVOD_CYCLE_TIME=3",
+    "torch_rpc": "batch-update parameter server on torch.distributed.rpc, pulls and pushes of touched rows",
+}
+SCENARIOS = ("none", "straggler_5x", "gamma", "come_and_go")
+COLUMNS = ("samples_per_s", "ideal_share", "auc", "dropped", "dropped_share", "staleness_mean", "staleness_max")
+TIMEOUT_S = 120.0  # for one run, beyond its measured time
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser("gba", help="all modes and their peers, with stragglers", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
+    parser.add_argument("--service-ms", type=float, default=50.0, help="time of a micro-batch on the emulated device")
+    parser.add_argument("--seconds", type=float, default=5.0, help="measured time of the steady scenarios")
+    parser.add_argument("--runs", type=int, default=1, help="launches of each contestant in each scenario")
+    names = (*MODES, *PEERS)
+    parser.add_argument("--modes", nargs="+", default=list(names), choices=names, metavar="MODE")
+    parser.add_argument("--scenarios", nargs="+", default=list(SCENARIOS), choices=SCENARIOS, metavar="SCENARIO")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    rows: list[Row] = []
+    failed: measure.RunFailed | None = None
+    try:
+        measure.check_writable(args.out)
+        about = measure.machine()
+        contestants = [variant(name) for name in args.modes]
+    except measure.RunFailed as error:
+        print(f"gba-hvd: {error}", file=sys.stderr)
+        return 1
+    chosen = {name: emulated.scenarios(args.service_ms / 1000, args.seconds)[name] for name in args.scenarios}
+    with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
+        launches = Launches(Path(scratch), args.service_ms / 1000, args.seconds, list(chosen.values()))
+        try:
+            for scenario in chosen.values():
+                measure.interleave(contestants, args.runs, partial(launches.run, scenario, rows))
+        except measure.RunFailed as error:
+            failed = error  # the minutes of work before it are kept
+    found = by_scenario(rows)
+    measure.write_json(
+        args.out,
+        {
+            "machine": about,
+            "commands": {str(v.name): str(v) for v in contestants},
+            "settings": {
+                "workers": emulated.N_WORKERS,
+                "micro_batch": emulated.MICRO_BATCH,
+                "global_batch": emulated.N_MICRO * emulated.MICRO_BATCH,
+                "peers": PEERS,
+                "scenarios": {name: described(scenario) for name, scenario in chosen.items()},
+            },
+            "bayes_auc": launches.bayes_auc,
+            **emulated.headline(found),
+            "scenarios": found,
+            "rows": rows,
+        },
+    )
+    show(found, emulated.headline(found))
+    print(f"written to {args.out}")
+    if failed:
+        print(f"gba-hvd: {failed}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def variant(name: str) -> Variant:
+    """How a contestant is launched, short of the arguments that all workers take."""
+    if name == "torch_rpc":
+        launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={emulated.N_WORKERS + 1}")
+        env = {"OMP_NUM_THREADS": "1", "TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+        return Variant(name, (sys.executable, "-W", "ignore", *launcher, "-m", f"{__package__}.torch_rpc"), env)
+    if name == "horovod":
+        return horovodrun(name, emulated.N_WORKERS, "stragglers.plain_horovod")
+    return horovodrun(name, emulated.N_WORKERS, "stragglers.ours", "--mode", name)
+
+
+def horovodrun(name: str, workers: int, module: str, *flags: str) -> Variant:
+    """module: within `bench`."""
+    launcher = (measure.console_script("horovodrun"), "-np", str(workers), "-H", f"localhost:{workers}")
+    python = ("--network-interface", "lo", sys.executable, "-m", f"gba_hvd_tools.bench.{module}")
+    return Variant(name, (*launcher, *python, *flags), {"OMP_NUM_THREADS": "1", "HOROVOD_CYCLE_TIME": "3"})
+
+
+class Launches:
+    """Runs on the same prepared samples. Owns the files in `folder`."""
+
+    def __init__(
+        self, folder: Path, service_s: float, measured_s: float, scenarios: Sequence[emulated.Scenario],
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:  # fmt: skip
+        from ..harness import small_ctr  # here, because it imports torch
+
+        self._folder, self._service_s, self._measured_s, self._timeout_s = folder, service_s, measured_s, timeout_s
+        small_ctr.write(folder / "data", max(s.n_micro() for s in scenarios) * emulated.MICRO_BATCH)
+        self.bayes_auc: float = json.loads((folder / "data" / "about.json").read_text())["bayes_auc"]
+
+    def run(self, scenario: emulated.Scenario, rows: list[Row], contestant: Variant, number: int) -> Row:
+        """One launch; its row is added to `rows`. Raises RunFailed."""
+        result, log = self._folder / "result.json", self._folder / "log"
+        result.unlink(missing_ok=True)
+        arguments = ["--data", self._folder / "data", "--result", result, "--scenario", scenario.name]
+        arguments += ["--service-s", self._service_s, "--measured-s", self._measured_s]
+        timeout_s = scenario.end_s + self._timeout_s
+        measure.launch(contestant, [str(a) for a in arguments], log=log, timeout_s=timeout_s)
+        if not result.exists():
+            raise measure.RunFailed(f"{contestant.name}: ended without a result\n{measure.gist(log.read_text())}")
+        row = {"scenario": scenario.name, "mode": contestant.name, "run": number, **json.loads(result.read_text())}
+        rows.append(row)
+        print(
+            f"{scenario.name:13s} run {number + 1}  {contestant.name:10s} {row['samples_per_s']:9,.0f} samples/s  "
+            f"{row['ideal_share']:.3f} of the ideal  AUC {row['auc']:.4f}",
+            flush=True,
+        )
+        return row
+
+
+def by_scenario(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
+    """Medians over the runs: scenario -> mode -> column."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for column in COLUMNS:
+        for (scenario, mode), value in measure.medians(rows, ("scenario", "mode"), column).items():
+            found.setdefault(scenario, {}).setdefault(mode, {})[column] = value
+    return found
+
+
+def described(scenario: emulated.Scenario) -> dict[str, Any]:
+    """JSON values from which a reader can draw the scenario."""
+    about = asdict(scenario)
+    about["slow"] = [slow | {"to_s": None if slow["to_s"] == float("inf") else slow["to_s"]} for slow in about["slow"]]
+    rate = scenario.ideal_rate(scenario.warmup_s, scenario.end_s) * emulated.MICRO_BATCH
+    return {**about, "ideal_samples_per_s": rate, "samples": scenario.n_micro() * emulated.MICRO_BATCH}
+
+
+def show(found: Mapping[str, Mapping[str, Mapping[str, float]]], headline: Mapping[str, Any]) -> None:
+    """Print a table for each scenario, and the ratios."""
+    columns = {
+        "samples/s": ("samples_per_s", ",.0f"),
+        "of the ideal": ("ideal_share", ".3f"),
+        "AUC": ("auc", ".4f"),
+        "dropped": ("dropped_share", ".2%"),
+        "staleness": ("staleness_mean", ".2f"),
+        "largest": ("staleness_max", ".0f"),
+    }
+    for scenario, modes in found.items():
+        table = [(mode, *(format(row[name], how) for name, how in columns.values())) for mode, row in modes.items()]
+        measure.print_table(f"{scenario}, {emulated.N_WORKERS} workers", ("mode", *columns), table)
+    for name, value in headline.items():
+        print(f"{name}: {json.dumps(value)}")

@@ -1,0 +1,81 @@
+"""`gba-hvd chaos run | show | summary`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+_OUT = "runs/chaos"
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "chaos", help="random schedules of faults against a small job, and what did not hold"
+    )
+    commands = parser.add_subparsers(required=True, metavar="WHAT")
+    run = commands.add_parser("run", help="carry out schedules; those that have a result in DIR are not run again")
+    which = run.add_mutually_exclusive_group(required=True)
+    which.add_argument("--seeds", type=seeds, metavar="A:B", help="seeds A to B - 1")
+    which.add_argument("--seed", type=int, metavar="N", help="this one, whether it has a result or not")
+    which.add_argument("--plan", type=Path, metavar="FILE", help="the schedule in this file")
+    run.add_argument("--out", type=Path, default=Path(_OUT), metavar="DIR", help=f"default {_OUT}")
+    run.add_argument("--keep", action="store_true", help="keep the jobs' folders; those of failures are kept anyway")
+    run.add_argument("--mode", default="", choices=("gba", "shadow"), help="asynchronous mode instead of the drawn one")
+    run.set_defaults(run=_run)
+    show = commands.add_parser("show", help="the schedule of a seed; nothing runs")
+    show.add_argument("seed", type=int)
+    show.add_argument("--json", action="store_true", help="only what `run --plan` reads")
+    show.add_argument("--mode", default="", choices=("gba", "shadow"))
+    show.set_defaults(run=_show)
+    summary = commands.add_parser("summary", help="a table of faults by kind, from the results in DIR")
+    summary.add_argument("out", type=Path, metavar="DIR")
+    summary.set_defaults(run=_summary)
+
+
+def seeds(text: str) -> range:
+    """0:200 -> range(0, 200)"""
+    first, colon, end = text.partition(":")
+    try:
+        found = range(int(first), int(end))
+    except ValueError:
+        found = range(0)
+    if not colon or not found or found[0] < 0:
+        raise argparse.ArgumentTypeError(f"expected A:B with 0 <= A < B, such as 0:200, got {text!r}")
+    return found
+
+
+def _run(args: argparse.Namespace) -> int:
+    from .plan import Plan, plan_of
+    from .run import run_plans
+
+    began = time.monotonic()
+    if args.plan is not None:
+        chosen = {args.plan.stem: Plan.load(args.plan)}
+    else:
+        chosen = {f"{s:05d}": plan_of(s, args.mode) for s in (args.seeds if args.seed is None else [args.seed])}
+    n_failed = run_plans(chosen, args.out, args.keep, again=args.seeds is None)
+    print(f"{len(chosen)} schedules, {n_failed} failed, {time.monotonic() - began:.0f} s; results in {args.out}")
+    return 1 if n_failed else 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    from .plan import KINDS, plan_of
+
+    plan = plan_of(args.seed, args.mode)
+    print(json.dumps(plan.as_json(), indent=2))
+    for kind in () if args.json else dict.fromkeys(plan.kinds):
+        print(f"# {kind}: {KINDS[kind]}")
+    return 0
+
+
+def _summary(args: argparse.Namespace) -> int:
+    from gba_hvd.errors import BadInput
+
+    from .summary import report
+
+    if not (args.out / "results").is_dir():
+        raise BadInput(f"{args.out} has no results: gba-hvd chaos run --seeds 0:20 --out {args.out} makes some")
+    print(report(args.out))
+    return 0

@@ -1,0 +1,175 @@
+"""Writes a checkpoint as one file of plain tensors: safetensors, or a `state_dict` for torch.load.
+
+Names are those of the model: a table's weights have its own name, its slots are `TABLE/SLOT`. What was saved beside the
+rows and is a tensor comes along: the model's under its name, all other under `state/...`. Tables are read one after the
+other, straight into the mapped file, so that none has to fit into memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from recovery.catalog.chains import Chain
+    from recovery.format.manifest import Manifest
+    from recovery.storage.store import Store
+
+# As safetensors calls them.
+_DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Exported:
+    """not_saved: rows that the checkpoint does not have, by table; they are zero. left_out: of the state, and why."""
+
+    n_tensors: int
+    n_bytes: int
+    not_saved: dict[str, int]
+    left_out: str
+
+
+def export(
+    store: Store,
+    chain: Chain,
+    out: Path,
+    form: str,
+    *,
+    weights_only: bool = False,
+    on_bytes: Callable[[int], object] = lambda n: None,
+) -> Exported:
+    """Write the file, all or nothing. Raises Damaged when the checkpoint is, BadInput when the file cannot be made."""
+    from recovery.errors import BadInput, StoreError
+    from recovery.restore.inspect import read_rows
+
+    dense, left_out = dense_tensors(store, chain.newest, weights_only)
+    columns = column_names(chain.newest)
+    shapes = {
+        name: (table.n_rows, column.width)
+        for table, names in zip(chain.newest.schema.tables, columns, strict=True)
+        for place, (name, column) in enumerate(zip(names, table.columns, strict=True))
+        if place == 0 or not weights_only
+    }
+    if twice := sorted(shapes.keys() & dense.keys()):
+        raise BadInput(f"a table's column and a tensor of the state are both called {twice[0]!r}; nothing was written")
+    fresh = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        arrays = _mapped(fresh, shapes, dense)
+        not_saved = {}
+        for number, table in enumerate(chain.newest.schema.tables):
+            into = [arrays.get(name) for name in columns[number]]
+            there = read_rows(store, chain, number, into, on_bytes=on_bytes)
+            if not there.all():
+                not_saved[table.name] = int((~there).sum())
+        if form == "state_dict":
+            _replace_by_state_dict(fresh, arrays, dense)
+        del arrays, into
+        os.replace(fresh, out)
+    except StoreError:
+        raise
+    except OSError as error:
+        raise BadInput(f"{out} cannot be written: {error.strerror or error}; name another file with --out") from error
+    finally:
+        with contextlib.suppress(OSError):
+            fresh.unlink()
+    return Exported(len(shapes) + len(dense), out.stat().st_size, not_saved, left_out)
+
+
+def column_names(manifest: Manifest) -> list[list[str]]:
+    """What the columns of each table are called in the file."""
+    return [
+        [table.name, *(f"{table.name}/{column.name}" for column in table.columns[1:])]
+        for table in manifest.schema.tables
+    ]
+
+
+def dense_tensors(store: Store, manifest: Manifest, weights_only: bool) -> tuple[dict[str, Tensor], str]:
+    """The tensors of the state, and a sentence about what is not among them."""
+    from recovery import state_codec
+    from recovery.restore.inspect import read_state
+
+    data = read_state(store, manifest)
+    if data is None:
+        return {}, ""
+    try:
+        state = state_codec.decode(data)
+    except Exception:  # the caller's own bytes, in a format that only the caller knows
+        return {}, f"the state: {len(data):,} bytes in a format of the job's own"
+    model = state.get("model") if isinstance(state, dict) else None
+    if not isinstance(model, dict):
+        return ({}, "the state") if weights_only else (dict(_tensors(state, "state")), "")
+    found = {name: tensor for key, value in model.items() for name, tensor in _tensors(value, str(key))}
+    others = {key: value for key, value in state.items() if key != "model"}
+    if not weights_only:
+        found |= dict(_tensors(others, "state"))
+    return found, "all but weights" if weights_only else ""
+
+
+def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    import torch
+
+    if isinstance(value, np.ndarray) and value.dtype.name in _DTYPES:
+        value = torch.from_numpy(value)
+    if isinstance(value, torch.Tensor) and str(value.dtype)[6:] in _DTYPES:
+        yield name, value
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from _tensors(part, f"{name}/{key}")
+    elif isinstance(value, list | tuple):
+        for number, part in enumerate(value):
+            yield from _tensors(part, f"{name}/{number}")
+
+
+def _mapped(path: Path, shapes: Mapping[str, Sequence[int]], dense: Mapping[str, Tensor]) -> dict[str, np.memmap]:
+    """A safetensors file that has the dense tensors, and the others as mapped arrays, zero.
+
+    The format: length of the header (uint64), header (JSON), all tensors without gaps.
+    """
+    import torch
+
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape, dtype, n_bytes in [
+        *((name, shape, "F32", 4 * math.prod(shape)) for name, shape in shapes.items()),  # first: they are aligned
+        *((n, t.shape, _DTYPES[str(t.dtype)[6:]], t.numel() * t.element_size()) for n, t in dense.items()),
+    ]:
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + n_bytes]}
+        end += n_bytes
+    raw = json.dumps(header).encode()
+    raw = raw.ljust(-(-len(raw) // 8) * 8)
+    start = 8 + len(raw)
+    with open(path, "wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        os.posix_fallocate(file.fileno(), 0, start + max(end, 1))  # a full disk is told now, not in a mapped write
+        file.truncate(start + end)
+        for name, tensor in dense.items():
+            file.seek(start + header[name]["data_offsets"][0])
+            if tensor.numel():
+                file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    offsets = {name: start + header[name]["data_offsets"][0] for name in shapes}
+    return {name: np.memmap(path, np.float32, "r+", offsets[name], tuple(shapes[name])) for name in shapes}
+
+
+def _replace_by_state_dict(path: Path, arrays: Mapping[str, np.memmap], dense: Mapping[str, Tensor]) -> None:
+    import torch
+
+    saved = path.with_name(path.name + ".pt")
+    try:
+        torch.save({**{name: torch.from_numpy(array) for name, array in arrays.items()}, **dense}, saved)
+        os.replace(saved, path)
+    finally:
+        saved.unlink(missing_ok=True)

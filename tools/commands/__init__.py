@@ -1,0 +1,1 @@
+"""The subcommands of `gba-hvd`, a file each."""

@@ -1,0 +1,66 @@
+"""`gba-hvd clean`: shows what dead jobs of this user left on this host, and removes it if told so.
+
+What counts as left, and that nobody alive holds it, is decided in `gba_hvd.shm.sweep`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gba_hvd.shm.sweep import Leftover
+
+_WORDS = {
+    "job": "memory of a dead job",
+    "removal": "memory of a dead job, half removed",
+    "semaphore": "of a launcher that was killed",
+}
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "clean",
+        help="remove what dead jobs left in shard memory",
+        description="Show what dead jobs of this user left on this host: their memory, and semaphores of killed "
+        "launchers. With --yes remove it. What a living process holds is left alone.",
+    )
+    parser.add_argument("--yes", action="store_true", help="remove it; without this nothing is changed")
+    parser.add_argument("--dir", type=Path, help="where shards lie (default: GBA_HVD_SHARD_DIR, else /dev/shm)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from gba_hvd.config import Config
+    from gba_hvd.shm.sweep import leftovers, remove
+
+    base = Config.from_env(shard_dir=args.dir).shard_dir
+    found = leftovers(base)
+    removed = [left for left in found if args.yes and not left.is_held and remove(left)]
+    if args.json:
+        told = [
+            {"path": str(left.path), "kind": left.kind, "bytes": left.n_bytes, "held": _holder(left),
+             "removed": left in removed}
+            for left in found
+        ]  # fmt: skip
+        print(json.dumps({"dir": str(base), "left": told}, indent=2))
+        return 0
+    if not found:
+        print(f"dead jobs have left nothing in {base}")
+        return 0
+    for left in found:
+        done = "removed" if left in removed else f"left alone: {_holder(left)}" if left.is_held else ""
+        done = done or ("left alone: somebody has come to use it" if args.yes else "would be removed")
+        print(f"{left.n_bytes / 2**20:>10,.1f} MiB  {left.path}  {_WORDS[left.kind]}; {done}")
+    if not args.yes and not all(left.is_held for left in found):
+        print("gba-hvd clean --yes removes them")
+    return 0
+
+
+def _holder(left: Leftover) -> str:
+    if left.served:
+        return "its companion server lives, and may be saving it; it ends when the keeper removes the memory"
+    return "its keeper removes it after the grace period" if left.watched else ""

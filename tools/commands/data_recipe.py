@@ -1,0 +1,231 @@
+"""From the arguments of `gba-hvd data prepare` and a look at the input to a recipe.
+
+What the arguments leave open is guessed from the first lines and said; what cannot be guessed is an error that names
+the option which mends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from gba_hvd.data.recipe import Categorical, Encoding, Recipe
+    from gba_hvd.data.sniff import Looks
+
+By = Literal["random", "order"]
+REST = "rest"
+_NAMED = {"parquet": "Parquet", "jsonl": "JSON-lines"}
+_DELIMITERS = {"tab": "\t", "\\t": "\t", "comma": ",", "semicolon": ";", "pipe": "|", "space": " "}
+
+
+def recipe_of(args: argparse.Namespace, inputs: Sequence[Path]) -> tuple[Recipe, By | None]:
+    """The recipe, and how the preset cuts one input into splits (None: it has a file per split)."""
+    return _of_preset(args) if args.preset is not None else (_by_hand(args, inputs), "random")
+
+
+def _of_preset(args: argparse.Namespace) -> tuple[Recipe, By | None]:
+    from gba_hvd.data.presets import PRESETS
+    from gba_hvd.errors import BadInput
+
+    if args.preset not in PRESETS:
+        near = get_close_matches(args.preset, PRESETS, n=1)
+        meant = f"did you mean {near[0]}? There are" if near else "there are"
+        raise BadInput(f"--preset {args.preset}: no such preset; {meant} {', '.join(PRESETS)}")
+    by_hand = {"--categorical": args.categorical, "--numeric": args.numeric, "--multi": args.multi}
+    by_hand |= {"--hash": args.hash, "--identity": args.identity, "--standardise": args.standardise}
+    by_hand |= {"--transform": args.transform != "log", "--format": args.format, "--label": args.label}
+    by_hand |= {"--label-from": args.label_from is not None, "--timestamp": args.timestamp, "--columns": args.columns}
+    by_hand |= {"--delimiter": args.delimiter, "--header": args.header is not None, "--ignore": args.ignore}
+    if given := [flag for flag, value in by_hand.items() if value]:
+        raise BadInput(f"--preset {args.preset} names the columns already: leave out {', '.join(given)}")
+    preset = PRESETS[args.preset]
+    return preset.recipe(_default_encoding(args, preset.encoding)), preset.split_by
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """names: all columns of the input; in_file: whether its first line, or Parquet, has them"""
+
+    names: tuple[str, ...]
+    in_file: bool
+
+
+def _by_hand(args: argparse.Namespace, inputs: Sequence[Path]) -> Recipe:
+    from gba_hvd.data.recipe import Categorical, Numeric, Recipe, Vocabulary, require_columns
+    from gba_hvd.data.sniff import look
+    from gba_hvd.errors import BadInput
+
+    looks = look(inputs, args.format, _DELIMITERS.get(args.delimiter, args.delimiter))
+    columns = _columns(args, looks)
+    names, where = columns.names, str(looks.path)
+    label = args.label or "label"
+    if args.label is None and label not in names:
+        raise BadInput(
+            f"{where}: no column 'label': name the one with 0 or 1, --label COLUMN; there is {_listed(names)}"
+        )
+    numeric = _named(args.numeric, names)
+    encodings = _field_encodings(args)
+    multi = {name: separator if given else None for name, given, separator in (m.partition("=") for m in args.multi)}
+    times = {name: format for name, _, format in (text.partition("=") for text in args.timestamp)}
+    ignored = _named(args.ignore, names)
+    require_columns([label, *numeric, *multi, *encodings, *times, *ignored], names, where)
+    named = _named(args.categorical, names)
+    taken = {label, *numeric, *times, *ignored}
+    if REST in named and REST not in names:
+        named = [name for name in named if name != REST] + [name for name in names if name not in taken]
+    fields = list(dict.fromkeys([*named, *multi, *encodings]))
+    if not fields and not times:
+        left = _listed([name for name in names if name not in taken])
+        raise BadInput(
+            f"no --preset, and no columns for tables: name them with --categorical A,B,... or take all that have "
+            f"no other role with --categorical rest (here: {left})"
+        )
+    require_columns(fields, names, where)
+    if both := sorted(set(ignored) & {label, *fields, *numeric, *times}):
+        raise BadInput(f"--ignore {', '.join(both)}: has another role as well; leave one out")
+    _check_numbers(looks, names, numeric)
+    default = _default_encoding(args, Vocabulary(min_count=1))
+    categorical = tuple(
+        Categorical(name, encodings.get(name, default), multi.get(name), name in multi and multi[name] is None)
+        for name in fields
+    )
+    recipe = Recipe(
+        format=looks.format,
+        label=label,
+        categorical=categorical + tuple(_of_times(looks, names, times)),
+        numeric=tuple(Numeric(name, args.transform, args.standardise) for name in numeric),
+        columns=None if columns.in_file else names,
+        delimiter=looks.delimiter,
+        label_from=args.label_from,
+        ignored=tuple(ignored),
+    )
+    _tell(looks, columns, recipe.not_used(names))
+    return recipe
+
+
+def _columns(args: argparse.Namespace, looks: Looks) -> _Columns:
+    from gba_hvd.data.sniff import split
+    from gba_hvd.errors import BadInput
+
+    given = tuple(_named(args.columns, ()))
+    if looks.format in _NAMED:
+        if given or args.header is not None or args.delimiter:
+            raise BadInput(
+                f"{looks.path}: a {_NAMED[looks.format]} file has its names: leave out --columns, --header, --delimiter"
+            )
+        return _Columns(looks.header or (), True)
+    first = tuple(split(looks.first_line, looks.delimiter, looks.format == "csv"))
+    if given:
+        if args.header or (args.header is None and looks.header is not None and set(given) & set(first)):
+            raise BadInput(f"{looks.path}: its first line names the columns ({_listed(first)}): leave out --columns")
+        if len(given) != len(first):
+            raise BadInput(
+                f"{looks.path}, line 1: {len(first)} columns with {_shown(looks.delimiter)} between them "
+                f"({looks.first_line[:80]}), --columns names {len(given)}; --delimiter says what stands between them"
+            )
+        return _Columns(given, False)
+    if args.header or (args.header is None and looks.header is not None):
+        return _Columns(first, True)
+    reason = "--no-header is given" if args.header is False else "the first line looks like data, not like names"
+    raise BadInput(
+        f"{looks.path}: {reason} ({looks.first_line[:80]}): name its {len(first)} columns in order with "
+        "--columns A,B,... (if the line does name them: --header)"
+    )
+
+
+def _named(texts: Iterable[str], names: Sequence[str]) -> list[str]:
+    """Names between commas, as in CSV: a name with a comma stands in quotes, or is given alone."""
+    found: list[str] = []
+    for text in texts:
+        found += [text] if text in names else next(csv.reader([text], skipinitialspace=True), [])
+    return [name for name in (one if one in names else one.strip() for one in found) if name]
+
+
+def _check_numbers(looks: Looks, names: Sequence[str], numeric: Sequence[str]) -> None:
+    from gba_hvd.data.sniff import why_no_number
+    from gba_hvd.errors import BadInput
+
+    for name in numeric:
+        if why := why_no_number(looks.sample_of(names, name)):
+            raise BadInput(f"--numeric {name}: {why}; make it --categorical {name} (file {looks.path})")
+
+
+def _of_times(looks: Looks, names: Sequence[str], times: dict[str, str]) -> Iterable[Categorical]:
+    from gba_hvd.data.recipe import PARTS, Categorical
+    from gba_hvd.data.times import format_of
+    from gba_hvd.errors import BadInput
+
+    for name, given in times.items():
+        sample = looks.sample_of(names, name)
+        format = given or format_of(sample[:1000])
+        if not format:
+            raise BadInput(
+                f"--timestamp {name}: values such as {', '.join(sample[:3]) or 'none'} are no times in a known way "
+                f"(Unix seconds or milliseconds, 2014-10-21 13:00, 14102113): say how, as in "
+                f"--timestamp {name}=%d/%m/%Y"
+            )
+        for part in PARTS:
+            yield Categorical.of_time(name, part, format)
+
+
+def _tell(looks: Looks, columns: _Columns, not_used: Sequence[str]) -> None:
+    """What was guessed, and what is left out, before anything is read."""
+    if looks.format == "jsonl":
+        print(f"{looks.path}: JSON, an object a line", file=sys.stderr)
+    elif looks.format != "parquet":
+        what = "a header" if columns.in_file else "no header"
+        print(f"{looks.path}: {_shown(looks.delimiter)} between columns, {what}", file=sys.stderr)
+    if not_used:
+        one = _listed(not_used, 1) if len(not_used) == 1 else "COLUMN"
+        print(
+            f"not used: {_listed(not_used)}; --numeric {one} or --categorical {one} takes it in, "
+            f"--ignore {one} says that it is left out on purpose",
+            file=sys.stderr,
+        )
+
+
+def _shown(delimiter: str) -> str:
+    from gba_hvd.data.sniff import NAMES
+
+    return NAMES.get(delimiter, repr(delimiter))
+
+
+def _listed(names: Sequence[str], most: int = 12) -> str:
+    shown = ", ".join(f'"{name}"' if "," in name else name for name in names[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _default_encoding(args: argparse.Namespace, default: Encoding) -> Encoding:
+    from gba_hvd.data.recipe import Hashed, Vocabulary
+    from gba_hvd.errors import BadInput
+
+    if args.hash_rows is not None and args.min_count is not None:
+        raise BadInput("--hash-rows and --min-count: choose one, a hash has no vocabulary")
+    if args.hash_rows is not None:
+        return Hashed(args.hash_rows)
+    return default if args.min_count is None else Vocabulary(args.min_count)
+
+
+def _field_encodings(args: argparse.Namespace) -> dict[str, Encoding]:
+    from gba_hvd.data.recipe import Hashed, Identity
+    from gba_hvd.errors import BadInput
+
+    encodings: dict[str, Encoding] = {}
+    try:
+        for text in args.hash:
+            name, rows = text.rsplit("=", 1)
+            encodings[name] = Hashed(int(rows))
+        for text in args.identity:
+            name, size = text.rsplit("=", 1)
+            rows, _, offset = size.partition(":")
+            encodings[name] = Identity(int(rows), int(offset or 0))
+    except ValueError as error:
+        raise BadInput(f"{text}: expected FIELD=ROWS, for --identity also FIELD=ROWS:OFFSET ({error})") from error
+    return encodings

@@ -1,0 +1,265 @@
+"""`gba-hvd ps`, `gba-hvd status` and `gba-hvd switch`: a look at running jobs, and asking one for another mode.
+
+Which job is meant, whom to ask and how the answer is shown. What is true, the companion server says; of a job that has
+none, and in `ps`, its board does (`gba_hvd.shm.job_board`). All run on a host of the job, by the user who started it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..running_jobs import (
+    ask_status,
+    ask_switch,
+    bases_of,
+    find_job,
+    report_of,
+    running_jobs,
+    user_name,
+    with_name,
+)
+
+_LOOK_AGAIN_S = 0.2
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    ps = subparsers.add_parser(
+        "ps",
+        help="the jobs of this user on this host",
+        description="List the running jobs of this user on this host: in the folder for shard memory and, unless --dir "
+        "names one, in all others that are in use.",
+    )
+    ps.add_argument("--json", action="store_true", help="print a JSON list of jobs")
+    ps.add_argument("--dir", type=Path, help="only jobs whose shards lie here")
+    ps.set_defaults(run=run_ps)
+    status = subparsers.add_parser(
+        "status",
+        help="what a running job is doing: mode, step, workers, staleness, switches",
+        description="Show what a job on this host is doing.",
+    )
+    status.add_argument("of", nargs="?", metavar="JOB", help="its id or its name; default: the only job on this host")
+    status.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    status.set_defaults(run=run_status)
+    switch = subparsers.add_parser(
+        "switch",
+        help="ask a running job for another mode",
+        description="Ask a job for another mode. It changes at its next step boundary, keeps its hyper-parameters and "
+        "loses no sample. `auto` lets it decide by its measurements.",
+    )
+    switch.add_argument("mode", metavar="MODE", help="allreduce, gba, bsp, async, hop_bs, hop_bw or auto")
+    switch.add_argument("--reason", default="", help="kept in the log and in MLflow")
+    switch.add_argument(
+        "--wait", type=float, default=60.0, metavar="S", help="wait so long until it is done (60; 0: only ask)"
+    )
+    switch.set_defaults(run=run_switch)
+    for parser in (status, switch):
+        parser.add_argument("--job", metavar="JOB", help="its id or its name; default: the only job on this host")
+        parser.add_argument("--dir", type=Path, help="where shards lie (default: GBA_HVD_SHARD_DIR, else /dev/shm)")
+        parser.add_argument("--timeout", type=float, default=10.0, metavar="S", help="wait so long for an answer (10)")
+
+
+def run_ps(args: argparse.Namespace) -> int:
+    listed = running_jobs(bases_of(args))
+    if args.json:
+        print(json.dumps(listed, indent=2))
+    elif not listed:
+        print(f"no job of this user runs on this host{f' in {args.dir}' if args.dir else ''}")
+    else:
+        print_jobs(listed)
+    return 0
+
+
+def run_status(args: argparse.Namespace) -> int:
+    report = report_of(find_job(bases_of(args), args.of or args.job), args.timeout)
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        print_report(report)
+    return 0
+
+
+def run_switch(args: argparse.Namespace) -> int:
+    from gba_hvd.mode_names import known_mode
+
+    mode = known_mode(args.mode)
+    folder = find_job(bases_of(args), args.job)
+    _refuse_without_callback(folder)
+    before = ask_status(folder, args.timeout)
+    if before["mode"] == mode and not before.get("wanted"):
+        print(f"job {before['job']} is in {mode} already")
+        return 0
+    ask_switch(folder, mode, args.reason or f"asked for by {user_name()} at {time.strftime('%H:%M:%S')}", args.timeout)
+    print(f"job {before['job']}: asked for {mode}; it is in {before['mode']} now")
+    if mode == "auto" or args.wait <= 0:
+        return 0
+    after = _wait_for(folder, mode, args.wait, args.timeout)
+    if after is None:
+        print(f"still not in {mode} after {args.wait:g} s; `gba-hvd status` tells more", file=sys.stderr)
+        return 1
+    print(f"job {before['job']}: in {mode}" + (f" at step {after['step']:,}" if "step" in after else ""))
+    return 0
+
+
+# --- which job -------------------------------------------------------------------------------------------------------
+
+
+# --- whom to ask -----------------------------------------------------------------------------------------------------
+
+
+def _refuse_without_callback(folder: Path) -> None:
+    """Raises BadInput where nobody would listen to a wish for another mode."""
+    from gba_hvd.errors import BadInput
+    from gba_hvd.shm import job_board
+
+    told = job_board.read(folder)
+    if told is not None and not told["switchable"]:
+        raise BadInput(
+            f"job {with_name(folder)} cannot be switched: it was started without a gba_hvd.GBACallback, so it is in "
+            "allreduce mode and stays there; start it with gba_hvd.GBACallback() among its callbacks"
+        )
+
+
+def _wait_for(folder: Path, mode: str, wait_s: float, timeout_s: float) -> dict[str, Any] | None:
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline:
+        report = ask_status(folder, timeout_s)
+        if report["mode"] == mode:
+            return report
+        time.sleep(_LOOK_AGAIN_S)
+    return None
+
+
+# --- how it is shown -------------------------------------------------------------------------------------------------
+
+
+def mode_words(report: Mapping[str, Any]) -> str:
+    """`allreduce`, and what was asked for in its place."""
+    from gba_hvd.shm.job_board import ENDING
+
+    mode, asked = str(report.get("mode", "-")), report.get("asked")
+    if mode == ENDING:
+        return "ending: the training is over, what is left is saved and told"
+    if not asked or asked == mode:
+        return mode
+    why = "its server is not up yet" if report.get("waits_for_servers") else "not entered yet"
+    return f"{mode} ({asked} asked for, {why})"
+
+
+def facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What a report says of the whole job, as (word, sentence)."""
+    from gba_hvd.tracking.gauges import staleness_words, whole_numbers
+
+    said = [("mode", mode_words(report))]
+    if "started_unix_s" in report:
+        started = _moment(report["started_unix_s"])
+        said.append(("started", f"{started}, as {report['command']}" if report.get("command") else started))
+    if report.get("wanted"):
+        why = f": {report['reason']}" if report.get("reason") else ""
+        said.append(("on the way to", f"{report['wanted']}{why}"))
+    if "step" in report:
+        epoch = f", epoch {report['epoch']}" if "epoch" in report else ""
+        of = f" of {report['steps_of_epoch']:,}" if report.get("steps_of_epoch") else " of it"
+        within = f" (step {report['steps_done']:,}{of})" if "steps_done" in report else ""
+        said.append(("step", f"{report['step']:,}{epoch}{within}"))
+    if "workers" in report:
+        said.append(("workers", str(report["workers"])))
+    if isinstance(report.get("loss"), float):
+        said.append(("loss", f"{report['loss']:.4f}"))
+    if report.get("samples_applied") and "account" not in report:
+        said.append(("samples", f"{report['samples_applied']:,} applied"))
+    account = report.get("account") or {}
+    if account:
+        parts = [f"{account.get(k, 0):,} {k}" for k in ("applied", "dropped", "lost")]
+        said.append(("samples", f"{' + '.join(parts)} = {account.get('total', 0):,}"))
+    staleness = whole_numbers(report.get("staleness"))
+    if staleness:
+        said.append(("staleness", staleness_words(staleness)))
+    counts = [f"{report[k]:,} {k}" for k in ("under_way", "reissued", "refused") if report.get(k)]
+    if counts:
+        said.append(("micro-batches", ", ".join(counts).replace("_", " ")))
+    said += [("refused", text) for text in report.get("refused_gradients") or ()]
+    if report.get("switchable") is False:
+        said.append(("switching", "none: the job has no gba_hvd.GBACallback"))
+    if report.get("last_decision"):
+        said.append(("last decision", str(report["last_decision"])))
+    said += [("decided", text) for text in report.get("decisions") or ()]
+    return said
+
+
+def workers(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """By rank: {"rank", "seconds", and in asynchronous modes "pid", "silent_s", "micro_batches"}."""
+    if report.get("by_worker"):
+        return [{**worker, "seconds": worker["seconds_per_micro_batch"]} for worker in report["by_worker"]]
+    return [{"rank": rank, "seconds": seconds} for rank, seconds in report.get("rates") or ()]
+
+
+def _moment(unix_s: float) -> str:
+    """A time of day, with the date unless it is today's."""
+    then = time.localtime(unix_s)
+    today = then[:3] == time.localtime()[:3]
+    return time.strftime("%H:%M:%S" if today else "%Y-%m-%d %H:%M", then)
+
+
+def row_of(job: Mapping[str, Any], now_s: float) -> list[str]:
+    """name, job, mode, started, step, last step, workers, folder."""
+    step = f"{job['step']:,}" if "step" in job else "-"
+    if "steps_done" in job:
+        step += f" (epoch {job['epoch']}: {job['steps_done']:,} of {job['steps_of_epoch']:,})"
+    ago = f"{max(0.0, now_s - job['step_unix_s']):,.0f} s ago" if job.get("epoch") is not None else "-"
+    workers, hosts = job.get("workers"), job.get("hosts")
+    on = "-" if workers is None else f"{workers}" + (f" on {hosts} hosts" if hosts and hosts > 1 else "")
+    started = _moment(job["started_unix_s"]) if "started_unix_s" in job else "-"
+    return [job["name"] or "-", job["job"], mode_words(job).partition(":")[0], started, step, ago, on, job["dir"]]
+
+
+def print_jobs(jobs: Sequence[Mapping[str, Any]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table, now_s = Table(box=box.SIMPLE_HEAD, pad_edge=False), time.time()
+    for heading in ("name", "job", "mode", "started", "step", "last step", "workers", "folder"):
+        table.add_column(heading, no_wrap=True)
+    for job in jobs:
+        table.add_row(*map(escape, row_of(job, now_s)))
+    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=240)
+    console.print(table)
+
+
+def print_report(report: Mapping[str, Any]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    name = f" ({escape(report['name'])})" if report.get("name") else ""
+    console.print(f"[bold]job {report['job']}{name}[/bold]")
+    said = Table.grid(padding=(0, 2))
+    for word, sentence in facts(report):
+        said.add_row(word, escape(sentence), style="bold" if word == "mode" else None)
+    console.print(said)
+    listed = workers(report)
+    if not listed:
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("rank", "ms per micro-batch", "micro-batches/s", "done", "last heard", "process"):
+        table.add_column(heading, justify="right")
+    for worker in listed:
+        seconds = worker["seconds"]
+        table.add_row(
+            str(worker["rank"]),
+            f"{1000 * seconds:,.1f}" if seconds else "-",
+            f"{1 / seconds:,.1f}" if seconds else "-",
+            f"{worker['micro_batches']:,}" if "micro_batches" in worker else "-",
+            f"{worker['silent_s']:.1f} s ago" if "silent_s" in worker else "-",
+            str(worker.get("pid", "-")),
+        )  # fmt: skip
+    console.print(table)

@@ -1,0 +1,159 @@
+"""`gba-hvd simulate training`: update rules and numbers of workers on a virtual clock, as a table and a picture.
+
+What is simulated is in `simulated`; here are the options, the runs one after the other, and how they are shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from ...simulated.output import json_values, loss_text
+
+if TYPE_CHECKING:
+    from ...simulated.event_loop import Outcome
+    from ...simulated.experiment import Experiment
+    from .training_plot import Line
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "training",
+        help="asynchronous training by 1 to 10,000 workers of drawn speeds",
+        description="Train a small task with the ledger, buffer, rules and optimizers of real servers, by workers "
+        "whose service times are drawn from gamma laws, and show what loss, staleness and speed come of it.",
+    )
+    parser.add_argument("--task", default="quadratic", help="quadratic, logistic or clicks (%(default)s)")
+    parser.add_argument("--workers", type=int, nargs="+", default=[4, 16, 64], metavar="N")
+    parser.add_argument("--mode", default="async", help="gba, bsp, async, hop_bs or hop_bw (%(default)s)")
+    parser.add_argument("--rule", nargs="+", default=["none", "dana_zero", "staleness_lr"], metavar="RULE")
+    parser.add_argument("--optimizer", default="momentum", help="sgd, momentum, adam, nadam, adagrad (%(default)s)")
+    parser.add_argument("--lr", type=float, default=0.01)
+    parser.add_argument("--micro-batches", type=int, default=2000, help="of a run (%(default)s)")
+    parser.add_argument("--micro-batch", type=int, default=64, help="samples (%(default)s)")
+    parser.add_argument("--step", type=int, default=8, metavar="M", help="micro-batches of a step (gba, bsp)")
+    parser.add_argument("--spread", type=float, default=0.0, help="of the workers' mean speeds; 0: equal")
+    parser.add_argument("--shape", type=float, default=100.0, help="of the gamma law of a worker's times (%(default)s)")
+    parser.add_argument("--latency", type=float, default=0.0, help="worker to server, in mean service times")
+    parser.add_argument("--serve", type=float, default=0.0, help="the server's time for a push, in the same unit")
+    parser.add_argument("--tolerance", type=int, default=4, help="gba: steps (%(default)s)")
+    parser.add_argument("--lookahead", type=int, help="gba, bsp: steps; 0 is lock-step (no limit)")
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each, with other samples, noise and speeds")
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="loss over time, by workers and rule")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+
+    from gba_hvd.errors import BadInput
+
+    from ...bench.harness.measure import write_json
+
+    if args.seeds < 1:
+        raise BadInput(f"--seeds must be 1 or more, got {args.seeds}")
+    torch.set_num_threads(1)
+    logging.getLogger("gba_hvd.ps").setLevel(logging.CRITICAL)  # steps that are not finite are in the table
+    plans = [
+        [_experiment(args, n, rule, seed) for seed in range(args.seeds)] for n in args.workers for rule in args.rule
+    ]
+    with tempfile.TemporaryDirectory(prefix="gba-hvd-simulate-") as scratch:
+        folder = _clicks(args, Path(scratch))
+        lines = [simulated(plan, folder) for plan in plans]
+    show(lines, args)
+    if args.plot:
+        from .training_plot import draw
+
+        draw(lines, f"{args.task}, {args.mode}, {args.optimizer} at {args.lr:g}", args.plot)
+        print(f"drawn in {args.plot}")
+    if args.out:
+        settings = {key: str(v) if isinstance(v, Path) else v for key, v in vars(args).items() if key != "run"}
+        write_json(args.out, {"settings": settings, "results": json_values([asdict(line) for line in lines])})
+        print(f"written to {args.out}")
+    return 0
+
+
+def _experiment(args: argparse.Namespace, workers: int, rule: str, seed: int) -> Experiment:
+    from ...simulated.experiment import Experiment
+
+    return Experiment(
+        task=args.task, workers=workers, mode=args.mode, rule=rule, optimizer=args.optimizer, lr=args.lr,
+        micro_batches=args.micro_batches, micro_batch=args.micro_batch, n_micro=args.step, spread=args.spread,
+        shape=args.shape, latency=args.latency, serve=args.serve, tolerance=args.tolerance, lookahead=args.lookahead,
+        seed=seed,
+    )  # fmt: skip
+
+
+def _clicks(args: argparse.Namespace, folder: Path) -> Path | None:
+    if args.task != "clicks":
+        return None
+    from ...bench.harness import small_ctr
+
+    small_ctr.write(folder / "data", args.micro_batches * args.micro_batch)
+    return folder / "data"
+
+
+def simulated(plan: Sequence[Experiment], clicks: Path | None) -> Line:
+    """The runs of one number of workers and one rule."""
+    from ...simulated.experiment import run as simulate
+    from .training_plot import Line
+
+    outcomes = [simulate(experiment, clicks) for experiment in plan]
+    first, losses = outcomes[0], [outcome.loss for outcome in outcomes]
+    names = {name for outcome in outcomes for name in outcome.judged}  # what diverged is judged by nothing
+    judged = {name: median(o.judged[name] for o in outcomes if name in o.judged) for name in names}
+    return Line(
+        workers=plan[0].workers,
+        rule=plan[0].rule,
+        loss=median(losses),
+        losses=losses,
+        staleness_mean=mean_of(first.staleness),
+        staleness_max=max(first.staleness, default=0),
+        lag_mean=mean_of(first.lags),
+        dropped_share=first.dropped / max(1, first.dropped + first.applied),
+        speed=speed(first),
+        steps=first.steps,
+        judged=judged,
+        curve=list(first.curve),
+        why=next((outcome.why for outcome in outcomes if outcome.why), ""),
+    )
+
+
+def mean_of(histogram: dict[int, int]) -> float:
+    n = sum(histogram.values())
+    return sum(key * count for key, count in histogram.items()) / n if n else 0.0
+
+
+def speed(outcome: Outcome) -> float:
+    """Micro-batches per unit of time: what so many workers of the mean speed do alone, if nothing holds them up."""
+    time, done, _ = outcome.curve[-1]
+    return done / time if time else 0.0
+
+
+def show(lines: Sequence[Line], args: argparse.Namespace) -> None:
+    from ...bench.harness.measure import print_table
+
+    extra = sorted({name for line in lines for name in line.judged})
+    columns = ("workers", "rule", "loss", *extra, "staleness", "largest", "values old", "dropped", "speed", "steps")
+    table = [
+        (
+            f"{line.workers:,}", line.rule, loss_text(line.loss),
+            *(f"{line.judged[n]:.4f}" if n in line.judged else "-" for n in extra),
+            f"{line.staleness_mean:.2f}", str(line.staleness_max), f"{line.lag_mean:.2f}", f"{line.dropped_share:.2%}",
+            f"{line.speed:.1f}", f"{line.steps:,}",
+        )
+        for line in lines
+    ]  # fmt: skip
+    print_table(f"{args.task}, {args.mode}, {args.optimizer}, learning rate {args.lr:g}", columns, table)
+    print("staleness, values old: mean steps, of the token and of the dense values; speed: micro-batches per mean time")
+    for line in lines:
+        if line.why:
+            print(f"{line.workers:,} workers, {line.rule}: {json.dumps(line.why[:160])}")

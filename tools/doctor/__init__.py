@@ -1,0 +1,1 @@
+"""What `gba-hvd doctor` checks."""

@@ -1,0 +1,1 @@
+"""What `gba-hvd run` starts, and what it needs of this machine."""

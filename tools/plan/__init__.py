@@ -1,0 +1,1 @@
+"""What `gba-hvd plan` is made of: measured costs, and a picture."""

@@ -1,0 +1,128 @@
+"""The page that `gba-hvd report` writes: from a story to HTML with pictures, styles and tables inside, no scripts.
+
+Which facts and tables there are is decided here; how they look, in `templates/`. Nothing of a story is trusted: Jinja2
+escapes every text. A section with nothing to say is left out.
+"""
+
+from __future__ import annotations
+
+import base64
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gba_hvd.tracking.plots import MODE_COLOURS, draw_plots, marked, shaded
+from gba_hvd.tracking.run_history import by_mode
+
+from . import overview, timeline, traffic
+from .tables import Cell, Table, date, duration, table
+
+if TYPE_CHECKING:
+    from gba_hvd.tracking.run_history import Story
+
+_PICTURES = {
+    "learning_curves": "Learning curves",
+    "throughput": "Throughput and workers",
+    "workers": "Pace of every worker: lower is faster",
+    "rounds": "Rounds that keep the replicas of the dense parameters together, as rank 0 saw them",
+    "staleness": "Staleness, and what it cost",
+}
+_ON_THE_GROUND = ("throughput", "workers", "rounds")  # pictures with modes and events drawn into them
+_STATUS = {"FINISHED": "good", "RUNNING": "busy"}
+
+
+def page(story: Story) -> str:
+    """The whole document."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).with_name("templates")), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    facts = {
+        "What trained": overview.what_trained(story),
+        "How well": overview.how_well(story),
+        "What happened": overview.what_happened(story),
+        "What it cost": overview.cost(story),
+    }
+    first = [overview.warnings(story), timeline.switches(story), overview.epochs(story)]
+    rest = [
+        _modes(story), _staleness(story), _account(story), traffic.bytes_of_modes(story),
+        traffic.density(story), traffic.decisions(story), timeline.recoveries(story),
+        timeline.checkpoints(story), timeline.events(story), _parameters(story),
+    ]  # fmt: skip
+    return templates.get_template("report.html").render(
+        story=story,
+        status_kind=_STATUS.get(story.status, "bad"),
+        times=_times(story),
+        overview=facts,
+        first=[one for one in first if one is not None],
+        pictures=_pictures(story),
+        rest=[one for one in rest if one is not None],
+        written=date(time.time() * 1000),
+    )
+
+
+def _times(story: Story) -> list[str]:
+    facts = [f"job {story.job_id}"] if story.job_id else []
+    if story.started_ms is not None:
+        facts.append(f"started {date(story.started_ms)}")
+        if story.ended_ms is not None:
+            facts.append(f"took {duration((story.ended_ms - story.started_ms) / 1000)}")
+    return facts
+
+
+def _pictures(story: Story) -> list[dict[str, str]]:
+    """Each with its caption, which speaks of colours and lines where there are any."""
+    with tempfile.TemporaryDirectory(prefix="gba-hvd-") as folder:
+        files = draw_plots(story.history, story.events, "", Path(folder), form="svg")
+        drawn = {file.stem: base64.b64encode(file.read_bytes()).decode() for file in files}
+    extra = [" The ground shows the mode."] if shaded(story.history, story.events) else []
+    extra += [" Dashed lines show what happened."] if marked(story.events) else []
+    return [
+        {"caption": f"{title}.{''.join(extra) if name in _ON_THE_GROUND else ''}", "data": drawn[name]}
+        for name, title in _PICTURES.items()
+        if name in drawn
+    ]
+
+
+def _modes(story: Story) -> Table | None:
+    modes = by_mode(story)
+    if len(modes) < 2:
+        return None
+    total = sum(one.steps for one in modes)
+    rows = [
+        [Cell(one.mode, colour=MODE_COLOURS.get(one.mode, "#eeeeee")), f"{one.steps:,}", f"{one.steps / total:.1%}",
+         str(one.visits), "-" if one.samples_per_s is None else f"{one.samples_per_s:,.0f}"]
+        for one in modes
+    ]  # fmt: skip
+    return table("Time in each mode", ["mode", "steps", "share", "times entered", "samples/s"], rows, "lrrrr")
+
+
+def _account(story: Story) -> Table | None:
+    account = story.account
+    if not account:
+        return None
+    total = max(1, account["total"])
+    words = {
+        "applied": "part of an optimizer step",
+        "dropped": "too stale when they arrived, left out on purpose",
+        "lost": "gone with a failure",
+        "total": "every sample of the epochs that were trained",
+    }
+    rows = [[name, f"{account[name]:,}", f"{account[name] / total:.2%}", text] for name, text in words.items()]
+    return table("Where every sample went", ["", "samples", "share", ""], rows, "lrrl")
+
+
+def _staleness(story: Story) -> Table | None:
+    histogram = story.staleness
+    total, most = sum(histogram.values()), max(histogram.values(), default=1)
+    rows = [
+        [f"{steps}", f"{n:,}", f"{n / total:.2%}", Cell(bar=round(100 * n / most, 1))] for steps, n in histogram.items()
+    ]
+    return table("Staleness", ["steps", "micro-batches", "share", ""], rows, "rrrl")
+
+
+def _parameters(story: Story) -> Table | None:
+    return table("Parameters", ["name", "value"], sorted(story.params.items()), "ll")

@@ -1,0 +1,67 @@
+"""Tables and figures of the page that `gba-hvd report` writes, as plain values; the templates make HTML of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A text; before it a swatch of a colour, or instead of it a bar of so many percent."""
+
+    text: str = ""
+    colour: str | None = None
+    bar: float | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """side: "r" of columns of numbers, else "l". marked: rows that stand out."""
+
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    sides: str
+    marked: frozenset[int] = frozenset()
+    note: str = ""
+
+
+def table(
+    title: str,
+    headings: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    sides: str,
+    marked: Iterable[int] = (),
+    note: str = "",
+) -> Table | None:
+    """None without rows: a section with nothing to say is left out."""
+    cells = [[cell if isinstance(cell, Cell) else Cell(str(cell)) for cell in row] for row in rows]
+    return Table(title, headings, cells, sides, frozenset(marked), note) if cells else None
+
+
+def figure(value: Any, form: str) -> str:
+    return format(value, form) if isinstance(value, int | float) else "-"
+
+
+def size(n_bytes: float) -> str:
+    """`12.3 MB`: powers of 1000, as disks and networks count."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(n_bytes) < 1000:
+            return f"{n_bytes:,.0f} B" if unit == "B" else f"{n_bytes:,.1f} {unit}"
+        n_bytes /= 1000
+    return f"{n_bytes:,.1f} TB"
+
+
+def date(ms: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ms / 1000))
+
+
+def duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{max(0.0, seconds):.1f} s"
+    whole = round(seconds)
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"

@@ -1,0 +1,96 @@
+"""What happened to a job, on the page that `gba-hvd report` writes: switches, checkpoints, recoveries, other events.
+
+Events of steps that were done again, because the job went on from a checkpoint, stay, and are named superseded.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from gba_hvd.tracking.recovery_records import is_event_superseded, place_of
+
+from .tables import Table, duration, figure, size, table
+
+if TYPE_CHECKING:
+    from gba_hvd.tracking.records import Record
+    from gba_hvd.tracking.run_history import Story
+
+_MANY = 200  # events of a table; the rest is counted
+_MANY_CHECKPOINTS = 20  # the newest
+_SUPERSEDED = "superseded: the job went on from an earlier checkpoint; "
+
+
+def switches(story: Story) -> Table | None:
+    rows = []
+    for event in story.events_of("switch", "switch_failed"):
+        data = event.get("data", {})
+        done = event["event"] == "switch"
+        seconds = f"{float(data['seconds']):.3f}" if "seconds" in data else "-"
+        rows.append([
+            f"{event.get('step', 0):,}", str(data.get("from", "allreduce")), str(data.get("to", "?")), seconds,
+            (_SUPERSEDED if is_event_superseded(event, story.resumes) else "")
+            + (str(data.get("reason") or event.get("message", "")) if done else f"failed: {event.get('message', '')}"),
+        ])  # fmt: skip
+    return table("Switches", ["step", "from", "to", "seconds", "reason"], rows, "rllrl")
+
+
+def recoveries(story: Story) -> Table | None:
+    words = {"resumed": "the whole job", "rows_restored": "a lost host", "rows_lost": "a lost host"}
+    rows = [
+        [f"{one['step']:,}", words[one["kind"]], figure(one["rows_restored"], ",.0f"),
+         figure(one["rows_lost"], ",.0f"), figure(one["age"], ",.0f"), figure(one["pls"], ".5f"),
+         str(one["manifest"] or "")]
+        for one in story.recoveries
+    ]  # fmt: skip
+    headings = ["step", "what was lost", "rows restored", "rows lost", "age, steps", "PLS", "from"]
+    return table("Recoveries", headings, rows, "rlrrrrl")
+
+
+def checkpoints(story: Story) -> Table | None:
+    saved = story.checkpoints
+    rows = [
+        [
+            f"{one['step']:,}",
+            str(one["kind"]),
+            size(one["bytes"]) if isinstance(one["bytes"], int | float) else "-",
+            figure(one["seconds"], ",.2f"),
+            place_of(one),
+        ]
+        for one in reversed(saved[-_MANY_CHECKPOINTS:])
+    ]
+    title = "Checkpoints" + (f", the newest {_MANY_CHECKPOINTS} of {len(saved):,}" if len(saved) > len(rows) else "")
+    return table(title, ["step", "kind", "size", "seconds", "where"], rows, "rlrrl")
+
+
+def events(story: Story) -> Table | None:
+    first, resumes = story.started_ms, story.resumes
+    rows = []
+    shown = _folded([event for event in story.events if _is_told_here(event)])
+    for event in shown[:_MANY]:
+        at = "-" if first is None or "unix_s" not in event else duration(float(event["unix_s"]) - first / 1000)
+        kind = str(event.get("event", "")).replace("_", " ")
+        superseded = _SUPERSEDED if is_event_superseded(event, resumes) else ""
+        rows.append([at, f"{event.get('step', 0):,}", kind, superseded + str(event.get("message", ""))])
+    if len(shown) > _MANY:
+        rows.append(["", "", "", f"... and {len(shown) - _MANY:,} more"])
+    return table("Membership, recovery and other events", ["after", "step", "what", "message"], rows, "rrll")
+
+
+def _is_told_here(event: Record) -> bool:
+    """Warnings and switches have tables of their own."""
+    return event.get("event") not in ("switch", "switch_failed") and event.get("level") != "warning"
+
+
+def _folded(events: Sequence[Record]) -> list[Record]:
+    """Several checkpoints with nothing between them as one, so that they do not drown the others."""
+    folded: list[Record] = []
+    for kind, run in itertools.groupby(events, key=lambda event: event.get("event")):
+        told = list(run)
+        if kind == "checkpoint" and len(told) > 2:
+            n_bytes = sum(int(event.get("data", {}).get("n_bytes", 0)) for event in told)
+            text = f"{len(told):,} checkpoints until step {told[-1].get('step', 0):,}: {n_bytes / 1e6:,.1f} MB"
+            told = [{**told[0], "message": text}]
+        folded += told
+    return folded

@@ -1,0 +1,41 @@
+"""Bytes and what compression made of them, on the page that `gba-hvd report` writes. Without such events: nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gba_hvd.tracking import traffic_summary
+
+from .tables import Table, size, table
+
+if TYPE_CHECKING:
+    from gba_hvd.tracking.run_history import Story
+
+_MANY = 200  # tensors of a table; the rest is counted
+_NEWEST = 5  # decisions
+
+
+def bytes_of_modes(story: Story) -> Table | None:
+    rows = [
+        [mode, kind, size(told["sent"]), size(told["received"])]
+        for (mode, kind), told in traffic_summary.bytes_by_mode(story.events).items()
+        if told["sent"] or told["received"]
+    ]
+    return table("Bytes on the wires of rank 0", ["mode", "kind", "sent", "received"], rows, "llrr")
+
+
+def density(story: Story) -> Table | None:
+    by_group = traffic_summary.row_density(story.events)
+    names = ["rows"] if len(by_group) == 1 else [f"rows, group {number}" for number in range(len(by_group))]
+    told = {**traffic_summary.density(story.events), **dict(zip(names, by_group, strict=True))}
+    rows = [[name, f"{share:.2%}"] for name, share in list(told.items())[:_MANY]]
+    if len(told) > _MANY:
+        rows.append([f"... and {len(told) - _MANY:,} more", ""])
+    return table("Density: how much of a gradient was sent last", ["tensor", "share of elements"], rows, "lr")
+
+
+def decisions(story: Story) -> Table | None:
+    told = traffic_summary.decisions(story.events)
+    rows = [[f"{one.step:,}", one.compressor, one.reason] for one in reversed(told[-_NEWEST:])]
+    title = "Compression" + (f", the newest {_NEWEST} of {len(told):,} decisions" if len(told) > _NEWEST else "")
+    return table(title, ["step", "compressor", "decision"], rows, "rll")

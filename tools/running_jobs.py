@@ -1,0 +1,231 @@
+"""The jobs of this host: which there are, whom to ask about one, and asking."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gba_hvd.ps.client import Client
+
+
+_PREFIX = "gba-hvd-"
+
+
+def find_job(bases: Sequence[Path], job_id: str | None) -> Path:
+    """The folder of the job `job_id` on this host (or of the only job of that name), or of the only one.
+
+    bases: where to look, the place for shards first, whose jobs come before others. Raises BadInput when there is none,
+    or when there are several to choose from.
+    """
+    from gba_hvd.errors import BadInput
+    from gba_hvd.shm.job_folder import job_folder
+
+    running = [list(_jobs(base)) for base in bases]
+
+    def first(fits: Callable[[Path], bool]) -> list[Path]:
+        """In the first folder that has any."""
+        return next((found for jobs in running if (found := list(filter(fits, jobs)))), [])
+
+    everywhere = [path for jobs in running for path in jobs]
+    looked = ", ".join(map(str, bases))
+    if job_id is None:
+        found = first(lambda path: True)
+        if len(found) == 1:
+            return found[0]
+        if found:
+            listed = ", ".join(with_name(path) for path in sorted(found, key=_id_of))
+            raise BadInput(f"{len(found)} jobs run on this host, name one with --job: {listed}")
+        raise BadInput(
+            f"no job runs here: {looked} holds no live folder {_PREFIX}*; run this on a host of the job, as its user, "
+            "and name the folder with --dir if the job has another GBA_HVD_SHARD_DIR"
+        )
+    if of_the_id := first(lambda path: _id_of(path) == job_id):
+        return of_the_id[0]
+    named = first(lambda path: _name_of(path) == job_id)
+    if len(named) == 1:
+        return named[0]
+    if named:
+        ids = ", ".join(sorted(map(_id_of, named)))
+        raise BadInput(f"{len(named)} jobs of the name {job_id!r} run on this host, say which by its id: {ids}")
+    dead = False
+    ids_here = sorted(map(_id_of, everywhere))
+    near = get_close_matches(job_id, [*ids_here, *map(_name_of, everywhere)], n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"running here: {', '.join(ids_here) or 'none'}"
+    with suppress(BadInput):
+        dead = any(job_folder(base, job_id).is_dir() for base in bases)
+    what = "has no living worker on this host" if dead else f"does not run here ({looked})"
+    raise BadInput(f"job {job_id!r} {what}; {hint}")
+
+
+def _jobs(base: Path) -> Iterator[Path]:
+    """Folders of jobs that have a living worker. Another user's are left out: what is in them is not to be trusted."""
+    from gba_hvd.shm.job_folder import is_ours
+
+    for path in filter(is_ours, sorted(base.glob(f"{_PREFIX}*"))):
+        try:
+            fd = os.open(path / "alive", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # every living worker holds it shared
+        except BlockingIOError:
+            yield path
+        finally:
+            os.close(fd)
+
+
+def bases_of(args: argparse.Namespace) -> list[Path]:
+    """Where `ps`, `status` and `switch` look: in --dir, or where shards lie and in all other places in use."""
+    from gba_hvd.shm.job_board import bases_in_use
+
+    return [args.dir] if args.dir else list(dict.fromkeys([_shard_dir(args), *bases_in_use()]))
+
+
+def _id_of(folder: Path) -> str:
+    return folder.name.removeprefix(_PREFIX)
+
+
+def _name_of(folder: Path) -> str:
+    """What people call the job; empty while it is beginning."""
+    from gba_hvd.shm import job_board
+
+    report = job_board.read(folder)
+    return "" if report is None else str(report["name"])
+
+
+def with_name(folder: Path) -> str:
+    name = _name_of(folder)
+    return f"{_id_of(folder)} ({name})" if name else _id_of(folder)
+
+
+def _shard_dir(args: argparse.Namespace) -> Path:
+    from gba_hvd.config import Config
+
+    return Config.from_env(shard_dir=args.dir).shard_dir
+
+
+@dataclass(frozen=True)
+class Contact:
+    """The server that knows most: the coordinator in an asynchronous mode, else this host's first server.
+
+    here: number of this host's memory, as the servers count
+    """
+
+    endpoint: Any
+    here: int
+
+
+def contact(folder: Path, timeout_s: float) -> Contact:
+    """Whom to ask about the job of this folder. Raises BadInput when the job has no servers at all."""
+    import msgspec
+
+    from gba_hvd.errors import BadInput
+    from gba_hvd.ps import launch
+    from gba_hvd.ps.messages import Enter
+
+    if not (folder / "ps.json").exists():
+        raise BadInput(
+            f"job {folder.name.removeprefix(_PREFIX)!r} has no companion server: it was started without a "
+            "gba_hvd.GBACallback (or has only just begun), so it is in allreduce mode and stays there"
+        )
+    try:
+        session = msgspec.msgpack.decode((folder / "ps-0.session").read_bytes())
+    except FileNotFoundError:
+        session = None
+    if session is None or session["idle"]:
+        here = launch.endpoint(folder, 0, 0, timeout_s)
+        return Contact(here, 0)
+    enter = msgspec.convert(session["enter"], Enter)
+    return Contact(enter.servers[0], enter.servers[enter.me].host)
+
+
+@contextmanager
+def connection(folder: Path, timeout_s: float) -> Iterator[Client]:
+    """A client whose server 0 is the one to ask."""
+    from gba_hvd.ps.client import Client
+
+    asked = contact(folder, timeout_s)
+    job = json.loads((folder / "ps.json").read_text())["job"]
+    client = Client(job, (folder / "key").read_bytes(), [asked.endpoint], asked.here, folder, timeout_s)
+    client.start()
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def running_jobs(bases: Sequence[Path]) -> list[dict[str, Any]]:
+    """By name and start: what the boards of living jobs say, and "dir"."""
+    from gba_hvd.shm import job_board
+
+    found: dict[Path, dict[str, Any]] = {}
+    for base in bases:
+        for folder in _jobs(base):
+            told = job_board.read(folder) or {"name": "", "job": _id_of(folder), "mode": "beginning"}
+            found[folder.resolve()] = {**told, "dir": str(folder.parent)}
+    return sorted(found.values(), key=lambda job: (job["name"], job.get("started_unix_s", 0.0)))
+
+
+def report_of(folder: Path, timeout_s: float) -> dict[str, Any]:
+    """What the job's server reports, and what its board says beside that; of a job without servers, the board alone."""
+    from gba_hvd.errors import BadInput
+    from gba_hvd.shm import job_board
+
+    told = job_board.read(folder)
+    if told is not None and (told.get("mode") == job_board.ENDING or told.get("waits_for_servers")):
+        return told  # the job's server is going, or not there yet
+    if (folder / "ps.json").exists():
+        return {**(told or {}), **ask_status(folder, timeout_s)}
+    if told is not None:
+        return told
+    with _a_job_that_ends(folder):
+        os.stat(folder / "alive")
+    raise BadInput(f"job {_id_of(folder)!r} is beginning: its workers have not formed a world yet; look again later")
+
+
+def ask_status(folder: Path, timeout_s: float) -> dict[str, Any]:
+    """What the server reports: plain values; `mode` is always there."""
+    from gba_hvd.ps.messages import Status, StatusReport
+
+    with _a_job_that_ends(folder), connection(folder, timeout_s) as client:
+        body = client.call(0, Status()).body
+    assert isinstance(body, StatusReport)
+    return body.report
+
+
+def ask_switch(folder: Path, mode: str, reason: str, timeout_s: float) -> None:
+    from gba_hvd.ps.messages import SwitchTo
+
+    with _a_job_that_ends(folder), connection(folder, timeout_s) as client:
+        client.call(0, SwitchTo(mode, reason))
+
+
+@contextmanager
+def _a_job_that_ends(folder: Path) -> Iterator[None]:
+    """The folder may go at any moment; whatever then fails means the same."""
+    from gba_hvd.errors import BadInput, GbaError
+
+    try:
+        yield
+    except (GbaError, OSError) as error:
+        if folder.exists():
+            raise
+        raise BadInput(f"job {folder.name.removeprefix(_PREFIX)!r} has just ended") from error
+
+
+def user_name() -> str:
+    import getpass
+
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container without a user database
+        return "the operator"

@@ -1,0 +1,105 @@
+"""A server without sockets: the ledger that hands out work and decides steps, and the part that applies them.
+
+Both are the code of real servers, as are the weights, the rule, the row optimizer and the files; what a coordinator
+does between them is done here at once. Owns a temporary folder with the shard memory and the dense part.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gba_hvd.embedding.row_gradients import RowGrad, pack_by_owner
+from gba_hvd.epoch import Account, Cut
+from gba_hvd.errors import GbaError, NonFiniteGradient
+from gba_hvd.ps.coordinator.coordinator import weighed
+from gba_hvd.ps.coordinator.discipline import Discipline
+from gba_hvd.ps.coordinator.ledger import Lease, Ledger
+from gba_hvd.ps.messages import Apply, Endpoint, Enter, NotFinite, Position
+from gba_hvd.ps.partition.partition import Limits, Part
+from gba_hvd.shm.shard_memory import ShardMemory
+from gba_hvd.update_rules import KNOWS_WORKERS
+from recovery import state_codec
+
+from .tasks import Task
+
+_NO_LIMIT = Limits(buffer_bytes=1 << 50)
+
+
+class SimulatedServer:
+    """A context manager; entering makes the folder, leaving removes it.
+
+    optimizer: as of `torch_optimizers.spec_of`; its groups have equal parts of the dense values
+    """
+
+    def __init__(
+        self, task: Task, cut: Cut, discipline: Discipline, rule: str, optimizer: dict[str, Any], workers: int
+    ) -> None:
+        self._task, self._cut, self._rule, self._optimizer = task, cut, rule, optimizer
+        self._workers = list(range(workers))
+        self._discipline = discipline
+        self._lrs = [float(group["lr"]) for group in optimizer["groups"]]
+        self.ledger = Ledger(cut, discipline, epoch=0, steps_done=0, step=0, account=Account())
+        for worker in self._workers:
+            self.ledger.join(worker)
+        self.diverged = ""  # why nothing more is applied
+
+    def __enter__(self) -> SimulatedServer:
+        self._folder = tempfile.TemporaryDirectory(prefix="gba-hvd-simulated-")
+        folder, layout = Path(self._folder.name), self._task.layout
+        with open(folder / "shards", "wb") as file:
+            file.truncate(layout.n_bytes)
+        self.memory = ShardMemory.attach(folder, layout)
+        for shard in range(layout.n_shards):
+            self.memory.init_shard(shard, 0)
+        self._task.use(self.memory)
+        n_groups = len(self._optimizer["groups"])
+        tensors = [(f"dense {group}", [len(self._task.start) // n_groups], group) for group in range(n_groups)]
+        enter = Enter(
+            generation=1, servers=[Endpoint(0, 0, "", 0, 0)], me=0, shard_servers=[0] * layout.n_shards,
+            position=Position(), n_samples=self._cut.n_samples, global_batch=self._cut.global_batch,
+            micro_batch=self._cut.micro_batch, discipline=vars(self._discipline).copy(), row_average="global",
+            row_lr=self._task.row_optimizer.lr, lrs=self._lrs, tensors=tensors,
+            optimizer=self._optimizer, workers=[(worker, worker, 0, 0) for worker in self._workers], rule=self._rule,
+        )  # fmt: skip
+        frames = [self._task.start.tobytes(), state_codec.encode([{} for _ in tensors])]
+        optimizer = self._task.row_optimizer
+        self.part = Part.begin(enter, frames, folder / "dense", self.memory, optimizer, _NO_LIMIT)
+        self._to_me = np.zeros(layout.n_shards, np.int32)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.part.close()
+        self.memory.close()
+        self._folder.cleanup()
+
+    def lease(self, worker: int, request: int) -> Lease | None:
+        found = self.ledger.lease(worker, request)
+        return found if isinstance(found, Lease) else None
+
+    def push(self, worker: int, lease: Lease, dense: np.ndarray, rows: Sequence[RowGrad], dense_step: int) -> int:
+        """A push arrives; what it completes is applied. Returns how many steps that were."""
+        message = pack_by_owner(rows, self._to_me, 1)[0]
+        frames = [bytearray(dense.tobytes()), bytearray(message.tobytes())]
+        try:
+            self.part.push(lease.micro, lease.serial, frames, dense_step, worker)
+        except NotFinite as error:
+            self.diverged = str(error)
+            return 0
+        self.ledger.accept(worker, lease.micro, lease.serial)
+        before = self.ledger.step
+        while not self.diverged and (plan := self.ledger.next_step()) is not None:
+            members, scale = weighed(plan, self._cut.micro_batch, self._discipline)
+            living = self._workers if self._rule in KNOWS_WORKERS else []
+            oldest = self.ledger.oldest_serial
+            row_lr = self._task.row_optimizer.lr
+            applied = self.part.apply(Apply(1, plan.step, members, scale, row_lr, self._lrs, oldest, living))
+            if applied.failed and NonFiniteGradient.__name__ not in applied.failed:
+                raise GbaError(applied.failed)
+            self.diverged = applied.failed
+            self.ledger.applied(plan.step)
+        return self.ledger.step - before
