@@ -258,7 +258,7 @@ from pathlib import Path
 folder, index, point, after = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 lock = open(folder / f"ps-{index}.lock", "a")
 fcntl.flock(lock, fcntl.LOCK_EX)
-from gba_hvd.ps import server
+from gba_hvd.ps.server import server
 from gba_hvd.ps.coordinator.coordinator import Coordinator
 from gba_hvd.ps.partition.dense_part import DensePart
 from gba_hvd.ps.partition.partition import Part
