@@ -137,6 +137,29 @@ def test_modules_in_backticks_exist(page: Path) -> None:
     assert not {dotted for dotted in named if not names_what_exists(dotted)}
 
 
+LAYOUT_COLUMN = 38  # of the layout in DESIGN.md: names stand left of it, what they are right of it
+
+
+def layout() -> dict[str, set[str]]:
+    """For each top folder of the layout in DESIGN.md the names in it; folders with a slash."""
+    block = (ROOT / "DESIGN.md").read_text().split("## Layout")[1].split("```")[1]
+    found: dict[str, set[str]] = {}
+    for part in re.split(r"^(?=\w)", block.strip("\n"), flags=re.MULTILINE)[1:]:
+        top, *lines = part.splitlines()
+        found[top.split("/")[0]] = {word for line in lines for word in line[:LAYOUT_COLUMN].split()}
+    return found
+
+
+@pytest.mark.parametrize("top", ["gba_hvd", "recovery", "tools"])
+def test_the_layout_names_what_is_there(top: str) -> None:
+    modules = [path for path in (ROOT / top).rglob("*.py") if path.stem != "__init__"]
+    packages = {path.parent for path in (ROOT / top).rglob("__init__.py")} - {ROOT / top}
+    there = {path.stem for path in modules} | {f"{path.name}/" for path in packages}
+    first = {path.stem for path in modules if path.parent == ROOT / top}
+    first |= {f"{path.name}/" for path in packages if path.parent == ROOT / top}
+    assert first <= layout()[top] <= there
+
+
 # --- the reference ----------------------------------------------------------------------------------------------------
 
 
