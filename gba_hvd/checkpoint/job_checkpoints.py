@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from torch import Tensor
 
 from gba_hvd.callbacks import Event
@@ -33,7 +34,7 @@ from gba_hvd.comm.wait_notices import Patience
 from gba_hvd.config import checked_job_id
 from gba_hvd.errors import BadInput
 from gba_hvd.modes.parameter_server import GbaMode
-from gba_hvd.ps.messages import Hold, Save, Saved
+from gba_hvd.ps.messages import Hold, Save, SaveAbout, Saved, SaveFacts, SavePlan, SaveSettings
 from gba_hvd.ps.worker.host_server import LocalServer
 from gba_hvd.shm.checkpoint_rows import MemoryRows, schema_of
 from gba_hvd.shm.shard_memory import ShardMemory
@@ -205,8 +206,7 @@ class Checkpoints:
     def hold(self, line: LocalServer, part: int, n_parts: int) -> None:
         """On each host's lead: its server is told of this world; the chief's gives the claim's signs of life."""
         assert self._claim is not None
-        facts = asdict(self._claim), self.callback.settings(), self._about("allreduce"), self.first_epoch
-        line.hold(Hold(*facts, part, n_parts))
+        line.hold(Hold(self._claim, self._save_settings, self._about("allreduce"), self.first_epoch, part, n_parts))
 
     def release(self) -> None:
         """On the chief, at the end: whoever comes next need not wait."""
@@ -310,8 +310,8 @@ class Checkpoints:
         saved = None if engine.line is None else engine.line.saved
         if engine.world.rank and saved is not None and saved.state == "failed" and saved.number > self._part_told:
             self._part_told, numbers[2] = saved.number, 1.0
-            text = f"this host's part of the checkpoint of step {saved.number} was not saved: {saved.facts['why']}"
-            data = {"why": saved.facts["why"], "rank": engine.world.rank}
+            text = f"this host's part of the checkpoint of step {saved.number} was not saved: {saved.facts.why}"
+            data = {"why": saved.facts.why, "rank": engine.world.rank}
             engine.emit(Event("checkpoint_failed", engine.step, text, data, "warning"), only_here=True)
 
     def hear(self, agreed: Sequence[float]) -> None:
@@ -320,7 +320,7 @@ class Checkpoints:
         self.waiting = ["the checkpoint that is due"] if agreed[0] > 0 and agreed[3] else []
         if agreed[2] > 0 and self._engine.world.rank == 0 and self._asked_s is not None:
             why = "the server of another host did not save its part (the log of that host's workers says why)"
-            self.follow(Saved(0, self._asked_number, "failed", {"why": why}))
+            self.follow(Saved(0, self._asked_number, "failed", SaveFacts(why=why)))
 
     def is_due_at(self, step: int) -> bool:
         now = time.monotonic()
@@ -331,43 +331,43 @@ class Checkpoints:
     def is_due(self) -> bool:
         return self._due
 
-    def plan(self) -> dict[str, Any]:
+    def plan(self) -> SavePlan:
         """What is to be saved now: the chief's word to all."""
         engine = self._engine
         assert self._claim is not None
         wanted = self.callback.config.policy if self._pace is None else self._pace.kind
         kind, why = planner.next_kind(self._chain, wanted)
-        return {
-            "epoch": self._claim.epoch,
-            "first_epoch": self.first_epoch,
-            "number": engine.step,
-            "kind": kind,
-            "parent": None if kind == "full" else self._newest,
-            "step": engine.step,
-            "samples": engine.account.applied,
-            "about": {"why": why, **self._about("allreduce")},
-            "supersedes": True,  # of what was asked for before nothing is waited for any more
-        }
+        return SavePlan(
+            epoch=self._claim.epoch,
+            number=engine.step,
+            kind=kind,
+            parent=None if kind == "full" else self._newest,
+            step=engine.step,
+            samples=engine.account.applied,
+            about=self._about("allreduce", why),
+            first_epoch=self.first_epoch,
+        )
 
-    def _about(self, mode: str) -> dict[str, Any]:
+    def _about(self, mode: str, why: str = "") -> SaveAbout:
         engine = self._engine
-        return {
-            "job": engine.job_id,
-            "mode": mode,
-            "global_batch": engine.global_batch,
-            "micro_batch": engine.micro_batch,
-            "n_servers": self._n_hosts,
-            "given": asdict(self.callback.given),
+        return SaveAbout(
+            why=why,
+            job=engine.job_id,
+            mode=mode,
+            global_batch=engine.global_batch,
+            micro_batch=engine.micro_batch,
+            n_servers=self._n_hosts,
+            given=asdict(self.callback.given),
             **self._seen().told(),
-            "compression": self._compressor,
-        }
+            compression=self._compressor,
+        )
 
-    def save(self, plan: dict[str, Any], line: LocalServer | None, part: int, n_parts: int, state: bytes) -> None:
+    def save(self, plan: SavePlan, line: LocalServer | None, part: int, n_parts: int, state: bytes) -> None:
         """Ask this host's server for its part, if this worker leads the host."""
-        self._due, self._asked_s, self._asked_number = False, time.monotonic(), plan["number"]
-        self.callback.began(plan["step"], self._asked_s)
-        if line is not None:  # credentials and claim stay on each host: all know them
-            line.save(Save(part=part, n_parts=n_parts, **plan, **self._own_facts()), state)
+        self._due, self._asked_s, self._asked_number = False, time.monotonic(), plan.number
+        self.callback.began(plan.step, self._asked_s)
+        if line is not None:
+            line.save(self._request(plan, part, n_parts), state)
 
     @property
     def is_strict(self) -> bool:
@@ -379,9 +379,23 @@ class Checkpoints:
         while line is not None and not line.has_read(step) and time.monotonic() < until_s:
             time.sleep(_LOOK_S)
 
-    def _own_facts(self) -> dict[str, Any]:
+    def _request(self, plan: SavePlan, part: int, n_parts: int, generation: int = 0) -> Save:
+        """Credentials and claim are not in the plan: they stay on each host, and all know them."""
         assert self._claim is not None
-        return {"settings": self.callback.settings(), "claim": asdict(self._claim)}
+        return Save(
+            **msgspec.structs.asdict(plan),
+            part=part,
+            n_parts=n_parts,
+            settings=self._save_settings,
+            claim=self._claim,
+            generation=generation,
+            supersedes=True,  # of what was asked for before nothing is waited for any more
+        )
+
+    @property
+    def _save_settings(self) -> SaveSettings:
+        callback = self.callback
+        return SaveSettings(callback.url, callback.storage_options, callback.config, callback.last_gasp_s)
 
     # --- asynchronous modes ------------------------------------------------------------------------------------------
 
@@ -398,11 +412,11 @@ class Checkpoints:
     def save_asynchronously(self, mode: GbaMode, snapshot: bytes) -> None:
         """The coordinator has all servers save at its next moment between two steps. On the chief."""
         started, plan = time.monotonic(), self.plan()
-        plan["about"]["mode"] = mode.name
+        plan.about.mode = mode.name
         mode.before_save()
-        self._asked_s, self._asked_number = time.monotonic(), plan["number"]
+        self._asked_s, self._asked_number = time.monotonic(), plan.number
         self.callback.began(self._engine.step, self._asked_s)
-        request = Save(part=0, n_parts=1, generation=mode.session.generation, **plan, **self._own_facts())
+        request = self._request(plan, 0, 1, mode.session.generation)
         mode.contact.asked_to_save(request.epoch, request.number)
         mode.client.send(0, request, [snapshot]).add_done_callback(mode.contact.save_answered)
         self.stood_still(time.monotonic() - started)
@@ -419,7 +433,7 @@ class Checkpoints:
         if self._engine.world.rank != 0 or (told.state == "done" and told.number >= step):
             return ""
         if told.state == "failed" and told.number >= step:
-            return str(told.facts["why"])
+            return told.facts.why
         return "nothing was heard of it"
 
     def await_quiet(self, heard: Callable[[], Saved | None], timeout_s: float) -> None:
@@ -468,22 +482,24 @@ class Checkpoints:
         self._told, self._asked_s, self._running_s = saved, None, 0.0
         self.callback.done(saved.number)
         if saved.state == "failed":
-            self._last_failure = str(saved.facts["why"])
-            self._tell_failure(f"the checkpoint of step {saved.number} was not saved: {saved.facts['why']}")
+            self._last_failure = saved.facts.why
+            self._tell_failure(f"the checkpoint of step {saved.number} was not saved: {saved.facts.why}")
             self._chain = planner.Chain(self._chain.base_bytes, self._chain.partial_bytes, trusted=False)
             return
         self._good_s, self._good_step, self._last_failure = began_s, saved.number, ""
         self.saved_step = saved.number
-        facts, n_bytes = saved.facts, int(saved.facts["n_bytes"])
-        self._newest = facts["manifest"]
-        self._measured = self._measured.saved(facts["kind"], facts["seconds"], n_bytes, self._chain.base_bytes)
-        if facts["kind"] == "full":
+        facts, n_bytes = saved.facts, saved.facts.n_bytes
+        self._newest = facts.manifest
+        self._measured = self._measured.saved(facts.kind, facts.seconds, n_bytes, self._chain.base_bytes)
+        if facts.kind == "full":
             self._chain = planner.Chain(n_bytes)
         else:
             chain = self._chain
             self._chain = planner.Chain(chain.base_bytes, chain.partial_bytes + n_bytes, n_bytes)
-        text = f"step {saved.number} saved ({facts['kind']}): {n_bytes / 1e6:,.1f} MB in {facts['seconds']:.2f} s"
-        engine.emit(Event("checkpoint", engine.step, text, {**facts, "stall_s": self._measured.stall_s}))
+        text = f"step {saved.number} saved ({facts.kind}): {n_bytes / 1e6:,.1f} MB in {facts.seconds:.2f} s"
+        engine.emit(
+            Event("checkpoint", engine.step, text, {**facts.of_checkpoint(), "stall_s": self._measured.stall_s})
+        )
         self.plan_pace(self._n_hosts)
 
     def look_at_age(self, why_not_ready: Callable[[], str]) -> None:

@@ -6,13 +6,13 @@ When one is due is decided by `checkpoints`, from what travels with the commit (
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from gba_hvd.callbacks import Event
@@ -21,6 +21,7 @@ from gba_hvd.elastic.training_state import TrainingState
 from gba_hvd.errors import LastCheckpointFailed
 from gba_hvd.membership import Joined
 from gba_hvd.modes.parameter_server import GbaMode
+from gba_hvd.ps.messages import SavePlan
 from gba_hvd.ps.worker.host_server import LocalServer
 from gba_hvd.shm.retained_state import StateKeeper
 from gba_hvd.training.engine import Engine
@@ -126,15 +127,15 @@ class Saving:
         assert checkpoints is not None
         is_chief, word, started = engine.world.rank == 0, b"null", time.perf_counter()
         if is_chief and (again or not checkpoints.has(engine.step)):
-            word = json.dumps(checkpoints.plan()).encode()
-        plan = json.loads(engine.world.broadcast("save", word if is_chief else None, 0))
+            word = msgspec.json.encode(checkpoints.plan())
+        plan = msgspec.json.decode(engine.world.broadcast("save", word if is_chief else None, 0), type=SavePlan | None)
         if plan is not None:
             residual = {} if engine.compression is None else engine.compression.state(engine.world)
             random = {"random": rng_state.of_all(engine.world)}
             state = state_codec.encode({**self._state.state_dict(), **residual, **random}) if is_chief else b""
             checkpoints.save(plan, self._line, *self._part, state)
             if checkpoints.is_strict:
-                checkpoints.await_read(self._line, plan["number"])
+                checkpoints.await_read(self._line, plan.number)
                 engine.world.gather("read", np.zeros(1, dtype=np.int64))
             checkpoints.stood_still(time.perf_counter() - started)
         return plan is not None

@@ -30,10 +30,14 @@ from gba_hvd.ps.messages import (
     Refused,
     Request,
     Save,
+    SaveAbout,
     Saved,
+    SaveSettings,
 )
 from gba_hvd.ps.state_files import Records
 from recovery import state_codec
+from recovery.catalog.claims import Claim
+from recovery.config import Config
 
 GENERATION, WORKER, MICRO_BATCH = 5, 1, 8
 
@@ -229,7 +233,8 @@ def test_a_checkpoint_waits_until_all_servers_have_the_step_and_comes_before_the
     scene.compute_a_step()
     scene.stepping.advance()
     scene.compute_a_step()
-    scene.stepping.save(Save(0, 0, 0, 1, "full", None, 0, 0, {}, {}, {}, GENERATION), b"")
+    settings, claim = SaveSettings("/place", {}, Config()), Claim(0, "job", "00000000")
+    scene.stepping.save(Save(0, 0, 0, 1, "full", None, 0, 0, settings, claim, SaveAbout(), GENERATION), b"")
     assert scene.stepping.save_waits
     assert scene.stepping.to_go_on_from() is None
     assert scene.saves == []
