@@ -80,8 +80,8 @@ class Checkpointer:
         self._claim: Claim | None = None
         self._lineage = Lineage(self._store, self._selection)
         self._number = 0
-        self._requests = SaveRequests(self._config, self._tell, clock)
         self._queue: queue.SimpleQueue[SaveRequest | None] = queue.SimpleQueue()
+        self._requests = SaveRequests(self._config, self._tell, clock, self._queue.put)
         self._died: BaseException | None = None
         self._cancel, self._leaving = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
@@ -162,7 +162,7 @@ class Checkpointer:
             raise BadInput("a checkpointer saves between `with` and its end only")
         if self._died is not None:
             raise self._died
-        return self._requests.begin(self._queue.put, step, samples, state, kind, about)
+        return self._requests.begin(step, samples, state, kind, about)
 
     def restore(self, shards: Sequence[int] | None = None, *, now: Now | None = None) -> Report | None:
         """Fill the rows of these shards, or of all that are here, from the newest good checkpoint; None: there is none.
@@ -213,16 +213,8 @@ class Checkpointer:
         kind, why = ("full", "full: asked for") if request.kind == "full" else self._lineage.next_kind(request.kind)
         parent = None if kind == "full" or self._lineage.chain is None else self._lineage.chain.newest.name
         self._number += 1  # a save that is tried again takes another number, so its blobs other names
-        place = SavePlace(
-            self._claim.epoch,
-            self._number,
-            kind,
-            parent,
-            request.step,
-            request.samples,
-            self._rows.schema,
-            request.about,
-        )
+        what = (kind, parent, request.step, request.samples, self._rows.schema, request.about)
+        place = SavePlace(self._claim.epoch, self._number, *what)
         written = save_part(
             self._rows,
             self._selection,

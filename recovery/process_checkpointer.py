@@ -128,7 +128,7 @@ class ProcessCheckpointer:
         self._tell, self._config = Teller(self.url, on_event), config
         self._start = start
         self._newest: Manifest | None = None
-        self._requests = SaveRequests(config, self._tell, time.monotonic)
+        self._requests = SaveRequests(config, self._tell, time.monotonic, self._begin_save)
         self._entered = self._left = False
         self._number = 0
         self._lock = threading.Lock()  # of the two below: threads send, hear, and end a child
@@ -178,14 +178,12 @@ class ProcessCheckpointer:
     ) -> Handle:
         """Start to save, and return; in strict mode, when the last row was read. See `Checkpointer.save`."""
         self._require_inside()
-        return self._requests.begin(self._begin_save, step, samples, state, kind, about)
+        return self._requests.begin(step, samples, state, kind, about)
 
     def _begin_save(self, request: SaveRequest) -> None:
         self._number += 1
-        message = Save(
-            self._number, request.step, request.samples, request.kind, request.about, request.state is not None
-        )
-        self._ask(_Asked(message, request.handle.future, request))
+        what = (request.step, request.samples, request.kind, request.about, request.state is not None)
+        self._ask(_Asked(Save(self._number, *what), request.handle.future, request))
 
     def restore(self, shards: Sequence[int] | None = None, *, now: Now | None = None) -> Report | None:
         """As `Checkpointer.restore`. Nobody else may use the rows until this returns."""

@@ -33,21 +33,16 @@ class SaveRequest:
 class SaveRequests:
     """last: handle of the newest request that was begun. fenced: raised by every later request."""
 
-    def __init__(self, config: Config, tell: Teller, clock: Callable[[], float]) -> None:
-        self._config, self._tell, self._clock = config, tell, clock
+    def __init__(
+        self, config: Config, tell: Teller, clock: Callable[[], float], carry_out: Callable[[SaveRequest], None]
+    ) -> None:
+        """carry_out: called with each request, and returns at once."""
+        self._config, self._tell, self._clock, self._carry_out = config, tell, clock, carry_out
         self.last: Handle | None = None
         self.fenced: Fenced | None = None
 
-    def begin(
-        self,
-        carry_out: Callable[[SaveRequest], None],
-        step: int,
-        samples: int,
-        state: Any,
-        kind: str | None,
-        about: Mapping[str, Any] | None,
-    ) -> Handle:
-        """As `Checkpointer.save`. carry_out: called with the request, and returns at once."""
+    def begin(self, step: int, samples: int, state: Any, kind: str | None, about: Mapping[str, Any] | None) -> Handle:
+        """As `Checkpointer.save`."""
         if self.fenced is not None:
             raise self.fenced
         if kind not in (None, "full", self._config.policy):
@@ -61,7 +56,7 @@ class SaveRequests:
         encoded = None if state is None else state if isinstance(state, bytes) else state_codec.encode(state)
         self.last, kind = handle, kind or self._config.policy
         stall_s = self._clock() - asked_s
-        carry_out(SaveRequest(handle, step, samples, encoded, kind, dict(about or {}), asked_s, stall_s))
+        self._carry_out(SaveRequest(handle, step, samples, encoded, kind, dict(about or {}), asked_s, stall_s))
         if self._config.strict:
             handle.read_all.wait()
         return handle

@@ -443,19 +443,6 @@ class SaveAbout(msgspec.Struct, omit_defaults=True):
         return self.compression not in ("", "none")
 
 
-class SavePlan(msgspec.Struct):
-    """What the chief has decided of a save, the same for all hosts. kind, parent, about: as in `Manifest`."""
-
-    epoch: int
-    number: int
-    kind: str
-    parent: str | None
-    step: int
-    samples: int
-    about: SaveAbout
-    first_epoch: int
-
-
 class Hold(Struct):
     """Renew this claim until another one comes.
 
@@ -471,27 +458,34 @@ class Hold(Struct):
     n_parts: int = 1
 
 
-class Save(Struct):
-    """Save the shards that are here, as one part of a checkpoint. Frame: what it has beside rows (part 0 only).
+class SavePlan(Struct, kw_only=True):
+    """What the chief has decided of a save, the same for all hosts.
 
     kind, parent, about: as in `recovery.format.manifest.Manifest`
-    generation: of the asynchronous mode; its servers add the dense state themselves. 0 in allreduce mode
     first_epoch: of the job: what was saved since then is its own, and may expire
     """
 
     epoch: int
     number: int
-    part: int
-    n_parts: int
     kind: str
     parent: str | None
     step: int
     samples: int
+    about: SaveAbout
+    first_epoch: int = 0
+
+
+class Save(SavePlan, kw_only=True):
+    """Save the shards that are here, as one part of a checkpoint. Frame: what it has beside rows (part 0 only).
+
+    generation: of the asynchronous mode; its servers add the dense state themselves. 0 in allreduce mode
+    """
+
+    part: int
+    n_parts: int
     settings: SaveSettings
     claim: Claim
-    about: SaveAbout
     generation: int = 0
-    first_epoch: int = 0
     supersedes: bool = False  # whoever asks has given up the save under way: it is cancelled
 
 

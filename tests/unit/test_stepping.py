@@ -233,8 +233,11 @@ def test_a_checkpoint_waits_until_all_servers_have_the_step_and_comes_before_the
     scene.compute_a_step()
     scene.stepping.advance()
     scene.compute_a_step()
-    settings, claim = SaveSettings("/place", {}, Config()), Claim(0, "job", "00000000")
-    scene.stepping.save(Save(0, 0, 0, 1, "full", None, 0, 0, settings, claim, SaveAbout(), GENERATION), b"")
+    request = Save(
+        epoch=0, number=0, part=0, n_parts=1, kind="full", parent=None, step=0, samples=0, about=SaveAbout(),
+        settings=SaveSettings("/place", {}, Config()), claim=Claim(0, "job", "00000000"), generation=GENERATION,
+    )  # fmt: skip
+    scene.stepping.save(request, b"")
     assert scene.stepping.save_waits
     assert scene.stepping.to_go_on_from() is None
     assert scene.saves == []
