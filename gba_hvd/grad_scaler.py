@@ -52,7 +52,7 @@ class _DistributedScaler(torch.amp.GradScaler):
         if self._is_unscaled:
             raise RuntimeError("unscale_() has already been called on this optimizer for this micro-batch.")
         self._is_unscaled = True
-        self.engine.unscale_(1.0 / self.get_scale())
+        self.engine.model.unscale_(1.0 / self.get_scale())
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         """Take in one micro-batch: as `optimizer.step`, with gradients without the scale. loss: the loss without it."""
@@ -109,8 +109,8 @@ class _DistributedScaler(torch.amp.GradScaler):
             super().load_state_dict(scale.describe() | {"_growth_tracker": scale.growth_tracker})
 
     def _scale_of_engine(self) -> LossScale:
-        assert self.engine.loss_scale is not None
-        return self.engine.loss_scale
+        assert self.engine.model.loss_scale is not None
+        return self.engine.model.loss_scale
 
     def _check(self, optimizer: torch.optim.Optimizer, what: str) -> None:
         if optimizer is not self.optimizer:

@@ -24,7 +24,6 @@ own; the model keeps those of the first thread, and the user is told once.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import warnings
 from collections import deque
@@ -37,12 +36,11 @@ from torch import Tensor, nn
 
 from gba_hvd.averaging.shared_model import SharedModel
 from gba_hvd.batches import Dataset, batches
+from gba_hvd.dense_gradients import DenseGradients
 from gba_hvd.elastic import TorchState
 from gba_hvd.embedding.tables import RemoteRows
 from gba_hvd.errors import BadInput, GbaError
-from gba_hvd.modes.model_averaging import ReplicaMode
-from gba_hvd.switching import handover
-from gba_hvd.training.engine import Micro
+from gba_hvd.training.mode import MicroBatch, SharesReplica
 
 Compute = Callable[[nn.Module, Any], Tensor | float | None]
 
@@ -73,7 +71,7 @@ def hogwild(dataset: Dataset, state: TorchState, compute: Compute, *, n_threads:
     if isinstance(n_threads, bool) or not isinstance(n_threads, int) or n_threads < 1:
         raise BadInput(f"n_threads must be a whole number, 1 or more, got {n_threads!r}")
     engine, optimizer = state.engine, cast(Any, state.optimizer)
-    if engine.loss_scale is not None:
+    if engine.model.loss_scale is not None:
         raise BadInput(
             "hogwild cannot scale losses: its threads step without a GradScaler. Leave grad_scaler out of "
             "DistributedOptimizer, or loop over gba_hvd.batches"
@@ -82,7 +80,7 @@ def hogwild(dataset: Dataset, state: TorchState, compute: Compute, *, n_threads:
     micro_batches = batches(dataset, state, **how)
     try:
         for batch in micro_batches:
-            if n_threads > 1 and isinstance(engine.mode, ReplicaMode):
+            if n_threads > 1 and isinstance(engine.mode, SharesReplica):
                 threads.hand(batch, engine.mode)
                 continue
             threads.end()
@@ -102,7 +100,7 @@ def hogwild(dataset: Dataset, state: TorchState, compute: Compute, *, n_threads:
 class _Job:
     """One micro-batch for one thread."""
 
-    micro: Micro
+    micro: MicroBatch
     batch: Any
     remote: list[RemoteRows | None]
 
@@ -117,6 +115,7 @@ class _Threads:
     def __init__(self, state: TorchState, compute: Compute, n: int) -> None:
         self._state, self._engine, self._compute, self._n = state, state.engine, compute, n
         self._changed = threading.Condition()
+        self._mode: SharesReplica | None = None  # that the threads train in
         self._threads: list[threading.Thread] = []
         self._models: list[SharedModel] = []
         self._jobs: deque[_Job] = deque()
@@ -125,7 +124,7 @@ class _Threads:
         self._error: BaseException | None = None
         self._refused: list[tuple[int, str]] = []  # to be told by the calling thread
 
-    def hand(self, batch: Any, mode: ReplicaMode) -> None:
+    def hand(self, batch: Any, mode: SharesReplica) -> None:
         """Give the micro-batch that was begun to a thread; return when another is free. Raises what one raised."""
         if not self._threads:
             try:
@@ -133,9 +132,9 @@ class _Threads:
             except BadInput:
                 self.compute_failed = True  # no thread can compute: the loop is left
                 raise
-        mode.await_threads = self.rest
+        self._mode, mode.await_threads = mode, self.rest
         with self._changed:
-            self._jobs.append(_Job(self._engine.hand_out(), batch, self._engine.tables.remote))
+            self._jobs.append(_Job(mode.hand_to_thread(), batch, self._engine.model.tables.remote))
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._error is not None or len(self._busy) + len(self._jobs) < self._n)
         self._tell()
@@ -178,14 +177,13 @@ class _Threads:
     def leave_the_loop(self) -> None:
         """After a failure of the user's function: as if the loop over the batches had been left."""
         mode = self._engine.mode
-        if isinstance(mode, ReplicaMode) and mode.replica.is_open:
-            with contextlib.suppress(Exception):  # whatever fails here will be told where the servers are asked next
-                handover.take_dense_state(self._engine, mode, leaving=False, ended=False)
+        if isinstance(mode, SharesReplica):
+            mode.leave_loop()
 
     # -----------------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        model, trained, tables = self._state.model, self._engine.dense.parameters, self._engine.tables
+        model, trained, tables = self._state.model, self._engine.model.dense.parameters, self._engine.model.tables
         self._models = [SharedModel(model, trained, tables) for _ in range(self._n)]
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._threads = [
@@ -199,8 +197,8 @@ class _Threads:
         with self._changed:
             refused, self._refused = self._refused, []
         for micro, bad in refused:
-            self._engine.tell_refused(micro, bad)
-        self._engine.tell_decisions()
+            self._engine.reports.rejected(micro, bad)
+        self._engine.reports.compression()
         if self._error is not None:
             raise self._error
 
@@ -220,14 +218,18 @@ class _Threads:
         try:
             if gpu is not None:
                 torch.cuda.set_device(gpu)
-            with self._engine.tables.apart() as passes:
+            with self._engine.model.tables.apart() as passes:
                 while (job := self._next()) is not None:
                     passes.remote, of_compute = job.remote, True
                     loss = self._computed(job, model)
                     of_compute = False
-                    self._note_done(job.micro.index, self._engine.push_micro_batch(job.micro, loss, model.dense))
+                    self._note_done(job.micro.index, self._submit(job.micro, loss, model.dense))
         except BaseException as error:  # whatever it is, the calling thread raises it
             self._fail(error, of_compute)
+
+    def _submit(self, micro: MicroBatch, loss: Tensor | float | None, dense: DenseGradients) -> str:
+        assert self._mode is not None
+        return self._mode.submit_from_thread(micro, loss, dense)
 
     def _next(self) -> _Job | None:
         with self._changed:
@@ -260,6 +262,5 @@ class _Threads:
             if self._error is None:
                 self._error, self.compute_failed = error, of_compute
             self._changed.notify_all()
-        leases = self._engine.leases
-        if leases is not None:
-            leases.fail(error)  # the calling thread may be waiting for the next one
+        if self._mode is not None:
+            self._mode.fail_leases(error)  # the calling thread may be waiting for the next one

@@ -17,8 +17,9 @@ from gba_hvd.compression.spec import Compression, Spec, spec_of
 from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.errors import BadInput
 from gba_hvd.grad_scaler import distribute, scale_of
+from gba_hvd.switching.mode_limits import check_modes
 from gba_hvd.training.engine import Engine
-from gba_hvd.training.mode_limits import check_modes
+from gba_hvd.training.model import TrainedModel
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
@@ -73,8 +74,8 @@ class _Distributed(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the micro-batch (those of the step so far are kept elsewhere)."""
-        self.engine.dense.zero_()
-        self.engine.tables.zero_gradients()
+        self.engine.model.dense.zero_()
+        self.engine.model.tables.zero_gradients()
 
 
 def DistributedOptimizer(
@@ -142,7 +143,8 @@ def DistributedOptimizer(
     specs = spec_of(compression), spec_of(row_compression)
     clip = Clip(max_norm, max_row_norm)
     loss_scale = scale_of(grad_scaler)
-    engine = Engine(optimizer, tables, names, global_batch, micro_batch, row_average, *specs, clip, loss_scale)
+    model = TrainedModel(optimizer, tables, names, global_batch, micro_batch, row_average, *specs, clip, loss_scale)
+    engine = Engine(model)
     group: dict[str, Any] = {
         "params": [torch.zeros(0, requires_grad=True)],
         "lr": tables.optimizer.lr,
@@ -157,5 +159,5 @@ def DistributedOptimizer(
     if grad_scaler is not None and loss_scale is not None:
         distribute(grad_scaler, engine, optimizer)
         cast(Any, optimizer).grad_scaler = grad_scaler
-    engine.step_dense = cast(Any, super(_Distributed, optimizer)).step
+    model.step_dense = cast(Any, super(_Distributed, optimizer)).step
     return optimizer

@@ -124,7 +124,7 @@ class Rounds:
         """together: after a round in which every worker wants to stop, so that none is left waiting in Horovod.
 
         Returns whether the thread has ended in time and no round of its was lost; if not, the world has to be formed
-        anew before training uses it again, on all workers (`shadow.ReplicaMode.all_left_together`).
+        anew before training uses it again, on all workers (`shadow.ReplicaWorker.all_left_together`).
         """
         with self._changed:
             self._ending = "now" if not together or self._ending == "now" else "together"

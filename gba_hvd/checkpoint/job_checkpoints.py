@@ -24,7 +24,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from torch import Tensor
@@ -33,11 +33,13 @@ from gba_hvd.callbacks import Event
 from gba_hvd.comm.wait_notices import Patience
 from gba_hvd.config import checked_job_id
 from gba_hvd.errors import BadInput
-from gba_hvd.modes.parameter_server import GbaMode
 from gba_hvd.ps.messages import Hold, Save, SaveAbout, Saved, SaveFacts, SavePlan, SaveSettings
 from gba_hvd.ps.worker.host_server import LocalServer
+from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.shm.checkpoint_rows import MemoryRows, schema_of
 from gba_hvd.shm.shard_memory import ShardMemory
+from gba_hvd.training.commit_fields import StepParticipant
+from gba_hvd.training.engine import Engine
 from recovery.callback import CheckpointCallback
 from recovery.catalog import claims
 from recovery.catalog.chains import Chain, chains
@@ -49,24 +51,28 @@ from recovery.schedule.adaptive import Measured, Pace, pace
 from recovery.storage.open import open_store
 from recovery.storage.store import Store, check
 
-if TYPE_CHECKING:
-    from gba_hvd.training.engine import Engine
-
 _FORGET_S = 90.0  # a save of which nothing was heard for so long: the mode changed, or its server hangs
 _AGE_EVERY_S, _LATE_AT = 2.0, 2.0  # how often the newest one's age is told; how many intervals are too many
 _LOOK_S, _BEGIN_S = 0.05, 60.0
 _STORE_TIMEOUT_S = 20.0
-# They travel with the commit: the chief wants a checkpoint of this step; so many workers are to leave; so many hosts'
-# servers failed to save their part of the newest one; so many hosts' servers are not up.
-N_NUMBERS = 4
+# On a commit: the chief wants a checkpoint of this step; so many workers are to leave; so many hosts' servers failed to
+# save their part of the newest one; so many hosts' servers are not up.
+_N_FIELDS = 4
 
 
-class Checkpoints:
+def checkpoints_of(engine: Engine) -> Checkpoints | None:
+    """Those of the job, if it has a CheckpointCallback."""
+    return engine.participant(Checkpoints)
+
+
+class Checkpoints(StepParticipant):
     """One worker's part. Belongs to the training thread.
 
     What was saved last is known to the chief only: its successor begins with a save of all rows. The claim travels with
     the training state, so that a successor goes on under it; so does what was measured.
     """
+
+    name = "checkpoints"
 
     def __init__(self, engine: Engine, callback: CheckpointCallback) -> None:
         config = callback.config
@@ -163,7 +169,7 @@ class Checkpoints:
                 "other's. Give each job a place of its own; `gba-hvd checkpoint gc` removes what nobody needs"
             )
             told = {"before": before, "now": now}
-            self._engine.emit(Event("place_shared", self._engine.step, text, told, level="warning"))
+            self._engine.emit(Event("place_shared", self._engine.progress.step, text, told, level="warning"))
 
     def _others_since(self, claim: claims.Claim) -> bool:
         """Whether epochs between this job's last claim and this one are another's, as far as the claims say.
@@ -201,7 +207,7 @@ class Checkpoints:
         return restore(self.store, rows, config=config, now=now, with_state=False, is_wanted=is_mine)
 
     def _tell_failure(self, text: str) -> None:
-        self._engine.emit(Event("checkpoint_failed", self._engine.step, text, {"why": text}, "warning"))
+        self._engine.emit(Event("checkpoint_failed", self._engine.progress.step, text, {"why": text}, "warning"))
 
     def hold(self, line: LocalServer, part: int, n_parts: int) -> None:
         """On each host's lead: its server is told of this world; the chief's gives the claim's signs of life."""
@@ -262,14 +268,14 @@ class Checkpoints:
         if not self.callback.is_planned:
             return
         engine = self._engine
-        n_bytes = schema_of(engine.tables.layout).n_bytes
+        n_bytes = schema_of(engine.model.tables.layout).n_bytes
         found = pace(self._seen(), self.callback.given, n_bytes, n_hosts, self._pace)
         before, self._pace, self.callback.planned_s = self._pace, found, found.interval_s
         if found.plan is not None and (before is None or found.differs_from(before)):
             expected = found.plan.expected
             told = {"interval_s": found.interval_s, "kind": found.kind, "strategy": found.plan.strategy}
             told |= {"pls": expected.pls, "overhead": expected.overhead, "reason": found.reason}
-            engine.emit(Event("checkpoint_plan", engine.step, found.reason, told))
+            engine.emit(Event("checkpoint_plan", engine.progress.step, found.reason, told))
 
     def check_fits(self, about: Mapping[str, Any]) -> None:
         """Raises BadInput when this job cannot go on from the checkpoint.
@@ -279,7 +285,7 @@ class Checkpoints:
         """
         engine = self._engine
         for name in ("global_batch", "micro_batch"):
-            saved, mine = about.get(name), getattr(engine, name)
+            saved, mine = about.get(name), getattr(engine.model, name)
             if saved != mine:
                 raise BadInput(
                     f"the checkpoint at {self.store.url} is of a job with {name}={saved}, this one has {mine}: "
@@ -295,26 +301,28 @@ class Checkpoints:
 
     @property
     def _compressor(self) -> str:
-        compression = self._engine.compression
+        compression = self._engine.model.compression
         return "none" if compression is None else str(compression.spec)
 
     # --- allreduce mode ----------------------------------------------------------------------------------------------
 
-    def tell(self, numbers: Tensor) -> None:
-        """Before a commit, into this worker's share of what is summed."""
+    def n_fields(self) -> int:
+        return _N_FIELDS
+
+    def before_commit(self, fields: Tensor) -> None:
         engine = self._engine
-        if engine.world.rank == 0 and self.is_due_at(engine.step + 1):
-            numbers[0] = 1.0
-        numbers[1] = float(engine.leave_by_s is not None)
-        numbers[3] = float(engine.line is not None and not engine.line.is_ready())
-        saved = None if engine.line is None else engine.line.saved
+        if engine.world.rank == 0 and self.is_due_at(engine.progress.step + 1):
+            fields[0] = 1.0
+        fields[1] = float(engine.signals.preempt_deadline_s is not None)
+        fields[3] = float(engine.host.server is not None and not engine.host.server.is_ready())
+        saved = None if engine.host.server is None else engine.host.server.saved
         if engine.world.rank and saved is not None and saved.state == "failed" and saved.number > self._part_told:
-            self._part_told, numbers[2] = saved.number, 1.0
+            self._part_told, fields[2] = saved.number, 1.0
             text = f"this host's part of the checkpoint of step {saved.number} was not saved: {saved.facts.why}"
             data = {"why": saved.facts.why, "rank": engine.world.rank}
-            engine.emit(Event("checkpoint_failed", engine.step, text, data, "warning"), only_here=True)
+            engine.emit(Event("checkpoint_failed", engine.progress.step, text, data, "warning"), only_here=True)
 
-    def hear(self, agreed: Sequence[float]) -> None:
+    def after_commit(self, agreed: Sequence[float]) -> None:
         """What is due waits for servers that are not up; training does not."""
         self._due, self.somebody_leaves = agreed[0] > 0 and not agreed[3], agreed[1] > 0
         self.waiting = ["the checkpoint that is due"] if agreed[0] > 0 and agreed[3] else []
@@ -339,11 +347,11 @@ class Checkpoints:
         kind, why = planner.next_kind(self._chain, wanted)
         return SavePlan(
             epoch=self._claim.epoch,
-            number=engine.step,
+            number=engine.progress.step,
             kind=kind,
             parent=None if kind == "full" else self._newest,
-            step=engine.step,
-            samples=engine.account.applied,
+            step=engine.progress.step,
+            samples=engine.progress.account.applied,
             about=self._about("allreduce", why),
             first_epoch=self.first_epoch,
         )
@@ -352,10 +360,10 @@ class Checkpoints:
         engine = self._engine
         return SaveAbout(
             why=why,
-            job=engine.job_id,
+            job=engine.job.id,
             mode=mode,
-            global_batch=engine.global_batch,
-            micro_batch=engine.micro_batch,
+            global_batch=engine.model.global_batch,
+            micro_batch=engine.model.micro_batch,
             n_servers=self._n_hosts,
             given=asdict(self.callback.given),
             **self._seen().told(),
@@ -399,23 +407,23 @@ class Checkpoints:
 
     # --- asynchronous modes ------------------------------------------------------------------------------------------
 
-    def is_due_before_a_leave(self, mode: GbaMode) -> bool:
+    def is_due_before_a_leave(self, mode: PsWorker) -> bool:
         """A worker was told to leave, and what is saved is older than that."""
-        if not (mode.contact.somebody_leaves or self._engine.leave_by_s is not None):
+        if not (mode.contact.somebody_leaves or self._engine.signals.preempt_deadline_s is not None):
             self._leave_step = None
             return False
         if self._leave_step is None:
-            self._leave_step = self._engine.step
+            self._leave_step = self._engine.progress.step
         is_saved = self._told.state == "done" and self._told.number >= self._leave_step
         return not is_saved and self._asked_s is None
 
-    def save_asynchronously(self, mode: GbaMode, snapshot: bytes) -> None:
+    def save_asynchronously(self, mode: PsWorker, snapshot: bytes) -> None:
         """The coordinator has all servers save at its next moment between two steps. On the chief."""
         started, plan = time.monotonic(), self.plan()
         plan.about.mode = mode.name
         mode.before_save()
         self._asked_s, self._asked_number = time.monotonic(), plan.number
-        self.callback.began(self._engine.step, self._asked_s)
+        self.callback.began(self._engine.progress.step, self._asked_s)
         request = self._request(plan, 0, 1, mode.session.generation)
         mode.contact.asked_to_save(request.epoch, request.number)
         mode.client.send(0, request, [snapshot]).add_done_callback(mode.contact.save_answered)
@@ -444,7 +452,7 @@ class Checkpoints:
             if self._engine.world.rank == 0:
                 self.follow(saved)
             is_quiet = not saved or saved.state != "running"
-            if self._engine.line is not None and self._engine.line.folder_lost:
+            if self._engine.host.server is not None and self._engine.host.server.folder_lost:
                 return
             if self._engine.world.rank == 0:
                 is_quiet = self._asked_s is None or (time.monotonic() - self._asked_s > _BEGIN_S and is_quiet)
@@ -458,8 +466,8 @@ class Checkpoints:
         """Wait until a checkpoint of this step or a later one, or this host's part of it, is saved, or has failed."""
         began_s = time.monotonic()
         while (saved := heard()) is None or saved.number < step or saved.state == "running":
-            if self._engine.line is not None and self._engine.line.folder_lost:
-                raise StoreError(self._engine.line.folder_lost)
+            if self._engine.host.server is not None and self._engine.host.server.folder_lost:
+                raise StoreError(self._engine.host.server.folder_lost)
             has_begun = saved is not None and saved.number >= step
             if time.monotonic() - began_s > (timeout_s if has_begun else min(timeout_s, _BEGIN_S)):
                 why = why_not()
@@ -497,9 +505,8 @@ class Checkpoints:
             chain = self._chain
             self._chain = planner.Chain(chain.base_bytes, chain.partial_bytes + n_bytes, n_bytes)
         text = f"step {saved.number} saved ({facts.kind}): {n_bytes / 1e6:,.1f} MB in {facts.seconds:.2f} s"
-        engine.emit(
-            Event("checkpoint", engine.step, text, {**facts.of_checkpoint(), "stall_s": self._measured.stall_s})
-        )
+        data = facts.of_checkpoint() | {"stall_s": self._measured.stall_s}
+        engine.emit(Event("checkpoint", engine.progress.step, text, data))
         self.plan_pace(self._n_hosts)
 
     def look_at_age(self, why_not_ready: Callable[[], str]) -> None:
@@ -509,12 +516,12 @@ class Checkpoints:
         """
         now, engine = time.monotonic(), self._engine
         if math.isnan(self._good_s):
-            self._good_s, self._good_step = now, engine.step
-        age_s, age_steps = now - self._good_s, engine.step - self._good_step
+            self._good_s, self._good_step = now, engine.progress.step
+        age_s, age_steps = now - self._good_s, engine.progress.step - self._good_step
         if now - self._age_told_s >= _AGE_EVERY_S:
             self._age_told_s = now
             data = {"checkpoint_age_s": round(age_s, 1), "checkpoint_age_steps": age_steps}
-            engine.emit(Event("rates", engine.step, f"the newest checkpoint is {age_s:.0f} s old", data))
+            engine.emit(Event("rates", engine.progress.step, f"the newest checkpoint is {age_s:.0f} s old", data))
         intervals = self.callback.intervals(age_steps, age_s)
         if self._late.word(intervals >= _LATE_AT, now) is None:
             return
@@ -527,7 +534,7 @@ class Checkpoints:
             "host that is lost now costs what came since; training goes on"
         )
         told = {"seconds": round(age_s, 1), "steps": age_steps, "why": reason}
-        engine.emit(Event("checkpoint_late", engine.step, text, told, level="warning"))
+        engine.emit(Event("checkpoint_late", engine.progress.step, text, told, level="warning"))
 
     # --- what travels with the training state ------------------------------------------------------------------------
 

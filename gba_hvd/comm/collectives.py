@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gba_hvd.comm.other_launchers import launched_as_one_of_many, refusal
 from gba_hvd.comm.world_formation import SLOW, Forming
-from gba_hvd.errors import BadInput, GbaError, HorovodMissing, ShardMemoryError
+from gba_hvd.errors import BadInput, GbaError, HorovodMissing, ShardMemoryError, StateMismatch
 
 _POLL_S = 50e-6  # at first; then a twentieth of the time waited so far, so that a long wait takes no core
 _PATIENT_POLL_S = 1e-3  # at most, and where training does not wait for the result
@@ -245,3 +245,15 @@ def all_or_none(
         text = f"the worker of rank {failed[0]} could not {name} {what}; its log says why"
         raise worker_lost(text) if is_restart else ShardMemoryError(text)
     return result
+
+
+def agree_on(world: World, name: str, facts: dict[str, int]) -> None:
+    """All workers must be about to do the same thing."""
+    everyone = world.gather(name, np.array(list(facts.values()), dtype=np.int64))
+    for column, what in enumerate(facts):
+        values = everyone[:, column].tolist()
+        if len(set(values)) > 1:
+            raise StateMismatch(
+                f"the workers disagree about the {what}: by rank {values}; "
+                "they must run the same script on the same data"
+            )

@@ -1,4 +1,4 @@
-"""The dense gradients of an allreduce step, compressed. Stands in for the one allreduce of `AllreduceMode.commit`.
+"""The dense gradients of an allreduce step, compressed. Stands in for the one allreduce of `AllreduceExchange.commit`.
 
     1. encode   what is sent of this worker's gradients becomes a message, the rest is pending (`feedback`)
     2. gather   every worker's message goes round (of variable length); what arrives is *held*
@@ -11,7 +11,7 @@ without compression carries the rest as well, so nothing waits for ever.
 
 Who owns what: `feedback` and the counters outlive the world, `bypass` is made anew with each. What a crash leaves:
 before 3, nobody has the step and every survivor's rest is as it was; after 3, it is settled by who saw the
-result, and by who hears of it later (`AllreduceMode.apply_held`). The rest of a dead worker is lost, and counted.
+result, and by who hears of it later (`AllreduceExchange.apply_held`). The rest of a dead worker is lost, and counted.
 """
 
 from __future__ import annotations
@@ -81,8 +81,11 @@ class DenseExchange:
     def n_numbers(self, n_workers: int) -> int:
         return N_NUMBERS * n_workers
 
-    def sum_(self, world: World, dense: DenseGradients, traffic: Traffic) -> None:
-        """Sum the gradients and the numbers that travel along over all ranks, in place. Returning means: decided."""
+    def sum_(self, world: World, dense: DenseGradients, numbers: Tensor, traffic: Traffic) -> None:
+        """Sum the gradients and the numbers that travel along over all ranks, in place. Returning means: decided.
+
+        numbers: this class's among those that travel along, [n_numbers]
+        """
         self.feedback.begin()
         self.not_finite = ""
         if world.size == 1:
@@ -90,7 +93,6 @@ class DenseExchange:
             self.feedback.flush_all(flat, self._all.spans)
             self._put(dense, flat)
             return
-        numbers = dense.extra[-self.n_numbers(world.size) :]
         numbers.zero_()
         mine = numbers[N_NUMBERS * world.rank :]
         costs: list[Cost] = []

@@ -48,7 +48,7 @@ def is_elastic() -> bool:
 
 def explained(engine: Engine, error: BaseException) -> BaseException:
     """The error that says why this worker's loop ends: `error` itself, or one with the cause behind it."""
-    memory = engine.tables.memory
+    memory = engine.model.tables.memory
     is_own_end = isinstance(error, SystemExit | KeyboardInterrupt | WorldLost)
     if memory is not None and not is_own_end and (trouble := memory.trouble()) and str(error) != trouble:
         return ShardMemoryError(trouble)
@@ -66,7 +66,8 @@ def world_lost(engine: Engine) -> WorldLost:
     """A collective failed where nobody forms the world anew, and no worker of this host is the cause."""
     return WorldLost(
         f"a worker of this world of {engine.world.size} was lost, and without an elastic launcher nobody replaces it: "
-        f"this worker ends after step {engine.step}. The log of the worker that ended first says why. {_WHAT_TO_DO}"
+        f"this worker ends after step {engine.progress.step}. The log of the worker that ended first says why. "
+        f"{_WHAT_TO_DO}"
     )
 
 
@@ -82,21 +83,21 @@ def cause_elsewhere(engine: Engine, within_s: float = 0.0) -> WorldLost | None:
     within_s: a process that is killed closes its connections a moment before it is gone: look again for so long.
     """
     deadline = time.monotonic() + within_s
-    while (cause := _ended_first(engine)) is None and engine.neighbours and time.monotonic() < deadline:
+    while (cause := _ended_first(engine)) is None and engine.host.neighbours and time.monotonic() < deadline:
         time.sleep(0.02)
     return cause
 
 
 def _ended_first(engine: Engine) -> WorldLost | None:
     killed = None
-    for rank, pid in sorted(engine.neighbours.items()):
+    for rank, pid in sorted(engine.host.neighbours.items()):
         note = _note_of(engine, pid)
         if note is None and is_alive(pid):
             continue
         ended = "was killed, or died without a word" if note is None else f"ended first ({note['why']})"
         text = (
             f"rank {rank} (process {pid}) {ended}, and without an elastic launcher nobody replaces it: "
-            f"this worker ends after step {engine.step}"
+            f"this worker ends after step {engine.progress.step}"
         )
         if note is None or note["status"] != "KILLED":
             return WorldLost(f"{text}. {_WHAT_TO_DO}")
@@ -109,7 +110,7 @@ def failed_neighbours(engine: Engine, before: Mapping[int, int]) -> list[Event]:
 
     before: their processes, by the rank that they had. A worker that was killed, or told to leave, left no error.
     """
-    events, still = [], set(engine.neighbours.values())
+    events, still = [], set(engine.host.neighbours.values())
     for rank, pid in sorted(before.items()):
         note = None if pid in still else _note_of(engine, pid)
         if note is None or note["status"] == "KILLED":
@@ -117,7 +118,7 @@ def failed_neighbours(engine: Engine, before: Mapping[int, int]) -> list[Event]:
         host, why = engine.world.host, str(note["why"])
         text = f"rank {rank} of the world before, on {host} (process {pid}), ended with {why}; the others go on"
         told = {"rank": rank, "host": host, "pid": pid, "why": why}
-        events.append(Event("worker_failed", engine.step, text, told, level="warning"))
+        events.append(Event("worker_failed", engine.progress.step, text, told, level="warning"))
     return events
 
 
@@ -134,8 +135,8 @@ def leave_note(engine: Engine, status: str, error: BaseException) -> None:
 
     Before anything that takes time.
     """
-    memory = engine.tables.memory
-    if memory is None or memory.is_closed or not engine.neighbours:
+    memory = engine.model.tables.memory
+    if memory is None or memory.is_closed or not engine.host.neighbours:
         return
     cause = str(error.args[0]) if isinstance(error, WorldLost) else f"{type(error).__name__}: {error}"
     with contextlib.suppress(OSError):  # the folder is gone, or full: then the others know less

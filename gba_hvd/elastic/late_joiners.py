@@ -12,6 +12,7 @@ compressed. A crash in between breaks up the new world for all, and they form th
 from __future__ import annotations
 
 from gba_hvd import membership
+from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.comm import world_formation
 from gba_hvd.comm.collectives import World
 from gba_hvd.comm.launcher_slot import Seat
@@ -20,7 +21,6 @@ from gba_hvd.elastic.training_state import TrainingState
 from gba_hvd.elastic.world_rejoin import Reformer
 from gba_hvd.errors import GbaError
 from gba_hvd.membership import Joined
-from gba_hvd.modes.parameter_server import GbaMode
 from gba_hvd.shm.shard_memory import is_alive
 from gba_hvd.training.engine import Engine
 from recovery import state_codec
@@ -44,12 +44,13 @@ class Newcomers:
 
         number: the change of membership that the present world stands for.
         """
-        engine = self._engine
-        assert isinstance(engine.mode, GbaMode)
-        if engine.reformer is None:
-            patience_s = engine.tables.config.server_s
-            engine.reformer = Reformer(engine.mode, number, self._meet, self._seat, patience_s, engine.forming)
-            engine.reformer.start()
+        engine, mode = self._engine, self._engine.mode
+        assert mode is not None and mode.servers is not None
+        if mode.rejoin is None:
+            patience_s = engine.model.tables.config.server_s
+            rejoin = Reformer(mode.servers, number, self._meet, self._seat, patience_s, engine.forming)
+            mode.rejoin = rejoin
+            rejoin.start()
 
     def tell(self) -> None:
         """Tell the callbacks what changed meanwhile."""
@@ -58,9 +59,9 @@ class Newcomers:
             joined, world, lost, wait, neighbours = self._met.pop(0)
             before = engine.world.size
             engine.world = world
-            if engine.checkpoints is not None:
-                engine.checkpoints.world_formed(rows_moved=False)
-            engine.restarts += 1
+            if (checkpoints := checkpoints_of(engine)) is not None:
+                checkpoints.world_formed(rows_moved=False)
+            engine.progress.restarts += 1
             job_events.world_formed(engine, joined, before)
             if lost is not None:
                 job_events.residuals_lost(engine, *lost)
@@ -73,25 +74,27 @@ class Newcomers:
         engine = self._engine
         if engine.forming.wait() is None:
             self._told_gone = False
-        elif not self._told_gone and not all(map(is_alive, engine.neighbours.values())):
+        elif not self._told_gone and not all(map(is_alive, engine.host.neighbours.values())):
             self._told_gone = True
             job_events.worker_gone(engine)
         if (wait := engine.forming.word()) is not None:
             engine.emit(
-                world_formation.still_forms(engine.step, wait, "training goes on with the workers that are there")
+                world_formation.still_forms(
+                    engine.progress.step, wait, "training goes on with the workers that are there"
+                )
             )
 
     def _meet(self, world: World) -> int:
         """A survivor's part, in the background."""
-        engine, state, neighbours = self._engine, self._state, self._engine.neighbours
-        joined = membership.join(engine, world, engine.job_id, True)
+        engine, state, neighbours = self._engine, self._state, self._engine.host.neighbours
+        joined = membership.join(engine, world, engine.job.id, True)
         if not joined.asynchronous:
             raise GbaError("the others have left the asynchronous mode")
         world.broadcast("snapshot", state.snapshot if world.rank == joined.source else None, joined.source)
-        lost = None if engine.compression is None else engine.compression.count_lost(world, True)
+        lost = None if engine.model.compression is None else engine.model.compression.count_lost(world, True)
         self._met.append((joined, world, lost, engine.forming.end(), neighbours))
-        if isinstance(engine.mode, GbaMode):
-            engine.mode.contact.rank = world.rank  # last: from then on the servers count on it
+        if engine.mode is not None and engine.mode.servers is not None:
+            engine.mode.servers.contact.rank = world.rank  # last: from then on the servers count on it
         return joined.membership
 
     def come_in(self, joined: Joined) -> None:
@@ -100,9 +103,9 @@ class Newcomers:
         self._state.snapshot = world.broadcast("snapshot", None, joined.source)
         state = state_codec.decode(self._state.snapshot)
         self._state.load_state_dict(state)
-        if engine.compression is not None:
-            engine.compression.clear()  # whoever was here before was counted as lost
-            engine.compression.count_lost(world, False)
-        if engine.checkpoints is not None:
-            engine.checkpoints.load_state(state["checkpoints"])
-            engine.checkpoints.world_formed(rows_moved=False)
+        if engine.model.compression is not None:
+            engine.model.compression.clear()  # whoever was here before was counted as lost
+            engine.model.compression.count_lost(world, False)
+        if (checkpoints := checkpoints_of(engine)) is not None:
+            checkpoints.load_state(state["checkpoints"])
+            checkpoints.world_formed(rows_moved=False)

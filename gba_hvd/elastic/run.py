@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.comm.collectives import initialise_again
 from gba_hvd.elastic import endings
 
@@ -74,9 +75,10 @@ def _leave_on_sigterm(state: TorchState) -> Callable[[], None]:
 
     def interrupt(signum: int, frame: Any) -> None:
         engine = state.engine
-        allowed_s = None if engine.checkpoints is None else engine.checkpoints.callback.preemption_s
-        if signum == signal.SIGTERM and allowed_s is not None and engine.leave_by_s is None:
-            engine.leave_by_s = time.monotonic() + allowed_s
+        checkpoints = checkpoints_of(engine)
+        allowed_s = None if checkpoints is None else checkpoints.callback.preemption_s
+        if signum == signal.SIGTERM and allowed_s is not None and engine.signals.preempt_deadline_s is None:
+            engine.signals.preempt_deadline_s = time.monotonic() + allowed_s
             previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, interrupt)
             signal.setitimer(signal.ITIMER_REAL, allowed_s)  # whatever this worker waits for then
             return

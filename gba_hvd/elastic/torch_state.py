@@ -15,7 +15,7 @@ from torch import nn
 
 from gba_hvd import membership
 from gba_hvd.callbacks import Callback, Event
-from gba_hvd.checkpoint.job_checkpoints import Checkpoints
+from gba_hvd.checkpoint.job_checkpoints import Checkpoints, checkpoints_of
 from gba_hvd.comm.collectives import current_world, hosts_updated, worker_lost
 from gba_hvd.comm.launcher_slot import Seat
 from gba_hvd.comm.world_formation import END_WAITS, end_waits
@@ -27,14 +27,12 @@ from gba_hvd.elastic.worker_saves import Saving
 from gba_hvd.errors import BadInput, ShardMemoryError
 from gba_hvd.faults import FaultSchedule
 from gba_hvd.membership import Joined
-from gba_hvd.modes.allreduce_exchange import AllreduceMode
-from gba_hvd.modes.parameter_server import GbaMode
-from gba_hvd.switching import handover
 from gba_hvd.switching.callback import GBACallback
+from gba_hvd.switching.mode_limits import check_modes
+from gba_hvd.switching.requests import ModeRequests, switching_of
 from gba_hvd.torch_optimizers import spec_of
 from gba_hvd.tracking.progress_line import ProgressLine
 from gba_hvd.training.engine import Engine
-from gba_hvd.training.mode_limits import check_modes
 from gba_hvd.training.parameter_watch import untrained
 from recovery import state_codec
 from recovery.callback import CheckpointCallback
@@ -62,14 +60,15 @@ class TorchState:
         if not isinstance(engine, Engine):
             raise BadInput("TorchState needs an optimizer made by gba_hvd.DistributedOptimizer")
         self.model, self.optimizer, self.engine = model, optimizer, engine
-        engine.job_id = engine.tables.config.job_id or secrets.token_hex(4)
-        engine.job_name = engine.job_name if name is None else checked_job_name(name)
+        engine.job.id = engine.model.tables.config.job_id or secrets.token_hex(4)
+        engine.job.name = engine.job.name if name is None else checked_job_name(name)
         self._seat = Seat()
         self.training_state = TrainingState(engine, model, self, list(values))
         self.saving = Saving(engine, self.training_state)
         self.newcomers = Newcomers(engine, self.training_state, self._seat)
         self._reset_callbacks: list[Callable[[], None]] = []
         self._has_state = self._synced = self._closed = False
+        self._memory_trouble = ""  # what happened to the tables' file, if training goes on all the same
         self._exit_watch = endings.ExitWatch()
         self.finished_epoch: int | None = None  # the last epoch this process saw the end of since it last synced
         for attribute, value in values.items():
@@ -82,12 +81,12 @@ class TorchState:
     @property
     def step(self) -> int:
         """Number of optimizer applications so far."""
-        return self.engine.step
+        return self.engine.progress.step
 
     @property
     def samples(self) -> Any:
         """The account: total, applied, dropped, lost."""
-        return self.engine.account
+        return self.engine.progress.account
 
     @property
     def world(self) -> Any:
@@ -97,27 +96,27 @@ class TorchState:
     @property
     def job_id(self) -> str:
         """The job's name, the same on all workers and through all restarts (known after the first sync)."""
-        return self.engine.job_id
+        return self.engine.job.id
 
     @property
     def name(self) -> str:
         """What people call the job."""
-        return self.engine.job_name
+        return self.engine.job.name
 
     def register_callbacks(self, callbacks: Sequence[Callback | CheckpointCallback]) -> None:
         """Add callbacks, in the same order on every worker."""
         self.engine.callbacks.extend(cast(Sequence[Callback], callbacks))
         for callback in callbacks:
             if isinstance(callback, CheckpointCallback):
-                if self.engine.checkpoints is not None:
+                if checkpoints_of(self.engine) is not None:
                     raise BadInput("one CheckpointCallback saves a job, a second one came")
-                self.engine.checkpoints = Checkpoints(self.engine, callback)
+                self.engine.register(Checkpoints(self.engine, callback))
             if isinstance(callback, GBACallback):
-                if self.engine.switching is not None:
+                if switching_of(self.engine) is not None:
                     raise BadInput("one GBACallback decides about the mode, a second one came")
                 if callback.rule != "none":
-                    callback.check_fits(spec_of(self.engine.optimizer))
-                self.engine.switching = callback
+                    callback.check_fits(spec_of(self.engine.model.optimizer))
+                self.engine.register(ModeRequests(self.engine, callback))
                 check_modes(self.engine)
             elif isinstance(callback, FaultSchedule):
                 self.engine.faults = callback
@@ -164,37 +163,36 @@ class TorchState:
         engine = self.engine
         if error is not None:
             endings.leave_note(engine, status, error)
-        if engine.board is not None:
-            engine.board.ends()
+        if engine.host.board is not None:
+            engine.host.board.ends()
+        rejoin = None if engine.mode is None else engine.mode.rejoin
         try:
             self._tell_of_an_unformed_world(_FAILED_TIMEOUT_S if error is None else 0.0)
             job_events.ended(engine, status, error)
         finally:
             patience_s = _END_TIMEOUT_S if error is None else _FAILED_TIMEOUT_S
-            if engine.reformer is not None and not engine.reformer.stop(patience_s):
+            if rejoin is not None and not rejoin.stop(patience_s):
                 log.warning("%s It goes on after %.0f s more", END_WAITS, patience_s)
             self.saving.close()
-            if isinstance(engine.mode, GbaMode):
+            if engine.mode is not None:
                 if error is None:
-                    engine.mode.leave_together(engine.tables.config.server_s)
+                    engine.mode.leave_together(engine.model.tables.config.server_s)
                 engine.mode.close(finished=error is None)
-            for mode in (engine.mode, engine.idle_mode):
-                if mode is not None:
-                    mode.close()
-            memory = engine.tables.memory
+            memory = engine.model.tables.memory
             if memory is not None:  # what a restart could go on from is left to the keeper
-                is_of_no_use = engine.world.size == 1 and engine.checkpoints is None
+                is_of_no_use = engine.world.size == 1 and checkpoints_of(engine) is None
                 memory.close(remove=status == "FINISHED" or is_of_no_use)
 
     def _tell_of_an_unformed_world(self, patience_s: float) -> None:
         """Callbacks hear nothing after the end: what this process may wait for then is told before it."""
         engine = self.engine
         with contextlib.suppress(KeyboardInterrupt):  # SIGTERM at the end: the end is told all the same
-            if engine.reformer is None or engine.reformer.stop(patience_s):
+            rejoin = None if engine.mode is None else engine.mode.rejoin
+            if rejoin is None or rejoin.stop(patience_s):
                 return
             wait = engine.forming.wait()
             if wait is not None and wait.seconds >= _FAILED_TIMEOUT_S:
-                engine.emit(end_waits(engine.step, wait), only_here=True)
+                engine.emit(end_waits(engine.progress.step, wait), only_here=True)
 
     def _end_is_shown(self) -> bool:
         """By Horovod's launcher, or by a callback."""
@@ -217,11 +215,10 @@ class TorchState:
 
     def on_hosts_updated(self, timestamp: int, update_result: int) -> None:
         """Called by Horovod's notification thread, on rank 0 only. The next commit, or heartbeat, tells everyone."""
-        mode = self.engine.mode
-        if isinstance(mode, GbaMode):
-            mode.contact.hosts_updated = True
+        if self.engine.mode is not None:
+            self.engine.mode.on_hosts_updated()
         else:
-            self.engine.hosts_updated = True
+            self.engine.signals.hosts_updated = True
 
     def commit(self) -> None:
         """Nothing to save: every step is committed. Kept so that Horovod scripts run unchanged."""
@@ -239,28 +236,24 @@ class TorchState:
         WorldLost where no elastic launcher forms the world anew: waiting for it, this worker would be killed.
         """
         engine = self.engine
-        memory = engine.tables.memory
+        memory = engine.model.tables.memory
         if memory is not None and (trouble := memory.trouble()):
             raise ShardMemoryError(trouble)
         # (Workers that all fell out of an asynchronous mode, since a server was lost, can form their world again.)
         cause = None if endings.is_elastic() else endings.cause_elsewhere(engine, _CAUSE_S)
-        goes_on = endings.is_elastic() or engine.world.size == 1 or isinstance(engine.mode, GbaMode)
+        survives = engine.mode is not None and engine.mode.survives_world
+        goes_on = endings.is_elastic() or engine.world.size == 1 or survives
         if cause is not None or not goes_on:
             raise cause or endings.world_lost(engine)
         if endings.is_elastic() and engine.world.size > 1:
             job_events.worker_gone(engine)
         self._synced = False
-        engine.interrupt_due = engine.hosts_updated = False
-        engine.switch_to = None
+        engine.signals.clear_interrupt()
+        engine.signals.requested_mode = None
         engine.abandon_step()
-        if isinstance(engine.mode, AllreduceMode):
-            engine.mode.leave_step()
-        if isinstance(engine.mode, GbaMode):  # this worker fell out of it
-            handover.end_reformer(engine)
-            handover.rescue_dense_state(engine, engine.mode)
-            engine.mode.close(finished=False)
-            engine.mode = engine.idle_mode = engine.reformer = None
-        self._seat.check(engine.tables.config.server_s)
+        if engine.mode is not None:
+            engine.mode.recover()
+        self._seat.check(engine.model.tables.config.server_s)
 
     def check_memory(self) -> None:
         """Between two steps: whether the tables' file is still what is mapped.
@@ -268,19 +261,21 @@ class TorchState:
         Raises ShardMemoryError where going on would end in SIGBUS, or where servers that train have lost it. In
         allreduce mode the workers have all that they need: then it is told, and training goes on.
         """
-        engine, memory = self.engine, self.engine.tables.memory
-        if memory is None or engine.memory_trouble or not (trouble := memory.trouble()):
+        engine, memory = self.engine, self.engine.model.tables.memory
+        if memory is None or self._memory_trouble or not (trouble := memory.trouble()):
             return
-        if isinstance(engine.mode, GbaMode) or memory.is_cut_short:
+        if memory.is_cut_short or (engine.mode is not None and engine.mode.servers is not None):
             raise ShardMemoryError(trouble)
-        engine.memory_trouble = trouble
+        self._memory_trouble = trouble
         text = f"{trouble}. Training goes on with what is mapped, until a worker comes, goes or dies"
-        engine.emit(Event("memory_removed", engine.step, text, {"folder": str(memory.folder)}, level="warning"))
+        engine.emit(
+            Event("memory_removed", engine.progress.step, text, {"folder": str(memory.folder)}, level="warning")
+        )
 
     def stop_if_interrupted(self) -> None:
         """Leave the loop when hosts came or went: raised on all workers at the same step, as the commit agreed."""
-        if self.engine.interrupt_due:
-            self.engine.interrupt_due = self.engine.hosts_updated = False
+        if self.engine.signals.interrupt_due:
+            self.engine.signals.clear_interrupt()
             self._synced = False
             raise hosts_updated()
 
@@ -290,15 +285,14 @@ class TorchState:
         # What the thread beside an asynchronous mode met and nobody was told yet comes before this world: told later,
         # it would put its world, which is no more, in place of this one.
         self.newcomers.tell()
-        before, neighbours = engine.world.size if self._has_state else None, engine.neighbours
+        before, neighbours = engine.world.size if self._has_state else None, engine.host.neighbours
         engine.world = current_world()
         try:
             self._seat.take()
         except OSError as error:
             raise worker_lost(f"the launcher cannot be reached: {error}") from error
-        engine.size_extra()
-        joined = membership.join(engine, engine.world, engine.job_id, self._has_state)
-        engine.job_id = joined.job_id
+        joined = membership.join(engine, engine.world, engine.job.id, self._has_state)
+        engine.job.id = joined.job_id
         if engine.faults is not None and engine.faults.folder is None:
             engine.faults.record_in(engine.folder / "faults")
         if joined.asynchronous:
@@ -319,21 +313,23 @@ class TorchState:
 
     def _come_to_one_state(self, joined: Joined) -> None:
         """In allreduce mode, when the rows are in place: the part of `sync` that is not of the memory. A collective."""
-        engine, checkpoints = self.engine, self.engine.checkpoints
+        engine, checkpoints = self.engine, checkpoints_of(self.engine)
         left = joined.resumed or joined.taken  # by a job that is no more
         if left is not None and left.state is not None:  # on the source
             self.training_state.resume(state_codec.decode(left.state))
         # Counted before the state is sent, so that no failure from here on loses the count.
-        engine.account.shard_steps_missed += joined.shard_steps_missed
-        engine.account.rows_lost += joined.rows_lost
-        engine.restarts += joined.is_restart
+        engine.progress.account.shard_steps_missed += joined.shard_steps_missed
+        engine.progress.account.rows_lost += joined.rows_lost
+        engine.progress.restarts += joined.is_restart
         if checkpoints is not None and self._has_state and joined.rows_lost + joined.rows_restored:
-            checkpoints.host_was_lost(joined.load_s if joined.rows_restored else None, engine.seconds_since_step)
+            checkpoints.host_was_lost(
+                joined.load_s if joined.rows_restored else None, engine.reports.seconds_since_step
+            )
         self.training_state.share(joined.source)
         if checkpoints is not None:
             checkpoints.world_formed(rows_moved=True)
-        if engine.compression is not None:
-            job_events.residuals_lost(engine, *engine.compression.count_lost(engine.world, self._has_state))
+        if engine.model.compression is not None:
+            job_events.residuals_lost(engine, *engine.model.compression.count_lost(engine.world, self._has_state))
 
     def _note_synced(self) -> None:
         if not self._has_state:
@@ -343,8 +339,8 @@ class TorchState:
         self._has_state, self._synced, self._closed = True, True, False
         self.finished_epoch = None
         engine = self.engine
-        engine.untrained = untrained(self.model, engine.dense.parameters)
-        engine.parameter_watch.name_as_in(self.model)
+        engine.model.untrained = untrained(self.model, engine.model.dense.parameters)
+        engine.model.parameter_watch.name_as_in(self.model)
         hooks, values = self.engine.step_hooks, {name: getattr(self, name) for name in self.training_state.names}
-        hooks.run(self.engine.n_applied)
-        hooks.watch(values, self.engine.step)
+        hooks.run(self.engine.progress.n_applied)
+        hooks.watch(values, self.engine.progress.step)

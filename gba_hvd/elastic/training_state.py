@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from torch import nn
 
+from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.elastic import rng_state
 from gba_hvd.ps.messages import Position
 from gba_hvd.switching.callback import GBACallback
@@ -44,15 +45,15 @@ class TrainingState:
             values[name] = value.state_dict() if hasattr(value, "state_dict") else value
         return {
             "model": dict(self._model.state_dict()),
-            "optimizer": engine.optimizer.state_dict(),
+            "optimizer": engine.model.optimizer.state_dict(),
             "values": values,
-            "position": engine.position(),
+            "position": engine.progress.state_dict(),
             "callbacks": [(type(callback).__name__, callback.state_dict()) for callback in engine.callbacks],
         }
 
     def encoded(self) -> bytes:
         """What newcomers get; a checkpoint has no use for the claim it was saved under."""
-        checkpoints = self._engine.checkpoints
+        checkpoints = checkpoints_of(self._engine)
         return state_codec.encode({
             **self.state_dict(),
             "checkpoints": None if checkpoints is None else checkpoints.state(),
@@ -66,14 +67,14 @@ class TrainingState:
         A newcomer runs the user's loop from here: it finds what is left of the epoch, then the evaluations after it,
         finished ones with their results.
         """
-        if os.environ.get("HOROVOD_ELASTIC") == "1" or self._engine.checkpoints is not None:
+        if os.environ.get("HOROVOD_ELASTIC") == "1" or checkpoints_of(self._engine) is not None:
             self.snapshot = self.encoded()
 
     # --- taken over --------------------------------------------------------------------------------------------------
 
     def share(self, source: int) -> None:
         """All ranks take over that of rank `source`. A collective."""
-        world, checkpoints, data = self._engine.world, self._engine.checkpoints, None
+        world, checkpoints, data = self._engine.world, checkpoints_of(self._engine), None
         left = self._random_left
         if world.rank == source:
             data = self.encoded()
@@ -87,13 +88,13 @@ class TrainingState:
                     checkpoints.load_state(state["checkpoints"])
         self._random_left = None
         if left is not None:
-            rng_state.go_on(left["states"], self._engine.step, world, same_step=left["same_step"])
+            rng_state.go_on(left["states"], self._engine.progress.step, world, same_step=left["same_step"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         engine = self._engine
-        engine.parameter_watch.forget()
+        engine.model.parameter_watch.forget()
         self._model.load_state_dict(state["model"])
-        engine.optimizer.load_state_dict(state["optimizer"])
+        engine.model.optimizer.load_state_dict(state["optimizer"])
         for name, value in state["values"].items():
             if name not in self.names:
                 continue  # of a checkpoint; this script has it no more
@@ -101,7 +102,7 @@ class TrainingState:
                 getattr(self._holder, name).load_state_dict(value)
             else:
                 setattr(self._holder, name, value)
-        engine.load_position(state["position"])
+        engine.progress.load_state_dict(state["position"])
         saved = list(state["callbacks"])
         for callback in engine.callbacks:  # by kind: a job that goes on from a checkpoint may have other callbacks
             mine = next((entry for entry in saved if entry[0] == type(callback).__name__), None)
@@ -117,9 +118,9 @@ class TrainingState:
         self.load_state_dict({**first, "callbacks": kept})
         if "random" in first:
             self._random_left = {"states": first["random"], "same_step": first is state}
-        if engine.compression is not None:
-            self.residuals_missing = engine.compression.load_state(state)
+        if engine.model.compression is not None:
+            self.residuals_missing = engine.model.compression.load_state(state)
         if "snapshot" not in state:
             return
-        engine.load_dense(state["dense"])
-        engine.go_on_from(msgspec.convert(state["position"], Position))
+        engine.model.load_dense(state["dense"])
+        engine.progress.load_wire(msgspec.convert(state["position"], Position))

@@ -16,14 +16,16 @@ import msgspec
 import numpy as np
 
 from gba_hvd.callbacks import Event
+from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.elastic import rng_state
 from gba_hvd.elastic.training_state import TrainingState
 from gba_hvd.errors import LastCheckpointFailed
 from gba_hvd.membership import Joined
-from gba_hvd.modes.parameter_server import GbaMode
 from gba_hvd.ps.messages import SavePlan
 from gba_hvd.ps.worker.host_server import LocalServer
+from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.shm.retained_state import StateKeeper
+from gba_hvd.switching.requests import ModeRequests, switching_of
 from gba_hvd.training.engine import Engine
 from recovery import state_codec
 
@@ -44,41 +46,45 @@ class Saving:
     def world_formed(self, joined: Joined) -> None:
         """In allreduce mode. The lead of a host follows what an operator wants."""
         engine, world = self._engine, self._engine.world
+        requests, checkpoints = engine.participant(ModeRequests), checkpoints_of(engine)
         if self._line is not None:
             self._line.close()
             self._line = None
-        if (engine.switching is not None or engine.checkpoints is not None) and joined.leads_host:
+        if (requests is not None or checkpoints is not None) and joined.leads_host:
             self._line = LocalServer(
-                engine.job_id, engine.key, engine.folder, joined.host, engine.worker_id, world.rank, self._look,
-                1 if engine.switching is None else engine.switching.servers_per_host,
+                engine.job.id, engine.job.key, engine.folder, joined.host, engine.job.worker_id, world.rank, self._look,
+                1 if requests is None else requests.callback.servers_per_host,
             )  # fmt: skip
             self._line.start()
-            engine.wishes.operator = self._line.wanted
-        engine.line, self._folder_told = self._line, False
+            if requests is not None:
+                requests.operator_request = self._line.wanted
+        engine.host.server, self._folder_told = self._line, False
         self._part = (joined.part, joined.n_hosts)
         self._keeper = None
-        if engine.checkpoints is not None and self._line is not None:
-            engine.checkpoints.hold(self._line, *self._part)
+        if checkpoints is not None and self._line is not None:
+            checkpoints.hold(self._line, *self._part)
 
     def _look(self) -> dict[str, Any]:
         engine = self._engine
-        told = {"step": engine.step, "epoch": engine.cursor.epoch, "workers": engine.world.size}
-        last = None if engine.switching is None else engine.switching.last
+        told = {"step": engine.progress.step, "epoch": engine.progress.cursor.epoch, "workers": engine.world.size}
+        switching = switching_of(engine)
+        last = None if switching is None else switching.last
         reason = {} if last is None else {"last_decision": last.reason}
-        return {**told, "account": asdict(engine.account), **reason}
+        return {**told, "account": asdict(engine.progress.account), **reason}
 
     def close(self) -> None:
         """At the end of the job. May be called twice."""
         if self._line is not None:
             self._line.close()
-        if self._engine.checkpoints is not None and self._engine.world.rank == 0:
-            self._engine.checkpoints.release()
+        checkpoints = checkpoints_of(self._engine)
+        if checkpoints is not None and self._engine.world.rank == 0:
+            checkpoints.release()
 
     # --- allreduce mode ----------------------------------------------------------------------------------------------
 
     def save_if_due(self) -> None:
         """Between two steps: have a checkpoint made if the last commit said so. A collective then."""
-        engine, checkpoints = self._engine, self._engine.checkpoints
+        engine, checkpoints = self._engine, checkpoints_of(self._engine)
         self._tell_of_a_lost_folder()
         if checkpoints is None:
             return
@@ -96,41 +102,45 @@ class Saving:
         if line is not None and line.folder_lost and not self._folder_told:
             self._folder_told = True
             event = Event(
-                "folder_lost", self._engine.step, line.folder_lost, {"folder": str(self._engine.folder)}, "warning"
+                "folder_lost",
+                self._engine.progress.step,
+                line.folder_lost,
+                {"folder": str(self._engine.folder)},
+                "warning",
             )
             self._engine.emit(event, only_here=True)
 
     def _save_and_leave(self) -> None:
         """Some workers are to leave: all wait for a checkpoint, and whoever was told to leaves. A collective."""
-        engine, checkpoints = self._engine, self._engine.checkpoints
+        engine, checkpoints = self._engine, checkpoints_of(self._engine)
         assert checkpoints is not None
         checkpoints.somebody_leaves = False
         text = "a worker was told to leave (SIGTERM): first a checkpoint of this step"
-        engine.emit(Event("preempted", engine.step, text, {}))
+        engine.emit(Event("preempted", engine.progress.step, text, {}))
         if why := self._save_last(checkpoints.callback.preemption_s or _PREEMPTION_S):
             text = (
-                f"the checkpoint of step {engine.step}, before a worker leaves, was not saved: {why}. A job that goes "
-                f"on from {checkpoints.callback.url} loses what came after its newest checkpoint"
+                f"the checkpoint of step {engine.progress.step}, before a worker leaves, was not saved: {why}. A job "
+                f"that goes on from {checkpoints.callback.url} loses what came after its newest checkpoint"
             )
-            engine.emit(Event("checkpoint_failed", engine.step, text, {"why": why}, level="warning"))
+            engine.emit(Event("checkpoint_failed", engine.progress.step, text, {"why": why}, level="warning"))
         engine.world.gather("left", np.zeros(1, dtype=np.int64))  # before that, other hosts may not have saved theirs
         self._leave_if_told()
 
     def _leave_if_told(self) -> None:
-        if self._engine.leave_by_s is not None:
+        if self._engine.signals.preempt_deadline_s is not None:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             raise KeyboardInterrupt("SIGTERM, after a checkpoint")
 
     def _save(self, again: bool = True) -> bool:
         """A collective. again: also if there is a checkpoint of this step. Returns whether one is being made."""
-        engine, checkpoints = self._engine, self._engine.checkpoints
+        engine, checkpoints = self._engine, checkpoints_of(self._engine)
         assert checkpoints is not None
         is_chief, word, started = engine.world.rank == 0, b"null", time.perf_counter()
-        if is_chief and (again or not checkpoints.has(engine.step)):
+        if is_chief and (again or not checkpoints.has(engine.progress.step)):
             word = msgspec.json.encode(checkpoints.plan())
         plan = msgspec.json.decode(engine.world.broadcast("save", word if is_chief else None, 0), type=SavePlan | None)
         if plan is not None:
-            residual = {} if engine.compression is None else engine.compression.state(engine.world)
+            residual = {} if engine.model.compression is None else engine.model.compression.state(engine.world)
             random = {"random": rng_state.of_all(engine.world)}
             state = state_codec.encode({**self._state.state_dict(), **residual, **random}) if is_chief else b""
             checkpoints.save(plan, self._line, *self._part, state)
@@ -145,46 +155,52 @@ class Saving:
         self._keep(0, self._state.encoded)
 
     def _keep(self, generation: int, state: Callable[[], bytes]) -> None:
-        engine = self._engine
+        engine, checkpoints = self._engine, checkpoints_of(self._engine)
         # What compression has not sent yet is in every worker: the chief alone cannot keep it.
-        if engine.checkpoints is None or engine.world.rank != 0 or engine.compression is not None:
+        if checkpoints is None or engine.world.rank != 0 or engine.model.compression is not None:
             self._keeper = None
         elif self._keeper is None:  # this worker has become the chief
-            self._keeper = StateKeeper(engine.folder, engine.settings, engine.checkpoints.callback.memory_share)
-        if self._keeper is not None and (stopped := self._keeper.keep(engine.step, generation, state)):
-            engine.emit(Event("memory_not_kept", engine.step, stopped, {}, level="warning"))
+            self._keeper = StateKeeper(engine.folder, engine.job.settings, checkpoints.callback.memory_share)
+        if self._keeper is not None and (stopped := self._keeper.keep(engine.progress.step, generation, state)):
+            engine.emit(Event("memory_not_kept", engine.progress.step, stopped, {}, level="warning"))
 
     # --- asynchronous modes ------------------------------------------------------------------------------------------
 
-    def epoch_begins(self, mode: GbaMode) -> None:
+    def epoch_begins(self) -> None:
         """Where an asynchronous mode begins to hand out an epoch's batches."""
+        servers, compression = self._servers, self._engine.model.compression
+        assert servers is not None
         self._state.take_snapshot()
-        self._keep(mode.session.generation, lambda: self._state.snapshot)
-        engine = self._engine
-        if engine.compression is not None and engine.checkpoints is not None and mode.saved_residual is None:
-            mode.save_residual(engine.compression.feedback)
+        self._keep(servers.session.generation, lambda: self._state.snapshot)
+        if compression is not None and checkpoints_of(self._engine) is not None and servers.saved_residual is None:
+            servers.save_residual(compression.feedback)
+
+    @property
+    def _servers(self) -> PsWorker | None:
+        return None if self._engine.mode is None else self._engine.mode.servers
 
     def save_asynchronously_if_due(self) -> None:
         """On the chief, before each micro-batch."""
-        engine, checkpoints = self._engine, self._engine.checkpoints
+        engine, checkpoints = self._engine, checkpoints_of(self._engine)
         self._tell_of_a_lost_folder()
-        if checkpoints is None or engine.world.rank != 0 or not isinstance(engine.mode, GbaMode):
+        servers = self._servers
+        if checkpoints is None or engine.world.rank != 0 or servers is None:
             return
-        checkpoints.follow(engine.mode.contact.saved)
+        checkpoints.follow(servers.contact.saved)
         checkpoints.look_at_age(lambda: "")
-        if checkpoints.is_due_at(engine.step) or checkpoints.is_due_before_a_leave(engine.mode):
-            checkpoints.save_asynchronously(engine.mode, self._state.snapshot)
+        if checkpoints.is_due_at(engine.progress.step) or checkpoints.is_due_before_a_leave(servers):
+            checkpoints.save_asynchronously(servers, self._state.snapshot)
 
     def leave_asynchronously_if_told(self) -> None:
         """Before each micro-batch: the others go on; this worker waits for a checkpoint."""
-        engine, checkpoints, mode = self._engine, self._engine.checkpoints, self._engine.mode
-        if engine.leave_by_s is None or checkpoints is None or not isinstance(mode, GbaMode):
+        engine, checkpoints, servers = self._engine, checkpoints_of(self._engine), self._servers
+        if engine.signals.preempt_deadline_s is None or checkpoints is None or servers is None:
             return
-        contact, step = mode.contact, engine.step
+        contact, step = servers.contact, engine.progress.step
         contact.leaving = True
         text = "this worker was told to leave (SIGTERM): first a checkpoint"
         engine.emit(Event("preempted", step, text, {"rank": engine.world.rank}))
-        while time.monotonic() < engine.leave_by_s:
+        while time.monotonic() < engine.signals.preempt_deadline_s:
             self.save_asynchronously_if_due()
             if contact.saved is not None and contact.saved.state == "done" and contact.saved.number >= step:
                 break
@@ -198,42 +214,41 @@ class Saving:
 
         Raises LastCheckpointFailed when it was not saved: who asked for checkpoints counts on the last one.
         """
-        engine, checkpoints = self._engine, self._engine.checkpoints
+        engine, checkpoints = self._engine, checkpoints_of(self._engine)
         why = self._save_last(_SAVE_LAST_TIMEOUT_S)
         if why and checkpoints is not None:
             newest = f"the newest checkpoint is of step {checkpoints.saved_step}" if checkpoints.saved_step >= 0 else ""
             raise LastCheckpointFailed(
-                f"the training is done (step {engine.step}), but the checkpoint of its last step was not saved: {why}. "
-                f"{newest or 'No checkpoint was saved before'} at {checkpoints.callback.url}: see that it can be "
-                "written, and start the same command again, which does the rest and saves it"
+                f"the training is done (step {engine.progress.step}), but the checkpoint of its last step was not "
+                f"saved: {why}. {newest or 'No checkpoint was saved before'} at {checkpoints.callback.url}: see that "
+                "it can be written, and start the same command again, which does the rest and saves it"
             )
 
     def _save_last(self, timeout_s: float) -> str:
         """A checkpoint of this step, if there is none yet. Returns why it was not saved, where this worker knows."""
-        engine, checkpoints = self._engine, self._engine.checkpoints
+        engine, checkpoints, servers = self._engine, checkpoints_of(self._engine), self._servers
         if checkpoints is None:
             return ""
         try:
-            if isinstance(engine.mode, GbaMode):
-                mode = engine.mode
+            if servers is not None:
                 if engine.world.rank == 0:
-                    checkpoints.await_quiet(lambda: mode.contact.saved, timeout_s)
-                    if not checkpoints.has(engine.step):
-                        checkpoints.save_asynchronously(mode, self._state.snapshot)
-                    checkpoints.await_saved(lambda: mode.contact.saved, engine.step, timeout_s)
-                elif mode.own_server:  # the first host's memory stays as long as the chief does
-                    checkpoints.await_saved(mode.saved_here, engine.step, timeout_s)
-                return checkpoints.why_not_saved(engine.step)
+                    checkpoints.await_quiet(lambda: servers.contact.saved, timeout_s)
+                    if not checkpoints.has(engine.progress.step):
+                        checkpoints.save_asynchronously(servers, self._state.snapshot)
+                    checkpoints.await_saved(lambda: servers.contact.saved, engine.progress.step, timeout_s)
+                elif servers.own_server:  # the first host's memory stays as long as the chief does
+                    checkpoints.await_saved(servers.saved_here, engine.progress.step, timeout_s)
+                return checkpoints.why_not_saved(engine.progress.step)
             line = self._line
             if line is not None:
                 checkpoints.await_quiet(lambda: line.saved, timeout_s)
             if self._save(again=False) and line is not None:
-                checkpoints.await_saved(lambda: line.saved, engine.step, timeout_s, line.why_not_ready)
+                checkpoints.await_saved(lambda: line.saved, engine.progress.step, timeout_s, line.why_not_ready)
         except Exception as error:  # of Horovod, too: a worker may have died after its work was done
             why = f"{type(error).__name__}: {error}"
-            if isinstance(engine.mode, GbaMode) and engine.world.rank:  # the chief says what became of the whole
+            if servers is not None and engine.world.rank:  # the chief says what became of the whole
                 text = f"this host did not hear that its part of the last checkpoint was saved: {why}"
-                engine.emit(Event("checkpoint_failed", engine.step, text, {"why": why}, level="warning"), True)
+                engine.emit(Event("checkpoint_failed", engine.progress.step, text, {"why": why}, level="warning"), True)
                 return ""
             return why
-        return checkpoints.why_not_saved(engine.step)
+        return checkpoints.why_not_saved(engine.progress.step)

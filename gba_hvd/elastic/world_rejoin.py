@@ -18,7 +18,7 @@ from gba_hvd.comm.collectives import World, current_world, initialise_again
 from gba_hvd.comm.launcher_slot import Seat
 from gba_hvd.comm.world_formation import Forming
 from gba_hvd.errors import GivenUp, LauncherLost
-from gba_hvd.modes.parameter_server import GbaMode
+from gba_hvd.ps.worker.worker import PsWorker
 
 log = logging.getLogger("gba_hvd")
 _LOOK_S = 0.1
@@ -34,7 +34,7 @@ class Reformer:
     """
 
     def __init__(
-        self, mode: GbaMode, number: int, meet: Callable[[World], int], seat: Seat, timeout_s: float, forming: Forming
+        self, mode: PsWorker, number: int, meet: Callable[[World], int], seat: Seat, timeout_s: float, forming: Forming
     ) -> None:
         self.number, self._mode, self._meet, self._seat, self._timeout_s = number, mode, meet, seat, timeout_s
         self._forming = forming

@@ -27,6 +27,7 @@ from gba_hvd.shm.layout import Group, Layout
 from gba_hvd.shm.shard_memory import ShardMemory
 
 _NO_WEIGHTS = np.empty(0, dtype=np.float32)
+Ids = Mapping[str, Tensor | Bag]
 
 
 @dataclass(frozen=True)
@@ -374,3 +375,17 @@ class _Pool(torch.autograd.Function):
                 grad, rows.detach().numpy(), ctx.index, ctx.offsets, ctx.mean, grad_weights.numpy()
             )
         return out, grad_weights, None, None, None
+
+
+def keys_by_group(tables: EmbeddingTables, ids: Sequence[Ids]) -> list[np.ndarray]:
+    """All keys of some batches' ids: per group of tables int64 [n]."""
+    keys: list[np.ndarray] = []
+    for number, group in enumerate(tables.layout.groups):
+        columns = [
+            (name, column.values if isinstance(column, Bag) else column)
+            for by_name in ids
+            for name, column in by_name.items()
+            if any(table.name == name for table in group.tables)
+        ]
+        keys.append(tables.keys_of(number, columns))
+    return keys

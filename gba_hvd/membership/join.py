@@ -10,17 +10,16 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from gba_hvd.clipping import Factors
+from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.comm.collectives import World, all_or_none, worker_lost
 from gba_hvd.comm.key_exchange import share_key, shared_secret
 from gba_hvd.errors import StateMismatch
-from gba_hvd.loss_scale import SKIPPED
 from gba_hvd.membership import shard_transfer
 from gba_hvd.membership.agreement import Agreement, Facts, LeavingApart, agree, asynchronous_source
 from gba_hvd.membership.restore_shards import fill_new_shards
 from gba_hvd.membership.resume_job import Taken, take_over
-from gba_hvd.modes.allreduce_exchange import AllreduceMode
-from gba_hvd.modes.parameter_server import GbaMode
+from gba_hvd.modes.allreduce import AllreduceMode
+from gba_hvd.modes.allreduce_exchange import AllreduceExchange
 from gba_hvd.ps import launch
 from gba_hvd.ps.state_files import path_of
 from gba_hvd.ps.worker.session import Session
@@ -28,8 +27,10 @@ from gba_hvd.shm.host_identity import Host
 from gba_hvd.shm.layout import digest
 from gba_hvd.shm.placement import Membership, place_shards
 from gba_hvd.shm.shard_memory import difference
-from gba_hvd.switching import handover
+from gba_hvd.switching import enter_ps, leave_ps
+from gba_hvd.switching.requests import switching_of
 from gba_hvd.training.engine import Engine
+from gba_hvd.training.mode import RankFacts
 from recovery import state_codec
 from recovery.redaction import redacted
 from recovery.restore import Report
@@ -77,7 +78,7 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
     settings = _settings(engine)
     mine = _facts(engine, has_state, digest(settings))
     facts = [Facts.of_row(row) for row in world.gather("facts", mine.row())]
-    engine.neighbours = {rank: f.pid for rank, f in enumerate(facts) if f.host == mine.host and rank != world.rank}
+    engine.host.neighbours = {rank: f.pid for rank, f in enumerate(facts) if f.host == mine.host and rank != world.rank}
     _refuse_different_settings(world, facts, settings)
     try:
         source = asynchronous_source(facts)
@@ -90,10 +91,10 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
     members = Membership(tuple(f.host for f in facts))
     here = members.order.index(mine.host)
     leads = members.lead_of(mine.host) == world.rank
-    engine.settings = mine.settings
+    engine.job.settings = mine.settings
     job_id, agreed, taken = take_over(engine, world, agreed, job_id, leads)
     memory = all_or_none(
-        world, agreed.is_restart, "open", lambda: shard_transfer.open_memory(engine, job_id, engine.key)
+        world, agreed.is_restart, "open", lambda: shard_transfer.open_memory(engine, job_id, engine.job.key)
     )
     holdings = shard_transfer.gather_holdings(world, members, memory)
     if taken is None:
@@ -101,7 +102,7 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
     placement = place_shards(members, holdings)
     if leads:
         memory.end_old_writers({f.pid for f in facts if f.host == mine.host})
-        handover.retire_servers(job_id, engine.key, memory.folder, mine.host)
+        leave_ps.retire_servers(job_id, engine.job.key, memory.folder, mine.host)
     newest, missed = shard_transfer.close_torn_steps(agreed.step, placement, holdings, here, leads, memory)
     shard_transfer.reserve(world, agreed, placement, holdings, here, leads, memory)
     refilled = fill_new_shards(engine, world, agreed, placement, here, leads, memory)
@@ -114,15 +115,19 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
     if engine.mode is not None:
         engine.mode.close()
     engine.traffic.mode = AllreduceMode.name
-    engine.mode = AllreduceMode(
-        world, members, placement, engine.tables, outboxes, engine.row_average, engine.compression, engine.row_coder,
+    model = engine.model
+    exchange = AllreduceExchange(
+        world, members, placement, model.tables, outboxes, model.row_average, model.compression, model.row_coder,
         engine.traffic,
     )  # fmt: skip
-    if leads and (engine.switching is not None or engine.checkpoints is not None):
+    engine.mode = AllreduceMode(engine, exchange)
+    if leads and (switching_of(engine) is not None or checkpoints_of(engine) is not None):
         _start_servers(engine, job_id)
     rows_lost = 0
     if agreed.is_restart and agreed.step:
-        rows_lost = sum(shard_transfer.rows_in(engine.tables.layout, shard) for shard in placement.new) - refilled.rows
+        rows_lost = (
+            sum(shard_transfer.rows_in(engine.model.tables.layout, shard) for shard in placement.new) - refilled.rows
+        )
     return Joined(
         job_id, agreed.source, len(members.order), leads, agreed.is_restart, missed, rows_lost, mine.host, part=here,
         rows_restored=refilled.rows if agreed.is_restart else 0, rows_age=refilled.age,
@@ -134,66 +139,56 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
 
 def _settings(engine: Engine) -> dict[str, object]:
     """What all workers must have in common."""
-    tables = engine.tables
+    tables, checkpoints, switching = engine.model.tables, checkpoints_of(engine), switching_of(engine)
     return {
         **tables.layout.describe(),
         "row optimizer": repr(tables.optimizer),
-        "global_batch": engine.global_batch,
-        "micro_batch": engine.micro_batch,
-        "dense parameters": engine.dense.n,
-        "row_average": engine.row_average,
-        "clipping": str(engine.clip),
-        "grad_scaler": None if engine.loss_scale is None else list(engine.loss_scale.settings),
-        "compression": "none" if engine.compression is None else engine.compression.spec.exactly,
-        "row_compression": engine.row_compression.exactly,
-        "CheckpointCallback": None if engine.checkpoints is None else redacted(engine.checkpoints.callback.url),
-        "GBACallback": None if engine.switching is None else engine.switching.agreed,
+        "global_batch": engine.model.global_batch,
+        "micro_batch": engine.model.micro_batch,
+        "dense parameters": engine.model.dense.n,
+        "row_average": engine.model.row_average,
+        "clipping": str(engine.model.clip),
+        "grad_scaler": None if engine.model.loss_scale is None else list(engine.model.loss_scale.settings),
+        "compression": "none" if engine.model.compression is None else engine.model.compression.spec.exactly,
+        "row_compression": engine.model.row_compression.exactly,
+        "CheckpointCallback": None if checkpoints is None else redacted(checkpoints.callback.url),
+        "GBACallback": None if switching is None else switching.agreed,
     }
 
 
 def _facts(engine: Engine, has_state: bool, settings: int) -> Facts:
     """What this rank says of itself."""
-    held = engine.mode.held if isinstance(engine.mode, AllreduceMode) else None
-    inside = engine.mode if isinstance(engine.mode, GbaMode) else None
+    of_mode = RankFacts() if engine.mode is None else engine.mode.rank_facts()
     return Facts(
-        has_state, engine.step, -1 if held is None else held.step, Host.here(engine.tables.config.shard_dir).number,
+        has_state, engine.progress.step, of_mode.held_step, Host.here(engine.model.tables.config.shard_dir).number,
         settings, os.getpid(),
-        0 if inside is None else inside.session.generation, 0 if inside is None else inside.contact.stands_for,
-        engine.factors.rows,
+        of_mode.generation, of_mode.membership,
+        engine.progress.factors.rows,
     )  # fmt: skip
 
 
 def _catch_up(engine: Engine, world: World, mine: Facts, agreed: Agreement) -> None:
     """A rank that missed the newest step's result applies the row gradients it holds; all others forget theirs."""
-    catches_up = world.rank in agreed.catch_up
-    if isinstance(engine.mode, AllreduceMode) and engine.mode.held is not None:
-        if catches_up:
-            if agreed.row_factor == SKIPPED:
-                engine.mode.skip_held()
-            else:
-                engine.mode.apply_held(agreed.row_factor)
-            engine.factors = Factors(rows=agreed.row_factor)
-        else:
-            engine.mode.forget_held()
-    # (After an asynchronous mode survivors stand at different steps, and nobody was left behind.)
-    was_left = isinstance(engine.mode, AllreduceMode) and mine.step < agreed.step
-    was_left = was_left and mine.has_state and not catches_up
-    if engine.compression is not None:
-        engine.compression.world_formed()
+    was_left = False
+    if engine.mode is not None:
+        was_left = engine.mode.settle(world.rank in agreed.catch_up, agreed.row_factor, agreed.step) and mine.has_state
+    if engine.model.compression is not None:
+        engine.model.compression.world_formed()
         if was_left:
-            engine.compression.clear()  # the world went on without this worker, and counted its rest as lost
-    if engine.row_coder is not None and was_left:
-        engine.row_coder.clear()
+            engine.model.compression.clear()  # the world went on without this worker, and counted its rest as lost
+    if engine.model.row_coder is not None and was_left:
+        engine.model.row_coder.clear()
 
 
 def _start_servers(engine: Engine, job_id: str) -> None:
     """Those of this host, where they do not run yet. On its lead."""
-    folder, tables = engine.folder, engine.tables
+    folder, tables = engine.folder, engine.model.tables
     launch.write_settings(
-        folder, job_id, engine.key, tables.layout, tables.optimizer,
+        folder, job_id, engine.job.key, tables.layout, tables.optimizer,
         alive_s=tables.config.alive_s, lease_s=tables.config.lease_s, grace_s=tables.config.grace_s,
     )  # fmt: skip
-    for index in range(1 if engine.switching is None else engine.switching.servers_per_host):
+    switching = switching_of(engine)
+    for index in range(1 if switching is None else switching.servers_per_host):
         launch.ensure_running(folder, index)
 
 
@@ -203,7 +198,8 @@ def _join_asynchronous(engine: Engine, world: World, facts: list[Facts], source:
     Raises where a host, or what its servers held, is gone.
     """
     mine = facts[world.rank]
-    own = engine.mode.session if isinstance(engine.mode, GbaMode) else None
+    inside = None if engine.mode is None else engine.mode.servers
+    own = None if inside is None else inside.session
     told = b"" if own is None else msgspec.msgpack.encode(replace(own, key=b""))
     session = msgspec.msgpack.decode(
         world.broadcast("session", told if world.rank == source else None, source), type=Session
@@ -219,10 +215,10 @@ def _join_asynchronous(engine: Engine, world: World, facts: list[Facts], source:
     _refuse_bare_hosts(engine, world, facts, session, memory.folder)
     leads = members.lead_of(mine.host) == world.rank
     if is_new:
-        engine.key = session.key
+        engine.job.key = session.key
         if engine.mode is not None:
             engine.mode.close()
-        handover.start(engine, session, world.rank, mine.host)
+        enter_ps.start(engine, session, world.rank, mine.host)
         assert not memory.is_closed
     number = max(f.membership for f in facts)
     return Joined(session.job, source, len(members.order), leads, True, 0, 0, mine.host, True, number)
@@ -240,10 +236,11 @@ def _refuse_bare_hosts(engine: Engine, world: World, facts: list[Facts], session
     if not bare:
         return
     why = f"the hosts of ranks {bare} came back without the shards they held"
-    if isinstance(engine.mode, GbaMode):
+    servers = None if engine.mode is None else engine.mode.servers
+    if servers is not None:
         for rank in bare:
-            engine.mode.client.give_up(facts[rank].host, why)
-        engine.mode.give_up(why)
+            servers.client.give_up(facts[rank].host, why)
+        servers.give_up(why)
     raise worker_lost(why)
 
 

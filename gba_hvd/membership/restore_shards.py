@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.comm.collectives import World, all_or_none
 from gba_hvd.errors import StateMismatch
 from gba_hvd.membership.agreement import Agreement
@@ -39,7 +40,7 @@ def fill_new_shards(
     engine: Engine, world: World, agreed: Agreement, placement: Placement, here: int, leads: bool, memory: ShardMemory
 ) -> Refilled:
     """Shards nobody holds: from the newest checkpoint, by each host's lead; without one, initial rows. A collective."""
-    checkpoints = engine.checkpoints
+    checkpoints = checkpoints_of(engine)
     if checkpoints is None or not placement.new or not (agreed.is_restart or checkpoints.callback.resume):
         for shard in placement.new:
             if placement.server[shard] == world.rank:

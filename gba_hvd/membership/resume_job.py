@@ -18,6 +18,7 @@ import numpy as np
 
 from gba_hvd.callbacks import Event
 from gba_hvd.checkpoint import orphaned_memory
+from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.comm.collectives import World, all_or_none
 from gba_hvd.comm.key_exchange import share_key, shared_secret
 from gba_hvd.errors import GbaError, ShardMemoryError
@@ -50,18 +51,20 @@ def take_over(
 
     job_id: this rank's, if there is no other; leads: this rank leads its host.
     """
-    checkpoints, taken = engine.checkpoints, None
+    checkpoints, taken = checkpoints_of(engine), None
     job_id, saved_step = _name_of_job(engine, world, agreed, job_id)
     if checkpoints is not None and checkpoints.callback.resume and not agreed.is_restart:
         taken = _take_leftover(engine, world, job_id, leads, saved_step)
     if taken is not None:
         agreed = replace(agreed, step=taken.step, source=taken.source)
     if taken is not None and taken.state is not None:
-        engine.key = orphaned_memory.key_of(job_folder(engine.tables.config.shard_dir, job_id))
-    mine = (engine.key or new_key()) if world.rank == agreed.source else None
-    engine.key = share_key(world, "key", mine, agreed.source, shared_secret(), agreed.is_restart)
-    if taken is not None and engine.tables.memory is not None:
-        engine.tables.memory.give_to(owner_of(engine.key))  # before others of the host open it: a collective follows
+        engine.job.key = orphaned_memory.key_of(job_folder(engine.model.tables.config.shard_dir, job_id))
+    mine = (engine.job.key or new_key()) if world.rank == agreed.source else None
+    engine.job.key = share_key(world, "key", mine, agreed.source, shared_secret(), agreed.is_restart)
+    if taken is not None and engine.model.tables.memory is not None:
+        engine.model.tables.memory.give_to(
+            owner_of(engine.job.key)
+        )  # before others of the host open it: a collective follows
     if checkpoints is not None:
         _take_place(engine, world, agreed, job_id, leads, taken)
     return job_id, agreed, taken
@@ -69,13 +72,13 @@ def take_over(
 
 def _name_of_job(engine: Engine, world: World, agreed: Agreement, job_id: str) -> tuple[str, int]:
     """The name of the job that this one goes on from, if there is a checkpoint, and its step. A collective."""
-    checkpoints = engine.checkpoints
+    checkpoints = checkpoints_of(engine)
 
     def look() -> str:
         saved = None
         if checkpoints is not None and not agreed.is_restart and world.rank == agreed.source:
             saved = checkpoints.job_to_resume()
-        return job_id if saved is None or engine.tables.config.job_id else saved
+        return job_id if saved is None or engine.model.tables.config.job_id else saved
 
     if checkpoints is not None and not agreed.is_restart:
         job_id = all_or_none(world, False, "read", look, "the checkpoints")
@@ -89,7 +92,7 @@ def _take_leftover(engine: Engine, world: World, job_id: str, leads: bool, saved
 
     Otherwise the memory is removed. The order of the steps is told in `leftover`.
     """
-    tables, checkpoints = engine.tables, engine.checkpoints
+    tables, checkpoints = engine.model.tables, checkpoints_of(engine)
     assert checkpoints is not None
     n_shards, folder = tables.layout.n_shards, job_folder(tables.config.shard_dir, job_id)
     found, state = orphaned_memory.Found.nothing(n_shards), None
@@ -107,7 +110,7 @@ def _take_leftover(engine: Engine, world: World, job_id: str, leads: bool, saved
 
     all_or_none(world, False, "look at what was left in", look)
     everyone = [orphaned_memory.Found.of_row(row) for row in world.gather("left", found.row())]
-    choice = orphaned_memory.to_go_on(everyone, engine.settings, saved_step)
+    choice = orphaned_memory.to_go_on(everyone, engine.job.settings, saved_step)
     failure, taken = "", None
     if choice.rank is not None:
         enter = orphaned_memory.session_of(folder, state) if found.ready.any() else None
@@ -122,7 +125,7 @@ def _take_leftover(engine: Engine, world: World, job_id: str, leads: bool, saved
             assert state is not None
             try:
                 whole, step = orphaned_memory.whole_state(
-                    folder, job_id, state, enter, engine.dense.sizes, engine.names
+                    folder, job_id, state, enter, engine.model.dense.sizes, engine.model.names
                 )
             except (GbaError, OSError) as error:
                 failure = str(error)
@@ -140,7 +143,7 @@ def _take_leftover(engine: Engine, world: World, job_id: str, leads: bool, saved
 
 def _take_place(engine: Engine, world: World, agreed: Agreement, job_id: str, leads: bool, taken: Taken | None) -> None:
     """Clear what a dead job of this name left on the hosts, and claim the place for checkpoints. A collective."""
-    checkpoints, tables, writer = engine.checkpoints, engine.tables, ""
+    checkpoints, tables, writer = checkpoints_of(engine), engine.model.tables, ""
     assert checkpoints is not None
     if taken is not None and taken.state is not None:
         state = state_codec.decode(taken.state)

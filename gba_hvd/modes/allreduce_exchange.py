@@ -24,12 +24,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
-from torch import Tensor
 
 from gba_hvd import clipping, kernels
 from gba_hvd.comm.collectives import World, worker_lost
 from gba_hvd.comm.traffic import Traffic, ring
-from gba_hvd.compression import row_exchange
 from gba_hvd.compression.dense_exchange import DenseExchange
 from gba_hvd.compression.row_codec import RowCoder
 from gba_hvd.compression.row_exchange import RowExchange
@@ -46,6 +44,7 @@ from gba_hvd.embedding.row_gradients import (
 from gba_hvd.embedding.tables import EmbeddingTables, RemoteRows
 from gba_hvd.shm.outbox import Outbox
 from gba_hvd.shm.placement import Membership, Placement
+from gba_hvd.training.commit_fields import CommitFields
 
 _LOOK_AGAIN = 64  # after so many steps: whether something still waits for rows that came home
 Alltoall = Callable[[str, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
@@ -70,14 +69,12 @@ class Held:
     merged: list[RowGrad] = field(default_factory=list)
 
 
-class AllreduceMode:
+class AllreduceExchange:
     """Carries gradients between the workers of one world. Made anew after every change of membership.
 
     Owns `held` and the outboxes (of the ranks of this host, its own among them; none in a world of one); uses, but does
     not own, the world, the tables' memory and the dense gradients.
     """
-
-    name = "allreduce"
 
     def __init__(
         self,
@@ -222,25 +219,18 @@ class AllreduceMode:
         grads, scale = self._merged(self.held)
         return clipping.squares(grad.values for grad in grads) * scale**2
 
-    def commit(self, dense: DenseGradients) -> None:
+    def commit(self, dense: DenseGradients, fields: CommitFields) -> None:
         """Sum the dense gradients and the numbers that travel with them over all ranks. Returning means: decided."""
         exchange = self.row_exchange
         if exchange is not None:
-            exchange.tell(self._row_numbers(dense))
-        self._sum_(dense)
+            exchange.tell(fields["rows"])
+        self._sum_(dense, fields)
         if exchange is not None:
-            exchange.hear(self._row_numbers(dense))
+            exchange.hear(fields["rows"])
 
-    def _row_numbers(self, dense: DenseGradients) -> Tensor:
-        """Among the numbers that travel along: what rows took on each worker."""
-        at = len(dense.extra)
+    def _sum_(self, dense: DenseGradients, fields: CommitFields) -> None:
         if self._dense_exchange is not None:
-            at -= self._dense_exchange.n_numbers(self._world.size)
-        return dense.extra[at - row_exchange.N_NUMBERS * self._world.size : at]
-
-    def _sum_(self, dense: DenseGradients) -> None:
-        if self._dense_exchange is not None:
-            self._dense_exchange.sum_(self._world, dense, self._traffic)
+            self._dense_exchange.sum_(self._world, dense, fields["dense"], self._traffic)
             return
         self._world.sum_("commit", dense.total)
         itemsize = dense.total.element_size()

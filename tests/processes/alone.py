@@ -13,7 +13,6 @@ import pytest
 from torch import nn
 
 import gba_hvd
-from gba_hvd.modes.parameter_server import GbaMode
 
 from .cluster import GRACE_S, PATIENCE_S, wait_for
 from .workload import Training
@@ -93,8 +92,8 @@ def train_alone(folder: Path, plan: dict[str, Any], **gba: Any) -> Outcome:
                     loss = training.loss(batch)
                     training.backward(loss, [state.epoch, batch.index] in plan.get("overflows", ()))
                     training.step(loss)
-                    if plan.get("flush") and isinstance(state.engine.mode, GbaMode):
-                        state.engine.mode.flush()  # the servers have applied it before the next one is computed
+                    if plan.get("flush") and state.engine.mode.servers is not None:
+                        state.engine.mode.servers.flush()  # the servers have applied it before the next one is computed
                 judged = nn.Sequential(model, nn.Sigmoid()) if plan.get("judge") == "probabilities" else model
                 gba_hvd.evaluate(judged, training.dataset, state, batch=64)
             return outcome_of(training, watch)

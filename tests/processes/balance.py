@@ -14,7 +14,7 @@ import numpy as np
 from gba_hvd.compression import dense_push
 from gba_hvd.compression.dense_exchange import DenseExchange
 from gba_hvd.compression.dense_push import DensePush
-from gba_hvd.modes.allreduce_exchange import AllreduceMode
+from gba_hvd.modes.allreduce_exchange import AllreduceExchange
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -25,26 +25,26 @@ class Books:
 
     def __init__(self, engine: Any, note: Callable[..., None], die: Callable[[str, int], None]) -> None:
         self._engine, self._note = engine, note
-        weights = np.random.default_rng(0).normal(size=engine.dense.n)
-        commit = AllreduceMode.commit
+        weights = np.random.default_rng(0).normal(size=engine.model.dense.n)
+        commit = AllreduceExchange.commit
 
         def projected(vector: np.ndarray) -> float:
             return float(vector.astype(np.float64) @ weights)
 
-        def noting(mode: AllreduceMode, dense: Any) -> None:
+        def noting(exchange: AllreduceExchange, dense: Any, fields: Any) -> None:
             brought = projected(dense.total[: dense.n].numpy())
-            rest = projected(engine.compression.feedback.rest)
-            facts = {"step": engine.step + 1, "world": engine.restarts, "rank": engine.world.rank}
+            rest = projected(engine.model.compression.feedback.rest)
+            facts = {"step": engine.progress.step + 1, "world": engine.progress.restarts, "rank": engine.world.rank}
             note(brings=brought, rest=rest, **facts)
-            die("before commit", engine.step + 1)
-            commit(mode, dense)
+            die("before commit", engine.progress.step + 1)
+            commit(exchange, dense, fields)
             note(takes=projected(dense.total[: dense.n].numpy()), **facts)
 
-        AllreduceMode.commit = noting  # type: ignore[method-assign]
+        AllreduceExchange.commit = noting  # type: ignore[method-assign]
         state = DenseExchange.state
 
         def noting_state(exchange: DenseExchange, world: Any) -> dict[str, Any]:
-            note(saves=projected(exchange.feedback.rest), step=engine.step)
+            note(saves=projected(exchange.feedback.rest), step=engine.progress.step)
             return state(exchange, world)
 
         DenseExchange.state = noting_state  # type: ignore[method-assign]
@@ -66,7 +66,7 @@ class Books:
         DensePush.frames = noting_frames  # type: ignore[method-assign]
 
     def close(self) -> None:
-        self._note(left=self._projected(self._engine.compression.feedback.rest))
+        self._note(left=self._projected(self._engine.model.compression.feedback.rest))
 
 
 def assert_balanced(

@@ -20,11 +20,10 @@ import pytest
 
 import gba_hvd
 from gba_hvd.errors import LastCheckpointFailed
-from gba_hvd.modes.parameter_server import GbaMode
 from gba_hvd.ps import launch
 from gba_hvd.ps.worker.heartbeat import Contact
 from gba_hvd.shm.shard_memory import is_alive
-from gba_hvd.switching import handover
+from gba_hvd.switching import enter_ps
 from recovery import CheckpointCallback
 from recovery.catalog.chains import Chain, chains
 from recovery.storage.open import open_store
@@ -208,7 +207,7 @@ def test_a_job_folder_that_was_removed_is_told_of_and_so_is_every_checkpoint_tha
 def test_checkpoints_go_on_after_a_server_entered_a_mode_that_its_workers_gave_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    place, enter = tmp_path / "checkpoints", handover._enter
+    place, enter = tmp_path / "checkpoints", enter_ps._enter
     stopped: list[int] = []
     servers: set[int] = set()
 
@@ -223,7 +222,7 @@ def test_checkpoints_go_on_after_a_server_entered_a_mode_that_its_workers_gave_u
             stopped.append(server)
             raise gba_hvd.GbaError("planned: the answer is lost")
 
-    monkeypatch.setattr(handover, "_enter", enter_in_vain)
+    monkeypatch.setattr(enter_ps, "_enter", enter_in_vain)
     switching = gba_hvd.GBACallback(mode="allreduce", switch_at={6: "gba"})
     # Of a save that began before, nothing may be heard any more: those that count are asked for after the switch.
     with a_job(tmp_path, {}, switching, CheckpointCallback(place, every_steps=4), server_s=8.0) as job:
@@ -258,16 +257,16 @@ def test_what_a_silent_server_of_this_host_has_published_is_taken_from_its_file(
         found: dict[str, Any] = {}
 
         def is_done() -> bool:
-            mode, engine = job.engine.mode, job.engine
-            if found or not isinstance(mode, GbaMode) or engine.step < 8:
+            mode, servers = job.engine.mode, job.engine.mode.servers
+            if found or servers is None or job.engine.progress.step < 8:
                 return bool(found)
-            mode.flush()
-            expected = mode.export(leaving=False)
+            servers.flush()
+            expected = servers.export(leaving=False)
             server = job.server()
             os.kill(server, signal.SIGSTOP)
             try:
-                handover.rescue_dense_state(engine, mode)
-                found.update(got=mode.rescue(0.5), expected=expected, position=mode.position)
+                mode._rescue_dense_state()
+                found.update(got=servers.rescue(0.5), expected=expected, position=servers.position)
             finally:
                 os.kill(server, signal.SIGCONT)
             return True

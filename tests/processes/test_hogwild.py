@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import gba_hvd
 from gba_hvd.faults import FaultSchedule
-from gba_hvd.modes.model_averaging import ReplicaMode
-from gba_hvd.modes.parameter_server import GbaMode
+from gba_hvd.modes.model_averaging import ModelAveragingMode
 
 from .alone import Outcome, Watch, job_alone, outcome_of, train_alone
 from .cluster import PATIENT, Cluster, assert_identical, cluster
@@ -74,8 +73,8 @@ def test_one_thread_is_the_plain_loop_bit_for_bit(tmp_path: Path, mode: str) -> 
     plain = train_alone(tmp_path / "plain", plan, mode=mode)
 
     def flushed(model: nn.Module, batch: Any) -> Tensor:
-        assert isinstance(compute.state.engine.mode, GbaMode)
-        compute.state.engine.mode.flush()  # the servers have applied the last one before this one is computed
+        assert compute.state.engine.mode.servers is not None
+        compute.state.engine.mode.servers.flush()  # the servers have applied the last one before this one is computed
         return Compute.__call__(compute, model, batch)
 
     with job_alone(tmp_path / "hogwild", plan, mode=mode) as (training, watch):
@@ -141,7 +140,9 @@ def test_a_thread_that_fails_ends_the_loop_with_its_error_and_the_epoch_can_go_o
             with pytest.raises(Planned):
                 gba_hvd.hogwild(training.dataset, state, compute, n_threads=N, seed=1)
             mode = state.engine.mode
-            assert isinstance(mode, ReplicaMode) and not mode.replica.is_open, "its replica was not handed in"
+            assert isinstance(mode, ModelAveragingMode) and not mode.servers.replica.is_open, (
+                "its replica was not handed in"
+            )
             assert not [t for t in threading.enumerate() if t.name.startswith("gba-hvd hogwild")]
             gba_hvd.hogwild(training.dataset, state, compute, n_threads=N, seed=1)
             return outcome_of(training, watch)

@@ -37,7 +37,7 @@ GIVES_UP = """
 import time, torch
 import horovod.torch as hvd
 from horovod.torch import mpi_ops
-from gba_hvd import collectives
+from gba_hvd.comm import collectives
 from gba_hvd.comm.world_formation import Forming
 hvd.init()
 world = collectives.HorovodWorld()

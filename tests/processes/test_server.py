@@ -42,7 +42,7 @@ from gba_hvd.ps.messages import (
 )
 from gba_hvd.shm.layout import Layout
 from gba_hvd.shm.shard_memory import is_alive
-from gba_hvd.switching import handover
+from gba_hvd.switching import leave_ps
 from recovery.catalog import claims
 from recovery.catalog.chains import Chain, chains
 from recovery.config import Config
@@ -91,7 +91,7 @@ def test_what_is_no_message_of_this_job_is_refused(unchanged: Host, what: str) -
     for pull in (False, True):
         peer = unchanged.peer(pull=pull)
         peer.post(fuzz_server.bad_envelopes("job")[what])
-        envelope = messages._envelope.decode(peer.socket.recv_multipart()[0])
+        envelope = wire._envelope.decode(peer.socket.recv_multipart()[0])
         assert isinstance(wire.decode_answer(envelope), Refused)
 
 
@@ -259,7 +259,7 @@ from pathlib import Path
 folder, index, point, after = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 lock = open(folder / f"ps-{index}.lock", "a")
 fcntl.flock(lock, fcntl.LOCK_EX)
-from gba_hvd.ps import server
+from gba_hvd.ps.server import server
 from gba_hvd.ps.coordinator.coordinator import Coordinator
 from gba_hvd.ps.partition.dense_part import DensePart
 from gba_hvd.ps.partition.partition import Part
@@ -443,12 +443,12 @@ def test_a_server_whose_workers_fell_out_of_the_mode_applies_nothing_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The coordinator may have been cut off, and come back."""
-    monkeypatch.setattr(handover, "_LEAVE_TIMEOUT_S", PATIENCE_S)  # it is to be told, not killed for being slow
+    monkeypatch.setattr(leave_ps, "_LEAVE_TIMEOUT_S", PATIENCE_S)  # it is to be told, not killed for being slow
     host = Host(tmp_path, job="retired")
     try:
         peer = host.peer()
         peer.ask(*fuzz_server.enter(host.endpoints))
-        handover.retire_servers(host.job, host.key, host.folder, host.host)
+        leave_ps.retire_servers(host.job, host.key, host.folder, host.host)
         before = host.everything()
         answer, _ = peer.ask(Apply(GENERATION, 1, [], 0.5, ROW_LR, [LR], 0))
         assert isinstance(answer, Refused) and "comes too late" in answer.why
@@ -464,7 +464,7 @@ def test_a_server_that_does_not_hear_that_the_mode_is_over_is_killed(tmp_path: P
         host.peer().ask(*fuzz_server.enter(host.endpoints))
         deaf = host.pid()
         os.kill(deaf, signal.SIGSTOP)
-        handover.retire_servers(host.job, host.key, host.folder, host.host)
+        leave_ps.retire_servers(host.job, host.key, host.folder, host.host)
         wait_for(lambda: not is_alive(deaf), "its end")
         restarted(host, deaf)
         answer, _ = host.peer().ask(PullDense(GENERATION, -1))

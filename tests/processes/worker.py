@@ -49,16 +49,18 @@ from workload import Training, digest_of_dense, digests  # noqa: E402
 
 import gba_hvd  # noqa: E402
 from gba_hvd.averaging.sync_thread import Rounds  # noqa: E402
+from gba_hvd.checkpoint.job_checkpoints import checkpoints_of  # noqa: E402
 from gba_hvd.elastic import torch_state  # noqa: E402
 from gba_hvd.elastic.worker_saves import Saving  # noqa: E402
 from gba_hvd.faults import Fault  # noqa: E402
 from gba_hvd.membership import shard_transfer  # noqa: E402
-from gba_hvd.modes import allreduce_exchange  # noqa: E402
-from gba_hvd.modes.model_averaging import ReplicaMode  # noqa: E402
-from gba_hvd.modes.parameter_server import GbaMode  # noqa: E402
+from gba_hvd.modes.allreduce_exchange import AllreduceExchange  # noqa: E402
+from gba_hvd.modes.parameter_server import ParameterServerMode  # noqa: E402
 from gba_hvd.ps import launch  # noqa: E402
+from gba_hvd.ps.worker.replica_worker import ReplicaWorker  # noqa: E402
+from gba_hvd.ps.worker.worker import PsWorker  # noqa: E402
 from gba_hvd.shm.shard_memory import ShardMemory, is_alive  # noqa: E402
-from gba_hvd.switching import handover  # noqa: E402
+from gba_hvd.switching import enter_ps  # noqa: E402
 from recovery.callback import CheckpointCallback  # noqa: E402
 
 
@@ -133,12 +135,12 @@ def around(owner: type, name: str, before: Callable[[Any], None] | None, after: 
 
 def before_exchange(_: Any) -> None:
     drawn = [torch.rand(1).item(), np.random.rand(), random.random()]
-    note(attempt=state.step + 1, world=optimizer.engine.restarts, rows=notes.rows, drawn=drawn)
+    note(attempt=state.step + 1, world=optimizer.engine.progress.restarts, rows=notes.rows, drawn=drawn)
     notes.rows = []
     die("before exchange", state.step + 1)
 
 
-around(allreduce_exchange.AllreduceMode, "exchange", before_exchange, lambda _: die("after exchange", state.step + 1))
+around(AllreduceExchange, "exchange", before_exchange, lambda _: die("after exchange", state.step + 1))
 around(gba_hvd.elastic.TorchState, "on_hosts_updated", lambda _: note(hosts_updated=True), None)
 _hosts_updated = torch_state.hosts_updated
 
@@ -149,14 +151,14 @@ def hosts_updated() -> Exception:
 
 
 torch_state.hosts_updated = hosts_updated
-around(allreduce_exchange.AllreduceMode, "commit", None, lambda _: die("after commit", state.step + 1))
+around(AllreduceExchange, "commit", None, lambda _: die("after commit", state.step + 1))
 around(ShardMemory, "begin", None, lambda _: die("in apply", state.step + 1))
 around(ShardMemory, "finish", None, lambda _: die("after apply", state.step + 1))
-around(ReplicaMode, "export", lambda _: die("before handing in", state.epoch), None)
+around(ReplicaWorker, "export", lambda _: die("before handing in", state.epoch), None)
 around(
-    ReplicaMode, "_exported", lambda _: die("all have handed in", state.epoch), lambda _: die("exported", state.epoch)
+    ReplicaWorker, "_exported", lambda _: die("all have handed in", state.epoch), lambda _: die("exported", state.epoch)
 )
-around(ReplicaMode, "_hand_in", None, lambda _: die("after handing in", state.epoch))
+around(ReplicaWorker, "_hand_in", None, lambda _: die("after handing in", state.epoch))
 
 
 def falls_out(_: Any) -> None:
@@ -165,7 +167,7 @@ def falls_out(_: Any) -> None:
 
 
 around(gba_hvd.elastic.TorchState, "restore", falls_out, None)
-_push, _stop_rounds = GbaMode.push, Rounds.stop
+_push, _stop_rounds = PsWorker.push, Rounds.stop
 
 
 def stop_rounds(self: Rounds, together: bool = False, timeout_s: float = 10.0) -> bool:
@@ -180,7 +182,7 @@ def stop_rounds(self: Rounds, together: bool = False, timeout_s: float = 10.0) -
 Rounds.stop = stop_rounds  # type: ignore[method-assign]
 
 
-def push(self: GbaMode, lease: Any, rows: Any, loss: Any, seconds: float, refused: str, drop: bool = False) -> str:
+def push(self: PsWorker, lease: Any, rows: Any, loss: Any, seconds: float, refused: str, drop: bool = False) -> str:
     die("before push", state.epoch)
     die("before push of step", lease.token)
     wait_for_planned_kill(lease.micro)
@@ -201,18 +203,18 @@ def push(self: GbaMode, lease: Any, rows: Any, loss: Any, seconds: float, refuse
     return told
 
 
-GbaMode.push = push  # type: ignore[method-assign]
+PsWorker.push = push  # type: ignore[method-assign]
 
 
 def wait_for_planned_kill(micro: int) -> None:
     """A step that its server is to be killed in is not complete before: its later pushes wait."""
-    of_step = state.engine.global_batch // state.engine.micro_batch
+    of_step = state.engine.model.global_batch // state.engine.model.micro_batch
     for number, (epoch, last) in enumerate(PLAN.get("kill_server_after_push", [])):
         if epoch == state.epoch and micro > last and micro // of_step == last // of_step:
             wait_for_file(f"fault-server-{number}")
 
 
-def wait_for_the_wish(mode: GbaMode, token: int) -> None:
+def wait_for_the_wish(mode: PsWorker, token: int) -> None:
     """Who is not the chief goes no further in a mode that is due to end before the coordinator has heard so.
 
     In hop_bs nobody gets far ahead of the chief, which could itself not go on before a worker that waits here.
@@ -226,10 +228,10 @@ def wait_for_the_wish(mode: GbaMode, token: int) -> None:
         time.sleep(0.02)
 
 
-_ask = GbaMode.ask
+_ask = PsWorker.ask
 
 
-def ask(self: GbaMode, epoch: int, *args: Any) -> Any:
+def ask(self: PsWorker, epoch: int, *args: Any) -> Any:
     """Note what was given, in the thread that asks ahead."""
     given = _ask(self, epoch, *args)
     note(
@@ -243,8 +245,8 @@ def ask(self: GbaMode, epoch: int, *args: Any) -> Any:
     return given
 
 
-GbaMode.ask = ask  # type: ignore[method-assign]
-_enter, _start, _take = handover._enter, handover.start, handover.take_dense_state
+PsWorker.ask = ask  # type: ignore[method-assign]
+_enter, _start, _take = enter_ps._enter, enter_ps.start, ParameterServerMode.take_dense_state
 
 
 def enter_servers(*args: Any) -> None:
@@ -261,17 +263,18 @@ def ends() -> bool:
     return "last_to_end" in PLAN and state.epoch == PLAN["epochs"] - 1
 
 
-def take_dense_state(*args: Any, **more: Any) -> None:
+def take_dense_state(mode: ParameterServerMode, *args: Any, **more: Any) -> None:
     """One worker fetches what it ends with when another has: in gba has ended, in shadow has handed in its replica."""
     if ends() and PLAN["last_to_end"] == state.world.rank:
         wait_for_file("another-ends")
-    _take(*args, **more)
+    _take(mode, *args, **more)
 
 
-around(ReplicaMode, "_hand_in", None, lambda _: (OUT / "another-ends").touch() if ends() else None)
+around(ReplicaWorker, "_hand_in", None, lambda _: (OUT / "another-ends").touch() if ends() else None)
 
 
-handover._enter, handover.start, handover.take_dense_state = enter_servers, start_asynchronous, take_dense_state
+enter_ps._enter, enter_ps.start = enter_servers, start_asynchronous
+ParameterServerMode.take_dense_state = take_dense_state  # type: ignore[method-assign]
 around(Saving, "epoch_begins", None, lambda _: die("kept", state.step))
 _move = shard_transfer.move_shards
 
@@ -310,11 +313,16 @@ class Notes(gba_hvd.Callback):
     def on_job(self, job: gba_hvd.Job) -> None:
         if (OUT / f"fell-out-{os.getpid()}").exists():
             (OUT / "is-back").touch()
-        held = [(p.detach(), optimizer.engine.optimizer.state.get(p, {})) for p in optimizer.engine.dense.parameters]
+        held = [
+            (p.detach(), optimizer.engine.model.optimizer.state.get(p, {}))
+            for p in optimizer.engine.model.dense.parameters
+        ]
         note(job=job.job_id, rank=job.rank, host=job.host, shards=shards_here(), dense=digest_of_dense(held))
 
     def on_step(self, record: gba_hvd.StepRecord) -> None:
-        note(committed=record.step, epoch=record.epoch, world=optimizer.engine.restarts, workers=record.workers)
+        note(
+            committed=record.step, epoch=record.epoch, world=optimizer.engine.progress.restarts, workers=record.workers
+        )
 
     def on_end(self, status: str, error: BaseException | None) -> None:
         note(end=status, error=None if error is None else str(error))
@@ -333,7 +341,7 @@ hooked: list[int] = []
 state.on_step(lambda: hooked.append(state.step))
 notes = Notes()
 past_switches: set[int] = set()  # this worker has waited for these already
-books = Books(state.engine, note, die) if state.engine.compression is not None else None
+books = Books(state.engine, note, die) if state.engine.model.compression is not None else None
 state.register_callbacks([notes])
 if "gba" in PLAN:
     state.register_callbacks([gba_hvd.GBACallback(**{"wait_s": 180.0, **PLAN["gba"]})])
@@ -437,15 +445,15 @@ def wait_for_switch(batch: Any) -> None:
     near the end of an epoch there may be no micro-batch left that would bring the chief there.
     """
     due = {int(at) for at in PLAN.get("gba", {}).get("switch_at", {}) if int(at) <= state.step} - past_switches
-    n_micro = -(-len(dataset) // state.engine.micro_batch)
+    n_micro = -(-len(dataset) // state.engine.model.micro_batch)
     if not due or batch.index >= n_micro - 8:
         return
     target, deadline = PLAN["gba"]["switch_at"][str(max(due))], time.monotonic() + 60
     while time.monotonic() < deadline:
-        mode = state.engine.mode
-        if not isinstance(mode, GbaMode) or mode.name in (target, "ma", "bmuf"):
+        servers = state.engine.mode.servers
+        if servers is None or servers.name in (target, "ma", "bmuf"):
             break
-        if mode.contact.rank == 0 or mode.position.wanted:
+        if servers.contact.rank == 0 or servers.position.wanted:
             break
         time.sleep(0.02)
     past_switches.update(due)
@@ -475,21 +483,21 @@ def wait_where_planned(step: int) -> None:
 def hear_of_the_servers() -> None:
     """On the lead of a host. For a while: in some tests a server is to die before that."""
     engine, deadline = state.engine, time.monotonic() + 60
-    line = engine.line if engine.checkpoints is not None else None
+    line = engine.host.server if checkpoints_of(engine) is not None else None
     while line is not None and not line.is_ready() and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
 def follow_checkpoints() -> None:
     """A chief that is held tells what became of a checkpoint, as it would before its next step."""
-    engine = state.engine
-    if engine.checkpoints is None or engine.world.rank != 0:
+    engine, checkpoints = state.engine, checkpoints_of(state.engine)
+    if checkpoints is None or engine.world.rank != 0:
         return
     line = state.saving._line
-    if isinstance(engine.mode, GbaMode):
-        engine.checkpoints.follow(engine.mode.contact.saved)
+    if engine.mode.servers is not None:
+        checkpoints.follow(engine.mode.servers.contact.saved)
     elif line is not None:
-        engine.checkpoints.follow(line.saved)
+        checkpoints.follow(line.saved)
 
 
 def wait_for_the_others_to_end() -> None:
@@ -508,11 +516,11 @@ def write_result() -> None:
     np.savez(OUT / "result.npz", **training.arrays())  # type: ignore[arg-type]
     np.savez(OUT / "optimizer.npz", **training.optimizer_arrays())  # type: ignore[arg-type]
     engine = state.engine
-    facts = {"step": state.step, "aucs": state.aucs, "restarts": engine.restarts, **vars(state.samples)}
-    facts |= {"refused": engine.refused, "reissued": engine.reissued, "mode": engine.mode.name}
+    facts = {"step": state.step, "aucs": state.aucs, "restarts": engine.progress.restarts, **vars(state.samples)}
+    facts |= {"refused": engine.progress.rejected, "reissued": engine.progress.reissued, "mode": engine.mode.name}
     facts["hooked"] = len(hooked)
     facts["scaler"] = None if scaler is None else scaler.state_dict()
-    facts["staleness"] = {str(steps): count for steps, count in engine.staleness.items()}
+    facts["staleness"] = {str(steps): count for steps, count in engine.progress.staleness.items()}
     (OUT / "result.json").write_text(json.dumps(facts))
 
 

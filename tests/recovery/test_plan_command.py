@@ -7,8 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from gba_hvd_tools import cli
-from gba_hvd_tools.commands import job
+from gba_hvd_tools import cli, running_jobs
 
 from recovery import Checkpointer, Config
 from recovery.schedule.adaptive import Given, Measured
@@ -106,8 +105,8 @@ def test_a_place_without_checkpoints_is_told(tmp_path, capsys):
 def test_a_running_job_says_where_it_saves(tmp_path, capsys, monkeypatch):
     save_with(tmp_path, {"n_servers": 2})
     report = {"checkpoints": str(tmp_path)}
-    monkeypatch.setattr(job, "find_job", lambda bases, job: bases[0] / job)
-    monkeypatch.setattr(job, "ask_status", lambda folder, timeout_s: report)
+    monkeypatch.setattr(running_jobs, "find_job", lambda bases, job: bases[0] / job)
+    monkeypatch.setattr(running_jobs, "ask_status", lambda folder, timeout_s: report)
     assert cli.main(["plan", "--job", "ctr", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["checkpoint"] == "manifests/000001-00000001.json"
     report["checkpoints"] = ""

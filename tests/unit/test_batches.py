@@ -12,8 +12,10 @@ import torch
 
 import gba_hvd
 from gba_hvd import BadInput, StateMismatch
-from gba_hvd.batches import _leases, agree_on
+from gba_hvd.batches import _Epoch
+from gba_hvd.comm.collectives import agree_on
 from gba_hvd.epoch import Cut
+from gba_hvd.modes.parameter_server import ParameterServerMode
 from gba_hvd.ps.messages import Given, GivenLease, Position
 from recovery import state_codec
 
@@ -154,21 +156,31 @@ def test_a_worker_waits_for_a_checkpoint_before_it_begins_a_micro_batch(monkeypa
         return {name: lambda *_, name=name: said.append(name) for name in names}
 
     answers = [Given(Position(), GivenLease(0, 1, 0, 4)), Given(Position(), None, "finished")]
-    mode = SimpleNamespace(ask=lambda *_: answers.pop(0), several_hosts=False, position=Position())
-    engine = SimpleNamespace(
-        dense_lrs=[], row_lr=0.1, step=0, wishes=SimpleNamespace(**says("follow")),
-        **says("observe", "begin_lease", "check_stepped"),
-    )  # fmt: skip
-    saves = ("save_asynchronously_if_due", "leave_asynchronously_if_told")
-    saving, newcomers = (
-        SimpleNamespace(**says("epoch_begins", *saves)),
-        SimpleNamespace(**says("watch", "tell", "tell_of_the_wait")),
+    servers: Any = SimpleNamespace(
+        name="gba", ask=lambda *_: answers.pop(0), several_hosts=False, position=Position(), refresh_dense_=lambda: 0
     )
-    state = SimpleNamespace(engine=engine, saving=saving, newcomers=newcomers, check_memory=lambda: None)
-    monkeypatch.setattr("gba_hvd.switching.handover.take_dense_state", lambda *_, **__: None)
-    source: Any = SimpleNamespace(epoch=0, dataset=[1] * 4, cut=None, read=lambda index: "batch", find_ids=None)
-    assert list(_leases(source, state, mode)) == ["batch"]  # type: ignore[arg-type]
-    at = [said.index(name) for name in ("observe", *saves, "begin_lease")]
+    progress = SimpleNamespace(step=0, n_steps=0)
+    watched = SimpleNamespace(note=lambda: None)
+    model = SimpleNamespace(dense_lrs=[], row_lr=0.1, tables=SimpleNamespace(**says("drop_gradients")))
+    model.parameter_watch = watched
+    engine: Any = SimpleNamespace(
+        model=model, progress=progress, reports=SimpleNamespace(**says("other_writers")),
+        participants=[SimpleNamespace(**says("before_micro_batch"))],
+        **says("observe", "begin_micro_batch", "check_stepped"),
+    )  # fmt: skip
+    engine.begin_micro_batch = lambda *_, **__: said.append("begin_micro_batch")
+    mode = ParameterServerMode(engine, servers)
+    monkeypatch.setattr(mode, "take_dense_state", lambda **_: None)
+    saves = ("save_asynchronously_if_due", "leave_asynchronously_if_told")
+    state: Any = SimpleNamespace(
+        engine=engine, check_memory=lambda: None, saving=SimpleNamespace(**says("epoch_begins", *saves)),
+        newcomers=SimpleNamespace(**says("watch", "tell", "tell_of_the_wait")),
+    )  # fmt: skip
+    run = _Epoch.__new__(_Epoch)
+    run.cut, run.epoch, run.n_samples, run._state = Cut(4, 4, 4), 0, 4, state
+    monkeypatch.setattr(run, "read", lambda index: "batch")
+    assert list(mode.micro_batches(run)) == ["batch"]
+    at = [said.index(name) for name in ("observe", *saves, "begin_micro_batch")]
     assert at == sorted(at)
 
 

@@ -29,7 +29,8 @@ DCT, INT8 = Compression.dct(0.1), Compression.dct(0.1).then(Compression.int8)
 
 def checkpoints(spec: Any, **batches: int) -> Checkpoints:
     compression = None if spec is None else SimpleNamespace(spec=spec)
-    engine: Any = SimpleNamespace(**{"global_batch": 16, "micro_batch": 4, **batches}, compression=compression)
+    model = SimpleNamespace(**{"global_batch": 16, "micro_batch": 4, **batches}, compression=compression)
+    engine: Any = SimpleNamespace(model=model)
     callback: Any = SimpleNamespace(config=SimpleNamespace(policy="full"))
     made: Any = Checkpoints(engine, callback)
     made._store = SimpleNamespace(url="file:///runs")
@@ -72,7 +73,7 @@ def test_a_checkpoint_of_other_batches_is_refused(name: str) -> None:
 def test_a_place_that_another_job_has_claimed_meanwhile_is_told(tmp_path: Path) -> None:
     """What was saved before never expires then."""
     events: list[Event] = []
-    engine: Any = SimpleNamespace(step=3, emit=events.append)
+    engine: Any = SimpleNamespace(progress=SimpleNamespace(step=3), emit=events.append)
     mine = Checkpoints(engine, CheckpointCallback(str(tmp_path / "store"), lease_s=0.1))
     mine.take_place("job")
     mine.take_place("job")
@@ -94,7 +95,7 @@ class Place:
         monkeypatch.setattr(checkpoints_module, "MemoryRows", lambda *_, **__: self.rows)
 
     def job(self, **settings: Any) -> Checkpoints:
-        engine: Any = SimpleNamespace(step=3, emit=self.events.append)
+        engine: Any = SimpleNamespace(progress=SimpleNamespace(step=3), emit=self.events.append)
         return Checkpoints(engine, CheckpointCallback(str(self.url), lease_s=0.1, **settings))
 
     def save(self, epoch: int, value: float) -> Manifest:

@@ -175,7 +175,7 @@ def test_step_hooks_run_at_global_steps_and_are_refused_where_servers_step(
     for mode in ("auto", "gba", "shadow"):
         with pytest.raises(BadInput, match=r"cannot run the optimizer's step hooks at global steps .*counts"):
             job.state.register_callbacks([gba_hvd.GBACallback(mode=mode)])
-        job.state.engine.switching = None
+        job.state.engine._participants.clear()
     job.state.register_callbacks([gba_hvd.GBACallback(mode="allreduce")])
     job = training()
     job.state.register_callbacks([gba_hvd.GBACallback(mode="gba")])

@@ -20,7 +20,7 @@ from gba_hvd.compression.row_exchange import RowExchange
 from gba_hvd.compression.row_residuals import RowRests
 from gba_hvd.compression.sparse_message import BadMessage
 from gba_hvd.embedding.row_gradients import RowGrad, unpack
-from gba_hvd.modes.allreduce_exchange import AllreduceMode
+from gba_hvd.modes.allreduce_exchange import AllreduceExchange
 from tests.unit.thread_world import Heard, ThreadWorld, Workers, miss_a_result
 
 SPECS = [
@@ -233,7 +233,7 @@ def test_a_step_that_is_computed_again_finds_what_waited_for_its_rows(
         )
         received = send(self, grads, extra)
         arrived = sum(float(g.values.sum()) for part in received.values() for g in unpack(part, [4, 3]))
-        job = next(job for job in jobs if job.state.engine.row_coder is self.coder)
+        job = next(job for job in jobs if job.state.engine.model.row_coder is self.coder)
         books.setdefault(job, {})[job.state.step] = far, arrived  # of the last attempt
         return received
 
@@ -242,10 +242,10 @@ def test_a_step_that_is_computed_again_finds_what_waited_for_its_rows(
     workers.together(jobs, lambda job: train(job, clicks(50), 2))
     steps = [both for of_job in books.values() for both in of_job.values()]
     assert len(steps) == 8 * len(jobs)
-    waits = sum(float(rests.sum()) for job in jobs for rests in job.state.engine.row_coder._rests._rests)
-    assert waits and not any(job.state.engine.row_coder.lost for job in jobs)
+    waits = sum(float(rests.sum()) for job in jobs for rests in job.state.engine.model.row_coder._rests._rests)
+    assert waits and not any(job.state.engine.model.row_coder.lost for job in jobs)
     np.testing.assert_allclose(sum(a for _, a in steps) + waits, sum(g for g, _ in steps), rtol=1e-4, atol=1e-5)
-    assert all(0 < density < 1 for density in jobs[0].state.engine.row_coder.density)
+    assert all(0 < density < 1 for density in jobs[0].state.engine.model.row_coder.density)
 
 
 @pytest.mark.parametrize("pays", [True, False])
@@ -255,7 +255,7 @@ def test_all_workers_send_rows_the_way_that_pays_and_lose_nothing(
     """Every gradient of a row of another host arrived, or waits."""
     spec, ways = Compression.topk(0.3), dict[Any, list[bool]]()
     gone, arrived = dict[Any, float](), dict[Any, float]()
-    alltoall, exchange, hear, lend = ThreadWorld.alltoall, AllreduceMode.exchange, RowExchange.hear, coding.lend
+    alltoall, exchange, hear, lend = ThreadWorld.alltoall, AllreduceExchange.exchange, RowExchange.hear, coding.lend
 
     def slow_link(self: ThreadWorld, name: str, words: np.ndarray, splits: np.ndarray) -> Any:
         time.sleep(0.03 * name.startswith("pull.rows."))  # whole rows of one group
@@ -265,7 +265,7 @@ def test_all_workers_send_rows_the_way_that_pays_and_lose_nothing(
         time.sleep(0.03)
         return lend(rows, of)
 
-    def noting(self: AllreduceMode, step: int, parts: Any, scale: float, lr: float, n_skipped: int) -> None:
+    def noting(self: AllreduceExchange, step: int, parts: Any, scale: float, lr: float, n_skipped: int) -> None:
         assert self.row_exchange is not None
         coder, is_far = self.row_exchange.coder, ~self._at_home
         for by_group in parts:
@@ -287,7 +287,7 @@ def test_all_workers_send_rows_the_way_that_pays_and_lose_nothing(
     else:
         monkeypatch.setattr(coding, "lend", slow_coder)
     monkeypatch.setattr(RowExchange, "hear", noting_way)
-    monkeypatch.setattr(AllreduceMode, "exchange", noting)
+    monkeypatch.setattr(AllreduceExchange, "exchange", noting)
     jobs, heard = [on_host(host, row_compression=spec) for host in "aab"], Heard()
     jobs[0].state.register_callbacks([heard])
     workers.together(jobs, lambda job: train(job, clicks(50), 6))
@@ -300,10 +300,10 @@ def test_all_workers_send_rows_the_way_that_pays_and_lose_nothing(
         float(rests[keys >= 0].sum(dtype=np.float64))
         for job in jobs
         for keys, rests in zip(
-            job.state.engine.row_coder._rests._keys, job.state.engine.row_coder._rests._rests, strict=True
+            job.state.engine.model.row_coder._rests._keys, job.state.engine.model.row_coder._rests._rests, strict=True
         )
     )
-    assert waits and not any(job.state.engine.row_coder.lost for job in jobs)
+    assert waits and not any(job.state.engine.model.row_coder.lost for job in jobs)
     np.testing.assert_allclose(sum(arrived.values()) + waits, sum(gone.values()), rtol=1e-4, atol=1e-5)
 
 
@@ -358,7 +358,7 @@ def test_rows_of_a_job_that_shrank_to_one_host_take_along_what_waited(
 ) -> None:
     jobs = [on_host(host, row_compression=Compression.topk(0.2).always()) for host in "ab"]
     workers.together(jobs, lambda job: train(job, clicks(50), 1))
-    coder = jobs[0].state.engine.row_coder
+    coder = jobs[0].state.engine.model.row_coder
     before = sum(int((keys >= 0).sum()) for keys in coder._rests._keys)
     jobs[0].state.on_reset()
     workers.together(jobs[:1], lambda job: train(job, clicks(50), 2))
@@ -374,16 +374,16 @@ def test_rows_that_come_home_take_along_what_waited(workers: Workers, on_host: A
         job.state.on_reset()
     workers.together(jobs[:2], lambda job: job.state.sync())
     came = [shards_at_home(job) & ~was for job, was in zip(jobs, before, strict=False)]
-    waited = [job.state.engine.row_coder.waits_for(shards) for job, shards in zip(jobs, came, strict=False)]
+    waited = [job.state.engine.model.row_coder.waits_for(shards) for job, shards in zip(jobs, came, strict=False)]
     assert any(waited), "nothing of rows that came home waited"
     workers.together(jobs[:2], lambda job: train(job, clicks(50), 4))
     for job, shards in zip(jobs, came, strict=False):
-        assert not job.state.engine.row_coder.waits_for(shards)
-        assert job.state.engine.row_coder.waits_for(~shards_at_home(job))
+        assert not job.state.engine.model.row_coder.waits_for(shards)
+        assert job.state.engine.model.row_coder.waits_for(~shards_at_home(job))
 
 
 def shards_at_home(job: Any) -> np.ndarray:
-    return np.asarray(job.state.engine.mode._at_home)
+    return np.asarray(job.state.engine.mode.exchange._at_home)
 
 
 @pytest.mark.parametrize("selector", [Compression.topk(0.3), Compression.dct(0.3)], ids=str)

@@ -14,7 +14,7 @@ from gba_hvd import Compression, NonFiniteGradient, StateMismatch
 from gba_hvd.compression import error_feedback
 from gba_hvd.compression.bypass import Bypass, Cost, Took, choose
 from gba_hvd.compression.dense_exchange import DenseExchange
-from gba_hvd.modes.allreduce_exchange import AllreduceMode
+from gba_hvd.modes.allreduce_exchange import AllreduceExchange
 from tests.unit.thread_world import Heard, Workers, form_again, miss_a_result
 
 SPECS = [
@@ -38,7 +38,7 @@ class Books:
     def balance(self, jobs: list[Any], lost: np.ndarray | float = 0.0) -> tuple[np.ndarray, np.ndarray]:
         """(all gradients, all that was applied and all that still waits)"""
         gradients = sum(sum(parts) for parts in self.brought.values())
-        waiting = sum(job.state.engine.compression.feedback.rest for job in jobs)
+        waiting = sum(job.state.engine.model.compression.feedback.rest for job in jobs)
         return np.asarray(gradients), np.asarray(sum(self.taken.values())) + waiting + lost
 
 
@@ -46,13 +46,13 @@ class Books:
 def books(monkeypatch: pytest.MonkeyPatch) -> Books:
     """Also lets the small tensors of the test's model be compressed."""
     monkeypatch.setattr(error_feedback, "MIN_ELEMENTS", 6)
-    found, commit, apply_held = Books(), AllreduceMode.commit, AllreduceMode.apply_held
+    found, commit, apply_held = Books(), AllreduceExchange.commit, AllreduceExchange.apply_held
 
-    def noting_commit(self: Any, dense: Any) -> None:
+    def noting_commit(self: Any, dense: Any, fields: Any) -> None:
         assert self.held is not None
         step, mine = self.held.step, dense.total[: dense.n].numpy().copy()
         self.brought_last = step, mine
-        commit(self, dense)
+        commit(self, dense, fields)
         found.taken[step] = dense.total[: dense.n].numpy().copy()
 
     def noting_apply(self: Any, factor: float = 1.0) -> None:
@@ -61,8 +61,8 @@ def books(monkeypatch: pytest.MonkeyPatch) -> Books:
         found.brought.setdefault(step, []).append(mine)
         apply_held(self, factor)
 
-    monkeypatch.setattr(AllreduceMode, "commit", noting_commit)
-    monkeypatch.setattr(AllreduceMode, "apply_held", noting_apply)
+    monkeypatch.setattr(AllreduceExchange, "commit", noting_commit)
+    monkeypatch.setattr(AllreduceExchange, "apply_held", noting_apply)
     return found
 
 
@@ -89,7 +89,7 @@ def test_all_gradients_are_applied_or_wait_and_replicas_stay_equal(
 ) -> None:
     jobs = [on_host(host, compression=spec.always()) for host in hosts]
     workers.together(jobs, lambda job: train(job, clicks(50), 3))
-    assert any(job.state.engine.compression.feedback.rest.any() for job in jobs)
+    assert any(job.state.engine.model.compression.feedback.rest.any() for job in jobs)
     check_balance(books, jobs, spec)
     check_replicas(jobs)
     assert {job.state.step for job in jobs} == {12}
@@ -126,7 +126,7 @@ def test_a_residual_that_is_not_finite_is_named_by_all_workers(
 ) -> None:
     jobs = [on_host(host, compression=spec.always()) for host in "aab"]
     workers.together(jobs, lambda job: train(job, clicks(50), 1))
-    exchange = jobs[1].state.engine.compression
+    exchange = jobs[1].state.engine.model.compression
     span = exchange._all.spans[0]
     exchange.feedback.rest[span.at.start] = np.nan
     exchange.feedback._rest_is_empty = False
@@ -151,16 +151,16 @@ def test_a_gradient_that_is_refused_does_not_wait(
 
     def spoilt(job: Any) -> None:
         job.state.sync()
-        exchange = job.state.engine.compression
+        exchange = job.state.engine.model.compression
         span = exchange._all.spans[-1]
         exchange.feedback.rest[span.at] = most
-        job.state.engine.dense.parameters[span.tensor].register_hook(lambda grad: grad.fill_(most))
+        job.state.engine.model.dense.parameters[span.tensor].register_hook(lambda grad: grad.fill_(most))
         train(job, clicks(50), 1)
 
     outcomes = workers.outcomes(jobs, spoilt)
     assert all(isinstance(outcome, NonFiniteGradient) for outcome in outcomes), outcomes
     for job in jobs:
-        exchange = job.state.engine.compression
+        exchange = job.state.engine.model.compression
         exchange.feedback.rest[:] = 0
         exchange.feedback.begin()
         exchange.feedback.flush_all(np.zeros_like(exchange.feedback.rest), exchange._all.spans)
@@ -242,14 +242,14 @@ def test_what_a_worker_that_leaves_had_not_sent_is_counted_and_newcomers_begin_w
     jobs = [on_host(host, compression=spec.always()) for host in "aab"]
     jobs[0].state.register_callbacks([heard])
     workers.together(jobs, lambda job: train(job, clicks(50), 1))
-    rest = jobs[1].state.engine.compression.feedback.rest.copy()
+    rest = jobs[1].state.engine.model.compression.feedback.rest.copy()
     changed = [jobs[2], jobs[0], on_host("c", compression=spec.always())]
     for job in jobs:
         job.state.on_reset()
         if not is_known:  # an asynchronous mode began since the last commit
-            job.state.engine.compression.forget_known()
+            job.state.engine.model.compression.forget_known()
     workers.together(changed, lambda job: job.state.sync())
-    assert not changed[2].state.engine.compression.feedback.rest.any()
+    assert not changed[2].state.engine.model.compression.feedback.rest.any()
     (told,) = heard.of("residual_lost")
     assert told.data["workers"] == 1
     assert told.data["residual"] > 0 if is_known else told.data["residual"] is None
@@ -264,10 +264,10 @@ def test_a_job_that_shrinks_to_one_worker_sends_what_waited(
 ) -> None:
     jobs = [on_host(host, compression=Compression.topk(0.1).always()) for host in "aa"]
     workers.together(jobs, lambda job: train(job, clicks(50), 1))
-    rest = jobs[1].state.engine.compression.feedback.rest.copy()
+    rest = jobs[1].state.engine.model.compression.feedback.rest.copy()
     jobs[0].state.on_reset()
     workers.together(jobs[:1], lambda job: train(job, clicks(50), 2))
-    assert not jobs[0].state.engine.compression.feedback.rest.any()
+    assert not jobs[0].state.engine.model.compression.feedback.rest.any()
     gradients, found = books.balance(jobs[:1], lost=rest)
     np.testing.assert_allclose(found, gradients, rtol=1e-4, atol=1e-6)
 
@@ -277,14 +277,14 @@ def test_a_checkpoint_has_what_all_workers_had_not_sent(
 ) -> None:
     jobs = [on_host(host, compression=Compression.topk(0.1).always()) for host in "ab"]
     states = workers.together(jobs, lambda job: (train(job, clicks(50), 1), rest_of(job))[1])
-    again = on_host("c", compression=Compression.topk(0.1).always()).state.engine.compression
+    again = on_host("c", compression=Compression.topk(0.1).always()).state.engine.model.compression
     again.load_state(states[0])
-    expected = sum(job.state.engine.compression.feedback.rest for job in jobs)
+    expected = sum(job.state.engine.model.compression.feedback.rest for job in jobs)
     assert np.array_equal(again.feedback.rest, expected) and expected.any()
 
 
 def rest_of(job: Any) -> Any:
-    return job.state.engine.compression.state(job.state.world)
+    return job.state.engine.model.compression.state(job.state.world)
 
 
 def test_a_gradient_that_is_not_finite_stops_all_and_leaves_the_rest(
@@ -295,7 +295,7 @@ def test_a_gradient_that_is_not_finite_stops_all_and_leaves_the_rest(
 
     def poison(job: Any) -> None:
         for batch in gba_hvd.batches(clicks(50), job.state):
-            rests[job] = job.state.engine.compression.feedback.rest.copy()
+            rests[job] = job.state.engine.model.compression.feedback.rest.copy()
             loss = job.loss(batch) * (float("nan") if batch.index == 9 else 1.0)
             loss.backward()
             job.optimizer.step(loss=loss)
@@ -303,7 +303,7 @@ def test_a_gradient_that_is_not_finite_stops_all_and_leaves_the_rest(
     results = workers.outcomes(jobs, poison)
     assert all(isinstance(result, NonFiniteGradient) for result in results), results
     for job in jobs:
-        assert np.array_equal(job.state.engine.compression.feedback.rest, rests[job])
+        assert np.array_equal(job.state.engine.model.compression.feedback.rest, rests[job])
 
 
 def test_workers_with_different_compressors_are_stopped(workers: Workers, on_host: Any, clicks: Any) -> None:
@@ -324,7 +324,7 @@ def test_bytes_are_counted_by_direction_mode_and_kind(
         (told,) = heard.of("traffic")
         assert set(told.data["bytes"]) >= {"sent_allreduce_dense", "received_allreduce_dense", "sent_allreduce_header"}
         dense[spec] = told.data["bytes"]["sent_allreduce_dense"]
-    n = jobs[0].state.engine.dense.n
+    n = jobs[0].state.engine.model.dense.n
     assert dense[Compression.none] == 4 * 4 * n
     assert dense[Compression.int8.always()] < 4 * 4 * n
 
@@ -456,8 +456,10 @@ def test_a_tensor_that_is_bypassed_alone_takes_its_rest_along(
     workers.together(jobs, lambda job: train(job, clicks(50), 3))
     check_balance(books, jobs, spec)
     check_replicas(jobs)
-    first, second, _ = jobs[0].state.engine.compression._all.spans
-    waiting = [[job.state.engine.compression.feedback.rest[span.at].any() for job in jobs] for span in (first, second)]
+    first, second, _ = jobs[0].state.engine.model.compression._all.spans
+    waiting = [
+        [job.state.engine.model.compression.feedback.rest[span.at].any() for job in jobs] for span in (first, second)
+    ]
     assert not any(waiting[0]) and any(waiting[1])
 
 

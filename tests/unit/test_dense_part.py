@@ -219,10 +219,12 @@ _KILLED_EVERYWHERE = """
 import json, os, shutil, signal, sys
 import numpy as np, torch
 from pathlib import Path
-from gba_hvd.ps import dense
+from gba_hvd.ps import dense_file
+from gba_hvd.ps.partition import dense_part
 from gba_hvd.ps.partition.dense_part import DensePart
 
 torch.set_num_threads(1)
+files = {dense_file.__file__, dense_part.__file__}
 writing = {"step_", "_publish", "begin", "reserve", "finish", "activate"}
 path, step, grad = Path(sys.argv[1]), int(sys.argv[2]), np.load(sys.argv[3])
 
@@ -230,7 +232,7 @@ def child(copy, dies_at):
     part, lines = DensePart.open(copy), 0
     def trace(frame, event, argument):
         nonlocal lines
-        if frame.f_code.co_filename != dense.__file__ or frame.f_code.co_name not in writing:
+        if frame.f_code.co_filename not in files or frame.f_code.co_name not in writing:
             return None
         if event == "line":
             lines += 1

@@ -14,6 +14,7 @@ import pytest
 from gba_hvd import GBACallback
 from gba_hvd.elastic import endings
 from gba_hvd.errors import LastCheckpointFailed, ShardMemoryError, WorldLost
+from gba_hvd.training.job_state import LocalHost
 
 
 @pytest.fixture
@@ -22,8 +23,9 @@ def engine(tmp_path: Path) -> Any:
     memory = SimpleNamespace(folder=tmp_path, is_closed=False, trouble=lambda: "")
     world = SimpleNamespace(size=2)
     return SimpleNamespace(
-        tables=SimpleNamespace(memory=memory), neighbours={1: os.getpid()}, world=world, step=7, folder=tmp_path
-    )
+        model=SimpleNamespace(tables=SimpleNamespace(memory=memory)), host=LocalHost(neighbours={1: os.getpid()}),
+        world=world, progress=SimpleNamespace(step=7), folder=tmp_path,
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -59,7 +61,7 @@ def test_sigterm_is_this_workers_own_end_while_its_neighbours_live(engine: Any) 
 
 
 def test_a_neighbour_that_is_gone_without_a_note_was_killed(engine: Any, dead: int) -> None:
-    engine.neighbours[1] = dead
+    engine.host.neighbours[1] = dead
     told = endings.explained(engine, KeyboardInterrupt(endings.SIGTERM))
     assert isinstance(told, WorldLost) and endings.status_of(told) == "FAILED"
     assert f"rank 1 (process {dead}) was killed, or died without a word" in str(told)
@@ -86,12 +88,12 @@ def test_workers_that_are_interrupted_together_are_all_interrupted(engine: Any) 
 
 def test_who_failed_counts_more_than_who_was_interrupted(engine: Any, dead: int) -> None:
     endings.leave_note(engine, "KILLED", KeyboardInterrupt())
-    engine.neighbours[2] = dead
+    engine.host.neighbours[2] = dead
     assert "rank 2" in str(endings.cause_elsewhere(engine))
 
 
 def test_memory_that_was_taken_away_explains_any_error(engine: Any) -> None:
-    engine.tables.memory.trouble = lambda: "it was removed"
+    engine.model.tables.memory.trouble = lambda: "it was removed"
     told = endings.explained(engine, FileNotFoundError("shards"))
     assert isinstance(told, ShardMemoryError) and str(told) == "it was removed"
     assert endings.explained(engine, told) is told
@@ -105,14 +107,14 @@ def test_where_a_launcher_replaces_workers_those_that_go_on_say_what_one_failed_
     endings.leave_note(engine, "FAILED", ValueError("bad row"))
     before, pid = {1: os.getpid(), 2: 1}, os.getpid()
     assert endings.failed_neighbours(engine, before) == [], "it is in the new world"
-    engine.neighbours = {}
+    engine.host.neighbours = {}
     (told,) = endings.failed_neighbours(engine, before)
     assert (told.kind, told.step, told.level) == ("worker_failed", 7, "warning")
     assert told.data == {"rank": 1, "host": "h1", "pid": pid, "why": "ValueError: bad row"}
     assert f"rank 1 of the world before, on h1 (process {pid}), ended with ValueError: bad row" in told.message
-    engine.neighbours = {1: pid}
+    engine.host.neighbours = {1: pid}
     endings.leave_note(engine, "KILLED", KeyboardInterrupt("SIGTERM"))
-    engine.neighbours = {}
+    engine.host.neighbours = {}
     assert endings.failed_neighbours(engine, before) == [], "it was told to leave"
 
 

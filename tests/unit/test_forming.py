@@ -18,7 +18,7 @@ from gba_hvd.comm.collectives import SoloWorld
 from gba_hvd.comm.world_formation import Forming, Wait, stands, still_forms
 from gba_hvd.elastic.world_rejoin import Reformer
 from gba_hvd.membership import Joined
-from gba_hvd.switching import handover
+from gba_hvd.modes.parameter_server import ParameterServerMode
 from gba_hvd.tracking import ProgressLine
 
 PATIENCE_S = 60.0
@@ -169,21 +169,22 @@ def held(training: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     engine.forming = Forming(clock := Clock())
-    mode: Any = SimpleNamespace(position=SimpleNamespace(world=1), contact=SimpleNamespace())
-    engine.reformer = Reformer(mode, 0, lambda world: 1, SimpleNamespace(check=check), PATIENCE_S, engine.forming)  # type: ignore[arg-type]
-    engine.reformer.start()
+    servers: Any = SimpleNamespace(position=SimpleNamespace(world=1), contact=SimpleNamespace())
+    rejoin = Reformer(servers, 0, lambda world: 1, SimpleNamespace(check=check), PATIENCE_S, engine.forming)  # type: ignore[arg-type]
+    engine.mode.rejoin = rejoin
+    rejoin.start()
     assert waits.wait(PATIENCE_S)
     clock.now_s = 50.0
-    yield SimpleNamespace(state=state, told=told, let_go=let_go, engine=engine)
+    yield SimpleNamespace(state=state, told=told, let_go=let_go, engine=engine, rejoin=rejoin)
     let_go.set()
-    engine.reformer._thread.join(PATIENCE_S)
+    rejoin._thread.join(PATIENCE_S)
 
 
 def test_an_end_that_waits_for_a_world_tells_it_before_the_end(held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gba_hvd.elastic.torch_state._FAILED_TIMEOUT_S", 0.2)
     monkeypatch.setattr("gba_hvd.elastic.torch_state._END_TIMEOUT_S", 0.2)
     held.state.close()
-    assert held.engine.reformer._thread.is_alive()
+    assert held.rejoin._thread.is_alive()
     (late,) = held.told.late
     assert (late.level, late.data["seconds"]) == ("warning", 50.0)
     assert late.message.startswith("the training is over, but this process has to wait: workers came or went shortly")
@@ -201,7 +202,9 @@ def test_a_mode_that_is_left_while_a_world_forms_says_what_it_waits_for(held: An
 
     held.engine.emit = emit_and_let_go
     held.engine.forming._patience.first_s = 0.0
-    handover.end_reformer(held.engine)
+    mode = ParameterServerMode(held.engine, SimpleNamespace(name="gba"))  # type: ignore[arg-type]
+    mode.rejoin = held.rejoin
+    mode.end_rejoin()
     (late,) = held.told.late
     assert (late.message.count("50 s"), late.message.count("the mode is left")) == (1, 1)
 
@@ -222,7 +225,7 @@ def test_a_worker_of_this_host_that_died_beside_a_mode_is_told_once(training: An
     def lost() -> list[str]:
         return [event.message for event in told.heard if event.kind == "worker_lost"]
 
-    engine.neighbours = {1: dead}
+    engine.host.neighbours = {1: dead}
     tell()
     assert lost() == [], "nobody forms a world"
     engine.forming.begin()
@@ -230,7 +233,7 @@ def test_a_worker_of_this_host_that_died_beside_a_mode_is_told_once(training: An
     (message,) = lost()
     assert "'background loop uncaught exception' and 'Read error'" in message and "are expected" in message
     engine.forming.end()
-    engine.neighbours = {1: os.getpid()}
+    engine.host.neighbours = {1: os.getpid()}
     tell()
     engine.forming.begin()
     tell()

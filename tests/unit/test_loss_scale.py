@@ -185,10 +185,10 @@ def test_what_overflowed_does_not_stay_in_the_residual(
     settings = {"compression": fewer, "row_compression": fewer}
     jobs = [Job(lambda host=host, **more: on_host(host, **settings, **more), OVERFLOWS) for host in "ab"]
     workers.together(jobs, lambda one: one.train(clicks(50), 2))
-    assert any(one.job.state.engine.compression.feedback.rest.any() for one in jobs)
+    assert any(one.job.state.engine.model.compression.feedback.rest.any() for one in jobs)
     for one in jobs:
-        assert np.isfinite(one.job.state.engine.compression.feedback.rest).all()
-        assert np.isfinite(one.job.state.engine.row_coder.lost)
+        assert np.isfinite(one.job.state.engine.model.compression.feedback.rest).all()
+        assert np.isfinite(one.job.state.engine.model.row_coder.lost)
         assert one.job.state.samples.steps_skipped == 2
         assert all(np.isfinite(value).all() for value in one.job.all_dense().values())
 
@@ -217,9 +217,9 @@ def test_a_new_job_goes_on_with_the_scale_of_its_state(training: Any, clicks: An
     other = Job(training, set(), epoch=0)
     other.scaler.load_state_dict(ours.scaler.state_dict())
     assert other.scaler.state_dict() == ours.scaler.state_dict() != scaler_of().state_dict()
-    assert other.job.state.engine.loss_scale == ours.job.state.engine.loss_scale
+    assert other.job.state.engine.model.loss_scale == ours.job.state.engine.model.loss_scale
     third = Job(training, set(), epoch=0)
-    third.job.state.engine.load_position(ours.job.state.engine.position())
+    third.job.state.engine.progress.load_state_dict(ours.job.state.engine.progress.state_dict())
     assert third.scaler.state_dict() == ours.scaler.state_dict()
 
 
@@ -235,7 +235,7 @@ def test_training_ends_when_nothing_but_overflows_comes(training: Any, clicks: A
 
 def test_a_scaler_that_is_off_changes_nothing(training: Any, clicks: Any) -> None:
     ours = Job(training, set(), scaler=torch.amp.GradScaler("cpu", enabled=False), epoch=0).train(clicks(50), 1)
-    assert ours.job.state.engine.loss_scale is None
+    assert ours.job.state.engine.model.loss_scale is None
     assert ours.job.state.samples.applied == 50
 
 

@@ -103,7 +103,7 @@ def test_why_lost_rows_did_not_come_back_reaches_whoever_tells_it(make_tables: A
 
     checkpoints = SimpleNamespace(callback=SimpleNamespace(resume=True), fill=fill)
     placement = Placement((0, 0, 0), np.array([0, 0, 0]), (1,), (), ())
-    engine: Any = SimpleNamespace(checkpoints=checkpoints)
+    engine: Any = SimpleNamespace(participant=lambda kind: checkpoints)
     agreed = Agreement(7, 0, (), True, "")
     refilled = fill_new_shards(engine, TwoHosts(), agreed, placement, here=0, leads=True, memory=memory)
     assert (refilled.rows, refilled.why_not) == (0, "the store does not answer")
@@ -121,7 +121,7 @@ def test_a_store_that_fails_costs_the_lost_rows_and_not_the_job(make_tables: Any
     checkpoints = SimpleNamespace(callback=SimpleNamespace(resume=True), fill=fill)
     placement = Placement((0, 0, 0), np.array([0, 0, 0]), (0, 1, 2), (), ())
     before = memory.flat.copy()
-    engine: Any = SimpleNamespace(checkpoints=checkpoints)
+    engine: Any = SimpleNamespace(participant=lambda kind: checkpoints)
     agreed = Agreement(0, 0, (), True, "")
     refilled = fill_new_shards(engine, SoloWorld(), agreed, placement, here=0, leads=True, memory=memory)
     assert refilled.why_not == "planned"

@@ -19,12 +19,12 @@ from gba_hvd.compression.row_codec import RowCoder
 from gba_hvd.dense_gradients import DenseGradients
 from gba_hvd.embedding.row_gradients import RowGrad, unpack
 from gba_hvd.errors import GbaError
-from gba_hvd.modes.model_averaging import ReplicaMode
-from gba_hvd.modes.parameter_server import GbaMode
 from gba_hvd.ps.client import Reply
 from gba_hvd.ps.messages import Done, Endpoint, Given, GivenLease, Ok, Position, Push
 from gba_hvd.ps.worker.push_encoder import Outgoing
+from gba_hvd.ps.worker.replica_worker import ReplicaWorker
 from gba_hvd.ps.worker.session import DenseParts, Session
+from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.torch_optimizers import spec_of
 from gba_hvd.update_rules.dana_slim import SlimWorker
 from gba_hvd.update_rules.sgd_momentum import Sgd
@@ -44,12 +44,12 @@ class Worker:
         session = Session(1, name, "job", b"", servers, (0,) * tables.layout.n_shards, (1,), "global")
         self.told: list[Any] = []
         parts = session, 7, 3, HERE, 1, tables, self.dense, 0.05
-        self.mode: GbaMode
+        self.mode: PsWorker
         if replica:
-            self.mode = ReplicaMode(*parts, is_elastic=False, **replica)
+            self.mode = ReplicaWorker(*parts, is_elastic=False, **replica)
         else:
             self.exchange = DenseExchange(Compression.topk(0.1).always(), ["w"], self.dense)
-            self.mode = GbaMode(*parts, self.exchange)
+            self.mode = PsWorker(*parts, self.exchange)
         self.mode.client.send = self._send  # type: ignore[method-assign]
 
     def _send(self, server: int, body: Any, frames: Any = (), **_: Any) -> Future[Reply]:
@@ -133,7 +133,7 @@ def test_a_replica_steps_with_what_is_pushed_only(worker: Callable[..., Worker],
     assert one.push(2.0, drop=drop) == ""
     assert steps == ([] if drop else [2.0])
     assert any(isinstance(body, Push) for body in one.told) is not drop
-    assert isinstance(one.mode, ReplicaMode) and one.mode.replica.n_steps == len(steps)
+    assert isinstance(one.mode, ReplicaWorker) and one.mode.replica.n_steps == len(steps)
 
 
 def test_what_waited_for_rows_that_came_home_goes_along(make_tables: Any) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gba_hvd import GBACallback
 from gba_hvd.averaging.algorithms import Averaging, pulled_
 from gba_hvd.averaging.replica import Copy, Replica
 from gba_hvd.averaging.sync_thread import Rounds
@@ -21,7 +22,7 @@ from gba_hvd.callbacks import Event
 from gba_hvd.comm.collectives import SoloWorld, WorldLeft
 from gba_hvd.comm.traffic import Traffic
 from gba_hvd.dense_gradients import DenseGradients
-from gba_hvd.switching.requests import Wishes
+from gba_hvd.switching.requests import ModeRequests
 from gba_hvd.tracking import gauges
 
 PATIENCE_S = 60.0
@@ -465,12 +466,13 @@ def emitted(pace: dict[str, Any], dropped: list[str], rank: int = 0) -> list[Eve
     """What callbacks hear when a mode tells this of its rounds."""
     events: list[Event] = []
     engine: Any = SimpleNamespace(
-        step=7, emit=lambda event, only_here=False: events.append(event), world=SimpleNamespace(rank=rank),
-        tables=SimpleNamespace(config=SimpleNamespace(lease_s=60.0)),
+        emit=lambda event, only_here=False: events.append(event), world=SimpleNamespace(rank=rank),
+        progress=SimpleNamespace(step=7),
+        model=SimpleNamespace(tables=SimpleNamespace(config=SimpleNamespace(lease_s=60.0))),
     )  # fmt: skip
-    wishes, mode = Wishes(engine), SimpleNamespace(told=lambda: (pace, dropped))
-    wishes._rounds_told_s = -1e9
-    wishes._tell_of_rounds(mode)  # type: ignore[arg-type]
+    requests: Any = ModeRequests(engine, GBACallback())
+    requests._rounds_s = -1e9
+    requests._report_rounds(SimpleNamespace(told=lambda: (pace, dropped)))
     return events
 
 

@@ -11,10 +11,13 @@ import pytest
 
 from gba_hvd import Compression, GBACallback
 from gba_hvd.callbacks import Event
+from gba_hvd.checkpoint.job_checkpoints import Checkpoints
 from gba_hvd.elastic import job_events
 from gba_hvd.epoch import Account
 from gba_hvd.membership import Joined
 from gba_hvd.membership.resume_job import Taken
+from gba_hvd.switching.requests import ModeRequests
+from gba_hvd.training.job_state import JobIdentity, LocalHost
 
 STARTED = Joined("j", 0, 1, True, False, 0, 0, host=1)
 CHANGED = replace(STARTED, is_restart=True, n_hosts=2)
@@ -44,20 +47,22 @@ def told(
     tables = SimpleNamespace(layout=SimpleNamespace(tables=[SimpleNamespace(name="t", n_rows=50, dim=4)], n_shards=3))
     tables.optimizer = "rows"
     engine: Any = SimpleNamespace(
-        step=7, job_id="j", job_name="clicks", mode=None, folder=Path("/nowhere"),
-        world=SimpleNamespace(rank=0, size=size, local_rank=0, host="h"), tables=tables,
-        global_batch=16, micro_batch=4, optimizer=None, account=Account(total=500, applied=400), emit=emit,
-        untrained=[], row_coder=row_coder,
+        job=JobIdentity("j", "clicks"), mode=None, folder=Path("/nowhere"), host=LocalHost(), emit=emit,
+        world=SimpleNamespace(rank=0, size=size, local_rank=0, host="h"),
+        progress=SimpleNamespace(step=7, account=Account(total=500, applied=400)),
+        model=SimpleNamespace(
+            tables=tables, global_batch=16, micro_batch=4, optimizer=None, untrained=[], row_coder=row_coder,
+            row_average="global", compression=None, row_compression=Compression.none,
+        ),
         callbacks=[SimpleNamespace(on_job=lambda job: heard.append(f"job {job.job_id} of {job.size}"))],
-        checkpoints=checkpoints and SimpleNamespace(
+        participant=lambda kind: None if kind is ModeRequests or not checkpoints else SimpleNamespace(
             plan_pace=lambda n_hosts: heard.append(f"pace of {n_hosts}"), callback=SimpleNamespace(url="memory://place")
         ),
-        switching=None, row_average="global", compression=None, row_compression=Compression.none,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job_events, "Board", board)
         job_events.world_formed(engine, joined, **{"before": None, **how})
-    assert (engine.board is not None) == (board is not no_room)
+    assert (engine.host.board is not None) == (board is not no_room)
     return heard, events
 
 
@@ -141,12 +146,16 @@ def test_why_rows_are_lost(checkpoints: Any, why_lost: str, why: str) -> None:
     assert lost.data["why"] == why
 
 
-def settings_of(**engine: Any) -> dict[str, Any]:
+def settings_of(switching: GBACallback | None = None, **model: Any) -> dict[str, Any]:
     """What MLflow gets as parameters of such a job."""
     tables = SimpleNamespace(layout=SimpleNamespace(tables=[], n_shards=3), optimizer="rows")
     plain = {"tables": tables, "global_batch": 16, "micro_batch": 4, "optimizer": None, "row_average": "contributors"}
-    nothing = {"switching": None, "compression": None, "row_compression": Compression.none}
-    return job_events._settings(SimpleNamespace(**{**plain, **nothing, **engine}))  # type: ignore[arg-type]
+    nothing = {"compression": None, "row_compression": Compression.none}
+    requests = None if switching is None else SimpleNamespace(callback=switching)
+    engine: Any = SimpleNamespace(
+        model=SimpleNamespace(**{**plain, **nothing, **model}), participant=lambda _: requests
+    )
+    return job_events._settings(engine)
 
 
 def test_the_settings_say_how_gradients_and_rows_travel() -> None:
@@ -205,13 +214,13 @@ def test_an_interrupted_job_says_where_the_same_command_goes_on(
     if is_kept:
         (tmp_path / "kept").touch()
     checkpoints = SimpleNamespace(saved_step=saved_step, callback=SimpleNamespace(resume=True))
-    config = SimpleNamespace(grace_s=20.0, job_id=job_id)
+    config, found = SimpleNamespace(grace_s=20.0, job_id=job_id), {Checkpoints: checkpoints}
     engine: Any = SimpleNamespace(
-        checkpoints=checkpoints, world=SimpleNamespace(rank=0), step=955, folder=tmp_path,
-        tables=SimpleNamespace(config=config),
+        participant=found.get, world=SimpleNamespace(rank=0), folder=tmp_path,
+        progress=SimpleNamespace(step=955), model=SimpleNamespace(tables=SimpleNamespace(config=config)),
     )  # fmt: skip
     assert job_events._what_goes_on(engine) == words
     checkpoints.callback.resume = False
     assert job_events._what_goes_on(engine) == "", "it begins anew"
-    engine.checkpoints = None
+    found.clear()
     assert job_events._what_goes_on(engine) == ""

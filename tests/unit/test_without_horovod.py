@@ -19,7 +19,7 @@ class NoHorovod:
 
 sys.meta_path.insert(0, NoHorovod())
 import gba_hvd, torch
-from gba_hvd import collectives
+from gba_hvd.comm import collectives
 """
 
 

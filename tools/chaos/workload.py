@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ import recovery  # noqa: E402
 from gba_hvd.compression import Spec  # noqa: E402
 from gba_hvd.faults import Fault, _continue_later  # noqa: E402
 from gba_hvd.ps import launch  # noqa: E402
-from gba_hvd.switching import handover  # noqa: E402
+from gba_hvd.switching import enter_ps, leave_ps  # noqa: E402
 
 from .data import Clicks  # noqa: E402
 
@@ -61,9 +62,9 @@ class Notes(gba_hvd.Callback):
         note(end=status, error=None if error is None else f"{type(error).__name__}: {error}")
 
 
-def stop_the_server_in(name: str) -> None:
+def stop_the_server_in(module: ModuleType, name: str) -> None:
     """Wrap a change of mode: the first one from the planned step on finds its server stopped in the middle."""
-    change: Callable[..., Any] = getattr(handover, name)
+    change: Callable[..., Any] = getattr(module, name)
     (fault,) = [fault for fault in PLAN["outside"] if fault["kind"] == "stop_server_in_switch"]
 
     def stop(ended: threading.Event) -> None:
@@ -81,14 +82,14 @@ def stop_the_server_in(name: str) -> None:
 
     def changing(engine: Any, *args: Any) -> Any:
         ended = threading.Event()
-        if engine.step >= fault["at_step"] and not (OUT / "fired-stop_server_in_switch").exists():
+        if engine.progress.step >= fault["at_step"] and not (OUT / "fired-stop_server_in_switch").exists():
             threading.Thread(target=stop, args=(ended,), daemon=True).start()
         try:
             return change(engine, *args)
         finally:
             ended.set()
 
-    setattr(handover, name, changing)
+    setattr(module, name, changing)
 
 
 def go_through_the_proxy() -> None:
@@ -159,8 +160,8 @@ if PLAN["tracking"]:
     callbacks.append(gba_hvd.MLflowCallback("chaos", **tracked, system_metrics=False, flush_timeout_s=flush_s))
 state.register_callbacks(callbacks)
 if any(fault["kind"] == "stop_server_in_switch" for fault in PLAN["outside"]):
-    stop_the_server_in("to_servers")
-    stop_the_server_in("to_workers")
+    stop_the_server_in(enter_ps, "enter")
+    stop_the_server_in(leave_ps, "leave")
 if PLAN["proxy"]:
     go_through_the_proxy()
 
@@ -188,7 +189,7 @@ def write_result() -> None:
         arrays |= {t.name: tables.rows(t.name, np.arange(t.n_rows)) for t in tables.layout.tables}
     with open(OUT / "result.npz", "wb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
-    facts = {"step": state.step, "aucs": state.aucs, **vars(state.samples), "reissued": state.engine.reissued}
+    facts = {"step": state.step, "aucs": state.aucs, **vars(state.samples), "reissued": state.engine.progress.reissued}
     facts["finite"] = all(bool(np.isfinite(values).all()) for values in arrays.values())
     (OUT / "result.json").write_text(json.dumps(facts))
 

@@ -52,9 +52,9 @@ def main() -> None:
         seconds = accelerator.at_s
         scores = gba_hvd.evaluate(model, Log(small_ctr.Samples.held_out(args.data)), state, batch=5000)
         if state.world.rank == 0:
-            engine = state.engine
+            progress = state.engine.progress
             result = {
-                "staleness": engine.staleness, "lags": engine.lags, "auc": scores.auc, "log_loss": scores.logloss,
+                "staleness": progress.staleness, "lags": progress.lags, "auc": scores.auc, "log_loss": scores.logloss,
                 "time": seconds / job.service_s, "steps": state.step, "dropped": state.samples.dropped, "late": late,
             }  # fmt: skip
             args.result.write_text(json.dumps(result))

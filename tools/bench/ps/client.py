@@ -27,13 +27,13 @@ import gba_hvd
 from gba_hvd import torch_optimizers
 from gba_hvd.dense_gradients import DenseGradients
 from gba_hvd.embedding.row_gradients import RowGrad
-from gba_hvd.modes.parameter_server import GbaMode
 from gba_hvd.ps import launch as companion
 from gba_hvd.ps import messages, transport
 from gba_hvd.ps.client import Client
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.ps.worker.lease_prefetch import Ahead
 from gba_hvd.ps.worker.session import Session
+from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.shm.shard_memory import ShardMemory
 from recovery import state_codec
 
@@ -119,7 +119,7 @@ def split(ids: np.ndarray, servers: int) -> list[np.ndarray]:
 class Ours:
     """A worker of gba mode, as if on another host. A push is acknowledged, reported and, every eighth, applied."""
 
-    def __init__(self, mode: GbaMode, pids: Sequence[int]) -> None:
+    def __init__(self, mode: PsWorker, pids: Sequence[int]) -> None:
         self._mode, self.pids = mode, pids
         self._leases = Ahead(lambda: mode.ask(0, N_SAMPLES, [0.0, LEARNING_RATE], 0, lambda: True))
 
@@ -164,7 +164,7 @@ def ours(servers: int) -> Iterator[Endpoint]:
             values = np.zeros(len(tensors), np.float32)
             client.call(me, enter, [values, state_codec.encode([{}] * len(tensors))])
         client.close()
-        mode = GbaMode(session, 1, 0, elsewhere, os.getpid(), tables, DenseGradients([parameter], 1), 60.0)
+        mode = PsWorker(session, 1, 0, elsewhere, os.getpid(), tables, DenseGradients([parameter], 1), 60.0)
         mode.start()
         pids = [companion.pid_of(memory.folder, i) for i in range(servers)]
         endpoint = Ours(mode, [pid for pid in pids if pid is not None])

@@ -129,7 +129,7 @@ def main() -> None:
 
 def write(path: Path, progress: emulated.Progress, state: gba_hvd.elastic.TorchState, watch: Watch, auc: float) -> None:
     """What the chief measured. Staleness is that of the whole epoch."""
-    stale: Mapping[int, int] = state.engine.staleness or {}
+    stale: Mapping[int, int] = state.engine.progress.staleness or {}
     account = {name: getattr(state.samples, name) for name in ("total", "applied", "dropped", "lost")}
     result = {
         **progress.result(emulated.MICRO_BATCH),

@@ -6,26 +6,23 @@ operators and plans name others.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from gba_hvd.errors import BadInput
 from gba_hvd.mode_names import REPLICA_MODES
-
-if TYPE_CHECKING:
-    from gba_hvd.training.engine import Engine
+from gba_hvd.switching.requests import switching_of
+from gba_hvd.training.engine import Engine
 
 
 def check_mode(engine: Engine, mode: str, rule: str) -> None:
     """Raises BadInput when this asynchronous mode, with this update rule, would ignore something that was asked for."""
-    if not engine.clip.is_none and mode in REPLICA_MODES:
+    if not engine.model.clip.is_none and mode in REPLICA_MODES:
         raise BadInput(
-            f"mode {mode!r} cannot clip gradients ({engine.clip}): each worker steps a replica of its own, so there is "
-            "no global step to measure. Leave max_norm and max_row_norm out, or use mode 'gba' or 'allreduce'"
+            f"mode {mode!r} cannot clip gradients ({engine.model.clip}): each worker steps a replica of its own, so "
+            "there is no global step to measure. Leave max_norm and max_row_norm out, or use mode 'gba' or 'allreduce'"
         )
-    if not engine.clip.is_none and rule == "dana_slim":
+    if not engine.model.clip.is_none and rule == "dana_slim":
         raise BadInput(
-            f"rule 'dana_slim' cannot clip gradients ({engine.clip}): its workers push momentum, so servers never see "
-            "the step's gradient. Leave max_norm and max_row_norm out, or use rule 'dana_zero'"
+            f"rule 'dana_slim' cannot clip gradients ({engine.model.clip}): its workers push momentum, so servers "
+            "never see the step's gradient. Leave max_norm and max_row_norm out, or use rule 'dana_zero'"
         )
     if hooks := hooks_of(engine):
         where = (
@@ -40,7 +37,7 @@ def check_mode(engine: Engine, mode: str, rule: str) -> None:
 
 def check_modes(engine: Engine) -> None:
     """The same for the mode that the job is in, and those that its `GBACallback` names."""
-    callback = engine.switching
+    callback = switching_of(engine)
     if callback is not None:
         here = {engine.mode.name} - {"allreduce"} if engine.mode is not None else set()
         for mode in sorted({*callback.modes_to_come, *here}):
@@ -49,6 +46,6 @@ def check_modes(engine: Engine) -> None:
 
 def hooks_of(engine: Engine) -> list[str]:
     """The step hooks that somebody registered on the optimizer itself, by name."""
-    optimizer = engine.optimizer
+    optimizer = engine.model.optimizer
     hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
     return [getattr(hook, "__qualname__", type(hook).__qualname__) for hook in hooks]

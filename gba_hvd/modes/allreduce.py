@@ -1,0 +1,276 @@
+"""The allreduce mode: all workers make a global step together, each from its share of the micro-batches.
+
+One step, on every worker: what is due between steps (`EpochRun.between_steps`), a change of mode if all agreed on one,
+the share's micro-batches, then the step is closed: exchange, commit, apply (see `allreduce_exchange` for what a crash
+at each point leaves behind). Workers without a share close steps, too: each of these is a collective.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gba_hvd.clipping import Factors, squares
+from gba_hvd.embedding.row_gradients import RowGrad
+from gba_hvd.epoch import Cut
+from gba_hvd.errors import GbaError, NonFiniteGradient, StateMismatch
+from gba_hvd.loss_scale import SKIPPED
+from gba_hvd.metrics import Scores
+from gba_hvd.modes import evaluation
+from gba_hvd.modes.allreduce_exchange import AllreduceExchange
+from gba_hvd.trace import TRACE
+from gba_hvd.training.engine import Engine
+from gba_hvd.training.job_state import Cursor
+from gba_hvd.training.mode import EpochRun, EvaluationRun, MicroBatch, RankFacts, Rejoin
+
+_OVERFLOWS = 100  # so many steps in a row are skipped for an overflow; then training ends
+
+
+class AllreduceMode:
+    """One worker in allreduce mode. Owns what is of the step in flight.
+
+    exchange: carries the gradients; of one world, as this is
+    """
+
+    name = "allreduce"
+    servers = None
+    survives_world = False
+
+    def __init__(self, engine: Engine, exchange: AllreduceExchange) -> None:
+        self._engine, self.exchange = engine, exchange
+        self.rejoin: Rejoin | None = None
+        self._cut, self._step_of_epoch, self._began_s = Cut(1, 1, 1), 0, 0.0
+        self._rows: list[list[tuple[RowGrad, float]]] = []
+        self._not_finite, self._bad_micro = "", -1
+        self._seconds: list[float] = []  # of this worker's micro-batches in the step
+        self._traced: list[int] = []  # their indices, where they are traced
+
+    # --- the epoch ---------------------------------------------------------------------------------------------------
+
+    def micro_batches(self, epoch: EpochRun) -> Generator[Any, None, bool]:
+        """See `Mode.micro_batches`. The order of what is done between two steps is the same on all workers."""
+        engine, progress, cut = self._engine, self._engine.progress, epoch.cut
+        first = progress.cursor.steps_done if progress.cursor.epoch == epoch.epoch else 0
+        for step in range(first, cut.n_steps):
+            epoch.between_steps()
+            if engine.signals.requested_mode is not None:
+                if progress.cursor.epoch != epoch.epoch:
+                    progress.cursor = Cursor(epoch.epoch, step)
+                if epoch.change_mode():
+                    return False
+            share = cut.micro_of_step(step)[engine.world.rank :: engine.world.size]
+            self._begin_step(cut, epoch.epoch, step)
+            read: Iterator[Any] = (epoch.read(index) for index in share)
+            if self.exchange.several_hosts:
+                read = iter(loaded := list(read))
+                self.exchange.pull(epoch.keys(loaded))
+            for index, batch in zip(share, read, strict=True):
+                engine.begin_micro_batch(index, cut.samples_of_micro(index), is_last=index == share[-1])
+                yield batch
+                engine.check_stepped()
+            if not share:
+                self._close_step()
+            if progress.cursor.steps_done != step + 1:
+                raise GbaError(
+                    f"step {progress.step + 1} was not applied: leave the loop over batches when a step raises"
+                )
+        epoch.steps_done()
+        return True
+
+    def submit(self, micro: MicroBatch, loss: Tensor | float | None) -> None:
+        engine, model = self._engine, self._engine.model
+        if TRACE is not None:
+            self._traced.append(micro.index)
+        grads = engine.take_gradients(micro, loss)
+        value, fields, weight = grads.loss, engine.fields, micro.n_samples / model.micro_batch
+        if grads.not_finite:
+            self._not_finite, self._bad_micro = grads.not_finite, micro.index
+        self._seconds.append(grads.seconds)
+        fields.add("samples", micro.n_samples)
+        if (
+            grads.not_finite and model.loss_scale is not None
+        ):  # the step is skipped: nothing of this is to reach anybody
+            model.dense.zero_()
+            value = None
+        else:
+            model.dense.add_micro_batch_(weight)
+            for group, some in enumerate(grads.rows):
+                self._rows[group] += [(grad, weight) for grad in some]
+        if value is not None:
+            fields.add("loss", value * micro.n_samples)
+            fields.add("loss_weight", micro.n_samples)
+        if micro.is_last:
+            self._close_step()
+
+    @property
+    def is_within_step(self) -> bool:
+        return float(self._engine.fields["samples"]) > 0
+
+    def evaluate(self, job: EvaluationRun) -> Scores:
+        return evaluation.together(job, self._engine.world, self.exchange, self._engine.progress.step)
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    def _begin_step(self, cut: Cut, epoch: int, step_of_epoch: int) -> None:
+        model, progress = self._engine.model, self._engine.progress
+        if progress.cursor.epoch != epoch:
+            progress.cursor = Cursor(epoch, 0)
+        self._cut, self._step_of_epoch, progress.n_steps = cut, step_of_epoch, cut.n_steps
+        self._rows = [[] for _ in model.tables.layout.groups]
+        self._not_finite, self._seconds, self._traced, self._began_s = "", [], [], time.perf_counter()
+        model.dense.clear_total_()
+        model.tables.drop_gradients()
+        self.exchange.await_rows(progress.step)
+
+    def _close_step(self) -> None:
+        """Exchange, commit and apply the global step. A collective; workers without a micro-batch run it too."""
+        engine, model, progress = self._engine, self._engine.model, self._engine.progress
+        fields, dense, exchange = engine.fields, model.dense, self.exchange
+        n_samples = self._cut.samples_of_step(self._step_of_epoch)
+        scale = model.micro_batch / n_samples
+        fields["hosts_updated"] = float(engine.signals.hosts_updated)
+        rates = sum(float(group["lr"]) for group in model.optimizer.param_groups)
+        fields["rates"] = rates
+        if self._not_finite:
+            fields["n_bad"], fields["bad_micro"] = 1.0, self._bad_micro
+        if self._seconds:
+            fields["micro_batch_s"][engine.world.rank] = sum(self._seconds) / len(self._seconds)
+        for participant in engine.participants:
+            participant.before_commit(fields[participant.name])
+        if TRACE is not None:
+            facts = {"step": progress.step + 1, "world": progress.restarts, "epoch": progress.cursor.epoch}
+            TRACE.write("attempt", **facts, micros=self._traced)
+        exchange.exchange(progress.step + 1, self._rows, scale, model.row_lr, progress.account.steps_skipped)
+        if not model.clip.is_none:
+            fields["row_squares"] = exchange.row_squares()
+        exchange.commit(dense, fields)
+        if TRACE is not None:
+            TRACE.write("commit", **facts, lrs=model.dense_lrs, row_lr=model.row_lr, order=self._step_of_epoch)
+        agreed = fields.read()
+        overflowed = bool(agreed["n_bad"][0]) or not math.isfinite(float(dense.total.sum()))
+        if overflowed and (model.loss_scale is None or model.loss_scale.overflows >= _OVERFLOWS):
+            exchange.forget_held()
+            dense.clear_total_()
+            raise self._non_finite(agreed)
+        self._refuse_disagreement(agreed, n_samples, rates)
+        torch.mul(dense.total[: dense.n], scale, out=dense.flat)
+        engine.reports.other_writers()
+        factors = Factors(rows=SKIPPED) if overflowed else Factors()
+        if not model.clip.is_none and not overflowed:
+            factors = model.clip.factors(squares([dense.flat.detach().cpu().numpy()]), agreed["row_squares"][0])
+            if factors.dense != 1.0:
+                dense.flat.mul_(factors.dense)
+        if overflowed:
+            exchange.skip_held()
+        else:
+            model.step_dense()
+            exchange.apply_held(factors.rows)
+        model.parameter_watch.note()
+        dense.zero_()
+        dense.clear_total_()
+        self._count(n_samples, agreed, overflowed, factors)
+        self._report(n_samples, agreed, factors)
+
+    def _refuse_disagreement(self, agreed: dict[str, list[float]], n_samples: int, rates: float) -> None:
+        step, size = self._engine.progress.step + 1, self._engine.world.size
+        samples, all_rates = agreed["samples"][0], agreed["rates"][0]
+        if round(samples) != n_samples:
+            raise StateMismatch(
+                f"step {step}: the workers computed {samples:.0f} samples, the plan has {n_samples}; "
+                "do all workers use the same dataset, global_batch and micro_batch?"
+            )
+        if abs(all_rates - rates * size) > 1e-5 * abs(all_rates):
+            raise StateMismatch(
+                f"step {step}: this worker's learning rates add up to {rates}, the mean of all workers is "
+                f"{all_rates / size}: step the scheduler once per epoch or "
+                "global step, on all workers, and give it to TorchState"
+            )
+
+    def _count(self, n_samples: int, agreed: dict[str, list[float]], overflowed: bool, factors: Factors) -> None:
+        """The step is applied, or skipped."""
+        engine, progress, loss_scale = self._engine, self._engine.progress, self._engine.model.loss_scale
+        progress.step, progress.factors = progress.step + 1, factors
+        progress.cursor.steps_done = self._step_of_epoch + 1
+        progress.account.total += n_samples  # by the plan
+        if overflowed:
+            progress.account.dropped += n_samples
+            progress.account.steps_skipped += 1
+        else:
+            progress.account.applied += round(agreed["samples"][0])  # by the workers' own count
+        if loss_scale is not None:
+            before = loss_scale.scale
+            loss_scale.step(overflowed)
+            if overflowed:
+                engine.reports.overflow(1, before)
+        progress.hooks.run(progress.n_applied)
+        signals = engine.signals
+        signals.interrupt_due = signals.interrupt_due or agreed["hosts_updated"][0] > 0
+        for participant in engine.participants:
+            participant.after_commit(agreed[participant.name])
+
+    def _report(self, n_samples: int, agreed: dict[str, list[float]], factors: Factors) -> None:
+        engine, reports = self._engine, self._engine.reports
+        reports.missing_servers()
+        reports.compression()
+        weight = agreed["loss_weight"][0]
+        loss = agreed["loss"][0] / weight if weight else None
+        seconds = time.perf_counter() - self._began_s
+        reports.step(n_samples, loss, self.name, factors.norm)
+        for participant in engine.participants:
+            participant.after_step(agreed["micro_batch_s"], seconds, self._cut.n_micro)
+
+    def _non_finite(self, agreed: dict[str, list[float]]) -> NonFiniteGradient:
+        progress, compression = self._engine.progress, self._engine.model.compression
+        n_bad, micro = agreed["n_bad"][0], agreed["bad_micro"][0]
+        if self._not_finite:
+            where = f"micro-batch {self._bad_micro}: {self._not_finite} is not finite"
+        elif n_bad == 1:
+            where = f"micro-batch {micro:.0f}, on another worker (its log has more)"
+        elif n_bad:
+            where = f"on {n_bad:.0f} other workers (their logs have more)"
+        elif compression is not None and compression.not_finite:
+            where = compression.not_finite
+        else:
+            where = "every micro-batch's gradient is finite, but their sum is not"
+        return NonFiniteGradient(
+            f"step {progress.step + 1} (epoch {progress.cursor.epoch}, step {self._step_of_epoch} of it), {where}. "
+            f"The step was not applied: the model is as after step {progress.step}. "
+            "Lower the learning rate, or look at that batch"
+        )
+
+    # --- the world ---------------------------------------------------------------------------------------------------
+
+    def rank_facts(self) -> RankFacts:
+        held = self.exchange.held
+        return RankFacts(-1 if held is None else held.step)
+
+    def settle(self, catches_up: bool, row_factor: float, step: int) -> bool:
+        """A rank that missed the newest step's result applies the row gradients it holds; all others forget theirs."""
+        exchange, progress = self.exchange, self._engine.progress
+        was_left = progress.step < step and not catches_up
+        if exchange.held is not None and catches_up:
+            if row_factor == SKIPPED:
+                exchange.skip_held()
+            else:
+                exchange.apply_held(row_factor)
+            progress.factors = Factors(rows=row_factor)
+        elif exchange.held is not None:
+            exchange.forget_held()
+        return was_left
+
+    def on_hosts_updated(self) -> None:
+        self._engine.signals.hosts_updated = True
+
+    def recover(self) -> None:
+        self.exchange.leave_step()
+
+    def leave_together(self, patience_s: float) -> None:
+        """The last commit was a collective."""
+
+    def close(self, finished: bool = True) -> None:
+        self.exchange.close()

@@ -1,0 +1,352 @@
+"""`PsWorker`: one worker in an asynchronous mode, what it asks, sends and hears. See the package for the flow."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from gba_hvd.comm.collectives import World, worker_lost
+from gba_hvd.compression.dense_exchange import DenseExchange
+from gba_hvd.compression.dense_push import Frame
+from gba_hvd.compression.error_feedback import Feedback, NonFiniteResidual
+from gba_hvd.compression.row_codec import RowCoder
+from gba_hvd.dense_gradients import DenseGradients
+from gba_hvd.embedding.row_gradients import RowGrad
+from gba_hvd.embedding.tables import EmbeddingTables, RemoteRows
+from gba_hvd.errors import GbaError, NonFiniteGradient
+from gba_hvd.ps.client import Client, Reply
+from gba_hvd.ps.messages import (
+    Ask,
+    Bye,
+    Done,
+    Evaluate,
+    Export,
+    Given,
+    GivenLease,
+    Judged,
+    Ok,
+    Position,
+    Push,
+    Refused,
+    Residual,
+    Saved,
+    Score,
+    Status,
+    StatusReport,
+)
+from gba_hvd.ps.worker import dense_export
+from gba_hvd.ps.worker.dense_values import DenseValues
+from gba_hvd.ps.worker.heartbeat import Contact
+from gba_hvd.ps.worker.push_encoder import Outgoing
+from gba_hvd.ps.worker.push_window import UnderWay
+from gba_hvd.ps.worker.remote_rows import FarRows
+from gba_hvd.ps.worker.replies import answer_of, ask
+from gba_hvd.ps.worker.session import DenseParts, DenseState, Session
+
+_ANSWER_S, _POLL_S = 2.0, 0.05  # at the end of training, of the coordinator
+
+log = logging.getLogger("gba_hvd")
+
+
+class PsWorker:
+    """One worker's asynchronous mode. Start with `start()`; `close()` may be called twice.
+
+    Owns the client and what goes through it; uses, but does not own, the tables and the dense gradients.
+    """
+
+    def __init__(
+        self, session: Session, worker: int, rank: int, host: int, pid: int, tables: EmbeddingTables,
+        dense: DenseGradients, timeout_s: float, compression: DenseExchange | None = None,
+        row_coder: RowCoder | None = None,
+    ) -> None:  # fmt: skip
+        assert tables.memory is not None
+        self.session, self.name, self.worker, self.host = session, session.mode, worker, host
+        self._tables, self._dense, self._timeout_s, self._folder = tables, dense, timeout_s, tables.memory.folder
+        self.contact = Contact(worker, rank, host, pid, session.generation)
+        self.client = Client(session.job, session.key, session.servers, host, self._folder, timeout_s)
+        self.client.beat, self.client.on_position = self.contact.beat, self.contact.hear
+        self.saved_residual: Feedback | None = None  # where checkpoints are made: what this worker has not sent
+        self.rates: tuple[int, list[float]] = (-1, [])  # a step, and this worker's learning rates since; for pushes
+        self._request = 0
+        if not any(session.far_from(host)):
+            compression = None
+        self._parts = DenseParts(session, dense.sizes)
+        self._far_rows = FarRows(session, host, tables, self.client, row_coder)
+        self._values = DenseValues(session, worker, self._parts, dense, self.client, compression)
+        self.outgoing = Outgoing(
+            session, host, self._parts, tables.layout, compression, row_coder, self._far_rows.are_coded
+        )
+        self._under_way = UnderWay(self.client, timeout_s, self.contact.hear)
+
+    def start(self) -> None:
+        self.client.start()
+        self._values.open(self.host, self._folder)
+
+    def save_residual(self, feedback: Feedback) -> None:
+        """From here on the server of this host knows what this worker has not sent. Before the first lease."""
+        self.saved_residual = feedback
+        rest = feedback.rest.copy() if feedback.rest.any() else feedback.rest[:0]
+        told = self.client.send(self.own_server, Residual(self.worker, self.session.generation), [rest])
+        told.add_done_callback(_log_refusal)
+
+    def close(self, finished: bool = True) -> None:
+        """finished: training or the mode is over; otherwise this worker alone leaves, to be replaced."""
+        self.client.finished = finished
+        self.client.close()
+        self._values.close()
+
+    def leave_together(self, patience_s: float) -> None:
+        """Training is over for this worker: return when it is for all, or after a while.
+
+        This host's server goes with its last worker, and workers of other hosts may still fetch from it what they end
+        with.
+        """
+        if not any(self.session.far_from(self.host)):
+            return
+        worker, self.client.beat = self.contact.beat().worker, None  # a heartbeat would say that it is back
+        deadline = time.monotonic() + patience_s
+        with contextlib.suppress(Exception):  # the coordinator is gone, and with it whoever waited for the others
+            answer_of(self.client.send(0, Bye(worker, finished=True), timeout_s=_ANSWER_S))
+            while time.monotonic() < deadline:
+                reply = answer_of(self.client.send(0, Status(), timeout_s=_ANSWER_S)).body
+                if not isinstance(reply, StatusReport) or not reply.report.get("by_worker"):
+                    time.sleep(2 * _POLL_S)  # others are to hear it, too
+                    return
+                time.sleep(_POLL_S)
+
+    def told(self) -> tuple[dict[str, float], list[str]]:
+        """Gauges of what this mode does in the background, and what went wrong there, since this was asked last."""
+        return {}, []
+
+    def world_ends(self) -> None:
+        """From another thread: Horovod's world is about to be left."""
+
+    def world_stands(self, world: World) -> None:
+        """From another thread: a new world was formed."""
+
+    @property
+    def position(self) -> Position:
+        """Where the job stands, as this worker last heard."""
+        return self.contact.position
+
+    # --- leases ------------------------------------------------------------------------------------------------------
+
+    def ask(self, epoch: int, n_samples: int, lrs: Sequence[float], lrs_step: int, stop: Callable[[], bool]) -> Given:
+        """A lease, or "finished" or "drained". Waits while there is nothing to do but the epoch is not over.
+
+        lrs: learning rates of the dense groups and of the rows, as this worker has them since step `lrs_step`.
+        stop: asked now and then; true gives up waiting ("wait").
+        """
+        self._raise_failure()
+        self._request += 1
+        body = Ask(self.worker, self.session.generation, self._request, epoch, n_samples, list(lrs), lrs_step)
+        while True:
+            reply = ask(self.client, 0, body)
+            assert isinstance(reply.body, Given)
+            self.contact.hear(reply.body.position)
+            if reply.body.instead != "wait" or stop():
+                return reply.body
+            self._raise_failure()  # whoever waits here asks no other server
+
+    def refresh_dense_(self) -> int:
+        """Bring the model's dense parameters to the newest values; returns the oldest step among them."""
+        return self._values.refresh_()
+
+    @property
+    def dense_steps(self) -> list[int]:
+        """By server, the step of the dense values that are in the model."""
+        return list(self._values.steps)
+
+    @property
+    def several_hosts(self) -> bool:
+        """Some rows are on another host."""
+        return self._far_rows.are_there
+
+    def fetch_rows(self, keys: Sequence[np.ndarray], whole: bool = False) -> list[RemoteRows | None]:
+        """Rows of other hosts, per group the keys that will be used next. For `use_rows`.
+
+        whole: as they are, whatever compresses rows otherwise; no gradients follow.
+        """
+        return self._far_rows.fetch(keys, whole)
+
+    def use_rows(self, rows: list[RemoteRows | None]) -> None:
+        self._tables.remote = rows
+
+    def pull(self, keys: Sequence[np.ndarray]) -> None:
+        """To judge with: as in allreduce mode, but no collective."""
+        self.use_rows(self.fetch_rows(keys, whole=True))
+
+    def await_rows(self, step: int) -> None:
+        """Rows are the newest there are; nobody waits."""
+
+    # --- pushes ------------------------------------------------------------------------------------------------------
+
+    def push(
+        self, lease: GivenLease, rows: Sequence[Sequence[RowGrad]], loss: float | None, seconds: float, refused: str,
+        drop: bool = False,
+    ) -> str:  # fmt: skip
+        """Send the gradients of one micro-batch (dense ones from `dense.flat`) to the servers, and go on.
+
+        refused: what was not finite; then nothing is sent but that. drop: lose it, as a fault would.
+        Waits only while `MAX_UNDER_WAY` earlier pushes are on the way.
+
+        Returns what is not finite with the residual added, and is still to be told, or nothing. Raises
+        NonFiniteResidual when the residual itself is not finite: every push of this worker would be refused.
+        """
+        self._raise_failure()
+        if not self._under_way.begin():
+            self._raise_failure()
+            raise self._took_nothing()
+        if drop:
+            self._under_way.end()
+            return ""
+        step, lrs = self.rates
+        done = Done(
+            self.worker, self.session.generation, lease.micro, lease.serial, loss, seconds, refused, lrs, step
+        )  # fmt: skip
+        if refused:
+            self._under_way.report(done)
+            return ""
+        try:
+            dense = self._dense_frames()
+            row_messages = self.outgoing.rows(rows)
+            frames = [[d.data, message] for d, (message, _) in zip(dense, row_messages, strict=True)]
+        except NonFiniteGradient as error:  # with its residual, which stays
+            why = f"worker of rank {self.contact.rank}, micro-batch {lease.micro}: {error}"
+            if isinstance(error, NonFiniteResidual):
+                self._under_way.end()
+                raise NonFiniteResidual(why) from error
+            log.warning("%s; nothing of it is sent, and the residual stays", why)
+            what = str(error).removesuffix(" is not finite")
+            done = msgspec.structs.replace(done, refused=what)
+            self._under_way.report(done)
+            return what
+        if self.saved_residual is not None and self.outgoing.has_residual:
+            frames[self.own_server].append(self.saved_residual.rest.copy())
+        answered = self._under_way.answers(len(frames), done)
+        for s, (sent, part) in enumerate(zip(dense, frames, strict=True)):
+            body = Push(
+                self.worker, done.generation, done.micro, done.serial, self._values.steps[s], sent.coded,
+                row_messages[s][1], sent.whole,
+            )  # fmt: skip
+            future = self.client.send(s, body, part)
+            self.outgoing.was_sent(future, s, sent)
+            future.add_done_callback(answered)
+        return ""
+
+    def _dense_frames(self) -> list[Frame]:
+        """For each server its dense slice. Raises NonFiniteGradient."""
+        return self.outgoing.dense(self._dense.flat.detach().cpu().numpy(), max(self._values.steps))
+
+    def give_up(self, why: str) -> None:
+        """From another thread: the next request of the training thread raises this."""
+        self._under_way.fail(GbaError(why))
+
+    def rest(self) -> None:
+        """Return when no thread of this worker computes a micro-batch, but for the one that asks."""
+
+    def flush(self) -> None:
+        """Return when nothing of this worker is on the way."""
+        if not self._under_way.all_ended():
+            raise self._took_nothing()
+        self._raise_failure()
+
+    def _took_nothing(self) -> Exception:
+        return worker_lost(f"the servers took no gradient for {self._timeout_s:.0f} s")
+
+    def _raise_failure(self) -> None:
+        failure = self._under_way.failure
+        if failure is not None:
+            raise worker_lost(str(failure)) from failure
+
+    def judged(self) -> contextlib.AbstractContextManager[None]:
+        """While this lasts the model has the values that an evaluation judges."""
+        return contextlib.nullcontext()
+
+    # --- evaluations -------------------------------------------------------------------------------------------------
+
+    def ask_to_judge(
+        self,
+        epoch: int,
+        ordinal: int,
+        n_samples: int,
+        batch: int,
+        exact_limit: int,
+        may_be_probabilities: bool,
+        buffers: bytes,
+    ) -> tuple[Judged, list[Any]]:
+        """A lease on some samples, or the result, or neither. Frame: the buffers to score with."""
+        self._request += 1
+        body = Evaluate(
+            self.worker,
+            self.session.generation,
+            self._request,
+            epoch,
+            ordinal,
+            n_samples,
+            batch,
+            exact_limit,
+            may_be_probabilities,
+        )
+        reply = answer_of(self.client.send(0, body, [buffers]))
+        assert isinstance(reply.body, Judged)
+        return reply.body, reply.frames
+
+    def send_scores(self, epoch: int, ordinal: int, lease: GivenLease, logits: np.ndarray, labels: np.ndarray) -> None:
+        body = Score(self.worker, self.session.generation, epoch, ordinal, lease.micro, lease.serial)
+        answer_of(self.client.send(0, body, [np.ascontiguousarray(logits), labels]))
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def before_save(self) -> None:
+        """On the chief: what the servers need to know before they save."""
+
+    @property
+    def own_server(self) -> int:
+        """The first server of this host."""
+        return next(s for s, server in enumerate(self.session.servers) if server.host == self.host)
+
+    def saved_here(self) -> Saved | None:
+        """What became of this host's part of the newest checkpoint."""
+        reply = ask(self.client, self.own_server, self.contact.question())
+        assert isinstance(reply.body, Ok)
+        return None if reply.body.position is None else reply.body.position.saved
+
+    # --- the dense state ---------------------------------------------------------------------------------------------
+
+    def export(self, leaving: bool, ended: bool = True) -> dict[int, DenseState]:
+        """Every dense tensor by its number in the model, bit-exact.
+
+        leaving: the servers go idle; ended: all workers are at the epoch's end, or about to leave
+        """
+        return self._exported(Export(self.session.generation, leaving))
+
+    def _exported(self, request: Export) -> dict[int, DenseState]:
+        self._values.forget()  # what workers compute with may be other values than the model's
+        return dense_export.exported(self.client, request, self._parts)
+
+    def rescue(self, timeout_s: float) -> dict[int, DenseState]:
+        """As `export`, what the servers that still answer have, and what those of this host have published before they
+        fell silent. Brings the position up to date, too.
+        """
+        generation = self.session.generation
+        found, position = dense_export.rescued(self.client, generation, self.contact.beat(), self._parts, timeout_s)
+        if len(found) < len(self._parts.sizes):
+            servers = self.session.servers
+            left, stands = dense_export.left_in_files(self._folder, self.host, servers, self._parts, generation)
+            found, position = left | found, position or stands
+        if position is not None:
+            self.contact.hear(position)
+        return found
+
+
+def _log_refusal(told: Future[Reply]) -> None:
+    if told.exception() is None and isinstance(body := told.result().body, Refused):
+        log.warning("a server does not know what this worker has not sent: %s", body.why)

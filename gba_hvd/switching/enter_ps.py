@@ -1,0 +1,310 @@
+"""From allreduce to a mode with servers, at a global step on which all workers agree. No embedding row moves.
+
+After the commit of step k told all workers to, and that the servers of all hosts are up (they are started and started
+again beside training, by `host_server`); every rank runs every line:
+
+    1. wait     until the rows of this host are as of step k; for servers that are not up only if the user said so
+    2. gather   where the servers listen
+    3. enter    each lead gives its servers their part of the dense parameters and of the optimizer's state, as of k;
+                they take it until a given time only
+    4. gather   did all enter? Then, and only then, the workers ask for leases. If not, allreduce goes on; that gather
+                is the commit of the switch: a worker that dies before it leaves a job that is still in allreduce mode
+
+A server that is stopped within 3 and wakes after 4 finds an `Enter` that is void. One that has carried it out, and
+whose answer came too late, hears from each heartbeat of its lead which generation nobody is in, and leaves it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import secrets
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import numpy as np
+import torch
+
+from gba_hvd import torch_optimizers, update_rules
+from gba_hvd.callbacks import Event
+from gba_hvd.errors import BadInput, GbaError
+from gba_hvd.mode_names import REPLICA_MODES
+from gba_hvd.modes.allreduce import AllreduceMode
+from gba_hvd.modes.model_averaging import ModelAveragingMode
+from gba_hvd.modes.parameter_server import ParameterServerMode
+from gba_hvd.ps import launch
+from gba_hvd.ps.client import Client
+from gba_hvd.ps.messages import Endpoint, Enter, Export
+from gba_hvd.ps.worker.replica_worker import ReplicaWorker
+from gba_hvd.ps.worker.session import Session, place_dense
+from gba_hvd.ps.worker.worker import PsWorker
+from gba_hvd.switching.callback import GBACallback
+from gba_hvd.switching.mode_limits import check_mode
+from gba_hvd.switching.requests import switching_of
+from gba_hvd.training.engine import Engine
+from gba_hvd.update_rules.dana_slim import SlimWorker
+from gba_hvd.update_rules.sgd_momentum import Sgd, buffer_of
+from recovery import state_codec
+
+_LOOK_S, _SAY_AFTER_S = 0.05, 3.0
+_LEAVE_TIMEOUT_S = 5.0
+
+
+def enter(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
+    """Enter an asynchronous mode. A collective between steps; False when it could not be done and allreduce goes on.
+
+    n_samples: of the epoch at hand. Raises GbaError on all workers when the mode is required (`GBACallback`).
+    """
+    started = time.perf_counter()
+    here, world, switching = engine.mode, engine.world, switching_of(engine)
+    assert isinstance(here, AllreduceMode) and switching is not None
+    here.exchange.await_rows(engine.progress.step)
+    members, n = here.exchange.members, switching.servers_per_host
+    host = members.hosts[world.rank]
+    leads = members.lead_of(host) == world.rank
+    failure = ""
+    own: list[Endpoint] = []
+    if leads:
+        try:
+            _refuse_what_servers_cannot_do(engine, switching, mode)
+            _await_own(engine, switching, mode)
+            own = [launch.endpoint(engine.folder, i, host, 0.0) for i in range(n)]
+        except (GbaError, OSError) as error:
+            failure = str(error)
+    generation = secrets.randbits(48) if world.rank == 0 else 0
+    servers, workers, generation = _gather_who_is_there(engine, own, host, n, generation)
+    session = None
+    if len(servers) == n * len(members.order):
+        session = _session(engine, switching, here, mode, servers, generation)
+        if leads:
+            try:
+                _enter(engine, switching, session, own, workers, n_samples)
+            except (GbaError, OSError) as error:
+                failure = str(error)
+    entered = world.gather("entered", np.array([session is not None and not failure], dtype=np.int64))
+    if session is None or not entered.all():
+        text = failure or "a server of another host could not take over (the log of its workers says why)"
+        if engine.host.server is not None:
+            engine.host.server.abandon(generation)
+        if leads and session is not None and not failure:
+            _leave(engine, session, own)
+        here.exchange.resume()
+        switching.failed(engine.progress.step, text)
+        pause = f"tried again after {switching.paused_until - engine.progress.step} steps or more"
+        data = {"to": mode, "seconds": round(time.perf_counter() - started, 4)}
+        words = f"mode {mode} was not entered, allreduce goes on ({pause}): {text}"
+        engine.emit(Event("switch_failed", engine.progress.step, words, data, level="warning"), only_here=bool(failure))
+        if switching.required:
+            raise GbaError(
+                f"step {engine.progress.step}: mode {mode} is required (GBACallback(required=True)) and was not "
+                f"entered: {text}"
+            )
+        return False
+    start(engine, session, world.rank, host, len(workers), here)
+    seconds = time.perf_counter() - started
+    data = {"from": "allreduce", "to": mode, "seconds": round(seconds, 4), "reason": reason}
+    engine.emit(Event("switch", engine.progress.step, f"allreduce -> {mode}: {reason}", data))
+    switching.switched(mode, engine.progress.step)
+    return True
+
+
+def start(
+    engine: Engine, session: Session, rank: int, host: int, sharers: int = 0, idle: AllreduceMode | None = None
+) -> None:
+    """Be a worker of a mode with servers from now on.
+
+    sharers: workers that enter together and share the optimizer's momentum; 0 for a newcomer, who has none.
+    idle: the mode that is left for this one
+    """
+    model, switching = engine.model, switching_of(engine)
+    parts = (session, engine.job.worker_id, rank, host, os.getpid(), model.tables, model.dense)
+    patience_s = model.tables.config.server_s
+    mode: ParameterServerMode
+    if session.mode in REPLICA_MODES:
+        assert switching is not None
+        replicas = ReplicaWorker(
+            *parts, patience_s, averaging=switching.averaging(session.mode), world=engine.world,
+            optimizer=model.optimizer, step_dense=model.step_dense,
+            is_elastic=os.environ.get("HOROVOD_ELASTIC") == "1", row_coder=model.row_coder, traffic=engine.traffic,
+        )  # fmt: skip
+        mode = ModelAveragingMode(engine, replicas, idle)
+    else:
+        mode = ParameterServerMode(engine, PsWorker(*parts, patience_s, model.compression, model.row_coder), idle)
+    servers = mode.servers
+    servers.client.traffic = engine.traffic
+    servers.contact.hosts_updated, engine.signals.hosts_updated = engine.signals.hosts_updated, False
+    if session.rule == "dana_slim":
+        servers.outgoing.slim = _slim_worker(engine, session, sharers)
+    servers.start()
+    if model.compression is not None:
+        model.compression.forget_known()
+    engine.mode, engine.traffic.mode = mode, session.mode
+    for participant in engine.participants:
+        participant.mode_entered()
+
+
+def _slim_worker(engine: Engine, session: Session, sharers: int) -> SlimWorker:
+    """This worker's momentum, of all dense parameters."""
+    optimizer, sizes = engine.model.optimizer, engine.model.dense.sizes
+    group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    parameters = engine.model.dense.parameters
+    sgd = Sgd.of(torch_optimizers.spec_of(optimizer), np.repeat([group_of[id(p)] for p in parameters], sizes))
+    v: np.ndarray = np.zeros(engine.model.dense.n, np.float32)
+    by_step = session.mode in ("gba", "bsp")
+    # Of a step, by which the server divides.
+    pushes = engine.model.global_batch // engine.model.micro_batch if by_step else 1
+    if sharers:
+        v = buffer_of([optimizer.state.get(p, {}) for p in parameters], sizes) * np.float32(pushes / sharers)
+    return SlimWorker(sgd, v, by_step)
+
+
+def _await_own(engine: Engine, switching: GBACallback, mode: str) -> None:
+    """On a host's lead: return when its servers are up, if training is to wait for them. Raises GbaError if not."""
+    line, wait_s, began_s = engine.host.server, switching.wait_s, time.monotonic()
+    if line is None or not switching.waits:
+        return
+    has_said = False
+    while not line.is_ready(to_enter=True):
+        passed_s = time.monotonic() - began_s
+        why = line.folder_lost or launch.why_not_started(engine.folder, 0)
+        if why or passed_s > wait_s:
+            raise GbaError(
+                f"the companion servers of this host were not up in {passed_s:.0f} s: {line.why_not_ready()}"
+            )
+        if not has_said and passed_s > _SAY_AFTER_S:
+            has_said = True
+            text = (
+                f"training stands and waits for the companion servers of this host, to enter mode {mode}, for "
+                f"{wait_s:.0f} s at most (wait_s)"
+            )
+            data = {"waiting": [f"mode {mode}"], "seconds": round(passed_s, 1)}
+            engine.emit(Event("server_missing", engine.progress.step, text, data, level="warning"), only_here=True)
+        time.sleep(_LOOK_S)
+
+
+def _gather_who_is_there(
+    engine: Engine, own: list[Endpoint], host: int, n: int, generation: int
+) -> tuple[list[Endpoint], list[tuple[int, int, int, int]], int]:
+    """The servers of all hosts, in the order of their lowest ranks; the workers (id, rank, host, pid); and the
+    generation that rank 0 drew.
+    """
+    row = [generation, engine.job.worker_id, host, os.getpid(), len(own)]
+    for i in range(n):
+        row += [host, int(ipaddress.IPv4Address(own[i].address)), own[i].control, own[i].pull] if own else [0, 0, 0, 0]
+    everyone = engine.world.gather("servers", np.array(row, dtype=np.int64))
+    servers, workers = [], []
+    for rank, told in enumerate(everyone):
+        _, worker, of_host, pid, n_own = map(int, told[:5])
+        workers.append((worker, rank, of_host, pid))
+        for i in range(n_own):
+            at, address, control, pull = map(int, told[5 + 4 * i : 9 + 4 * i])
+            servers.append(Endpoint(at, i, str(ipaddress.IPv4Address(address)), control, pull))
+    return servers, workers, int(everyone[0][0])
+
+
+def _session(
+    engine: Engine, switching: GBACallback, here: AllreduceMode, mode: str, servers: list[Endpoint], generation: int
+) -> Session:
+    of_host = {host: [i for i, s in enumerate(servers) if s.host == host] for host in here.exchange.members.order}
+    shard_servers = []
+    for shard, home in enumerate(here.exchange.placement.host):
+        candidates = of_host[here.exchange.members.order[home]]
+        shard_servers.append(candidates[shard % len(candidates)])
+    rule = "none" if mode in REPLICA_MODES else switching.rule  # replicas know no delay
+    return Session(
+        generation, mode, engine.job.id, engine.job.key, tuple(servers), tuple(shard_servers),
+        tuple(place_dense(engine.model.dense.sizes, len(servers))), engine.model.row_average, rule,
+    )  # fmt: skip
+
+
+def _enter(
+    engine: Engine,
+    switching: GBACallback,
+    session: Session,
+    own: list[Endpoint],
+    workers: list[tuple[int, int, int, int]],
+    n_samples: int,
+) -> None:
+    """Give this host's servers their parts."""
+    assert engine.model.tables.memory is not None
+    optimizer = engine.model.optimizer
+    spec = torch_optimizers.spec_of(optimizer)
+    group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    parameters = engine.model.dense.parameters
+    host = own[0].host
+    patience_s = engine.model.tables.config.server_s
+    until_s = time.monotonic() + patience_s
+    client = Client(session.job, session.key, session.servers, host, engine.folder, patience_s)
+    client.start()
+    try:
+
+        def enter(me: int) -> None:
+            mine = [t for t, server in enumerate(session.dense_servers) if server == me]
+            values = [parameters[t].detach().cpu().numpy().ravel() for t in mine]
+            state = state_codec.encode([dict(optimizer.state.get(parameters[t], {})) for t in mine])
+            body = Enter(
+                generation=session.generation,
+                servers=list(session.servers),
+                me=me,
+                shard_servers=list(session.shard_servers),
+                position=engine.progress.to_wire(),
+                n_samples=n_samples,
+                global_batch=engine.model.global_batch,
+                micro_batch=engine.model.micro_batch,
+                discipline=vars(switching.discipline(session.mode)).copy(),
+                row_average=session.row_average,
+                row_lr=engine.model.row_lr,
+                lrs=engine.model.dense_lrs,
+                tensors=[(engine.model.names[t], list(parameters[t].shape), group_of[id(parameters[t])]) for t in mine],
+                optimizer=spec,
+                workers=workers,
+                rule=session.rule,
+                until_s=until_s,
+                max_norm=engine.model.clip.max_norm,
+                max_row_norm=engine.model.clip.max_row_norm,
+                loss_scale=None if engine.model.loss_scale is None else engine.model.loss_scale.describe(),
+            )
+            flat = np.concatenate(values) if values else np.empty(0, np.float32)
+            client.call(me, body, [np.ascontiguousarray(flat), state])
+
+        indices = [i for i, server in enumerate(session.servers) if server.host == host]
+        with ThreadPoolExecutor(len(indices)) as pool:
+            entering = {pool.submit(enter, me): me for me in indices}
+            if late := wait(entering, _SAY_AFTER_S).not_done:
+                silent = sorted(session.servers[entering[one]].index for one in late)
+                _say_that_all_wait(engine, session.mode, silent, patience_s)
+            for one in entering:
+                one.result()
+    finally:
+        client.beat = None
+        client.close()
+
+
+def _say_that_all_wait(engine: Engine, mode: str, silent: list[int], patience_s: float) -> None:
+    """All workers stand while a server takes over: one that hangs is told of long before it is given up."""
+    text = (
+        f"training stands, on all workers, and waits for server {' and '.join(map(str, silent))} of this host to enter "
+        f"mode {mode}: no answer for {_SAY_AFTER_S:.0f} s, {patience_s:.0f} s at most (GBA_HVD_SERVER_S)"
+    )
+    data = {"waiting": [f"mode {mode}"], "seconds": _SAY_AFTER_S}
+    engine.emit(Event("server_missing", engine.progress.step, text, data, level="warning"), only_here=True)
+
+
+def _leave(engine: Engine, session: Session, own: list[Endpoint]) -> None:
+    """Tell this host's servers that the mode was not entered after all. Those that cannot hear it have not entered."""
+    client = Client(session.job, session.key, session.servers, own[0].host, engine.folder, _LEAVE_TIMEOUT_S)
+    client.start()
+    for me, server in enumerate(session.servers):
+        if server.host == own[0].host:
+            with contextlib.suppress(GbaError):
+                client.call(me, Export(session.generation, leaving=True))
+    client.close()
+
+
+def _refuse_what_servers_cannot_do(engine: Engine, switching: GBACallback, mode: str) -> None:
+    kinds = {p.dtype for p in engine.model.dense.parameters}
+    if kinds and kinds != {torch.float32}:
+        raise BadInput(f"asynchronous modes take dense parameters of float32, got {sorted(map(str, kinds))}")
+    update_rules.check(switching.rule, torch_optimizers.spec_of(engine.model.optimizer))
+    check_mode(engine, mode, "none" if mode in REPLICA_MODES else switching.rule)

@@ -1,0 +1,178 @@
+"""What a worker knows of its job: which one it is, how far the training is, what it was asked to do, its host."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from gba_hvd.clipping import Factors
+from gba_hvd.epoch import Account, EpochOrder
+from gba_hvd.errors import NonFiniteGradient
+from gba_hvd.loss_scale import LossScale
+from gba_hvd.ps.messages import Position
+from gba_hvd.ps.worker.host_server import LocalServer
+from gba_hvd.shm.job_board import Board
+from gba_hvd.training.step_hooks import StepHooks
+
+
+@dataclass
+class JobIdentity:
+    """id: the job's name in folders and stores, the same on all workers and through restarts; name: what people say.
+
+    key: secret of the job, for its servers. settings: fingerprint of what all workers agree on, see `membership`
+    """
+
+    id: str = ""
+    name: str = ""
+    key: bytes = b""
+    settings: int = 0
+    worker_id: int = field(default_factory=lambda: secrets.randbits(62))
+
+
+@dataclass
+class Signals:
+    """What this worker is to do before the next step.
+
+    hosts_updated: Horovod found other hosts (only rank 0 is told); interrupt_due: all workers know it by now, and stop
+    at the same step. preempt_deadline_s: SIGTERM came, leave by this monotonic time.
+    requested_mode: (mode, reason), agreed by all workers
+    """
+
+    hosts_updated: bool = False
+    interrupt_due: bool = False
+    preempt_deadline_s: float | None = None
+    requested_mode: tuple[str, str] | None = None
+
+    def clear_interrupt(self) -> None:
+        self.interrupt_due = self.hosts_updated = False
+
+
+@dataclass
+class LocalHost:
+    """What this worker shares with the others of its host.
+
+    server: the line to the companion server, on the host's lead; board: what other processes read of the job, there
+    too. neighbours: processes of the other workers, by rank
+    """
+
+    server: LocalServer | None = None
+    board: Board | None = None
+    neighbours: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class Cursor:
+    """Where training stands in the data: steps done of one epoch. Epoch -1 is before the first.
+
+    moved: index -> the micro-batch that stands in its place in this epoch, after resuming from an asynchronous mode
+    """
+
+    epoch: int = -1
+    steps_done: int = 0
+    moved: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What happened since this worker last knew: steps, their samples, how many were skipped; the loss scale before."""
+
+    steps: int
+    samples: int
+    skipped: int
+    scale: float
+
+
+class Progress:
+    """How far the training is. Between two steps it is the same on all workers in allreduce mode.
+
+    step: optimizer applications so far. account: of all samples. staleness, lags: how often a gradient, or the dense
+    values that it was computed with, were so many steps old, in asynchronous modes. rejected: gradients that were not
+    finite; reissued: micro-batches that were leased again. order: of the newest epoch whose batches were asked for.
+    n_steps: in the epoch at hand. factors: what multiplied the gradients of the newest step that this worker saw.
+    n_evaluated, epoch_over: evaluations since the last epoch of batches ended, which names them in asynchronous modes
+    """
+
+    def __init__(self, loss_scale: LossScale | None, hooks: StepHooks) -> None:
+        self.loss_scale, self.hooks = loss_scale, hooks
+        self.step, self.restarts = 0, 0
+        self.cursor, self.account = Cursor(), Account()
+        self.order: EpochOrder | None = None
+        self.staleness: dict[int, int] = {}
+        self.lags: dict[int, int] = {}
+        self.rejected = self.reissued = 0
+        self.factors = Factors()
+        self.n_steps = 1
+        self.n_evaluated, self.epoch_over = 0, False
+
+    @property
+    def n_applied(self) -> int:
+        """Steps so far that were not skipped for an overflow."""
+        return self.step - self.account.steps_skipped
+
+    # --- in the training state ---------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "cursor": asdict(self.cursor),
+            "order": None if self.order is None else asdict(self.order),
+            "account": asdict(self.account),
+            "restarts": self.restarts,
+            "step_hooks": self.hooks.ran_until,
+            "staleness": [[k, n] for k, n in self.staleness.items()],
+            "refused": self.rejected,
+            "reissued": self.reissued,
+            "loss_scale": None if self.loss_scale is None else list(self.loss_scale.now),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Checkpoints of older versions lack `step_hooks`, `order` and `loss_scale`."""
+        self.step, self.restarts = state["step"], state["restarts"]
+        self.cursor, self.account = Cursor(**state["cursor"]), Account(**state["account"])
+        self.hooks.ran_until = state.get("step_hooks", self.n_applied)
+        order = state.get("order")
+        self.order = None if order is None else EpochOrder(**order)
+        self.staleness = {k: n for k, n in state["staleness"]}
+        self.rejected, self.reissued = state["refused"], state["reissued"]
+        self._load_scale(state.get("loss_scale"))
+
+    # --- on the wire, as the coordinator of servers has it -----------------------------------------------------------
+
+    def to_wire(self) -> Position:
+        return Position(
+            step=self.step, epoch=self.cursor.epoch, steps_done=self.cursor.steps_done, account=asdict(self.account),
+            staleness=dict(self.staleness), lags=dict(self.lags), refused=self.rejected, reissued=self.reissued,
+            moved=self.cursor.moved, loss_scale=None if self.loss_scale is None else self.loss_scale.now,
+        )  # fmt: skip
+
+    def load_wire(self, position: Position) -> None:
+        """Where servers stand: of a checkpoint of an asynchronous mode, or newer than this worker."""
+        self.step, self.account = position.step, Account(**position.account)
+        self.hooks.run(self.n_applied)
+        self.cursor = Cursor(position.epoch, position.steps_done, position.moved)
+        self.staleness, self.lags = position.staleness, position.lags
+        self.rejected, self.reissued = position.refused, position.reissued
+        self._load_scale(position.loss_scale)
+
+    def merge(self, position: Position) -> Passed | None:
+        """Take over what the coordinator says, unless this worker knows more; returns what passed since.
+
+        Raises NonFiniteGradient when the servers could apply nothing more.
+        """
+        if position.failure:
+            raise NonFiniteGradient(
+                f"{position.failure}. None was applied: the model is as after step {position.step}. "
+                "Lower the learning rate, or look at the data"
+            )
+        if position.step < self.step or not position.account:
+            return None
+        step, samples, skipped = self.step, self.account.total, self.account.steps_skipped
+        scale = 0.0 if self.loss_scale is None else self.loss_scale.scale
+        self.load_wire(position)
+        return Passed(self.step - step, self.account.total - samples, self.account.steps_skipped - skipped, scale)
+
+    def _load_scale(self, now: Any) -> None:
+        if self.loss_scale is not None:
+            self.loss_scale.load(now)

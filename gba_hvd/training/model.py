@@ -1,0 +1,109 @@
+"""What one worker trains: the optimizer, the tables, the dense gradients, and what compresses them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from gba_hvd.clipping import Clip
+from gba_hvd.compression import Compression, Spec
+from gba_hvd.compression.dense_exchange import DenseExchange
+from gba_hvd.compression.row_codec import RowCoder
+from gba_hvd.dense_gradients import DenseGradients
+from gba_hvd.embedding.row_gradients import RowGrad
+from gba_hvd.embedding.tables import EmbeddingTables
+from gba_hvd.epoch import Cut
+from gba_hvd.errors import BadInput
+from gba_hvd.loss_scale import LossScale
+from gba_hvd.ps.worker.session import DenseState
+from gba_hvd.torch_optimizers import put_state
+from gba_hvd.training.parameter_watch import ParameterWatch
+
+
+class TrainedModel:
+    """names: of the dense parameters. step_dense: the user's optimizer on them, set by `DistributedOptimizer`.
+
+    compression, row_coder: None where nothing is compressed.
+    untrained: parameters of the user's module that are in no group of the optimizer
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        tables: EmbeddingTables,
+        names: Mapping[int, str],
+        global_batch: int,
+        micro_batch: int,
+        row_average: str = "global",
+        compression: Spec = Compression.none,
+        row_compression: Spec = Compression.none,
+        clip: Clip = Clip(),  # noqa: B008  # a value
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        Cut(1, global_batch, micro_batch)  # refuses a bad pair now
+        if row_average not in ("global", "contributors"):
+            raise BadInput(f"row_average must be 'global' or 'contributors', got {row_average!r}")
+        self.optimizer, self.tables = optimizer, tables
+        self.global_batch, self.micro_batch = global_batch, micro_batch
+        self.row_average, self.clip, self.loss_scale = row_average, clip, loss_scale
+        parameters = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+        self.names = [names.get(id(p), f"parameter {i} {tuple(p.shape)}") for i, p in enumerate(parameters)]
+        self.dense = DenseGradients(parameters, 0)
+        self.compression = None if compression.is_none else DenseExchange(compression, self.names, self.dense)
+        self.row_compression = row_compression
+        dims = [group.dim for group in tables.layout.groups]
+        self.row_coder = None if row_compression.is_none else RowCoder(row_compression, dims)
+        self.step_dense: Callable[[], None] = lambda: None
+        self.parameter_watch = ParameterWatch(self.dense.parameters, self.names)
+        self.untrained: list[str] = []
+
+    @property
+    def row_lr(self) -> float:
+        return float(self._tables_group["lr"])
+
+    @property
+    def dense_lrs(self) -> list[float]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups if group is not self._tables_group]
+
+    @property
+    def _tables_group(self) -> dict[str, Any]:
+        return next(g for g in self.optimizer.param_groups if g.get("gba_hvd") == "tables")
+
+    def unscale_(self, factor: float) -> None:
+        """Multiply the gradients of this micro-batch, of dense parameters and rows."""
+        self.dense.scale_(factor)
+        self.tables.scale_gradients_(factor)
+
+    def not_finite(self, loss: float | None, rows: Sequence[Sequence[RowGrad]], dense: DenseGradients) -> str:
+        """What of a micro-batch is not finite; empty if all is."""
+        if loss is not None and not math.isfinite(loss):
+            return f"loss {loss}"
+        if not math.isfinite(float(dense.flat.sum())) and (name := dense.non_finite(self.names)):
+            return f"gradient of {name}"
+        for group, grads in enumerate(rows):
+            for grad in grads:
+                if (key := grad.non_finite()) is not None:
+                    table, row = self.tables.layout.locate(key, group)
+                    return f"gradient of row {row} of table {table!r}"
+        return ""
+
+    def load_dense(self, tensors: Mapping[str, Any]) -> None:
+        """Dense values and their optimizer state by name, from a checkpoint."""
+        numbers = {name: number for number, name in enumerate(self.names)}
+        of_servers = {
+            numbers[name]: DenseState(tensor["values"], tensor["state"])
+            for name, tensor in tensors.items()
+            if name in numbers
+        }
+        self.put_dense(of_servers)
+
+    def put_dense(self, tensors: Mapping[int, DenseState]) -> None:
+        """Dense values and their optimizer state by the parameter's number, from servers."""
+        self.parameter_watch.forget()
+        for number, tensor in tensors.items():
+            self.dense.set_parameters_([number], torch.from_numpy(tensor.values.copy()))
+            if tensor.state:
+                put_state(self.optimizer, self.dense.parameters[number], tensor.state)

@@ -1,0 +1,170 @@
+"""What callbacks, the log and the host's board hear of the training: its steps, and warnings beside them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from gba_hvd.callbacks import Callback, Event, StepRecord
+from gba_hvd.comm import traffic
+from gba_hvd.comm.collectives import World
+from gba_hvd.comm.traffic import Traffic
+from gba_hvd.comm.wait_notices import Patience, missing
+from gba_hvd.trace import TRACE
+from gba_hvd.training.commit_fields import StepParticipant
+from gba_hvd.training.job_state import LocalHost, Passed, Progress
+from gba_hvd.training.model import TrainedModel
+from gba_hvd.training.parameter_watch import names_in_words
+
+log = logging.getLogger("gba_hvd")
+
+
+class Reports:
+    """One worker's. Belongs to the training thread.
+
+    world: the present one. participants: those of the job, which say what waits for servers
+    """
+
+    def __init__(
+        self,
+        model: TrainedModel,
+        progress: Progress,
+        host: LocalHost,
+        world: Callable[[], World],
+        participants: Iterable[StepParticipant],
+        traffic: Traffic,
+    ) -> None:
+        self.callbacks: list[Callback] = []
+        self._model, self._progress, self._host, self._world = model, progress, host, world
+        self._participants, self._traffic = participants, traffic
+        self._server_patience = Patience()
+        self._n_rejected = 0
+        self._ended_s = time.perf_counter()
+
+    def emit(self, event: Event, only_here: bool = False) -> None:
+        """Report an event to all callbacks; rank 0 also logs warnings.
+
+        only_here: no other worker has this event, so it is logged whatever the rank.
+        """
+        if TRACE is not None:
+            TRACE.write("event", kind=event.kind, step=event.step, message=event.message, level=event.level)
+        for callback in self.callbacks:
+            callback.on_event(event)
+        if event.level == "warning" and (only_here or self._world().rank == 0):
+            log.warning("[%s] step %d: %s", event.kind.replace("_", " "), event.step, event.message)
+
+    @property
+    def seconds_since_step(self) -> float:
+        """Since this worker saw a step end."""
+        return time.perf_counter() - self._ended_s
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def step(self, n_samples: int, loss: float | None, mode: str, grad_norm: float | None) -> None:
+        """One step ended, or several that servers made."""
+        progress = self._progress
+        for name in progress.hooks.too_fast(progress.step):
+            text = (
+                f"the scheduler {name!r} stepped more often than global steps were made, so its schedule depends on "
+                "the number of workers; call state.on_step(scheduler.step) instead of scheduler.step() in the loop"
+            )
+            self.emit(Event("scheduler_too_fast", progress.step, text, {"scheduler": name}, level="warning"))
+        now, applied = time.perf_counter(), progress.account.applied
+        at = (progress.step, progress.cursor.epoch)
+        record = StepRecord(*at, n_samples, applied, now - self._ended_s, self._world().size, mode, loss, grad_norm)
+        self._ended_s = now
+        if self._host.board is not None:
+            asked = next(filter(None, (one.missing_mode(mode) for one in self._participants)), "")
+            waits = any(one.waits_to_enter for one in self._participants)
+            self._host.board.show(*at, progress.cursor.steps_done, progress.n_steps, applied, loss, mode, asked, waits)
+        for callback in self.callbacks:
+            callback.on_step(record)
+
+    def passed(self, passed: Passed | None, loss: float | None, mode: str, grad_norm: float | None) -> None:
+        """What servers did since this worker heard of them last."""
+        if passed is None:
+            return
+        if passed.skipped > 0 and passed.scale:
+            self.overflow(passed.skipped, passed.scale)
+        if passed.steps:
+            self.step(passed.samples, loss, mode, grad_norm)
+
+    def overflow(self, n_steps: int, before: float) -> None:
+        """So many steps up to this one were skipped. before: the scale until then."""
+        loss_scale, step = self._progress.loss_scale, self._progress.step
+        assert loss_scale is not None
+        now, so_far = loss_scale.scale, self._progress.account.steps_skipped
+        which = f"step {step}" if n_steps == 1 else f"{n_steps} of the steps up to {step}"
+        text = (
+            f"{which} overflowed at loss scale {before:g}: skipped on all workers, its samples count as dropped. "
+            f"The scale is {now:g} now; skipped so far: {so_far}"
+        )
+        if now < 1.0:
+            text += ". A scale below 1 means that gradients are too large without it: lower the learning rate"
+        data = {"scale": now, "so_far": so_far}
+        self.emit(Event("overflow", step, text, data, level="warning" if now < 1.0 else "info"))
+
+    # --- beside them -------------------------------------------------------------------------------------------------
+
+    def rejected(self, micro: int, what: str) -> None:
+        """The gradient of a micro-batch was not sent, since `what` is not finite."""
+        self._n_rejected += 1
+        if self._n_rejected > 10 and self._n_rejected.bit_count() > 1:
+            return  # after ten, the 16th, 32nd, ... are reported
+        epoch = self._progress.cursor.epoch
+        text = f"micro-batch {micro} of epoch {epoch}: {what} is not finite; its gradient is dropped"
+        data = {"micro_batch": micro, "what": what, "so_far": self._n_rejected}
+        self.emit(Event("refused", self._progress.step, text, data, level="warning"), only_here=True)
+
+    def missing_servers(self) -> None:
+        """After a commit, on rank 0 and on the leads of hosts whose servers are not up: what waits for them, if so."""
+        waiting = [one for participant in self._participants for one in participant.waiting]
+        waited_s = self._server_patience.word(bool(waiting), time.monotonic())
+        if waited_s is None:
+            return
+        server, to_enter = self._host.server, any(one.waits_to_enter for one in self._participants)
+        own = "" if server is None else server.why_not_ready(to_enter=to_enter)
+        if own or self._world().rank == 0:
+            self.emit(missing(self._progress.step, waiting, waited_s, own), only_here=True)
+
+    def other_writers(self) -> None:
+        """Name parameters that change between the optimizer's steps; once in a process."""
+        if found := self._model.parameter_watch.written_by_others():
+            text = (
+                f"{names_in_words(found)}: the values change between the steps of the DistributedOptimizer, step after "
+                "step, so another optimizer or the script writes them. Workers do not exchange such changes, and in "
+                "asynchronous modes the servers' values overwrite them. Give each parameter to the "
+                "DistributedOptimizer alone (groups can have settings of their own); a change that is the same on "
+                "every worker, such as a clamp, is kept in allreduce mode only"
+            )
+            event = Event("parameters_written", self._progress.step, text, {"parameters": found}, level="warning")
+            self.emit(event)
+
+    def compression(self) -> None:
+        """What was decided about compressing since this was called last."""
+        for compressor in (self._model.compression, self._model.row_coder):
+            if compressor is None:
+                continue
+            while compressor.decisions:  # other threads add to them
+                d = compressor.decisions.pop(0)
+                data = {"compressor": str(compressor.spec), "compress": d.compress, "bypassed": d.bypassed}
+                self.emit(Event("compression", self._progress.step, d.reason, data))
+
+    def traffic(self) -> None:
+        """At the end of an epoch: bytes on this worker's wires since the last one, and what compression left behind."""
+        model, step = self._model, self._progress.step
+        n_bytes = self._traffic.since_last()
+        data: dict[str, Any] = {"bytes": n_bytes}
+        if model.compression is not None:
+            density = model.compression.feedback.thresholds.density
+            data["density"] = {n: d for n, d in zip(model.names, density, strict=True) if d}
+            data["residual"] = model.compression.feedback.rest_size
+        if model.row_coder is not None:
+            data |= {"row_density": model.row_coder.density, "row_residual_lost": model.row_coder.lost}
+        if n_bytes:
+            self.emit(Event("traffic", step, traffic.words(n_bytes), data))
+            metrics = {f"bytes_{name}": float(n) for name, n in n_bytes.items()}
+            for callback in self.callbacks:
+                callback.on_metrics(step, metrics)
