@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from recovery.config import Config
@@ -101,15 +100,6 @@ class CheckpointCallback:
     def done(self, step: int) -> None:
         """The newest checkpoint has this step; it may be a little later than what was asked for."""
         self._last_step = max(self._last_step, step)
-
-    def settings(self) -> dict[str, Any]:
-        """Plain values for the process that saves."""
-        return {
-            "url": self.url,
-            "storage_options": self.storage_options,
-            "config": asdict(self.config),
-            "last_gasp_s": self.last_gasp_s,
-        }
 
     # What a callback of a training loop has; this one only speaks when asked.
 

@@ -12,42 +12,29 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from recovery import state_codec
 from recovery.active_chain import Lineage
 from recovery.catalog import claims
 from recovery.catalog.claims import Claim
 from recovery.config import Config
-from recovery.errors import BadInput, Fenced, StoreError
-from recovery.events import Event, Handle, Saved, StillSaving, Teller, said, told
+from recovery.errors import BadInput, StoreError
+from recovery.events import Event, Handle, Saved, StillSaving, Teller, told
 from recovery.format.manifest import Manifest
 from recovery.restore import Now, Report, restore
 from recovery.rows import Holder
+from recovery.save_requests import SaveRequest, SaveRequests
 from recovery.selection.selector import Selection
 from recovery.storage.open import open_store
-from recovery.storage.store import Store, blob_prefix, check
+from recovery.storage.store import Store, check
+from recovery.write.multipart import SavePlace, commit_parts, save_part
 from recovery.write.section_pipeline import Buffers
-from recovery.write.writer import Written, commit, save_rows
 
 __all__ = ["Checkpointer", "Event", "Handle", "Saved", "StillSaving"]
-
-
-@dataclass(frozen=True)
-class _Job:
-    handle: Handle
-    step: int
-    samples: int
-    state: bytes | None
-    kind: str
-    about: Mapping[str, Any]
-    asked: float
-    stall_s: float
 
 
 class Checkpointer:
@@ -93,9 +80,8 @@ class Checkpointer:
         self._claim: Claim | None = None
         self._lineage = Lineage(self._store, self._selection)
         self._number = 0
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._last: Handle | None = None
-        self._fenced: Fenced | None = None
+        self._queue: queue.SimpleQueue[SaveRequest | None] = queue.SimpleQueue()
+        self._requests = SaveRequests(self._config, self._tell, clock, self._queue.put)
         self._died: BaseException | None = None
         self._cancel, self._leaving = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
@@ -137,16 +123,16 @@ class Checkpointer:
     ) -> None:
         if self._claim is None or self._leaving.is_set():
             return
-        if self._last is not None:
+        if (last := self._requests.last) is not None:
             with contextlib.suppress(BaseException):  # told when it happened
-                self._last.future.exception(self._config.close_timeout_s)
-            if not self._last.done():
+                self._requests.wait(self._config.close_timeout_s)
+            if not last.done():
                 self._tell(
                     Event("failed", f"the save was cancelled: not over after {self._config.close_timeout_s:g} s")
                 )
         self._cancel.set()
         self._leaving.set()
-        self._jobs.put(None)
+        self._queue.put(None)
         for thread in self._threads:
             thread.join()
         self._selection.close()
@@ -174,25 +160,9 @@ class Checkpointer:
         """
         if self._claim is None or self._leaving.is_set():
             raise BadInput("a checkpointer saves between `with` and its end only")
-        if (ended := self._fenced or self._died) is not None:
-            raise ended
-        if kind not in (None, "full", self._config.policy):
-            raise BadInput(f"kind must be 'full' or {self._config.policy!r} (the policy), got {kind!r}")
-        asked, handle = self._clock(), Handle()
-        if self._last is not None and not self._last.done():
-            late = StillSaving(f"step {step} is not saved: the save before is still under way")
-            handle.future.set_exception(late)
-            self._tell(Event("left out", str(late), error=late))
-            return handle
-        encoded = None if state is None else state if isinstance(state, bytes) else state_codec.encode(state)
-        self._last = handle
-        wanted = kind or self._config.policy
-        self._jobs.put(
-            _Job(handle, step, samples, encoded, wanted, dict(about or {}), asked, stall_s=self._clock() - asked)
-        )
-        if self._config.strict:
-            handle.read_all.wait()
-        return handle
+        if self._died is not None:
+            raise self._died
+        return self._requests.begin(step, samples, state, kind, about)
 
     def restore(self, shards: Sequence[int] | None = None, *, now: Now | None = None) -> Report | None:
         """Fill the rows of these shards, or of all that are here, from the newest good checkpoint; None: there is none.
@@ -216,88 +186,58 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Until the save under way is over, however it ends."""
-        if self._last is not None:
-            self._last.future.exception()
+        self._requests.wait()
 
     # --- the thread that saves ---------------------------------------------------------------------------------------
 
     def _save_all(self) -> None:
         try:
-            while (job := self._jobs.get()) is not None:
-                self._do(job)
+            while (request := self._queue.get()) is not None:
+                self._carry_out(request)
         except BaseException as error:  # a death, or a mistake of ours: raised to who leaves, or saves next
             self._died = error
 
-    def _do(self, job: _Job) -> None:
+    def _carry_out(self, request: SaveRequest) -> None:
         try:
-            saved = self._save(job)
+            saved = self._save(request)
         except BaseException as error:
-            if isinstance(error, Fenced):
-                self._fenced = error
-            kept = self.newest.name if self.newest else "none yet"
-            text = f"step {job.step} could not be saved; the last checkpoint is {kept}: {error}"
-            self._tell(Event("failed", text, error=error))
-            job.handle.future.set_exception(error)
+            self._requests.failed(request, error, self.newest)
             if not isinstance(error, Exception):
                 raise
         else:
-            job.handle.future.set_result(saved)
-            self._tell(Event("saved", said(saved), saved=saved))
+            self._requests.done(request, saved)
             self._expire()
-        finally:
-            job.handle.read_all.set()
 
-    def _save(self, job: _Job) -> Saved:
+    def _save(self, request: SaveRequest) -> Saved:
         assert self._claim is not None
-        kind, why = ("full", "full: asked for") if job.kind == "full" else self._lineage.next_kind(job.kind)
+        kind, why = ("full", "full: asked for") if request.kind == "full" else self._lineage.next_kind(request.kind)
+        parent = None if kind == "full" or self._lineage.chain is None else self._lineage.chain.newest.name
         self._number += 1  # a save that is tried again takes another number, so its blobs other names
-        prefix, config, stall_s = blob_prefix(self._claim.epoch, self._number), self._config, job.stall_s
-
-        def read_all() -> None:
-            nonlocal stall_s
-            if config.strict:
-                stall_s = self._clock() - job.asked
-            job.handle.read_all.set()
-
-        try:
-            written = save_rows(
-                self._rows,
-                self._selection.begin(kind),
-                self._store,
-                prefix,
-                config,
-                exact=kind == "full",
-                note=self._selection.note,
-                read_all=read_all,
-                cancel=self._cancel,
-                clock=self._clock,
-                buffers=self._buffers,
-            )
-            if config.strict:
-                _check_strict(written)
-            manifest = commit(
-                self._store,
-                prefix,
-                epoch=self._claim.epoch,
-                number=self._number,
-                kind=kind,
-                parent=None if kind == "full" or self._lineage.chain is None else self._lineage.chain.newest.name,
-                step=job.step,
-                samples=job.samples,
-                schema=self._rows.schema,
-                blobs=written.blobs,
-                state=job.state,
-                about={**job.about, "save_s": round(written.seconds, 3)},
-                still_mine=self._still_mine,
-                verify=config.verify,
-                clock=self._unix_clock,
-            )
-        except BaseException:
-            self._selection.abandon()
-            raise
-        self._selection.commit(manifest.name)
+        what = (kind, parent, request.step, request.samples, self._rows.schema, request.about)
+        place = SavePlace(self._claim.epoch, self._number, *what)
+        written = save_part(
+            self._rows,
+            self._selection,
+            self._store,
+            place,
+            self._config,
+            cancel=self._cancel,
+            on_read=lambda: self._requests.all_read(request),
+            buffers=self._buffers,
+            clock=self._clock,
+        )
+        manifest, _ = commit_parts(
+            self._store,
+            self._selection,
+            place,
+            [written],
+            lambda parts: request.state,
+            self._still_mine,
+            verify=self._config.verify,
+            unix_clock=self._unix_clock,
+        )
         self._lineage.add(manifest)
-        return Saved(self.url, manifest, why, written, self._clock() - job.asked, stall_s)
+        return Saved(self.url, manifest, why, written, self._clock() - request.asked_s, request.stall_s)
 
     def _still_mine(self) -> None:
         assert self._claim is not None
@@ -325,11 +265,3 @@ class Checkpointer:
             except StoreError as error:
                 text = f"no sign of life could be given; another job may take over: {error}"
                 self._tell(Event("store", text, error=error))
-
-
-def _check_strict(written: Written) -> None:
-    steps = {section.step for blob in written.blobs for section in blob.sections}
-    if len(steps) > 1:
-        raise BadInput(
-            f"strict: rows of steps {min(steps)} to {max(steps)} were saved; no step may be taken until `save` returns"
-        )

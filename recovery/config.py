@@ -69,6 +69,10 @@ class Config:
     close_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if str(field.type).startswith("int") and isinstance(value, float) and value.is_integer():
+                object.__setattr__(self, field.name, int(value))  # 1e9 is a number of bytes, too
         if self.policy not in POLICIES:
             raise BadInput(f"policy {self.policy!r} is not known: choose one of {', '.join(POLICIES)}")
         if not 0 < self.r <= 1:

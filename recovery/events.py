@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from recovery.errors import RecoveryError
 from recovery.format.manifest import Manifest
 from recovery.restore import Report
-from recovery.write.writer import Written
+from recovery.write.section_pipeline import PartResult
 
 _LOG = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Saved:
     url: str
     manifest: Manifest
     why: str
-    written: Written
+    written: PartResult
     seconds: float
     stall_s: float
 

@@ -40,15 +40,15 @@ from typing import Any
 
 import numpy as np
 
-from recovery import state_codec
 from recovery.child import process
 from recovery.child.handle import Child, ChildDied, Start
 from recovery.child.process import Answer, Begin, ReadAll, Restore, Save
 from recovery.config import Config
-from recovery.errors import BadInput, Fenced
-from recovery.events import Event, Handle, StillSaving, Teller
+from recovery.errors import BadInput
+from recovery.events import Event, Handle, Teller
 from recovery.format.manifest import Manifest
 from recovery.restore import Now, Report
+from recovery.save_requests import SaveRequest, SaveRequests
 from recovery.storage.open import open_store
 from recovery.storage.store import Store
 from recovery.torch_rows.tensor_rows import TensorRows
@@ -62,16 +62,8 @@ class _Asked:
 
     message: Save | Restore
     future: Future[Any]
-    state: bytes | None = None
-    handle: Handle | None = None
-    asked: float = 0.0
-    stall_s: float = 0.0
+    request: SaveRequest | None = None  # of a save
     child: Child | None = None
-
-    def read_all(self) -> None:
-        if self.handle is not None and not self.handle.read_all.is_set():
-            self.stall_s = time.monotonic() - self.asked
-            self.handle.read_all.set()
 
 
 class ProcessCheckpointer:
@@ -136,8 +128,7 @@ class ProcessCheckpointer:
         self._tell, self._config = Teller(self.url, on_event), config
         self._start = start
         self._newest: Manifest | None = None
-        self._fenced: Fenced | None = None
-        self._last: Handle | None = None
+        self._requests = SaveRequests(config, self._tell, time.monotonic, self._begin_save)
         self._entered = self._left = False
         self._number = 0
         self._lock = threading.Lock()  # of the two below: threads send, hear, and end a child
@@ -187,31 +178,17 @@ class ProcessCheckpointer:
     ) -> Handle:
         """Start to save, and return; in strict mode, when the last row was read. See `Checkpointer.save`."""
         self._require_inside()
-        if self._fenced is not None:
-            raise self._fenced
-        if kind not in (None, "full", self._config.policy):
-            raise BadInput(f"kind must be 'full' or {self._config.policy!r} (the policy), got {kind!r}")
-        asked, handle = time.monotonic(), Handle()
-        if self._last is not None and not self._last.done():
-            late = StillSaving(f"step {step} is not saved: the save before is still under way")
-            handle.future.set_exception(late)
-            self._tell(Event("left out", str(late), error=late))
-            return handle
-        encoded = None if state is None else state if isinstance(state, bytes) else state_codec.encode(state)
-        self._last = handle
+        return self._requests.begin(step, samples, state, kind, about)
+
+    def _begin_save(self, request: SaveRequest) -> None:
         self._number += 1
-        message = Save(self._number, step, samples, kind or self._config.policy, dict(about or {}), encoded is not None)
-        stall_s = time.monotonic() - asked
-        self._ask(_Asked(message, handle.future, encoded, handle, asked, stall_s))
-        if self._config.strict:
-            handle.read_all.wait()
-        return handle
+        what = (request.step, request.samples, request.kind, request.about, request.state is not None)
+        self._ask(_Asked(Save(self._number, *what), request.handle.future, request))
 
     def restore(self, shards: Sequence[int] | None = None, *, now: Now | None = None) -> Report | None:
         """As `Checkpointer.restore`. Nobody else may use the rows until this returns."""
         self._require_inside()
-        if self._last is not None:
-            self._last.future.exception()
+        self._requests.wait()
         asked = _Asked(Restore(None if shards is None else tuple(shards), now), Future())
         self._ask(asked)
         report: Report | None = asked.future.result()
@@ -236,8 +213,9 @@ class ProcessCheckpointer:
             child = self._hand_over(asked) or self._started()
             if asked.child is None and self._hand_over(asked) is None:
                 raise ChildDied("the process that saves ended as soon as it was started; the next save starts another")
-            child.send(asked.message, asked.state)
-            asked.state = None
+            child.send(asked.message, None if asked.request is None else asked.request.state)
+            if asked.request is not None:
+                asked.request.state = None
         except BaseException as error:
             # A pipe that broke is the end of the child, which whoever hears it tells.
             if asked.child is None or not isinstance(error, OSError):
@@ -281,8 +259,9 @@ class ProcessCheckpointer:
                 self._tell(message)
         elif isinstance(message, ReadAll):
             # It also comes after a save that failed, when another one may have been asked for.
-            if asked is not None and isinstance(asked.message, Save) and asked.message.number == message.number:
-                asked.read_all()
+            request = None if asked is None else asked.request
+            if request is not None and self._number == message.number:
+                self._requests.all_read(request)
         elif isinstance(message, Answer) and asked is not None:
             if message.error is None:
                 asked.future.set_result(None)
@@ -293,12 +272,10 @@ class ProcessCheckpointer:
         """Whether this event was the end of what was asked for; then it is told here."""
         if asked.future.done():
             return False
-        if event.saved is not None and asked.handle is not None:
-            saved = replace(event.saved, seconds=time.monotonic() - asked.asked, stall_s=asked.stall_s)
-            self._newest = saved.manifest
-            asked.future.set_result(saved)
-            asked.handle.read_all.set()
-            self._tell(replace(event, saved=saved))
+        if event.saved is not None and (request := asked.request) is not None:
+            seconds = time.monotonic() - request.asked_s
+            self._newest = event.saved.manifest
+            self._requests.done(request, replace(event.saved, seconds=seconds, stall_s=request.stall_s))
         elif event.report is not None and isinstance(asked.message, Restore):
             if event.report.n_lost:
                 self._newest = None
@@ -306,19 +283,14 @@ class ProcessCheckpointer:
                 self._newest = event.report.manifest
             self._tell(event)
             asked.future.set_result(event.report)
-        elif event.what == "failed" and event.error is not None and asked.handle is not None:
-            self._failed(asked, event.error, event)
+        elif event.what == "failed" and event.error is not None and asked.request is not None:
+            self._failed(asked, event.error)
         else:
             return False
         return True
 
-    def _failed(self, asked: _Asked, error: BaseException, event: Event | None = None) -> None:
-        if isinstance(error, Fenced):
-            self._fenced = error
-        if isinstance(asked.message, Save):
-            kept = self.newest.name if self.newest else "none yet"
-            text = f"step {asked.message.step} could not be saved; the last checkpoint is {kept}: {error}"
-            self._tell(event or Event("failed", text, error=error))
-        asked.future.set_exception(error)
-        if asked.handle is not None:
-            asked.handle.read_all.set()
+    def _failed(self, asked: _Asked, error: BaseException) -> None:
+        if asked.request is not None:
+            self._requests.failed(asked.request, error, self.newest)
+        else:
+            asked.future.set_exception(error)

@@ -1,4 +1,6 @@
-"""Checkpoints as a job sees them: when one is made, who saves what, and going on from one.
+"""Checkpoints as a job sees them: who saves what, under which claim, and going on from one.
+
+How often, what is due and what became of it: `save_schedule`.
 
 The rows are saved by the companion servers, in their processes; each host's lead asks its own. The order of one save in
 allreduce mode, after the commit of step k said that one is due:
@@ -9,9 +11,6 @@ allreduce mode, after the commit of step k said that one is due:
                   all parts and writes the manifest
     4. follow     the chief hears what became of it with the heartbeats, and tells the callbacks
 
-How often and what, unless the user said so, is planned from what was measured (`recovery.schedule.adaptive`); the chief
-plans again with every save and every change of hosts.
-
 A crash before the manifest leaves the checkpoint before in force. The claim on the place is made anew whenever the
 world was formed anew with other hosts, so a host that was cut off is fenced.
 """
@@ -19,40 +18,36 @@ world was formed anew with other hosts, so a host that was cut off is fenced.
 from __future__ import annotations
 
 import contextlib
-import math
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+import msgspec
 from torch import Tensor
 
 from gba_hvd.callbacks import Event
-from gba_hvd.comm.wait_notices import Patience
+from gba_hvd.checkpoint.save_schedule import SaveSchedule
 from gba_hvd.config import checked_job_id
 from gba_hvd.errors import BadInput
-from gba_hvd.ps.messages import Hold, Save, Saved
+from gba_hvd.ps.messages import Hold, Save, SaveAbout, SavePlan, SaveSettings
 from gba_hvd.ps.worker.host_server import LocalServer
 from gba_hvd.ps.worker.worker import PsWorker
-from gba_hvd.shm.checkpoint_rows import MemoryRows, schema_of
+from gba_hvd.shm.checkpoint_rows import MemoryRows
 from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.training.commit_fields import StepParticipant
 from gba_hvd.training.engine import Engine
 from recovery.callback import CheckpointCallback
 from recovery.catalog import claims
 from recovery.catalog.chains import Chain, chains
-from recovery.errors import RecoveryError, StoreError
+from recovery.errors import RecoveryError
 from recovery.redaction import redacted
 from recovery.restore import Now, Report, restore
-from recovery.schedule import planner
-from recovery.schedule.adaptive import Measured, Pace, pace
+from recovery.schedule.adaptive import Measured
 from recovery.storage.open import open_store
 from recovery.storage.store import Store, check
 
-_FORGET_S = 90.0  # a save of which nothing was heard for so long: the mode changed, or its server hangs
-_AGE_EVERY_S, _LATE_AT = 2.0, 2.0  # how often the newest one's age is told; how many intervals are too many
-_LOOK_S, _BEGIN_S = 0.05, 60.0
 _STORE_TIMEOUT_S = 20.0
 # On a commit: the chief wants a checkpoint of this step; so many workers are to leave; so many hosts' servers failed to
 # save their part of the newest one; so many hosts' servers are not up.
@@ -87,25 +82,11 @@ class Checkpoints(StepParticipant):
         self.first_epoch = 0  # of this job; what was written since, by its claims, may expire
         self._epochs: list[int] = []  # of all claims of this job, oldest first
         self._resumed_epoch = 0  # of the checkpoint that the job went on from
-        self._newest: str | None = None  # the checkpoint the next one is on top of
-        self._chain = planner.Chain()
-        self._told = Saved()  # what callbacks were told of last
-        self._asked_s: float | None = None  # when a checkpoint was asked for that nobody has told of yet
-        self._asked_number = -1
-        self._running_s = 0.0  # when it was last heard that it is being saved
+        self.schedule = SaveSchedule(engine, callback)
         self._part_told = -1  # number of the newest save of which all know that this host's part failed
-        self._good_s, self._good_step = math.nan, 0  # of the newest checkpoint there is; at first of the job's start
-        self._late, self._age_told_s = Patience(), 0.0
-        self._last_failure = ""
         self.waiting: list[str] = []  # a checkpoint that is due, where servers are not up
         self._due = False
         self.somebody_leaves = False  # all workers know of it, and save first
-        self._leave_step: int | None = None  # of an asynchronous mode, where it was heard of
-        self._measured = Measured()
-        self._since_s: float | None = None  # when this worker began to count the time that is observed
-        self._pace: Pace | None = None  # on the chief
-        self._n_hosts = 1
-        self.saved_step = -1  # of the newest checkpoint, those that were there at the start included; on the chief
         self._died_before = False  # the job that this one goes on from did not end in peace
 
     # --- at the start, and after a change of hosts -------------------------------------------------------------------
@@ -127,7 +108,7 @@ class Checkpoints(StepParticipant):
         chain = next((one for one in chains(self.store) if isinstance(one, Chain)), None)
         newest = max(claims.claims_of(self.store.names("claims/")), default=None)
         self._died_before = newest is not None and not newest.is_closed
-        self.saved_step = -1 if chain is None else chain.newest.step
+        self.schedule.saved_step = -1 if chain is None else chain.newest.step
         job = "" if chain is None else str(chain.newest.about.get("job", ""))
         try:
             return checked_job_id(job) if job else None
@@ -154,7 +135,7 @@ class Checkpoints(StepParticipant):
                 self._claim = claims.claim(self.store, self._claim.writer, lease_s=self._claim.lease_s)
                 others = self._others_since(self._claim)
             except RecoveryError as error:
-                self._tell_failure(f"the place for checkpoints was not claimed again: {error}")
+                self.schedule.report_failure(f"the place for checkpoints was not claimed again: {error}")
                 return
         now, before = self._claim.epoch, self._epochs[-1] if self._epochs else 0
         self._epochs.append(now)
@@ -205,14 +186,10 @@ class Checkpoints(StepParticipant):
         config, is_mine = self.callback.config, self._is_of_this_job
         return restore(self.store, rows, config=config, now=now, with_state=False, is_wanted=is_mine)
 
-    def _tell_failure(self, text: str) -> None:
-        self._engine.emit(Event("checkpoint_failed", self._engine.progress.step, text, {"why": text}, "warning"))
-
     def hold(self, line: LocalServer, part: int, n_parts: int) -> None:
         """On each host's lead: its server is told of this world; the chief's gives the claim's signs of life."""
         assert self._claim is not None
-        facts = asdict(self._claim), self.callback.settings(), self._about("allreduce"), self.first_epoch
-        line.hold(Hold(*facts, part, n_parts))
+        line.hold(Hold(self._claim, self._save_settings, self._about("allreduce"), self.first_epoch, part, n_parts))
 
     def release(self) -> None:
         """On the chief, at the end: whoever comes next need not wait."""
@@ -222,60 +199,18 @@ class Checkpoints(StepParticipant):
 
     def goes_on_from(self, report: Report) -> None:
         """The whole job was restored. On the chief."""
-        self.callback.began(report.step, time.monotonic())
         self._resumed_epoch = report.manifest.epoch
         measured = Measured.of_checkpoint(report.manifest)
         if self._died_before:
             measured = measured.lost(measured.observed_s)
-        self._measured = replace(measured, load_s=report.seconds)
+        self.schedule.resume(report.step, replace(measured, load_s=report.seconds))
 
     def goes_on_from_memory(self, state: Mapping[str, Any], step: int) -> str:
         """What this class kept in memory (`state`), in a job that lost all its workers. Returns the writer's name."""
         self.load_place(state["place"])
         measured = Measured.of_mapping(state["measured"])
-        self._measured = measured.lost(measured.observed_s)
-        self.callback.began(min(step, max(0, self.saved_step)), time.monotonic())
+        self.schedule.resume(min(step, max(0, self.schedule.saved_step)), measured.lost(measured.observed_s))
         return "" if state["claim"] is None else str(state["claim"]["writer"])
-
-    # --- how often ---------------------------------------------------------------------------------------------------
-
-    def _seen(self) -> Measured:
-        """What was measured, with the time until now."""
-        now = time.monotonic()
-        if self._since_s is None:
-            self._since_s = now
-        passed_s, self._since_s = now - self._since_s, now
-        self._measured = replace(self._measured, observed_s=self._measured.observed_s + passed_s)
-        return self._measured
-
-    def host_was_lost(self, load_s: float | None, stood_s: float | None) -> None:
-        """load_s: until its rows were back, if they are; stood_s: since the last step, the loading included."""
-        seen = self._seen()
-        seen = seen.lost(seen.observed_s)
-        if load_s is not None:
-            seen = replace(seen, partial_load_s=load_s)
-        if stood_s is not None:
-            seen = replace(seen, reschedule_s=max(0.0, stood_s - (load_s or 0.0)))
-        self._measured = seen
-
-    def stood_still(self, seconds: float) -> None:
-        """Training did, until a save was under way. On the chief."""
-        self._measured = replace(self._measured, stall_s=seconds)
-
-    def plan_pace(self, n_hosts: int) -> None:
-        """On the chief, whenever something new is known: how often to save from now on, unless the user said so."""
-        self._n_hosts = n_hosts
-        if not self.callback.is_planned:
-            return
-        engine = self._engine
-        n_bytes = schema_of(engine.model.tables.layout).n_bytes
-        found = pace(self._seen(), self.callback.given, n_bytes, n_hosts, self._pace)
-        before, self._pace, self.callback.planned_s = self._pace, found, found.interval_s
-        if found.plan is not None and (before is None or found.differs_from(before)):
-            expected = found.plan.expected
-            told = {"interval_s": found.interval_s, "kind": found.kind, "strategy": found.plan.strategy}
-            told |= {"pls": expected.pls, "overhead": expected.overhead, "reason": found.reason}
-            engine.emit(Event("checkpoint_plan", engine.progress.step, found.reason, told))
 
     def check_fits(self, about: Mapping[str, Any]) -> None:
         """Raises BadInput when this job cannot go on from the checkpoint.
@@ -311,232 +246,115 @@ class Checkpoints(StepParticipant):
 
     def before_commit(self, fields: Tensor) -> None:
         engine = self._engine
-        if engine.world.rank == 0 and self.is_due_at(engine.progress.step + 1):
+        if engine.world.rank == 0 and self.schedule.is_due_at(engine.progress.step + 1):
             fields[0] = 1.0
         fields[1] = float(engine.signals.preempt_deadline_s is not None)
         fields[3] = float(engine.host.server is not None and not engine.host.server.is_ready())
         saved = None if engine.host.server is None else engine.host.server.saved
         if engine.world.rank and saved is not None and saved.state == "failed" and saved.number > self._part_told:
             self._part_told, fields[2] = saved.number, 1.0
-            text = f"this host's part of the checkpoint of step {saved.number} was not saved: {saved.facts['why']}"
-            data = {"why": saved.facts["why"], "rank": engine.world.rank}
+            text = f"this host's part of the checkpoint of step {saved.number} was not saved: {saved.facts.why}"
+            data = {"why": saved.facts.why, "rank": engine.world.rank}
             engine.emit(Event("checkpoint_failed", engine.progress.step, text, data, "warning"), only_here=True)
 
     def after_commit(self, agreed: Sequence[float]) -> None:
         """What is due waits for servers that are not up; training does not."""
         self._due, self.somebody_leaves = agreed[0] > 0 and not agreed[3], agreed[1] > 0
         self.waiting = ["the checkpoint that is due"] if agreed[0] > 0 and agreed[3] else []
-        if agreed[2] > 0 and self._engine.world.rank == 0 and self._asked_s is not None:
-            why = "the server of another host did not save its part (the log of that host's workers says why)"
-            self.follow(Saved(0, self._asked_number, "failed", {"why": why}))
-
-    def is_due_at(self, step: int) -> bool:
-        now = time.monotonic()
-        is_under_way = self._asked_s is not None and now - max(self._asked_s, self._running_s) < _FORGET_S
-        return not is_under_way and self.callback.due(step, now)
+        if agreed[2] > 0 and self._engine.world.rank == 0:
+            self.schedule.part_failed()
 
     @property
     def is_due(self) -> bool:
         return self._due
 
-    def plan(self) -> dict[str, Any]:
+    def plan(self) -> SavePlan:
         """What is to be saved now: the chief's word to all."""
         engine = self._engine
         assert self._claim is not None
-        wanted = self.callback.config.policy if self._pace is None else self._pace.kind
-        kind, why = planner.next_kind(self._chain, wanted)
-        return {
-            "epoch": self._claim.epoch,
-            "first_epoch": self.first_epoch,
-            "number": engine.progress.step,
-            "kind": kind,
-            "parent": None if kind == "full" else self._newest,
-            "step": engine.progress.step,
-            "samples": engine.progress.account.applied,
-            "about": {"why": why, **self._about("allreduce")},
-            "supersedes": True,  # of what was asked for before nothing is waited for any more
-        }
+        kind, why = self.schedule.next_kind()
+        return SavePlan(
+            epoch=self._claim.epoch,
+            number=engine.progress.step,
+            kind=kind,
+            parent=None if kind == "full" else self.schedule.newest,
+            step=engine.progress.step,
+            samples=engine.progress.account.applied,
+            about=self._about("allreduce", why),
+            first_epoch=self.first_epoch,
+        )
 
-    def _about(self, mode: str) -> dict[str, Any]:
+    def _about(self, mode: str, why: str = "") -> SaveAbout:
         engine = self._engine
-        return {
-            "job": engine.job.id,
-            "mode": mode,
-            "global_batch": engine.model.global_batch,
-            "micro_batch": engine.model.micro_batch,
-            "n_servers": self._n_hosts,
-            "given": asdict(self.callback.given),
-            **self._seen().told(),
-            "compression": self._compressor,
-        }
+        return SaveAbout(
+            why=why,
+            job=engine.job.id,
+            mode=mode,
+            global_batch=engine.model.global_batch,
+            micro_batch=engine.model.micro_batch,
+            n_servers=self.schedule.n_hosts,
+            given=asdict(self.callback.given),
+            **self.schedule.seen().told(),
+            compression=self._compressor,
+        )
 
-    def save(self, plan: dict[str, Any], line: LocalServer | None, part: int, n_parts: int, state: bytes) -> None:
+    def save(self, plan: SavePlan, line: LocalServer | None, part: int, n_parts: int, state: bytes) -> None:
         """Ask this host's server for its part, if this worker leads the host."""
-        self._due, self._asked_s, self._asked_number = False, time.monotonic(), plan["number"]
-        self.callback.began(plan["step"], self._asked_s)
-        if line is not None:  # credentials and claim stay on each host: all know them
-            line.save(Save(part=part, n_parts=n_parts, **plan, **self._own_facts()), state)
+        self._due = False
+        self.schedule.asked(plan.number, plan.step)
+        if line is not None:
+            line.save(self._request(plan, part, n_parts), state)
 
     @property
     def is_strict(self) -> bool:
         return self.callback.config.strict
 
-    def await_read(self, line: LocalServer | None, step: int) -> None:
-        """strict: return when this host's server has read its rows, or will not. If later, it lets the save fail."""
-        until_s = time.monotonic() + _BEGIN_S + self.callback.config.busy_timeout_s
-        while line is not None and not line.has_read(step) and time.monotonic() < until_s:
-            time.sleep(_LOOK_S)
-
-    def _own_facts(self) -> dict[str, Any]:
+    def _request(self, plan: SavePlan, part: int, n_parts: int, generation: int = 0) -> Save:
+        """Credentials and claim are not in the plan: they stay on each host, and all know them."""
         assert self._claim is not None
-        return {"settings": self.callback.settings(), "claim": asdict(self._claim)}
+        return Save(
+            **msgspec.structs.asdict(plan),
+            part=part,
+            n_parts=n_parts,
+            settings=self._save_settings,
+            claim=self._claim,
+            generation=generation,
+            supersedes=True,  # of what was asked for before nothing is waited for any more
+        )
+
+    @property
+    def _save_settings(self) -> SaveSettings:
+        callback = self.callback
+        return SaveSettings(callback.url, callback.storage_options, callback.config, callback.last_gasp_s)
 
     # --- asynchronous modes ------------------------------------------------------------------------------------------
-
-    def is_due_before_a_leave(self, mode: PsWorker) -> bool:
-        """A worker was told to leave, and what is saved is older than that."""
-        if not (mode.contact.somebody_leaves or self._engine.signals.preempt_deadline_s is not None):
-            self._leave_step = None
-            return False
-        if self._leave_step is None:
-            self._leave_step = self._engine.progress.step
-        is_saved = self._told.state == "done" and self._told.number >= self._leave_step
-        return not is_saved and self._asked_s is None
 
     def save_asynchronously(self, mode: PsWorker, snapshot: bytes) -> None:
         """The coordinator has all servers save at its next moment between two steps. On the chief."""
         started, plan = time.monotonic(), self.plan()
-        plan["about"]["mode"] = mode.name
+        plan.about.mode = mode.name
         mode.before_save()
-        self._asked_s, self._asked_number = time.monotonic(), plan["number"]
-        self.callback.began(self._engine.progress.step, self._asked_s)
-        request = Save(part=0, n_parts=1, generation=mode.session.generation, **plan, **self._own_facts())
+        self.schedule.asked(plan.number, plan.step)
+        request = self._request(plan, 0, 1, mode.session.generation)
         mode.contact.asked_to_save(request.epoch, request.number)
         mode.client.send(0, request, [snapshot]).add_done_callback(mode.contact.save_answered)
-        self.stood_still(time.monotonic() - started)
-
-    # -----------------------------------------------------------------------------------------------------------------
-
-    def has(self, step: int) -> bool:
-        """On the chief: whether the newest checkpoint is of this step."""
-        return self._told.state == "done" and self._told.number == step
-
-    def why_not_saved(self, step: int) -> str:
-        """On the chief, when nothing is under way: why there is no checkpoint of this step; empty when there is one."""
-        told = self._told
-        if self._engine.world.rank != 0 or (told.state == "done" and told.number >= step):
-            return ""
-        if told.state == "failed" and told.number >= step:
-            return str(told.facts["why"])
-        return "nothing was heard of it"
-
-    def await_quiet(self, heard: Callable[[], Saved | None], timeout_s: float) -> None:
-        """Wait until no save is under way here. On the chief, and on the leads of hosts."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            saved = heard()
-            if self._engine.world.rank == 0:
-                self.follow(saved)
-            is_quiet = not saved or saved.state != "running"
-            if self._engine.host.server is not None and self._engine.host.server.folder_lost:
-                return
-            if self._engine.world.rank == 0:
-                is_quiet = self._asked_s is None or (time.monotonic() - self._asked_s > _BEGIN_S and is_quiet)
-            if is_quiet or time.monotonic() > deadline:
-                return
-            time.sleep(_LOOK_S)
-
-    def await_saved(
-        self, heard: Callable[[], Saved | None], step: int, timeout_s: float, why_not: Callable[[], str] = str
-    ) -> None:
-        """Wait until a checkpoint of this step or a later one, or this host's part of it, is saved, or has failed."""
-        began_s = time.monotonic()
-        while (saved := heard()) is None or saved.number < step or saved.state == "running":
-            if self._engine.host.server is not None and self._engine.host.server.folder_lost:
-                raise StoreError(self._engine.host.server.folder_lost)
-            has_begun = saved is not None and saved.number >= step
-            if time.monotonic() - began_s > (timeout_s if has_begun else min(timeout_s, _BEGIN_S)):
-                why = why_not()
-                silent = f"nothing was heard of it for {time.monotonic() - began_s:.0f} s"
-                raise StoreError(f"{silent}; {why}" if why else silent)
-            time.sleep(_LOOK_S)
-        if self._engine.world.rank == 0:
-            self.follow(saved)
-
-    def follow(self, saved: Saved | None) -> None:
-        """On the chief: tell the callbacks what became of a checkpoint."""
-        engine = self._engine
-        if saved is not None and saved.state == "running" and saved.number >= self._asked_number:
-            self._running_s = time.monotonic()
-        if saved is None or saved.state in ("running", "part") or saved == self._told:
-            return
-        if saved.number < self._asked_number and self._asked_s is not None:
-            return  # a report of the save before
-        began_s = self._asked_s or time.monotonic()
-        self._told, self._asked_s, self._running_s = saved, None, 0.0
-        self.callback.done(saved.number)
-        if saved.state == "failed":
-            self._last_failure = str(saved.facts["why"])
-            self._tell_failure(f"the checkpoint of step {saved.number} was not saved: {saved.facts['why']}")
-            self._chain = planner.Chain(self._chain.base_bytes, self._chain.partial_bytes, trusted=False)
-            return
-        self._good_s, self._good_step, self._last_failure = began_s, saved.number, ""
-        self.saved_step = saved.number
-        facts, n_bytes = saved.facts, int(saved.facts["n_bytes"])
-        self._newest = facts["manifest"]
-        self._measured = self._measured.saved(facts["kind"], facts["seconds"], n_bytes, self._chain.base_bytes)
-        if facts["kind"] == "full":
-            self._chain = planner.Chain(n_bytes)
-        else:
-            chain = self._chain
-            self._chain = planner.Chain(chain.base_bytes, chain.partial_bytes + n_bytes, n_bytes)
-        text = f"step {saved.number} saved ({facts['kind']}): {n_bytes / 1e6:,.1f} MB in {facts['seconds']:.2f} s"
-        engine.emit(Event("checkpoint", engine.progress.step, text, {**facts, "stall_s": self._measured.stall_s}))
-        self.plan_pace(self._n_hosts)
-
-    def look_at_age(self, why_not_ready: Callable[[], str]) -> None:
-        """On the chief, between two steps: tell how old the newest checkpoint is; warn when the next one is late.
-
-        why_not_ready: what is wrong with the server of this host, if anything.
-        """
-        now, engine = time.monotonic(), self._engine
-        if math.isnan(self._good_s):
-            self._good_s, self._good_step = now, engine.progress.step
-        age_s, age_steps = now - self._good_s, engine.progress.step - self._good_step
-        if now - self._age_told_s >= _AGE_EVERY_S:
-            self._age_told_s = now
-            data = {"checkpoint_age_s": round(age_s, 1), "checkpoint_age_steps": age_steps}
-            engine.emit(Event("rates", engine.progress.step, f"the newest checkpoint is {age_s:.0f} s old", data))
-        intervals = self.callback.intervals(age_steps, age_s)
-        if self._late.word(intervals >= _LATE_AT, now) is None:
-            return
-        reason = why_not_ready() or self._last_failure
-        if not reason:
-            running = self._asked_s is not None
-            reason = f"that of step {self._asked_number} is still being saved" if running else "none was begun"
-        text = (
-            f"no checkpoint for {age_s:.0f} s and {age_steps} steps, {intervals:.1f} times the interval: {reason}. A "
-            "host that is lost now costs what came since; training goes on"
-        )
-        told = {"seconds": round(age_s, 1), "steps": age_steps, "why": reason}
-        engine.emit(Event("checkpoint_late", engine.progress.step, text, told, level="warning"))
+        self.schedule.stood_still(time.monotonic() - started)
 
     # --- what travels with the training state ------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         claim = None if self._claim is None else asdict(self._claim)
-        return {"claim": claim, "place": self.place(), "measured": asdict(self._seen())}
+        return {"claim": claim, "place": self.place(), "measured": asdict(self.schedule.seen())}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._claim = None if state["claim"] is None else claims.Claim(**state["claim"])
         self.load_place(state["place"])
-        self._measured, self._since_s = Measured.of_mapping(state["measured"]), None
+        self.schedule.load_measured(Measured.of_mapping(state["measured"]))
 
     def world_formed(self, rows_moved: bool) -> None:
         """What was under way is no more; and whoever is not the chief now knows nothing of what will be saved.
 
         rows_moved: shards may be elsewhere, or have begun anew: the next save takes all rows
         """
-        self._due, self._asked_s, self.somebody_leaves, self.waiting = False, None, False, []
-        if rows_moved or self._engine.world.rank != 0:
-            self._newest, self._chain = None, planner.Chain()
+        self._due, self.somebody_leaves, self.waiting = False, False, []
+        self.schedule.world_formed(forget=rows_moved or self._engine.world.rank != 0)

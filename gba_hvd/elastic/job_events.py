@@ -41,7 +41,7 @@ def world_formed(engine: Engine, joined: Joined, before: int | None, residuals_m
     engine.host.board = _board(engine, joined) if joined.leads_host else None
     checkpoints = checkpoints_of(engine)
     if checkpoints is not None and world.rank == 0:
-        checkpoints.plan_pace(joined.n_hosts)
+        checkpoints.schedule.plan_pace(joined.n_hosts)
     if joined.is_restart:
         events = _of_a_change(engine, joined, before)
     else:
@@ -147,7 +147,7 @@ def _what_goes_on(engine: Engine) -> str:
     checkpoints = checkpoints_of(engine)
     if checkpoints is None or not checkpoints.callback.resume or engine.world.rank != 0:
         return ""
-    saved_step, grace_s = checkpoints.saved_step, engine.model.tables.config.grace_s
+    saved_step, grace_s = checkpoints.schedule.saved_step, engine.model.tables.config.grace_s
     # Memory is found again by the job's id, which is given to the job or stands in its newest checkpoint.
     in_memory = retained_state.is_there(engine.folder) and bool(engine.model.tables.config.job_id or saved_step >= 0)
     saved = f"from step {saved_step:,}, of the newest checkpoint" if saved_step >= 0 else ""

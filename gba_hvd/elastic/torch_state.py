@@ -322,7 +322,7 @@ class TorchState:
         engine.progress.account.rows_lost += joined.rows_lost
         engine.progress.restarts += joined.is_restart
         if checkpoints is not None and self._has_state and joined.rows_lost + joined.rows_restored:
-            checkpoints.host_was_lost(
+            checkpoints.schedule.host_was_lost(
                 joined.load_s if joined.rows_restored else None, engine.reports.seconds_since_step
             )
         self.training_state.share(joined.source)

@@ -6,13 +6,13 @@ When one is due is decided by `checkpoints`, from what travels with the commit (
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from gba_hvd.callbacks import Event
@@ -21,6 +21,7 @@ from gba_hvd.elastic import rng_state
 from gba_hvd.elastic.training_state import TrainingState
 from gba_hvd.errors import LastCheckpointFailed
 from gba_hvd.membership import Joined
+from gba_hvd.ps.messages import SavePlan
 from gba_hvd.ps.worker.host_server import LocalServer
 from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.shm.retained_state import StateKeeper
@@ -88,8 +89,8 @@ class Saving:
         if checkpoints is None:
             return
         if engine.world.rank == 0 and self._line is not None:
-            checkpoints.follow(self._line.saved)
-            checkpoints.look_at_age(self._line.why_not_ready)
+            checkpoints.schedule.follow(self._line.saved)
+            checkpoints.schedule.look_at_age(self._line.why_not_ready)
         if checkpoints.somebody_leaves:
             self._save_and_leave()
         elif checkpoints.is_due:
@@ -135,18 +136,18 @@ class Saving:
         engine, checkpoints = self._engine, checkpoints_of(self._engine)
         assert checkpoints is not None
         is_chief, word, started = engine.world.rank == 0, b"null", time.perf_counter()
-        if is_chief and (again or not checkpoints.has(engine.progress.step)):
-            word = json.dumps(checkpoints.plan()).encode()
-        plan = json.loads(engine.world.broadcast("save", word if is_chief else None, 0))
+        if is_chief and (again or not checkpoints.schedule.has(engine.progress.step)):
+            word = msgspec.json.encode(checkpoints.plan())
+        plan = msgspec.json.decode(engine.world.broadcast("save", word if is_chief else None, 0), type=SavePlan | None)
         if plan is not None:
             residual = {} if engine.model.compression is None else engine.model.compression.state(engine.world)
             random = {"random": rng_state.of_all(engine.world)}
             state = state_codec.encode({**self._state.state_dict(), **residual, **random}) if is_chief else b""
             checkpoints.save(plan, self._line, *self._part, state)
             if checkpoints.is_strict:
-                checkpoints.await_read(self._line, plan["number"])
+                checkpoints.schedule.await_read(self._line, plan.number)
                 engine.world.gather("read", np.zeros(1, dtype=np.int64))
-            checkpoints.stood_still(time.perf_counter() - started)
+            checkpoints.schedule.stood_still(time.perf_counter() - started)
         return plan is not None
 
     def keep_state(self) -> None:
@@ -185,9 +186,9 @@ class Saving:
         servers = self._servers
         if checkpoints is None or engine.world.rank != 0 or servers is None:
             return
-        checkpoints.follow(servers.contact.saved)
-        checkpoints.look_at_age(lambda: "")
-        if checkpoints.is_due_at(engine.progress.step) or checkpoints.is_due_before_a_leave(servers):
+        checkpoints.schedule.follow(servers.contact.saved)
+        checkpoints.schedule.look_at_age(lambda: "")
+        if checkpoints.schedule.is_due_at(engine.progress.step) or checkpoints.schedule.is_due_before_a_leave(servers):
             checkpoints.save_asynchronously(servers, self._state.snapshot)
 
     def leave_asynchronously_if_told(self) -> None:
@@ -216,7 +217,8 @@ class Saving:
         engine, checkpoints = self._engine, checkpoints_of(self._engine)
         why = self._save_last(_SAVE_LAST_TIMEOUT_S)
         if why and checkpoints is not None:
-            newest = f"the newest checkpoint is of step {checkpoints.saved_step}" if checkpoints.saved_step >= 0 else ""
+            saved_step = checkpoints.schedule.saved_step
+            newest = f"the newest checkpoint is of step {saved_step}" if saved_step >= 0 else ""
             raise LastCheckpointFailed(
                 f"the training is done (step {engine.progress.step}), but the checkpoint of its last step was not "
                 f"saved: {why}. {newest or 'No checkpoint was saved before'} at {checkpoints.callback.url}: see that "
@@ -228,21 +230,22 @@ class Saving:
         engine, checkpoints, servers = self._engine, checkpoints_of(self._engine), self._servers
         if checkpoints is None:
             return ""
+        schedule = checkpoints.schedule
         try:
             if servers is not None:
                 if engine.world.rank == 0:
-                    checkpoints.await_quiet(lambda: servers.contact.saved, timeout_s)
-                    if not checkpoints.has(engine.progress.step):
+                    schedule.await_quiet(lambda: servers.contact.saved, timeout_s)
+                    if not schedule.has(engine.progress.step):
                         checkpoints.save_asynchronously(servers, self._state.snapshot)
-                    checkpoints.await_saved(lambda: servers.contact.saved, engine.progress.step, timeout_s)
+                    schedule.await_saved(lambda: servers.contact.saved, engine.progress.step, timeout_s)
                 elif servers.own_server:  # the first host's memory stays as long as the chief does
-                    checkpoints.await_saved(servers.saved_here, engine.progress.step, timeout_s)
-                return checkpoints.why_not_saved(engine.progress.step)
+                    schedule.await_saved(servers.saved_here, engine.progress.step, timeout_s)
+                return schedule.why_not_saved(engine.progress.step)
             line = self._line
             if line is not None:
-                checkpoints.await_quiet(lambda: line.saved, timeout_s)
+                schedule.await_quiet(lambda: line.saved, timeout_s)
             if self._save(again=False) and line is not None:
-                checkpoints.await_saved(lambda: line.saved, engine.progress.step, timeout_s, line.why_not_ready)
+                schedule.await_saved(lambda: line.saved, engine.progress.step, timeout_s, line.why_not_ready)
         except Exception as error:  # of Horovod, too: a worker may have died after its work was done
             why = f"{type(error).__name__}: {error}"
             if servers is not None and engine.world.rank:  # the chief says what became of the whole
@@ -250,4 +253,4 @@ class Saving:
                 engine.emit(Event("checkpoint_failed", engine.progress.step, text, {"why": why}, level="warning"), True)
                 return ""
             return why
-        return checkpoints.why_not_saved(engine.progress.step)
+        return schedule.why_not_saved(engine.progress.step)

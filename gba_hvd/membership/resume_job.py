@@ -82,7 +82,7 @@ def _name_of_job(engine: Engine, world: World, agreed: Agreement, job_id: str) -
 
     if checkpoints is not None and not agreed.is_restart:
         job_id = all_or_none(world, False, "read", look, "the checkpoints")
-    saved_step = -1 if checkpoints is None else checkpoints.saved_step
+    saved_step = -1 if checkpoints is None else checkpoints.schedule.saved_step
     name, step = world.broadcast("job", f"{job_id} {saved_step}".encode(), agreed.source).decode().split()
     return name, int(step)
 

@@ -20,6 +20,8 @@ from typing import Any
 import msgspec
 
 from gba_hvd.errors import GbaError
+from recovery.catalog.claims import Claim
+from recovery.config import Config
 
 VERSION = 1
 MAX_HEADER_BYTES = 16 << 20  # `Enter` names every dense tensor; all other headers are small
@@ -53,6 +55,36 @@ class Endpoint(Struct):
     pull: int
 
 
+class SaveFacts(msgspec.Struct, omit_defaults=True):
+    """Figures of a save. No tag, and what is not known is left out: so it is written as a plain map.
+
+    why: it failed. read: this server has read its rows.
+    rows, n_bytes (in the store), raw_bytes (before encoding), torn (pieces read in vain), worst_error (of a weight,
+    through quantisation), seconds: of this server's part; of all parts when the checkpoint is "done". Then also:
+    manifest: its name; checksum: of the manifest; saved_step: as in the manifest
+    """
+
+    why: str = ""
+    read: bool = False
+    rows: int = 0
+    n_bytes: int = 0
+    raw_bytes: int = 0
+    torn: int = 0
+    worst_error: float = 0.0
+    seconds: float = 0.0
+    manifest: str = ""
+    kind: str = ""
+    checksum: str = ""
+    url: str = ""
+    saved_step: int = 0
+
+    def of_checkpoint(self) -> dict[str, Any]:
+        """What callbacks hear of a checkpoint that is done."""
+        found = msgspec.structs.asdict(self)
+        del found["why"], found["read"]
+        return found
+
+
 class Saved(Struct):
     """What became of the newest checkpoint: "running", "done", "failed", or "part": this server's part of it is saved.
 
@@ -62,7 +94,7 @@ class Saved(Struct):
     epoch: int = 0
     number: int = 0
     state: str = ""
-    facts: dict[str, Any] = {}
+    facts: SaveFacts = msgspec.field(default_factory=SaveFacts)
 
 
 class Position(Struct):
@@ -373,43 +405,87 @@ class SwitchTo(Struct):
     pin: bool = False
 
 
-class Hold(Struct):
-    """Give the signs of life of this claim (`recovery.catalog.claims`) until another one comes.
+class SaveSettings(msgspec.Struct):
+    """How and where to save. Written as a plain map, without a tag.
 
-    settings, about, first_epoch: as in `Save`; of a last save, should all workers be lost. part, n_parts: the number of
-    this host, and how many there are; only the first one gives signs of life. 0 hosts: not known
+    storage_options: see `recovery.storage.open`. last_gasp_s: for how long a last save may take when all workers are
+    gone; 0: there is to be none
     """
 
-    claim: dict[str, Any]
-    settings: dict[str, Any]
-    about: dict[str, Any] = {}
+    url: str
+    storage_options: dict[str, Any]
+    config: Config
+    last_gasp_s: float = 0.0
+
+
+class SaveAbout(msgspec.Struct, omit_defaults=True):
+    """What a manifest says about the job, for people and for the job that resumes from it: `Manifest.about`.
+
+    why: this checkpoint was made, and is of its kind. n_servers: hosts. given, measured, costs: see
+    `recovery.schedule.adaptive`. last_gasp: nobody was left to ask for it. torn_shards: were in the middle of a step
+    """
+
+    why: str = ""
+    job: str = ""
+    mode: str = ""
+    global_batch: int = 0
+    micro_batch: int = 0
+    n_servers: int = 0
+    given: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
+    costs: dict[str, Any] = {}
+    compression: str = ""
+    last_gasp: bool = False
+    torn_shards: int = 0
+
+    @property
+    def is_compressed(self) -> bool:
+        return self.compression not in ("", "none")
+
+
+class Hold(Struct):
+    """Renew this claim until another one comes.
+
+    settings, about, first_epoch: as in `Save`; of a last save, should all workers be lost. part, n_parts: the number of
+    this host, and how many there are; only the first one renews it. 0 hosts: not known
+    """
+
+    claim: Claim
+    settings: SaveSettings
+    about: SaveAbout = msgspec.field(default_factory=SaveAbout)
     first_epoch: int = 0
     part: int = 0
     n_parts: int = 1
 
 
-class Save(Struct):
-    """Save the shards that are here, as one part of a checkpoint. Frame: what it has beside rows (part 0 only).
+class SavePlan(Struct, kw_only=True):
+    """What the chief has decided of a save, the same for all hosts.
 
-    kind, parent, about: as in `recovery.format.manifest.Manifest`. settings: url, storage_options, config. claim: see
-    `Hold`.
-    generation: of the asynchronous mode; its servers add the dense state themselves. 0 in allreduce mode
+    kind, parent, about: as in `recovery.format.manifest.Manifest`
     first_epoch: of the job: what was saved since then is its own, and may expire
     """
 
     epoch: int
     number: int
-    part: int
-    n_parts: int
     kind: str
     parent: str | None
     step: int
     samples: int
-    settings: dict[str, Any]
-    claim: dict[str, Any]
-    about: dict[str, Any]
-    generation: int = 0
+    about: SaveAbout
     first_epoch: int = 0
+
+
+class Save(SavePlan, kw_only=True):
+    """Save the shards that are here, as one part of a checkpoint. Frame: what it has beside rows (part 0 only).
+
+    generation: of the asynchronous mode; its servers add the dense state themselves. 0 in allreduce mode
+    """
+
+    part: int
+    n_parts: int
+    settings: SaveSettings
+    claim: Claim
+    generation: int = 0
     supersedes: bool = False  # whoever asks has given up the save under way: it is cancelled
 
 

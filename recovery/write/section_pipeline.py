@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -35,20 +35,46 @@ class Cancelled(RecoveryError):
 
 
 @dataclass(frozen=True)
-class Written:
-    """What a save put into the store.
+class PartResult:
+    """What one writer put into the store. Its fields are also what a writer lists for the one that commits.
 
-    n_bytes: in the store; raw_bytes: before encoding. n_torn: pieces that were read in vain because a step began.
-    worst_error: of a weight, through quantisation.
+    n_torn: pieces that were read in vain because a step began. worst_error: of a weight, through quantisation.
+    seconds: until it was durable. extra: what this writer adds for the checkpoint's state.
     """
 
     blobs: tuple[Blob, ...]
-    n_rows: int
-    n_bytes: int
-    raw_bytes: int
-    n_torn: int
-    worst_error: float
-    seconds: float
+    extra: bytes = b""
+    n_torn: int = 0
+    worst_error: float = 0.0
+    seconds: float = 0.0
+
+    @classmethod
+    def of_all(cls, parts: Sequence[PartResult]) -> PartResult:
+        """Several parts as one, without their extras."""
+        return cls(
+            tuple(blob for part in parts for blob in part.blobs),
+            n_torn=sum(part.n_torn for part in parts),
+            worst_error=max(part.worst_error for part in parts),
+            seconds=max(part.seconds for part in parts),
+        )
+
+    @property
+    def sections(self) -> list[Section]:
+        return [section for blob in self.blobs for section in blob.sections]
+
+    @property
+    def n_rows(self) -> int:
+        return sum(section.n_rows for section in self.sections)
+
+    @property
+    def n_bytes(self) -> int:
+        """In the store."""
+        return sum(blob.n_bytes for blob in self.blobs)
+
+    @property
+    def raw_bytes(self) -> int:
+        """Before encoding."""
+        return sum(section.raw_bytes for section in self.sections)
 
 
 @dataclass(frozen=True)
@@ -175,22 +201,18 @@ class Line:
         time.sleep(seconds)
         return False
 
-    def finish(self) -> Written:
+    def finish(self) -> PartResult:
         while self._under_way:
             self._assemble()
         self._put()
         while self._puts:
             self._wait_put()
             self._look()
-        sections = [section for blob in self._blobs for section in blob.sections]
-        return Written(
+        return PartResult(
             tuple(self._blobs),
-            sum(section.n_rows for section in sections),
-            sum(blob.n_bytes for blob in self._blobs),
-            sum(section.raw_bytes for section in sections),
-            self._n_torn,
-            self._worst_error,
-            self._clock() - self._started,
+            n_torn=self._n_torn,
+            worst_error=self._worst_error,
+            seconds=self._clock() - self._started,
         )
 
     def _look(self) -> None:

@@ -9,14 +9,15 @@ import os
 import re
 import signal
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 from gba_hvd_tools.virtual_hosts import Lab
 
 from gba_hvd.ps.client import Client
-from gba_hvd.ps.messages import Beat, Ok, PullDense, Refused, Save, Saved
+from gba_hvd.ps.messages import Beat, Ok, PullDense, Refused, Save, SaveAbout, Saved, SaveSettings
+from recovery.catalog.claims import Claim
+from recovery.config import Config
 from tests.processes.cluster import wait_for
 
 from .job import IMPATIENT, S3, HostsJob, hosts_job
@@ -30,13 +31,13 @@ def ask_to_save(line: Client, store: S3, claim: str, parent: str, generation: in
     """Have the old server save what changed since `parent`, as the chief it knows would."""
     found = re.fullmatch(r"claims/(\d+)-(.+)\.([0-9a-f]{8})/.*", claim)
     assert found is not None
-    epoch, config = int(found[1]), dict[str, Any]()
+    epoch = int(found[1])
     line.call(
         0,
         Save(
-            epoch=epoch, number=99, kind="delta", parent=parent, step=99, samples=99, part=0, n_parts=1, about={},
-            settings={**store.settings, "config": config}, generation=generation,
-            claim={"epoch": epoch, "writer": found[2], "nonce": found[3], "signs": 0, "lease_s": 1.0},
+            epoch=epoch, number=99, kind="delta", parent=parent, step=99, samples=99, part=0, n_parts=1,
+            about=SaveAbout(), settings=SaveSettings(**store.settings, config=Config()), generation=generation,
+            claim=Claim(epoch, found[2], found[3], lease_s=1.0),
         ),
         [b""],
     )  # fmt: skip
@@ -87,7 +88,7 @@ def test_a_host_that_comes_back_is_not_believed(lab: Lab, tmp_path: Path, mode: 
             if mode == "allreduce":
                 ask_to_save(line, store, claim, max(by_old_chief), 0)
                 saved = wait_for(lambda: what_became_of_it(line), "the end of the save", PATIENCE_S)
-                assert saved.state == "failed" and saved.facts["why"].startswith("Fenced"), saved
+                assert saved.state == "failed" and saved.facts.why.startswith("Fenced"), saved
             else:  # the old coordinator's save needs the other server, which has left that mode
                 ask_to_save(line, store, claim, max(by_old_chief), generation_on(job, cut))
                 now = generation_on(job, left)

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,8 @@ from gba_hvd.ps.messages import (
     Refused,
     Rows,
     Save,
+    SaveAbout,
+    SaveSettings,
     Status,
     StatusReport,
 )
@@ -211,9 +212,9 @@ def test_a_training_state_larger_than_a_frame_may_be_is_saved_and_comes_back(tmp
     store, state = open_store(tmp_path / "saved"), np.random.default_rng(1).bytes(3 * transport.TCP_PIECE_BYTES)
     claim = claims.claim(store, "states.1")
     request = Save(
-        epoch=claim.epoch, number=1, part=0, n_parts=1, kind="full", parent=None, step=1, samples=1, about={},
-        settings={"url": str(tmp_path / "saved"), "storage_options": {}, "config": asdict(Config(policy="full"))},
-        claim=asdict(claim), first_epoch=claim.epoch,
+        epoch=claim.epoch, number=1, part=0, n_parts=1, kind="full", parent=None, step=1, samples=1, about=SaveAbout(),
+        settings=SaveSettings(str(tmp_path / "saved"), {}, Config(policy="full")),
+        claim=claim, first_epoch=claim.epoch,
     )  # fmt: skip
     try:
         client.start()

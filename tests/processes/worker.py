@@ -495,9 +495,9 @@ def follow_checkpoints() -> None:
         return
     line = state.saving._line
     if engine.mode.servers is not None:
-        checkpoints.follow(engine.mode.servers.contact.saved)
+        checkpoints.schedule.follow(engine.mode.servers.contact.saved)
     elif line is not None:
-        checkpoints.follow(line.saved)
+        checkpoints.schedule.follow(line.saved)
 
 
 def wait_for_the_others_to_end() -> None:

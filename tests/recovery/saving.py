@@ -16,9 +16,9 @@ from recovery.format.manifest import Manifest
 from recovery.process_checkpointer import ProcessCheckpointer
 from recovery.rows import Schema
 from recovery.selection.selector import Selection
-from recovery.storage.store import Store, blob_prefix
+from recovery.storage.store import Store
 from recovery.torch_rows.tensor_rows import TensorRows
-from recovery.write.writer import commit, save_rows
+from recovery.write.multipart import SavePlace, commit_parts, save_part
 
 SMALL = Config(section_bytes=8 << 10, blob_bytes=32 << 10, level=0)
 
@@ -43,26 +43,13 @@ class Saver:
         """The first one is full, the others are of the configured policy; the state says the step by default."""
         kind = kind or (self.config.policy if self.made else "full")
         number, step = len(self.made) + 1, self.rows.last_step
-        prefix = blob_prefix(self.epoch, number)
-        choice = self.selection.begin(kind)
-        written = save_rows(
-            self.rows, choice, self.store, prefix, self.config, exact=kind == "full", note=self.selection.note
+        parent = None if kind == "full" else self.made[-1].name
+        place = SavePlace(self.epoch, number, kind, parent, step, 10 * step, self.rows.schema)
+        written = save_part(self.rows, self.selection, self.store, place, self.config)
+        state = b"state of step %d" % step if state is None else state
+        manifest, _ = commit_parts(
+            self.store, self.selection, place, [written], lambda parts: state, unix_clock=lambda: 0.0
         )
-        manifest = commit(
-            self.store,
-            prefix,
-            epoch=self.epoch,
-            number=number,
-            kind=kind,
-            parent=None if kind == "full" else self.made[-1].name,
-            step=step,
-            samples=10 * step,
-            schema=self.rows.schema,
-            blobs=written.blobs,
-            state=b"state of step %d" % step if state is None else state,
-            clock=lambda: 0.0,
-        )
-        self.selection.commit(manifest.name)
         self.made.append(manifest)
         return manifest
 

@@ -16,9 +16,10 @@ from recovery.errors import BadInput, Damaged, RecoveryError
 from recovery.format import manifest, row_codec
 from recovery.process_checkpointer import ProcessCheckpointer
 from recovery.restore import restore
-from recovery.storage.store import Store, blob_prefix, manifest_names
+from recovery.selection.selector import Selection
+from recovery.storage.store import Store, manifest_names
 from recovery.torch_rows.tensor_rows import TensorRows
-from recovery.write import writer
+from recovery.write.multipart import SavePlace, commit_parts, save_part
 from tests.recovery.holders import assert_same, train, two_tables, values
 from tests.recovery.saving import ThroughAPipe
 from tests.recovery.stores import RamStore
@@ -111,13 +112,12 @@ def test_sections_too_many_for_a_manifest_are_refused_at_the_start(
             pass
 
 
-def a_checkpoint(store: Store, number: int, **more: object) -> None:
+def a_checkpoint(store: Store, number: int, step: int | None = None) -> None:
     rows = two_tables(2, seed=None)
-    settings = replace(ONE, verify="sizes")
-    prefix = blob_prefix(1, number)
-    written = writer.save_rows(rows, writer.everything(rows), store, prefix, settings)
-    facts = {"step": number, "samples": number, "kind": "full", "parent": None, "state": b"s", "schema": rows.schema}
-    writer.commit(store, prefix, epoch=1, number=number, blobs=written.blobs, **{**facts, **more})  # type: ignore[arg-type]
+    selection = Selection(rows, ONE)
+    place = SavePlace(1, number, "full", None, number if step is None else step, number, rows.schema)
+    written = save_part(rows, selection, store, place, ONE)
+    commit_parts(store, selection, place, [written], lambda parts: b"s", verify="sizes")
 
 
 def test_checkpoints_are_ordered_as_numbers_whatever_their_length(ram: RamStore) -> None:

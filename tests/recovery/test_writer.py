@@ -6,6 +6,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +16,14 @@ from recovery.errors import BadInput, Fenced, StoreError
 from recovery.format.manifest import Blob, Section, from_json
 from recovery.format.row_codec import EXACT, decode_rows
 from recovery.rows import Choice, Places, everything
+from recovery.selection.selector import Selection
 from recovery.storage.store import blob_prefix
 from recovery.torch_rows.tensor_rows import Parts, TensorRows
 from recovery.write import writer
 from recovery.write.consistent_read import Read
-from recovery.write.section_pipeline import Buffers, Line
-from recovery.write.writer import Cancelled, Written, commit, save_rows
+from recovery.write.multipart import SavePlace, commit_parts
+from recovery.write.section_pipeline import Buffers, Cancelled, Line, PartResult
+from recovery.write.writer import save_rows
 from tests.recovery.holders import train, two_tables, values
 from tests.recovery.stores import FaultyStore, RamStore
 
@@ -30,20 +33,21 @@ PREFIX = blob_prefix(1, 1)
 
 def save(
     rows: TensorRows, store: RamStore | FaultyStore, config: Config = SMALL, choice: Choice | None = None
-) -> Written:
+) -> PartResult:
     return save_rows(rows, choice or everything(rows), store, PREFIX, config)
 
 
 def committed(rows: TensorRows, store: RamStore, blobs: Sequence[Blob], **what: object) -> str:
-    about: dict[str, object] = {"kind": "full", "parent": None, "state": b"dense", **what}
-    manifest = commit(
-        store, PREFIX, epoch=1, number=1, step=3, samples=30, schema=rows.schema, blobs=blobs,
-        clock=lambda: 1.5, **about,  # type: ignore[arg-type]
+    about: dict[str, Any] = {"state": b"dense", "fence": lambda: None, **what}
+    place = SavePlace(1, 1, "full", None, 3, 30, rows.schema)
+    manifest, _ = commit_parts(
+        store, Selection(rows, SMALL), place, [PartResult(tuple(blobs))], lambda parts: about["state"], about["fence"],
+        unix_clock=lambda: 1.5,
     )  # fmt: skip
     return manifest.name
 
 
-def sections(written: Written) -> list[tuple[Blob, Section]]:
+def sections(written: PartResult) -> list[tuple[Blob, Section]]:
     return [(blob, section) for blob in written.blobs for section in blob.sections]
 
 
@@ -271,7 +275,7 @@ def test_a_writer_that_was_replaced_does_not_commit() -> None:
 
     written = save(rows, store)
     with pytest.raises(Fenced):
-        committed(rows, store, written.blobs, still_mine=not_mine)
+        committed(rows, store, written.blobs, fence=not_mine)
     assert not store.names("manifests/")
 
 

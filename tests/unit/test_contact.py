@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gba_hvd.ps.client import Reply
-from gba_hvd.ps.messages import Beat, Ok, Position, Refused, Saved
+from gba_hvd.ps.messages import Beat, Ok, Position, Refused, Saved, SaveFacts
 from gba_hvd.ps.worker.heartbeat import Contact
 
 
@@ -69,7 +69,7 @@ def test_reports_older_than_the_save_that_was_asked_for_are_ignored() -> None:
     ours.asked_to_save(1, 26)
     ours.save_answered(answer(Refused("no")))
     ours.hear(Position(saved=Saved(1, 16, "done"), server=5))
-    assert ours.saved == Saved(1, 26, "failed", {"why": "no"})
+    assert ours.saved == Saved(1, 26, "failed", SaveFacts(why="no"))
     ours.hear(Position(saved=Saved(1, 27, "done"), server=5))
     assert ours.saved == Saved(1, 27, "done")
 
@@ -83,7 +83,7 @@ def test_a_successor_of_the_server_that_was_to_save_means_that_the_save_failed(r
     ours.hear(Position(saved=Saved(1, 16, "done"), server=5))  # it waits for a moment between two steps
     assert ours.saved == Saved(1, 16, "done")
     ours.hear(Position(saved=report, server=6))
-    assert ours.saved is not None and ours.saved.state == "failed" and "has died" in ours.saved.facts["why"]
+    assert ours.saved is not None and ours.saved.state == "failed" and "has died" in ours.saved.facts.why
 
 
 def test_a_successor_of_the_server_that_was_saving_when_the_mode_began_means_that_the_save_failed() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import gba_hvd
-from gba_hvd.ps.messages import Hold, Save, Saved
+from gba_hvd.ps.messages import Hold, Save, SaveAbout, Saved, SaveSettings
 from gba_hvd.ps.partition.saver import Saver
 from gba_hvd.ps.server import final_checkpoint_hosts
 from gba_hvd.shm.checkpoint_rows import MemoryRows
@@ -40,11 +40,10 @@ class Hosts:
                 else:
                     memory.drop(shard)
         self.claim = claims.claim(self.store, "job.1", lease_s=0.1)
-        settings = {"url": str(url), "storage_options": {}, "last_gasp_s": last_gasp_s}
-        settings["config"] = asdict(Config(policy="delta"))
+        settings = SaveSettings(str(url), {}, Config(policy="delta"), last_gasp_s)
         self.servers = [Saver(memory, memory.folder / "saved") for memory in memories]
         for part, server in enumerate(self.servers):
-            server.hold(Hold(asdict(self.claim), settings, {"job": "1"}, self.claim.epoch, part, 2))
+            server.hold(Hold(self.claim, settings, SaveAbout(job="1"), self.claim.epoch, part, 2))
 
     def gone(self, part: int, kept: Kept | None = None) -> None:
         """The server of this host finds that all workers are gone."""
@@ -127,7 +126,7 @@ def test_rows_that_do_not_belong_to_the_state_are_refused(hosts: Callable[..., H
     job.gone(1)
     for part in (0, 1) if host == 0 else (0,):
         assert job.report(part).state == "failed"
-        assert "the training state is of step 8, the rows of" in job.report(part).facts["why"]
+        assert "the training state is of step 8, the rows of" in job.report(part).facts.why
     assert not job.checkpoints()
 
 
@@ -137,7 +136,7 @@ def test_hosts_that_do_not_have_each_shard_once_save_nothing(hosts: Callable[...
     job.memories[0].set_ready(1, STEP)
     job.gone(0, state_of())
     job.gone(1)
-    assert "lack shards [0], and have shards [1] more than once" in job.report(0).facts["why"]
+    assert "lack shards [0], and have shards [1] more than once" in job.report(0).facts.why
     assert not job.checkpoints()
 
 
@@ -145,25 +144,25 @@ def test_hosts_that_do_not_have_each_shard_once_save_nothing(hosts: Callable[...
 def test_without_a_training_state_nothing_is_saved_and_all_hear_why(hosts: Callable[..., Hosts], kept: Any) -> None:
     job = hosts()
     job.gone(0, kept)
-    assert "the training state was not kept" in job.report(0).facts["why"]
+    assert "the training state was not kept" in job.report(0).facts.why
     job.gone(1)
-    assert "the training state was not kept" in job.report(1).facts["why"]
+    assert "the training state was not kept" in job.report(1).facts.why
     assert not job.checkpoints()
 
 
 def test_a_host_whose_workers_live_is_not_waited_for_longer_than_half_of_the_time(hosts: Callable[..., Hosts]) -> None:
     job = hosts(last_gasp_s=0.5)
     job.gone(0, state_of())
-    assert "servers of hosts [1] of 2 have not said that their workers are gone" in job.report(0).facts["why"]
+    assert "servers of hosts [1] of 2 have not said that their workers are gone" in job.report(0).facts.why
     job.gone(1)  # too late
-    assert "have not said" in job.report(1).facts["why"]
+    assert "have not said" in job.report(1).facts.why
     assert not job.checkpoints()
 
 
 def test_a_first_server_that_is_gone_is_not_waited_for_for_ever(hosts: Callable[..., Hosts]) -> None:
     job = hosts(last_gasp_s=0.5)
     job.gone(1)
-    assert "the server of the first host has not said what to save" in job.report(1).facts["why"]
+    assert "the server of the first host has not said what to save" in job.report(1).facts.why
     assert not job.store.names(f"blobs/{job.claim.epoch:06d}-last/")
 
 
@@ -186,7 +185,7 @@ def test_workers_that_go_on_elsewhere_make_it_stop(hosts: Callable[..., Hosts], 
     job = hosts()
     claims.claim(job.store, "job.1", lease_s=0.1)  # their world
     job.gone(part, state_of())
-    assert "has taken over" in job.report(part).facts["why"]
+    assert "has taken over" in job.report(part).facts.why
     assert not job.checkpoints()
 
 
@@ -199,12 +198,12 @@ def test_a_save_that_nobody_was_left_to_ask_the_other_host_for_fails_and_the_las
     assert held is not None
     request = Save(
         epoch=job.claim.epoch, number=STEP, part=0, n_parts=2, kind="full", parent=None, step=STEP, samples=1,
-        settings=held.settings, claim=held.claim, about={}, first_epoch=held.first_epoch,
+        settings=held.settings, claim=held.claim, about=SaveAbout(), first_epoch=held.first_epoch,
     )  # fmt: skip
     job.servers[0].begin(request, [0, 2], lambda parts: b"state")
     job.servers[0].workers_are_gone()
     job.gone(1)
-    assert "was not asked for its rows" in job.report(0).facts["why"]
+    assert "was not asked for its rows" in job.report(0).facts.why
     job.gone(0, state_of())
     assert (job.report(0).state, job.report(1).state) == ("done", "part")
     (chain,) = job.checkpoints()
@@ -218,14 +217,14 @@ def test_what_was_saved_already_is_not_saved_again(hosts: Callable[..., Hosts]) 
         job.gone(1)
         reports = job.report(0), job.report(1)
     assert [one.state for one in reports] == ["failed", "failed"]
-    assert "nothing is newer than the last checkpoint" in reports[0].facts["why"]
+    assert "nothing is newer than the last checkpoint" in reports[0].facts.why
     assert len(job.checkpoints()) == 1
 
 
 def test_a_server_that_was_told_of_another_place_gives_no_signs_of_life(hosts: Callable[..., Hosts]) -> None:
     job = hosts()
-    assert job.servers[0]._holder is not None and job.servers[1]._holder is None
+    assert job.servers[0]._keepalive.is_running and not job.servers[1]._keepalive.is_running
     held = job.servers[0].held
     assert held is not None
     job.servers[1].hold(Hold(held.claim, held.settings, part=0, n_parts=1))  # it is the chief's now
-    assert job.servers[1]._holder is not None and job.servers[1].n_hosts == 1
+    assert job.servers[1]._keepalive.is_running and job.servers[1].n_hosts == 1

@@ -38,7 +38,7 @@ LAYERS = {
         ["config"],
         ["selection", "restore"],
         ["write", "schedule"],
-        ["events", "torch_rows", "active_chain", "simulation", "callback"],
+        ["events", "save_requests", "torch_rows", "active_chain", "simulation", "callback"],
         ["checkpointer"],
         ["child"],
         ["process_checkpointer"],

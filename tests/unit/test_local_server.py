@@ -14,10 +14,12 @@ import pytest
 
 from gba_hvd.ps import launch
 from gba_hvd.ps.client import ServerLost
-from gba_hvd.ps.messages import Ok, Position, Refused, Save, Saved
+from gba_hvd.ps.messages import Ok, Position, Refused, Save, SaveAbout, Saved, SaveFacts, SaveSettings
 from gba_hvd.ps.worker.host_server import LocalServer
+from recovery.catalog.claims import Claim
+from recovery.config import Config
 
-RUNNING, DONE = Saved(1, 4, "running"), Saved(1, 4, "done", {"n_bytes": 1})
+RUNNING, DONE = Saved(1, 4, "running"), Saved(1, 4, "done", SaveFacts(n_bytes=1))
 
 
 @pytest.fixture
@@ -28,8 +30,9 @@ def line(tmp_path: Path) -> LocalServer:
 
 def a_save(number: int) -> Save:
     return Save(
-        epoch=1, number=number, part=0, n_parts=1, kind="full", parent=None, step=number, samples=0, settings={},
-        claim={}, about={}, first_epoch=1,
+        epoch=1, number=number, part=0, n_parts=1, kind="full", parent=None, step=number, samples=0,
+        settings=SaveSettings("/place", {}, Config()), claim=Claim(1, "job", "00000000"), about=SaveAbout(),
+        first_epoch=1,
     )  # fmt: skip
 
 
@@ -58,7 +61,7 @@ def test_a_save_is_followed_until_its_end(line: LocalServer) -> None:
 def test_a_successor_that_knows_of_no_save_means_that_it_failed(line: LocalServer) -> None:
     answered(line, 4, Ok())
     assert heard(line, RUNNING, Saved()) == (4, "failed")
-    assert line.saved is not None and "has died" in line.saved.facts["why"]
+    assert line.saved is not None and "has died" in line.saved.facts.why
     assert heard(line, Saved()) == (4, "failed")
 
 
@@ -77,13 +80,13 @@ def test_a_save_that_was_refused_leaves_the_one_before_under_way(line: LocalServ
     answered(line, 4, Ok())
     heard(line, RUNNING)
     answered(line, 6, Refused(why="checkpoint 4 is still being saved"))
-    assert line.saved == Saved(1, 6, "failed", {"why": "checkpoint 4 is still being saved"})
+    assert line.saved == Saved(1, 6, "failed", SaveFacts(why="checkpoint 4 is still being saved"))
     assert heard(line, Saved()) == (4, "failed")
 
 
 def test_a_server_that_cannot_be_asked_is_a_failure(line: LocalServer) -> None:
     answered(line, 4, ServerLost("server 0 does not answer"))
-    assert line.saved == Saved(1, 4, "failed", {"why": "server 0 does not answer"})
+    assert line.saved == Saved(1, 4, "failed", SaveFacts(why="server 0 does not answer"))
 
 
 def test_a_save_may_be_of_a_last_checkpoint_and_have_no_number(line: LocalServer) -> None:
@@ -97,10 +100,10 @@ def test_a_save_may_be_of_a_last_checkpoint_and_have_no_number(line: LocalServer
         (None, False),
         (Saved(1, 3, "done"), False),
         (RUNNING, False),
-        (Saved(1, 4, "running", {"read": True}), True),
+        (Saved(1, 4, "running", SaveFacts(read=True)), True),
         (Saved(1, 4, "part"), True),
         (DONE, True),
-        (Saved(1, 4, "failed", {"why": "it died"}), True),
+        (Saved(1, 4, "failed", SaveFacts(why="it died")), True),
     ],
 )
 def test_rows_were_read_or_never_will_be(line: LocalServer, saved: Saved | None, has_read: bool) -> None:
@@ -111,11 +114,11 @@ def test_rows_were_read_or_never_will_be(line: LocalServer, saved: Saved | None,
 def test_a_save_that_failed_stays_failed_whatever_older_reports_come_after_it(line: LocalServer) -> None:
     """The server goes on to report the last save that it knows of, with each heartbeat."""
     line._client.send = lambda *_, **__: Future()  # type: ignore[method-assign]
-    heard(line, Saved(1, 16, "done", {"n_bytes": 1}))
+    heard(line, Saved(1, 16, "done", SaveFacts(n_bytes=1)))
     line.save(a_save(26), b"")
     answered(line, 26, Refused("this save is of allreduce mode: the job switched meanwhile"))
-    assert heard(line, Saved(1, 16, "done", {"n_bytes": 1})) == (26, "failed")
-    assert heard(line, Saved(1, 30, "done", {"n_bytes": 1})) == (30, "done")
+    assert heard(line, Saved(1, 16, "done", SaveFacts(n_bytes=1))) == (26, "failed")
+    assert heard(line, Saved(1, 30, "done", SaveFacts(n_bytes=1))) == (30, "done")
 
 
 def test_a_server_is_ready_when_its_process_lives_and_answered_just_now(

@@ -19,6 +19,7 @@ from gba_hvd.ps.messages import (
     Done,
     Given,
     GivenLease,
+    Hold,
     NotFinite,
     Ok,
     PlannedMember,
@@ -26,8 +27,14 @@ from gba_hvd.ps.messages import (
     ProtocolError,
     Push,
     Refused,
+    Save,
+    SaveAbout,
+    Saved,
+    SaveSettings,
 )
 from gba_hvd.shm.layout import Layout
+from recovery.catalog.claims import Claim
+from recovery.config import Config
 
 LAYOUT = Layout.of({"user": (20, 3), "item": (5, 3), "wide": (7, 5)}, (), n_shards=4, seed=1, init_std=0.1)
 ALL = np.ones(4, dtype=bool)
@@ -64,6 +71,67 @@ def test_an_answer_comes_through_as_it_was() -> None:
     body = Given(Position(step=3, staleness={0: 4, 2: 1}, rates=[(0, 0.5)]), GivenLease(1, 2, 3, 16))
     envelope = wire.open_envelope(wire.encode("job", 1, body), "job")
     assert wire.decode_answer(envelope) == body
+
+
+CLAIM = {"epoch": 3, "writer": "job.1", "nonce": "0011aabb", "signs": 0, "lease_s": 1.0}
+ABOUT = {"job": "clicks", "mode": "gba", "compression": "none", "given": {"policy": "mfu"}}
+SETTINGS = {"url": "/place", "storage_options": {"key": "x"}, "config": {"policy": "mfu", "keep_last": 5}}
+ASKED = {"epoch": 3, "number": 8, "part": 0, "n_parts": 2, "kind": "full", "parent": None, "step": 8, "samples": 64}
+
+
+@pytest.mark.parametrize(
+    ("sent", "read"),
+    [
+        (
+            {"type": "Save", **ASKED, "settings": SETTINGS, "claim": CLAIM, "about": ABOUT},
+            Save(
+                **ASKED,  # type: ignore[arg-type]
+                settings=SaveSettings("/place", {"key": "x"}, Config(policy="mfu", keep_last=5)),
+                claim=Claim(3, "job.1", "0011aabb", lease_s=1.0),
+                about=SaveAbout(job="clicks", mode="gba", compression="none", given={"policy": "mfu"}),
+            ),
+        ),
+        (
+            {"type": "Hold", "claim": CLAIM, "settings": {**SETTINGS, "config": {}, "last_gasp_s": 60}, "part": 1},
+            Hold(
+                Claim(3, "job.1", "0011aabb", lease_s=1.0),
+                SaveSettings("/place", {"key": "x"}, Config(), 60.0),
+                part=1,
+            ),
+        ),
+    ],
+)
+def test_what_is_asked_of_a_save_is_plain_maps_on_the_wire(sent: dict[str, Any], read: Any) -> None:
+    """As versions before wrote and read them: no tags inside, and in the manifest only what is known."""
+    envelope = wire.Envelope(messages.VERSION, "job", 1, msgspec.Raw(msgspec.msgpack.encode(sent)))
+    assert wire.decode_request(envelope) == read
+    written = msgspec.to_builtins(read)
+    assert {name: written[name] for name in ("type", "claim", "part")} == {
+        name: sent[name] for name in ("type", "claim", "part")
+    }
+    assert written["about"] == sent.get("about", {})
+    assert {**written["settings"]["config"], **sent["settings"]["config"]} == written["settings"]["config"]
+
+
+@pytest.mark.parametrize(
+    "facts", [{}, {"why": "no"}, {"read": True}, {"rows": 27, "n_bytes": 10, "manifest": "m", "worst_error": 0.5}]
+)
+def test_figures_of_a_save_are_a_plain_map_of_what_is_known(facts: dict[str, Any]) -> None:
+    saved = msgspec.convert({"type": "Saved", "epoch": 1, "number": 4, "state": "done", "facts": facts}, Saved)
+    assert msgspec.to_builtins(saved)["facts"] == facts
+
+
+def test_settings_that_make_no_sense_are_refused_where_they_are_read() -> None:
+    sent = {"type": "Hold", "claim": CLAIM, "settings": {**SETTINGS, "config": {"policy": "best"}}}
+    envelope = wire.Envelope(messages.VERSION, "job", 1, msgspec.Raw(msgspec.msgpack.encode(sent)))
+    with pytest.raises(ProtocolError, match="policy 'best' is not known"):
+        wire.decode_request(envelope)
+
+
+def test_a_budget_in_powers_of_ten_is_a_whole_number_of_bytes() -> None:
+    hold = Hold(Claim(3, "job.1", "0011aabb"), SaveSettings("/place", {}, Config(budget_bytes=1e9)))  # type: ignore[arg-type]
+    envelope = wire.open_envelope(wire.encode("job", 1, hold), "job")
+    assert wire.decode_request(envelope) == hold
 
 
 @given(st.binary(max_size=200))

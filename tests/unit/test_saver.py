@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import gba_hvd
-from gba_hvd.ps.messages import Save, Saved
+from gba_hvd.ps.messages import Save, SaveAbout, Saved, SaveSettings
 from gba_hvd.ps.partition import saver as saver_module
 from gba_hvd.ps.partition.saver import Saver
 from gba_hvd.shm.checkpoint_rows import MemoryRows
@@ -35,11 +34,7 @@ class Hosts:
         self.store = open_store(url)
         self.claim = claims.claim(self.store, "job.1", lease_s=0.1)
         self.first_epoch = self.claim.epoch
-        self.settings = {
-            "url": str(url),
-            "storage_options": {},
-            "config": asdict(Config(**{"policy": "full", **config})),
-        }
+        self.settings = SaveSettings(str(url), {}, Config(**{"policy": "full", **config}))
         self.servers = [self.server(part) for part in (0, 1)]
 
     def server(self, part: int) -> Saver:
@@ -48,7 +43,7 @@ class Hosts:
     def save(self, number: int, n_parts: int = 2, parts: Sequence[int] | None = None, **more: Any) -> list[Saved]:
         request = {
             "epoch": self.claim.epoch, "number": number, "n_parts": n_parts, "kind": "full", "parent": None,
-            "step": number, "samples": number, "settings": self.settings, "claim": asdict(self.claim), "about": {},
+            "step": number, "samples": number, "settings": self.settings, "claim": self.claim, "about": SaveAbout(),
             "first_epoch": self.first_epoch,
         }  # fmt: skip
         asked = range(n_parts) if parts is None else parts
@@ -123,9 +118,9 @@ def test_what_is_told_of_a_checkpoint_is_of_all_its_parts(hosts: Callable[..., H
     (chain,) = [one for one in chains(job.store) if isinstance(one, Chain)]
     sections = [section for blob in chain.newest.blobs for section in blob.sections]
     assert (chief.state, peer.state) == ("done", "part")
-    assert chief.facts["rows"] == sum(N_ROWS.values()) > peer.facts["rows"] > 0
-    assert chief.facts["raw_bytes"] == sum(section.raw_bytes for section in sections) > peer.facts["raw_bytes"]
-    assert chief.facts["n_bytes"] == chain.newest.n_bytes
+    assert chief.facts.rows == sum(N_ROWS.values()) > peer.facts.rows > 0
+    assert chief.facts.raw_bytes == sum(section.raw_bytes for section in sections) > peer.facts.raw_bytes
+    assert chief.facts.n_bytes == chain.newest.n_bytes
 
 
 def test_a_strict_save_that_read_rows_of_a_later_step_has_failed(hosts: Callable[..., Hosts]) -> None:
@@ -135,7 +130,7 @@ def test_a_strict_save_that_read_rows_of_a_later_step_has_failed(hosts: Callable
         job.memory.set_ready(shard, 5)
     assert [report.state for report in job.save(5, n_parts=1)] == ["done"]
     (report,) = job.save(6, n_parts=1, step=4)
-    assert report.state == "failed" and "strict: a row was read at step 5" in report.facts["why"]
+    assert report.state == "failed" and "strict: a row was read at step 5" in report.facts.why
     assert job.saved_numbers() == [5]
     assert [report.state for report in job.save(7, n_parts=1, step=4, generation=1)] == ["done"]
 
@@ -198,7 +193,7 @@ def test_checkpoints_of_this_job_expire_whoever_saved_them(hosts: Callable[..., 
 def test_rows_that_came_from_elsewhere_are_saved_whatever_their_counts_say(hosts: Callable[..., Hosts]) -> None:
     job = hosts(policy="delta")
     rows = MemoryRows(job.memory)
-    before = job.save(1, n_parts=1)[0].facts["manifest"]
+    before = job.save(1, n_parts=1)[0].facts.manifest
     job.memory.init_shard(1, 2)  # a lost shard that came back: its counts begin anew, at what was saved
     job.claim = claims.claim(job.store, "job.1", lease_s=0.1)  # with a world that was formed anew
     rows.slab(0, 1).columns[0][:] = 7.0
@@ -224,17 +219,17 @@ def test_a_save_of_a_world_that_is_no_more_is_cancelled_and_leaves_nothing(
 ) -> None:
     job = hosts()
     waiting = threading.Event()
-    part_of = saver_module._part_of
+    await_part = saver_module.await_part
 
-    def wait(*args: Any) -> Any:
+    def wait(*args: Any, **how: Any) -> Any:
         waiting.set()
-        return part_of(*args)
+        return await_part(*args, **how)
 
-    monkeypatch.setattr(saver_module, "_part_of", wait)
+    monkeypatch.setattr(saver_module, "await_part", wait)
     request_epoch = job.claim.epoch
     save = Save(
         epoch=request_epoch, number=5, part=0, n_parts=2, kind="full", parent=None, step=5, samples=5,
-        settings=job.settings, claim=asdict(job.claim), about={}, first_epoch=1,
+        settings=job.settings, claim=job.claim, about=SaveAbout(), first_epoch=1,
     )  # fmt: skip
     job.servers[0].begin(save, [0, 2], lambda extras: b"state")
     assert waiting.wait(TIMEOUT_S)

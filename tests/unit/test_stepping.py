@@ -30,10 +30,14 @@ from gba_hvd.ps.messages import (
     Refused,
     Request,
     Save,
+    SaveAbout,
     Saved,
+    SaveSettings,
 )
 from gba_hvd.ps.state_files import Records
 from recovery import state_codec
+from recovery.catalog.claims import Claim
+from recovery.config import Config
 
 GENERATION, WORKER, MICRO_BATCH = 5, 1, 8
 
@@ -229,7 +233,11 @@ def test_a_checkpoint_waits_until_all_servers_have_the_step_and_comes_before_the
     scene.compute_a_step()
     scene.stepping.advance()
     scene.compute_a_step()
-    scene.stepping.save(Save(0, 0, 0, 1, "full", None, 0, 0, {}, {}, {}, GENERATION), b"")
+    request = Save(
+        epoch=0, number=0, part=0, n_parts=1, kind="full", parent=None, step=0, samples=0, about=SaveAbout(),
+        settings=SaveSettings("/place", {}, Config()), claim=Claim(0, "job", "00000000"), generation=GENERATION,
+    )  # fmt: skip
+    scene.stepping.save(request, b"")
     assert scene.stepping.save_waits
     assert scene.stepping.to_go_on_from() is None
     assert scene.saves == []

@@ -56,7 +56,8 @@ def told(
         ),
         callbacks=[SimpleNamespace(on_job=lambda job: heard.append(f"job {job.job_id} of {job.size}"))],
         participant=lambda kind: None if kind is ModeRequests or not checkpoints else SimpleNamespace(
-            plan_pace=lambda n_hosts: heard.append(f"pace of {n_hosts}"), callback=SimpleNamespace(url="memory://place")
+            schedule=SimpleNamespace(plan_pace=lambda n_hosts: heard.append(f"pace of {n_hosts}")),
+            callback=SimpleNamespace(url="memory://place"),
         ),
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
@@ -213,7 +214,9 @@ def test_an_interrupted_job_says_where_the_same_command_goes_on(
 ) -> None:
     if is_kept:
         (tmp_path / "kept").touch()
-    checkpoints = SimpleNamespace(saved_step=saved_step, callback=SimpleNamespace(resume=True))
+    checkpoints = SimpleNamespace(
+        schedule=SimpleNamespace(saved_step=saved_step), callback=SimpleNamespace(resume=True)
+    )
     config, found = SimpleNamespace(grace_s=20.0, job_id=job_id), {Checkpoints: checkpoints}
     engine: Any = SimpleNamespace(
         participant=found.get, world=SimpleNamespace(rank=0), folder=tmp_path,

@@ -49,7 +49,7 @@ class NextSave:
         self._request, self._snapshot = None, b""
         facts = {"n_parts": 1 + len(self._peers), "step": position.step, "samples": position.account["applied"]}
         request = msgspec.structs.replace(request, number=position.step, **facts)
-        living = None if request.about.get("compression", "none") == "none" else workers
+        living = workers if request.about.is_compressed else None
 
         def state(extras: list[bytes]) -> bytes:
             return asynchronous_state(snapshot, extras, position, living)

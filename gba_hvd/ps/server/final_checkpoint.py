@@ -103,7 +103,7 @@ class LastSave:
             return False
         mine = final_checkpoint_hosts.rows_of(self._memory, state.step)
         if mine.torn:
-            request.about["torn_shards"] = mine.torn
+            request.about.torn_shards = mine.torn
         whole = final_checkpoint_hosts.whole_state(state.state, [mine], self._memory.layout.n_shards)
         self._saver.begin(request, shards, lambda extras: whole)
         return True

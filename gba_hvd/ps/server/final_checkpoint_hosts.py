@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import msgspec
 
 from gba_hvd.errors import GbaError
-from gba_hvd.ps.messages import Hold, Save
+from gba_hvd.ps.messages import Hold, Save, SaveAbout
 from gba_hvd.ps.partition.saver import Agreed, Saver, last_prefix
 from gba_hvd.shm.retained_state import Kept
 from gba_hvd.shm.shard_memory import ShardMemory
@@ -34,7 +34,7 @@ from recovery import state_codec
 from recovery.catalog import claims
 from recovery.errors import RecoveryError, StoreError
 from recovery.storage.store import Store
-from recovery.write.writer import Cancelled
+from recovery.write.section_pipeline import Cancelled
 
 _LOOK_S = 0.2
 
@@ -72,7 +72,7 @@ def begin(saver: Saver, memory: ShardMemory, state: Kept | None) -> None:
         request = saver.last_request(state.step, applied)
 
     def first(store: Store, cancel: threading.Event) -> Agreed:
-        epoch = held.claim["epoch"]
+        epoch = held.claim.epoch
         try:
             if state is None or state.generation:
                 raise GbaError("the training state was not kept in memory")
@@ -102,9 +102,9 @@ def begin(saver: Saver, memory: ShardMemory, state: Kept | None) -> None:
         except GbaError as error:
             mine = PartRows(why=str(error))
         mine_of = Save(
-            epoch=held.claim["epoch"], number=word.number, part=held.part, n_parts=held.n_parts, kind=word.kind,
+            epoch=held.claim.epoch, number=word.number, part=held.part, n_parts=held.n_parts, kind=word.kind,
             parent=word.parent, step=word.step, samples=word.samples, settings=held.settings, claim=held.claim,
-            about={"last_gasp": True}, first_epoch=held.first_epoch,
+            about=SaveAbout(last_gasp=True), first_epoch=held.first_epoch,
         )  # fmt: skip
         return mine_of, mine.shards, lambda parts: b"", msgspec.msgpack.encode(mine)
 
@@ -153,7 +153,7 @@ def await_gone(store: Store, held: Hold, until_s: float, cancel: threading.Event
 
     Raises StoreError when one has not until then, Fenced when somebody goes on without them, Cancelled.
     """
-    prefix, claim = f"{last_prefix(held.claim['epoch'])}gone-", claims.Claim(**held.claim)
+    prefix, claim = f"{last_prefix(held.claim.epoch)}gone-", held.claim
     while True:
         claims.check(store, claim)
         missing = {f"{prefix}{part:04d}" for part in range(1, held.n_parts)} - set(store.names(prefix))
@@ -173,7 +173,7 @@ def await_word(store: Store, held: Hold, until_s: float, cancel: threading.Event
 
     Raises StoreError when nothing is, or when that was not said until then, Fenced and Cancelled as `await_gone`.
     """
-    epoch, claim = held.claim["epoch"], claims.Claim(**held.claim)
+    epoch, claim = held.claim.epoch, held.claim
     gone, name = f"{last_prefix(epoch)}gone-{held.part:04d}", _word(epoch)
     claims.check(store, claim)
     store.put(gone, [b"gone"])

@@ -9,7 +9,7 @@ import threading
 from concurrent.futures import Future
 
 from gba_hvd.ps.client import Reply
-from gba_hvd.ps.messages import Beat, Position, Refused, Saved
+from gba_hvd.ps.messages import Beat, Position, Refused, Saved, SaveFacts
 
 
 class Contact:
@@ -74,7 +74,7 @@ class Contact:
                 self._asked, self._saving_server = (saved.epoch, saved.number), server
 
     def _save_failed(self, why: str) -> None:
-        self.saved = Saved(*self._asked, "failed", {"why": why})
+        self.saved = Saved(*self._asked, "failed", SaveFacts(why=why))
 
     def hear(self, position: Position) -> None:
         """An answer, from any thread; they may come in another order than they were given in."""

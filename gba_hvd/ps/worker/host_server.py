@@ -17,7 +17,7 @@ from typing import Any
 
 from gba_hvd.ps import launch
 from gba_hvd.ps.client import Client, Reply, ServerLost
-from gba_hvd.ps.messages import Beat, Endpoint, Hold, Ok, Position, Refused, Save, Saved
+from gba_hvd.ps.messages import Beat, Endpoint, Hold, Ok, Position, Refused, Save, Saved, SaveFacts
 from gba_hvd.shm.shard_memory import is_alive
 
 _SAVE_TIMEOUT_S = 60.0  # a server that has just been started takes some seconds
@@ -122,7 +122,7 @@ class LocalServer:
     def has_read(self, number: int) -> bool:
         """Whether the server has read the rows that it was told to save, or never will."""
         saved = self.saved
-        return saved is not None and saved.number >= number and (saved.state != "running" or "read" in saved.facts)
+        return saved is not None and saved.number >= number and (saved.state != "running" or saved.facts.read)
 
     def hold(self, request: Hold) -> None:
         """Have the server give the signs of life of a claim."""
@@ -174,4 +174,4 @@ class LocalServer:
                 self._accepted = None
 
     def _save_failed(self, request: Save | Saved, why: str) -> None:
-        self.saved = Saved(request.epoch, request.number, "failed", {"why": why})
+        self.saved = Saved(request.epoch, request.number, "failed", SaveFacts(why=why))

@@ -1,0 +1,256 @@
+"""How often a job saves, what is due, what is in flight, and what became of it.
+
+How often and what, unless the user said so, is planned from what was measured (`recovery.schedule.adaptive`); the chief
+plans again with every save and every change of hosts. Who asks which server to save is decided in `job_checkpoints`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from gba_hvd.callbacks import Event
+from gba_hvd.comm.wait_notices import Patience
+from gba_hvd.ps.messages import Saved, SaveFacts
+from gba_hvd.ps.worker.host_server import LocalServer
+from gba_hvd.ps.worker.worker import PsWorker
+from gba_hvd.shm.checkpoint_rows import schema_of
+from gba_hvd.training.engine import Engine
+from recovery.callback import CheckpointCallback
+from recovery.errors import StoreError
+from recovery.schedule import planner
+from recovery.schedule.adaptive import Measured, Pace, pace
+
+_FORGET_S = 90.0  # a save of which nothing was heard for so long: the mode changed, or its server hangs
+_AGE_EVERY_S, _LATE_AT = 2.0, 2.0  # how often the newest one's age is told; how many intervals are too many
+_LOOK_S, _BEGIN_S = 0.05, 60.0
+
+
+class SaveSchedule:
+    """One worker's. Belongs to the training thread. What was saved last is known to the chief only.
+
+    newest: the checkpoint that the next one is on top of. saved_step: of the newest checkpoint, those that were there
+    at the start included; on the chief
+    """
+
+    def __init__(self, engine: Engine, callback: CheckpointCallback) -> None:
+        self._engine, self.callback = engine, callback
+        self.newest: str | None = None
+        self.saved_step = self._asked_number = -1
+        self.n_hosts = 1
+        self._chain = planner.Chain()
+        self._told = Saved()  # what callbacks were told of last
+        self._asked_s: float | None = None  # when a checkpoint was asked for that nobody has told of yet
+        self._running_s = 0.0  # when it was last heard that it is being saved
+        self._good_s, self._good_step = math.nan, 0  # of the newest checkpoint there is; at first of the job's start
+        self._late, self._age_told_s = Patience(), 0.0
+        self._last_failure = ""
+        self._leave_step: int | None = None  # of an asynchronous mode, where it was heard of
+        self._measured = Measured()
+        self._since_s: float | None = None  # when this worker began to count the time that is observed
+        self._pace: Pace | None = None  # on the chief
+
+    def resume(self, step: int, measured: Measured) -> None:
+        """The job goes on from a checkpoint of this step, or from memory."""
+        self.callback.began(step, time.monotonic())
+        self._measured = measured
+
+    def load_measured(self, measured: Measured) -> None:
+        """By another worker, which was the chief."""
+        self._measured, self._since_s = measured, None
+
+    def world_formed(self, forget: bool) -> None:
+        """What was in flight is no more. forget: the next save takes all rows."""
+        self._asked_s = None
+        if forget:
+            self.newest, self._chain = None, planner.Chain()
+
+    # --- how often, and what -----------------------------------------------------------------------------------------
+
+    def seen(self) -> Measured:
+        """What was measured, with the time until now."""
+        now = time.monotonic()
+        if self._since_s is None:
+            self._since_s = now
+        passed_s, self._since_s = now - self._since_s, now
+        self._measured = replace(self._measured, observed_s=self._measured.observed_s + passed_s)
+        return self._measured
+
+    def host_was_lost(self, load_s: float | None, stood_s: float | None) -> None:
+        """load_s: until its rows were back, if they are; stood_s: since the last step, the loading included."""
+        seen = self.seen()
+        seen = seen.lost(seen.observed_s)
+        if load_s is not None:
+            seen = replace(seen, partial_load_s=load_s)
+        if stood_s is not None:
+            seen = replace(seen, reschedule_s=max(0.0, stood_s - (load_s or 0.0)))
+        self._measured = seen
+
+    def stood_still(self, seconds: float) -> None:
+        """Training did, until a save was under way. On the chief."""
+        self._measured = replace(self._measured, stall_s=seconds)
+
+    def plan_pace(self, n_hosts: int) -> None:
+        """On the chief, whenever something new is known: how often to save from now on, unless the user said so."""
+        self.n_hosts = n_hosts
+        if not self.callback.is_planned:
+            return
+        engine = self._engine
+        n_bytes = schema_of(engine.model.tables.layout).n_bytes
+        found = pace(self.seen(), self.callback.given, n_bytes, n_hosts, self._pace)
+        before, self._pace, self.callback.planned_s = self._pace, found, found.interval_s
+        if found.plan is not None and (before is None or found.differs_from(before)):
+            expected = found.plan.expected
+            told = {"interval_s": found.interval_s, "kind": found.kind, "strategy": found.plan.strategy}
+            told |= {"pls": expected.pls, "overhead": expected.overhead, "reason": found.reason}
+            engine.emit(Event("checkpoint_plan", engine.progress.step, found.reason, told))
+
+    def next_kind(self) -> tuple[str, str]:
+        """("full" or the kind that policy or plan ask for, why)."""
+        return planner.next_kind(self._chain, self.callback.config.policy if self._pace is None else self._pace.kind)
+
+    # --- what is due -------------------------------------------------------------------------------------------------
+
+    def is_due_at(self, step: int) -> bool:
+        now = time.monotonic()
+        is_under_way = self._asked_s is not None and now - max(self._asked_s, self._running_s) < _FORGET_S
+        return not is_under_way and self.callback.due(step, now)
+
+    def is_due_before_a_leave(self, mode: PsWorker) -> bool:
+        """A worker was told to leave, and what is saved is older than that."""
+        if not (mode.contact.somebody_leaves or self._engine.signals.preempt_deadline_s is not None):
+            self._leave_step = None
+            return False
+        if self._leave_step is None:
+            self._leave_step = self._engine.progress.step
+        is_saved = self._told.state == "done" and self._told.number >= self._leave_step
+        return not is_saved and self._asked_s is None
+
+    # --- what was asked for, and what became of it -------------------------------------------------------------------
+
+    def asked(self, number: int, step: int) -> None:
+        """A checkpoint of this step was asked for just now."""
+        self._asked_s, self._asked_number = time.monotonic(), number
+        self.callback.began(step, self._asked_s)
+
+    def part_failed(self) -> None:
+        """On the chief: another host's server did not save its part."""
+        if self._asked_s is not None:
+            why = "the server of another host did not save its part (the log of that host's workers says why)"
+            self.follow(Saved(0, self._asked_number, "failed", SaveFacts(why=why)))
+
+    def await_read(self, line: LocalServer | None, step: int) -> None:
+        """strict: return when this host's server has read its rows, or will not. If later, it lets the save fail."""
+        until_s = time.monotonic() + _BEGIN_S + self.callback.config.busy_timeout_s
+        while line is not None and not line.has_read(step) and time.monotonic() < until_s:
+            time.sleep(_LOOK_S)
+
+    def has(self, step: int) -> bool:
+        """On the chief: whether the newest checkpoint is of this step."""
+        return self._told.state == "done" and self._told.number == step
+
+    def why_not_saved(self, step: int) -> str:
+        """On the chief, when nothing is under way: why there is no checkpoint of this step; empty when there is one."""
+        told = self._told
+        if self._engine.world.rank != 0 or (told.state == "done" and told.number >= step):
+            return ""
+        if told.state == "failed" and told.number >= step:
+            return told.facts.why
+        return "nothing was heard of it"
+
+    def await_quiet(self, heard: Callable[[], Saved | None], timeout_s: float) -> None:
+        """Wait until no save is under way here. On the chief, and on the leads of hosts."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            saved = heard()
+            if self._engine.world.rank == 0:
+                self.follow(saved)
+            is_quiet = not saved or saved.state != "running"
+            if self._engine.host.server is not None and self._engine.host.server.folder_lost:
+                return
+            if self._engine.world.rank == 0:
+                is_quiet = self._asked_s is None or (time.monotonic() - self._asked_s > _BEGIN_S and is_quiet)
+            if is_quiet or time.monotonic() > deadline:
+                return
+            time.sleep(_LOOK_S)
+
+    def await_saved(
+        self, heard: Callable[[], Saved | None], step: int, timeout_s: float, why_not: Callable[[], str] = str
+    ) -> None:
+        """Wait until a checkpoint of this step or a later one, or this host's part of it, is saved, or has failed."""
+        began_s = time.monotonic()
+        while (saved := heard()) is None or saved.number < step or saved.state == "running":
+            if self._engine.host.server is not None and self._engine.host.server.folder_lost:
+                raise StoreError(self._engine.host.server.folder_lost)
+            has_begun = saved is not None and saved.number >= step
+            if time.monotonic() - began_s > (timeout_s if has_begun else min(timeout_s, _BEGIN_S)):
+                why = why_not()
+                silent = f"nothing was heard of it for {time.monotonic() - began_s:.0f} s"
+                raise StoreError(f"{silent}; {why}" if why else silent)
+            time.sleep(_LOOK_S)
+        if self._engine.world.rank == 0:
+            self.follow(saved)
+
+    def follow(self, saved: Saved | None) -> None:
+        """On the chief: tell the callbacks what became of a checkpoint."""
+        engine = self._engine
+        if saved is not None and saved.state == "running" and saved.number >= self._asked_number:
+            self._running_s = time.monotonic()
+        if saved is None or saved.state in ("running", "part") or saved == self._told:
+            return
+        if saved.number < self._asked_number and self._asked_s is not None:
+            return  # a report of the save before
+        began_s = self._asked_s or time.monotonic()
+        self._told, self._asked_s, self._running_s = saved, None, 0.0
+        self.callback.done(saved.number)
+        if saved.state == "failed":
+            self._last_failure = saved.facts.why
+            self.report_failure(f"the checkpoint of step {saved.number} was not saved: {saved.facts.why}")
+            self._chain = planner.Chain(self._chain.base_bytes, self._chain.partial_bytes, trusted=False)
+            return
+        self._good_s, self._good_step, self._last_failure = began_s, saved.number, ""
+        self.saved_step = saved.number
+        facts, n_bytes = saved.facts, saved.facts.n_bytes
+        self.newest = facts.manifest
+        self._measured = self._measured.saved(facts.kind, facts.seconds, n_bytes, self._chain.base_bytes)
+        if facts.kind == "full":
+            self._chain = planner.Chain(n_bytes)
+        else:
+            chain = self._chain
+            self._chain = planner.Chain(chain.base_bytes, chain.partial_bytes + n_bytes, n_bytes)
+        text = f"step {saved.number} saved ({facts.kind}): {n_bytes / 1e6:,.1f} MB in {facts.seconds:.2f} s"
+        data = facts.of_checkpoint() | {"stall_s": self._measured.stall_s}
+        engine.emit(Event("checkpoint", engine.progress.step, text, data))
+        self.plan_pace(self.n_hosts)
+
+    def look_at_age(self, why_not_ready: Callable[[], str]) -> None:
+        """On the chief, between two steps: tell how old the newest checkpoint is; warn when the next one is late.
+
+        why_not_ready: what is wrong with the server of this host, if anything.
+        """
+        now, engine = time.monotonic(), self._engine
+        if math.isnan(self._good_s):
+            self._good_s, self._good_step = now, engine.progress.step
+        age_s, age_steps = now - self._good_s, engine.progress.step - self._good_step
+        if now - self._age_told_s >= _AGE_EVERY_S:
+            self._age_told_s = now
+            data = {"checkpoint_age_s": round(age_s, 1), "checkpoint_age_steps": age_steps}
+            engine.emit(Event("rates", engine.progress.step, f"the newest checkpoint is {age_s:.0f} s old", data))
+        intervals = self.callback.intervals(age_steps, age_s)
+        if self._late.word(intervals >= _LATE_AT, now) is None:
+            return
+        reason = why_not_ready() or self._last_failure
+        if not reason:
+            running = self._asked_s is not None
+            reason = f"that of step {self._asked_number} is still being saved" if running else "none was begun"
+        text = (
+            f"no checkpoint for {age_s:.0f} s and {age_steps} steps, {intervals:.1f} times the interval: {reason}. A "
+            "host that is lost now costs what came since; training goes on"
+        )
+        told = {"seconds": round(age_s, 1), "steps": age_steps, "why": reason}
+        engine.emit(Event("checkpoint_late", engine.progress.step, text, told, level="warning"))
+
+    def report_failure(self, text: str) -> None:
+        self._engine.emit(Event("checkpoint_failed", self._engine.progress.step, text, {"why": text}, "warning"))

@@ -1,0 +1,75 @@
+"""Renews the claim on the checkpoint location while the workers of the job live.
+
+The lease is the job's, not this server's: it is renewed only while workers are heard. A server that does not commit
+(part above 0) only remembers the claim.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from gba_hvd.ps.messages import Hold
+from recovery.catalog import claims
+from recovery.errors import RecoveryError
+from recovery.storage.open import open_store
+
+log = logging.getLogger("gba_hvd.ps")
+_SILENT_S = 5.0  # without a heartbeat of any worker
+
+
+class ClaimKeepalive:
+    """Its thread starts with the first claim that this server has to renew. `close()` may be called twice.
+
+    held: the newest claim, with what a save under it needs
+    """
+
+    def __init__(self) -> None:
+        self.held: Hold | None = None
+        self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
+        self._heard_s = time.monotonic()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread is not None
+
+    def worker_heard(self) -> None:
+        self._heard_s = time.monotonic()
+
+    def hold(self, request: Hold) -> None:
+        """Renew this claim from now on. The same claim again changes nothing."""
+        self.worker_heard()
+        if self.held is not None and _identity(self.held) == _identity(request):
+            return
+        self.held = request
+        if self._thread is None and not request.part:
+            self._thread = threading.Thread(target=self._renew, name="claim", daemon=True)
+            self._thread.start()
+
+    def close(self, timeout_s: float) -> None:
+        """timeout_s: a store that hangs must not keep the process."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _renew(self) -> None:
+        of: Hold | None = None
+        while True:
+            if of is not self.held and self.held is not None:
+                of = self.held
+                claim, store = of.claim, open_store(of.settings.url, **of.settings.storage_options)
+            assert of is not None
+            if self._ended.wait(claim.lease_s / 3):
+                return
+            if time.monotonic() - self._heard_s > _SILENT_S or of.part:
+                continue
+            try:
+                claim = claims.renew(store, claim)
+            except (RecoveryError, OSError):
+                log.warning("the claim on %s was not renewed", store.url, exc_info=True)
+
+
+def _identity(request: Hold) -> tuple[str, int, int]:
+    return request.claim.nonce, request.part, request.n_parts
