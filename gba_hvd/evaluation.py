@@ -21,7 +21,7 @@ from gba_hvd.metrics import ScoreAccumulator, Scores, logits_of, scores_from
 from gba_hvd.modes.parameter_server import GbaMode
 from gba_hvd.switching import handover
 from gba_hvd.training.engine import Engine
-from gba_hvd.update_rules import LOOKS_AHEAD
+from gba_hvd.update_rules import rule_class
 from recovery import state_codec
 
 Activation = Literal["sigmoid", "none"]
@@ -105,7 +105,7 @@ def _evaluate_by_leases(
     activation: Activation | None,
     exact_limit: int,
 ) -> Scores:
-    if mode.session.rule in LOOKS_AHEAD:  # the model is judged, not what a rule shows to workers
+    if rule_class(mode.session.rule).looks_ahead:  # the model is judged, not what a rule shows to workers
         handover.take_dense_state(engine, mode, leaving=False)
     ordinal, phase = engine.n_evaluated, 2 * engine.cursor.epoch + engine.epoch_over
     engine.n_evaluated += 1
