@@ -18,7 +18,7 @@ import numpy as np
 from recovery.config import Config
 from recovery.errors import BadInput, Damaged, StoreError
 from recovery.format import row_codec
-from recovery.format.manifest import Blob, Manifest, StateBlob, from_json, to_json
+from recovery.format.manifest import Blob, Manifest, StateBlob, from_json, kind_of, to_json
 from recovery.format.row_codec import Encoding
 from recovery.restore.inspect import verify_saved
 from recovery.rows import Choice, Holder, Places, Schema, everything, n_places, some_places
@@ -127,7 +127,7 @@ def commit(
         kept = StateBlob(prefix + "state", encoded.n_bytes, encoded.raw_bytes, encoded.encoding, encoded.checksum)
         store.put(kept.name, encoded.pieces)
     manifest = Manifest(
-        epoch, number, kind, parent, step, samples, clock(), schema, tuple(blobs), kept, dict(about or {})
+        epoch, number, kind_of(kind), parent, step, samples, clock(), schema, tuple(blobs), kept, dict(about or {})
     )
     document = to_json(manifest)
     _require_readable(manifest, document)
