@@ -9,6 +9,8 @@ by the row optimizer in every mode; Gap-Aware damps their gradients by the mean 
     dana_slim         the same, kept by the workers                       SGD with momentum
     delayed_nesterov  a look ahead, the gradient discounted               SGD with momentum, NAdam
     staleness_lr      learning rate / mean staleness
+
+Distributions register others as entry points in `gba_hvd.update_rules`, see docs/EXTENDING.md.
 """
 
 from __future__ import annotations
