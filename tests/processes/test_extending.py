@@ -11,8 +11,12 @@ import numpy as np
 import pytest
 
 from gba_hvd.faults import FaultSchedule
+from recovery import Config, ProcessCheckpointer, open_store
+from recovery.format.manifest import from_json
+from recovery.storage.store import manifest_names
 from tests.distributions import install
 from tests.extending import Example, examples
+from tests.recovery.holders import train, two_tables
 
 from .cluster import GRACE_S, cluster, wait_for
 
@@ -72,8 +76,10 @@ class Rows({rows}.RowMomentum):
 
 
 def installed(folder: Path) -> Path:
-    """A distribution that registers a weighting, a rule and a row optimizer."""
+    """The page's store and policy, and a distribution that registers a weighting, a rule and a row optimizer."""
     page = examples()
+    for title in ("A checkpoint store", "A save policy"):
+        page[title].install(folder)
     modules = {}
     for title in ("A staleness weighting", "An update rule", "A row optimizer"):
         modules |= page[title].modules
@@ -91,18 +97,23 @@ def installed(folder: Path) -> Path:
     return folder
 
 
-def test_servers_train_with_what_a_distribution_registers_also_those_that_start_again(tmp_path: Path) -> None:
+def test_servers_train_with_what_a_distribution_registers_also_those_that_start_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trace = tmp_path / "trace"
     trace.mkdir()
     environ = {"PYTHONPATH": str(installed(tmp_path / "site-packages")), "TEST_TRACE": str(trace)}
-    faults = [fault.entry() for fault in FaultSchedule().kill_server(host=0, at_step=9).faults]
+    faults = [fault.entry() for fault in FaultSchedule().kill_server(host=0, at_step=5).faults]
     gba = {"mode": "gba", "staleness": "traced_weighting", "rule": "traced_rule", "required": True}
+    place = f"sqlite://{tmp_path}/checkpoints.db"
+    checkpoint = {"url": place, "policy": "busiest", "every_steps": 4, "keep_last": 50}
     with cluster(
-        tmp_path / "job", environ, gba=gba, row_optimizer="traced:Rows", fault_schedule=faults, epochs=2
-    ) as job:
+        tmp_path / "job", environ, gba=gba, row_optimizer="traced:Rows", checkpoint=checkpoint,
+        fault_schedule=faults, epochs=1,
+    ) as job:  # fmt: skip
         job.run(lambda: job.start_static(2))
         assert job.schedule_fired() == ["kill_server"]
-        job.assert_every_sample_once(epochs=2)
+        job.assert_every_sample_once(epochs=1)
         workers = {line["pid"].rpartition("-")[2] for line in job.notes("committed")}
         assert len(workers) == 2
         assert all(np.isfinite(array).all() for array in job.arrays().values())
@@ -110,3 +121,23 @@ def test_servers_train_with_what_a_distribution_registers_also_those_that_start_
     for what in ("weighting", "rule", "rows"):
         servers = {path.name.rpartition("-")[2] for path in trace.glob(f"{what}-*")} - workers
         assert len(servers) == 2, f"{what}: the server and its successor"
+    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
+    assert "registered:busiest" in kinds_of(place)
+
+
+def kinds_of(place: str) -> list[str]:
+    """Of all checkpoints there, oldest first."""
+    store = open_store(place)
+    return [from_json(store.get(name), name).kind for name in manifest_names(store)]
+
+
+def test_a_saving_process_finds_the_registered_store_and_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(installed(tmp_path / "site-packages")))
+    place, rows = f"sqlite://{tmp_path}/checkpoints.db", two_tables(2, shared=True)
+    with ProcessCheckpointer(place, rows, Config(policy="busiest", r=0.02)) as checkpoints:
+        for step in (2, 4):
+            train(rows, 2, seed=1)
+            checkpoints.save(step, 10 * step, {"lr": 0.5}).result(120)
+    assert kinds_of(place) == ["full", "registered:busiest"]
