@@ -10,8 +10,8 @@ from typing import Any
 from recovery.catalog.retention import Keep
 from recovery.errors import BadInput
 from recovery.format.row_codec import Encoding
+from recovery.policies import SAVE_POLICIES
 
-POLICIES = ("full", "delta", "mfu", "ssu", "scar")
 _PREFIX = "RECOVERY_"
 VERIFY = ("sizes", "state", "bytes")
 _LEAST_BUDGET = 1 << 20
@@ -21,8 +21,8 @@ _LEAST_BUDGET = 1 << 20
 class Config:
     """
     job:              name of the job that writes: one of the same name takes over at once. None: a name nobody else has
-    policy:           which rows a save takes once there is a base: full, delta, mfu, ssu, scar
-    r:                share of a table's rows that mfu, ssu and scar take
+    policy:           which rows a save takes once there is a base: full, delta, mfu, ssu, scar, or a registered one
+    r:                share of a table's rows that mfu, ssu, scar and registered policies take
     ssu_period:       ssu looks at every so-manieth update
     budget_bytes:     memory for all rows under way while saving, or restoring (beside the buffers that saves keep); not
                       what the policy needs, nor the list of sections (half a kilobyte for each)
@@ -73,8 +73,7 @@ class Config:
             value = getattr(self, field.name)
             if str(field.type).startswith("int") and isinstance(value, float) and value.is_integer():
                 object.__setattr__(self, field.name, int(value))  # 1e9 is a number of bytes, too
-        if self.policy not in POLICIES:
-            raise BadInput(f"policy {self.policy!r} is not known: choose one of {', '.join(POLICIES)}")
+        SAVE_POLICIES.get(self.policy)
         if not 0 < self.r <= 1:
             raise BadInput(f"r is a share of the rows, above 0 and at most 1, got {self.r}")
         if self.budget_bytes < _LEAST_BUDGET:

@@ -2,8 +2,8 @@
 
     head     the lengths of all that follows
     plain    the small tensors, as they are
-    places   which elements, see `places`
-    values   their values, see `values`
+    places   which elements, see `index_codec`
+    values   their values, see `value_codec`; of a registered coder its name comes first, behind a byte with its length
 
 A message says what it is; `read` is told what it should be and refuses the rest, so that no place outside is written.
 """
@@ -18,11 +18,12 @@ import numpy as np
 
 from gba_hvd.compression import index_codec, kernels, value_codec
 from gba_hvd.compression.value_codec import CODERS
-from gba_hvd.errors import GbaError
+from gba_hvd.errors import BadInput, GbaError
 
 _HEAD = struct.Struct("<4sBBBxQQQQQI")
 _MAGIC = b"gbc1"
 MOST_ELEMENTS = 2**31 - 1
+_BY_NAME = 255  # in the place of a coder's number
 
 
 class BadMessage(GbaError):
@@ -76,9 +77,10 @@ def write(
     coded, seen = value_codec.encode(what, coder, chunk), what
     if sees and coder != "none":
         seen = value_codec.decode(np.frombuffer(coded, np.uint8), coder, len(what), what.dtype, chunk)
-    head = _HEAD.pack(
-        _MAGIC, what.dtype.itemsize, kind, CODERS.index(coder), n, len(plain), len(what), len(at), len(coded), chunk
-    )
+    number = CODERS.index(coder) if coder in CODERS else _BY_NAME
+    if number == _BY_NAME:
+        coded = bytes([len(coder)]) + coder.encode() + coded
+    head = _HEAD.pack(_MAGIC, what.dtype.itemsize, kind, number, n, len(plain), len(what), len(at), len(coded), chunk)
     return b"".join((head, plain.tobytes(), at, coded)), seen
 
 
@@ -90,24 +92,39 @@ def read(data: Any, n: int, n_plain: int, dtype: Any = np.float32) -> Elements:
     data, dtype = np.frombuffer(data, np.uint8), np.dtype(dtype)
     if len(data) < _HEAD.size:
         raise BadMessage(f"a compressed gradient has a head of {_HEAD.size} bytes, {len(data)} came")
-    magic, itemsize, kind, coder, of, m, k, n_at, n_coded, chunk = _HEAD.unpack(data[: _HEAD.size].tobytes())
-    if magic != _MAGIC or kind not in index_codec.KINDS or coder >= len(CODERS):
-        raise BadMessage(f"no compressed gradient of this version: it begins with {magic!r}, {kind}, {coder}")
+    magic, itemsize, kind, number, of, m, k, n_at, n_coded, chunk = _HEAD.unpack(data[: _HEAD.size].tobytes())
+    if magic != _MAGIC or kind not in index_codec.KINDS or not (number < len(CODERS) or number == _BY_NAME):
+        raise BadMessage(f"no compressed gradient of this version: it begins with {magic!r}, {kind}, {number}")
     if itemsize != dtype.itemsize or of != n or m != n_plain:
         raise BadMessage(
             f"expected a gradient of {n} elements and {n_plain} plain ones, {dtype.itemsize} bytes each; "
             f"{of}, {m} and {itemsize} came: do all workers train the same model?"
         )
-    if k > n or chunk < 1 or n_coded != value_codec.n_bytes(CODERS[coder], k, dtype, chunk):
-        raise BadMessage(f"{n_coded} bytes of values are not {k} of {n} elements ({CODERS[coder]})")
     expected = _HEAD.size + m * itemsize + n_at + n_coded
     if len(data) != expected:
         raise BadMessage(f"a compressed gradient of {expected} bytes was announced, {len(data)} came")
     a, b = _HEAD.size + m * itemsize, len(data) - n_coded
+    coder, coded = _named(data[b:]) if number == _BY_NAME else (CODERS[number], data[b:])
+    if k > n or chunk < 1 or len(coded) != value_codec.n_bytes(coder, k, dtype, chunk):
+        raise BadMessage(f"{len(coded)} bytes of values are not {k} of {n} elements ({coder})")
     where: np.ndarray | str | None = None
     if kind != index_codec.ALL or k != n or n_at:
         where = index_codec.decode(data[a:b], kind, n, k)
     if isinstance(where, str):
         raise BadMessage(f"the places of {k} of {n} elements ({index_codec.KINDS[kind]}): {where}")
     plain = np.array(data[_HEAD.size : a]).view(dtype)
-    return Elements(n, where, value_codec.decode(data[b:], CODERS[coder], k, dtype, chunk), plain)
+    try:
+        return Elements(n, where, value_codec.decode(coded, coder, k, dtype, chunk), plain)
+    except ValueError as error:
+        raise BadMessage(f"values in {coder}: {error}") from error
+
+
+def _named(data: np.ndarray) -> tuple[str, np.ndarray]:
+    """A registered coder's name, which is installed here, and what it encoded. Raises BadMessage."""
+    n = int(data[0]) if len(data) else 0
+    name = data[1 : 1 + n].tobytes().decode(errors="replace")
+    try:
+        value_codec.coder(name)
+    except BadInput as error:
+        raise BadMessage(f"{error}; compressors are installed on every host") from error
+    return name, data[1 + n :]

@@ -1,7 +1,7 @@
 """What a user writes: `Compression.dct(keep=0.01).then(Compression.int8)`. Validated here, carried out elsewhere.
 
-A selector says which elements travel (`topk`, `dct`), a value coder in how many bits (`fp16`, `bf16`, `int8`). One of
-each can be chained, the selector first.
+A selector says which elements travel (`topk`, `dct`), a value coder in how many bits (`fp16`, `bf16`, `int8`, or one
+that is registered). One of each can be chained, the selector first.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gba_hvd.compression import value_codec
 from gba_hvd.errors import BadInput, refuse_unknown
 
-VALUES = ("none", "fp16", "bf16", "int8")
 SELECTORS = ("topk", "dct")
-NAMES = (*VALUES, *SELECTORS)
 _SETTINGS = {"topk": ("keep",), "dct": ("keep", "refresh_every", "drift")}  # of the others: none
 MIN_ELEMENTS = 256  # smaller tensors go dense (as in the public code of DCT)
 
@@ -26,7 +25,7 @@ class Spec:
     keep:          share of each tensor's elements that is sent, in (0, 1]
     refresh_every: dct: steps for which a threshold is kept
     drift:         dct: the threshold is also refreshed when the share sent leaves keep / drift to keep * drift
-    values:        "none" (as they are), "fp16", "bf16", "int8"
+    values:        "none" (as they are), "fp16", "bf16", "int8", or a coder that is registered
     is_forced:     compress also where the bytes saved do not pay
     """
 
@@ -44,13 +43,14 @@ class Spec:
             raise BadInput(f"refresh_every is a number of steps, at least 1; got {self.refresh_every}")
         if not self.drift > 1:
             raise BadInput(f"drift must be above 1 (math.inf: only refresh_every counts), got {self.drift}")
+        value_codec.coder(self.values)
 
     def then(self, other: Spec) -> Spec:
         """First this selector, then that value coder."""
         if not self.selector or self.values != "none" or other.selector:
             raise BadInput(
                 f"{self} and then {other}: chain a selector ({', '.join(SELECTORS)}) with one value coder "
-                f"({', '.join(VALUES[1:])}), in this order"
+                f"({', '.join(value_codec.names()[1:])}), in this order"
             )
         return replace(self, values=other.values, is_forced=self.is_forced or other.is_forced)
 
@@ -111,7 +111,7 @@ class Compression:
 
         Raises BadInput for a name that is none, and for a setting that this compressor does not have.
         """
-        refuse_unknown("compressor", name, NAMES)
+        refuse_unknown("compressor", name, (*value_codec.names(), *SELECTORS))
         takes = _SETTINGS.get(name, ())
         if wrong := [setting for setting in settings if setting not in takes]:
             has = f"it has {', '.join(takes)}" if takes else "it has none"

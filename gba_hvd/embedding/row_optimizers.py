@@ -18,10 +18,17 @@ from gba_hvd import kernels
 from gba_hvd.embedding.row_gradients import RowGrad
 from gba_hvd.errors import BadInput
 from gba_hvd.shm.layout import Group, Layout, SlotSpec
+from recovery.registry import Registry
 
 
 class RowOptimizer(Protocol):
-    """Hyper-parameters of the rows' update, and the update itself."""
+    """Hyper-parameters of the rows' update, and the update itself.
+
+    A class that a distribution registers in `gba_hvd.row_optimizers` is a dataclass of plain numbers: another process
+    builds it again from its fields.
+
+    slots: what is kept beside the weights of a row, zeros at first
+    """
 
     slots: ClassVar[tuple[SlotSpec, ...]]
 
@@ -31,7 +38,14 @@ class RowOptimizer(Protocol):
     def update_(
         self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float, step: int
     ) -> None:
-        """Apply scale * grad to the rows. `lr` is the scheduled learning rate, `step` counts from 1."""
+        """Apply scale * grad to the rows, in place.
+
+        flat:   float32, the host's memory; the record of the i-th row starts at layout.places(grad.keys, group)[i]
+        group:  where the numbers stand in a record: its weights in the first `dim`, each slot from group.slots[j] on,
+                and its last word, record - 1, counts updates as a uint32, to be raised by 1
+        lr:     the scheduled learning rate
+        step:   of the job, counts from 1
+        """
 
 
 @dataclass(frozen=True)
@@ -120,8 +134,23 @@ PUBLIC_MODULE = "gba_hvd"
 _HERE = (PUBLIC_MODULE, "gba_hvd.row_optimizers", __name__)
 
 
+def why_no_row_optimizer(found: Any) -> str:
+    """What is missing in a class; empty: nothing."""
+    slots = getattr(found, "slots", None)
+    if not is_dataclass(found):
+        return f"{found!r}, which is no dataclass"
+    if not (isinstance(slots, tuple) and all(isinstance(slot, SlotSpec) for slot in slots)):
+        return f"{found!r}, whose `slots` is no tuple of SlotSpec"
+    return ""
+
+
+REGISTERED: Registry[RowOptimizer] = Registry(
+    "gba_hvd.row_optimizers", "row optimizer", RowOptimizer, {}, why_no_row_optimizer
+)
+
+
 def build(spec: Mapping[str, Any]) -> RowOptimizer:
-    """A row optimizer from its description: {"class": "module:Class", "fields": {name: value}}.
+    """A row optimizer from its description: {"class": name, "fields": {name: value}}, for the name see `resolve`.
 
     Raises BadInput for a class that is no row optimizer, and for values that it does not take.
     """
@@ -134,11 +163,13 @@ def build(spec: Mapping[str, Any]) -> RowOptimizer:
 
 
 def resolve(name: str) -> type[RowOptimizer]:
-    """The row optimizer called `module:Class`. Raises BadInput for anything else that has this name.
+    """The row optimizer that is registered under this name, or called `module:Class`. Raises BadInput for others.
 
-    Only a class counts that is defined at the top level of that module, is a dataclass, and says `slots` and `update_`.
-    It is not called before all this is known, and no module of Python itself is imported for it.
+    Of `module:Class`, only a class counts that is defined at the top level of that module, is a dataclass, and says
+    `slots` and `update_`. It is not called before all this is known, and no module of Python itself is imported for it.
     """
+    if ":" not in name:
+        return cast(type[RowOptimizer], REGISTERED.get(name))
     module_name, _, kind_name = name.partition(":")
     if module_name in _HERE:
         found: Any = globals().get(kind_name)
@@ -152,13 +183,10 @@ def resolve(name: str) -> type[RowOptimizer]:
                 f"row optimizer {name}: module {module_name!r} cannot be imported here ({error}); "
                 "install it on every host, or put its folder on PYTHONPATH"
             ) from error
-    slots = getattr(found, "slots", None)
     if not (
         isinstance(found, type)
         and found.__module__ == (__name__ if module_name in _HERE else module_name)
-        and is_dataclass(found)
-        and isinstance(slots, tuple)
-        and all(isinstance(slot, SlotSpec) for slot in slots)
+        and not why_no_row_optimizer(found)
         and callable(getattr(found, "update_", None))
     ):
         raise BadInput(

@@ -27,7 +27,7 @@ from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.trace import TRACE
 from gba_hvd.training.engine import Engine
 from gba_hvd.training.mode import EpochRun, EvaluationRun, MicroBatch, RankFacts, Rejoin
-from gba_hvd.update_rules import LOOKS_AHEAD
+from gba_hvd.update_rules import rule_class
 
 _RESCUE_TIMEOUT_S = 3.0
 
@@ -144,7 +144,7 @@ class ParameterServerMode:
 
     def evaluate(self, job: EvaluationRun) -> Scores:
         progress = self._engine.progress
-        if self.servers.session.rule in LOOKS_AHEAD:  # the model is scored, not what a rule shows to workers
+        if rule_class(self.servers.session.rule).looks_ahead:  # the model is scored, not what a rule shows to workers
             self.take_dense_state(leaving=False)
         ordinal, phase = progress.n_evaluated, 2 * progress.cursor.epoch + progress.epoch_over
         progress.n_evaluated += 1

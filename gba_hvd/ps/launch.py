@@ -169,14 +169,15 @@ def kill(folder: Path, index: int) -> None:
 
 
 def describe_optimizer(optimizer: RowOptimizer) -> dict[str, Any]:
-    """A row optimizer as plain values. Another process imports its class by name, as `row_optimizers.build` allows."""
+    """A row optimizer as plain values. Another process finds its class as `row_optimizers.build` allows."""
     kind = type(optimizer)
+    registered = row_optimizers.REGISTERED.name_of(kind)
     if not dataclasses.is_dataclass(optimizer) or kind.__module__ == "__main__":
         raise GbaError(
             f"the row optimizer {kind.__qualname__} must be a dataclass in a module that other processes can import, "
             f"not in {kind.__module__}"
         )
     module = row_optimizers.PUBLIC_MODULE if kind.__module__ == row_optimizers.__name__ else kind.__module__
-    name = f"{module}:{kind.__qualname__}"
+    name = registered or f"{module}:{kind.__qualname__}"
     row_optimizers.resolve(name)
     return {"class": name, "fields": dataclasses.asdict(optimizer)}

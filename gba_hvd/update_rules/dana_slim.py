@@ -16,11 +16,13 @@ that was computed again by another worker is in both momenta. The buffer is in t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from gba_hvd.update_rules.rule import NewValues, Plain, Step
+from gba_hvd.update_rules import sgd_momentum
+from gba_hvd.update_rules.rule import DenseStart, NewValues, Plain, Step
 from gba_hvd.update_rules.sgd_momentum import Sgd
 
 
@@ -29,6 +31,14 @@ class DanaSlim(Plain):
 
     def __init__(self, sgd: Sgd, buffer: np.ndarray) -> None:
         self._sgd, self._buffer, self._next = sgd, buffer, buffer
+
+    @classmethod
+    def why_not(cls, optimizer: Mapping[str, Any]) -> str:
+        return sgd_momentum.why_not("dana_slim", optimizer, takes_weight_decay=False)
+
+    @classmethod
+    def start(cls, optimizer: Mapping[str, Any], dense: DenseStart, workers: Sequence[int]) -> DanaSlim:
+        return cls(*sgd_momentum.taken_over(optimizer, dense))
 
     def act(self, step: Step) -> NewValues:
         keeps = self._sgd.momentum

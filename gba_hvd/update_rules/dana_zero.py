@@ -14,11 +14,13 @@ is moved. The sum is in the server's file as the optimizer's buffer; a server th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
-from gba_hvd.update_rules.rule import NewValues, Plain, Received, Step
+from gba_hvd.update_rules import sgd_momentum
+from gba_hvd.update_rules.rule import DenseStart, NewValues, Plain, Received, Step
 from gba_hvd.update_rules.sgd_momentum import Sgd
 
 
@@ -28,12 +30,23 @@ class DanaZero(Plain):
     buffer: float32 [n], the momentum there is. workers: who shares it at first.
     """
 
+    looks_ahead: ClassVar[bool] = True
+    knows_workers: ClassVar[bool] = True
+
     def __init__(self, sgd: Sgd, buffer: np.ndarray, workers: Sequence[int]) -> None:
         part = buffer / np.float32(max(1, len(workers)))
         self._sgd, self._start = sgd, part
         self._v: dict[int, np.ndarray] = dict.fromkeys(workers, part)
         self._sum = buffer.astype(np.float64)  # added to for the whole job: float32 would drift
         self._next = self._v, self._sum
+
+    @classmethod
+    def why_not(cls, optimizer: Mapping[str, Any]) -> str:
+        return sgd_momentum.why_not("dana_zero", optimizer)
+
+    @classmethod
+    def start(cls, optimizer: Mapping[str, Any], dense: DenseStart, workers: Sequence[int]) -> DanaZero:
+        return cls(*sgd_momentum.taken_over(optimizer, dense), workers)
 
     @property
     def workers(self) -> list[int]:

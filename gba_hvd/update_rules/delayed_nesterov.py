@@ -16,12 +16,12 @@ The buffer is the optimizer's state: entering and leaving keep it as it is, and 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from gba_hvd.update_rules import sgd_momentum
-from gba_hvd.update_rules.rule import NewValues, Plain, Step
+from gba_hvd.update_rules.rule import DenseStart, NewValues, Plain, Rule, Step
 from gba_hvd.update_rules.sgd_momentum import Sgd
 
 NADAM = "torch.optim.nadam:NAdam"
@@ -30,8 +30,21 @@ NADAM = "torch.optim.nadam:NAdam"
 class DelayedNesterov(Plain):
     """For SGD. buffer: float32 [n], what momentum there is."""
 
+    looks_ahead: ClassVar[bool] = True
+
     def __init__(self, sgd: Sgd, buffer: np.ndarray) -> None:
         self._sgd, self._buffer, self._next = sgd, buffer, buffer
+
+    @classmethod
+    def why_not(cls, optimizer: Mapping[str, Any]) -> str:
+        if optimizer["class"] == NADAM:
+            return ""
+        found = sgd_momentum.why_not("delayed_nesterov", optimizer)
+        return f"{found}; or use torch.optim.NAdam" if found else ""
+
+    @classmethod
+    def start(cls, optimizer: Mapping[str, Any], dense: DenseStart, workers: Sequence[int]) -> Rule:
+        return Plain() if optimizer["class"] == NADAM else cls(*sgd_momentum.taken_over(optimizer, dense))
 
     def act(self, step: Step) -> NewValues:
         keeps = self._sgd.momentum
@@ -49,11 +62,3 @@ class DelayedNesterov(Plain):
     def _ahead(self, values: np.ndarray, buffer: np.ndarray, lrs: Sequence[float]) -> np.ndarray:
         ahead: np.ndarray = values - self._sgd.lr(lrs) * self._sgd.momentum * buffer
         return ahead
-
-
-def why_not(spec: Mapping[str, Any]) -> str:
-    """Why this optimizer cannot be used; empty when it can."""
-    if spec["class"] == NADAM:
-        return ""
-    found = sgd_momentum.why_not("delayed_nesterov", spec)
-    return f"{found}; or use torch.optim.NAdam" if found else ""

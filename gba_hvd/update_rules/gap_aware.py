@@ -17,12 +17,13 @@ nobody keeps the old rows; weight decay happens at the server, with the newest v
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
-from gba_hvd.update_rules.rule import Damping, Plain, not_damped
+from gba_hvd.update_rules.rule import Damping, DenseStart, Plain, not_damped
+from gba_hvd.update_rules.sgd_momentum import SGD
 
 G = 0.999
 _EPS = 1e-8
@@ -54,6 +55,12 @@ class GapAware(Plain):
         self._t = 0
         self._usual: np.ndarray | None = None  # C, float32 [n], when it was asked for since the last step
         self._known: dict[int, Damping] = {}  # by step whose values were used, since the last step
+
+    @classmethod
+    def start(cls, optimizer: Mapping[str, Any], dense: DenseStart, workers: Sequence[int]) -> GapAware:
+        has_momentum = any(group.get("momentum") for group in optimizer["groups"])
+        measures: Measures = "step" if optimizer["class"] != SGD else "buffer" if has_momentum else "gradient"
+        return cls(dense.values, dense.step, dense.group_of_elements(), measures=measures)
 
     def damping(self, dense_step: int) -> Damping:
         """Of a push computed with the values of step `dense_step`; none when that is negative (not known)."""

@@ -2,7 +2,8 @@
 
 A rule decides what a server does to its dense part with the pushes of one step, and which dense values workers are
 shown. It is arithmetic on flat arrays: the pushes are collected, the optimizer is stepped and files are written by
-`ps.part`. In this order, for every step:
+`ps.partition`. Before the mode is entered, `why_not` is asked on every worker and `start` makes each server's rule;
+then in this order, for every step:
 
     1. damping  of each push, by the age of the values it was computed with
     2. act      the step: leave it to the user's optimizer, or say what the values are to be
@@ -11,11 +12,30 @@ shown. It is arithmetic on flat arrays: the pushes are collected, the optimizer 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
+
+
+@dataclass(frozen=True)
+class DenseStart:
+    """The dense part of one server, as a rule finds it.
+
+    values: float32 [n]. sizes, groups: of each tensor, numbers in it and its optimizer group.
+    state:  the optimizer's, of each tensor, as in `optimizer.state[p]`
+    """
+
+    values: np.ndarray
+    step: int
+    sizes: Sequence[int]
+    groups: Sequence[int]
+    state: Sequence[Mapping[str, Any]]
+
+    def group_of_elements(self) -> np.ndarray:
+        """int32 [n]: the optimizer group of each element."""
+        return np.repeat(self.groups, self.sizes).astype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -93,7 +113,25 @@ class NewValues:
 
 
 class Rule(Protocol):
-    """Belongs to one server, which serialises the calls."""
+    """Belongs to one server, which serialises the calls.
+
+    A class that a distribution registers in `gba_hvd.update_rules` has these methods and attributes; a subclass of
+    `Plain` overrides what differs.
+
+    looks_ahead:   it shows workers other values than the model's, so evaluations are given the model's
+    knows_workers: it uses `Step.workers`
+    """
+
+    looks_ahead: ClassVar[bool]
+    knows_workers: ClassVar[bool]
+
+    @classmethod
+    def why_not(cls, optimizer: Mapping[str, Any]) -> str:
+        """Why the rule does not go with this optimizer (as `torch_optimizers.spec_of` describes it); empty: it does."""
+
+    @classmethod
+    def start(cls, optimizer: Mapping[str, Any], dense: DenseStart, workers: Sequence[int]) -> Rule:
+        """A server's rule, as things stand. workers: who trains now, by id. `why_not` was empty."""
 
     def damping(self, dense_step: int) -> Damping:
         """Of a push computed with the values of step `dense_step`; that is negative when it is not known."""
@@ -110,6 +148,17 @@ class Rule(Protocol):
 
 class Plain:
     """Rule "none": the user's optimizer steps with whatever came, however old."""
+
+    looks_ahead: ClassVar[bool] = False
+    knows_workers: ClassVar[bool] = False
+
+    @classmethod
+    def why_not(cls, optimizer: Mapping[str, Any]) -> str:
+        return ""
+
+    @classmethod
+    def start(cls, optimizer: Mapping[str, Any], dense: DenseStart, workers: Sequence[int]) -> Rule:
+        return cls()
 
     def damping(self, dense_step: int) -> Damping:
         return _NONE

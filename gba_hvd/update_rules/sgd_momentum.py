@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from gba_hvd.update_rules.rule import DenseStart
+
 SGD = "torch.optim.sgd:SGD"
 
 
@@ -58,6 +60,11 @@ def why_not(rule: str, spec: Mapping[str, Any], takes_weight_decay: bool = True)
         if group.get("weight_decay") and not takes_weight_decay:
             return f"{rule} has workers make the momentum, without weight decay: leave it out, as in {fits}"
     return ""
+
+
+def taken_over(optimizer: Mapping[str, Any], dense: DenseStart) -> tuple[Sgd, np.ndarray]:
+    """The hyper-parameters of each element, and the momentum there is, float32 [n]."""
+    return Sgd.of(optimizer, dense.group_of_elements()), buffer_of(dense.state, dense.sizes)
 
 
 def buffer_of(state: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> np.ndarray:

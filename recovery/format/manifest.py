@@ -21,11 +21,13 @@ import msgspec
 import xxhash
 
 from recovery.errors import BadInput, Damaged
+from recovery.policies import POLICIES
+from recovery.registry import NAME
 from recovery.rows import Schema, Table
 from recovery.storage.store import MOST_EPOCH, MOST_NUMBER, age_of, is_name
 
 FORMAT = 1
-KINDS = ("full", "delta", "mfu", "ssu", "scar")
+_REGISTERED = "registered:"
 LIMIT_BYTES = 256 << 20
 LEAST_SECTION_BYTES = 120  # in the document
 
@@ -78,7 +80,8 @@ class Manifest:
     """One checkpoint.
 
     epoch: of the writer's claim (see `claims`); number: counts this run's checkpoints. Newer is larger (epoch, number).
-    kind: "full" | "delta" | "mfu" | "ssu" | "scar". parent: name of the checkpoint it is on top of; None for a base.
+    kind: "full" | "delta" | "mfu" | "ssu" | "scar" | "registered:NAME", by a policy that a distribution registered.
+    parent: name of the checkpoint it is on top of; None for a base.
     step: of the state; rows have the steps of their sections. samples: applied so far.
     saved_unix_s: for people. about: plain JSON of the caller (job, mode, versions ...).
     """
@@ -183,6 +186,15 @@ def _canonical(value: Any) -> bytes:
 # --- what makes sense ------------------------------------------------------------------------------------------------
 
 
+def kind_of(policy: str) -> str:
+    """What a save of this policy is called in a manifest. A restore needs its rows only, not the policy."""
+    return policy if policy in POLICIES else _REGISTERED + policy
+
+
+def _is_registered(kind: str) -> bool:
+    return kind.startswith(_REGISTERED) and NAME.fullmatch(kind.removeprefix(_REGISTERED)) is not None
+
+
 def _flaws(manifest: Manifest, name: str) -> Iterator[str]:
     if not (0 <= manifest.epoch <= MOST_EPOCH and 0 <= manifest.number <= MOST_NUMBER):
         yield f"epoch {manifest.epoch} and number {manifest.number}"
@@ -190,8 +202,8 @@ def _flaws(manifest: Manifest, name: str) -> Iterator[str]:
         yield f"step {manifest.step}, {manifest.samples} samples"
     if manifest.name != name:
         yield f"it is {manifest.name}, in the place of another"
-    if manifest.kind not in KINDS:
-        yield f"kind {manifest.kind!r} is none of {', '.join(KINDS)}"
+    if manifest.kind not in POLICIES and not _is_registered(manifest.kind):
+        yield f"kind {manifest.kind!r} is none of {', '.join(POLICIES)} and {_REGISTERED}NAME"
     if (manifest.parent is None) != (manifest.kind == "full"):
         yield f"kind {manifest.kind!r} with parent {manifest.parent}: full ones have none, all others need one"
     if manifest.parent is not None and not _is_older(manifest.parent, manifest):

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from recovery.config import POLICIES
 from recovery.errors import BadInput
+from recovery.policies import SAVE_POLICIES
 
 STRATEGIES = ("auto", "full", "partial")
 
@@ -118,8 +118,7 @@ class Wishes:
             )
         if self.strategy not in STRATEGIES:
             raise BadInput(f"strategy {self.strategy!r} is not known: choose one of {', '.join(STRATEGIES)}")
-        if self.policy not in POLICIES:
-            raise BadInput(f"policy {self.policy!r} is not known: choose one of {', '.join(POLICIES)}")
+        SAVE_POLICIES.get(self.policy)
         if not -1 < self.leave_margin <= self.margin < 1 or self.interval_band < 0:
             raise BadInput(
                 "leave_margin must not be above margin (or plans would flip), both within -1 and 1, and interval_band "

@@ -4,7 +4,7 @@
     delta  those updated since they were last saved
     mfu    the share r with the most updates since they were last saved      (CPR-MFU)
     scar   the share r whose values changed most, in L2, since then          (SCAR)
-    ssu    r * n rows out of a sub-sampled stream of updates, see `sampled`  (CPR-SSU)
+    ssu    r * n rows out of a sub-sampled stream of updates, see `subsampled_updates`  (CPR-SSU)
 
 The share is of a whole table, not of each shard, and no process needs all of it: each shard makes a `Histogram`, small
 and to be sent around; `threshold` says from all of them what is taken, `at_least` finds it in each shard. Bounded
@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
-from recovery.config import POLICIES
 from recovery.errors import BadInput
+from recovery.policies import POLICIES, SAVE_POLICIES, SavePolicy
 from recovery.rows import Schema
 
 _PIECE = 1 << 20  # rows looked at at once
@@ -136,6 +137,8 @@ def extra_bytes(policy: str, n_rows: int, record_bytes: int, r: float) -> int:
     _check(policy, r)
     if policy == "ssu":
         return 4 * n_taken(policy, n_rows, r) + -(-n_rows // 8)
+    if policy not in POLICIES:
+        return cast(type[SavePolicy], SAVE_POLICIES.get(policy)).extra_bytes(n_rows, record_bytes)
     return {"full": 0, "delta": 4, "mfu": 4, "scar": record_bytes}[policy] * n_rows
 
 
@@ -153,8 +156,7 @@ def small_tables(schema: Schema, whole_share: float = 0.01, whole_rows: int = 10
 
 
 def _check(policy: str, r: float) -> None:
-    if policy not in POLICIES:
-        raise BadInput(f"policy {policy!r} is not known: choose one of {', '.join(POLICIES)}")
+    SAVE_POLICIES.get(policy)
     if not 0 < r <= 1:
         raise BadInput(f"r, the share of rows that a save takes, must be above 0 and at most 1, got {r}")
 

@@ -15,8 +15,10 @@ import numpy as np
 
 from recovery.config import Config
 from recovery.errors import BadInput
-from recovery.rows import Choice, Holder, Places, Slab, Telling, everything
+from recovery.policies import POLICIES, SAVE_POLICIES, SavePolicy
+from recovery.rows import Choice, Holder, Places, Telling, everything
 from recovery.selection import importance
+from recovery.selection.scar import Scar
 from recovery.selection.subsampled_updates import SubSampled
 from recovery.selection.update_tracker import Tracker
 
@@ -42,7 +44,11 @@ class Selection:
         self._small = importance.small_tables(holder.schema)
         self._tracker = Tracker(holder, tracker_path, counters) if config.policy in ("delta", "mfu") else None
         self._valid_for: str | None = None
-        self._kept: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}
+        self._policy: SavePolicy | None = None  # where neither the tracker nor the stream of updates decides
+        if config.policy == "scar":
+            self._policy = Scar(holder)
+        elif config.policy not in POLICIES:
+            self._policy = SAVE_POLICIES.get(config.policy)(holder)
         self._lists: dict[tuple[int, int], SubSampled] = {}
         self._taken: dict[tuple[int, int], np.ndarray] = {}
         self._lock = threading.Lock()
@@ -95,17 +101,15 @@ class Selection:
             return whole
         if kind == "delta":
             return self._changed
-        chosen = self._sampled if kind == "ssu" else self._above(self._since if kind == "mfu" else self._moved)
+        importance_of = self._since if self._policy is None else self._policy.importance
+        chosen = self._sampled if kind == "ssu" else self._above(importance_of)
         return lambda table, shard: whole(table, shard) if table in self._small else chosen(table, shard)
 
     def note(self, table: int, shard: int, places: Places, records: np.ndarray, counts: np.ndarray) -> None:
         if self._tracker is not None:
             self._tracker.note(table, shard, places, counts)
-        if self._config.policy == "scar":
-            at = 0
-            for kept in self._copies(table, shard):
-                kept[places] = records[:, at : at + kept.shape[1]]
-                at += kept.shape[1]
+        if self._policy is not None:
+            self._policy.saved(table, shard, places, records, counts)
 
     def commit(self, manifest: str) -> None:
         self._taken.clear()
@@ -114,24 +118,23 @@ class Selection:
             self._tracker.commit(manifest)
 
     def abandon(self) -> None:
-        """Nothing of this save counts. SSU's rows go back to their lists; SCAR's copies are of no use any more."""
+        """Nothing of this save counts. SSU's rows go back to their lists; what a policy has noted is of no use."""
         if self._tracker is not None:
             self._tracker.abandon()
         for (table, shard), places in self._taken.items():
             self.updated(table, shard, np.repeat(places, self._config.ssu_period))  # one of so many is looked at
         self._taken.clear()
-        if self._config.policy == "scar":
+        if self._policy is not None:
             self._valid_for = None
 
     def restored(self, manifest: str, shards: tuple[int, ...] | None = None) -> None:
         """The rows of these shards (None: of all that are here) have just come out of this manifest's chain."""
         if self._tracker is not None:
             self._tracker.restored(manifest, shards)
-        if self._config.policy == "scar":
+        if self._policy is not None:
             for shard in self._holder.shards() if shards is None else shards:
                 for table in range(len(self._holder.schema.tables)):
-                    for kept, column in zip(self._copies(table, shard), self._slab(table, shard).columns, strict=True):
-                        kept[:] = column
+                    self._policy.restored(table, shard)
         if shards is None:
             self._valid_for = manifest
         elif manifest != self._valid_for:
@@ -149,21 +152,12 @@ class Selection:
 
     # --- policies ----------------------------------------------------------------------------------------------------
 
-    def _slab(self, table: int, shard: int) -> Slab:
-        return self._holder.slab(table, shard)
-
     def _since(self, table: int, shard: int, places: slice) -> np.ndarray:
         assert self._tracker is not None
         return self._tracker.since(table, shard, places)
 
-    def _moved(self, table: int, shard: int, places: slice) -> np.ndarray:
-        far = np.zeros(places.stop - places.start, np.float32)
-        for now, kept in zip(self._slab(table, shard).columns, self._copies(table, shard), strict=True):
-            far += importance.l2_change(now[places], kept[places])
-        return far
-
     def _changed(self, table: int, shard: int) -> Places:
-        n = len(self._slab(table, shard))
+        n = len(self._holder.slab(table, shard))
         found = [importance.changed(self._since(table, shard, piece)) + piece.start for piece in _pieces(n)]
         places = np.concatenate(found) if found else np.empty(0, np.int64)
         return slice(0, n) if len(places) == n else places  # all rows need no places
@@ -208,13 +202,6 @@ class Selection:
             capacity = importance.n_taken("ssu", n, self._config.r)
             self._lists[table, shard] = SubSampled(n, capacity, rng=self._rng, period=self._config.ssu_period)
         return self._lists[table, shard]
-
-    def _copies(self, table: int, shard: int) -> tuple[np.ndarray, ...]:
-        """SCAR: the values as last saved."""
-        if (table, shard) not in self._kept:
-            columns = self._slab(table, shard).columns
-            self._kept[table, shard] = tuple(np.zeros(column.shape, np.float32) for column in columns)
-        return self._kept[table, shard]
 
 
 def _pieces(n_rows: int) -> list[slice]:

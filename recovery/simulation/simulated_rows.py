@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from recovery.errors import BadInput
+from recovery.policies import POLICIES
 from recovery.rows import Column, Places, Schema, Slab, Table
 from recovery.selection import importance
 from recovery.selection.subsampled_updates import SubSampled
@@ -42,6 +43,8 @@ class SimulatedRows:
     """A `Holder` whose shards are the sampled servers. Time passes by `pass_time`; values exist for "scar" only."""
 
     def __init__(self, model: RowModel, rng: np.random.Generator, policy: str, r: float) -> None:
+        if policy not in POLICIES:
+            raise BadInput(f"policy {policy!r} is registered; simulated are {', '.join(POLICIES)}")
         n = model.n_servers * model.rows_per_server
         self.schema = Schema((Table("rows", n, (Column("weight", 1),)),), model.n_servers)
         self.updates_per_s = n * model.updates_per_row_h / 3600

@@ -18,7 +18,7 @@ from recovery.errors import BadInput, NotFound, StoreError
 from recovery.redaction import redacted
 from recovery.storage.store import ATTEMPT, Transient, checked, checked_prefix, stop_if_cancelled
 
-_PACKAGES = {
+PACKAGES = {
     "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "abfss": "adlfs", "az": "adlfs",
     "sftp": "paramiko", "ssh": "paramiko", "smb": "smbprotocol", "oss": "ossfs", "oci": "ocifs", "hdfs": "pyarrow",
 }  # fmt: skip
@@ -125,7 +125,7 @@ def _open(url: str, protocol: str, storage_options: dict[str, Any]) -> tuple[Any
     try:
         fs, root = fsspec.url_to_fs(url, **{**storage_options, "use_listings_cache": False})
     except ImportError as error:
-        package = _PACKAGES.get(protocol)
+        package = PACKAGES.get(protocol)
         hint = f"pip install {package}" if package else known_implementations[protocol].get("err", str(error))
         raise BadInput(f"{redacted(url)}: the package for {protocol}:// is not installed: {hint}") from error
     except Exception as error:

@@ -6,10 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from recovery.errors import BadInput
-from recovery.storage.fsspec_store import FsspecStore
+from recovery.registry import Registry
+from recovery.storage.fsspec_store import PACKAGES, FsspecStore
 from recovery.storage.local_store import LocalStore
 from recovery.storage.retry import Patience, PatientStore
 from recovery.storage.store import LEAST_BYTES_S, Store
+
+STORES: Registry[Store] = Registry(
+    "recovery.stores",
+    "store",
+    Store,
+    {"file": LocalStore, "local": LocalStore, "memory": FsspecStore, **dict.fromkeys(PACKAGES, FsspecStore)},
+)
 
 
 def open_store(
@@ -22,6 +30,7 @@ def open_store(
 ) -> Store:
     """The store at a URL: a path or file://, memory://, or what fsspec knows: s3://, gs://, abfs://, sftp:// ...
 
+    A distribution may register a store under another protocol, as an entry point in `recovery.stores`.
     timeout_s, least_bytes_s: one attempt at one call may take timeout_s, and a second for each so many bytes it moves.
     tries: how often a call is attempted when it fails for what may pass.
     storage_options: go to the back end (`key`, `endpoint_url`, `token` ...; its environment variables work as well).
@@ -36,5 +45,7 @@ def open_store(
         # What a disk refuses it refuses again. And pieces need no copy for a second attempt.
         tries = 1
     patience = Patience(timeout_s, tries, least_bytes_s=least_bytes_s)
-    store = FsspecStore(str(url), storage_options) if is_remote else LocalStore(path if colon else str(url))
-    return PatientStore(store, patience)
+    if not is_remote:
+        return PatientStore(LocalStore(path if colon else str(url)), patience)
+    kind = STORES.get(protocol) if protocol in STORES.names() else FsspecStore
+    return PatientStore(kind(str(url), storage_options), patience)

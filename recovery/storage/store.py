@@ -66,7 +66,15 @@ def stop_if_cancelled(what: str) -> None:
 
 
 class Store(Protocol):
-    """Raises NotFound or StoreError. Thread-safe."""
+    """Raises NotFound, Transient where the same call may work later, or StoreError. Thread-safe.
+
+    A class that a distribution registers in `recovery.stores`, under the protocol of its URLs, is constructed with the
+    URL and a dict of storage options, and touches nothing yet; it raises BadInput for a URL or option it cannot use.
+    Time limits and further attempts are around it (`recovery.storage.retry`). It passes names through `checked` before
+    it makes paths of them, and prefixes through `checked_prefix`.
+
+    url: for messages, without secrets (`recovery.redaction.redacted`)
+    """
 
     url: str
 

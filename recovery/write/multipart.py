@@ -42,7 +42,7 @@ import xxhash
 from recovery.config import Config
 from recovery.errors import BadInput, Damaged, RecoveryError, StoreError
 from recovery.format import row_codec
-from recovery.format.manifest import Blob, Manifest, Section, StateBlob, from_json, to_json
+from recovery.format.manifest import Blob, Manifest, Section, StateBlob, from_json, kind_of, to_json
 from recovery.restore.inspect import verify_saved
 from recovery.rows import Holder, Schema
 from recovery.selection.selector import Selection
@@ -77,7 +77,7 @@ class SavePlace:
 
     def manifest(self, blobs: Sequence[Blob], state: StateBlob | None, saved_unix_s: float, **about: Any) -> Manifest:
         """about: what is known only now."""
-        place = (self.epoch, self.number, self.kind, self.parent, self.step, self.samples)
+        place = (self.epoch, self.number, kind_of(self.kind), self.parent, self.step, self.samples)
         return Manifest(*place, saved_unix_s, self.schema, tuple(blobs), state, {**self.about, **about})
 
 

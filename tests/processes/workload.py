@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +79,8 @@ class Training:
     @classmethod
     def of(cls, plan: dict[str, Any], more_users: int = 0, **values: Any) -> Training:
         torch.manual_seed(plan.get("torch_seed", 3))
-        row_optimizer = getattr(gba_hvd, plan.get("row_optimizer", "Adagrad"))(lr=0.05)
+        module, _, kind = plan.get("row_optimizer", "Adagrad").rpartition(":")
+        row_optimizer = getattr(importlib.import_module(module or "gba_hvd"), kind)(lr=0.05)
         tables = gba_hvd.EmbeddingTables(
             {"user": (300 + more_users, 8), "item": (40, 6)},
             optimizer=row_optimizer,

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recovery.errors import BadInput
+from recovery.policies import POLICIES
 from recovery.rows import Column, Schema, Table
 from recovery.selection import importance
 
@@ -83,7 +84,7 @@ def test_a_row_that_is_not_a_number_is_not_overlooked():
 
 
 def test_memory_is_as_the_paper_has_it():
-    extra = {policy: importance.extra_bytes(policy, 1_000_000, 128, 0.125) for policy in importance.POLICIES}
+    extra = {policy: importance.extra_bytes(policy, 1_000_000, 128, 0.125) for policy in POLICIES}
     assert extra == {"full": 0, "delta": 4_000_000, "mfu": 4_000_000, "ssu": 500_000 + 125_000, "scar": 128_000_000}
 
 

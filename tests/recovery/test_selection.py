@@ -9,8 +9,8 @@ import pytest
 
 from recovery.config import Config
 from recovery.errors import BadInput
+from recovery.policies import POLICIES
 from recovery.rows import Places
-from recovery.selection import importance
 from recovery.selection.selector import Selection
 from recovery.torch_rows.tensor_rows import TensorRows
 from tests.recovery.holders import train, two_tables
@@ -93,7 +93,7 @@ def test_after_a_failed_save_the_copies_of_scar_are_of_no_use() -> None:
     assert not selection.is_valid_for("base")
 
 
-@pytest.mark.parametrize("policy", importance.POLICIES)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_it_says_how_much_memory_it_takes(policy: str) -> None:
     rows = two_tables(1)
     selection = Selection(rows, replace(CONFIG, policy=policy))

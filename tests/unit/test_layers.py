@@ -31,7 +31,7 @@ LAYERS = {
         ["optimizer", "grad_scaler", "batches", "evaluation", "hogwild"],
     ],
     "recovery": [
-        ["errors", "redaction", "state_codec", "rows"],
+        ["errors", "redaction", "registry", "state_codec", "rows", "policies"],
         ["storage"],
         ["format"],
         ["catalog"],

@@ -24,7 +24,7 @@ def test_weights_for_a_staleness_of_0_to_5_and_a_tolerance_of_3(name: str, weigh
     assert [weighting(name, tolerance=3).weight(staleness) for staleness in range(6)] == weights
 
 
-@given(st.sampled_from(WEIGHTINGS), st.integers(0, 20), st.integers(-50, 50))
+@given(st.sampled_from(WEIGHTINGS.names()), st.integers(0, 20), st.integers(-50, 50))
 def test_a_weight_is_between_0_and_1_and_never_rises(name: str, tolerance: int, staleness: int) -> None:
     rule = weighting(name, tolerance)
     assert 1 >= rule.weight(staleness) >= rule.weight(staleness + 1) >= 0
@@ -48,12 +48,12 @@ def test_rules_without_a_tolerance_do_not_mind_one() -> None:
 
 
 def test_a_misspelt_name_is_answered_with_the_right_one() -> None:
-    with pytest.raises(BadInput, match="no staleness weighting 'treshold'; did you mean 'threshold'"):
+    with pytest.raises(BadInput, match="staleness weighting 'treshold' is not known: did you mean 'threshold'"):
         weighting("treshold")
 
 
 def test_a_name_like_no_other_is_answered_with_all_of_them() -> None:
-    with pytest.raises(BadInput, match="'threshold' or 'linear' or 'inverse' or 'none' or 'gap_aware'"):
+    with pytest.raises(BadInput, match="choose one of threshold, linear, inverse, none, gap_aware"):
         weighting("xyz")
 
 

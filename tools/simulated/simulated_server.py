@@ -22,7 +22,7 @@ from gba_hvd.ps.coordinator.ledger import Lease, Ledger
 from gba_hvd.ps.messages import Apply, Endpoint, Enter, NotFinite, Position
 from gba_hvd.ps.partition.partition import Limits, Part
 from gba_hvd.shm.shard_memory import ShardMemory
-from gba_hvd.update_rules import KNOWS_WORKERS
+from gba_hvd.update_rules import rule_class
 from recovery import state_codec
 
 from .tasks import Task
@@ -94,7 +94,7 @@ class SimulatedServer:
         before = self.ledger.step
         while not self.diverged and (plan := self.ledger.next_step()) is not None:
             members, scale = weighed(plan, self._cut.micro_batch, self._discipline)
-            living = self._workers if self._rule in KNOWS_WORKERS else []
+            living = self._workers if rule_class(self._rule).knows_workers else []
             oldest = self.ledger.oldest_serial
             row_lr = self._task.row_optimizer.lr
             applied = self.part.apply(Apply(1, plan.step, members, scale, row_lr, self._lrs, oldest, living))

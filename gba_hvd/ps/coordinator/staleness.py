@@ -7,16 +7,19 @@ the gradient where the step is applied.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Protocol
 
 from gba_hvd.errors import BadInput
+from recovery.registry import Registry
 
 
 class Weighting(Protocol):
-    """f(token, k) of GBA (arXiv 2205.11048), as a function of k - token."""
+    """f(token, k) of GBA (arXiv 2205.11048), as a function of k - token.
+
+    A class that a distribution registers in `gba_hvd.staleness_weightings` is constructed with the tolerance, an int of
+    0 or more, in steps; it raises BadInput where it cannot use that. It keeps no state: every call gives the same.
+    """
 
     def weight(self, staleness: int) -> float:
         """From 0 (dropped) to 1 (counts in full), never rising with staleness."""
@@ -69,14 +72,19 @@ class Unweighted:
         return 1.0
 
 
-_WEIGHTINGS: dict[str, Callable[[int], Weighting]] = {
-    "threshold": Threshold,
-    "linear": LinearDecay,
-    "inverse": lambda tolerance: InverseDecay(),
-    "none": lambda tolerance: Unweighted(),
-    "gap_aware": lambda tolerance: Unweighted(),  # by distance, not by steps: `gap_aware` damps where steps are applied
-}
-WEIGHTINGS = tuple(_WEIGHTINGS)
+WEIGHTINGS: Registry[Weighting] = Registry(
+    "gba_hvd.staleness_weightings",
+    "staleness weighting",
+    Weighting,
+    {
+        "threshold": Threshold,
+        "linear": LinearDecay,
+        "inverse": lambda tolerance: InverseDecay(),
+        "none": lambda tolerance: Unweighted(),
+        # By distance, not by steps: the rule `gap_aware` damps gradients where steps are applied.
+        "gap_aware": lambda tolerance: Unweighted(),
+    },
+)
 
 
 def weighting(name: str, tolerance: int = 4) -> Weighting:
@@ -85,8 +93,4 @@ def weighting(name: str, tolerance: int = 4) -> Weighting:
     Raises BadInput for another name, and for a tolerance that is not a whole number from 0.
     """
     _check(tolerance)
-    make = _WEIGHTINGS.get(name)
-    if make is None:
-        near = get_close_matches(str(name), WEIGHTINGS, n=1) or WEIGHTINGS
-        raise BadInput(f"there is no staleness weighting {name!r}; did you mean {' or '.join(map(repr, near))}?")
-    return make(tolerance)
+    return WEIGHTINGS.get(name)(tolerance)

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from gba_hvd.compression import dense_push, row_codec, row_push
+from gba_hvd.compression import dense_push, row_codec, row_push, value_codec
 from gba_hvd.compression.dense_deltas import Mirrors
 from gba_hvd.compression.sparse_message import BadMessage
-from gba_hvd.compression.spec import SELECTORS, VALUES, Spec
+from gba_hvd.compression.spec import SELECTORS, Spec
 from gba_hvd.errors import BadInput
 from gba_hvd.ps.messages import Compressor, Dense, ProtocolError, PullDense, PullRows, Push
 from gba_hvd.ps.partition.partition import Part, gather
@@ -72,7 +72,7 @@ def _sizes(part: Part) -> list[int]:
 
 
 def _spec_of(told: Compressor) -> Spec:
-    if told.values not in VALUES or told.selector not in ("", *SELECTORS):
+    if told.values not in value_codec.names() or told.selector not in ("", *SELECTORS):
         raise ProtocolError(f"no compressor: {told.selector[:80]!r}, {told.values[:80]!r}")
     try:
         return Spec(told.selector, told.keep, told.refresh_every, told.drift, told.values)

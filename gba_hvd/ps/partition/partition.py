@@ -44,7 +44,7 @@ from gba_hvd.ps.partition.residuals import Residuals
 from gba_hvd.ps.transport import MAX_FRAME_BYTES
 from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.trace import TRACE
-from gba_hvd.update_rules.rule import ByOptimizer, Received, Rule, Step
+from gba_hvd.update_rules.rule import ByOptimizer, DenseStart, Received, Rule, Step
 from recovery import state_codec
 
 log = logging.getLogger("gba_hvd.ps")
@@ -352,7 +352,7 @@ def _rule_of(
     enter: Enter, tensors: Sequence[DenseTensor], values: np.ndarray, state: Sequence[Mapping[str, Any]], step: int
 ) -> Rule:
     sizes, groups = [t.size for t in tensors], [t.group for t in tensors]
-    start = update_rules.DenseStart(values, step, sizes, groups, state)
+    start = DenseStart(values, step, sizes, groups, state)
     return update_rules.make(enter.rule, enter.optimizer, start, [worker for worker, *_ in enter.workers])
 
 
