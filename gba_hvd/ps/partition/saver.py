@@ -25,7 +25,7 @@ import msgspec
 import xxhash
 
 from gba_hvd.errors import GbaError
-from gba_hvd.ps.messages import Hold, Save, Saved
+from gba_hvd.ps.messages import Hold, Save, Saved, SaveState
 from gba_hvd.shm.checkpoint_rows import MemoryRows
 from gba_hvd.shm.shard_memory import ShardMemory
 from recovery.active_chain import Lineage
@@ -249,7 +249,7 @@ class Saver:
         try:
             facts = self._save(request, state, extra, cancel)
             facts["seconds"] = round(time.monotonic() - started, 3)
-            became = "part" if request.part else "done"
+            became: SaveState = "part" if request.part else "done"
         except Cancelled:
             became, facts = "failed", {"why": "the world was formed anew, or the job ended"}
         except Exception as error:

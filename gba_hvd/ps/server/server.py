@@ -175,7 +175,7 @@ class Server:
             case messages.PullDense():
                 return compressed_frames.answer_pull(mode.active(request.generation), request)
             case messages.PullRows():
-                return Refused("rows are pulled at the other port", kind="ProtocolError"), ()
+                raise ProtocolError("rows are pulled at the other port")
             case messages.Blend():
                 part = mode.active(request.generation)
                 values = part.central.blend(request, frames)
