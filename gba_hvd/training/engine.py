@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,7 +31,6 @@ from gba_hvd.compression import Compression, Spec, row_exchange
 from gba_hvd.compression.dense_exchange import DenseExchange
 from gba_hvd.compression.row_codec import RowCoder
 from gba_hvd.dense_gradients import DenseGradients
-from gba_hvd.elastic.world_rejoin import Reformer
 from gba_hvd.embedding.row_gradients import RowGrad
 from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.epoch import Account, Cut, EpochOrder
@@ -52,6 +51,9 @@ from gba_hvd.torch_optimizers import put_state, spec_of
 from gba_hvd.trace import TRACE
 from gba_hvd.training.parameter_watch import ParameterWatch, names_in_words
 from gba_hvd.training.step_hooks import StepHooks
+
+if TYPE_CHECKING:
+    from gba_hvd.elastic.world_rejoin import Reformer
 
 log = logging.getLogger("gba_hvd")
 
