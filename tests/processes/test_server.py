@@ -90,7 +90,7 @@ def test_what_is_no_message_of_this_job_is_refused(unchanged: Host, what: str) -
     for pull in (False, True):
         peer = unchanged.peer(pull=pull)
         peer.post(fuzz_server.bad_envelopes("job")[what])
-        envelope = messages._envelope.decode(peer.socket.recv_multipart()[0])
+        envelope = wire._envelope.decode(peer.socket.recv_multipart()[0])
         assert isinstance(wire.decode_answer(envelope), Refused)
 
 
