@@ -79,9 +79,9 @@ $(VENV)/.package: setup.cfg pyproject.toml $(VENV)/.horovod
 	$(PY) -m pip install --quiet --no-build-isolation --editable '.[all]' -c constraints.txt
 	@touch $@
 
-# The row kernels are compiled at their first import and cached on disk, modules are too, if Python may write there; here,
+# The row kernels are compiled before their first call and cached on disk, modules are too, if Python may write there; here,
 # so that no worker waits for it later.
 $(VENV)/.ready: gba_hvd/kernels.py gba_hvd/compression/kernels.py $(VENV)/.package
-	$(PY) -c "import gba_hvd.kernels, gba_hvd.compression.kernels"
+	$(PY) -c "from gba_hvd import kernels; from gba_hvd.compression import kernels as others; kernels.load(); others.load()"
 	$(PY) -m compileall -q gba_hvd recovery tools
 	@touch $@

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from gba_hvd import elastic
-from gba_hvd.batch import Bag, Batch
-from gba_hvd.batches import batches
-from gba_hvd.callbacks import Callback, Event, Job, StepRecord
-from gba_hvd.compression import Compression
-from gba_hvd.embedding.row_optimizers import SGD, Adagrad, Adam, RowAdagrad
-from gba_hvd.embedding.tables import EmbeddingTables
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
 from gba_hvd.errors import BadInput, GbaError, NonFiniteGradient, ShardMemoryError, StateMismatch
-from gba_hvd.evaluation import evaluate
-from gba_hvd.faults import FaultSchedule
-from gba_hvd.hogwild import hogwild
-from gba_hvd.metrics import Scores
-from gba_hvd.optimizer import DistributedOptimizer
-from gba_hvd.switching.callback import GBACallback
-from gba_hvd.torch_optimizers import register_optimizer
-from gba_hvd.tracking import MLflowCallback, ProgressLine
+
+if TYPE_CHECKING:
+    from gba_hvd import elastic
+    from gba_hvd.batch import Bag, Batch
+    from gba_hvd.batches import batches
+    from gba_hvd.callbacks import Callback, Event, Job, StepRecord
+    from gba_hvd.compression import Compression
+    from gba_hvd.embedding.row_optimizers import SGD, Adagrad, Adam, RowAdagrad
+    from gba_hvd.embedding.tables import EmbeddingTables
+    from gba_hvd.evaluation import evaluate
+    from gba_hvd.faults import FaultSchedule
+    from gba_hvd.hogwild import hogwild
+    from gba_hvd.metrics import Scores
+    from gba_hvd.optimizer import DistributedOptimizer
+    from gba_hvd.switching.callback import GBACallback
+    from gba_hvd.torch_optimizers import register_optimizer
+    from gba_hvd.tracking import MLflowCallback, ProgressLine
 
 __all__ = [
     "SGD",
@@ -49,3 +57,46 @@ __all__ = [
     "hogwild",
     "register_optimizer",
 ]
+
+# Imported when they are first used: a server, a command or a process that only reads settings needs few of them.
+_IN = {
+    "batch": ("Bag", "Batch"),
+    "batches": ("batches",),
+    "callbacks": ("Callback", "Event", "Job", "StepRecord"),
+    "compression": ("Compression",),
+    "embedding.row_optimizers": ("SGD", "Adagrad", "Adam", "RowAdagrad"),
+    "embedding.tables": ("EmbeddingTables",),
+    "evaluation": ("evaluate",),
+    "faults": ("FaultSchedule",),
+    "hogwild": ("hogwild",),
+    "metrics": ("Scores",),
+    "optimizer": ("DistributedOptimizer",),
+    "switching.callback": ("GBACallback",),
+    "torch_optimizers": ("register_optimizer",),
+    "tracking": ("MLflowCallback", "ProgressLine"),
+}
+_MODULE = {name: module for module, names in _IN.items() for name in names}
+
+
+class _Package(ModuleType):
+    """This package. A function and a module are called `batches`, others `hogwild`: the attribute is the function."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _MODULE:
+            found = getattr(import_module(f"gba_hvd.{_MODULE[name]}"), name)
+            setattr(self, name, found)
+            return found
+        if not name.startswith("_") and find_spec(f"gba_hvd.{name}") is not None:
+            return import_module(f"gba_hvd.{name}")
+        raise AttributeError(f"module 'gba_hvd' has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _IN and name in _MODULE and isinstance(value, ModuleType):  # the module has just been imported
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,6 +1,7 @@
 """The exceptions users may want to catch.
 
-`GbaError` is the one base of what both packages raise on purpose, so it covers checkpoints, too.
+`GbaError` is the base of all that both packages raise on purpose, checkpoints included. `RecoveryError` covers the
+errors of checkpoints only.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from recovery.errors import BadInput
-from recovery.errors import RecoveryError as GbaError
+from recovery.errors import ProjectError as GbaError
 
 __all__ = [
     "BadInput", "GbaError", "GivenUp", "HorovodMissing", "LastCheckpointFailed", "LauncherLost", "MissingPackage",

@@ -1,7 +1,8 @@
 """The loops over rows that have to be fast, compiled by numba.
 
-Plain arithmetic on numpy arrays: nothing here knows processes, files or modes. Signatures are explicit, so everything
-is compiled at the first import (and cached on disk), never in the middle of training.
+Plain arithmetic on numpy arrays: nothing here knows processes, files or modes. Signatures are explicit: all kernels are
+compiled together (and cached on disk), by `load` at set-up or else at the first call, never in the middle of training.
+Importing this file does not import numba, which takes half a second.
 
 Rows are addressed by *key*: `key % n_shards` is the shard, `key // n_shards` the row's place in it (`shard.layout`).
 `flat` is a host's whole shard memory as float32 words; `region` the words of one shard; `at` where its records start;
@@ -10,26 +11,57 @@ Rows are addressed by *key*: `key % n_shards` is the shard, `key // n_shards` th
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
-import numba as nb
 import numpy as np
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _compiled(signature: str) -> Callable[[F], F]:
-    compiler: Any = nb.njit(
-        signature, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"}
-    )
-    return cast(Callable[[F], F], compiler)
+class KernelFile:
+    """The kernels of one file, whose names are `names` (`globals()`). Compiled functions take the place of Python's.
+
+    Callers say `kernels.gather_rows(...)`: a name imported from the file would stay the one that compiles first.
+    """
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self._names, self._lock = names, threading.Lock()
+        self._python: list[tuple[Callable[..., Any], Sequence[str], dict[str, Any]]] = []
+
+    def add(self, *signatures: str, **options: Any) -> Callable[[F], F]:
+        """Decorator: a kernel for these signatures, with these options of `numba.njit`."""
+
+        def added(function: F) -> F:
+            @functools.wraps(function)
+            def first_call(*args: Any) -> Any:
+                self.load()
+                return self._names[function.__name__](*args)
+
+            self._python.append((function, signatures, options))
+            return cast(F, first_call)
+
+        return added
+
+    def load(self) -> None:
+        """Compile all, in the order of the file, or read them from the cache. From any thread; again does nothing."""
+        with self._lock:
+            if not self._python:
+                return
+            import numba  # not before a kernel is needed
+
+            for function, signatures, options in self._python:
+                self._names[function.__name__] = numba.njit(list(signatures), cache=True, **options)(function)
+            self._python.clear()
 
 
-def _inlined(signature: str) -> Callable[[F], F]:
-    compiler: Any = nb.njit(signature, inline="always", cache=True)
-    return cast(Callable[[F], F], compiler)
+_FILE = KernelFile(globals())
+load = _FILE.load
+_inlined = functools.partial(_FILE.add, inline="always")
+_compiled = functools.partial(_FILE.add, nogil=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
 
 
 # --- numbers from a counter ------------------------------------------------------------------------------------------

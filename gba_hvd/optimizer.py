@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from gba_hvd import kernels
 from gba_hvd.clipping import Clip
+from gba_hvd.compression import kernels as compression_kernels
 from gba_hvd.compression.spec import Compression, Spec, spec_of
 from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.errors import BadInput
@@ -143,6 +145,9 @@ def DistributedOptimizer(
     specs = spec_of(compression), spec_of(row_compression)
     clip = Clip(max_norm, max_row_norm)
     loss_scale = scale_of(grad_scaler)
+    kernels.load()
+    if not all(spec.is_none for spec in specs):
+        compression_kernels.load()
     model = TrainedModel(optimizer, tables, names, global_batch, micro_batch, row_average, *specs, clip, loss_scale)
     engine = Engine(model)
     group: dict[str, Any] = {

@@ -12,7 +12,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from recovery.errors import BadInput, Damaged, Fenced, RecoveryError, StoreError
+from recovery.errors import BadInput, Damaged, Fenced, ProjectError, RecoveryError, StoreError
 
 if TYPE_CHECKING:
     from recovery.callback import CheckpointCallback
@@ -35,6 +35,7 @@ __all__ = [
     "Now",
     "Parts",
     "ProcessCheckpointer",
+    "ProjectError",
     "RecoveryError",
     "Report",
     "Saved",

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 
-class RecoveryError(Exception):
-    """Everything this package raises on purpose."""
+class ProjectError(Exception):
+    """Base of all errors that `recovery` and `gba_hvd` raise on purpose; `gba_hvd` calls it `GbaError`."""
 
 
-class BadInput(RecoveryError, ValueError):
+class BadInput(ProjectError, ValueError):
     """Data or settings that the user can mend; the message says how."""
+
+
+class RecoveryError(ProjectError):
+    """A checkpoint could not be saved or restored. Neither `BadInput` nor an error of `gba_hvd` is one."""
 
 
 class StoreError(RecoveryError, OSError):

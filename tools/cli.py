@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
+from recovery.errors import ProjectError
+
 from . import bench, chaos
 from .commands import advise, checkpoint, clean, data, doctor, job, mlflow_send, plan, report, run, simulate
 from .signals import INTERRUPTED, ended_cleanly
@@ -58,10 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes at exit
         return 1
     except Exception as error:
-        from gba_hvd.errors import GbaError  # here, because importing gba_hvd imports torch
-        from recovery.errors import RecoveryError
-
-        if not isinstance(error, GbaError | RecoveryError):
+        if not isinstance(error, ProjectError):
             raise
         print(f"gba-hvd: {error}", file=sys.stderr)
         return 1

@@ -134,7 +134,7 @@ class Checkpoints(StepParticipant):
             try:
                 self._claim = claims.claim(self.store, self._claim.writer, lease_s=self._claim.lease_s)
                 others = self._others_since(self._claim)
-            except RecoveryError as error:
+            except (BadInput, RecoveryError) as error:
                 self.schedule.report_failure(f"the place for checkpoints was not claimed again: {error}")
                 return
         now, before = self._claim.epoch, self._epochs[-1] if self._epochs else 0
@@ -178,7 +178,7 @@ class Checkpoints(StepParticipant):
         """Bring shards back from the newest good checkpoint; None when there is none. Nobody may use them meanwhile.
 
         now: where the job is, if it goes on: then only rows come back, of its own checkpoints and of what it went on
-        from, else also the state. Raises RecoveryError.
+        from, else also the state. Raises as `recovery.restore.restore`.
         """
         rows = MemoryRows(memory, lambda: shards, filling=True)
         if now is None:

@@ -208,7 +208,7 @@ def _export(folder: Path, job: str, enter: Enter, all_entered: bool = True) -> l
         for server in range(len(enter.servers)):  # the coordinator first: it decides no step from then on
             reply = client.send(server, Export(enter.generation, True, position=server == 0)).result()
             body = reply.body
-            if isinstance(body, Refused) and (all_entered or body.kind != ProtocolError.__name__):
+            if isinstance(body, Refused) and (all_entered or body.kind != ProtocolError.kind):
                 raise GbaError(f"server {server} refused to say what it has: {body.why}")
             replies.append(reply)
     finally:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+import functools
+from collections.abc import Sequence
+from typing import Any
 
-import numba as nb
 import numpy as np
 
-F = TypeVar("F", bound=Callable[..., Any])
+from gba_hvd.kernels import KernelFile
+
 _BLOCK = 4096
 _MOST_SCALE = np.nextafter(np.finfo(np.float32).max / np.float32(127), np.float32(0))  # 127 times it is still a number
 
 
-def _compiled(*signatures: str) -> Callable[[F], F]:
-    compiler: Any = nb.njit(list(signatures), cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
-    return cast(Callable[[F], F], compiler)
+_FILE = KernelFile(globals())
+load = _FILE.load
+_compiled = functools.partial(_FILE.add, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
 
 
 def _of_floats(signature: str) -> Sequence[str]:

@@ -14,7 +14,7 @@ from gba_hvd.membership.agreement import Agreement
 from gba_hvd.shm.placement import Placement
 from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.training.engine import Engine
-from recovery.errors import RecoveryError
+from recovery.errors import BadInput, RecoveryError
 from recovery.restore import Now, Report
 
 
@@ -57,7 +57,7 @@ def fill_new_shards(
             memory.init_shard(shard, agreed.step, ready=False)
         try:
             report = checkpoints.fill(memory, mine, now) if mine else None
-        except RecoveryError as error:
+        except (BadInput, RecoveryError) as error:  # not those of the shard memory: rows begin anew in it
             if now is None:
                 raise
             failure = str(error)

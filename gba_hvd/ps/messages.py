@@ -15,7 +15,7 @@ Numbered by who speaks:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -28,18 +28,40 @@ MAX_HEADER_BYTES = 16 << 20  # `Enter` names every dense tensor; all other heade
 MAX_ANSWER_BYTES = 1 << 31  # of rows, to one pull
 
 
+RefusalKind = Literal["", "ProtocolError", "NotFinite", "mismatch", "failed"]
+"""Why a request was refused, as far as the sender acts on it. Sent as it stands here."""
+
+
 class ProtocolError(GbaError):
     """A message that is not what the protocol says. Nothing was changed. `number`: the request's, when it has one."""
 
     number = 0
+    kind: RefusalKind = "ProtocolError"
 
 
 class NotFinite(ProtocolError):
     """A gradient with NaN or infinity. It was not stored."""
 
+    kind = "NotFinite"
+
+
+class Mismatch(ProtocolError):
+    """Workers disagree about what they train. A new world would not change that, so the job ends."""
+
+    kind = "mismatch"
+
+
+class TrainingFailed(ProtocolError):
+    """A step could not be applied. No worker gets another lease, so the job ends."""
+
+    kind = "failed"
+
 
 class Struct(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     pass
+
+
+SaveState = Literal["", "running", "done", "failed", "part"]
 
 
 # --- values inside messages ------------------------------------------------------------------------------------------
@@ -93,7 +115,7 @@ class Saved(Struct):
 
     epoch: int = 0
     number: int = 0
-    state: str = ""
+    state: SaveState = ""
     facts: SaveFacts = msgspec.field(default_factory=SaveFacts)
 
 
@@ -534,7 +556,7 @@ class Given(Struct):
 
     position: Position
     lease: GivenLease | None = None
-    instead: str = ""
+    instead: Literal["", "wait", "finished", "drained"] = ""
 
 
 class Judged(Struct):
@@ -596,11 +618,14 @@ class StatusReport(Struct):
 
 
 class Refused(Struct):
-    """The request was not carried out, and changed nothing. `again`: it may be sent again later."""
+    """The request was not carried out, and changed nothing. `again`: it may be sent again later.
+
+    kind: of the error that `request_port.refusal` answers
+    """
 
     why: str
     again: bool = False
-    kind: str = ""
+    kind: RefusalKind = ""
 
 
 Answer = Ok | Taken | Given | Judged | Dense | Rows | Exported | Measured | Applied | Lives | StatusReport | Refused

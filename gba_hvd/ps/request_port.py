@@ -14,7 +14,7 @@ import zmq
 
 from gba_hvd.errors import GbaError
 from gba_hvd.ps import transport, wire
-from gba_hvd.ps.messages import Answer, ProtocolError, Refused, Request
+from gba_hvd.ps.messages import Answer, ProtocolError, RefusalKind, Refused, Request
 
 log = logging.getLogger("gba_hvd.ps")
 _DEFECTS_LOGGED = 50
@@ -83,4 +83,5 @@ def refusal(error: Exception) -> Refused:
     if not isinstance(error, GbaError | ValueError) and len(_logged) < _DEFECTS_LOGGED:
         _logged.append(error.__class__.__name__)
         log.error("a request failed", exc_info=error)
-    return Refused(str(error)[:2000] or type(error).__name__, kind=type(error).__name__)
+    kind: RefusalKind = error.kind if isinstance(error, ProtocolError) else ""
+    return Refused(str(error)[:2000] or type(error).__name__, kind=kind)

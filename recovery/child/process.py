@@ -38,7 +38,7 @@ import numpy as np
 from recovery.catalog.claims import Claim
 from recovery.checkpointer import Checkpointer
 from recovery.config import Config
-from recovery.errors import RecoveryError
+from recovery.errors import ProjectError, RecoveryError
 from recovery.format.manifest import Manifest
 from recovery.restore import Now
 from recovery.storage.store import Store
@@ -228,7 +228,7 @@ def _portable(error: BaseException) -> BaseException:
     try:
         sent: BaseException = pickle.loads(pickle.dumps(error))
         if type(sent) is type(error) and str(sent) == str(error):
-            if not isinstance(error, RecoveryError):
+            if not isinstance(error, ProjectError):
                 sent.add_note("".join(traceback.format_exception(error)))
             return sent
     except Exception:  # of a class that cannot be pickled: its words can

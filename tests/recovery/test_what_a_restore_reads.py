@@ -12,7 +12,7 @@ from recovery.catalog import chains, claims
 from recovery.catalog.retention import gc
 from recovery.checkpointer import Checkpointer
 from recovery.config import Config
-from recovery.errors import BadInput, Damaged, RecoveryError
+from recovery.errors import BadInput, Damaged
 from recovery.format import manifest, row_codec
 from recovery.process_checkpointer import ProcessCheckpointer
 from recovery.restore import restore
@@ -141,7 +141,7 @@ def test_a_manifest_that_would_make_no_sense_is_not_written(ram: RamStore) -> No
 
 
 def test_settings_name_the_ways_to_verify() -> None:
-    with pytest.raises(RecoveryError, match="choose one of sizes, state, bytes"):
+    with pytest.raises(BadInput, match="choose one of sizes, state, bytes"):
         Config(verify="twice")
 
 

@@ -86,6 +86,24 @@ def test_a_place_that_another_job_has_claimed_meanwhile_is_told(tmp_path: Path) 
     assert "deletes no checkpoint from before" in told.message
 
 
+def test_a_place_that_is_being_written_to_by_another_job_does_not_end_a_running_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[Event] = []
+    engine: Any = SimpleNamespace(step=3, emit=events.append)
+    mine = Checkpoints(engine, CheckpointCallback(str(tmp_path / "store"), lease_s=0.1))
+    mine.take_place("job")
+
+    def refused(*_: Any, **__: Any) -> claims.Claim:
+        raise BadInput("is being written to by job 'other'")
+
+    monkeypatch.setattr(claims, "claim", refused)
+    mine.take_place("job")
+    (told,) = events
+    assert told.kind == "checkpoint_failed"
+    assert "was not claimed again: is being written to by job 'other'" in told.message
+
+
 class Place:
     """Jobs that save to one place, one after the other. Every row of a job's checkpoint has a value of its own."""
 

@@ -11,7 +11,7 @@ import pytest
 from gba_hvd.epoch import Account
 from gba_hvd.errors import BadInput
 from gba_hvd.ps.coordinator.coordinator import Coordinator
-from gba_hvd.ps.messages import Ask, Beat, Done, Endpoint, Enter, Given, GivenLease, HandedIn, Position, Refused
+from gba_hvd.ps.messages import Ask, Beat, Done, Endpoint, Enter, Given, GivenLease, HandedIn, Mismatch, Position
 
 GENERATION, ALIVE_S, LEASE_S = 5, 2.0, 60.0
 
@@ -192,16 +192,14 @@ def test_a_successor_goes_on_exactly() -> None:
 def test_learning_rates_that_would_destroy_parameters_are_refused(lrs: list[float]) -> None:
     coordinator = a_coordinator(Clock())
     before = coordinator.state()
-    answer = coordinator.ask(ask(1, 1, lrs=lrs))
-    assert isinstance(answer, Refused)
-    assert answer.kind == "mismatch"
+    with pytest.raises(Mismatch, match="learning rates"):
+        coordinator.ask(ask(1, 1, lrs=lrs))
     assert coordinator.state() == before
 
 
 def test_other_data_than_the_others_have_is_refused() -> None:
-    answer = a_coordinator(Clock()).ask(ask(1, 1, n_samples=31))
-    assert isinstance(answer, Refused)
-    assert "32 samples for others and 31 here" in answer.why
+    with pytest.raises(Mismatch, match="32 samples for others and 31 here"):
+        a_coordinator(Clock()).ask(ask(1, 1, n_samples=31))
 
 
 def test_an_epoch_without_samples_changes_nothing() -> None:

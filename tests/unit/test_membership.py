@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from gba_hvd.comm.collectives import SoloWorld
+from gba_hvd.errors import ShardMemoryError
 from gba_hvd.membership.agreement import Agreement, Facts, LeavingApart, agree, asynchronous_source
-from gba_hvd.membership.restore_shards import fill_new_shards
+from gba_hvd.membership.restore_shards import Refilled, fill_new_shards
 from gba_hvd.shm.placement import Placement
-from recovery.errors import StoreError
+from recovery.errors import BadInput, Damaged, StoreError
 from recovery.restore import Now
 
 
@@ -111,20 +112,32 @@ def test_why_lost_rows_did_not_come_back_reaches_whoever_tells_it(make_tables: A
     assert memory.steps_of(1) == (7, 7)
 
 
-def test_a_store_that_fails_costs_the_lost_rows_and_not_the_job(make_tables: Any) -> None:
-    memory = make_tables({"user": (20, 4)}).memory
+def refill_failing_with(error: Exception, memory: Any) -> Refilled:
+    """What is restored into a running job's new shards when the store's rows arrive in part, then `error` is raised."""
 
     def fill(memory: Any, shards: Any, now: Any) -> None:
-        memory.flat[:] = 7.0  # half restored
-        raise StoreError("planned")
+        memory.flat[:] = 7.0
+        raise error
 
     checkpoints = SimpleNamespace(callback=SimpleNamespace(resume=True), fill=fill)
     placement = Placement((0, 0, 0), np.array([0, 0, 0]), (0, 1, 2), (), ())
-    before = memory.flat.copy()
     engine: Any = SimpleNamespace(participant=lambda kind: checkpoints)
     agreed = Agreement(0, 0, (), True, "")
-    refilled = fill_new_shards(engine, SoloWorld(), agreed, placement, here=0, leads=True, memory=memory)
-    assert refilled.why_not == "planned"
+    return fill_new_shards(engine, SoloWorld(), agreed, placement, here=0, leads=True, memory=memory)
+
+
+@pytest.mark.parametrize("error", [StoreError("planned"), Damaged("planned"), BadInput("planned")], ids=repr)
+def test_a_checkpoint_that_cannot_be_restored_costs_the_lost_rows_and_not_the_job(
+    make_tables: Any, error: Exception
+) -> None:
+    memory = make_tables({"user": (20, 4)}).memory
+    before = memory.flat.copy()
+    assert refill_failing_with(error, memory).why_not == "planned"
     for group in memory.layout.groups:
         at = slice(group.at, group.at + group.record)
         assert (memory.flat[at] == before[at]).all()  # rows begin anew
+
+
+def test_shard_memory_that_fails_during_a_restore_is_no_failure_of_the_checkpoint(make_tables: Any) -> None:
+    with pytest.raises(ShardMemoryError, match="no space"):
+        refill_failing_with(ShardMemoryError("no space"), make_tables({"user": (20, 4)}).memory)

@@ -75,7 +75,7 @@ def check_torch(load: Importer = importlib.import_module) -> Finding:
 
 def check_kernels(load: Importer = importlib.import_module) -> Finding:
     try:
-        load("gba_hvd.kernels")
+        load("gba_hvd.kernels").load()
     except ImportError as error:
         return Finding("row kernels", "FAIL", f"cannot be imported: {error}", "make setup, or pip install numba")
     return Finding("row kernels", "ok", "compiled")

@@ -27,10 +27,10 @@ from gba_hvd.ps.messages import (
     GivenLease,
     HandedIn,
     Measure,
+    Mismatch,
     PlannedMember,
     Position,
     ProtocolError,
-    Refused,
 )
 from gba_hvd.ps.validation import check_rates
 
@@ -112,12 +112,12 @@ class Coordinator:
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    def ask(self, request: Ask) -> Given | Refused | None:
-        """A lease, or why there is none; None while the worker should wait."""
+    def ask(self, request: Ask) -> Given | None:
+        """A lease, or why there is none; None while the worker should wait. Raises Mismatch."""
         try:
             check_rates(request.lrs, len(self._enter.lrs) + 1)
         except ProtocolError as error:
-            return Refused(str(error), kind="mismatch")
+            raise Mismatch(str(error)) from error
         ledger = self.ledger
         if request.epoch < ledger.epoch:
             return Given(self.position(epoch=request.epoch, done=True), None, "finished")
@@ -140,10 +140,9 @@ class Coordinator:
             self._given.clear()
             self._left_early.clear()
         if request.n_samples != ledger.cut.n_samples:
-            return Refused(
+            raise Mismatch(
                 f"epoch {request.epoch} has {ledger.cut.n_samples} samples for others and {request.n_samples} here: "
-                "all workers must run the same script on the same data",
-                kind="mismatch",
+                "all workers must run the same script on the same data"
             )
         self._take_rates(request.epoch, request.lrs_step, request.lrs)
         if self.gathered < self._handed.get(request.worker, -1) == 2 * request.epoch + 1:

@@ -18,7 +18,7 @@ from gba_hvd.epoch import Account, Cut
 from gba_hvd.metrics import ScoreAccumulator, Scores, scores_from
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.ps.coordinator.ledger import Lease, Ledger
-from gba_hvd.ps.messages import Evaluate, GivenLease, Judged, ProtocolError, Refused, Score
+from gba_hvd.ps.messages import Evaluate, GivenLease, Judged, Mismatch, ProtocolError, Score
 from gba_hvd.ps.validation import array_of
 
 _KEPT = 8
@@ -40,8 +40,11 @@ class Judging:
     def __init__(self) -> None:
         self._evaluations: dict[tuple[int, int], _Evaluation] = {}
 
-    def ask(self, request: Evaluate, frames: Sequence[Any]) -> tuple[Judged | Refused, Sequence[Any]]:
-        """A lease on some samples, the result, or neither: ask again soon. Frame of the answer: the buffers."""
+    def ask(self, request: Evaluate, frames: Sequence[Any]) -> tuple[Judged, Sequence[Any]]:
+        """A lease on some samples, the result, or neither: ask again soon. Frame of the answer: the buffers.
+
+        Raises Mismatch when this worker scores other samples than the others.
+        """
         key = request.epoch, request.ordinal
         found = self._evaluations.get(key)
         if found is None:
@@ -53,7 +56,7 @@ class Judging:
         theirs, mine = found.request, request
         if (theirs.n_samples, theirs.batch) != (mine.n_samples, mine.batch):
             text = f"{theirs.n_samples} samples in batches of {theirs.batch}, here {mine.n_samples} of {mine.batch}"
-            return Refused(f"the workers disagree about evaluation {key}: {text}", kind="mismatch"), ()
+            raise Mismatch(f"the workers disagree about evaluation {key}: {text}")
         if found.like_probabilities:
             return Judged(like_probabilities=True), ()
         if found.result is not None:

@@ -27,6 +27,7 @@ from gba_hvd.ps.messages import (
     Position,
     Refused,
     SwitchTo,
+    TrainingFailed,
 )
 from gba_hvd.ps.request_port import Caller, refusal
 from gba_hvd.ps.state_files import Records
@@ -153,7 +154,7 @@ class Coordinating:
 
     def _lease(self, request: Ask) -> Answer | None:
         if self.stepping.failure:
-            return Refused(self.stepping.failure, kind="failed")
+            raise TrainingFailed(self.stepping.failure)
         return self.coordinator.ask(request)
 
     def _answer_waiters(self) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from gba_hvd.errors import GbaError
-from gba_hvd.ps.messages import Hold, Save, Saved, SaveFacts, SaveSettings
+from gba_hvd.ps.messages import Hold, Save, Saved, SaveFacts, SaveSettings, SaveState
 from gba_hvd.ps.partition.claim_keepalive import ClaimKeepalive
 from gba_hvd.shm.checkpoint_rows import MemoryRows
 from gba_hvd.shm.shard_memory import ShardMemory
@@ -219,7 +219,7 @@ class Saver:
         try:
             facts = self._save(request, state, extra, cancel)
             facts.seconds = round(time.monotonic() - started, 3)
-            became = "part" if request.part else "done"
+            became: SaveState = "part" if request.part else "done"
         except Cancelled:
             became, facts = "failed", SaveFacts(why="the world was formed anew, or the job ended")
         except Exception as error:

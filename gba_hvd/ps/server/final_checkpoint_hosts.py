@@ -80,7 +80,7 @@ def begin(saver: Saver, memory: ShardMemory, state: Kept | None) -> None:
                 raise GbaError(f"nothing is newer than the last checkpoint, the training state is of step {state.step}")
             await_gone(store, held, now + saver.last_gasp_s / 2, cancel)
             mine = rows_of(memory, state.step)
-        except (GbaError, RecoveryError, OSError) as error:
+        except (GbaError, OSError) as error:
             with contextlib.suppress(RecoveryError, OSError):
                 tell(store, epoch, Word(why=str(error)))
             raise

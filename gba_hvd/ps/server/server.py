@@ -29,6 +29,8 @@ from typing import Any
 import torch
 import zmq
 
+from gba_hvd import kernels
+from gba_hvd.compression import kernels as compression_kernels
 from gba_hvd.ps import messages, transport
 from gba_hvd.ps.coordinator.failure_detector import Watching
 from gba_hvd.ps.coordinator.peers import Peers
@@ -117,8 +119,10 @@ class Server:
         self._context.destroy(linger=0)
 
     def _import_optimizers(self) -> None:
-        """The first step of a torch optimizer imports for seconds: done beside the first answers."""
+        """The first step of a torch optimizer imports for seconds, as numba does: done beside the first answers."""
         try:
+            kernels.load()
+            compression_kernels.load()
             torch.optim.Adam([torch.zeros(1, requires_grad=True)]).step()
         finally:
             self._reporting.warming = False
@@ -175,7 +179,7 @@ class Server:
             case messages.PullDense():
                 return compressed_frames.answer_pull(mode.active(request.generation), request)
             case messages.PullRows():
-                return Refused("rows are pulled at the other port", kind="ProtocolError"), ()
+                raise ProtocolError("rows are pulled at the other port")
             case messages.Blend():
                 part = mode.active(request.generation)
                 values = part.central.blend(request, frames)
