@@ -100,6 +100,31 @@ _FINISHED = (
     "if a replacement fails that came too late: without it, horovodrun reports those as the job's failure"
 )
 
+_EXIT_STATUS = (
+    "a worker that is ended keeps its exit status for the one who waits for it: without it, horovodrun that got "
+    "SIGTERM sometimes reports success"
+)
+
+_SAYS_WHAT_IT_WAITS_FOR = "the launcher says what it waits for, after seconds"
+
+_INTERRUPTED = (
+    "a launcher that is interrupted says so in one line and exits with 128 + the signal's number; no traceback"
+)
+
+_CTRL_C = "Ctrl-C in a terminal reaches the launcher alone: without it, helpers that are just starting show tracebacks"
+
+_STARTS_AGAIN = (
+    "a worker that starts goes on when another one dies while the world forms: without it, it ends with a "
+    "traceback, and so does the job where no other worker is left"
+)
+
+_LOG_FILES = "log files: one worker is allowed, and in an elastic job each slot has its own, which later workers add to"
+
+_DISCOVERY = (
+    "the launcher runs the discovery script from a shell: without it, each run, one a second, starts a Python process "
+    "that imports the launcher first, which costs more than a tenth of a core"
+)
+
 _BETWEEN_WORLDS = (
     "hvd.rank() and its like answer as of the last world while an elastic job forms the next one: without it, a script "
     "that asks in its loop ends when a worker dies in an asynchronous mode, where training goes on meanwhile"
@@ -139,14 +164,13 @@ PYTHON = (
         "                break\n"
         "            time.sleep(0.01)\n"
         "    if p.is_running():\n",
-        "a worker that is ended keeps its exit status for the one who waits for it: without it, horovodrun that got "
-        "SIGTERM sometimes reports success",
+        _EXIT_STATUS,
     ),
     Patch(
         "horovod/runner/common/util/safe_shell_exec.py",
         "import codecs\n",
         "import codecs\nimport contextlib\n",
-        "what the mend of that file needs",
+        _EXIT_STATUS,
     ),
     # --- one slot at a time: what a dead worker costs the others of its host ---
     Patch(
@@ -302,10 +326,11 @@ import threading
 """,
         """\
 import random
+import subprocess
 import sys
 import threading
 """,
-        _BY_SLOT,
+        _DISCOVERY,
     ),
     Patch(
         "horovod/runner/elastic/registration.py",
@@ -486,6 +511,52 @@ def _slot_info""",
 def _slot_info""",
         _BY_SLOT,
     ),
+    # --- what an idle launcher costs ---
+    Patch(
+        "horovod/runner/elastic/discovery.py",
+        """\
+class HostDiscoveryScript(HostDiscovery):
+""",
+        """\
+# Runs the command $1. The launcher holds the other end of standard input: when the launcher dies, the command ends.
+DISCOVERY_SHELL = '''
+exec 3<&0 </dev/null
+(read -r _ <&3; trap '' TERM; kill -s TERM 0; sleep 5; kill -s KILL 0) >/dev/null 2>&1 &
+/bin/sh -c "$1" 3<&-
+status=$?
+kill $!
+exit $status
+'''
+
+
+class HostDiscoveryScript(HostDiscovery):
+""",
+        _DISCOVERY,
+    ),
+    Patch(
+        "horovod/runner/elastic/discovery.py",
+        """\
+        stdout = io.StringIO()
+        exit_code = safe_shell_exec.execute(
+            self._discovery_script, stdout=stdout)
+        if exit_code != 0:
+            raise RuntimeError(
+                'Failed to execute discovery script: {}. Exit code: {}' .format(
+                    self._discovery_script, exit_code))
+        return stdout.getvalue()
+""",
+        """\
+        with subprocess.Popen(['/bin/sh', '-c', DISCOVERY_SHELL, 'sh', self._discovery_script], encoding='utf-8',
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as script:
+            stdout = script.stdout.read()
+        if script.returncode != 0:
+            raise RuntimeError(
+                'Failed to execute discovery script: {}. Exit code: {}' .format(
+                    self._discovery_script, script.returncode))
+        return stdout
+""",
+        _DISCOVERY,
+    ),
     # --- how an elastic job ends ---
     Patch(
         "horovod/runner/elastic/driver.py",
@@ -565,7 +636,7 @@ def _slot_info""",
             while True:
                 current_hosts = self._host_manager.current_hosts
 """,
-        "the launcher says what it waits for, after seconds",
+        _SAYS_WHAT_IT_WAITS_FOR,
     ),
     Patch(
         "horovod/runner/elastic/driver.py",
@@ -582,7 +653,7 @@ def _slot_info""",
                           file=sys.stderr, flush=True)
                 self._wait_hosts_cond.wait(min(tmout.remaining(), left if left > 0 else 60))
 """,
-        "the launcher says what it waits for, after seconds",
+        _SAYS_WHAT_IT_WAITS_FOR,
     ),
     Patch(
         "horovod/runner/elastic/driver.py",
@@ -595,13 +666,13 @@ import queue
 import sys
 import threading
 """,
-        "what the mends of that file need",
+        _SAYS_WHAT_IT_WAITS_FOR,
     ),
     Patch(
         "horovod/runner/elastic/driver.py",
         "message='Timed out waiting for {{activity}}.",
         "message='Timed out waiting for {activity}.",
-        "it says for what",
+        _SAYS_WHAT_IT_WAITS_FOR,
     ),
     # --- Ctrl-C and logs ---
     Patch(
@@ -625,7 +696,7 @@ ended_by = []  # the numbers of the signals that asked this launcher to end
 
 def register_shutdown_event():
 """,
-        "a launcher that is interrupted says so in one line and exits with 128 + the signal's number; no traceback",
+        _INTERRUPTED,
     ),
     Patch(
         "horovod/runner/gloo_run.py",
@@ -638,7 +709,7 @@ def register_shutdown_event():
         ended_by.append(signum)
         event.set()
 """,
-        "a launcher that is interrupted says so in one line and exits with 128 + the signal's number; no traceback",
+        _INTERRUPTED,
     ),
     Patch(
         "horovod/runner/gloo_run.py",
@@ -648,7 +719,7 @@ def register_shutdown_event():
         """\
             if exit_code != 0 and not ended_by:
                 print('Process {idx} exit""",
-        "a launcher that is interrupted says so in one line and exits with 128 + the signal's number; no traceback",
+        _INTERRUPTED,
     ),
     Patch(
         "horovod/runner/launch.py",
@@ -658,7 +729,7 @@ from horovod.runner.gloo_run import gloo_run, gloo_run_elastic
         """\
 from horovod.runner.gloo_run import ended_by, gloo_run, gloo_run_elastic
 """,
-        "a launcher that is interrupted says so in one line and exits with 128 + the signal's number; no traceback",
+        _INTERRUPTED,
     ),
     Patch(
         "horovod/runner/launch.py",
@@ -683,7 +754,7 @@ from horovod.runner.gloo_run import ended_by, gloo_run, gloo_run_elastic
     print('horovodrun: interrupted', file=sys.stderr, flush=True)
     sys.exit(128 + ended_by[0])
 """,
-        "a launcher that is interrupted says so in one line and exits with 128 + the signal's number; no traceback",
+        _INTERRUPTED,
     ),
     Patch(
         "horovod/runner/launch.py",
@@ -698,7 +769,7 @@ import signal
 import sys
 import textwrap
 """,
-        "a launcher that is interrupted says so in one line and exits with 128 + the signal's number; no traceback",
+        _INTERRUPTED,
     ),
     Patch(
         "horovod/runner/common/util/safe_shell_exec.py",
@@ -712,7 +783,7 @@ import textwrap
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 """,
-        "Ctrl-C in a terminal reaches the launcher alone: without it, helpers that are just starting show tracebacks",
+        _CTRL_C,
     ),
     Patch(
         "horovod/runner/common/util/safe_shell_exec.py",
@@ -726,7 +797,7 @@ import textwrap
     signal.signal(signal.SIGINT, lambda number, frame: None)  # what it starts has the default again
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 """,
-        "Ctrl-C in a terminal reaches the launcher alone: without it, helpers that are just starting show tracebacks",
+        _CTRL_C,
     ),
     *(
         Patch(
@@ -794,8 +865,7 @@ import textwrap
         if not initialization_ok:
             raise ValueError(
 """,
-        "a worker that starts goes on when another one dies while the world forms: without it, it ends with a "
-        "traceback, and so does the job where no other worker is left",
+        _STARTS_AGAIN,
     ),
     Patch(
         "horovod/common/basics.py",
@@ -807,7 +877,7 @@ import os
 import sys
 import time
 """,
-        "for the mend above",
+        _STARTS_AGAIN,
     ),
     Patch(
         "horovod/runner/gloo_run.py",
@@ -817,7 +887,7 @@ import time
         """\
     width = int(math.log10(max(1, size - 1))) + 1
 """,
-        "log files: one worker is allowed, and in an elastic job each slot has its own, which later workers add to",
+        _LOG_FILES,
     ),
     Patch(
         "horovod/runner/gloo_run.py",
@@ -838,6 +908,6 @@ import time
             stdout_file = open(os.path.join(output_dir_rank, 'stdout'), mode)
             stderr_file = open(os.path.join(output_dir_rank, 'stderr'), mode)
 """,
-        "log files: one worker is allowed, and in an elastic job each slot has its own, which later workers add to",
+        _LOG_FILES,
     ),
 )

@@ -289,3 +289,41 @@ def test_a_job_that_a_survivor_finishes_has_succeeded_unless_another_worker_fail
     command = [str(HOROVODRUN), *elastic, "--network-interface", "lo", "sh", str(script)]
     done = subprocess.run(command, check=False, text=True, capture_output=True, timeout=PATIENCE_S)
     assert done.returncode == status, done.stdout + done.stderr
+
+
+def discovered(command: str) -> dict[str, int]:
+    from horovod.runner.elastic.discovery import HostDiscoveryScript
+
+    found: dict[str, int] = HostDiscoveryScript(command, 4).find_available_hosts_and_slots()
+    return found
+
+
+def test_a_discovery_script_is_run_by_a_shell_and_its_changed_answer_is_seen(tmp_path: Path) -> None:
+    assert discovered('echo "$(cat /proc/$PPID/comm):1"') == {"sh": 1}, "no Python process between the two"
+    hosts = tmp_path / "hosts"
+    for answer, expected in (("a:2\nb:3\n", {"a": 2, "b": 3}), ("a:2\n", {"a": 2}), ("c\n", {"c": 4}), ("", {})):
+        hosts.write_text(answer)
+        assert discovered(f"cat {hosts}") == expected
+    assert discovered("cat; echo a:1") == {"a": 1}, "standard input is empty"
+    for command, status in (("exit 3", 3), ("kill -9 $$", 137)):
+        with pytest.raises(RuntimeError, match=f"Exit code: {status}"):
+            discovered(command)
+
+
+def test_a_process_that_a_discovery_script_leaves_behind_lives(tmp_path: Path) -> None:
+    left = tmp_path / "pid"
+    assert discovered(f"sleep 600 >/dev/null 2>&1 & echo $! > {left}; echo a:1") == {"a": 1}
+    os.kill(int(left.read_text()), signal.SIGKILL)  # raises if there is no such process
+
+
+def test_a_discovery_script_ends_when_its_launcher_is_killed(tmp_path: Path) -> None:
+    runs = tmp_path / "pid"
+    command = f"echo $$ > {runs}.new; mv {runs}.new {runs}; exec sleep 600"
+    asks = "import sys; from horovod.runner.elastic.discovery import HostDiscoveryScript as Script\n"
+    asks += "Script(sys.argv[1], 1).find_available_hosts_and_slots()"
+    with subprocess.Popen([sys.executable, "-c", asks, command]) as launcher:
+        wait_for(runs.exists, "the script", PATIENCE_S)
+        script = Path(f"/proc/{runs.read_text().strip()}/cmdline")
+        assert b"sleep" in script.read_bytes() or b"sh" in script.read_bytes()
+        launcher.kill()
+    wait_for(lambda: not script.exists() or not script.read_bytes(), "the end of the script", PATIENCE_S)
