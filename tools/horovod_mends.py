@@ -1,11 +1,13 @@
 """What is changed in Horovod 0.28.1's source, and why: texts to replace, each with its reason.
 
 `NATIVE` is compiled, so a change there means a build of minutes. `PYTHON` is changed in the built wheel, in seconds.
-The elastic launcher's mends have one design: see DESIGN.md, "The launcher".
+The elastic launcher's mends have one design: see DESIGN.md, "The launcher". `python -m tools.horovod_mends` prints the
+table of docs/HOROVOD.md.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -19,15 +21,59 @@ class Patch:
     why: str
 
 
+_CXX_STANDARD = "torch's headers need C++{std}"
+
+_PROCESS_SETS = (
+    "process sets use the interface of the global context, not the address of the host name, and close their "
+    "connections when they end: without it, survivors of a dead worker wait 30 s for each other"
+)
+
+_INIT_RAISES = (
+    "hvd.init() raises, and can be called again, when a worker dies while the world forms: without it, survivors "
+    "are aborted"
+)
+
+_GLOO_ERROR = "what Gloo throws"
+
+_INIT_AGAIN = "hvd.init() can be called again after it failed"
+
+_GIVES_UP = "a worker that waits for one that died while the world formed gives up after 30 s, not 150"
+
+_ASKS_BY_SLOT = (
+    "a worker of an elastic job asks for its place by the slot it was started in, which stays; its local rank "
+    "changes when another worker of its host dies"
+)
+
+_KNOWS_ITS_BUILD = (
+    "horovodrun knows what it was built with: without it, it imports torch once or twice to ask, 1.5 s each"
+)
+
+_TELLS_RANK_0 = (
+    "the launcher tells rank 0 of changed hosts without holding the lock that a new world needs: without it, "
+    "survivors wait for minutes when the host of rank 0 is switched off or cut off"
+)
+
+_STARTED_AGAIN = (
+    "a worker that died is started again also when the cooldown of its host ends while the launcher looks for "
+    "hosts: without it, the launcher takes it for alive, and no world forms any more"
+)
+
+_ONE_MACHINE = (
+    "an elastic job on this machine alone needs no --network-interface: without it, the launcher waits for a "
+    "second host for minutes"
+)
+
+_LAST_LINE = "the launcher's last line says why a job failed, or that it was interrupted"
+
+_DIES_ASKING = "a worker that dies while it asks the launcher shows no traceback of the launcher"
+
 NATIVE = (
-    Patch(
-        "CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD {std})", "torch's headers need C++{std}"
-    ),
+    Patch("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD {std})", _CXX_STANDARD),
     Patch(
         "horovod/torch/CMakeLists.txt",
         "set(CMAKE_CXX_STANDARD 14)",
         "set(CMAKE_CXX_STANDARD {std})",
-        "torch's headers need C++{std}",
+        _CXX_STANDARD,
     ),
     Patch(
         "horovod/common/gloo/gloo_context.cc",
@@ -37,8 +83,7 @@ NATIVE = (
         "  enabled_ = true;\n"
         "  attr device_attr;\n  device_attr.iface = gloo_iface_;\n  device_attr.ai_family = AF_UNSPEC;\n"
         "  auto dev = CreateDevice(device_attr);\n\n  global_ctx = global_context.ctx;",
-        "process sets use the interface of the global context, not the address of the host name, and close their "
-        "connections when they end: without it, survivors of a dead worker wait 30 s for each other",
+        _PROCESS_SETS,
     ),
     Patch(
         "horovod/common/operations.cc",
@@ -59,34 +104,32 @@ NATIVE = (
         "      return;\n"
         "    }\n"
         "  }\n",
-        "hvd.init() raises, and can be called again, when a worker dies while the world forms: without it, survivors "
-        "are aborted",
+        _INIT_RAISES,
     ),
     Patch(
         "horovod/common/operations.cc",
         '#include "gloo/gloo_controller.h"\n',
         '#include "gloo/common/error.h"\n#include "gloo/gloo_controller.h"\n',
-        "what Gloo throws",
+        _GLOO_ERROR,
     ),
     Patch(
         "horovod/common/operations.cc",
         "    // Reset initialization flag\n    horovod_global.initialization_done = false;\n",
         "    // Reset initialization flag\n    horovod_global.initialization_done = false;\n"
         "    horovod_global.initialization_failed = false;\n",
-        "hvd.init() can be called again after it failed",
+        _INIT_AGAIN,
     ),
     Patch(
         "third_party/gloo/gloo/transport/tcp/pair.h",
         "        timeout_ * 5,\n",
         "        timeout_,\n",
-        "a worker that waits for one that died while the world formed gives up after 30 s, not 150",
+        _GIVES_UP,
     ),
     Patch(
         "horovod/common/gloo/gloo_context.cc",
         '    auto key = hostname_ + ":" + std::to_string(local_rank);\n',
         '    auto key = hostname_ + ":" + std::to_string(GetIntEnvOrDefault("HOROVOD_SLOT", local_rank));\n',
-        "a worker of an elastic job asks for its place by the slot it was started in, which stays; its local rank "
-        "changes when another worker of its host dies",
+        _ASKS_BY_SLOT,
     ),
 )
 
@@ -141,7 +184,7 @@ PYTHON = (
             f"    return {built}\n"
             "    for ext_base_name in EXTENSIONS:\n"
             f"        built_fn = lambda ext: ext.{what}_built()\n",
-            "horovodrun knows what it was built with: without it, it imports torch once or twice to ask, 1.5 s each",
+            _KNOWS_ITS_BUILD,
         )
         for what, built in (("gloo", True), ("mpi", False))
     ),
@@ -151,8 +194,7 @@ PYTHON = (
         "                    changes = (self._host_manager.current_hosts, update_res)\n"
         "                    tell = self._notify_workers_host_changes\n"
         "                    threading.Thread(target=tell, args=changes, daemon=True).start()\n",
-        "the launcher tells rank 0 of changed hosts without holding the lock that a new world needs: without it, "
-        "survivors wait for minutes when the host of rank 0 is switched off or cut off",
+        _TELLS_RANK_0,
     ),
     Patch(
         "horovod/runner/common/util/safe_shell_exec.py",
@@ -384,8 +426,7 @@ import threading
                             for slot in slots
                             if (host, slot) not in self._worker_registry.get('FAILURE')])
 """,
-        "a worker that died is started again also when the cooldown of its host ends while the launcher looks for "
-        "hosts: without it, the launcher takes it for alive, and no world forms any more",
+        _STARTED_AGAIN,
     ),
     Patch(
         "horovod/runner/elastic/driver.py",
@@ -618,8 +659,7 @@ class HostDiscoveryScript(HostDiscovery):
             return nics
         current_hosts = driver.wait_for_available_slots(settings.num_proc, min_hosts=min_hosts)
         return driver_service""",
-        "an elastic job on this machine alone needs no --network-interface: without it, the launcher waits for a "
-        "second host for minutes",
+        _ONE_MACHINE,
     ),
     Patch(
         "horovod/runner/elastic/driver.py",
@@ -683,7 +723,7 @@ import threading
         """\
             logging.info('failure count == {} -> stop running'.format(self._size))
 """,
-        "the launcher's last line says why a job failed, or that it was interrupted",
+        _LAST_LINE,
     ),
     Patch(
         "horovod/runner/gloo_run.py",
@@ -825,7 +865,7 @@ import textwrap
             except ConnectionError:  # whoever asked has died
                 self.close_connection = True
 """,
-        "a worker that dies while it asks the launcher shows no traceback of the launcher",
+        _DIES_ASKING,
     ),
     Patch(
         "horovod/common/basics.py",
@@ -911,3 +951,48 @@ import time
         _LOG_FILES,
     ),
 )
+
+_HOROVOD, _FIRST_HOUR = "tests/processes/test_horovod.py::", "tests/first_hour/test_launcher.py::"
+_DIES_IN_FORMING = f"{_HOROVOD}test_a_worker_that_dies_while_the_world_forms_does_not_take_the_others_along"
+_KILLED_OF_THREE = f"{_FIRST_HOUR}test_a_killed_worker_of_three_on_one_host_costs_no_sample_and_is_replaced"
+TESTS: Mapping[str, str] = {
+    _CXX_STANDARD: "tests/unit/test_build_horovod.py::test_patches_change_what_they_name_and_nothing_else",
+    _PROCESS_SETS: "tests/processes/test_elastic.py::test_a_worker_killed_there_changes_no_parameter",
+    _INIT_RAISES: _DIES_IN_FORMING,
+    _GLOO_ERROR: _DIES_IN_FORMING,
+    _INIT_AGAIN: _DIES_IN_FORMING,
+    _GIVES_UP: _DIES_IN_FORMING,
+    _ASKS_BY_SLOT: _KILLED_OF_THREE,
+    _KNOWS_ITS_BUILD: f"{_HOROVOD}test_what_horovod_was_built_with_is_known_without_torch",
+    _TELLS_RANK_0: "tests/hosts/test_lost_hosts.py::test_a_host_that_is_switched_off_takes_only_its_own_rows_along",
+    _EXIT_STATUS: f"{_HOROVOD}test_a_worker_that_is_ended_keeps_its_exit_status_for_the_launcher",
+    _BY_SLOT: f"{_HOROVOD}test_a_slot_that_fails_rests_longer_each_time_and_is_given_up",
+    _DISCOVERY: f"{_HOROVOD}test_a_discovery_script_is_run_by_a_shell_and_its_changed_answer_is_seen",
+    _STARTED_AGAIN: f"{_HOROVOD}test_a_worker_that_died_is_started_again_although_its_host_is_taken_back_at_once",
+    _FINISHED: f"{_HOROVOD}test_a_job_that_survivors_finish_has_succeeded_although_a_newcomer_fails_at_the_end",
+    _ONE_MACHINE: _KILLED_OF_THREE,
+    _SAYS_WHAT_IT_WAITS_FOR: f"{_HOROVOD}test_an_elastic_job_says_what_it_waits_for",
+    _LAST_LINE: f"{_HOROVOD}test_each_slot_has_its_log_and_the_last_line_says_why_the_job_failed",
+    _INTERRUPTED: f"{_FIRST_HOUR}test_ctrl_c_is_one_line",
+    _CTRL_C: f"{_FIRST_HOUR}test_ctrl_c_is_one_line",
+    _BETWEEN_WORLDS: f"{_HOROVOD}test_between_worlds_an_elastic_worker_has_the_place_of_the_last_one",
+    _DIES_ASKING: f"{_HOROVOD}test_a_worker_that_died_while_it_asked_the_launcher_is_no_error",
+    _STARTS_AGAIN: "tests/processes/test_elastic.py::test_a_worker_killed_in_the_first_agreement",
+    _LOG_FILES: f"{_HOROVOD}test_each_slot_has_its_log_and_the_last_line_says_why_the_job_failed",
+}
+
+
+def table() -> str:
+    """The mends in Markdown, one a row: the reason, the files it changes, the test that exercises it."""
+    paths: dict[str, set[str]] = {}
+    for patch in NATIVE + PYTHON:
+        paths.setdefault(patch.why, set()).add(patch.path)
+    rows = ["| what it changes, and what happens without it | files | test |", "|---|---|---|"]
+    for why, changed in paths.items():
+        files = ", ".join(f"`{path}`" for path in sorted(changed))
+        rows.append(f"| {why.replace('{std}', ' as torch was built with')} | {files} | `{TESTS[why]}` |")
+    return "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")

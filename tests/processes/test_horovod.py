@@ -327,3 +327,61 @@ def test_a_discovery_script_ends_when_its_launcher_is_killed(tmp_path: Path) -> 
         assert b"sleep" in script.read_bytes() or b"sh" in script.read_bytes()
         launcher.kill()
     wait_for(lambda: not script.exists() or not script.read_bytes(), "the end of the script", PATIENCE_S)
+
+
+KNOWS_ITS_BUILD = """
+import sys
+from horovod.common.util import gloo_built, mpi_built
+print(gloo_built(), mpi_built(), "torch" in sys.modules)
+"""
+BETWEEN_WORLDS = """
+import os
+import horovod.torch as hvd
+hvd.init()
+os.environ["HOROVOD_ELASTIC"] = "1"
+hvd.shutdown()
+print(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size())
+"""
+
+
+def printed(script: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=False, text=True, capture_output=True, timeout=PATIENCE_S
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_what_horovod_was_built_with_is_known_without_torch() -> None:
+    assert printed(KNOWS_ITS_BUILD) == "True False False"
+
+
+def test_between_worlds_an_elastic_worker_has_the_place_of_the_last_one() -> None:
+    assert printed(BETWEEN_WORLDS) == "0 1 0 1 0 1"
+
+
+def test_a_worker_that_died_while_it_asked_the_launcher_is_no_error() -> None:
+    from horovod.runner.http.http_server import KVStoreHandler
+
+    request = KVStoreHandler.__new__(KVStoreHandler)
+    request.path, request.wfile, request.request_version = "/scope/key", Mock(), "HTTP/1.0"
+    request.requestline, request.client_address, request.server = "GET", ("127.0.0.1", 1), Mock(verbose=False)
+    request._get_value = lambda scope, key: b"value"
+    request.close_connection = False
+    request.wfile.write.side_effect = BrokenPipeError
+    request.do_GET()
+    assert request.wfile.write.called and request.close_connection
+
+
+def test_each_slot_has_its_log_and_the_last_line_says_why_the_job_failed(tmp_path: Path) -> None:
+    elastic = ["-np", "1", "--min-np", "1", "--max-np", "1", "--host-discovery-script", "echo localhost:1"]
+    command = [str(HOROVODRUN), *elastic, "--network-interface", "lo", "--output-filename", str(tmp_path)]
+    for _ in range(2):
+        done = subprocess.run(
+            [*command, "sh", "-c", "echo here; exit 3"], check=False, text=True, capture_output=True,
+            timeout=PATIENCE_S,
+        )  # fmt: skip
+        assert done.returncode == 1
+        assert done.stderr.strip().splitlines()[-1] == "Exit code: 3", done.stderr
+        assert "stop running" not in done.stderr and "Traceback" not in done.stderr
+    assert (tmp_path / "localhost.0" / "stdout").read_text().count("here") == 2
