@@ -1,11 +1,13 @@
 """What is changed in Horovod 0.28.1's source, and why: texts to replace, each with its reason.
 
 `NATIVE` is compiled, so a change there means a build of minutes. `PYTHON` is changed in the built wheel, in seconds.
-The elastic launcher's mends have one design: see DESIGN.md, "The launcher".
+The elastic launcher's mends have one design: see DESIGN.md, "The launcher". `python -m tools.horovod_mends` prints the
+table of docs/HOROVOD.md.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -19,15 +21,59 @@ class Patch:
     why: str
 
 
+_CXX_STANDARD = "torch's headers need C++{std}"
+
+_PROCESS_SETS = (
+    "process sets use the interface of the global context, not the address of the host name, and close their "
+    "connections when they end: without it, survivors of a dead worker wait 30 s for each other"
+)
+
+_INIT_RAISES = (
+    "hvd.init() raises, and can be called again, when a worker dies while the world forms: without it, survivors "
+    "are aborted"
+)
+
+_GLOO_ERROR = "what Gloo throws"
+
+_INIT_AGAIN = "hvd.init() can be called again after it failed"
+
+_GIVES_UP = "a worker that waits for one that died while the world formed gives up after 30 s, not 150"
+
+_ASKS_BY_SLOT = (
+    "a worker of an elastic job asks for its place by the slot it was started in, which stays; its local rank "
+    "changes when another worker of its host dies"
+)
+
+_KNOWS_ITS_BUILD = (
+    "horovodrun knows what it was built with: without it, it imports torch once or twice to ask, 1.5 s each"
+)
+
+_TELLS_RANK_0 = (
+    "the launcher tells rank 0 of changed hosts without holding the lock that a new world needs: without it, "
+    "survivors wait for minutes when the host of rank 0 is switched off or cut off"
+)
+
+_STARTED_AGAIN = (
+    "a worker that died is started again also when the cooldown of its host ends while the launcher looks for "
+    "hosts: without it, the launcher takes it for alive, and no world forms any more"
+)
+
+_ONE_MACHINE = (
+    "an elastic job on this machine alone needs no --network-interface: without it, the launcher waits for a "
+    "second host for minutes"
+)
+
+_LAST_LINE = "the launcher's last line says why a job failed, or that it was interrupted"
+
+_DIES_ASKING = "a worker that dies while it asks the launcher shows no traceback of the launcher"
+
 NATIVE = (
-    Patch(
-        "CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD {std})", "torch's headers need C++{std}"
-    ),
+    Patch("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD {std})", _CXX_STANDARD),
     Patch(
         "horovod/torch/CMakeLists.txt",
         "set(CMAKE_CXX_STANDARD 14)",
         "set(CMAKE_CXX_STANDARD {std})",
-        "torch's headers need C++{std}",
+        _CXX_STANDARD,
     ),
     Patch(
         "horovod/common/gloo/gloo_context.cc",
@@ -37,8 +83,7 @@ NATIVE = (
         "  enabled_ = true;\n"
         "  attr device_attr;\n  device_attr.iface = gloo_iface_;\n  device_attr.ai_family = AF_UNSPEC;\n"
         "  auto dev = CreateDevice(device_attr);\n\n  global_ctx = global_context.ctx;",
-        "process sets use the interface of the global context, not the address of the host name, and close their "
-        "connections when they end: without it, survivors of a dead worker wait 30 s for each other",
+        _PROCESS_SETS,
     ),
     Patch(
         "horovod/common/operations.cc",
@@ -59,34 +104,32 @@ NATIVE = (
         "      return;\n"
         "    }\n"
         "  }\n",
-        "hvd.init() raises, and can be called again, when a worker dies while the world forms: without it, survivors "
-        "are aborted",
+        _INIT_RAISES,
     ),
     Patch(
         "horovod/common/operations.cc",
         '#include "gloo/gloo_controller.h"\n',
         '#include "gloo/common/error.h"\n#include "gloo/gloo_controller.h"\n',
-        "what Gloo throws",
+        _GLOO_ERROR,
     ),
     Patch(
         "horovod/common/operations.cc",
         "    // Reset initialization flag\n    horovod_global.initialization_done = false;\n",
         "    // Reset initialization flag\n    horovod_global.initialization_done = false;\n"
         "    horovod_global.initialization_failed = false;\n",
-        "hvd.init() can be called again after it failed",
+        _INIT_AGAIN,
     ),
     Patch(
         "third_party/gloo/gloo/transport/tcp/pair.h",
         "        timeout_ * 5,\n",
         "        timeout_,\n",
-        "a worker that waits for one that died while the world formed gives up after 30 s, not 150",
+        _GIVES_UP,
     ),
     Patch(
         "horovod/common/gloo/gloo_context.cc",
         '    auto key = hostname_ + ":" + std::to_string(local_rank);\n',
         '    auto key = hostname_ + ":" + std::to_string(GetIntEnvOrDefault("HOROVOD_SLOT", local_rank));\n',
-        "a worker of an elastic job asks for its place by the slot it was started in, which stays; its local rank "
-        "changes when another worker of its host dies",
+        _ASKS_BY_SLOT,
     ),
 )
 
@@ -98,6 +141,31 @@ _BY_SLOT = (
 _FINISHED = (
     "an elastic job that its survivors finish has succeeded, also if the killed ones were not replaced yet, or "
     "if a replacement fails that came too late: without it, horovodrun reports those as the job's failure"
+)
+
+_EXIT_STATUS = (
+    "a worker that is ended keeps its exit status for the one who waits for it: without it, horovodrun that got "
+    "SIGTERM sometimes reports success"
+)
+
+_SAYS_WHAT_IT_WAITS_FOR = "the launcher says what it waits for, after seconds"
+
+_INTERRUPTED = (
+    "a launcher that is interrupted says so in one line and exits with 128 + the signal's number; no traceback"
+)
+
+_CTRL_C = "Ctrl-C in a terminal reaches the launcher alone: without it, helpers that are just starting show tracebacks"
+
+_STARTS_AGAIN = (
+    "a worker that starts goes on when another one dies while the world forms: without it, it ends with a "
+    "traceback, and so does the job where no other worker is left"
+)
+
+_LOG_FILES = "log files: one worker is allowed, and in an elastic job each slot has its own, which later workers add to"
+
+_DISCOVERY = (
+    "the launcher runs the discovery script from a shell: without it, each run, one a second, starts a Python process "
+    "that imports the launcher first, which costs more than a tenth of a core"
 )
 
 _BETWEEN_WORLDS = (
@@ -116,7 +184,7 @@ PYTHON = (
             f"    return {built}\n"
             "    for ext_base_name in EXTENSIONS:\n"
             f"        built_fn = lambda ext: ext.{what}_built()\n",
-            "horovodrun knows what it was built with: without it, it imports torch once or twice to ask, 1.5 s each",
+            _KNOWS_ITS_BUILD,
         )
         for what, built in (("gloo", True), ("mpi", False))
     ),
@@ -126,8 +194,7 @@ PYTHON = (
         "                    changes = (self._host_manager.current_hosts, update_res)\n"
         "                    tell = self._notify_workers_host_changes\n"
         "                    threading.Thread(target=tell, args=changes, daemon=True).start()\n",
-        "the launcher tells rank 0 of changed hosts without holding the lock that a new world needs: without it, "
-        "survivors wait for minutes when the host of rank 0 is switched off or cut off",
+        _TELLS_RANK_0,
     ),
     Patch(
         "horovod/runner/common/util/safe_shell_exec.py",
@@ -139,14 +206,13 @@ PYTHON = (
         "                break\n"
         "            time.sleep(0.01)\n"
         "    if p.is_running():\n",
-        "a worker that is ended keeps its exit status for the one who waits for it: without it, horovodrun that got "
-        "SIGTERM sometimes reports success",
+        _EXIT_STATUS,
     ),
     Patch(
         "horovod/runner/common/util/safe_shell_exec.py",
         "import codecs\n",
         "import codecs\nimport contextlib\n",
-        "what the mend of that file needs",
+        _EXIT_STATUS,
     ),
     # --- one slot at a time: what a dead worker costs the others of its host ---
     Patch(
@@ -302,10 +368,11 @@ import threading
 """,
         """\
 import random
+import subprocess
 import sys
 import threading
 """,
-        _BY_SLOT,
+        _DISCOVERY,
     ),
     Patch(
         "horovod/runner/elastic/registration.py",
@@ -359,8 +426,7 @@ import threading
                             for slot in slots
                             if (host, slot) not in self._worker_registry.get('FAILURE')])
 """,
-        "a worker that died is started again also when the cooldown of its host ends while the launcher looks for "
-        "hosts: without it, the launcher takes it for alive, and no world forms any more",
+        _STARTED_AGAIN,
     ),
     Patch(
         "horovod/runner/elastic/driver.py",
@@ -486,6 +552,52 @@ def _slot_info""",
 def _slot_info""",
         _BY_SLOT,
     ),
+    # --- what an idle launcher costs ---
+    Patch(
+        "horovod/runner/elastic/discovery.py",
+        """\
+class HostDiscoveryScript(HostDiscovery):
+""",
+        """\
+# Runs the command $1. The launcher holds the other end of standard input: when the launcher dies, the command ends.
+DISCOVERY_SHELL = '''
+exec 3<&0 </dev/null
+(read -r _ <&3; trap '' TERM; kill -s TERM 0; sleep 5; kill -s KILL 0) >/dev/null 2>&1 &
+/bin/sh -c "$1" 3<&-
+status=$?
+kill $!
+exit $status
+'''
+
+
+class HostDiscoveryScript(HostDiscovery):
+""",
+        _DISCOVERY,
+    ),
+    Patch(
+        "horovod/runner/elastic/discovery.py",
+        """\
+        stdout = io.StringIO()
+        exit_code = safe_shell_exec.execute(
+            self._discovery_script, stdout=stdout)
+        if exit_code != 0:
+            raise RuntimeError(
+                'Failed to execute discovery script: {}. Exit code: {}' .format(
+                    self._discovery_script, exit_code))
+        return stdout.getvalue()
+""",
+        """\
+        with subprocess.Popen(['/bin/sh', '-c', DISCOVERY_SHELL, 'sh', self._discovery_script], encoding='utf-8',
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as script:
+            stdout = script.stdout.read()
+        if script.returncode != 0:
+            raise RuntimeError(
+                'Failed to execute discovery script: {}. Exit code: {}' .format(
+                    self._discovery_script, script.returncode))
+        return stdout
+""",
+        _DISCOVERY,
+    ),
     # --- how an elastic job ends ---
     Patch(
         "horovod/runner/elastic/driver.py",
@@ -547,8 +659,7 @@ def _slot_info""",
             return nics
         current_hosts = driver.wait_for_available_slots(settings.num_proc, min_hosts=min_hosts)
         return driver_service""",
-        "an elastic job on this machine alone needs no --network-interface: without it, the launcher waits for a "
-        "second host for minutes",
+        _ONE_MACHINE,
     ),
     Patch(
         "horovod/runner/elastic/driver.py",
@@ -565,7 +676,7 @@ def _slot_info""",
             while True:
                 current_hosts = self._host_manager.current_hosts
 """,
-        "the launcher says what it waits for, after seconds",
+        _SAYS_WHAT_IT_WAITS_FOR,
     ),
     Patch(
         "horovod/runner/elastic/driver.py",
@@ -582,7 +693,7 @@ def _slot_info""",
                           file=sys.stderr, flush=True)
                 self._wait_hosts_cond.wait(min(tmout.remaining(), left if left > 0 else 60))
 """,
-        "the launcher says what it waits for, after seconds",
+        _SAYS_WHAT_IT_WAITS_FOR,
     ),
     Patch(
         "horovod/runner/elastic/driver.py",
@@ -595,13 +706,13 @@ import queue
 import sys
 import threading
 """,
-        "what the mends of that file need",
+        _SAYS_WHAT_IT_WAITS_FOR,
     ),
     Patch(
         "horovod/runner/elastic/driver.py",
         "message='Timed out waiting for {{activity}}.",
         "message='Timed out waiting for {activity}.",
-        "it says for what",
+        _SAYS_WHAT_IT_WAITS_FOR,
     ),
     # --- Ctrl-C and logs ---
     Patch(
@@ -612,7 +723,7 @@ import threading
         """\
             logging.info('failure count == {} -> stop running'.format(self._size))
 """,
-        "the launcher's last line says why a job failed, or that it was interrupted",
+        _LAST_LINE,
     ),
     Patch(
         "horovod/runner/gloo_run.py",
@@ -625,7 +736,7 @@ ended_by = []  # the numbers of the signals that asked this launcher to end
 
 def register_shutdown_event():
 """,
-        "a launcher that is interrupted says so in one line and exits with 128 + the signal's number; no traceback",
+        _INTERRUPTED,
     ),
     Patch(
         "horovod/runner/gloo_run.py",
@@ -638,7 +749,7 @@ def register_shutdown_event():
         ended_by.append(signum)
         event.set()
 """,
-        "a launcher that is interrupted says so in one line and exits with 128 + the signal's number; no traceback",
+        _INTERRUPTED,
     ),
     Patch(
         "horovod/runner/gloo_run.py",
@@ -648,7 +759,7 @@ def register_shutdown_event():
         """\
             if exit_code != 0 and not ended_by:
                 print('Process {idx} exit""",
-        "a launcher that is interrupted says so in one line and exits with 128 + the signal's number; no traceback",
+        _INTERRUPTED,
     ),
     Patch(
         "horovod/runner/launch.py",
@@ -658,7 +769,7 @@ from horovod.runner.gloo_run import gloo_run, gloo_run_elastic
         """\
 from horovod.runner.gloo_run import ended_by, gloo_run, gloo_run_elastic
 """,
-        "a launcher that is interrupted says so in one line and exits with 128 + the signal's number; no traceback",
+        _INTERRUPTED,
     ),
     Patch(
         "horovod/runner/launch.py",
@@ -683,7 +794,7 @@ from horovod.runner.gloo_run import ended_by, gloo_run, gloo_run_elastic
     print('horovodrun: interrupted', file=sys.stderr, flush=True)
     sys.exit(128 + ended_by[0])
 """,
-        "a launcher that is interrupted says so in one line and exits with 128 + the signal's number; no traceback",
+        _INTERRUPTED,
     ),
     Patch(
         "horovod/runner/launch.py",
@@ -698,7 +809,7 @@ import signal
 import sys
 import textwrap
 """,
-        "a launcher that is interrupted says so in one line and exits with 128 + the signal's number; no traceback",
+        _INTERRUPTED,
     ),
     Patch(
         "horovod/runner/common/util/safe_shell_exec.py",
@@ -712,7 +823,7 @@ import textwrap
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 """,
-        "Ctrl-C in a terminal reaches the launcher alone: without it, helpers that are just starting show tracebacks",
+        _CTRL_C,
     ),
     Patch(
         "horovod/runner/common/util/safe_shell_exec.py",
@@ -726,7 +837,7 @@ import textwrap
     signal.signal(signal.SIGINT, lambda number, frame: None)  # what it starts has the default again
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 """,
-        "Ctrl-C in a terminal reaches the launcher alone: without it, helpers that are just starting show tracebacks",
+        _CTRL_C,
     ),
     *(
         Patch(
@@ -754,7 +865,7 @@ import textwrap
             except ConnectionError:  # whoever asked has died
                 self.close_connection = True
 """,
-        "a worker that dies while it asks the launcher shows no traceback of the launcher",
+        _DIES_ASKING,
     ),
     Patch(
         "horovod/common/basics.py",
@@ -794,8 +905,7 @@ import textwrap
         if not initialization_ok:
             raise ValueError(
 """,
-        "a worker that starts goes on when another one dies while the world forms: without it, it ends with a "
-        "traceback, and so does the job where no other worker is left",
+        _STARTS_AGAIN,
     ),
     Patch(
         "horovod/common/basics.py",
@@ -807,7 +917,7 @@ import os
 import sys
 import time
 """,
-        "for the mend above",
+        _STARTS_AGAIN,
     ),
     Patch(
         "horovod/runner/gloo_run.py",
@@ -817,7 +927,7 @@ import time
         """\
     width = int(math.log10(max(1, size - 1))) + 1
 """,
-        "log files: one worker is allowed, and in an elastic job each slot has its own, which later workers add to",
+        _LOG_FILES,
     ),
     Patch(
         "horovod/runner/gloo_run.py",
@@ -838,6 +948,51 @@ import time
             stdout_file = open(os.path.join(output_dir_rank, 'stdout'), mode)
             stderr_file = open(os.path.join(output_dir_rank, 'stderr'), mode)
 """,
-        "log files: one worker is allowed, and in an elastic job each slot has its own, which later workers add to",
+        _LOG_FILES,
     ),
 )
+
+_HOROVOD, _FIRST_HOUR = "tests/processes/test_horovod.py::", "tests/first_hour/test_launcher.py::"
+_DIES_IN_FORMING = f"{_HOROVOD}test_a_worker_that_dies_while_the_world_forms_does_not_take_the_others_along"
+_KILLED_OF_THREE = f"{_FIRST_HOUR}test_a_killed_worker_of_three_on_one_host_costs_no_sample_and_is_replaced"
+TESTS: Mapping[str, str] = {
+    _CXX_STANDARD: "tests/unit/test_build_horovod.py::test_patches_change_what_they_name_and_nothing_else",
+    _PROCESS_SETS: "tests/processes/test_elastic.py::test_a_worker_killed_there_changes_no_parameter",
+    _INIT_RAISES: _DIES_IN_FORMING,
+    _GLOO_ERROR: _DIES_IN_FORMING,
+    _INIT_AGAIN: _DIES_IN_FORMING,
+    _GIVES_UP: _DIES_IN_FORMING,
+    _ASKS_BY_SLOT: _KILLED_OF_THREE,
+    _KNOWS_ITS_BUILD: f"{_HOROVOD}test_what_horovod_was_built_with_is_known_without_torch",
+    _TELLS_RANK_0: "tests/hosts/test_lost_hosts.py::test_a_host_that_is_switched_off_takes_only_its_own_rows_along",
+    _EXIT_STATUS: f"{_HOROVOD}test_a_worker_that_is_ended_keeps_its_exit_status_for_the_launcher",
+    _BY_SLOT: f"{_HOROVOD}test_a_slot_that_fails_rests_longer_each_time_and_is_given_up",
+    _DISCOVERY: f"{_HOROVOD}test_a_discovery_script_is_run_by_a_shell_and_its_changed_answer_is_seen",
+    _STARTED_AGAIN: f"{_HOROVOD}test_a_worker_that_died_is_started_again_although_its_host_is_taken_back_at_once",
+    _FINISHED: f"{_HOROVOD}test_a_job_that_survivors_finish_has_succeeded_although_a_newcomer_fails_at_the_end",
+    _ONE_MACHINE: _KILLED_OF_THREE,
+    _SAYS_WHAT_IT_WAITS_FOR: f"{_HOROVOD}test_an_elastic_job_says_what_it_waits_for",
+    _LAST_LINE: f"{_HOROVOD}test_each_slot_has_its_log_and_the_last_line_says_why_the_job_failed",
+    _INTERRUPTED: f"{_FIRST_HOUR}test_ctrl_c_is_one_line",
+    _CTRL_C: f"{_FIRST_HOUR}test_ctrl_c_is_one_line",
+    _BETWEEN_WORLDS: f"{_HOROVOD}test_between_worlds_an_elastic_worker_has_the_place_of_the_last_one",
+    _DIES_ASKING: f"{_HOROVOD}test_a_worker_that_died_while_it_asked_the_launcher_is_no_error",
+    _STARTS_AGAIN: "tests/processes/test_elastic.py::test_a_worker_killed_in_the_first_agreement",
+    _LOG_FILES: f"{_HOROVOD}test_each_slot_has_its_log_and_the_last_line_says_why_the_job_failed",
+}
+
+
+def table() -> str:
+    """The mends in Markdown, one a row: the reason, the files it changes, the test that exercises it."""
+    paths: dict[str, set[str]] = {}
+    for patch in NATIVE + PYTHON:
+        paths.setdefault(patch.why, set()).add(patch.path)
+    rows = ["| what it changes, and what happens without it | files | test |", "|---|---|---|"]
+    for why, changed in paths.items():
+        files = ", ".join(f"`{path}`" for path in sorted(changed))
+        rows.append(f"| {why.replace('{std}', ' as torch was built with')} | {files} | `{TESTS[why]}` |")
+    return "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")

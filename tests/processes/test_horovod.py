@@ -289,3 +289,99 @@ def test_a_job_that_a_survivor_finishes_has_succeeded_unless_another_worker_fail
     command = [str(HOROVODRUN), *elastic, "--network-interface", "lo", "sh", str(script)]
     done = subprocess.run(command, check=False, text=True, capture_output=True, timeout=PATIENCE_S)
     assert done.returncode == status, done.stdout + done.stderr
+
+
+def discovered(command: str) -> dict[str, int]:
+    from horovod.runner.elastic.discovery import HostDiscoveryScript
+
+    found: dict[str, int] = HostDiscoveryScript(command, 4).find_available_hosts_and_slots()
+    return found
+
+
+def test_a_discovery_script_is_run_by_a_shell_and_its_changed_answer_is_seen(tmp_path: Path) -> None:
+    assert discovered('echo "$(cat /proc/$PPID/comm):1"') == {"sh": 1}, "no Python process between the two"
+    hosts = tmp_path / "hosts"
+    for answer, expected in (("a:2\nb:3\n", {"a": 2, "b": 3}), ("a:2\n", {"a": 2}), ("c\n", {"c": 4}), ("", {})):
+        hosts.write_text(answer)
+        assert discovered(f"cat {hosts}") == expected
+    assert discovered("cat; echo a:1") == {"a": 1}, "standard input is empty"
+    for command, status in (("exit 3", 3), ("kill -9 $$", 137)):
+        with pytest.raises(RuntimeError, match=f"Exit code: {status}"):
+            discovered(command)
+
+
+def test_a_process_that_a_discovery_script_leaves_behind_lives(tmp_path: Path) -> None:
+    left = tmp_path / "pid"
+    assert discovered(f"sleep 600 >/dev/null 2>&1 & echo $! > {left}; echo a:1") == {"a": 1}
+    os.kill(int(left.read_text()), signal.SIGKILL)  # raises if there is no such process
+
+
+def test_a_discovery_script_ends_when_its_launcher_is_killed(tmp_path: Path) -> None:
+    runs = tmp_path / "pid"
+    command = f"echo $$ > {runs}.new; mv {runs}.new {runs}; exec sleep 600"
+    asks = "import sys; from horovod.runner.elastic.discovery import HostDiscoveryScript as Script\n"
+    asks += "Script(sys.argv[1], 1).find_available_hosts_and_slots()"
+    with subprocess.Popen([sys.executable, "-c", asks, command]) as launcher:
+        wait_for(runs.exists, "the script", PATIENCE_S)
+        script = Path(f"/proc/{runs.read_text().strip()}/cmdline")
+        assert b"sleep" in script.read_bytes() or b"sh" in script.read_bytes()
+        launcher.kill()
+    wait_for(lambda: not script.exists() or not script.read_bytes(), "the end of the script", PATIENCE_S)
+
+
+KNOWS_ITS_BUILD = """
+import sys
+from horovod.common.util import gloo_built, mpi_built
+print(gloo_built(), mpi_built(), "torch" in sys.modules)
+"""
+BETWEEN_WORLDS = """
+import os
+import horovod.torch as hvd
+hvd.init()
+os.environ["HOROVOD_ELASTIC"] = "1"
+hvd.shutdown()
+print(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size())
+"""
+
+
+def printed(script: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=False, text=True, capture_output=True, timeout=PATIENCE_S
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_what_horovod_was_built_with_is_known_without_torch() -> None:
+    assert printed(KNOWS_ITS_BUILD) == "True False False"
+
+
+def test_between_worlds_an_elastic_worker_has_the_place_of_the_last_one() -> None:
+    assert printed(BETWEEN_WORLDS) == "0 1 0 1 0 1"
+
+
+def test_a_worker_that_died_while_it_asked_the_launcher_is_no_error() -> None:
+    from horovod.runner.http.http_server import KVStoreHandler
+
+    request = KVStoreHandler.__new__(KVStoreHandler)
+    request.path, request.wfile, request.request_version = "/scope/key", Mock(), "HTTP/1.0"
+    request.requestline, request.client_address, request.server = "GET", ("127.0.0.1", 1), Mock(verbose=False)
+    request._get_value = lambda scope, key: b"value"
+    request.close_connection = False
+    request.wfile.write.side_effect = BrokenPipeError
+    request.do_GET()
+    assert request.wfile.write.called and request.close_connection
+
+
+def test_each_slot_has_its_log_and_the_last_line_says_why_the_job_failed(tmp_path: Path) -> None:
+    elastic = ["-np", "1", "--min-np", "1", "--max-np", "1", "--host-discovery-script", "echo localhost:1"]
+    command = [str(HOROVODRUN), *elastic, "--network-interface", "lo", "--output-filename", str(tmp_path)]
+    for _ in range(2):
+        done = subprocess.run(
+            [*command, "sh", "-c", "echo here; exit 3"], check=False, text=True, capture_output=True,
+            timeout=PATIENCE_S,
+        )  # fmt: skip
+        assert done.returncode == 1
+        assert done.stderr.strip().splitlines()[-1] == "Exit code: 3", done.stderr
+        assert "stop running" not in done.stderr and "Traceback" not in done.stderr
+    assert (tmp_path / "localhost.0" / "stdout").read_text().count("here") == 2

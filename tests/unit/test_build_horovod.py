@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from gba_hvd_tools import build_horovod
+from gba_hvd_tools import build_horovod, horovod_mends
 from gba_hvd_tools.build_horovod import (
     NATIVE,
     PYTHON,
@@ -239,3 +239,12 @@ def make_sdist(folder: Path) -> Path:
             entry.size = len(text)
             archive.addfile(entry, io.BytesIO(text))
     return sdist
+
+
+def test_every_mend_is_documented_with_a_test_that_exists() -> None:
+    root = Path(__file__).parents[2]
+    assert horovod_mends.TESTS.keys() == {patch.why for patch in PATCHES}
+    assert horovod_mends.table() in (root / "docs/HOROVOD.md").read_text()
+    for name in horovod_mends.TESTS.values():
+        path, test = name.split("::")
+        assert f"\ndef {test}(" in (root / path).read_text(), name

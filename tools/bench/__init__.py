@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from . import delay, import_time, model_averaging, quality, row_compression, server_start
+from . import delay, import_time, launcher, model_averaging, quality, row_compression, server_start
 from .allreduce import command as allreduce
 from .checkpoint import command as checkpoint
 from .compression import command as compression
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 BENCHMARKS = (
-    allreduce, checkpoint, compression, delay, gba, import_time, membership, ps, quality, recovery, row_compression,
+    allreduce, checkpoint, compression, delay, gba, import_time, launcher, membership, ps, quality, recovery, row_compression,
     server_start, model_averaging, switch,
 )  # fmt: skip
 
