@@ -14,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-all test-fast check bench clean
+.PHONY: help setup demo test test-all test-fast check docs pictures bench clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -37,6 +37,12 @@ check: setup  ## formatting, lint, types
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy gba_hvd recovery tools examples
+
+docs: setup  ## documentation with the API reference, to build/docs; fails on a warning or a broken link
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
+
+pictures: setup  ## the pictures of README.md, to docs/img; runs the demo (4 minutes)
+	$(PY) docs/pictures.py
 
 bench: setup  ## ours against plain Horovod and TorchRec, to runs/bench/allreduce.json
 	$(VENV)/bin/gba-hvd bench allreduce --out runs/bench/allreduce.json
