@@ -128,6 +128,7 @@ def in_backticks(page: Path) -> Iterator[str]:
 @pytest.mark.parametrize("page", TODAY, ids=name)
 def test_files_in_backticks_exist(page: Path) -> None:
     named = {text for text in in_backticks(page) if PATH.match(text) and text not in NOT_OURS}
+    named = {path for path in named if not path.startswith("horovod/") and path != "CMakeLists.txt"}  # in its source
     assert not {path for path in named if not exists(path)}
 
 

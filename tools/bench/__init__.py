@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 BENCHMARKS = (
-    allreduce, checkpoint, compression, delay, gba, import_time, launcher, membership, ps, quality, recovery, row_compression,
-    server_start, model_averaging, switch,
+    allreduce, checkpoint, compression, delay, gba, import_time, launcher, membership, ps, quality, recovery,
+    row_compression, server_start, model_averaging, switch,
 )  # fmt: skip
 
 
