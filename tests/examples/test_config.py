@@ -96,7 +96,7 @@ def test_the_command_line_beats_the_file_and_the_file_beats_the_defaults(tmp_pat
         ("switching=gba", r"switching: expected a section with mode, switch_at"),
         ("checkpoint.every_steps=10", r"checkpoint\.url: needed, a folder or an address"),
         ("checkpoint={url: c, every_steps: 0}", r"checkpoint: every_s and every_steps must be positive"),
-        ("checkpoint={url: c, policy: mfuu}", r"checkpoint: policy 'mfuu' is not known: choose one of full, delta"),
+        ("checkpoint={url: c, policy: mfuu}", r"checkpoint: policy 'mfuu' is not known: did you mean 'mfu'"),
         ("checkpoint={url: c, r: 2}", r"checkpoint: r is a share of the rows"),
         ("checkpoint={url: c, bits: 5}", r"checkpoint: .*5"),
         ("checkpoint={url: c, resum: false}", r"checkpoint\.resum: no such setting; did you mean checkpoint\.resume\?"),

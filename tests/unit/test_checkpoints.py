@@ -90,7 +90,7 @@ def test_a_place_that_is_being_written_to_by_another_job_does_not_end_a_running_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[Event] = []
-    engine: Any = SimpleNamespace(step=3, emit=events.append)
+    engine: Any = SimpleNamespace(progress=SimpleNamespace(step=3), emit=events.append)
     mine = Checkpoints(engine, CheckpointCallback(str(tmp_path / "store"), lease_s=0.1))
     mine.take_place("job")
 
