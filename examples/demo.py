@@ -63,7 +63,7 @@ def demonstrate(out: Path, disturbed: bool, overrides: list[str], deadline: floa
     out.mkdir(parents=True, exist_ok=True)
     for left in [out / "summary.json", out / "output.log", *(out / "pulse").glob("*.json")]:
         left.unlink(missing_ok=True)
-    for old in (out / "checkpoints", out / "recovery.jsonl"):  # else the job would go on from the last demonstration's
+    for old in (out / "checkpoints", out / "recovery.jsonl"):  # else the job would resume from the last demonstration's
         shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
     faults = FaultSchedule().serve(SERVICE_S)
     if disturbed:

@@ -20,7 +20,7 @@ refresh_every, values):
 
     horovodrun ... --config FILE.yaml row_compression=int8 'compression={name: dct, keep: 0.01, values: int8}'
 
-With a section `checkpoint` the job is saved while it trains, gets the rows of a lost host back, and goes on from the
+With a section `checkpoint` the job is saved while it trains, gets the rows of a lost host back, and resumes from the
 newest checkpoint when all of it was lost and the same command is given again:
 
     horovodrun -np 3 python examples/train_ctr.py --config FILE.yaml checkpoint.url=FOLDER checkpoint.every_steps=500
@@ -54,7 +54,7 @@ from ctr.config import JobConfig, load
 from ctr.datasets import open_splits, prepared_splits
 from ctr.dry_run import try_batch
 from ctr.plan import most_steps, plan
-from ctr.pulse import Pulse
+from ctr.pulse import ProgressFiles
 from ctr.settings_list import ShowSettings
 from ctr.summary import JobSummary, stopped_early
 from gba_hvd.callbacks import Callback
@@ -141,7 +141,7 @@ def run(config: JobConfig, summary: JobSummary, faults: FaultSchedule) -> None:
     )  # fmt: skip
     summary.attach(state, splits)
     callbacks: list[Callback | CheckpointCallback] = [
-        ProgressLine(total_steps=most_steps(config, len(splits.train))), Pulse(out), summary.switch_log,
+        ProgressLine(total_steps=most_steps(config, len(splits.train))), ProgressFiles(out), summary.switch_log,
         summary.recovery_log, summary,
     ]  # fmt: skip
     if config.switching is not None:

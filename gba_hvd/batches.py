@@ -17,11 +17,11 @@ import numpy as np
 from gba_hvd.comm.collectives import agree_on
 from gba_hvd.elastic import TorchState
 from gba_hvd.embedding.tables import Ids, keys_by_group
-from gba_hvd.epoch import Cut, EpochOrder
+from gba_hvd.epoch import EpochOrder, EpochPlan
 from gba_hvd.errors import BadInput, StateMismatch
 from gba_hvd.mode_names import MODES
 from gba_hvd.ps import launch
-from gba_hvd.ps.messages import Position
+from gba_hvd.ps.messages import JobPosition
 from gba_hvd.switching import enter_ps, leave_ps
 from gba_hvd.switching.requests import switching_of
 from gba_hvd.torch_optimizers import spec_of
@@ -53,7 +53,7 @@ def batches(
     state.ensure_synced()
     engine, find_ids = state.engine, ids or ids_of
     model, progress = engine.model, engine.progress
-    cut = Cut(len(dataset), model.global_batch, model.micro_batch)
+    cut = EpochPlan(len(dataset), model.global_batch, model.micro_batch)
     epoch = getattr(state, "epoch", None)
     if epoch is None:
         done = progress.cursor.steps_done
@@ -90,14 +90,14 @@ class _Epoch:
         dataset: Dataset,
         state: TorchState,
         order: EpochOrder,
-        cut: Cut,
+        cut: EpochPlan,
         epoch: int,
         find_ids: Callable[[Any], Ids],
     ) -> None:
         self.cut, self.epoch, self.n_samples = cut, epoch, len(dataset)
         self._dataset, self._state, self._order, self._find_ids = dataset, state, order, find_ids
         cursor = state.engine.progress.cursor
-        self._moved = dict(cursor.moved) if cursor.epoch == epoch else {}
+        self._moved = dict(cursor.remapped) if cursor.epoch == epoch else {}
 
     def read(self, index: int) -> Any:
         cut, place = self.cut, self._moved.get(index, index)
@@ -127,11 +127,11 @@ class _Epoch:
 
     def leases_begin(self) -> None:
         self._state.saving.epoch_begins()
-        self._state.newcomers.watch()
+        self._state.late_joiners.start_rejoin()
 
     def lease_came(self) -> None:
-        self._state.newcomers.tell()
-        self._state.newcomers.tell_of_the_wait()
+        self._state.late_joiners.tell()
+        self._state.late_joiners.tell_of_the_wait()
 
     def before_micro_batch(self) -> None:
         state = self._state
@@ -140,9 +140,9 @@ class _Epoch:
         state.saving.leave_asynchronously_if_told()
 
     def leases_end(self) -> None:
-        self._state.newcomers.tell()  # this worker may be rank 0 by now
+        self._state.late_joiners.tell()  # this worker may be rank 0 by now
 
-    def leave_mode(self, position: Position) -> None:
+    def leave_mode(self, position: JobPosition) -> None:
         leave_ps.leave(self._state.engine, position)
 
 
@@ -203,7 +203,7 @@ def _refuse_another_order(begun: EpochOrder | None, order: EpochOrder, steps_don
     )
 
 
-def _warn_of_idle_workers(cut: Cut, rank: int, size: int) -> None:
+def _warn_of_idle_workers(cut: EpochPlan, rank: int, size: int) -> None:
     if size > cut.n_micro and rank == 0:
         warnings.warn(
             f"{size} workers share {cut.n_micro} micro-batches a step: {size - cut.n_micro} stay idle. "

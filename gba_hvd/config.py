@@ -35,16 +35,16 @@ class Config:
     job_name: str = ""
     n_shards: int = 16
     timeout_s: float = 60.0
-    alive_s: float = 2.0
+    heartbeat_timeout_s: float = 2.0
     lease_s: float = 60.0
-    server_s: float = 20.0
+    server_timeout_s: float = 20.0
     grace_s: float = 20.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shard_dir", Path(self.shard_dir).absolute())
         if self.n_shards < 1:
             raise BadInput(f"n_shards must be at least 1, got {self.n_shards}")
-        for name in ("timeout_s", "alive_s", "lease_s", "server_s"):
+        for name in ("timeout_s", "heartbeat_timeout_s", "lease_s", "server_timeout_s"):
             if not getattr(self, name) > 0:
                 raise BadInput(f"{name} must be positive, got {getattr(self, name)}")
         if self.grace_s < 0:
@@ -94,8 +94,8 @@ _PARSE: dict[str, Any] = {
     "shard_dir": Path,
     "n_shards": int,
     "timeout_s": float,
-    "alive_s": float,
+    "heartbeat_timeout_s": float,
     "lease_s": float,
-    "server_s": float,
+    "server_timeout_s": float,
     "grace_s": float,
 }

@@ -16,7 +16,7 @@ from gba_hvd.shm.layout import table_seed
 
 
 @dataclass(frozen=True)
-class Cut:
+class EpochPlan:
     """How an epoch of `n_samples` is cut: G = M x B samples a step, B a micro-batch."""
 
     n_samples: int
@@ -71,7 +71,7 @@ class EpochOrder:
 
 
 @dataclass
-class Account:
+class SampleAccount:
     """Where every sample went. applied + dropped + lost = total, always."""
 
     total: int = 0

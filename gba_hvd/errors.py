@@ -13,8 +13,17 @@ from recovery.errors import BadInput
 from recovery.errors import ProjectError as GbaError
 
 __all__ = [
-    "BadInput", "GbaError", "GivenUp", "HorovodMissing", "LastCheckpointFailed", "LauncherLost", "MissingPackage",
-    "NonFiniteGradient", "ShardMemoryError", "StateMismatch", "WorldLost",
+    "BadInput",
+    "GbaError",
+    "HorovodMissing",
+    "LastCheckpointFailed",
+    "LauncherUnreachable",
+    "MissingPackage",
+    "NonFiniteGradient",
+    "ShardMemoryError",
+    "StateMismatch",
+    "WorkerEvicted",
+    "WorldLost",
 ]  # fmt: skip
 
 
@@ -38,11 +47,11 @@ class StateMismatch(GbaError, RuntimeError):
     """Workers of one job disagree about what they train."""
 
 
-class GivenUp(GbaError):
+class WorkerEvicted(GbaError):
     """The others of the job went on without this worker. It must not come back with its state, so it ends."""
 
 
-class LauncherLost(GbaError):
+class LauncherUnreachable(GbaError):
     """The launcher of an elastic job cannot be reached: this host is cut off, or the launcher has ended."""
 
 

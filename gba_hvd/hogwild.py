@@ -38,7 +38,7 @@ from gba_hvd.averaging.shared_model import SharedModel
 from gba_hvd.batches import Dataset, batches
 from gba_hvd.dense_gradients import DenseGradients
 from gba_hvd.elastic import TorchState
-from gba_hvd.embedding.tables import RemoteRows
+from gba_hvd.embedding.tables import PulledRows
 from gba_hvd.errors import BadInput, GbaError
 from gba_hvd.training.mode import MicroBatch, SharesReplica
 
@@ -102,7 +102,7 @@ class _Job:
 
     micro: MicroBatch
     batch: Any
-    remote: list[RemoteRows | None]
+    remote: list[PulledRows | None]
 
 
 class _Threads:
@@ -132,7 +132,7 @@ class _Threads:
             except BadInput:
                 self.compute_failed = True  # no thread can compute: the loop is left
                 raise
-        self._mode, mode.await_threads = mode, self.rest
+        self._mode, mode.await_threads = mode, self.quiesce
         with self._changed:
             self._jobs.append(_Job(mode.hand_to_thread(), batch, self._engine.model.tables.remote))
             self._changed.notify_all()
@@ -147,7 +147,7 @@ class _Threads:
             self.compute_failed = True
             raise
 
-    def rest(self) -> None:
+    def quiesce(self) -> None:
         """Return when no thread computes; the model's buffers are then those of the first. Raises what one raised."""
         if not self._threads:
             return

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from recovery.checkpointer import Checkpointer, Event, Handle, Saved
     from recovery.config import Config
     from recovery.process_checkpointer import ProcessCheckpointer
-    from recovery.restore import Now, Report
+    from recovery.restore import Report, TrainingPoint
     from recovery.storage.open import open_store
-    from recovery.torch_rows.tensor_rows import Parts, TensorRows, load_rest, of_optimizer, rest
+    from recovery.torch_rows.tensor_rows import RowParts, TensorRows, dense_state, load_dense_state, of_optimizer
 
 __all__ = [
     "BadInput",
@@ -32,19 +32,19 @@ __all__ = [
     "Event",
     "Fenced",
     "Handle",
-    "Now",
-    "Parts",
     "ProcessCheckpointer",
     "ProjectError",
     "RecoveryError",
     "Report",
+    "RowParts",
     "Saved",
     "StoreError",
     "TensorRows",
-    "load_rest",
+    "TrainingPoint",
+    "dense_state",
+    "load_dense_state",
     "of_optimizer",
     "open_store",
-    "rest",
 ]
 
 # Loaded when they are asked for: a process that only needs the errors does not wait for torch.
@@ -53,9 +53,9 @@ _IN = {
     "checkpointer": ("Checkpointer", "Event", "Handle", "Saved"),
     "config": ("Config",),
     "process_checkpointer": ("ProcessCheckpointer",),
-    "restore": ("Now", "Report"),
+    "restore": ("TrainingPoint", "Report"),
     "storage.open": ("open_store",),
-    "torch_rows.tensor_rows": ("Parts", "TensorRows", "load_rest", "of_optimizer", "rest"),
+    "torch_rows.tensor_rows": ("RowParts", "TensorRows", "load_dense_state", "of_optimizer", "dense_state"),
 }
 _MODULE = {name: module for module, names in _IN.items() for name in names}
 

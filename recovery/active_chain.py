@@ -17,7 +17,7 @@ from recovery.selection.selector import Selection
 from recovery.storage.store import Store, epoch_of, manifest_names
 
 
-class Lineage:
+class ActiveChain:
     """chain: what is on the store and what the next partial save can be on top of; None: nothing is."""
 
     def __init__(self, store: Store, selection: Selection) -> None:
@@ -35,11 +35,11 @@ class Lineage:
         """("full" or the wanted kind, why)."""
         chain = self.chain
         if chain is None:
-            return planner.next_kind(planner.Chain(), wanted)
+            return planner.next_kind(planner.ChainSize(), wanted)
         trusted = self._selection.is_valid_for(chain.newest.name)
         expected = self._selection.expected_bytes(wanted) if trusted and wanted != "full" else 0
         partial = sum(_rows_bytes(manifest) for manifest in chain.manifests[1:])
-        return planner.next_kind(planner.Chain(_rows_bytes(chain.base), partial, expected, trusted), wanted)
+        return planner.next_kind(planner.ChainSize(_rows_bytes(chain.base), partial, expected, trusted), wanted)
 
     def add(self, manifest: Manifest) -> None:
         """It is in the store."""

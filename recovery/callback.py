@@ -13,11 +13,11 @@ from typing import Any
 
 from recovery.config import Config
 from recovery.errors import BadInput
-from recovery.schedule.adaptive import FIRST_INTERVAL_S, Given
+from recovery.schedule.adaptive import FIRST_INTERVAL_S, Goals
 
 
 class CheckpointCallback:
-    """Save to `url` and, when a job starts, go on from the newest good checkpoint there.
+    """Save to `url` and, when a job starts, resume from the newest good checkpoint there.
 
     url: a folder, or what fsspec knows: s3://bucket/job, gs://..., memory://...; one for each job. A relative folder is
         taken from the working directory now.
@@ -25,12 +25,13 @@ class CheckpointCallback:
         neither, it is planned from what saving and loading was measured to take (`recovery.schedule.adaptive`), from
         `mtbf_h` (assumed mean time between failures of any host, corrected by those that happen) and `target_pls`, at
         most `longest_s` apart.
-    memory_share: the training state is kept in memory beside the rows while that takes at most this share of a step, so
-        that a job that lost all its workers, but not its host, goes on with nothing lost; 0: never.
-    last_gasp_s: for how long the servers may hold that memory for a last checkpoint when nobody goes on; 0: not at all.
+    retain_state_share: the training state is kept in memory beside the rows while that takes at most this share of a
+        step, so that a job that lost all its workers, but not its host, goes on with nothing lost; 0: never.
+    final_checkpoint_s: for how long the servers may hold that memory for a last checkpoint when nobody goes on; 0: not
+                        at all.
     preemption_s: on SIGTERM the workers finish the step, have a checkpoint made and leave, at the latest after so many
         seconds; None: they leave at once.
-    resume: False starts anew beside the checkpoints that are there, and saves after them.
+    resume: False starts over beside the checkpoints that are there, and saves after them.
     takeover: write here although another job does; it will be refused from then on.
     storage_options: for fsspec, see `open_store`. settings: fields of `recovery.config.Config` (policy, r, ...).
     """
@@ -44,8 +45,8 @@ class CheckpointCallback:
         mtbf_h: float | None = None,
         target_pls: float = 0.1,
         longest_s: float = 3600.0,
-        memory_share: float = 0.02,
-        last_gasp_s: float = 60.0,
+        retain_state_share: float = 0.02,
+        final_checkpoint_s: float = 60.0,
         preemption_s: float | None = None,
         resume: bool = True,
         takeover: bool = False,
@@ -59,16 +60,20 @@ class CheckpointCallback:
         self.every_s, self.every_steps = every_s, every_steps
         self.resume, self.takeover = resume, takeover
         self.storage_options = dict(storage_options or {})
-        if not 0 <= memory_share <= 1 or not last_gasp_s >= 0:
+        if not 0 <= retain_state_share <= 1 or not final_checkpoint_s >= 0:
             raise BadInput(
-                f"memory_share is a share of a step, 0 to 1, and last_gasp_s not negative, got {memory_share} and "
-                f"{last_gasp_s}"
+                f"retain_state_share is a share of a step, 0 to 1, and final_checkpoint_s not negative, got "
+                f"{retain_state_share} and {final_checkpoint_s}"
             )
         if preemption_s is not None and not preemption_s > 0:
             raise BadInput(f"preemption_s is a number of seconds above 0, got {preemption_s}")
-        self.memory_share, self.last_gasp_s, self.preemption_s = memory_share, last_gasp_s, preemption_s
+        self.retain_state_share, self.final_checkpoint_s, self.preemption_s = (
+            retain_state_share,
+            final_checkpoint_s,
+            preemption_s,
+        )
         self.config = Config.from_env(**settings)
-        self.given = Given(self.config.policy, self.config.r, mtbf_h, target_pls, longest_s)
+        self.given = Goals(self.config.policy, self.config.row_fraction, mtbf_h, target_pls, longest_s)
         self.planned_s = FIRST_INTERVAL_S
         self._last_step, self._last_s = 0, math.nan
 

@@ -18,15 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from recovery.active_chain import Lineage
+from recovery.active_chain import ActiveChain
 from recovery.catalog import claims
 from recovery.catalog.claims import Claim
 from recovery.config import Config
 from recovery.errors import BadInput, StoreError
 from recovery.events import Event, Handle, Saved, StillSaving, Teller, told
 from recovery.format.manifest import Manifest
-from recovery.restore import Now, Report, restore
-from recovery.rows import Holder
+from recovery.restore import Report, TrainingPoint, restore
+from recovery.rows import RowSource
 from recovery.save_requests import SaveRequest, SaveRequests
 from recovery.selection.selector import Selection
 from recovery.storage.open import open_store
@@ -46,7 +46,7 @@ class Checkpointer:
             handle = checkpoints.save(step, samples, {"model": dense, "optimizer": rest})   # returns at once
 
     Entering claims the place and starts two threads: one that saves, and one that gives signs of life. Leaving waits
-    for the save under way, stops them, and raises what a thread died of, if one did.
+    for the save in flight, stops them, and raises what a thread died of, if one did.
 
     One thread calls save and restore. `on_event` is called in whatever thread something happens in.
     """
@@ -54,7 +54,7 @@ class Checkpointer:
     def __init__(
         self,
         url: str | Path | Store,
-        rows: Holder,
+        rows: RowSource,
         config: Config | None = None,
         *,
         takeover: bool = False,
@@ -78,7 +78,7 @@ class Checkpointer:
         self._clock, self._unix_clock = clock, unix_clock
         self._tracker_path = tracker_path
         self._claim: Claim | None = None
-        self._lineage = Lineage(self._store, self._selection)
+        self._active_chain = ActiveChain(self._store, self._selection)
         self._number = 0
         self._queue: queue.SimpleQueue[SaveRequest | None] = queue.SimpleQueue()
         self._requests = SaveRequests(self._config, self._tell, clock, self._queue.put)
@@ -97,7 +97,7 @@ class Checkpointer:
     @property
     def newest(self) -> Manifest | None:
         """The checkpoint in force, as far as this process made or restored it."""
-        return self._lineage.chain.newest if self._lineage.chain else None
+        return self._active_chain.chain.newest if self._active_chain.chain else None
 
     @property
     def kept_bytes(self) -> int:
@@ -112,7 +112,7 @@ class Checkpointer:
             self._store, job, takeover=self._takeover, after=self._after, lease_s=self._config.lease_s
         )
         if self._tracker_path is not None:
-            self._lineage.find()
+            self._active_chain.find()
         for run, name in ((self._save_all, "recovery-save"), (self._live, "recovery-live")):
             self._threads.append(threading.Thread(target=run, name=name, daemon=True))
             self._threads[-1].start()
@@ -155,7 +155,7 @@ class Checkpointer:
         step, samples: where training is. state: bytes, or what `state_codec` can encode; copied before this returns.
         kind: "full", or None: what the configured policy and the chain so far ask for. about: plain JSON, for people.
 
-        When the save before is still under way this one is left out, and its handle raises StillSaving. Raises BadInput
+        When the save before is still in flight this one is left out, and its handle raises StillSaving. Raises BadInput
         for a state that cannot be encoded, and Fenced when another writer has taken over.
         """
         if self._claim is None or self._leaving.is_set():
@@ -164,10 +164,10 @@ class Checkpointer:
             raise self._died
         return self._requests.begin(step, samples, state, kind, about)
 
-    def restore(self, shards: Sequence[int] | None = None, *, now: Now | None = None) -> Report | None:
+    def restore(self, shards: Sequence[int] | None = None, *, now: TrainingPoint | None = None) -> Report | None:
         """Fill the rows of these shards, or of all that are here, from the newest good checkpoint; None: there is none.
 
-        Waits for the save under way. Raises what `restore.restore` raises.
+        Waits for the save in flight. Raises what `restore.restore` raises.
         """
         self.wait()
         report = restore(
@@ -176,16 +176,16 @@ class Checkpointer:
         if report is None:
             return None
         if report.n_lost:
-            self._lineage.chain = None  # the chain lacks rows, so nothing can be saved on top of it
+            self._active_chain.chain = None  # the chain lacks rows, so nothing can be saved on top of it
         else:
             self._selection.restored(report.manifest.name, None if shards is None else tuple(shards))
             if shards is None:
-                self._lineage.chain = report.chain
+                self._active_chain.chain = report.chain
         self._tell(Event("restored", told(report), report=report))
         return report
 
     def wait(self) -> None:
-        """Until the save under way is over, however it ends."""
+        """Until the save in flight is over, however it ends."""
         self._requests.wait()
 
     # --- the thread that saves ---------------------------------------------------------------------------------------
@@ -210,8 +210,10 @@ class Checkpointer:
 
     def _save(self, request: SaveRequest) -> Saved:
         assert self._claim is not None
-        kind, why = ("full", "full: asked for") if request.kind == "full" else self._lineage.next_kind(request.kind)
-        parent = None if kind == "full" or self._lineage.chain is None else self._lineage.chain.newest.name
+        kind, why = (
+            ("full", "full: asked for") if request.kind == "full" else self._active_chain.next_kind(request.kind)
+        )
+        parent = None if kind == "full" or self._active_chain.chain is None else self._active_chain.chain.newest.name
         self._number += 1  # a save that is tried again takes another number, so its blobs other names
         what = (kind, parent, request.step, request.samples, self._rows.schema, request.about)
         place = SavePlace(self._claim.epoch, self._number, *what)
@@ -236,7 +238,7 @@ class Checkpointer:
             verify=self._config.verify,
             unix_clock=self._unix_clock,
         )
-        self._lineage.add(manifest)
+        self._active_chain.add(manifest)
         return Saved(self.url, manifest, why, written, self._clock() - request.asked_s, request.stall_s)
 
     def _still_mine(self) -> None:
@@ -247,7 +249,7 @@ class Checkpointer:
         """A failure costs space only."""
         assert self._claim is not None
         try:
-            gone = self._lineage.expire(range(self._claim.epoch, self._claim.epoch + 1), self._config.keep)
+            gone = self._active_chain.expire(range(self._claim.epoch, self._claim.epoch + 1), self._config.keep)
         except StoreError as error:
             text = f"old checkpoints could not be deleted, and take space: {error}"
             self._tell(Event("store", text, error=error))

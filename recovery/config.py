@@ -24,7 +24,7 @@ class Config:
     policy:           which rows a save takes once there is a base: full, delta, mfu, ssu, scar, or a registered one
     r:                share of a table's rows that mfu, ssu, scar and registered policies take
     ssu_period:       ssu looks at every so-manieth update
-    budget_bytes:     memory for all rows under way while saving, or restoring (beside the buffers that saves keep); not
+    budget_bytes:     memory for all rows in flight while saving, or restoring (beside the buffers that saves keep); not
                       what the policy needs, nor the list of sections (half a kilobyte for each)
     section_bytes:    rows encoded, checked and restored as one; smaller if the budget asks for it
     blob_bytes:       size of the objects written; smaller if the budget asks for it
@@ -43,12 +43,12 @@ class Config:
                       "bytes" (also every byte of this save: as much reading as was written)
     strict:           all shards at one step: `save` returns when the last row has been read
     busy_timeout_s:   longest wait for a moment in which a shard is not being changed
-    close_timeout_s:  longest wait for the save under way when the checkpointer is left
+    close_timeout_s:  longest wait for the save in flight when the checkpointer is left
     """
 
     job: str | None = None
     policy: str = "delta"
-    r: float = 0.125
+    row_fraction: float = 0.125
     ssu_period: int = 2
     budget_bytes: int = 256 << 20
     section_bytes: int = 2 << 20
@@ -56,7 +56,7 @@ class Config:
     rate_bytes_s: float | None = None
     threads: int = 1
     readers: int = 4
-    puts: int = 1
+    concurrent_puts: int = 1
     level: int = -5
     bits: int | None = None
     keep_last: int = 3
@@ -74,11 +74,11 @@ class Config:
             if str(field.type).startswith("int") and isinstance(value, float) and value.is_integer():
                 object.__setattr__(self, field.name, int(value))  # 1e9 is a number of bytes, too
         SAVE_POLICIES.get(self.policy)
-        if not 0 < self.r <= 1:
-            raise BadInput(f"r is a share of the rows, above 0 and at most 1, got {self.r}")
+        if not 0 < self.row_fraction <= 1:
+            raise BadInput(f"row_fraction is a share of the rows, above 0 and at most 1, got {self.row_fraction}")
         if self.budget_bytes < _LEAST_BUDGET:
             raise BadInput(f"budget_bytes must be at least {_LEAST_BUDGET}, got {self.budget_bytes}")
-        for name in ("section_bytes", "blob_bytes", "threads", "readers", "puts", "ssu_period"):
+        for name in ("section_bytes", "blob_bytes", "threads", "readers", "concurrent_puts", "ssu_period"):
             if getattr(self, name) < 1:
                 raise BadInput(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("rate_bytes_s", "lease_s", "busy_timeout_s", "close_timeout_s"):
@@ -111,7 +111,7 @@ class Config:
     @property
     def blob_buffer_bytes(self) -> int:
         """Three quarters of the budget: a buffer that is filled, and for each put one and the store's own copy."""
-        return min(self.blob_bytes, 3 * self.budget_bytes // 4 // (2 * self.puts + 1))
+        return min(self.blob_bytes, 3 * self.budget_bytes // 4 // (2 * self.concurrent_puts + 1))
 
     @property
     def section_buffer_bytes(self) -> int:

@@ -64,7 +64,7 @@ class Teller:
 
 
 class Handle:
-    """A save under way. Its checkpointer sets `future`, and `read_all` when the last row was read."""
+    """A save in flight. Its checkpointer sets `future`, and `read_all` when the last row was read."""
 
     def __init__(self) -> None:
         self.future: Future[Saved] = Future()

@@ -13,16 +13,16 @@ from typing import Any, Protocol
 import numpy as np
 
 from recovery.registry import Registry
-from recovery.rows import Places
+from recovery.rows import RowIndices
 
 POLICIES = ("full", "delta", "mfu", "ssu", "scar")
 
 
 class SavePolicy(Protocol):
-    """How important rows are: of each table, a save takes the share `Config.r` that is most important.
+    """How important rows are: of each table, a save takes the share `Config.row_fraction` that is most important.
 
     A class that a distribution registers in `recovery.save_policies` is constructed with the rows of the process that
-    saves, a `recovery.rows.Holder`; it reads weights, slots and update counters in `holder.slab(table, shard)`. The
+    saves, a `recovery.rows.RowSource`; it reads weights, slots and update counters in `holder.slab(table, shard)`. The
     writer's thread makes all calls. After a save that failed, or a restore of some shards, the next save is full.
     """
 
@@ -33,8 +33,8 @@ class SavePolicy(Protocol):
     def importance(self, table: int, shard: int, rows: slice) -> np.ndarray:
         """float32 or unsigned integers [n], of consecutive rows of a shard; 0: not worth saving."""
 
-    def saved(self, table: int, shard: int, places: Places, records: np.ndarray, counts: np.ndarray) -> None:
-        """These rows have been read for the save under way.
+    def saved(self, table: int, shard: int, places: RowIndices, records: np.ndarray, counts: np.ndarray) -> None:
+        """These rows have been read for the save in flight.
 
         records: float32 [n, width], weights and slots; counts: uint32 [n], updates so far
         """

@@ -19,8 +19,8 @@ What a crash leaves.
    After it: the new checkpoint, although its handle failed. The next save starts another child. It takes the place of
    the dead one's claim, or is Fenced if anybody else has claimed since; it does not know what changed, so it saves a
    base, unless a `tracker_path` kept that. While it restores: the rows are worth nothing, and `restore` raises.
- - This process: the pipe ends. The child finishes the save under way, gives back its claim and ends. If a step was
-   under way as well, rows are half written: the save finds no moment to read them in, and fails after `busy_timeout_s`.
+ - This process: the pipe ends. The child finishes the save in flight, gives back its claim and ends. If a step was
+   in flight as well, rows are half written: the save finds no moment to read them in, and fails after `busy_timeout_s`.
  - Both: what a crash of the child leaves. Shared memory has no name; it goes with the last of the two.
  - The child hangs (stopped, or without a processor): it gives no sign of life for `silence_s`, is killed, and all is as
    if it had died. So whoever waits here waits for an answer, for the end of the child, or for that.
@@ -47,7 +47,7 @@ from recovery.config import Config
 from recovery.errors import BadInput
 from recovery.events import Event, Handle, Teller
 from recovery.format.manifest import Manifest
-from recovery.restore import Now, Report
+from recovery.restore import Report, TrainingPoint
 from recovery.save_requests import SaveRequest, SaveRequests
 from recovery.storage.open import open_store
 from recovery.storage.store import Store
@@ -58,7 +58,7 @@ _LEAVE_S = 120.0  # beyond close_timeout_s, for what cannot be cancelled: an obj
 
 @dataclass
 class _Asked:
-    """What is to be done next, or under way. child: whom it was sent to."""
+    """What is to be done next, or in flight. child: whom it was sent to."""
 
     message: Save | Restore
     future: Future[Any]
@@ -185,7 +185,7 @@ class ProcessCheckpointer:
         what = (request.step, request.samples, request.kind, request.about, request.state is not None)
         self._ask(_Asked(Save(self._number, *what), request.handle.future, request))
 
-    def restore(self, shards: Sequence[int] | None = None, *, now: Now | None = None) -> Report | None:
+    def restore(self, shards: Sequence[int] | None = None, *, now: TrainingPoint | None = None) -> Report | None:
         """As `Checkpointer.restore`. Nobody else may use the rows until this returns."""
         self._require_inside()
         self._requests.wait()

@@ -67,7 +67,7 @@ class Schema:
 
 
 @dataclass(frozen=True)
-class Slab:
+class RowView:
     """The rows of one table in one shard, where they lie in memory. Views: writing to them writes the model.
 
     columns: float32 [n, width_i] each, together the table's columns in order; one array may hold several columns.
@@ -82,7 +82,7 @@ class Slab:
         return len(self.counts)
 
 
-class Holder(Protocol):
+class RowSource(Protocol):
     """Whoever has the rows of some shards in memory.
 
     A step on a shard is: begun = k, change rows and counts, finished = k, in this order. So a reader that finds begun
@@ -94,14 +94,14 @@ class Holder(Protocol):
     def shards(self) -> Sequence[int]:
         """The shards that are here, whole."""
 
-    def slab(self, table: int, shard: int) -> Slab:
+    def slab(self, table: int, shard: int) -> RowView:
         """By the table's number in the schema."""
 
-    def marks(self, shard: int) -> tuple[int, int]:
+    def step_marks(self, shard: int) -> tuple[int, int]:
         """(finished, begun), read in this order: the last steps finished and begun on a shard."""
 
 
-class Telling(Holder, Protocol):
+class ObservableRowSource(RowSource, Protocol):
     """A holder that also says which rows it updates; sub-sampling policies need that."""
 
     def listen(self, heard: Callable[[int, int, np.ndarray], None]) -> None:
@@ -110,24 +110,24 @@ class Telling(Holder, Protocol):
 
 # --- some rows of one table in one shard -----------------------------------------------------------------------------
 
-Places = slice | np.ndarray
+RowIndices = slice | np.ndarray
 """slice(first, stop), both given, of consecutive rows; or int64 [n], ascending."""
 
 
-def n_places(places: Places) -> int:
+def n_places(places: RowIndices) -> int:
     if isinstance(places, slice):
         return int(places.stop - places.start)
     return len(places)
 
 
-def some_places(places: Places, start: int, stop: int) -> Places:
+def some_places(places: RowIndices, start: int, stop: int) -> RowIndices:
     """The start-th to the (stop-1)-th of them."""
     if isinstance(places, slice):
         return slice(places.start + start, places.start + stop)
     return places[start:stop]
 
 
-def copy_rows(slab: Slab, places: Places, records: np.ndarray, counts: np.ndarray) -> None:
+def copy_rows(slab: RowView, places: RowIndices, records: np.ndarray, counts: np.ndarray) -> None:
     """From the slab into records, float32 [n, width], and counts, uint32 [n]; torn if somebody writes (`snapshot`)."""
     at = 0
     for column in slab.columns:
@@ -138,7 +138,7 @@ def copy_rows(slab: Slab, places: Places, records: np.ndarray, counts: np.ndarra
     counts[:] = slab.counts[places]
 
 
-def write_rows(slab: Slab, places: Places, records: np.ndarray) -> None:
+def write_rows(slab: RowView, places: RowIndices, records: np.ndarray) -> None:
     """From records, float32 [n, width], into the slab. The counts stay: they tell of updates, this is none."""
     at = 0
     for column in slab.columns:
@@ -156,10 +156,10 @@ def _whole(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
     return tuple(array.view(np.dtype((np.void, 4 * width)))[:, 0] for array in arrays)
 
 
-Choice = Callable[[int, int], Places]
+Choice = Callable[[int, int], RowIndices]
 
 
-def everything(holder: Holder) -> Choice:
+def everything(holder: RowSource) -> Choice:
     """All rows that the holder has."""
     schema = holder.schema
     return lambda table, shard: slice(0, schema.tables[table].rows_in(shard, schema.n_shards))

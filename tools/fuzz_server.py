@@ -34,29 +34,29 @@ from gba_hvd.ps.dense_file import DenseReader
 from gba_hvd.ps.messages import (
     Answer,
     Apply,
-    Ask,
-    Beat,
     Blend,
-    Bye,
     Discard,
-    Done,
     Endpoint,
     Enter,
     Export,
-    Given,
-    GivenLease,
-    HandedIn,
-    HandIn,
+    HeartbeatMsg,
+    JobPosition,
+    LeaseGrant,
+    LeaseReply,
+    LeaseRequest,
+    Leave,
     PlannedMember,
-    Position,
     Publish,
     PullDense,
     PullRows,
     Push,
+    PushDone,
     Refused,
+    ReplicaSubmitted,
     Request,
     Residual,
     Status,
+    SubmitReplica,
     SwitchTo,
 )
 from gba_hvd.ps.state_files import path_of
@@ -199,7 +199,7 @@ def enter(
     spec = spec_of(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=LR))
     fields: dict[str, Any] = {
         "generation": GENERATION, "servers": list(endpoints), "me": me,
-        "shard_servers": list(shard_servers or [0] * N_SHARDS), "position": Position(account={}),
+        "shard_servers": list(shard_servers or [0] * N_SHARDS), "position": JobPosition(account={}),
         "n_samples": N_SAMPLES, "global_batch": GLOBAL_BATCH, "micro_batch": MICRO_BATCH,
         "discipline": {"name": "gba", "lookahead": 0}, "row_average": "global", "row_lr": ROW_LR, "lrs": [LR],
         "tensors": tensors, "optimizer": spec, **changes,
@@ -223,27 +223,27 @@ def gradients(
     return [[np.full(N_DENSE if s == 0 else 0, value, np.float32), m] for s, m in enumerate(messages)]
 
 
-def an_ask(request: int, **changes: Any) -> Ask:
+def an_ask(request: int, **changes: Any) -> LeaseRequest:
     fields: dict[str, Any] = {
         "worker": WORKER, "generation": GENERATION, "request": request, "epoch": 0, "n_samples": N_SAMPLES,
         "lrs": [LR, ROW_LR], "lrs_step": 0, **changes,
     }  # fmt: skip
-    return Ask(**fields)
+    return LeaseRequest(**fields)
 
 
-def a_beat(generation: int = GENERATION, **changes: Any) -> Beat:
+def a_beat(generation: int = GENERATION, **changes: Any) -> HeartbeatMsg:
     fields = {"worker": WORKER, "rank": 0, "host": 0, "pid": os.getpid(), "generation": generation, **changes}
-    return Beat(**fields)
+    return HeartbeatMsg(**fields)
 
 
-def lease(peer: Peer, request: int, **changes: Any) -> GivenLease:
+def lease(peer: Peer, request: int, **changes: Any) -> LeaseGrant:
     """A lease; asks again while it is told to wait."""
     while True:
         answer, _ = peer.ask(an_ask(request, **changes))
-        assert isinstance(answer, Given), answer
+        assert isinstance(answer, LeaseReply), answer
         if answer.lease is not None:
             return answer.lease
-        assert answer.instead == "wait", answer
+        assert answer.status == "wait", answer
 
 
 def train_a_step(peer: Peer, layout: Layout, first_request: int, **of_gradients: Any) -> None:
@@ -255,12 +255,12 @@ def train_a_step(peer: Peer, layout: Layout, first_request: int, **of_gradients:
         done(peer, given)
 
 
-def push(peer: Peer, given: GivenLease, frames: Sequence[Any]) -> Answer:
+def push(peer: Peer, given: LeaseGrant, frames: Sequence[Any]) -> Answer:
     return peer.ask(Push(WORKER, GENERATION, given.micro, given.serial), frames)[0]
 
 
-def done(peer: Peer, given: GivenLease, **more: Any) -> Answer:
-    return peer.ask(Done(WORKER, GENERATION, given.micro, given.serial, **more))[0]
+def done(peer: Peer, given: LeaseGrant, **more: Any) -> Answer:
+    return peer.ask(PushDone(WORKER, GENERATION, given.micro, given.serial, **more))[0]
 
 
 # --- bad messages ----------------------------------------------------------------------------------------------------
@@ -333,14 +333,14 @@ def bad_requests(layout: Layout, endpoints: Sequence[Endpoint]) -> dict[str, tup
         "residual of another generation": (Residual(WORKER, 1), [b""]),
         "residual without a frame": (Residual(WORKER, GENERATION), []),
         "residual that is odd": (Residual(WORKER, GENERATION), [b"123"]),
-        "done of another generation": (Done(WORKER, 1, 0, 1), []),
+        "done of another generation": (PushDone(WORKER, 1, 0, 1), []),
         "pull of another generation": (PullDense(1, -1), []),
         "export of another generation": (Export(1, True), []),
         "export of a mean where there are no replicas": (Export(GENERATION, True, 3), []),
         "blend where there are no replicas": (Blend(WORKER, GENERATION, 1, 0, 0.5), [dense]),
         "publish where there are no replicas": (Publish(GENERATION, 0), [dense, b""]),
-        "hand in where there are no replicas": (HandIn(WORKER, GENERATION, 1), [dense, b""]),
-        "all handed in where there are no replicas": (HandedIn(WORKER, GENERATION, 1), []),
+        "hand in where there are no replicas": (SubmitReplica(WORKER, GENERATION, 1), [dense, b""]),
+        "all handed in where there are no replicas": (ReplicaSubmitted(WORKER, GENERATION, 1), []),
         "discard of another generation": (Discard(1, 1 << 40), []),
         "rows at the wrong port": (PullRows(GENERATION), [b"", b""]),
         "apply of another generation": (Apply(1, 1, [], 1.0, 0.1, [0.1], 0), []),
@@ -373,7 +373,7 @@ def bad_requests(layout: Layout, endpoints: Sequence[Endpoint]) -> dict[str, tup
         "enter with an optimizer from nowhere": entering(optimizer={"class": "no.such:Thing", "groups": [{}]}),
         "enter with no optimizer": entering(optimizer={}),
         "enter with NaN as learning rate": entering(row_lr=float("nan")),
-        "enter with an odd account": entering(position=Position(account={"gone": 3})),
+        "enter with an odd account": entering(position=JobPosition(account={"gone": 3})),
         "enter with an unknown average": entering(row_average="median"),
     }  # fmt: skip
 
@@ -401,7 +401,7 @@ def bad_envelopes(job: str) -> dict[str, bytes]:
         "a truncated message": good[:-1],
         "a message and more": good + b"\0",
         "an old version": msgspec.msgpack.encode([0, job, 1, {"type": "Status"}]),
-        "another job": wire.encode(f"{job}-2", 1, Bye(WORKER)),
+        "another job": wire.encode(f"{job}-2", 1, Leave(WORKER)),
         "an unknown request": msgspec.msgpack.encode([messages.VERSION, job, 1, {"type": "Format"}]),
         "an answer": wire.encode(job, 1, Refused("no")),
         "an unknown field": msgspec.msgpack.encode([messages.VERSION, job, 1, {"type": "Bye", "worker": 1, "x": 1}]),
@@ -442,12 +442,12 @@ def a_round(rng: random.Random, host: Host, done: Counter[str]) -> None:
     bodies: list[tuple[Request, list[Any]]] = [
         (an_ask(1, generation=other), []),
         (Push(WORKER, other, 0, 1), [dense, rows]),
-        (Done(WORKER, other, 0, 1, 0.5, 0.1, ""), []),
+        (PushDone(WORKER, other, 0, 1, 0.5, 0.1, ""), []),
         (PullDense(other, -1), []),
         (PullRows(other), [np.arange(3, dtype=np.int64)] * 2),
         (Export(other, False), []),
         (Blend(WORKER, other, 1, 0, 0.5), [dense]),
-        (HandIn(WORKER, other, 1), [dense, state_codec.encode([{}, {}])]),
+        (SubmitReplica(WORKER, other, 1), [dense, state_codec.encode([{}, {}])]),
         (Apply(other, 1, [PlannedMember(0, 1, 1.0)], 0.5, ROW_LR, [LR], 0), []),
     ]
     acts: list[Callable[[], None]] = []

@@ -49,7 +49,7 @@ touch "$2/$1.up" && while read -r _; do :; done
 """
 
 
-class LabError(Exception):
+class VirtualHostsError(Exception):
     """The hosts cannot be made; the message says why."""
 
 
@@ -62,7 +62,7 @@ def missing() -> str:
         return f"these packages are not installed: {' '.join(sorted(lacking))}"
     try:
         _run("unshare", *_UNSHARED, "true")
-    except LabError as error:
+    except VirtualHostsError as error:
         return f"no namespaces can be made here: {error}"
     return ""
 
@@ -83,7 +83,7 @@ class Traffic:
     received_bytes: int
 
 
-class Lab:
+class VirtualHosts:
     """Enter it to have the hosts, leave it to have none. Not thread-safe.
 
     folder: for keys, settings and logs; must not exist, or be empty. names: of the hosts
@@ -97,9 +97,9 @@ class Lab:
         self._switch: subprocess.Popen[bytes] | None = None
         self._rate: str | None = None
 
-    def __enter__(self) -> Lab:
+    def __enter__(self) -> VirtualHosts:
         if reason := missing():
-            raise LabError(reason)
+            raise VirtualHostsError(reason)
         try:
             self._write_settings()
             self._switch = _held([str(_program("unshare")), "--net", "cat"], self.folder / "switch.log")
@@ -129,7 +129,7 @@ class Lab:
     def start(self, name: str) -> None:
         """Switch a host on, at first or after `kill`."""
         if name in self._hosts:
-            raise LabError(f"host {name} is on already")
+            raise VirtualHostsError(f"host {name} is on already")
         number = self.names.index(name) + 1
         up = self.folder / f"{name}.up"
         up.unlink(missing_ok=True)
@@ -249,7 +249,7 @@ class Lab:
     def _limit(self, host: _Host, rate: str | None) -> None:
         for run, device in ((self._in, "eth0"), (lambda _, *c: self._at_switch(*c), f"p{host.number}")):
             if rate is None:
-                with contextlib.suppress(LabError):  # there was no limit
+                with contextlib.suppress(VirtualHostsError):  # there was no limit
                     run(host, "tc", "qdisc", "del", "dev", device, "root")
                 continue
             number, unit = float(_RATE.fullmatch(rate)["number"]), _RATE.fullmatch(rate)["unit"]  # type: ignore[index]
@@ -278,7 +278,7 @@ class Lab:
             os.kill(host.init, signal.SIGKILL)  # and with it all other processes of the namespace
         _end_held(host.process)
         if self._switch is not None:
-            with contextlib.suppress(LabError):  # the kernel takes its time; or it has gone already
+            with contextlib.suppress(VirtualHostsError):  # the kernel takes its time; or it has gone already
                 self._at_switch("ip", "link", "del", f"p{host.number}")
 
 
@@ -307,7 +307,7 @@ def _run(program: str, *rest: str) -> str:
     command = [str(path), *rest]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_START_TIMEOUT_S, check=False)
     if done.returncode:
-        raise LabError(f"{program} {' '.join(rest)}: {done.stderr.strip() or done.stdout.strip()}")
+        raise VirtualHostsError(f"{program} {' '.join(rest)}: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout
 
 
@@ -331,8 +331,8 @@ def _wait(condition: Any, what: str, process: subprocess.Popen[bytes] | None = N
     deadline = time.monotonic() + _START_TIMEOUT_S
     while not (value := condition()):
         if process is not None and process.poll() is not None:
-            raise LabError(f"{what} did not come up: its first process ended with status {process.returncode}")
+            raise VirtualHostsError(f"{what} did not come up: its first process ended with status {process.returncode}")
         if time.monotonic() > deadline:
-            raise LabError(f"waited {_START_TIMEOUT_S:.0f} s in vain for {what}")
+            raise VirtualHostsError(f"waited {_START_TIMEOUT_S:.0f} s in vain for {what}")
         time.sleep(0.01)
     return value

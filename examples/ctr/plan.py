@@ -13,7 +13,7 @@ from ctr.datasets import Splits
 from gba_hvd.batch import Bag
 from gba_hvd.clipping import Clip
 from gba_hvd.config import Config
-from gba_hvd.epoch import Cut, shares
+from gba_hvd.epoch import EpochPlan, shares
 from gba_hvd.faults import Fault
 from gba_hvd.shm.layout import Layout
 from recovery.redaction import redacted
@@ -46,7 +46,7 @@ def plan(config: JobConfig, splits: Splits | None, faults: Sequence[Fault] = (),
 
 def most_steps(config: JobConfig, n_samples: int) -> int:
     """Steps when no early stop shortens the job."""
-    return config.train.epochs * Cut(n_samples, config.train.global_batch, config.train.micro_batch).n_steps
+    return config.train.epochs * EpochPlan(n_samples, config.train.global_batch, config.train.micro_batch).n_steps
 
 
 def _data(config: JobConfig, splits: Splits) -> Iterator[tuple[str, str]]:

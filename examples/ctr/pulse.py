@@ -15,7 +15,7 @@ from typing import Any
 from gba_hvd.callbacks import Callback, Job, StepRecord
 
 
-class Pulse(Callback):
+class ProgressFiles(Callback):
     """Writes the files, whole each time: a reader never sees half of one."""
 
     def __init__(self, out: Path, every_steps: int = 5) -> None:

@@ -54,7 +54,7 @@ def read_events(file: Path) -> list[dict[str, Any]]:
 def recovery_summary(events: list[dict[str, Any]]) -> dict[str, Any]:
     """checkpoints: how many were saved and how many failed, and the newest; recoveries: each with
 
-    kind: `resumed` (the whole job went on from a checkpoint), `rows_restored` or `rows_lost` (of a lost host)
+    kind: `resumed` (the whole job resumed from a checkpoint), `rows_restored` or `rows_lost` (of a lost host)
     step: at which the job went on; rows_restored, rows_lost: rows; pls: portion of lost samples, None if not known
     """
     saved = [event["data"] for event in events if event["event"] == "checkpoint"]

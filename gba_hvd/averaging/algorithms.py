@@ -8,7 +8,7 @@ w_i is a replica, w_ps the central copy, g the mean of all replicas:
     ma      g = mean of copies                  then   w_i <- (1-a) w_i + a g
     bmuf    w_glob <- w_glob + eta (g - w_glob) then   w_i <- (1-a) w_i + a w_glob
 
-A worker goes on stepping while a round is under way, so w_i is not the copy it was when the mixing comes. The formulas
+A worker goes on stepping while a round is in flight, so w_i is not the copy it was when the mixing comes. The formulas
 as they stand weigh those newest updates with (1-a). The difference rule, w_i <- w_i + a (target - copy), keeps them
 whole, and with a mean as target it leaves the sum of all replicas as it is.
 """
@@ -69,17 +69,17 @@ class Averaging:
         return self.algorithm in ("ma", "bmuf")
 
 
-def pulled_(values: Tensor, target: Tensor, share: float) -> Tensor:
+def interpolate_(values: Tensor, target: Tensor, share: float) -> Tensor:
     """values <- (1 - share) values + share target, in place. Exact where both are equal, and for share = 1."""
     return values.lerp_(target, share)
 
 
-def carried_(values: Tensor, copy: Tensor, target: Tensor, share: float) -> Tensor:
+def add_difference_(values: Tensor, copy: Tensor, target: Tensor, share: float) -> Tensor:
     """values <- values + share (target - copy), in place: what came to `values` since `copy` was taken stays whole."""
     return values.add_(target - copy, alpha=share)
 
 
-def global_copy_(global_copy: Tensor | None, mean: Tensor, block_rate: float) -> Tensor:
+def bmuf_update_(global_copy: Tensor | None, mean: Tensor, block_rate: float) -> Tensor:
     """w_glob <- w_glob + eta (mean - w_glob), in place; the mean itself where there is none yet."""
     return mean.clone() if global_copy is None else global_copy.lerp_(mean, block_rate)
 

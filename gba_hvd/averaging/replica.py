@@ -20,17 +20,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gba_hvd.averaging.algorithms import carried_, pulled_
+from gba_hvd.averaging.algorithms import add_difference_, interpolate_
 from gba_hvd.dense_gradients import DenseGradients
 
 
 @dataclass(frozen=True)
-class Copy:
+class ReplicaSnapshot:
     """A replica at one moment. values: float32 [n]; phase: as `open` was told; n_steps: local steps so far."""
 
     values: Tensor
     phase: int
-    era: int
+    incarnation: int
     n_steps: int
 
 
@@ -45,7 +45,7 @@ class Replica:
     def __init__(self, dense: DenseGradients) -> None:
         self._parameters, self._sizes, self.n = dense.parameters, dense.sizes, dense.n
         self._lock = threading.Lock()
-        self._phase = self._era = 0
+        self._phase = self._incarnation = 0
         self._is_open = False
         self.n_steps = 0
 
@@ -65,9 +65,9 @@ class Replica:
         with self._lock:
             if values is not None:
                 self._write(values)
-            self._phase, self._era, self._is_open = phase, self._era + 1, True
+            self._phase, self._incarnation, self._is_open = phase, self._incarnation + 1, True
 
-    def close(self) -> Copy | None:
+    def close(self) -> ReplicaSnapshot | None:
         """Take no part from now on. Returns the replica as it is, None if it was closed already."""
         with self._lock:
             if not self._is_open:
@@ -75,35 +75,35 @@ class Replica:
             self._is_open = False
             return self._copied()
 
-    def copy(self) -> Copy | None:
+    def copy(self) -> ReplicaSnapshot | None:
         """The replica as it is now, None if it is closed."""
         with self._lock:
             return self._copied() if self._is_open else None
 
-    def mix_in_(self, copy: Copy, target: Tensor, share: float, mixing: str) -> bool:
+    def mix_in_(self, copy: ReplicaSnapshot, target: Tensor, share: float, mixing: str) -> bool:
         """Pull the replica towards `target` by `averaging`'s formula. False: it was closed meanwhile, nothing changed.
 
         copy: what this replica gave to the round.
         """
         with self._lock:
-            if not self._is_open or copy.era != self._era:
+            if not self._is_open or copy.incarnation != self._incarnation:
                 return False
             now = self._read()
             if mixing == "difference":
-                carried_(now, copy.values, target, share)
+                add_difference_(now, copy.values, target, share)
             else:
-                pulled_(now, target, share)
+                interpolate_(now, target, share)
             self._write(now)
             return True
 
-    def put_(self, values: Tensor) -> None:
+    def overwrite_(self, values: Tensor) -> None:
         """Overwrite a closed replica."""
         with self._lock:
             assert not self._is_open
             self._write(values)
 
-    def _copied(self) -> Copy:
-        return Copy(self._read(), self._phase, self._era, self.n_steps)
+    def _copied(self) -> ReplicaSnapshot:
+        return ReplicaSnapshot(self._read(), self._phase, self._incarnation, self.n_steps)
 
     def _read(self) -> Tensor:
         parts = [p.data.detach().cpu().reshape(-1) for p in self._parameters]

@@ -20,7 +20,7 @@ _AT_LEAST_S = 0.001
 
 
 @dataclass(frozen=True)
-class Standing:
+class SyncView:
     """What the thread of the rounds sees when it looks. Times are seconds on its clock.
 
     n_workers:    of the world that stands; 0 where none does
@@ -41,7 +41,7 @@ class Standing:
     lost_s: float | None = None
 
 
-class Turn(NamedTuple):
+class Action(NamedTuple):
     """What to do now: make a round, end, ask for another world, or wait and look again after so long."""
 
     act: Literal["round", "end", "ask for a world", "wait"]
@@ -53,21 +53,21 @@ def is_collective(n_workers: int, averaging: Averaging) -> bool:
     return averaging.is_collective and n_workers > 1
 
 
-def turn(now: float, standing: Standing, averaging: Averaging) -> Turn:
+def next_action(now: float, standing: SyncView, averaging: Averaging) -> Action:
     """What is due at `now`."""
     collective = is_collective(standing.n_workers, averaging)
     if standing.ending == "now" or (standing.ending and not collective):
-        return Turn("end")
+        return Action("end")
     if standing.n_workers and _is_due(now, standing, averaging, collective):
-        return Turn("round")
+        return Action("round")
     if standing.lost_s is not None and now > standing.lost_s + ASK_AGAIN_S and standing.is_open:
-        return Turn("ask for a world")
+        return Action("ask for a world")
     if standing.n_workers and _follows_the_clock(standing, averaging):
-        return Turn("wait", max(_AT_LEAST_S, standing.not_before_s - now))
-    return Turn("wait", _SOON_S)
+        return Action("wait", max(_AT_LEAST_S, standing.not_before_s - now))
+    return Action("wait", _SOON_S)
 
 
-def _is_due(now: float, standing: Standing, averaging: Averaging, collective: bool) -> bool:
+def _is_due(now: float, standing: SyncView, averaging: Averaging, collective: bool) -> bool:
     if standing.ending:
         return True
     has_rested = now >= standing.not_before_s
@@ -77,5 +77,5 @@ def _is_due(now: float, standing: Standing, averaging: Averaging, collective: bo
     return standing.wanted or (collective and is_idle and has_rested)
 
 
-def _follows_the_clock(standing: Standing, averaging: Averaging) -> bool:
+def _follows_the_clock(standing: SyncView, averaging: Averaging) -> bool:
     return averaging.every is None or standing.n_workers == 1

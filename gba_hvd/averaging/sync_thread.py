@@ -10,8 +10,8 @@ says so.
 A round of ma and bmuf is one allreduce of every worker's thread. With the replica go some numbers: of each rank whether
 its replica counts (a closed one does not; the first of those that do tells the servers of the result), whether this
 worker would like to stop, and two for the spread. Since all see the same sums, all stop after the same round. Worlds
-come and go (`reform`): `world_ends` returns when this thread is out of Horovod, the round under way is dropped and
-counted, and the next one waits for `world_stands`. What each crash leaves behind:
+come and go (`reform`): `before_world_leaves` returns when this thread is out of Horovod, the round in flight is dropped
+and counted, and the next one waits for `after_world_forms`. What each crash leaves behind:
 
     this worker, before the allreduce ended    the others' round fails, and is dropped
     after it                                   nothing: all have the result, each mixes it in for itself
@@ -32,9 +32,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gba_hvd.averaging.algorithms import Averaging, global_copy_
-from gba_hvd.averaging.replica import Copy, Replica, is_finite
-from gba_hvd.averaging.schedule import LONG_MICRO_S, Standing, is_collective, turn
+from gba_hvd.averaging.algorithms import Averaging, bmuf_update_
+from gba_hvd.averaging.replica import Replica, ReplicaSnapshot, is_finite
+from gba_hvd.averaging.schedule import LONG_MICRO_S, SyncView, is_collective, next_action
 from gba_hvd.comm.collectives import World, WorldLeft
 from gba_hvd.comm.traffic import Traffic, ring
 
@@ -48,18 +48,18 @@ _LEAVE_S = 10.0
 _KEPT = 64
 
 
-class Central(Protocol):
+class CentralCopyClient(Protocol):
     """The copy that the servers hold."""
 
-    def blend(self, copy: Copy, number: int) -> Tensor:
+    def blend(self, copy: ReplicaSnapshot, number: int) -> Tensor:
         """Blend a replica into it; returns what it is then, float32 [n]. number: grows with each of a worker."""
 
-    def publish(self, copy: Copy, values: Tensor) -> None:
+    def publish(self, copy: ReplicaSnapshot, values: Tensor) -> None:
         """Overwrite it, unless the job is past the copy's phase."""
 
 
 @dataclass(frozen=True)
-class RoundsTold:
+class SyncMetrics:
     """What became of the rounds since the last telling.
 
     spread:        RMS distance of replicas from their mean; for easgd, of this worker's from the central copy
@@ -76,7 +76,7 @@ class RoundsTold:
     waits_in_vain: int
 
 
-class Rounds:
+class SyncThread:
     """Start with `start(world)`; `stop()` may be called twice.
 
     broken: called with a sentence when no round can come any more in this world. diverged: called when the replica is
@@ -86,7 +86,7 @@ class Rounds:
     """
 
     def __init__(
-        self, averaging: Averaging, replica: Replica, central: Central, *, broken: Callable[[str], None],
+        self, averaging: Averaging, replica: Replica, central: CentralCopyClient, *, broken: Callable[[str], None],
         diverged: Callable[[], None], traffic: Traffic | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._averaging, self._replica, self._central = averaging, replica, central
@@ -109,7 +109,7 @@ class Rounds:
         self._steps: deque[int] = deque(maxlen=_KEPT)
         self._spread = 0.0
         self._had_part = False  # this replica was in the round
-        self._told = (clock(), 0, 0)  # when, and n_own and n_failed then
+        self._reported = (clock(), 0, 0)  # when, and n_own and n_failed then
         self._dropped: list[str] = []
         self._n_in_vain = 0  # since the last telling
         self._thread = threading.Thread(target=self._run, name="gba-hvd rounds", daemon=True)
@@ -140,7 +140,7 @@ class Rounds:
         self._thread.join(timeout_s)
         return False
 
-    def world_ends(self, timeout_s: float = _LEAVE_S) -> None:
+    def before_world_leaves(self, timeout_s: float = _LEAVE_S) -> None:
         """From another thread, before Horovod is shut down: returns when this thread is out of it."""
         if not self._averaging.is_collective:
             return  # rounds with the servers go on
@@ -150,7 +150,7 @@ class Rounds:
             if not self._changed.wait_for(lambda: not self._in_horovod, timeout_s):
                 log.warning("the thread of the rounds did not leave Horovod's world in %.0f s", timeout_s)
 
-    def world_stands(self, world: World) -> None:
+    def after_world_forms(self, world: World) -> None:
         with self._changed:
             self._world, self._lost_s = world, None
             self._global, self._squares = None, (0.0, 0)
@@ -162,7 +162,7 @@ class Rounds:
         return self._averaging.is_collective
 
     @property
-    def is_alone(self) -> bool:
+    def single_worker(self) -> bool:
         world = self._world
         return world is not None and world.size == 1
 
@@ -176,7 +176,7 @@ class Rounds:
     def begin_micro(self) -> None:
         with self._changed:
             self._n_begun += 1
-            self._idle_since_s = self._clock() + LONG_MICRO_S  # see `turns.Standing`
+            self._idle_since_s = self._clock() + LONG_MICRO_S  # see `turns.SyncView`
 
     def end_micro(self, step: int | None, timeout_s: float) -> None:
         """After a local step, the replica's `step`-th (None: its gradient was refused, there was none).
@@ -213,18 +213,18 @@ class Rounds:
             dropped, self._dropped = self._dropped, []
         return dropped
 
-    def told(self) -> RoundsTold | None:
+    def drain_metrics(self) -> SyncMetrics | None:
         """What became of the rounds since this was asked last; None if there were none, and none was waited for."""
         with self._changed:
-            (then, own, failed), now = self._told, self._clock()
+            (then, own, failed), now = self._reported, self._clock()
             ended_well = self._n_own > own
             if now <= then or not (ended_well or self.n_failed > failed or self._n_in_vain):
                 return None
-            self._told = (now, self._n_own, self.n_failed)
+            self._reported = (now, self._n_own, self.n_failed)
             in_vain, self._n_in_vain = self._n_in_vain, 0
             if not ended_well:
-                return RoundsTold(None, None, None, None, self.n_failed, in_vain)
-            return RoundsTold(
+                return SyncMetrics(None, None, None, None, self.n_failed, in_vain)
+            return SyncMetrics(
                 (self._n_own - own) / (now - then), sum(self._seconds) / len(self._seconds),
                 sum(self._steps) / len(self._steps), self._spread, self.n_failed, in_vain,
             )  # fmt: skip
@@ -261,11 +261,11 @@ class Rounds:
             while True:
                 world, now = self._world, self._clock()
                 n_workers = 0 if world is None else world.size
-                standing = Standing(
+                standing = SyncView(
                     n_workers, self._ending, self._wanted, self._replica.is_open, self._idle_since_s,
                     self._not_before_s, self._lost_s,
                 )  # fmt: skip
-                act, look_again_s = turn(now, standing, self._averaging)
+                act, look_again_s = next_action(now, standing, self._averaging)
                 if act == "end":
                     return None
                 if act == "round":
@@ -316,7 +316,7 @@ class Rounds:
         if opened:
             target = mean = message[:n] / len(opened)
             if averaging.algorithm == "bmuf":
-                target = self._global = global_copy_(self._global, mean, averaging.block_rate)
+                target = self._global = bmuf_update_(self._global, mean, averaging.block_rate)
             if copy is not None:
                 self._squares = (float((copy.values - mean).square().sum()), n)
                 self._replica.mix_in_(copy, target, averaging.elasticity, averaging.mixing)
@@ -325,7 +325,7 @@ class Rounds:
                     self._publish(copy, target)
         return n_stop < world.size
 
-    def _publish(self, copy: Copy, values: Tensor) -> None:
+    def _publish(self, copy: ReplicaSnapshot, values: Tensor) -> None:
         """The round is done for all whatever comes of this: the world is as good as before."""
         try:
             self._central.publish(copy, values)
@@ -334,19 +334,19 @@ class Rounds:
                 self.n_failed += 1
                 self._dropped.append(f"the servers were not told of its result: {type(error).__name__}: {error}")
 
-    def _copied(self) -> Copy | None:
+    def _copied(self) -> ReplicaSnapshot | None:
         copy = self._replica.copy()
         if copy is None or is_finite(copy.values):
             return copy
         self._diverged()
         return None
 
-    def _measure(self, copy: Copy, target: Tensor) -> None:
+    def _measure(self, copy: ReplicaSnapshot, target: Tensor) -> None:
         if len(target):
             self._spread = float((copy.values - target).square().mean()) ** 0.5
         self._note_steps(copy)
 
-    def _note_steps(self, copy: Copy) -> None:
+    def _note_steps(self, copy: ReplicaSnapshot) -> None:
         with self._changed:
             self._had_part = True
             self._steps.append(copy.n_steps - self._steps_then)

@@ -1,12 +1,12 @@
-"""Checkpoints as a job sees them: who saves what, under which claim, and going on from one.
+"""Checkpoints as a job sees them: who saves what, under which claim, and resuming from one.
 
 How often, what is due and what became of it: `save_schedule`.
 
-The rows are saved by the companion servers, in their processes; each host's lead asks its own. The order of one save in
-allreduce mode, after the commit of step k said that one is due:
+The rows are saved by the companion servers, in their processes; each host's leader asks its own. The order of one save
+in allreduce mode, after the commit of step k said that one is due:
 
     1. broadcast  the chief tells all what is to be saved: epoch of its claim, number k, kind, parent
-    2. ask        each host's lead asks its server; the chief's request has the training state, as of step k
+    2. ask        each host's leader asks its server; the chief's request has the training state, as of step k
     3. (servers)  save their rows while training goes on (strict: when all have read their rows); the chief's waits for
                   all parts and writes the manifest
     4. follow     the chief hears what became of it with the heartbeats, and tells the callbacks
@@ -31,10 +31,10 @@ from gba_hvd.callbacks import Event
 from gba_hvd.checkpoint.save_schedule import SaveSchedule
 from gba_hvd.config import checked_job_id
 from gba_hvd.errors import BadInput
-from gba_hvd.ps.messages import Hold, Save, SaveAbout, SavePlan, SaveSettings
-from gba_hvd.ps.worker.host_server import LocalServer
+from gba_hvd.ps.messages import DelegateClaim, Save, SaveAbout, SavePlan, SaveSettings
+from gba_hvd.ps.worker.host_server import HostServer
 from gba_hvd.ps.worker.worker import PsWorker
-from gba_hvd.shm.checkpoint_rows import MemoryRows
+from gba_hvd.shm.checkpoint_rows import ShardRows
 from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.training.commit_fields import StepParticipant
 from gba_hvd.training.engine import Engine
@@ -43,7 +43,7 @@ from recovery.catalog import claims
 from recovery.catalog.chains import Chain, chains
 from recovery.errors import RecoveryError
 from recovery.redaction import redacted
-from recovery.restore import Now, Report, restore
+from recovery.restore import Report, TrainingPoint, restore
 from recovery.schedule.adaptive import Measured
 from recovery.storage.open import open_store
 from recovery.storage.store import Store, check
@@ -54,12 +54,12 @@ _STORE_TIMEOUT_S = 20.0
 _N_FIELDS = 4
 
 
-def checkpoints_of(engine: Engine) -> Checkpoints | None:
+def checkpoints_of(engine: Engine) -> JobCheckpoints | None:
     """Those of the job, if it has a CheckpointCallback."""
-    return engine.participant(Checkpoints)
+    return engine.participant(JobCheckpoints)
 
 
-class Checkpoints(StepParticipant):
+class JobCheckpoints(StepParticipant):
     """One worker's part. Belongs to the training thread.
 
     What was saved last is known to the chief only: its successor begins with a save of all rows. The claim travels with
@@ -81,13 +81,13 @@ class Checkpoints(StepParticipant):
         self._claim: claims.Claim | None = None
         self.first_epoch = 0  # of this job; what was written since, by its claims, may expire
         self._epochs: list[int] = []  # of all claims of this job, oldest first
-        self._resumed_epoch = 0  # of the checkpoint that the job went on from
+        self._resumed_epoch = 0  # of the checkpoint that the job resumed from
         self.schedule = SaveSchedule(engine, callback)
         self._part_told = -1  # number of the newest save of which all know that this host's part failed
         self.waiting: list[str] = []  # a checkpoint that is due, where servers are not up
         self._due = False
         self.somebody_leaves = False  # all workers know of it, and save first
-        self._died_before = False  # the job that this one goes on from did not end in peace
+        self._died_before = False  # the job that this one resumes from did not end in peace
 
     # --- at the start, and after a change of hosts -------------------------------------------------------------------
 
@@ -102,7 +102,7 @@ class Checkpoints(StepParticipant):
         return open_store(self.callback.url, **{**patience, **self.callback.storage_options})
 
     def job_to_resume(self) -> str | None:
-        """The name of the job whose checkpoint is the newest, if this one is to go on from it. On the chief."""
+        """The name of the job whose checkpoint is the newest, if this one is to resume from it. On the chief."""
         if not self.callback.resume:
             return None
         chain = next((one for one in chains(self.store) if isinstance(one, Chain)), None)
@@ -118,7 +118,7 @@ class Checkpoints(StepParticipant):
                 "was not written by gba_hvd, or was changed: name another place, or delete that manifest"
             ) from error
 
-    def take_place(self, job: str, writer: str = "") -> None:
+    def claim_location(self, job: str, writer: str = "") -> None:
         """Claim the place for this job. On the chief. writer: of a claim of this job's that is known to be dead.
 
         Raises BadInput when the store cannot be used, or another job writes there. Later on, a store that cannot be
@@ -163,33 +163,35 @@ class Checkpoints(StepParticipant):
         return any(writers.get(epoch) != {claim.writer} for epoch in between)
 
     def _is_of_this_job(self, epoch: int) -> bool:
-        """Whether rows may come from what was written under an epoch: by this job, or before what it went on from."""
+        """Whether rows may come from what was written under an epoch: by this job, or before what it resumed from."""
         return epoch in self._epochs or epoch <= self._resumed_epoch
 
-    def place(self) -> dict[str, Any]:
+    def location(self) -> dict[str, Any]:
         """What the leads of all hosts know of the place: plain values."""
         return {"first_epoch": self.first_epoch, "epochs": self._epochs, "resumed_epoch": self._resumed_epoch}
 
-    def load_place(self, place: Mapping[str, Any]) -> None:
+    def load_location(self, place: Mapping[str, Any]) -> None:
         self.first_epoch, self._epochs = place["first_epoch"], list(place["epochs"])
         self._resumed_epoch = place["resumed_epoch"]
 
-    def fill(self, memory: ShardMemory, shards: Sequence[int], now: Now | None) -> Report | None:
+    def fill(self, memory: ShardMemory, shards: Sequence[int], now: TrainingPoint | None) -> Report | None:
         """Bring shards back from the newest good checkpoint; None when there is none. Nobody may use them meanwhile.
 
-        now: where the job is, if it goes on: then only rows come back, of its own checkpoints and of what it went on
+        now: where the job is, if it goes on: then only rows come back, of its own checkpoints and of what it resumed
         from, else also the state. Raises as `recovery.restore.restore`.
         """
-        rows = MemoryRows(memory, lambda: shards, filling=True)
+        rows = ShardRows(memory, lambda: shards, filling=True)
         if now is None:
             return restore(self._opened({}), rows, config=self.callback.config)
         config, is_mine = self.callback.config, self._is_of_this_job
         return restore(self.store, rows, config=config, now=now, with_state=False, is_wanted=is_mine)
 
-    def hold(self, line: LocalServer, part: int, n_parts: int) -> None:
-        """On each host's lead: its server is told of this world; the chief's gives the claim's signs of life."""
+    def delegate_claim(self, line: HostServer, part: int, n_parts: int) -> None:
+        """On each host's leader: its server is told of this world; the chief's gives the claim's signs of life."""
         assert self._claim is not None
-        line.hold(Hold(self._claim, self._save_settings, self._about("allreduce"), self.first_epoch, part, n_parts))
+        line.hold(
+            DelegateClaim(self._claim, self._save_settings, self._about("allreduce"), self.first_epoch, part, n_parts)
+        )
 
     def release(self) -> None:
         """On the chief, at the end: whoever comes next need not wait."""
@@ -197,7 +199,7 @@ class Checkpoints(StepParticipant):
             with contextlib.suppress(RecoveryError):
                 claims.release(self.store, self._claim)
 
-    def goes_on_from(self, report: Report) -> None:
+    def resume_point(self, report: Report) -> None:
         """The whole job was restored. On the chief."""
         self._resumed_epoch = report.manifest.epoch
         measured = Measured.of_checkpoint(report.manifest)
@@ -205,15 +207,15 @@ class Checkpoints(StepParticipant):
             measured = measured.lost(measured.observed_s)
         self.schedule.resume(report.step, replace(measured, load_s=report.seconds))
 
-    def goes_on_from_memory(self, state: Mapping[str, Any], step: int) -> str:
+    def resume_from_memory(self, state: Mapping[str, Any], step: int) -> str:
         """What this class kept in memory (`state`), in a job that lost all its workers. Returns the writer's name."""
-        self.load_place(state["place"])
+        self.load_location(state["place"])
         measured = Measured.of_mapping(state["measured"])
         self.schedule.resume(min(step, max(0, self.schedule.saved_step)), measured.lost(measured.observed_s))
         return "" if state["claim"] is None else str(state["claim"]["writer"])
 
     def check_fits(self, about: Mapping[str, Any]) -> None:
-        """Raises BadInput when this job cannot go on from the checkpoint.
+        """Raises BadInput when this job cannot resume from the checkpoint.
 
         Of a job that cut its data otherwise, the place in it is void. Of one that compressed its gradients otherwise,
         what was not sent yet has no place here; one that did not compress them has nothing that waits.
@@ -298,7 +300,7 @@ class Checkpoints(StepParticipant):
             compression=self._compressor,
         )
 
-    def save(self, plan: SavePlan, line: LocalServer | None, part: int, n_parts: int, state: bytes) -> None:
+    def save(self, plan: SavePlan, line: HostServer | None, part: int, n_parts: int, state: bytes) -> None:
         """Ask this host's server for its part, if this worker leads the host."""
         self._due = False
         self.schedule.asked(plan.number, plan.step)
@@ -325,7 +327,7 @@ class Checkpoints(StepParticipant):
     @property
     def _save_settings(self) -> SaveSettings:
         callback = self.callback
-        return SaveSettings(callback.url, callback.storage_options, callback.config, callback.last_gasp_s)
+        return SaveSettings(callback.url, callback.storage_options, callback.config, callback.final_checkpoint_s)
 
     # --- asynchronous modes ------------------------------------------------------------------------------------------
 
@@ -338,23 +340,23 @@ class Checkpoints(StepParticipant):
         request = self._request(plan, 0, 1, mode.session.generation)
         mode.contact.asked_to_save(request.epoch, request.number)
         mode.client.send(0, request, [snapshot]).add_done_callback(mode.contact.save_answered)
-        self.schedule.stood_still(time.monotonic() - started)
+        self.schedule.record_stall(time.monotonic() - started)
 
     # --- what travels with the training state ------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         claim = None if self._claim is None else asdict(self._claim)
-        return {"claim": claim, "place": self.place(), "measured": asdict(self.schedule.seen())}
+        return {"claim": claim, "place": self.location(), "measured": asdict(self.schedule.seen())}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._claim = None if state["claim"] is None else claims.Claim(**state["claim"])
-        self.load_place(state["place"])
+        self.load_location(state["place"])
         self.schedule.load_measured(Measured.of_mapping(state["measured"]))
 
     def world_formed(self, rows_moved: bool) -> None:
-        """What was under way is no more; and whoever is not the chief now knows nothing of what will be saved.
+        """What was in flight is no more; and whoever is not the chief now knows nothing of what will be saved.
 
-        rows_moved: shards may be elsewhere, or have begun anew: the next save takes all rows
+        rows_moved: shards may be elsewhere, or have started over: the next save takes all rows
         """
         self._due, self.somebody_leaves, self.waiting = False, False, []
         self.schedule.world_formed(forget=rows_moved or self._engine.world.rank != 0)

@@ -1,15 +1,15 @@
-"""A job that lost all its workers, going on from what it left in memory: nothing is lost. At the start of the next one.
+"""A job that lost all its workers, resuming from what it left in memory: nothing is lost. At the start of the next one.
 
-Each host's lead looks at what is in the job's folder on its host (`look`); from what all found, `to_go_on` decides, the
-same on every rank. Then, in the order in which things become visible:
+Each host's leader looks at what is in the job's folder on its host (`look`); from what all found, `decide_resume`
+decides, the same on every rank. Then, in the order in which things become visible:
 
     1. open    a lead that found something holds the memory, so that its keeper leaves it alone
     2. end     if an asynchronous mode was on, its servers, started again where they died, give the dense state and the
                position, and touch no shard from then on (`whole_state`)
     3. go on   one rank has the training state; shards stay where they are
 
-A crash before 3 leaves the memory as it was; the next attempt begins anew. Whatever cannot be done is told and costs
-what came after the newest checkpoint: the memory is removed and the job goes on from there.
+A crash before 3 leaves the memory as it was; the next attempt starts over. Whatever cannot be done is told and costs
+what came after the newest checkpoint: the memory is removed and the job resumes from there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gba_hvd.ps.state_files import MARK
 from gba_hvd.ps.worker.session import place_dense
 from gba_hvd.shm import retained_state
 from gba_hvd.shm.layout import Layout
-from gba_hvd.shm.retained_state import Kept
+from gba_hvd.shm.retained_state import RetainedState
 from gba_hvd.shm.shard_memory import ShardMemory, is_of, nobody_lives
 from recovery import state_codec
 
@@ -41,8 +41,8 @@ _SERVERS_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a host has of the job. kept: step of the training state, -1: none; generation: see `kept.Kept`.
+class MemorySurvey:
+    """What a host has of the job. kept: step of the training state, -1: none; generation: see `kept.RetainedState`.
 
     begun: the newest step begun on any of its shards; ready: its shards, bool [S]
     """
@@ -57,50 +57,53 @@ class Found:
         return np.array([self.kept, self.generation, self.settings, self.begun, *self.ready], dtype=np.int64)
 
     @classmethod
-    def of_row(cls, row: np.ndarray) -> Found:
+    def of_row(cls, row: np.ndarray) -> MemorySurvey:
         kept_step, generation, settings, begun = map(int, row[:4])
         return cls(kept_step, generation, settings, begun, row[4:].astype(bool))
 
     @classmethod
-    def nothing(cls, n_shards: int) -> Found:
+    def nothing(cls, n_shards: int) -> MemorySurvey:
         return cls(-1, 0, 0, -1, np.zeros(n_shards, dtype=bool))
 
 
 @dataclass(frozen=True)
-class Choice:
-    """rank: that has the training state; None: the job cannot go on from memory. reason: why; empty: there was none."""
+class ResumeDecision:
+    """rank: that has the training state; None: the job cannot resume from memory. reason: why; empty: there was
+    none."""
 
     rank: int | None
     reason: str
 
 
-def to_go_on(found: Sequence[Found], settings: int, saved_step: int) -> Choice:
-    """Whether the job goes on from memory. found: by rank; saved_step: of the newest checkpoint, -1: there is none."""
+def decide_resume(found: Sequence[MemorySurvey], settings: int, saved_step: int) -> ResumeDecision:
+    """Whether the job resumes from memory. found: by rank; saved_step: of the newest checkpoint, -1: there is none."""
     there = np.any([one.ready for one in found], axis=0)
     if not there.any():
-        return Choice(None, "")
+        return ResumeDecision(None, "")
     missing = np.flatnonzero(~there)
     if len(missing):
-        return Choice(None, f"the memory of hosts that are not here any more had shards {missing.tolist()[:8]}")
+        return ResumeDecision(None, f"the memory of hosts that are not here any more had shards {missing.tolist()[:8]}")
     rank = max(range(len(found)), key=lambda rank: found[rank].kept)
     mine, begun = found[rank], max(one.begun for one in found)
     if mine.kept < 0:
-        return Choice(
+        return ResumeDecision(
             None,
             "the rows are in memory, but the training state was not kept there: it is not where gradients are "
             "compressed (each worker has what it has not sent), where that took too long (memory_share), or where the "
             "job was killed before its first step",
         )
     if mine.settings != settings:
-        return Choice(None, "what is in memory is of a model with other settings")
+        return ResumeDecision(None, "what is in memory is of a model with other settings")
     if not mine.generation and not mine.kept <= begun <= mine.kept + 1:
-        return Choice(None, f"the training state in memory is of step {mine.kept}, the rows are of step {begun}")
+        return ResumeDecision(
+            None, f"the training state in memory is of step {mine.kept}, the rows are of step {begun}"
+        )
     if begun < saved_step:
-        return Choice(None, f"what is in memory is of step {begun}, the newest checkpoint of step {saved_step}")
-    return Choice(rank, f"all rows and the training state are in memory, of step {max(mine.kept, begun)}")
+        return ResumeDecision(None, f"what is in memory is of step {begun}, the newest checkpoint of step {saved_step}")
+    return ResumeDecision(rank, f"all rows and the training state are in memory, of step {max(mine.kept, begun)}")
 
 
-def look(folder: Path, layout: Layout, timeout_s: float) -> bool:
+def survey(folder: Path, layout: Layout, timeout_s: float) -> bool:
     """Whether a memory of this model is in the folder that nobody lives in. Waits for a server's last checkpoint."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -121,14 +124,14 @@ def await_last_checkpoint(folder: Path, timeout_s: float) -> None:
         time.sleep(_LOOK_S)
 
 
-def found_in(memory: ShardMemory) -> tuple[Found, Kept | None]:
+def found_in(memory: ShardMemory) -> tuple[MemorySurvey, RetainedState | None]:
     """What is in a memory that was just opened. Raises ShardMemoryError when the training state is damaged."""
     marks, state = memory.marks(), retained_state.read(memory.folder)
     ready = marks.ready.astype(bool)
     begun = int(marks.begun[ready].max()) if ready.any() else -1
     if state is None:
-        return Found(-1, 0, 0, begun, ready), None
-    return Found(state.step, state.generation, state.settings, begun, ready), state
+        return MemorySurvey(-1, 0, 0, begun, ready), None
+    return MemorySurvey(state.step, state.generation, state.settings, begun, ready), state
 
 
 def key_of(folder: Path) -> bytes:
@@ -142,7 +145,7 @@ def key_of(folder: Path) -> bytes:
 # --- an asynchronous mode that was on --------------------------------------------------------------------------------
 
 
-def session_of(folder: Path, state: Kept | None) -> Enter | None:
+def session_of(folder: Path, state: RetainedState | None) -> Enter | None:
     """What the servers of this host serve; None where the asynchronous mode is over, or never was."""
     try:
         session = msgspec.msgpack.decode((folder / "ps-0.session").read_bytes())
@@ -161,8 +164,8 @@ def start_servers(folder: Path, enter: Enter) -> None:
             launch.endpoint(folder, endpoint.index, host, _SERVERS_TIMEOUT_S)
 
 
-def whole_state(
-    folder: Path, job: str, state: Kept, enter: Enter | None, sizes: Sequence[int], names: Sequence[str]
+def collect_state(
+    folder: Path, job: str, state: RetainedState, enter: Enter | None, sizes: Sequence[int], names: Sequence[str]
 ) -> tuple[bytes, int]:
     """The training state as a checkpoint has it, and its step. The servers go idle.
 

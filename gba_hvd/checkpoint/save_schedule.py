@@ -13,15 +13,15 @@ from dataclasses import replace
 
 from gba_hvd.callbacks import Event
 from gba_hvd.comm.wait_notices import Patience
-from gba_hvd.ps.messages import Saved, SaveFacts
-from gba_hvd.ps.worker.host_server import LocalServer
+from gba_hvd.ps.messages import SaveFacts, SaveStatus
+from gba_hvd.ps.worker.host_server import HostServer
 from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.shm.checkpoint_rows import schema_of
 from gba_hvd.training.engine import Engine
 from recovery.callback import CheckpointCallback
 from recovery.errors import StoreError
 from recovery.schedule import planner
-from recovery.schedule.adaptive import Measured, Pace, pace
+from recovery.schedule.adaptive import IntervalPlan, Measured, plan_interval
 
 _FORGET_S = 90.0  # a save of which nothing was heard for so long: the mode changed, or its server hangs
 _AGE_EVERY_S, _LATE_AT = 2.0, 2.0  # how often the newest one's age is told; how many intervals are too many
@@ -40,8 +40,8 @@ class SaveSchedule:
         self.newest: str | None = None
         self.saved_step = self._asked_number = -1
         self.n_hosts = 1
-        self._chain = planner.Chain()
-        self._told = Saved()  # what callbacks were told of last
+        self._chain = planner.ChainSize()
+        self._told = SaveStatus()  # what callbacks were told of last
         self._asked_s: float | None = None  # when a checkpoint was asked for that nobody has told of yet
         self._running_s = 0.0  # when it was last heard that it is being saved
         self._good_s, self._good_step = math.nan, 0  # of the newest checkpoint there is; at first of the job's start
@@ -50,10 +50,10 @@ class SaveSchedule:
         self._leave_step: int | None = None  # of an asynchronous mode, where it was heard of
         self._measured = Measured()
         self._since_s: float | None = None  # when this worker began to count the time that is observed
-        self._pace: Pace | None = None  # on the chief
+        self._pace: IntervalPlan | None = None  # on the chief
 
     def resume(self, step: int, measured: Measured) -> None:
-        """The job goes on from a checkpoint of this step, or from memory."""
+        """The job resumes from a checkpoint of this step, or from memory."""
         self.callback.began(step, time.monotonic())
         self._measured = measured
 
@@ -65,7 +65,7 @@ class SaveSchedule:
         """What was in flight is no more. forget: the next save takes all rows."""
         self._asked_s = None
         if forget:
-            self.newest, self._chain = None, planner.Chain()
+            self.newest, self._chain = None, planner.ChainSize()
 
     # --- how often, and what -----------------------------------------------------------------------------------------
 
@@ -88,8 +88,8 @@ class SaveSchedule:
             seen = replace(seen, reschedule_s=max(0.0, stood_s - (load_s or 0.0)))
         self._measured = seen
 
-    def stood_still(self, seconds: float) -> None:
-        """Training did, until a save was under way. On the chief."""
+    def record_stall(self, seconds: float) -> None:
+        """Training did, until a save was in flight. On the chief."""
         self._measured = replace(self._measured, stall_s=seconds)
 
     def plan_pace(self, n_hosts: int) -> None:
@@ -99,7 +99,7 @@ class SaveSchedule:
             return
         engine = self._engine
         n_bytes = schema_of(engine.model.tables.layout).n_bytes
-        found = pace(self.seen(), self.callback.given, n_bytes, n_hosts, self._pace)
+        found = plan_interval(self.seen(), self.callback.given, n_bytes, n_hosts, self._pace)
         before, self._pace, self.callback.planned_s = self._pace, found, found.interval_s
         if found.plan is not None and (before is None or found.differs_from(before)):
             expected = found.plan.expected
@@ -139,9 +139,9 @@ class SaveSchedule:
         """On the chief: another host's server did not save its part."""
         if self._asked_s is not None:
             why = "the server of another host did not save its part (the log of that host's workers says why)"
-            self.follow(Saved(0, self._asked_number, "failed", SaveFacts(why=why)))
+            self.poll(SaveStatus(0, self._asked_number, "failed", SaveFacts(why=why)))
 
-    def await_read(self, line: LocalServer | None, step: int) -> None:
+    def await_read(self, line: HostServer | None, step: int) -> None:
         """strict: return when this host's server has read its rows, or will not. If later, it lets the save fail."""
         until_s = time.monotonic() + _BEGIN_S + self.callback.config.busy_timeout_s
         while line is not None and not line.has_read(step) and time.monotonic() < until_s:
@@ -152,7 +152,7 @@ class SaveSchedule:
         return self._told.state == "done" and self._told.number == step
 
     def why_not_saved(self, step: int) -> str:
-        """On the chief, when nothing is under way: why there is no checkpoint of this step; empty when there is one."""
+        """On the chief, when nothing is in flight: why there is no checkpoint of this step; empty when there is one."""
         told = self._told
         if self._engine.world.rank != 0 or (told.state == "done" and told.number >= step):
             return ""
@@ -160,13 +160,13 @@ class SaveSchedule:
             return told.facts.why
         return "nothing was heard of it"
 
-    def await_quiet(self, heard: Callable[[], Saved | None], timeout_s: float) -> None:
-        """Wait until no save is under way here. On the chief, and on the leads of hosts."""
+    def await_quiet(self, heard: Callable[[], SaveStatus | None], timeout_s: float) -> None:
+        """Wait until no save is in flight here. On the chief, and on the leads of hosts."""
         deadline = time.monotonic() + timeout_s
         while True:
             saved = heard()
             if self._engine.world.rank == 0:
-                self.follow(saved)
+                self.poll(saved)
             is_quiet = not saved or saved.state != "running"
             if self._engine.host.server is not None and self._engine.host.server.folder_lost:
                 return
@@ -177,7 +177,7 @@ class SaveSchedule:
             time.sleep(_LOOK_S)
 
     def await_saved(
-        self, heard: Callable[[], Saved | None], step: int, timeout_s: float, why_not: Callable[[], str] = str
+        self, heard: Callable[[], SaveStatus | None], step: int, timeout_s: float, why_not: Callable[[], str] = str
     ) -> None:
         """Wait until a checkpoint of this step or a later one, or this host's part of it, is saved, or has failed."""
         began_s = time.monotonic()
@@ -191,9 +191,9 @@ class SaveSchedule:
                 raise StoreError(f"{silent}; {why}" if why else silent)
             time.sleep(_LOOK_S)
         if self._engine.world.rank == 0:
-            self.follow(saved)
+            self.poll(saved)
 
-    def follow(self, saved: Saved | None) -> None:
+    def poll(self, saved: SaveStatus | None) -> None:
         """On the chief: tell the callbacks what became of a checkpoint."""
         engine = self._engine
         if saved is not None and saved.state == "running" and saved.number >= self._asked_number:
@@ -208,7 +208,7 @@ class SaveSchedule:
         if saved.state == "failed":
             self._last_failure = saved.facts.why
             self.report_failure(f"the checkpoint of step {saved.number} was not saved: {saved.facts.why}")
-            self._chain = planner.Chain(self._chain.base_bytes, self._chain.partial_bytes, trusted=False)
+            self._chain = planner.ChainSize(self._chain.base_bytes, self._chain.partial_bytes, trusted=False)
             return
         self._good_s, self._good_step, self._last_failure = began_s, saved.number, ""
         self.saved_step = saved.number
@@ -216,10 +216,10 @@ class SaveSchedule:
         self.newest = facts.manifest
         self._measured = self._measured.saved(facts.kind, facts.seconds, n_bytes, self._chain.base_bytes)
         if facts.kind == "full":
-            self._chain = planner.Chain(n_bytes)
+            self._chain = planner.ChainSize(n_bytes)
         else:
             chain = self._chain
-            self._chain = planner.Chain(chain.base_bytes, chain.partial_bytes + n_bytes, n_bytes)
+            self._chain = planner.ChainSize(chain.base_bytes, chain.partial_bytes + n_bytes, n_bytes)
         text = f"step {saved.number} saved ({facts.kind}): {n_bytes / 1e6:,.1f} MB in {facts.seconds:.2f} s"
         data = facts.of_checkpoint() | {"stall_s": self._measured.stall_s}
         engine.emit(Event("checkpoint", engine.progress.step, text, data))

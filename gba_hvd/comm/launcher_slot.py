@@ -18,7 +18,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 
-from gba_hvd.errors import GivenUp, LauncherLost
+from gba_hvd.errors import LauncherUnreachable, WorkerEvicted
 
 _SCOPE = "gba_hvd"
 _REQUEST_S, _PAUSE_S = 3.0, 0.2
@@ -33,7 +33,7 @@ def may_go_on(mark: str, found: str | None) -> tuple[bool, str]:
     return False, "another worker has its place"
 
 
-class Seat:
+class LauncherSlot:
     """One worker's. Does nothing where there is no elastic launcher. Not thread-safe.
 
     environ: as Horovod's launcher sets it when it starts the worker
@@ -47,24 +47,26 @@ class Seat:
         self._path = f"/{_SCOPE}/{environ.get('HOROVOD_HOSTNAME', '')}:{slot}"
         self._taken = False
 
-    def take(self) -> None:
+    def register(self) -> None:
         """This worker was let into a world.
 
-        Raises OSError when the launcher cannot be reached, GivenUp when another worker has left its mark here: this one
-        stood still while the launcher formed a world without it.
+        Raises OSError when the launcher cannot be reached, WorkerEvicted when another worker has left its mark here:
+        this one stood still while the launcher formed a world without it.
         """
         if self._launcher is None:
             return
         found = self._ask("GET")
         if found not in (None, self.mark):
-            raise GivenUp(f"this worker was given up while it was away: {may_go_on(self.mark, found)[1]}. It ends")
+            raise WorkerEvicted(
+                f"this worker was given up while it was away: {may_go_on(self.mark, found)[1]}. It ends"
+            )
         self._ask("PUT", self.mark.encode())
         self._taken = True
 
-    def check(self, timeout_s: float) -> None:
+    def verify(self, timeout_s: float) -> None:
         """Before this worker asks to be let into the next world. Good for one time: asking makes the mark void.
 
-        Raises GivenUp when it must not, LauncherLost when the launcher was not reached for `timeout_s`.
+        Raises WorkerEvicted when it must not, LauncherUnreachable when the launcher was not reached for `timeout_s`.
         """
         if self._launcher is None or not self._taken:
             return
@@ -75,14 +77,14 @@ class Seat:
             except OSError as error:
                 if self._clock() > deadline:
                     address, port = self._launcher
-                    raise LauncherLost(
+                    raise LauncherUnreachable(
                         f"the launcher at {address}:{port} was not reached for {timeout_s:g} s ({error}): this host is "
                         "cut off, or the launcher has ended. This worker ends; the others go on without it"
                     ) from error
                 time.sleep(_PAUSE_S)
                 continue
             if not allowed:
-                raise GivenUp(
+                raise WorkerEvicted(
                     f"this worker was given up while it was away: {why}. It ends, and nothing of its state is used; "
                     "the launcher may start a new one here"
                 )

@@ -29,7 +29,7 @@ _NAMED = 3  # bypassed tensors that the reason names
 
 
 @dataclass(frozen=True)
-class Took:
+class StepTiming:
     """One worker's seconds of one step: waiting on the wire, encoding and decoding, all of the step."""
 
     wire_s: float
@@ -109,7 +109,7 @@ class Bypass:
         """The next step that is seen leads to a decision: `saw` is to be told the costs."""
         return len(self._ahead) == 1
 
-    def saw(self, compressed: bool, took: Sequence[Took], costs: Sequence[Cost] = ()) -> Decision | None:
+    def saw(self, compressed: bool, took: Sequence[StepTiming], costs: Sequence[Cost] = ()) -> Decision | None:
         """What a step took on every worker. Returns the decision where one was made.
 
         costs: of each tensor, as of the newest step that compressed it; empty: all tensors share their fate.

@@ -7,7 +7,7 @@ with the step it has. What becomes of a request that is repeated:
     it has the step the last answer led to     a new difference
     it has the step the last answer began at   the same answer again: it was lost
     it has an older one                        the same; nobody waits for it: the request comes late
-    anything else, or a server that restarted  all values, and the mirror begins anew
+    anything else, or a server that restarted  all values, and the mirror starts over
 
 Where every element travels as it is there are no differences, only values: so the worker has them bit for bit.
 
@@ -40,7 +40,7 @@ class _Mirror:
     thresholds: Thresholds  # its own: they age with its answers, and a slow worker's differences are larger
 
 
-class Mirrors:
+class DenseDeltas:
     """One server's mirrors, by worker. Not thread-safe."""
 
     def __init__(self, spec: Spec, names: Sequence[str], sizes: Sequence[int]) -> None:
@@ -74,7 +74,7 @@ class Mirrors:
         return mirror.base, mirror.answer
 
     def _all(self, worker: int, values: np.ndarray, step: int) -> tuple[int, np.ndarray]:
-        """All values; the mirror begins anew."""
+        """All values; the mirror starts over."""
         if worker not in self._mirrors and len(self._mirrors) >= _MOST_WORKERS:
             del self._mirrors[next(iter(self._mirrors))]
         whole = values.copy()

@@ -30,7 +30,7 @@ from torch import Tensor
 from gba_hvd.comm.collectives import World
 from gba_hvd.comm.traffic import Traffic, ring
 from gba_hvd.compression import sparse_message, value_codec
-from gba_hvd.compression.bypass import Bypass, Cost, Decision, Took
+from gba_hvd.compression.bypass import Bypass, Cost, Decision, StepTiming
 from gba_hvd.compression.error_feedback import Feedback, Span, plain_of, spans_of
 from gba_hvd.compression.spec import Spec
 from gba_hvd.dense_gradients import DenseGradients
@@ -74,7 +74,7 @@ class DenseExchange:
     def world_formed(self) -> None:
         """Other workers, other links: what was measured is void."""
         self._bypass = Bypass([self.feedback.names[t] for t in self._candidates], self.spec.is_forced)
-        self._last: tuple[bool, Took] | None = None
+        self._last: tuple[bool, StepTiming] | None = None
         self._codec_s: list[deque[float]] = [deque(maxlen=3) for _ in self.feedback.sizes]  # of compressed steps
         self._ended_s = time.perf_counter()
 
@@ -101,7 +101,7 @@ class DenseExchange:
             mine[0], mine[1], mine[2] = before.wire_s, before.codec_s, before.step_s
             if self._bypass.decides_next:
                 costs = self._costs(world)
-        mine[3] = self.feedback.rest_size
+        mine[3] = self.feedback.residual_size
         chosen = self._bypass.tensors_next()
         took = (
             self._sum_compressed_(world, dense, mine, traffic, chosen)
@@ -114,7 +114,7 @@ class DenseExchange:
             self.not_finite = self.not_finite or f"on worker {bad[0]} (its log has more)"
             dense.total[: dense.n] = float("nan")  # told as any gradient that is not finite
         if self._last is not None and self._candidates:
-            decision = self._bypass.saw(self._last[0], [Took(*row[:3]) for row in agreed], costs)
+            decision = self._bypass.saw(self._last[0], [StepTiming(*row[:3]) for row in agreed], costs)
             if decision is not None and decision.changed:
                 self.decisions.append(decision)
         self._last = any(chosen), took
@@ -163,7 +163,7 @@ class DenseExchange:
         return {"compression": {"rest": rest.numpy(), "missing": 0}}
 
     def load_state(self, state: Mapping[str, Any]) -> int:
-        """On one worker of a job that goes on from a checkpoint: it takes over all that was not sent.
+        """On one worker of a job that resumes from a checkpoint: it takes over all that was not sent.
 
         Returns of how many workers that is missing.
         """
@@ -193,7 +193,7 @@ class DenseExchange:
         if dense.total.device.type != "cpu":
             dense.total[: dense.n].copy_(torch.from_numpy(flat))
 
-    def _sum_plain_(self, world: World, dense: DenseGradients, traffic: Traffic) -> Took:
+    def _sum_plain_(self, world: World, dense: DenseGradients, traffic: Traffic) -> StepTiming:
         began_s = time.perf_counter()
         flat = self._flat(dense)
         self.feedback.flush_all(flat, self._all.spans)
@@ -207,7 +207,7 @@ class DenseExchange:
 
     def _sum_compressed_(
         self, world: World, dense: DenseGradients, mine: Tensor, traffic: Traffic, chosen: tuple[bool, ...]
-    ) -> Took:
+    ) -> StepTiming:
         began_s = time.perf_counter()
         flat = self._flat(dense)
         shape = self._all
@@ -276,7 +276,7 @@ class DenseExchange:
         self.feedback.sent_bytes[tensors] = 2 * 2 * sizes / n_workers  # of each worker's share of the ring
         return half
 
-    def _took(self, wire_s: float, codec_s: float) -> Took:
+    def _took(self, wire_s: float, codec_s: float) -> StepTiming:
         now = time.perf_counter()
         step_s, self._ended_s = now - self._ended_s, now
-        return Took(wire_s, codec_s, step_s)
+        return StepTiming(wire_s, codec_s, step_s)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from gba_hvd.compression import sparse_message
-from gba_hvd.compression.bypass import Bypass, Cost, Decision, Took
+from gba_hvd.compression.bypass import Bypass, Cost, Decision, StepTiming
 from gba_hvd.compression.error_feedback import Feedback, Span, plain_of, spans_of
 
 
@@ -55,7 +55,7 @@ class DensePush:
         ]  # fmt: skip
         ends = np.cumsum([0, *feedback.sizes])
         self._places = [[slice(int(ends[t]), int(ends[t + 1])) for t in part] for part in parts]
-        self._heard: deque[tuple[int, bool, Took]] = deque()
+        self._heard: deque[tuple[int, bool, StepTiming]] = deque()
         self._answered_s = [time.perf_counter()] * len(parts)
         self._decisions = decisions
 
@@ -88,7 +88,9 @@ class DensePush:
         """A server has taken this frame, after so long. From any thread."""
         if self._is_far[server] and self._candidates[server]:
             now = time.perf_counter()
-            self._heard.append((server, frame.coded, Took(seconds, frame.encode_s, now - self._answered_s[server])))
+            self._heard.append(
+                (server, frame.coded, StepTiming(seconds, frame.encode_s, now - self._answered_s[server]))
+            )
             self._answered_s[server] = now
 
     def _decide(self) -> None:

@@ -81,8 +81,8 @@ class Feedback:
         self._places, self._values = np.empty(n, np.int32), np.empty(n, dtype)
         self._size = np.zeros(1)
         self.encode_s, self.sent_bytes = np.zeros(len(self.sizes)), np.zeros(len(self.sizes))
-        self.rest_size = self._next_size = 0.0  # sum of |rest|, and of what is pending
-        self._rest_is_empty = self._next_is_empty = True
+        self.residual_size = self._next_size = 0.0  # sum of |rest|, and of what is pending
+        self._residual_is_empty = self._next_is_empty = True
 
     def begin(self) -> None:
         """A step: `encode` and `flush` follow for every tensor of it, then `settle`, if it is decided."""
@@ -125,7 +125,7 @@ class Feedback:
 
     def flush_all(self, flat: np.ndarray, spans: Sequence[Span]) -> None:
         """As `flush` for the tensors of a step that goes whole. Costs nothing while nothing waits."""
-        if not (self._rest_is_empty and self._next_is_empty):
+        if not (self._residual_is_empty and self._next_is_empty):
             self.flush(flat, spans)
             self._next_is_empty = True
 
@@ -147,8 +147,8 @@ class Feedback:
     def settle(self) -> None:
         """The step is decided: what was sent of it counts."""
         self.rest, self._next = self._next, self.rest
-        self._rest_is_empty, self._next_is_empty = self._next_is_empty, self._rest_is_empty
-        self.rest_size = self._next_size
+        self._residual_is_empty, self._next_is_empty = self._next_is_empty, self._residual_is_empty
+        self.residual_size = self._next_size
 
     def load(self, rest: np.ndarray) -> None:
         """Begin with this rest, [n]. Raises BadInput when it does not fit or is not finite."""
@@ -163,12 +163,12 @@ class Feedback:
                 raise BadInput(f"the residual of {name} is not finite: leave the residual out, or go on from an "
                                "older checkpoint")  # fmt: skip
             at += size
-        self.rest[:], self._rest_is_empty = rest, False
-        self.rest_size = float(np.abs(rest).sum(dtype=np.float64))
+        self.rest[:], self._residual_is_empty = rest, False
+        self.residual_size = float(np.abs(rest).sum(dtype=np.float64))
 
     def clear(self) -> None:
         """Forget the rest."""
-        self.rest[:], self.rest_size, self._rest_is_empty = 0, 0.0, True
+        self.rest[:], self.residual_size, self._residual_is_empty = 0, 0.0, True
 
     # -----------------------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from gba_hvd.compression import index_codec, kernels, sparse_message, value_codec
 from gba_hvd.compression.bypass import Decision
-from gba_hvd.compression.row_residuals import RowRests
+from gba_hvd.compression.row_residuals import RowResiduals
 from gba_hvd.compression.sparse_message import BadMessage
 from gba_hvd.compression.spec import Spec
 from gba_hvd.compression.thresholds import Thresholds
@@ -52,13 +52,13 @@ def n_keys(data: Any) -> int:
     return int(np.count_nonzero(np.frombuffer(data, np.uint8) < 128))
 
 
-def lend(rows: np.ndarray, spec: Spec) -> bytes:
+def encode_rows(rows: np.ndarray, spec: Spec) -> bytes:
     """A message for `borrow`. rows: float32 [n, dim]"""
     flat, coder = rows.reshape(-1), "ternary" if spec.selects else spec.values
     return sparse_message.write(None, flat, len(flat), coder, flat[:0], rows.shape[1], sees=False)[0]
 
 
-def borrow(data: Any, n: int, dim: int) -> np.ndarray:
+def decode_rows(data: Any, n: int, dim: int) -> np.ndarray:
     """float32 [n, dim] as they came. Raises BadMessage."""
     return sparse_message.read(data, n * dim, 0).whole().reshape(n, dim)
 
@@ -73,7 +73,7 @@ class RowCoder:
     def __init__(self, spec: Spec, dims: Sequence[int]) -> None:
         self.spec, self._dims = spec, list(dims)
         self._thresholds = Thresholds(spec, len(self._dims))
-        self._rests = RowRests(dims)
+        self._residuals = RowResiduals(dims)
         self._selected = np.zeros((len(self._dims), 2), np.int64)  # since `begin`: elements sent, of so many
         self.decisions: list[Decision] = []
 
@@ -82,22 +82,22 @@ class RowCoder:
         return self._thresholds.density
 
     @property
-    def has_rests(self) -> bool:
+    def has_residuals(self) -> bool:
         """Something of gradients has waited."""
-        return not self._rests.is_empty
+        return not self._residuals.is_empty
 
     @property
     def lost(self) -> float:
         """Sum of |gradient| that was not sent and could not be kept."""
-        return self._rests.lost
+        return self._residuals.lost
 
-    def waits_for(self, shards: np.ndarray) -> bool:
+    def has_residuals_for(self, shards: np.ndarray) -> bool:
         """Something waits for rows of these shards, bool [S]: it does where a shard came home."""
-        return self._rests.wait_for(shards)
+        return self._residuals.wait_for(shards)
 
     def begin(self) -> None:
         """A step, or a push: `write` or `whole` follow, then `settle` if it is decided."""
-        self._rests.begin()
+        self._residuals.begin()
         self._count_selected()
 
     def write(self, group: int, grad: RowGrad) -> bytes:
@@ -113,9 +113,9 @@ class RowCoder:
             return sparse_message.write(
                 None, rows.reshape(-1), n, self.spec.values, more, self._chunk(dim), sees=False
             )[0]
-        wanted = self._rests.plus(group, grad.keys, rows)
+        wanted = self._residuals.plus(group, grad.keys, rows)
         if not np.isfinite(wanted.sum(dtype=np.float64)):  # as it is: who gets it is to see it
-            self._rests.lose(group, grad.keys)
+            self._residuals.lose(group, grad.keys)
             return sparse_message.write(None, rows.reshape(-1), n, "none", more)[0]
         flat = wanted.reshape(-1)
         thresholds = self._thresholds
@@ -126,7 +126,7 @@ class RowCoder:
         self._selected[group] += len(where), n
         sent, seen = sparse_message.write(where, flat[where], n, self.spec.values, more, self._chunk(dim))
         flat[where] -= seen
-        self._rests.keep(group, grad.keys, wanted)
+        self._residuals.keep(group, grad.keys, wanted)
         return sent
 
     def whole(self, grads: Sequence[RowGrad], shards: np.ndarray | None = None) -> list[RowGrad]:
@@ -134,12 +134,12 @@ class RowCoder:
 
         shards: bool [S], only rows of these go as they are; the others are left alone
         """
-        if self._rests.is_empty:
+        if self._residuals.is_empty:
             return list(grads)
-        return [self._with_rest(group, grad, shards) for group, grad in enumerate(grads)]
+        return [self._with_residual(group, grad, shards) for group, grad in enumerate(grads)]
 
     def settle(self) -> None:
-        self._rests.settle()
+        self._residuals.settle()
         self._count_selected()
 
     def give_back(self, group: int, lent: np.ndarray, grad: RowGrad) -> bytes:
@@ -159,7 +159,7 @@ class RowCoder:
 
     def clear(self) -> None:
         """This worker was left behind: what waits is lost, and counted."""
-        self._rests.clear()
+        self._residuals.clear()
 
     def _count_selected(self) -> None:
         """Once for each step, however many receivers it had: thresholds age by steps."""
@@ -168,14 +168,14 @@ class RowCoder:
                 self._thresholds.sent(group, n, of)
         self._selected[:] = 0
 
-    def _with_rest(self, group: int, grad: RowGrad, shards: np.ndarray | None) -> RowGrad:
+    def _with_residual(self, group: int, grad: RowGrad, shards: np.ndarray | None) -> RowGrad:
         at: Any = slice(None)
         if shards is not None:
             at = np.flatnonzero(shards[grad.keys % len(shards)])
             if not len(at):
                 return grad
         dim, values = self._dims[group], grad.values.copy()
-        values[at, :dim] = self._rests.taken(group, grad.keys[at], values[at, :dim])
+        values[at, :dim] = self._residuals.taken(group, grad.keys[at], values[at, :dim])
         return RowGrad(grad.keys, values)
 
     def _chunk(self, dim: int) -> int:
@@ -190,7 +190,7 @@ def read(data: Any, keys: np.ndarray, dim: int, extra: int) -> RowGrad:
     return RowGrad(keys, np.ascontiguousarray(values))
 
 
-def take_back(data: Any, lent: np.ndarray, dim: int, extra: int = 0) -> RowGrad:
+def decode_row_gradients(data: Any, lent: np.ndarray, dim: int, extra: int = 0) -> RowGrad:
     """What `RowCoder.give_back` wrote. extra: columns beyond the dimension. Raises BadMessage."""
     data = np.frombuffer(data, np.uint8)
     if len(data) < _BACK.size:

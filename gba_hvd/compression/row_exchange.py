@@ -22,10 +22,10 @@ from gba_hvd import kernels
 from gba_hvd.comm.collectives import World
 from gba_hvd.comm.traffic import Traffic
 from gba_hvd.compression import row_codec as coding
-from gba_hvd.compression.bypass import Bypass, Took
+from gba_hvd.compression.bypass import Bypass, StepTiming
 from gba_hvd.compression.row_codec import RowCoder
 from gba_hvd.embedding.row_gradients import RowGrad, distinct, pack_by_owner
-from gba_hvd.embedding.tables import EmbeddingTables, RemoteRows
+from gba_hvd.embedding.tables import EmbeddingTables, PulledRows
 
 N_NUMBERS = 3  # of each worker, with each commit: seconds of this step on the wire, beside it, and of the whole step
 
@@ -43,7 +43,7 @@ class RowExchange:
         traffic: Traffic,
     ) -> None:  # fmt: skip
         self._world, self._tables, self._server, self._traffic = world, tables, server, traffic
-        self._far = [rank for rank in range(world.size) if rank not in here]
+        self._remote = [rank for rank in range(world.size) if rank not in here]
         self.coder = coder
         self._lent: dict[int, list[np.ndarray]] = {}
         self._borrowed: dict[int, list[np.ndarray]] = {}
@@ -58,8 +58,8 @@ class RowExchange:
         assert tables.local is not None and tables.memory is not None
         wanted = [np.sort(distinct(k[~tables.local[k % layout.n_shards]])[0]) for k in keys]
         owners = [self._server[w % layout.n_shards] for w in wanted]
-        asked = {r: [w[o == r] for w, o in zip(wanted, owners, strict=True)] for r in self._far}
-        questions = {r: coding.sections(list(map(coding.write_keys, asked[r]))) for r in self._far}
+        asked = {r: [w[o == r] for w, o in zip(wanted, owners, strict=True)] for r in self._remote}
+        questions = {r: coding.sections(list(map(coding.write_keys, asked[r]))) for r in self._remote}
         answers = {}
         for rank, data in self._swap("pull.keys", "header", questions).items():
             parts, self._lent[rank] = [], []
@@ -67,7 +67,7 @@ class RowExchange:
                 theirs = coding.read_keys(part, group.places * layout.n_shards)
                 rows = np.empty((len(theirs), group.dim), dtype=np.float32)
                 kernels.gather_rows(tables.memory.flat, layout.places(theirs, group), 0, rows)
-                parts.append(coding.lend(rows, self.coder.spec))
+                parts.append(coding.encode_rows(rows, self.coder.spec))
                 self._lent[rank].append(theirs)
             answers[rank] = coding.sections(parts)
         found = [np.empty((len(w), g.dim), dtype=np.float32) for w, g in zip(wanted, layout.groups, strict=True)]
@@ -76,10 +76,10 @@ class RowExchange:
             for number, (group, part) in enumerate(
                 zip(layout.groups, coding.split(data, len(layout.groups)), strict=True)
             ):
-                found[number][owners[number] == rank] = coding.borrow(part, len(asked[rank][number]), group.dim)
+                found[number][owners[number] == rank] = coding.decode_rows(part, len(asked[rank][number]), group.dim)
         for number, (mine, rows) in enumerate(zip(wanted, found, strict=True)):
             _, _, slots = distinct(mine)
-            tables.remote[number] = RemoteRows(mine, slots, rows)
+            tables.remote[number] = PulledRows(mine, slots, rows)
 
     def send(self, grads: Sequence[RowGrad], extra: int) -> dict[int, np.ndarray]:
         """Give back the gradients of what was borrowed; returns what other hosts' ranks gave back, by rank.
@@ -88,11 +88,11 @@ class RowExchange:
         The result is in the words of `gradients.pack_by_owner`. A collective.
         """
         far, dims = {}, [group.dim for group in self._tables.layout.groups]
-        given_back = {rank: self._given_back(rank, grads) for rank in self._far}
+        given_back = {rank: self._given_back(rank, grads) for rank in self._remote}
         for rank, data in self._swap("rows", "rows", given_back).items():
             lent = self._lent.pop(rank)
             parts = coding.split(data, len(lent))
-            back = [coding.take_back(*one, extra) for one in zip(parts, lent, dims, strict=True)]
+            back = [coding.decode_row_gradients(*one, extra) for one in zip(parts, lent, dims, strict=True)]
             everything = np.zeros(len(self._server), dtype=np.int32)  # all of it is for this rank
             far[rank], _ = pack_by_owner(back, everything, 1)
         return far
@@ -126,7 +126,7 @@ class RowExchange:
 
     def hear(self, numbers: Tensor) -> None:
         """After the commit: everybody's numbers."""
-        took = [Took(*row) for row in numbers.reshape(self._world.size, N_NUMBERS).tolist()]
+        took = [StepTiming(*row) for row in numbers.reshape(self._world.size, N_NUMBERS).tolist()]
         decision = self._bypass.saw(self.compresses, took)
         if decision is not None and decision.changed:
             self.coder.decisions.append(decision)
@@ -144,7 +144,7 @@ class RowExchange:
         words = [np.frombuffer(messages.get(rank, b""), np.float32) for rank in ranks]
         received, counts = self.alltoall(name, np.concatenate(words), np.array([len(w) for w in words], dtype=np.int64))
         parts = np.split(received, np.cumsum(counts)[:-1])
-        by_rank = {rank: parts[rank].view(np.uint8) for rank in self._far}
+        by_rank = {rank: parts[rank].view(np.uint8) for rank in self._remote}
         self._traffic.count("sent", kind, sum(map(len, messages.values())))
         self._traffic.count("received", kind, sum(map(len, by_rank.values())))
         return by_rank

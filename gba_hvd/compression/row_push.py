@@ -51,6 +51,6 @@ def take(frames: Sequence[Any], asked: Sequence[np.ndarray], layout: Layout) -> 
     if len(frames) != len(asked):
         raise BadMessage(f"rows of {len(asked)} groups were asked for, {len(frames)} frames came")
     return [
-        coding.borrow(frame, len(keys), group.dim)
+        coding.decode_rows(frame, len(keys), group.dim)
         for frame, keys, group in zip(frames, asked, layout.groups, strict=True)
     ]

@@ -18,7 +18,7 @@ _BUDGET_BYTES = 64 << 20
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio: spreads near keys
 
 
-class RowRests:
+class RowResiduals:
     """One worker's, by group of tables. Not thread-safe. dims: of the groups' rows; budget_bytes: for all of them."""
 
     def __init__(self, dims: Sequence[int], budget_bytes: int = _BUDGET_BYTES) -> None:
@@ -26,7 +26,7 @@ class RowRests:
         self._bits = [n.bit_length() - 1 for n in room]
         self._dims = list(dims)
         self._keys: list[np.ndarray | None] = [None] * len(dims)  # int64 [slots], -1: free; made when first used
-        self._rests: list[np.ndarray] = [np.empty((0, dim), np.float32) for dim in dims]
+        self._residuals: list[np.ndarray] = [np.empty((0, dim), np.float32) for dim in dims]
         self._pending: list[tuple[int, np.ndarray, np.ndarray | None]] = []  # None: nothing waits for these any more
         self._losing = 0.0
         self.lost = 0.0  # sum of |rest| of rows that had to make room, or whose gradients were not finite
@@ -51,7 +51,7 @@ class RowRests:
         if known is not None:
             at = self._slots(group, keys)
             here = known[at] == keys
-            found[here] += self._rests[group][at[here]]
+            found[here] += self._residuals[group][at[here]]
         return found
 
     def taken(self, group: int, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -64,17 +64,17 @@ class RowRests:
         nothing = np.zeros((len(keys), self._dims[group]), np.float32)
         self._losing += float(np.abs(self.taken(group, keys, nothing)).sum(dtype=np.float64))
 
-    def keep(self, group: int, keys: np.ndarray, rests: np.ndarray) -> None:
+    def keep(self, group: int, keys: np.ndarray, residuals: np.ndarray) -> None:
         """What waits for these rows from now on, float32 [n, dim]."""
-        self._pending.append((group, keys, rests))
+        self._pending.append((group, keys, residuals))
 
     def settle(self) -> None:
         """The step is decided."""
         for group, keys, _ in self._pending:  # all of them first: what waited for these went along
             self._free(group, keys)
-        for group, keys, rests in self._pending:
-            if rests is not None:
-                self._put(group, keys, rests)
+        for group, keys, residuals in self._pending:
+            if residuals is not None:
+                self._put(group, keys, residuals)
         self.lost += self._losing
         self.begin()
 
@@ -82,21 +82,21 @@ class RowRests:
         """Forget all that waits; it is lost."""
         for group, known in enumerate(self._keys):
             if known is not None:
-                self.lost += float(np.abs(self._rests[group][known >= 0]).sum(dtype=np.float64))
+                self.lost += float(np.abs(self._residuals[group][known >= 0]).sum(dtype=np.float64))
                 known[:] = -1
         self.begin()
 
-    def _put(self, group: int, keys: np.ndarray, rests: np.ndarray) -> None:
+    def _put(self, group: int, keys: np.ndarray, residuals: np.ndarray) -> None:
         if self._keys[group] is None:
             self._keys[group] = np.full(1 << self._bits[group], -1, np.int64)
-            self._rests[group] = np.zeros((1 << self._bits[group], self._dims[group]), np.float32)
+            self._residuals[group] = np.zeros((1 << self._bits[group], self._dims[group]), np.float32)
         known, at = self._keys[group], self._slots(group, keys)
         assert known is not None
         others = at[(known[at] != keys) & (known[at] >= 0)]
-        self.lost += float(np.abs(self._rests[group][np.unique(others)]).sum(dtype=np.float64))
-        known[at], self._rests[group][at] = keys, rests
+        self.lost += float(np.abs(self._residuals[group][np.unique(others)]).sum(dtype=np.float64))
+        known[at], self._residuals[group][at] = keys, residuals
         beaten = known[at] != keys  # two of these rows have one place
-        self.lost += float(np.abs(rests[beaten]).sum(dtype=np.float64))
+        self.lost += float(np.abs(residuals[beaten]).sum(dtype=np.float64))
 
     def _free(self, group: int, keys: np.ndarray) -> None:
         known = self._keys[group]

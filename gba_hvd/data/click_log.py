@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gba_hvd.batch import Bag, Batch
-from gba_hvd.data.store import Layout, Part, open_part, read_manifest
+from gba_hvd.data.store import DatasetLayout, DatasetPart, open_part, read_manifest
 from gba_hvd.errors import BadInput
 
 Rows = npt.NDArray[np.int64]
@@ -38,7 +38,11 @@ class ClickLog:
     """
 
     def __init__(
-        self, tables: Mapping[str, int], layout: Layout, parts: Sequence[Part], description: Mapping[str, Any]
+        self,
+        tables: Mapping[str, int],
+        layout: DatasetLayout,
+        parts: Sequence[DatasetPart],
+        description: Mapping[str, Any],
     ) -> None:
         self.tables = dict(tables)
         self.n_dense = len(layout.dense)
@@ -57,7 +61,7 @@ class ClickLog:
             if split not in splits:
                 near = get_close_matches(split, splits, n=1) or list(splits)
                 raise BadInput(f"{folder}: no split {split!r}; there is {', '.join(near)}")
-            layout = Layout(
+            layout = DatasetLayout(
                 tuple(f["name"] for f in fields if not f["multi_valued"]),
                 tuple(f["name"] for f in fields if f["multi_valued"]),
                 tuple(column["name"] for column in manifest["numeric"]),
@@ -104,7 +108,7 @@ class ClickLog:
         ids_by_table = {name: columns[name] for name in self.tables}
         return Batch(ids_by_table, torch.from_numpy(dense), torch.from_numpy(label.astype(np.float32)))
 
-    def _by_part(self, rows: Rows) -> list[tuple[Part, Rows, Rows]]:
+    def _by_part(self, rows: Rows) -> list[tuple[DatasetPart, Rows, Rows]]:
         """For each part that holds some of `rows`: (part, where in `rows`, row inside the part)."""
         if len(self._parts) == 1 or not len(rows):
             return [(self._parts[0], np.arange(len(rows)), rows)]
@@ -117,7 +121,7 @@ class ClickLog:
             groups.append((part, at, rows[at] - (self._ends[index] - len(part))))
         return groups
 
-    def _bag(self, field: int, groups: list[tuple[Part, Rows, Rows]]) -> Bag:
+    def _bag(self, field: int, groups: list[tuple[DatasetPart, Rows, Rows]]) -> Bag:
         lengths = np.empty(sum(len(at) for _, at, _ in groups), dtype=np.int64)
         for part, at, inside in groups:
             starts = part.bags[field][0]

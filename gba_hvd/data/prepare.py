@@ -27,7 +27,7 @@ from gba_hvd.data.encoding import Encoder, Scaler, ScalerFit, VocabularyEncoder,
 from gba_hvd.data.recipe import Recipe, SplitFiles, SplitShares, encoding_to_json
 from gba_hvd.data.sources import BLOCK_BYTES
 from gba_hvd.data.splits import TRAIN, Input, Progress
-from gba_hvd.data.store import MANIFEST, ROWS_PER_PART, EncodedRows, Layout, SplitWriter, sync, write_manifest
+from gba_hvd.data.store import MANIFEST, ROWS_PER_PART, DatasetLayout, EncodedRows, SplitWriter, sync, write_manifest
 from gba_hvd.errors import BadInput
 from recovery.storage.rename import exchange
 
@@ -106,7 +106,7 @@ def prepare(
     """
     out = Path(out).absolute()
     _check_free(out, overwrite)
-    layout = Layout(
+    layout = DatasetLayout(
         tuple(c.name for c in recipe.categorical if not c.multi_valued),
         tuple(c.name for c in recipe.categorical if c.multi_valued),
         tuple(x.name for x in recipe.numeric),
@@ -184,7 +184,7 @@ def prepare(
     return manifest
 
 
-def _by_field(encoded: EncodedRows, layout: Layout) -> Iterator[tuple[str, npt.NDArray[np.int32]]]:
+def _by_field(encoded: EncodedRows, layout: DatasetLayout) -> Iterator[tuple[str, npt.NDArray[np.int32]]]:
     for i, name in enumerate(layout.single):
         yield name, encoded.ids[:, i]
     for i, name in enumerate(layout.multi):

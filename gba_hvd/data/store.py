@@ -30,7 +30,7 @@ _BAG = "bag:"
 
 
 @dataclass(frozen=True)
-class Layout:
+class DatasetLayout:
     """What a row holds, by name and in order."""
 
     single: tuple[str, ...]
@@ -54,7 +54,7 @@ def _fixed_list(name: str, type: pa.DataType, names: Sequence[str]) -> pa.Field:
 
 
 @dataclass(frozen=True)
-class Part:
+class DatasetPart:
     """Rows of one split, in memory or mapped. For the fields of `Layout`, in its order:
 
     label:   uint8 [n]
@@ -89,7 +89,7 @@ class EncodedRows:
 class SplitWriter:
     """Writes the parts of one split into `folder / split`. `finish` returns what the manifest says about them."""
 
-    def __init__(self, folder: Path, split: str, layout: Layout, rows_per_part: int = ROWS_PER_PART) -> None:
+    def __init__(self, folder: Path, split: str, layout: DatasetLayout, rows_per_part: int = ROWS_PER_PART) -> None:
         self._folder, self._split, self._layout, self._rows_per_part = folder, split, layout, rows_per_part
         (folder / split).mkdir()
         self._staged: dict[str, BinaryIO] = {}
@@ -155,7 +155,7 @@ class SplitWriter:
         self._parts.append({"file": file, "rows": n, "bytes": path.stat().st_size, "crc32": crc32(path)})
 
 
-def open_part(path: Path, rows: int, n_bytes: int, layout: Layout) -> Part:
+def open_part(path: Path, rows: int, n_bytes: int, layout: DatasetLayout) -> DatasetPart:
     """Map one part; nothing is read yet but its schema. Raises `BadInput` when it is not what was written."""
     try:
         size = path.stat().st_size
@@ -178,7 +178,7 @@ def open_part(path: Path, rows: int, n_bytes: int, layout: Layout) -> Part:
         raise BadInput(f"{path}: {len(batch)} rows, expected {rows}: damaged; prepare the dataset again")
     bags = tuple(_bag(batch.column(_BAG + name)) for name in layout.multi)
     label = batch.column("label").to_numpy(zero_copy_only=True)
-    return Part(label, _matrix(batch, "ids", layout.single), _matrix(batch, "dense", layout.dense), bags)
+    return DatasetPart(label, _matrix(batch, "ids", layout.single), _matrix(batch, "dense", layout.dense), bags)
 
 
 def _matrix(batch: pa.RecordBatch, name: str, names: Sequence[str]) -> npt.NDArray[Any]:

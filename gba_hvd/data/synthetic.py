@@ -19,7 +19,7 @@ import torch
 from gba_hvd.batch import Batch
 from gba_hvd.data.click_log import ClickLog, Rows, check_range
 from gba_hvd.data.hashing import hash_integers, standard_normal, stream_key, unit_interval
-from gba_hvd.data.store import Layout, Part
+from gba_hvd.data.store import DatasetLayout, DatasetPart
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -129,8 +129,8 @@ class SyntheticClickLog:
             block = np.arange(at, min(at + _BLOCK, n))
             by_field, dense[block], label[block] = self._sample(block)
             ids[block] = by_field.T
-        layout = Layout(tuple(self.tables), (), tuple(f"dense_{i}" for i in range(self.n_dense)))
-        return ClickLog(self.tables, layout, [Part(label, ids, dense)], self.description | {"samples": n})
+        layout = DatasetLayout(tuple(self.tables), (), tuple(f"dense_{i}" for i in range(self.n_dense)))
+        return ClickLog(self.tables, layout, [DatasetPart(label, ids, dense)], self.description | {"samples": n})
 
     def _sample(self, rows: Rows) -> tuple[Ints, Floats, npt.NDArray[np.bool_]]:
         check_range(rows, self._n)

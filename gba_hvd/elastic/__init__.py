@@ -15,8 +15,8 @@ does neither: the step's commit (`allreduce`) already decides what happened, so 
 A crash anywhere in it ends the others' collectives with an error and Horovod starts it again; 2 and 4 are safe to
 repeat, since the marks in shard memory say what was done.
 
-`membership` does 1 to 4, `training_state` 5. `newcomers` is what goes on beside the training in an asynchronous mode,
-`saving` when a checkpoint is made and who leaves after it, `telling` what callbacks hear of all this.
+`membership` does 1 to 4, `training_state` 5. `late_joiners` is what goes on beside the training in an asynchronous
+mode, `saving` when a checkpoint is made and who leaves after it, `telling` what callbacks hear of all this.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from gba_hvd.callbacks import Event, Job
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.comm.world_formation import Wait, stands
 from gba_hvd.elastic import endings
-from gba_hvd.membership import Joined
+from gba_hvd.membership import JoinResult
 from gba_hvd.shm import retained_state
 from gba_hvd.shm.job_board import Board
 from gba_hvd.switching.requests import ModeRequests, switching_of
@@ -25,11 +25,11 @@ from recovery.redaction import redacted
 log = logging.getLogger("gba_hvd")
 
 
-def world_formed(engine: Engine, joined: Joined, before: int | None, residuals_missing: int = 0) -> None:
+def world_formed(engine: Engine, joined: JoinResult, before: int | None, residuals_missing: int = 0) -> None:
     """Tell all callbacks where this worker stands now, and what became of the job.
 
     before: workers in the world that this worker was in, if it was in one.
-    residuals_missing: in the checkpoint that the job goes on from: of so many workers
+    residuals_missing: in the checkpoint that the job resumes from: of so many workers
     """
     world = engine.world
     job = Job(
@@ -50,7 +50,7 @@ def world_formed(engine: Engine, joined: Joined, before: int | None, residuals_m
         engine.emit(event)
 
 
-def _board(engine: Engine, joined: Joined) -> Board | None:
+def _board(engine: Engine, joined: JoinResult) -> Board | None:
     """What `gba-hvd ps` shows on this host; None where there is no room for it."""
     checkpoints = checkpoints_of(engine)
     place = "" if checkpoints is None else redacted(checkpoints.callback.url)
@@ -143,7 +143,7 @@ def _interruption(error: str) -> str:
 
 
 def _what_goes_on(engine: Engine) -> str:
-    """Where the same command begins; empty where it begins anew. On the chief."""
+    """Where the same command begins; empty where it starts over. On the chief."""
     checkpoints = checkpoints_of(engine)
     if checkpoints is None or not checkpoints.callback.resume or engine.world.rank != 0:
         return ""
@@ -187,7 +187,7 @@ def _settings(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _of_a_start(engine: Engine, joined: Joined, residuals_missing: int) -> Iterator[Event]:
+def _of_a_start(engine: Engine, joined: JoinResult, residuals_missing: int) -> Iterator[Event]:
     step, n_workers = engine.progress.step, engine.world.size
     yield Event("started", step, f"{_place(engine, joined)}, job {engine.job.id}", {"workers": n_workers})
     if engine.model.untrained:
@@ -220,7 +220,7 @@ def _of_a_start(engine: Engine, joined: Joined, residuals_missing: int) -> Itera
         yield Event("resumed", step, text, {"manifest": "", "from_memory": True, **lost})
 
 
-def _of_a_change(engine: Engine, joined: Joined, before: int | None) -> Iterator[Event]:
+def _of_a_change(engine: Engine, joined: JoinResult, before: int | None) -> Iterator[Event]:
     step = engine.progress.step
     was = "" if before is None else f", before {before}"
     facts = {
@@ -249,14 +249,14 @@ def _of_a_change(engine: Engine, joined: Joined, before: int | None) -> Iterator
         yield Event("rows_lost", step, text, {**facts, "why": why}, level="warning")
 
 
-def _pls(engine: Engine, joined: Joined) -> float:
+def _pls(engine: Engine, joined: JoinResult) -> float:
     """Portion of lost samples, of all so far (CPR): each host's rows lost what came after their checkpoint."""
     n_rows = sum(table.n_rows for table in engine.model.tables.layout.tables)
     lost = sum((engine.progress.account.applied - samples) * n for samples, n in joined.refilled)
     return lost / n_rows / max(1, engine.progress.account.total)
 
 
-def _place(engine: Engine, joined: Joined) -> str:
+def _place(engine: Engine, joined: JoinResult) -> str:
     return f"{_count(engine.world.size, 'worker')} on {_count(joined.n_hosts, 'host')}"
 
 

@@ -15,31 +15,31 @@ from gba_hvd import membership
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.comm import world_formation
 from gba_hvd.comm.collectives import World
-from gba_hvd.comm.launcher_slot import Seat
+from gba_hvd.comm.launcher_slot import LauncherSlot
 from gba_hvd.elastic import endings, job_events
 from gba_hvd.elastic.training_state import TrainingState
-from gba_hvd.elastic.world_rejoin import Reformer
+from gba_hvd.elastic.world_rejoin import WorldRejoin
 from gba_hvd.errors import GbaError
-from gba_hvd.membership import Joined
+from gba_hvd.membership import JoinResult
 from gba_hvd.shm.shard_memory import is_alive
 from gba_hvd.training.engine import Engine
 from recovery import state_codec
 
 
-class Newcomers:
+class LateJoiners:
     """One worker's part. Belongs to the training thread, all but `_meet`, which adds to `_met` only."""
 
-    def __init__(self, engine: Engine, state: TrainingState, seat: Seat) -> None:
+    def __init__(self, engine: Engine, state: TrainingState, seat: LauncherSlot) -> None:
         self._engine, self._state, self._seat = engine, state, seat
         # By the background thread, for the training thread: workers that are gone and the residuals they had; how long
         # the world took to form; the other workers of this host before, by rank.
         self._met: list[
-            tuple[Joined, World, tuple[int, float | None] | None, world_formation.Wait | None, dict[int, int]]
+            tuple[JoinResult, World, tuple[int, float | None] | None, world_formation.Wait | None, dict[int, int]]
         ] = []
 
         self._told_gone = False
 
-    def watch(self, number: int = 0) -> None:
+    def start_rejoin(self, number: int = 0) -> None:
         """An asynchronous mode is on: from now on the world is formed anew beside the training.
 
         number: the change of membership that the present world stands for.
@@ -47,8 +47,8 @@ class Newcomers:
         engine, mode = self._engine, self._engine.mode
         assert mode is not None and mode.servers is not None
         if mode.rejoin is None:
-            patience_s = engine.model.tables.config.server_s
-            rejoin = Reformer(mode.servers, number, self._meet, self._seat, patience_s, engine.forming)
+            patience_s = engine.model.tables.config.server_timeout_s
+            rejoin = WorldRejoin(mode.servers, number, self._meet, self._seat, patience_s, engine.forming)
             mode.rejoin = rejoin
             rejoin.start()
 
@@ -97,7 +97,7 @@ class Newcomers:
             engine.mode.servers.contact.rank = world.rank  # last: from then on the servers count on it
         return joined.membership
 
-    def come_in(self, joined: Joined) -> None:
+    def join_running_mode(self, joined: JoinResult) -> None:
         """A newcomer's part, before its training."""
         engine, world = self._engine, self._engine.world
         self._state.snapshot = world.broadcast("snapshot", None, joined.source)

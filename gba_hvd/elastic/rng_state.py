@@ -19,7 +19,7 @@ from gba_hvd.comm.collectives import World
 from recovery import state_codec
 
 
-def here() -> dict[str, Any]:
+def capture() -> dict[str, Any]:
     """That of this process; of the default generators, on the CPU and on every GPU in use."""
     version, words, gauss = random.getstate()
     name, keys, *rest = np.random.get_state(legacy=True)
@@ -32,12 +32,12 @@ def here() -> dict[str, Any]:
     }
 
 
-def of_all(world: World) -> list[dict[str, Any]]:
+def gather(world: World) -> list[dict[str, Any]]:
     """Of every worker, in the order of ranks. A collective."""
-    return [state_codec.decode(one.tobytes()) for one in world.gather_bytes("random", state_codec.encode(here()))]
+    return [state_codec.decode(one.tobytes()) for one in world.gather_bytes("random", state_codec.encode(capture()))]
 
 
-def go_on(states: Sequence[Mapping[str, Any]], step: int, world: World, *, same_step: bool) -> None:
+def restore(states: Sequence[Mapping[str, Any]], step: int, world: World, *, same_step: bool) -> None:
     """Take over this rank's of those that were saved, or begin a stream of its own.
 
     same_step: they are as of the step at which the job goes on.

@@ -15,18 +15,18 @@ from torch import nn
 
 from gba_hvd import membership
 from gba_hvd.callbacks import Callback, Event
-from gba_hvd.checkpoint.job_checkpoints import Checkpoints, checkpoints_of
+from gba_hvd.checkpoint.job_checkpoints import JobCheckpoints, checkpoints_of
 from gba_hvd.comm.collectives import current_world, hosts_updated, worker_lost
-from gba_hvd.comm.launcher_slot import Seat
+from gba_hvd.comm.launcher_slot import LauncherSlot
 from gba_hvd.comm.world_formation import END_WAITS, end_waits
 from gba_hvd.config import checked_job_name
 from gba_hvd.elastic import endings, job_events
-from gba_hvd.elastic.late_joiners import Newcomers
+from gba_hvd.elastic.late_joiners import LateJoiners
 from gba_hvd.elastic.training_state import TrainingState
-from gba_hvd.elastic.worker_saves import Saving
+from gba_hvd.elastic.worker_saves import WorkerSaves
 from gba_hvd.errors import BadInput, ShardMemoryError
 from gba_hvd.faults import FaultSchedule
-from gba_hvd.membership import Joined
+from gba_hvd.membership import JoinResult
 from gba_hvd.switching.callback import GBACallback
 from gba_hvd.switching.mode_limits import check_modes
 from gba_hvd.switching.requests import ModeRequests, switching_of
@@ -62,10 +62,10 @@ class TorchState:
         self.model, self.optimizer, self.engine = model, optimizer, engine
         engine.job.id = engine.model.tables.config.job_id or secrets.token_hex(4)
         engine.job.name = engine.job.name if name is None else checked_job_name(name)
-        self._seat = Seat()
+        self._seat = LauncherSlot()
         self.training_state = TrainingState(engine, model, self, list(values))
-        self.saving = Saving(engine, self.training_state)
-        self.newcomers = Newcomers(engine, self.training_state, self._seat)
+        self.saving = WorkerSaves(engine, self.training_state)
+        self.late_joiners = LateJoiners(engine, self.training_state, self._seat)
         self._reset_callbacks: list[Callable[[], None]] = []
         self._has_state = self._synced = self._closed = False
         self._memory_trouble = ""  # what happened to the tables' file, if training goes on all the same
@@ -110,7 +110,7 @@ class TorchState:
             if isinstance(callback, CheckpointCallback):
                 if checkpoints_of(self.engine) is not None:
                     raise BadInput("one CheckpointCallback saves a job, a second one came")
-                self.engine.register(Checkpoints(self.engine, callback))
+                self.engine.register(JobCheckpoints(self.engine, callback))
             if isinstance(callback, GBACallback):
                 if switching_of(self.engine) is not None:
                     raise BadInput("one GBACallback decides about the mode, a second one came")
@@ -176,10 +176,10 @@ class TorchState:
             self.saving.close()
             if engine.mode is not None:
                 if error is None:
-                    engine.mode.leave_together(engine.model.tables.config.server_s)
+                    engine.mode.leave_together(engine.model.tables.config.server_timeout_s)
                 engine.mode.close(finished=error is None)
             memory = engine.model.tables.memory
-            if memory is not None:  # what a restart could go on from is left to the keeper
+            if memory is not None:  # what a restart could resume from is left to the keeper
                 is_of_no_use = engine.world.size == 1 and checkpoints_of(engine) is None
                 memory.close(remove=status == "FINISHED" or is_of_no_use)
 
@@ -232,8 +232,9 @@ class TorchState:
     def restore(self) -> None:
         """After a failure: forget the step in flight. What was committed stays.
 
-        Raises GivenUp when the others went on without this worker, LauncherLost when it may be so: it ends. Raises
-        WorldLost where no elastic launcher forms the world anew: waiting for it, this worker would be killed.
+        Raises WorkerEvicted when the others went on without this worker, LauncherUnreachable when it may be so: it
+        ends. Raises WorldLost where no elastic launcher forms the world anew: waiting for it, this worker would be
+        killed.
         """
         engine = self.engine
         memory = engine.model.tables.memory
@@ -253,7 +254,7 @@ class TorchState:
         engine.abandon_step()
         if engine.mode is not None:
             engine.mode.recover()
-        self._seat.check(engine.model.tables.config.server_s)
+        self._seat.verify(engine.model.tables.config.server_timeout_s)
 
     def check_memory(self) -> None:
         """Between two steps: whether the tables' file is still what is mapped.
@@ -284,11 +285,11 @@ class TorchState:
         engine = self.engine
         # What the thread beside an asynchronous mode met and nobody was told yet comes before this world: told later,
         # it would put its world, which is no more, in place of this one.
-        self.newcomers.tell()
+        self.late_joiners.tell()
         before, neighbours = engine.world.size if self._has_state else None, engine.host.neighbours
         engine.world = current_world()
         try:
-            self._seat.take()
+            self._seat.register()
         except OSError as error:
             raise worker_lost(f"the launcher cannot be reached: {error}") from error
         joined = membership.join(engine, engine.world, engine.job.id, self._has_state)
@@ -296,10 +297,10 @@ class TorchState:
         if engine.faults is not None and engine.faults.folder is None:
             engine.faults.record_in(engine.folder / "faults")
         if joined.asynchronous:
-            self.newcomers.come_in(joined)
+            self.late_joiners.join_running_mode(joined)
             self._note_synced()
             wait = engine.forming.end()  # before another thread forms worlds
-            self.newcomers.watch(joined.membership)
+            self.late_joiners.start_rejoin(joined.membership)
             job_events.world_formed(engine, joined, None)
             job_events.world_was_late(engine, wait, _STOOD_STILL)
             return
@@ -311,7 +312,7 @@ class TorchState:
             engine.emit(event, only_here=True)
         self.saving.world_formed(joined)
 
-    def _come_to_one_state(self, joined: Joined) -> None:
+    def _come_to_one_state(self, joined: JoinResult) -> None:
         """In allreduce mode, when the rows are in place: the part of `sync` that is not of the memory. A collective."""
         engine, checkpoints = self.engine, checkpoints_of(self.engine)
         left = joined.resumed or joined.taken  # by a job that is no more

@@ -15,7 +15,7 @@ from torch import nn
 
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.elastic import rng_state
-from gba_hvd.ps.messages import Position
+from gba_hvd.ps.messages import JobPosition
 from gba_hvd.switching.callback import GBACallback
 from gba_hvd.training.engine import Engine
 from recovery import state_codec
@@ -26,14 +26,14 @@ class TrainingState:
 
     holder, names: the object whose attributes of these names are the user's values.
     snapshot: encoded, as of where the asynchronous mode began to hand out the epoch's batches; empty where nobody would
-    ask for it. residuals_missing: in the checkpoint that this job goes on from: of so many workers.
+    ask for it. residuals_missing: in the checkpoint that this job resumes from: of so many workers.
     """
 
     def __init__(self, engine: Engine, model: nn.Module, holder: object, names: list[str]) -> None:
         self._engine, self._model, self._holder, self.names = engine, model, holder, names
         self.snapshot = b""
         self.residuals_missing = 0
-        self._random_left: dict[str, Any] | None = None  # by the job that this one goes on from, until all have it
+        self._random_left: dict[str, Any] | None = None  # by the job that this one resumes from, until all have it
 
     # --- given -------------------------------------------------------------------------------------------------------
 
@@ -57,7 +57,7 @@ class TrainingState:
         return state_codec.encode({
             **self.state_dict(),
             "checkpoints": None if checkpoints is None else checkpoints.state(),
-            "random": [rng_state.here()],
+            "random": [rng_state.capture()],
             "random_left": self._random_left,
         })  # fmt: skip
 
@@ -88,7 +88,7 @@ class TrainingState:
                     checkpoints.load_state(state["checkpoints"])
         self._random_left = None
         if left is not None:
-            rng_state.go_on(left["states"], self._engine.progress.step, world, same_step=left["same_step"])
+            rng_state.restore(left["states"], self._engine.progress.step, world, same_step=left["same_step"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         engine = self._engine
@@ -104,7 +104,7 @@ class TrainingState:
                 setattr(self._holder, name, value)
         engine.progress.load_state_dict(state["position"])
         saved = list(state["callbacks"])
-        for callback in engine.callbacks:  # by kind: a job that goes on from a checkpoint may have other callbacks
+        for callback in engine.callbacks:  # by kind: a job that resumes from a checkpoint may have other callbacks
             mine = next((entry for entry in saved if entry[0] == type(callback).__name__), None)
             if mine is not None:
                 saved.remove(mine)
@@ -123,4 +123,4 @@ class TrainingState:
         if "snapshot" not in state:
             return
         engine.model.load_dense(state["dense"])
-        engine.progress.load_wire(msgspec.convert(state["position"], Position))
+        engine.progress.load_wire(msgspec.convert(state["position"], JobPosition))

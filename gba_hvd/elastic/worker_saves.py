@@ -20,11 +20,11 @@ from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.elastic import rng_state
 from gba_hvd.elastic.training_state import TrainingState
 from gba_hvd.errors import LastCheckpointFailed
-from gba_hvd.membership import Joined
+from gba_hvd.membership import JoinResult
 from gba_hvd.ps.messages import SavePlan
-from gba_hvd.ps.worker.host_server import LocalServer
+from gba_hvd.ps.worker.host_server import HostServer
 from gba_hvd.ps.worker.worker import PsWorker
-from gba_hvd.shm.retained_state import StateKeeper
+from gba_hvd.shm.retained_state import StateRetainer
 from gba_hvd.switching.requests import ModeRequests, switching_of
 from gba_hvd.training.engine import Engine
 from recovery import state_codec
@@ -33,38 +33,38 @@ _SAVE_LAST_TIMEOUT_S = 600.0
 _PREEMPTION_S, _LOOK_S = 30.0, 0.05
 
 
-class Saving:
+class WorkerSaves:
     """Belongs to the training thread. Owns the lead's line to its host's server, and what keeps the state in memory."""
 
     def __init__(self, engine: Engine, state: TrainingState) -> None:
         self._engine, self._state = engine, state
-        self._line: LocalServer | None = None
-        self._keeper: StateKeeper | None = None
+        self._host_server: HostServer | None = None
+        self._keeper: StateRetainer | None = None
         self._part = (0, 1)  # this host's number, and how many there are
         self._folder_told = False
 
-    def world_formed(self, joined: Joined) -> None:
+    def world_formed(self, joined: JoinResult) -> None:
         """In allreduce mode. The lead of a host follows what an operator wants."""
         engine, world = self._engine, self._engine.world
         requests, checkpoints = engine.participant(ModeRequests), checkpoints_of(engine)
-        if self._line is not None:
-            self._line.close()
-            self._line = None
+        if self._host_server is not None:
+            self._host_server.close()
+            self._host_server = None
         if (requests is not None or checkpoints is not None) and joined.leads_host:
-            self._line = LocalServer(
-                engine.job.id, engine.job.key, engine.folder, joined.host, engine.job.worker_id, world.rank, self._look,
-                1 if requests is None else requests.callback.servers_per_host,
+            self._host_server = HostServer(
+                engine.job.id, engine.job.key, engine.folder, joined.host, engine.job.worker_id, world.rank,
+                self._status, 1 if requests is None else requests.callback.servers_per_host,
             )  # fmt: skip
-            self._line.start()
+            self._host_server.start()
             if requests is not None:
-                requests.operator_request = self._line.wanted
-        engine.host.server, self._folder_told = self._line, False
+                requests.operator_request = self._host_server.wanted
+        engine.host.server, self._folder_told = self._host_server, False
         self._part = (joined.part, joined.n_hosts)
         self._keeper = None
-        if checkpoints is not None and self._line is not None:
-            checkpoints.hold(self._line, *self._part)
+        if checkpoints is not None and self._host_server is not None:
+            checkpoints.delegate_claim(self._host_server, *self._part)
 
-    def _look(self) -> dict[str, Any]:
+    def _status(self) -> dict[str, Any]:
         engine = self._engine
         told = {"step": engine.progress.step, "epoch": engine.progress.cursor.epoch, "workers": engine.world.size}
         switching = switching_of(engine)
@@ -74,8 +74,8 @@ class Saving:
 
     def close(self) -> None:
         """At the end of the job. May be called twice."""
-        if self._line is not None:
-            self._line.close()
+        if self._host_server is not None:
+            self._host_server.close()
         checkpoints = checkpoints_of(self._engine)
         if checkpoints is not None and self._engine.world.rank == 0:
             checkpoints.release()
@@ -88,9 +88,9 @@ class Saving:
         self._tell_of_a_lost_folder()
         if checkpoints is None:
             return
-        if engine.world.rank == 0 and self._line is not None:
-            checkpoints.schedule.follow(self._line.saved)
-            checkpoints.schedule.look_at_age(self._line.why_not_ready)
+        if engine.world.rank == 0 and self._host_server is not None:
+            checkpoints.schedule.poll(self._host_server.saved)
+            checkpoints.schedule.look_at_age(self._host_server.why_not_ready)
         if checkpoints.somebody_leaves:
             self._save_and_leave()
         elif checkpoints.is_due:
@@ -98,7 +98,7 @@ class Saving:
 
     def _tell_of_a_lost_folder(self) -> None:
         """Once, on the lead of the host."""
-        line = self._line
+        line = self._host_server
         if line is not None and line.folder_lost and not self._folder_told:
             self._folder_told = True
             event = Event(
@@ -141,17 +141,17 @@ class Saving:
         plan = msgspec.json.decode(engine.world.broadcast("save", word if is_chief else None, 0), type=SavePlan | None)
         if plan is not None:
             residual = {} if engine.model.compression is None else engine.model.compression.state(engine.world)
-            random = {"random": rng_state.of_all(engine.world)}
+            random = {"random": rng_state.gather(engine.world)}
             state = state_codec.encode({**self._state.state_dict(), **residual, **random}) if is_chief else b""
-            checkpoints.save(plan, self._line, *self._part, state)
+            checkpoints.save(plan, self._host_server, *self._part, state)
             if checkpoints.is_strict:
-                checkpoints.schedule.await_read(self._line, plan.number)
+                checkpoints.schedule.await_read(self._host_server, plan.number)
                 engine.world.gather("read", np.zeros(1, dtype=np.int64))
-            checkpoints.schedule.stood_still(time.perf_counter() - started)
+            checkpoints.schedule.record_stall(time.perf_counter() - started)
         return plan is not None
 
     def keep_state(self) -> None:
-        """Between two steps: what a job that lost all its workers would go on from."""
+        """Between two steps: what a job that lost all its workers would resume from."""
         self._keep(0, self._state.encoded)
 
     def _keep(self, generation: int, state: Callable[[], bytes]) -> None:
@@ -160,7 +160,7 @@ class Saving:
         if checkpoints is None or engine.world.rank != 0 or engine.model.compression is not None:
             self._keeper = None
         elif self._keeper is None:  # this worker has become the chief
-            self._keeper = StateKeeper(engine.folder, engine.job.settings, checkpoints.callback.memory_share)
+            self._keeper = StateRetainer(engine.folder, engine.job.settings, checkpoints.callback.retain_state_share)
         if self._keeper is not None and (stopped := self._keeper.keep(engine.progress.step, generation, state)):
             engine.emit(Event("memory_not_kept", engine.progress.step, stopped, {}, level="warning"))
 
@@ -186,7 +186,7 @@ class Saving:
         servers = self._servers
         if checkpoints is None or engine.world.rank != 0 or servers is None:
             return
-        checkpoints.schedule.follow(servers.contact.saved)
+        checkpoints.schedule.poll(servers.contact.saved)
         checkpoints.schedule.look_at_age(lambda: "")
         if checkpoints.schedule.is_due_at(engine.progress.step) or checkpoints.schedule.is_due_before_a_leave(servers):
             checkpoints.save_asynchronously(servers, self._state.snapshot)
@@ -241,7 +241,7 @@ class Saving:
                 elif servers.own_server:  # the first host's memory stays as long as the chief does
                     schedule.await_saved(servers.saved_here, engine.progress.step, timeout_s)
                 return schedule.why_not_saved(engine.progress.step)
-            line = self._line
+            line = self._host_server
             if line is not None:
                 schedule.await_quiet(lambda: line.saved, timeout_s)
             if self._save(again=False) and line is not None:

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable
 
 from gba_hvd.comm.collectives import World, current_world, initialise_again
-from gba_hvd.comm.launcher_slot import Seat
+from gba_hvd.comm.launcher_slot import LauncherSlot
 from gba_hvd.comm.world_formation import Forming
-from gba_hvd.errors import GivenUp, LauncherLost
+from gba_hvd.errors import LauncherUnreachable, WorkerEvicted
 from gba_hvd.ps.worker.worker import PsWorker
 
 log = logging.getLogger("gba_hvd")
@@ -25,8 +25,8 @@ _LOOK_S = 0.1
 _TRY_AGAIN_S, _TRY_AGAIN_AT_MOST_S = 0.5, 8.0
 
 
-class Reformer:
-    """Start with `start()`; `stop()` waits for an attempt under way (at most so long) and may be called twice.
+class WorldRejoin:
+    """Start with `start()`; `stop()` waits for an attempt in flight (at most so long) and may be called twice.
 
     number: the membership that the present world stands for; meet: what all ranks of a new world run, returns the
     number they agree on; seat: this worker's; timeout_s: longest wait for the launcher, each time; forming: hears how
@@ -34,7 +34,13 @@ class Reformer:
     """
 
     def __init__(
-        self, mode: PsWorker, number: int, meet: Callable[[World], int], seat: Seat, timeout_s: float, forming: Forming
+        self,
+        mode: PsWorker,
+        number: int,
+        meet: Callable[[World], int],
+        seat: LauncherSlot,
+        timeout_s: float,
+        forming: Forming,
     ) -> None:
         self.number, self._mode, self._meet, self._seat, self._timeout_s = number, mode, meet, seat, timeout_s
         self._forming = forming
@@ -63,21 +69,21 @@ class Reformer:
     def _run(self) -> None:
         pause_s = _TRY_AGAIN_S
         while not self._stop.wait(_LOOK_S):
-            while self._mode.position.world > self.number and not self._stop.is_set():
+            while self._mode.position.membership_epoch > self.number and not self._stop.is_set():
                 self._forming.begin()
                 try:
                     # What is heard from here on may concern a host that has no place in the world that forms now.
-                    self._mode.contact.stands_for = self._mode.position.world
-                    self._seat.check(self._timeout_s)
-                    self._mode.world_ends()
+                    self._mode.contact.acknowledged_membership = self._mode.position.membership_epoch
+                    self._seat.verify(self._timeout_s)
+                    self._mode.before_world_leaves()
                     initialise_again(self._forming)
-                    self._seat.take()
+                    self._seat.register()
                     world = current_world()
                     self.number = self._meet(world)
                     self.n_formed += 1
-                    self._mode.world_stands(world)
+                    self._mode.after_world_forms(world)
                     pause_s = _TRY_AGAIN_S
-                except (GivenUp, LauncherLost) as error:
+                except (WorkerEvicted, LauncherUnreachable) as error:
                     self._mode.give_up(str(error))
                     return
                 except Exception as error:

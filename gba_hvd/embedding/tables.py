@@ -31,7 +31,7 @@ Ids = Mapping[str, Tensor | Bag]
 
 
 @dataclass(frozen=True)
-class RemoteRows:
+class PulledRows:
     """Rows of one group fetched from other hosts for the micro-batches ahead.
 
     keys: int64 [n]; slots: their hash table (`kernels.find_keys`); values: float32 [n, dim]
@@ -58,7 +58,7 @@ class Passes:
     remote: rows of other hosts, by group
     """
 
-    remote: list[RemoteRows | None]
+    remote: list[PulledRows | None]
     captured: list[Captured] = field(default_factory=list)
 
 
@@ -129,12 +129,12 @@ class EmbeddingTables(nn.Module):
         return self._apart.get(threading.get_ident(), self._common) if self._apart else self._common
 
     @property
-    def remote(self) -> list[RemoteRows | None]:
+    def remote(self) -> list[PulledRows | None]:
         """Rows of other hosts for the micro-batches ahead, by group."""
         return self._passes.remote
 
     @remote.setter
-    def remote(self, rows: list[RemoteRows | None]) -> None:
+    def remote(self, rows: list[PulledRows | None]) -> None:
         self._passes.remote = rows
 
     # --- forward ---------------------------------------------------------------------------------------------------

@@ -10,12 +10,12 @@ import numpy as np
 from gba_hvd.errors import GbaError
 
 
-class LeavingApart(GbaError):
+class ModeExitRace(GbaError):
     """Workers leave a mode together, and this world was formed in the midst of it."""
 
 
 @dataclass(frozen=True)
-class Facts:
+class RankState:
     """What one rank says of itself when a world forms."""
 
     has_state: bool
@@ -34,7 +34,7 @@ class Facts:
         return np.array([*fields, self.generation, self.membership, factor], dtype=np.int64)
 
     @classmethod
-    def of_row(cls, row: np.ndarray) -> Facts:
+    def of_row(cls, row: np.ndarray) -> RankState:
         """The inverse of `row`."""
         fields = row.tolist()
         return replace(cls(bool(fields[0]), *fields[1:-1]), row_factor=float(row[-1:].view(np.float64)[0]))
@@ -56,7 +56,7 @@ class Agreement:
     row_factor: float = 1.0
 
 
-def agree(facts: Sequence[Facts]) -> Agreement:
+def agree(facts: Sequence[RankState]) -> Agreement:
     """The newest step wins. Nobody goes back.
 
     Seeing a step's result means that every worker holds its row gradients, so the survivors are at most one step apart
@@ -72,16 +72,16 @@ def agree(facts: Sequence[Facts]) -> Agreement:
     return Agreement(step, source, catch_up, True, reason, facts[source].row_factor)
 
 
-def asynchronous_source(facts: Sequence[Facts]) -> int | None:
+def asynchronous_source(facts: Sequence[RankState]) -> int | None:
     """The rank from which newcomers learn of the asynchronous mode the others are in; None in allreduce mode.
 
     A survivor that is not in it and behind was gone for long: a newcomer. One that is not behind has just left it.
-    Raises LeavingApart when some have left it: the others are about to leave, too, and the world is to be formed again.
+    Raises ModeExitRace when some have left it: the others are about to leave, too, and the world is to be formed again.
     """
     inside = [rank for rank, f in enumerate(facts) if f.has_state and f.generation]
     if not inside:
         return None
     newest = max(facts[rank].step for rank in inside)
     if any(f.has_state and not f.generation and f.step >= newest for f in facts):
-        raise LeavingApart("some workers have left the asynchronous mode and some have not yet")
+        raise ModeExitRace("some workers have left the asynchronous mode and some have not yet")
     return max(inside, key=lambda rank: (facts[rank].generation, -rank))

@@ -15,17 +15,17 @@ from gba_hvd.comm.collectives import World, all_or_none, worker_lost
 from gba_hvd.comm.key_exchange import share_key, shared_secret
 from gba_hvd.errors import StateMismatch
 from gba_hvd.membership import shard_transfer
-from gba_hvd.membership.agreement import Agreement, Facts, LeavingApart, agree, asynchronous_source
-from gba_hvd.membership.restore_shards import fill_new_shards
-from gba_hvd.membership.resume_job import Taken, take_over
+from gba_hvd.membership.agreement import Agreement, ModeExitRace, RankState, agree, asynchronous_source
+from gba_hvd.membership.restore_shards import restore_missing_shards
+from gba_hvd.membership.resume_job import ResumedFromMemory, resume_previous_job
 from gba_hvd.modes.allreduce import AllreduceMode
 from gba_hvd.modes.allreduce_exchange import AllreduceExchange
 from gba_hvd.ps import launch
 from gba_hvd.ps.state_files import path_of
-from gba_hvd.ps.worker.session import Session
+from gba_hvd.ps.worker.session import PsSession
 from gba_hvd.shm.host_identity import Host
 from gba_hvd.shm.layout import digest
-from gba_hvd.shm.placement import Membership, place_shards
+from gba_hvd.shm.placement import WorkerTopology, place_shards
 from gba_hvd.shm.shard_memory import difference
 from gba_hvd.switching import enter_ps, leave_ps
 from gba_hvd.switching.requests import switching_of
@@ -37,7 +37,7 @@ from recovery.restore import Report
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinResult:
     """What came out of `join`.
 
     membership: in an asynchronous mode, the change of membership this world stands for. part: this host's number.
@@ -45,7 +45,7 @@ class Joined:
     rows did not come back.
     refilled: for each host that took over some of its rows: samples of the checkpoint, and how many. restored_from: the
     manifests; skipped: newer checkpoints that could not be used, and why.
-    resumed: the checkpoint a new job goes on from; taken: what it goes on from in memory
+    resumed: the checkpoint a new job resumes from; taken: what it resumes from in memory
     """
 
     job_id: str
@@ -67,32 +67,32 @@ class Joined:
     skipped: tuple[str, ...] = ()
     load_s: float = 0.0
     resumed: Report | None = None
-    taken: Taken | None = None
+    taken: ResumedFromMemory | None = None
 
 
-def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
+def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResult:
     """Agree on a step, open the memory, place and fill the shards, and give the engine its mode. A collective.
 
     In an asynchronous mode survivors change nothing and newcomers become workers of it.
     """
     settings = _settings(engine)
-    mine = _facts(engine, has_state, digest(settings))
-    facts = [Facts.of_row(row) for row in world.gather("facts", mine.row())]
+    mine = _rank_state(engine, has_state, digest(settings))
+    facts = [RankState.of_row(row) for row in world.gather("facts", mine.row())]
     engine.host.neighbours = {rank: f.pid for rank, f in enumerate(facts) if f.host == mine.host and rank != world.rank}
     _refuse_different_settings(world, facts, settings)
     try:
         source = asynchronous_source(facts)
-    except LeavingApart as error:
+    except ModeExitRace as error:
         raise worker_lost(str(error)) from error
     if source is not None:
         return _join_asynchronous(engine, world, facts, source)
     agreed = agree(facts)
     _catch_up(engine, world, mine, agreed)
-    members = Membership(tuple(f.host for f in facts))
+    members = WorkerTopology(tuple(f.host for f in facts))
     here = members.order.index(mine.host)
-    leads = members.lead_of(mine.host) == world.rank
+    leads = members.leader_of(mine.host) == world.rank
     engine.job.settings = mine.settings
-    job_id, agreed, taken = take_over(engine, world, agreed, job_id, leads)
+    job_id, agreed, taken = resume_previous_job(engine, world, agreed, job_id, leads)
     memory = all_or_none(
         world, agreed.is_restart, "open", lambda: shard_transfer.open_memory(engine, job_id, engine.job.key)
     )
@@ -105,7 +105,7 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
         leave_ps.retire_servers(job_id, engine.job.key, memory.folder, mine.host)
     newest, missed = shard_transfer.close_torn_steps(agreed.step, placement, holdings, here, leads, memory)
     shard_transfer.reserve(world, agreed, placement, holdings, here, leads, memory)
-    refilled = fill_new_shards(engine, world, agreed, placement, here, leads, memory)
+    refilled = restore_missing_shards(engine, world, agreed, placement, here, leads, memory)
     shard_transfer.move_shards(world, members, placement, here, leads, memory, newest)
     outboxes = shard_transfer.open_outboxes(world, agreed, members, facts, memory)
     if leads:  # all shards are filled when all outboxes are there
@@ -128,7 +128,7 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> Joined:
         rows_lost = (
             sum(shard_transfer.rows_in(engine.model.tables.layout, shard) for shard in placement.new) - refilled.rows
         )
-    return Joined(
+    return JoinResult(
         job_id, agreed.source, len(members.order), leads, agreed.is_restart, missed, rows_lost, mine.host, part=here,
         rows_restored=refilled.rows if agreed.is_restart else 0, rows_age=refilled.age,
         refilled=refilled.by_host, why_lost=refilled.why_not, load_s=refilled.seconds,
@@ -156,10 +156,10 @@ def _settings(engine: Engine) -> dict[str, object]:
     }
 
 
-def _facts(engine: Engine, has_state: bool, settings: int) -> Facts:
+def _rank_state(engine: Engine, has_state: bool, settings: int) -> RankState:
     """What this rank says of itself."""
     of_mode = RankFacts() if engine.mode is None else engine.mode.rank_facts()
-    return Facts(
+    return RankState(
         has_state, engine.progress.step, of_mode.held_step, Host.here(engine.model.tables.config.shard_dir).number,
         settings, os.getpid(),
         of_mode.generation, of_mode.membership,
@@ -167,7 +167,7 @@ def _facts(engine: Engine, has_state: bool, settings: int) -> Facts:
     )  # fmt: skip
 
 
-def _catch_up(engine: Engine, world: World, mine: Facts, agreed: Agreement) -> None:
+def _catch_up(engine: Engine, world: World, mine: RankState, agreed: Agreement) -> None:
     """A rank that missed the newest step's result applies the row gradients it holds; all others forget theirs."""
     was_left = False
     if engine.mode is not None:
@@ -185,14 +185,14 @@ def _start_servers(engine: Engine, job_id: str) -> None:
     folder, tables = engine.folder, engine.model.tables
     launch.write_settings(
         folder, job_id, engine.job.key, tables.layout, tables.optimizer,
-        alive_s=tables.config.alive_s, lease_s=tables.config.lease_s, grace_s=tables.config.grace_s,
+        alive_s=tables.config.heartbeat_timeout_s, lease_s=tables.config.lease_s, grace_s=tables.config.grace_s,
     )  # fmt: skip
     switching = switching_of(engine)
     for index in range(1 if switching is None else switching.servers_per_host):
         launch.ensure_running(folder, index)
 
 
-def _join_asynchronous(engine: Engine, world: World, facts: list[Facts], source: int) -> Joined:
+def _join_asynchronous(engine: Engine, world: World, facts: list[RankState], source: int) -> JoinResult:
     """Tell newcomers of the mode the others are in. Survivors run it beside their training, newcomers before theirs.
 
     Raises where a host, or what its servers held, is gone.
@@ -202,18 +202,18 @@ def _join_asynchronous(engine: Engine, world: World, facts: list[Facts], source:
     own = None if inside is None else inside.session
     told = b"" if own is None else msgspec.msgpack.encode(replace(own, key=b""))
     session = msgspec.msgpack.decode(
-        world.broadcast("session", told if world.rank == source else None, source), type=Session
+        world.broadcast("session", told if world.rank == source else None, source), type=PsSession
     )
     key = share_key(world, "key", None if own is None else own.key, source, shared_secret(), is_restart=True)
     session = replace(session, key=key)
-    members = Membership(tuple(f.host for f in facts))
+    members = WorkerTopology(tuple(f.host for f in facts))
     gone = {server.host for server in session.servers} - set(members.order)
     if gone:
         raise worker_lost("a host that holds shards has gone")
     is_new = mine.generation != session.generation
     memory = all_or_none(world, True, "open", lambda: shard_transfer.open_memory(engine, session.job, session.key))
-    _refuse_bare_hosts(engine, world, facts, session, memory.folder)
-    leads = members.lead_of(mine.host) == world.rank
+    _refuse_hosts_without_memory(engine, world, facts, session, memory.folder)
+    leads = members.leader_of(mine.host) == world.rank
     if is_new:
         engine.job.key = session.key
         if engine.mode is not None:
@@ -221,10 +221,12 @@ def _join_asynchronous(engine: Engine, world: World, facts: list[Facts], source:
         enter_ps.start(engine, session, world.rank, mine.host)
         assert not memory.is_closed
     number = max(f.membership for f in facts)
-    return Joined(session.job, source, len(members.order), leads, True, 0, 0, mine.host, True, number)
+    return JoinResult(session.job, source, len(members.order), leads, True, 0, 0, mine.host, True, number)
 
 
-def _refuse_bare_hosts(engine: Engine, world: World, facts: list[Facts], session: Session, folder: Path) -> None:
+def _refuse_hosts_without_memory(
+    engine: Engine, world: World, facts: list[RankState], session: PsSession, folder: Path
+) -> None:
     """Raises on all ranks where a host came back without its memory; survivors give its servers up. A collective.
 
     A server makes its part of the dense parameters when the mode is entered, and never removes it: where that is
@@ -244,7 +246,7 @@ def _refuse_bare_hosts(engine: Engine, world: World, facts: list[Facts], session
     raise worker_lost(why)
 
 
-def _refuse_different_settings(world: World, facts: list[Facts], settings: dict[str, object]) -> None:
+def _refuse_different_settings(world: World, facts: list[RankState], settings: dict[str, object]) -> None:
     if len({f.settings for f in facts}) == 1:
         return
     measure = next((rank for rank, f in enumerate(facts) if f.has_state), 0)

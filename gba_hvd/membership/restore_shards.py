@@ -15,12 +15,12 @@ from gba_hvd.shm.placement import Placement
 from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.training.engine import Engine
 from recovery.errors import BadInput, RecoveryError
-from recovery.restore import Now, Report
+from recovery.restore import Report, TrainingPoint
 
 
 @dataclass(frozen=True)
-class Refilled:
-    """Rows that came from a checkpoint into new shards, over all hosts; age: in steps, mean. by_host: see `Joined`.
+class RestoredShards:
+    """Rows that came from a checkpoint into new shards, over all hosts; age: in steps, mean. by_host: see `JoinResult`.
 
     seconds: of the host that took longest; why_not: what went wrong on the first host where something did
     manifests: where they came from; skipped: newer checkpoints that could not be used, and why
@@ -33,21 +33,22 @@ class Refilled:
     why_not: str = ""
     manifests: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
-    report: Report | None = None  # of a job that goes on from a checkpoint as a whole
+    report: Report | None = None  # of a job that resumes from a checkpoint as a whole
 
 
-def fill_new_shards(
+def restore_missing_shards(
     engine: Engine, world: World, agreed: Agreement, placement: Placement, here: int, leads: bool, memory: ShardMemory
-) -> Refilled:
-    """Shards nobody holds: from the newest checkpoint, by each host's lead; without one, initial rows. A collective."""
+) -> RestoredShards:
+    """Shards nobody holds: from the newest checkpoint, by each host's leader; without one, initial rows. A
+    collective."""
     checkpoints = checkpoints_of(engine)
     if checkpoints is None or not placement.new or not (agreed.is_restart or checkpoints.callback.resume):
         for shard in placement.new:
-            if placement.server[shard] == world.rank:
+            if placement.rank[shard] == world.rank:
                 memory.init_shard(shard, agreed.step)
-        return Refilled()
+        return RestoredShards()
     mine = [shard for shard in placement.new if placement.host[shard] == here] if leads else []
-    now = Now(agreed.step) if agreed.is_restart else None  # a newcomer does not know the samples
+    now = TrainingPoint(agreed.step) if agreed.is_restart else None  # a newcomer does not know the samples
     failure = ""
 
     def fill() -> Report | None:
@@ -57,7 +58,7 @@ def fill_new_shards(
             memory.init_shard(shard, agreed.step, ready=False)
         try:
             report = checkpoints.fill(memory, mine, now) if mine else None
-        except (BadInput, RecoveryError) as error:  # not those of the shard memory: rows begin anew in it
+        except (BadInput, RecoveryError) as error:  # not those of the shard memory: rows start over in it
             if now is None:
                 raise
             failure = str(error)
@@ -84,14 +85,14 @@ def fill_new_shards(
     for shard in mine:
         memory.set_ready(shard, step)
     rows = int(everyone[:, 3].sum())
-    found = Refilled(rows, float(everyone[:, 4].sum() / max(1, rows)), seconds=float(everyone[:, 6].max()) / 1e6)
+    found = RestoredShards(rows, float(everyone[:, 4].sum() / max(1, rows)), seconds=float(everyone[:, 6].max()) / 1e6)
     if now is not None:
         manifests, skipped, failures = _words_of_all(world, report, failure)
         by_host = tuple((int(row[5]), int(row[3])) for row in restored)
         why_not = failures[0] if failures else ""
         return replace(found, by_host=by_host, why_not=why_not, manifests=manifests, skipped=skipped)
     if report is not None and world.rank == agreed.source:
-        checkpoints.goes_on_from(report)
+        checkpoints.resume_point(report)
     return replace(found, report=report if world.rank == agreed.source else None)
 
 

@@ -1,7 +1,7 @@
-"""What a new job goes on from: a checkpoint, or what a job that lost all its workers left in memory. And its place.
+"""What a new job resumes from: a checkpoint, or what a job that lost all its workers left in memory. And its place.
 
-    1. name      the source looks whether there is a checkpoint to go on from, and all take its job's name
-    2. leftover  what is in memory under that name, if this job can go on from it; else that is let go
+    1. name      the source looks whether there is a checkpoint to resume from, and all take its job's name
+    2. leftover  what is in memory under that name, if this job can resume from it; else that is let go
     3. key       what the job's servers and workers prove themselves with, from the source
     4. place     what a dead job left on the hosts is cleared, and the place for checkpoints is claimed
 
@@ -27,7 +27,7 @@ from gba_hvd.membership.shard_transfer import open_memory, owner_of
 from gba_hvd.ps.transport import new_key
 from gba_hvd.shm import reaper
 from gba_hvd.shm.job_folder import job_folder
-from gba_hvd.shm.shard_memory import clear_leftover
+from gba_hvd.shm.shard_memory import remove_orphaned_memory
 from gba_hvd.training.engine import Engine
 from recovery import state_codec
 
@@ -35,8 +35,8 @@ _FLUSH_MARGIN_S = 10.0
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What a job goes on from in memory. state: on the source only, as in a checkpoint."""
+class ResumedFromMemory:
+    """What a job resumes from in memory. state: on the source only, as in a checkpoint."""
 
     step: int
     source: int
@@ -44,17 +44,17 @@ class Taken:
     state: bytes | None
 
 
-def take_over(
+def resume_previous_job(
     engine: Engine, world: World, agreed: Agreement, job_id: str, leads: bool
-) -> tuple[str, Agreement, Taken | None]:
-    """The job's name, what is agreed on then, and what it goes on from in memory. Sets the engine's key. A collective.
+) -> tuple[str, Agreement, ResumedFromMemory | None]:
+    """The job's name, what is agreed on then, and what it resumes from in memory. Sets the engine's key. A collective.
 
     job_id: this rank's, if there is no other; leads: this rank leads its host.
     """
     checkpoints, taken = checkpoints_of(engine), None
     job_id, saved_step = _name_of_job(engine, world, agreed, job_id)
     if checkpoints is not None and checkpoints.callback.resume and not agreed.is_restart:
-        taken = _take_leftover(engine, world, job_id, leads, saved_step)
+        taken = _resume_from_memory(engine, world, job_id, leads, saved_step)
     if taken is not None:
         agreed = replace(agreed, step=taken.step, source=taken.source)
     if taken is not None and taken.state is not None:
@@ -66,12 +66,12 @@ def take_over(
             owner_of(engine.job.key)
         )  # before others of the host open it: a collective follows
     if checkpoints is not None:
-        _take_place(engine, world, agreed, job_id, leads, taken)
+        _claim_location(engine, world, agreed, job_id, leads, taken)
     return job_id, agreed, taken
 
 
 def _name_of_job(engine: Engine, world: World, agreed: Agreement, job_id: str) -> tuple[str, int]:
-    """The name of the job that this one goes on from, if there is a checkpoint, and its step. A collective."""
+    """The name of the job that this one resumes from, if there is a checkpoint, and its step. A collective."""
     checkpoints = checkpoints_of(engine)
 
     def look() -> str:
@@ -87,21 +87,23 @@ def _name_of_job(engine: Engine, world: World, agreed: Agreement, job_id: str) -
     return name, int(step)
 
 
-def _take_leftover(engine: Engine, world: World, job_id: str, leads: bool, saved_step: int) -> Taken | None:
-    """What a job of this name that lost all its workers left in memory, if this one can go on from it. A collective.
+def _resume_from_memory(
+    engine: Engine, world: World, job_id: str, leads: bool, saved_step: int
+) -> ResumedFromMemory | None:
+    """What a job of this name that lost all its workers left in memory, if this one can resume from it. A collective.
 
     Otherwise the memory is removed. The order of the steps is told in `leftover`.
     """
     tables, checkpoints = engine.model.tables, checkpoints_of(engine)
     assert checkpoints is not None
     n_shards, folder = tables.layout.n_shards, job_folder(tables.config.shard_dir, job_id)
-    found, state = orphaned_memory.Found.nothing(n_shards), None
+    found, state = orphaned_memory.MemorySurvey.nothing(n_shards), None
 
     def look() -> None:
         nonlocal found, state
-        limit_s = checkpoints.callback.last_gasp_s + _FLUSH_MARGIN_S
+        limit_s = checkpoints.callback.final_checkpoint_s + _FLUSH_MARGIN_S
         memory = tables.memory if leads else None  # open already when this process tried before and could not finish
-        if leads and memory is None and orphaned_memory.look(folder, tables.layout, limit_s):
+        if leads and memory is None and orphaned_memory.survey(folder, tables.layout, limit_s):
             memory = open_memory(engine, job_id, b"")  # of two that are started at once, the second is refused
             reaper.start(folder, tables.config.grace_s)  # the one it had may have been killed, too; two do no harm
         if memory is not None:
@@ -109,8 +111,8 @@ def _take_leftover(engine: Engine, world: World, job_id: str, leads: bool, saved
                 found, state = orphaned_memory.found_in(memory)
 
     all_or_none(world, False, "look at what was left in", look)
-    everyone = [orphaned_memory.Found.of_row(row) for row in world.gather("left", found.row())]
-    choice = orphaned_memory.to_go_on(everyone, engine.job.settings, saved_step)
+    everyone = [orphaned_memory.MemorySurvey.of_row(row) for row in world.gather("left", found.row())]
+    choice = orphaned_memory.decide_resume(everyone, engine.job.settings, saved_step)
     failure, taken = "", None
     if choice.rank is not None:
         enter = orphaned_memory.session_of(folder, state) if found.ready.any() else None
@@ -124,14 +126,14 @@ def _take_leftover(engine: Engine, world: World, job_id: str, leads: bool, saved
         if world.rank == choice.rank and started:
             assert state is not None
             try:
-                whole, step = orphaned_memory.whole_state(
+                whole, step = orphaned_memory.collect_state(
                     folder, job_id, state, enter, engine.model.dense.sizes, engine.model.names
                 )
             except (GbaError, OSError) as error:
                 failure = str(error)
         told = world.broadcast("goes on", f"{step} {failure}".encode(), choice.rank).decode()
         step, failure = int(told.partition(" ")[0]), told.partition(" ")[2]
-        taken = Taken(step, choice.rank, choice.reason, whole) if step >= max(0, saved_step) else None
+        taken = ResumedFromMemory(step, choice.rank, choice.reason, whole) if step >= max(0, saved_step) else None
     if taken is None and tables.memory is not None:
         tables.memory.close()
         tables.memory = None
@@ -141,24 +143,26 @@ def _take_leftover(engine: Engine, world: World, job_id: str, leads: bool, saved
     return taken
 
 
-def _take_place(engine: Engine, world: World, agreed: Agreement, job_id: str, leads: bool, taken: Taken | None) -> None:
+def _claim_location(
+    engine: Engine, world: World, agreed: Agreement, job_id: str, leads: bool, taken: ResumedFromMemory | None
+) -> None:
     """Clear what a dead job of this name left on the hosts, and claim the place for checkpoints. A collective."""
     checkpoints, tables, writer = checkpoints_of(engine), engine.model.tables, ""
     assert checkpoints is not None
     if taken is not None and taken.state is not None:
         state = state_codec.decode(taken.state)
-        writer = checkpoints.goes_on_from_memory(state.get("snapshot", state)["checkpoints"], taken.step)
+        writer = checkpoints.resume_from_memory(state.get("snapshot", state)["checkpoints"], taken.step)
     if not agreed.is_restart and taken is None:  # first: a server that is left gives signs of life for the dead job
 
         def clear() -> None:
             if leads and tables.memory is None:
-                folder, limit_s = job_folder(tables.config.shard_dir, job_id), checkpoints.callback.last_gasp_s
+                folder, limit_s = job_folder(tables.config.shard_dir, job_id), checkpoints.callback.final_checkpoint_s
                 orphaned_memory.await_last_checkpoint(folder, limit_s + _FLUSH_MARGIN_S)
-                clear_leftover(tables.config.shard_dir, job_id)
+                remove_orphaned_memory(tables.config.shard_dir, job_id)
 
         all_or_none(world, False, "clear", clear)
     is_source = world.rank == agreed.source
-    act = (lambda: checkpoints.take_place(job_id, writer)) if is_source else (lambda: None)
+    act = (lambda: checkpoints.claim_location(job_id, writer)) if is_source else (lambda: None)
     all_or_none(world, agreed.is_restart, "use", act, "the place for checkpoints")
-    told = world.broadcast("place", json.dumps(checkpoints.place()).encode() if is_source else None, agreed.source)
-    checkpoints.load_place(json.loads(told))
+    told = world.broadcast("place", json.dumps(checkpoints.location()).encode() if is_source else None, agreed.source)
+    checkpoints.load_location(json.loads(told))

@@ -9,11 +9,11 @@ import numpy as np
 
 from gba_hvd.comm.collectives import World, all_or_none
 from gba_hvd.errors import ShardMemoryError
-from gba_hvd.membership.agreement import Agreement, Facts
+from gba_hvd.membership.agreement import Agreement, RankState
 from gba_hvd.shm.job_folder import job_folder
 from gba_hvd.shm.layout import PAGE_WORDS, Layout
 from gba_hvd.shm.outbox import Outbox, remove_others
-from gba_hvd.shm.placement import Holding, Membership, Placement
+from gba_hvd.shm.placement import HostShards, Placement, WorkerTopology
 from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.training.engine import Engine
 
@@ -41,13 +41,13 @@ def owner_of(key: bytes) -> str:
     return hashlib.sha256(b"gba_hvd owner " + key).hexdigest()[:32] if key else ""
 
 
-def gather_holdings(world: World, members: Membership, memory: ShardMemory) -> list[Holding]:
+def gather_holdings(world: World, members: WorkerTopology, memory: ShardMemory) -> list[HostShards]:
     marks = memory.marks()
     everyone = world.gather("marks", np.concatenate([marks.ready, marks.begun, marks.finished, marks.placed]))
-    return [Holding(*np.split(everyone[members.lead_of(host)], 4)) for host in members.order]
+    return [HostShards(*np.split(everyone[members.leader_of(host)], 4)) for host in members.order]
 
 
-def refuse_foreign_rows(agreed: Agreement, holdings: list[Holding], memory: ShardMemory) -> None:
+def refuse_foreign_rows(agreed: Agreement, holdings: list[HostShards], memory: ShardMemory) -> None:
     last = max(int(np.max(h.begun * h.ready)) for h in holdings)
     if not agreed.is_restart and last > 0:
         raise ShardMemoryError(
@@ -57,7 +57,7 @@ def refuse_foreign_rows(agreed: Agreement, holdings: list[Holding], memory: Shar
 
 
 def close_torn_steps(
-    step: int, placement: Placement, holdings: list[Holding], here: int, leads: bool, memory: ShardMemory
+    step: int, placement: Placement, holdings: list[HostShards], here: int, leads: bool, memory: ShardMemory
 ) -> tuple[dict[int, int], int]:
     """Bring the marks of shards that missed a step up to date, where they are held now.
 
@@ -79,10 +79,10 @@ def close_torn_steps(
 
 
 def reserve(
-    world: World, agreed: Agreement, placement: Placement, holdings: list[Holding], here: int, leads: bool,
+    world: World, agreed: Agreement, placement: Placement, holdings: list[HostShards], here: int, leads: bool,
     memory: ShardMemory,
 ) -> None:  # fmt: skip
-    """Each host's lead makes room for the shards that come to it, and numbers this placement. A collective."""
+    """Each host's leader makes room for the shards that come to it, and numbers this placement. A collective."""
     incoming = [s for s in placement.new if placement.host[s] == here]
     incoming += [s for s, _, to in placement.moves if to == here]
     number = 1 + max(int(holding.placed.max()) for holding in holdings)
@@ -98,7 +98,7 @@ def reserve(
 
 def move_shards(
     world: World,
-    members: Membership,
+    members: WorkerTopology,
     placement: Placement,
     here: int,
     leads: bool,
@@ -107,7 +107,7 @@ def move_shards(
 ) -> None:
     """Copy shards to their new hosts. A copy counts when it is complete; until then the source is the shard."""
     for shard, source, target in placement.moves:
-        sender, receiver = members.lead_of(members.order[source]), members.lead_of(members.order[target])
+        sender, receiver = members.leader_of(members.order[source]), members.leader_of(members.order[target])
         region = memory.region(shard)
         if world.rank == receiver:
             memory.set_absent(shard)
@@ -125,7 +125,7 @@ def move_shards(
 
 
 def open_outboxes(
-    world: World, agreed: Agreement, members: Membership, facts: Sequence[Facts], memory: ShardMemory
+    world: World, agreed: Agreement, members: WorkerTopology, facts: Sequence[RankState], memory: ShardMemory
 ) -> dict[int, Outbox]:
     """The outboxes of this host's ranks, this rank's newly made. A collective."""
     if world.size == 1:
@@ -138,7 +138,7 @@ def open_outboxes(
     numbers = world.gather("outboxes", np.array([number], dtype=np.int64))[:, 0]
     neighbours = [rank for rank in members.ranks_of(members.hosts[world.rank]) if rank != world.rank]
     boxes = {rank: Outbox.open(folder, facts[rank].pid, int(numbers[rank]), n_words) for rank in neighbours}
-    if members.lead_of(members.hosts[world.rank]) == world.rank:
+    if members.leader_of(members.hosts[world.rank]) == world.rank:
         ranks = [world.rank, *neighbours]
         remove_others(folder, {Outbox.path(folder, facts[rank].pid, int(numbers[rank])) for rank in ranks})
     return {world.rank: own, **boxes}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gba_hvd.clipping import Factors, squares
 from gba_hvd.embedding.row_gradients import RowGrad
-from gba_hvd.epoch import Cut
+from gba_hvd.epoch import EpochPlan
 from gba_hvd.errors import GbaError, NonFiniteGradient, StateMismatch
 from gba_hvd.loss_scale import SKIPPED
 from gba_hvd.metrics import Scores
@@ -44,7 +44,7 @@ class AllreduceMode:
     def __init__(self, engine: Engine, exchange: AllreduceExchange) -> None:
         self._engine, self.exchange = engine, exchange
         self.rejoin: Rejoin | None = None
-        self._cut, self._step_of_epoch, self._began_s = Cut(1, 1, 1), 0, 0.0
+        self._cut, self._step_of_epoch, self._began_s = EpochPlan(1, 1, 1), 0, 0.0
         self._rows: list[list[tuple[RowGrad, float]]] = []
         self._not_finite, self._bad_micro = "", -1
         self._seconds: list[float] = []  # of this worker's micro-batches in the step
@@ -116,7 +116,7 @@ class AllreduceMode:
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
-    def _begin_step(self, cut: Cut, epoch: int, step_of_epoch: int) -> None:
+    def _begin_step(self, cut: EpochPlan, epoch: int, step_of_epoch: int) -> None:
         model, progress = self._engine.model, self._engine.progress
         if progress.cursor.epoch != epoch:
             progress.cursor = Cursor(epoch, 0)
@@ -154,7 +154,7 @@ class AllreduceMode:
         agreed = fields.read()
         overflowed = bool(agreed["n_bad"][0]) or not math.isfinite(float(dense.total.sum()))
         if overflowed and (model.loss_scale is None or model.loss_scale.overflows >= _OVERFLOWS):
-            exchange.forget_held()
+            exchange.discard_held()
             dense.clear_total_()
             raise self._non_finite(agreed)
         self._refuse_disagreement(agreed, n_samples, rates)
@@ -260,14 +260,14 @@ class AllreduceMode:
                 exchange.apply_held(row_factor)
             progress.factors = Factors(rows=row_factor)
         elif exchange.held is not None:
-            exchange.forget_held()
+            exchange.discard_held()
         return was_left
 
     def on_hosts_updated(self) -> None:
         self._engine.signals.hosts_updated = True
 
     def recover(self) -> None:
-        self.exchange.leave_step()
+        self.exchange.release_waiters()
 
     def leave_together(self, patience_s: float) -> None:
         """The last commit was a collective."""

@@ -41,9 +41,9 @@ from gba_hvd.embedding.row_gradients import (
     unpack,
     with_contributors,
 )
-from gba_hvd.embedding.tables import EmbeddingTables, RemoteRows
+from gba_hvd.embedding.tables import EmbeddingTables, PulledRows
 from gba_hvd.shm.outbox import Outbox
-from gba_hvd.shm.placement import Membership, Placement
+from gba_hvd.shm.placement import Placement, WorkerTopology
 from gba_hvd.training.commit_fields import CommitFields
 
 _LOOK_AGAIN = 64  # after so many steps: whether something still waits for rows that came home
@@ -51,7 +51,7 @@ Alltoall = Callable[[str, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldRows:
     """Row gradients of one step for the shards this rank serves, waiting for the step to be decided.
 
     own: this rank's gradients, in a world of one; far: what ranks of other hosts sent, by rank. What ranks of this host
@@ -62,7 +62,7 @@ class Held:
 
     step: int
     own: list[RowGrad]
-    far: dict[int, np.ndarray]
+    remote: dict[int, np.ndarray]
     scale: float
     lr: float
     n_skipped: int = 0
@@ -79,7 +79,7 @@ class AllreduceExchange:
     def __init__(
         self,
         world: World,
-        members: Membership,
+        members: WorkerTopology,
         placement: Placement,
         tables: EmbeddingTables,
         outboxes: Mapping[int, Outbox],
@@ -92,18 +92,18 @@ class AllreduceExchange:
         self._world, self._tables, self._memory, self._outboxes = world, tables, tables.memory, outboxes
         self.members, self.placement = members, placement
         self._dense_exchange, self._traffic = dense_exchange, traffic or Traffic()
-        self._server = placement.server
+        self._server = placement.rank
         self._by_contributors = row_average == "contributors"
         self._dims = [group.dim + self._by_contributors for group in tables.layout.groups]
         self._at_home = np.array(placement.host) == members.order.index(members.hosts[world.rank])
-        self._mine = np.flatnonzero(placement.server == world.rank)
+        self._mine = np.flatnonzero(placement.rank == world.rank)
         self._on_this_host = np.flatnonzero(self._at_home)
         self.several_hosts = len(members.order) > 1  # the same on every rank: it decides which collectives are run
         self._row_coder = row_coder
         self.row_exchange: RowExchange | None = None
         if self.several_hosts and row_coder is not None:
             self.row_exchange = RowExchange(row_coder, world, tables, self._server, list(outboxes), self._traffic)
-        self.held: Held | None = None
+        self.held: HeldRows | None = None
         self.resume()
 
     def resume(self) -> None:
@@ -112,7 +112,9 @@ class AllreduceExchange:
         self._tables.remote = [None] * len(self._dims)
         self._memory.claim(self._mine)
         coder = self._row_coder
-        self._rests_came_home = coder is not None and coder.waits_for(self._at_home)  # with shards of lost hosts
+        self._has_local_residuals = coder is not None and coder.has_residuals_for(
+            self._at_home
+        )  # with shards of lost hosts
         if self.row_exchange is not None:
             self.row_exchange.resume()
 
@@ -159,7 +161,7 @@ class AllreduceExchange:
             got, _ = alltoall(f"pull.rows.{number}", rows.ravel(), (n_asked // 2) * group.dim)
             values = np.empty((len(wanted), group.dim), dtype=np.float32)
             values[order] = got.reshape(-1, group.dim)
-            self._tables.remote[number] = RemoteRows(wanted, slots, values)
+            self._tables.remote[number] = PulledRows(wanted, slots, values)
 
     def exchange(
         self, step: int, parts: Sequence[Sequence[tuple[RowGrad, float]]], scale: float, lr: float, n_skipped: int = 0
@@ -178,11 +180,11 @@ class AllreduceExchange:
         if coder is not None:
             coder.begin()
             is_coded = exchange is not None and exchange.compresses
-            if not is_coded or self._rests_came_home:
+            if not is_coded or self._has_local_residuals:
                 with nullcontext() if exchange is None else exchange.measured():
                     grads = coder.whole(grads, self._at_home if is_coded else None)
         if self._world.size == 1:
-            self.held = Held(step, grads, {}, scale, lr, n_skipped)
+            self.held = HeldRows(step, grads, {}, scale, lr, n_skipped)
             return
         message, words = pack_by_owner(grads, self._server, self._world.size)
         self._outboxes[self._world.rank].post(step, message, words)
@@ -195,7 +197,7 @@ class AllreduceExchange:
                     far = self._send_whole(message, words, exchange.alltoall)
         elif self.several_hosts:
             far = self._send_whole(message, words, self._world.alltoall)
-        self.held = Held(step, [], far, scale, lr, n_skipped)
+        self.held = HeldRows(step, [], far, scale, lr, n_skipped)
 
     def _send_whole(self, message: np.ndarray, words: np.ndarray, alltoall: Alltoall) -> dict[int, np.ndarray]:
         parts = np.split(message, np.cumsum(words)[:-1])
@@ -245,8 +247,8 @@ class AllreduceExchange:
             self._dense_exchange.settle()
         if self._row_coder is not None:
             self._row_coder.settle()
-            if self._rests_came_home and held.step % _LOOK_AGAIN == 0:
-                self._rests_came_home = self._row_coder.waits_for(self._at_home)
+            if self._has_local_residuals and held.step % _LOOK_AGAIN == 0:
+                self._has_local_residuals = self._row_coder.has_residuals_for(self._at_home)
         memory, layout = self._memory, self._tables.layout
         # A shard that has begun this step has had it: from a worker that died, before the step was computed again.
         due = self._mine[memory.marks().begun[self._mine] < held.step]
@@ -268,11 +270,11 @@ class AllreduceExchange:
         self._memory.begin(due, held.step)
         self._memory.finish(due, held.step)
 
-    def forget_held(self) -> None:
+    def discard_held(self) -> None:
         """The step was not decided; it will be computed again."""
         self.held = None
 
-    def leave_step(self) -> None:
+    def release_waiters(self) -> None:
         """This rank's world broke: neighbours that wait for its shards need not wait until the time-out."""
         self._memory.release(self._mine)
 
@@ -281,7 +283,7 @@ class AllreduceExchange:
         for outbox in self._outboxes.values():
             outbox.close()
 
-    def _merged(self, held: Held) -> tuple[list[RowGrad], float]:
+    def _merged(self, held: HeldRows) -> tuple[list[RowGrad], float]:
         """Per group, the gradients for this rank's rows, and what they are to be multiplied by."""
         if not held.merged:
             held.merged[:] = [merge([(part, 1.0) for part in parts]) for parts in self._arrived(held)]
@@ -289,10 +291,12 @@ class AllreduceExchange:
                 held.merged[:] = [average_over_contributors(grad) for grad in held.merged]
         return held.merged, 1.0 if self._by_contributors else held.scale
 
-    def _arrived(self, held: Held) -> list[list[RowGrad]]:
+    def _arrived(self, held: HeldRows) -> list[list[RowGrad]]:
         """Per group, the row gradients for this rank, in the order of the ranks that sent them."""
         if self._world.size == 1:
             return [[grad] for grad in held.own]
-        messages = {r: outbox.message(held.step, self._world.rank) for r, outbox in self._outboxes.items()} | held.far
+        messages = {
+            r: outbox.message(held.step, self._world.rank) for r, outbox in self._outboxes.items()
+        } | held.remote
         grads = [unpack(messages[rank], self._dims) for rank in range(self._world.size)]
         return [list(by_group) for by_group in zip(*grads, strict=True)]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gba_hvd.comm.collectives import World, agree_on
-from gba_hvd.epoch import Cut
+from gba_hvd.epoch import EpochPlan
 from gba_hvd.errors import BadInput
 from gba_hvd.metrics import ScoreAccumulator, Scores, logits_of, scores_from
 from gba_hvd.modes.allreduce_exchange import AllreduceExchange
@@ -31,7 +31,7 @@ _LOOKS_LIKE_PROBABILITIES = (
 def together(job: EvaluationRun, world: World, exchange: AllreduceExchange, step: int) -> Scores:
     """Each rank scores its part of each round. A collective; buffers are those of rank 0."""
     agree_on(world, "evaluation", {"samples to evaluate": job.n_samples, "batch": job.batch, "step": step})
-    cut = Cut(job.n_samples, job.batch, job.batch)
+    cut = EpochPlan(job.n_samples, job.batch, job.batch)
     scores = ScoreAccumulator(exact_limit=job.exact_limit)
     _share_buffers(world, job.model)
     exchange.await_rows(step)
@@ -57,9 +57,9 @@ def by_leases(job: EvaluationRun, servers: PsWorker, phase: int, ordinal: int) -
     model = job.model
     own = {name: value.clone() for name, value in model.named_buffers()}
     try:
-        with _evaluating(model), servers.judged():
+        with _evaluating(model), servers.evaluation_values():
             while True:
-                found, frames = servers.ask_to_judge(
+                found, frames = servers.request_evaluation(
                     phase, ordinal, job.n_samples, job.batch, job.exact_limit, job.activation is None,
                     state_codec.encode(own),
                 )  # fmt: skip

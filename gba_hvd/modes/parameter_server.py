@@ -17,12 +17,12 @@ from torch import Tensor
 
 from gba_hvd.callbacks import Event
 from gba_hvd.comm.world_formation import still_forms
-from gba_hvd.embedding.tables import RemoteRows
+from gba_hvd.embedding.tables import PulledRows
 from gba_hvd.metrics import Scores
 from gba_hvd.modes import evaluation
 from gba_hvd.modes.allreduce import AllreduceMode
-from gba_hvd.ps.messages import Given, GivenLease
-from gba_hvd.ps.worker.lease_prefetch import Ahead
+from gba_hvd.ps.messages import LeaseGrant, LeaseReply
+from gba_hvd.ps.worker.lease_prefetch import LeasePrefetcher
 from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.trace import TRACE
 from gba_hvd.training.engine import Engine
@@ -44,7 +44,7 @@ class ParameterServerMode:
         self._engine, self.servers, self.idle = engine, servers, idle
         self.name = servers.name
         self.rejoin: Rejoin | None = None
-        self._leases: Ahead[Any] | None = None
+        self._leases: LeasePrefetcher[Any] | None = None
 
     # --- the epoch ---------------------------------------------------------------------------------------------------
 
@@ -52,7 +52,7 @@ class ParameterServerMode:
         """See `Mode.micro_batches`. A loop that the user leaves brings the model to what the servers have."""
         engine, servers = self._engine, self.servers
 
-        def fetch() -> tuple[Given, Any, list[RemoteRows | None]]:
+        def fetch() -> tuple[LeaseReply, Any, list[PulledRows | None]]:
             lrs = [*engine.model.dense_lrs, engine.model.row_lr]
             given = servers.ask(epoch.epoch, epoch.n_samples, lrs, engine.progress.step, lambda: ahead.is_closed)
             if given.lease is None:
@@ -63,7 +63,7 @@ class ParameterServerMode:
 
         epoch.leases_begin()
         engine.progress.n_steps = epoch.cut.n_steps
-        self._leases = ahead = Ahead(fetch)
+        self._leases = ahead = LeasePrefetcher(fetch)
         try:
             while True:
                 asked_s = time.perf_counter()
@@ -91,7 +91,7 @@ class ParameterServerMode:
         finally:
             self._leases = None
             ahead.close()
-        if given.instead == "finished":
+        if given.status == "finished":
             epoch.leases_end()
             self.take_dense_state(leaving=False)
             engine.observe(given.position)
@@ -99,7 +99,7 @@ class ParameterServerMode:
         epoch.leave_mode(given.position)
         return False
 
-    def _begin(self, lease: GivenLease) -> None:
+    def _begin(self, lease: LeaseGrant) -> None:
         """The newest dense values are in place from here on."""
         self._engine.observe(self.servers.position)
         self._engine.model.tables.drop_gradients()
@@ -157,7 +157,7 @@ class ParameterServerMode:
 
         ended: the epoch is over or the mode is left, on all workers; else this one alone has left the epoch's loop.
         """
-        self.servers.rest()
+        self.servers.quiesce()
         self.servers.flush()
         self._engine.model.put_dense(self.servers.export(leaving, ended))
 
@@ -181,7 +181,7 @@ class ParameterServerMode:
     # --- the world ---------------------------------------------------------------------------------------------------
 
     def rank_facts(self) -> RankFacts:
-        return RankFacts(-1, self.servers.session.generation, self.servers.contact.stands_for)
+        return RankFacts(-1, self.servers.session.generation, self.servers.contact.acknowledged_membership)
 
     def settle(self, catches_up: bool, row_factor: float, step: int) -> bool:
         """Nothing is held here. Survivors of such a mode stand at different steps, and nobody was left behind."""

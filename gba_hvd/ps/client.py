@@ -24,7 +24,7 @@ import zmq
 from gba_hvd.comm.traffic import Traffic
 from gba_hvd.errors import GbaError
 from gba_hvd.ps import launch, transport, wire
-from gba_hvd.ps.messages import Answer, Beat, Bye, Endpoint, Ok, Position, ProtocolError, Refused, Request
+from gba_hvd.ps.messages import Answer, Endpoint, HeartbeatMsg, JobPosition, Leave, Ok, ProtocolError, Refused, Request
 
 log = logging.getLogger("gba_hvd")
 _RESEND_S = 1.0
@@ -42,7 +42,7 @@ _KINDS = {
     ("sent", "Blend"): ("dense",),
     ("received", "Blend"): ("dense",),
     ("sent", "Publish"): ("dense",),
-    ("sent", "HandIn"): ("dense",),
+    ("sent", "SubmitReplica"): ("dense",),
 }
 
 
@@ -100,9 +100,9 @@ class Client:
         self._over = ""  # why no request can be answered any more
         self._gone: dict[int, str] = {}  # servers that will never answer, and why
         self._door = threading.Lock()  # between requests that come and the end of the thread
-        self.beat: Callable[[], Beat] | None = None
+        self.beat: Callable[[], HeartbeatMsg] | None = None
         self.finished = True  # what the goodbye says: training is over, or this worker alone leaves
-        self.on_position: Callable[[Position], None] = lambda position: None
+        self.on_position: Callable[[JobPosition], None] = lambda position: None
         self.traffic: Traffic | None = None
         self.folder_lost = ""  # why no server of this host can start any more
 
@@ -263,7 +263,7 @@ class Client:
         asked = pending.get(envelope.number)
         if asked is None:
             return  # the second answer to a request that was sent twice
-        if isinstance(body, Refused) and body.again:
+        if isinstance(body, Refused) and body.retry:
             asked.why_not, asked.pause_s = body.why, _RESEND_S
             asked.resend_s = time.monotonic() + _TRY_AGAIN_S  # `_look_after` sends it
             return
@@ -322,7 +322,7 @@ class Client:
 
     def _say_goodbye(self, sockets: dict[tuple[int, bool], Any]) -> None:
         if self.beat is not None:
-            message = wire.encode(self._job, 0, Bye(self.beat().worker, self.finished))
+            message = wire.encode(self._job, 0, Leave(self.beat().worker, self.finished))
             try:
                 sockets[0, False].send(message, flags=zmq.DONTWAIT)
             except zmq.Again:

@@ -7,7 +7,8 @@ Numbered by who speaks:
     1. a worker that leads its host    Enter             here is your part of the dense parameters; serve these shards
     2. any worker                      Ask, PullRows, PullDense, Push, Done, Beat, Evaluate, Score, Export, Bye
                                        Residual        where checkpoints are made of compressed gradients
-                                       Blend, Publish, HandIn, HandedIn      where workers have replicas (`shadow`)
+                                       Blend, Publish, SubmitReplica, ReplicaSubmitted      where workers have replicas
+                                       (`shadow`)
     3. the coordinator, to servers     Measure, Apply, Discard, Alive
     4. an operator                     Status, SwitchTo
     5. the chief                       Hold, Save              in asynchronous modes the coordinator passes it on
@@ -107,7 +108,7 @@ class SaveFacts(msgspec.Struct, omit_defaults=True):
         return found
 
 
-class Saved(Struct):
+class SaveStatus(Struct, tag="Saved"):
     """What became of the newest checkpoint: "running", "done", "failed", or "part": this server's part of it is saved.
 
     All zero: there was none.
@@ -119,7 +120,7 @@ class Saved(Struct):
     facts: SaveFacts = msgspec.field(default_factory=SaveFacts)
 
 
-class Position(Struct):
+class JobPosition(Struct, tag="Position"):
     """Where training stands: what every worker needs to know of the job."""
 
     step: int = 0
@@ -128,25 +129,29 @@ class Position(Struct):
     account: dict[str, int] = {}
     staleness: dict[int, int] = {}  # histogram over applied and dropped micro-batches
     lags: dict[int, int] = {}  # as staleness, but of the dense values that gradients were computed with (server 0)
-    refused: int = 0
+    rejected: int = msgspec.field(name="refused", default=0)
     reissued: int = 0
     loss: float | None = None  # of the newest step
     grad_norm: float | None = None  # the same, where steps are clipped: before that
     rates: list[tuple[int, float]] = []  # of each living worker: rank, seconds per micro-batch
-    wanted: str = ""  # the mode somebody asked for, with the reason
+    requested_mode: str = msgspec.field(name="wanted", default="")  # the mode somebody asked for, with the reason
     reason: str = ""
-    pin: bool = False  # an operator asked for it: stay there
+    pinned: bool = msgspec.field(name="pin", default=False)  # an operator asked for it: stay there
     failure: str = ""  # training cannot go on
-    world: int = 0  # how often the membership changed; workers form a new Horovod world when it grows
-    saved: Saved | None = None
+    membership_epoch: int = msgspec.field(
+        name="world", default=0
+    )  # how often the membership changed; workers form a new Horovod world when it grows
+    saved: SaveStatus | None = None
     leaving: bool = False  # some worker is to leave, and waits for a checkpoint
     loss_scale: tuple[float, int, int] | None = None  # as of `LossScale.now`, after `step`
-    moved: dict[int, int] = {}  # as of `tokens.Ledger.moved`, in the job this one goes on from
+    remapped: dict[int, int] = msgspec.field(
+        name="moved", default_factory=dict
+    )  # as of `tokens.Ledger.resume_order`, in the job this one resumes from
     server: int = 0  # process that answers; a successor has another one
     warming: bool = False  # it still imports what an asynchronous mode needs
 
 
-class GivenLease(Struct):
+class LeaseGrant(Struct, tag="GivenLease"):
     micro: int
     serial: int
     token: int
@@ -169,7 +174,7 @@ class Enter(Struct):
     servers: list[Endpoint]
     me: int  # index into servers; server 0 is the coordinator
     shard_servers: list[int]  # shard -> index into servers
-    position: Position
+    position: JobPosition
     n_samples: int  # of the epoch
     global_batch: int
     micro_batch: int
@@ -181,13 +186,13 @@ class Enter(Struct):
     optimizer: dict[str, Any]
     workers: list[tuple[int, int, int, int]] = []  # those who enter: id, rank, host, pid
     rule: str = "none"  # how dense parameters are updated (`gba_hvd.update_rules`)
-    until_s: float = 0.0  # of this host's monotonic clock (its own lead asks): void afterwards; 0: without a limit
+    until_s: float = 0.0  # of this host's monotonic clock (its own leader asks): void afterwards; 0: without a limit
     max_norm: float | None = None  # as of `clipping.Clip`
     max_row_norm: float | None = None
     loss_scale: dict[str, Any] | None = None  # as of `loss_scale.LossScale`; None: a gradient that overflows is dropped
 
 
-class Ask(Struct):
+class LeaseRequest(Struct, tag="Ask"):
     """A lease, please. `request` grows with every new question; the same one again gets the same answer."""
 
     worker: int
@@ -257,10 +262,10 @@ class Residual(Struct):
     generation: int
 
 
-class Done(Struct):
+class PushDone(Struct, tag="Done"):
     """Every server has its part of this micro-batch's gradients. `refused` names what was not finite.
 
-    lrs: as of `Ask`, when the gradients were computed; so a step is applied with rates as new as its gradients
+    lrs: as of `LeaseRequest`, when the gradients were computed; so a step is applied with rates as new as its gradients
     """
 
     worker: int
@@ -269,12 +274,12 @@ class Done(Struct):
     serial: int
     loss: float | None = None
     seconds: float = 0.0
-    refused: str = ""
+    rejected: str = msgspec.field(name="refused", default="")
     lrs: list[float] = []
     lrs_step: int = -1
 
 
-class Beat(Struct):
+class HeartbeatMsg(Struct, tag="Beat"):
     """I live. In allreduce mode the chief also tells where training stands, for `gba-hvd status`."""
 
     worker: int
@@ -348,7 +353,7 @@ class Publish(Struct):
     phase: int
 
 
-class HandIn(Struct):
+class SubmitReplica(Struct, tag="HandIn"):
     """One worker's replica, for the mean of this phase. Frames: values float32, optimizer state (state_codec).
 
     early: it left its loop before the epoch's end; should it come back, what it hands in then takes the place of this
@@ -360,10 +365,10 @@ class HandIn(Struct):
     early: bool = False
 
 
-class HandedIn(Struct):
+class ReplicaSubmitted(Struct, tag="HandedIn"):
     """To the coordinator: every server has what this worker had. Answered when all living workers have said so.
 
-    early: as of `HandIn`; answered at once
+    early: as of `SubmitReplica`; answered at once
     """
 
     worker: int
@@ -372,7 +377,7 @@ class HandedIn(Struct):
     early: bool = False
 
 
-class Bye(Struct):
+class Leave(Struct, tag="Bye"):
     """The worker leaves. finished: training is over; otherwise a replacement is wanted."""
 
     worker: int
@@ -411,7 +416,7 @@ class Discard(Struct):
     oldest_serial: int
 
 
-class Alive(Struct):
+class ProbeProcess(Struct, tag="Alive"):
     """Does the process live?"""
 
     pid: int
@@ -430,14 +435,14 @@ class SwitchTo(Struct):
 class SaveSettings(msgspec.Struct):
     """How and where to save. Written as a plain map, without a tag.
 
-    storage_options: see `recovery.storage.open`. last_gasp_s: for how long a last save may take when all workers are
-    gone; 0: there is to be none
+    storage_options: see `recovery.storage.open`. final_checkpoint_s: for how long a last save may take when all workers
+    are gone; 0: there is to be none
     """
 
     url: str
     storage_options: dict[str, Any]
     config: Config
-    last_gasp_s: float = 0.0
+    final_checkpoint_s: float = 0.0
 
 
 class SaveAbout(msgspec.Struct, omit_defaults=True):
@@ -465,7 +470,7 @@ class SaveAbout(msgspec.Struct, omit_defaults=True):
         return self.compression not in ("", "none")
 
 
-class Hold(Struct):
+class DelegateClaim(Struct, tag="Hold"):
     """Renew this claim until another one comes.
 
     settings, about, first_epoch: as in `Save`; of a last save, should all workers be lost. part, n_parts: the number of
@@ -508,64 +513,64 @@ class Save(SavePlan, kw_only=True):
     settings: SaveSettings
     claim: Claim
     generation: int = 0
-    supersedes: bool = False  # whoever asks has given up the save under way: it is cancelled
+    supersedes: bool = False  # whoever asks has given up the save in flight: it is cancelled
 
 
 Request = (
     Enter
-    | Ask
+    | LeaseRequest
     | Evaluate
     | Score
     | PullRows
     | PullDense
     | Push
     | Residual
-    | Done
-    | Beat
+    | PushDone
+    | HeartbeatMsg
     | Export
     | Blend
     | Publish
-    | HandIn
-    | HandedIn
-    | Bye
+    | SubmitReplica
+    | ReplicaSubmitted
+    | Leave
     | Measure
     | Apply
     | Discard
-    | Alive
+    | ProbeProcess
     | Status
     | SwitchTo
     | Save
-    | Hold
+    | DelegateClaim
 )
 
 # --- answers ---------------------------------------------------------------------------------------------------------
 
 
 class Ok(Struct):
-    position: Position | None = None
+    position: JobPosition | None = None
 
 
-class Taken(Struct):
-    """The answer to `HandIn`. late: the mean of the phase was made before, without this replica."""
+class ReplicaAccepted(Struct, tag="Taken"):
+    """The answer to `SubmitReplica`. late: the mean of the phase was made before, without this replica."""
 
     late: bool = False
 
 
-class Given(Struct):
-    """The answer to `Ask`: a lease, or why there is none: "wait", "finished", "drained"."""
+class LeaseReply(Struct, tag="Given"):
+    """The answer to `LeaseRequest`: a lease, or why there is none: "wait", "finished", "drained"."""
 
-    position: Position
-    lease: GivenLease | None = None
-    instead: Literal["", "wait", "finished", "drained"] = ""
+    position: JobPosition
+    lease: LeaseGrant | None = None
+    status: Literal["", "wait", "finished", "drained"] = msgspec.field(name="instead", default="")
 
 
-class Judged(Struct):
+class EvaluationReply(Struct, tag="Judged"):
     """The answer to `Evaluate`: a lease, or the result (`metrics.Scores`), or neither: ask again soon.
 
     like_probabilities: the evaluation is refused: nobody said that outputs are logits, and the first ones lie in [0, 1]
     """
 
-    lease: GivenLease | None = None
+    lease: LeaseGrant | None = None
     result: dict[str, Any] | None = None
     like_probabilities: bool = False
 
@@ -586,7 +591,7 @@ class Rows(Struct):
 
 class Exported(Struct):
     step: int
-    position: Position | None = None
+    position: JobPosition | None = None
 
 
 class Measured(Struct):
@@ -609,7 +614,7 @@ class Applied(Struct):
     failed: str = ""
 
 
-class Lives(Struct):
+class ProcessAlive(Struct, tag="Lives"):
     alive: bool
 
 
@@ -620,15 +625,28 @@ class StatusReport(Struct):
 class Refused(Struct):
     """The request was not carried out, and changed nothing. `again`: it may be sent again later.
 
-    kind: of the error that `request_port.refusal` answers
+    kind: of the error that `request_port.refused_by` answers
     """
 
     why: str
-    again: bool = False
+    retry: bool = msgspec.field(name="again", default=False)
     kind: RefusalKind = ""
 
 
-Answer = Ok | Taken | Given | Judged | Dense | Rows | Exported | Measured | Applied | Lives | StatusReport | Refused
+Answer = (
+    Ok
+    | ReplicaAccepted
+    | LeaseReply
+    | EvaluationReply
+    | Dense
+    | Rows
+    | Exported
+    | Measured
+    | Applied
+    | ProcessAlive
+    | StatusReport
+    | Refused
+)
 
 
 # --- checks of frames ------------------------------------------------------------------------------------------------

@@ -18,11 +18,11 @@ from gba_hvd.ps.messages import Answer, ProtocolError, RefusalKind, Refused, Req
 
 log = logging.getLogger("gba_hvd.ps")
 _DEFECTS_LOGGED = 50
-_TOO_MUCH_UNREAD = Refused("too many large answers wait to be read by others", again=True)
+_TOO_MUCH_UNREAD = Refused("too many large answers wait to be read by others", retry=True)
 
 
 @dataclass(frozen=True)
-class Caller:
+class Requester:
     """Who asked, and under which number: where the answer goes."""
 
     job: str
@@ -34,14 +34,15 @@ class Caller:
         transport.send(self.socket, self.peer, wire.encode(self.job, self.number, answer))
 
 
-# Does what a request with these frames wants. Returns the answer and its frames; None: it comes later (`Caller.tell`).
-CarryOut = Callable[[Caller, Request, list[Any]], tuple[Answer | None, Sequence[Any]]]
+# Does what a request with these frames wants. Returns the answer and its frames; None: it comes later
+# (`Requester.tell`).
+Handler = Callable[[Requester, Request, list[Any]], tuple[Answer | None, Sequence[Any]]]
 
 
-class Port:
+class RequestPort:
     """A listener whose every message is answered. Belongs to the thread that serves it."""
 
-    def __init__(self, listener: transport.Listener, job: str, carry_out: CarryOut) -> None:
+    def __init__(self, listener: transport.Listener, job: str, carry_out: Handler) -> None:
         self.number = listener.port
         self.sockets = listener.local, listener.tcp
         self._listener, self._job, self._carry_out = listener, job, carry_out
@@ -65,20 +66,20 @@ class Port:
             envelope = wire.open_envelope(frames[0], self._job)
             number = envelope.number
             request = wire.decode_request(envelope)
-            answer, out = self._carry_out(Caller(self._job, socket, peer, number), request, frames[1:])
+            answer, out = self._carry_out(Requester(self._job, socket, peer, number), request, frames[1:])
         except Exception as error:
-            answer, out = refusal(error), ()
+            answer, out = refused_by(error), ()
             number = number or getattr(error, "number", 0)
         if answer is None:
             return
         if not self._listener.answer(socket, peer, wire.encode(self._job, number, answer), out):
-            Caller(self._job, socket, peer, number).tell(_TOO_MUCH_UNREAD)
+            Requester(self._job, socket, peer, number).tell(_TOO_MUCH_UNREAD)
 
 
 _logged: list[str] = []  # a peer that goes wrong again and again must not fill the disk
 
 
-def refusal(error: Exception) -> Refused:
+def refused_by(error: Exception) -> Refused:
     """The answer to a request that raised. What is no fault of the request goes to the log as a defect of ours."""
     if not isinstance(error, GbaError | ValueError) and len(_logged) < _DEFECTS_LOGGED:
         _logged.append(error.__class__.__name__)

@@ -1,4 +1,4 @@
-"""What of a server outlives it, in files of the job's folder: a successor goes on from them.
+"""What of a server outlives it, in files of the job's folder: a successor resumes from them.
 
     ps-N.address   where it listens; written last at its start, from there on the server is there
     ps-N.session   what it serves: the `Enter` of its mode, and whether the mode is over (idle)
@@ -6,7 +6,7 @@
     ps-N.failed    why the newest one could not start
 
 These are written here, each whole or not at all, when their owner says so. Others write theirs themselves: the dense
-part (`dense`, `central`, `residuals`), what the newest checkpoint has (`saver`), a last save under way (`last_gasp`).
+part (`dense`, `central`, `residuals`), what the newest checkpoint has (`saver`), a last save in flight (`last_gasp`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def path_of(folder: Path, index: int, name: str) -> Path:
     return folder / f"ps-{index}.{name}"
 
 
-class Records:
+class StateFiles:
     """Of one server. Belongs to its main thread."""
 
     def __init__(self, folder: Path, index: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from gba_hvd.errors import ShardMemoryError
 from gba_hvd.shm.layout import Layout
 from gba_hvd.shm.shard_memory import ShardMemory
-from recovery.rows import Column, Schema, Slab, Table
+from recovery.rows import Column, RowView, Schema, Table
 
 
 def schema_of(layout: Layout) -> Schema:
@@ -26,8 +26,9 @@ def schema_of(layout: Layout) -> Schema:
     )
 
 
-class MemoryRows:
-    """A `recovery.rows.Holder`. mine: the shards meant, asked for whenever it matters; by default all that are ready.
+class ShardRows:
+    """A `recovery.rows.RowSource`. mine: the shards meant, asked for whenever it matters; by default all that are
+    ready.
 
     filling: nobody uses these shards yet; otherwise one that leaves this host while it is read raises ShardMemoryError.
     left: who wrote them is gone, so a step that was begun and not finished never will be: the rows are as they are.
@@ -46,7 +47,7 @@ class MemoryRows:
     def shards(self) -> list[int]:
         return list(self._mine())
 
-    def slab(self, table: int, shard: int) -> Slab:
+    def slab(self, table: int, shard: int) -> RowView:
         layout, spec = self._memory.layout, self._memory.layout.tables[table]
         number, key = layout.place_of_table[spec.name]
         group = layout.groups[number]
@@ -54,9 +55,9 @@ class MemoryRows:
         start = shard * layout.region_words + group.at + key // layout.n_shards * group.record
         records = self._memory.flat[start : start + n * group.record].reshape(n, group.record)
         counts = self._memory.words[start : start + n * group.record].reshape(n, group.record)[:, -1]
-        return Slab((records[:, :-1],), counts)
+        return RowView((records[:, :-1],), counts)
 
-    def marks(self, shard: int) -> tuple[int, int]:
+    def step_marks(self, shard: int) -> tuple[int, int]:
         steps = self._memory.steps_of(shard)
         if not self._filling and shard not in self._memory.ready():  # looked at last: what was copied before is whole
             raise ShardMemoryError(f"shard {shard} has left this host meanwhile")

@@ -1,6 +1,6 @@
 """What this user's commands see of a job on this host without asking anybody: `gba-hvd ps`, `gba-hvd status`.
 
-Two files in the job's folder, written by the host's lead, in every mode and whatever callbacks there are:
+Two files in the job's folder, written by the host's leader, in every mode and whatever callbacks there are:
 
     job.json   what the job is; replaced whole when a world has formed
     progress   where it stands; a page that is mapped, so a step costs one small copy and no call of the system

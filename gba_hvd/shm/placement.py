@@ -12,7 +12,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Membership:
+class WorkerTopology:
     """The workers of a world, by host.
 
     hosts: for each rank a number that is equal for the ranks that share one memory
@@ -28,13 +28,13 @@ class Membership:
     def ranks_of(self, host: int) -> list[int]:
         return [rank for rank, h in enumerate(self.hosts) if h == host]
 
-    def lead_of(self, host: int) -> int:
+    def leader_of(self, host: int) -> int:
         """The rank that acts for a host."""
         return self.ranks_of(host)[0]
 
 
 @dataclass(frozen=True)
-class Holding:
+class HostShards:
     """What one host's memory holds of each shard: present or not, and the last step begun and finished. int64 [S].
 
     placed: counts up whenever a shard is given to a host. A host that was cut off may come back with the shards it had;
@@ -51,7 +51,7 @@ class Holding:
 class Placement:
     """Where the shards live and who serves them.
 
-    host:   shard -> host (index into `Membership.order`)
+    host:   shard -> host (index into `WorkerTopology.order`)
     server: int32 [S], shard -> rank
     new:    shards that nobody holds; their host gives them initial rows
     moves:  (shard, from host, to host): copied before training goes on
@@ -59,13 +59,13 @@ class Placement:
     """
 
     host: tuple[int, ...]
-    server: np.ndarray
+    rank: np.ndarray
     new: tuple[int, ...]
     moves: tuple[tuple[int, int, int], ...]
     drops: tuple[tuple[int, int], ...]
 
 
-def place_shards(members: Membership, holdings: Sequence[Holding]) -> Placement:
+def place_shards(members: WorkerTopology, holdings: Sequence[HostShards]) -> Placement:
     """Keep every shard where it was placed last; give the missing ones to the emptiest hosts; then even out.
 
     `holdings[h]` belongs to `members.order[h]`. Evening out moves as few shards as it takes until no move would

@@ -1,4 +1,4 @@
-"""The training state beside the rows, in the job's folder: what a job whose workers are all gone goes on from.
+"""The training state beside the rows, in the job's folder: what a job whose workers are all gone resumes from.
 
 The chief writes it, in allreduce mode between two steps, in an asynchronous mode where it begins (its servers hold what
 changes from there on). Nobody reads it while a worker lives. A write becomes visible whole or not at all, see
@@ -6,9 +6,9 @@ changes from there on). Nobody reads it while a worker lives. A write becomes vi
 processes are killed, the rows are as of the kept step, or one step further, wholly or partly: that step is then
 computed again, and shards that have had it skip it (`allreduce.apply_held`).
 
-Writing costs a copy of the dense parameters and of their optimizer's state in each step. `worth_keeping` decides from
-measurements whether that is little; if not, the file is removed, and a restart begins at the newest checkpoint. In an
-asynchronous mode it is written once an epoch, whatever that costs.
+Writing costs a copy of the dense parameters and of their optimizer's state in each step. `decide_retention` decides
+from measurements whether that is little; if not, the file is removed, and a restart begins at the newest checkpoint. In
+an asynchronous mode it is written once an epoch, whatever that costs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _N_RECENT = 20
 
 
 @dataclass(frozen=True)
-class Kept:
+class RetainedState:
     """state: `recovery.state_codec`, as newcomers get it. generation: of the asynchronous mode whose servers have the
     dense part and the position; 0: all is here, as of `step`. settings: fingerprint of the model (`membership`)."""
 
@@ -43,26 +43,26 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Worth:
+class RetentionDecision:
     """Whether to go on keeping, and why."""
 
     keep: bool
     reason: str
 
 
-def worth_keeping(write_s: Sequence[float], step_s: Sequence[float], share: float) -> Worth:
+def decide_retention(write_s: Sequence[float], step_s: Sequence[float], share: float) -> RetentionDecision:
     """Seconds of the newest writes, and from one to the next. share: what writing may take of them."""
     took_s, of_s = median(write_s), median(step_s)
     said = f"keeping the training state in memory takes {1000 * took_s:.1f} ms of a step's {1000 * of_s:.1f} ms"
     if took_s <= share * of_s:
-        return Worth(True, f"{said}, at most {share:.0%} are allowed")
+        return RetentionDecision(True, f"{said}, at most {share:.0%} are allowed")
     why = f"{said}, more than the {share:.0%} allowed (CheckpointCallback(memory_share={share:g}))"
-    return Worth(
+    return RetentionDecision(
         False, f"{why}: a restart will begin at the newest checkpoint; a larger share keeps it, and costs that"
     )
 
 
-class StateKeeper:
+class StateRetainer:
     """The chief's. Belongs to the training thread; `stop()` may be called twice."""
 
     def __init__(self, folder: Path, settings: int, share: float, clock: Callable[[], float] = time.perf_counter):
@@ -101,7 +101,7 @@ class StateKeeper:
             self._step_s.append(ended - self._last_s)
         self._last_s = ended
         if len(self._write_s) == _N_RECENT:
-            worth = worth_keeping(self._write_s, self._step_s, self._share)
+            worth = decide_retention(self._write_s, self._step_s, self._share)
             if not worth.keep:
                 self._is_dear = True
                 self._remove()
@@ -123,7 +123,7 @@ def is_there(folder: Path) -> bool:
     return (folder / _NAME).exists()
 
 
-def read(folder: Path) -> Kept | None:
+def read(folder: Path) -> RetainedState | None:
     """What is kept in a job's folder; None when nothing is. Raises ShardMemoryError when it is damaged."""
     if not is_there(folder):
         return None
@@ -133,4 +133,4 @@ def read(folder: Path) -> Kept | None:
     if data[: len(_MAGIC)] != _MAGIC:
         raise ShardMemoryError(f"{folder / _NAME} is of another version of gba-hvd")
     _, step, generation, settings = _HEAD.unpack_from(data)
-    return Kept(step, generation, settings, data[_HEAD.size :])
+    return RetainedState(step, generation, settings, data[_HEAD.size :])

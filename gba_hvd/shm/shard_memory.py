@@ -207,7 +207,7 @@ class ShardMemory:
         return [int(shard) for shard in np.flatnonzero(self._ready == _READY)]
 
     def steps_of(self, shard: int) -> tuple[int, int]:
-        """(finished, begun), read in this order: a reader of rows in between sees whether a step is under way."""
+        """(finished, begun), read in this order: a reader of rows in between sees whether a step is in flight."""
         finished = int(self._finished[shard])
         return finished, int(self._begun[shard])
 
@@ -228,7 +228,7 @@ class ShardMemory:
                 os.posix_fallocate(file.fileno(), shard * self.layout.region_bytes, self.layout.region_bytes)
 
     def _what_dead_jobs_hold(self) -> str:
-        dead = sweep.leftovers(self.folder.parent)
+        dead = sweep.orphaned_memory(self.folder.parent)
         if not dead:
             return ""
         return f"; dead jobs hold {_gib(sum(left.n_bytes for left in dead))} there: gba-hvd clean --yes removes that"
@@ -464,7 +464,7 @@ def nobody_lives(folder: Path) -> bool:
     return True
 
 
-def clear_leftover(base: Path, job_id: str) -> None:
+def remove_orphaned_memory(base: Path, job_id: str) -> None:
     """Remove the memory of a job of this name that nobody lives in any more, before its keeper would.
 
     Its companion server ends when the folder is gone. A memory that somebody lives in is left alone. Raises

@@ -33,7 +33,7 @@ _SEMAPHORE = re.compile(r"sem\.mp-\w{8}")
 
 
 @dataclass(frozen=True)
-class Leftover:
+class OrphanedMemory:
     """job: all its workers on this host are dead.
 
     watched: its keeper lives and will remove it after the grace period; served: a companion server lives, and may be
@@ -51,25 +51,25 @@ class Leftover:
         return self.watched or self.served
 
 
-def leftovers(base: Path, semaphores: Path = SEMAPHORES) -> list[Leftover]:
+def orphaned_memory(base: Path, semaphores: Path = SEMAPHORES) -> list[OrphanedMemory]:
     """Of this user, in this base; the semaphores lie in one place whatever the base."""
     found = []
     for path in sorted(base.glob(f"{folders.PREFIX}*")):
         with contextlib.suppress(OSError):  # it went, or is another user's
             folders.check(path)
             if _GONE.fullmatch(path.name):
-                found.append(Leftover(path, "removal", _size(path)))
+                found.append(OrphanedMemory(path, "removal", _size(path)))
             elif not _is_held(path / "door") and not _is_held(path / "alive"):
                 served = any(_is_held(lock) for lock in path.glob("ps-*.lock"))
-                found.append(Leftover(path, "job", _size(path), _is_held(path / "keeper"), served))
+                found.append(OrphanedMemory(path, "job", _size(path), _is_held(path / "keeper"), served))
     for path in sorted(semaphores.glob("sem.mp-*")):
         with contextlib.suppress(OSError):
             if _SEMAPHORE.fullmatch(path.name) and _is_abandoned(path):
-                found.append(Leftover(path, "semaphore", _size(path)))
+                found.append(OrphanedMemory(path, "semaphore", _size(path)))
     return found
 
 
-def remove(left: Leftover) -> bool:
+def remove(left: OrphanedMemory) -> bool:
     """Whether it was removed: somebody may have come to live there meanwhile."""
     try:
         if left.kind == "semaphore":
@@ -89,10 +89,10 @@ def remove(left: Leftover) -> bool:
     return True
 
 
-def sweep(base: Path, grace_s: float) -> list[Leftover]:
+def sweep(base: Path, grace_s: float) -> list[OrphanedMemory]:
     """When a job starts: remove what nobody can want, and have the memory of dead jobs removed after a grace period."""
     swept = []
-    for left in leftovers(base):
+    for left in orphaned_memory(base):
         with contextlib.suppress(OSError):
             if left.kind != "job" or not (left.path / "alive").exists():  # a job killed before it had begun has none
                 swept += [left] if remove(left) else []

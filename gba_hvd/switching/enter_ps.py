@@ -37,7 +37,7 @@ from gba_hvd.ps import launch
 from gba_hvd.ps.client import Client
 from gba_hvd.ps.messages import Endpoint, Enter, Export
 from gba_hvd.ps.worker.replica_worker import ReplicaWorker
-from gba_hvd.ps.worker.session import Session, place_dense
+from gba_hvd.ps.worker.session import PsSession, place_dense
 from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.switching.callback import GBACallback
 from gba_hvd.switching.mode_limits import check_mode
@@ -62,7 +62,7 @@ def enter(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
     here.exchange.await_rows(engine.progress.step)
     members, n = here.exchange.members, switching.servers_per_host
     host = members.hosts[world.rank]
-    leads = members.lead_of(host) == world.rank
+    leads = members.leader_of(host) == world.rank
     failure = ""
     own: list[Endpoint] = []
     if leads:
@@ -110,7 +110,7 @@ def enter(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
 
 
 def start(
-    engine: Engine, session: Session, rank: int, host: int, sharers: int = 0, idle: AllreduceMode | None = None
+    engine: Engine, session: PsSession, rank: int, host: int, sharers: int = 0, idle: AllreduceMode | None = None
 ) -> None:
     """Be a worker of a mode with servers from now on.
 
@@ -119,7 +119,7 @@ def start(
     """
     model, switching = engine.model, switching_of(engine)
     parts = (session, engine.job.worker_id, rank, host, os.getpid(), model.tables, model.dense)
-    patience_s = model.tables.config.server_s
+    patience_s = model.tables.config.server_timeout_s
     mode: ParameterServerMode
     if session.mode in REPLICA_MODES:
         assert switching is not None
@@ -144,7 +144,7 @@ def start(
         participant.mode_entered()
 
 
-def _slim_worker(engine: Engine, session: Session, sharers: int) -> SlimWorker:
+def _slim_worker(engine: Engine, session: PsSession, sharers: int) -> SlimWorker:
     """This worker's momentum, of all dense parameters."""
     optimizer, sizes = engine.model.optimizer, engine.model.dense.sizes
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -160,7 +160,7 @@ def _slim_worker(engine: Engine, session: Session, sharers: int) -> SlimWorker:
 
 
 def _await_own(engine: Engine, switching: GBACallback, mode: str) -> None:
-    """On a host's lead: return when its servers are up, if training is to wait for them. Raises GbaError if not."""
+    """On a host's leader: return when its servers are up, if training is to wait for them. Raises GbaError if not."""
     line, wait_s, began_s = engine.host.server, switching.wait_s, time.monotonic()
     if line is None or not switching.waits:
         return
@@ -205,14 +205,14 @@ def _gather_who_is_there(
 
 def _session(
     engine: Engine, switching: GBACallback, here: AllreduceMode, mode: str, servers: list[Endpoint], generation: int
-) -> Session:
+) -> PsSession:
     of_host = {host: [i for i, s in enumerate(servers) if s.host == host] for host in here.exchange.members.order}
     shard_servers = []
     for shard, home in enumerate(here.exchange.placement.host):
         candidates = of_host[here.exchange.members.order[home]]
         shard_servers.append(candidates[shard % len(candidates)])
     rule = "none" if mode in REPLICA_MODES else switching.rule  # replicas know no delay
-    return Session(
+    return PsSession(
         generation, mode, engine.job.id, engine.job.key, tuple(servers), tuple(shard_servers),
         tuple(place_dense(engine.model.dense.sizes, len(servers))), engine.model.row_average, rule,
     )  # fmt: skip
@@ -221,7 +221,7 @@ def _session(
 def _enter(
     engine: Engine,
     switching: GBACallback,
-    session: Session,
+    session: PsSession,
     own: list[Endpoint],
     workers: list[tuple[int, int, int, int]],
     n_samples: int,
@@ -233,7 +233,7 @@ def _enter(
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
     parameters = engine.model.dense.parameters
     host = own[0].host
-    patience_s = engine.model.tables.config.server_s
+    patience_s = engine.model.tables.config.server_timeout_s
     until_s = time.monotonic() + patience_s
     client = Client(session.job, session.key, session.servers, host, engine.folder, patience_s)
     client.start()
@@ -291,7 +291,7 @@ def _say_that_all_wait(engine: Engine, mode: str, silent: list[int], patience_s:
     engine.emit(Event("server_missing", engine.progress.step, text, data, level="warning"), only_here=True)
 
 
-def _leave(engine: Engine, session: Session, own: list[Endpoint]) -> None:
+def _leave(engine: Engine, session: PsSession, own: list[Endpoint]) -> None:
     """Tell this host's servers that the mode was not entered after all. Those that cannot hear it have not entered."""
     client = Client(session.job, session.key, session.servers, own[0].host, engine.folder, _LEAVE_TIMEOUT_S)
     client.start()

@@ -23,7 +23,7 @@ from gba_hvd.modes.model_averaging import ModelAveragingMode
 from gba_hvd.modes.parameter_server import ParameterServerMode
 from gba_hvd.ps import launch
 from gba_hvd.ps.client import Client
-from gba_hvd.ps.messages import Endpoint, Export, Position
+from gba_hvd.ps.messages import Endpoint, Export, JobPosition
 from gba_hvd.shm.shard_memory import is_alive
 from gba_hvd.switching.requests import switching_of
 from gba_hvd.training.engine import Engine
@@ -32,7 +32,7 @@ log = logging.getLogger("gba_hvd")
 _LEAVE_TIMEOUT_S = 5.0
 
 
-def leave(engine: Engine, position: Position) -> None:
+def leave(engine: Engine, position: JobPosition) -> None:
     """Leave a mode with servers that ran dry at `position`.
 
     Raises Horovod's interruption when the membership changed meanwhile: first the world is formed anew.
@@ -47,7 +47,7 @@ def leave(engine: Engine, position: Position) -> None:
     cursor.epoch, cursor.steps_done = position.epoch, position.steps_done
     if mode.rejoin is not None:
         mode.end_rejoin()
-        world = max(position.world, servers.position.world)
+        world = max(position.membership_epoch, servers.position.membership_epoch)
         signals.hosts_updated = signals.hosts_updated or servers.contact.hosts_updated
         if mode.rejoin.n_formed or world > mode.rejoin.number:
             idle = None  # of a world that is no more
@@ -60,11 +60,11 @@ def leave(engine: Engine, position: Position) -> None:
         "reason": position.reason,
     }
     engine.emit(Event("switch", engine.progress.step, f"{mode.name} -> allreduce: {position.reason}", data))
-    if position.pin or switching.mode != "auto":
-        switching.pin(position.wanted)
+    if position.pinned or switching.mode != "auto":
+        switching.pin(position.requested_mode)
     switching.switched("allreduce", engine.progress.step)
-    if position.wanted not in ("allreduce", "auto"):
-        signals.requested_mode = (position.wanted, position.reason)  # from one mode with servers to another
+    if position.requested_mode not in ("allreduce", "auto"):
+        signals.requested_mode = (position.requested_mode, position.reason)  # from one mode with servers to another
     if idle is not None and isinstance(mode, ModelAveragingMode) and not mode.servers.all_left_together(engine.world):
         idle = engine.mode = None  # something of the mode hangs in its world
     if idle is None:
@@ -74,7 +74,7 @@ def leave(engine: Engine, position: Position) -> None:
 
 
 def retire_servers(job: str, key: bytes, folder: Path, host: int) -> None:
-    """On a host's lead, when a world forms in allreduce mode: its servers write no shard from here on.
+    """On a host's leader, when a world forms in allreduce mode: its servers write no shard from here on.
 
     One may still be in an asynchronous mode that its workers fell out of, under a coordinator that was cut off and may
     come back. A server that does not answer is killed; its successor finds no session and is idle.

@@ -134,12 +134,12 @@ class ModeRequests(StepParticipant):
                 seconds = [seconds for _, seconds in position.rates]
                 of_step = engine.model.global_batch // engine.model.micro_batch
                 callback.measured_async(step, seconds, of_step, waited_s)
-        if position.wanted == "auto" and callback.mode != "auto":
+        if position.requested_mode == "auto" and callback.mode != "auto":
             callback.pin("auto")
         request = callback.wish(step, servers.name)
         self._report_if_late()
         now = time.perf_counter()
-        if request is not None and position.wanted in ("", "auto") and now - self._asked_s > _ASK_AGAIN_S:
+        if request is not None and position.requested_mode in ("", "auto") and now - self._asked_s > _ASK_AGAIN_S:
             self._asked_s = now  # the next positions have it; until then it is not sent again
             servers.client.send(0, SwitchTo(*request))
 
@@ -163,7 +163,7 @@ class ModeRequests(StepParticipant):
         if now - self._rounds_s < _RATES_EVERY_S:
             return
         self._rounds_s = now
-        pace, dropped = servers.told()
+        pace, dropped = servers.drain_metrics()
         engine, step = self._engine, self._engine.progress.step
         for why in dropped:
             text = f"a round of replicas was dropped, training goes on: {why}"

@@ -12,7 +12,7 @@ The way of a record to MLflow, and which process owns what:
   interpreter lock for seconds, and a process can still deliver what a killed worker left.)
 - The chief's sender finds the job's run by the tag `gba_hvd.job_id` or creates it; other hosts' senders only find it.
   Later chiefs take over by the tag `gba_hvd.chief`: the latest one sets the status, earlier ones only deliver.
-- A job that goes on from a checkpoint has its name, so it goes on in its run; what the run holds of later steps is then
+- A job that resumes from a checkpoint has its name, so it goes on in its run; what the run holds of later steps is then
   superseded, see `recoveries`. Of checkpoints the run has metrics and pointers (`checkpoints.json`), no rows.
 - Order in which things become visible: the run (RUNNING), parameters, metrics, tags; `events.jsonl` every few seconds;
   at the end the last metrics, events, the final status, then the plots.

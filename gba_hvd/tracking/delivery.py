@@ -26,7 +26,7 @@ _REFUSED = frozenset(
 )
 
 
-def judge(error: BaseException, run_is_active: bool | None) -> Verdict:
+def decide(error: BaseException, run_is_active: bool | None) -> Verdict:
     """What an exception of an MLflow call means for the record that was being sent.
 
     `run_is_active`: None when not known (the server could not be asked).
@@ -48,7 +48,7 @@ def backoff_s(failures: int, ending: bool) -> float:
     return float(min(0.5 * 2 ** min(failures, 10), 1.0 if ending else 30.0))
 
 
-def may_speak(own: str, current: str | None) -> bool:
+def may_report(own: str, current: str | None) -> bool:
     """Whether the process with stamp `own` speaks for the run that is tagged with `current`.
 
     A stamp is "<ms since 1970 at which it became chief>:<spool name>". The latest chief speaks; earlier ones only

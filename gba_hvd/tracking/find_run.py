@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from gba_hvd.errors import BadInput
-from gba_hvd.tracking.mlflow_run import read_story, resolved_uri
-from gba_hvd.tracking.run_history import Story, from_files
+from gba_hvd.tracking.mlflow_run import read_history, resolved_uri
+from gba_hvd.tracking.run_history import RunHistory, from_files
 from recovery.redaction import redacted
 
 
-def read(run: str, tracking_uri: str | None) -> Story:
+def read(run: str, tracking_uri: str | None) -> RunHistory:
     """The story of a run in MLflow (its id, its job's id, or its name), or of records in a file or folder.
 
     Raises BadInput when there is no such run; it then names the newest ones.
@@ -19,8 +19,8 @@ def read(run: str, tracking_uri: str | None) -> Story:
     if path.exists():
         return from_files(path)
     uri = resolved_uri(tracking_uri)
-    found = read_story(uri, run, lambda key: not key.startswith("system/"))
-    if isinstance(found, Story):
+    found = read_history(uri, run, lambda key: not key.startswith("system/"))
+    if isinstance(found, RunHistory):
         return found
     known = "".join(f"\n  {line}" for line in found)
     raise BadInput(

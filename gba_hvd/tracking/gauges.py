@@ -26,7 +26,7 @@ ROUNDS = {
     "rounds_per_s": "job/rounds_per_s",  # of workers that keep replicas of the dense parameters
     "seconds_per_round": "job/seconds_per_round",
     "steps_per_round": "job/local_steps_per_round",
-    "spread": "job/spread_of_replicas",  # RMS distance, see `gba_hvd.averaging.sync_thread.RoundsTold`
+    "spread": "job/spread_of_replicas",  # RMS distance, see `gba_hvd.averaging.sync_thread.SyncMetrics`
     "rounds_dropped": "job/rounds_dropped",  # so far
 }
 _PACE = "job/ms_per_micro_batch/rank_"

@@ -1,6 +1,6 @@
 """The one MLflow run of a job: found or created, written to, ended. Every MLflow call of the project is in this file.
 
-All calls may raise; `delivery.judge` says what that means. Nothing here is imported by a training process.
+All calls may raise; `delivery.decide` says what that means. Nothing here is imported by a training process.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from mlflow import MlflowClient, get_tracking_uri
 from mlflow.entities import Metric, Param, Run, RunStatus, RunTag
 from mlflow.exceptions import MlflowException
 
-from gba_hvd.tracking.delivery import may_speak
+from gba_hvd.tracking.delivery import may_report
 from gba_hvd.tracking.records import Batch, Point, Record, merge_events
 from gba_hvd.tracking.recovery_records import RESUMED_FROM, Resume, in_force, is_superseded, pointers, resumes_of_points
-from gba_hvd.tracking.run_history import Story
+from gba_hvd.tracking.run_history import RunHistory
 from recovery.redaction import redacted
 
 JOB_TAG = "gba_hvd.job_id"
@@ -89,7 +89,7 @@ class JobRun:
         if point.key == RESUMED_FROM:  # from one checkpoint a job may go on several times
             self._resumes += resumes_of_points([point])
             return point.ms in known
-        # A job that went on from a checkpoint does steps again: points from before that are of lost training.
+        # A job that resumed from a checkpoint does steps again: points from before that are of lost training.
         resumes = [one for one in self._resumes if one.ms <= point.ms]
         return any(not is_superseded(replace(point, ms=ms), resumes) for ms in known)
 
@@ -97,7 +97,7 @@ class JobRun:
         """Become the process that speaks for the run, unless a later chief already does; then the run is running."""
         self._stamp = stamp
         run = self._client.get_run(self.run_id)
-        if not may_speak(self._stamp, run.data.tags.get(CHIEF_TAG)):
+        if not may_report(self._stamp, run.data.tags.get(CHIEF_TAG)):
             return
         self._client.set_tag(self.run_id, CHIEF_TAG, self._stamp)
         if run.info.status != "RUNNING":
@@ -179,7 +179,7 @@ def open_run(uri: str, job: Mapping[str, Any], may_create: Callable[[], bool]) -
         return JobRun(client, mine, job["stamp"], joined=False)
 
 
-def read_story(uri: str, name: str, wanted: Callable[[str], bool]) -> Story | list[str]:
+def read_history(uri: str, name: str, wanted: Callable[[str], bool]) -> RunHistory | list[str]:
     """What a run tells: by its id, the id of its job, or its name (the latest, where several have it).
 
     Otherwise what the newest runs are called, "id  name  job", to choose from.
@@ -193,7 +193,7 @@ def read_story(uri: str, name: str, wanted: Callable[[str], bool]) -> Story | li
         return [f"{r.info.run_id}  {r.info.run_name}  {r.data.tags.get(JOB_TAG, '')}".rstrip() for r in run]
     info, tags = run.info, run.data.tags
     job = JobRun(client, run, "", joined=True)
-    return Story(
+    return RunHistory(
         title=info.run_name or info.run_id,
         source=f"MLflow run {info.run_id} at {redacted(uri)}",
         job_id=tags.get(JOB_TAG, ""),

@@ -171,7 +171,7 @@ def metric_key(name: str) -> str:
 def merge_events(*logs: Iterable[Record]) -> list[Record]:
     """Several processes' events as one log, by time. The same thing told by two workers is kept once.
 
-    What is told again after the job went on from a checkpoint happened again.
+    What is told again after the job resumed from a checkpoint happened again.
     """
     told = [event for log in logs for event in log]
     resumed_s = sorted({float(event["unix_s"]) for event in told if event.get("event") == "resumed"})

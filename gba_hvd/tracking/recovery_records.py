@@ -1,6 +1,6 @@
 """Checkpoints and recoveries, as records tell of them: their metrics, the pointers to them, and what was superseded.
 
-When a whole job goes on from the checkpoint of step k, what the records hold of later steps is of training that was
+When a whole job resumes from the checkpoint of step k, what the records hold of later steps is of training that was
 lost. MLflow can neither delete nor change a point, so a point of the metric `resumed_from_step` speaks for all of them:
 its value is k, its time is when the job went on. A point of a step above k and of an earlier time is *superseded*. This
 is one small point however many it speaks of; no later resume overwrites it, as it would a tag; it comes in order with
@@ -59,7 +59,7 @@ def place_of(data: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Resume:
-    """The job went on from `step` at `ms` since 1970."""
+    """The job resumed from `step` at `ms` since 1970."""
 
     step: int
     ms: int

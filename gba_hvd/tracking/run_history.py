@@ -1,6 +1,6 @@
 """What a job told of itself, read back: the one value that reports and advice are made from.
 
-From MLflow it comes through `mlflow_run.read_story`; from records on disk, which may not have reached MLflow, through
+From MLflow it comes through `mlflow_run.read_history`; from records on disk, which may not have reached MLflow, through
 `from_files`. What can be concluded from it, such as the time spent in each mode, is worked out here.
 """
 
@@ -32,10 +32,10 @@ _ACCOUNT = ("samples_total", "samples_applied", "samples_dropped", "samples_lost
 
 
 @dataclass(frozen=True)
-class Story:
+class RunHistory:
     """A job as its records tell it. Times in milliseconds since 1970; history by metric, ascending in steps.
 
-    What was superseded, because the job went on from a checkpoint, is not in `history`; of `events` it is.
+    What was superseded, because the job resumed from a checkpoint, is not in `history`; of `events` it is.
     """
 
     title: str
@@ -128,7 +128,7 @@ class InMode:
     samples_per_s: float | None
 
 
-def by_mode(story: Story) -> list[InMode]:
+def by_mode(story: RunHistory) -> list[InMode]:
     """In the order in which the modes first came."""
     rates = story.history.get(THROUGHPUT, ())
     spans = story.spans
@@ -141,7 +141,7 @@ def by_mode(story: Story) -> list[InMode]:
     return found
 
 
-def from_files(path: Path) -> Story:
+def from_files(path: Path) -> RunHistory:
     """From a spool file, a folder of spools of one job, or a folder with a run's `events.jsonl`.
 
     Raises BadInput when there is nothing of the kind, or records of several jobs.
@@ -169,7 +169,7 @@ def from_files(path: Path) -> Story:
     told_ends = [statuses[event["event"]] for event in events if event.get("event") in statuses]
     status = str(ends[-1]["status"]) if ends else told_ends[-1] if told_ends else "not ended"
     named = [str(job["run_name"]) for job in jobs if job.get("run_name")]
-    return Story(
+    return RunHistory(
         title=(named or job_ids or [path.name])[0],
         source=str(path),
         job_id=job_ids[0] if job_ids else "",
@@ -213,7 +213,7 @@ def _history(records: Iterable[Record]) -> dict[str, list[Point]]:
     return {key: in_force(points, resumes) for key, points in sorted(history.items())}
 
 
-def as_json(story: Story) -> dict[str, Any]:
+def as_json(story: RunHistory) -> dict[str, Any]:
     """The figures of a report, for programs."""
     return {
         "title": story.title, "job_id": story.job_id, "status": story.status, "reason": story.reason,

@@ -191,7 +191,7 @@ class Sender:
         try:
             from gba_hvd.tracking.mlflow_run import RunNotThere, open_run, resolved_uri
         except ModuleNotFoundError as error:
-            raise _as_signal(delivery.judge(error, run_is_active=None)) from error
+            raise _as_signal(delivery.decide(error, run_is_active=None)) from error
         uri = self.status.tracking_uri or resolved_uri(self.job["tracking_uri"])
         self._set(tracking_uri=uri)
         try:
@@ -213,7 +213,7 @@ class Sender:
         active = None
         if self._run is not None and getattr(error, "error_code", None) is not None:
             active = self._run.is_active()
-        return delivery.judge(error, active)
+        return delivery.decide(error, active)
 
     def _put_events(self) -> list[Record]:
         own = [_without_kind(record) for record in all_records(self.spool) if record.get("kind") == "event"]

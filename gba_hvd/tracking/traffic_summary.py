@@ -14,7 +14,7 @@ from gba_hvd.tracking.recovery_records import events_in_force
 
 
 @dataclass(frozen=True)
-class Told:
+class TrafficSummary:
     """A decision of a compressor: what it did from a step on, and why."""
 
     step: int
@@ -51,10 +51,10 @@ def row_density(events: Iterable[Record]) -> list[float]:
     return shares if any(shares) else []
 
 
-def decisions(events: Iterable[Record]) -> list[Told]:
+def decisions(events: Iterable[Record]) -> list[TrafficSummary]:
     """What compressors decided, the oldest first."""
     return [
-        Told(int(e.get("step", 0)), str(e.get("data", {}).get("compressor", "")), str(e.get("message", "")))
+        TrafficSummary(int(e.get("step", 0)), str(e.get("data", {}).get("compressor", "")), str(e.get("message", "")))
         for e in _of(events, "compression")
     ]
 

@@ -22,7 +22,7 @@ from gba_hvd.dense_gradients import DenseGradients
 from gba_hvd.errors import GbaError
 from gba_hvd.faults import FaultSchedule
 from gba_hvd.ps import launch
-from gba_hvd.ps.messages import GivenLease, Position
+from gba_hvd.ps.messages import JobPosition, LeaseGrant
 from gba_hvd.training.commit_fields import CommitFields, StepParticipant
 from gba_hvd.training.job_state import JobIdentity, LocalHost, Progress, Signals
 from gba_hvd.training.mode import MicroBatch, MicroGradients, Mode
@@ -101,7 +101,7 @@ class Engine:
 
     # --- micro-batches -----------------------------------------------------------------------------------------------
 
-    def begin_micro_batch(self, index: int, n_samples: int, is_last: bool, lease: GivenLease | None = None) -> None:
+    def begin_micro_batch(self, index: int, n_samples: int, is_last: bool, lease: LeaseGrant | None = None) -> None:
         """By the mode, as it hands one out."""
         self.n_begun += 1
         self._micro = MicroBatch(index, n_samples, is_last, time.perf_counter(), lease)
@@ -163,7 +163,7 @@ class Engine:
         """See `Reports.emit`."""
         self.reports.emit(event, only_here)
 
-    def observe(self, position: Position) -> None:
+    def observe(self, position: JobPosition) -> None:
         """Take over what the coordinator of servers says of the job, and report the steps since."""
         passed = self.progress.merge(position)
         if self.mode is not None:

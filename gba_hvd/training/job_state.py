@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gba_hvd.clipping import Factors
-from gba_hvd.epoch import Account, EpochOrder
+from gba_hvd.epoch import EpochOrder, SampleAccount
 from gba_hvd.errors import NonFiniteGradient
 from gba_hvd.loss_scale import LossScale
-from gba_hvd.ps.messages import Position
-from gba_hvd.ps.worker.host_server import LocalServer
+from gba_hvd.ps.messages import JobPosition
+from gba_hvd.ps.worker.host_server import HostServer
 from gba_hvd.shm.job_board import Board
 from gba_hvd.training.step_hooks import StepHooks
 
@@ -53,11 +53,11 @@ class Signals:
 class LocalHost:
     """What this worker shares with the others of its host.
 
-    server: the line to the companion server, on the host's lead; board: what other processes read of the job, there
+    server: the line to the companion server, on the host's leader; board: what other processes read of the job, there
     too. neighbours: processes of the other workers, by rank
     """
 
-    server: LocalServer | None = None
+    server: HostServer | None = None
     board: Board | None = None
     neighbours: dict[int, int] = field(default_factory=dict)
 
@@ -71,7 +71,7 @@ class Cursor:
 
     epoch: int = -1
     steps_done: int = 0
-    moved: dict[int, int] = field(default_factory=dict)
+    remapped: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Progress:
     def __init__(self, loss_scale: LossScale | None, hooks: StepHooks) -> None:
         self.loss_scale, self.hooks = loss_scale, hooks
         self.step, self.restarts = 0, 0
-        self.cursor, self.account = Cursor(), Account()
+        self.cursor, self.account = Cursor(), SampleAccount()
         self.order: EpochOrder | None = None
         self.staleness: dict[int, int] = {}
         self.lags: dict[int, int] = {}
@@ -130,7 +130,7 @@ class Progress:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Checkpoints of older versions lack `step_hooks`, `order` and `loss_scale`."""
         self.step, self.restarts = state["step"], state["restarts"]
-        self.cursor, self.account = Cursor(**state["cursor"]), Account(**state["account"])
+        self.cursor, self.account = Cursor(**state["cursor"]), SampleAccount(**state["account"])
         self.hooks.ran_until = state.get("step_hooks", self.n_applied)
         order = state.get("order")
         self.order = None if order is None else EpochOrder(**order)
@@ -140,23 +140,23 @@ class Progress:
 
     # --- on the wire, as the coordinator of servers has it -----------------------------------------------------------
 
-    def to_wire(self) -> Position:
-        return Position(
+    def to_wire(self) -> JobPosition:
+        return JobPosition(
             step=self.step, epoch=self.cursor.epoch, steps_done=self.cursor.steps_done, account=asdict(self.account),
-            staleness=dict(self.staleness), lags=dict(self.lags), refused=self.rejected, reissued=self.reissued,
-            moved=self.cursor.moved, loss_scale=None if self.loss_scale is None else self.loss_scale.now,
+            staleness=dict(self.staleness), lags=dict(self.lags), rejected=self.rejected, reissued=self.reissued,
+            remapped=self.cursor.remapped, loss_scale=None if self.loss_scale is None else self.loss_scale.now,
         )  # fmt: skip
 
-    def load_wire(self, position: Position) -> None:
+    def load_wire(self, position: JobPosition) -> None:
         """Where servers stand: of a checkpoint of an asynchronous mode, or newer than this worker."""
-        self.step, self.account = position.step, Account(**position.account)
+        self.step, self.account = position.step, SampleAccount(**position.account)
         self.hooks.run(self.n_applied)
-        self.cursor = Cursor(position.epoch, position.steps_done, position.moved)
+        self.cursor = Cursor(position.epoch, position.steps_done, position.remapped)
         self.staleness, self.lags = position.staleness, position.lags
-        self.rejected, self.reissued = position.refused, position.reissued
+        self.rejected, self.reissued = position.rejected, position.reissued
         self._load_scale(position.loss_scale)
 
-    def merge(self, position: Position) -> Passed | None:
+    def merge(self, position: JobPosition) -> Passed | None:
         """Take over what the coordinator says, unless this worker knows more; returns what passed since.
 
         Raises NonFiniteGradient when the servers could apply nothing more.

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from gba_hvd.dense_gradients import DenseGradients
 from gba_hvd.embedding.row_gradients import RowGrad
-from gba_hvd.epoch import Cut
+from gba_hvd.epoch import EpochPlan
 from gba_hvd.metrics import Scores
-from gba_hvd.ps.messages import GivenLease, Position
+from gba_hvd.ps.messages import JobPosition, LeaseGrant
 from gba_hvd.ps.worker.worker import PsWorker
 
 
@@ -29,7 +29,7 @@ class MicroBatch:
     n_samples: int
     is_last: bool
     started_s: float
-    lease: GivenLease | None = None  # where servers lease micro-batches
+    lease: LeaseGrant | None = None  # where servers lease micro-batches
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class RankFacts:
 class EpochRun(Protocol):
     """An epoch as a mode trains it: its micro-batches, and what is done between them."""
 
-    cut: Cut
+    cut: EpochPlan
     epoch: int
     n_samples: int
 
@@ -98,7 +98,7 @@ class EpochRun(Protocol):
     def leases_end(self) -> None:
         """The epoch is over."""
 
-    def leave_mode(self, position: Position) -> None:
+    def leave_mode(self, position: JobPosition) -> None:
         """The servers ran dry at `position`: go back to allreduce. Raises when the world is to be formed anew first."""
 
 

@@ -15,7 +15,7 @@ from gba_hvd.compression.row_codec import RowCoder
 from gba_hvd.dense_gradients import DenseGradients
 from gba_hvd.embedding.row_gradients import RowGrad
 from gba_hvd.embedding.tables import EmbeddingTables
-from gba_hvd.epoch import Cut
+from gba_hvd.epoch import EpochPlan
 from gba_hvd.errors import BadInput
 from gba_hvd.loss_scale import LossScale
 from gba_hvd.ps.worker.session import DenseState
@@ -43,7 +43,7 @@ class TrainedModel:
         clip: Clip = Clip(),  # noqa: B008  # a value
         loss_scale: LossScale | None = None,
     ) -> None:
-        Cut(1, global_batch, micro_batch)  # refuses a bad pair now
+        EpochPlan(1, global_batch, micro_batch)  # refuses a bad pair now
         if row_average not in ("global", "contributors"):
             raise BadInput(f"row_average must be 'global' or 'contributors', got {row_average!r}")
         self.optimizer, self.tables = optimizer, tables

@@ -160,7 +160,7 @@ class Reports:
         if model.compression is not None:
             density = model.compression.feedback.thresholds.density
             data["density"] = {n: d for n, d in zip(model.names, density, strict=True) if d}
-            data["residual"] = model.compression.feedback.rest_size
+            data["residual"] = model.compression.feedback.residual_size
         if model.row_coder is not None:
             data |= {"row_density": model.row_coder.density, "row_residual_lost": model.row_coder.lost}
         if n_bytes:

@@ -97,7 +97,7 @@ def leftovers(names: Mapping[str, int], manifests: Iterable[Manifest], unreadabl
 
     names: all objects and their bytes; unreadable: names of manifests that are damaged
 
-    The newest epoch's are left alone: a save may be under way.
+    The newest epoch's are left alone: a save may be in flight.
     """
     claims = claims_of(names)
     if not claims:
@@ -109,7 +109,7 @@ def leftovers(names: Mapping[str, int], manifests: Iterable[Manifest], unreadabl
     for name, n_bytes in names.items():
         epoch = epoch_of(name)
         if epoch is None or epoch >= newest or not (is_blob_name(name) or claims_of([name])):
-            continue  # a checkpoint, of a save under way, or somebody else's
+            continue  # a checkpoint, of a save in flight, or somebody else's
         if name not in referred and not (doubtful and name.startswith(doubtful)):
             found[name] = n_bytes
     reason = f"of epochs before {newest}, the newest, and in no checkpoint"

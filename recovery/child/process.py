@@ -10,7 +10,7 @@ What is said (-> to this process, <- by it):
     Restore         ->
                     <-    Event, "restored": the answer, if rows came back; else
                     <-    Answer: there was nothing, or why not
-    Leave           ->    or the pipe ends, or the other process does: the save under way is finished
+    Leave           ->    or the pipe ends, or the other process does: the save in flight is finished
                     <-    Ended, last: what was raised, on entering or leaving, too
 
 Other events come whenever something happens, and None, a sign of life, several times in `silence_s`.
@@ -40,7 +40,7 @@ from recovery.checkpointer import Checkpointer
 from recovery.config import Config
 from recovery.errors import ProjectError, RecoveryError
 from recovery.format.manifest import Manifest
-from recovery.restore import Now
+from recovery.restore import TrainingPoint
 from recovery.storage.store import Store
 from recovery.torch_rows.row_memory import RowMemory
 
@@ -91,7 +91,7 @@ class ReadAll:
 @dataclass(frozen=True)
 class Restore:
     shards: tuple[int, ...] | None
-    now: Now | None
+    now: TrainingPoint | None
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def _main(connection: Connection, begin: Begin) -> None:
 
 
 def serve(connection: Connection, begin: Begin, is_alone: Callable[[], bool]) -> None:
-    """Do as told until told to leave. is_alone: the other process is gone; a fork of it may hold the pipe open."""
+    """Do as told until told to leave. single_worker: the other process is gone; a fork of it may hold the pipe open."""
     say, ended = _Saying(connection), Ended(None)
     with _living(say, begin.silence_s / 6):
         try:

@@ -83,7 +83,7 @@ class Encoded:
 
 
 @dataclass(frozen=True)
-class Done:
+class EncodingSteps:
     """What an encoding's name says. delta: bits of a distance between places; bits: of a weight; None: not done."""
 
     delta: int | None = None
@@ -96,7 +96,12 @@ class Done:
         return "+".join(words if self.bits or self.zstd else [*words, "raw"])
 
 
-_ALL = (Done(delta, bits, zstd) for delta in (None, 8, 16, 32, 64) for bits in (None, 4, 8) for zstd in (False, True))
+_ALL = (
+    EncodingSteps(delta, bits, zstd)
+    for delta in (None, 8, 16, 32, 64)
+    for bits in (None, 4, 8)
+    for zstd in (False, True)
+)
 _ENCODINGS = {done.name: done for done in _ALL}
 
 
@@ -114,7 +119,7 @@ def encode_rows(
     Weights that are not finite are never quantised: a section that has one is exact.
     """
     assert records.dtype == np.float32 and records.ndim == 2 and records.shape[1] == table.width and len(records)
-    done, pieces = Done(), list[Piece]()
+    done, pieces = EncodingSteps(), list[Piece]()
     if places is not None:
         assert len(places) == len(records)
         delta, packed = _pack_places(places)
@@ -173,7 +178,7 @@ def encode_state(data: Piece, encoding: Encoding = EXACT) -> Encoded:
             f"the training state has {len(data):,} bytes, a restore reads at most {STATE_LIMIT_BYTES:,}: keep large "
             "tensors in embedding tables, whose rows are saved in pieces, or outside the checkpoint"
         )
-    return _packed([data], Done(), encoding)
+    return _packed([data], EncodingSteps(), encoding)
 
 
 def decode_state(data: Piece, blob: StateBlob, limit_bytes: int | None = None) -> bytes:
@@ -198,7 +203,7 @@ def checksum(pieces: Sequence[Piece]) -> str:
     return hashed.hexdigest()
 
 
-def _packed(pieces: list[Piece], done: Done, encoding: Encoding) -> Encoded:
+def _packed(pieces: list[Piece], done: EncodingSteps, encoding: Encoding) -> Encoded:
     raw_bytes = sum(len(piece) for piece in pieces)
     compressed = _compressed(pieces, raw_bytes, encoding) if encoding.level else None
     if compressed is not None:
@@ -245,7 +250,7 @@ def _unpacked(data: Piece, about: Section | StateBlob, is_zstd: bool, where: str
     return memoryview(raw)
 
 
-def _done(name: str, where: str) -> Done:
+def _done(name: str, where: str) -> EncodingSteps:
     if name not in _ENCODINGS:
         raise Damaged(f"{where}: encoding {name!r} is not known")
     return _ENCODINGS[name]

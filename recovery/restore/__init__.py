@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from recovery.restore.restore import Now, Report, restore
+from recovery.restore.restore import Report, TrainingPoint, restore
 
-__all__ = ["Now", "Report", "restore"]
+__all__ = ["Report", "TrainingPoint", "restore"]

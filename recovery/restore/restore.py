@@ -16,14 +16,14 @@ from recovery.errors import BadInput, Damaged, NotFound
 from recovery.format import row_codec
 from recovery.format.manifest import Manifest, difference
 from recovery.restore.row_loader import Age, Filling, Run, runs
-from recovery.rows import Holder
+from recovery.rows import RowSource
 from recovery.storage.store import Store
 
-__all__ = ["Age", "Now", "Report", "Run", "restore", "runs"]
+__all__ = ["Age", "Report", "Run", "TrainingPoint", "restore", "runs"]
 
 
 @dataclass(frozen=True)
-class Now:
+class TrainingPoint:
     """How far training was when the rows were lost. total_samples: of the whole run. None: not known to who asks."""
 
     step: int
@@ -69,11 +69,11 @@ class Report:
 
 def restore(
     store: Store,
-    holder: Holder,
+    holder: RowSource,
     shards: Sequence[int] | None = None,
     *,
     config: Config | None = None,
-    now: Now | None = None,
+    now: TrainingPoint | None = None,
     with_state: bool = True,
     is_wanted: Callable[[int], bool] = lambda epoch: True,
     clock: Callable[[], float] = time.monotonic,

@@ -22,7 +22,7 @@ from recovery.catalog.chains import Chain
 from recovery.config import Config
 from recovery.format import row_codec
 from recovery.format.manifest import Blob, Manifest, Section
-from recovery.rows import Holder, Places, write_rows
+from recovery.rows import RowIndices, RowSource, write_rows
 from recovery.storage.store import Store, read
 
 
@@ -69,7 +69,7 @@ def runs(blobs: Sequence[Blob], wanted: Callable[[Section], bool], most_bytes: i
 class Filling:
     """One attempt at one chain."""
 
-    def __init__(self, store: Store, holder: Holder, asked: tuple[int, ...], chain: Chain, config: Config) -> None:
+    def __init__(self, store: Store, holder: RowSource, asked: tuple[int, ...], chain: Chain, config: Config) -> None:
         self._store, self._holder, self._asked = store, holder, frozenset(asked)
         self._chain, self._config = chain, config
         schema = holder.schema
@@ -154,7 +154,7 @@ class Filling:
             if into not in self._asked:
                 continue
             cycle = n_shards // math.gcd(saved_in, n_shards)
-            target: Places
+            target: RowIndices
             if section.first is not None:
                 skip = (start - section.first) % cycle  # the first of these rows whose place is start modulo cycle
                 mine = records[skip::cycle]
@@ -168,7 +168,7 @@ class Filling:
                 n += self._write(section.table, into, target, mine)
         return n
 
-    def _write(self, table: int, shard: int, places: Places, records: np.ndarray) -> int:
+    def _write(self, table: int, shard: int, places: RowIndices, records: np.ndarray) -> int:
         slab = self._holder.slab(table, shard)
         if self._written is not None:
             written = self._written[table, shard]

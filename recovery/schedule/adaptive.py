@@ -18,7 +18,7 @@ from typing import Any
 from recovery.errors import BadInput
 from recovery.format.manifest import Manifest
 from recovery.schedule import failures, planner
-from recovery.schedule.costs import Costs, Job, Wishes
+from recovery.schedule.costs import Costs, Job, Objectives
 from recovery.schedule.failures import MeanTime
 
 FIRST_INTERVAL_S = 300.0  # until a save was measured
@@ -30,7 +30,7 @@ _TOTAL_S = 30 * 86400.0
 
 
 @dataclass(frozen=True)
-class Given:
+class Goals:
     """What the user wants. mtbf_h: assumed mean time between failures of any host, in hours; None: not known."""
 
     policy: str
@@ -44,10 +44,12 @@ class Given:
             raise BadInput(f"mtbf_h is a number of hours above 0, got {self.mtbf_h}")
         if not 0 < self.longest_s < math.inf:
             raise BadInput(f"longest_s is a number of seconds above 0, got {self.longest_s}")
-        self.wishes("partial")
+        self.objectives("partial")
 
-    def wishes(self, strategy: str) -> Wishes:
-        return Wishes(strategy, target_pls=self.target_pls, policy=self.policy, r=self.r, max_interval_s=self.longest_s)
+    def objectives(self, strategy: str) -> Objectives:
+        return Objectives(
+            strategy, target_pls=self.target_pls, policy=self.policy, r=self.r, max_interval_s=self.longest_s
+        )
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Measured:
     load_s:         loading all rows, each host its own; partial_load_s: those of a lost host
     reschedule_s:   from the last step before a host was lost until training went on, without the loading
     delta_share:    bytes of the newest partial save over those of its base
-    observed_s:     of training, in this job and those it goes on from
+    observed_s:     of training, in this job and those it resumes from
     failures_s:     when, in that time, a host or the whole job was lost
     """
 
@@ -144,7 +146,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Pace:
+class IntervalPlan:
     """Save this kind every `interval_s`. plan: what it follows from; None: nothing was measured yet."""
 
     interval_s: float
@@ -152,21 +154,23 @@ class Pace:
     reason: str
     plan: planner.Plan | None = None
 
-    def differs_from(self, other: Pace) -> bool:
+    def differs_from(self, other: IntervalPlan) -> bool:
         """In what is done, not in the figures of the sentence."""
         return (self.interval_s, self.kind) != (other.interval_s, other.kind)
 
 
-def pace(measured: Measured, given: Given, n_bytes: int, n_servers: int, now: Pace | None = None) -> Pace:
+def plan_interval(
+    measured: Measured, given: Goals, n_bytes: int, n_servers: int, now: IntervalPlan | None = None
+) -> IntervalPlan:
     """How to go on. n_bytes: of all records; n_servers: hosts that hold rows; now: the pace in force."""
     costs = measured.costs()
     if costs is None:
-        return Pace(FIRST_INTERVAL_S, given.policy, f"every {FIRST_INTERVAL_S:g} s until a save was measured")
+        return IntervalPlan(FIRST_INTERVAL_S, given.policy, f"every {FIRST_INTERVAL_S:g} s until a save was measured")
     strategy = "partial" if n_servers > 1 else "full"
     between = measured.between_failures(given.mtbf_h)
     job = Job(costs, n_bytes, n_servers, between.mean_s, _TOTAL_S)
     before = now.plan if now is not None and now.plan is not None and now.plan.strategy == strategy else None
-    found = planner.plan(job, given.wishes(strategy), before)
+    found = planner.plan(job, given.objectives(strategy), before)
     # Without a first partial save it would never be known how small they are.
     kind = "full" if found.kind == "full" and measured.delta_share is not None else given.policy
     hosts = "one host: its loss is the job's" if n_servers == 1 else f"{n_servers} hosts: a lost one is recovered alone"
@@ -179,4 +183,4 @@ def pace(measured: Measured, given: Given, n_bytes: int, n_servers: int, now: Pa
         between.reason,
         "assumed: " + ", ".join(measured.assumed()) if measured.assumed() else "",
     ]
-    return Pace(found.interval_s, kind, "; ".join(part for part in said if part), found)
+    return IntervalPlan(found.interval_s, kind, "; ".join(part for part in said if part), found)

@@ -79,7 +79,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class Objectives:
     """What is wanted.
 
     strategy:       "auto": what costs less; "full" or "partial": that

@@ -11,9 +11,9 @@ import math
 from dataclasses import dataclass, replace
 
 from recovery.schedule import formulas
-from recovery.schedule.costs import Costs, Job, Wishes
+from recovery.schedule.costs import Costs, Job, Objectives
 
-__all__ = ["Chain", "Costs", "Estimate", "Job", "Plan", "Wishes", "estimate", "estimates", "next_kind", "plan"]
+__all__ = ["ChainSize", "Costs", "Estimate", "Job", "Objectives", "Plan", "estimate", "estimates", "next_kind", "plan"]
 
 _DAY_S = 86400.0
 _PUT_BYTES = 64 * 2**20  # a blob
@@ -68,24 +68,24 @@ class Plan:
         return self.full if self.strategy == "full" else self.partial
 
 
-def estimates(job: Job, wishes: Wishes) -> tuple[Estimate, Estimate]:
+def estimates(job: Job, objectives: Objectives) -> tuple[Estimate, Estimate]:
     """(full, partial), each at its own interval: full recovery's optimum, and the one that meets the target PLS."""
-    wishes, between_s = picked(job, wishes), job.between_failures_s
-    full_s = formulas.best_full_interval_s(_round_stall_s(job, "full", wishes), between_s)
-    partial_s = formulas.interval_for_pls_s(wishes.target_pls, job.n_servers, between_s)
-    full = estimate(job, "full", _feasible(full_s, job, wishes), wishes)
-    return full, estimate(job, "partial", _feasible(partial_s, job, wishes), wishes)
+    objectives, between_s = picked(job, objectives), job.between_failures_s
+    full_s = formulas.best_full_interval_s(_round_stall_s(job, "full", objectives), between_s)
+    partial_s = formulas.interval_for_pls_s(objectives.target_pls, job.n_servers, between_s)
+    full = estimate(job, "full", _feasible(full_s, job, objectives), objectives)
+    return full, estimate(job, "partial", _feasible(partial_s, job, objectives), objectives)
 
 
-def estimate(job: Job, strategy: str, round_s: float, wishes: Wishes) -> Estimate:
+def estimate(job: Job, strategy: str, round_s: float, objectives: Objectives) -> Estimate:
     """What "full" or "partial" recovery costs with a round of saves every `round_s`."""
-    wishes = picked(job, wishes)
+    objectives = picked(job, objectives)
     costs, between_s, partial = job.costs, job.between_failures_s, strategy == "partial"
     load_s = costs.load_s if not partial or costs.partial_load_s is None else costs.partial_load_s
     return Estimate(
         strategy,
         round_s,
-        saving=_round_stall_s(job, strategy, wishes) / round_s,
+        saving=_round_stall_s(job, strategy, objectives) / round_s,
         loading=load_s / between_s,
         rescheduling=costs.reschedule_s / between_s,
         redoing=0.0 if partial else round_s / 2 / between_s,
@@ -93,31 +93,31 @@ def estimate(job: Job, strategy: str, round_s: float, wishes: Wishes) -> Estimat
     )
 
 
-def plan(job: Job, wishes: Wishes, now: Plan | None = None) -> Plan:
+def plan(job: Job, objectives: Objectives, now: Plan | None = None) -> Plan:
     """The strategy that costs less, its interval and kind. `now`: the plan in force, left only for good reason."""
-    is_picked, wishes = wishes.r is None, picked(job, wishes, now)
-    full, partial = estimates(job, wishes)
+    is_picked, objectives = objectives.r is None, picked(job, objectives, now)
+    full, partial = estimates(job, objectives)
     if now is not None:
-        full, partial = _kept(job, wishes, full, now.full), _kept(job, wishes, partial, now.partial)
-    margin = wishes.leave_margin if now is not None and now.strategy == "partial" else wishes.margin
-    strategy = wishes.strategy
+        full, partial = _kept(job, objectives, full, now.full), _kept(job, objectives, partial, now.partial)
+    margin = objectives.leave_margin if now is not None and now.strategy == "partial" else objectives.margin
+    strategy = objectives.strategy
     if strategy == "auto":
         strategy = "partial" if partial.overhead <= full.overhead * (1 - margin) else "full"
-    kind, r = _saves(job.costs, strategy, wishes)
+    kind, r = _saves(job.costs, strategy, objectives)
     chosen = full if strategy == "full" else partial
-    per_day = _round_shares(job.costs, strategy, wishes) * job.n_bytes * _DAY_S / chosen.round_s
-    longest = 1.0 if kind == "full" else 1 + wishes.rebase_at if wishes.rebase_at < math.inf else 1.0
-    stored = job.n_bytes * wishes.kept_bases * longest
+    per_day = _round_shares(job.costs, strategy, objectives) * job.n_bytes * _DAY_S / chosen.round_s
+    longest = 1.0 if kind == "full" else 1 + objectives.rebase_at if objectives.rebase_at < math.inf else 1.0
+    stored = job.n_bytes * objectives.kept_bases * longest
     puts_per_month = 30 * max(per_day / _PUT_BYTES, _DAY_S / (r * chosen.round_s))
-    cost = stored / 1e9 * wishes.price_per_gb_month + puts_per_month / 1000 * wishes.price_per_1000_puts
-    reason = _reason(strategy, full, partial, wishes, margin)
+    cost = stored / 1e9 * objectives.price_per_gb_month + puts_per_month / 1000 * objectives.price_per_1000_puts
+    reason = _reason(strategy, full, partial, objectives, margin)
     if is_picked and r < 1:
         reason += f"; {r:.3g} of the rows a save, so that one comes every {r * chosen.round_s / 60:,.0f} min"
     return Plan(strategy, kind, r * chosen.round_s, r, full, partial, per_day, stored, cost, reason)
 
 
 @dataclass(frozen=True)
-class Chain:
+class ChainSize:
     """What there is on the store to put the next save on top of.
 
     base_bytes:    of the last save of all rows; 0: there is none
@@ -132,7 +132,7 @@ class Chain:
     trusted: bool = True
 
 
-def next_kind(chain: Chain, wanted: str, rebase_at: float = 1.0) -> tuple[str, str]:
+def next_kind(chain: ChainSize, wanted: str, rebase_at: float = 1.0) -> tuple[str, str]:
     """("full" or the wanted kind, why): a new base when restoring the chain would cost more than one (Check-N-Run).
 
     rebase_at: how many times the base's bytes the partial saves on top of it may have
@@ -150,74 +150,74 @@ def next_kind(chain: Chain, wanted: str, rebase_at: float = 1.0) -> tuple[str, s
     return wanted, f"{wanted}: {said}"
 
 
-def picked(job: Job, wishes: Wishes, now: Plan | None = None) -> Wishes:
+def picked(job: Job, objectives: Objectives, now: Plan | None = None) -> Objectives:
     """With a share r, if none was asked for: the smallest whose saves are not too close to each other.
 
     What a round of partial saves writes does not depend on r (CPR), but the rows that matter are saved 1 / r times in
     it. The share of the plan in force stays while its saves are at least half as far apart.
     """
-    if wishes.r is not None:
-        return wishes
-    round_s = formulas.interval_for_pls_s(wishes.target_pls, job.n_servers, job.between_failures_s)
-    round_s = _feasible(round_s, job, wishes)
-    if now is not None and now.kind == wishes.policy and now.r * round_s >= _LEAST_INTERVAL_S / 2:
-        return replace(wishes, r=now.r)
-    return replace(wishes, r=next((r for r in _SHARES if r * round_s >= _LEAST_INTERVAL_S), _SHARES[-1]))
+    if objectives.r is not None:
+        return objectives
+    round_s = formulas.interval_for_pls_s(objectives.target_pls, job.n_servers, job.between_failures_s)
+    round_s = _feasible(round_s, job, objectives)
+    if now is not None and now.kind == objectives.policy and now.r * round_s >= _LEAST_INTERVAL_S / 2:
+        return replace(objectives, r=now.r)
+    return replace(objectives, r=next((r for r in _SHARES if r * round_s >= _LEAST_INTERVAL_S), _SHARES[-1]))
 
 
-def _saves(costs: Costs, strategy: str, wishes: Wishes) -> tuple[str, float]:
+def _saves(costs: Costs, strategy: str, objectives: Objectives) -> tuple[str, float]:
     """(kind, r). Full recovery needs every change: deltas where they are known to be small, else all rows."""
     if strategy == "partial":
-        assert wishes.r is not None, "picked"
-        return wishes.policy, 1.0 if wishes.policy in ("full", "delta") else wishes.r
+        assert objectives.r is not None, "picked"
+        return objectives.policy, 1.0 if objectives.policy in ("full", "delta") else objectives.r
     small = costs.delta_share is not None and costs.delta_share <= _DELTA_PAYS
     return ("delta" if small else "full"), 1.0
 
 
-def _round_shares(costs: Costs, strategy: str, wishes: Wishes) -> float:
+def _round_shares(costs: Costs, strategy: str, objectives: Objectives) -> float:
     """What a round of saves writes, new bases included, as a share of all rows."""
-    return _of_a_round(costs, strategy, wishes, 1.0, None)
+    return _of_a_round(costs, strategy, objectives, 1.0, None)
 
 
-def _round_stall_s(job: Job, strategy: str, wishes: Wishes) -> float:
+def _round_stall_s(job: Job, strategy: str, objectives: Objectives) -> float:
     """Seconds that training stands still for one round of saves."""
     costs = job.costs
-    return _of_a_round(costs, strategy, wishes, costs.save_s * costs.stall_share, costs.partial_stall_s)
+    return _of_a_round(costs, strategy, objectives, costs.save_s * costs.stall_share, costs.partial_stall_s)
 
 
-def _of_a_round(costs: Costs, strategy: str, wishes: Wishes, full: float, partial: float | None) -> float:
+def _of_a_round(costs: Costs, strategy: str, objectives: Objectives, full: float, partial: float | None) -> float:
     """What a round of saves costs, new bases included, when a save of all rows costs `full`.
 
     partial: what a partial save costs; None: in proportion to its rows. With saves of a share s, and partial saves up
     to a times the base: a base and a / s others in a / s + 1 saves, 1 / r of them in a round.
     """
-    kind, r = _saves(costs, strategy, wishes)
+    kind, r = _saves(costs, strategy, objectives)
     if kind == "full":
         return full
     share = r if kind != "delta" else costs.delta_share if costs.delta_share is not None else 1.0
-    partial, a = share * full if partial is None else partial, wishes.rebase_at
+    partial, a = share * full if partial is None else partial, objectives.rebase_at
     return ((share * full + a * partial) / (share + a) if a < math.inf else partial) / r
 
 
-def _feasible(round_s: float, job: Job, wishes: Wishes) -> float:
+def _feasible(round_s: float, job: Job, objectives: Objectives) -> float:
     """A save of all rows ends before the next begins."""
-    return max(min(round_s, wishes.max_interval_s), job.costs.save_s)
+    return max(min(round_s, objectives.max_interval_s), job.costs.save_s)
 
 
-def _kept(job: Job, wishes: Wishes, found: Estimate, old: Estimate) -> Estimate:
+def _kept(job: Job, objectives: Objectives, found: Estimate, old: Estimate) -> Estimate:
     """With the interval of the plan in force, if it is near the new one and still possible."""
-    near = abs(found.round_s - old.round_s) <= wishes.interval_band * old.round_s
-    possible = _feasible(old.round_s, job, wishes) == old.round_s
-    return estimate(job, found.strategy, old.round_s, wishes) if near and possible else found
+    near = abs(found.round_s - old.round_s) <= objectives.interval_band * old.round_s
+    possible = _feasible(old.round_s, job, objectives) == old.round_s
+    return estimate(job, found.strategy, old.round_s, objectives) if near and possible else found
 
 
-def _reason(strategy: str, full: Estimate, partial: Estimate, wishes: Wishes, margin: float) -> str:
+def _reason(strategy: str, full: Estimate, partial: Estimate, objectives: Objectives, margin: float) -> str:
     costs = f"partial recovery costs {partial.overhead:.2%} of training time, full {full.overhead:.2%}"
     told = f"{strategy}: {costs}"
-    if wishes.strategy != "auto":
+    if objectives.strategy != "auto":
         told += f", {strategy} was asked for"
     elif strategy == "full":
         told += f", partial must cost {margin:.0%} less"
     chosen = full if strategy == "full" else partial
     told += f"; a round of saves every {chosen.round_s / 3600:.2f} h"
-    return told if strategy == "full" else f"{told}, expected PLS {partial.pls:.3g}, target {wishes.target_pls:.3g}"
+    return told if strategy == "full" else f"{told}, expected PLS {partial.pls:.3g}, target {objectives.target_pls:.3g}"

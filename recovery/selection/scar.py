@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from recovery.rows import Holder, Places
+from recovery.rows import RowIndices, RowSource
 from recovery.selection.importance import l2_change
 
 
 class Scar:
     """Keeps a copy of all rows as they were last saved; zeros where they never were."""
 
-    def __init__(self, rows: Holder) -> None:
+    def __init__(self, rows: RowSource) -> None:
         self._rows = rows
         self._kept: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}
 
@@ -26,7 +26,7 @@ class Scar:
             far += l2_change(now[rows], kept[rows])
         return far
 
-    def saved(self, table: int, shard: int, places: Places, records: np.ndarray, counts: np.ndarray) -> None:
+    def saved(self, table: int, shard: int, places: RowIndices, records: np.ndarray, counts: np.ndarray) -> None:
         at = 0
         for kept in self._copies(table, shard):
             kept[places] = records[:, at : at + kept.shape[1]]

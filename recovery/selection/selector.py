@@ -16,7 +16,7 @@ import numpy as np
 from recovery.config import Config
 from recovery.errors import BadInput
 from recovery.policies import POLICIES, SAVE_POLICIES, SavePolicy
-from recovery.rows import Choice, Holder, Places, Telling, everything
+from recovery.rows import Choice, ObservableRowSource, RowIndices, RowSource, everything
 from recovery.selection import importance
 from recovery.selection.scar import Scar
 from recovery.selection.subsampled_updates import SubSampled
@@ -32,7 +32,7 @@ class Selection:
 
     def __init__(
         self,
-        holder: Holder,
+        holder: RowSource,
         config: Config,
         *,
         tracker_path: Path | None = None,
@@ -56,14 +56,16 @@ class Selection:
         if config.policy == "ssu":
             if not hasattr(holder, "listen"):
                 raise BadInput(f"{type(holder).__name__} does not tell its updates (listen), which ssu needs; use mfu")
-            cast(Telling, holder).listen(self.updated)
+            cast(ObservableRowSource, holder).listen(self.updated)
 
     @property
     def n_bytes(self) -> int:
         """Memory that the policy takes for the shards that are here."""
         schema, config = self._holder.schema, self._config
         return sum(
-            importance.extra_bytes(config.policy, table.rows_in(shard, schema.n_shards), table.record_bytes, config.r)
+            importance.extra_bytes(
+                config.policy, table.rows_in(shard, schema.n_shards), table.record_bytes, config.row_fraction
+            )
             for shard in self._holder.shards()
             for table in schema.tables
         )
@@ -83,7 +85,7 @@ class Selection:
                 if kind == "delta":
                     n = sum(int(np.count_nonzero(self._since(number, shard, piece))) for piece in _pieces(n))
                 elif kind != "full" and number not in self._small:
-                    n = importance.n_taken(kind, n, self._config.r)
+                    n = importance.n_taken(kind, n, self._config.row_fraction)
                 total += n * table.record_bytes
         return total
 
@@ -105,9 +107,9 @@ class Selection:
         chosen = self._sampled if kind == "ssu" else self._above(importance_of)
         return lambda table, shard: whole(table, shard) if table in self._small else chosen(table, shard)
 
-    def note(self, table: int, shard: int, places: Places, records: np.ndarray, counts: np.ndarray) -> None:
+    def note(self, table: int, shard: int, places: RowIndices, records: np.ndarray, counts: np.ndarray) -> None:
         if self._tracker is not None:
-            self._tracker.note(table, shard, places, counts)
+            self._tracker.record(table, shard, places, counts)
         if self._policy is not None:
             self._policy.saved(table, shard, places, records, counts)
 
@@ -120,7 +122,7 @@ class Selection:
     def abandon(self) -> None:
         """Nothing of this save counts. SSU's rows go back to their lists; what a policy has noted is of no use."""
         if self._tracker is not None:
-            self._tracker.abandon()
+            self._tracker.rollback()
         for (table, shard), places in self._taken.items():
             self.updated(table, shard, np.repeat(places, self._config.ssu_period))  # one of so many is looked at
         self._taken.clear()
@@ -154,9 +156,9 @@ class Selection:
 
     def _since(self, table: int, shard: int, places: slice) -> np.ndarray:
         assert self._tracker is not None
-        return self._tracker.since(table, shard, places)
+        return self._tracker.updates_since_save(table, shard, places)
 
-    def _changed(self, table: int, shard: int) -> Places:
+    def _changed(self, table: int, shard: int) -> RowIndices:
         n = len(self._holder.slab(table, shard))
         found = [importance.changed(self._since(table, shard, piece)) + piece.start for piece in _pieces(n)]
         places = np.concatenate(found) if found else np.empty(0, np.int64)
@@ -172,11 +174,13 @@ class Selection:
             n_rows = [table.rows_in(shard, schema.n_shards) for shard in shards]
             parts = [(shard, piece) for shard, n in zip(shards, n_rows, strict=True) for piece in _pieces(n)]
             found = [importance.histogram(score(number, shard, piece)) for shard, piece in parts]
-            limit = importance.threshold(found, importance.n_taken(self._config.policy, sum(n_rows), self._config.r))
+            limit = importance.threshold(
+                found, importance.n_taken(self._config.policy, sum(n_rows), self._config.row_fraction)
+            )
             for (shard, piece), quota in zip(parts, limit.quotas, strict=True):
                 limits.setdefault((number, shard), []).append((piece, limit.key, quota))
 
-        def choose(table: int, shard: int) -> Places:
+        def choose(table: int, shard: int) -> RowIndices:
             found = [
                 importance.at_least(score(table, shard, piece), key, quota) + piece.start
                 for piece, key, quota in limits.get((table, shard), [])
@@ -185,7 +189,7 @@ class Selection:
 
         return choose
 
-    def _sampled(self, table: int, shard: int) -> Places:
+    def _sampled(self, table: int, shard: int) -> RowIndices:
         with self._lock:
             taken = self._list(table, shard).take()
         self._taken[table, shard] = taken
@@ -199,7 +203,7 @@ class Selection:
         if (table, shard) not in self._lists:
             schema = self._holder.schema
             n = schema.tables[table].rows_in(shard, schema.n_shards)
-            capacity = importance.n_taken("ssu", n, self._config.r)
+            capacity = importance.n_taken("ssu", n, self._config.row_fraction)
             self._lists[table, shard] = SubSampled(n, capacity, rng=self._rng, period=self._config.ssu_period)
         return self._lists[table, shard]
 

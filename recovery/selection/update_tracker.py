@@ -27,7 +27,7 @@ import numpy as np
 import xxhash
 
 from recovery.errors import RecoveryError
-from recovery.rows import Holder, Places, Schema
+from recovery.rows import RowIndices, RowSource, Schema
 
 _HEADER_BYTES = 4096
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -49,7 +49,7 @@ class Tracker:
     counters: names the memory whose counters are meant; another name, and a tracker found in the file is worth nothing.
     """
 
-    def __init__(self, holder: Holder, path: Path | None = None, counters: str = "") -> None:
+    def __init__(self, holder: RowSource, path: Path | None = None, counters: str = "") -> None:
         self._holder, schema = holder, holder.schema
         parts = [(t, s) for s in range(schema.n_shards) for t in range(len(schema.tables))]
         sizes = [schema.tables[t].rows_in(s, schema.n_shards) for t, s in parts]
@@ -64,10 +64,10 @@ class Tracker:
         self._path, self._starts = path, dict(zip(parts, starts[:-1].tolist(), strict=True))
         self._saved = {part: whole[a:b] for part, a, b in zip(parts, starts[:-1], starts[1:], strict=True)}
         self._valid_for = self._read_header()
-        self._pending: list[tuple[int, int, Places, np.ndarray]] = []
+        self._pending: list[tuple[int, int, RowIndices, np.ndarray]] = []
         self._writes_through = False
 
-    def since(self, table: int, shard: int, places: slice = slice(None)) -> np.ndarray:
+    def updates_since_save(self, table: int, shard: int, places: slice = slice(None)) -> np.ndarray:
         """uint32 [n]: how often each row was updated since it was last saved. 0: the newest checkpoint has it."""
         now: np.ndarray = self._holder.slab(table, shard).counts[places]
         return now - self._saved[table, shard][places]
@@ -78,7 +78,7 @@ class Tracker:
 
     @property
     def pending_bytes(self) -> int:
-        """What the save under way keeps until its commit."""
+        """What the save in flight keeps until its commit."""
         return sum(4 * len(counts) + getattr(places, "nbytes", 0) for _, _, places, counts in self._pending)
 
     def begin(self, full: bool) -> None:
@@ -99,7 +99,7 @@ class Tracker:
                     if n:
                         _reserve(self._path, file.fileno(), _HEADER_BYTES + 4 * self._starts[table, shard], 4 * n)
 
-    def note(self, table: int, shard: int, places: Places, counts: np.ndarray) -> None:
+    def record(self, table: int, shard: int, places: RowIndices, counts: np.ndarray) -> None:
         """These rows were read with these counters. `counts` is copied."""
         if self._writes_through:
             self._saved[table, shard][places] = counts
@@ -115,7 +115,7 @@ class Tracker:
         self._pending.clear()
         self._write_header(manifest)
 
-    def abandon(self) -> None:
+    def rollback(self) -> None:
         """The save has failed."""
         self._pending.clear()
         self._writes_through = False

@@ -13,7 +13,7 @@ import numpy as np
 
 from recovery.errors import BadInput
 from recovery.policies import POLICIES
-from recovery.rows import Column, Places, Schema, Slab, Table
+from recovery.rows import Column, RowIndices, RowView, Schema, Table
 from recovery.selection import importance
 from recovery.selection.subsampled_updates import SubSampled
 from recovery.selection.update_tracker import Tracker
@@ -40,7 +40,7 @@ class RowModel:
 
 
 class SimulatedRows:
-    """A `Holder` whose shards are the sampled servers. Time passes by `pass_time`; values exist for "scar" only."""
+    """A `RowSource` whose shards are the sampled servers. Time passes by `pass_time`; values exist for "scar" only."""
 
     def __init__(self, model: RowModel, rng: np.random.Generator, policy: str, r: float) -> None:
         if policy not in POLICIES:
@@ -64,10 +64,10 @@ class SimulatedRows:
     def shards(self) -> Sequence[int]:
         return range(self.schema.n_shards)
 
-    def slab(self, table: int, shard: int) -> Slab:
-        return Slab((self._values[shard],), self._counts[shard])
+    def slab(self, table: int, shard: int) -> RowView:
+        return RowView((self._values[shard],), self._counts[shard])
 
-    def marks(self, shard: int) -> tuple[int, int]:
+    def step_marks(self, shard: int) -> tuple[int, int]:
         return 0, 0  # nothing happens beside a save here
 
     def pass_time(self, seconds: float) -> None:
@@ -89,7 +89,7 @@ class SimulatedRows:
         n_rows = 0
         for shard, places in enumerate(chosen):
             counts = self._counts[shard][places]
-            self._tracker.note(0, shard, places, counts)
+            self._tracker.record(0, shard, places, counts)
             self._kept[shard][places] = self._values[shard][places]
             n_rows += len(counts)
         self._tracker.commit("simulated")
@@ -97,12 +97,12 @@ class SimulatedRows:
 
     def lose(self, shard: int) -> float:
         """A server fails and gets back what was saved. How many updates are gone."""
-        lost = float(self._tracker.since(0, shard).sum(dtype=np.int64))
+        lost = float(self._tracker.updates_since_save(0, shard).sum(dtype=np.int64))
         self._values[shard] = self._kept[shard]
         self._tracker.restored("simulated", [shard])
         return lost
 
-    def _chosen(self, kind: str) -> list[Places]:
+    def _chosen(self, kind: str) -> list[RowIndices]:
         if kind == "full":
             for stream in self._streams:
                 stream.take()
@@ -110,9 +110,11 @@ class SimulatedRows:
         if kind == "ssu":
             return [stream.take() for stream in self._streams]
         if kind == "delta":
-            return [importance.changed(self._tracker.since(0, shard)) for shard in self.shards()]
+            return [importance.changed(self._tracker.updates_since_save(0, shard)) for shard in self.shards()]
         important = [
-            importance.l2_change(self._values[s], self._kept[s]) if kind == "scar" else self._tracker.since(0, s)
+            importance.l2_change(self._values[s], self._kept[s])
+            if kind == "scar"
+            else self._tracker.updates_since_save(0, s)
             for s in self.shards()
         ]
         limit = importance.threshold(

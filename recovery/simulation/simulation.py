@@ -16,12 +16,12 @@ import numpy as np
 
 from recovery.schedule import formulas
 from recovery.schedule.failures import mean_time
-from recovery.schedule.planner import Chain, Job, Plan, Wishes, next_kind, plan
+from recovery.schedule.planner import ChainSize, Job, Objectives, Plan, next_kind, plan
 from recovery.simulation.simulated_rows import RowModel, SimulatedRows
 
 
 @dataclass(frozen=True)
-class World:
+class SimulatedJob:
     """What is simulated.
 
     job:     total_s is the time simulated; between_failures_s what is assumed before any failure was seen
@@ -32,7 +32,7 @@ class World:
     """
 
     job: Job
-    wishes: Wishes
+    objectives: Objectives
     rows: RowModel | None = None
     settled: bool = True
     seeded: bool = False
@@ -68,7 +68,7 @@ class Outcome:
         return (self.saving_s + self.loading_s + self.rescheduling_s + self.redoing_s) / self.total_s
 
 
-def simulate(world: World, failures: np.ndarray, rng: np.random.Generator) -> Outcome:
+def simulate(world: SimulatedJob, failures: np.ndarray, rng: np.random.Generator) -> Outcome:
     """One operation. failures: float64 [F, 2], time in seconds (ascending), number of the server."""
     run = _Operation(world, rng)
     for at_s, server in failures[failures[:, 0] < world.job.total_s]:
@@ -81,13 +81,13 @@ def simulate(world: World, failures: np.ndarray, rng: np.random.Generator) -> Ou
 class _Operation:
     """Where the simulated job stands. Times are seconds of useful training; those before the start are below 0."""
 
-    def __init__(self, world: World, rng: np.random.Generator) -> None:
+    def __init__(self, world: SimulatedJob, rng: np.random.Generator) -> None:
         self._world, self._job = world, world.job
         self.outcome = Outcome(world.job.total_s)
-        self._plan = plan(world.job, world.wishes)
+        self._plan = plan(world.job, world.objectives)
         self.outcome.plans.append((0.0, self._plan))
         self._now = self._saved = self._round = self._replanned = 0.0
-        self._chain = Chain(base_bytes=world.job.n_bytes) if world.seeded else Chain()
+        self._chain = ChainSize(base_bytes=world.job.n_bytes) if world.seeded else ChainSize()
         self._in_round = 0
         self._rows: SimulatedRows | None = None
         self._rows_at = 0.0
@@ -102,7 +102,7 @@ class _Operation:
         """As though the job had run before: some rounds of saves, the start at any point of the last one."""
         rounds = 2 + rng.random()
         self._now = self._saved = self._round = self._rows_at = -rounds * self._plan.interval_s / self._plan.r
-        self._save(next_kind(self._chain, self._plan.kind, self._world.wishes.rebase_at)[0])
+        self._save(next_kind(self._chain, self._plan.kind, self._world.objectives.rebase_at)[0])
         self.until(0.0)
         kept, self.outcome = self.outcome, Outcome(self._job.total_s)
         self.outcome.plans, self.outcome.updates_lost = kept.plans, kept.updates_lost
@@ -115,7 +115,7 @@ class _Operation:
                 break
             self._now = min(save_at, replan_at)
             if save_at <= replan_at:
-                self._save(next_kind(self._chain, self._plan.kind, self._world.wishes.rebase_at)[0])
+                self._save(next_kind(self._chain, self._plan.kind, self._world.objectives.rebase_at)[0])
             else:
                 self._replan()
         self._now = at_s
@@ -140,7 +140,7 @@ class _Operation:
         share = self._share(kind)
         n_bytes = round(share * self._job.n_bytes)
         if kind == "full":
-            self._chain = Chain(base_bytes=n_bytes)
+            self._chain = ChainSize(base_bytes=n_bytes)
         else:
             self._chain = replace(self._chain, partial_bytes=self._chain.partial_bytes + n_bytes, next_bytes=n_bytes)
         costs, found = self._job.costs, self.outcome
@@ -170,7 +170,7 @@ class _Operation:
         """With what is known by now of failures."""
         self._replanned = self._now
         known = mean_time(max(self._now, 0.0), self.outcome.n_failures, self._job.between_failures_s)
-        new = plan(replace(self._job, between_failures_s=known.mean_s), self._world.wishes, self._plan)
+        new = plan(replace(self._job, between_failures_s=known.mean_s), self._world.objectives, self._plan)
         if (new.strategy, new.kind, new.interval_s) != (self._plan.strategy, self._plan.kind, self._plan.interval_s):
             self.outcome.plans.append((self._now, new))
         self._plan = new

@@ -9,7 +9,7 @@ from recovery.errors import BadInput
 from recovery.registry import Registry
 from recovery.storage.fsspec_store import PACKAGES, FsspecStore
 from recovery.storage.local_store import LocalStore
-from recovery.storage.retry import Patience, PatientStore
+from recovery.storage.retry import RetryingStore, RetryPolicy
 from recovery.storage.store import LEAST_BYTES_S, Store
 
 STORES: Registry[Store] = Registry(
@@ -44,8 +44,8 @@ def open_store(
             raise BadInput(f"{url}: a local folder takes no storage options, got {', '.join(storage_options)}")
         # What a disk refuses it refuses again. And pieces need no copy for a second attempt.
         tries = 1
-    patience = Patience(timeout_s, tries, least_bytes_s=least_bytes_s)
+    patience = RetryPolicy(timeout_s, tries, least_bytes_s=least_bytes_s)
     if not is_remote:
-        return PatientStore(LocalStore(path if colon else str(url)), patience)
+        return RetryingStore(LocalStore(path if colon else str(url)), patience)
     kind = STORES.get(protocol) if protocol in STORES.names() else FsspecStore
-    return PatientStore(kind(str(url), storage_options), patience)
+    return RetryingStore(kind(str(url), storage_options), patience)

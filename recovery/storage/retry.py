@@ -25,7 +25,7 @@ _FIRST_BYTES, _PIECE_BYTES = 1 << 20, 16 << 20  # of an object whose size is not
 
 
 @dataclass(frozen=True)
-class Patience:
+class RetryPolicy:
     """timeout_s: of one attempt, and a second more for each `least_bytes_s` that it moves; tries: attempts in all;
     first_pause_s, longest_pause_s: between them."""
 
@@ -55,12 +55,12 @@ class Patience:
         return longest * (0.5 + 0.5 * self.rng.random())
 
 
-class PatientStore:
+class RetryingStore:
     """A store whose calls end in time, and are tried again."""
 
-    def __init__(self, store: Store, patience: Patience | None = None) -> None:
+    def __init__(self, store: Store, patience: RetryPolicy | None = None) -> None:
         self.store, self.url = store, store.url
-        self.patience = patience or Patience()
+        self.patience = patience or RetryPolicy()
         self._lock, self._given_up = threading.Lock(), set[threading.Thread]()
 
     def put(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:

@@ -17,34 +17,35 @@ import numpy as np
 from torch import Tensor
 
 from recovery.errors import BadInput
-from recovery.rows import Schema, Slab
+from recovery.rows import RowView, Schema
 
 SHARED = Path("/dev/shm")
 
 
 class RowMemory:
-    """A `Holder` of tensors. One of shared tensors may be sent to a process that is started: it maps the same memory.
+    """A `RowSource` of tensors. One of shared tensors may be sent to a process that is started: it maps the same
+    memory.
 
     columns: of each table, its columns, float32 [n, w] or [n]. counts: of each table, int32 [n], the bits of a uint32.
     marks:   int64 [2], the last step finished and the last one begun.
     """
 
     def __init__(
-        self, schema: Schema, columns: Sequence[Sequence[Tensor]], counts: Sequence[Tensor], marks: Tensor
+        self, schema: Schema, columns: Sequence[Sequence[Tensor]], counts: Sequence[Tensor], step_marks: Tensor
     ) -> None:
         self.schema = schema
-        self._tensors = [[tensor.detach() for tensor in of_table] for of_table in columns], list(counts), marks
+        self._tensors = [[tensor.detach() for tensor in of_table] for of_table in columns], list(counts), step_marks
         self._columns = [tuple(_array(tensor) for tensor in of_table) for of_table in columns]
         self.counts = [tensor.numpy().view(np.uint32) for tensor in counts]
-        self._marks = marks.numpy()
+        self._marks = step_marks.numpy()
 
     def __reduce__(self) -> tuple[type[RowMemory], tuple[Any, ...]]:
         return RowMemory, (self.schema, *self._tensors)
 
     @property
     def is_shared(self) -> bool:
-        columns, counts, marks = self._tensors
-        return all(tensor.is_shared() for tensor in (*itertools.chain(*columns), *counts, marks))
+        columns, counts, step_marks = self._tensors
+        return all(tensor.is_shared() for tensor in (*itertools.chain(*columns), *counts, step_marks))
 
     @property
     def finished(self) -> int:
@@ -65,16 +66,16 @@ class RowMemory:
     def shards(self) -> Sequence[int]:
         return range(self.schema.n_shards)
 
-    def slab(self, table: int, shard: int) -> Slab:
+    def slab(self, table: int, shard: int) -> RowView:
         mine = slice(shard, None, self.schema.n_shards)
-        return Slab(tuple(column[mine] for column in self._columns[table]), self.counts[table][mine])
+        return RowView(tuple(column[mine] for column in self._columns[table]), self.counts[table][mine])
 
     def map_pages(self) -> None:
         """Touch every page once, so that the first save does not pay for mapping it."""
         for array in (*itertools.chain(*self._columns), *self.counts):
             array.reshape(-1)[:: mmap.PAGESIZE // array.itemsize].max(initial=0)
 
-    def marks(self, shard: int) -> tuple[int, int]:
+    def step_marks(self, shard: int) -> tuple[int, int]:
         finished = self.finished
         return finished, self.begun
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from recovery.errors import BadInput
-from recovery.rows import Column, Schema, Slab, Table
+from recovery.rows import Column, RowView, Schema, Table
 from recovery.torch_rows.row_memory import RowMemory, share_
 
 
 @dataclass(frozen=True)
-class Parts:
+class RowParts:
     """One table, as tensors.
 
     weight: float32 [n, dim]
@@ -36,14 +36,14 @@ class Parts:
 
 
 class TensorRows:
-    """A `Holder` of torch tensors on the CPU, with counters of its own (4 bytes a row).
+    """A `RowSource` of torch tensors on the CPU, with counters of its own (4 bytes a row).
 
         rows = of_optimizer(model, optimizer)            # or TensorRows({"user": Parts(weight, {"sum": ...})})
         with Checkpointer("s3://bucket/job", rows) as checkpoints:
             report = checkpoints.restore()
             if report is not None:
                 rows.continue_from(report.step)
-                load_rest(model, optimizer, rows, decode(report.state))
+                load_dense_state(model, optimizer, rows, decode(report.state))
             for step, batch in enumerate(batches, rows.last_step + 1):
                 loss(model(batch)).backward()
                 with rows.step():                        # the only place where rows change
@@ -57,10 +57,10 @@ class TensorRows:
 
     def __init__(
         self,
-        tables: Mapping[str, Parts],
+        tables: Mapping[str, RowParts],
         n_shards: int = 1,
         first_step: int = 0,
-        current: Callable[[], Mapping[str, Parts]] | None = None,
+        current: Callable[[], Mapping[str, RowParts]] | None = None,
         shared: bool = False,
     ) -> None:
         """current: where the tensors are found again, to notice that one was replaced by another.
@@ -71,11 +71,11 @@ class TensorRows:
         self._current = current or (lambda: self.tables)
         self.schema = Schema(tuple(_table(name, parts) for name, parts in tables.items()), n_shards)
         counts = [torch.zeros(len(parts.weight), dtype=torch.int32) for parts in tables.values()]
-        marks = torch.full((2,), first_step, dtype=torch.int64)
+        step_marks = torch.full((2,), first_step, dtype=torch.int64)
         columns = [_tensors(parts) for parts in tables.values()]
         if shared:
-            share_([*itertools.chain(*columns), *counts, marks])
-        self.memory = RowMemory(self.schema, columns, counts, marks)
+            share_([*itertools.chain(*columns), *counts, step_marks])
+        self.memory = RowMemory(self.schema, columns, counts, step_marks)
         self._number = {name: number for number, name in enumerate(tables)}
         self._heard: list[Callable[[int, int, np.ndarray], None]] = []
         self._told: dict[str, list[np.ndarray]] = {}
@@ -87,11 +87,11 @@ class TensorRows:
     def shards(self) -> Sequence[int]:
         return self.memory.shards()
 
-    def slab(self, table: int, shard: int) -> Slab:
+    def slab(self, table: int, shard: int) -> RowView:
         return self.memory.slab(table, shard)
 
-    def marks(self, shard: int) -> tuple[int, int]:
-        return self.memory.marks(shard)
+    def step_marks(self, shard: int) -> tuple[int, int]:
+        return self.memory.step_marks(shard)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[int]:
@@ -110,7 +110,7 @@ class TensorRows:
         memory.finished = step
 
     def touched(self, table: str, ids: Tensor | np.ndarray) -> None:
-        """Say which rows the coming step changes (or the one under way). Each counts once, however often it is named.
+        """Say which rows the coming step changes (or the one in flight). Each counts once, however often it is named.
 
         ids: int64 [n]. Said before the step, it is counted when the step begins: a count tells of a change, and a save
         between the two would take the row for saved.
@@ -134,7 +134,7 @@ class TensorRows:
     def listen(self, heard: Callable[[int, int, np.ndarray], None]) -> None:
         self._heard.append(heard)
 
-    def _changed(self, name: str, parts: Parts) -> list[np.ndarray]:
+    def _changed(self, name: str, parts: RowParts) -> list[np.ndarray]:
         """Which rows the coming step changes: int64, for each time that they count; distinct if anybody listens."""
         told, gradient = self._told.pop(name, None), parts.weight.grad
         if told is not None:
@@ -189,13 +189,13 @@ def of_optimizer(
     if unknown := [name for name in tables if name not in parameters]:
         raise BadInput(f"the model has no parameters {unknown}; it has {sorted(parameters)}")
 
-    def current() -> dict[str, Parts]:
+    def current() -> dict[str, RowParts]:
         return {name: _parts(name, parameters[name], optimizer) for name in tables}
 
     return TensorRows(current(), n_shards, current=current, shared=shared)
 
 
-def rest(model: nn.Module, optimizer: torch.optim.Optimizer, rows: TensorRows) -> dict[str, Any]:
+def dense_state(model: nn.Module, optimizer: torch.optim.Optimizer, rows: TensorRows) -> dict[str, Any]:
     """All other state of the two: what `Checkpointer.save` takes beside the rows."""
     saved = optimizer.state_dict()
     slots = {id(slot) for parts in rows.tables.values() for slot in parts.slots.values()}
@@ -204,7 +204,9 @@ def rest(model: nn.Module, optimizer: torch.optim.Optimizer, rows: TensorRows) -
     return {"model": dense, "optimizer": {**saved, "state": state}}
 
 
-def load_rest(model: nn.Module, optimizer: torch.optim.Optimizer, rows: TensorRows, state: Mapping[str, Any]) -> None:
+def load_dense_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rows: TensorRows, state: Mapping[str, Any]
+) -> None:
     """The inverse of `rest`, into a model whose rows were restored."""
     missing, unexpected = model.load_state_dict(state["model"], strict=False)
     if unexpected or (missing := [name for name in missing if name not in rows.tables]):
@@ -214,7 +216,7 @@ def load_rest(model: nn.Module, optimizer: torch.optim.Optimizer, rows: TensorRo
     optimizer.load_state_dict({**state["optimizer"], "state": merged})
 
 
-def _parts(name: str, weight: nn.Parameter, optimizer: torch.optim.Optimizer) -> Parts:
+def _parts(name: str, weight: nn.Parameter, optimizer: torch.optim.Optimizer) -> RowParts:
     group = next((g for g in optimizer.param_groups if any(p is weight for p in g["params"])), None)
     if group is None:
         raise BadInput(f"the optimizer has no parameter {name!r}: pass it model.parameters(), or name the other tables")
@@ -233,14 +235,14 @@ def _parts(name: str, weight: nn.Parameter, optimizer: torch.optim.Optimizer) ->
     still = kind is torch.optim.SparseAdam or (
         kind in (torch.optim.SGD, torch.optim.Adagrad) and not group.get("momentum") and not group["weight_decay"]
     )
-    return Parts(weight, slots, moves_all=not still)
+    return RowParts(weight, slots, moves_all=not still)
 
 
-def _tensors(parts: Parts) -> tuple[Tensor, ...]:
+def _tensors(parts: RowParts) -> tuple[Tensor, ...]:
     return (parts.weight, *parts.slots.values())
 
 
-def _table(name: str, parts: Parts) -> Table:
+def _table(name: str, parts: RowParts) -> Table:
     columns = []
     for column, tensor in (("weight", parts.weight), *parts.slots.items()):
         good = tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.is_contiguous()

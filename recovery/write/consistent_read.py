@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from recovery.errors import RecoveryError
-from recovery.rows import Holder, Places, copy_rows, n_places, some_places
+from recovery.rows import RowIndices, RowSource, copy_rows, n_places, some_places
 
 PIECE_BYTES = 512 << 10
 _PAUSE_S = 50e-6
@@ -36,7 +36,7 @@ class Busy(RecoveryError, TimeoutError):
 
 
 @dataclass(frozen=True)
-class Read:
+class ReadResult:
     """n_rows: how many of the rows asked for were copied, the first ones, at least one: all are of step `step`.
 
     n_torn: pieces that were copied in vain.
@@ -48,17 +48,17 @@ class Read:
 
 
 def read(
-    holder: Holder,
+    holder: RowSource,
     table: int,
     shard: int,
-    places: Places,
+    places: RowIndices,
     records: np.ndarray,
     counts: np.ndarray,
     *,
     timeout_s: float = 30.0,
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], object] = time.sleep,
-) -> Read:
+) -> ReadResult:
     """Copy rows into records, float32 [n, width], and counts, uint32 [n], as far as they are of one step.
 
     pause: sleeps for so long, or does something else, however long that takes, and returns True.
@@ -70,11 +70,11 @@ def read(
     done, step, n_torn = 0, 0, 0
     deadline: float | None = None
     while done < n:
-        finished, begun = holder.marks(shard)
+        finished, begun = holder.step_marks(shard)
         if finished == begun and (done == 0 or begun == step):
             stop = min(done + piece, n)
             copy_rows(slab, some_places(places, done, stop), records[done:stop], counts[done:stop])
-            if holder.marks(shard)[1] == begun:
+            if holder.step_marks(shard)[1] == begun:
                 done, step = stop, begun
                 continue
             n_torn += 1
@@ -93,4 +93,4 @@ def read(
             )
         if pause(_PAUSE_S):
             deadline = None  # nobody looked meanwhile
-    return Read(done, step, n_torn)
+    return ReadResult(done, step, n_torn)

@@ -44,7 +44,7 @@ from recovery.errors import BadInput, Damaged, RecoveryError, StoreError
 from recovery.format import row_codec
 from recovery.format.manifest import Blob, Manifest, Section, StateBlob, from_json, kind_of, to_json
 from recovery.restore.inspect import verify_saved
-from recovery.rows import Holder, Schema
+from recovery.rows import RowSource, Schema
 from recovery.selection.selector import Selection
 from recovery.storage.store import Store, blob_prefix, is_there
 from recovery.write.section_pipeline import Buffers, Cancelled, PartResult
@@ -82,7 +82,7 @@ class SavePlace:
 
 
 def save_part(
-    rows: Holder,
+    rows: RowSource,
     selection: Selection,
     store: Store,
     place: SavePlace,

@@ -24,7 +24,7 @@ from recovery.errors import BadInput, RecoveryError
 from recovery.format import row_codec
 from recovery.format.manifest import LEAST_SECTION_BYTES, LIMIT_BYTES, Blob, Section
 from recovery.format.row_codec import Encoded, Encoding
-from recovery.rows import Places, Schema, Table
+from recovery.rows import RowIndices, Schema, Table
 from recovery.storage.direct_io import aligned
 from recovery.storage.store import Store
 from recovery.write import consistent_read
@@ -111,7 +111,7 @@ class Buffers:
             for _ in range(config.threads + 1)
         ]
         room = self.blob_bytes + 64  # the places of a section may be padded
-        self.blobs = [aligned(room) for _ in range(config.puts + 1)]
+        self.blobs = [aligned(room) for _ in range(config.concurrent_puts + 1)]
         for blob in self.blobs:
             blob.fill(0)
 
@@ -121,8 +121,8 @@ class Buffers:
 
 
 @dataclass
-class _UnderWay:
-    """A section under way: section has no start yet, nor anything that follows from the encoding."""
+class _SectionInFlight:
+    """A section in flight: section has no start yet, nor anything that follows from the encoding."""
 
     table: int
     shard: int
@@ -133,8 +133,8 @@ class _UnderWay:
     encoded: Future[Encoded]
 
 
-class Line:
-    """The threads of one save, and what is under way. Used by one thread, as a context manager."""
+class SectionPipeline:
+    """The threads of one save, and what is in flight. Used by one thread, as a context manager."""
 
     def __init__(
         self,
@@ -153,8 +153,8 @@ class Line:
         self._section_bytes, self._blob_bytes = buffers.section_bytes, buffers.blob_bytes
         self._free, self._free_blobs = deque(buffers.sections), deque(buffers.blobs)
         self._encoders = ThreadPoolExecutor(config.threads, "recovery-encode")
-        self._putters = ThreadPoolExecutor(config.puts, "recovery-put")
-        self._under_way: deque[_UnderWay] = deque()
+        self._putters = ThreadPoolExecutor(config.concurrent_puts, "recovery-put")
+        self._in_flight: deque[_SectionInFlight] = deque()
         self._puts: deque[tuple[Future[None], np.ndarray]] = deque()
         self._blob: np.ndarray | None = None
         self._at = 0
@@ -162,7 +162,7 @@ class Line:
         self._blobs: list[Blob] = []
         self._n_torn, self._worst_error, self._started = 0, 0.0, clock()
 
-    def __enter__(self) -> Line:
+    def __enter__(self) -> SectionPipeline:
         return self
 
     def __exit__(
@@ -180,7 +180,9 @@ class Line:
         free = self._free[0]
         return free.records[: n * table.width].reshape(n, table.width), free.counts[:n]
 
-    def encode(self, table: int, shard: int, places: Places, got: consistent_read.Read, records: np.ndarray) -> None:
+    def encode(
+        self, table: int, shard: int, places: RowIndices, got: consistent_read.ReadResult, records: np.ndarray
+    ) -> None:
         """What was read into the `buffers` given last goes on its way."""
         first = places.start if isinstance(places, slice) else None
         encoded = self._encoders.submit(
@@ -191,18 +193,20 @@ class Line:
             self._encoding_as,
         )
         self._n_torn += got.n_torn
-        self._under_way.append(_UnderWay(table, shard, first, len(records), got.step, self._free.popleft(), encoded))
+        self._in_flight.append(
+            _SectionInFlight(table, shard, first, len(records), got.step, self._free.popleft(), encoded)
+        )
 
     def pause(self, seconds: float) -> bool:
         """While no row can be read: do what there is to do, or sleep. Returns whether there was anything."""
-        if self._under_way and self._under_way[0].encoded.done():
+        if self._in_flight and self._in_flight[0].encoded.done():
             self._assemble()
             return True
         time.sleep(seconds)
         return False
 
     def finish(self) -> PartResult:
-        while self._under_way:
+        while self._in_flight:
             self._assemble()
         self._put()
         while self._puts:
@@ -223,8 +227,8 @@ class Line:
             self._wait_put()
 
     def _assemble(self) -> None:
-        """Append the oldest section under way to the blob."""
-        one = self._under_way.popleft()
+        """Append the oldest section in flight to the blob."""
+        one = self._in_flight.popleft()
         encoded = one.encoded.result()
         if self._at + encoded.n_bytes > self._blob_bytes and self._sections:
             self._put()

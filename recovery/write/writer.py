@@ -15,10 +15,10 @@ import numpy as np
 
 from recovery.config import Config
 from recovery.format.row_codec import Encoding
-from recovery.rows import Choice, Holder, Places, n_places, some_places
+from recovery.rows import Choice, RowIndices, RowSource, n_places, some_places
 from recovery.storage.store import Store
 from recovery.write import consistent_read
-from recovery.write.section_pipeline import Buffers, Line, PartResult
+from recovery.write.section_pipeline import Buffers, PartResult, SectionPipeline
 
 
 class Note(Protocol):
@@ -27,11 +27,11 @@ class Note(Protocol):
     The arrays are the writer's and will be overwritten.
     """
 
-    def __call__(self, table: int, shard: int, places: Places, records: np.ndarray, counts: np.ndarray) -> None: ...
+    def __call__(self, table: int, shard: int, places: RowIndices, records: np.ndarray, counts: np.ndarray) -> None: ...
 
 
 def save_rows(
-    holder: Holder,
+    holder: RowSource,
     choice: Choice,
     store: Store,
     prefix: str,
@@ -53,7 +53,9 @@ def save_rows(
     """
     encoding = Encoding(config.level, bits=None if exact else config.bits)
     buffers = buffers or Buffers(holder.schema, config)
-    with Line(holder.schema, store, prefix, config, encoding, cancel or threading.Event(), clock, buffers) as line:
+    with SectionPipeline(
+        holder.schema, store, prefix, config, encoding, cancel or threading.Event(), clock, buffers
+    ) as line:
         for shard in holder.shards():
             for number, table in enumerate(holder.schema.tables):
                 places, start = choice(number, shard), 0

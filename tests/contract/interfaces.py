@@ -226,7 +226,9 @@ class PolicyContract:
 
     def test_a_save_takes_its_share_at_most_and_small_tables_whole(self, policy: str) -> None:
         rows = two_tables(2)
-        saver = Saver(rows, RamStore(), Config(policy=policy, r=0.02, section_bytes=8 << 10, blob_bytes=32 << 10))
+        saver = Saver(
+            rows, RamStore(), Config(policy=policy, row_fraction=0.02, section_bytes=8 << 10, blob_bytes=32 << 10)
+        )
         saver.save()
         train(rows, 30, seed=1)
         manifest = saver.save()
@@ -238,7 +240,7 @@ class PolicyContract:
 
     def test_a_restored_row_is_as_of_one_of_the_saves(self, policy: str) -> None:
         rows, store, seen = two_tables(2), RamStore(), []
-        saver = Saver(rows, store, Config(policy=policy, r=0.1, section_bytes=8 << 10, blob_bytes=32 << 10))
+        saver = Saver(rows, store, Config(policy=policy, row_fraction=0.1, section_bytes=8 << 10, blob_bytes=32 << 10))
         for _ in range(3):
             saver.save()
             seen.append(values(rows))
@@ -257,7 +259,9 @@ class PolicyContract:
 
     def test_after_a_save_that_failed_the_next_one_is_full_or_right(self, policy: str) -> None:
         rows = two_tables(2)
-        saver = Saver(rows, RamStore(), Config(policy=policy, r=0.1, section_bytes=8 << 10, blob_bytes=32 << 10))
+        saver = Saver(
+            rows, RamStore(), Config(policy=policy, row_fraction=0.1, section_bytes=8 << 10, blob_bytes=32 << 10)
+        )
         base = saver.save()
         train(rows, 3, seed=1)
         choice = saver.selection.begin(policy)

@@ -9,7 +9,7 @@ import pytest
 
 from recovery.errors import NotFound
 from recovery.storage.fsspec_store import FsspecStore
-from recovery.storage.retry import PatientStore
+from recovery.storage.retry import RetryingStore
 from recovery.storage.store import Store, check
 
 NAME = "blobs/000001-00000002/0003"
@@ -90,7 +90,7 @@ class StoreContract:
 
 def _second_view(store: Store) -> Store:
     """As another process would see the same place."""
-    inner = store.store if isinstance(store, PatientStore) else store
+    inner = store.store if isinstance(store, RetryingStore) else store
     if isinstance(inner, FsspecStore) and inner.url.startswith("s3"):
         options = inner._fs.storage_options
         return FsspecStore(inner.url, {**options, "skip_instance_cache": True})

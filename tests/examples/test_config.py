@@ -194,7 +194,7 @@ def test_checkpoints_are_read_from_the_file_and_the_command_line(tmp_path: Path)
     callback = checkpoint.callback()
     assert (callback.url, callback.every_s, callback.every_steps) == ("s3://bucket/job", 60.0, 20)
     assert (callback.resume, callback.takeover) == (False, False)
-    assert (callback.config.policy, callback.config.r, callback.config.bits) == ("mfu", 0.25, 8)
+    assert (callback.config.policy, callback.config.row_fraction, callback.config.bits) == ("mfu", 0.25, 8)
 
 
 def test_a_section_with_nothing_but_a_place_has_the_defaults_of_the_callback(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_section_with_nothing_but_a_place_has_the_defaults_of_the_callback(tmp
     assert checkpoint is not None
     ours, default = checkpoint.callback(), CheckpointCallback("folder")
     assert (ours.url, ours.config, ours.storage_options) == (default.url, default.config, default.storage_options)
-    assert ours.last_gasp_s == default.last_gasp_s
+    assert ours.final_checkpoint_s == default.final_checkpoint_s
     assert (ours.every_s, ours.every_steps, ours.resume) == (default.every_s, default.every_steps, default.resume)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ctr.pulse import Pulse
+from ctr.pulse import ProgressFiles
 from ctr.recovery_log import RecoveryLog
 from demo import checked, outcome
 from demo_hosts import Hosts, host_names
@@ -88,7 +88,7 @@ def test_a_job_without_a_summary_fails_the_demo(tmp_path: Path) -> None:
 
 def test_the_pulse_tells_the_step_and_the_process_of_each_rank(tmp_path: Path) -> None:
     for rank in (1, 0):
-        pulse = Pulse(tmp_path, every_steps=2)
+        pulse = ProgressFiles(tmp_path, every_steps=2)
         pulse.on_job(Job("job", rank, 2, 0, "here", leads_host=True))
         for step in range(1, 6):
             pulse.on_step(StepRecord(step + rank, 0, 8, 8 * step, 0.1, 2, "allreduce", None))
@@ -103,7 +103,7 @@ def test_the_pulse_tells_the_step_and_the_process_of_each_rank(tmp_path: Path) -
 
 
 def test_the_pulse_tells_a_change_of_mode_at_once_and_needs_no_round_step(tmp_path: Path) -> None:
-    pulse, seen = Pulse(tmp_path, every_steps=10), []
+    pulse, seen = ProgressFiles(tmp_path, every_steps=10), []
     pulse.on_job(Job("job", 0, 2, 0, "here", leads_host=True))
     for step, mode in [(1, "allreduce"), (2, "gba"), (9, "gba"), (13, "gba"), (14, "gba")]:
         pulse.on_step(StepRecord(step, 0, 8, 8 * step, 0.1, 2, mode, None))
@@ -113,7 +113,7 @@ def test_the_pulse_tells_a_change_of_mode_at_once_and_needs_no_round_step(tmp_pa
 
 def test_the_pulse_forgets_ranks_that_the_job_no_longer_has(tmp_path: Path) -> None:
     for rank, size in ((0, 3), (1, 3), (2, 3), (0, 2)):
-        Pulse(tmp_path).on_job(Job("job", rank, size, 0, "here", leads_host=rank == 0))
+        ProgressFiles(tmp_path).on_job(Job("job", rank, size, 0, "here", leads_host=rank == 0))
     assert sorted(path.name for path in (tmp_path / "pulse").iterdir()) == ["worker-0.json", "worker-1.json"]
 
 
@@ -145,7 +145,7 @@ def test_the_demo_reads_the_processes_and_the_mode_from_the_pulse(tmp_path: Path
         watch = Watch(job, tmp_path, time.monotonic() + 100)
         assert (watch.step(), watch.mode(), watch.workers()) == (-1, "", [])
         for rank in (0, 1):
-            pulse = Pulse(tmp_path)
+            pulse = ProgressFiles(tmp_path)
             pulse.on_job(Job("job", rank, 2, 0, "here", leads_host=True))
             pulse.on_step(StepRecord(7, 0, 8, 56, 0.1, 2, "gba", None))
         assert (watch.step(), watch.mode(), watch.n_workers()) == (7, "gba", 2)

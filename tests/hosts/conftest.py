@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gba_hvd_tools.virtual_hosts import Lab, missing
+from gba_hvd_tools.virtual_hosts import VirtualHosts, missing
 
 from .job import DESK
 
@@ -17,9 +17,9 @@ def _why_not() -> str:
 
 
 @pytest.fixture
-def lab(tmp_path: Path, _why_not: str) -> Iterator[Lab]:
+def lab(tmp_path: Path, _why_not: str) -> Iterator[VirtualHosts]:
     """A desk, where the launcher runs, and two hosts for workers."""
     if _why_not:
         pytest.skip(_why_not)
-    with Lab(tmp_path / "lab", (DESK, "h1", "h2")) as lab:
+    with VirtualHosts(tmp_path / "lab", (DESK, "h1", "h2")) as lab:
         yield lab

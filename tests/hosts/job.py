@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gba_hvd_tools.virtual_hosts import Lab
+from gba_hvd_tools.virtual_hosts import VirtualHosts
 
 from gba_hvd.ps.client import Client
 from gba_hvd.ps.messages import Endpoint
-from gba_hvd.shm.checkpoint_rows import MemoryRows
+from gba_hvd.shm.checkpoint_rows import ShardRows
 from gba_hvd.shm.layout import Layout
 from gba_hvd.shm.shard_memory import ShardMemory
-from recovery.restore import Now, restore
+from recovery.restore import TrainingPoint, restore
 from recovery.storage.store import Store
 from tests.processes.cluster import END_S, HOROVODRUN, Cluster, wait_for
 from tests.processes.workload import digests, digests_of
@@ -48,7 +48,7 @@ wait
 class HostsJob(Cluster):
     """`lab` must have the desk and the hosts for workers; each of them runs one."""
 
-    lab: Lab = field(kw_only=True)
+    lab: VirtualHosts = field(kw_only=True)
     gloo_timeout_s: int = field(default=GLOO_TIMEOUT_S, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -137,8 +137,8 @@ class HostsJob(Cluster):
         with open(scratch / "shards", "wb") as file:
             file.truncate(layout.n_bytes)
         shards = range(layout.n_shards)
-        rows = MemoryRows(ShardMemory.attach(scratch, layout), lambda: shards, filling=True)
-        restore(store, rows, now=Now(0, 0, 1), with_state=False)
+        rows = ShardRows(ShardMemory.attach(scratch, layout), lambda: shards, filling=True)
+        restore(store, rows, now=TrainingPoint(0, 0, 1), with_state=False)
         return digests_of(rows, shards)
 
     # --- what the workers wrote --------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def quiet(look: Callable[[], T], what: str, timeout_s: float = 30.0) -> T:
 class S3:
     """An S3 server on the desk, with an empty bucket, that the hosts of a lab reach by its network."""
 
-    def __init__(self, lab: Lab, folder: Path) -> None:
+    def __init__(self, lab: VirtualHosts, folder: Path) -> None:
         folder.mkdir()
         self._lab = lab
         command = [
@@ -210,7 +210,11 @@ class S3:
 
 @contextlib.contextmanager
 def hosts_job(
-    folder: Path, lab: Lab, environ: dict[str, str] | None = None, gloo_timeout_s: int = GLOO_TIMEOUT_S, **plan: Any
+    folder: Path,
+    lab: VirtualHosts,
+    environ: dict[str, str] | None = None,
+    gloo_timeout_s: int = GLOO_TIMEOUT_S,
+    **plan: Any,
 ) -> Iterator[HostsJob]:
     """gloo_timeout_s: for so long a worker waits for another, also for one that is starting."""
     job = HostsJob(folder, plan, environ or {}, lab=lab, gloo_timeout_s=gloo_timeout_s)

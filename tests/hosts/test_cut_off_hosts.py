@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from gba_hvd_tools.virtual_hosts import Lab
+from gba_hvd_tools.virtual_hosts import VirtualHosts
 
 from gba_hvd.ps.client import Client
-from gba_hvd.ps.messages import Beat, Ok, PullDense, Refused, Save, SaveAbout, Saved, SaveSettings
+from gba_hvd.ps.messages import HeartbeatMsg, Ok, PullDense, Refused, Save, SaveAbout, SaveSettings, SaveStatus
 from recovery.catalog.claims import Claim
 from recovery.config import Config
 from tests.processes.cluster import wait_for
@@ -43,8 +43,8 @@ def ask_to_save(line: Client, store: S3, claim: str, parent: str, generation: in
     )  # fmt: skip
 
 
-def what_became_of_it(line: Client) -> Saved | None:
-    body = line.call(0, Beat(0, 0, 1, 0, 0)).body
+def what_became_of_it(line: Client) -> SaveStatus | None:
+    body = line.call(0, HeartbeatMsg(0, 0, 1, 0, 0)).body
     assert isinstance(body, Ok) and body.position is not None
     saved = body.position.saved
     return saved if saved is not None and saved.number == 99 and saved.state != "running" else None
@@ -57,7 +57,7 @@ def generation_on(job: HostsJob, name: str) -> int:
 
 
 @pytest.mark.parametrize("mode", ["allreduce", pytest.param("gba", marks=pytest.mark.variant)])
-def test_a_host_that_comes_back_is_not_believed(lab: Lab, tmp_path: Path, mode: str) -> None:
+def test_a_host_that_comes_back_is_not_believed(lab: VirtualHosts, tmp_path: Path, mode: str) -> None:
     """It is the host of the chief and of the coordinator."""
     store = S3(lab, tmp_path / "s3")
     plan = {"checkpoint": {**store.settings, "every_steps": 3, "lease_s": 1.0}, "epochs": EPOCHS, "gba": {"mode": mode}}

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gba_hvd_tools.virtual_hosts import Lab
+from gba_hvd_tools.virtual_hosts import VirtualHosts
 
 from recovery.catalog.chains import Chain, chains
 from recovery.storage.open import open_store
@@ -21,7 +21,7 @@ HOLDS = {1: "servers are there", 12: "go"}
 
 
 def saving(folder: Path, **settings: Any) -> dict[str, Any]:
-    """A checkpoint is made at step 8 or 9, and no other one is under way at step 12, where the host is lost."""
+    """A checkpoint is made at step 8 or 9, and no other one is in flight at step 12, where the host is lost."""
     return {"checkpoint": {"url": str(folder), "every_steps": 7, "lease_s": 1.0, **settings}}
 
 
@@ -39,7 +39,7 @@ def samples_after(step: int) -> int:
     ],
 )
 def test_a_host_that_is_switched_off_takes_only_its_own_rows_along(
-    lab: Lab, tmp_path: Path, mode: str, victim: str
+    lab: VirtualHosts, tmp_path: Path, mode: str, victim: str
 ) -> None:
     """The chief's host is the coordinator's, too."""
     store = open_store(tmp_path / "checkpoints")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gba_hvd_tools.virtual_hosts import Lab
+from gba_hvd_tools.virtual_hosts import VirtualHosts
 
 from .job import hosts_job
 
@@ -14,7 +14,7 @@ EPOCHS, SAMPLES = 4, 1000
 
 
 @pytest.mark.variant
-def test_slow_links_make_nobody_dead(lab: Lab, tmp_path: Path) -> None:
+def test_slow_links_make_nobody_dead(lab: VirtualHosts, tmp_path: Path) -> None:
     lab.limit("100mbit")
     there_and_back = {"mode": "allreduce", "switch_at": {3: "gba", 20: "allreduce"}}
     environ = {"GBA_HVD_ALIVE_S": "2"}

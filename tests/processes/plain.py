@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gba_hvd.epoch import Cut, EpochOrder
+from gba_hvd.epoch import EpochOrder, EpochPlan
 
 from .alone import job_alone
 from .workload import DENSE_OPTIMIZERS, Model
@@ -58,7 +58,7 @@ def train_plain(folder: Path, plan: dict[str, Any]) -> Plain:
         DENSE_OPTIMIZERS[plan.get("dense_optimizer", "Adam")](dense), torch.optim.Adagrad(tables, lr=0.05)
     ]  # fmt: skip
     scaler = torch.amp.GradScaler("cpu", enabled="scaler" in plan, **plan.get("scaler", {}))
-    cut = Cut(len(dataset), plan.get("global_batch", 96), plan.get("micro_batch", 16))
+    cut = EpochPlan(len(dataset), plan.get("global_batch", 96), plan.get("micro_batch", 16))
     norms, skipped = [], 0
     for epoch in range(plan.get("epochs", 2)):
         order = EpochOrder(len(dataset), 1, epoch)

@@ -109,7 +109,7 @@ def test_a_job_does_not_go_on_with_other_data(tmp_path: Path) -> None:
 
 def test_old_checkpoints_expire_although_the_server_that_made_them_was_killed(tmp_path: Path) -> None:
     plan = saving(tmp_path, policy="full", keep_last=2, every_steps=5)
-    # It is killed where no save is under way: the second one begins at step 11 or 12, a third would not before 16.
+    # It is killed where no save is in flight: the second one begins at step 11 or 12, a third would not before 16.
     holds = {"1": "servers", "8": "saved once", "14": "killed"}
     with cluster(tmp_path, **plan, holds=holds, sleep_s=0.02, epochs=1000, horovod=False) as job:
         job.start_alone()
@@ -164,7 +164,7 @@ def test_the_interval_is_planned_from_what_was_measured_if_nobody_says_it(
         with cluster(tmp_path / name, **plan, epochs=epochs, horovod=False) as job:
             job.run(job.start_alone, PATIENCE_S)
             planned, saved = events(job, "checkpoint_plan")[0], events(job, "checkpoint")[0]
-            # The first job knows after its last save, the one that goes on from it from the beginning.
+            # The first job knows after its last save, the one that resumes from it from the beginning.
             assert (planned["time"] < saved["time"]) == (name == "second")
             assert 0 < planned["interval_s"] <= 3600
             assert "one host" in planned["message"] and "20.0 h between failures" in planned["message"]

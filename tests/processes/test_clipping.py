@@ -12,7 +12,7 @@ from gba_hvd_tools import fuzz_server
 from gba_hvd_tools.fuzz_server import GENERATION, LR, ROW_LR, WORKER, Host
 
 from gba_hvd import kernels
-from gba_hvd.ps.messages import Done, Ok
+from gba_hvd.ps.messages import Ok, PushDone
 
 from .alone import train_alone
 from .cluster import Cluster, assert_same_parameters, cluster, wait_for
@@ -131,7 +131,7 @@ def test_a_server_killed_between_decision_and_apply_leaves_one_factor_everywhere
         for given in leases:
             for peer, frames in zip(peers, fuzz_server.gradients(host.layout, owner), strict=True):
                 assert fuzz_server.push(peer, given, frames) == Ok()
-            peers[0].send(Done(WORKER, GENERATION, given.micro, given.serial))
+            peers[0].send(PushDone(WORKER, GENERATION, given.micro, given.serial))
         assert dying.wait(60) == -signal.SIGKILL
         restarted(host, dying.pid, dies)
         wait_for(lambda: host.memory.marks().finished.min() == 1, "step 1, or that it was missed, at both servers")

@@ -21,7 +21,7 @@ import pytest
 import gba_hvd
 from gba_hvd.errors import LastCheckpointFailed
 from gba_hvd.ps import launch
-from gba_hvd.ps.worker.heartbeat import Contact
+from gba_hvd.ps.worker.heartbeat import Heartbeat
 from gba_hvd.shm.shard_memory import is_alive
 from gba_hvd.switching import enter_ps
 from recovery import CheckpointCallback
@@ -287,19 +287,19 @@ def test_a_save_whose_server_dies_in_gba_mode_is_told_of_and_the_next_one_is_mad
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server is killed as soon as it has taken the request; its successor knows nothing of it."""
-    place, answered = tmp_path / "checkpoints", Contact.save_answered
+    place, answered = tmp_path / "checkpoints", Heartbeat.save_answered
     killed: list[int] = []
     with a_job(
         tmp_path, {}, gba_hvd.GBACallback(mode="gba", wait_s=PATIENCE_S), CheckpointCallback(place, every_steps=10)
     ) as job:
 
-        def kill_the_server(contact: Contact, future: Any) -> None:
+        def kill_the_server(contact: Heartbeat, future: Any) -> None:
             if not killed:
                 killed.append(job.server())
                 os.kill(killed[0], signal.SIGKILL)
             answered(contact, future)
 
-        monkeypatch.setattr(Contact, "save_answered", kill_the_server)
+        monkeypatch.setattr(Heartbeat, "save_answered", kill_the_server)
 
         def is_done() -> bool:
             failed = job.diary.of("checkpoint_failed")

@@ -147,7 +147,7 @@ def test_a_job_that_left_its_memory_behind_goes_on_from_the_checkpoint_with_its_
 
 
 def at_start(job: Cluster) -> tuple[int, list[float]]:
-    """The step that a job went on from, and what each worker had not sent there."""
+    """The step that a job resumed from, and what each worker had not sent there."""
     (resumed, *_) = events(job, "resumed")
     step = int(resumed["step"])
     return step, [line["rest"] for line in job.notes("brings") if line["step"] == step + 1]

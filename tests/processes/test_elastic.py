@@ -186,7 +186,7 @@ def test_a_lost_host_costs_its_rows_and_it_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("memory_goes", [False, True])
 def test_a_host_lost_in_gba_mode_takes_only_its_own_part_along(tmp_path: Path, memory_goes: bool) -> None:
-    """Its rows begin anew, its dense tensors keep older optimizer state; what the other server held is taken over.
+    """Its rows start over, its dense tensors keep older optimizer state; what the other server held is taken over.
 
     With the memory gone, whoever replaces the killed worker has nothing to work with: the server is given up at once.
     """

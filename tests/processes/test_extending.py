@@ -136,7 +136,7 @@ def test_a_saving_process_finds_the_registered_store_and_policy(
 ) -> None:
     monkeypatch.syspath_prepend(str(installed(tmp_path / "site-packages")))
     place, rows = f"sqlite://{tmp_path}/checkpoints.db", two_tables(2, shared=True)
-    with ProcessCheckpointer(place, rows, Config(policy="busiest", r=0.02)) as checkpoints:
+    with ProcessCheckpointer(place, rows, Config(policy="busiest", row_fraction=0.02)) as checkpoints:
         for step in (2, 4):
             train(rows, 2, seed=1)
             checkpoints.save(step, 10 * step, {"lr": 0.5}).result(120)

@@ -20,10 +20,10 @@ import pytest
 import gba_hvd
 from gba_hvd.faults import FaultSchedule
 from gba_hvd.ps import launch
-from gba_hvd.ps.messages import Done
+from gba_hvd.ps.messages import PushDone
 from gba_hvd.ps.partition.dense_part import DensePart
-from gba_hvd.ps.state_files import Records, path_of
-from gba_hvd.ps.worker.push_window import UnderWay
+from gba_hvd.ps.state_files import StateFiles, path_of
+from gba_hvd.ps.worker.push_window import PushWindow
 
 from .alone import train_alone
 from .cluster import PATIENCE_S, Cluster, assert_identical, cluster, wait_for
@@ -168,9 +168,9 @@ def test_a_push_whose_server_dies_before_it_is_reported_is_computed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server said it has the push; its successor hears that the push is done, but has it no more."""
-    report, killed = UnderWay.report, []
+    report, killed = PushWindow.report, []
 
-    def kill_then_report(self: UnderWay, done: Done) -> None:
+    def kill_then_report(self: PushWindow, done: PushDone) -> None:
         if done.micro == 8 and not killed:
             pid = launch.pid_of(self._client._folder, 0)
             assert pid is not None
@@ -178,7 +178,7 @@ def test_a_push_whose_server_dies_before_it_is_reported_is_computed_again(
             killed.append(pid)
         report(self, done)
 
-    monkeypatch.setattr(UnderWay, "report", kill_then_report)
+    monkeypatch.setattr(PushWindow, "report", kill_then_report)
     plan = {"epochs": 1}
     reference = train_alone(tmp_path / "allreduce", plan)
     result = train_alone(tmp_path / "gba", plan, **LOCK_STEP)
@@ -230,7 +230,7 @@ def stop_the_server(folder: Path) -> tuple[int, str]:
     def between_steps() -> tuple[int, str] | None:
         os.kill(server, signal.SIGSTOP)
         wait_for(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "the server to stop")
-        records, part = Records(folder, 0), DensePart.open(path_of(folder, 0, "dense"))
+        records, part = StateFiles(folder, 0), DensePart.open(path_of(folder, 0, "dense"))
         session = records.session()
         saved = None if session is None else records.ledger(session[0].generation)
         try:

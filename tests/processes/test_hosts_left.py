@@ -27,8 +27,13 @@ TWO = NAMES[:2]
 KILLED_AT = 10  # both workers stand there, and have not begun the next step
 
 
-def plan_of(tmp_path: Path, last_gasp_s: float) -> dict[str, Any]:
-    checkpoint = {"url": str(tmp_path / "checkpoints"), "every_steps": 6, "lease_s": 1.0, "last_gasp_s": last_gasp_s}
+def plan_of(tmp_path: Path, final_checkpoint_s: float) -> dict[str, Any]:
+    checkpoint = {
+        "url": str(tmp_path / "checkpoints"),
+        "every_steps": 6,
+        "lease_s": 1.0,
+        "final_checkpoint_s": final_checkpoint_s,
+    }
     return {"checkpoint": checkpoint, "own_memory_per_name": True}
 
 
@@ -51,9 +56,9 @@ def server_of(folder: Path) -> int:
 
 
 @contextmanager
-def two_hosts_without_workers(tmp_path: Path, last_gasp_s: float, grace_s: int = 6) -> Iterator[Cluster]:
+def two_hosts_without_workers(tmp_path: Path, final_checkpoint_s: float, grace_s: int = 6) -> Iterator[Cluster]:
     """Their servers and keepers live on. One checkpoint is there."""
-    plan = plan_of(tmp_path, last_gasp_s) | {"holds": {1: "go", KILLED_AT: "never"}}
+    plan = plan_of(tmp_path, final_checkpoint_s) | {"holds": {1: "go", KILLED_AT: "never"}}
     with cluster(tmp_path / "first", {"GBA_HVD_GRACE_S": str(grace_s)}, **plan) as job:
         job.start_elastic(TWO)
         servers = lambda: list(job.shard_dir.glob("*/*/ps-0.address"))  # noqa: E731
@@ -70,7 +75,7 @@ def two_hosts_without_workers(tmp_path: Path, last_gasp_s: float, grace_s: int =
 
 
 def go_on(tmp_path: Path, step: int) -> dict[str, np.ndarray]:
-    """Two hosts go on from the newest checkpoint, which is of this step, and train every sample. The parameters."""
+    """Two hosts resume from the newest checkpoint, which is of this step, and train every sample. The parameters."""
     with cluster(tmp_path / "second", **plan_of(tmp_path, 60.0)) as job:
         job.run(lambda: job.start_elastic(TWO), PATIENCE_S)
         (resumed,) = events(job, "resumed")
@@ -84,7 +89,7 @@ def go_on(tmp_path: Path, step: int) -> dict[str, np.ndarray]:
 def test_two_hosts_save_what_they_have_before_their_memories_go(
     reference: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
-    with two_hosts_without_workers(tmp_path, last_gasp_s=60.0):
+    with two_hosts_without_workers(tmp_path, final_checkpoint_s=60.0):
         pass
     newest = newest_in(tmp_path)
     assert (newest.step, newest.about["last_gasp"]) == (KILLED_AT, True)
@@ -97,7 +102,7 @@ def test_two_hosts_save_what_they_have_before_their_memories_go(
 @pytest.mark.variant
 def test_hosts_that_cannot_agree_leave_the_checkpoint_before_in_force(tmp_path: Path) -> None:
     """The other host's server is killed before it can say that its workers are gone."""
-    with two_hosts_without_workers(tmp_path, last_gasp_s=12.0, grace_s=16) as job:
+    with two_hosts_without_workers(tmp_path, final_checkpoint_s=12.0, grace_s=16) as job:
         os.kill(server_of(folder_of(job, False)), signal.SIGKILL)
         before = newest_in(tmp_path)
         with open(folder_of(job, True) / "ps-0.log") as log:  # it can be read when the folder is gone
@@ -116,7 +121,7 @@ def test_a_server_that_dies_within_the_agreement_leaves_the_checkpoint_before_in
 ) -> None:
     """Either one, after the word was given and before the other host has saved its rows."""
     place = tmp_path / "checkpoints"
-    with two_hosts_without_workers(tmp_path, last_gasp_s=20.0, grace_s=32) as job:
+    with two_hosts_without_workers(tmp_path, final_checkpoint_s=20.0, grace_s=32) as job:
         gone_s = time.monotonic()
         first, other = server_of(folder_of(job, True)), server_of(folder_of(job, False))
         # The first one is to know that its workers are gone, and not to act before the other one does, after 16 s.

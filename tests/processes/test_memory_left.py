@@ -1,4 +1,4 @@
-"""Jobs that lost all their workers, but not their host: they go on from memory, or it is saved before it goes."""
+"""Jobs that lost all their workers, but not their host: they resume from memory, or it is saved before it goes."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_the_server_saves_what_it_has_before_the_memory_goes(
 
 @pytest.mark.variant
 def test_a_job_whose_chief_had_changed_goes_on_in_the_epoch_it_was_in(tmp_path: Path) -> None:
-    """The state that is kept is of the epoch that was under way, though another worker had begun to keep it."""
+    """The state that is kept is of the epoch that was in flight, though another worker had begun to keep it."""
     plan = plan_of(tmp_path, "gba") | {"horovod": True, "epochs": 4, "holds": {1: "go", 30: "killed"}}
     with cluster(tmp_path / "job", {"GBA_HVD_GRACE_S": "120"}, **plan) as job:
         job.start_elastic(NAMES[:2])

@@ -23,15 +23,15 @@ from gba_hvd.ps import launch, messages, transport, wire
 from gba_hvd.ps.client import Client, ServerLost
 from gba_hvd.ps.messages import (
     Apply,
-    Bye,
-    Done,
-    Given,
-    GivenLease,
+    LeaseGrant,
+    LeaseReply,
+    Leave,
     Ok,
     PlannedMember,
     PullDense,
     PullRows,
     Push,
+    PushDone,
     Refused,
     Rows,
     Save,
@@ -100,7 +100,7 @@ def test_a_bad_push_is_refused(unchanged: Host, what: str) -> None:
     body = Push(WORKER, GENERATION, 1, 2)
     answer, _ = unchanged.peer().ask(body, fuzz_server.bad_pushes(LAYOUT)[what])
     assert isinstance(answer, Refused)
-    assert not answer.again
+    assert not answer.retry
     assert answer.kind == ("NotFinite" if what.startswith(("NaN", "inf")) else "ProtocolError"), answer.why
 
 
@@ -239,11 +239,11 @@ def test_a_full_buffer_refuses_for_now_and_says_what_is_full(tmp_path: Path) -> 
         keep = [np.concatenate([frames[1]]) for frames in padded]
         assert fuzz_server.push(peer, leases[0], [padded[0][0], keep[0]]) == Ok()
         for extra in range(1, 12):  # the same micro-batch under other serials: nobody will ask for them
-            answer = fuzz_server.push(peer, GivenLease(0, 1000 + extra, 0, 8), [padded[0][0], keep[0]])
+            answer = fuzz_server.push(peer, LeaseGrant(0, 1000 + extra, 0, 8), [padded[0][0], keep[0]])
             if isinstance(answer, Refused):
                 break
         assert isinstance(answer, Refused)
-        assert answer.again
+        assert answer.retry
         assert "buffer_bytes" in answer.why
     finally:
         host.close()
@@ -315,12 +315,12 @@ def restarted(host: Host, dead: int, index: int = 0) -> None:
 def finish_epoch(peer: Peer, layout: Layout, first_request: int) -> dict[str, Any]:
     """Take and push whatever is left of the epoch, also what had been given when a server died; returns the account."""
     request = first_request
-    peer.ask(Bye(WORKER, finished=False))
+    peer.ask(Leave(WORKER, finished=False))
     peer.send(fuzz_server.a_beat())
     while True:
         answer, _ = peer.ask(fuzz_server.an_ask(request))
-        assert isinstance(answer, Given), answer
-        if answer.instead == "finished":
+        assert isinstance(answer, LeaseReply), answer
+        if answer.status == "finished":
             return answer.position.account
         if answer.lease is None:
             continue
@@ -351,7 +351,7 @@ def test_a_killed_server_goes_on_where_it_stopped(tmp_path: Path, point: str, st
         for request in (1, 2):
             given = fuzz_server.lease(first, request)
             first.send(Push(WORKER, GENERATION, given.micro, given.serial), fuzz_server.gradients(host.layout)[0])
-            first.send(Done(WORKER, GENERATION, given.micro, given.serial))
+            first.send(PushDone(WORKER, GENERATION, given.micro, given.serial))
             if point == "push stored":
                 break
         assert dying.wait(PATIENCE_S) == -signal.SIGKILL
@@ -572,7 +572,7 @@ def test_a_coordinator_and_another_server_that_die_one_right_after_the_other_cos
             for peer, frames in zip(peers, fuzz_server.gradients(host.layout, owner), strict=True):
                 assert fuzz_server.push(peer, given, frames) == Ok()
         for given in leases[:2]:
-            peers[0].send(Done(WORKER, GENERATION, given.micro, given.serial))
+            peers[0].send(PushDone(WORKER, GENERATION, given.micro, given.serial))
         for index, dying in ((first, one), (1 - first, other)):
             assert dying.wait(PATIENCE_S) == -signal.SIGKILL
             restarted(host, dying.pid, index)
@@ -593,8 +593,8 @@ def finish_with(peers: list[Peer], layout: Layout, owner: list[int], first_reque
     request = first_request
     while True:
         answer, _ = peers[0].ask(fuzz_server.an_ask(request))
-        assert isinstance(answer, Given), answer
-        if answer.instead == "finished":
+        assert isinstance(answer, LeaseReply), answer
+        if answer.status == "finished":
             return answer.position.account
         if answer.lease is None:
             continue

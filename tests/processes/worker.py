@@ -48,10 +48,10 @@ from balance import Books  # noqa: E402
 from workload import Training, digest_of_dense, digests  # noqa: E402
 
 import gba_hvd  # noqa: E402
-from gba_hvd.averaging.sync_thread import Rounds  # noqa: E402
+from gba_hvd.averaging.sync_thread import SyncThread  # noqa: E402
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of  # noqa: E402
 from gba_hvd.elastic import torch_state  # noqa: E402
-from gba_hvd.elastic.worker_saves import Saving  # noqa: E402
+from gba_hvd.elastic.worker_saves import WorkerSaves  # noqa: E402
 from gba_hvd.faults import Fault  # noqa: E402
 from gba_hvd.membership import shard_transfer  # noqa: E402
 from gba_hvd.modes.allreduce_exchange import AllreduceExchange  # noqa: E402
@@ -167,10 +167,10 @@ def falls_out(_: Any) -> None:
 
 
 around(gba_hvd.elastic.TorchState, "restore", falls_out, None)
-_push, _stop_rounds = PsWorker.push, Rounds.stop
+_push, _stop_rounds = PsWorker.push, SyncThread.stop
 
 
-def stop_rounds(self: Rounds, together: bool = False, timeout_s: float = 10.0) -> bool:
+def stop_rounds(self: SyncThread, together: bool = False, timeout_s: float = 10.0) -> bool:
     """Where planned, find that the rounds did not end together with the others'."""
     ended_well = _stop_rounds(self, together, timeout_s)
     badly = together and state.world.rank == PLAN.get("rounds_end_badly") and not (OUT / "ended-badly").exists()
@@ -179,7 +179,7 @@ def stop_rounds(self: Rounds, together: bool = False, timeout_s: float = 10.0) -
     return ended_well and not badly
 
 
-Rounds.stop = stop_rounds  # type: ignore[method-assign]
+SyncThread.stop = stop_rounds  # type: ignore[method-assign]
 
 
 def push(self: PsWorker, lease: Any, rows: Any, loss: Any, seconds: float, refused: str, drop: bool = False) -> str:
@@ -223,7 +223,7 @@ def wait_for_the_wish(mode: PsWorker, token: int) -> None:
     if state.world.rank == 0 or mode.name == "hop_bs" or not due:
         return
     deadline = time.monotonic() + 120
-    while PLAN["gba"]["switch_at"][str(max(due))] != mode.name and not mode.position.wanted:
+    while PLAN["gba"]["switch_at"][str(max(due))] != mode.name and not mode.position.requested_mode:
         assert time.monotonic() < deadline, f"the chief did not wish for another mode than {mode.name}"
         time.sleep(0.02)
 
@@ -236,11 +236,11 @@ def ask(self: PsWorker, epoch: int, *args: Any) -> Any:
     given = _ask(self, epoch, *args)
     note(
         given=None if given.lease is None else given.lease.micro,
-        instead=given.instead,
+        instead=given.status,
         of=epoch,
         as_rank=self.contact.rank,
     )
-    if given.instead == "finished":
+    if given.status == "finished":
         die("told of the end", epoch)
     return given
 
@@ -275,7 +275,7 @@ around(ReplicaWorker, "_hand_in", None, lambda _: (OUT / "another-ends").touch()
 
 enter_ps._enter, enter_ps.start = enter_servers, start_asynchronous
 ParameterServerMode.take_dense_state = take_dense_state  # type: ignore[method-assign]
-around(Saving, "epoch_begins", None, lambda _: die("kept", state.step))
+around(WorkerSaves, "epoch_begins", None, lambda _: die("kept", state.step))
 _move = shard_transfer.move_shards
 
 
@@ -453,7 +453,7 @@ def wait_for_switch(batch: Any) -> None:
         servers = state.engine.mode.servers
         if servers is None or servers.name in (target, "ma", "bmuf"):
             break
-        if servers.contact.rank == 0 or servers.position.wanted:
+        if servers.contact.rank == 0 or servers.position.requested_mode:
             break
         time.sleep(0.02)
     past_switches.update(due)
@@ -493,11 +493,11 @@ def follow_checkpoints() -> None:
     engine, checkpoints = state.engine, checkpoints_of(state.engine)
     if checkpoints is None or engine.world.rank != 0:
         return
-    line = state.saving._line
+    line = state.saving._host_server
     if engine.mode.servers is not None:
-        checkpoints.schedule.follow(engine.mode.servers.contact.saved)
+        checkpoints.schedule.poll(engine.mode.servers.contact.saved)
     elif line is not None:
-        checkpoints.schedule.follow(line.saved)
+        checkpoints.schedule.poll(line.saved)
 
 
 def wait_for_the_others_to_end() -> None:

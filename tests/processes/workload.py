@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import gba_hvd
 from gba_hvd.compression import Spec
-from gba_hvd.shm.checkpoint_rows import MemoryRows
+from gba_hvd.shm.checkpoint_rows import ShardRows
 from gba_hvd.shm.shard_memory import ShardMemory
-from recovery.rows import Holder
+from recovery.rows import RowSource
 
 
 @dataclass(frozen=True)
@@ -146,10 +146,10 @@ class Training:
 
 def digests(memory: ShardMemory) -> dict[int, str]:
     """Of the weights and slots of every shard that is in this memory."""
-    return digests_of(MemoryRows(memory), memory.ready())
+    return digests_of(ShardRows(memory), memory.ready())
 
 
-def digests_of(rows: Holder, shards: Iterable[int]) -> dict[int, str]:
+def digests_of(rows: RowSource, shards: Iterable[int]) -> dict[int, str]:
     """Of the weights and slots of some shards."""
     found = {}
     for shard in shards:

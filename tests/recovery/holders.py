@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from recovery.rows import Holder
-from recovery.torch_rows.tensor_rows import Parts, TensorRows
+from recovery.rows import RowSource
+from recovery.torch_rows.tensor_rows import RowParts, TensorRows
 
 
 def two_tables(
@@ -21,8 +21,8 @@ def two_tables(
 
     return TensorRows(
         {
-            "user": Parts(some(n_rows, dim), {"exp_avg": some(n_rows, dim), "sum": some(n_rows)}),
-            "colour": Parts(some(11, 2)),
+            "user": RowParts(some(n_rows, dim), {"exp_avg": some(n_rows, dim), "sum": some(n_rows)}),
+            "colour": RowParts(some(11, 2)),
         },
         n_shards,
         shared=shared,
@@ -53,7 +53,7 @@ def values(rows: TensorRows) -> dict[str, np.ndarray]:
     }
 
 
-def shard_values(holder: Holder, shard: int) -> list[bytes]:
+def shard_values(holder: RowSource, shard: int) -> list[bytes]:
     """Every byte of a shard."""
     return [
         np.ascontiguousarray(column).tobytes()

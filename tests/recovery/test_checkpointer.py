@@ -132,7 +132,9 @@ def test_a_run_goes_on_where_its_checkpoint_was(store: Store, policy: str) -> No
 @pytest.mark.parametrize("policy", ["mfu", "ssu", "scar"])
 def test_a_prioritised_save_takes_its_share_and_the_small_table_whole(ram: RamStore, policy: str) -> None:
     rows = two_tables(2, shared=True)
-    with Checkpointer(ram, rows, replace(SMALL, policy=policy, r=0.01), rng=np.random.default_rng(0)) as checkpoints:
+    with Checkpointer(
+        ram, rows, replace(SMALL, policy=policy, row_fraction=0.01), rng=np.random.default_rng(0)
+    ) as checkpoints:
         checkpoints.save(0, 0).result(60)
         train(rows, 10, seed=1)
         saved = checkpoints.save(10, 100).result(60)
@@ -146,7 +148,7 @@ def test_a_prioritised_save_takes_its_share_and_the_small_table_whole(ram: RamSt
 
 def test_the_rows_that_mfu_takes_are_those_updated_most(ram: RamStore) -> None:
     rows = two_tables(2, shared=True)
-    with Checkpointer(ram, rows, replace(SMALL, policy="mfu", r=2 / 5000)) as checkpoints:
+    with Checkpointer(ram, rows, replace(SMALL, policy="mfu", row_fraction=2 / 5000)) as checkpoints:
         checkpoints.save(0, 0).result(60)
         before = values(rows)["user"]
         for ids in ([10, 20, 30], [10, 20], [20], [41]):
@@ -198,7 +200,7 @@ def test_a_save_that_fails_leaves_the_last_one_in_force_and_the_next_one_mends_i
     assert len(saved.manifest.blobs) + 2 == WRITES_PER_SAVE
     before = restored(ram)
     store = FaultyStore(ram).fails("put", SETUP_PUTS + at, StoreError("no space left"))
-    with saving(store, rows, replace(SMALL, policy=policy, r=1.0), on_event=events.append) as checkpoints:
+    with saving(store, rows, replace(SMALL, policy=policy, row_fraction=1.0), on_event=events.append) as checkpoints:
         train(rows, 2, seed=1)
         with pytest.raises(StoreError, match="no space left"):
             checkpoints.save(2, 20, b"dense").result(60)
@@ -456,8 +458,8 @@ def test_settings_that_make_no_sense_are_refused(setting: dict[str, float], what
 
 def test_arguments_win_over_the_environment() -> None:
     environ = {"RECOVERY_POLICY": "mfu", "RECOVERY_R": "0.5", "RECOVERY_STRICT": "yes", "RECOVERY_BITS": "8"}
-    config = Config.from_env(environ, r=0.25)
-    assert (config.policy, config.r, config.strict, config.bits) == ("mfu", 0.25, True, 8)
+    config = Config.from_env(environ, row_fraction=0.25)
+    assert (config.policy, config.row_fraction, config.strict, config.bits) == ("mfu", 0.25, True, 8)
 
 
 @pytest.mark.parametrize(("name", "text"), [("STRICT", "perhaps"), ("R", "much"), ("THREADS", "1.5")])

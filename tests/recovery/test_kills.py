@@ -32,7 +32,9 @@ from tests.recovery.stores import RamStore
 KILLS = int(os.environ.get("RECOVERY_TEST_KILLS", "12"))
 FLIPS = int(os.environ.get("RECOVERY_TEST_FLIPS", "300"))
 POLICIES = ("full", "delta", "mfu")
-CONFIG = Config(job="killed", section_bytes=8 << 10, blob_bytes=64 << 10, level=0, r=0.01, keep_last=10, lease_s=600)
+CONFIG = Config(
+    job="killed", section_bytes=8 << 10, blob_bytes=64 << 10, level=0, row_fraction=0.01, keep_last=10, lease_s=600
+)
 SAVES = 3
 SPAWN = multiprocessing.get_context("forkserver")
 SPAWN.set_forkserver_preload(["tests.recovery.test_kills"])

@@ -28,7 +28,7 @@ class OneShard:
     """What a writer holds of rows in two shards."""
 
     def __init__(self, rows: TensorRows, shard: int) -> None:
-        self.schema, self.slab, self.marks, self._shard = rows.schema, rows.slab, rows.marks, shard
+        self.schema, self.slab, self.step_marks, self._shard = rows.schema, rows.slab, rows.step_marks, shard
 
     def shards(self) -> list[int]:
         return [self._shard]

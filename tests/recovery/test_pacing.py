@@ -12,12 +12,19 @@ from recovery.callback import CheckpointCallback
 from recovery.errors import BadInput
 from recovery.format.manifest import Manifest
 from recovery.rows import Column, Schema, Table
-from recovery.schedule.adaptive import ASSUMED_MTBF_H, FIRST_INTERVAL_S, LEAST_STALL_SHARE, Given, Measured, pace
+from recovery.schedule.adaptive import (
+    ASSUMED_MTBF_H,
+    FIRST_INTERVAL_S,
+    LEAST_STALL_SHARE,
+    Goals,
+    Measured,
+    plan_interval,
+)
 from recovery.schedule.costs import Costs
 from recovery.schedule.formulas import best_full_interval_s, interval_for_pls_s
 
 HOUR_S = 3600.0
-GIVEN = Given("delta", 0.125, mtbf_h=28.0, longest_s=100 * HOUR_S)
+GIVEN = Goals("delta", 0.125, mtbf_h=28.0, longest_s=100 * HOUR_S)
 BYTES = 10**9
 
 
@@ -26,20 +33,20 @@ def seen(**figures: float) -> Measured:
 
 
 def test_until_a_save_was_measured_the_interval_is_a_fixed_one():
-    found = pace(Measured(), GIVEN, BYTES, 2)
+    found = plan_interval(Measured(), GIVEN, BYTES, 2)
     assert (found.interval_s, found.kind, found.plan) == (FIRST_INTERVAL_S, "delta", None)
     assert "until a save was measured" in found.reason
 
 
 def test_several_hosts_save_as_often_as_the_target_pls_asks():
-    found = pace(seen(save_s=60.0), GIVEN, BYTES, 4)
+    found = plan_interval(seen(save_s=60.0), GIVEN, BYTES, 4)
     assert found.interval_s == pytest.approx(interval_for_pls_s(0.1, 4, 28 * HOUR_S))
     assert "4 hosts: a lost one is recovered alone" in found.reason
     assert "PLS 0.1 at a target of 0.1" in found.reason
 
 
 def test_one_host_saves_as_often_as_costs_least():
-    found = pace(seen(save_s=60.0, delta_share=0.9), replace(GIVEN, policy="full"), BYTES, 1)
+    found = plan_interval(seen(save_s=60.0, delta_share=0.9), replace(GIVEN, policy="full"), BYTES, 1)
     assert found.interval_s == pytest.approx(best_full_interval_s(60 * LEAST_STALL_SHARE, 28 * HOUR_S))
     assert "one host: its loss is the job's" in found.reason
 
@@ -48,43 +55,43 @@ def test_small_saves_are_as_far_apart_as_what_each_takes_asks_for():
     """A delta of a hundredth of the rows does not take a hundredth of the time: the training state is always whole."""
     measured = seen(save_s=1.0, stall_s=0.05).saved("delta", 1.0, 1, 100)
     wanted = best_full_interval_s(0.05, 28 * HOUR_S)
-    assert pace(measured, GIVEN, BYTES, 1).interval_s == pytest.approx(wanted, rel=0.01)
+    assert plan_interval(measured, GIVEN, BYTES, 1).interval_s == pytest.approx(wanted, rel=0.01)
     slow_store = seen(save_s=4.0, stall_s=0.0).saved("delta", 3.0, 1, 100)
     wanted = best_full_interval_s(3.0 * LEAST_STALL_SHARE, 28 * HOUR_S)
-    assert pace(slow_store, GIVEN, BYTES, 1).interval_s == pytest.approx(wanted, rel=0.01)
+    assert plan_interval(slow_store, GIVEN, BYTES, 1).interval_s == pytest.approx(wanted, rel=0.01)
 
 
 def test_the_loss_of_the_whole_job_bounds_the_interval():
-    assert pace(seen(save_s=60.0), replace(GIVEN, longest_s=900.0), BYTES, 4).interval_s == 900.0
+    assert plan_interval(seen(save_s=60.0), replace(GIVEN, longest_s=900.0), BYTES, 4).interval_s == 900.0
 
 
 def test_a_save_ends_before_the_next_begins():
-    assert pace(seen(save_s=5000.0), replace(GIVEN, longest_s=900.0), BYTES, 4).interval_s == 5000.0
+    assert plan_interval(seen(save_s=5000.0), replace(GIVEN, longest_s=900.0), BYTES, 4).interval_s == 5000.0
 
 
 def test_all_rows_are_saved_where_most_of_them_change_and_that_was_seen():
-    assert pace(seen(save_s=60.0), GIVEN, BYTES, 1).kind == "delta"  # else it would never be seen
-    assert pace(seen(save_s=60.0, delta_share=0.9), GIVEN, BYTES, 1).kind == "full"
-    assert pace(seen(save_s=60.0, delta_share=0.1), GIVEN, BYTES, 1).kind == "delta"
+    assert plan_interval(seen(save_s=60.0), GIVEN, BYTES, 1).kind == "delta"  # else it would never be seen
+    assert plan_interval(seen(save_s=60.0, delta_share=0.9), GIVEN, BYTES, 1).kind == "full"
+    assert plan_interval(seen(save_s=60.0, delta_share=0.1), GIVEN, BYTES, 1).kind == "delta"
 
 
 def test_the_interval_changes_with_measurements_but_not_with_noise():
-    first = pace(seen(save_s=60.0), GIVEN, BYTES, 1)
-    noisy = pace(seen(save_s=66.0), GIVEN, BYTES, 1, first)
+    first = plan_interval(seen(save_s=60.0), GIVEN, BYTES, 1)
+    noisy = plan_interval(seen(save_s=66.0), GIVEN, BYTES, 1, first)
     assert not noisy.differs_from(first)
-    slow = pace(seen(save_s=240.0), GIVEN, BYTES, 1, noisy)
+    slow = plan_interval(seen(save_s=240.0), GIVEN, BYTES, 1, noisy)
     assert slow.differs_from(first)
     assert slow.interval_s == pytest.approx(2 * first.interval_s)
 
 
 def test_failures_that_happen_shorten_the_interval():
-    calm = pace(seen(save_s=60.0), GIVEN, BYTES, 1)
+    calm = plan_interval(seen(save_s=60.0), GIVEN, BYTES, 1)
     measured = seen(save_s=60.0)
     for hour in (1, 2, 3, 4):
         measured = measured.lost(hour * HOUR_S)
     assert measured.between_failures(28.0).mean_s == pytest.approx((28 + 4) / 5 * HOUR_S)
-    assert pace(measured, GIVEN, BYTES, 1, calm).interval_s < 0.6 * calm.interval_s
-    assert "4 failures in 4.0 h" in pace(measured, GIVEN, BYTES, 1).reason
+    assert plan_interval(measured, GIVEN, BYTES, 1, calm).interval_s < 0.6 * calm.interval_s
+    assert "4 failures in 4.0 h" in plan_interval(measured, GIVEN, BYTES, 1).reason
 
 
 def test_bursts_of_failures_are_told_where_there_are_enough_of_them():
@@ -95,10 +102,10 @@ def test_bursts_of_failures_are_told_where_there_are_enough_of_them():
 
 
 def test_what_was_not_seen_is_assumed_and_the_sentence_says_so():
-    found = pace(seen(save_s=60.0), replace(GIVEN, mtbf_h=None), BYTES, 1)
+    found = plan_interval(seen(save_s=60.0), replace(GIVEN, mtbf_h=None), BYTES, 1)
     assert f"{ASSUMED_MTBF_H:.1f} h between failures, assumed" in found.reason
     assert "assumed: loading takes as long as saving, 180 s to go on" in found.reason
-    known = pace(seen(save_s=60.0, load_s=5.0, reschedule_s=9.0), GIVEN, BYTES, 1)
+    known = plan_interval(seen(save_s=60.0, load_s=5.0, reschedule_s=9.0), GIVEN, BYTES, 1)
     assert "; assumed: " not in known.reason
     assert known.plan.full.loading == pytest.approx(5.0 / (28 * HOUR_S))
 

@@ -10,7 +10,7 @@ import pytest
 from gba_hvd_tools import cli, running_jobs
 
 from recovery import Checkpointer, Config
-from recovery.schedule.adaptive import Given, Measured
+from recovery.schedule.adaptive import Goals, Measured
 
 from .holders import two_tables
 
@@ -80,7 +80,7 @@ def save_with(place, about):
 def test_figures_come_from_what_a_checkpoint_says_was_measured(tmp_path, capsys):
     measured = Measured().saved("full", 20.0, 1000, 0).saved("delta", 3.0, 100, 1000).lost(7200.0)
     measured = replace(measured, load_s=9.0)
-    given = Given("delta", 0.25, mtbf_h=10.0, target_pls=0.05, longest_s=1800.0)
+    given = Goals("delta", 0.25, mtbf_h=10.0, target_pls=0.05, longest_s=1800.0)
     n_bytes = save_with(tmp_path, {**measured.told(), "given": asdict(given), "n_servers": 3})
     assert cli.main(["plan", "--url", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recovery.errors import BadInput
-from recovery.schedule.planner import Chain, Costs, Job, Wishes, estimate, next_kind, plan
+from recovery.schedule.planner import ChainSize, Costs, Job, Objectives, estimate, next_kind, plan
 
 same = settings(derandomize=True, database=None, deadline=None)  # examples, however busy the machine is
 
 H = 3600.0
 GB = 10**9
-CPR = Wishes(rebase_at=math.inf)  # as the paper's formulas count saves
+CPR = Objectives(rebase_at=math.inf)  # as the paper's formulas count saves
 JOB = Job(
     Costs(save_s=360, load_s=60, reschedule_s=180), 100 * GB, n_servers=8, between_failures_s=28 * H, total_s=56 * H
 )
@@ -48,9 +48,9 @@ def test_the_share_is_picked_where_none_is_asked_for(target: float, r: float):
 
 
 def test_a_picked_share_stays_while_its_saves_are_half_as_far_apart():
-    wishes = replace(CPR, r=None, strategy="partial")
-    now = plan(JOB, replace(wishes, target_pls=0.003))
-    nearer, much_nearer = replace(wishes, target_pls=0.0025), replace(wishes, target_pls=0.001)
+    objectives = replace(CPR, r=None, strategy="partial")
+    now = plan(JOB, replace(objectives, target_pls=0.003))
+    nearer, much_nearer = replace(objectives, target_pls=0.0025), replace(objectives, target_pls=0.001)
     assert (now.r, plan(JOB, nearer).r, plan(JOB, nearer, now).r) == (1 / 8, 1 / 4, 1 / 8)
     assert plan(JOB, much_nearer, now).r == 1 / 2
 
@@ -87,9 +87,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("job", "wishes", "strategy", "kind"), CASES.values(), ids=CASES.keys())
-def test_the_strategy_and_what_is_saved(job, wishes, strategy, kind):
-    found = plan(job, wishes)
+@pytest.mark.parametrize(("job", "objectives", "strategy", "kind"), CASES.values(), ids=CASES.keys())
+def test_the_strategy_and_what_is_saved(job, objectives, strategy, kind):
+    found = plan(job, objectives)
     assert (found.strategy, found.kind) == (strategy, kind)
     assert found.reason.startswith(f"{strategy}: ")
 
@@ -124,7 +124,7 @@ def test_new_bases_are_counted():
 
 
 def test_what_is_stored_has_a_price():
-    found = plan(JOB, Wishes(price_per_gb_month=0.02, price_per_1000_puts=0.005, kept_bases=3))
+    found = plan(JOB, Objectives(price_per_gb_month=0.02, price_per_1000_puts=0.005, kept_bases=3))
     assert found.stored_bytes == 2 * 3 * 100 * GB
     puts = 30 * found.bytes_per_day / (64 * 2**20)
     assert found.cost_per_month == pytest.approx(600 * 0.02 + puts / 1000 * 0.005)
@@ -134,11 +134,11 @@ def test_what_is_stored_has_a_price():
 @given(st.lists(st.floats(0.85, 1.15), min_size=5, max_size=30))
 def test_noise_in_the_measurements_changes_nothing(noise):
     """Around the point where both cost about the same, too."""
-    wishes = replace(CPR, target_pls=0.0052, margin=0.3, leave_margin=-0.3)
-    now = first = plan(JOB, wishes)
+    objectives = replace(CPR, target_pls=0.0052, margin=0.3, leave_margin=-0.3)
+    now = first = plan(JOB, objectives)
     for factor in noise:
         costs = replace(JOB.costs, save_s=360 * factor, load_s=60 / factor)
-        now = plan(replace(JOB, costs=costs, between_failures_s=28 * H * factor), wishes, now)
+        now = plan(replace(JOB, costs=costs, between_failures_s=28 * H * factor), objectives, now)
         assert (now.strategy, now.interval_s) == (first.strategy, first.interval_s)
 
 
@@ -172,13 +172,13 @@ def test_every_plan_is_possible_and_within_its_target(save_s, load_s, stall, n_s
 @pytest.mark.parametrize(
     ("chain", "wanted", "kind", "why"),
     [
-        (Chain(), "mfu", "full", "there is no base yet"),
-        (Chain(100, 0, 0), "full", "full", "every save takes all rows"),
-        (Chain(100, 10, 10, trusted=False), "delta", "full", "not known for sure"),
-        (Chain(100, 70, 20), "delta", "delta", "0.0 MB of partial saves"),
-        (Chain(100, 80, 20), "ssu", "ssu", "on a base of"),
-        (Chain(100, 90, 20), "delta", "full", "a new one is cheaper to restore"),
-        (Chain(100, 0, 110), "delta", "full", "a new one is cheaper to restore"),
+        (ChainSize(), "mfu", "full", "there is no base yet"),
+        (ChainSize(100, 0, 0), "full", "full", "every save takes all rows"),
+        (ChainSize(100, 10, 10, trusted=False), "delta", "full", "not known for sure"),
+        (ChainSize(100, 70, 20), "delta", "delta", "0.0 MB of partial saves"),
+        (ChainSize(100, 80, 20), "ssu", "ssu", "on a base of"),
+        (ChainSize(100, 90, 20), "delta", "full", "a new one is cheaper to restore"),
+        (ChainSize(100, 0, 110), "delta", "full", "a new one is cheaper to restore"),
     ],
 )
 def test_the_next_save(chain, wanted, kind, why):
@@ -189,8 +189,8 @@ def test_the_next_save(chain, wanted, kind, why):
 
 
 def test_a_chain_may_be_as_long_as_is_wanted():
-    assert next_kind(Chain(100, 390, 10), "mfu", rebase_at=4)[0] == "mfu"
-    assert next_kind(Chain(100, 10**9, 10), "mfu", rebase_at=math.inf)[0] == "mfu"
+    assert next_kind(ChainSize(100, 390, 10), "mfu", rebase_at=4)[0] == "mfu"
+    assert next_kind(ChainSize(100, 10**9, 10), "mfu", rebase_at=math.inf)[0] == "mfu"
 
 
 def test_costs_come_from_json():
@@ -212,13 +212,13 @@ def test_costs_that_are_missing_or_no_numbers_are_named(values):
         lambda: Costs(1, 1, 1, stall_share=1.1),
         lambda: replace(JOB, n_servers=0),
         lambda: replace(JOB, between_failures_s=0),
-        lambda: Wishes(target_pls=0),
-        lambda: Wishes(policy="lru"),
-        lambda: Wishes(strategy="some"),
-        lambda: Wishes(r=0),
-        lambda: Wishes(margin=0.1, leave_margin=0.2),
-        lambda: Wishes(price_per_gb_month=-1),
-        lambda: Wishes(rebase_at=0),
+        lambda: Objectives(target_pls=0),
+        lambda: Objectives(policy="lru"),
+        lambda: Objectives(strategy="some"),
+        lambda: Objectives(r=0),
+        lambda: Objectives(margin=0.1, leave_margin=0.2),
+        lambda: Objectives(price_per_gb_month=-1),
+        lambda: Objectives(rebase_at=0),
     ],
 )
 def test_impossible_settings_are_refused(make):

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from recovery.config import Config
 from recovery.errors import BadInput, Damaged, StoreError
 from recovery.format.manifest import to_json
-from recovery.restore import Now, restore
+from recovery.restore import TrainingPoint, restore
 from recovery.restore.row_loader import spread
 from recovery.storage.store import Store
-from recovery.torch_rows.tensor_rows import Parts, TensorRows
+from recovery.torch_rows.tensor_rows import RowParts, TensorRows
 from tests.recovery.holders import assert_same, shard_values, train, two_tables, values
 from tests.recovery.saving import SMALL, Saver
 from tests.recovery.stores import FaultyStore, RamStore
@@ -144,7 +144,7 @@ def test_the_report_says_how_old_each_row_is_and_what_was_lost(ram: RamStore) ->
     changed = np.count_nonzero(saver.rows.slab(0, 0).counts) + np.count_nonzero(saver.rows.slab(1, 0).counts)
     saver.save()
     rows = empty(2)
-    report = restore(ram, rows, [0], now=Now(step=15, samples=150, total_samples=1000))
+    report = restore(ram, rows, [0], now=TrainingPoint(step=15, samples=150, total_samples=1000))
     assert report is not None
     assert (report.age.least, report.age.most) == (5, 15)
     assert report.age.mean == pytest.approx(15 - 10 * changed / report.n_rows)
@@ -240,7 +240,7 @@ def test_a_store_that_fails_is_no_reason_to_go_back_to_an_older_checkpoint(ram: 
 @pytest.mark.parametrize(
     ("make", "what"),
     [
-        (lambda: TensorRows({"user": Parts(torch.zeros(5000, 4))}), "'colour' was saved, this model has none"),
+        (lambda: TensorRows({"user": RowParts(torch.zeros(5000, 4))}), "'colour' was saved, this model has none"),
         (lambda: two_tables(n_rows=4000, seed=None), "saved with 5000 rows, here it has 4000"),
         (lambda: two_tables(dim=8, seed=None), r"weight \[4\].* here it has weight \[8\]"),
     ],
@@ -280,7 +280,7 @@ def _newer(manifest: object) -> bytes:
 @pytest.mark.parametrize("level", [0, 1])
 def test_memory_stays_within_the_budget_whatever_the_size_of_the_table(level: int) -> None:
     def tables() -> TensorRows:
-        return TensorRows({"user": Parts(torch.zeros(400_000, 32))})
+        return TensorRows({"user": RowParts(torch.zeros(400_000, 32))})
 
     store = RamStore()
     Saver(tables(), store, Config(level=level, section_bytes=1 << 20)).save()

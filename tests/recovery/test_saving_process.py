@@ -189,7 +189,7 @@ def test_a_parent_that_is_killed_leaves_its_save_and_no_process(tmp_path: Path) 
     process.join()
     assert process.exitcode == -signal.SIGKILL
     process.close()
-    assert child.is_running()  # it has a save under way
+    assert child.is_running()  # it has a save in flight
     (tmp_path / "go").touch()
     assert psutil.wait_procs([child], 60)[1] == []
     step, found = restored(open_store(tmp_path / "store"))

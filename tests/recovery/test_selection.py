@@ -10,15 +10,15 @@ import pytest
 from recovery.config import Config
 from recovery.errors import BadInput
 from recovery.policies import POLICIES
-from recovery.rows import Places
+from recovery.rows import RowIndices
 from recovery.selection.selector import Selection
 from recovery.torch_rows.tensor_rows import TensorRows
 from tests.recovery.holders import train, two_tables
 
-CONFIG = Config(policy="mfu", r=0.02)
+CONFIG = Config(policy="mfu", row_fraction=0.02)
 
 
-def noted(selection: Selection, rows: TensorRows, kind: str) -> dict[tuple[int, int], Places]:
+def noted(selection: Selection, rows: TensorRows, kind: str) -> dict[tuple[int, int], RowIndices]:
     """What a save reads: everything that is chosen."""
     choice, found = selection.begin(kind), {}
     for shard in rows.shards():
@@ -105,7 +105,7 @@ def test_it_says_how_much_memory_it_takes(policy: str) -> None:
 def test_ssu_needs_a_holder_that_tells_its_updates() -> None:
     class Silent:
         def __init__(self, rows: TensorRows) -> None:
-            self.schema, self.slab, self.marks, self.shards = rows.schema, rows.slab, rows.marks, rows.shards
+            self.schema, self.slab, self.step_marks, self.shards = rows.schema, rows.slab, rows.step_marks, rows.shards
 
     with pytest.raises(BadInput, match="use mfu"):
         Selection(Silent(two_tables()), replace(CONFIG, policy="ssu"))

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from recovery.schedule.failures import Gamma, failure_times
-from recovery.schedule.planner import Costs, Job, Wishes, plan
+from recovery.schedule.planner import Costs, Job, Objectives, plan
 from recovery.simulation.simulated_rows import RowModel, SimulatedRows
-from recovery.simulation.simulation import Mean, World, mean_of, simulate
+from recovery.simulation.simulation import Mean, SimulatedJob, mean_of, simulate
 
 H = 3600.0
 YEAR_S = 365 * 24 * H
-CPR = Wishes(rebase_at=math.inf)
+CPR = Objectives(rebase_at=math.inf)
 COSTS = Costs(save_s=360, load_s=60, reschedule_s=180)
 JOB = Job(COSTS, 10**9, n_servers=8, between_failures_s=28 * H, total_s=56 * H)
-FRESH = World(JOB, CPR, settled=False, replan_s=None)
+FRESH = SimulatedJob(JOB, CPR, settled=False, replan_s=None)
 
 
 def at_hours(*failures: tuple[float, int]) -> np.ndarray:
@@ -30,8 +30,8 @@ def rng(seed: int = 0) -> np.random.Generator:
 
 
 def test_full_recovery_does_again_what_came_after_the_last_save():
-    world = replace(FRESH, wishes=replace(CPR, strategy="full", max_interval_s=4 * H), replan_s=None)
-    every_h = plan(JOB, world.wishes).interval_s / H
+    world = replace(FRESH, objectives=replace(CPR, strategy="full", max_interval_s=4 * H), replan_s=None)
+    every_h = plan(JOB, world.objectives).interval_s / H
     found = simulate(world, at_hours((1, 0), (every_h + 0.5, 3)), rng())
     assert found.redoing_s == pytest.approx(1.5 * H)
     assert (found.loading_s, found.rescheduling_s) == (120, 360)
@@ -50,9 +50,9 @@ def test_partial_recovery_loses_the_samples_of_one_server_since_the_last_round()
 
 
 def test_without_a_base_the_first_save_takes_all_rows_and_a_long_chain_ends_in_a_new_base():
-    found = simulate(replace(FRESH, wishes=Wishes()), at_hours(), rng())
+    found = simulate(replace(FRESH, objectives=Objectives()), at_hours(), rng())
     assert (found.n_saves, found.n_bases) == (9, 1)
-    longer = replace(FRESH, wishes=Wishes(), job=replace(JOB, total_s=62 * H))
+    longer = replace(FRESH, objectives=Objectives(), job=replace(JOB, total_s=62 * H))
     assert simulate(longer, at_hours(), rng()).n_bases == 2  # eight eighths are as much as the base
 
 
@@ -80,12 +80,12 @@ def test_the_same_seed_gives_the_same_operation():
 def test_a_year_agrees_with_the_closed_forms(n_servers, strategy, shape):
     law = Gamma(shape, 5000 * H)
     job = Job(COSTS, 10**9, n_servers, law.mean_s / n_servers, YEAR_S)
-    world = World(job, replace(CPR, strategy=strategy), replan_s=None)
+    world = SimulatedJob(job, replace(CPR, strategy=strategy), replan_s=None)
     outcomes = []
     for repeat in range(24 if n_servers == 8 else 12):
         chance = np.random.default_rng([repeat, n_servers])
         outcomes.append(simulate(world, failure_times(law, YEAR_S, n_servers, chance), chance))
-    expected = plan(job, world.wishes).expected
+    expected = plan(job, world.objectives).expected
     assert abs(mean_of(outcomes, lambda o: o.overhead).sigmas_from(expected.overhead)) < 3
     assert abs(mean_of(outcomes, lambda o: o.pls).sigmas_from(expected.pls)) < 3
 
@@ -93,7 +93,7 @@ def test_a_year_agrees_with_the_closed_forms(n_servers, strategy, shape):
 def test_with_all_rows_at_each_save_the_updates_lost_are_the_lost_samples():
     law = Gamma(1.0, 5000 * H)
     job = Job(COSTS, 10**9, 16, law.mean_s / 16, YEAR_S)
-    world = World(job, replace(CPR, strategy="partial", policy="full"), RowModel(16, 100), replan_s=None)
+    world = SimulatedJob(job, replace(CPR, strategy="partial", policy="full"), RowModel(16, 100), replan_s=None)
     outcomes = []
     for repeat in range(24):
         chance = np.random.default_rng([repeat])
@@ -107,7 +107,7 @@ def test_with_all_rows_at_each_save_the_updates_lost_are_the_lost_samples():
 def test_priorities_lose_fewer_updates_than_saves_of_all_rows_for_the_same_bytes():
     law, lost, written = Gamma(1.0, 224 * H), {}, {}
     for policy in ("full", "mfu", "scar", "ssu"):
-        world = World(JOB, replace(CPR, policy=policy), RowModel(rows_per_server=500), replan_s=None)
+        world = SimulatedJob(JOB, replace(CPR, policy=policy), RowModel(rows_per_server=500), replan_s=None)
         outcomes = [
             simulate(world, failure_times(law, JOB.total_s, 8, rng(repeat)), rng(repeat)) for repeat in range(20)
         ]

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recovery.rows import Column, Schema, Slab, Table, copy_rows
+from recovery.rows import Column, RowView, Schema, Table, copy_rows
 from recovery.write.consistent_read import PIECE_BYTES, Busy, read
 from tests.recovery.holders import two_tables, values
 
@@ -39,10 +39,10 @@ class SharedRows:
     def shards(self) -> list[int]:
         return [0]
 
-    def slab(self, table: int, shard: int) -> Slab:
-        return Slab((self.both,), self.counts)
+    def slab(self, table: int, shard: int) -> RowView:
+        return RowView((self.both,), self.counts)
 
-    def marks(self, shard: int) -> tuple[int, int]:
+    def step_marks(self, shard: int) -> tuple[int, int]:
         finished = int(self.finished[0])
         return finished, int(self.begun[0])
 
@@ -73,7 +73,7 @@ def hammered(tmp_path: Path, n_rows: int, pause_s: float) -> Iterator[SharedRows
     )
     process.start()
     try:
-        while rows.marks(0)[0] < 3:
+        while rows.step_marks(0)[0] < 3:
             assert process.is_alive()
             time.sleep(0.001)
         yield rows
@@ -124,8 +124,8 @@ class Interrupted(SharedRows):
         super().__init__(path, n_rows)
         self.between, self.looks = between, 0
 
-    def marks(self, shard: int) -> tuple[int, int]:
-        found = super().marks(shard)
+    def step_marks(self, shard: int) -> tuple[int, int]:
+        found = super().step_marks(shard)
         self.looks += 1
         self.between(self, self.looks)
         return found

@@ -20,7 +20,7 @@ import pytest
 from recovery.errors import BadInput, NotFound, StoreError
 from recovery.storage.fsspec_store import FsspecStore
 from recovery.storage.open import open_store
-from recovery.storage.retry import MOST_HUNG, Patience, PatientStore
+from recovery.storage.retry import MOST_HUNG, RetryingStore, RetryPolicy
 from recovery.storage.store import Store, Transient, check, is_name
 from tests.recovery.conftest import BUCKET
 from tests.recovery.stores import Crash, FaultyStore, RamStore
@@ -208,10 +208,10 @@ class Pauses:
 MANY = 1000  # attempts, where one that does not hang may still be given up on: the machine may be busy
 
 
-def patient(store: Store, tries: int = 4, timeout_s: float = 30.0) -> tuple[PatientStore, Pauses]:
+def patient(store: Store, tries: int = 4, timeout_s: float = 30.0) -> tuple[RetryingStore, Pauses]:
     pauses = Pauses()
-    return PatientStore(
-        store, Patience(timeout_s, tries, 1.0, 3.0, sleep=pauses, rng=random.Random(0), least_bytes_s=1e12)
+    return RetryingStore(
+        store, RetryPolicy(timeout_s, tries, 1.0, 3.0, sleep=pauses, rng=random.Random(0), least_bytes_s=1e12)
     ), pauses
 
 
@@ -280,19 +280,19 @@ def test_a_local_disk_that_hangs_is_an_error(ram: RamStore) -> None:
 def test_a_large_object_may_take_longer_by_a_least_rate(ram: RamStore) -> None:
     data, wait = bytes(4 << 20), threading.Event()
     faulty = FaultyStore(ram).slows("put", 1, lambda: wait.wait(1.0))
-    store = PatientStore(faulty, Patience(0.1, 1, least_bytes_s=len(data) / 60))
+    store = RetryingStore(faulty, RetryPolicy(0.1, 1, least_bytes_s=len(data) / 60))
     store.put(NAME, [data])
     assert faulty.fired == faulty.planned and ram.objects == {NAME: data}
-    assert Patience(60.0).limit_s(600 << 20) == 660.0
+    assert RetryPolicy(60.0).limit_s(600 << 20) == 660.0
     with pytest.raises(BadInput, match="least_bytes_s is a rate"):
-        Patience(least_bytes_s=0)
+        RetryPolicy(least_bytes_s=0)
 
 
 def test_threads_of_a_store_that_hangs_are_few_and_the_refusal_says_so(ram: RamStore) -> None:
     with FaultyStore(ram) as faulty:
         for at in range(1, MOST_HUNG + 1):
             faulty.hangs("get", at)
-        store = PatientStore(faulty, Patience(0.01, 1, least_bytes_s=1e12))
+        store = RetryingStore(faulty, RetryPolicy(0.01, 1, least_bytes_s=1e12))
         for _ in range(2 * MOST_HUNG):
             with pytest.raises(StoreError):
                 store.get(NAME)
@@ -303,7 +303,7 @@ def test_threads_of_a_store_that_hangs_are_few_and_the_refusal_says_so(ram: RamS
     for thread in hung:
         thread.join()
     with pytest.raises(NotFound):
-        PatientStore.get(store, NAME)
+        RetryingStore.get(store, NAME)
 
 
 def test_a_local_write_that_nobody_waits_for_gets_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,4 +386,4 @@ def test_a_store_that_loses_or_cuts_what_it_is_given_does_not_pass_the_check(ram
 @pytest.mark.parametrize("settings", [{"timeout_s": 0}, {"tries": 0}, {"first_pause_s": 5.0, "longest_pause_s": 1.0}])
 def test_patience_without_sense_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(BadInput):
-        Patience(**settings)
+        RetryPolicy(**settings)

@@ -11,7 +11,7 @@ from recovery.checkpointer import Checkpointer
 from recovery.config import Config
 from recovery.errors import BadInput
 from recovery.state_codec import decode, encode
-from recovery.torch_rows.tensor_rows import Parts, TensorRows, load_rest, of_optimizer, rest
+from recovery.torch_rows.tensor_rows import RowParts, TensorRows, dense_state, load_dense_state, of_optimizer
 from recovery.write.consistent_read import Busy, read
 from tests.recovery.holders import two_tables
 from tests.recovery.stores import RamStore
@@ -61,7 +61,7 @@ def test_a_shard_is_every_nth_row_and_writing_to_it_writes_the_tensor() -> None:
 )
 def test_tensors_that_cannot_be_saved_in_place_are_refused(tensor: Tensor, what: str) -> None:
     with pytest.raises(BadInput, match=what):
-        TensorRows({"user": Parts(torch.zeros(4, 2), {"sum": tensor})})
+        TensorRows({"user": RowParts(torch.zeros(4, 2), {"sum": tensor})})
 
 
 def test_a_row_counts_once_per_call_however_often_it_is_named() -> None:
@@ -191,9 +191,9 @@ def test_the_rest_of_a_model_goes_there_and_back_without_its_tables() -> None:
     rows, other_rows = of_optimizer(model, optimizer), of_optimizer(other, theirs)
     for _ in range(3):
         one_step(model, optimizer, rows, [1, 2])
-    state = encode(rest(model, optimizer, rows))
+    state = encode(dense_state(model, optimizer, rows))
     assert len(state) < 20 * 4 * 4 + 2000
-    load_rest(other, theirs, other_rows, decode(state))
+    load_dense_state(other, theirs, other_rows, decode(state))
     for tensor, wanted in zip(_row_tensors(other_rows), _row_tensors(rows), strict=True):
         tensor.data.copy_(wanted.data)  # what a restore does
     for one, its, its_rows in ((model, optimizer, rows), (other, theirs, other_rows)):
@@ -210,10 +210,10 @@ def test_the_rest_of_another_model_is_refused() -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rows = of_optimizer(model, optimizer)
-    state = rest(model, optimizer, rows)
+    state = dense_state(model, optimizer, rows)
     del state["model"]["top.bias"]
     with pytest.raises(BadInput, match=r"lacks \['top.bias'\]"):
-        load_rest(model, optimizer, rows, state)
+        load_dense_state(model, optimizer, rows, state)
 
 
 @pytest.mark.parametrize("policy", ["full", "delta"])
@@ -228,12 +228,12 @@ def test_a_run_that_is_interrupted_and_resumed_ends_as_one_that_is_not(ram: RamS
             if report is not None:
                 assert report.state is not None
                 rows.continue_from(report.step)
-                load_rest(model, optimizer, rows, decode(report.state))
+                load_dense_state(model, optimizer, rows, decode(report.state))
             for step in range(rows.last_step + 1, until + 1):
                 one_step(model, optimizer, rows, [step % 20, step * step % 20])
                 if step % 3 == 0:
                     # Waited for: a save beside training has rows of later steps than the state.
-                    checkpoints.save(step, 2 * step, rest(model, optimizer, rows)).result(60)
+                    checkpoints.save(step, 2 * step, dense_state(model, optimizer, rows)).result(60)
         return model.state_dict()
 
     run(dies, ram)

@@ -30,7 +30,7 @@ def saved(tracker: Tracker, rows: TensorRows, manifest: str | None, full: bool =
     tracker.begin(full)
     for table in (0, 1):
         n = len(rows.slab(table, 0))
-        tracker.note(table, 0, slice(0, n), rows.slab(table, 0).counts)
+        tracker.record(table, 0, slice(0, n), rows.slab(table, 0).counts)
     if manifest:
         tracker.commit(manifest)
 
@@ -44,7 +44,7 @@ def test_updates_since_the_last_save_are_counted(rows: TensorRows) -> None:
     saved(tracker, rows, MANIFEST)
     touch(rows, 1, 4)
     touch(rows, 4)
-    assert tracker.since(0, 0).tolist() == [0, 1, 0, 0, 2, 0]
+    assert tracker.updates_since_save(0, 0).tolist() == [0, 1, 0, 0, 2, 0]
     assert tracker.is_valid_for(MANIFEST)
 
 
@@ -53,9 +53,9 @@ def test_an_update_during_a_save_is_not_lost(rows: TensorRows) -> None:
     tracker.begin(full=False)
     read = rows.slab(0, 0).counts.copy()
     touch(rows, 2)  # after the row was read, before the commit
-    tracker.note(0, 0, slice(0, 6), read)
+    tracker.record(0, 0, slice(0, 6), read)
     tracker.commit(MANIFEST)
-    assert tracker.since(0, 0).tolist() == [0, 0, 1, 0, 0, 0]
+    assert tracker.updates_since_save(0, 0).tolist() == [0, 0, 1, 0, 0, 0]
 
 
 def test_counters_may_go_round(rows: TensorRows) -> None:
@@ -64,7 +64,7 @@ def test_counters_may_go_round(rows: TensorRows) -> None:
     saved(tracker, rows, MANIFEST)
     touch(rows, 3)
     touch(rows, 3)
-    assert tracker.since(0, 0).tolist() == [0, 0, 0, 2, 0, 0]
+    assert tracker.updates_since_save(0, 0).tolist() == [0, 0, 0, 2, 0, 0]
 
 
 def test_a_partial_save_that_fails_changes_nothing(rows: TensorRows) -> None:
@@ -72,10 +72,10 @@ def test_a_partial_save_that_fails_changes_nothing(rows: TensorRows) -> None:
     saved(tracker, rows, MANIFEST)
     touch(rows, 1)
     tracker.begin(full=False)
-    tracker.note(0, 0, np.array([1]), rows.slab(0, 0).counts[[1]])
+    tracker.record(0, 0, np.array([1]), rows.slab(0, 0).counts[[1]])
     assert tracker.pending_bytes == 8
-    tracker.abandon()
-    assert tracker.since(0, 0).tolist() == [0, 1, 0, 0, 0, 0]
+    tracker.rollback()
+    assert tracker.updates_since_save(0, 0).tolist() == [0, 1, 0, 0, 0, 0]
     assert tracker.is_valid_for(MANIFEST)
 
 
@@ -85,17 +85,17 @@ def test_what_is_noted_may_be_overwritten_at_once(rows: TensorRows) -> None:
     touch(rows, 1)
     places, counts = np.array([1]), rows.slab(0, 0).counts[[1]]
     tracker.begin(full=False)
-    tracker.note(0, 0, places, counts)
+    tracker.record(0, 0, places, counts)
     places[0], counts[0] = 5, 99
     tracker.commit(NEXT)
-    assert tracker.since(0, 0).tolist() == [0] * 6
+    assert tracker.updates_since_save(0, 0).tolist() == [0] * 6
 
 
 def test_a_full_save_that_fails_makes_the_tracker_worthless(rows: TensorRows) -> None:
     tracker = Tracker(rows)
     saved(tracker, rows, MANIFEST)
     saved(tracker, rows, None)
-    tracker.abandon()
+    tracker.rollback()
     assert not tracker.is_valid_for(MANIFEST)
     assert not tracker.is_valid_for(None)
 
@@ -105,7 +105,7 @@ def test_what_was_restored_is_saved(rows: TensorRows) -> None:
     tracker = Tracker(rows)
     tracker.restored(MANIFEST)
     assert tracker.is_valid_for(MANIFEST)
-    assert not tracker.since(0, 0).any()
+    assert not tracker.updates_since_save(0, 0).any()
 
 
 def test_after_a_partial_restore_the_other_shards_keep_what_they_have() -> None:
@@ -115,7 +115,7 @@ def test_after_a_partial_restore_the_other_shards_keep_what_they_have() -> None:
     touch(rows, 0, 1)
     tracker.restored(MANIFEST, [1])
     assert tracker.is_valid_for(MANIFEST)
-    assert (tracker.since(0, 0).sum(), tracker.since(0, 1).sum()) == (1, 0)
+    assert (tracker.updates_since_save(0, 0).sum(), tracker.updates_since_save(0, 1).sum()) == (1, 0)
     tracker.restored("an older one", [1])
     assert not tracker.is_valid_for(MANIFEST)
 
@@ -127,7 +127,7 @@ def test_in_a_file_it_survives_its_process(rows: TensorRows, tmp_path: Path) -> 
     first.close()
     second = Tracker(rows, tmp_path / "tracker", "memory 1")
     assert second.is_valid_for(MANIFEST)
-    assert second.since(0, 0).tolist() == [0, 0, 0, 0, 0, 1]
+    assert second.updates_since_save(0, 0).tolist() == [0, 0, 0, 0, 0, 1]
     second.close()
 
 
@@ -140,7 +140,7 @@ def test_after_a_death_the_file_is_worth_nothing(rows: TensorRows, tmp_path: Pat
         saved(first, rows, None)
     elif when == "in a commit":
         first.begin(full=False)
-        first.note(0, 0, np.array([7]), np.array([1], np.uint32))  # applying it fails
+        first.record(0, 0, np.array([7]), np.array([1], np.uint32))  # applying it fails
         with pytest.raises(IndexError):
             first.commit(NEXT)
     first.close()

@@ -15,14 +15,14 @@ from recovery.config import Config
 from recovery.errors import BadInput, Fenced, StoreError
 from recovery.format.manifest import Blob, Section, from_json
 from recovery.format.row_codec import EXACT, decode_rows
-from recovery.rows import Choice, Places, everything
+from recovery.rows import Choice, RowIndices, everything
 from recovery.selection.selector import Selection
 from recovery.storage.store import blob_prefix
-from recovery.torch_rows.tensor_rows import Parts, TensorRows
+from recovery.torch_rows.tensor_rows import RowParts, TensorRows
 from recovery.write import writer
-from recovery.write.consistent_read import Read
+from recovery.write.consistent_read import ReadResult
 from recovery.write.multipart import SavePlace, commit_parts
-from recovery.write.section_pipeline import Buffers, Cancelled, Line, PartResult
+from recovery.write.section_pipeline import Buffers, Cancelled, PartResult, SectionPipeline
 from recovery.write.writer import save_rows
 from tests.recovery.holders import train, two_tables, values
 from tests.recovery.stores import FaultyStore, RamStore
@@ -73,10 +73,10 @@ def test_only_the_chosen_rows_are_written_and_noted_with_their_counts() -> None:
     rows, store, noted = two_tables(n_shards=2), RamStore(), []
     train(rows, 3, seed=1)
 
-    def choice(table: int, shard: int) -> Places:
+    def choice(table: int, shard: int) -> RowIndices:
         return np.array([1, 4, 5]) if (table, shard) == (0, 1) else slice(0, 0)
 
-    def note(table: int, shard: int, places: Places, records: np.ndarray, counts: np.ndarray) -> None:
+    def note(table: int, shard: int, places: RowIndices, records: np.ndarray, counts: np.ndarray) -> None:
         noted.append((table, shard, np.array(places).tolist(), counts.tolist(), records.copy()))
 
     written = save_rows(rows, choice, store, PREFIX, SMALL, note=note)
@@ -125,7 +125,7 @@ def test_memory_stays_within_the_budget_whatever_the_size_of_the_table(
 ) -> None:
     import torch
 
-    rows = TensorRows({"user": Parts(torch.zeros(400_000, 16), {"sum": torch.zeros(400_000, 16)})})
+    rows = TensorRows({"user": RowParts(torch.zeros(400_000, 16), {"sum": torch.zeros(400_000, 16)})})
     chosen = np.arange(0, 400_000, 2)
     sink, config = Sink(), Config(budget_bytes=budget_mb << 20, level=level)
     tracemalloc.start()
@@ -143,7 +143,7 @@ def test_memory_stays_within_the_budget_whatever_the_size_of_the_table(
 def test_a_row_larger_than_the_budget_allows_is_refused() -> None:
     import torch
 
-    rows = TensorRows({"wide": Parts(torch.zeros(2, 1 << 18))})
+    rows = TensorRows({"wide": RowParts(torch.zeros(2, 1 << 18))})
     with pytest.raises(BadInput, match=r"'wide' needs 1048584 bytes.* raise budget_bytes"):
         save(rows, RamStore(), Config(budget_bytes=1 << 20))
 
@@ -164,12 +164,12 @@ def test_buffers_of_one_save_serve_the_next_one_also_after_a_failure(monkeypatch
 
 def test_while_nothing_can_be_read_what_was_read_becomes_a_blob() -> None:
     rows, cancel = two_tables(), threading.Event()
-    with Line(
+    with SectionPipeline(
         rows.schema, RamStore(), PREFIX, SMALL, EXACT, cancel, time.monotonic, Buffers(rows.schema, SMALL)
     ) as line:
         records, _ = line.buffers(rows.schema.tables[0])
         records[:] = 1.0
-        line.encode(0, 0, slice(0, len(records)), Read(len(records), step=0, n_torn=0), records)
+        line.encode(0, 0, slice(0, len(records)), ReadResult(len(records), step=0, n_torn=0), records)
         deadline = time.monotonic() + 60
         while not line.pause(0.001):
             assert time.monotonic() < deadline
@@ -291,7 +291,7 @@ def test_a_full_checkpoint_that_lacks_a_shard_is_refused() -> None:
 def test_several_writers_save_their_shards_and_one_commits_them() -> None:
     class Some:
         def __init__(self, rows: TensorRows, shard: int) -> None:
-            self.schema, self.slab, self.marks = rows.schema, rows.slab, rows.marks
+            self.schema, self.slab, self.step_marks = rows.schema, rows.slab, rows.step_marks
             self.shard = shard
 
         def shards(self) -> list[int]:

@@ -12,7 +12,7 @@ from gba_hvd.callbacks import Event, StepRecord
 from gba_hvd.tracking import MLflowCallback, ProgressLine
 from gba_hvd.tracking import gauges as g
 from gba_hvd.tracking.plots import MODE, THROUGHPUT
-from gba_hvd.tracking.run_history import Story, from_files
+from gba_hvd.tracking.run_history import RunHistory, from_files
 from tests.tracking.conftest import event, job, step
 from tests.tracking.told_job import tell
 
@@ -112,7 +112,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MLflowCallback:
     return MLflowCallback(spool_dir=tmp_path / "spool", log_every_steps=10, system_metrics=False)
 
 
-def told(callback: MLflowCallback) -> Story:
+def told(callback: MLflowCallback) -> RunHistory:
     assert callback.spool is not None
     return from_files(callback.spool)
 

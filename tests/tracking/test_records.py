@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gba_hvd.tracking import delivery
-from gba_hvd.tracking.delivery import Action, judge, may_speak
+from gba_hvd.tracking.delivery import Action, decide, may_report
 from gba_hvd.tracking.records import (
     MAX_METRICS,
     MAX_TOTAL,
@@ -123,7 +123,7 @@ class Refusal(Exception):
     ],
 )
 def test_only_what_mlflow_refuses_for_good_is_dropped(error: Exception, active: bool | None, action: Action):
-    verdict = judge(error, active)
+    verdict = decide(error, active)
     assert verdict.action is action
     assert type(error).__name__ in verdict.reason
 
@@ -146,4 +146,4 @@ def test_waiting_grows_and_stays_bounded():
     ],
 )
 def test_the_latest_chief_speaks_for_the_run(own: str, current: str | None, speaks: bool):
-    assert may_speak(own, current) is speaks
+    assert may_report(own, current) is speaks

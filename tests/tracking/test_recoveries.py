@@ -1,4 +1,4 @@
-"""What records tell of checkpoints and recoveries, and which of them are superseded when a job goes on from one."""
+"""What records tell of checkpoints and recoveries, and which of them are superseded when a job resumes from one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from gba_hvd.tracking.recovery_records import (
     recoveries,
     resumes_of_points,
 )
-from gba_hvd.tracking.run_history import Story, as_json, from_files
+from gba_hvd.tracking.run_history import RunHistory, as_json, from_files
 from gba_hvd.tracking.spool import all_records
 from tests.tracking.conftest import job, step
 
@@ -121,7 +121,7 @@ def test_every_resume_counts_also_one_that_was_superseded_itself():
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=6), st.integers(1, 20))
 def test_what_is_in_force_is_one_line_of_training(stops: list[int], more: int):
-    """A job that goes on from any earlier step again and again: each step is there once, from its last doing."""
+    """A job that resumes from any earlier step again and again: each step is there once, from its last doing."""
     points, marks, resumes, done, ms, life = list[Point](), list[Point](), list[Resume](), 0, 0, 0
     wanted: dict[int, float] = {}
     for stop in stops:
@@ -204,8 +204,8 @@ def callback_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> MLflowCallback
 
 
 @pytest.fixture
-def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Story:
-    """Killed at step 6, went on from step 4, lost a host at step 7."""
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunHistory:
+    """Killed at step 6, resumed from step 4, lost a host at step 7."""
     clock = itertools.count(1_000_000, 5)
     monkeypatch.setattr("gba_hvd.tracking.mlflow_callback._now_ms", lambda: next(clock))
 
@@ -232,7 +232,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Story:
     return from_files(tmp_path)
 
 
-def test_a_story_leaves_out_what_was_superseded(told: Story):
+def test_a_story_leaves_out_what_was_superseded(told: RunHistory):
     assert [(p.step, p.value) for p in told.history["train/loss"]] == [
         *((k, 1.0) for k in range(1, 5)),
         *((k, 2.0) for k in range(5, 9)),
@@ -241,7 +241,7 @@ def test_a_story_leaves_out_what_was_superseded(told: Story):
     assert told.spans == [Span(0, 8, "allreduce")]
 
 
-def test_a_story_has_checkpoints_and_recoveries_in_figures(told: Story):
+def test_a_story_has_checkpoints_and_recoveries_in_figures(told: RunHistory):
     figures = json.loads(json.dumps(as_json(told)))
     assert [(one["step"], one["kind"]) for one in figures["checkpoints"]] == [(4, "full"), (8, "delta")]
     assert [(one["kind"], one["step"], one["rows_restored"]) for one in figures["recoveries"]] == [
@@ -260,17 +260,17 @@ def test_the_newest_checkpoint_is_a_tag(tmp_path: Path, monkeypatch: pytest.Monk
     assert tags == [{"gba_hvd.checkpoint": "s3://bucket/job/manifests/000001-00000004.json"}]
 
 
-def test_the_page_shows_them_and_says_what_was_superseded(told: Story):
+def test_the_page_shows_them_and_says_what_was_superseded(told: RunHistory):
     text = page(told)
     for words in ("<h2>Checkpoints</h2>", "<h2>Recoveries</h2>", "340 rows came back", "the whole job", "a lost host",
                   "superseded: the job went on from an earlier checkpoint; lost with the job"):  # fmt: skip
         assert words in text
-    assert "Checkpoints" not in page(Story("t", "here", "j", "RUNNING", "", 0, None))
+    assert "Checkpoints" not in page(RunHistory("t", "here", "j", "RUNNING", "", 0, None))
 
 
 def test_many_checkpoints_do_not_drown_what_else_happened():
     events = [saved(k) for k in range(1, 301)] + [Event("rows_restored", 301, "340 rows came back", BACK)]
-    text = page(Story("t", "here", "j", "RUNNING", "", 0, None, {}, {}, tuple(map(record_of, events))))
+    text = page(RunHistory("t", "here", "j", "RUNNING", "", 0, None, {}, {}, tuple(map(record_of, events))))
     assert "300 checkpoints until step 302: 600.0 MB" in text
     assert "340 rows came back" in text
     assert "Checkpoints, the newest 20 of 300" in text

@@ -25,7 +25,7 @@ from gba_hvd.tracking import gauges as g
 from gba_hvd.tracking.mlflow_callback import how_to_open
 from gba_hvd.tracking.plots import MODE, Span, draw_plots, is_plotted, mode_spans
 from gba_hvd.tracking.records import Point, Record
-from gba_hvd.tracking.run_history import Story, by_mode, from_files
+from gba_hvd.tracking.run_history import RunHistory, by_mode, from_files
 from gba_hvd.tracking.spool import SpoolStatus, read_status, write_status
 from tests.tracking.conftest import event, job, step
 from tests.tracking.told_job import SWITCHES, tell
@@ -103,7 +103,7 @@ def test_a_spool_tells_the_whole_story(spool: Path):
 def test_the_throughput_of_a_mode_is_its_samples_over_its_time():
     rates = [Point("train/samples_per_s", rate, 0, step) for step, rate in ((10, 100.0), (20, 300.0), (30, 50.0))]
     told = {MODE: points((10, "allreduce"), (20, "allreduce"), (30, "gba")), "train/samples_per_s": rates}
-    allreduce, gba = by_mode(Story("t", "here", "j", "FINISHED", "", 0, 1, {}, told, ()))
+    allreduce, gba = by_mode(RunHistory("t", "here", "j", "FINISHED", "", 0, 1, {}, told, ()))
     assert allreduce.samples_per_s == pytest.approx(150.0)
     assert gba.samples_per_s == pytest.approx(50.0)
 
@@ -181,14 +181,14 @@ def test_nothing_a_job_says_becomes_html(spool: Path):
     evil = "<script>alert(1)</script>\"'&"
     told = {"event": evil, "step": 1, "message": evil}
     switched = {"event": "switch", "step": 2, "message": evil, "data": {"from": evil, "to": evil, "reason": evil}}
-    story = Story(evil, evil, evil, evil, evil, 0, 1, {evil: evil}, {}, (told, switched))
+    story = RunHistory(evil, evil, evil, evil, evil, 0, 1, {evil: evil}, {}, (told, switched))
     shown = Page(page(story))
     assert "script" not in shown.tags
     assert shown.text.count("alert(1)") >= 8
 
 
 def test_a_run_without_asynchronous_modes_has_no_word_of_them():
-    story = Story("plain", "here", "j", "RUNNING", "", 0, None, {}, {}, (event_record("started"),))
+    story = RunHistory("plain", "here", "j", "RUNNING", "", 0, None, {}, {}, (event_record("started"),))
     text = Page(page(story)).text
     assert "taleness" not in text
     assert "Switches" not in text
@@ -309,11 +309,11 @@ def decided(step: int, reason: str) -> Record:
     return {"event": "compression", "step": step, "message": reason, "data": {"compressor": "int8"}, "unix_s": step}
 
 
-def told(*events: Record) -> Story:
-    return Story("t", "here", "j", "FINISHED", "", 0, 1, {}, {}, events)
+def told(*events: Record) -> RunHistory:
+    return RunHistory("t", "here", "j", "FINISHED", "", 0, 1, {}, {}, events)
 
 
-def table(story: Story, heading: str) -> list[list[str]]:
+def table(story: RunHistory, heading: str) -> list[list[str]]:
     """The cells of the table under a heading, row by row; empty when there is none."""
     found = re.search(rf"<h2>{re.escape(heading)}.*?<tbody>(.*?)</tbody>", page(story), re.S)
     rows = re.findall(r"<tr[^>]*>(.*?)</tr>", found[1], re.S) if found else []

@@ -13,11 +13,11 @@ from gba_hvd.errors import BadInput
 from gba_hvd.tracking import find_run
 from gba_hvd.tracking import gauges as g
 from gba_hvd.tracking.records import Point
-from gba_hvd.tracking.run_history import Story
+from gba_hvd.tracking.run_history import RunHistory
 
 
-def a_story(**told: Any) -> Story:
-    return Story("run", "here", "j", "FINISHED", "", 0, 1, **told)
+def a_story(**told: Any) -> RunHistory:
+    return RunHistory("run", "here", "j", "FINISHED", "", 0, 1, **told)
 
 
 def finished(staleness: dict[str, int]) -> tuple[dict[str, Any], ...]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gba_hvd.averaging.algorithms import Averaging, MeanOfReplicas, carried_, global_copy_, pulled_
+from gba_hvd.averaging.algorithms import Averaging, MeanOfReplicas, add_difference_, bmuf_update_, interpolate_
 from gba_hvd.errors import BadInput
 
 
@@ -17,54 +17,54 @@ def some(seed: int, n: int = 1000) -> Tensor:
 
 
 def test_a_replica_is_pulled_by_the_share_it_is_told():
-    assert pulled_(torch.tensor([1.0, 2.0]), torch.tensor([5.0, -2.0]), 0.25).tolist() == [2.0, 1.0]
+    assert interpolate_(torch.tensor([1.0, 2.0]), torch.tensor([5.0, -2.0]), 0.25).tolist() == [2.0, 1.0]
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.9, 1.0])
 def test_what_equals_its_target_stays_bit_for_bit(share: float):
     values = some(1)
-    assert torch.equal(pulled_(values.clone(), values, share), values)
-    assert torch.equal(carried_(values.clone(), values, values, share), values)
+    assert torch.equal(interpolate_(values.clone(), values, share), values)
+    assert torch.equal(add_difference_(values.clone(), values, values, share), values)
 
 
 def test_a_share_of_one_takes_the_target_whole():
-    assert torch.equal(pulled_(some(1), some(2), 1.0), some(2))
+    assert torch.equal(interpolate_(some(1), some(2), 1.0), some(2))
 
 
 def test_the_difference_rule_keeps_what_was_learned_while_the_round_was_under_way():
     copy, update = torch.tensor([1.0, 2.0]), torch.tensor([0.5, -0.25])
     now = copy + update
-    assert carried_(now, copy, torch.tensor([3.0, 0.0]), 1.0).tolist() == [3.5, -0.25]
+    assert add_difference_(now, copy, torch.tensor([3.0, 0.0]), 1.0).tolist() == [3.5, -0.25]
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
 def test_the_difference_rule_towards_the_mean_preserves_the_sum_of_the_replicas(share: float):
     replicas = [torch.round(some(seed) * 1024) / 1024 * 4 for seed in range(4)]  # so that float32 is exact
     mean = sum(replicas, torch.zeros(1000)) / 4
-    moved = [carried_(replica.clone(), replica, mean, share) for replica in replicas]
+    moved = [add_difference_(replica.clone(), replica, mean, share) for replica in replicas]
     assert torch.equal(sum(moved, torch.zeros(1000)), sum(replicas, torch.zeros(1000)))
     assert not torch.equal(moved[0], replicas[0])
 
 
 def test_an_elastic_round_of_two_workers_by_hand():
     central, first, second = torch.tensor([0.0]), torch.tensor([4.0]), torch.tensor([8.0])
-    pulled_(central, first, 0.5)
-    pulled_(first, central, 0.5)
-    pulled_(central, second, 0.5)
-    pulled_(second, central, 0.5)
+    interpolate_(central, first, 0.5)
+    interpolate_(first, central, 0.5)
+    interpolate_(central, second, 0.5)
+    interpolate_(second, central, 0.5)
     assert (central.item(), first.item(), second.item()) == (5.0, 3.0, 6.5)
 
 
 def test_the_global_copy_of_bmuf_begins_with_the_mean_and_follows_it():
-    copy = global_copy_(None, torch.tensor([2.0]), 0.5)
+    copy = bmuf_update_(None, torch.tensor([2.0]), 0.5)
     assert copy.item() == 2.0
-    assert global_copy_(copy, torch.tensor([4.0]), 0.5).item() == 3.0
-    assert global_copy_(torch.tensor([2.0]), torch.tensor([4.0]), 1.5).item() == 5.0
+    assert bmuf_update_(copy, torch.tensor([4.0]), 0.5).item() == 3.0
+    assert bmuf_update_(torch.tensor([2.0]), torch.tensor([4.0]), 1.5).item() == 5.0
 
 
 def test_a_copy_of_bmuf_is_not_the_mean_it_began_with():
     mean = torch.tensor([2.0])
-    global_copy_(None, mean, 0.5).add_(1.0)
+    bmuf_update_(None, mean, 0.5).add_(1.0)
     assert mean.item() == 2.0
 
 

@@ -14,9 +14,9 @@ import gba_hvd
 from gba_hvd import BadInput, StateMismatch
 from gba_hvd.batches import _Epoch
 from gba_hvd.comm.collectives import agree_on
-from gba_hvd.epoch import Cut
+from gba_hvd.epoch import EpochPlan
 from gba_hvd.modes.parameter_server import ParameterServerMode
-from gba_hvd.ps.messages import Given, GivenLease, Position
+from gba_hvd.ps.messages import JobPosition, LeaseGrant, LeaseReply
 from recovery import state_codec
 
 
@@ -155,9 +155,9 @@ def test_a_worker_waits_for_a_checkpoint_before_it_begins_a_micro_batch(monkeypa
     def says(*names: str) -> dict[str, Any]:
         return {name: lambda *_, name=name: said.append(name) for name in names}
 
-    answers = [Given(Position(), GivenLease(0, 1, 0, 4)), Given(Position(), None, "finished")]
+    answers = [LeaseReply(JobPosition(), LeaseGrant(0, 1, 0, 4)), LeaseReply(JobPosition(), None, "finished")]
     servers: Any = SimpleNamespace(
-        name="gba", ask=lambda *_: answers.pop(0), several_hosts=False, position=Position(), refresh_dense_=lambda: 0
+        name="gba", ask=lambda *_: answers.pop(0), several_hosts=False, position=JobPosition(), refresh_dense_=lambda: 0
     )
     progress = SimpleNamespace(step=0, n_steps=0)
     watched = SimpleNamespace(note=lambda: None)
@@ -174,10 +174,10 @@ def test_a_worker_waits_for_a_checkpoint_before_it_begins_a_micro_batch(monkeypa
     saves = ("save_asynchronously_if_due", "leave_asynchronously_if_told")
     state: Any = SimpleNamespace(
         engine=engine, check_memory=lambda: None, saving=SimpleNamespace(**says("epoch_begins", *saves)),
-        newcomers=SimpleNamespace(**says("watch", "tell", "tell_of_the_wait")),
+        late_joiners=SimpleNamespace(**says("start_rejoin", "tell", "tell_of_the_wait")),
     )  # fmt: skip
     run = _Epoch.__new__(_Epoch)
-    run.cut, run.epoch, run.n_samples, run._state = Cut(4, 4, 4), 0, 4, state
+    run.cut, run.epoch, run.n_samples, run._state = EpochPlan(4, 4, 4), 0, 4, state
     monkeypatch.setattr(run, "read", lambda index: "batch")
     assert list(mode.micro_batches(run)) == ["batch"]
     at = [said.index(name) for name in ("observe", *saves, "begin_micro_batch")]
@@ -190,9 +190,9 @@ def test_idle_workers_are_warned_of() -> None:
     with pytest.warns(
         UserWarning, match=r"6 workers share 4 micro-batches a step: 2 stay idle\. Use a smaller micro_batch \(2"
     ):
-        _warn_of_idle_workers(Cut(50, 16, 4), rank=0, size=6)
-    _warn_of_idle_workers(Cut(50, 16, 4), rank=1, size=6)
-    _warn_of_idle_workers(Cut(50, 16, 4), rank=0, size=4)
+        _warn_of_idle_workers(EpochPlan(50, 16, 4), rank=0, size=6)
+    _warn_of_idle_workers(EpochPlan(50, 16, 4), rank=1, size=6)
+    _warn_of_idle_workers(EpochPlan(50, 16, 4), rank=0, size=4)
 
 
 def test_evaluation_is_the_auc_of_all_scores(training: Any, clicks: Any) -> None:

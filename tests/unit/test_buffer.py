@@ -7,19 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gba_hvd.embedding.row_gradients import RowGrad, pack_by_owner
-from gba_hvd.ps.partition.push_buffer import GradientBuffer, StoredPush, merge_pushes
+from gba_hvd.ps.partition.push_buffer import BufferedPush, PushBuffer, merge_pushes
 
 DIMS = [2, 3]
 
 
-def a_push(micro: int, serial: int, value: float = 1.0, keys: tuple[int, ...] = (0, 1)) -> StoredPush:
+def a_push(micro: int, serial: int, value: float = 1.0, keys: tuple[int, ...] = (0, 1)) -> BufferedPush:
     rows = [RowGrad(np.array(keys, np.int64), np.full((len(keys), dim), value, np.float32)) for dim in DIMS]
     message, _ = pack_by_owner(rows, np.zeros(4, np.int32), 1)
-    return StoredPush(micro, serial, np.full(5, value, np.float32), message)
+    return BufferedPush(micro, serial, np.full(5, value, np.float32), message)
 
 
 def test_a_push_that_comes_twice_is_kept_once() -> None:
-    buffer = GradientBuffer()
+    buffer = PushBuffer()
     assert buffer.add(a_push(0, 1, 1.0))
     assert not buffer.add(a_push(0, 1, 9.0))
     assert len(buffer) == 1
@@ -28,7 +28,7 @@ def test_a_push_that_comes_twice_is_kept_once() -> None:
 
 
 def test_the_same_micro_batch_under_another_lease_is_another_push() -> None:
-    buffer = GradientBuffer()
+    buffer = PushBuffer()
     assert buffer.add(a_push(0, 1))
     assert buffer.add(a_push(0, 2))
     assert set(buffer.take([(0, 2), (7, 7)])) == {(0, 2)}
@@ -37,10 +37,10 @@ def test_the_same_micro_batch_under_another_lease_is_another_push() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 30)), max_size=30), st.integers(0, 31))
 def test_bytes_are_those_of_the_pushes_that_are_there(leases: list[tuple[int, int]], oldest: int) -> None:
-    buffer = GradientBuffer()
+    buffer = PushBuffer()
     for micro, serial in leases:
         buffer.add(a_push(micro, serial))
-    buffer.forget_before(oldest)
+    buffer.discard_before(oldest)
     kept = {lease for lease in leases if lease[1] >= oldest}
     assert len(buffer) == len(kept)
     assert buffer.n_bytes == len(kept) * a_push(0, 1).n_bytes
@@ -49,7 +49,7 @@ def test_bytes_are_those_of_the_pushes_that_are_there(leases: list[tuple[int, in
 
 
 def test_clear_forgets_everything() -> None:
-    buffer = GradientBuffer()
+    buffer = PushBuffer()
     buffer.add(a_push(0, 1))
     buffer.clear()
     assert (len(buffer), buffer.n_bytes) == (0, 0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gba_hvd.ps.dense_file import DenseReader, DenseTensor
-from gba_hvd.ps.messages import Blend, HandIn, NotFinite, ProtocolError, Publish
+from gba_hvd.ps.messages import Blend, NotFinite, ProtocolError, Publish, SubmitReplica
 from gba_hvd.ps.partition.central_copy import CentralCopy
 from gba_hvd.ps.partition.dense_part import DensePart
 from gba_hvd.torch_optimizers import spec_of
@@ -39,8 +39,8 @@ def blend(number: int = 1, phase: int = 0, worker: int = 1, elasticity: float = 
     return Blend(worker, 7, number, phase, elasticity)
 
 
-def hand_in(worker: int, phase: int, early: bool = False) -> HandIn:
-    return HandIn(worker, 7, phase, early)
+def hand_in(worker: int, phase: int, early: bool = False) -> SubmitReplica:
+    return SubmitReplica(worker, 7, phase, early)
 
 
 def test_a_blend_moves_the_copy_by_its_share_and_answers_with_it(dense: DensePart):
@@ -58,9 +58,9 @@ def test_a_blend_that_is_repeated_counts_once(dense: DensePart):
 
 def test_the_copy_becomes_the_mean_of_what_was_handed_in_once_each(dense: DensePart):
     central = CentralCopy(dense, 7)
-    central.hand_in(hand_in(1, 1), [floats(1, 2, 3), state(10, 1.0)])
-    central.hand_in(hand_in(1, 1), [floats(1, 2, 3), state(10, 1.0)])
-    central.hand_in(hand_in(2, 1), [floats(3, 4, 5), state(30, 3.0)])
+    central.submit(hand_in(1, 1), [floats(1, 2, 3), state(10, 1.0)])
+    central.submit(hand_in(1, 1), [floats(1, 2, 3), state(10, 1.0)])
+    central.submit(hand_in(2, 1), [floats(3, 4, 5), state(30, 3.0)])
     assert dense.values.tolist() == [0, 0, 0], "not before somebody asks for it"
     central.gather(1)
     central.gather(1)
@@ -70,11 +70,11 @@ def test_the_copy_becomes_the_mean_of_what_was_handed_in_once_each(dense: DenseP
 
 def test_what_comes_after_the_mean_was_made_changes_nothing_until_the_next_phase(dense: DensePart):
     central = CentralCopy(dense, 7)
-    central.hand_in(hand_in(1, 1), [floats(2, 2, 2), state(1, 1.0)])
+    central.submit(hand_in(1, 1), [floats(2, 2, 2), state(1, 1.0)])
     central.gather(1)
     central.blend(blend(phase=0), [floats(9, 9, 9)])
     central.publish(Publish(7, 0), [floats(9, 9, 9), b""])
-    central.hand_in(hand_in(2, 1), [floats(9, 9, 9), state(1, 1.0)])
+    central.submit(hand_in(2, 1), [floats(9, 9, 9), state(1, 1.0)])
     central.gather(1)
     assert dense.values.tolist() == [2, 2, 2]
     assert central.blend(blend(number=2, phase=2), [floats(4, 4, 4)]).tolist() == [3, 3, 3]
@@ -84,34 +84,34 @@ def test_whoever_hands_in_when_the_mean_is_made_is_told_so_and_whoever_repeats_i
     central = CentralCopy(dense, 7)
     in_time = hand_in(1, 1), [floats(2, 2, 2), state(1, 1.0)]
     late = hand_in(2, 1), [floats(9, 9, 9), state(1, 1.0)]
-    assert central.hand_in(*in_time)
+    assert central.submit(*in_time)
     central.gather(1)
     for server in (central, CentralCopy(DensePart.open(tmp_path / "dense"), 7)):
-        assert server.hand_in(*in_time)
-        assert not server.hand_in(*late)
+        assert server.submit(*in_time)
+        assert not server.submit(*late)
         assert server.gather(1)[0].tolist() == [2, 2, 2]
     central.gather(3)
-    assert not central.hand_in(*in_time), "of a phase long over"
+    assert not central.submit(*in_time), "of a phase long over"
 
 
 def test_what_a_worker_handed_in_early_counts_unless_it_comes_back(dense: DensePart):
     central = CentralCopy(dense, 7)
-    central.hand_in(hand_in(1, 1, early=True), [floats(1, 1, 1), state(1, 1.0)])
-    central.hand_in(hand_in(1, 1, early=True), [floats(2, 2, 2), state(2, 2.0)])
-    central.hand_in(hand_in(2, 1, early=True), [floats(0, 0, 0), state(1, 1.0)])
-    central.hand_in(hand_in(2, 1), [floats(6, 6, 6), state(5, 4.0)])
-    assert central.hand_in(hand_in(2, 1, early=True), [floats(0, 0, 0), state(1, 1.0)]), "a request on its way for long"
+    central.submit(hand_in(1, 1, early=True), [floats(1, 1, 1), state(1, 1.0)])
+    central.submit(hand_in(1, 1, early=True), [floats(2, 2, 2), state(2, 2.0)])
+    central.submit(hand_in(2, 1, early=True), [floats(0, 0, 0), state(1, 1.0)])
+    central.submit(hand_in(2, 1), [floats(6, 6, 6), state(5, 4.0)])
+    assert central.submit(hand_in(2, 1, early=True), [floats(0, 0, 0), state(1, 1.0)]), "a request on its way for long"
     central.gather(1)
     assert dense.values.tolist() == [4, 4, 4] and float(dense.state()[0]["step"]) == 5
-    assert central.hand_in(hand_in(1, 1, early=True), [floats(2, 2, 2), state(2, 2.0)]), "it is in the mean"
+    assert central.submit(hand_in(1, 1, early=True), [floats(2, 2, 2), state(2, 2.0)]), "it is in the mean"
 
 
 def test_an_early_replica_counts_once_though_the_mean_is_made_twice(
     dense: DensePart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     central, replace, failures = CentralCopy(dense, 7), DensePart.replace_, [OSError("no room")]
-    central.hand_in(hand_in(1, 1, early=True), [floats(1, 1, 1), state(1, 1.0)])
-    central.hand_in(hand_in(2, 1), [floats(4, 4, 4), state(1, 1.0)])
+    central.submit(hand_in(1, 1, early=True), [floats(1, 1, 1), state(1, 1.0)])
+    central.submit(hand_in(2, 1), [floats(4, 4, 4), state(1, 1.0)])
 
     def without_room(self: DensePart, *what: Any) -> None:
         if failures:
@@ -126,7 +126,7 @@ def test_an_early_replica_counts_once_though_the_mean_is_made_twice(
 
 def test_whoever_asks_late_gets_the_mean_though_the_copy_has_moved_on(dense: DensePart):
     central = CentralCopy(dense, 7)
-    central.hand_in(hand_in(1, 1), [floats(2, 2, 2), state(1, 1.0)])
+    central.submit(hand_in(1, 1), [floats(2, 2, 2), state(1, 1.0)])
     first, _ = central.gather(1)
     central.blend(blend(phase=2), [floats(4, 4, 4)])
     late, moments = central.gather(1)
@@ -157,7 +157,7 @@ def test_a_successor_finds_the_last_blend(dense: DensePart, tmp_path: Path):
 
 def test_a_successor_answers_with_the_mean_that_was_told_though_the_copy_has_moved_on(dense: DensePart, tmp_path: Path):
     central = CentralCopy(dense, 7)
-    central.hand_in(hand_in(1, 1), [floats(2, 2, 2), state(1, 1.0)])
+    central.submit(hand_in(1, 1), [floats(2, 2, 2), state(1, 1.0)])
     central.gather(1)
     central.blend(blend(phase=2), [floats(4, 4, 4)])
     successor = CentralCopy(DensePart.open(tmp_path / "dense"), 7)
@@ -168,7 +168,7 @@ def test_a_successor_answers_with_the_mean_that_was_told_though_the_copy_has_mov
 
 def test_a_mean_of_an_earlier_session_is_none(dense: DensePart, tmp_path: Path):
     before = CentralCopy(dense, 6)
-    before.hand_in(hand_in(1, 9), [floats(2, 2, 2), state(1, 1.0)])
+    before.submit(hand_in(1, 9), [floats(2, 2, 2), state(1, 1.0)])
     before.gather(9)
     central = CentralCopy(dense, 7)
     assert central.blend(blend(phase=0), [floats(4, 4, 4)]).tolist() == [3, 3, 3]
@@ -206,7 +206,7 @@ def test_what_is_not_right_is_refused_and_changes_nothing(
     dense: DensePart, request_: Any, frames: list[Any], words: str
 ):
     central = CentralCopy(dense, 7)
-    act = {Blend: central.blend, HandIn: central.hand_in, Publish: central.publish}[type(request_)]
+    act = {Blend: central.blend, SubmitReplica: central.submit, Publish: central.publish}[type(request_)]
     with pytest.raises(ProtocolError, match=words):
         act(request_, frames)
     central.gather(1)

@@ -1,4 +1,4 @@
-"""Which checkpoints a job can go on from."""
+"""Which checkpoints a job can resume from."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ import torch
 import gba_hvd.checkpoint.job_checkpoints as checkpoints_module
 from gba_hvd import BadInput, Compression
 from gba_hvd.callbacks import Event
-from gba_hvd.checkpoint.job_checkpoints import Checkpoints
+from gba_hvd.checkpoint.job_checkpoints import JobCheckpoints
 from recovery import CheckpointCallback
 from recovery.catalog import claims
 from recovery.catalog.chains import Chain
 from recovery.errors import Damaged
 from recovery.format.manifest import Manifest
-from recovery.restore import Now, Report
+from recovery.restore import Report, TrainingPoint
 from recovery.restore.row_loader import Age
 from recovery.storage.open import open_store
-from recovery.torch_rows.tensor_rows import Parts, TensorRows
+from recovery.torch_rows.tensor_rows import RowParts, TensorRows
 from tests.recovery.saving import Saver
 
 DCT, INT8 = Compression.dct(0.1), Compression.dct(0.1).then(Compression.int8)
 
 
-def checkpoints(spec: Any, **batches: int) -> Checkpoints:
+def checkpoints(spec: Any, **batches: int) -> JobCheckpoints:
     compression = None if spec is None else SimpleNamespace(spec=spec)
     model = SimpleNamespace(**{"global_batch": 16, "micro_batch": 4, **batches}, compression=compression)
     engine: Any = SimpleNamespace(model=model)
     callback: Any = SimpleNamespace(config=SimpleNamespace(policy="full"))
-    made: Any = Checkpoints(engine, callback)
+    made: Any = JobCheckpoints(engine, callback)
     made._store = SimpleNamespace(url="file:///runs")
-    found: Checkpoints = made
+    found: JobCheckpoints = made
     return found
 
 
@@ -74,12 +74,12 @@ def test_a_place_that_another_job_has_claimed_meanwhile_is_told(tmp_path: Path) 
     """What was saved before never expires then."""
     events: list[Event] = []
     engine: Any = SimpleNamespace(progress=SimpleNamespace(step=3), emit=events.append)
-    mine = Checkpoints(engine, CheckpointCallback(str(tmp_path / "store"), lease_s=0.1))
-    mine.take_place("job")
-    mine.take_place("job")
+    mine = JobCheckpoints(engine, CheckpointCallback(str(tmp_path / "store"), lease_s=0.1))
+    mine.claim_location("job")
+    mine.claim_location("job")
     assert (mine.first_epoch, events) == (1, [])
     claims.claim(mine.store, "other", takeover=True, lease_s=0.1)
-    mine.take_place("job")
+    mine.claim_location("job")
     assert mine.first_epoch == 4
     (told,) = events
     assert (told.kind, told.level, told.data) == ("place_shared", "warning", {"before": 2, "now": 4})
@@ -91,14 +91,14 @@ def test_a_place_that_is_being_written_to_by_another_job_does_not_end_a_running_
 ) -> None:
     events: list[Event] = []
     engine: Any = SimpleNamespace(progress=SimpleNamespace(step=3), emit=events.append)
-    mine = Checkpoints(engine, CheckpointCallback(str(tmp_path / "store"), lease_s=0.1))
-    mine.take_place("job")
+    mine = JobCheckpoints(engine, CheckpointCallback(str(tmp_path / "store"), lease_s=0.1))
+    mine.claim_location("job")
 
     def refused(*_: Any, **__: Any) -> claims.Claim:
         raise BadInput("is being written to by job 'other'")
 
     monkeypatch.setattr(claims, "claim", refused)
-    mine.take_place("job")
+    mine.claim_location("job")
     (told,) = events
     assert told.kind == "checkpoint_failed"
     assert "was not claimed again: is being written to by job 'other'" in told.message
@@ -110,11 +110,11 @@ class Place:
     def __init__(self, url: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.url, self.store, self.events = url, open_store(str(url)), list[Event]()
         self.rows = rows_of(0.0)
-        monkeypatch.setattr(checkpoints_module, "MemoryRows", lambda *_, **__: self.rows)
+        monkeypatch.setattr(checkpoints_module, "ShardRows", lambda *_, **__: self.rows)
 
-    def job(self, **settings: Any) -> Checkpoints:
+    def job(self, **settings: Any) -> JobCheckpoints:
         engine: Any = SimpleNamespace(progress=SimpleNamespace(step=3), emit=self.events.append)
-        return Checkpoints(engine, CheckpointCallback(str(self.url), lease_s=0.1, **settings))
+        return JobCheckpoints(engine, CheckpointCallback(str(self.url), lease_s=0.1, **settings))
 
     def save(self, epoch: int, value: float) -> Manifest:
         return Saver(rows_of(value), self.store, epoch=epoch).save("full")
@@ -124,14 +124,14 @@ class Place:
         blob = manifest.blobs[0]
         (self.url / blob.name).write_bytes(bytes(blob.n_bytes))
 
-    def filled(self, job: Checkpoints) -> float | None:
+    def filled(self, job: JobCheckpoints) -> float | None:
         """The value of the rows that come back to a job that lost a host; None: none do."""
-        report = job.fill(None, [0], Now(3))  # type: ignore[arg-type]
+        report = job.fill(None, [0], TrainingPoint(3))  # type: ignore[arg-type]
         return None if report is None else float(self.rows.tables["t"].weight[0, 0])
 
 
 def rows_of(value: float) -> TensorRows:
-    return TensorRows({"t": Parts(torch.full((5, 2), value))})
+    return TensorRows({"t": RowParts(torch.full((5, 2), value))})
 
 
 @pytest.fixture
@@ -142,8 +142,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 def test_a_job_that_began_anew_beside_another_ones_checkpoints_takes_no_row_of_them(place: Place) -> None:
     place.save(1, 1.0)
     job = place.job(resume=False)
-    job.take_place("job")
-    assert job.place() == {"first_epoch": 2, "epochs": [2], "resumed_epoch": 0}
+    job.claim_location("job")
+    assert job.location() == {"first_epoch": 2, "epochs": [2], "resumed_epoch": 0}
     assert place.filled(job) is None
     own = place.save(2, 2.0)
     assert place.filled(job) == 2.0
@@ -155,41 +155,41 @@ def test_a_job_that_began_anew_beside_another_ones_checkpoints_takes_no_row_of_t
 def test_a_job_whose_place_another_one_took_goes_on_from_its_own_checkpoints(place: Place) -> None:
     resumed = place.save(1, 1.0)
     job = place.job()
-    job.take_place("job")
-    job.goes_on_from(Report((Chain((resumed,))), 5, 0, Age(0, 0.0, 0), None, None, 0, 1.0, None, ()))
+    job.claim_location("job")
+    job.resume_point(Report((Chain((resumed,))), 5, 0, Age(0, 0.0, 0), None, None, 0, 1.0, None, ()))
     assert place.filled(job) == 1.0
     own = place.save(2, 2.0)
     claims.claim(place.store, "other", takeover=True, lease_s=0.1)
     place.save(3, 3.0)
-    job.take_place("job")
+    job.claim_location("job")
     assert [event.kind for event in place.events] == ["place_shared"]
     assert (job.first_epoch, place.filled(job)) == (4, 2.0)
     place.spoil(own)
     assert place.filled(job) == 1.0
     newcomer = place.job()  # it is told by the chief
-    newcomer.load_place(job.place())
+    newcomer.load_location(job.location())
     assert place.filled(newcomer) == 1.0
 
 
 def test_a_chief_that_died_after_its_claim_is_not_another_job(place: Place) -> None:
     job = place.job()
-    job.take_place("job")
+    job.claim_location("job")
     dead = place.job()
     dead.load_state(job.state())
-    dead.take_place("job")  # and tells nobody
-    job.take_place("job")
+    dead.claim_location("job")  # and tells nobody
+    job.claim_location("job")
     assert (job.first_epoch, place.events) == (1, [])
 
 
 def test_a_job_that_goes_on_from_memory_expires_nothing_that_was_saved_while_it_was_gone(place: Place) -> None:
     job = place.job()
-    job.take_place("job")
+    job.claim_location("job")
     left = job.state()
     claims.claim(place.store, "other", takeover=True, lease_s=0.1)
     again = place.job()
-    again.take_place("job", again.goes_on_from_memory(left, step=3))
+    again.claim_location("job", again.resume_from_memory(left, step=3))
     assert [(event.kind, event.data) for event in place.events] == [("place_shared", {"before": 1, "now": 3})]
     assert again.first_epoch == 3
     untouched = place.job()
-    untouched.take_place("job", untouched.goes_on_from_memory(again.state(), step=3))
+    untouched.claim_location("job", untouched.resume_from_memory(again.state(), step=3))
     assert (untouched.first_epoch, len(place.events)) == (3, 1)

@@ -139,7 +139,7 @@ def test_a_step_that_goes_whole_takes_the_rest_along() -> None:
     flat = second.copy()
     worker.flush_all(flat, SPANS)
     worker.settle()
-    assert not worker.rest.any() and worker.rest_size == 0
+    assert not worker.rest.any() and worker.residual_size == 0
     assert np.array_equal(flat, second + (first - sent))
     for grad in gradients(3):
         whole = grad.copy()
@@ -155,9 +155,9 @@ def test_the_size_of_the_rest_is_known() -> None:
         worker = feedback(spec)
         for grad in gradients(4):
             send(worker, grad)
-            assert worker.rest_size == pytest.approx(np.abs(worker.rest).sum(dtype=np.float64), rel=1e-4, abs=1e-6), (
-                spec
-            )
+            assert worker.residual_size == pytest.approx(
+                np.abs(worker.rest).sum(dtype=np.float64), rel=1e-4, abs=1e-6
+            ), spec
 
 
 # --- which elements ---------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from gba_hvd import Compression
 from gba_hvd.compression import row_codec as coding
 from gba_hvd.compression.row_codec import RowCoder
 from gba_hvd.compression.row_exchange import RowExchange
-from gba_hvd.compression.row_residuals import RowRests
+from gba_hvd.compression.row_residuals import RowResiduals
 from gba_hvd.compression.sparse_message import BadMessage
 from gba_hvd.embedding.row_gradients import RowGrad, unpack
 from gba_hvd.modes.allreduce_exchange import AllreduceExchange
@@ -56,7 +56,7 @@ def test_near_keys_take_a_byte_or_two() -> None:
 @pytest.mark.parametrize(("n", "dim"), [(0, 8), (1, 8), (50, 8), (33, 6)])
 def test_rows_arrive_whole_or_as_three_levels(spec: Any, n: int, dim: int) -> None:
     _, rows = some_rows(n, dim)
-    got = coding.borrow(coding.lend(rows, spec), n, dim)
+    got = coding.decode_rows(coding.encode_rows(rows, spec), n, dim)
     if spec.selector and spec.keep < 1:
         for row, seen in zip(rows, got, strict=True):
             assert len(set(np.abs(seen[seen != 0]))) <= 1
@@ -71,7 +71,7 @@ def test_three_levels_have_the_size_of_each_row(size: float) -> None:
     rows = np.random.default_rng(0).normal(size=(200, 16)).astype(np.float32)
     rows[50], rows[60, 3] = 0, np.nan
     rows *= np.float32(size)
-    got = coding.borrow(coding.lend(rows, Compression.dct(0.1)), 200, 16)
+    got = coding.decode_rows(coding.encode_rows(rows, Compression.dct(0.1)), 200, 16)
     assert not got[50].any() and np.isnan(got[60]).all()
     good = np.arange(200) != 60
     if size > 1e-12:  # below 2^-48 a level is no smaller
@@ -83,7 +83,7 @@ def test_three_levels_have_the_size_of_each_row(size: float) -> None:
 def test_a_row_that_has_diverged_does_not_arrive_as_numbers(spec: Any, bad: float) -> None:
     rows = np.random.default_rng(0).normal(size=(200, 16)).astype(np.float32)
     rows[60, 3] = bad
-    got = coding.borrow(coding.lend(rows, spec), 200, 16)
+    got = coding.decode_rows(coding.encode_rows(rows, spec), 200, 16)
     if spec.values == "int8":  # its elements share a scale
         assert np.isnan(got[60]).all()
     else:
@@ -106,7 +106,7 @@ def test_gradients_go_back_and_what_does_not_waits(spec: Any, extra: int, share:
         values[:, 8:] = 1 + rng.integers(0, 5, (len(keys), extra))
         worker.begin()
         sent = worker.give_back(0, lent, RowGrad(keys, values))
-        back = coding.take_back(sent, lent, 8, extra)
+        back = coding.decode_row_gradients(sent, lent, 8, extra)
         assert np.array_equal(back.keys, np.sort(lent[used]))
         assert np.array_equal(back.values[:, 8:], values[:-1, 8:][np.argsort(lent[used])])
         if step == 3:
@@ -114,7 +114,7 @@ def test_gradients_go_back_and_what_does_not_waits(spec: Any, extra: int, share:
         worker.settle()
         gradients[used] += values[:-1, :8]
         arrived[np.isin(lent, back.keys)] += back.values[:, :8]
-    waits = worker._rests.plus(0, lent, np.zeros((40, 8), np.float32))
+    waits = worker._residuals.plus(0, lent, np.zeros((40, 8), np.float32))
     selects = spec.selector and spec.keep < 1
     assert bool(waits.any()) is bool(selects and share)
     tolerance = 1e-5 if selects or spec.values == "none" else 0.1
@@ -122,7 +122,7 @@ def test_gradients_go_back_and_what_does_not_waits(spec: Any, extra: int, share:
 
 
 def test_what_waits_is_forgotten_where_another_row_takes_the_place() -> None:
-    rests, keys, ones = RowRests([4], budget_bytes=4 * 24), np.arange(100), np.ones((100, 4), np.float32)
+    rests, keys, ones = RowResiduals([4], budget_bytes=4 * 24), np.arange(100), np.ones((100, 4), np.float32)
     rests.keep(0, keys, ones)
     assert np.array_equal(rests.plus(0, keys, ones), ones), "it is pending"
     rests.settle()
@@ -138,7 +138,7 @@ def test_rows_and_gradients_take_a_twentieth_of_the_bytes() -> None:
     rng = np.random.default_rng(0)
     keys = np.sort(rng.choice(500_000, n, replace=False)).astype(np.int64)
     coder = RowCoder(Compression.dct(0.03).then(Compression.int8), [dim])
-    sent = coding.lend(rng.normal(size=(n, dim)).astype(np.float32), coder.spec)
+    sent = coding.encode_rows(rng.normal(size=(n, dim)).astype(np.float32), coder.spec)
     back = coder.give_back(0, keys, RowGrad(keys, rng.normal(size=(n, dim)).astype(np.float32)))
     plain = 2 * n * (8 + 4 * dim)
     assert plain / (len(coding.write_keys(keys)) + len(sent) + len(back)) > 20
@@ -168,7 +168,7 @@ def test_gradients_that_do_not_fit_what_was_lent_are_refused(damage: Callable[[b
     message = bytearray(coder.give_back(0, lent, RowGrad(lent[::2], rows[::2])))
     damage(message)
     with pytest.raises(BadMessage, match=words):
-        coding.take_back(message, lent, 8)
+        coding.decode_row_gradients(message, lent, 8)
 
 
 def test_messages_in_one_come_apart_again() -> None:
@@ -242,7 +242,7 @@ def test_a_step_that_is_computed_again_finds_what_waited_for_its_rows(
     workers.together(jobs, lambda job: train(job, clicks(50), 2))
     steps = [both for of_job in books.values() for both in of_job.values()]
     assert len(steps) == 8 * len(jobs)
-    waits = sum(float(rests.sum()) for job in jobs for rests in job.state.engine.model.row_coder._rests._rests)
+    waits = sum(float(rests.sum()) for job in jobs for rests in job.state.engine.model.row_coder._residuals._residuals)
     assert waits and not any(job.state.engine.model.row_coder.lost for job in jobs)
     np.testing.assert_allclose(sum(a for _, a in steps) + waits, sum(g for g, _ in steps), rtol=1e-4, atol=1e-5)
     assert all(0 < density < 1 for density in jobs[0].state.engine.model.row_coder.density)
@@ -255,7 +255,12 @@ def test_all_workers_send_rows_the_way_that_pays_and_lose_nothing(
     """Every gradient of a row of another host arrived, or waits."""
     spec, ways = Compression.topk(0.3), dict[Any, list[bool]]()
     gone, arrived = dict[Any, float](), dict[Any, float]()
-    alltoall, exchange, hear, lend = ThreadWorld.alltoall, AllreduceExchange.exchange, RowExchange.hear, coding.lend
+    alltoall, exchange, hear, lend = (
+        ThreadWorld.alltoall,
+        AllreduceExchange.exchange,
+        RowExchange.hear,
+        coding.encode_rows,
+    )
 
     def slow_link(self: ThreadWorld, name: str, words: np.ndarray, splits: np.ndarray) -> Any:
         time.sleep(0.03 * name.startswith("pull.rows."))  # whole rows of one group
@@ -274,7 +279,7 @@ def test_all_workers_send_rows_the_way_that_pays_and_lose_nothing(
                 gone[coder] = gone.get(coder, 0.0) + weight * float(far.sum(dtype=np.float64))
         exchange(self, step, parts, scale, lr, n_skipped)
         assert self.held is not None
-        for part in self.held.far.values():
+        for part in self.held.remote.values():
             sums = sum(float(grad.values.sum(dtype=np.float64)) for grad in unpack(part, [4, 3]))
             arrived[coder] = arrived.get(coder, 0.0) + sums
 
@@ -285,7 +290,7 @@ def test_all_workers_send_rows_the_way_that_pays_and_lose_nothing(
     if pays:
         monkeypatch.setattr(ThreadWorld, "alltoall", slow_link)
     else:
-        monkeypatch.setattr(coding, "lend", slow_coder)
+        monkeypatch.setattr(coding, "encode_rows", slow_coder)
     monkeypatch.setattr(RowExchange, "hear", noting_way)
     monkeypatch.setattr(AllreduceExchange, "exchange", noting)
     jobs, heard = [on_host(host, row_compression=spec) for host in "aab"], Heard()
@@ -300,7 +305,9 @@ def test_all_workers_send_rows_the_way_that_pays_and_lose_nothing(
         float(rests[keys >= 0].sum(dtype=np.float64))
         for job in jobs
         for keys, rests in zip(
-            job.state.engine.model.row_coder._rests._keys, job.state.engine.model.row_coder._rests._rests, strict=True
+            job.state.engine.model.row_coder._residuals._keys,
+            job.state.engine.model.row_coder._residuals._residuals,
+            strict=True,
         )
     )
     assert waits and not any(job.state.engine.model.row_coder.lost for job in jobs)
@@ -313,7 +320,7 @@ def test_rows_that_go_as_they_are_take_along_what_waits() -> None:
     coder.begin()
     coder.write(0, RowGrad(keys, first))
     coder.settle()
-    waited = coder._rests.plus(0, keys, np.zeros((30, 4), np.float32))
+    waited = coder._residuals.plus(0, keys, np.zeros((30, 4), np.float32))
     for is_decided in (False, True):
         coder.begin()
         (whole,) = coder.whole([RowGrad(keys[:20], second[:20])])
@@ -321,13 +328,13 @@ def test_rows_that_go_as_they_are_take_along_what_waits() -> None:
         np.testing.assert_array_equal(whole.values[:, 4:], second[:20, 4:])
         if is_decided:
             coder.settle()
-    waits = coder._rests.plus(0, keys, np.zeros((30, 4), np.float32))
+    waits = coder._residuals.plus(0, keys, np.zeros((30, 4), np.float32))
     assert waited[:20].any() and not waits[:20].any() and np.array_equal(waits[20:], waited[20:])
 
 
 def test_a_row_that_takes_the_place_of_one_that_went_along_loses_nothing() -> None:
     """One push to two servers, compressed for one of them, whatever comes first."""
-    rests, ones = RowRests([4], budget_bytes=2 * 24), np.ones((1, 4), np.float32)
+    rests, ones = RowResiduals([4], budget_bytes=2 * 24), np.ones((1, 4), np.float32)
     first, second = next(
         np.array(pair).reshape(2, 1)
         for pair in combinations(range(100), 2)
@@ -343,7 +350,7 @@ def test_a_row_that_takes_the_place_of_one_that_went_along_loses_nothing() -> No
 
 
 def test_what_waits_is_counted_as_lost_where_it_is_forgotten() -> None:
-    rests, keys = RowRests([4]), np.arange(10)
+    rests, keys = RowResiduals([4]), np.arange(10)
     rests.keep(0, keys, np.ones((10, 4), np.float32))
     rests.settle()
     rests.lose(0, keys[:2])
@@ -359,10 +366,10 @@ def test_rows_of_a_job_that_shrank_to_one_host_take_along_what_waited(
     jobs = [on_host(host, row_compression=Compression.topk(0.2).always()) for host in "ab"]
     workers.together(jobs, lambda job: train(job, clicks(50), 1))
     coder = jobs[0].state.engine.model.row_coder
-    before = sum(int((keys >= 0).sum()) for keys in coder._rests._keys)
+    before = sum(int((keys >= 0).sum()) for keys in coder._residuals._keys)
     jobs[0].state.on_reset()
     workers.together(jobs[:1], lambda job: train(job, clicks(50), 2))
-    assert before and sum(int((keys >= 0).sum()) for keys in coder._rests._keys) < before
+    assert before and sum(int((keys >= 0).sum()) for keys in coder._residuals._keys) < before
 
 
 def test_rows_that_come_home_take_along_what_waited(workers: Workers, on_host: Any, clicks: Any) -> None:
@@ -374,12 +381,14 @@ def test_rows_that_come_home_take_along_what_waited(workers: Workers, on_host: A
         job.state.on_reset()
     workers.together(jobs[:2], lambda job: job.state.sync())
     came = [shards_at_home(job) & ~was for job, was in zip(jobs, before, strict=False)]
-    waited = [job.state.engine.model.row_coder.waits_for(shards) for job, shards in zip(jobs, came, strict=False)]
+    waited = [
+        job.state.engine.model.row_coder.has_residuals_for(shards) for job, shards in zip(jobs, came, strict=False)
+    ]
     assert any(waited), "nothing of rows that came home waited"
     workers.together(jobs[:2], lambda job: train(job, clicks(50), 4))
     for job, shards in zip(jobs, came, strict=False):
-        assert not job.state.engine.model.row_coder.waits_for(shards)
-        assert job.state.engine.model.row_coder.waits_for(~shards_at_home(job))
+        assert not job.state.engine.model.row_coder.has_residuals_for(shards)
+        assert job.state.engine.model.row_coder.has_residuals_for(~shards_at_home(job))
 
 
 def shards_at_home(job: Any) -> np.ndarray:
@@ -413,7 +422,7 @@ def test_a_row_gradient_that_overflows_with_what_waited_is_seen_where_it_arrives
     coder.begin()
     coder.write(0, RowGrad(keys, np.arange(8, dtype=np.float32).reshape(2, 4)))
     coder.settle()
-    waited = float(np.abs(coder._rests.plus(0, keys, np.zeros((2, 4), np.float32))).sum())
+    waited = float(np.abs(coder._residuals.plus(0, keys, np.zeros((2, 4), np.float32))).sum())
     coder.begin()
     sent = coder.write(0, RowGrad(keys, np.full((2, 4), np.inf, np.float32)))
     assert not np.isfinite(coding.read(sent, keys, 4, 0).values).all()

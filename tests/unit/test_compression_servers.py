@@ -13,7 +13,7 @@ from gba_hvd import Compression
 from gba_hvd.compression import dense_push, row_push, sparse_message
 from gba_hvd.compression import row_codec as coding
 from gba_hvd.compression.bypass import Decision
-from gba_hvd.compression.dense_deltas import Mirrors
+from gba_hvd.compression.dense_deltas import DenseDeltas
 from gba_hvd.compression.dense_push import DensePush, Frame
 from gba_hvd.compression.error_feedback import Feedback, spans_of
 from gba_hvd.compression.row_codec import RowCoder
@@ -131,12 +131,12 @@ def test_a_push_says_which_tensors_go_whole() -> None:
     (frame,) = coder.frames(grad.copy())
     assert frame.coded and frame.whole == (2,)
     request = Push(1, 7, 0, 0, compressed=True, whole=frame.whole)
-    dense, _ = compressed_frames.opened(part(), LAYOUT, request, [frame.data, b""])
+    dense, _ = compressed_frames.decompress_push(part(), LAYOUT, request, [frame.data, b""])
     got = np.frombuffer(dense, np.float32)
     assert np.array_equal(got[ENDS[2] : ENDS[3]], grad[ENDS[2] : ENDS[3]])
     assert 0 < np.count_nonzero(got[: ENDS[1]]) < SIZES[0]
     with pytest.raises(ProtocolError, match="plain"):
-        compressed_frames.opened(part(), LAYOUT, Push(1, 7, 0, 0, compressed=True), [frame.data, b""])
+        compressed_frames.decompress_push(part(), LAYOUT, Push(1, 7, 0, 0, compressed=True), [frame.data, b""])
 
 
 # --- the way back -----------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class Server:
     def __init__(self, spec: Any) -> None:
         self.rng, self.step = np.random.default_rng(0), 0
         self.values = self.rng.normal(size=sum(SIZES)).astype(np.float32)
-        self.mirrors = Mirrors(spec, NAMES, SIZES)
+        self.mirrors = DenseDeltas(spec, NAMES, SIZES)
 
     def train(self) -> None:
         self.step += 1
@@ -269,7 +269,7 @@ def test_a_server_that_restarts_begins_with_all_values() -> None:
     worker.take(*server.answer(worker))
     server.train()
     worker.take(*server.answer(worker))
-    server.mirrors = Mirrors(Compression.dct(0.1), NAMES, SIZES)
+    server.mirrors = DenseDeltas(Compression.dct(0.1), NAMES, SIZES)
     server.train()
     base, frame, step = server.answer(worker)
     assert base == -1
@@ -307,11 +307,11 @@ def test_a_compressed_push_is_opened_before_anything_is_stored() -> None:
     grad = np.random.default_rng(0).normal(size=sum(SIZES)).astype(np.float32)
     coder = DensePush(feedback(Compression.dct(1.0)), [list(range(len(SIZES)))], [True], [])
     frame = coder.frames(grad.copy())[0].data
-    dense, rows = compressed_frames.opened(part(), LAYOUT, Push(1, 7, 0, 0, compressed=True), [frame, b"rows"])
+    dense, rows = compressed_frames.decompress_push(part(), LAYOUT, Push(1, 7, 0, 0, compressed=True), [frame, b"rows"])
     assert np.array_equal(np.frombuffer(dense, np.float32), grad) and rows == b"rows"
     for bad in ([b"nonsense", b"rows"], [frame[:-1], b"rows"], [frame]):
         with pytest.raises(ProtocolError):
-            compressed_frames.opened(part(), LAYOUT, Push(1, 7, 0, 0, compressed=True), bad)
+            compressed_frames.decompress_push(part(), LAYOUT, Push(1, 7, 0, 0, compressed=True), bad)
 
 
 def test_a_pull_is_answered_whole_or_as_a_difference() -> None:
@@ -352,11 +352,11 @@ def test_a_row_push_that_would_grow_beyond_the_limit_is_refused_before_it_is_ope
     enter = SimpleNamespace(row_average="global")
     request = Push(1, 7, 0, 0, rows_compressed=True)
     part: Any = SimpleNamespace(enter=enter, most_bytes=opened)
-    assert len(compressed_frames.opened(part, LAYOUT, request, [b"", frame])[1]) == opened
+    assert len(compressed_frames.decompress_push(part, LAYOUT, request, [b"", frame])[1]) == opened
     monkeypatch.setattr(row_push.coding, "read_keys", lambda *_: pytest.fail("it was opened"))
     part.most_bytes = opened - 1
     with pytest.raises(ProtocolError, match="when opened"):
-        compressed_frames.opened(part, LAYOUT, request, [b"", frame])
+        compressed_frames.decompress_push(part, LAYOUT, request, [b"", frame])
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -368,7 +368,7 @@ def test_row_gradients_arrive_and_what_does_not_waits(spec: Any, extra: int) -> 
     rng, coder = np.random.default_rng(0), RowCoder(spec, [8, 6])
     asked = [np.sort(rng.choice(200, 30, replace=False)).astype(np.int64), np.empty(0, np.int64)]
     rows = [rng.normal(size=(len(k), g.dim)).astype(np.float32) for k, g in zip(asked, LAYOUT.groups, strict=True)]
-    pulled = row_push.take([coding.lend(one, coder.spec) for one in rows], asked, LAYOUT)
+    pulled = row_push.take([coding.encode_rows(one, coder.spec) for one in rows], asked, LAYOUT)
     assert [one.shape for one in pulled] == [(30, 8), (0, 6)] and (pulled[0] * rows[0] >= 0).all()
     used = rng.permutation(asked[0])[:20]
     grad = RowGrad(used, np.hstack([rng.normal(size=(20, 8)), np.ones((20, extra))]).astype(np.float32))
@@ -379,7 +379,7 @@ def test_row_gradients_arrive_and_what_does_not_waits(spec: Any, extra: int) -> 
     got, nothing = unpack(words, [8 + extra, 6 + extra])
     order = np.argsort(used)
     assert np.array_equal(got.keys, used[order]) and not len(nothing.keys)
-    waits = coder._rests.plus(0, used[order], np.zeros((20, 8), np.float32))
+    waits = coder._residuals.plus(0, used[order], np.zeros((20, 8), np.float32))
     got.values[:, :8] += waits
     np.testing.assert_allclose(got.values, grad.values[order], rtol=1e-3, atol=0.02)
     if spec.selector:
@@ -390,6 +390,6 @@ def test_a_row_push_that_is_none_is_refused() -> None:
     part = SimpleNamespace(enter=SimpleNamespace(row_average="global"), most_bytes=1 << 20)
     for bad in (b"", b"nonsense" * 9):
         with pytest.raises(ProtocolError, match="a compressed push"):
-            compressed_frames.opened(part, LAYOUT, Push(1, 7, 0, 0, rows_compressed=True), [b"", bad])  # type: ignore[arg-type]
+            compressed_frames.decompress_push(part, LAYOUT, Push(1, 7, 0, 0, rows_compressed=True), [b"", bad])  # type: ignore[arg-type]
     with pytest.raises(BadMessage, match="rows of 2 groups were asked for"):
         row_push.take([b""], [np.empty(0, np.int64)] * 2, LAYOUT)

@@ -12,7 +12,7 @@ import pytest
 import gba_hvd
 from gba_hvd import Compression, NonFiniteGradient, StateMismatch
 from gba_hvd.compression import error_feedback
-from gba_hvd.compression.bypass import Bypass, Cost, Took, choose
+from gba_hvd.compression.bypass import Bypass, Cost, StepTiming, choose
 from gba_hvd.compression.dense_exchange import DenseExchange
 from gba_hvd.modes.allreduce_exchange import AllreduceExchange
 from tests.unit.thread_world import Heard, Workers, form_again, miss_a_result
@@ -129,7 +129,7 @@ def test_a_residual_that_is_not_finite_is_named_by_all_workers(
     exchange = jobs[1].state.engine.model.compression
     span = exchange._all.spans[0]
     exchange.feedback.rest[span.at.start] = np.nan
-    exchange.feedback._rest_is_empty = False
+    exchange.feedback._residual_is_empty = False
     before = jobs[0].all_dense()
     for job in jobs:
         job.state.epoch = 1
@@ -344,8 +344,8 @@ def drive(
             continue
         compressed = done[step - later]
         took = seconds(compressed, step - later)
-        waits = Took(10 * took, 0.0, 0.1)  # of a worker that came early
-        decision = bypass.saw(compressed, [Took(took, 0.0, 0.1), waits])
+        waits = StepTiming(10 * took, 0.0, 0.1)  # of a worker that came early
+        decision = bypass.saw(compressed, [StepTiming(took, 0.0, 0.1), waits])
         if decision is not None:
             reasons.append(decision.reason)
     return done, reasons
@@ -424,7 +424,7 @@ def test_tensors_that_do_not_pay_are_bypassed_and_named() -> None:
     assert bypass.tensors_next() == (True, True, True)
     for _ in range(12):
         compressed = any(bypass.tensors_next())
-        took = Took(0.010 if compressed else 0.090, 0.056 if compressed else 0.0, 0.2)
+        took = StepTiming(0.010 if compressed else 0.090, 0.056 if compressed else 0.0, 0.2)
         decision = bypass.saw(compressed, [took, took], costs if bypass.decides_next else ())
     assert decision is not None and decision.compress and decision.changed
     assert bypass.tensors_next() == (True, False, False)
@@ -436,7 +436,7 @@ def test_nothing_is_compressed_if_no_tensor_pays() -> None:
     bypass, decision = Bypass(["a", "b"]), None
     for _ in range(12):
         compressed = any(bypass.tensors_next())
-        took = Took(0.010 if compressed else 0.011, 0.02 * compressed, 0.2)
+        took = StepTiming(0.010 if compressed else 0.011, 0.02 * compressed, 0.2)
         decision = bypass.saw(compressed, [took], [Cost(0.01, 1000.0)] * 2 if bypass.decides_next else ())
     assert decision is not None and not decision.compress and not decision.bypassed
     assert bypass.tensors_next() == (False, False)

@@ -8,10 +8,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from gba_hvd.epoch import Account
+from gba_hvd.epoch import SampleAccount
 from gba_hvd.errors import BadInput
 from gba_hvd.ps.coordinator.coordinator import Coordinator
-from gba_hvd.ps.messages import Ask, Beat, Done, Endpoint, Enter, Given, GivenLease, HandedIn, Mismatch, Position
+from gba_hvd.ps.messages import (
+    Endpoint,
+    Enter,
+    HeartbeatMsg,
+    JobPosition,
+    LeaseGrant,
+    LeaseReply,
+    LeaseRequest,
+    Mismatch,
+    PushDone,
+    ReplicaSubmitted,
+)
 
 GENERATION, ALIVE_S, LEASE_S = 5, 2.0, 60.0
 
@@ -26,7 +37,7 @@ class Clock:
 def an_enter(**changes: Any) -> Enter:
     fields: dict[str, Any] = {
         "generation": GENERATION, "servers": [Endpoint(0, 0, "127.0.0.1", 1, 2)], "me": 0, "shard_servers": [0],
-        "position": Position(account=vars(Account())), "n_samples": 32, "global_batch": 16, "micro_batch": 8,
+        "position": JobPosition(account=vars(SampleAccount())), "n_samples": 32, "global_batch": 16, "micro_batch": 8,
         "discipline": {"name": "gba"}, "row_average": "global", "row_lr": 0.1, "lrs": [0.5], "tensors": [],
         "optimizer": {}, **changes,
     }  # fmt: skip
@@ -37,24 +48,24 @@ def a_coordinator(clock: Clock, **changes: Any) -> Coordinator:
     return Coordinator(an_enter(**changes), alive_s=ALIVE_S, lease_s=LEASE_S, clock=clock)
 
 
-def ask(worker: int, request: int, epoch: int = 0, **changes: Any) -> Ask:
+def ask(worker: int, request: int, epoch: int = 0, **changes: Any) -> LeaseRequest:
     fields: dict[str, Any] = {"n_samples": 32, "lrs": [0.5, 0.1], "lrs_step": 0, **changes}
-    return Ask(worker, GENERATION, request, epoch, **fields)
+    return LeaseRequest(worker, GENERATION, request, epoch, **fields)
 
 
-def beat(worker: int, generation: int = GENERATION, **more: Any) -> Beat:
-    return Beat(worker, worker, 0, 1000 + worker, generation, **more)
+def beat(worker: int, generation: int = GENERATION, **more: Any) -> HeartbeatMsg:
+    return HeartbeatMsg(worker, worker, 0, 1000 + worker, generation, **more)
 
 
-def lease(coordinator: Coordinator, worker: int, request: int, epoch: int = 0) -> GivenLease:
+def lease(coordinator: Coordinator, worker: int, request: int, epoch: int = 0) -> LeaseGrant:
     answer = coordinator.ask(ask(worker, request, epoch))
-    assert isinstance(answer, Given)
+    assert isinstance(answer, LeaseReply)
     assert answer.lease is not None
     return answer.lease
 
 
-def done(coordinator: Coordinator, worker: int, given: GivenLease, **more: Any) -> str:
-    return coordinator.done(Done(worker, GENERATION, given.micro, given.serial, **more))
+def done(coordinator: Coordinator, worker: int, given: LeaseGrant, **more: Any) -> str:
+    return coordinator.done(PushDone(worker, GENERATION, given.micro, given.serial, **more))
 
 
 def apply_steps(coordinator: Coordinator) -> None:
@@ -62,10 +73,10 @@ def apply_steps(coordinator: Coordinator) -> None:
         coordinator.applied(step.step, set(), 0)
 
 
-def finish_all_but_one(coordinator: Coordinator) -> GivenLease:
+def finish_all_but_one(coordinator: Coordinator) -> LeaseGrant:
     """Of epoch 0, by worker 1, which holds the last micro-batch."""
     held, request = lease(coordinator, 1, 1000), 1001
-    while isinstance(answer := coordinator.ask(ask(1, request)), Given) and answer.lease is not None:
+    while isinstance(answer := coordinator.ask(ask(1, request)), LeaseReply) and answer.lease is not None:
         done(coordinator, 1, held)
         apply_steps(coordinator)
         held, request = answer.lease, request + 1
@@ -77,8 +88,8 @@ def finish_epoch(coordinator: Coordinator, epoch: int, worker: int = 1) -> list[
     serials, request = [], 1000 * (epoch + 1)
     while True:
         answer = coordinator.ask(ask(worker, request, epoch))
-        assert isinstance(answer, Given)
-        if answer.instead == "finished":
+        assert isinstance(answer, LeaseReply)
+        if answer.status == "finished":
             return serials
         assert answer.lease is not None
         done(coordinator, worker, answer.lease)
@@ -93,7 +104,7 @@ def test_an_epoch_is_every_micro_batch_once_and_serials_go_on() -> None:
     first, second = finish_epoch(coordinator, 0), finish_epoch(coordinator, 1)
     assert (len(first), len(second)) == (4, 4)
     assert min(second) > max(first), "a late push of the epoch before must never be taken for one of this epoch"
-    assert vars(coordinator.account) == {**vars(Account()), "total": 64, "applied": 64}
+    assert vars(coordinator.account) == {**vars(SampleAccount()), "total": 64, "applied": 64}
 
 
 def test_a_silent_workers_micro_batches_go_to_others() -> None:
@@ -176,7 +187,7 @@ def test_a_successor_goes_on_exactly() -> None:
         done(coordinator, 1, lease(coordinator, 1, request))
     step = coordinator.decide()
     assert step is not None
-    coordinator.want("allreduce", "an operator asked", True)
+    coordinator.request_mode("allreduce", "an operator asked", True)
     state = msgspec.msgpack.decode(msgspec.msgpack.encode(coordinator.state()), strict=False)
     successor = a_coordinator(clock)
     successor.resume(state)
@@ -185,7 +196,12 @@ def test_a_successor_goes_on_exactly() -> None:
     coordinator.applied(step.step, set(), 0)
     ours, theirs = successor.position(), coordinator.position()
     assert dataclasses.asdict(successor.account) == dataclasses.asdict(coordinator.account)
-    assert (ours.step, ours.wanted, ours.pin, ours.world) == (theirs.step, theirs.wanted, theirs.pin, theirs.world)
+    assert (ours.step, ours.requested_mode, ours.pinned, ours.membership_epoch) == (
+        theirs.step,
+        theirs.requested_mode,
+        theirs.pinned,
+        theirs.membership_epoch,
+    )
 
 
 @pytest.mark.parametrize("lrs", [[], [0.5], [0.5, 0.1, 0.1], [float("nan"), 0.1], [0.5, float("inf")]])
@@ -225,7 +241,7 @@ def test_the_newest_learning_rates_count_in_whatever_order_they_come() -> None:
 def test_a_refused_gradient_is_dropped_counted_and_named() -> None:
     coordinator = a_coordinator(Clock())
     coordinator.beat(beat(1))
-    done(coordinator, 1, lease(coordinator, 1, 1), refused="the gradient of w is not finite")
+    done(coordinator, 1, lease(coordinator, 1, 1), rejected="the gradient of w is not finite")
     done(coordinator, 1, lease(coordinator, 1, 2))
     step = coordinator.decide()
     assert step is not None
@@ -233,7 +249,7 @@ def test_a_refused_gradient_is_dropped_counted_and_named() -> None:
     coordinator.applied(step.step, set(), 0)
     assert (coordinator.account.applied, coordinator.account.dropped) == (8, 8)
     assert coordinator.names_refused == ["worker 1, micro-batch 0: the gradient of w is not finite"]
-    assert coordinator.position().refused == 1
+    assert coordinator.position().rejected == 1
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
@@ -260,7 +276,7 @@ def test_what_a_server_lost_is_counted_lost() -> None:
 
 
 def handed_in(coordinator: Coordinator, worker: int, phase: int = 1, early: bool = False) -> bool:
-    return coordinator.handed_in(HandedIn(worker, GENERATION, phase, early))
+    return coordinator.replica_submitted(ReplicaSubmitted(worker, GENERATION, phase, early))
 
 
 def with_workers(clock: Clock, *workers: int) -> Coordinator:
@@ -344,9 +360,9 @@ def test_an_epoch_is_not_over_while_its_chief_is_dead(waited_s: float, rank: int
     coordinator.dead(0)
     assert coordinator.ask(ask(1, 50)) is None
     clock.now += waited_s
-    coordinator.beat(Beat(1, rank, 0, 1001, GENERATION))
+    coordinator.beat(HeartbeatMsg(1, rank, 0, 1001, GENERATION))
     answer = coordinator.ask(ask(1, 51))
-    assert isinstance(answer, Given) and answer.instead == "finished"
+    assert isinstance(answer, LeaseReply) and answer.status == "finished"
 
 
 def test_an_epoch_is_not_over_before_its_chief_was_heard_of_again() -> None:
@@ -365,7 +381,7 @@ def test_an_epoch_is_not_over_before_its_chief_was_heard_of_again() -> None:
     coordinator.beat(beat(0))
     assert coordinator.missed_chiefs() == []
     answer = coordinator.ask(ask(1, 51))
-    assert isinstance(answer, Given) and answer.instead == "finished"
+    assert isinstance(answer, LeaseReply) and answer.status == "finished"
 
 
 def test_a_chief_that_asks_itself_is_told_at_once_that_the_epoch_is_over() -> None:
@@ -376,7 +392,7 @@ def test_a_chief_that_asks_itself_is_told_at_once_that_the_epoch_is_over() -> No
     clock.now += 2.0
     finish_epoch(coordinator, 0, worker=0)
     answer = coordinator.ask(ask(1, 50))
-    assert isinstance(answer, Given) and answer.instead == "finished"
+    assert isinstance(answer, LeaseReply) and answer.status == "finished"
 
 
 def test_a_coordinator_that_goes_on_knows_that_the_chief_has_died() -> None:
@@ -388,6 +404,6 @@ def test_a_coordinator_that_goes_on_knows_that_the_chief_has_died() -> None:
     successor = a_coordinator(Clock())
     successor.resume(msgspec.msgpack.decode(msgspec.msgpack.encode(coordinator.state()), strict=False))
     assert successor.ask(ask(1, 50)) is None
-    successor.beat(Beat(1, 0, 0, 1001, GENERATION))
+    successor.beat(HeartbeatMsg(1, 0, 0, 1001, GENERATION))
     answer = successor.ask(ask(1, 51))
-    assert isinstance(answer, Given) and answer.instead == "finished"
+    assert isinstance(answer, LeaseReply) and answer.status == "finished"

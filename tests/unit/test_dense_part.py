@@ -284,7 +284,7 @@ def test_a_server_killed_at_any_line_of_a_step_leaves_a_whole_step(tmp_path: Pat
         steps.append(part.step)
         assert part.step == seen and np.array_equal(part.values, whole[seen][0])
         assert same(part.state(), whole[seen][1])
-        for later in range(seen + 1, step + 2):  # and goes on from there
+        for later in range(seen + 1, step + 2):  # and resumes from there
             part.step_(a_gradient(later), LRS, later)
         assert np.array_equal(part.values, plain.values) and same(part.state(), plain.state())
         assert DenseReader(Path(left["path"])).read(out, step) == step + 1

@@ -15,7 +15,7 @@ from torch import nn
 import gba_hvd
 from gba_hvd import BadInput
 from gba_hvd.comm.collectives import SoloWorld
-from gba_hvd.membership import Joined
+from gba_hvd.membership import JoinResult
 from gba_hvd.switching.requests import switching_of
 from recovery import state_codec
 
@@ -264,13 +264,13 @@ def test_a_world_met_beside_an_asynchronous_mode_is_told_before_the_next_one(tra
     state = job.state
     state.sync()
     met = SoloWorld()  # another one
-    joined = Joined(state.job_id, 0, 1, True, True, 0, 0, host=1, asynchronous=True, membership=1)
-    state.newcomers._met.append((joined, met, None, None, {}))
+    joined = JoinResult(state.job_id, 0, 1, True, True, 0, 0, host=1, asynchronous=True, membership=1)
+    state.late_joiners._met.append((joined, met, None, None, {}))
     state.on_reset()
     state.sync()
     assert state.world is not met
     assert diary.heard.count("job") == 3
-    state.newcomers.tell()  # as within the next asynchronous mode
+    state.late_joiners.tell()  # as within the next asynchronous mode
     assert state.world is not met
     assert diary.heard.count("job") == 3
 

@@ -13,7 +13,7 @@ import gba_hvd
 import recovery
 from gba_hvd.errors import GbaError, HorovodMissing, ShardMemoryError, StateMismatch
 from gba_hvd.ps.messages import Mismatch, NotFinite, ProtocolError, RefusalKind, TrainingFailed
-from gba_hvd.ps.request_port import refusal
+from gba_hvd.ps.request_port import refused_by
 from recovery.child.process import _portable
 from recovery.errors import BadInput, Damaged, RecoveryError, StoreError
 
@@ -74,4 +74,4 @@ def test_an_error_on_purpose_leaves_the_saving_process_without_its_traceback(err
     ids=repr,
 )
 def test_a_refusal_says_what_kind_of_error_it_was(error: Exception, kind: RefusalKind) -> None:
-    assert refusal(error).kind == kind
+    assert refused_by(error).kind == kind

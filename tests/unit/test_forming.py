@@ -16,8 +16,8 @@ import gba_hvd
 from gba_hvd.comm import collectives
 from gba_hvd.comm.collectives import SoloWorld
 from gba_hvd.comm.world_formation import Forming, Wait, stands, still_forms
-from gba_hvd.elastic.world_rejoin import Reformer
-from gba_hvd.membership import Joined
+from gba_hvd.elastic.world_rejoin import WorldRejoin
+from gba_hvd.membership import JoinResult
 from gba_hvd.modes.parameter_server import ParameterServerMode
 from gba_hvd.tracking import ProgressLine
 
@@ -138,18 +138,18 @@ def test_beside_an_asynchronous_mode_it_is_told_meanwhile_and_when_the_world_sta
     state.sync()
     engine.forming = Forming(clock := Clock())
     engine.forming.begin()
-    state.newcomers.tell_of_the_wait()
+    state.late_joiners.tell_of_the_wait()
     assert not told.late
     clock.now_s = 35.0
     engine.forming.broke_up(ValueError("a peer did not come"))
-    state.newcomers.tell_of_the_wait()
+    state.late_joiners.tell_of_the_wait()
     (late,) = told.late
     assert "has been forming for 35 s, in which it broke up 1 time (at last" in late.message
     assert "training goes on with the workers that are there" in late.message
-    joined = Joined(state.job_id, 0, 1, True, True, 0, 0, host=1, asynchronous=True, membership=1)
-    state.newcomers._met.append((joined, SoloWorld(), None, engine.forming.end(), {}))
-    state.newcomers.tell()
-    state.newcomers.tell_of_the_wait()
+    joined = JoinResult(state.job_id, 0, 1, True, True, 0, 0, host=1, asynchronous=True, membership=1)
+    state.late_joiners._met.append((joined, SoloWorld(), None, engine.forming.end(), {}))
+    state.late_joiners.tell()
+    state.late_joiners.tell_of_the_wait()
     assert [event.data["seconds"] for event in told.late] == [35.0, 35.0]
     assert "those that were there went on training" in told.late[-1].message
 
@@ -169,8 +169,8 @@ def held(training: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     engine.forming = Forming(clock := Clock())
-    servers: Any = SimpleNamespace(position=SimpleNamespace(world=1), contact=SimpleNamespace())
-    rejoin = Reformer(servers, 0, lambda world: 1, SimpleNamespace(check=check), PATIENCE_S, engine.forming)  # type: ignore[arg-type]
+    servers: Any = SimpleNamespace(position=SimpleNamespace(membership_epoch=1), contact=SimpleNamespace())
+    rejoin = WorldRejoin(servers, 0, lambda world: 1, SimpleNamespace(verify=check), PATIENCE_S, engine.forming)  # type: ignore[arg-type]
     engine.mode.rejoin = rejoin
     rejoin.start()
     assert waits.wait(PATIENCE_S)
@@ -220,7 +220,7 @@ def test_a_worker_of_this_host_that_died_beside_a_mode_is_told_once(training: An
     job, told = training(), Events()
     job.state.register_callbacks([told])
     job.state.sync()
-    engine, tell = job.state.engine, job.state.newcomers.tell_of_the_wait
+    engine, tell = job.state.engine, job.state.late_joiners.tell_of_the_wait
 
     def lost() -> list[str]:
         return [event.message for event in told.heard if event.kind == "worker_lost"]

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from gba_hvd import SGD
 from gba_hvd.embedding.row_gradients import RowGrad, pack_by_owner
-from gba_hvd.ps.messages import Apply, Endpoint, Enter, PlannedMember, Position
-from gba_hvd.ps.partition.partition import Limits, Part, gather
-from gba_hvd.ps.partition.push_buffer import StoredPush, merge_pushes
+from gba_hvd.ps.messages import Apply, Endpoint, Enter, JobPosition, PlannedMember
+from gba_hvd.ps.partition.partition import Limits, Partition, gather
+from gba_hvd.ps.partition.push_buffer import BufferedPush, merge_pushes
 from gba_hvd.shm.layout import Layout
 from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.torch_optimizers import spec_of
@@ -172,7 +172,7 @@ def frame(array: np.ndarray) -> bytearray:
 def test_pushes_without_a_gap_add_up_bit_for_bit_as_without_gap_aware(gradient: list[float], weight: float) -> None:
     steps = random_steps(4, np.zeros(N, np.float32))
     gaps = follow(GapAware(np.zeros(N, np.float32), 0, GROUPS, measures="gradient"), steps)
-    pushes = [(StoredPush(i, i, np.array(gradient, np.float32), rows_of(i), 4), weight) for i in range(3)]
+    pushes = [(BufferedPush(i, i, np.array(gradient, np.float32), rows_of(i), 4), weight) for i in range(3)]
     with_it, without = (merge_pushes(pushes, N, [4], damping) for damping in (gaps.damping, not_damped))
     np.testing.assert_array_equal(with_it[0], without[0])
     np.testing.assert_array_equal(with_it[1][0].values, without[1][0].values)
@@ -181,19 +181,19 @@ def test_pushes_without_a_gap_add_up_bit_for_bit_as_without_gap_aware(gradient: 
 def test_a_stale_push_is_damped_element_by_element_and_its_rows_by_the_mean(start: np.ndarray) -> None:
     gaps = follow(GapAware(start, 0, GROUPS, measures="gradient"), random_steps(4, start))
     gradient, by = np.arange(N, dtype=np.float32), gaps.damping(1)
-    fresh = StoredPush(0, 1, gradient, rows_of(1.0), 4)
-    stale = StoredPush(1, 2, gradient, rows_of(1.0), 1)
+    fresh = BufferedPush(0, 1, gradient, rows_of(1.0), 4)
+    stale = BufferedPush(1, 2, gradient, rows_of(1.0), 1)
     dense, rows = merge_pushes([(fresh, 1.0), (stale, 0.5)], N, [4], gaps.damping)
     np.testing.assert_allclose(dense, gradient + 0.5 * by.dense * gradient, rtol=1e-6)
     np.testing.assert_allclose(rows[0].values, np.full((2, 4), 1 + 0.5 * by.rows), rtol=1e-6)
 
 
 @pytest.fixture
-def make_part(tmp_path: Path) -> Iterator[Callable[..., Part]]:
+def make_part(tmp_path: Path) -> Iterator[Callable[..., Partition]]:
     """A server's part with two dense tensors and one table, and real shard memory."""
-    made: list[Part] = []
+    made: list[Partition] = []
 
-    def make(optimizer: str = "SGD", resumed: bool = False, rule: str = "gap_aware", mode: str = "gba") -> Part:
+    def make(optimizer: str = "SGD", resumed: bool = False, rule: str = "gap_aware", mode: str = "gba") -> Partition:
         row_optimizer = SGD(lr=0.1)
         layout = Layout.of({"user": (40, 4)}, row_optimizer.slots, 3, seed=3, init_std=0.1)
         memory = ShardMemory.create_or_open(tmp_path, f"part-{len(made) - resumed}", layout, grace_s=0)
@@ -201,18 +201,18 @@ def make_part(tmp_path: Path) -> Iterator[Callable[..., Part]]:
         params = [torch.nn.Parameter(torch.zeros(4)), torch.nn.Parameter(torch.zeros(2))]
         spec = spec_of(kind([{"params": [p], "lr": lr} for p, lr in zip(params, LRS, strict=True)]))
         enter = Enter(
-            1, [Endpoint(0, 0, "127.0.0.1", 1, 2)], 0, [0, 0, 0], Position(), 64, 16, 8,
+            1, [Endpoint(0, 0, "127.0.0.1", 1, 2)], 0, [0, 0, 0], JobPosition(), 64, 16, 8,
             {"name": mode}, "global", 0.1, LRS, [("w", [4], 0), ("b", [2], 1)], spec, rule=rule,
         )  # fmt: skip
         path = tmp_path / f"ps-{len(made) - resumed}.dense"
         if resumed:
-            part, _ = Part.resume(enter, path, memory, row_optimizer, Limits())
+            part, _ = Partition.resume(enter, path, memory, row_optimizer, Limits())
         else:
             memory.reserve([0, 1, 2])
             for shard in range(3):
                 memory.init_shard(shard, 0)
             frames = [frame(np.zeros(N, np.float32)), state_codec.encode([{}, {}])]
-            part = Part.begin(enter, frames, path, memory, row_optimizer, Limits())
+            part = Partition.begin(enter, frames, path, memory, row_optimizer, Limits())
         made.append(part)
         return part
 
@@ -224,7 +224,7 @@ def make_part(tmp_path: Path) -> Iterator[Callable[..., Part]]:
 GRADIENT = np.arange(1, N + 1, dtype=np.float32)
 
 
-def train(part: Part, step: int, dense_steps: list[int]) -> np.ndarray:
+def train(part: Partition, step: int, dense_steps: list[int]) -> np.ndarray:
     """A step of pushes computed with the values of these steps; the dense values after it."""
     for micro, dense_step in enumerate(dense_steps):
         assert part.push(micro, 10 * step + micro, [frame(GRADIENT), frame(rows_of(1.0))], dense_step)
@@ -234,14 +234,14 @@ def train(part: Part, step: int, dense_steps: list[int]) -> np.ndarray:
     return part.dense.values.copy()
 
 
-def rows_in(part: Part, *keys: int) -> np.ndarray:
+def rows_in(part: Partition, *keys: int) -> np.ndarray:
     """float32 [n, dim]"""
     return gather(part._memory, part.mine, [frame(np.array(keys))])[0]
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
 def test_steps_of_fresh_pushes_are_bit_for_bit_those_without_gap_aware(
-    make_part: Callable[..., Part], optimizer: str
+    make_part: Callable[..., Partition], optimizer: str
 ) -> None:
     damped, plain = make_part(optimizer), make_part(optimizer, rule="none")
     for step in range(1, 5):
@@ -250,7 +250,7 @@ def test_steps_of_fresh_pushes_are_bit_for_bit_those_without_gap_aware(
     np.testing.assert_array_equal(rows_in(damped, 0, 1, 2), rows_in(plain, 0, 1, 2))
 
 
-def test_a_server_damps_a_push_that_was_computed_with_older_values(make_part: Callable[..., Part]) -> None:
+def test_a_server_damps_a_push_that_was_computed_with_older_values(make_part: Callable[..., Partition]) -> None:
     part = make_part()
     first = train(part, 1, [0])
     rows_before = rows_in(part, 3)
@@ -260,18 +260,18 @@ def test_a_server_damps_a_push_that_was_computed_with_older_values(make_part: Ca
     np.testing.assert_allclose(rows_in(part, 3) - rows_before, np.full((1, 4), -0.05), rtol=1e-4)
 
 
-def test_with_adam_the_usual_step_is_the_measured_one(make_part: Callable[..., Part]) -> None:
+def test_with_adam_the_usual_step_is_the_measured_one(make_part: Callable[..., Partition]) -> None:
     part = make_part("Adam")
     train(part, 1, [0])
     np.testing.assert_allclose(part.rule.damping(0).dense, np.full(N, 0.5), rtol=1e-5)
 
 
-def test_other_rules_keep_no_old_values(make_part: Callable[..., Part]) -> None:
+def test_other_rules_keep_no_old_values(make_part: Callable[..., Partition]) -> None:
     assert type(make_part(rule="none").rule) is Plain
     assert type(make_part(mode="async").rule) is GapAware
 
 
-def test_a_server_that_was_killed_goes_on_with_a_fresh_start(make_part: Callable[..., Part]) -> None:
+def test_a_server_that_was_killed_goes_on_with_a_fresh_start(make_part: Callable[..., Partition]) -> None:
     part = make_part()
     train(part, 1, [0])
     values = train(part, 2, [1])

@@ -18,7 +18,7 @@ from gba_hvd.callbacks import Event, StepRecord
 from gba_hvd.errors import BadInput
 from gba_hvd.ps import launch
 from gba_hvd.ps.transport import new_key
-from gba_hvd.ps.worker.host_server import LocalServer
+from gba_hvd.ps.worker.host_server import HostServer
 from gba_hvd.shm import job_board
 from gba_hvd.shm.shard_memory import ShardMemory
 from tests.unit.conftest import Clicks, Training
@@ -150,14 +150,14 @@ def test_workers_are_listed_with_their_rates(capsys: pytest.CaptureFixture[str])
 def asked(monkeypatch: pytest.MonkeyPatch, start: Start) -> list[tuple[str, str]]:
     """A job in allreduce that changes as soon as it is asked to; what it was asked for."""
     start("ctr")
-    wishes: list[tuple[str, str]] = []
+    mode_requests: list[tuple[str, str]] = []
 
     def status(folder: Path, timeout_s: float) -> dict[str, Any]:
-        return {"job": "ctr", "mode": wishes[-1][0] if wishes else "allreduce", "step": 7}
+        return {"job": "ctr", "mode": mode_requests[-1][0] if mode_requests else "allreduce", "step": 7}
 
     monkeypatch.setattr(job, "ask_status", status)
-    monkeypatch.setattr(job, "ask_switch", lambda folder, mode, reason, s: wishes.append((mode, reason)))
-    return wishes
+    monkeypatch.setattr(job, "ask_switch", lambda folder, mode, reason, s: mode_requests.append((mode, reason)))
+    return mode_requests
 
 
 def test_a_switch_is_asked_for_and_waited_for(
@@ -314,8 +314,8 @@ def test_a_job_with_a_memory_elsewhere_is_listed_and_found_by_its_id(
 def test_a_mode_that_was_asked_for_and_is_not_on_is_shown_and_told_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(LocalServer, "is_ready", lambda self, to_enter=False: False)
-    monkeypatch.setattr(LocalServer, "why_not_ready", lambda self, to_enter=False: "server 0 has not answered yet")
+    monkeypatch.setattr(HostServer, "is_ready", lambda self, to_enter=False: False)
+    monkeypatch.setattr(HostServer, "why_not_ready", lambda self, to_enter=False: "server 0 has not answered yet")
     training, told = Training(tmp_path), io.StringIO()
     training.state.register_callbacks([gba_hvd.GBACallback(mode="gba"), gba_hvd.ProgressLine(stream=told)])
     training.epoch(Clicks(96))

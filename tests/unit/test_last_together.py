@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import gba_hvd
-from gba_hvd.ps.messages import Hold, Save, SaveAbout, Saved, SaveSettings
+from gba_hvd.ps.messages import DelegateClaim, Save, SaveAbout, SaveSettings, SaveStatus
 from gba_hvd.ps.partition.saver import Saver
 from gba_hvd.ps.server import final_checkpoint_hosts
-from gba_hvd.shm.checkpoint_rows import MemoryRows
-from gba_hvd.shm.retained_state import Kept
+from gba_hvd.shm.checkpoint_rows import ShardRows
+from gba_hvd.shm.retained_state import RetainedState
 from gba_hvd.shm.shard_memory import ShardMemory
 from recovery import state_codec
 from recovery.catalog import claims, retention
@@ -31,7 +31,7 @@ STEP, TIMEOUT_S = 8, 80.0
 class Hosts:
     """Two hosts with a memory and a server each, without workers: the first has shards 0 and 2, and the state."""
 
-    def __init__(self, url: Path, memories: list[ShardMemory], last_gasp_s: float) -> None:
+    def __init__(self, url: Path, memories: list[ShardMemory], final_checkpoint_s: float) -> None:
         self.memories, self.store = memories, open_store(url)
         for memory, mine in zip(memories, ([0, 2], [1]), strict=True):
             for shard in range(3):
@@ -40,16 +40,16 @@ class Hosts:
                 else:
                     memory.drop(shard)
         self.claim = claims.claim(self.store, "job.1", lease_s=0.1)
-        settings = SaveSettings(str(url), {}, Config(policy="delta"), last_gasp_s)
+        settings = SaveSettings(str(url), {}, Config(policy="delta"), final_checkpoint_s)
         self.servers = [Saver(memory, memory.folder / "saved") for memory in memories]
         for part, server in enumerate(self.servers):
-            server.hold(Hold(self.claim, settings, SaveAbout(job="1"), self.claim.epoch, part, 2))
+            server.hold(DelegateClaim(self.claim, settings, SaveAbout(job="1"), self.claim.epoch, part, 2))
 
-    def gone(self, part: int, kept: Kept | None = None) -> None:
+    def gone(self, part: int, kept: RetainedState | None = None) -> None:
         """The server of this host finds that all workers are gone."""
         final_checkpoint_hosts.begin(self.servers[part], self.memories[part], kept)
 
-    def report(self, part: int) -> Saved:
+    def report(self, part: int) -> SaveStatus:
         thread = self.servers[part]._thread
         assert thread is not None
         thread.join(TIMEOUT_S)
@@ -64,9 +64,9 @@ class Hosts:
 def hosts(make_tables: Callable[..., gba_hvd.EmbeddingTables], tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
     made: list[Hosts] = []
 
-    def make(last_gasp_s: float = TIMEOUT_S) -> Hosts:
+    def make(final_checkpoint_s: float = TIMEOUT_S) -> Hosts:
         memories = [make_tables(TABLES).memory for _ in range(2)]
-        made.append(Hosts(tmp_path / "place", memories, last_gasp_s))  # type: ignore[arg-type]
+        made.append(Hosts(tmp_path / "place", memories, final_checkpoint_s))  # type: ignore[arg-type]
         return made[-1]
 
     yield make
@@ -74,14 +74,14 @@ def hosts(make_tables: Callable[..., gba_hvd.EmbeddingTables], tmp_path: Path) -
         server.close()
 
 
-def state_of(step: int = STEP) -> Kept:
+def state_of(step: int = STEP) -> RetainedState:
     account = {"applied": 96 * step, "shard_steps_missed": 5}
-    return Kept(step, 0, 77, state_codec.encode({"position": {"account": account}, "model": np.arange(3.0)}))
+    return RetainedState(step, 0, 77, state_codec.encode({"position": {"account": account}, "model": np.arange(3.0)}))
 
 
 def missed_in(chain: Chain, place: Hosts, into: ShardMemory) -> int:
     """What the account of the restored state says; all rows are restored into this memory."""
-    report = restore(place.store, MemoryRows(into, lambda: [0, 1, 2], filling=True))
+    report = restore(place.store, ShardRows(into, lambda: [0, 1, 2], filling=True))
     assert report is not None and report.state is not None and report.manifest == chain.newest
     missed: int = state_codec.decode(report.state)["position"]["account"]["shard_steps_missed"]
     return missed
@@ -91,14 +91,14 @@ def test_all_hosts_together_save_what_they_have(hosts: Callable[..., Hosts]) -> 
     job = hosts()
     for host, memory in enumerate(job.memories):
         for shard in memory.ready():
-            MemoryRows(memory).slab(0, shard).columns[0][:] = 10.0 * host + shard
+            ShardRows(memory).slab(0, shard).columns[0][:] = 10.0 * host + shard
     job.gone(1)
     job.gone(0, state_of())
     assert (job.report(0).state, job.report(1).state) == ("done", "part")
     (chain,) = job.checkpoints()
     assert (chain.newest.step, chain.newest.samples, chain.newest.about["last_gasp"]) == (STEP, 96 * STEP, True)
     assert missed_in(chain, job, job.memories[0]) == 5
-    rows = MemoryRows(job.memories[0], lambda: [0, 1, 2], filling=True)
+    rows = ShardRows(job.memories[0], lambda: [0, 1, 2], filling=True)
     assert [rows.slab(0, shard).columns[0][0, 0] for shard in range(3)] == [0.0, 11.0, 2.0]
     assert not job.store.names(f"blobs/{job.claim.epoch:06d}-last/")
 
@@ -151,7 +151,7 @@ def test_without_a_training_state_nothing_is_saved_and_all_hear_why(hosts: Calla
 
 
 def test_a_host_whose_workers_live_is_not_waited_for_longer_than_half_of_the_time(hosts: Callable[..., Hosts]) -> None:
-    job = hosts(last_gasp_s=0.5)
+    job = hosts(final_checkpoint_s=0.5)
     job.gone(0, state_of())
     assert "servers of hosts [1] of 2 have not said that their workers are gone" in job.report(0).facts.why
     job.gone(1)  # too late
@@ -160,7 +160,7 @@ def test_a_host_whose_workers_live_is_not_waited_for_longer_than_half_of_the_tim
 
 
 def test_a_first_server_that_is_gone_is_not_waited_for_for_ever(hosts: Callable[..., Hosts]) -> None:
-    job = hosts(last_gasp_s=0.5)
+    job = hosts(final_checkpoint_s=0.5)
     job.gone(1)
     assert "the server of the first host has not said what to save" in job.report(1).facts.why
     assert not job.store.names(f"blobs/{job.claim.epoch:06d}-last/")
@@ -169,7 +169,7 @@ def test_a_first_server_that_is_gone_is_not_waited_for_for_ever(hosts: Callable[
 def test_what_a_server_leaves_that_died_after_its_word_is_no_checkpoint(hosts: Callable[..., Hosts]) -> None:
     job = hosts()
     final_checkpoint_hosts.tell(
-        job.store, job.claim.epoch, final_checkpoint_hosts.Word(STEP, step=STEP)
+        job.store, job.claim.epoch, final_checkpoint_hosts.SaveOrder(STEP, step=STEP)
     )  # and was killed
     job.gone(1)
     assert job.report(1).state == "part"
@@ -226,5 +226,5 @@ def test_a_server_that_was_told_of_another_place_gives_no_signs_of_life(hosts: C
     assert job.servers[0]._keepalive.is_running and not job.servers[1]._keepalive.is_running
     held = job.servers[0].held
     assert held is not None
-    job.servers[1].hold(Hold(held.claim, held.settings, part=0, n_parts=1))  # it is the chief's now
+    job.servers[1].hold(DelegateClaim(held.claim, held.settings, part=0, n_parts=1))  # it is the chief's now
     assert job.servers[1]._keepalive.is_running and job.servers[1].n_hosts == 1

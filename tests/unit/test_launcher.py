@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from gba_hvd.comm.launcher_slot import Seat, may_go_on
+from gba_hvd.comm.launcher_slot import LauncherSlot, may_go_on
 from gba_hvd.comm.world_formation import Forming
-from gba_hvd.elastic.world_rejoin import Reformer
-from gba_hvd.errors import GivenUp, LauncherLost
+from gba_hvd.elastic.world_rejoin import WorldRejoin
+from gba_hvd.errors import LauncherUnreachable, WorkerEvicted
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -45,10 +45,10 @@ class Launcher(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.values: dict[str, bytes] = {}
 
-    def seat(self, host: str = "h1", elastic: str = "1") -> Seat:
+    def seat(self, host: str = "h1", elastic: str = "1") -> LauncherSlot:
         """Of a worker process of this host."""
         where = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self.server_port)}
-        return Seat({**where, "HOROVOD_ELASTIC": elastic, "HOROVOD_HOSTNAME": host, "HOROVOD_LOCAL_RANK": "0"})
+        return LauncherSlot({**where, "HOROVOD_ELASTIC": elastic, "HOROVOD_HOSTNAME": host, "HOROVOD_LOCAL_RANK": "0"})
 
     def form_a_world(self) -> None:
         """All workers of the last one have asked, or were given up."""
@@ -75,10 +75,10 @@ def launcher() -> Iterator[Launcher]:
 
 def test_a_worker_that_stood_still_while_it_was_replaced_does_not_take_the_other_ones_seat(launcher: Launcher) -> None:
     late, new = launcher.seat(), launcher.seat()
-    new.take()
-    with pytest.raises(GivenUp, match="another worker"):
-        late.take()
-    new.check(PATIENCE_S)
+    new.register()
+    with pytest.raises(WorkerEvicted, match="another worker"):
+        late.register()
+    new.verify(PATIENCE_S)
 
 
 @pytest.mark.parametrize(
@@ -94,39 +94,39 @@ def test_only_a_mark_of_its_own_lets_a_worker_go_on(found: str | None, allowed: 
 def test_a_survivor_goes_on_through_worlds_it_takes_part_in(launcher: Launcher) -> None:
     seat = launcher.seat()
     for _ in range(3):
-        seat.take()
-        seat.check(PATIENCE_S)
+        seat.register()
+        seat.verify(PATIENCE_S)
         launcher.form_a_world()
 
 
 def test_a_worker_that_the_others_went_on_without_is_given_up(launcher: Launcher) -> None:
     here, away = launcher.seat("h1"), launcher.seat("h2")
-    here.take()
-    away.take()
-    here.check(PATIENCE_S)
+    here.register()
+    away.register()
+    here.verify(PATIENCE_S)
     launcher.form_a_world()
-    here.take()
-    with pytest.raises(GivenUp, match="without it"):
-        away.check(PATIENCE_S)
-    here.check(PATIENCE_S)
+    here.register()
+    with pytest.raises(WorkerEvicted, match="without it"):
+        away.verify(PATIENCE_S)
+    here.verify(PATIENCE_S)
 
 
 def test_a_worker_whose_place_was_given_to_another_is_given_up(launcher: Launcher) -> None:
     old, new = launcher.seat("h2"), launcher.seat("h2")
-    old.take()
+    old.register()
     launcher.form_a_world()
-    new.take()
-    with pytest.raises(GivenUp, match="another worker"):
-        old.check(PATIENCE_S)
-    new.check(PATIENCE_S)
+    new.register()
+    with pytest.raises(WorkerEvicted, match="another worker"):
+        old.verify(PATIENCE_S)
+    new.verify(PATIENCE_S)
 
 
 def test_a_world_that_could_not_be_formed_may_be_asked_for_again(launcher: Launcher) -> None:
     seat = launcher.seat()
-    seat.take()
-    seat.check(PATIENCE_S)
+    seat.register()
+    seat.verify(PATIENCE_S)
     launcher.form_a_world()
-    seat.check(PATIENCE_S)  # it was let in, and the others died before it had left its mark
+    seat.verify(PATIENCE_S)  # it was let in, and the others died before it had left its mark
 
 
 def test_a_launcher_that_is_gone_is_waited_for_so_long_and_no_longer() -> None:
@@ -134,23 +134,23 @@ def test_a_launcher_that_is_gone_is_waited_for_so_long_and_no_longer() -> None:
         seat = server.seat()
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        seat.take()
+        seat.register()
         server.shutdown()
         thread.join()
-    with pytest.raises(LauncherLost, match=r"was not reached for 0.3 s .* This worker ends"):
-        seat.check(0.3)
+    with pytest.raises(LauncherUnreachable, match=r"was not reached for 0.3 s .* This worker ends"):
+        seat.verify(0.3)
     with pytest.raises(OSError, match="refused"):
-        seat.take()
+        seat.register()
 
 
 def test_without_an_elastic_launcher_nothing_is_asked(launcher: Launcher) -> None:
-    for seat in (launcher.seat(elastic="0"), Seat({})):
-        seat.take()
-        seat.check(0.1)
+    for seat in (launcher.seat(elastic="0"), LauncherSlot({})):
+        seat.register()
+        seat.verify(0.1)
     assert not launcher.values
 
 
-@pytest.mark.parametrize("error", [GivenUp("it was away"), LauncherLost("it is cut off")])
+@pytest.mark.parametrize("error", [WorkerEvicted("it was away"), LauncherUnreachable("it is cut off")])
 def test_a_worker_that_may_not_come_back_stops_in_the_background_too(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
@@ -159,10 +159,12 @@ def test_a_worker_that_may_not_come_back_stops_in_the_background_too(
 
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     told: Queue[str] = Queue()
-    mode: Any = SimpleNamespace(position=SimpleNamespace(world=1), contact=SimpleNamespace(), give_up=told.put)
-    seat: Any = SimpleNamespace(check=refuse)
-    reformer = Reformer(mode, 0, lambda world: 1, seat, PATIENCE_S, Forming())
-    reformer.start()
+    mode: Any = SimpleNamespace(
+        position=SimpleNamespace(membership_epoch=1), contact=SimpleNamespace(), give_up=told.put
+    )
+    seat: Any = SimpleNamespace(verify=refuse)
+    world_rejoin = WorldRejoin(mode, 0, lambda world: 1, seat, PATIENCE_S, Forming())
+    world_rejoin.start()
     assert told.get(timeout=PATIENCE_S) == str(error)
-    reformer.stop(PATIENCE_S)
-    assert not reformer._thread.is_alive() and told.empty()
+    world_rejoin.stop(PATIENCE_S)
+    assert not world_rejoin._thread.is_alive() and told.empty()

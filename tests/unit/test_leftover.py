@@ -1,4 +1,4 @@
-"""What a job that lost all its workers left in memory: when another one goes on from it, and when it cannot."""
+"""What a job that lost all its workers left in memory: when another one resumes from it, and when it cannot."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import numpy as np
 import pytest
 
 import gba_hvd
-from gba_hvd.checkpoint.orphaned_memory import Found, found_in, look, to_go_on, whole_state
+from gba_hvd.checkpoint.orphaned_memory import MemorySurvey, collect_state, decide_resume, found_in, survey
 from gba_hvd.errors import GbaError, ShardMemoryError
-from gba_hvd.ps.server.memory_hold import LastGasp
+from gba_hvd.ps.server.memory_hold import MemoryHold
 from gba_hvd.shm import retained_state
-from gba_hvd.shm.retained_state import StateKeeper, worth_keeping
+from gba_hvd.shm.retained_state import StateRetainer, decide_retention
 from gba_hvd.shm.shard_memory import FORMAT, ShardMemory
 
 SETTINGS = 77
 ALL = np.ones(4, dtype=bool)
-NOTHING = Found.nothing(4)
-WHOLE = Found(kept=8, generation=0, settings=SETTINGS, begun=8, ready=ALL)
+NOTHING = MemorySurvey.nothing(4)
+WHOLE = MemorySurvey(kept=8, generation=0, settings=SETTINGS, begun=8, ready=ALL)
 
 
-def half(first: bool, **more: Any) -> Found:
+def half(first: bool, **more: Any) -> MemorySurvey:
     return replace(WHOLE, ready=np.array([first, first, not first, not first]), **more)
 
 
@@ -43,8 +43,8 @@ def half(first: bool, **more: Any) -> Found:
         ([replace(WHOLE, generation=9, begun=400)], 5, 0),  # its servers know the step
     ],
 )
-def test_a_job_goes_on_from_memory_that_has_everything(found: list[Found], saved_step: int, rank: int) -> None:
-    choice = to_go_on(found, SETTINGS, saved_step)
+def test_a_job_goes_on_from_memory_that_has_everything(found: list[MemorySurvey], saved_step: int, rank: int) -> None:
+    choice = decide_resume(found, SETTINGS, saved_step)
     assert choice.rank == rank
     assert "all rows and the training state are in memory" in choice.reason
 
@@ -61,15 +61,15 @@ def test_a_job_goes_on_from_memory_that_has_everything(found: list[Found], saved
         ([WHOLE], 9, "of step 8, the newest checkpoint of step 9"),
     ],
 )
-def test_what_is_not_all_there_is_told_and_not_used(found: list[Found], saved_step: int, why: str) -> None:
-    choice = to_go_on(found, SETTINGS, saved_step)
+def test_what_is_not_all_there_is_told_and_not_used(found: list[MemorySurvey], saved_step: int, why: str) -> None:
+    choice = decide_resume(found, SETTINGS, saved_step)
     assert choice.rank is None
     assert why in choice.reason and bool(choice.reason) == bool(why)
 
 
 def test_what_is_found_travels_as_numbers() -> None:
     for one in (WHOLE, NOTHING, half(False, settings=-(2**62))):
-        again = Found.of_row(one.row())
+        again = MemorySurvey.of_row(one.row())
         assert again.ready.tolist() == one.ready.tolist()
         assert replace(again, ready=ALL) == replace(one, ready=ALL)
 
@@ -79,11 +79,11 @@ def test_what_is_found_travels_as_numbers() -> None:
 
 def test_the_state_is_kept_as_of_the_newest_step(tmp_path: Path) -> None:
     assert retained_state.read(tmp_path) is None
-    keeper = StateKeeper(tmp_path, SETTINGS, share=1.0)
+    keeper = StateRetainer(tmp_path, SETTINGS, share=1.0)
     for step in (1, 2):
         assert keeper.keep(step, 0, lambda: b"state of %d" % step) == ""  # noqa: B023
     assert keeper.keep(2, 0, lambda: pytest.fail("the same step is not written again")) == ""
-    assert retained_state.read(tmp_path) == retained_state.Kept(2, 0, SETTINGS, b"state of 2")
+    assert retained_state.read(tmp_path) == retained_state.RetainedState(2, 0, SETTINGS, b"state of 2")
     keeper.keep(2, 5, lambda: b"an asynchronous mode begins at the same step")
     found = retained_state.read(tmp_path)
     assert found is not None and found.generation == 5
@@ -96,7 +96,7 @@ def test_keeping_stops_when_it_takes_too_much_of_a_step(tmp_path: Path) -> None:
         now[0] += 0.01
         return b"state"
 
-    keeper = StateKeeper(tmp_path, SETTINGS, share=0.05, clock=lambda: now[0])
+    keeper = StateRetainer(tmp_path, SETTINGS, share=0.05, clock=lambda: now[0])
     for step in range(1, 50):
         now[0] += 0.09
         if said := keeper.keep(step, 0, state):
@@ -114,7 +114,7 @@ def test_what_is_too_dear_between_two_steps_is_kept_where_an_asynchronous_mode_b
         now[0] += 0.01
         return b"state"
 
-    keeper = StateKeeper(tmp_path, SETTINGS, share=0.05, clock=lambda: now[0])
+    keeper = StateRetainer(tmp_path, SETTINGS, share=0.05, clock=lambda: now[0])
     assert any(keeper.keep(step, 0, state) for step in range(1, 50))
     for step in range(50, 80):
         assert keeper.keep(step, 4, state) == ""
@@ -125,17 +125,17 @@ def test_what_is_too_dear_between_two_steps_is_kept_where_an_asynchronous_mode_b
 
 
 def test_keeping_goes_on_while_it_is_cheap() -> None:
-    assert worth_keeping([0.001] * 9 + [5.0], [0.1] * 10, share=0.02).keep
-    assert not worth_keeping([0.003] * 10, [0.1] * 10, share=0.02).keep
+    assert decide_retention([0.001] * 9 + [5.0], [0.1] * 10, share=0.02).keep
+    assert not decide_retention([0.003] * 10, [0.1] * 10, share=0.02).keep
 
 
 def test_a_share_of_nothing_keeps_nothing(tmp_path: Path) -> None:
-    assert StateKeeper(tmp_path, SETTINGS, share=0.0).keep(1, 0, lambda: b"state") == ""
+    assert StateRetainer(tmp_path, SETTINGS, share=0.0).keep(1, 0, lambda: b"state") == ""
     assert retained_state.read(tmp_path) is None
 
 
 def test_a_state_that_was_overwritten_is_noticed(tmp_path: Path) -> None:
-    StateKeeper(tmp_path, SETTINGS, share=1.0).keep(1, 0, lambda: b"state")
+    StateRetainer(tmp_path, SETTINGS, share=1.0).keep(1, 0, lambda: b"state")
     data = bytearray((tmp_path / "kept").read_bytes())
     data[data.index(b"state")] ^= 1
     (tmp_path / "kept").write_bytes(data)
@@ -144,10 +144,10 @@ def test_a_state_that_was_overwritten_is_noticed(tmp_path: Path) -> None:
 
 
 def test_a_state_of_an_asynchronous_mode_is_worth_nothing_without_its_servers(tmp_path: Path) -> None:
-    state = retained_state.Kept(3, 9, SETTINGS, b"")
+    state = retained_state.RetainedState(3, 9, SETTINGS, b"")
     with pytest.raises(GbaError, match="what its servers were serving is gone"):
-        whole_state(tmp_path, "job", state, None, [], [])
-    assert whole_state(tmp_path, "job", replace(state, generation=0, state=b"x"), None, [], []) == (b"x", 3)
+        collect_state(tmp_path, "job", state, None, [], [])
+    assert collect_state(tmp_path, "job", replace(state, generation=0, state=b"x"), None, [], []) == (b"x", 3)
 
 
 # --- finding it ------------------------------------------------------------------------------------------------------
@@ -161,19 +161,19 @@ def memory(make_tables: Callable[..., gba_hvd.EmbeddingTables]) -> ShardMemory:
 
 
 def test_only_a_memory_of_this_model_in_which_nobody_lives_is_looked_at(memory: ShardMemory, tmp_path: Path) -> None:
-    assert not look(memory.folder, memory.layout, 0.1)  # we live in it
+    assert not survey(memory.folder, memory.layout, 0.1)  # we live in it
     memory.close(remove=False)
-    assert look(memory.folder, memory.layout, 0.1)
+    assert survey(memory.folder, memory.layout, 0.1)
     about = memory.folder / "memory.json"
     about.write_text(json.dumps({"format": FORMAT, **replace(memory.layout, seed=99).describe()}))
-    assert not look(memory.folder, memory.layout, 0.1)
-    assert not look(tmp_path / "absent", memory.layout, 0.1)
+    assert not survey(memory.folder, memory.layout, 0.1)
+    assert not survey(tmp_path / "absent", memory.layout, 0.1)
 
 
 def test_what_is_in_a_memory_is_its_rows_and_its_state(memory: ShardMemory) -> None:
     found, state = found_in(memory)
     assert (found.kept, found.begun, found.ready.tolist(), state) == (-1, 0, [True] * 3, None)
-    StateKeeper(memory.folder, SETTINGS, share=1.0).keep(4, 0, lambda: b"state")
+    StateRetainer(memory.folder, SETTINGS, share=1.0).keep(4, 0, lambda: b"state")
     memory.begin(np.array([1]), 5)
     found, state = found_in(memory)
     assert (found.kept, found.begun, found.settings) == (4, 5, SETTINGS)
@@ -190,7 +190,7 @@ def test_a_server_holds_the_memory_once_when_nobody_has_lived_there_for_long_eno
         now[0] = second
         return gasp.is_due()
 
-    gasp = LastGasp(memory.folder, 0, after_s=10.0, clock=lambda: now[0])
+    gasp = MemoryHold(memory.folder, 0, after_s=10.0, clock=lambda: now[0])
     assert not is_due_at(0.0) and not is_due_at(100.0)  # somebody lives
     memory.close(remove=False)
     assert not is_due_at(101.0) and not is_due_at(110.5)
@@ -198,15 +198,15 @@ def test_a_server_holds_the_memory_once_when_nobody_has_lived_there_for_long_eno
     assert gasp.begin(limit_s=60.0) and gasp.is_under_way and not gasp.is_late
     with open(memory.folder / "alive") as alive, pytest.raises(BlockingIOError):
         fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the keeper waits
-    assert not look(memory.folder, memory.layout, 0.1)  # and so does whoever starts the job again
+    assert not survey(memory.folder, memory.layout, 0.1)  # and so does whoever starts the job again
     now[0] = 172.0
     assert gasp.is_late
     gasp.end()
     gasp.end()
-    assert look(memory.folder, memory.layout, 0.1)
+    assert survey(memory.folder, memory.layout, 0.1)
     assert not is_due_at(1000.0)  # once is enough, until somebody lives there again
 
 
 def test_a_memory_that_is_gone_is_not_held(tmp_path: Path) -> None:
-    gasp = LastGasp(tmp_path, 0, after_s=0.0)
+    gasp = MemoryHold(tmp_path, 0, after_s=0.0)
     assert not gasp.is_due() and not gasp.begin(limit_s=1.0)

@@ -14,18 +14,18 @@ import pytest
 
 from gba_hvd.ps import launch
 from gba_hvd.ps.client import ServerLost
-from gba_hvd.ps.messages import Ok, Position, Refused, Save, SaveAbout, Saved, SaveFacts, SaveSettings
-from gba_hvd.ps.worker.host_server import LocalServer
+from gba_hvd.ps.messages import JobPosition, Ok, Refused, Save, SaveAbout, SaveFacts, SaveSettings, SaveStatus
+from gba_hvd.ps.worker.host_server import HostServer
 from recovery.catalog.claims import Claim
 from recovery.config import Config
 
-RUNNING, DONE = Saved(1, 4, "running"), Saved(1, 4, "done", SaveFacts(n_bytes=1))
+RUNNING, DONE = SaveStatus(1, 4, "running"), SaveStatus(1, 4, "done", SaveFacts(n_bytes=1))
 
 
 @pytest.fixture
-def line(tmp_path: Path) -> LocalServer:
+def line(tmp_path: Path) -> HostServer:
     """Not started: what is heard is told by hand."""
-    return LocalServer("job", b"k" * 32, tmp_path, host=0, worker=0, rank=0, look=dict)
+    return HostServer("job", b"k" * 32, tmp_path, host=0, worker=0, rank=0, look=dict)
 
 
 def a_save(number: int) -> Save:
@@ -36,7 +36,7 @@ def a_save(number: int) -> Save:
     )  # fmt: skip
 
 
-def answered(line: LocalServer, number: int, body: Any) -> None:
+def answered(line: HostServer, number: int, body: Any) -> None:
     def result() -> Any:
         if isinstance(body, Exception):
             raise body
@@ -45,92 +45,92 @@ def answered(line: LocalServer, number: int, body: Any) -> None:
     line._asked_to_save(a_save(number), result)
 
 
-def heard(line: LocalServer, *reports: Saved) -> tuple[int, str] | None:
+def heard(line: HostServer, *reports: SaveStatus) -> tuple[int, str] | None:
     for report in reports:
-        line._hear(Position(saved=report))
+        line._hear(JobPosition(saved=report))
     return None if line.saved is None else (line.saved.number, line.saved.state)
 
 
-def test_a_save_is_followed_until_its_end(line: LocalServer) -> None:
-    assert heard(line, Saved()) is None
+def test_a_save_is_followed_until_its_end(line: HostServer) -> None:
+    assert heard(line, SaveStatus()) is None
     answered(line, 4, Ok())
     assert heard(line, RUNNING) == (4, "running")
     assert heard(line, DONE) == (4, "done")
 
 
-def test_a_successor_that_knows_of_no_save_means_that_it_failed(line: LocalServer) -> None:
+def test_a_successor_that_knows_of_no_save_means_that_it_failed(line: HostServer) -> None:
     answered(line, 4, Ok())
-    assert heard(line, RUNNING, Saved()) == (4, "failed")
+    assert heard(line, RUNNING, SaveStatus()) == (4, "failed")
     assert line.saved is not None and "has died" in line.saved.facts.why
-    assert heard(line, Saved()) == (4, "failed")
+    assert heard(line, SaveStatus()) == (4, "failed")
 
 
-def test_a_successor_of_a_server_that_was_saving_in_the_mode_before_means_that_it_failed(line: LocalServer) -> None:
-    line._hear(Position(saved=Saved(1, 36, "running")))
-    line._hear(Position(saved=Saved()))
+def test_a_successor_of_a_server_that_was_saving_in_the_mode_before_means_that_it_failed(line: HostServer) -> None:
+    line._hear(JobPosition(saved=SaveStatus(1, 36, "running")))
+    line._hear(JobPosition(saved=SaveStatus()))
     assert line.saved is not None and (line.saved.number, line.saved.state) == (36, "failed")
 
 
-def test_a_successor_after_the_end_changes_nothing(line: LocalServer) -> None:
+def test_a_successor_after_the_end_changes_nothing(line: HostServer) -> None:
     answered(line, 4, Ok())
-    assert heard(line, RUNNING, DONE, Saved()) == (4, "done")
+    assert heard(line, RUNNING, DONE, SaveStatus()) == (4, "done")
 
 
-def test_a_save_that_was_refused_leaves_the_one_before_under_way(line: LocalServer) -> None:
+def test_a_save_that_was_refused_leaves_the_one_before_under_way(line: HostServer) -> None:
     answered(line, 4, Ok())
     heard(line, RUNNING)
     answered(line, 6, Refused(why="checkpoint 4 is still being saved"))
-    assert line.saved == Saved(1, 6, "failed", SaveFacts(why="checkpoint 4 is still being saved"))
-    assert heard(line, Saved()) == (4, "failed")
+    assert line.saved == SaveStatus(1, 6, "failed", SaveFacts(why="checkpoint 4 is still being saved"))
+    assert heard(line, SaveStatus()) == (4, "failed")
 
 
-def test_a_server_that_cannot_be_asked_is_a_failure(line: LocalServer) -> None:
+def test_a_server_that_cannot_be_asked_is_a_failure(line: HostServer) -> None:
     answered(line, 4, ServerLost("server 0 does not answer"))
-    assert line.saved == Saved(1, 4, "failed", SaveFacts(why="server 0 does not answer"))
+    assert line.saved == SaveStatus(1, 4, "failed", SaveFacts(why="server 0 does not answer"))
 
 
-def test_a_save_may_be_of_a_last_checkpoint_and_have_no_number(line: LocalServer) -> None:
+def test_a_save_may_be_of_a_last_checkpoint_and_have_no_number(line: HostServer) -> None:
     answered(line, 4, Ok())
-    assert heard(line, RUNNING, Saved(1, 0, "running")) == (4, "running")
+    assert heard(line, RUNNING, SaveStatus(1, 0, "running")) == (4, "running")
 
 
 @pytest.mark.parametrize(
     ("saved", "has_read"),
     [
         (None, False),
-        (Saved(1, 3, "done"), False),
+        (SaveStatus(1, 3, "done"), False),
         (RUNNING, False),
-        (Saved(1, 4, "running", SaveFacts(read=True)), True),
-        (Saved(1, 4, "part"), True),
+        (SaveStatus(1, 4, "running", SaveFacts(read=True)), True),
+        (SaveStatus(1, 4, "part"), True),
         (DONE, True),
-        (Saved(1, 4, "failed", SaveFacts(why="it died")), True),
+        (SaveStatus(1, 4, "failed", SaveFacts(why="it died")), True),
     ],
 )
-def test_rows_were_read_or_never_will_be(line: LocalServer, saved: Saved | None, has_read: bool) -> None:
+def test_rows_were_read_or_never_will_be(line: HostServer, saved: SaveStatus | None, has_read: bool) -> None:
     line.saved = saved
     assert line.has_read(4) is has_read
 
 
-def test_a_save_that_failed_stays_failed_whatever_older_reports_come_after_it(line: LocalServer) -> None:
+def test_a_save_that_failed_stays_failed_whatever_older_reports_come_after_it(line: HostServer) -> None:
     """The server goes on to report the last save that it knows of, with each heartbeat."""
     line._client.send = lambda *_, **__: Future()  # type: ignore[method-assign]
-    heard(line, Saved(1, 16, "done", SaveFacts(n_bytes=1)))
+    heard(line, SaveStatus(1, 16, "done", SaveFacts(n_bytes=1)))
     line.save(a_save(26), b"")
     answered(line, 26, Refused("this save is of allreduce mode: the job switched meanwhile"))
-    assert heard(line, Saved(1, 16, "done", SaveFacts(n_bytes=1))) == (26, "failed")
-    assert heard(line, Saved(1, 30, "done", SaveFacts(n_bytes=1))) == (30, "done")
+    assert heard(line, SaveStatus(1, 16, "done", SaveFacts(n_bytes=1))) == (26, "failed")
+    assert heard(line, SaveStatus(1, 30, "done", SaveFacts(n_bytes=1))) == (30, "done")
 
 
 def test_a_server_is_ready_when_its_process_lives_and_answered_just_now(
-    line: LocalServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    line: HostServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not line.is_ready() and "has not answered yet; it said: nothing" in line.why_not_ready()
-    line._hear(Position(warming=True))
+    line._hear(JobPosition(warming=True))
     assert not line.is_ready(), "no process has said that it serves"
     (tmp_path / "ps-0.address").write_text(json.dumps({"pid": os.getpid(), "control": 1, "pull": 2}))
     assert line.is_ready() and not line.is_ready(to_enter=True)
     assert line.why_not_ready() == "" and "still imports" in line.why_not_ready(to_enter=True)
-    line._hear(Position())
+    line._hear(JobPosition())
     assert line.is_ready(to_enter=True)
     later_s = time.monotonic() + 60
     monkeypatch.setattr(time, "monotonic", lambda: later_s)

@@ -11,18 +11,18 @@ import pytest
 
 from gba_hvd.comm.collectives import SoloWorld
 from gba_hvd.errors import ShardMemoryError
-from gba_hvd.membership.agreement import Agreement, Facts, LeavingApart, agree, asynchronous_source
-from gba_hvd.membership.restore_shards import Refilled, fill_new_shards
+from gba_hvd.membership.agreement import Agreement, ModeExitRace, RankState, agree, asynchronous_source
+from gba_hvd.membership.restore_shards import RestoredShards, restore_missing_shards
 from gba_hvd.shm.placement import Placement
 from recovery.errors import BadInput, Damaged, StoreError
-from recovery.restore import Now
+from recovery.restore import TrainingPoint
 
 
-def old(step: int, held: int = -1) -> Facts:
-    return Facts(True, step, held, host=1, settings=1, pid=1)
+def old(step: int, held: int = -1) -> RankState:
+    return RankState(True, step, held, host=1, settings=1, pid=1)
 
 
-NEW = Facts(False, 0, -1, host=1, settings=1, pid=1)
+NEW = RankState(False, 0, -1, host=1, settings=1, pid=1)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ NEW = Facts(False, 0, -1, host=1, settings=1, pid=1)
         ([old(0), NEW], 0, 0, (), True),
     ],
 )
-def test_agreement(facts: list[Facts], step: int, source: int, catch_up: tuple[int, ...], is_restart: bool) -> None:
+def test_agreement(facts: list[RankState], step: int, source: int, catch_up: tuple[int, ...], is_restart: bool) -> None:
     agreed = agree(facts)
     assert agreed == Agreement(step, source, catch_up, is_restart, agreed.reason)
 
@@ -53,8 +53,8 @@ def test_the_agreement_says_why() -> None:
     assert agree([NEW, old(7), old(6, held=7)]).reason == "rank 1 has step 7, the newest of 2 survivors"
 
 
-def within(step: int, generation: int) -> Facts:
-    return Facts(True, step, -1, host=1, settings=1, pid=1, generation=generation)
+def within(step: int, generation: int) -> RankState:
+    return RankState(True, step, -1, host=1, settings=1, pid=1, generation=generation)
 
 
 @pytest.mark.parametrize(
@@ -67,20 +67,20 @@ def within(step: int, generation: int) -> Facts:
         ([old(4), within(5, 8)], 1),  # gone for long
     ],
 )
-def test_who_tells_newcomers_of_an_asynchronous_mode(facts: list[Facts], source: int | None) -> None:
+def test_who_tells_newcomers_of_an_asynchronous_mode(facts: list[RankState], source: int | None) -> None:
     assert asynchronous_source(facts) == source
 
 
 @pytest.mark.parametrize("step", [5, 6])
 def test_a_world_that_forms_while_a_mode_is_left_is_formed_again(step: int) -> None:
-    with pytest.raises(LeavingApart, match="some workers have left the asynchronous mode and some have not yet"):
+    with pytest.raises(ModeExitRace, match="some workers have left the asynchronous mode and some have not yet"):
         asynchronous_source([within(5, 8), old(step)])
 
 
 def test_facts_travel_as_a_row_of_numbers() -> None:
-    facts = Facts(True, 5, 6, host=-(2**63), settings=2**63 - 1, pid=77, row_factor=0.1)
+    facts = RankState(True, 5, 6, host=-(2**63), settings=2**63 - 1, pid=77, row_factor=0.1)
     row = facts.row()
-    assert Facts.of_row(row) == facts
+    assert RankState.of_row(row) == facts
 
 
 def test_why_lost_rows_did_not_come_back_reaches_whoever_tells_it(make_tables: Any) -> None:
@@ -100,19 +100,19 @@ def test_why_lost_rows_did_not_come_back_reaches_whoever_tells_it(make_tables: A
             return [np.frombuffer(words, np.uint8) for words in (data, theirs)]
 
     def fill(memory: Any, shards: Any, now: Any) -> None:
-        assert now == Now(7)
+        assert now == TrainingPoint(7)
 
     checkpoints = SimpleNamespace(callback=SimpleNamespace(resume=True), fill=fill)
     placement = Placement((0, 0, 0), np.array([0, 0, 0]), (1,), (), ())
     engine: Any = SimpleNamespace(participant=lambda kind: checkpoints)
     agreed = Agreement(7, 0, (), True, "")
-    refilled = fill_new_shards(engine, TwoHosts(), agreed, placement, here=0, leads=True, memory=memory)
+    refilled = restore_missing_shards(engine, TwoHosts(), agreed, placement, here=0, leads=True, memory=memory)
     assert (refilled.rows, refilled.why_not) == (0, "the store does not answer")
     assert (refilled.manifests, refilled.skipped) == (("m-3",), ("m-4: torn",))
     assert memory.steps_of(1) == (7, 7)
 
 
-def refill_failing_with(error: Exception, memory: Any) -> Refilled:
+def refill_failing_with(error: Exception, memory: Any) -> RestoredShards:
     """What is restored into a running job's new shards when the store's rows arrive in part, then `error` is raised."""
 
     def fill(memory: Any, shards: Any, now: Any) -> None:
@@ -123,7 +123,7 @@ def refill_failing_with(error: Exception, memory: Any) -> Refilled:
     placement = Placement((0, 0, 0), np.array([0, 0, 0]), (0, 1, 2), (), ())
     engine: Any = SimpleNamespace(participant=lambda kind: checkpoints)
     agreed = Agreement(0, 0, (), True, "")
-    return fill_new_shards(engine, SoloWorld(), agreed, placement, here=0, leads=True, memory=memory)
+    return restore_missing_shards(engine, SoloWorld(), agreed, placement, here=0, leads=True, memory=memory)
 
 
 @pytest.mark.parametrize("error", [StoreError("planned"), Damaged("planned"), BadInput("planned")], ids=repr)
@@ -135,7 +135,7 @@ def test_a_checkpoint_that_cannot_be_restored_costs_the_lost_rows_and_not_the_jo
     assert refill_failing_with(error, memory).why_not == "planned"
     for group in memory.layout.groups:
         at = slice(group.at, group.at + group.record)
-        assert (memory.flat[at] == before[at]).all()  # rows begin anew
+        assert (memory.flat[at] == before[at]).all()  # rows start over
 
 
 def test_shard_memory_that_fails_during_a_restore_is_no_failure_of_the_checkpoint(make_tables: Any) -> None:

@@ -19,7 +19,7 @@ from gba_hvd.errors import ShardMemoryError
 from gba_hvd.shm import reaper
 from gba_hvd.shm.job_folder import job_folder
 from gba_hvd.shm.layout import Layout, SlotSpec
-from gba_hvd.shm.shard_memory import ShardMemory, clear_leftover, difference
+from gba_hvd.shm.shard_memory import ShardMemory, difference, remove_orphaned_memory
 
 SIZES = {"user": (40, 8), "item": (9, 3)}
 Open = Callable[..., ShardMemory]
@@ -432,10 +432,10 @@ def test_a_process_that_only_has_the_number_of_a_dead_writer_is_left_alone(open_
 
 def test_what_a_dead_job_left_is_cleared_and_what_somebody_lives_in_is_not(open_memory: Open, tmp_path: Path) -> None:
     memory = open_memory(grace_s=60.0)
-    clear_leftover(tmp_path, "job")
+    remove_orphaned_memory(tmp_path, "job")
     assert memory.folder.exists()
     memory.close(remove=False)  # as if it had been killed
     assert memory.folder.exists()
-    clear_leftover(tmp_path, "job")
+    remove_orphaned_memory(tmp_path, "job")
     assert not memory.folder.exists()
-    clear_leftover(tmp_path, "job")  # nothing there is no error
+    remove_orphaned_memory(tmp_path, "job")  # nothing there is no error

@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 
 import gba_hvd
 from gba_hvd import BadInput, GbaError, NonFiniteGradient
-from gba_hvd.epoch import Cut, EpochOrder
+from gba_hvd.epoch import EpochOrder, EpochPlan
 from gba_hvd.training.step_hooks import StepHooks
 
 
@@ -40,7 +40,7 @@ class Reference:
         return loss.item()
 
     def epoch(self, dataset: Any, epoch: int, global_batch: int, seed: int = 0) -> list[float]:
-        order, cut = EpochOrder(len(dataset), seed, epoch), Cut(len(dataset), global_batch, 1)
+        order, cut = EpochOrder(len(dataset), seed, epoch), EpochPlan(len(dataset), global_batch, 1)
         starts = range(0, len(dataset), global_batch)
         return [self.step(dataset.take(order.rows(start, cut.samples_of_step(i)))) for i, start in enumerate(starts)]
 

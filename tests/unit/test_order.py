@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gba_hvd.epoch import Cut, EpochOrder, shares
+from gba_hvd.epoch import EpochOrder, EpochPlan, shares
 from gba_hvd.errors import BadInput
 
 
@@ -41,7 +41,7 @@ def test_without_shuffling_samples_come_as_they_are() -> None:
 
 @given(st.integers(1, 500), st.integers(1, 8), st.integers(1, 12), st.integers(1, 9))
 def test_every_micro_batch_is_computed_by_one_worker(n: int, micro: int, per_step: int, workers: int) -> None:
-    cut = Cut(n, micro * per_step, micro)
+    cut = EpochPlan(n, micro * per_step, micro)
     seen = []
     for step in range(cut.n_steps):
         indices = cut.micro_of_step(step)
@@ -61,14 +61,14 @@ def test_shares_differ_by_one_at_most() -> None:
 @pytest.mark.parametrize(("g", "b"), [(10, 4), (3, 4), (4, 0), (0, 4), (4, -2)])
 def test_a_global_batch_is_a_multiple_of_the_micro_batch(g: int, b: int) -> None:
     with pytest.raises(BadInput, match="global_batch must be a multiple of micro_batch"):
-        Cut(100, g, b)
+        EpochPlan(100, g, b)
 
 
 def test_the_refusal_names_the_nearest_global_batch() -> None:
     with pytest.raises(BadInput, match="got 1000 and 384; the nearest is 768"):
-        Cut(100, 1000, 384)
+        EpochPlan(100, 1000, 384)
 
 
 def test_an_empty_dataset_is_refused() -> None:
     with pytest.raises(BadInput, match="no samples"):
-        Cut(0, 8, 4)
+        EpochPlan(0, 8, 4)

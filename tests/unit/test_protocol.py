@@ -15,22 +15,22 @@ from gba_hvd.embedding.row_gradients import RowGrad, pack_by_owner, unpack, with
 from gba_hvd.ps import messages, validation, wire
 from gba_hvd.ps.messages import (
     Apply,
-    Beat,
-    Done,
-    Given,
-    GivenLease,
-    Hold,
+    DelegateClaim,
+    HeartbeatMsg,
+    JobPosition,
+    LeaseGrant,
+    LeaseReply,
     NotFinite,
     Ok,
     PlannedMember,
-    Position,
     ProtocolError,
     Push,
+    PushDone,
     Refused,
     Save,
     SaveAbout,
-    Saved,
     SaveSettings,
+    SaveStatus,
 )
 from gba_hvd.shm.layout import Layout
 from recovery.catalog.claims import Claim
@@ -57,8 +57,8 @@ def message(keys: list[list[int]], value: float = 1.0, contributors: bool = Fals
     [
         Push(3, 9, 4, 5),
         Push(3, 9, 4, 5, dense_step=17),
-        Done(3, 9, 4, 5, None, 0.25, "the gradient of w is not finite"),
-        Beat(1, 0, 0, 123, 9, told={"step": 4}),
+        PushDone(3, 9, 4, 5, None, 0.25, "the gradient of w is not finite"),
+        HeartbeatMsg(1, 0, 0, 123, 9, told={"step": 4}),
         Apply(9, 7, [PlannedMember(1, 2, 0.5)], 0.25, 0.1, [0.1, 0.2], 3),
     ],
 )
@@ -68,7 +68,7 @@ def test_a_request_comes_through_as_it_was(body: Any) -> None:
 
 
 def test_an_answer_comes_through_as_it_was() -> None:
-    body = Given(Position(step=3, staleness={0: 4, 2: 1}, rates=[(0, 0.5)]), GivenLease(1, 2, 3, 16))
+    body = LeaseReply(JobPosition(step=3, staleness={0: 4, 2: 1}, rates=[(0, 0.5)]), LeaseGrant(1, 2, 3, 16))
     envelope = wire.open_envelope(wire.encode("job", 1, body), "job")
     assert wire.decode_answer(envelope) == body
 
@@ -93,7 +93,7 @@ ASKED = {"epoch": 3, "number": 8, "part": 0, "n_parts": 2, "kind": "full", "pare
         ),
         (
             {"type": "Hold", "claim": CLAIM, "settings": {**SETTINGS, "config": {}, "last_gasp_s": 60}, "part": 1},
-            Hold(
+            DelegateClaim(
                 Claim(3, "job.1", "0011aabb", lease_s=1.0),
                 SaveSettings("/place", {"key": "x"}, Config(), 60.0),
                 part=1,
@@ -117,7 +117,7 @@ def test_what_is_asked_of_a_save_is_plain_maps_on_the_wire(sent: dict[str, Any],
     "facts", [{}, {"why": "no"}, {"read": True}, {"rows": 27, "n_bytes": 10, "manifest": "m", "worst_error": 0.5}]
 )
 def test_figures_of_a_save_are_a_plain_map_of_what_is_known(facts: dict[str, Any]) -> None:
-    saved = msgspec.convert({"type": "Saved", "epoch": 1, "number": 4, "state": "done", "facts": facts}, Saved)
+    saved = msgspec.convert({"type": "Saved", "epoch": 1, "number": 4, "state": "done", "facts": facts}, SaveStatus)
     assert msgspec.to_builtins(saved)["facts"] == facts
 
 
@@ -129,7 +129,7 @@ def test_settings_that_make_no_sense_are_refused_where_they_are_read() -> None:
 
 
 def test_a_budget_in_powers_of_ten_is_a_whole_number_of_bytes() -> None:
-    hold = Hold(Claim(3, "job.1", "0011aabb"), SaveSettings("/place", {}, Config(budget_bytes=1e9)))  # type: ignore[arg-type]
+    hold = DelegateClaim(Claim(3, "job.1", "0011aabb"), SaveSettings("/place", {}, Config(budget_bytes=1e9)))  # type: ignore[arg-type]
     envelope = wire.open_envelope(wire.encode("job", 1, hold), "job")
     assert wire.decode_request(envelope) == hold
 

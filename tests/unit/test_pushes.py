@@ -20,17 +20,17 @@ from gba_hvd.dense_gradients import DenseGradients
 from gba_hvd.embedding.row_gradients import RowGrad, unpack
 from gba_hvd.errors import GbaError
 from gba_hvd.ps.client import Reply
-from gba_hvd.ps.messages import Done, Endpoint, Given, GivenLease, Ok, Position, Push
-from gba_hvd.ps.worker.push_encoder import Outgoing
+from gba_hvd.ps.messages import Endpoint, JobPosition, LeaseGrant, LeaseReply, Ok, Push, PushDone
+from gba_hvd.ps.worker.push_encoder import PushEncoder
 from gba_hvd.ps.worker.replica_worker import ReplicaWorker
-from gba_hvd.ps.worker.session import DenseParts, Session
+from gba_hvd.ps.worker.session import DenseParts, PsSession
 from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.torch_optimizers import spec_of
 from gba_hvd.update_rules.dana_slim import SlimWorker
 from gba_hvd.update_rules.sgd_momentum import Sgd
 
 HERE, THERE, N = 11, 12, 300
-LEASE = GivenLease(5, 6, 0, 4)
+LEASE = LeaseGrant(5, 6, 0, 4)
 
 
 class Worker:
@@ -41,7 +41,7 @@ class Worker:
         self.dense = DenseGradients([self.parameter], 0)
         servers = tuple(Endpoint(host, 0, "", 0, 0) for host in (HERE, THERE))
         name = "shadow" if replica else "gba"
-        session = Session(1, name, "job", b"", servers, (0,) * tables.layout.n_shards, (1,), "global")
+        session = PsSession(1, name, "job", b"", servers, (0,) * tables.layout.n_shards, (1,), "global")
         self.told: list[Any] = []
         parts = session, 7, 3, HERE, 1, tables, self.dense, 0.05
         self.mode: PsWorker
@@ -83,7 +83,7 @@ def test_a_gradient_that_overflows_with_its_residual_is_refused_and_named(
 ) -> None:
     one = worker()
     one.push(2.0)
-    assert [type(body) for body in one.told] == [Push, Push, Done]
+    assert [type(body) for body in one.told] == [Push, Push, PushDone]
     rest = one.exchange.feedback.rest
     rest[0] = 3e38
     before = rest.copy()
@@ -91,7 +91,7 @@ def test_a_gradient_that_overflows_with_its_residual_is_refused_and_named(
         what = one.push(3e38)
     assert what == "the sum of the gradient of w and its residual"
     (done,) = one.told[3:]
-    assert isinstance(done, Done) and (done.micro, done.refused) == (5, what), "the coordinator hears of it"
+    assert isinstance(done, PushDone) and (done.micro, done.rejected) == (5, what), "the coordinator hears of it"
     assert f"worker of rank 3, micro-batch 5: {what} is not finite" in caplog.text
     assert np.array_equal(one.exchange.feedback.rest, before)
     assert one.push(0.0) == "", "the next one takes it along"
@@ -139,15 +139,15 @@ def test_a_replica_steps_with_what_is_pushed_only(worker: Callable[..., Worker],
 def test_what_waited_for_rows_that_came_home_goes_along(make_tables: Any) -> None:
     """Compressed once, for the host that held them before."""
     layout = make_tables({"user": (100, 8)}).layout
-    session = Session(1, "gba", "job", b"", (Endpoint(HERE, 0, "", 0, 0),), (0,) * layout.n_shards, (0,), "global")
+    session = PsSession(1, "gba", "job", b"", (Endpoint(HERE, 0, "", 0, 0),), (0,) * layout.n_shards, (0,), "global")
     dims = [group.dim for group in layout.groups]
     coder = RowCoder(Compression.topk(0.25), dims)
     keys, gradient = np.arange(3), np.arange(1, 3 * dims[0] + 1, dtype=np.float32).reshape(3, dims[0])
     coder.begin()
     coder.write(0, RowGrad(keys, gradient))
     coder.settle()
-    waits = coder._rests.plus(0, keys, 0 * gradient)
-    out = Outgoing(session, HERE, DenseParts(session, [N]), layout, None, coder, lambda server: False)
+    waits = coder._residuals.plus(0, keys, 0 * gradient)
+    out = PushEncoder(session, HERE, DenseParts(session, [N]), layout, None, coder, lambda server: False)
     rows: list[list[RowGrad]] = [[RowGrad(keys, gradient)], *([] for _ in dims[1:])]
     for more in (waits, 0 * waits):
         ((message, is_coded),) = out.rows(rows)
@@ -162,7 +162,7 @@ def test_whoever_waits_for_a_lease_hears_that_the_mode_is_given_up(worker: Calla
     def wait(server: int, body: Any, frames: Any = (), **_: Any) -> Future[Reply]:
         one.mode.give_up("a host came back without the shards it held")
         future: Future[Reply] = Future()
-        future.set_result(Reply(Given(Position(), instead="wait"), []))
+        future.set_result(Reply(LeaseReply(JobPosition(), status="wait"), []))
         return future
 
     one.mode.client.send = wait  # type: ignore[method-assign]

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gba_hvd.ps.messages import Position, ProtocolError
+from gba_hvd.ps.messages import JobPosition, ProtocolError
 from gba_hvd.ps.partition.checkpoint_state import asynchronous_state
-from gba_hvd.ps.partition.push_buffer import StoredPush
+from gba_hvd.ps.partition.push_buffer import BufferedPush
 from gba_hvd.ps.partition.residuals import Residuals
 from gba_hvd.shm.snapshot_file import SnapshotFile
 from recovery import state_codec
@@ -21,8 +21,8 @@ def rest(*values: float) -> np.ndarray:
     return np.array(values, np.float32)
 
 
-def push(worker: int, serial: int, residual: np.ndarray | None) -> StoredPush:
-    return StoredPush(serial, serial, NONE, NONE, -1, worker, residual)
+def push(worker: int, serial: int, residual: np.ndarray | None) -> BufferedPush:
+    return BufferedPush(serial, serial, NONE, NONE, -1, worker, residual)
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def part(workers: list[int], residual: np.ndarray | None) -> bytes:
 
 
 def test_a_checkpoint_has_the_sum_and_says_of_how_many_it_is_not_known() -> None:
-    snapshot, position = state_codec.encode({"position": {}}), Position()
+    snapshot, position = state_codec.encode({"position": {}}), JobPosition()
     parts = [part([7], rest(1, 2)), part([8], None), part([9], rest(3, 4))]
     state = state_codec.decode(asynchronous_state(snapshot, parts, position, [7, 8, 10]))
     np.testing.assert_array_equal(state["compression"]["rest"], rest(4, 6))

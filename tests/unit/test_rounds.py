@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from gba_hvd import GBACallback
-from gba_hvd.averaging.algorithms import Averaging, pulled_
-from gba_hvd.averaging.replica import Copy, Replica
-from gba_hvd.averaging.sync_thread import Rounds
+from gba_hvd.averaging.algorithms import Averaging, interpolate_
+from gba_hvd.averaging.replica import Replica, ReplicaSnapshot
+from gba_hvd.averaging.sync_thread import SyncThread
 from gba_hvd.callbacks import Event
 from gba_hvd.comm.collectives import SoloWorld, WorldLeft
 from gba_hvd.comm.traffic import Traffic
@@ -77,13 +77,13 @@ class Servers:
         self.values, self._lock = torch.zeros(n), threading.Lock()
         self.fails = False
 
-    def blend(self, copy: Copy, number: int) -> Tensor:
+    def blend(self, copy: ReplicaSnapshot, number: int) -> Tensor:
         if self.fails:
             raise RuntimeError("no server")
         with self._lock:
-            return pulled_(self.values, copy.values, 0.5).clone()
+            return interpolate_(self.values, copy.values, 0.5).clone()
 
-    def publish(self, copy: Copy, values: Tensor) -> None:
+    def publish(self, copy: ReplicaSnapshot, values: Tensor) -> None:
         if self.fails:
             raise RuntimeError("no server")
         with self._lock:
@@ -102,7 +102,7 @@ class Worker:
         self.diverged = threading.Event()
         settings = {"algorithm": "ma", "elasticity": 1.0, "pause_s": 0.0, **settings}
         self.traffic = Traffic()
-        self.rounds = Rounds(
+        self.rounds = SyncThread(
             Averaging(**settings), self.replica, servers, broken=self.broken.append, diverged=self.diverged.set,
             traffic=self.traffic,
         )  # fmt: skip
@@ -191,7 +191,7 @@ def test_rounds_of_others_say_nothing_of_a_replica_that_was_closed():
     for rank, worker in enumerate(workers):
         worker.rounds.start(World(meeting, rank))
     wait_for(lambda: workers[1].rounds.n_done > 3, "rounds without it")
-    assert workers[1].rounds.told() is None and workers[0].rounds.told() is not None
+    assert workers[1].rounds.drain_metrics() is None and workers[0].rounds.drain_metrics() is not None
     assert stop_together(workers) == [True, True]
 
 
@@ -214,8 +214,8 @@ def test_a_round_that_fails_is_dropped_and_the_next_world_goes_on():
     wait_for(lambda: workers[0].rounds.n_failed == 1, "the failure")
     assert workers[0].values == [0.0, 0.0]
     again = Meeting(2)
-    workers[0].rounds.world_ends()
-    workers[0].rounds.world_stands(World(again, 0))
+    workers[0].rounds.before_world_leaves()
+    workers[0].rounds.after_world_forms(World(again, 0))
     workers[1].rounds.start(World(again, 1))
     wait_for(lambda: workers[0].values == workers[1].values, "the mean")
     assert "a worker was lost" in workers[0].rounds.dropped()[0]
@@ -226,7 +226,7 @@ def test_a_world_that_ends_frees_the_round_that_waits_in_it():
     worker = Worker([1.0, 2.0], Servers(2))
     worker.rounds.start(World(Meeting(2), 0))  # the other one never comes
     wait_for(lambda: worker.rounds._in_horovod, "the round that waits")
-    worker.rounds.world_ends(PATIENCE_S)
+    worker.rounds.before_world_leaves(PATIENCE_S)
     assert not worker.rounds._in_horovod, "it was waited for in vain"
     wait_for(lambda: worker.rounds.n_failed == 1, "the dropped round")
     assert worker.values == [1.0, 2.0]
@@ -245,7 +245,7 @@ def test_alone_there_is_nothing_to_mix_in_but_the_servers_hear_of_the_replica():
     worker = Worker([1.0, 2.0], servers, elasticity=0.5, algorithm="easgd")
     worker.rounds.start(SoloWorld())
     wait_for(lambda: servers.values.tolist() == [1.0, 2.0], "the published replica")
-    assert worker.values == [1.0, 2.0] and worker.rounds.is_alone
+    assert worker.values == [1.0, 2.0] and worker.rounds.single_worker
     assert worker.rounds.stop(timeout_s=PATIENCE_S)
 
 
@@ -380,10 +380,10 @@ def test_a_foreground_round_that_is_late_is_told_and_training_goes_on():
     workers = started([[0.0, 0.0], [4.0, 4.0]], every=1)
     workers[1].rounds.begin_micro()  # and computes for long
     workers[0].rounds.end_micro(workers[0].replica.step(lambda: None), timeout_s=0.3)
-    told = workers[0].rounds.told()
+    told = workers[0].rounds.drain_metrics()
     assert told is not None and (told.waits_in_vain, told.rounds_dropped) == (1, 0)
     assert workers[0].rounds.dropped() == [], "the round is late, it may still come"
-    assert workers[0].rounds.told() is None, "a wait is told once"
+    assert workers[0].rounds.drain_metrics() is None, "a wait is told once"
     workers[1].rounds.end_micro(workers[1].replica.step(lambda: None), timeout_s=PATIENCE_S)
     assert stop_together(workers) == [True, True]
 
@@ -402,12 +402,12 @@ def test_what_is_told_is_of_the_rounds_since_the_last_telling():
     for _ in range(10):
         workers[0].step(1.0)
     wait_for(lambda: workers[0].rounds.n_done > 5, "rounds")
-    told = workers[0].rounds.told()
+    told = workers[0].rounds.drain_metrics()
     assert told is not None and told.rounds_per_s > 0 and told.rounds_dropped == 0
     assert np.isfinite(told.spread)
     assert stop_together(workers) == [True, True]
-    workers[0].rounds.told()
-    assert workers[0].rounds.told() is None
+    workers[0].rounds.drain_metrics()
+    assert workers[0].rounds.drain_metrics() is None
 
 
 def test_a_worker_whose_rounds_all_fail_tells_how_many_were_dropped_and_no_pace():
@@ -415,17 +415,17 @@ def test_a_worker_whose_rounds_all_fail_tells_how_many_were_dropped_and_no_pace(
     servers.fails = True
     (worker, other) = started([[2.0, 2.0], [2.0, 2.0]], servers, algorithm="easgd")
     wait_for(lambda: worker.rounds.n_failed, "a failure")
-    told = worker.rounds.told()
+    told = worker.rounds.drain_metrics()
     assert told is not None and told.rounds_dropped >= 1 and worker.rounds.n_done == 0
     assert (told.rounds_per_s, told.seconds_per_round, told.steps_per_round, told.spread) == (None,) * 4
     servers.fails = False
     wait_for(lambda: worker.rounds.n_done, "a round")
-    again = worker.rounds.told()
+    again = worker.rounds.drain_metrics()
     assert again is not None and again.rounds_per_s is not None and again.rounds_dropped >= told.rounds_dropped
     assert stop_together([worker, other]) == [True, True]
 
 
-class Watched(Rounds):
+class Watched(SyncThread):
     """Notes whether the lock was held whenever somebody looked at what was dropped."""
 
     @property
@@ -472,7 +472,7 @@ def emitted(pace: dict[str, Any], dropped: list[str], rank: int = 0) -> list[Eve
     )  # fmt: skip
     requests: Any = ModeRequests(engine, GBACallback())
     requests._rounds_s = -1e9
-    requests._report_rounds(SimpleNamespace(told=lambda: (pace, dropped)))
+    requests._report_rounds(SimpleNamespace(drain_metrics=lambda: (pace, dropped)))
     return events
 
 
@@ -515,6 +515,6 @@ def test_a_mode_without_rounds_tells_of_none():
 def test_what_rounds_tell_has_the_names_of_the_gauges():
     workers = started([[0.0, 0.0], [2.0, 2.0]])
     wait_for(lambda: workers[0].rounds.n_done, "a round")
-    told = workers[0].rounds.told()
+    told = workers[0].rounds.drain_metrics()
     assert told is not None and asdict(told).keys() == {*gauges.ROUNDS, "waits_in_vain"}
     assert stop_together(workers) == [True, True]

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gba_hvd.shm.placement import Holding, Membership, Placement, place_shards
+from gba_hvd.shm.placement import HostShards, Placement, WorkerTopology, place_shards
 
 
 @st.composite
-def worlds(draw: st.DrawFn, equal_hosts: bool = False) -> tuple[Membership, list[Holding]]:
+def worlds(draw: st.DrawFn, equal_hosts: bool = False) -> tuple[WorkerTopology, list[HostShards]]:
     n_hosts, n_shards = draw(st.integers(1, 5)), draw(st.integers(1, 20))
     if equal_hosts:
         hosts = list(range(n_hosts)) * draw(st.integers(1, 3))
@@ -23,21 +23,21 @@ def worlds(draw: st.DrawFn, equal_hosts: bool = False) -> tuple[Membership, list
     holdings = []
     for _ in range(n_hosts):
         finished, placed = np.array(draw(steps), dtype=np.int64), np.array(draw(steps), dtype=np.int64)
-        holdings.append(Holding(np.array(draw(bits), dtype=np.int64), finished + 1, finished, placed))
-    return Membership(tuple(100 + 7 * h for h in hosts)), holdings
+        holdings.append(HostShards(np.array(draw(bits), dtype=np.int64), finished + 1, finished, placed))
+    return WorkerTopology(tuple(100 + 7 * h for h in hosts)), holdings
 
 
 @given(worlds())
-def test_every_shard_has_one_home_and_a_server_that_lives_there(world: tuple[Membership, list[Holding]]) -> None:
+def test_every_shard_has_one_home_and_a_server_that_lives_there(world: tuple[WorkerTopology, list[HostShards]]) -> None:
     members, holdings = world
     placed = place_shards(members, holdings)
-    assert len(placed.host) == len(placed.server) == len(holdings[0].ready)
+    assert len(placed.host) == len(placed.rank) == len(holdings[0].ready)
     for shard, home in enumerate(placed.host):
-        assert members.hosts[placed.server[shard]] == members.order[home]
+        assert members.hosts[placed.rank[shard]] == members.order[home]
 
 
 @given(worlds())
-def test_a_shard_comes_from_a_newest_copy(world: tuple[Membership, list[Holding]]) -> None:
+def test_a_shard_comes_from_a_newest_copy(world: tuple[WorkerTopology, list[HostShards]]) -> None:
     members, holdings = world
     placed = place_shards(members, holdings)
     moved = {shard: (source, target) for shard, source, target in placed.moves}
@@ -53,7 +53,7 @@ def test_a_shard_comes_from_a_newest_copy(world: tuple[Membership, list[Holding]
 
 
 @given(worlds())
-def test_after_moving_and_dropping_one_copy_is_left(world: tuple[Membership, list[Holding]]) -> None:
+def test_after_moving_and_dropping_one_copy_is_left(world: tuple[WorkerTopology, list[HostShards]]) -> None:
     members, holdings = world
     placed = place_shards(members, holdings)
     have = {(s, h) for h, holding in enumerate(holdings) for s in np.flatnonzero(holding.ready)}
@@ -64,7 +64,7 @@ def test_after_moving_and_dropping_one_copy_is_left(world: tuple[Membership, lis
 
 
 @given(worlds())
-def test_no_move_would_make_the_busiest_host_less_busy(world: tuple[Membership, list[Holding]]) -> None:
+def test_no_move_would_make_the_busiest_host_less_busy(world: tuple[WorkerTopology, list[HostShards]]) -> None:
     members, holdings = world
     placed = place_shards(members, holdings)
     workers = [len(members.ranks_of(host)) for host in members.order]
@@ -74,7 +74,7 @@ def test_no_move_would_make_the_busiest_host_less_busy(world: tuple[Membership, 
 
 
 @given(worlds(equal_hosts=True))
-def test_equal_hosts_hold_as_many_shards_within_one(world: tuple[Membership, list[Holding]]) -> None:
+def test_equal_hosts_hold_as_many_shards_within_one(world: tuple[WorkerTopology, list[HostShards]]) -> None:
     members, holdings = world
     placed = place_shards(members, holdings)
     count = [placed.host.count(h) for h in range(len(holdings))]
@@ -82,7 +82,7 @@ def test_equal_hosts_hold_as_many_shards_within_one(world: tuple[Membership, lis
 
 
 @given(worlds(equal_hosts=True))
-def test_as_few_shards_move_as_can_be(world: tuple[Membership, list[Holding]]) -> None:
+def test_as_few_shards_move_as_can_be(world: tuple[WorkerTopology, list[HostShards]]) -> None:
     members, holdings = world
     n_shards, n_hosts = len(holdings[0].ready), len(holdings)
     placed = place_shards(members, holdings)
@@ -97,52 +97,54 @@ def test_as_few_shards_move_as_can_be(world: tuple[Membership, list[Holding]]) -
 
 
 @given(worlds())
-def test_the_workers_of_a_host_share_its_shards(world: tuple[Membership, list[Holding]]) -> None:
+def test_the_workers_of_a_host_share_its_shards(world: tuple[WorkerTopology, list[HostShards]]) -> None:
     members, holdings = world
     placed = place_shards(members, holdings)
     for host in members.order:
-        served = [int(np.sum(placed.server == rank)) for rank in members.ranks_of(host)]
+        served = [int(np.sum(placed.rank == rank)) for rank in members.ranks_of(host)]
         assert max(served) - min(served) <= 1
 
 
-def holding(n_shards: int, ready: list[int], finished: int = 0, placed: int = 1) -> Holding:
+def holding(n_shards: int, ready: list[int], finished: int = 0, placed: int = 1) -> HostShards:
     here = np.isin(np.arange(n_shards), ready).astype(np.int64)
-    return Holding(here, here * finished, here * finished, here * placed)
+    return HostShards(here, here * finished, here * finished, here * placed)
 
 
 def test_a_new_job_gives_all_shards_initial_rows() -> None:
-    placed = place_shards(Membership((5, 5)), [holding(4, [])])
-    assert placed == Placement((0, 0, 0, 0), placed.server, (0, 1, 2, 3), (), ())
-    assert placed.server.tolist() == [0, 1, 0, 1]
+    placed = place_shards(WorkerTopology((5, 5)), [holding(4, [])])
+    assert placed == Placement((0, 0, 0, 0), placed.rank, (0, 1, 2, 3), (), ())
+    assert placed.rank.tolist() == [0, 1, 0, 1]
 
 
 def test_a_host_that_joins_takes_half() -> None:
-    placed = place_shards(Membership((5, 9)), [holding(4, [0, 1, 2, 3], 7), holding(4, [])])
+    placed = place_shards(WorkerTopology((5, 9)), [holding(4, [0, 1, 2, 3], 7), holding(4, [])])
     assert placed.new == ()
     assert placed.moves == ((2, 0, 1), (3, 0, 1))
 
 
 def test_a_host_that_is_gone_leaves_its_shards_to_begin_anew() -> None:
-    placed = place_shards(Membership((5,)), [holding(4, [0, 2], 7)])
+    placed = place_shards(WorkerTopology((5,)), [holding(4, [0, 2], 7)])
     assert placed.new == (1, 3)
     assert placed.moves == ()
 
 
 def test_a_stale_copy_is_dropped() -> None:
-    placed = place_shards(Membership((5, 9)), [holding(2, [0, 1], 3), holding(2, [1], 7)])
+    placed = place_shards(WorkerTopology((5, 9)), [holding(2, [0, 1], 3), holding(2, [1], 7)])
     assert placed.host == (0, 1)
     assert placed.drops == ((1, 0),)
 
 
 def test_a_host_that_comes_back_is_not_believed_however_many_steps_it_has() -> None:
     """Others took its shards over while it was cut off."""
-    placed = place_shards(Membership((5, 9)), [holding(4, [0, 1, 2, 3], 7, placed=2), holding(4, [2, 3], 9, placed=1)])
+    placed = place_shards(
+        WorkerTopology((5, 9)), [holding(4, [0, 1, 2, 3], 7, placed=2), holding(4, [2, 3], 9, placed=1)]
+    )
     assert placed.moves == ((2, 0, 1), (3, 0, 1))
-    back_first = place_shards(Membership((9, 5)), [holding(2, [1], 9, placed=1), holding(2, [0, 1], 7, placed=2)])
+    back_first = place_shards(WorkerTopology((9, 5)), [holding(2, [1], 9, placed=1), holding(2, [0, 1], 7, placed=2)])
     assert back_first.moves == ((1, 1, 0),)
 
 
 @pytest.mark.parametrize(("hosts", "leads"), [((4, 4, 8), [0, 2]), ((8, 4, 8, 4), [0, 1])])
 def test_the_lowest_rank_of_a_host_leads_it(hosts: tuple[int, ...], leads: list[int]) -> None:
-    members = Membership(hosts)
-    assert [members.lead_of(host) for host in members.order] == leads
+    members = WorkerTopology(hosts)
+    assert [members.leader_of(host) for host in members.order] == leads

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from gba_hvd import SGD, BadInput, Compression
-from gba_hvd.compression.dense_deltas import Mirrors
+from gba_hvd.compression.dense_deltas import DenseDeltas
 from gba_hvd.embedding.row_gradients import RowGrad, pack_by_owner
 from gba_hvd.ps.dense_file import DenseReader
-from gba_hvd.ps.messages import Apply, Endpoint, Enter, PlannedMember, Position
+from gba_hvd.ps.messages import Apply, Endpoint, Enter, JobPosition, PlannedMember
 from gba_hvd.ps.partition.checkpoint_state import part_state
-from gba_hvd.ps.partition.partition import Limits, Part
+from gba_hvd.ps.partition.partition import Limits, Partition
 from gba_hvd.shm.layout import Layout
 from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.torch_optimizers import spec_of
@@ -35,8 +35,8 @@ def frame(array: np.ndarray) -> bytearray:
 
 
 @pytest.fixture
-def make_part(tmp_path: Path) -> Iterator[Callable[..., Part]]:
-    made: list[Part] = []
+def make_part(tmp_path: Path) -> Iterator[Callable[..., Partition]]:
+    made: list[Partition] = []
     row_optimizer = SGD(lr=0.1)
     layout = Layout.of({"user": (40, 4)}, row_optimizer.slots, 3, seed=3, init_std=0.1)
     memory = ShardMemory.create_or_open(tmp_path, "part", layout, grace_s=0)
@@ -44,18 +44,20 @@ def make_part(tmp_path: Path) -> Iterator[Callable[..., Part]]:
     for shard in range(3):
         memory.init_shard(shard, 0)
 
-    def make(rule: str, *, resumed: bool = False, momentum: float = MOMENTUM) -> Part:
+    def make(rule: str, *, resumed: bool = False, momentum: float = MOMENTUM) -> Partition:
         spec = spec_of(torch.optim.SGD([torch.nn.Parameter(torch.zeros(N))], lr=LR, momentum=momentum))
         workers = [(worker, rank, 0, 1) for rank, worker in enumerate(WORKERS)]
         enter = Enter(
-            1, [Endpoint(0, 0, "127.0.0.1", 1, 2)], 0, [0, 0, 0], Position(), 64, 16, 8, {"name": "async"}, "global",
+            1, [Endpoint(0, 0, "127.0.0.1", 1, 2)], 0, [0, 0, 0], JobPosition(), 64, 16, 8, {"name": "async"}, "global",
             0.1, [LR], [("w", [2, 3], 0)], spec, workers, rule,
         )  # fmt: skip
         if resumed:
-            made.append(Part.resume(enter, tmp_path / "dense", memory, row_optimizer, Limits())[0])
+            made.append(Partition.resume(enter, tmp_path / "dense", memory, row_optimizer, Limits())[0])
         else:
             state = state_codec.encode([{"momentum_buffer": torch.from_numpy(BUFFER.reshape(2, 3))}])
-            made.append(Part.begin(enter, [frame(START), state], tmp_path / "dense", memory, row_optimizer, Limits()))
+            made.append(
+                Partition.begin(enter, [frame(START), state], tmp_path / "dense", memory, row_optimizer, Limits())
+            )
         return made[-1]
 
     yield make
@@ -65,7 +67,7 @@ def make_part(tmp_path: Path) -> Iterator[Callable[..., Part]]:
 
 
 def train(
-    part: Part, step: int, worker: int, living: Sequence[int] = WORKERS, residual: Sequence[np.ndarray] = ()
+    part: Partition, step: int, worker: int, living: Sequence[int] = WORKERS, residual: Sequence[np.ndarray] = ()
 ) -> None:
     none = RowGrad(np.empty(0, np.int64), np.empty((0, 4), np.float32))
     rows = pack_by_owner([none], np.zeros(3, np.int32), 1)[0]
@@ -74,13 +76,13 @@ def train(
     assert (applied.failed, applied.missing, applied.missed) == ("", [], 0)
 
 
-def buffer_of(part: Part) -> np.ndarray:
+def buffer_of(part: Partition) -> np.ndarray:
     state = state_codec.decode(part.export()[2])
     found: np.ndarray = state[0]["momentum_buffer"].numpy().ravel()
     return found
 
 
-def read_by_a_worker(part: Part, path: Path) -> np.ndarray:
+def read_by_a_worker(part: Partition, path: Path) -> np.ndarray:
     reader, out = DenseReader(path / "dense"), np.empty(N, np.float32)
     assert reader.read(out, -1) == part.dense.step
     reader.close()
@@ -88,7 +90,7 @@ def read_by_a_worker(part: Part, path: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize("rule", [*LOOK, "dana_slim"])
-def test_entering_and_leaving_at_once_changes_no_bit(make_part: Callable[..., Part], rule: str) -> None:
+def test_entering_and_leaving_at_once_changes_no_bit(make_part: Callable[..., Partition], rule: str) -> None:
     part = make_part(rule)
     np.testing.assert_array_equal(part.export()[1], START)
     np.testing.assert_array_equal(buffer_of(part), BUFFER)
@@ -96,7 +98,7 @@ def test_entering_and_leaving_at_once_changes_no_bit(make_part: Callable[..., Pa
 
 @pytest.mark.parametrize("rule", LOOK)
 def test_workers_are_shown_the_look_ahead_and_exports_have_the_model(
-    make_part: Callable[..., Part], tmp_path: Path, rule: str
+    make_part: Callable[..., Partition], tmp_path: Path, rule: str
 ) -> None:
     part = make_part(rule)
     np.testing.assert_allclose(read_by_a_worker(part, tmp_path), START - LR * MOMENTUM * BUFFER, rtol=1e-5)
@@ -110,7 +112,7 @@ def test_workers_are_shown_the_look_ahead_and_exports_have_the_model(
     np.testing.assert_array_equal(read_by_a_worker(part, tmp_path), part.dense.shown)
 
 
-def test_dana_slim_shows_the_model(make_part: Callable[..., Part], tmp_path: Path) -> None:
+def test_dana_slim_shows_the_model(make_part: Callable[..., Partition], tmp_path: Path) -> None:
     part = make_part("dana_slim")
     train(part, 1, 11)
     np.testing.assert_allclose(part.export()[1], START - LR * GRADIENT, rtol=1e-5)
@@ -119,7 +121,7 @@ def test_dana_slim_shows_the_model(make_part: Callable[..., Part], tmp_path: Pat
 
 @pytest.mark.parametrize("rule", [*LOOK, "dana_slim"])
 def test_a_server_that_was_killed_goes_on_with_the_same_sum(
-    make_part: Callable[..., Part], tmp_path: Path, rule: str
+    make_part: Callable[..., Partition], tmp_path: Path, rule: str
 ) -> None:
     part = make_part(rule)
     train(part, 1, 11)
@@ -139,7 +141,7 @@ def test_a_server_that_was_killed_goes_on_with_the_same_sum(
     np.testing.assert_allclose(again.export()[1], model - expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_server_hears_of_the_dead_with_a_step(make_part: Callable[..., Part]) -> None:
+def test_the_server_hears_of_the_dead_with_a_step(make_part: Callable[..., Partition]) -> None:
     part = make_part("dana_zero")
     train(part, 1, 11)
     train(part, 2, 22)
@@ -149,7 +151,7 @@ def test_the_server_hears_of_the_dead_with_a_step(make_part: Callable[..., Part]
 
 
 def test_a_step_that_cannot_be_written_leaves_rule_and_values_as_they_were(
-    make_part: Callable[..., Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_part: Callable[..., Partition], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = make_part("dana_zero")
     train(part, 1, 11)
@@ -174,16 +176,16 @@ def test_a_step_that_cannot_be_written_leaves_rule_and_values_as_they_were(
 
 
 def test_an_optimizer_without_momentum_is_refused_before_anything_is_taken_over(
-    make_part: Callable[..., Part], tmp_path: Path
+    make_part: Callable[..., Partition], tmp_path: Path
 ) -> None:
     with pytest.raises(BadInput, match="group 0 of SGD has none"):
         make_part("dana_zero", momentum=0.0)
     assert not (tmp_path / "dense").exists()
 
 
-def test_who_is_gone_is_forgotten_with_the_next_step(make_part: Callable[..., Part]) -> None:
+def test_who_is_gone_is_forgotten_with_the_next_step(make_part: Callable[..., Partition]) -> None:
     part, newcomer = make_part("none"), 33
-    part.mirrors = Mirrors(Compression.topk(0.5), ["w"], [N])
+    part.mirrors = DenseDeltas(Compression.topk(0.5), ["w"], [N])
     for worker in (*WORKERS, newcomer):
         part.mirrors.answer(worker, -1, START, 0)
     train(part, 1, 11)
@@ -192,7 +194,9 @@ def test_who_is_gone_is_forgotten_with_the_next_step(make_part: Callable[..., Pa
     assert [part.mirrors.step_of(worker) for worker in (*WORKERS, newcomer)] == [0, -1, 0]
 
 
-def test_a_residual_counts_from_the_step_of_its_push_on_and_outlives_the_server(make_part: Callable[..., Part]) -> None:
+def test_a_residual_counts_from_the_step_of_its_push_on_and_outlives_the_server(
+    make_part: Callable[..., Partition],
+) -> None:
     part, (first, second, third) = make_part("none"), np.eye(3, 8, dtype=np.float32)
     part.residuals.came(11, frame(first))
     train(part, 1, 11, residual=[second])

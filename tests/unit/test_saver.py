@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import gba_hvd
-from gba_hvd.ps.messages import Save, SaveAbout, Saved, SaveSettings
+from gba_hvd.ps.messages import Save, SaveAbout, SaveSettings, SaveStatus
 from gba_hvd.ps.partition import saver as saver_module
 from gba_hvd.ps.partition.saver import Saver
-from gba_hvd.shm.checkpoint_rows import MemoryRows
+from gba_hvd.shm.checkpoint_rows import ShardRows
 from recovery.catalog import claims
 from recovery.catalog.chains import Chain, chains
 from recovery.config import Config
@@ -40,7 +40,7 @@ class Hosts:
     def server(self, part: int) -> Saver:
         return Saver(self.memory, self.memory.folder / f"saved-{part}")
 
-    def save(self, number: int, n_parts: int = 2, parts: Sequence[int] | None = None, **more: Any) -> list[Saved]:
+    def save(self, number: int, n_parts: int = 2, parts: Sequence[int] | None = None, **more: Any) -> list[SaveStatus]:
         request = {
             "epoch": self.claim.epoch, "number": number, "n_parts": n_parts, "kind": "full", "parent": None,
             "step": number, "samples": number, "settings": self.settings, "claim": self.claim, "about": SaveAbout(),
@@ -52,7 +52,7 @@ class Hosts:
             self.servers[part].begin(Save(part=part, **{**request, **more}), shards, lambda extras: b"state")
         return [self.await_report(part, number) for part in asked]
 
-    def await_report(self, part: int, number: int) -> Saved:
+    def await_report(self, part: int, number: int) -> SaveStatus:
         thread = self.servers[part]._thread
         assert thread is not None
         thread.join(TIMEOUT_S)
@@ -192,9 +192,9 @@ def test_checkpoints_of_this_job_expire_whoever_saved_them(hosts: Callable[..., 
 
 def test_rows_that_came_from_elsewhere_are_saved_whatever_their_counts_say(hosts: Callable[..., Hosts]) -> None:
     job = hosts(policy="delta")
-    rows = MemoryRows(job.memory)
+    rows = ShardRows(job.memory)
     before = job.save(1, n_parts=1)[0].facts.manifest
-    job.memory.init_shard(1, 2)  # a lost shard that came back: its counts begin anew, at what was saved
+    job.memory.init_shard(1, 2)  # a lost shard that came back: its counts start over, at what was saved
     job.claim = claims.claim(job.store, "job.1", lease_s=0.1)  # with a world that was formed anew
     rows.slab(0, 1).columns[0][:] = 7.0
     assert job.save(3, n_parts=1, kind="delta", parent=before)[0].state == "done"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from gba_hvd.ps.messages import Endpoint
-from gba_hvd.ps.worker.session import DenseParts, Session
+from gba_hvd.ps.worker.session import DenseParts, PsSession
 
 
-def session(*dense_servers: int) -> Session:
+def session(*dense_servers: int) -> PsSession:
     servers = tuple(Endpoint(host, 0, "", 0, 0) for host in (11, 12, 13))
-    return Session(1, "gba", "job", b"", servers, (0, 1), dense_servers, "global")
+    return PsSession(1, "gba", "job", b"", servers, (0, 1), dense_servers, "global")
 
 
 def test_what_was_split_is_joined_again() -> None:
@@ -24,4 +24,4 @@ def test_what_was_split_is_joined_again() -> None:
 
 
 def test_servers_of_other_hosts_are_far() -> None:
-    assert session(0).far_from(12) == [True, False, True]
+    assert session(0).remote_servers(12) == [True, False, True]

@@ -27,7 +27,7 @@ from gba_hvd.shm import reaper
 from gba_hvd.shm import shard_memory as memories
 from gba_hvd.shm.host_identity import Host
 from gba_hvd.shm.job_folder import job_folder
-from gba_hvd.shm.shard_memory import ShardMemory, clear_leftover
+from gba_hvd.shm.shard_memory import ShardMemory, remove_orphaned_memory
 from recovery.checkpointer import Checkpointer
 from tests.recovery.holders import two_tables
 from tests.unit.conftest import Training
@@ -97,7 +97,7 @@ def test_a_folder_that_another_user_made_first_is_refused_and_runs_nothing(share
     with pytest.raises(ShardMemoryError):
         launch.ensure_running(folder, 0)
     with pytest.raises(ShardMemoryError):
-        clear_leftover(shared, "job")
+        remove_orphaned_memory(shared, "job")
     assert not list(folder.glob("door")) and not list(folder.glob("*.log"))
 
 
@@ -270,7 +270,7 @@ def test_memory_of_an_earlier_boot_is_removed_and_of_another_machine_left_alone(
     elsewhere(boot="another", name="elsewhere")
     with pytest.raises(ShardMemoryError, match=r"made on another machine.*GBA_HVD_SHARD_DIR=.*hostname"):
         open_(tmp_path)
-    clear_leftover(tmp_path, "job")
+    remove_orphaned_memory(tmp_path, "job")
     assert memory.folder.exists()
     elsewhere(boot="another")
     again = open_(tmp_path)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import gba_hvd
 from gba_hvd.averaging.shared_model import SharedModel
 from gba_hvd.dense_gradients import DenseGradients
-from gba_hvd.ps.worker.lease_prefetch import Ahead
+from gba_hvd.ps.worker.lease_prefetch import LeasePrefetcher
 
 
 class Scorer(nn.Module):
@@ -148,7 +148,7 @@ def test_whoever_waits_for_an_item_is_freed_by_a_failure() -> None:
         assert may_end.wait(30)
         return np.zeros(1)
 
-    ahead = Ahead(fetch)
+    ahead = LeasePrefetcher(fetch)
 
     def wait() -> None:
         try:

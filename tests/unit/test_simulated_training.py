@@ -26,7 +26,7 @@ from gba_hvd_tools.simulated.stability_limit import observe
 from gba_hvd_tools.simulated.tasks import Quadratic
 
 from gba_hvd import BadInput, update_rules
-from gba_hvd.epoch import Cut
+from gba_hvd.epoch import EpochPlan
 from gba_hvd.mode_names import REPLICA_MODES
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.torch_optimizers import spec_of
@@ -42,7 +42,7 @@ def sgd(lr: float, **settings: Any) -> dict[str, Any]:
 def trained(discipline: Discipline, workers: int, micro_batches: int = 60, lr: float = 0.1, **setting: Any) -> Outcome:
     """A quadratic, by equal workers that start evenly spread."""
     setting = {"rule": "none", "optimizer": sgd(lr), "start_over": 1.0, **setting}
-    made = Setting(Cut(micro_batches, 4, 1), discipline, **setting)
+    made = Setting(EpochPlan(micro_batches, 4, 1), discipline, **setting)
     return train(Quadratic([1.0, 0.5]), made, workers, Fleet(workers, shape=math.inf).draws())
 
 
@@ -80,7 +80,7 @@ def test_a_worker_goes_on_without_waiting_for_its_own_push_to_arrive() -> None:
 
 
 def test_a_slow_worker_holds_nobody_up_and_its_pushes_are_dropped() -> None:
-    setting = Setting(Cut(400, 4, 1), Discipline("gba", tolerance=2), "none", sgd(0.1))
+    setting = Setting(EpochPlan(400, 4, 1), Discipline("gba", tolerance=2), "none", sgd(0.1))
     outcome = train(Quadratic([1.0]), setting, 4, lambda worker: 30.0 if worker == 3 else 1.0)
     assert outcome.applied + outcome.dropped == 400
     assert 0 < outcome.dropped < 20

@@ -10,31 +10,31 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gba_hvd.epoch import Account
+from gba_hvd.epoch import SampleAccount
 from gba_hvd.errors import GbaError
 from gba_hvd.ps.coordinator.coordinator import Coordinator
-from gba_hvd.ps.coordinator.service import Coordinating
-from gba_hvd.ps.coordinator.step_executor import Stepping
+from gba_hvd.ps.coordinator.service import CoordinatorService
+from gba_hvd.ps.coordinator.step_executor import StepExecutor
 from gba_hvd.ps.messages import (
     Applied,
     Apply,
-    Ask,
     Discard,
-    Done,
     Endpoint,
     Enter,
-    Given,
+    JobPosition,
+    LeaseReply,
+    LeaseRequest,
     Measure,
     Measured,
-    Position,
+    PushDone,
     Refused,
     Request,
     Save,
     SaveAbout,
-    Saved,
     SaveSettings,
+    SaveStatus,
 )
-from gba_hvd.ps.state_files import Records
+from gba_hvd.ps.state_files import StateFiles
 from recovery import state_codec
 from recovery.catalog.claims import Claim
 from recovery.config import Config
@@ -51,11 +51,11 @@ class Scene:
     def __init__(self, folder: Path, n_servers: int, **limits: float) -> None:
         servers = [Endpoint(0, index, "127.0.0.1", 1, 2) for index in range(n_servers)]
         enter = Enter(
-            GENERATION, servers, 0, [0], Position(account=vars(Account())), 64, 2 * MICRO_BATCH, MICRO_BATCH,
+            GENERATION, servers, 0, [0], JobPosition(account=vars(SampleAccount())), 64, 2 * MICRO_BATCH, MICRO_BATCH,
             {"name": "gba"}, "global", 0.1, [0.5], [], {}, workers=[(WORKER, 0, 0, 1)], **limits,
         )  # fmt: skip
         self.coordinator = Coordinator(enter, alive_s=1e6, lease_s=1e6, clock=lambda: 0.0)
-        self.records, self._folder = Records(folder, 0), folder
+        self.records, self._folder = StateFiles(folder, 0), folder
         self.log: list[tuple[str, int, bool]] = []
         self.sent: list[tuple[int, Request]] = []
         self.saves: list[Save] = []
@@ -65,8 +65,8 @@ class Scene:
             residuals=SimpleNamespace(workers=[], total=lambda: None),
         )  # fmt: skip
         self.others: Any = Others(range(1, n_servers), self)
-        saver: Any = SimpleNamespace(begin=lambda request, *_: self.saves.append(request), report=Saved)
-        self.stepping = Stepping(self.coordinator, self.part, self.others, self.records, saver)
+        saver: Any = SimpleNamespace(begin=lambda request, *_: self.saves.append(request), report=SaveStatus)
+        self.executor = StepExecutor(self.coordinator, self.part, self.others, self.records, saver)
         self._n_asked = 0
 
     def apply(self, request: Apply) -> Applied:
@@ -78,15 +78,15 @@ class Scene:
         return Measured(request.step, 9.0, 0.0)
 
     def note(self, what: str, step: int) -> None:
-        on_disk = Records(self._folder, 0).ledger(GENERATION)
+        on_disk = StateFiles(self._folder, 0).ledger(GENERATION)
         self.log.append((what, step, on_disk is not None and on_disk["ledger"]["decided"] is not None))
 
     def compute_a_step(self) -> None:
         for _ in range(2):
             self._n_asked += 1
-            given = self.coordinator.ask(Ask(WORKER, GENERATION, self._n_asked, 0, 64, [0.5, 0.1], 0))
-            assert isinstance(given, Given) and given.lease is not None
-            self.coordinator.done(Done(WORKER, GENERATION, given.lease.micro, given.lease.serial))
+            given = self.coordinator.ask(LeaseRequest(WORKER, GENERATION, self._n_asked, 0, 64, [0.5, 0.1], 0))
+            assert isinstance(given, LeaseReply) and given.lease is not None
+            self.coordinator.done(PushDone(WORKER, GENERATION, given.lease.micro, given.lease.serial))
 
 
 class Others:
@@ -115,7 +115,7 @@ def make(tmp_path: Path) -> Callable[..., Scene]:
 def test_a_decision_is_in_the_ledger_before_anything_of_it_is_sent_or_applied(make: Callable[[int], Scene]) -> None:
     scene = make(2)
     scene.compute_a_step()
-    scene.stepping.advance()
+    scene.executor.advance()
     assert scene.log == [("Apply to 1", 1, True), ("applied here", 1, True)]
 
 
@@ -128,20 +128,20 @@ def factors_on_disk(scene: Scene) -> Any:
 def test_how_a_step_is_clipped_is_in_the_ledger_before_anything_of_it_is_applied(make: Callable[..., Scene]) -> None:
     scene = make(3, max_norm=1.0)
     scene.compute_a_step()
-    scene.stepping.advance()
+    scene.executor.advance()
     assert scene.log == [("measured here", 1, True), ("Measure to 1", 1, True), ("Measure to 2", 1, True)]
     assert factors_on_disk(scene) is None
-    assert scene.stepping.to_go_on_from() is None, "no checkpoint begins now"
-    assert not scene.stepping.measured_by(1, Measured(7, 1e9, 0.0)), "of another step"
-    assert not scene.stepping.measured_by(1, Measured(1, 0.0, 7.0)), "one is still to come"
-    assert not scene.stepping.measured_by(1, Measured(1, 1e9, 0.0)), "said before"
-    assert scene.stepping.measured_by(2, Measured(1, 0.0, 9.0))
-    scene.stepping.advance()
+    assert scene.executor.resume_position() is None, "no checkpoint begins now"
+    assert not scene.executor.measured_by(1, Measured(7, 1e9, 0.0)), "of another step"
+    assert not scene.executor.measured_by(1, Measured(1, 0.0, 7.0)), "one is still to come"
+    assert not scene.executor.measured_by(1, Measured(1, 1e9, 0.0)), "said before"
+    assert scene.executor.measured_by(2, Measured(1, 0.0, 9.0))
+    scene.executor.advance()
     factor = 1.0 / (5.0 + 1e-6)
     assert factors_on_disk(scene) == pytest.approx([factor, factor, 5.0])
     applied = [request for _, request in scene.sent if isinstance(request, Apply)]
     assert [(one.dense_factor, one.row_factor) for one in applied] == [(pytest.approx(factor),) * 2] * 2
-    assert scene.stepping.applied_by(1, Applied(1)) and scene.stepping.applied_by(2, Applied(1))
+    assert scene.executor.applied_by(1, Applied(1)) and scene.executor.applied_by(2, Applied(1))
     assert scene.coordinator.position().grad_norm == 5.0
     assert factors_on_disk(scene) is None, "of a step that is over"
 
@@ -151,21 +151,21 @@ def test_a_successor_clips_a_decided_step_as_its_ledger_says(make: Callable[...,
     """By the factors that are saved, or, where there are none, by what can be measured now."""
     dead = make(2, max_norm=1.0)
     dead.compute_a_step()
-    dead.stepping.advance()
+    dead.executor.advance()
     if measured:
-        dead.stepping.measured_by(1, Measured(1, 0.0, 16.0))
-        dead.stepping.advance()
+        dead.executor.measured_by(1, Measured(1, 0.0, 16.0))
+        dead.executor.advance()
     scene, saved = make(2, max_norm=1.0), dead.records.ledger(GENERATION)
     assert saved is not None
     scene.coordinator.resume(saved)
     scene.part.begun_and_done, scene.part.skip = (lambda step: (False, False)), lambda step: 1
     scene.part.measure = lambda request: Measured(request.step, 0.0, 0.0)  # it went down with its pushes
-    scene.stepping.settle(torn=0)
-    scene.stepping.advance()
+    scene.executor.recover(torn=0)
+    scene.executor.advance()
     assert [type(request) for _, request in scene.sent] == [Apply if measured else Measure]
     if not measured:
-        scene.stepping.measured_by(1, Measured(1, 0.0, 16.0))
-        scene.stepping.advance()
+        scene.executor.measured_by(1, Measured(1, 0.0, 16.0))
+        scene.executor.advance()
     (apply,) = [request for _, request in scene.sent if isinstance(request, Apply)]
     assert apply.row_factor == pytest.approx(1 / 5 if measured else 1 / 4)
 
@@ -173,20 +173,20 @@ def test_a_successor_clips_a_decided_step_as_its_ledger_says(make: Callable[...,
 def test_a_server_that_refuses_to_measure_ends_the_steps(make: Callable[..., Scene]) -> None:
     scene = make(2, max_row_norm=1.0)
     scene.compute_a_step()
-    scene.stepping.advance()
-    assert scene.stepping.refused_by(1, 1, Refused("another generation"))
-    assert "server 1 cannot take part in step 1: another generation" in scene.stepping.failure
+    scene.executor.advance()
+    assert scene.executor.refused_by(1, 1, Refused("another generation"))
+    assert "server 1 cannot take part in step 1: another generation" in scene.executor.failure
 
 
 def test_a_step_counts_when_all_servers_have_applied_it(make: Callable[[int], Scene]) -> None:
     scene = make(3)
     scene.compute_a_step()
-    scene.stepping.advance()
-    assert scene.stepping.applied_by(1, Applied(1))
-    assert not scene.stepping.applied_by(1, Applied(1, missed=9)), "said before"
-    assert not scene.stepping.applied_by(2, Applied(7)), "of another step"
+    scene.executor.advance()
+    assert scene.executor.applied_by(1, Applied(1))
+    assert not scene.executor.applied_by(1, Applied(1, missed=9)), "said before"
+    assert not scene.executor.applied_by(2, Applied(7)), "of another step"
     assert scene.coordinator.ledger.step == 0
-    assert scene.stepping.applied_by(2, Applied(1, missing=[0], missed=2))
+    assert scene.executor.applied_by(2, Applied(1, missing=[0], missed=2))
     assert scene.coordinator.ledger.step == 1
     account = scene.coordinator.account
     assert (account.applied, account.lost, account.shard_steps_missed) == (MICRO_BATCH, MICRO_BATCH, 2)
@@ -206,24 +206,24 @@ def test_no_step_follows_one_that_failed(make: Callable[[int], Scene], where: st
 
     scene.part.apply = fails
     scene.compute_a_step()
-    scene.stepping.advance()
+    scene.executor.advance()
     if where == "refused there":
-        assert scene.stepping.refused_by(1, 1, Refused("too large"))
+        assert scene.executor.refused_by(1, 1, Refused("too large"))
     elif where != "here":
-        assert scene.stepping.applied_by(1, Applied(1, failed="too large" if where == "there, half way" else ""))
-    assert "too large" in scene.stepping.failure
+        assert scene.executor.applied_by(1, Applied(1, failed="too large" if where == "there, half way" else ""))
+    assert "too large" in scene.executor.failure
     scene.compute_a_step()
-    scene.stepping.advance()
+    scene.executor.advance()
     assert [request.step for _, request in scene.sent if isinstance(request, Apply)] == [1]
 
 
 def test_a_server_that_refuses_something_else_ends_nothing(make: Callable[[int], Scene]) -> None:
     scene = make(2)
     scene.compute_a_step()
-    scene.stepping.advance()
-    assert not scene.stepping.refused_by(1, 0, Refused("a checkpoint is still being saved"))
-    assert scene.stepping.failure == ""
-    assert scene.stepping.applied_by(1, Applied(1))
+    scene.executor.advance()
+    assert not scene.executor.refused_by(1, 0, Refused("a checkpoint is still being saved"))
+    assert scene.executor.failure == ""
+    assert scene.executor.applied_by(1, Applied(1))
 
 
 def test_a_checkpoint_waits_until_all_servers_have_the_step_and_comes_before_the_next(
@@ -231,24 +231,24 @@ def test_a_checkpoint_waits_until_all_servers_have_the_step_and_comes_before_the
 ) -> None:
     scene = make(2)
     scene.compute_a_step()
-    scene.stepping.advance()
+    scene.executor.advance()
     scene.compute_a_step()
     request = Save(
         epoch=0, number=0, part=0, n_parts=1, kind="full", parent=None, step=0, samples=0, about=SaveAbout(),
         settings=SaveSettings("/place", {}, Config()), claim=Claim(0, "job", "00000000"), generation=GENERATION,
     )  # fmt: skip
-    scene.stepping.save(request, b"")
-    assert scene.stepping.save_waits
-    assert scene.stepping.to_go_on_from() is None
+    scene.executor.save(request, b"")
+    assert scene.executor.save_waits
+    assert scene.executor.resume_position() is None
     assert scene.saves == []
-    assert scene.stepping.applied_by(1, Applied(1))
-    scene.stepping.advance()
+    assert scene.executor.applied_by(1, Applied(1))
+    scene.executor.advance()
     (saved,) = scene.saves
     assert (saved.part, saved.n_parts, saved.number, saved.step, saved.samples) == (0, 2, 1, 1, 2 * MICRO_BATCH)
     assert [what for what, *_ in scene.log] == [
         "Apply to 1", "applied here", "Save to 1", "Apply to 1", "applied here"
     ]  # fmt: skip
-    assert not scene.stepping.save_waits
+    assert not scene.executor.save_waits
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_what_becomes_of_a_step_that_a_dead_server_had_decided(
     scene.part.begun_and_done, scene.part.skip = (lambda step: (begun, done)), skip
     scene.compute_a_step()
     assert scene.coordinator.decide() is not None
-    scene.stepping.settle(torn)
+    scene.executor.recover(torn)
     ledger, account = scene.coordinator.ledger, scene.coordinator.account
     assert skips == ([1] if skipped else [])
     assert (ledger.step, ledger.decided is not None) == {
@@ -290,7 +290,7 @@ def test_what_becomes_of_a_step_that_a_dead_server_had_decided(
 def test_pushes_that_no_decided_step_has_are_thrown_away_everywhere(make: Callable[[int], Scene]) -> None:
     scene = make(3)
     scene.compute_a_step()
-    scene.stepping.settle(torn=0)
+    scene.executor.recover(torn=0)
     discard = Discard(GENERATION, scene.coordinator.ledger.last_serial + 1)
     assert scene.sent == [(1, discard), (2, discard)]
     assert scene.coordinator.decide() is None, "its micro-batches are computed again"
@@ -300,28 +300,28 @@ def test_a_server_that_lost_a_step_has_lost_what_came_after_it(make: Callable[[i
     """So that is computed again: what waits for a step, and what was on its way to the servers."""
     scene = make(3)
     scene.compute_a_step()
-    scene.stepping.advance()
+    scene.executor.advance()
     scene.compute_a_step()
-    given = scene.coordinator.ask(Ask(WORKER, GENERATION, 99, 0, 64, [0.5, 0.1], 0))
-    assert isinstance(given, Given) and given.lease is not None
+    given = scene.coordinator.ask(LeaseRequest(WORKER, GENERATION, 99, 0, 64, [0.5, 0.1], 0))
+    assert isinstance(given, LeaseReply) and given.lease is not None
     on_its_way = given.lease
-    scene.stepping.applied_by(1, Applied(1, missing=[0, 1], missed=2))
-    scene.stepping.applied_by(2, Applied(1))
+    scene.executor.applied_by(1, Applied(1, missing=[0, 1], missed=2))
+    scene.executor.applied_by(2, Applied(1))
     ledger = scene.coordinator.ledger
     assert scene.coordinator.account.lost == 2 * MICRO_BATCH
     assert scene.coordinator.decide() is None, "its micro-batches are computed again"
     assert [one for _, one in scene.sent[2:]] == [Discard(GENERATION, ledger.last_serial + 1)] * 2
-    coordinating = Coordinating(scene.stepping, SimpleNamespace(), scene.records)  # type: ignore[arg-type]
+    coordinator_service = CoordinatorService(scene.executor, SimpleNamespace(), scene.records)  # type: ignore[arg-type]
     scene.part.idle, scene.part.buffer = False, {(on_its_way.micro, on_its_way.serial)}
-    coordinating.done(Done(WORKER, GENERATION, on_its_way.micro, on_its_way.serial))
+    coordinator_service.done(PushDone(WORKER, GENERATION, on_its_way.micro, on_its_way.serial))
     assert scene.coordinator.decide() is None
     again = []
     for request in (100, 101, 102):
-        given = scene.coordinator.ask(Ask(WORKER, GENERATION, request, 0, 64, [0.5, 0.1], 0))
-        assert isinstance(given, Given) and given.lease is not None
+        given = scene.coordinator.ask(LeaseRequest(WORKER, GENERATION, request, 0, 64, [0.5, 0.1], 0))
+        assert isinstance(given, LeaseReply) and given.lease is not None
         again.append(given.lease.micro)
         scene.part.buffer.add((given.lease.micro, given.lease.serial))
-        coordinating.done(Done(WORKER, GENERATION, given.lease.micro, given.lease.serial))
+        coordinator_service.done(PushDone(WORKER, GENERATION, given.lease.micro, given.lease.serial))
     assert again == [2, 3, on_its_way.micro]
     assert ledger.decided is not None and ledger.decided.step == 2
 
@@ -330,10 +330,10 @@ def test_a_successor_of_the_coordinator_knows_which_pushes_are_void(make: Callab
     """The ledger says so before another server is told to discard them."""
     scene = make(2)
     scene.compute_a_step()
-    scene.stepping.advance()
+    scene.executor.advance()
     on_disk: list[int] = []
     scene.others.send = lambda to, number, request: on_disk.append(scene.records.ledger(GENERATION)["void"])  # type: ignore[index]
-    assert scene.stepping.applied_by(1, Applied(1, missing=[0]))
+    assert scene.executor.applied_by(1, Applied(1, missing=[0]))
     assert on_disk == [scene.coordinator.ledger.last_serial] and on_disk[0] > 0
     successor = make(2).coordinator
     successor.resume(scene.records.ledger(GENERATION) or {})

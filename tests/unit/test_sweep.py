@@ -19,7 +19,7 @@ from gba_hvd_tools.doctor.checks import check_leftovers
 from gba_hvd.shm import reaper, sweep
 from gba_hvd.shm.job_folder import job_folder
 from gba_hvd.shm.shard_memory import ShardMemory
-from gba_hvd.shm.sweep import leftovers
+from gba_hvd.shm.sweep import orphaned_memory
 from tests.unit.test_memory import a_layout, keepers, until
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
@@ -140,9 +140,9 @@ def test_a_server_that_lives_may_be_saving(tmp_path: Path, live: Callable[..., s
 
     with open(folder / "ps-0.lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        (left,) = leftovers(tmp_path, tmp_path)
+        (left,) = orphaned_memory(tmp_path, tmp_path)
         assert left.served and left.is_held
-    (left,) = leftovers(tmp_path, tmp_path)
+    (left,) = orphaned_memory(tmp_path, tmp_path)
     assert not left.is_held and sweep.remove(left)
 
 
@@ -175,7 +175,7 @@ def test_semaphores_of_a_killed_launcher_are_removed_and_those_in_use_are_not(tm
     assert made and mine
 
     def found() -> set[Path]:
-        return {left.path for left in leftovers(tmp_path)}
+        return {left.path for left in orphaned_memory(tmp_path)}
 
     assert not found() & (made | mine), "their makers live"
     for pid in Path(f"/proc/{other.pid}/task/{other.pid}/children").read_text().split():

@@ -11,15 +11,15 @@ import pytest
 
 from gba_hvd import Compression, GBACallback
 from gba_hvd.callbacks import Event
-from gba_hvd.checkpoint.job_checkpoints import Checkpoints
+from gba_hvd.checkpoint.job_checkpoints import JobCheckpoints
 from gba_hvd.elastic import job_events
-from gba_hvd.epoch import Account
-from gba_hvd.membership import Joined
-from gba_hvd.membership.resume_job import Taken
+from gba_hvd.epoch import SampleAccount
+from gba_hvd.membership import JoinResult
+from gba_hvd.membership.resume_job import ResumedFromMemory
 from gba_hvd.switching.requests import ModeRequests
 from gba_hvd.training.job_state import JobIdentity, LocalHost
 
-STARTED = Joined("j", 0, 1, True, False, 0, 0, host=1)
+STARTED = JoinResult("j", 0, 1, True, False, 0, 0, host=1)
 CHANGED = replace(STARTED, is_restart=True, n_hosts=2)
 RESUMED: Any = SimpleNamespace(
     manifest=SimpleNamespace(name="m-3"), n_rows=2000, n_lost=0, seconds=1.5, age=SimpleNamespace(mean=0.5),
@@ -28,7 +28,7 @@ RESUMED: Any = SimpleNamespace(
 
 
 def told(
-    joined: Joined,
+    joined: JoinResult,
     *,
     size: int = 2,
     checkpoints: Any = None,
@@ -49,7 +49,7 @@ def told(
     engine: Any = SimpleNamespace(
         job=JobIdentity("j", "clicks"), mode=None, folder=Path("/nowhere"), host=LocalHost(), emit=emit,
         world=SimpleNamespace(rank=0, size=size, local_rank=0, host="h"),
-        progress=SimpleNamespace(step=7, account=Account(total=500, applied=400)),
+        progress=SimpleNamespace(step=7, account=SampleAccount(total=500, applied=400)),
         model=SimpleNamespace(
             tables=tables, global_batch=16, micro_batch=4, optimizer=None, untrained=[], row_coder=row_coder,
             row_average="global", compression=None, row_compression=Compression.none,
@@ -103,7 +103,7 @@ def test_residuals_of_rows_that_no_checkpoint_has_are_told() -> None:
 
 
 def test_a_job_goes_on_from_memory() -> None:
-    _, (_, resumed) = told(replace(STARTED, taken=Taken(7, 0, "all is there", None), shard_steps_missed=2))
+    _, (_, resumed) = told(replace(STARTED, taken=ResumedFromMemory(7, 0, "all is there", None), shard_steps_missed=2))
     assert resumed.message == "going on at step 7 where the lost job stood: all is there"
     assert (resumed.data["from_memory"], resumed.data["shard_steps_missed"]) == (True, 2)
 
@@ -217,7 +217,7 @@ def test_an_interrupted_job_says_where_the_same_command_goes_on(
     checkpoints = SimpleNamespace(
         schedule=SimpleNamespace(saved_step=saved_step), callback=SimpleNamespace(resume=True)
     )
-    config, found = SimpleNamespace(grace_s=20.0, job_id=job_id), {Checkpoints: checkpoints}
+    config, found = SimpleNamespace(grace_s=20.0, job_id=job_id), {JobCheckpoints: checkpoints}
     engine: Any = SimpleNamespace(
         participant=found.get, world=SimpleNamespace(rank=0), folder=tmp_path,
         progress=SimpleNamespace(step=955), model=SimpleNamespace(tables=SimpleNamespace(config=config)),

@@ -19,19 +19,19 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from gba_hvd.epoch import Account, Cut
+from gba_hvd.epoch import EpochPlan, SampleAccount
 from gba_hvd.errors import BadInput, StateMismatch
 from gba_hvd.mode_names import SERVER_MODES
 from gba_hvd.ps.coordinator import ledger as ledger_module
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.ps.coordinator.ledger import Drained, Finished, Lease, Ledger, Member, StepPlan, Waiting
 
-M4 = Cut(n_samples=80, global_batch=16, micro_batch=4)  # 20 micro-batches, 5 steps of 4
-SHORT = Cut(n_samples=42, global_batch=16, micro_batch=4)  # 11 micro-batches, the last of 2 samples; 3 steps
+M4 = EpochPlan(n_samples=80, global_batch=16, micro_batch=4)  # 20 micro-batches, 5 steps of 4
+SHORT = EpochPlan(n_samples=42, global_batch=16, micro_batch=4)  # 11 micro-batches, the last of 2 samples; 3 steps
 
 
-def ledger(name: str = "gba", cut: Cut = M4, steps_done: int = 0, step: int = 0, **rules: Any) -> Ledger:
-    return Ledger(cut, Discipline(name, **rules), epoch=0, steps_done=steps_done, step=step, account=Account())
+def ledger(name: str = "gba", cut: EpochPlan = M4, steps_done: int = 0, step: int = 0, **rules: Any) -> Ledger:
+    return Ledger(cut, Discipline(name, **rules), epoch=0, steps_done=steps_done, step=step, account=SampleAccount())
 
 
 class Asking:
@@ -231,7 +231,7 @@ def test_the_last_step_of_the_epoch_waits_for_every_micro_batch_and_may_be_short
     assert job.refusal() == "the last micro-batches of the epoch are under way"
     assert micros(job.step()) == [8, 9, 10]
     assert job.ask() == Finished()
-    assert job.of.account == Account(total=42, applied=42)
+    assert job.of.account == SampleAccount(total=42, applied=42)
     assert job.of.steps_done == 3
 
 
@@ -254,7 +254,7 @@ def test_a_push_that_comes_three_steps_late(name: str, staleness: str, late: flo
     assert weights(plan) == [late, 1, 1, 1]
     assert plan.members[0].staleness == 3
     assert plan.n_samples == 16  # dropped ones included
-    assert job.of.account == Account(total=64, applied=64 if late else 60, dropped=0 if late else 4)
+    assert job.of.account == SampleAccount(total=64, applied=64 if late else 60, dropped=0 if late else 4)
     # The straggler's place in each step was taken by a micro-batch of the next: those are ahead, not stale.
     assert job.of.staleness_histogram == {0: 15, 3: 1}
 
@@ -276,7 +276,7 @@ def test_a_refused_gradient_is_a_member_that_is_dropped() -> None:
         job.of.accept(0, lease.micro, lease.serial, refused="dense gradient is not finite" if i == 2 else None)
     assert weights(job.step()) == [1, 1, 0, 1]
     assert job.of.refused == 1
-    assert job.of.account == Account(total=16, applied=12, dropped=4)
+    assert job.of.account == SampleAccount(total=16, applied=12, dropped=4)
 
 
 @pytest.mark.parametrize("name", ["gba", "bsp"])
@@ -316,7 +316,7 @@ def test_a_step_that_was_applied_nowhere_is_computed_again() -> None:
     assert job.of.next_step() is not None
     job.of.undo()
     assert job.of.step == 0
-    assert job.of.account == Account()
+    assert job.of.account == SampleAccount()
     assert job.of.accept(0, 0, leases[0].serial) == "revoked"
     again = [job.lease() for _ in range(4)]
     assert [lease.micro for lease in again] == [0, 1, 2, 3]
@@ -471,7 +471,7 @@ def test_a_round_does_not_wait_for_the_backup_workers() -> None:
         job.push(lease, worker)
     plan = job.step()
     assert [(m.micro, m.weight, m.staleness) for m in plan.members] == [(2, 0, 1), (3, 1, 0), (4, 1, 0)]
-    assert job.of.account == Account(total=20, applied=16, dropped=4)
+    assert job.of.account == SampleAccount(total=20, applied=16, dropped=4)
 
 
 def test_a_round_takes_no_more_than_the_first_pushes() -> None:
@@ -512,7 +512,7 @@ def test_a_worker_whose_lease_was_revoked_may_take_part_in_the_round_again() -> 
 
 
 def test_an_epoch_that_ends_with_late_pushes_ends_in_a_step_that_drops_them() -> None:
-    job = Asking(ledger("hop_bw", cut=Cut(8, 8, 4), backups=1))
+    job = Asking(ledger("hop_bw", cut=EpochPlan(8, 8, 4), backups=1))
     leases = [job.lease(worker) for worker in (0, 1)]
     job.push(leases[0], 0)
     job.step()
@@ -520,7 +520,7 @@ def test_an_epoch_that_ends_with_late_pushes_ends_in_a_step_that_drops_them() ->
     job.push(leases[1], 1)
     assert weights(job.step()) == [0]
     assert job.ask() == Finished()
-    assert job.of.account == Account(total=8, applied=4, dropped=4)
+    assert job.of.account == SampleAccount(total=8, applied=4, dropped=4)
 
 
 # Settings
@@ -565,10 +565,10 @@ class Job(RuleBasedStateMachine):
         small=st.integers(0, 2),
     )
     def begin(self, n_samples: int, per_step: int, done: float, lookahead: int | None, small: int) -> None:
-        cut = Cut(n_samples, per_step * 2, 2)
+        cut = EpochPlan(n_samples, per_step * 2, 2)
         self.start = int(done * cut.n_steps)
         rules = Discipline(self.name, tolerance=small, lookahead=lookahead, slack=small, backups=small)
-        self.it = Ledger(cut, rules, epoch=3, steps_done=self.start, step=50, account=Account())
+        self.it = Ledger(cut, rules, epoch=3, steps_done=self.start, step=50, account=SampleAccount())
         self.request = 0
         self.held: dict[int, tuple[int, Lease]] = {}  # by serial: what the workers hold, and the ledger waits for
         self.pushed: dict[int, tuple[int, Lease]] = {}  # accepted
@@ -693,7 +693,7 @@ class Job(RuleBasedStateMachine):
         }
         assert it.oldest_serial == min({*self.held, *undecided}, default=it.state()["serial"] + 1)
         done = sum(cut.samples_of_micro(micro) for micro in self.members)
-        assert it.account == Account(total=done, applied=it.account.applied, dropped=done - it.account.applied)
+        assert it.account == SampleAccount(total=done, applied=it.account.applied, dropped=done - it.account.applied)
         assert sum(it.staleness_histogram.values()) == len(self.members)
         assert it.refused == self.n_refused
         assert it.step == 50 + len(self.plans)

@@ -20,7 +20,7 @@ from gba_hvd.errors import GbaError
 from gba_hvd.ps import client as client_module
 from gba_hvd.ps import transport, wire
 from gba_hvd.ps.client import Client, ServerLost
-from gba_hvd.ps.messages import Answer, Beat, Endpoint, Ok, Push, Refused, Request, Status, StatusReport
+from gba_hvd.ps.messages import Answer, Endpoint, HeartbeatMsg, Ok, Push, Refused, Request, Status, StatusReport
 
 KEY = b"k" * 32
 Reaction = Callable[[int, Request], list[bytes] | Answer | None]
@@ -118,7 +118,7 @@ def test_a_request_that_is_put_off_is_sent_again_and_the_reason_is_kept(
         nonlocal ahead_s
         if len(server.seen) > 2:
             ahead_s = 1000.0  # it has been sent again: time is up
-        return Refused("4 bytes of gradients wait already", again=True)
+        return Refused("4 bytes of gradients wait already", retry=True)
 
     server = stub(react)
     client = a_client(tmp_path, server)
@@ -165,7 +165,7 @@ def test_a_client_that_was_never_started_can_be_closed(tmp_path: Path) -> None:
 def test_what_kills_the_thread_is_told_to_all_requests(tmp_path: Path) -> None:
     client = a_client(tmp_path)
 
-    def broken() -> Beat:
+    def broken() -> HeartbeatMsg:
         raise RuntimeError("no heart")
 
     client.beat = broken

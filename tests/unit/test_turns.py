@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gba_hvd.averaging.algorithms import Averaging
-from gba_hvd.averaging.schedule import ASK_AGAIN_S, LONG_MICRO_S, PASSIVE_AFTER_S, Standing, turn
+from gba_hvd.averaging.schedule import ASK_AGAIN_S, LONG_MICRO_S, PASSIVE_AFTER_S, SyncView, next_action
 
 NOW = 100.0
 BACKGROUND, FOREGROUND = Averaging("ma"), Averaging("ma", every=5)
@@ -45,11 +45,11 @@ IDLE = {"idle_since_s": NOW - 2 * PASSIVE_AFTER_S}
     ],
 )
 def test_what_is_due(averaging: Averaging, n_workers: int, facts: dict[str, Any], act: str) -> None:
-    assert turn(NOW, Standing(n_workers, **facts), averaging).act == act
+    assert next_action(NOW, SyncView(n_workers, **facts), averaging).act == act
 
 
 def test_a_rest_is_slept_through_and_what_training_does_is_looked_at_often() -> None:
-    assert turn(NOW, Standing(2, **RESTS), BACKGROUND).look_again_s == 3
-    assert turn(NOW, Standing(1, **RESTS), FOREGROUND).look_again_s == 3
-    assert turn(NOW, Standing(2, **RESTS), FOREGROUND).look_again_s == PASSIVE_AFTER_S / 2
-    assert turn(NOW, Standing(0), BACKGROUND).look_again_s == PASSIVE_AFTER_S / 2
+    assert next_action(NOW, SyncView(2, **RESTS), BACKGROUND).look_again_s == 3
+    assert next_action(NOW, SyncView(1, **RESTS), FOREGROUND).look_again_s == 3
+    assert next_action(NOW, SyncView(2, **RESTS), FOREGROUND).look_again_s == PASSIVE_AFTER_S / 2
+    assert next_action(NOW, SyncView(0), BACKGROUND).look_again_s == PASSIVE_AFTER_S / 2

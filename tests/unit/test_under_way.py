@@ -10,10 +10,10 @@ import pytest
 
 from gba_hvd.errors import GbaError
 from gba_hvd.ps.client import Reply, ServerLost
-from gba_hvd.ps.messages import Done, Ok, Position, Refused
-from gba_hvd.ps.worker.push_window import MAX_UNDER_WAY, UnderWay
+from gba_hvd.ps.messages import JobPosition, Ok, PushDone, Refused
+from gba_hvd.ps.worker.push_window import MAX_IN_FLIGHT, PushWindow
 
-DONE = Done(1, 2, 3, 4, 0.5, 0.25)
+DONE = PushDone(1, 2, 3, 4, 0.5, 0.25)
 NOT_FINITE = Refused("gradient of w", kind="NotFinite")
 LOST = ServerLost("server 1 did not answer")
 
@@ -23,9 +23,9 @@ class Coordinator:
 
     def __init__(self, answer: Any) -> None:
         self.answer = answer
-        self.told: list[Done] = []
+        self.told: list[PushDone] = []
 
-    def send(self, server: int, body: Done) -> Future[Reply]:
+    def send(self, server: int, body: PushDone) -> Future[Reply]:
         assert server == 0
         self.told.append(body)
         return answered(self.answer)
@@ -40,17 +40,17 @@ def answered(answer: Any) -> Future[Reply]:
     return future
 
 
-def push(under_way: UnderWay, answers: Sequence[Any]) -> None:
+def push(under_way: PushWindow, answers: Sequence[Any]) -> None:
     """One push, and the servers' answers to it in the order in which they come."""
-    assert under_way.begin()
+    assert under_way.acquire()
     told = under_way.answers(len(answers), DONE)
     for answer in answers:
         answered(answer).add_done_callback(told)
 
 
-def of(client: Any) -> tuple[UnderWay, list[Position]]:
-    heard: list[Position] = []
-    return UnderWay(client, 0.05, heard.append), heard
+def of(client: Any) -> tuple[PushWindow, list[JobPosition]]:
+    heard: list[JobPosition] = []
+    return PushWindow(client, 0.05, heard.append), heard
 
 
 @pytest.mark.parametrize(
@@ -73,16 +73,16 @@ def test_what_the_servers_answer(answers: list[Any], refused: str | None, failur
     client = Coordinator(Ok())
     under_way, _ = of(client)
     push(under_way, answers)
-    expected = [] if refused is None else [Done(1, 2, 3, 4, 0.5, 0.25, refused)]
+    expected = [] if refused is None else [PushDone(1, 2, 3, 4, 0.5, 0.25, refused)]
     assert client.told == expected
     assert failure == (None if under_way.failure is None else str(under_way.failure))
-    assert under_way.all_ended()  # the place is free,
+    assert under_way.drain()  # the place is free,
     with pytest.raises(ValueError, match="released too many times"):
-        under_way.end()  # and was freed once: no more than there are
+        under_way.release()  # and was freed once: no more than there are
 
 
 def test_what_the_coordinator_answers_is_heard() -> None:
-    position = Position(step=9)
+    position = JobPosition(step=9)
     under_way, heard = of(Coordinator(Ok(position)))
     push(under_way, [Ok()])
     assert heard == [position] and under_way.failure is None
@@ -94,14 +94,14 @@ def test_a_coordinator_that_does_not_take_the_report_is_told_later(answer: Any, 
     push(under_way, [Ok()])
     under_way.fail(GbaError("a later failure"))
     assert words in str(under_way.failure)
-    assert under_way.all_ended()
+    assert under_way.drain()
 
 
 def test_a_push_waits_for_a_place_and_gives_up() -> None:
     under_way, _ = of(Coordinator(Ok()))
-    for _ in range(MAX_UNDER_WAY):
-        assert under_way.begin()
-    assert not under_way.begin()
-    under_way.end()
-    assert under_way.begin()
-    assert not under_way.all_ended()
+    for _ in range(MAX_IN_FLIGHT):
+        assert under_way.acquire()
+    assert not under_way.acquire()
+    under_way.release()
+    assert under_way.acquire()
+    assert not under_way.drain()

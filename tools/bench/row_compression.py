@@ -111,9 +111,9 @@ class Way:
         if self._coder is None:
             self.n_bytes += plain_bytes(*rows.shape)
             return rows
-        sent = coding.lend(rows, self._coder.spec)
+        sent = coding.encode_rows(rows, self._coder.spec)
         self.n_bytes += len(coding.write_keys(keys)) + len(sent)
-        return coding.borrow(sent, *rows.shape)
+        return coding.decode_rows(sent, *rows.shape)
 
     def push(self, keys: np.ndarray, grads: np.ndarray) -> np.ndarray:
         """Gradients float32 [n, dim] as the owner sees them."""
@@ -126,7 +126,7 @@ class Way:
         sent = self._coder.give_back(0, keys, RowGrad(keys, grads))
         self._coder.settle()
         self.n_bytes += len(sent)
-        return coding.take_back(sent, keys, grads.shape[1]).values
+        return coding.decode_row_gradients(sent, keys, grads.shape[1]).values
 
 
 def bytes_ratio(name: str, folder: Path) -> float:

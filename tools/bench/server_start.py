@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from .harness import measure
 
 if TYPE_CHECKING:
-    from gba_hvd.ps.worker.host_server import LocalServer
+    from gba_hvd.ps.worker.host_server import HostServer
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -58,7 +58,7 @@ def one_start() -> dict[str, float]:
 
     import gba_hvd
     from gba_hvd.ps import launch, transport
-    from gba_hvd.ps.worker.host_server import LocalServer
+    from gba_hvd.ps.worker.host_server import HostServer
     from gba_hvd.shm.shard_memory import ShardMemory
 
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -74,7 +74,7 @@ def one_start() -> dict[str, float]:
         for shard in range(tables.layout.n_shards):
             memory.init_shard(shard, 0)
         launch.write_settings(memory.folder, "bench", key, tables.layout, tables.optimizer)
-        line = LocalServer("bench", key, memory.folder, 0, 1, 0, dict)
+        line = HostServer("bench", key, memory.folder, 0, 1, 0, dict)
         began_s = time.perf_counter()
         line.start()
         try:
@@ -92,7 +92,7 @@ def one_start() -> dict[str, float]:
                 time.sleep(_LOOK_S)  # the keeper removes it, and with it the server goes
 
 
-def _seconds_until(line: LocalServer, began_s: float, to_enter: bool) -> float:
+def _seconds_until(line: HostServer, began_s: float, to_enter: bool) -> float:
     while not line.is_ready(to_enter):
         if time.perf_counter() - began_s > TIMEOUT_S:
             raise TimeoutError(f"no server in {TIMEOUT_S:.0f} s: {line.why_not_ready(to_enter)}")

@@ -126,7 +126,7 @@ def is_not_saved(record: Record) -> bool:
 def all_workers_died(record: Record) -> bool:
     """Every worker of the newest world was killed, before one that was starting had joined: the launcher gives up.
 
-    Started again, such a job goes on from memory or from its checkpoint.
+    Started again, such a job resumes from memory or from its checkpoint.
     """
     last = record.steps[-1][1] if record.steps else 0
     killed = sum(fault["kind"] == "kill" and (fault["step"] or 0) >= last for fault in record.fired)

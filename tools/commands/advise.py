@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gba_hvd.tracking.run_history import Story
+    from gba_hvd.tracking.run_history import RunHistory
 
 _HOW_TO_MEASURE = (
     "measure it in the script, gba_hvd.update_rules.stability.largest_curvature(loss_fn, model.parameters()), and "
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if advice.is_stable else 1
 
 
-def figures_of(story: Story, needs_lr: bool) -> Figures:
+def figures_of(story: RunHistory, needs_lr: bool) -> Figures:
     """What a run measured. Raises BadInput when it has several learning rates and one is needed."""
     from gba_hvd.tracking.gauges import STALENESS_MAX, STALENESS_MEAN, mean_staleness
 
@@ -86,7 +86,7 @@ def figures_of(story: Story, needs_lr: bool) -> Figures:
     return Figures(_lr_of(story) if needs_lr else None, story.last("curvature"), mean, worst)
 
 
-def _lr_of(story: Story) -> float | None:
+def _lr_of(story: RunHistory) -> float | None:
     from gba_hvd.errors import BadInput
 
     rates = {}

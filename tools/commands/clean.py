@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gba_hvd.shm.sweep import Leftover
+    from gba_hvd.shm.sweep import OrphanedMemory
 
 _WORDS = {
     "job": "memory of a dead job",
@@ -35,10 +35,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     from gba_hvd.config import Config
-    from gba_hvd.shm.sweep import leftovers, remove
+    from gba_hvd.shm.sweep import orphaned_memory, remove
 
     base = Config.from_env(shard_dir=args.dir).shard_dir
-    found = leftovers(base)
+    found = orphaned_memory(base)
     removed = [left for left in found if args.yes and not left.is_held and remove(left)]
     if args.json:
         told = [
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _holder(left: Leftover) -> str:
+def _holder(left: OrphanedMemory) -> str:
     if left.served:
         return "its companion server lives, and may be saving it; it ends when the keeper removes the memory"
     return "its keeper removes it after the grace period" if left.watched else ""

@@ -16,7 +16,7 @@ from ..plan import measured_costs
 
 if TYPE_CHECKING:
     from recovery.schedule.failures import MeanTime
-    from recovery.schedule.planner import Costs, Estimate, Plan, Wishes
+    from recovery.schedule.planner import Costs, Estimate, Objectives, Plan
 
     from ..plan.measured_costs import Told
 
@@ -101,8 +101,8 @@ def run(args: argparse.Namespace) -> int:
     fill_in(args, found_at)
     mean = mean_time_of(args, found_at)
     job = Job(costs_of(args, found_at), round(args.table_gb * 1e9), args.servers, mean.mean_s, total_s=30 * 86400.0)
-    wishes = wishes_of(args, price_per_gb_month=args.price, price_per_1000_puts=args.price_puts)
-    found = plan(job, wishes)
+    objectives = objectives_of(args, price_per_gb_month=args.price, price_per_1000_puts=args.price_puts)
+    found = plan(job, objectives)
     if args.json:
         source = {} if found_at is None else {"checkpoint": found_at.checkpoint, "measured": asdict(found_at.measured)}
         print(json.dumps(as_json(found, mean, job.costs) | source, indent=2))
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         from ..plan.plot import draw
 
-        draw(job, wishes, found, args.plot)
+        draw(job, objectives, found, args.plot)
         if not args.json:
             print(f"written to {args.plot}")
     return 0
@@ -134,10 +134,10 @@ def costs_of(args: argparse.Namespace, found: Told | None = None) -> Costs:
     return Costs.of_mapping({"load_s": values["save_s"], "reschedule_s": 180.0} | values)
 
 
-def wishes_of(args: argparse.Namespace, **more: Any) -> Wishes:
-    from recovery.schedule.planner import Wishes
+def objectives_of(args: argparse.Namespace, **more: Any) -> Objectives:
+    from recovery.schedule.planner import Objectives
 
-    return Wishes(
+    return Objectives(
         target_pls=args.target_pls,
         policy=args.policy,
         r=None if args.r == "auto" else args.r,

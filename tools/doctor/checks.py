@@ -127,10 +127,10 @@ def check_shard_memory(
 def check_leftovers(folder: Path | None = None) -> Finding:
     """What dead jobs of this user left behind."""
     try:
-        from gba_hvd.shm.sweep import leftovers
+        from gba_hvd.shm.sweep import orphaned_memory
     except ImportError:
         return Finding("leftovers", "ok", "unknown without gba_hvd")
-    left = [one for one in leftovers(shard_dir() if folder is None else folder) if not one.is_held]
+    left = [one for one in orphaned_memory(shard_dir() if folder is None else folder) if not one.is_held]
     if not left:
         return Finding("leftovers", "ok", "no dead job has left anything")
     n_bytes = sum(one.n_bytes for one in left)

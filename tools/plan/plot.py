@@ -8,13 +8,13 @@ import numpy as np
 
 from gba_hvd.extras import extra
 from recovery.errors import BadInput
-from recovery.schedule.planner import Job, Plan, Wishes, estimate
+from recovery.schedule.planner import Job, Objectives, Plan, estimate
 
 _COLOURS = {"full": "#c0392b", "partial": "#2c6fbb"}
 _GRID, _INK = "#dddddd", "#333333"
 
 
-def draw(job: Job, wishes: Wishes, plan: Plan, file: Path) -> None:
+def draw(job: Job, objectives: Objectives, plan: Plan, file: Path) -> None:
     """Write it; the name's ending says the format. Raises BadInput when it cannot be written."""
     with extra("plots", "matplotlib", "plots need"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -27,7 +27,7 @@ def draw(job: Job, wishes: Wishes, plan: Plan, file: Path) -> None:
     FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True)
     for strategy, found in chosen.items():
-        costs = [100 * estimate(job, strategy, float(s), wishes).overhead for s in rounds]
+        costs = [100 * estimate(job, strategy, float(s), objectives).overhead for s in rounds]
         label = f"{strategy} recovery: {found.overhead:.2%}"
         upper.plot(rounds / 3600, costs, color=_COLOURS[strategy], linewidth=1.6, label=label)
         is_plan = strategy == plan.strategy
@@ -35,10 +35,12 @@ def draw(job: Job, wishes: Wishes, plan: Plan, file: Path) -> None:
             found.round_s / 3600, 100 * found.overhead, "o", markersize=8, color=_COLOURS[strategy],
             markerfacecolor=_COLOURS[strategy] if is_plan else "white",
         )  # fmt: skip
-    lost = [estimate(job, "partial", float(s), wishes).pls for s in rounds]
+    lost = [estimate(job, "partial", float(s), objectives).pls for s in rounds]
     lower.plot(rounds / 3600, lost, color=_COLOURS["partial"], linewidth=1.6, label="partial recovery")
     lower.plot(plan.partial.round_s / 3600, plan.partial.pls, "o", markersize=8, color=_COLOURS["partial"])
-    lower.axhline(wishes.target_pls, color=_INK, linestyle="--", linewidth=1, label=f"target {wishes.target_pls:g}")
+    lower.axhline(
+        objectives.target_pls, color=_INK, linestyle="--", linewidth=1, label=f"target {objectives.target_pls:g}"
+    )
     upper.set_ylabel("overhead, % of training time")
     lower.set_ylabel("expected PLS")
     lower.set_xlabel("hours for a round of saves")

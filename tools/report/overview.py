@@ -16,7 +16,7 @@ from .tables import Table, duration, size, table
 
 if TYPE_CHECKING:
     from gba_hvd.tracking.records import Record
-    from gba_hvd.tracking.run_history import Story
+    from gba_hvd.tracking.run_history import RunHistory
 
 # What a job may call them; the first that is there counts.
 _MODEL = ("model.kind", "model.name", "model", "model_name", "architecture")
@@ -40,7 +40,7 @@ class Fact:
     kind: str = ""  # "bad" stands out
 
 
-def what_trained(story: Story) -> list[Fact]:
+def what_trained(story: RunHistory) -> list[Fact]:
     facts = [Fact("name", story.title), Fact("model", _param(story, _MODEL)), Fact("data", _param(story, _DATA))]
     facts += [Fact(name, _param(story, keys)) for name, keys in _MORE.items()]
     workers = [point.value for point in story.history.get(WORKERS, ())]
@@ -50,7 +50,7 @@ def what_trained(story: Story) -> list[Fact]:
     return [fact for fact in facts if fact.value]
 
 
-def how_well(story: Story) -> list[Fact]:
+def how_well(story: RunHistory) -> list[Fact]:
     best = story.best
     if best is None:
         return [Fact("best epoch", "not known: no metric of a validation set was reported")]
@@ -64,7 +64,7 @@ def _test_first(name: str) -> tuple[bool, str]:
     return not name.startswith("test"), name
 
 
-def epochs(story: Story) -> Table | None:
+def epochs(story: RunHistory) -> Table | None:
     """A row for each step at which quality was measured; metrics of one step stand together."""
     measured, best = story.measured, story.best
     names = list(dict.fromkeys(name for one in measured for name in one.values))
@@ -83,7 +83,7 @@ def epochs(story: Story) -> Table | None:
     return table("Epochs", ["epoch", "step", "time", *names], rows, "lrr" + "r" * len(names), marked, note)
 
 
-def warnings(story: Story) -> Table | None:
+def warnings(story: RunHistory) -> Table | None:
     rows = [
         [
             f"{event.get('step', 0):,}", str(event.get("event", "")).replace("_", " "),
@@ -95,11 +95,11 @@ def warnings(story: Story) -> Table | None:
     return table("Warnings", ["step", "kind", "over", "what did not happen, why, and what to do"], rows, "rlll")
 
 
-def _warnings(story: Story) -> list[Record]:
+def _warnings(story: RunHistory) -> list[Record]:
     return [event for event in story.events if event.get("level") == "warning"]
 
 
-def what_happened(story: Story) -> list[Fact]:
+def what_happened(story: RunHistory) -> list[Fact]:
     """Counts; the sentences are in the tables below."""
     n_warnings, n_switches = len(_warnings(story)), len(story.events_of("switch"))
     failures = [event for event in story.events_of(*_FAILURES) if event.get("level") != "warning"]
@@ -120,7 +120,7 @@ def what_happened(story: Story) -> list[Fact]:
     return facts
 
 
-def cost(story: Story) -> list[Fact]:
+def cost(story: RunHistory) -> list[Fact]:
     facts = []
     if story.started_ms is not None and story.ended_ms is not None:
         facts.append(Fact("time", duration((story.ended_ms - story.started_ms) / 1000)))
@@ -142,6 +142,6 @@ def cost(story: Story) -> list[Fact]:
     return facts
 
 
-def _param(story: Story, keys: tuple[str, ...]) -> str:
+def _param(story: RunHistory, keys: tuple[str, ...]) -> str:
     values = (story.params.get(key, "") for key in keys)
     return next((value for value in values if value not in ("", "null", '""', "{}")), "")

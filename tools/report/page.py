@@ -19,7 +19,7 @@ from . import overview, timeline, traffic
 from .tables import Cell, Table, date, duration, table
 
 if TYPE_CHECKING:
-    from gba_hvd.tracking.run_history import Story
+    from gba_hvd.tracking.run_history import RunHistory
 
 _PICTURES = {
     "learning_curves": "Learning curves",
@@ -32,7 +32,7 @@ _ON_THE_GROUND = ("throughput", "workers", "rounds")  # pictures with modes and 
 _STATUS = {"FINISHED": "good", "RUNNING": "busy"}
 
 
-def page(story: Story) -> str:
+def page(story: RunHistory) -> str:
     """The whole document."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -64,7 +64,7 @@ def page(story: Story) -> str:
     )
 
 
-def _times(story: Story) -> list[str]:
+def _times(story: RunHistory) -> list[str]:
     facts = [f"job {story.job_id}"] if story.job_id else []
     if story.started_ms is not None:
         facts.append(f"started {date(story.started_ms)}")
@@ -73,7 +73,7 @@ def _times(story: Story) -> list[str]:
     return facts
 
 
-def _pictures(story: Story) -> list[dict[str, str]]:
+def _pictures(story: RunHistory) -> list[dict[str, str]]:
     """Each with its caption, which speaks of colours and lines where there are any."""
     with tempfile.TemporaryDirectory(prefix="gba-hvd-") as folder:
         files = draw_plots(story.history, story.events, "", Path(folder), form="svg")
@@ -87,7 +87,7 @@ def _pictures(story: Story) -> list[dict[str, str]]:
     ]
 
 
-def _modes(story: Story) -> Table | None:
+def _modes(story: RunHistory) -> Table | None:
     modes = by_mode(story)
     if len(modes) < 2:
         return None
@@ -100,7 +100,7 @@ def _modes(story: Story) -> Table | None:
     return table("Time in each mode", ["mode", "steps", "share", "times entered", "samples/s"], rows, "lrrrr")
 
 
-def _account(story: Story) -> Table | None:
+def _account(story: RunHistory) -> Table | None:
     account = story.account
     if not account:
         return None
@@ -115,7 +115,7 @@ def _account(story: Story) -> Table | None:
     return table("Where every sample went", ["", "samples", "share", ""], rows, "lrrl")
 
 
-def _staleness(story: Story) -> Table | None:
+def _staleness(story: RunHistory) -> Table | None:
     histogram = story.staleness
     total, most = sum(histogram.values()), max(histogram.values(), default=1)
     rows = [
@@ -124,5 +124,5 @@ def _staleness(story: Story) -> Table | None:
     return table("Staleness", ["steps", "micro-batches", "share", ""], rows, "rrrl")
 
 
-def _parameters(story: Story) -> Table | None:
+def _parameters(story: RunHistory) -> Table | None:
     return table("Parameters", ["name", "value"], sorted(story.params.items()), "ll")

@@ -1,6 +1,6 @@
 """What happened to a job, on the page that `gba-hvd report` writes: switches, checkpoints, recoveries, other events.
 
-Events of steps that were done again, because the job went on from a checkpoint, stay, and are named superseded.
+Events of steps that were done again, because the job resumed from a checkpoint, stay, and are named superseded.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from .tables import Table, duration, figure, size, table
 
 if TYPE_CHECKING:
     from gba_hvd.tracking.records import Record
-    from gba_hvd.tracking.run_history import Story
+    from gba_hvd.tracking.run_history import RunHistory
 
 _MANY = 200  # events of a table; the rest is counted
 _MANY_CHECKPOINTS = 20  # the newest
 _SUPERSEDED = "superseded: the job went on from an earlier checkpoint; "
 
 
-def switches(story: Story) -> Table | None:
+def switches(story: RunHistory) -> Table | None:
     rows = []
     for event in story.events_of("switch", "switch_failed"):
         data = event.get("data", {})
@@ -36,7 +36,7 @@ def switches(story: Story) -> Table | None:
     return table("Switches", ["step", "from", "to", "seconds", "reason"], rows, "rllrl")
 
 
-def recoveries(story: Story) -> Table | None:
+def recoveries(story: RunHistory) -> Table | None:
     words = {"resumed": "the whole job", "rows_restored": "a lost host", "rows_lost": "a lost host"}
     rows = [
         [f"{one['step']:,}", words[one["kind"]], figure(one["rows_restored"], ",.0f"),
@@ -48,7 +48,7 @@ def recoveries(story: Story) -> Table | None:
     return table("Recoveries", headings, rows, "rlrrrrl")
 
 
-def checkpoints(story: Story) -> Table | None:
+def checkpoints(story: RunHistory) -> Table | None:
     saved = story.checkpoints
     rows = [
         [
@@ -64,7 +64,7 @@ def checkpoints(story: Story) -> Table | None:
     return table(title, ["step", "kind", "size", "seconds", "where"], rows, "rlrrl")
 
 
-def events(story: Story) -> Table | None:
+def events(story: RunHistory) -> Table | None:
     first, resumes = story.started_ms, story.resumes
     rows = []
     shown = _folded([event for event in story.events if _is_told_here(event)])

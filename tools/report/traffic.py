@@ -9,13 +9,13 @@ from gba_hvd.tracking import traffic_summary
 from .tables import Table, size, table
 
 if TYPE_CHECKING:
-    from gba_hvd.tracking.run_history import Story
+    from gba_hvd.tracking.run_history import RunHistory
 
 _MANY = 200  # tensors of a table; the rest is counted
 _NEWEST = 5  # decisions
 
 
-def bytes_of_modes(story: Story) -> Table | None:
+def bytes_of_modes(story: RunHistory) -> Table | None:
     rows = [
         [mode, kind, size(told["sent"]), size(told["received"])]
         for (mode, kind), told in traffic_summary.bytes_by_mode(story.events).items()
@@ -24,7 +24,7 @@ def bytes_of_modes(story: Story) -> Table | None:
     return table("Bytes on the wires of rank 0", ["mode", "kind", "sent", "received"], rows, "llrr")
 
 
-def density(story: Story) -> Table | None:
+def density(story: RunHistory) -> Table | None:
     by_group = traffic_summary.row_density(story.events)
     names = ["rows"] if len(by_group) == 1 else [f"rows, group {number}" for number in range(len(by_group))]
     told = {**traffic_summary.density(story.events), **dict(zip(names, by_group, strict=True))}
@@ -34,7 +34,7 @@ def density(story: Story) -> Table | None:
     return table("Density: how much of a gradient was sent last", ["tensor", "share of elements"], rows, "lr")
 
 
-def decisions(story: Story) -> Table | None:
+def decisions(story: RunHistory) -> Table | None:
     told = traffic_summary.decisions(story.events)
     rows = [[f"{one.step:,}", one.compressor, one.reason] for one in reversed(told[-_NEWEST:])]
     title = "Compression" + (f", the newest {_NEWEST} of {len(told):,} decisions" if len(told) > _NEWEST else "")

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from gba_hvd import update_rules
-from gba_hvd.epoch import Cut
+from gba_hvd.epoch import EpochPlan
 from gba_hvd.errors import BadInput
 from gba_hvd.ps.coordinator.discipline import Discipline
 
@@ -53,7 +53,7 @@ class Job:
                 "expected at least 1 worker, slow of at least 1, a service time above 0 and a latency of 0 or more, "
                 f"got {self.workers}, {self.slow}, {self.service_s} and {self.latency_s}"
             )
-        Cut(self.micro_batches * self.micro_batch, self.n_micro * self.micro_batch, self.micro_batch)
+        EpochPlan(self.micro_batches * self.micro_batch, self.n_micro * self.micro_batch, self.micro_batch)
         Discipline(self.mode, tolerance=self.tolerance)
         modes.check(self.mode)
         update_rules.check(self.rule, optimizer_spec())
@@ -71,7 +71,7 @@ def simulate(job: Job, data: Path) -> dict[str, Any]:
 
     n_samples = job.micro_batches * job.micro_batch
     setting = Setting(
-        Cut(n_samples, job.n_micro * job.micro_batch, job.micro_batch),
+        EpochPlan(n_samples, job.n_micro * job.micro_batch, job.micro_batch),
         Discipline(job.mode, tolerance=job.tolerance),
         job.rule,
         optimizer_spec(),

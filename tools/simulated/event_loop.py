@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from gba_hvd.embedding.row_gradients import RowGrad
-from gba_hvd.epoch import Cut
+from gba_hvd.epoch import EpochPlan
 from gba_hvd.errors import BadInput, GbaError
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.ps.coordinator.ledger import Lease
@@ -32,7 +32,7 @@ from gba_hvd.update_rules.sgd_momentum import Sgd
 from .simulated_server import SimulatedServer
 from .tasks import Task
 
-_USUAL, _NEW = 0.7, 0.3  # as `gba_hvd.ps.worker.Ahead` averages
+_USUAL, _NEW = 0.7, 0.3  # as `gba_hvd.ps.worker.LeasePrefetcher` averages
 _ASK_AT = 0.9
 _DIVERGED = 1e3  # a loss of so many times the first one, or more
 
@@ -48,7 +48,7 @@ class Setting:
     points:     how often the loss is measured on the way
     """
 
-    cut: Cut
+    cut: EpochPlan
     discipline: Discipline
     rule: str
     optimizer: dict[str, Any]

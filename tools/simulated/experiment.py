@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from gba_hvd import update_rules
-from gba_hvd.epoch import Cut
+from gba_hvd.epoch import EpochPlan
 from gba_hvd.errors import BadInput, refuse_unknown
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.torch_optimizers import spec_of
@@ -88,7 +88,7 @@ class Experiment:
         return spec_of(_OPTIMIZERS[self.optimizer]([torch.nn.Parameter(torch.zeros(1))], self.lr))
 
     def setting(self) -> Setting:
-        cut = Cut(self.micro_batches * self.micro_batch, self.n_micro * self.micro_batch, self.micro_batch)
+        cut = EpochPlan(self.micro_batches * self.micro_batch, self.n_micro * self.micro_batch, self.micro_batch)
         discipline = Discipline(self.mode, tolerance=self.tolerance, lookahead=self.lookahead)
         return Setting(cut, discipline, self.rule, self.optimizer_spec(), self.latency, self.serve)
 

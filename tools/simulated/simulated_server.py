@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from gba_hvd.embedding.row_gradients import RowGrad, pack_by_owner
-from gba_hvd.epoch import Account, Cut
+from gba_hvd.epoch import EpochPlan, SampleAccount
 from gba_hvd.errors import GbaError, NonFiniteGradient
 from gba_hvd.ps.coordinator.coordinator import weighed
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.ps.coordinator.ledger import Lease, Ledger
-from gba_hvd.ps.messages import Apply, Endpoint, Enter, NotFinite, Position
-from gba_hvd.ps.partition.partition import Limits, Part
+from gba_hvd.ps.messages import Apply, Endpoint, Enter, JobPosition, NotFinite
+from gba_hvd.ps.partition.partition import Limits, Partition
 from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.update_rules import rule_class
 from recovery import state_codec
@@ -37,13 +37,13 @@ class SimulatedServer:
     """
 
     def __init__(
-        self, task: Task, cut: Cut, discipline: Discipline, rule: str, optimizer: dict[str, Any], workers: int
+        self, task: Task, cut: EpochPlan, discipline: Discipline, rule: str, optimizer: dict[str, Any], workers: int
     ) -> None:
         self._task, self._cut, self._rule, self._optimizer = task, cut, rule, optimizer
         self._workers = list(range(workers))
         self._discipline = discipline
         self._lrs = [float(group["lr"]) for group in optimizer["groups"]]
-        self.ledger = Ledger(cut, discipline, epoch=0, steps_done=0, step=0, account=Account())
+        self.ledger = Ledger(cut, discipline, epoch=0, steps_done=0, step=0, account=SampleAccount())
         for worker in self._workers:
             self.ledger.join(worker)
         self.diverged = ""  # why nothing more is applied
@@ -61,14 +61,14 @@ class SimulatedServer:
         tensors = [(f"dense {group}", [len(self._task.start) // n_groups], group) for group in range(n_groups)]
         enter = Enter(
             generation=1, servers=[Endpoint(0, 0, "", 0, 0)], me=0, shard_servers=[0] * layout.n_shards,
-            position=Position(), n_samples=self._cut.n_samples, global_batch=self._cut.global_batch,
+            position=JobPosition(), n_samples=self._cut.n_samples, global_batch=self._cut.global_batch,
             micro_batch=self._cut.micro_batch, discipline=vars(self._discipline).copy(), row_average="global",
             row_lr=self._task.row_optimizer.lr, lrs=self._lrs, tensors=tensors,
             optimizer=self._optimizer, workers=[(worker, worker, 0, 0) for worker in self._workers], rule=self._rule,
         )  # fmt: skip
         frames = [self._task.start.tobytes(), state_codec.encode([{} for _ in tensors])]
         optimizer = self._task.row_optimizer
-        self.part = Part.begin(enter, frames, folder / "dense", self.memory, optimizer, _NO_LIMIT)
+        self.part = Partition.begin(enter, frames, folder / "dense", self.memory, optimizer, _NO_LIMIT)
         self._to_me = np.zeros(layout.n_shards, np.int32)
         return self
 

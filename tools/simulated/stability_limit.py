@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from gba_hvd.embedding.row_gradients import RowGrad
-from gba_hvd.epoch import Cut
+from gba_hvd.epoch import EpochPlan
 from gba_hvd.errors import BadInput, GbaError
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.torch_optimizers import spec_of
@@ -75,7 +75,7 @@ def observe(delay: int) -> Limit:
     curvatures = predicted * np.linspace(1 - _AROUND, 1 + _AROUND, _POINTS)
     task = _Watched(curvatures, steps)
     optimizer = spec_of(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
-    setting = Setting(Cut(steps, 1, 1), Discipline("async"), "none", optimizer, start_over=1.0, points=1)
+    setting = Setting(EpochPlan(steps, 1, 1), Discipline("async"), "none", optimizer, start_over=1.0, points=1)
     outcome = train(task, setting, delay + 1, Fleet(delay + 1, shape=math.inf).draws())
     late = {lag: n for lag, n in outcome.lags.items() if lag > delay or n > steps / 2}
     if list(late) != [delay]:

@@ -13,24 +13,24 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gba_hvd.clipping import Clip
-from gba_hvd.epoch import Account, Cut
+from gba_hvd.epoch import EpochPlan, SampleAccount
 from gba_hvd.loss_scale import LossScale
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.ps.coordinator.ledger import Drained, Finished, Lease, Ledger, StepPlan
 from gba_hvd.ps.messages import (
     Apply,
-    Ask,
-    Beat,
-    Done,
     Enter,
-    Given,
-    GivenLease,
-    HandedIn,
+    HeartbeatMsg,
+    JobPosition,
+    LeaseGrant,
+    LeaseReply,
+    LeaseRequest,
     Measure,
     Mismatch,
     PlannedMember,
-    Position,
     ProtocolError,
+    PushDone,
+    ReplicaSubmitted,
 )
 from gba_hvd.ps.validation import check_rates
 
@@ -76,21 +76,21 @@ class Coordinator:
     def __init__(self, enter: Enter, *, alive_s: float, lease_s: float, clock: Callable[[], float]) -> None:
         self._enter, self._alive_s, self._lease_s, self._clock = enter, alive_s, lease_s, clock
         position = enter.position
-        self.account = Account(**position.account)
+        self.account = SampleAccount(**position.account)
         self.loss_scale = None if enter.loss_scale is None else LossScale(**enter.loss_scale)
         self.ledger = self._ledger(position.epoch, enter.n_samples, position.steps_done, position.step)
         self.workers: dict[int, WorkerSeen] = {}
         for worker, rank, host, pid in enter.workers:  # one that dies before its first heartbeat is missed as well
             self.workers[worker] = WorkerSeen(rank, host, pid, clock())
             self.ledger.join(worker)
-        self.moved = dict(position.moved)
-        self.world = position.world
+        self.moved = dict(position.remapped)
+        self.world = position.membership_epoch
         self.wanted, self.reason, self.pin = "", "", False
         self.clip = Clip(enter.max_norm, enter.max_row_norm)
         self.last_loss: float | None = None
         self.last_norm: float | None = None  # of the newest step's gradient, before it was clipped
         self._staleness_before = dict(position.staleness)
-        self._refused_before, self._reissued_before = position.refused, position.reissued
+        self._refused_before, self._reissued_before = position.rejected, position.reissued
         self._lrs, self._row_lr, self._lrs_key = list(enter.lrs), enter.row_lr, (position.epoch, position.step)
         self._losses: dict[int, float] = {}
         self._given: dict[int, _Handed] = {}  # by micro-batch: the newest lease on it
@@ -112,7 +112,7 @@ class Coordinator:
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    def ask(self, request: Ask) -> Given | None:
+    def ask(self, request: LeaseRequest) -> LeaseReply | None:
         """A lease, or why there is none; None while the worker should wait. Raises Mismatch."""
         try:
             check_rates(request.lrs, len(self._enter.lrs) + 1)
@@ -120,12 +120,12 @@ class Coordinator:
             raise Mismatch(str(error)) from error
         ledger = self.ledger
         if request.epoch < ledger.epoch:
-            return Given(self.position(epoch=request.epoch, done=True), None, "finished")
+            return LeaseReply(self.position(epoch=request.epoch, done=True), None, "finished")
         if request.epoch > ledger.epoch:
             if not ledger.finished and not self._all_left_early(request.worker):
                 return None  # others still work on the epoch before
             if self.wanted not in ("", "auto"):
-                return Given(self.position(epoch=request.epoch, steps_done=0), None, "drained")
+                return LeaseReply(self.position(epoch=request.epoch, steps_done=0), None, "drained")
             new = self._ledger(request.epoch, request.n_samples, 0, ledger.step, ledger.last_serial)
             self._staleness_before = self.staleness()
             self._refused_before += ledger.refused
@@ -152,12 +152,12 @@ class Coordinator:
             handed = self._given.get(answer.micro)
             if handed is None or handed.serial != answer.serial:
                 self._given[answer.micro] = _Handed(answer.serial, request.worker, self._clock())
-            lease = GivenLease(answer.micro, answer.serial, answer.token, answer.n_samples)
-            return Given(self.position(), lease)
+            lease = LeaseGrant(answer.micro, answer.serial, answer.token, answer.n_samples)
+            return LeaseReply(self.position(), lease)
         if isinstance(answer, Finished):
-            return None if self._awaits_chief(request.worker) else Given(self.position(), None, "finished")
+            return None if self._awaits_chief(request.worker) else LeaseReply(self.position(), None, "finished")
         if isinstance(answer, Drained):
-            return Given(self.position(), None, "drained")
+            return LeaseReply(self.position(), None, "drained")
         return None
 
     def _take_rates(self, epoch: int, step: int, lrs: Sequence[float]) -> None:
@@ -173,11 +173,11 @@ class Coordinator:
         alive = {w for w, seen in self.workers.items() if not seen.silent}
         return alive <= self._left_early and self.ledger.decided is None
 
-    def done(self, request: Done) -> str:
+    def done(self, request: PushDone) -> str:
         """Every server has this push: "accepted", "repeated" or "revoked"."""
         if request.lrs:
             check_rates(request.lrs, len(self._enter.lrs) + 1)
-        answer = self.ledger.accept(request.worker, request.micro, request.serial, request.refused or None)
+        answer = self.ledger.accept(request.worker, request.micro, request.serial, request.rejected or None)
         if answer == "accepted":
             self._given.pop(request.micro, None)
             if request.lrs:
@@ -186,15 +186,15 @@ class Coordinator:
                 self._losses[request.serial] = request.loss
             if request.worker in self.workers:
                 self.workers[request.worker].took(request.seconds)
-            self._refused_in_a_row = self._refused_in_a_row + 1 if request.refused else 0
-            if request.refused:
+            self._refused_in_a_row = self._refused_in_a_row + 1 if request.rejected else 0
+            if request.rejected:
                 rank = self.workers[request.worker].rank if request.worker in self.workers else -1
                 self.names_refused = [
-                    *self.names_refused[-9:], f"worker {rank}, micro-batch {request.micro}: {request.refused[:200]}"
+                    *self.names_refused[-9:], f"worker {rank}, micro-batch {request.micro}: {request.rejected[:200]}"
                 ]  # fmt: skip
         return answer
 
-    def handed_in(self, request: HandedIn) -> bool:
+    def replica_submitted(self, request: ReplicaSubmitted) -> bool:
         """This worker handed in its replica. Whether all have: those that live, and are not at it for too long.
 
         One that left its loop early is not waited for by others, waits for nobody, and gives back its leases.
@@ -213,13 +213,13 @@ class Coordinator:
         self._awaited_s.clear()
         return True
 
-    def lost_push(self, request: Done) -> None:
+    def lost_push(self, request: PushDone) -> None:
         """The push of a lease that is still out is gone: its micro-batch is computed again."""
         if any(lease.serial == request.serial for lease in self.ledger.outstanding(request.worker)):
             self.ledger.revoke(request.micro)
             self._given.pop(request.micro, None)
 
-    def beat(self, request: Beat) -> None:
+    def beat(self, request: HeartbeatMsg) -> None:
         if request.generation != self._enter.generation:
             return  # its lead talking to this host's server, or a worker that was away through a change of mode
         seen = self.workers.get(request.worker)
@@ -289,7 +289,7 @@ class Coordinator:
                 del self._given[micro]
         return [worker for worker, seen in self.workers.items() if seen.silent]
 
-    def want(self, mode: str, reason: str, pin: bool) -> None:
+    def request_mode(self, mode: str, reason: str, pin: bool) -> None:
         """Somebody asks for another mode: stop at the next step boundary."""
         self.wanted, self.reason, self.pin = mode, reason, pin
         if mode != "auto":  # the chief decides again, that is all
@@ -350,38 +350,38 @@ class Coordinator:
             total[key] = total.get(key, 0) + count
         return total
 
-    def position(self, epoch: int | None = None, steps_done: int | None = None, done: bool = False) -> Position:
+    def position(self, epoch: int | None = None, steps_done: int | None = None, done: bool = False) -> JobPosition:
         ledger = self.ledger
         if done:  # an epoch that is over
             steps_done = ledger.cut.n_steps
-        return Position(
+        return JobPosition(
             step=ledger.step,
             epoch=ledger.epoch if epoch is None else epoch,
             steps_done=ledger.steps_done if steps_done is None else steps_done,
             account=asdict(self.account),
             staleness=self.staleness(),
             lags=dict(self.lags),
-            refused=self._refused_before + ledger.refused,
+            rejected=self._refused_before + ledger.refused,
             reissued=self._reissued_before + ledger.reissued,
             loss=self.last_loss,
             grad_norm=self.last_norm,
             loss_scale=None if self.loss_scale is None else self.loss_scale.now,
             rates=sorted((s.rank, s.seconds) for s in self.workers.values() if not s.silent),
-            wanted=self.wanted,
+            requested_mode=self.wanted,
             reason=self.reason,
-            pin=self.pin,
+            pinned=self.pin,
             failure=self._failure(),
-            world=self.world,
-            moved=self.moved if epoch in (None, ledger.epoch) else {},
+            membership_epoch=self.world,
+            remapped=self.moved if epoch in (None, ledger.epoch) else {},
         )
 
-    def to_go_on_from(self) -> Position | None:
-        """Where another job would go on, in order; None while a step is under way."""
-        moved = self.ledger.moved()
+    def resume_position(self) -> JobPosition | None:
+        """Where another job would go on, in order; None while a step is in flight."""
+        moved = self.ledger.resume_order()
         if moved is None:
             return None
         told = self.position()
-        told.moved = {**self.moved, **{place: self.moved.get(micro, micro) for place, micro in moved.items()}}
+        told.remapped = {**self.moved, **{place: self.moved.get(micro, micro) for place, micro in moved.items()}}
         return told
 
     def state(self) -> dict[str, Any]:
@@ -429,7 +429,7 @@ class Coordinator:
             self.loss_scale.load(state["loss_scale"])
 
     def _ledger(self, epoch: int, n_samples: int, steps_done: int, step: int, last_serial: int = 0) -> Ledger:
-        cut = Cut(n_samples, self._enter.global_batch, self._enter.micro_batch)
+        cut = EpochPlan(n_samples, self._enter.global_batch, self._enter.micro_batch)
         discipline = Discipline(**self._enter.discipline)
         return Ledger(
             cut,

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from gba_hvd.epoch import Account, Cut
+from gba_hvd.epoch import EpochPlan, SampleAccount
 from gba_hvd.metrics import ScoreAccumulator, Scores, scores_from
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.ps.coordinator.ledger import Lease, Ledger
-from gba_hvd.ps.messages import Evaluate, GivenLease, Judged, Mismatch, ProtocolError, Score
+from gba_hvd.ps.messages import Evaluate, EvaluationReply, LeaseGrant, Mismatch, ProtocolError, Score
 from gba_hvd.ps.validation import array_of
 
 _KEPT = 8
@@ -27,20 +27,20 @@ _KEPT = 8
 class _Evaluation:
     def __init__(self, request: Evaluate, buffers: bytes) -> None:
         self.request, self.buffers = request, buffers
-        cut = Cut(request.n_samples, request.batch, request.batch)
-        self.ledger = Ledger(cut, Discipline("async"), epoch=0, steps_done=0, step=0, account=Account())
+        cut = EpochPlan(request.n_samples, request.batch, request.batch)
+        self.ledger = Ledger(cut, Discipline("async"), epoch=0, steps_done=0, step=0, account=SampleAccount())
         self.scores = ScoreAccumulator(exact_limit=request.exact_limit)
         self.result: Scores | None = None
         self.like_probabilities = False
 
 
-class Judging:
+class Evaluations:
     """Not thread-safe: belongs to the server's main thread."""
 
     def __init__(self) -> None:
         self._evaluations: dict[tuple[int, int], _Evaluation] = {}
 
-    def ask(self, request: Evaluate, frames: Sequence[Any]) -> tuple[Judged, Sequence[Any]]:
+    def ask(self, request: Evaluate, frames: Sequence[Any]) -> tuple[EvaluationReply, Sequence[Any]]:
         """A lease on some samples, the result, or neither: ask again soon. Frame of the answer: the buffers.
 
         Raises Mismatch when this worker scores other samples than the others.
@@ -58,14 +58,14 @@ class Judging:
             text = f"{theirs.n_samples} samples in batches of {theirs.batch}, here {mine.n_samples} of {mine.batch}"
             raise Mismatch(f"the workers disagree about evaluation {key}: {text}")
         if found.like_probabilities:
-            return Judged(like_probabilities=True), ()
+            return EvaluationReply(like_probabilities=True), ()
         if found.result is not None:
-            return Judged(result=dataclasses.asdict(found.result)), ()
+            return EvaluationReply(result=dataclasses.asdict(found.result)), ()
         answer = found.ledger.lease(request.worker, request.request)
         lease = None
         if isinstance(answer, Lease):
-            lease = GivenLease(answer.micro, answer.serial, answer.token, answer.n_samples)
-        return Judged(lease=lease), (found.buffers,)
+            lease = LeaseGrant(answer.micro, answer.serial, answer.token, answer.n_samples)
+        return EvaluationReply(lease=lease), (found.buffers,)
 
     def score(self, request: Score, frames: Sequence[Any]) -> None:
         """Take in the scores of one lease; ignored when they came before, or the lease was taken away."""

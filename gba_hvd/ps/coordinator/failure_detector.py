@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 
 from gba_hvd.ps.coordinator.peers import Peers
-from gba_hvd.ps.coordinator.service import Coordinating
-from gba_hvd.ps.messages import Alive
+from gba_hvd.ps.coordinator.service import CoordinatorService
+from gba_hvd.ps.messages import ProbeProcess
 from gba_hvd.shm.shard_memory import is_alive
 
 _ASK_AGAIN_S = 1.0
@@ -18,7 +18,7 @@ _LATE_TICK_S = 1.0  # after such a pause of this server, nobody is called silent
 _GIVEN_UP = 10  # a worker of another host that is silent for so many times `alive_s` counts as dead
 
 
-class Watching:
+class FailureDetector:
     """Belongs to the server's main thread."""
 
     def __init__(self, peers: Peers, alive_s: float) -> None:
@@ -26,26 +26,28 @@ class Watching:
         self._looked_s = time.monotonic()
         self._asked_s: dict[int, float] = {}  # by worker: when its host's server was last asked
 
-    def look(self, coordinating: Coordinating | None) -> None:
+    def check(self, coordinator_service: CoordinatorService | None) -> None:
         """Called in every tick, also while there is nobody to look after (None)."""
         now, before = time.monotonic(), self._looked_s
         self._looked_s = now
-        if coordinating is None:
+        if coordinator_service is None:
             return
-        coordinator, here = coordinating.coordinator, coordinating.part.enter.servers[0].host
+        coordinator, here = coordinator_service.coordinator, coordinator_service.part.enter.servers[0].host
         for worker, seen in list(coordinator.workers.items()):
             if seen.host == here and not is_alive(seen.pid):  # no need to wait until it is missed
-                coordinating.is_dead(worker)
+                coordinator_service.is_dead(worker)
         # A server that was stopped or busy has not heard anybody: heartbeats wait to be read.
         silent = coordinator.fall_silent() if now - before < _LATE_TICK_S else []
         for worker in silent:
-            coordinating.judging.leave(worker)
+            coordinator_service.evaluations.leave(worker)
         for worker in {*silent, *coordinator.missed_chiefs()}:
             seen = coordinator.workers[worker]
             if time.monotonic() - seen.heard_s > _GIVEN_UP * self._alive_s and seen.host != here:
-                coordinating.is_dead(worker)  # nobody there could say; should it live, it comes back with a heartbeat
+                coordinator_service.is_dead(
+                    worker
+                )  # nobody there could say; should it live, it comes back with a heartbeat
             elif seen.host != here and time.monotonic() - self._asked_s.get(worker, 0.0) > _ASK_AGAIN_S:
                 self._asked_s[worker] = time.monotonic()
                 server = self._peers.of_host(seen.host)
                 if server is not None:
-                    self._peers.send([server], worker, Alive(seen.pid))
+                    self._peers.send([server], worker, ProbeProcess(seen.pid))

@@ -6,7 +6,7 @@ does not look at the clock: the coordinator that owns it serialises the calls, s
 the decided steps applied.
 
 Micro-batch i has the token (step at the epoch's start) + i // M where a step is a global batch (`gba`, `bsp`), and the
-step at which it was handed out elsewhere. Memory grows with what is under way, not with what is done.
+step at which it was handed out elsewhere. Memory grows with what is in flight, not with what is done.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal
 
-from gba_hvd.epoch import Account, Cut
+from gba_hvd.epoch import EpochPlan, SampleAccount
 from gba_hvd.errors import BadInput, StateMismatch
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.ps.coordinator.staleness import weighting
@@ -51,7 +51,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Drained:
-    """On hold at a step boundary, with nothing under way."""
+    """On hold at a step boundary, with nothing in flight."""
 
 
 @dataclass(frozen=True)
@@ -113,13 +113,13 @@ class Ledger:
 
     def __init__(
         self,
-        cut: Cut,
+        cut: EpochPlan,
         discipline: Discipline,
         *,
         epoch: int,
         steps_done: int,
         step: int,
-        account: Account,
+        account: SampleAccount,
         last_serial: int = 0,
         skips: bool = False,
     ) -> None:
@@ -309,10 +309,10 @@ class Ledger:
         """Steps of the epoch, of M micro-batches each, whatever the discipline."""
         return self.cut.n_steps if self.finished else self._n_resolved // self.cut.n_micro
 
-    def moved(self) -> dict[int, int] | None:
-        """How somebody else goes on from here in order: index -> the micro-batch in its place, where another.
+    def resume_order(self) -> dict[int, int] | None:
+        """How somebody else resumes from here in order: index -> the micro-batch in its place, where another.
 
-        What is not done yet stands in the places from n_resolved on. None: not now, as a step is under way, or a place
+        What is not done yet stands in the places from n_resolved on. None: not now, as a step is in flight, or a place
         has another number of samples.
         """
         if self._decided is not None or (not self.finished and self._n_resolved % self.cut.n_micro):
@@ -328,7 +328,7 @@ class Ledger:
 
     @property
     def last_serial(self) -> int:
-        """The newest serial given. The ledger of the next epoch goes on from it: no two leases are ever the same."""
+        """The newest serial given. The ledger of the next epoch resumes from it: no two leases are ever the same."""
         return self._serial
 
     @property
@@ -370,8 +370,8 @@ class Ledger:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Ledger:
         """The ledger that `state()` was taken from, with an account of its own."""
-        cut, discipline = Cut(**state["cut"]), Discipline(**state["discipline"])
-        account = Account(**state["account"])
+        cut, discipline = EpochPlan(**state["cut"]), Discipline(**state["discipline"])
+        account = SampleAccount(**state["account"])
         ledger = cls(
             cut,
             discipline,

@@ -1,6 +1,6 @@
 """A checkpoint of an asynchronous mode, at the coordinator: all servers save as of the same step.
 
-Asked for at any time, it waits for a moment between two steps, which `stepping` knows.
+Asked for at any time, it waits for a moment between two steps, which `executor` knows.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import logging
 import msgspec
 
 from gba_hvd.ps.coordinator.peers import Peers
-from gba_hvd.ps.messages import Position, Save
+from gba_hvd.ps.messages import JobPosition, Save
 from gba_hvd.ps.partition.checkpoint_state import asynchronous_state, part_state
-from gba_hvd.ps.partition.partition import Part
+from gba_hvd.ps.partition.partition import Partition
 from gba_hvd.ps.partition.saver import Saver
 
 log = logging.getLogger("gba_hvd.ps")
 
 
-class NextSave:
+class PendingSave:
     """Belongs to the server's main thread."""
 
-    def __init__(self, part: Part, peers: Peers, saver: Saver) -> None:
+    def __init__(self, part: Partition, peers: Peers, saver: Saver) -> None:
         self._part, self._peers, self._saver = part, peers, saver
         self._request: Save | None = None
         self._snapshot = b""
@@ -42,8 +42,8 @@ class NextSave:
         self._asked = asked
         self._request, self._snapshot = request, snapshot
 
-    def begin(self, position: Position, workers: list[int]) -> None:
-        """No step is under way. position: where to go on from; workers: those that live."""
+    def begin(self, position: JobPosition, workers: list[int]) -> None:
+        """No step is in flight. position: where to resume from; workers: those that live."""
         assert self._request is not None
         request, snapshot = self._request, self._snapshot
         self._request, self._snapshot = None, b""

@@ -1,6 +1,6 @@
 """The coordinator at work: what workers ask of it, who waits for a lease, who has died.
 
-`coordinator` decides, `stepping` carries out its steps. What is done here is the order of things: what was decided is
+`coordinator` decides, `executor` carries out its steps. What is done here is the order of things: what was decided is
 saved before any answer leaves, then what has become possible is done, then who waits is answered.
 """
 
@@ -10,63 +10,63 @@ import logging
 import time
 from dataclasses import dataclass
 
-from gba_hvd.ps.coordinator.evaluations import Judging
-from gba_hvd.ps.coordinator.step_executor import Stepping
+from gba_hvd.ps.coordinator.evaluations import Evaluations
+from gba_hvd.ps.coordinator.step_executor import StepExecutor
 from gba_hvd.ps.messages import (
     Answer,
     Applied,
-    Ask,
-    Beat,
-    Bye,
-    Done,
-    Given,
-    HandedIn,
-    Lives,
+    HeartbeatMsg,
+    JobPosition,
+    LeaseReply,
+    LeaseRequest,
+    Leave,
     Measured,
     Ok,
-    Position,
+    ProcessAlive,
+    PushDone,
     Refused,
+    ReplicaSubmitted,
     SwitchTo,
     TrainingFailed,
 )
-from gba_hvd.ps.request_port import Caller, refusal
-from gba_hvd.ps.state_files import Records
+from gba_hvd.ps.request_port import Requester, refused_by
+from gba_hvd.ps.state_files import StateFiles
 
 log = logging.getLogger("gba_hvd.ps")
-_WAIT_S = 0.5  # longest time an `Ask` is kept before it is told to wait
+_WAIT_S = 0.5  # longest time an `LeaseRequest` is kept before it is told to wait
 
 
 @dataclass(frozen=True)
 class _Waiter:
-    caller: Caller
-    ask: Ask
+    caller: Requester
+    ask: LeaseRequest
     since_s: float
 
 
-class Coordinating:
+class CoordinatorService:
     """In server 0, of one mode, also when it is over. Belongs to the server's main thread."""
 
-    def __init__(self, stepping: Stepping, judging: Judging, records: Records) -> None:
-        self.stepping, self.judging, self._records = stepping, judging, records
-        self.coordinator, self.part = stepping.coordinator, stepping.part
+    def __init__(self, executor: StepExecutor, evaluations: Evaluations, records: StateFiles) -> None:
+        self.executor, self.evaluations, self._records = executor, evaluations, records
+        self.coordinator, self.part = executor.coordinator, executor.part
         self._waiters: list[_Waiter] = []
 
     # --- what workers ask --------------------------------------------------------------------------------------------
 
-    def ask(self, caller: Caller, request: Ask) -> Answer | None:
+    def ask(self, caller: Requester, request: LeaseRequest) -> Answer | None:
         """A lease, or why there is none; None: the caller is told later."""
         answer = self._lease(request)
         if answer is None:
             asked = request.worker, request.request
             self._waiters = [w for w in self._waiters if (w.ask.worker, w.ask.request) != asked]
             self._waiters.append(_Waiter(caller, request, time.monotonic()))
-        elif isinstance(answer, Given) and answer.lease is not None:
+        elif isinstance(answer, LeaseReply) and answer.lease is not None:
             self.save_ledger()
         return answer
 
-    def done(self, request: Done) -> Ok:
+    def done(self, request: PushDone) -> Ok:
         is_void = request.serial <= self.coordinator.void or (request.micro, request.serial) not in self.part.buffer
-        if is_void and not request.refused:
+        if is_void and not request.rejected:
             self.coordinator.lost_push(request)  # it went down with a server, unless the step had it already
         self.coordinator.done(request)
         before = self._records.n_ledgers
@@ -75,22 +75,22 @@ class Coordinating:
             self.save_ledger()
         return Ok(self.coordinator.position())
 
-    def beat(self, request: Beat) -> Position:
+    def beat(self, request: HeartbeatMsg) -> JobPosition:
         world = self.coordinator.world
         self.coordinator.beat(request)
         if self.coordinator.world != world:
             self.save_ledger()
         return self.coordinator.position()
 
-    def want(self, request: SwitchTo) -> None:
-        self.coordinator.want(request.mode, request.reason, request.pin)
+    def request_mode(self, request: SwitchTo) -> None:
+        self.coordinator.request_mode(request.mode, request.reason, request.pin)
         self.save_ledger()
         self.advance()
 
-    def handed_in(self, request: HandedIn) -> Answer:
+    def replica_submitted(self, request: ReplicaSubmitted) -> Answer:
         before = self.coordinator.gathered
-        if not self.coordinator.handed_in(request):
-            return Refused("other workers have not handed in their replicas yet", again=True)
+        if not self.coordinator.replica_submitted(request):
+            return Refused("other workers have not handed in their replicas yet", retry=True)
         if request.early or self.coordinator.gathered != before:
             self.save_ledger()
         if request.early:
@@ -99,7 +99,7 @@ class Coordinating:
 
     # --- who goes ----------------------------------------------------------------------------------------------------
 
-    def bye(self, request: Bye) -> None:
+    def bye(self, request: Leave) -> None:
         if request.worker not in self.coordinator.workers:
             return
         if request.finished:
@@ -113,7 +113,7 @@ class Coordinating:
         if worker in self.coordinator.workers:
             log.warning("worker of rank %d is dead", self.coordinator.workers[worker].rank)
             self.coordinator.dead(worker)
-            self.judging.leave(worker)
+            self.evaluations.leave(worker)
             self.part.forget_worker(worker)
             self.save_ledger()
             self.advance()
@@ -124,37 +124,37 @@ class Coordinating:
         if self.part.idle:
             self._answer_waiters()
             return
-        self.stepping.repeat()
+        self.executor.repeat()
         self.advance()
-        self.stepping.save_between()
+        self.executor.save_between()
 
     def advance(self) -> None:
         """Decide and apply what is due, then answer who waits."""
         if not self.part.idle:
-            self.stepping.advance()
+            self.executor.advance()
             self._answer_waiters()
 
     def peer_answered(self, index: int, number: int | None, answer: Answer) -> None:
         """What another server says to the request of this number; None: it is not known."""
-        if isinstance(answer, Refused) and not answer.again:
-            if self.stepping.refused_by(index, number, answer):
+        if isinstance(answer, Refused) and not answer.retry:
+            if self.executor.refused_by(index, number, answer):
                 self._answer_waiters()
         elif isinstance(answer, Measured):
-            if self.stepping.measured_by(index, answer):
+            if self.executor.measured_by(index, answer):
                 self.advance()
         elif isinstance(answer, Applied):
-            if self.stepping.applied_by(index, answer):
+            if self.executor.applied_by(index, answer):
                 self.advance()
-        elif isinstance(answer, Lives) and not answer.alive:
+        elif isinstance(answer, ProcessAlive) and not answer.alive:
             assert number is not None
             self.is_dead(number)
 
     def save_ledger(self) -> None:
         self._records.save_ledger(self.coordinator.generation, self.coordinator.state())
 
-    def _lease(self, request: Ask) -> Answer | None:
-        if self.stepping.failure:
-            raise TrainingFailed(self.stepping.failure)
+    def _lease(self, request: LeaseRequest) -> Answer | None:
+        if self.executor.failure:
+            raise TrainingFailed(self.executor.failure)
         return self.coordinator.ask(request)
 
     def _answer_waiters(self) -> None:
@@ -166,11 +166,11 @@ class Coordinating:
                 if answer is None and time.monotonic() - waiter.since_s < _WAIT_S:
                     waiting.append(waiter)
                     continue
-                answered.append((waiter, answer or Given(self.coordinator.position(), None, "wait")))
+                answered.append((waiter, answer or LeaseReply(self.coordinator.position(), None, "wait")))
             except Exception as error:
-                answered.append((waiter, refusal(error)))
+                answered.append((waiter, refused_by(error)))
         self._waiters = waiting
-        if any(isinstance(answer, Given) and answer.lease is not None for _, answer in answered):
+        if any(isinstance(answer, LeaseReply) and answer.lease is not None for _, answer in answered):
             self.save_ledger()
         for waiter, answer in answered:
             waiter.caller.tell(answer)

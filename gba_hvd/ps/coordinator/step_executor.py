@@ -10,7 +10,7 @@ Measuring changes nothing, so a step whose factors are not in the ledger was app
 measured again, by whoever still has pushes of it. A step whose factors are there is applied with these, whoever died
 meanwhile.
 
-One step is under way at a time. Killed at any point, the successor finds the decision in the ledger or not at all: a
+One step is in flight at a time. Killed at any point, the successor finds the decision in the ledger or not at all: a
 step that was decided is sent again, and whoever has applied it says what it said (`part`). A server that has lost the
 pushes of a step has lost those of later ones, too: whatever came before is then computed again, by whoever is free.
 Between two steps a checkpoint that waits is begun.
@@ -25,11 +25,11 @@ from dataclasses import dataclass, field
 from gba_hvd.errors import GbaError
 from gba_hvd.ps.coordinator.coordinator import Coordinator
 from gba_hvd.ps.coordinator.peers import Peers
-from gba_hvd.ps.coordinator.pending_save import NextSave
-from gba_hvd.ps.messages import Applied, Apply, Discard, Measure, Measured, Position, Refused, Save
-from gba_hvd.ps.partition.partition import Part
+from gba_hvd.ps.coordinator.pending_save import PendingSave
+from gba_hvd.ps.messages import Applied, Apply, Discard, JobPosition, Measure, Measured, Refused, Save
+from gba_hvd.ps.partition.partition import Partition
 from gba_hvd.ps.partition.saver import Saver
-from gba_hvd.ps.state_files import Records
+from gba_hvd.ps.state_files import StateFiles
 from gba_hvd.trace import TRACE
 
 log = logging.getLogger("gba_hvd.ps")
@@ -37,7 +37,7 @@ _RESEND_S = 1.0
 
 
 @dataclass
-class _UnderWay:
+class _StepInFlight:
     """A decided step: which other servers have not applied it yet, and what it has cost so far."""
 
     request: Apply
@@ -62,18 +62,20 @@ class _BeingMeasured:
         self.row_squares += answer.row_squares
 
 
-class Stepping:
+class StepExecutor:
     """In server 0. Belongs to its main thread.
 
     failure: why a step could not be applied, told to whoever asks for a lease; there are no more steps then
     """
 
-    def __init__(self, coordinator: Coordinator, part: Part, peers: Peers, records: Records, saver: Saver) -> None:
+    def __init__(
+        self, coordinator: Coordinator, part: Partition, peers: Peers, records: StateFiles, saver: Saver
+    ) -> None:
         self.coordinator, self.part, self.failure = coordinator, part, ""
         self._peers, self._records = peers, records
-        self._under_way: _UnderWay | None = None
+        self._under_way: _StepInFlight | None = None
         self._being_measured: _BeingMeasured | None = None
-        self._next_save = NextSave(part, peers, saver)
+        self._next_save = PendingSave(part, peers, saver)
 
     def advance(self) -> None:
         """Decide and apply what is due."""
@@ -85,7 +87,7 @@ class Stepping:
             if TRACE is not None and (plan := self.coordinator.ledger.decided) is not None:
                 dropped = [(m.micro, m.serial) for m in plan.members if m.weight == 0]
                 TRACE.write("decided", generation=request.generation, step=request.step, dropped=dropped)
-            self._under_way = _UnderWay(request, set(self._peers), time.monotonic())
+            self._under_way = _StepInFlight(request, set(self._peers), time.monotonic())
             self._send(self._under_way)
             try:
                 answer = self.part.apply(request)
@@ -130,7 +132,7 @@ class Stepping:
         return True
 
     @property
-    def _in_flight(self) -> _UnderWay | _BeingMeasured | None:
+    def _in_flight(self) -> _StepInFlight | _BeingMeasured | None:
         return self._under_way or self._being_measured
 
     def _measure(self, request: Measure) -> None:
@@ -147,11 +149,11 @@ class Stepping:
             self._being_measured = None
             self.coordinator.measured(step.dense_squares, step.row_squares)
 
-    def _send(self, step: _UnderWay | _BeingMeasured) -> None:
+    def _send(self, step: _StepInFlight | _BeingMeasured) -> None:
         step.sent_s = time.monotonic()
         self._peers.send(step.pending, step.request.step, step.request)
 
-    def _note(self, step: _UnderWay, answer: Applied) -> None:
+    def _note(self, step: _StepInFlight, answer: Applied) -> None:
         step.lost |= set(answer.missing)
         step.missed += answer.missed
         self.failure = self.failure or answer.failed
@@ -165,9 +167,9 @@ class Stepping:
 
     # --- between two steps -------------------------------------------------------------------------------------------
 
-    def to_go_on_from(self) -> Position | None:
-        """Where another job would go on, in order; None while a step is under way."""
-        return None if self._in_flight is not None else self.coordinator.to_go_on_from()
+    def resume_position(self) -> JobPosition | None:
+        """Where another job would go on, in order; None while a step is in flight."""
+        return None if self._in_flight is not None else self.coordinator.resume_position()
 
     @property
     def save_waits(self) -> bool:
@@ -179,13 +181,13 @@ class Stepping:
         self.save_between()
 
     def save_between(self) -> None:
-        """Begin the checkpoint that waits, if there is one and no step is under way."""
-        if self._next_save.is_waiting and (position := self.to_go_on_from()) is not None:
+        """Begin the checkpoint that waits, if there is one and no step is in flight."""
+        if self._next_save.is_waiting and (position := self.resume_position()) is not None:
             self._next_save.begin(position, sorted(self.coordinator.workers))
 
     # --- after a server that died ------------------------------------------------------------------------------------
 
-    def settle(self, torn: int) -> None:
+    def recover(self, torn: int) -> None:
         """What became of the pushes and of a decided step that the dead server held. torn: shards it left in mid-step.
 
         With other servers, the step stays decided: it is sent to all of them again.

@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from gba_hvd.averaging.algorithms import MeanOfReplicas, pulled_
+from gba_hvd.averaging.algorithms import MeanOfReplicas, interpolate_
 from gba_hvd.ps import validation
-from gba_hvd.ps.messages import Blend, HandIn, NotFinite, ProtocolError, Publish
+from gba_hvd.ps.messages import Blend, NotFinite, ProtocolError, Publish, SubmitReplica
 from gba_hvd.ps.partition.dense_part import DensePart
 from recovery import state_codec
 
 
 @dataclass
-class _HandedIn:
+class _SubmittedReplicas:
     """What came for one phase: the mean so far, whose replicas are in it, and those of workers that may come back."""
 
     mean: MeanOfReplicas
@@ -54,7 +54,7 @@ class CentralCopy:
         self._over = -1  # the last phase whose mean was made
         self._gathered: tuple[np.ndarray, bytes] | None = None
         self._members: set[int] = set()  # the workers whose replicas are in it
-        self._handed: dict[int, _HandedIn] = {}  # by phase
+        self._handed: dict[int, _SubmittedReplicas] = {}  # by phase
         self._newest: dict[int, int] = {}  # by worker: number of its last round
         self._find_mean()
 
@@ -65,7 +65,9 @@ class CentralCopy:
         values = self._values(frames, 1, "replica")
         known = self._newest.get(request.worker, -1)
         if request.phase > self._over and request.number > known:
-            blended = pulled_(torch.from_numpy(self._dense.values.copy()), torch.from_numpy(values), request.elasticity)
+            blended = interpolate_(
+                torch.from_numpy(self._dense.values.copy()), torch.from_numpy(values), request.elasticity
+            )
             self._dense.replace_(blended.numpy())
             self._newest[request.worker] = request.number
         return self._dense.values.copy()
@@ -79,7 +81,7 @@ class CentralCopy:
         if request.phase > self._over:
             self._dense.replace_(values, state)
 
-    def hand_in(self, request: HandIn, frames: Sequence[Any]) -> bool:
+    def submit(self, request: SubmitReplica, frames: Sequence[Any]) -> bool:
         """Add a replica to the mean of its phase, once per worker. Returns whether it counts; if not, it came too late.
 
         Raises ProtocolError, then nothing is changed.
@@ -88,7 +90,7 @@ class CentralCopy:
         worker, phase = request.worker, request.phase
         if phase <= self._over:
             return phase == self._over and worker in self._members  # a repeated request
-        handed = self._handed.setdefault(phase, _HandedIn(MeanOfReplicas(len(values), len(self._sizes))))
+        handed = self._handed.setdefault(phase, _SubmittedReplicas(MeanOfReplicas(len(values), len(self._sizes))))
         if worker in handed.workers:
             return True
         if request.early:

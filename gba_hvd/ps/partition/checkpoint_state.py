@@ -12,13 +12,13 @@ import msgspec
 import numpy as np
 
 from gba_hvd.errors import GbaError
-from gba_hvd.ps.messages import Position
+from gba_hvd.ps.messages import JobPosition
 from gba_hvd.ps.partition import residuals
-from gba_hvd.ps.partition.partition import Part
+from gba_hvd.ps.partition.partition import Partition
 from recovery import state_codec
 
 
-def part_state(part: Part) -> bytes:
+def part_state(part: Partition) -> bytes:
     """What this server adds to a checkpoint: its dense tensors by name, and what its host's workers had not sent."""
     _, values, state = part.export()
     ends = np.cumsum([0, *(tensor.size for tensor in part.dense.tensors)])
@@ -31,7 +31,7 @@ def part_state(part: Part) -> bytes:
 
 
 def asynchronous_state(
-    snapshot: bytes, extras: Sequence[bytes], position: Position, living: Sequence[int] | None = None
+    snapshot: bytes, extras: Sequence[bytes], position: JobPosition, living: Sequence[int] | None = None
 ) -> bytes:
     """What a checkpoint has beside rows: the user's values, the dense tensors of all servers, and where to go on.
 

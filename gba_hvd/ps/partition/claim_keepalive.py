@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 
-from gba_hvd.ps.messages import Hold
+from gba_hvd.ps.messages import DelegateClaim
 from recovery.catalog import claims
 from recovery.errors import RecoveryError
 from recovery.storage.open import open_store
@@ -26,7 +26,7 @@ class ClaimKeepalive:
     """
 
     def __init__(self) -> None:
-        self.held: Hold | None = None
+        self.held: DelegateClaim | None = None
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
         self._heard_s = time.monotonic()
@@ -38,7 +38,7 @@ class ClaimKeepalive:
     def worker_heard(self) -> None:
         self._heard_s = time.monotonic()
 
-    def hold(self, request: Hold) -> None:
+    def hold(self, request: DelegateClaim) -> None:
         """Renew this claim from now on. The same claim again changes nothing."""
         self.worker_heard()
         if self.held is not None and _identity(self.held) == _identity(request):
@@ -55,7 +55,7 @@ class ClaimKeepalive:
             self._thread.join(timeout_s)
 
     def _renew(self) -> None:
-        of: Hold | None = None
+        of: DelegateClaim | None = None
         while True:
             if of is not self.held and self.held is not None:
                 of = self.held
@@ -71,5 +71,5 @@ class ClaimKeepalive:
                 log.warning("the claim on %s was not renewed", store.url, exc_info=True)
 
 
-def _identity(request: Hold) -> tuple[str, int, int]:
+def _identity(request: DelegateClaim) -> tuple[str, int, int]:
     return request.claim.nonce, request.part, request.n_parts

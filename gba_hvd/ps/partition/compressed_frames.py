@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 
 from gba_hvd.compression import dense_push, row_codec, row_push, value_codec
-from gba_hvd.compression.dense_deltas import Mirrors
+from gba_hvd.compression.dense_deltas import DenseDeltas
 from gba_hvd.compression.sparse_message import BadMessage
 from gba_hvd.compression.spec import SELECTORS, Spec
 from gba_hvd.errors import BadInput
 from gba_hvd.ps.messages import Compressor, Dense, ProtocolError, PullDense, PullRows, Push
-from gba_hvd.ps.partition.partition import Part, gather
+from gba_hvd.ps.partition.partition import Partition, gather
 from gba_hvd.shm.layout import Layout
 from gba_hvd.shm.shard_memory import ShardMemory
 
 
-def opened(part: Part, layout: Layout, request: Push, frames: Sequence[Any]) -> list[Any]:
+def decompress_push(part: Partition, layout: Layout, request: Push, frames: Sequence[Any]) -> list[Any]:
     """The frames of a compressed push as those of one that is not. Raises ProtocolError."""
     if len(frames) != 2:
         raise ProtocolError(f"Push comes with two frames, got {len(frames)}")
@@ -35,7 +35,7 @@ def opened(part: Part, layout: Layout, request: Push, frames: Sequence[Any]) -> 
     return [dense_frame, rows_frame]
 
 
-def lent_rows(memory: ShardMemory, mine: np.ndarray, request: PullRows, frames: Sequence[Any]) -> Sequence[Any]:
+def encode_rows(memory: ShardMemory, mine: np.ndarray, request: PullRows, frames: Sequence[Any]) -> Sequence[Any]:
     """The answer to a pull of rows, a frame for each group of tables. Raises ProtocolError."""
     if request.compressor is None:
         return gather(memory, mine, frames)
@@ -50,10 +50,10 @@ def lent_rows(memory: ShardMemory, mine: np.ndarray, request: PullRows, frames: 
     except BadMessage as error:
         raise ProtocolError(str(error)) from error
     found = gather(memory, mine, [one.view(np.uint8).data for one in keys])
-    return [row_codec.lend(one, spec) for one in found]
+    return [row_codec.encode_rows(one, spec) for one in found]
 
 
-def answer_pull(part: Part, request: PullDense) -> tuple[Dense, Sequence[Any]]:
+def answer_pull(part: Partition, request: PullDense) -> tuple[Dense, Sequence[Any]]:
     """The newest dense values, whole or as a difference to what the worker has."""
     dense = part.dense
     if dense.step <= request.newer_than:
@@ -62,12 +62,12 @@ def answer_pull(part: Part, request: PullDense) -> tuple[Dense, Sequence[Any]]:
         return Dense(dense.step), (dense.shown.copy(),)
     spec = _spec_of(request.compressor)
     if part.mirrors is None or part.mirrors.spec != spec:
-        part.mirrors = Mirrors(spec, [name for name, _, _ in part.enter.tensors], _sizes(part))
+        part.mirrors = DenseDeltas(spec, [name for name, _, _ in part.enter.tensors], _sizes(part))
     base, frame = part.mirrors.answer(request.worker, request.newer_than, dense.shown, dense.step)
     return Dense(part.mirrors.step_of(request.worker), base), (frame,)
 
 
-def _sizes(part: Part) -> list[int]:
+def _sizes(part: Partition) -> list[int]:
     return [math.prod(shape) for _, shape, _ in part.enter.tensors]
 
 

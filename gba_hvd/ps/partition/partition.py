@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from gba_hvd import clipping, kernels, update_rules
-from gba_hvd.compression.dense_deltas import Mirrors
+from gba_hvd.compression.dense_deltas import DenseDeltas
 from gba_hvd.embedding.row_gradients import RowGrad, average_over_contributors
 from gba_hvd.embedding.row_optimizers import RowOptimizer
 from gba_hvd.errors import NonFiniteGradient
@@ -39,7 +39,7 @@ from gba_hvd.ps.dense_file import DenseTensor
 from gba_hvd.ps.messages import Applied, Apply, Enter, Measure, Measured, ProtocolError
 from gba_hvd.ps.partition.central_copy import CentralCopy
 from gba_hvd.ps.partition.dense_part import DensePart
-from gba_hvd.ps.partition.push_buffer import GradientBuffer, StoredPush, merge_pushes
+from gba_hvd.ps.partition.push_buffer import BufferedPush, PushBuffer, merge_pushes
 from gba_hvd.ps.partition.residuals import Residuals
 from gba_hvd.ps.transport import MAX_FRAME_BYTES
 from gba_hvd.shm.shard_memory import ShardMemory
@@ -64,13 +64,13 @@ class _Merged:
     pushes: with their weights. dense: float32 [n]; rows: by group of tables, to be multiplied by `row_scale`
     """
 
-    pushes: list[tuple[StoredPush, float]]
+    pushes: list[tuple[BufferedPush, float]]
     dense: np.ndarray
     rows: list[RowGrad]
     row_scale: float
 
 
-class Part:
+class Partition:
     """Not thread-safe: belongs to the server's main thread."""
 
     def __init__(
@@ -94,12 +94,12 @@ class Part:
         has_replicas = enter.discipline.get("name") in REPLICA_MODES
         self._central = CentralCopy(dense, enter.generation) if has_replicas else None
         self.n_dense = 0 if has_replicas else sum(self._sizes)  # numbers in a push
-        self.buffer = GradientBuffer()
+        self.buffer = PushBuffer()
         self.lags = dict(enter.position.lags)  # how many steps the dense values of applied pushes were old, histogram
         if rule is None:  # after a server that died
             rule = _rule_of(enter, dense.tensors, dense.values, dense.state(), dense.step)
         self.rule = rule
-        self.mirrors: Mirrors | None = None  # of workers of other hosts that take differences
+        self.mirrors: DenseDeltas | None = None  # of workers of other hosts that take differences
         self.residuals = residuals or Residuals.none(_residuals_at(dense.path), enter.generation)
         self._living: set[int] = set()  # as of the newest step
         self._last: Applied | None = None
@@ -115,7 +115,7 @@ class Part:
         memory: ShardMemory,
         optimizer: RowOptimizer,
         limits: Limits,
-    ) -> Part:
+    ) -> Partition:
         """Take over from the workers. Frames: dense values, optimizer state. Changes nothing when it raises."""
         if len(frames) != 2:
             raise ProtocolError(f"Enter comes with two frames, got {len(frames)}")
@@ -141,7 +141,7 @@ class Part:
     @classmethod
     def resume(
         cls, enter: Enter, path: Path, memory: ShardMemory, optimizer: RowOptimizer, limits: Limits
-    ) -> tuple[Part, int]:
+    ) -> tuple[Partition, int]:
         """Go on where a server that died stopped. Returns the part, and how many shards were in mid-step."""
         residuals = Residuals.resume(_residuals_at(path), enter.generation)
         part = cls(enter, DensePart.open(path), memory, optimizer, limits, residuals=residuals)
@@ -176,7 +176,7 @@ class Part:
         if len(dense) != self.n_dense:
             raise ProtocolError(f"a dense gradient of {len(dense)} numbers, expected {self.n_dense}")
         residual = self.residuals.check(frames[2]) if len(frames) == 3 else None
-        push = StoredPush(micro, serial, dense, rows, dense_step, worker, residual)
+        push = BufferedPush(micro, serial, dense, rows, dense_step, worker, residual)
         if self.buffer.n_bytes + push.n_bytes > self._limits.buffer_bytes:
             return False
         validation.check_finite(dense, self._names, self._sizes)
@@ -211,7 +211,7 @@ class Part:
             self.forget_worker(worker)
         self._living = set(request.workers)
         found = self.buffer.take((m.micro, m.serial) for m in request.members)
-        self.buffer.forget_before(request.oldest_serial)
+        self.buffer.discard_before(request.oldest_serial)
         for push in found.values():
             if push.dense_step >= 0:
                 lag = request.step - 1 - push.dense_step
@@ -241,7 +241,7 @@ class Part:
             TRACE.write("applied", step=request.step, server=self.enter.me, missed=missed, failed=failed)
         return self._last
 
-    def _merge(self, request: Apply | Measure, found: Mapping[tuple[int, int], StoredPush]) -> _Merged:
+    def _merge(self, request: Apply | Measure, found: Mapping[tuple[int, int], BufferedPush]) -> _Merged:
         pushes = [(found[m.micro, m.serial], m.weight) for m in request.members if (m.micro, m.serial) in found]
         dense, rows = merge_pushes(pushes, self.n_dense, self._dims, self.rule.damping)
         dense *= np.float32(request.scale)
@@ -257,7 +257,7 @@ class Part:
         is_this = of.step == request.step and of.members == request.members and of.scale == request.scale
         return merged if is_this and len(merged.pushes) == n_found else None
 
-    def _apply(self, request: Apply, found: Mapping[tuple[int, int], StoredPush], due: np.ndarray) -> None:
+    def _apply(self, request: Apply, found: Mapping[tuple[int, int], BufferedPush], due: np.ndarray) -> None:
         memory, layout = self._memory, self._memory.layout
         merged = self._as_measured(request, len(found)) or self._merge(request, found)
         pushes, dense, rows, scale = merged.pushes, merged.dense, merged.rows, merged.row_scale * request.row_factor
@@ -276,7 +276,7 @@ class Part:
         else:  # nothing came through to this server: it misses the step; or workers step replicas of their own
             self.dense.skip_(request.step)
 
-    def _step_dense(self, request: Apply, pushes: Sequence[tuple[StoredPush, float]], gradient: np.ndarray) -> None:
+    def _step_dense(self, request: Apply, pushes: Sequence[tuple[BufferedPush, float]], gradient: np.ndarray) -> None:
         """The step of the dense part, as the rule has it. gradient: of the step, float32 [n]."""
         before, dense = request.step - 1, self.dense
         received = [
@@ -343,7 +343,7 @@ def _residuals_at(dense: Path) -> Path:
     return dense.with_name(f"{dense.name}.residuals")
 
 
-def _lag(push: StoredPush, before: int) -> int:
+def _lag(push: BufferedPush, before: int) -> int:
     """Steps between the dense values a push was computed with and those of step `before`; 0 if not known."""
     return max(0, before - push.dense_step) if push.dense_step >= 0 else 0
 

@@ -12,7 +12,7 @@ from gba_hvd.update_rules.rule import Damping, not_damped
 
 
 @dataclass(frozen=True)
-class StoredPush:
+class BufferedPush:
     """Gradients of one micro-batch's mean loss, for the rows and dense tensors of one server.
 
     dense: float32 [n]
@@ -35,11 +35,11 @@ class StoredPush:
         return self.dense.nbytes + self.rows.nbytes + (0 if self.residual is None else self.residual.nbytes)
 
 
-class GradientBuffer:
+class PushBuffer:
     """Pushes by the lease they answer. Not thread-safe: the server that owns the buffer serialises access."""
 
     def __init__(self) -> None:
-        self._pushes: dict[tuple[int, int], StoredPush] = {}
+        self._pushes: dict[tuple[int, int], BufferedPush] = {}
         self.n_bytes = 0
 
     def __len__(self) -> int:
@@ -49,7 +49,7 @@ class GradientBuffer:
         """Whether the push that answers this lease (micro-batch, serial) is here."""
         return lease in self._pushes
 
-    def add(self, push: StoredPush) -> bool:
+    def add(self, push: BufferedPush) -> bool:
         """Store a push; False when it is here already."""
         key = push.micro, push.serial
         if key in self._pushes:
@@ -58,17 +58,17 @@ class GradientBuffer:
         self.n_bytes += push.n_bytes
         return True
 
-    def find(self, leases: Iterable[tuple[int, int]]) -> dict[tuple[int, int], StoredPush]:
+    def find(self, leases: Iterable[tuple[int, int]]) -> dict[tuple[int, int], BufferedPush]:
         """The pushes that answer these leases (micro-batch, serial); those not here are left out."""
         return {key: self._pushes[key] for key in leases if key in self._pushes}
 
-    def take(self, leases: Iterable[tuple[int, int]]) -> dict[tuple[int, int], StoredPush]:
+    def take(self, leases: Iterable[tuple[int, int]]) -> dict[tuple[int, int], BufferedPush]:
         """Remove and return the pushes that answer these leases (micro-batch, serial); those not here are left out."""
         found = {key: self._pushes.pop(key) for key in leases if key in self._pushes}
         self.n_bytes -= sum(push.n_bytes for push in found.values())
         return found
 
-    def forget_before(self, serial: int) -> None:
+    def discard_before(self, serial: int) -> None:
         """Forget pushes of leases that will never be asked for."""
         self.take([key for key in self._pushes if key[1] < serial])
 
@@ -77,7 +77,7 @@ class GradientBuffer:
 
 
 def merge_pushes(
-    pushes: Sequence[tuple[StoredPush, float]],
+    pushes: Sequence[tuple[BufferedPush, float]],
     n_dense: int,
     dims: Sequence[int],
     damping: Callable[[int], Damping] = not_damped,

@@ -25,7 +25,7 @@ import numpy as np
 
 from gba_hvd.ps import messages, validation
 from gba_hvd.ps.messages import ProtocolError
-from gba_hvd.ps.partition.push_buffer import StoredPush
+from gba_hvd.ps.partition.push_buffer import BufferedPush
 from gba_hvd.shm.snapshot_file import SnapshotFile
 
 log = logging.getLogger("gba_hvd.ps")
@@ -88,7 +88,7 @@ class Residuals:
             self._of[worker] = -1, rest
             self._write()
 
-    def applied(self, pushes: Iterable[StoredPush]) -> None:
+    def applied(self, pushes: Iterable[BufferedPush]) -> None:
         """These are part of the step: what was left after each worker's newest one is its residual now."""
         newer = False
         for push in pushes:

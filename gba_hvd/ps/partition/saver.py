@@ -22,11 +22,11 @@ from pathlib import Path
 import msgspec
 
 from gba_hvd.errors import GbaError
-from gba_hvd.ps.messages import Hold, Save, Saved, SaveFacts, SaveSettings, SaveState
+from gba_hvd.ps.messages import DelegateClaim, Save, SaveFacts, SaveSettings, SaveState, SaveStatus
 from gba_hvd.ps.partition.claim_keepalive import ClaimKeepalive
-from gba_hvd.shm.checkpoint_rows import MemoryRows
+from gba_hvd.shm.checkpoint_rows import ShardRows
 from gba_hvd.shm.shard_memory import ShardMemory
-from recovery.active_chain import Lineage
+from recovery.active_chain import ActiveChain
 from recovery.catalog import claims
 from recovery.errors import RecoveryError
 from recovery.format.manifest import to_json
@@ -46,7 +46,7 @@ Agreed = tuple[Save, Sequence[int], Callable[[list[bytes]], bytes], bytes]
 
 
 class Saver:
-    """One save at a time. `close()` cancels the one under way; it may be called twice.
+    """One save at a time. `close()` cancels the one in flight; it may be called twice.
 
     Its public methods are called by others, all from one thread.
     """
@@ -56,10 +56,10 @@ class Saver:
         self._meant: list[int] = []
         self._thread: threading.Thread | None = None
         self._cancel = threading.Event()  # of the newest save
-        self._report = Saved()
+        self._report = SaveStatus()
         self._store: Store | None = None
         self._selection: Selection | None = None
-        self._lineage: Lineage | None = None
+        self._active_chain: ActiveChain | None = None
         self._buffers: Buffers | None = None
         self._settings: SaveSettings | None = None  # of the newest save
         self._not_yet_known: SavePlace | None = None  # which the last save of this part belongs to
@@ -78,7 +78,7 @@ class Saver:
         return self._settings or (None if self.held is None else self.held.settings)
 
     @property
-    def held(self) -> Hold | None:
+    def held(self) -> DelegateClaim | None:
         """What this server was told of the world in allreduce mode."""
         return self._keepalive.held
 
@@ -93,7 +93,7 @@ class Saver:
         In allreduce mode its number is one that nothing was saved under, also where the last save failed.
         """
         held, before = self.held, self._report
-        if held is None or not held.settings.last_gasp_s:
+        if held is None or not held.settings.final_checkpoint_s:
             return None
         epoch = held.claim.epoch
         is_on_top = before.state == "done" and before.epoch == epoch
@@ -109,11 +109,11 @@ class Saver:
         )  # fmt: skip
 
     @property
-    def last_gasp_s(self) -> float:
+    def final_checkpoint_s(self) -> float:
         """For how long a last save may take; 0: there is to be none, as far as this server knows."""
-        return 0.0 if self._known_settings is None else self._known_settings.last_gasp_s
+        return 0.0 if self._known_settings is None else self._known_settings.final_checkpoint_s
 
-    def report(self) -> Saved:
+    def report(self) -> SaveStatus:
         """What became of the newest save."""
         return self._report
 
@@ -125,7 +125,7 @@ class Saver:
         extra: goes with this part's list; state: makes of all parts' extras what the checkpoint has beside rows (asked
         by part 0 only).
 
-        Asked again for the same save, does nothing. Raises GbaError while another one is under way.
+        Asked again for the same save, does nothing. Raises GbaError while another one is in flight.
         """
         if (request.epoch, request.number) == (self._report.epoch, self._report.number):
             return
@@ -137,39 +137,39 @@ class Saver:
         if self.held is None or self.held.claim.nonce != request.claim.nonce:  # told of this world just now
             place = (request.part, request.n_parts) if not request.generation else (0, 0)
             if request.part == 0 or not request.generation:
-                self.hold(Hold(request.claim, request.settings, request.about, request.first_epoch, *place))
-        self._report = Saved(request.epoch, request.number, "running")
+                self.hold(DelegateClaim(request.claim, request.settings, request.about, request.first_epoch, *place))
+        self._report = SaveStatus(request.epoch, request.number, "running")
         work = (request, list(shards), state, extra, self._cancel, self._thread)
         self._thread = threading.Thread(target=self._run, args=work, name="saver", daemon=True)
         self._thread.start()
 
     def did_not_begin(self, request: Save, why: str) -> None:
-        """Report a save that failed before it began, unless another one is under way."""
+        """Report a save that failed before it began, unless another one is in flight."""
         if self._thread is None or not self._thread.is_alive():
-            self._report = Saved(request.epoch, request.number, "failed", SaveFacts(why=why))
+            self._report = SaveStatus(request.epoch, request.number, "failed", SaveFacts(why=why))
 
     def begin_agreed(self, agree: Callable[[Store, threading.Event], Agreed]) -> None:
         """Have `agree` decide, in the background, what is to be saved, and save it.
 
         agree: with the store, and an event that is set when it is to give up; what it raises is why nothing is saved.
-        Raises GbaError while another save is under way.
+        Raises GbaError while another save is in flight.
         """
         held = self.held
         assert held is not None
         if self._thread is not None and self._thread.is_alive():
             raise GbaError(f"checkpoint {self._report.number} is still being saved")
         self._cancel = threading.Event()
-        self._last_until_s = time.monotonic() + self.last_gasp_s
-        self._report = Saved(held.claim.epoch, 0, "running")
+        self._last_until_s = time.monotonic() + self.final_checkpoint_s
+        self._report = SaveStatus(held.claim.epoch, 0, "running")
         work = (agree, held, self._cancel)
         self._thread = threading.Thread(target=self._run_agreed, args=work, name="saver", daemon=True)
         self._thread.start()
 
     def workers_are_gone(self) -> None:
-        """Until `alive`: a save under way does not wait for parts that nobody was left to ask for."""
+        """Until `alive`: a save in flight does not wait for parts that nobody was left to ask for."""
         self._workers_gone = True
 
-    def hold(self, request: Hold) -> None:
+    def hold(self, request: DelegateClaim) -> None:
         """Renew this claim, until another one comes or `close`, while somebody calls `alive` every now and then."""
         self.alive()
         self._keepalive.hold(request)
@@ -191,16 +191,18 @@ class Saver:
     # --- the thread that saves ---------------------------------------------------------------------------------------
 
     def _run_agreed(
-        self, agree: Callable[[Store, threading.Event], Agreed], held: Hold, cancel: threading.Event
+        self, agree: Callable[[Store, threading.Event], Agreed], held: DelegateClaim, cancel: threading.Event
     ) -> None:
         try:
             request, shards, state, extra = agree(_open(held.settings), cancel)
         except Exception as error:
             log.warning("no last checkpoint is made: %s", error)
             if not cancel.is_set():
-                self._report = Saved(held.claim.epoch, 0, "failed", SaveFacts(why=f"{type(error).__name__}: {error}"))
+                self._report = SaveStatus(
+                    held.claim.epoch, 0, "failed", SaveFacts(why=f"{type(error).__name__}: {error}")
+                )
             return
-        self._report = Saved(request.epoch, request.number, "running")
+        self._report = SaveStatus(request.epoch, request.number, "running")
         self._run(request, list(shards), state, extra, cancel, None)
 
     def _run(
@@ -226,20 +228,20 @@ class Saver:
             log.exception("checkpoint %d was not saved", request.number)
             became, facts = "failed", SaveFacts(why=f"{type(error).__name__}: {error}")
         if not cancel.is_set():  # else the report is the next one's by now
-            self._report = Saved(request.epoch, request.number, became, facts)
+            self._report = SaveStatus(request.epoch, request.number, became, facts)
 
     def _save(
         self, request: Save, state: Callable[[list[bytes]], bytes], extra: bytes, cancel: threading.Event
     ) -> SaveFacts:
-        store, selection, lineage = self._prepared(request.settings)
-        rows = MemoryRows(self._memory, lambda: self._meant, left=_is_left(request))
+        store, selection, active_chain = self._prepared(request.settings)
+        rows = ShardRows(self._memory, lambda: self._meant, left=_is_left(request))
         about = msgspec.to_builtins(request.about)
         asked = (request.epoch, request.number, request.kind, request.parent, request.step, request.samples)
         place, config = SavePlace(*asked, rows.schema, about), request.settings.config
 
         def on_read() -> None:
             if not cancel.is_set():
-                self._report = Saved(request.epoch, request.number, "running", SaveFacts(read=True))
+                self._report = SaveStatus(request.epoch, request.number, "running", SaveFacts(read=True))
 
         own = save_part(
             rows,
@@ -271,7 +273,7 @@ class Saver:
         )
         try:
             store.delete([list_name(place.prefix, part) for part in range(1, request.n_parts)])
-            lineage.expire(range(request.first_epoch, request.epoch + 1), config.keep)
+            active_chain.expire(range(request.first_epoch, request.epoch + 1), config.keep)
         except (RecoveryError, OSError):
             log.warning("expired checkpoints were not deleted; that is tried again", exc_info=True)
         facts = _facts(whole)
@@ -297,19 +299,19 @@ class Saver:
             return f"the server of part {part} was not asked for its rows before all workers were gone"
         return ""
 
-    def _prepared(self, settings: SaveSettings) -> tuple[Store, Selection, Lineage]:
+    def _prepared(self, settings: SaveSettings) -> tuple[Store, Selection, ActiveChain]:
         if self._store is None or self._selection is None or settings != self._settings:
             if self._selection is not None:
                 self._selection.close()
             self._store = _open(settings)
-            rows = MemoryRows(self._memory, lambda: self._meant)
+            rows = ShardRows(self._memory, lambda: self._meant)
             counters = str(self._memory.folder.stat().st_ino)
             self._selection = Selection(rows, settings.config, tracker_path=self._tracker, counters=counters)
-            self._lineage = Lineage(self._store, self._selection)
+            self._active_chain = ActiveChain(self._store, self._selection)
             self._buffers = Buffers(rows.schema, settings.config)
             self._settings = settings
-        assert self._lineage is not None
-        return self._store, self._selection, self._lineage
+        assert self._active_chain is not None
+        return self._store, self._selection, self._active_chain
 
     def _knows(self, selection: Selection, request: Save) -> bool:
         """Whether a partial save on top of the parent would be right for this part.

@@ -18,36 +18,38 @@ import numpy as np
 
 from gba_hvd.embedding.row_optimizers import build
 from gba_hvd.ps.coordinator.coordinator import Coordinator
-from gba_hvd.ps.coordinator.evaluations import Judging
+from gba_hvd.ps.coordinator.evaluations import Evaluations
 from gba_hvd.ps.coordinator.peers import Peers
-from gba_hvd.ps.coordinator.service import Coordinating
-from gba_hvd.ps.coordinator.step_executor import Stepping
-from gba_hvd.ps.messages import Answer, Bye, Enter, Export, Exported, ProtocolError, Refused
+from gba_hvd.ps.coordinator.service import CoordinatorService
+from gba_hvd.ps.coordinator.step_executor import StepExecutor
+from gba_hvd.ps.messages import Answer, Enter, Export, Exported, Leave, ProtocolError, Refused
 from gba_hvd.ps.partition.dense_part import DensePart
-from gba_hvd.ps.partition.partition import Limits, Part
+from gba_hvd.ps.partition.partition import Limits, Partition
 from gba_hvd.ps.partition.saver import Saver
 from gba_hvd.ps.settings import Settings
-from gba_hvd.ps.state_files import Records
+from gba_hvd.ps.state_files import StateFiles
 from gba_hvd.shm.shard_memory import ShardMemory
 
 log = logging.getLogger("gba_hvd.ps")
 
 
-class Mode:
+class ActiveMode:
     """Belongs to the server's main thread; `mine` may be asked by others.
 
     part, coordinating: of the newest mode, also when it is over; None: there was none, or this is not server 0
     wanted: (mode, reason) that somebody asks for while the workers apply the steps
     """
 
-    def __init__(self, settings: Settings, memory: ShardMemory, records: Records, peers: Peers, saver: Saver) -> None:
-        self.part: Part | None = None
-        self.coordinating: Coordinating | None = None
+    def __init__(
+        self, settings: Settings, memory: ShardMemory, records: StateFiles, peers: Peers, saver: Saver
+    ) -> None:
+        self.part: Partition | None = None
+        self.coordinator_service: CoordinatorService | None = None
         self.wanted: tuple[str, str] = ("", "")
         self._settings, self._memory, self._records, self._peers, self._saver = settings, memory, records, peers, saver
         self._optimizer = build(settings.row_optimizer)
         self._limits = Limits(settings.buffer_bytes)
-        self._judging = Judging()
+        self._evaluations = Evaluations()
         self._abandoned = 0  # the newest generation that its workers gave up
         self._everywhere = np.ones(memory.layout.n_shards, dtype=bool)
 
@@ -57,28 +59,28 @@ class Mode:
         return self.part is None or self.part.idle
 
     @property
-    def in_charge(self) -> Coordinating | None:
+    def active_coordinator(self) -> CoordinatorService | None:
         """Where this server is the coordinator's, while the mode is on."""
-        return None if self.idle else self.coordinating
+        return None if self.idle else self.coordinator_service
 
-    def mine(self) -> np.ndarray:
+    def owned_shards(self) -> np.ndarray:
         """bool [S]: the shards whose rows are given out here."""
         part = self.part
         return self._everywhere if part is None else part.mine
 
-    def active(self, generation: int) -> Part:
+    def active(self, generation: int) -> Partition:
         """Raises ProtocolError unless this is the newest mode here."""
         if self.part is None or self.part.enter.generation != generation:
             now = 0 if self.part is None else self.part.enter.generation
             raise ProtocolError(f"generation {generation} is not served here, it is {now}: the job switched meanwhile")
         return self.part
 
-    def coordinated(self, generation: int) -> Coordinating:
+    def coordinated(self, generation: int) -> CoordinatorService:
         """Raises ProtocolError unless this is the newest mode here, and the coordinator's server."""
         self.active(generation)
-        if self.coordinating is None:
+        if self.coordinator_service is None:
             raise ProtocolError("this server is not the coordinator")
-        return self.coordinating
+        return self.coordinator_service
 
     # --- changing it -------------------------------------------------------------------------------------------------
 
@@ -93,25 +95,25 @@ class Mode:
             raise ProtocolError(f"Enter comes {late_s:.1f} s after its time was over: the workers went on without it")
         coordinator = self._new_coordinator(request)  # what can be refused is tried before anything is changed
         dense = self._records.path("dense")
-        part = Part.begin(request, frames, dense, self._memory, self._optimizer, self._limits)
+        part = Partition.begin(request, frames, dense, self._memory, self._optimizer, self._limits)
         if self.part is not None:
             self.part.close()
         part.idle = self.idle  # as the one before, until all is written down
-        self.part, self.coordinating = part, self._at_work(part, coordinator) if request.me == 0 else None
+        self.part, self.coordinator_service = part, self._at_work(part, coordinator) if request.me == 0 else None
         self.wanted = ("", "")
         self._peers.connect(request)
-        if self.coordinating is not None:
-            self.coordinating.save_ledger()
+        if self.coordinator_service is not None:
+            self.coordinator_service.save_ledger()
         part.idle = False
         self._records.save_session(request, idle=False)
 
     def export(self, request: Export) -> tuple[Answer, Sequence[Any]]:
         """All of this server's dense state; and the mode is over, if so told."""
         part, position = self.active(request.generation), None
-        if request.position and self.coordinating is not None:
-            position = self.coordinating.stepping.to_go_on_from()
+        if request.position and self.coordinator_service is not None:
+            position = self.coordinator_service.executor.resume_position()
             if position is None:
-                return Refused("a step is under way", again=True), ()
+                return Refused("a step is under way", retry=True), ()
         step, values, state = part.export(request.phase)
         if request.leaving and not part.idle:
             part.idle, part.mirrors = True, None
@@ -132,13 +134,13 @@ class Mode:
         log.warning("mode %s of generation %d is left: its workers went on without it", part.enter.discipline["name"],
                     generation)  # fmt: skip
 
-    def bye(self, request: Bye) -> None:
+    def bye(self, request: Leave) -> None:
         """A worker leaves."""
-        self._judging.leave(request.worker)
+        self._evaluations.leave(request.worker)
         if self.part is not None:
             self.part.forget_worker(request.worker, request.finished)
-        if self.in_charge is not None:
-            self.in_charge.bye(request)
+        if self.active_coordinator is not None:
+            self.active_coordinator.bye(request)
 
     def resume(self) -> None:
         """Go on where a server that died stopped, if there was one."""
@@ -148,9 +150,9 @@ class Mode:
         enter, idle = session
         dense = self._records.path("dense")
         if idle:
-            self.part = Part(enter, DensePart.open(dense), self._memory, self._optimizer, self._limits)
+            self.part = Partition(enter, DensePart.open(dense), self._memory, self._optimizer, self._limits)
             return
-        self.part, torn = Part.resume(enter, dense, self._memory, self._optimizer, self._limits)
+        self.part, torn = Partition.resume(enter, dense, self._memory, self._optimizer, self._limits)
         self.part.idle = False
         self._peers.connect(enter)
         if enter.me != 0:
@@ -158,9 +160,9 @@ class Mode:
         coordinator = self._new_coordinator(enter)
         if (state := self._records.ledger(enter.generation)) is not None:
             coordinator.resume(state)
-        self.coordinating = self._at_work(self.part, coordinator)
-        self.coordinating.stepping.settle(torn)
-        self.coordinating.save_ledger()
+        self.coordinator_service = self._at_work(self.part, coordinator)
+        self.coordinator_service.executor.recover(torn)
+        self.coordinator_service.save_ledger()
         log.warning("going on at step %d where a server that died stopped", coordinator.ledger.step)
 
     def _new_coordinator(self, enter: Enter) -> Coordinator:
@@ -170,7 +172,7 @@ class Mode:
         except TypeError as error:  # a discipline or an account with names that it does not have
             raise ProtocolError(f"Enter: {error}") from error
 
-    def _at_work(self, part: Part, coordinator: Coordinator) -> Coordinating:
+    def _at_work(self, part: Partition, coordinator: Coordinator) -> CoordinatorService:
         coordinator.lags = part.lags
-        stepping = Stepping(coordinator, part, self._peers, self._records, self._saver)
-        return Coordinating(stepping, self._judging, self._records)
+        executor = StepExecutor(coordinator, part, self._peers, self._records, self._saver)
+        return CoordinatorService(executor, self._evaluations, self._records)

@@ -10,31 +10,31 @@ from __future__ import annotations
 import logging
 
 from gba_hvd.errors import GbaError
-from gba_hvd.ps.coordinator.service import Coordinating
-from gba_hvd.ps.messages import Saved
+from gba_hvd.ps.coordinator.service import CoordinatorService
+from gba_hvd.ps.messages import SaveStatus
 from gba_hvd.ps.partition.saver import Saver
 from gba_hvd.ps.server import final_checkpoint_hosts
-from gba_hvd.ps.server.active_mode import Mode
-from gba_hvd.ps.server.memory_hold import LastGasp
+from gba_hvd.ps.server.active_mode import ActiveMode
+from gba_hvd.ps.server.memory_hold import MemoryHold
 from gba_hvd.shm import retained_state
-from gba_hvd.shm.retained_state import Kept
+from gba_hvd.shm.retained_state import RetainedState
 from gba_hvd.shm.shard_memory import ShardMemory
 from recovery import state_codec
 
 log = logging.getLogger("gba_hvd.ps")
 
 
-class LastSave:
+class FinalCheckpoint:
     """Belongs to the server's main thread."""
 
-    def __init__(self, index: int, grace_s: float, memory: ShardMemory, mode: Mode, saver: Saver) -> None:
+    def __init__(self, index: int, grace_s: float, memory: ShardMemory, mode: ActiveMode, saver: Saver) -> None:
         self._index, self._memory, self._mode, self._saver = index, memory, mode, saver
-        self._gasp = LastGasp(memory.folder, index, grace_s / 2)
-        self._newest: Saved | None = None  # what was the newest save when a last one was asked for
+        self._gasp = MemoryHold(memory.folder, index, grace_s / 2)
+        self._newest: SaveStatus | None = None  # what was the newest save when a last one was asked for
 
     def tick(self) -> None:
         """Hold the memory when it is time to, save once, and let go."""
-        gasp, limit_s = self._gasp, self._saver.last_gasp_s
+        gasp, limit_s = self._gasp, self._saver.final_checkpoint_s
         if limit_s <= 0 or not gasp.is_due() or self._hears_workers():
             return
         if not gasp.is_under_way:
@@ -55,13 +55,15 @@ class LastSave:
 
     def _hears_workers(self) -> bool:
         """Those of other hosts, at the coordinator."""
-        coordinating = self._mode.in_charge
-        return coordinating is not None and any(not one.silent for one in coordinating.coordinator.workers.values())
+        coordinator_service = self._mode.active_coordinator
+        return coordinator_service is not None and any(
+            not one.silent for one in coordinator_service.coordinator.workers.values()
+        )
 
     def _is_expected(self) -> bool:
         """Whether one may still begin: the coordinator asks, or waits for a moment between two steps."""
-        coordinating = self._mode.coordinating
-        return not self._mode.idle and (coordinating is None or coordinating.stepping.save_waits)
+        coordinator_service = self._mode.coordinator_service
+        return not self._mode.idle and (coordinator_service is None or coordinator_service.executor.save_waits)
 
     def _ask(self) -> bool:
         """Whether something is being saved, or will be."""
@@ -69,28 +71,28 @@ class LastSave:
             state = retained_state.read(self._memory.folder)
             if self._mode.idle or self._is_as_entered(state):
                 return self._save_of_allreduce(state)
-            coordinating = self._mode.coordinating
-            if coordinating is None:
+            coordinator_service = self._mode.coordinator_service
+            if coordinator_service is None:
                 return True  # its coordinator asks
-            return self._save_of_all_servers(coordinating, state)
+            return self._save_of_all_servers(coordinator_service, state)
         except (GbaError, OSError, KeyError) as error:
             log.warning("no last checkpoint is made: %s", error)
             return False
 
-    def _is_as_entered(self, state: Kept | None) -> bool:
+    def _is_as_entered(self, state: RetainedState | None) -> bool:
         """Whether the state kept last is that of allreduce mode, and no step was made since."""
         part = self._mode.part
         return state is not None and not state.generation and part is not None and state.step == part.dense.step
 
-    def _save_of_all_servers(self, coordinating: Coordinating, state: Kept | None) -> bool:
-        generation = coordinating.coordinator.generation
-        request = self._saver.last_request(coordinating.coordinator.ledger.step, 0, generation)
+    def _save_of_all_servers(self, coordinator_service: CoordinatorService, state: RetainedState | None) -> bool:
+        generation = coordinator_service.coordinator.generation
+        request = self._saver.last_request(coordinator_service.coordinator.ledger.step, 0, generation)
         if request is None or state is None or state.generation != generation:
             return False
-        coordinating.stepping.save(request, state.state)
+        coordinator_service.executor.save(request, state.state)
         return True
 
-    def _save_of_allreduce(self, state: Kept | None) -> bool:
+    def _save_of_allreduce(self, state: RetainedState | None) -> bool:
         if not self._index and self._saver.n_hosts > 1:
             final_checkpoint_hosts.begin(self._saver, self._memory, state)
             return True
@@ -104,6 +106,6 @@ class LastSave:
         mine = final_checkpoint_hosts.rows_of(self._memory, state.step)
         if mine.torn:
             request.about.torn_shards = mine.torn
-        whole = final_checkpoint_hosts.whole_state(state.state, [mine], self._memory.layout.n_shards)
+        whole = final_checkpoint_hosts.collect_state(state.state, [mine], self._memory.layout.n_shards)
         self._saver.begin(request, shards, lambda extras: whole)
         return True

@@ -1,7 +1,7 @@
 """The last checkpoint of a job in allreduce mode on several hosts: servers that do not know each other agree on it.
 
 They meet in the store, under the epoch of the claim that their workers' world had. Each holds its host's memory
-meanwhile (`last_gasp`), for `last_gasp_s` at most. In the order in which things become visible:
+meanwhile (`last_gasp`), for `final_checkpoint_s` at most. In the order in which things become visible:
 
     1. gone   every server but the first one says that all workers of its host are gone, when it saves nothing any more:
               a save of the first one that waits for rows that nobody asked for fails        blobs/EPOCH-last/gone-NNNN
@@ -26,9 +26,9 @@ from collections.abc import Sequence
 import msgspec
 
 from gba_hvd.errors import GbaError
-from gba_hvd.ps.messages import Hold, Save, SaveAbout
+from gba_hvd.ps.messages import DelegateClaim, Save, SaveAbout
 from gba_hvd.ps.partition.saver import Agreed, Saver, last_prefix
-from gba_hvd.shm.retained_state import Kept
+from gba_hvd.shm.retained_state import RetainedState
 from gba_hvd.shm.shard_memory import ShardMemory
 from recovery import state_codec
 from recovery.catalog import claims
@@ -39,7 +39,7 @@ from recovery.write.section_pipeline import Cancelled
 _LOOK_S = 0.2
 
 
-class Word(msgspec.Struct, frozen=True):
+class SaveOrder(msgspec.Struct, frozen=True):
     """What is to be saved, as in `Save`. why: nothing is, for this reason."""
 
     number: int = 0
@@ -50,7 +50,7 @@ class Word(msgspec.Struct, frozen=True):
     why: str = ""
 
 
-class PartRows(msgspec.Struct, frozen=True):
+class PartInventory(msgspec.Struct, frozen=True):
     """What a server has: shards; steps that they missed, all together; how many are in the middle of a step.
 
     why: it saves nothing, for this reason
@@ -62,7 +62,7 @@ class PartRows(msgspec.Struct, frozen=True):
     why: str = ""
 
 
-def begin(saver: Saver, memory: ShardMemory, state: Kept | None) -> None:
+def begin(saver: Saver, memory: ShardMemory, state: RetainedState | None) -> None:
     """Agree on a last checkpoint and save this host's part of it, in the saver's thread. state: the first server's."""
     held, now = saver.held, time.monotonic()
     request: Save | None = None
@@ -78,29 +78,29 @@ def begin(saver: Saver, memory: ShardMemory, state: Kept | None) -> None:
                 raise GbaError("the training state was not kept in memory")
             if request is None:
                 raise GbaError(f"nothing is newer than the last checkpoint, the training state is of step {state.step}")
-            await_gone(store, held, now + saver.last_gasp_s / 2, cancel)
+            await_gone(store, held, now + saver.final_checkpoint_s / 2, cancel)
             mine = rows_of(memory, state.step)
         except (GbaError, OSError) as error:
             with contextlib.suppress(RecoveryError, OSError):
-                tell(store, epoch, Word(why=str(error)))
+                tell(store, epoch, SaveOrder(why=str(error)))
             raise
         request.n_parts = held.n_parts
-        word = Word(request.number, request.kind, request.parent, request.step, request.samples)
+        word = SaveOrder(request.number, request.kind, request.parent, request.step, request.samples)
         tell(store, epoch, word)
 
         def whole(parts: Sequence[bytes]) -> bytes:
             clear(store, epoch)  # all have read it
-            told = [msgspec.msgpack.decode(part, type=PartRows) for part in parts]
-            return whole_state(state.state, told, memory.layout.n_shards)
+            told = [msgspec.msgpack.decode(part, type=PartInventory) for part in parts]
+            return collect_state(state.state, told, memory.layout.n_shards)
 
         return request, mine.shards, whole, msgspec.msgpack.encode(mine)
 
     def other(store: Store, cancel: threading.Event) -> Agreed:
-        word = await_word(store, held, now + saver.last_gasp_s, cancel)
+        word = await_order(store, held, now + saver.final_checkpoint_s, cancel)
         try:
             mine = rows_of(memory, word.step)
         except GbaError as error:
-            mine = PartRows(why=str(error))
+            mine = PartInventory(why=str(error))
         mine_of = Save(
             epoch=held.claim.epoch, number=word.number, part=held.part, n_parts=held.n_parts, kind=word.kind,
             parent=word.parent, step=word.step, samples=word.samples, settings=held.settings, claim=held.claim,
@@ -111,7 +111,7 @@ def begin(saver: Saver, memory: ShardMemory, state: Kept | None) -> None:
     saver.begin_agreed(other if held.part else first)
 
 
-def rows_of(memory: ShardMemory, step: int) -> PartRows:
+def rows_of(memory: ShardMemory, step: int) -> PartInventory:
     """The shards that are here, if they can go with a training state of this step.
 
     All workers had entered the commit of `step` when the chief kept the state, and none that of step + 2: rows that the
@@ -126,10 +126,10 @@ def rows_of(memory: ShardMemory, step: int) -> PartRows:
             f"{int(finished.min())} to {int(begun.max())}: they do not belong together"
         )
     missed = int((step - finished).clip(min=0).sum())
-    return PartRows(shards, missed, int((begun > finished).sum()))
+    return PartInventory(shards, missed, int((begun > finished).sum()))
 
 
-def whole_state(state: bytes, told: Sequence[PartRows], n_shards: int) -> bytes:
+def collect_state(state: bytes, told: Sequence[PartInventory], n_shards: int) -> bytes:
     """The training state, with the steps that shards missed in its account. told: by all servers.
 
     Raises GbaError when a server refused, or when the shards of all are not each shard once.
@@ -148,7 +148,7 @@ def whole_state(state: bytes, told: Sequence[PartRows], n_shards: int) -> bytes:
 # --- the objects in the store ----------------------------------------------------------------------------------------
 
 
-def await_gone(store: Store, held: Hold, until_s: float, cancel: threading.Event) -> None:
+def await_gone(store: Store, held: DelegateClaim, until_s: float, cancel: threading.Event) -> None:
     """Return when the servers of all other hosts have said that their workers are gone.
 
     Raises StoreError when one has not until then, Fenced when somebody goes on without them, Cancelled.
@@ -168,7 +168,7 @@ def await_gone(store: Store, held: Hold, until_s: float, cancel: threading.Event
             raise Cancelled("the last checkpoint was cancelled")
 
 
-def await_word(store: Store, held: Hold, until_s: float, cancel: threading.Event) -> Word:
+def await_order(store: Store, held: DelegateClaim, until_s: float, cancel: threading.Event) -> SaveOrder:
     """Say that the workers of this host are gone, and return what is to be saved.
 
     Raises StoreError when nothing is, or when that was not said until then, Fenced and Cancelled as `await_gone`.
@@ -184,7 +184,7 @@ def await_word(store: Store, held: Hold, until_s: float, cancel: threading.Event
             if cancel.wait(_LOOK_S):
                 raise Cancelled("the last checkpoint was cancelled")
             claims.check(store, claim)
-        word = msgspec.json.decode(store.get(name), type=Word)
+        word = msgspec.json.decode(store.get(name), type=SaveOrder)
     finally:
         with contextlib.suppress(RecoveryError, OSError):
             store.delete([gone])
@@ -193,7 +193,7 @@ def await_word(store: Store, held: Hold, until_s: float, cancel: threading.Event
     return word
 
 
-def tell(store: Store, epoch: int, word: Word) -> None:
+def tell(store: Store, epoch: int, word: SaveOrder) -> None:
     store.put(_word(epoch), [msgspec.json.encode(word)])
 
 

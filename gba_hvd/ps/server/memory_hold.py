@@ -20,7 +20,7 @@ from gba_hvd.shm.shard_memory import nobody_lives
 _LOOK_S = 0.25
 
 
-class LastGasp:
+class MemoryHold:
     """Of one server. Belongs to its main thread; `end()` may be called twice."""
 
     def __init__(self, folder: Path, index: int, after_s: float, clock: Callable[[], float] = time.monotonic) -> None:

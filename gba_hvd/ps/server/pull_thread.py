@@ -15,8 +15,8 @@ import numpy as np
 import zmq
 
 from gba_hvd.ps.messages import ProtocolError, PullRows, Request, Rows
-from gba_hvd.ps.partition.compressed_frames import lent_rows
-from gba_hvd.ps.request_port import Caller, Port
+from gba_hvd.ps.partition.compressed_frames import encode_rows
+from gba_hvd.ps.request_port import Requester, RequestPort
 from gba_hvd.ps.transport import Listener
 from gba_hvd.shm.shard_memory import ShardMemory
 
@@ -24,11 +24,11 @@ log = logging.getLogger("gba_hvd.ps")
 _TICK_MS = 100
 
 
-class Pulling:
+class PullThread:
     """`start()`, `end()`, `join()`. mine: asked for each pull, bool [S]: the shards whose rows are given out here."""
 
     def __init__(self, listener: Listener, job: str, memory: ShardMemory, mine: Callable[[], np.ndarray]) -> None:
-        self._port = Port(listener, job, self._rows)
+        self._port = RequestPort(listener, job, self._rows)
         self._memory, self._mine = memory, mine
         self._thread = threading.Thread(target=self._serve, name="pulls", daemon=True)
         self._is_over = False
@@ -59,7 +59,7 @@ class Pulling:
                 log.exception("the server goes on after an error that belongs to no pull")
                 time.sleep(_TICK_MS / 1000)
 
-    def _rows(self, caller: Caller, request: Request, frames: list[Any]) -> tuple[Rows, Sequence[Any]]:
+    def _rows(self, caller: Requester, request: Request, frames: list[Any]) -> tuple[Rows, Sequence[Any]]:
         if not isinstance(request, PullRows):
             raise ProtocolError(f"{type(request).__name__} does not belong to the port for pulls")
-        return Rows(), lent_rows(self._memory, self._mine(), request, frames)
+        return Rows(), encode_rows(self._memory, self._mine(), request, frames)

@@ -7,7 +7,7 @@ coordinator), checkpoints, and nearly all else; it is the only writer of the hos
 asynchronous mode. A second thread owns the pull socket and only reads shard memory (`pulling`). What must survive the
 process lies in files of the job's folder (`records`).
 
-A killed server is started again by a worker of its host and goes on from these files. Its waiting pushes are gone: the
+A killed server is started again by a worker of its host and resumes from these files. Its waiting pushes are gone: the
 coordinator has their micro-batches computed again. No message ends a server: what a request raises is its answer.
 Life: it holds no claim on the memory; when the folder goes (`shard.keeper`), it ends.
 """
@@ -32,20 +32,20 @@ import zmq
 from gba_hvd import kernels
 from gba_hvd.compression import kernels as compression_kernels
 from gba_hvd.ps import messages, transport
-from gba_hvd.ps.coordinator.failure_detector import Watching
+from gba_hvd.ps.coordinator.failure_detector import FailureDetector
 from gba_hvd.ps.coordinator.peers import Peers
 from gba_hvd.ps.messages import Answer, Ok, ProtocolError, Refused, Request
 from gba_hvd.ps.partition import compressed_frames
 from gba_hvd.ps.partition.checkpoint_state import part_state
-from gba_hvd.ps.partition.partition import Part
+from gba_hvd.ps.partition.partition import Partition
 from gba_hvd.ps.partition.saver import Saver
-from gba_hvd.ps.request_port import Caller, Port
-from gba_hvd.ps.server.active_mode import Mode
-from gba_hvd.ps.server.final_checkpoint import LastSave
-from gba_hvd.ps.server.pull_thread import Pulling
-from gba_hvd.ps.server.status import Reporting
+from gba_hvd.ps.request_port import Requester, RequestPort
+from gba_hvd.ps.server.active_mode import ActiveMode
+from gba_hvd.ps.server.final_checkpoint import FinalCheckpoint
+from gba_hvd.ps.server.pull_thread import PullThread
+from gba_hvd.ps.server.status import StatusService
 from gba_hvd.ps.settings import Settings
-from gba_hvd.ps.state_files import Records
+from gba_hvd.ps.state_files import StateFiles
 from gba_hvd.shm import job_folder as folders
 from gba_hvd.shm.layout import Layout
 from gba_hvd.shm.shard_memory import ShardMemory, is_alive
@@ -64,25 +64,25 @@ class Server:
         self._folder = folder
         self._settings = settings = Settings.read(folder)
         self._memory = ShardMemory.attach(folder, Layout.of_description(settings.layout))
-        self._records = Records(folder, index)
+        self._records = StateFiles(folder, index)
         self._saver = Saver(self._memory, self._records.path("saved"))
         key = (folder / "key").read_bytes()
         self._context: zmq.Context[Any] = zmq.Context(transport.IO_THREADS)
         self._poller = zmq.Poller()
         self._peers = Peers(self._context, key, settings.job, self._poller)
-        self._mode = Mode(settings, self._memory, self._records, self._peers, self._saver)
-        self._reporting = Reporting(settings.job, index, self._mode, self._saver)
-        self._last_save = LastSave(index, settings.grace_s, self._memory, self._mode, self._saver)
+        self._mode = ActiveMode(settings, self._memory, self._records, self._peers, self._saver)
+        self._reporting = StatusService(settings.job, index, self._mode, self._saver)
+        self._last_save = FinalCheckpoint(index, settings.grace_s, self._memory, self._mode, self._saver)
 
         self._gate = transport.Gate(self._context, key)
         control, pull = self._records.ports()  # a successor listens where its predecessor did
-        self._port = Port(self._listen("control", control, key), settings.job, self._carry_out)
-        self._pulling = Pulling(self._listen("pull", pull, key), settings.job, self._memory, self._mode.mine)
+        self._port = RequestPort(self._listen("control", control, key), settings.job, self._carry_out)
+        self._pulling = PullThread(self._listen("pull", pull, key), settings.job, self._memory, self._mode.owned_shards)
         for socket in (self._gate.socket, *self._port.sockets):
             self._poller.register(socket, zmq.POLLIN)
 
         self._folder_id = os.stat(folder).st_ino
-        self._watching = Watching(self._peers, settings.alive_s)
+        self._failure_detector = FailureDetector(self._peers, settings.alive_s)
         self._ended = False
         self._warm_up = threading.Thread(target=self._import_optimizers, name="warm-up", daemon=True)
         if self._records.session() is not None:  # a mode that goes on needs them at once
@@ -140,8 +140,8 @@ class Server:
             if socket in ready:
                 self._port.serve(socket, _MESSAGES_A_TURN)
         for index, number, answer in self._peers.answers(ready):
-            assert self._mode.coordinating is not None
-            self._mode.coordinating.peer_answered(index, number, answer)
+            assert self._mode.coordinator_service is not None
+            self._mode.coordinator_service.peer_answered(index, number, answer)
 
     def _tick(self) -> None:
         if not self._folder_is_there():
@@ -152,9 +152,9 @@ class Server:
             self.end()
             return
         self._last_save.tick()
-        self._watching.look(self._mode.in_charge)
-        if self._mode.coordinating is not None:
-            self._mode.coordinating.tick()
+        self._failure_detector.check(self._mode.active_coordinator)
+        if self._mode.coordinator_service is not None:
+            self._mode.coordinator_service.tick()
 
     def _folder_is_there(self) -> bool:
         """Whether the folder is still ours: a job of the same name may have made a new one."""
@@ -165,7 +165,7 @@ class Server:
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, caller: Caller, request: Request, frames: list[Any]) -> tuple[Answer | None, Sequence[Any]]:
+    def _carry_out(self, caller: Requester, request: Request, frames: list[Any]) -> tuple[Answer | None, Sequence[Any]]:
         mode = self._mode
         match request:
             # Of the part: gradients and values.
@@ -187,20 +187,20 @@ class Server:
             case messages.Publish():
                 mode.active(request.generation).central.publish(request, frames)
                 return Ok(), ()
-            case messages.HandIn():
-                counts = mode.active(request.generation).central.hand_in(request, frames)
-                return messages.Taken(late=not counts), ()
+            case messages.SubmitReplica():
+                counts = mode.active(request.generation).central.submit(request, frames)
+                return messages.ReplicaAccepted(late=not counts), ()
             # Of the coordinator.
-            case messages.Ask():
+            case messages.LeaseRequest():
                 return mode.coordinated(request.generation).ask(caller, request), ()
-            case messages.Done():
+            case messages.PushDone():
                 return mode.coordinated(request.generation).done(request), ()
-            case messages.HandedIn():
+            case messages.ReplicaSubmitted():
                 return self._on_handed_in(request), ()
             case messages.Evaluate():
-                return mode.coordinated(request.generation).judging.ask(request, frames)
+                return mode.coordinated(request.generation).evaluations.ask(request, frames)
             case messages.Score():
-                mode.coordinated(request.generation).judging.score(request, frames)
+                mode.coordinated(request.generation).evaluations.score(request, frames)
                 return Ok(), ()
             # From the coordinator.
             case messages.Measure():
@@ -208,10 +208,10 @@ class Server:
             case messages.Apply():
                 return self._decided(request).apply(request), ()
             case messages.Discard():
-                mode.active(request.generation).buffer.forget_before(request.oldest_serial)
+                mode.active(request.generation).buffer.discard_before(request.oldest_serial)
                 return Ok(), ()
-            case messages.Alive():
-                return messages.Lives(is_alive(request.pid)), ()
+            case messages.ProbeProcess():
+                return messages.ProcessAlive(is_alive(request.pid)), ()
             # Of the mode, and who is in it.
             case messages.Enter():
                 if self._warm_up.ident is not None:
@@ -220,10 +220,10 @@ class Server:
                 return Ok(), ()
             case messages.Export():
                 return mode.export(request)
-            case messages.Bye():
+            case messages.Leave():
                 mode.bye(request)
                 return Ok(), ()
-            case messages.Beat():
+            case messages.HeartbeatMsg():
                 return Ok(self._reporting.beat(request)), ()
             case messages.Status():
                 return messages.StatusReport(self._reporting.status()), ()
@@ -231,7 +231,7 @@ class Server:
                 self._reporting.switch(request)
                 return Ok(), ()
             # Of checkpoints.
-            case messages.Hold():
+            case messages.DelegateClaim():
                 self._saver.hold(request)
                 return Ok(), ()
             case messages.Save():
@@ -239,30 +239,30 @@ class Server:
                 return Ok(), ()
 
     def _on_push(self, request: messages.Push, frames: list[Any]) -> Answer:
-        part, coordinating = self._mode.active(request.generation), self._mode.coordinating
+        part, coordinator_service = self._mode.active(request.generation), self._mode.coordinator_service
         if request.compressed or request.rows_compressed:
-            frames = compressed_frames.opened(part, self._memory.layout, request, frames)
+            frames = compressed_frames.decompress_push(part, self._memory.layout, request, frames)
         if part.push(request.micro, request.serial, frames, request.dense_step, request.worker):
             return Ok()
-        if coordinating is not None:  # pushes of revoked leases will never be asked for
-            part.buffer.forget_before(coordinating.coordinator.ledger.oldest_serial)
+        if coordinator_service is not None:  # pushes of revoked leases will never be asked for
+            part.buffer.discard_before(coordinator_service.coordinator.ledger.oldest_serial)
             if part.push(request.micro, request.serial, frames, request.dense_step, request.worker):
                 return Ok()
         limit = self._settings.buffer_bytes
         return Refused(
             f"{part.buffer.n_bytes:,} bytes of gradients wait already, buffer_bytes is {limit:,}; "
             "the gradients of one global batch have to fit",
-            again=True,
+            retry=True,
         )
 
-    def _on_handed_in(self, request: messages.HandedIn) -> Answer:
+    def _on_handed_in(self, request: messages.ReplicaSubmitted) -> Answer:
         part = self._mode.active(request.generation)
         _ = part.central  # refuses where there are no replicas
         if part.idle:
             return Ok()  # the mode is being left: all had handed in before, and a successor has no coordinator
-        return self._mode.coordinated(request.generation).handed_in(request)
+        return self._mode.coordinated(request.generation).replica_submitted(request)
 
-    def _decided(self, request: messages.Measure | messages.Apply) -> Part:
+    def _decided(self, request: messages.Measure | messages.Apply) -> Partition:
         """Whose part of a decided step it is."""
         part = self._mode.active(request.generation)
         if part.idle:  # the workers write shards: whoever asks was cut off when they fell out of the mode
@@ -279,8 +279,8 @@ class Server:
             self._saver.begin(request, self._memory.ready(), lambda extras: state)
             return
         part = mode.active(request.generation)
-        if mode.coordinating is not None:  # at the next moment between two steps
-            mode.coordinating.stepping.save(request, state)
+        if mode.coordinator_service is not None:  # at the next moment between two steps
+            mode.coordinator_service.executor.save(request, state)
         else:
             self._saver.begin(request, part.shards.tolist(), lambda extras: b"", part_state(part))
 
@@ -302,7 +302,7 @@ def main(folder: Path, index: int) -> None:
     try:
         server = Server(folder, index)
     except Exception as error:
-        Records(folder, index).save_failure(error)
+        StateFiles(folder, index).save_failure(error)
         raise
     signal.signal(signal.SIGTERM, lambda *_: server.end())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the workers; the server sees them go

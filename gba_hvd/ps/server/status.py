@@ -10,59 +10,63 @@ import msgspec
 
 from gba_hvd.mode_names import known_mode
 from gba_hvd.ps.coordinator.coordinator import Coordinator
-from gba_hvd.ps.messages import Beat, Position, SwitchTo
+from gba_hvd.ps.messages import HeartbeatMsg, JobPosition, SwitchTo
 from gba_hvd.ps.partition.saver import Saver
-from gba_hvd.ps.server.active_mode import Mode
+from gba_hvd.ps.server.active_mode import ActiveMode
 from recovery.redaction import redacted
 
 _KEPT_DECISIONS = 10
 
 
-class Reporting:
+class StatusService:
     """Belongs to the server's main thread."""
 
-    def __init__(self, job: str, index: int, mode: Mode, saver: Saver) -> None:
+    def __init__(self, job: str, index: int, mode: ActiveMode, saver: Saver) -> None:
         self._job, self._index, self._mode, self._saver = job, index, mode, saver
         self.warming = False  # what an asynchronous mode needs is still being imported
         self._told: dict[str, Any] = {}  # by the chief, in allreduce mode
         self._decisions: list[str] = []
         self._leaving: set[int] = set()  # workers that wait for a checkpoint
 
-    def beat(self, request: Beat) -> Position:
+    def beat(self, request: HeartbeatMsg) -> JobPosition:
         """A worker lives; where training stands, for it."""
         self._saver.alive()
         self._mode.abandon(request.given_up)
         if request.told:
             self._told = dict(request.told)
-        coordinating = self._mode.in_charge
-        if coordinating is None:
+        coordinator_service = self._mode.active_coordinator
+        if coordinator_service is None:
             wanted, reason = self._mode.wanted
-            return Position(
-                wanted=wanted, reason=reason, saved=self._saver.report(), server=os.getpid(), warming=self.warming
+            return JobPosition(
+                requested_mode=wanted,
+                reason=reason,
+                saved=self._saver.report(),
+                server=os.getpid(),
+                warming=self.warming,
             )
         self._leaving = self._leaving - {request.worker} | ({request.worker} if request.leaving else set())
-        position = coordinating.beat(request)
+        position = coordinator_service.beat(request)
         position.saved, position.server = self._saver.report(), os.getpid()
-        position.leaving = not self._leaving.isdisjoint(coordinating.coordinator.workers)
+        position.leaving = not self._leaving.isdisjoint(coordinator_service.coordinator.workers)
         return position
 
     def switch(self, request: SwitchTo) -> None:
         """Raises BadInput for a mode that there is not."""
         known_mode(request.mode)
         self._decisions = [*self._decisions[1 - _KEPT_DECISIONS :], f"{request.mode}: {request.reason}"]
-        coordinating = self._mode.in_charge
-        if coordinating is not None:
-            coordinating.want(request)
+        coordinator_service = self._mode.active_coordinator
+        if coordinator_service is not None:
+            coordinator_service.request_mode(request)
         else:
             self._mode.wanted = (request.mode, request.reason)
 
     def status(self) -> dict[str, Any]:
         report: dict[str, Any] = {"job": self._job, "server": self._index, "decisions": self._decisions}
         report["checkpoints"] = redacted(self._saver.url)
-        coordinating = self._mode.in_charge
-        if coordinating is None:
+        coordinator_service = self._mode.active_coordinator
+        if coordinator_service is None:
             return {**report, "mode": "allreduce", **self._told}
-        return {**report, **_of_asynchronous(coordinating.coordinator)}
+        return {**report, **_of_asynchronous(coordinator_service.coordinator)}
 
 
 def _of_asynchronous(coordinator: Coordinator) -> dict[str, Any]:

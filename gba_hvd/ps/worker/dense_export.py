@@ -11,26 +11,26 @@ import numpy as np
 from gba_hvd.errors import GbaError
 from gba_hvd.ps.client import Client, Reply, ServerLost
 from gba_hvd.ps.coordinator.coordinator import Coordinator
-from gba_hvd.ps.messages import Beat, Endpoint, Export, Exported, Ok, Position
+from gba_hvd.ps.messages import Endpoint, Export, Exported, HeartbeatMsg, JobPosition, Ok
 from gba_hvd.ps.partition.dense_part import DensePart
-from gba_hvd.ps.state_files import Records, path_of
-from gba_hvd.ps.worker.replies import answer_of
+from gba_hvd.ps.state_files import StateFiles, path_of
+from gba_hvd.ps.worker.replies import wait_reply
 from gba_hvd.ps.worker.session import DenseParts, DenseState
 from recovery import state_codec
 
 _TRIES = 3
 
 
-def exported(client: Client, request: Export, parts: DenseParts) -> dict[int, DenseState]:
-    """Every dense tensor by its number in the model. Raises as `answers.answer_of`."""
+def export_dense(client: Client, request: Export, parts: DenseParts) -> dict[int, DenseState]:
+    """Every dense tensor by its number in the model. Raises as `answers.wait_reply`."""
     futures = [client.send(s, request) for s in range(len(parts))]
-    replies = [answer_of(future) for future in futures]
+    replies = [wait_reply(future) for future in futures]
     return {t: state for s, reply in enumerate(replies) for t, state in _unpacked(parts, s, reply)}
 
 
-def rescued(
-    client: Client, generation: int, beat: Beat, parts: DenseParts, timeout_s: float
-) -> tuple[dict[int, DenseState], Position | None]:
+def export_from_reachable(
+    client: Client, generation: int, beat: HeartbeatMsg, parts: DenseParts, timeout_s: float
+) -> tuple[dict[int, DenseState], JobPosition | None]:
     """What the servers that still answer have; and the newest position, if the coordinator is among them."""
     request = Export(generation, False)
     asked = [client.send(s, request, timeout_s=timeout_s) for s in range(len(parts))]
@@ -51,7 +51,7 @@ def rescued(
 
 def left_in_files(
     folder: Path, host: int, servers: Sequence[Endpoint], parts: DenseParts, generation: int
-) -> tuple[dict[int, DenseState], Position | None]:
+) -> tuple[dict[int, DenseState], JobPosition | None]:
     """What silent servers of this host have published, from their files: as of the last whole step of each; and where
     training stands, if the coordinator is among them and its ledger is of the same step.
 
@@ -82,9 +82,9 @@ def left_in_files(
     return found, position
 
 
-def _left_position(folder: Path, index: int, generation: int, step: int) -> Position | None:
+def _left_position(folder: Path, index: int, generation: int, step: int) -> JobPosition | None:
     """By the coordinator's ledger; None when it has decided a step that it has not published."""
-    records = Records(folder, index)
+    records = StateFiles(folder, index)
     try:
         session = records.session()
         if session is None or session[0].generation != generation or not records.path("ledger").exists():

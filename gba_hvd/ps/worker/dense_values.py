@@ -14,7 +14,7 @@ import torch
 
 from gba_hvd.comm.collectives import worker_lost
 from gba_hvd.compression import dense_push
-from gba_hvd.compression.bypass import Bypass, Took
+from gba_hvd.compression.bypass import Bypass, StepTiming
 from gba_hvd.compression.dense_exchange import DenseExchange
 from gba_hvd.compression.sparse_message import BadMessage
 from gba_hvd.dense_gradients import DenseGradients
@@ -22,8 +22,8 @@ from gba_hvd.ps.client import Client
 from gba_hvd.ps.dense_file import DenseReader
 from gba_hvd.ps.messages import Compressor, Dense, PullDense
 from gba_hvd.ps.state_files import path_of
-from gba_hvd.ps.worker.replies import ask
-from gba_hvd.ps.worker.session import DenseParts, Session, compressor_of
+from gba_hvd.ps.worker.replies import request
+from gba_hvd.ps.worker.session import DenseParts, PsSession, compressor_of
 
 
 class DenseValues:
@@ -35,7 +35,7 @@ class DenseValues:
     """
 
     def __init__(
-        self, session: Session, worker: int, parts: DenseParts, dense: DenseGradients, client: Client,
+        self, session: PsSession, worker: int, parts: DenseParts, dense: DenseGradients, client: Client,
         compression: DenseExchange | None,
     ) -> None:  # fmt: skip
         self._session, self._worker, self._parts, self._dense, self._client = session, worker, parts, dense, client
@@ -93,7 +93,7 @@ class DenseValues:
             if reader is not None:
                 reader.read(self._values[s], -1)
                 continue
-            reply = ask(self._client, s, PullDense(self._session.generation, -1))
+            reply = request(self._client, s, PullDense(self._session.generation, -1))
             assert isinstance(reply.body, Dense)
             self._values[s] = np.frombuffer(reply.frames[0], dtype=np.float32)
         return self._parts.joined(self._values)
@@ -102,14 +102,14 @@ class DenseValues:
         compress = bool(self._pulls) and any(self._pulls[server].tensors_next())
         compressor, asked_s = self._compressor if compress else None, time.perf_counter()
         body = PullDense(self._session.generation, self.steps[server], self._worker, compressor)
-        reply = ask(self._client, server, body)
+        reply = request(self._client, server, body)
         assert isinstance(reply.body, Dense)
         if not reply.frames:
             return
         self._take(server, reply.body, reply.frames[0])
         if self._compression is not None and compress == (reply.body.base != -1):
             now = time.perf_counter()  # a difference that was asked for may come whole: that says nothing
-            took, self._pulled_s[server] = Took(now - asked_s, 0.0, now - self._pulled_s[server]), now
+            took, self._pulled_s[server] = StepTiming(now - asked_s, 0.0, now - self._pulled_s[server]), now
             decision = self._pulls[server].saw(compress, [took])
             if decision is not None and decision.changed:
                 self._compression.decisions.append(decision)

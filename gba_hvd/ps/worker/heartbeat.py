@@ -9,44 +9,44 @@ import threading
 from concurrent.futures import Future
 
 from gba_hvd.ps.client import Reply
-from gba_hvd.ps.messages import Beat, Position, Refused, Saved, SaveFacts
+from gba_hvd.ps.messages import HeartbeatMsg, JobPosition, Refused, SaveFacts, SaveStatus
 
 
-class Contact:
+class Heartbeat:
     """One worker's. Written by several threads: `beat` and `hear` run on the client's, each flag is set by one other.
 
     rank: of the worker, in the world it is in now.
     position: the newest that was heard. saved: what became of the newest checkpoint.
     hosts_updated: Horovod told this worker; somebody_leaves: some worker was told to leave; leaving: this one was, and
     the chief is to have a checkpoint made first.
-    stands_for: the change of membership that this worker had heard of when it last formed a world
+    acknowledged_membership: the change of membership that this worker had heard of when it last formed a world
     """
 
     def __init__(self, worker: int, rank: int, host: int, pid: int, generation: int) -> None:
         self._worker, self._host, self._pid, self._generation = worker, host, pid, generation
         self.rank = rank
-        self.position = Position()
-        self.saved: Saved | None = None
+        self.position = JobPosition()
+        self.saved: SaveStatus | None = None
         self.hosts_updated = self.somebody_leaves = self.leaving = False
-        self.stands_for = 0
+        self.acknowledged_membership = 0
         self._server, self._saving_server = 0, 0  # process that answers heartbeats, and that was asked to save
         self._asked = (0, 0)  # (epoch, number) of the newest save
         self._world_told: int | None = None  # the change of membership there was when hosts_updated was first said
         self._newest = threading.Lock()
 
-    def beat(self) -> Beat:
+    def message(self) -> HeartbeatMsg:
         """What to say now. Heartbeats are not repeated: that hosts were updated is said until it was heard."""
         if self.hosts_updated and self._world_told is None:
-            self._world_told = self.position.world
-        elif self._world_told is not None and self.position.world > self._world_told:
+            self._world_told = self.position.membership_epoch
+        elif self._world_told is not None and self.position.membership_epoch > self._world_told:
             self.hosts_updated, self._world_told = False, None
-        return Beat(
+        return HeartbeatMsg(
             self._worker, self.rank, self._host, self._pid, self._generation, self.hosts_updated, leaving=self.leaving
         )
 
-    def question(self) -> Beat:
+    def question(self) -> HeartbeatMsg:
         """To a server that is not the coordinator's, of no mode: its answer says what became of its part of a save."""
-        return Beat(self._worker, self.rank, self._host, self._pid, 0)
+        return HeartbeatMsg(self._worker, self.rank, self._host, self._pid, 0)
 
     def asked_to_save(self, epoch: int, number: int) -> None:
         """On the chief: a save is asked for now. Reports of older ones are ignored from here on."""
@@ -60,7 +60,7 @@ class Contact:
         if why:
             self._save_failed(why)
 
-    def _hear_of_saves(self, saved: Saved, server: int) -> None:
+    def _hear_of_saves(self, saved: SaveStatus, server: int) -> None:
         if server and self._saving_server and server != self._saving_server:
             # A successor knows nothing of a save that waited for its moment, or that was being made.
             self._saving_server = 0
@@ -74,14 +74,18 @@ class Contact:
                 self._asked, self._saving_server = (saved.epoch, saved.number), server
 
     def _save_failed(self, why: str) -> None:
-        self.saved = Saved(*self._asked, "failed", SaveFacts(why=why))
+        self.saved = SaveStatus(*self._asked, "failed", SaveFacts(why=why))
 
-    def hear(self, position: Position) -> None:
+    def on_reply(self, position: JobPosition) -> None:
         """An answer, from any thread; they may come in another order than they were given in."""
         if position.saved is not None:  # the answer to a heartbeat
             self.somebody_leaves = position.leaving
             self._hear_of_saves(position.saved, position.server)
         with self._newest:
             now = self.position
-            if (position.epoch, position.step, position.world) >= (now.epoch, now.step, now.world):
+            if (position.epoch, position.step, position.membership_epoch) >= (
+                now.epoch,
+                now.step,
+                now.membership_epoch,
+            ):
                 self.position = position

@@ -1,4 +1,4 @@
-"""What a host's lead and its companion server tell each other in allreduce mode: where training stands, what is wanted.
+"""What a host's leader and its companion server exchange in allreduce mode: where training stands, what is requested.
 
 So `gba-hvd status` and `gba-hvd switch` find the same server to talk to in every mode. The client behind it starts the
 servers of this host and starts them again, beside the training. Whether all of them answer is `is_ready`: a switch or a
@@ -17,14 +17,24 @@ from typing import Any
 
 from gba_hvd.ps import launch
 from gba_hvd.ps.client import Client, Reply, ServerLost
-from gba_hvd.ps.messages import Beat, Endpoint, Hold, Ok, Position, Refused, Save, Saved, SaveFacts
+from gba_hvd.ps.messages import (
+    DelegateClaim,
+    Endpoint,
+    HeartbeatMsg,
+    JobPosition,
+    Ok,
+    Refused,
+    Save,
+    SaveFacts,
+    SaveStatus,
+)
 from gba_hvd.shm.shard_memory import is_alive
 
 _SAVE_TIMEOUT_S = 60.0  # a server that has just been started takes some seconds
 _FRESH_S = 3.0  # a server that answered so recently is up; heartbeats go out ten times as often
 
 
-class LocalServer:
+class HostServer:
     """The lead's line to its host's server. Start with `start()`; `close()` may be called twice.
 
     look: where training stands, plain values; called on the client's thread
@@ -55,7 +65,7 @@ class LocalServer:
         self._client.on_position = self._hear
         self._heard: tuple[str, str] = ("", "")
         self._handled: tuple[str, str] = ("", "")
-        self.saved: Saved | None = None
+        self.saved: SaveStatus | None = None
         self._accepted: Save | None = None  # which the server has not said the end of
 
     def start(self) -> None:
@@ -124,7 +134,7 @@ class LocalServer:
         saved = self.saved
         return saved is not None and saved.number >= number and (saved.state != "running" or saved.facts.read)
 
-    def hold(self, request: Hold) -> None:
+    def hold(self, request: DelegateClaim) -> None:
         """Have the server give the signs of life of a claim."""
         self._client.send(0, request, timeout_s=_SAVE_TIMEOUT_S)
 
@@ -139,10 +149,12 @@ class LocalServer:
         else:
             self._accepted = request
 
-    def _word(self) -> Beat:
-        return Beat(self._worker, self._rank, self._host, os.getpid(), 0, told=self._look(), given_up=self._given_up)
+    def _word(self) -> HeartbeatMsg:
+        return HeartbeatMsg(
+            self._worker, self._rank, self._host, os.getpid(), 0, told=self._look(), given_up=self._given_up
+        )
 
-    def _beat(self) -> Beat:
+    def _beat(self) -> HeartbeatMsg:
         beat = self._word()
         for i in range(1, len(self._heard_s)):
             if i not in self._questions or self._questions[i].done():
@@ -155,9 +167,9 @@ class LocalServer:
             self._heard_s[server] = time.monotonic()
             self._warming[server] = body.position is not None and body.position.warming
 
-    def _hear(self, position: Position) -> None:
+    def _hear(self, position: JobPosition) -> None:
         self._heard_s[0], self._warming[0] = time.monotonic(), position.warming
-        self._heard = (position.wanted, position.reason)
+        self._heard = (position.requested_mode, position.reason)
         if position.saved is None:
             return
         if position.saved.number:
@@ -173,5 +185,5 @@ class LocalServer:
                 self._save_failed(begun, "the server that was saving its rows has died")
                 self._accepted = None
 
-    def _save_failed(self, request: Save | Saved, why: str) -> None:
-        self.saved = Saved(request.epoch, request.number, "failed", SaveFacts(why=why))
+    def _save_failed(self, request: Save | SaveStatus, why: str) -> None:
+        self.saved = SaveStatus(request.epoch, request.number, "failed", SaveFacts(why=why))

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 _Item = TypeVar("_Item")
 
 
-class Ahead(Generic[_Item]):
+class LeasePrefetcher(Generic[_Item]):
     """Fetches the next item while this one is computed, and no earlier than needed.
 
     A lease that waits in a worker's hands grows stale, most of all in a slow worker's. So the next one is asked for

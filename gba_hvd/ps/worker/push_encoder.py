@@ -22,12 +22,12 @@ from gba_hvd.compression.row_codec import RowCoder
 from gba_hvd.embedding.row_gradients import RowGrad, merge, pack_by_owner, unpack, with_contributors
 from gba_hvd.ps.client import Reply
 from gba_hvd.ps.messages import Ok
-from gba_hvd.ps.worker.session import DenseParts, Session
+from gba_hvd.ps.worker.session import DenseParts, PsSession
 from gba_hvd.shm.layout import Layout
 from gba_hvd.update_rules.dana_slim import SlimWorker
 
 
-class Outgoing:
+class PushEncoder:
     """One worker's. Belongs to the training thread, all but `rows` and `was_sent`, which threads that share a replica
     call at once.
 
@@ -37,18 +37,18 @@ class Outgoing:
     """
 
     def __init__(
-        self, session: Session, host: int, parts: DenseParts, layout: Layout, compression: DenseExchange | None,
+        self, session: PsSession, host: int, parts: DenseParts, layout: Layout, compression: DenseExchange | None,
         row_coder: RowCoder | None, rows_are_coded: Callable[[int], bool],
     ) -> None:  # fmt: skip
         self._session, self._parts, self._layout = session, parts, layout
         self._shard_server = np.array(session.shard_servers, dtype=np.int32)
-        is_far = session.far_from(host)
+        is_far = session.remote_servers(host)
         self._coded: DensePush | None = None
         if compression is not None:
             self._coded = DensePush(compression.feedback, parts.tensors, is_far, compression.decisions)
-        self._with_rests = [  # servers whose rows may have something waiting: a shard may have come home with it
+        self._with_residuals = [  # servers whose rows may have something waiting: a shard may have come home with it
             s for s, far in enumerate(is_far)
-            if row_coder is not None and (far or row_coder.waits_for(self._shard_server == s))
+            if row_coder is not None and (far or row_coder.has_residuals_for(self._shard_server == s))
         ]  # fmt: skip
         self._row_coder, self._row_coding, self._rows_are_coded = row_coder, threading.Lock(), rows_are_coded
         self.slim: SlimWorker | None = None
@@ -88,9 +88,9 @@ class Outgoing:
         if coder is not None:
             with self._row_coding:  # threads that share a replica share its residuals
                 coder.begin()
-                for s in self._with_rests:
+                for s in self._with_residuals:
                     is_coded = self._rows_are_coded(s)
-                    if not is_coded and not coder.has_rests:
+                    if not is_coded and not coder.has_residuals:
                         continue
                     own = unpack(messages[s][0], widths)
                     if is_coded:

@@ -1,4 +1,4 @@
-"""Pushes on the way to the servers: at most `MAX_UNDER_WAY`, so that a worker's gradients do not pile up.
+"""Pushes on the way to the servers: at most `MAX_IN_FLIGHT`, so that a worker's gradients do not pile up.
 
     begin   a place is taken, or waited for                     (a training thread)
     sent    to every server
@@ -20,32 +20,32 @@ import msgspec
 
 from gba_hvd.errors import GbaError
 from gba_hvd.ps.client import Client, Reply, ServerLost
-from gba_hvd.ps.messages import Done, Ok, Position, Refused
+from gba_hvd.ps.messages import JobPosition, Ok, PushDone, Refused
 
-MAX_UNDER_WAY = 2
+MAX_IN_FLIGHT = 2
 
 
-class UnderWay:
+class PushWindow:
     """One worker's. failure: the first thing that went wrong, in any thread."""
 
-    def __init__(self, client: Client, timeout_s: float, on_position: Callable[[Position], None]) -> None:
+    def __init__(self, client: Client, timeout_s: float, on_position: Callable[[JobPosition], None]) -> None:
         self._client, self._timeout_s, self._on_position = client, timeout_s, on_position
-        self._places = threading.BoundedSemaphore(MAX_UNDER_WAY)
+        self._places = threading.BoundedSemaphore(MAX_IN_FLIGHT)
         self.failure: Exception | None = None
 
-    def begin(self) -> bool:
+    def acquire(self) -> bool:
         """Take a place; False when none was free in time."""
         return self._places.acquire(timeout=self._timeout_s)
 
-    def end(self) -> None:
+    def release(self) -> None:
         self._places.release()
 
-    def all_ended(self) -> bool:
+    def drain(self) -> bool:
         """Wait until nothing is on the way; False when something still was after the time-out, for each push."""
-        for _ in range(MAX_UNDER_WAY):
+        for _ in range(MAX_IN_FLIGHT):
             if not self._places.acquire(timeout=self._timeout_s):
                 return False
-        for _ in range(MAX_UNDER_WAY):
+        for _ in range(MAX_IN_FLIGHT):
             self._places.release()
         return True
 
@@ -53,12 +53,12 @@ class UnderWay:
         """From any thread."""
         self.failure = self.failure or error
 
-    def answers(self, n_servers: int, done: Done) -> Callable[[Future[Reply]], None]:
+    def answers(self, n_servers: int, done: PushDone) -> Callable[[Future[Reply]], None]:
         """What to add to the future of each of a push's requests; `done` is reported after the last one."""
         waiting = [n_servers]
         return lambda told: self._answered(told, waiting, done)
 
-    def _answered(self, told: Future[Reply], waiting: list[int], done: Done) -> None:
+    def _answered(self, told: Future[Reply], waiting: list[int], done: PushDone) -> None:
         """One server answered (on the client's thread); after the last one the coordinator hears of it."""
         if waiting[0] < 0:
             return  # another server settled it
@@ -73,13 +73,13 @@ class UnderWay:
                 waiting[0] = -1
                 self._lost(GbaError(f"a server refused a gradient: {body.why}"))
                 return
-            done = msgspec.structs.replace(done, refused=body.why)
+            done = msgspec.structs.replace(done, rejected=body.why)
         waiting[0] -= 1
-        if waiting[0] == 0 or done.refused:
+        if waiting[0] == 0 or done.rejected:
             waiting[0] = -1
             self.report(done)
 
-    def report(self, done: Done) -> None:
+    def report(self, done: PushDone) -> None:
         """Tell the coordinator; the place is free when it has answered, or cannot."""
 
         def reported(told: Future[Reply]) -> None:
@@ -91,10 +91,10 @@ class UnderWay:
                     self.fail(GbaError(body.why))
             except ServerLost as error:
                 self.fail(error)
-            self.end()
+            self.release()
 
         self._client.send(0, done).add_done_callback(reported)
 
     def _lost(self, error: Exception) -> None:
         self.fail(error)
-        self.end()
+        self.release()

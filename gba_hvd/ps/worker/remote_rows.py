@@ -15,34 +15,34 @@ import numpy as np
 
 from gba_hvd.comm.collectives import worker_lost
 from gba_hvd.compression import row_push
-from gba_hvd.compression.bypass import Bypass, Took
+from gba_hvd.compression.bypass import Bypass, StepTiming
 from gba_hvd.compression.row_codec import RowCoder, write_keys
 from gba_hvd.compression.sparse_message import BadMessage
 from gba_hvd.embedding.row_gradients import distinct
-from gba_hvd.embedding.tables import EmbeddingTables, RemoteRows
+from gba_hvd.embedding.tables import EmbeddingTables, PulledRows
 from gba_hvd.ps.client import Client, Reply
 from gba_hvd.ps.messages import PullRows
-from gba_hvd.ps.worker.replies import answer_of
-from gba_hvd.ps.worker.session import Session, compressor_of
+from gba_hvd.ps.worker.replies import wait_reply
+from gba_hvd.ps.worker.session import PsSession, compressor_of
 from gba_hvd.shm.layout import Layout
 
 
-class FarRows:
+class RemoteRows:
     """One worker's. Tells the tables which shards are local. Belongs to the thread that fetches, all but `are_coded`.
 
     are_there: some shard is on another host than this worker
     """
 
     def __init__(
-        self, session: Session, host: int, tables: EmbeddingTables, client: Client, coder: RowCoder | None
+        self, session: PsSession, host: int, tables: EmbeddingTables, client: Client, coder: RowCoder | None
     ) -> None:
         self._session, self._tables, self._client = session, tables, client
         self._shard_server = np.array(session.shard_servers, dtype=np.int32)
-        is_far = session.far_from(host)
+        is_far = session.remote_servers(host)
         at_home = ~np.array(is_far)[self._shard_server]
         self.are_there = not bool(at_home.all())
         self._coder = coder if self.are_there else None
-        self._ways = [_Way(s, coder) if far and coder is not None else None for s, far in enumerate(is_far)]
+        self._ways = [_RemoteServer(s, coder) if far and coder is not None else None for s, far in enumerate(is_far)]
         tables.local = at_home if self.are_there else None
         tables.remote = [None] * len(tables.layout.groups)
 
@@ -51,7 +51,7 @@ class FarRows:
         way = self._ways[server]
         return way is not None and way.is_coded
 
-    def fetch(self, keys: Sequence[np.ndarray], whole: bool) -> list[RemoteRows | None]:
+    def fetch(self, keys: Sequence[np.ndarray], whole: bool) -> list[PulledRows | None]:
         """Per group the keys that will be used next; what is local among them is left out.
 
         whole: as they are, whatever compresses rows otherwise; no gradients follow.
@@ -75,24 +75,24 @@ class FarRows:
         for one in asked:
             for number, part in enumerate(self._take(one, layout)):
                 rows[number][owners[number] == one.server] = part
-        return [RemoteRows(*found) for found in zip(wanted, slots, rows, strict=True)]
+        return [PulledRows(*found) for found in zip(wanted, slots, rows, strict=True)]
 
-    def _ask(self, server: int, keys: list[np.ndarray], whole: bool) -> _Asked:
+    def _ask(self, server: int, keys: list[np.ndarray], whole: bool) -> _PendingPull:
         began_s, coder = time.perf_counter(), self._coder
         is_coded = self.are_coded(server) and not whole
         compressor, frames = None, list[Any](keys)
         if is_coded and coder is not None:
             compressor, frames = compressor_of(coder.spec), list(map(write_keys, keys))
-        asked = _Asked(server, keys, is_coded, None if whole else self._ways[server])
+        asked = _PendingPull(server, keys, is_coded, None if whole else self._ways[server])
         asked.codec_s = time.perf_counter() - began_s
         asked.answer = self._client.send(server, PullRows(self._session.generation, compressor), frames, pull=True)
         asked.answer.add_done_callback(asked.came)
         return asked
 
-    def _take(self, asked: _Asked, layout: Layout) -> list[np.ndarray]:
+    def _take(self, asked: _PendingPull, layout: Layout) -> list[np.ndarray]:
         """float32 [n, dim] of each group."""
         assert asked.answer is not None
-        frames = answer_of(asked.answer).frames
+        frames = wait_reply(asked.answer).frames
         began_s = time.perf_counter()
         if not asked.is_coded:
             found = [
@@ -109,10 +109,10 @@ class FarRows:
         return found
 
 
-class _Asked:
+class _PendingPull:
     """A request for rows. wire_s: until its answer came; codec_s: writing and reading it."""
 
-    def __init__(self, server: int, keys: list[np.ndarray], is_coded: bool, way: _Way | None) -> None:
+    def __init__(self, server: int, keys: list[np.ndarray], is_coded: bool, way: _RemoteServer | None) -> None:
         self.server, self.keys, self.is_coded, self.way = server, keys, is_coded, way
         self.answer: Future[Reply] | None = None
         self.codec_s = self.wire_s = 0.0
@@ -122,7 +122,7 @@ class _Asked:
         self.wire_s = time.perf_counter() - self.sent_s
 
 
-class _Way:
+class _RemoteServer:
     """How rows of one server of another host travel. is_coded: compressed, as of now"""
 
     def __init__(self, server: int, coder: RowCoder) -> None:
@@ -133,7 +133,7 @@ class _Way:
 
     def took(self, coded: bool, wire_s: float, codec_s: float) -> None:
         now = time.perf_counter()
-        decision = self._bypass.saw(coded, [Took(wire_s, codec_s, now - self._before_s)])
+        decision = self._bypass.saw(coded, [StepTiming(wire_s, codec_s, now - self._before_s)])
         self._before_s = now
         if decision is not None and decision.changed:
             self._coder.decisions.append(decision)

@@ -40,8 +40,8 @@ import torch
 from torch import Tensor
 
 from gba_hvd.averaging.algorithms import Averaging
-from gba_hvd.averaging.replica import Copy, Replica, is_finite
-from gba_hvd.averaging.sync_thread import Rounds
+from gba_hvd.averaging.replica import Replica, ReplicaSnapshot, is_finite
+from gba_hvd.averaging.sync_thread import SyncThread
 from gba_hvd.comm.collectives import World
 from gba_hvd.comm.traffic import Traffic
 from gba_hvd.compression.dense_push import Frame
@@ -51,9 +51,18 @@ from gba_hvd.embedding.row_gradients import RowGrad
 from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.errors import NonFiniteGradient
 from gba_hvd.ps.client import Reply
-from gba_hvd.ps.messages import Blend, Export, Given, GivenLease, HandedIn, HandIn, Publish, Taken
-from gba_hvd.ps.worker.replies import answer_of, ask
-from gba_hvd.ps.worker.session import DenseState, Session
+from gba_hvd.ps.messages import (
+    Blend,
+    Export,
+    LeaseGrant,
+    LeaseReply,
+    Publish,
+    ReplicaAccepted,
+    ReplicaSubmitted,
+    SubmitReplica,
+)
+from gba_hvd.ps.worker.replies import request, wait_reply
+from gba_hvd.ps.worker.session import DenseState, PsSession
 from gba_hvd.ps.worker.worker import PsWorker
 from recovery import state_codec
 
@@ -66,14 +75,14 @@ class ReplicaWorker(PsWorker):
     """
 
     def __init__(
-        self, session: Session, worker: int, rank: int, host: int, pid: int, tables: EmbeddingTables,
+        self, session: PsSession, worker: int, rank: int, host: int, pid: int, tables: EmbeddingTables,
         dense: DenseGradients, timeout_s: float, *, averaging: Averaging, world: World,
         optimizer: torch.optim.Optimizer, step_dense: Callable[[], None], is_elastic: bool,
         row_coder: RowCoder | None = None, traffic: Traffic | None = None,
     ) -> None:  # fmt: skip
         super().__init__(session, worker, rank, host, pid, tables, dense, timeout_s, None, row_coder)
         self.replica = Replica(self._dense)
-        self.rounds = Rounds(
+        self.rounds = SyncThread(
             averaging, self.replica, self, broken=self._world_is_broken, diverged=self._replica_diverged,
             traffic=traffic,
         )  # fmt: skip
@@ -94,19 +103,21 @@ class ReplicaWorker(PsWorker):
         super().close(finished)  # a round that waits for a server is freed by this
         self.rounds.stop()
 
-    def told(self) -> tuple[dict[str, float], list[str]]:
-        told = self.rounds.told()
+    def drain_metrics(self) -> tuple[dict[str, float], list[str]]:
+        told = self.rounds.drain_metrics()
         return {} if told is None else asdict(told), self.rounds.dropped()
 
-    def world_ends(self) -> None:
-        self.rounds.world_ends()
+    def before_world_leaves(self) -> None:
+        self.rounds.before_world_leaves()
 
-    def world_stands(self, world: World) -> None:
-        self.rounds.world_stands(world)
+    def after_world_forms(self, world: World) -> None:
+        self.rounds.after_world_forms(world)
 
     # --- micro-batches -----------------------------------------------------------------------------------------------
 
-    def ask(self, epoch: int, n_samples: int, lrs: Sequence[float], lrs_step: int, stop: Callable[[], bool]) -> Given:
+    def ask(
+        self, epoch: int, n_samples: int, lrs: Sequence[float], lrs_step: int, stop: Callable[[], bool]
+    ) -> LeaseReply:
         self._epoch = epoch
         return super().ask(epoch, n_samples, lrs, lrs_step, stop)
 
@@ -119,7 +130,7 @@ class ReplicaWorker(PsWorker):
         return self.position.step
 
     def push(
-        self, lease: GivenLease, rows: Sequence[Sequence[RowGrad]], loss: float | None, seconds: float, refused: str,
+        self, lease: LeaseGrant, rows: Sequence[Sequence[RowGrad]], loss: float | None, seconds: float, refused: str,
         drop: bool = False, dense: DenseGradients | None = None,
     ) -> str:  # fmt: skip
         """Send the row gradients and step the replica; in the foreground, every so often, wait for a round.
@@ -138,7 +149,7 @@ class ReplicaWorker(PsWorker):
         self._step_dense()
         self._dense.zero_()
 
-    def rest(self) -> None:
+    def quiesce(self) -> None:
         self.await_threads()
 
     def _dense_frames(self) -> list[Frame]:
@@ -148,23 +159,23 @@ class ReplicaWorker(PsWorker):
     # --- looked at from outside --------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def judged(self) -> Iterator[None]:
+    def evaluation_values(self) -> Iterator[None]:
         """Within an epoch an evaluation judges with the central copy; then the worker goes on with its replica."""
-        self.rest()
+        self.quiesce()
         self._publish_if_alone()
         own = self.replica.close()
         if own is None:  # between epochs all have the same values
             yield
             return
         try:
-            self.replica.put_(self._central_copy())
+            self.replica.overwrite_(self._central_copy())
             yield
         finally:
             self.replica.open(own.phase, own.values)
 
     def before_save(self) -> None:
         """A checkpoint has the central copy, and the optimizer's state of the worker that asks for it."""
-        self.rest()
+        self.quiesce()
         self._publish_if_alone()
         if self.replica.is_open:
             self._to_servers(None, self._states(), 2 * self._epoch)
@@ -172,7 +183,7 @@ class ReplicaWorker(PsWorker):
     def export(self, leaving: bool, ended: bool = True) -> dict[int, DenseState]:
         """The mean of all replicas, by the four steps above.
 
-        ended False: this worker alone leaves the epoch's loop. It hands in what it has and goes on from the central
+        ended False: this worker alone leaves the epoch's loop. It hands in what it has and resumes from the central
         copy; the others do not wait for it. Should it come back to the epoch, what it hands in then counts instead.
         """
         phase = 2 * self._epoch + (not leaving)
@@ -182,15 +193,15 @@ class ReplicaWorker(PsWorker):
         self._raise_failure()
         if not ended:
             if own is not None:
-                self._to_servers(own.values if self.rounds.is_alone else None, self._states(), own.phase)
-                self._hand_in(own.values, phase, early=True)
-            ask(self.client, 0, HandedIn(self.worker, self.session.generation, phase, early=True))
+                self._to_servers(own.values if self.rounds.single_worker else None, self._states(), own.phase)
+                self._submit(own.values, phase, early=True)
+            request(self.client, 0, ReplicaSubmitted(self.worker, self.session.generation, phase, early=True))
             return super().export(leaving)
-        if own is not None and self._hand_in(own.values, phase):
+        if own is not None and self._submit(own.values, phase):
             self.late_for = self._epoch
-        told = HandedIn(self.worker, self.session.generation, phase)
+        told = ReplicaSubmitted(self.worker, self.session.generation, phase)
         patience_s = self._tables.config.lease_s + self._timeout_s
-        answer_of(self.client.send(0, told, timeout_s=patience_s))
+        wait_reply(self.client.send(0, told, timeout_s=patience_s))
         exported = self._exported(Export(self.session.generation, leaving, phase))
         if leaving:
             self._left_well = self.rounds.stop(together=True)
@@ -209,27 +220,27 @@ class ReplicaWorker(PsWorker):
         self.replica.close()  # rounds mix nothing in any more
         return super().rescue(timeout_s)
 
-    def _hand_in(self, values: Tensor, phase: int, early: bool = False) -> bool:
+    def _submit(self, values: Tensor, phase: int, early: bool = False) -> bool:
         """To all servers. Returns whether it was too late for the mean of one of them."""
-        body, states = HandIn(self.worker, self.session.generation, phase, early), self._states()
+        body, states = SubmitReplica(self.worker, self.session.generation, phase, early), self._states()
         replies = self._send_all([(body, [part, states[s]]) for s, part in enumerate(self._split(values))])
-        return any(isinstance(reply.body, Taken) and reply.body.late for reply in replies)
+        return any(isinstance(reply.body, ReplicaAccepted) and reply.body.late for reply in replies)
 
     # --- the central copy, for the thread of the rounds --------------------------------------------------------------
 
-    def blend(self, copy: Copy, number: int) -> Tensor:
+    def blend(self, copy: ReplicaSnapshot, number: int) -> Tensor:
         body = Blend(self.worker, self.session.generation, number, copy.phase, self._elasticity)
         replies = self._send_all([(body, [part]) for part in self._split(copy.values)])
         parts = [np.frombuffer(reply.frames[0], dtype=np.float32) for reply in replies]
         return torch.from_numpy(self._parts.joined(parts))
 
-    def publish(self, copy: Copy, values: Tensor) -> None:
+    def publish(self, copy: ReplicaSnapshot, values: Tensor) -> None:
         self._to_servers(values, None, copy.phase)
 
     # -----------------------------------------------------------------------------------------------------------------
 
     def _publish_if_alone(self) -> None:
-        copy = self.replica.copy() if self.rounds.is_alone else None
+        copy = self.replica.copy() if self.rounds.single_worker else None
         if copy is not None:
             self._to_servers(copy.values, None, copy.phase)
 
@@ -241,7 +252,7 @@ class ReplicaWorker(PsWorker):
     def _send_all(self, messages: Sequence[tuple[Any, Sequence[Any]]]) -> list[Reply]:
         """To each server its own."""
         futures = [self.client.send(s, body, frames) for s, (body, frames) in enumerate(messages)]
-        return [answer_of(future) for future in futures]
+        return [wait_reply(future) for future in futures]
 
     def _states(self) -> list[bytes]:
         """The state of this worker's optimizer, for each server that of its tensors."""

@@ -10,7 +10,7 @@ from gba_hvd.ps.client import Client, Reply, ServerLost
 from gba_hvd.ps.messages import Refused, Request
 
 
-def answer_of(told: Future[Reply]) -> Reply:
+def wait_reply(told: Future[Reply]) -> Reply:
     """Wait for it. Raises StateMismatch for what cannot be mended, else the error on which the world is formed anew."""
     try:
         reply = told.result()
@@ -23,6 +23,6 @@ def answer_of(told: Future[Reply]) -> Reply:
     return reply
 
 
-def ask(client: Client, server: int, body: Request) -> Reply:
-    """Send a request without frames and wait for the answer. Raises as `answer_of`."""
-    return answer_of(client.send(server, body))
+def request(client: Client, server: int, body: Request) -> Reply:
+    """Send a request without frames and wait for the answer. Raises as `wait_reply`."""
+    return wait_reply(client.send(server, body))

@@ -13,7 +13,7 @@ from gba_hvd.compression.spec import Spec
 from gba_hvd.ps.messages import Compressor, Endpoint
 
 
-class Session(msgspec.Struct, frozen=True):
+class PsSession(msgspec.Struct, frozen=True):
     """What all workers agree on when an asynchronous mode is entered, and what a newcomer is told.
 
     shard_servers: server of each shard; dense_servers: server of each dense tensor (indices into `servers`)
@@ -29,7 +29,7 @@ class Session(msgspec.Struct, frozen=True):
     row_average: str
     rule: str = "none"
 
-    def far_from(self, host: int) -> list[bool]:
+    def remote_servers(self, host: int) -> list[bool]:
         """Of each server, whether it is on another host."""
         return [server.host != host for server in self.servers]
 
@@ -48,7 +48,7 @@ class DenseParts:
     sizes: numbers in each tensor; tensors: of each server, those it has
     """
 
-    def __init__(self, session: Session, sizes: Sequence[int]) -> None:
+    def __init__(self, session: PsSession, sizes: Sequence[int]) -> None:
         servers = range(len(session.servers))
         self.sizes = list(sizes)
         self.tensors = [[t for t, server in enumerate(session.dense_servers) if server == s] for s in servers]

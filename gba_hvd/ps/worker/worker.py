@@ -19,36 +19,36 @@ from gba_hvd.compression.error_feedback import Feedback, NonFiniteResidual
 from gba_hvd.compression.row_codec import RowCoder
 from gba_hvd.dense_gradients import DenseGradients
 from gba_hvd.embedding.row_gradients import RowGrad
-from gba_hvd.embedding.tables import EmbeddingTables, RemoteRows
+from gba_hvd.embedding.tables import EmbeddingTables, PulledRows
 from gba_hvd.errors import GbaError, NonFiniteGradient
 from gba_hvd.ps.client import Client, Reply
 from gba_hvd.ps.messages import (
-    Ask,
-    Bye,
-    Done,
     Evaluate,
+    EvaluationReply,
     Export,
-    Given,
-    GivenLease,
-    Judged,
+    JobPosition,
+    LeaseGrant,
+    LeaseReply,
+    LeaseRequest,
+    Leave,
     Ok,
-    Position,
     Push,
+    PushDone,
     Refused,
     Residual,
-    Saved,
+    SaveStatus,
     Score,
     Status,
     StatusReport,
 )
 from gba_hvd.ps.worker import dense_export
 from gba_hvd.ps.worker.dense_values import DenseValues
-from gba_hvd.ps.worker.heartbeat import Contact
-from gba_hvd.ps.worker.push_encoder import Outgoing
-from gba_hvd.ps.worker.push_window import UnderWay
-from gba_hvd.ps.worker.remote_rows import FarRows
-from gba_hvd.ps.worker.replies import answer_of, ask
-from gba_hvd.ps.worker.session import DenseParts, DenseState, Session
+from gba_hvd.ps.worker.heartbeat import Heartbeat
+from gba_hvd.ps.worker.push_encoder import PushEncoder
+from gba_hvd.ps.worker.push_window import PushWindow
+from gba_hvd.ps.worker.remote_rows import RemoteRows
+from gba_hvd.ps.worker.replies import request, wait_reply
+from gba_hvd.ps.worker.session import DenseParts, DenseState, PsSession
 
 _ANSWER_S, _POLL_S = 2.0, 0.05  # at the end of training, of the coordinator
 
@@ -62,28 +62,28 @@ class PsWorker:
     """
 
     def __init__(
-        self, session: Session, worker: int, rank: int, host: int, pid: int, tables: EmbeddingTables,
+        self, session: PsSession, worker: int, rank: int, host: int, pid: int, tables: EmbeddingTables,
         dense: DenseGradients, timeout_s: float, compression: DenseExchange | None = None,
         row_coder: RowCoder | None = None,
     ) -> None:  # fmt: skip
         assert tables.memory is not None
         self.session, self.name, self.worker, self.host = session, session.mode, worker, host
         self._tables, self._dense, self._timeout_s, self._folder = tables, dense, timeout_s, tables.memory.folder
-        self.contact = Contact(worker, rank, host, pid, session.generation)
+        self.contact = Heartbeat(worker, rank, host, pid, session.generation)
         self.client = Client(session.job, session.key, session.servers, host, self._folder, timeout_s)
-        self.client.beat, self.client.on_position = self.contact.beat, self.contact.hear
+        self.client.beat, self.client.on_position = self.contact.message, self.contact.on_reply
         self.saved_residual: Feedback | None = None  # where checkpoints are made: what this worker has not sent
         self.rates: tuple[int, list[float]] = (-1, [])  # a step, and this worker's learning rates since; for pushes
         self._request = 0
-        if not any(session.far_from(host)):
+        if not any(session.remote_servers(host)):
             compression = None
         self._parts = DenseParts(session, dense.sizes)
-        self._far_rows = FarRows(session, host, tables, self.client, row_coder)
+        self._remote_rows = RemoteRows(session, host, tables, self.client, row_coder)
         self._values = DenseValues(session, worker, self._parts, dense, self.client, compression)
-        self.outgoing = Outgoing(
-            session, host, self._parts, tables.layout, compression, row_coder, self._far_rows.are_coded
+        self.outgoing = PushEncoder(
+            session, host, self._parts, tables.layout, compression, row_coder, self._remote_rows.are_coded
         )
-        self._under_way = UnderWay(self.client, timeout_s, self.contact.hear)
+        self._under_way = PushWindow(self.client, timeout_s, self.contact.on_reply)
 
     def start(self) -> None:
         self.client.start()
@@ -108,37 +108,39 @@ class PsWorker:
         This host's server goes with its last worker, and workers of other hosts may still fetch from it what they end
         with.
         """
-        if not any(self.session.far_from(self.host)):
+        if not any(self.session.remote_servers(self.host)):
             return
-        worker, self.client.beat = self.contact.beat().worker, None  # a heartbeat would say that it is back
+        worker, self.client.beat = self.contact.message().worker, None  # a heartbeat would say that it is back
         deadline = time.monotonic() + patience_s
         with contextlib.suppress(Exception):  # the coordinator is gone, and with it whoever waited for the others
-            answer_of(self.client.send(0, Bye(worker, finished=True), timeout_s=_ANSWER_S))
+            wait_reply(self.client.send(0, Leave(worker, finished=True), timeout_s=_ANSWER_S))
             while time.monotonic() < deadline:
-                reply = answer_of(self.client.send(0, Status(), timeout_s=_ANSWER_S)).body
+                reply = wait_reply(self.client.send(0, Status(), timeout_s=_ANSWER_S)).body
                 if not isinstance(reply, StatusReport) or not reply.report.get("by_worker"):
                     time.sleep(2 * _POLL_S)  # others are to hear it, too
                     return
                 time.sleep(_POLL_S)
 
-    def told(self) -> tuple[dict[str, float], list[str]]:
+    def drain_metrics(self) -> tuple[dict[str, float], list[str]]:
         """Gauges of what this mode does in the background, and what went wrong there, since this was asked last."""
         return {}, []
 
-    def world_ends(self) -> None:
+    def before_world_leaves(self) -> None:
         """From another thread: Horovod's world is about to be left."""
 
-    def world_stands(self, world: World) -> None:
+    def after_world_forms(self, world: World) -> None:
         """From another thread: a new world was formed."""
 
     @property
-    def position(self) -> Position:
+    def position(self) -> JobPosition:
         """Where the job stands, as this worker last heard."""
         return self.contact.position
 
     # --- leases ------------------------------------------------------------------------------------------------------
 
-    def ask(self, epoch: int, n_samples: int, lrs: Sequence[float], lrs_step: int, stop: Callable[[], bool]) -> Given:
+    def ask(
+        self, epoch: int, n_samples: int, lrs: Sequence[float], lrs_step: int, stop: Callable[[], bool]
+    ) -> LeaseReply:
         """A lease, or "finished" or "drained". Waits while there is nothing to do but the epoch is not over.
 
         lrs: learning rates of the dense groups and of the rows, as this worker has them since step `lrs_step`.
@@ -146,12 +148,12 @@ class PsWorker:
         """
         self._raise_failure()
         self._request += 1
-        body = Ask(self.worker, self.session.generation, self._request, epoch, n_samples, list(lrs), lrs_step)
+        body = LeaseRequest(self.worker, self.session.generation, self._request, epoch, n_samples, list(lrs), lrs_step)
         while True:
-            reply = ask(self.client, 0, body)
-            assert isinstance(reply.body, Given)
-            self.contact.hear(reply.body.position)
-            if reply.body.instead != "wait" or stop():
+            reply = request(self.client, 0, body)
+            assert isinstance(reply.body, LeaseReply)
+            self.contact.on_reply(reply.body.position)
+            if reply.body.status != "wait" or stop():
                 return reply.body
             self._raise_failure()  # whoever waits here asks no other server
 
@@ -167,16 +169,16 @@ class PsWorker:
     @property
     def several_hosts(self) -> bool:
         """Some rows are on another host."""
-        return self._far_rows.are_there
+        return self._remote_rows.are_there
 
-    def fetch_rows(self, keys: Sequence[np.ndarray], whole: bool = False) -> list[RemoteRows | None]:
+    def fetch_rows(self, keys: Sequence[np.ndarray], whole: bool = False) -> list[PulledRows | None]:
         """Rows of other hosts, per group the keys that will be used next. For `use_rows`.
 
         whole: as they are, whatever compresses rows otherwise; no gradients follow.
         """
-        return self._far_rows.fetch(keys, whole)
+        return self._remote_rows.fetch(keys, whole)
 
-    def use_rows(self, rows: list[RemoteRows | None]) -> None:
+    def use_rows(self, rows: list[PulledRows | None]) -> None:
         self._tables.remote = rows
 
     def pull(self, keys: Sequence[np.ndarray]) -> None:
@@ -189,26 +191,26 @@ class PsWorker:
     # --- pushes ------------------------------------------------------------------------------------------------------
 
     def push(
-        self, lease: GivenLease, rows: Sequence[Sequence[RowGrad]], loss: float | None, seconds: float, refused: str,
+        self, lease: LeaseGrant, rows: Sequence[Sequence[RowGrad]], loss: float | None, seconds: float, refused: str,
         drop: bool = False,
     ) -> str:  # fmt: skip
         """Send the gradients of one micro-batch (dense ones from `dense.flat`) to the servers, and go on.
 
         refused: what was not finite; then nothing is sent but that. drop: lose it, as a fault would.
-        Waits only while `MAX_UNDER_WAY` earlier pushes are on the way.
+        Waits only while `MAX_IN_FLIGHT` earlier pushes are on the way.
 
         Returns what is not finite with the residual added, and is still to be told, or nothing. Raises
         NonFiniteResidual when the residual itself is not finite: every push of this worker would be refused.
         """
         self._raise_failure()
-        if not self._under_way.begin():
+        if not self._under_way.acquire():
             self._raise_failure()
             raise self._took_nothing()
         if drop:
-            self._under_way.end()
+            self._under_way.release()
             return ""
         step, lrs = self.rates
-        done = Done(
+        done = PushDone(
             self.worker, self.session.generation, lease.micro, lease.serial, loss, seconds, refused, lrs, step
         )  # fmt: skip
         if refused:
@@ -221,11 +223,11 @@ class PsWorker:
         except NonFiniteGradient as error:  # with its residual, which stays
             why = f"worker of rank {self.contact.rank}, micro-batch {lease.micro}: {error}"
             if isinstance(error, NonFiniteResidual):
-                self._under_way.end()
+                self._under_way.release()
                 raise NonFiniteResidual(why) from error
             log.warning("%s; nothing of it is sent, and the residual stays", why)
             what = str(error).removesuffix(" is not finite")
-            done = msgspec.structs.replace(done, refused=what)
+            done = msgspec.structs.replace(done, rejected=what)
             self._under_way.report(done)
             return what
         if self.saved_residual is not None and self.outgoing.has_residual:
@@ -249,12 +251,12 @@ class PsWorker:
         """From another thread: the next request of the training thread raises this."""
         self._under_way.fail(GbaError(why))
 
-    def rest(self) -> None:
+    def quiesce(self) -> None:
         """Return when no thread of this worker computes a micro-batch, but for the one that asks."""
 
     def flush(self) -> None:
         """Return when nothing of this worker is on the way."""
-        if not self._under_way.all_ended():
+        if not self._under_way.drain():
             raise self._took_nothing()
         self._raise_failure()
 
@@ -266,13 +268,13 @@ class PsWorker:
         if failure is not None:
             raise worker_lost(str(failure)) from failure
 
-    def judged(self) -> contextlib.AbstractContextManager[None]:
+    def evaluation_values(self) -> contextlib.AbstractContextManager[None]:
         """While this lasts the model has the values that an evaluation judges."""
         return contextlib.nullcontext()
 
     # --- evaluations -------------------------------------------------------------------------------------------------
 
-    def ask_to_judge(
+    def request_evaluation(
         self,
         epoch: int,
         ordinal: int,
@@ -281,7 +283,7 @@ class PsWorker:
         exact_limit: int,
         may_be_probabilities: bool,
         buffers: bytes,
-    ) -> tuple[Judged, list[Any]]:
+    ) -> tuple[EvaluationReply, list[Any]]:
         """A lease on some samples, or the result, or neither. Frame: the buffers to score with."""
         self._request += 1
         body = Evaluate(
@@ -295,13 +297,13 @@ class PsWorker:
             exact_limit,
             may_be_probabilities,
         )
-        reply = answer_of(self.client.send(0, body, [buffers]))
-        assert isinstance(reply.body, Judged)
+        reply = wait_reply(self.client.send(0, body, [buffers]))
+        assert isinstance(reply.body, EvaluationReply)
         return reply.body, reply.frames
 
-    def send_scores(self, epoch: int, ordinal: int, lease: GivenLease, logits: np.ndarray, labels: np.ndarray) -> None:
+    def send_scores(self, epoch: int, ordinal: int, lease: LeaseGrant, logits: np.ndarray, labels: np.ndarray) -> None:
         body = Score(self.worker, self.session.generation, epoch, ordinal, lease.micro, lease.serial)
-        answer_of(self.client.send(0, body, [np.ascontiguousarray(logits), labels]))
+        wait_reply(self.client.send(0, body, [np.ascontiguousarray(logits), labels]))
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -313,9 +315,9 @@ class PsWorker:
         """The first server of this host."""
         return next(s for s, server in enumerate(self.session.servers) if server.host == self.host)
 
-    def saved_here(self) -> Saved | None:
+    def saved_here(self) -> SaveStatus | None:
         """What became of this host's part of the newest checkpoint."""
-        reply = ask(self.client, self.own_server, self.contact.question())
+        reply = request(self.client, self.own_server, self.contact.question())
         assert isinstance(reply.body, Ok)
         return None if reply.body.position is None else reply.body.position.saved
 
@@ -330,20 +332,22 @@ class PsWorker:
 
     def _exported(self, request: Export) -> dict[int, DenseState]:
         self._values.forget()  # what workers compute with may be other values than the model's
-        return dense_export.exported(self.client, request, self._parts)
+        return dense_export.export_dense(self.client, request, self._parts)
 
     def rescue(self, timeout_s: float) -> dict[int, DenseState]:
         """As `export`, what the servers that still answer have, and what those of this host have published before they
         fell silent. Brings the position up to date, too.
         """
         generation = self.session.generation
-        found, position = dense_export.rescued(self.client, generation, self.contact.beat(), self._parts, timeout_s)
+        found, position = dense_export.export_from_reachable(
+            self.client, generation, self.contact.message(), self._parts, timeout_s
+        )
         if len(found) < len(self._parts.sizes):
             servers = self.session.servers
             left, stands = dense_export.left_in_files(self._folder, self.host, servers, self._parts, generation)
             found, position = left | found, position or stands
         if position is not None:
-            self.contact.hear(position)
+            self.contact.on_reply(position)
         return found
 
 

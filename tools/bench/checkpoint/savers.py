@@ -101,20 +101,20 @@ class Ours:
         return step
 
     def save(self) -> Callable[[], object]:
-        from recovery import rest
+        from recovery import dense_state
 
         step = self._rows.last_step
-        handle = self._checkpoints.save(step, step, rest(self._model, self._optimizer, self._rows))
+        handle = self._checkpoints.save(step, step, dense_state(self._model, self._optimizer, self._rows))
         wait: Callable[[], object] = handle.result
         return wait
 
     def restore(self, how: str) -> None:
-        from recovery import load_rest
+        from recovery import load_dense_state
         from recovery.state_codec import decode
 
         report = self._checkpoints.restore()
         assert report is not None and not report.n_lost and not report.skipped
-        load_rest(self._model, self._optimizer, self._rows, decode(report.state))
+        load_dense_state(self._model, self._optimizer, self._rows, decode(report.state))
 
 
 # --- peers -----------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from ...virtual_hosts import Lab, LabError
+from ...virtual_hosts import VirtualHosts, VirtualHostsError
 from ..harness import measure
 from ..harness.measure import Row
 
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         about = {"machine": measure.machine(), "settings": settings()}
         with ExitStack() as stack:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gba-hvd-bench-")))
-            lab = stack.enter_context(Lab(scratch / "lab", (DESK, *HOSTS)))
+            lab = stack.enter_context(VirtualHosts(scratch / "lab", (DESK, *HOSTS)))
             launches = Launches(scratch, lab)
             jobs = planned(args.models, args.links, args.contestants, args.runs)
             runs = [partial(launches.speed, speed, *job) for job in jobs]
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
                 else:  # hours in all: what there is can be read, and outlives an interruption
                     found = {**about, **headline(speed, quality), "rows": speed, "quality": quality}
                     measure.write_whole(args.out, found)
-    except (measure.RunFailed, LabError) as error:
+    except (measure.RunFailed, VirtualHostsError) as error:
         failed = error
         print(f"gba-hvd: {error}", file=sys.stderr)
     if speed or quality:
@@ -140,7 +140,7 @@ class Launches:
     """Runs on prepared samples, between the hosts of a lab. Owns the files in `folder`."""
 
     folder: Path
-    lab: Lab
+    lab: VirtualHosts
 
     def __post_init__(self) -> None:
         from ..harness import clicks, small_ctr

@@ -31,8 +31,8 @@ from gba_hvd.ps import launch as companion
 from gba_hvd.ps import messages, transport
 from gba_hvd.ps.client import Client
 from gba_hvd.ps.coordinator.discipline import Discipline
-from gba_hvd.ps.worker.lease_prefetch import Ahead
-from gba_hvd.ps.worker.session import Session
+from gba_hvd.ps.worker.lease_prefetch import LeasePrefetcher
+from gba_hvd.ps.worker.session import PsSession
 from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.shm.shard_memory import ShardMemory
 from recovery import state_codec
@@ -121,7 +121,7 @@ class Ours:
 
     def __init__(self, mode: PsWorker, pids: Sequence[int]) -> None:
         self._mode, self.pids = mode, pids
-        self._leases = Ahead(lambda: mode.ask(0, N_SAMPLES, [0.0, LEARNING_RATE], 0, lambda: True))
+        self._leases = LeasePrefetcher(lambda: mode.ask(0, N_SAMPLES, [0.0, LEARNING_RATE], 0, lambda: True))
 
     def pull(self, ids: np.ndarray) -> Any:
         return self._mode.fetch_rows([ids])[0]
@@ -150,7 +150,7 @@ def ours(servers: int) -> Iterator[Endpoint]:
         companion.write_settings(memory.folder, "bench", key, layout, tables.optimizer)
         endpoints = [companion.endpoint(memory.folder, i, here, 60.0) for i in range(servers)]
         shard_servers = tuple(shard % servers for shard in range(layout.n_shards))
-        session = Session(1, "gba", "bench", key, tuple(endpoints), shard_servers, (0,), "global")
+        session = PsSession(1, "gba", "bench", key, tuple(endpoints), shard_servers, (0,), "global")
         parameter = torch.zeros(1, requires_grad=True)
         spec = torch_optimizers.spec_of(torch.optim.SGD([parameter], lr=0.0))
         client = Client("bench", key, endpoints, elsewhere, memory.folder, 60.0)
@@ -158,7 +158,7 @@ def ours(servers: int) -> Iterator[Endpoint]:
         for me in range(servers):
             tensors: list[tuple[str, list[int], int]] = [("p", [1], 0)] if me == 0 else []
             enter = messages.Enter(
-                1, endpoints, me, list(shard_servers), messages.Position(), N_SAMPLES, 8, 1,
+                1, endpoints, me, list(shard_servers), messages.JobPosition(), N_SAMPLES, 8, 1,
                 vars(Discipline()).copy(), "global", LEARNING_RATE, [0.0], tensors, spec,
             )  # fmt: skip
             values = np.zeros(len(tensors), np.float32)

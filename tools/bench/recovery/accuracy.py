@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from recovery import Checkpointer, Config, load_rest, of_optimizer, rest
-from recovery.restore import Now
+from recovery import Checkpointer, Config, dense_state, load_dense_state, of_optimizer
+from recovery.restore import TrainingPoint
 from recovery.schedule.formulas import best_full_interval_s, interval_for_pls_s
 from recovery.state_codec import decode
 from recovery.torch_rows.tensor_rows import TensorRows
@@ -171,7 +171,7 @@ def train(run: Run, log: Log, r: float) -> dict[str, Any]:
     every = save_every(run.strategy, run.mean_h, n_steps, r)
     pls, again, written, n_failures = 0.0, 0, 0, 0
     saved: set[int] = set()  # steps; one that is done again is not saved again
-    config, rng = Config(job="cpr", policy=policy, r=r), np.random.default_rng(0)
+    config, rng = Config(job="cpr", policy=policy, row_fraction=r), np.random.default_rng(0)
     with (
         tempfile.TemporaryDirectory(prefix="gba-hvd-cpr-") as place,
         Checkpointer(place, rows, config, rng=rng) as saving,
@@ -179,7 +179,7 @@ def train(run: Run, log: Log, r: float) -> dict[str, Any]:
         step = 0
         while step < n_steps:
             if run.strategy != "none" and step % every == 0 and step not in saved:
-                state = rest(model, optimizer, rows)
+                state = dense_state(model, optimizer, rows)
                 written += saving.save(step, step * of.global_batch, state).result(300).manifest.n_bytes
                 saved.add(step)
             _step(model, optimizer, rows, log.train, of, step, per_epoch, run.seed)
@@ -238,19 +238,19 @@ def _overwrite(rows: TensorRows, server: int) -> None:
 def _rows_back(rows: TensorRows, saving: Checkpointer, server: int, step: int, n_steps: int, batch: int) -> float:
     """Partial recovery: the lost server's rows from the newest checkpoint. Returns what it adds to the PLS."""
     _overwrite(rows, server)
-    report = saving.restore([server], now=Now(step, step * batch, n_steps * batch))
+    report = saving.restore([server], now=TrainingPoint(step, step * batch, n_steps * batch))
     assert report is not None and report.n_lost == 0 and report.pls is not None
     return report.pls
 
 
 def _everything_back(model: Model, optimizer: torch.optim.Optimizer, rows: TensorRows, saving: Checkpointer) -> int:
-    """Full recovery. Returns the step that training goes on from."""
+    """Full recovery. Returns the step that training resumes from."""
     for server in range(emulation.SERVERS):
         _overwrite(rows, server)
     report = saving.restore()
     assert report is not None and report.state is not None
     rows.continue_from(report.step)
-    load_rest(model, optimizer, rows, decode(report.state))
+    load_dense_state(model, optimizer, rows, decode(report.state))
     return report.step
 
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from recovery.schedule.failures import Gamma, failure_times
 from recovery.schedule.formulas import interval_for_pls_s
-from recovery.schedule.planner import Costs, Job, Wishes, estimates
+from recovery.schedule.planner import Costs, Job, Objectives, estimates
 from recovery.simulation.simulated_rows import RowModel
-from recovery.simulation.simulation import Mean, Outcome, World, mean_of, simulate
+from recovery.simulation.simulation import Mean, Outcome, SimulatedJob, mean_of, simulate
 
 HOURS, SERVERS, TABLE_BYTES = 56, 8, 100 * 10**9
 MEANS_H = (28, 14)
@@ -41,9 +41,9 @@ def emulated(costs: Costs, mean_h: float, n_traces: int, shape: float, r: float,
         trace = job_failures(Gamma(shape, mean_s), job.total_s, np.random.default_rng([seed, number]))
         for which, name in enumerate(CONTESTANTS):
             as_cpr = name != "planned"
-            world = World(
+            world = SimulatedJob(
                 job,
-                wishes_of(name, job, r),
+                objectives_of(name, job, r),
                 row_model(),
                 settled=False,
                 seeded=as_cpr,
@@ -57,15 +57,15 @@ def row_model() -> RowModel:
     return RowModel(n_servers=SERVERS, rows_per_server=2000, updates_per_row_h=0.1)
 
 
-def wishes_of(contestant: str, job: Job, r: float) -> Wishes:
+def objectives_of(contestant: str, job: Job, r: float) -> Objectives:
     """What tells a contestant from the others. CPR overwrites rows in its one checkpoint: never a new base."""
-    cpr = Wishes(strategy="partial", policy="full", target_pls=TARGET_PLS, r=r, rebase_at=math.inf)
+    cpr = Objectives(strategy="partial", policy="full", target_pls=TARGET_PLS, r=r, rebase_at=math.inf)
     if contestant == "full":
         return replace(cpr, strategy="full")
     if contestant == "naive":
         return replace(cpr, max_interval_s=estimates(job, cpr)[0].round_s)
     if contestant == "planned":
-        return Wishes(target_pls=TARGET_PLS, r=r)
+        return Objectives(target_pls=TARGET_PLS, r=r)
     return replace(cpr, policy=contestant.removeprefix("cpr_"))
 
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..plan import REBASE_HELP, add_job_options, costs_of, duration, fill_in, wishes_of
+from ..plan import REBASE_HELP, add_job_options, costs_of, duration, fill_in, objectives_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -104,18 +104,18 @@ def simulated(args: argparse.Namespace, n: int, strategy: str, law: Gamma, trace
     from recovery.schedule.failures import failure_times
     from recovery.schedule.planner import Job, plan
     from recovery.simulation.simulated_rows import RowModel
-    from recovery.simulation.simulation import World, mean_of, simulate
+    from recovery.simulation.simulation import SimulatedJob, mean_of, simulate
 
     total_s = args.years * _YEAR_S
     job = Job(costs_of(args), round(args.table_gb * 1e9 * n), n, law.mean_s / n, total_s)
-    wishes = wishes_of(args, strategy=strategy)
+    objectives = objectives_of(args, strategy=strategy)
     rows = RowModel(min(n, args.sampled_servers)) if args.sampled_servers else None
-    world = World(job, wishes, rows, replan_s=None if args.fixed_plan else 86400.0)
+    world = SimulatedJob(job, objectives, rows, replan_s=None if args.fixed_plan else 86400.0)
     outcomes: list[Outcome] = []
     for repeat in range(args.repeats):
         rng = np.random.default_rng([args.seed, n, repeat])
         outcomes.append(simulate(world, failure_times(law, total_s, n, rng) if trace is None else trace, rng))
-    expected = plan(job, wishes).expected
+    expected = plan(job, objectives).expected
     has_rows = all(outcome.updates_lost is not None for outcome in outcomes)
     return Line(
         servers=n,
