@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from gba_hvd.errors import BadInput
+from recovery.old_names import accepts, renamed
 
 _PREFIX = "GBA_HVD_"
+_OLD = {"heartbeat_timeout_s": "ALIVE_S", "server_timeout_s": "SERVER_S"}  # variables that are still read
 
 
+@accepts(alive_s="heartbeat_timeout_s", server_s="server_timeout_s")
 @dataclass(frozen=True)
 class Config:
     """
@@ -23,10 +26,10 @@ class Config:
     job_name:   what people call it, in `gba-hvd ps` and elsewhere; by default the script's name
     n_shards:   S, in how many shards every table is cut; fixed for the job
     timeout_s:  longest wait for another worker of this host to finish applying a step
-    alive_s:    asynchronous modes: a worker not heard of for this long loses its leases to others
+    heartbeat_timeout_s: asynchronous modes: a worker not heard of for this long loses its leases to others
     lease_s:    asynchronous modes: longest time for one micro-batch, before it is given to another worker
-    server_s:   asynchronous modes: a server that answers nothing for this long counts as lost, with its host. In every
-                mode: a worker that lost the others ends when it cannot reach the launcher for this long
+    server_timeout_s: asynchronous modes: a server that answers nothing for this long counts as lost, with its host. In
+                every mode: a worker that lost the others ends when it cannot reach the launcher for this long
     grace_s:    how long the memory stays when every worker of the host has died (a restarted worker finds it again)
     """
 
@@ -59,14 +62,18 @@ class Config:
         known = {f.name: f for f in fields(cls)}
         values: dict[str, Any] = {}
         for name in known:
-            text = environ.get(_PREFIX + name.upper())
-            if text is None:
+            for variable in (name.upper(), _OLD.get(name)):
+                text = None if variable is None else environ.get(_PREFIX + variable)
+                if text is not None:
+                    break
+            else:
                 continue
             try:
                 values[name] = _PARSE.get(name, str)(text)
             except ValueError as error:
-                raise BadInput(f"{_PREFIX}{name.upper()}={text!r}: {error}") from error
-        values.update({name: value for name, value in arguments.items() if value is not None})
+                raise BadInput(f"{_PREFIX}{variable}={text!r}: {error}") from error
+        given = {name: value for name, value in arguments.items() if value is not None}
+        values.update(renamed(given, {"alive_s": "heartbeat_timeout_s", "server_s": "server_timeout_s"}))
         return cls(**values)
 
 

@@ -57,10 +57,16 @@ _IN = {
     "storage.open": ("open_store",),
     "torch_rows.tensor_rows": ("RowParts", "TensorRows", "load_dense_state", "of_optimizer", "dense_state"),
 }
+_OLD = {"Now": "TrainingPoint", "Parts": "RowParts", "load_rest": "load_dense_state", "rest": "dense_state"}
 _MODULE = {name: module for module, names in _IN.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
+    if name in _OLD:
+        from recovery.old_names import warn
+
+        warn(f"recovery.{name}", f"recovery.{_OLD[name]}")
+        name = _OLD[name]
     if name not in _MODULE:
         raise AttributeError(f"module 'recovery' has no attribute {name!r}")
     return getattr(import_module(f"recovery.{_MODULE[name]}"), name)

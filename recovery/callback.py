@@ -13,9 +13,11 @@ from typing import Any
 
 from recovery.config import Config
 from recovery.errors import BadInput
+from recovery.old_names import accepts
 from recovery.schedule.adaptive import FIRST_INTERVAL_S, Goals
 
 
+@accepts(last_gasp_s="final_checkpoint_s", memory_share="retain_state_share")
 class CheckpointCallback:
     """Save to `url` and, when a job starts, resume from the newest good checkpoint there.
 

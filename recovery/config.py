@@ -10,13 +10,16 @@ from typing import Any
 from recovery.catalog.retention import Keep
 from recovery.errors import BadInput
 from recovery.format.row_codec import Encoding
+from recovery.old_names import accepts, renamed
 from recovery.policies import SAVE_POLICIES
 
 _PREFIX = "RECOVERY_"
+_OLD = {"row_fraction": "R", "concurrent_puts": "PUTS"}  # variables that are still read
 VERIFY = ("sizes", "state", "bytes")
 _LEAST_BUDGET = 1 << 20
 
 
+@accepts(r="row_fraction", puts="concurrent_puts")
 @dataclass(frozen=True)
 class Config:
     """
@@ -31,7 +34,7 @@ class Config:
     rate_bytes_s:     most bytes written per second; None: as fast as the store takes them
     threads:          that encode
     readers:          that read, verify and decode when rows are restored
-    puts:             objects written at the same time; more than 1 pays with object stores
+    concurrent_puts:  objects written at the same time; more than 1 pays with object stores
     level:            of zstd, see `codec.Encoding`
     bits:             8 or 4: partial saves have their weights quantised; None: exact
     keep_last:        checkpoints that this run keeps, with what they are on top of
@@ -94,14 +97,18 @@ class Config:
         """Build from RECOVERY_<NAME> variables; arguments that are not None win."""
         values: dict[str, Any] = {}
         for field in fields(cls):
-            text = environ.get(_PREFIX + field.name.upper())
-            if text is None:
+            for variable in (field.name.upper(), _OLD.get(field.name)):
+                text = None if variable is None else environ.get(_PREFIX + variable)
+                if text is not None:
+                    break
+            else:
                 continue
             try:
                 values[field.name] = _PARSE[str(field.type)](text)
             except ValueError as error:
-                raise BadInput(f"{_PREFIX}{field.name.upper()}={text!r}: {error}") from error
-        values.update({name: value for name, value in arguments.items() if value is not None})
+                raise BadInput(f"{_PREFIX}{variable}={text!r}: {error}") from error
+        given = {name: value for name, value in arguments.items() if value is not None}
+        values.update(renamed(given, {"r": "row_fraction", "puts": "concurrent_puts"}))
         return cls(**values)
 
     @property

@@ -291,7 +291,7 @@ class Checkpoint:
     policy: str = setting(
         Saving.policy, "which rows a save takes once there is a base: full, delta, mfu, ssu, scar", off="full"
     )
-    r: float = setting(Saving.row_fraction, "share of a table's rows that mfu, ssu and scar take")
+    row_fraction: float = setting(Saving.row_fraction, "share of a table's rows that mfu, ssu and scar take")
     bits: int | None = setting(Saving.bits, "8 or 4: partial saves are quantised", off="null")
     keep_last: int = setting(Saving.keep_last, "checkpoints that are kept")
     rate_bytes_s: float | None = setting(Saving.rate_bytes_s, "most bytes written per second", off="null")

@@ -442,14 +442,14 @@ class SaveSettings(msgspec.Struct):
     url: str
     storage_options: dict[str, Any]
     config: Config
-    final_checkpoint_s: float = 0.0
+    final_checkpoint_s: float = msgspec.field(name="last_gasp_s", default=0.0)
 
 
 class SaveAbout(msgspec.Struct, omit_defaults=True):
     """What a manifest says about the job, for people and for the job that resumes from it: `Manifest.about`.
 
     why: this checkpoint was made, and is of its kind. n_servers: hosts. given, measured, costs: see
-    `recovery.schedule.adaptive`. last_gasp: nobody was left to ask for it. torn_shards: were in the middle of a step
+    `recovery.schedule.adaptive`. is_final: nobody was left to ask for it. torn_shards: were in the middle of a step
     """
 
     why: str = ""
@@ -462,7 +462,7 @@ class SaveAbout(msgspec.Struct, omit_defaults=True):
     measured: dict[str, Any] = {}
     costs: dict[str, Any] = {}
     compression: str = ""
-    last_gasp: bool = False
+    is_final: bool = msgspec.field(name="last_gasp", default=False)
     torn_shards: int = 0
 
     @property

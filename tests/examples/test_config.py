@@ -97,7 +97,7 @@ def test_the_command_line_beats_the_file_and_the_file_beats_the_defaults(tmp_pat
         ("checkpoint.every_steps=10", r"checkpoint\.url: needed, a folder or an address"),
         ("checkpoint={url: c, every_steps: 0}", r"checkpoint: every_s and every_steps must be positive"),
         ("checkpoint={url: c, policy: mfuu}", r"checkpoint: policy 'mfuu' is not known: did you mean 'mfu'"),
-        ("checkpoint={url: c, r: 2}", r"checkpoint: r is a share of the rows"),
+        ("checkpoint={url: c, row_fraction: 2}", r"checkpoint: row_fraction is a share of the rows"),
         ("checkpoint={url: c, bits: 5}", r"checkpoint: .*5"),
         ("checkpoint={url: c, resum: false}", r"checkpoint\.resum: no such setting; did you mean checkpoint\.resume\?"),
         ("checkpoint={url: c, resume: 1}", r"checkpoint\.resume: expected true or false, got 1"),
@@ -188,7 +188,7 @@ def test_a_job_without_the_section_is_never_saved(tmp_path: Path) -> None:
 
 
 def test_checkpoints_are_read_from_the_file_and_the_command_line(tmp_path: Path) -> None:
-    path = file_with(tmp_path, "checkpoint: {url: s3://bucket/job, every_s: 60, policy: mfu, r: 0.25}\n")
+    path = file_with(tmp_path, "checkpoint: {url: s3://bucket/job, every_s: 60, policy: mfu, row_fraction: 0.25}\n")
     checkpoint = load(path, ["checkpoint.every_steps=20", "checkpoint.resume=false", "checkpoint.bits=8"]).checkpoint
     assert checkpoint is not None
     callback = checkpoint.callback()

@@ -443,7 +443,7 @@ def test_a_new_process_on_the_same_memory_goes_on_with_deltas(
     ("setting", "what"),
     [
         ({"policy": "best"}, "full, delta, mfu, ssu, scar"),
-        ({"r": 0}, "r is a share"),
+        ({"row_fraction": 0}, "row_fraction is a share"),
         ({"budget_bytes": 100}, "budget_bytes must be at least"),
         ({"threads": 0}, "threads must be at least 1"),
         ({"rate_bytes_s": 0}, "rate_bytes_s must be positive"),

@@ -31,7 +31,7 @@ LAYERS = {
         ["optimizer", "grad_scaler", "batches", "evaluation", "hogwild"],
     ],
     "recovery": [
-        ["errors", "redaction", "registry", "state_codec", "rows", "policies"],
+        ["errors", "old_names", "redaction", "registry", "state_codec", "rows", "policies"],
         ["storage"],
         ["format"],
         ["catalog"],

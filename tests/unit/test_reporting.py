@@ -10,6 +10,6 @@ from gba_hvd.ps.server.status import StatusService
 
 def test_the_status_shows_no_credentials_of_the_place_for_checkpoints() -> None:
     saver: Any = SimpleNamespace(url="s3://user:word@host/bucket/job?token=abc")
-    mode: Any = SimpleNamespace(in_charge=None)
+    mode: Any = SimpleNamespace(active_coordinator=None)
     status = StatusService("clicks", 0, mode, saver).status()
     assert status["checkpoints"] == "s3://***@host/bucket/job?token=***"

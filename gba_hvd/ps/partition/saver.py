@@ -105,7 +105,7 @@ class Saver:
             epoch=epoch, number=number, part=0, n_parts=1, kind=policy if is_on_top else "full",
             parent=before.facts.manifest if is_on_top and policy != "full" else None, step=step, samples=samples,
             settings=held.settings, claim=held.claim, generation=generation, first_epoch=held.first_epoch,
-            about=msgspec.structs.replace(held.about, why="all workers were gone", last_gasp=True),
+            about=msgspec.structs.replace(held.about, why="all workers were gone", is_final=True),
         )  # fmt: skip
 
     @property
@@ -346,7 +346,7 @@ def last_prefix(epoch: int) -> str:
 
 def _is_left(request: Save) -> bool:
     """Whether it is the last checkpoint of allreduce mode, of rows whose workers are gone."""
-    return request.about.last_gasp and not request.generation
+    return request.about.is_final and not request.generation
 
 
 def _open(settings: SaveSettings) -> Store:

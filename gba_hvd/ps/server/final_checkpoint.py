@@ -1,6 +1,6 @@
 """The last checkpoint, when all workers are gone: what is newer than the one before it, before the memory goes.
 
-`last_gasp` decides when. In an asynchronous mode all servers save; in allreduce mode the one of a single host, if the
+`memory_hold` decides when. In an asynchronous mode all servers save; in allreduce mode the one of a single host, if the
 training state was kept in memory, or those of several hosts if they agree (`last_together`). A server that is not asked
 by its coordinator only keeps the memory, for as long as it may take.
 """

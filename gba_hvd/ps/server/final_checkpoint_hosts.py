@@ -1,7 +1,7 @@
 """The last checkpoint of a job in allreduce mode on several hosts: servers that do not know each other agree on it.
 
 They meet in the store, under the epoch of the claim that their workers' world had. Each holds its host's memory
-meanwhile (`last_gasp`), for `final_checkpoint_s` at most. In the order in which things become visible:
+meanwhile (`memory_hold`), for `final_checkpoint_s` at most. In the order in which things become visible:
 
     1. gone   every server but the first one says that all workers of its host are gone, when it saves nothing any more:
               a save of the first one that waits for rows that nobody asked for fails        blobs/EPOCH-last/gone-NNNN
@@ -104,7 +104,7 @@ def begin(saver: Saver, memory: ShardMemory, state: RetainedState | None) -> Non
         mine_of = Save(
             epoch=held.claim.epoch, number=word.number, part=held.part, n_parts=held.n_parts, kind=word.kind,
             parent=word.parent, step=word.step, samples=word.samples, settings=held.settings, claim=held.claim,
-            about=SaveAbout(last_gasp=True), first_epoch=held.first_epoch,
+            about=SaveAbout(is_final=True), first_epoch=held.first_epoch,
         )  # fmt: skip
         return mine_of, mine.shards, lambda parts: b"", msgspec.msgpack.encode(mine)
 

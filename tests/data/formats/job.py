@@ -90,7 +90,7 @@ def main(mode: str) -> None:
     state.register_callbacks([
         events,
         gba_hvd.GBACallback(mode=mode, wait_s=PATIENCE_S),
-        CheckpointCallback(str(PLACE / "checkpoints"), every_steps=4, takeover=True, memory_share=1.0),
+        CheckpointCallback(str(PLACE / "checkpoints"), every_steps=4, takeover=True, retain_state_share=1.0),
     ])  # fmt: skip
     train(state, model, optimizer, Clicks())
     answer = {"step": state.step, "losses": len(state.losses), "n_steps": events.n_steps, "events": events.events}
