@@ -262,19 +262,19 @@ fcntl.flock(lock, fcntl.LOCK_EX)
 from gba_hvd.ps.server import server
 from gba_hvd.ps.coordinator.coordinator import Coordinator
 from gba_hvd.ps.partition.dense_part import DensePart
-from gba_hvd.ps.partition.partition import Part
+from gba_hvd.ps.partition.partition import Partition
 from gba_hvd.shm.shard_memory import ShardMemory, is_alive
 from gba_hvd.ps.coordinator.ledger import Ledger
 owner, name, before = {
-    "before it is measured": (Part, "measure", True),
+    "before it is measured": (Partition, "measure", True),
     "measured": (Coordinator, "measured", False),
-    "before the step": (Part, "_apply", True),
+    "before the step": (Partition, "_apply", True),
     "rows begun": (ShardMemory, "begin", False),
     "rows done": (ShardMemory, "finish", False),
     "dense done": (DensePart, "step_", False),
     "before it counts": (Coordinator, "applied", True),
-    "push stored": (Part, "push", False),
-    "entered": (Part, "begin", False),
+    "push stored": (Partition, "push", False),
+    "entered": (Partition, "begin", False),
     "before others discard": (Ledger, "lost_pushes", False),
 }[point]
 method = getattr(owner, name)

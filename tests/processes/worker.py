@@ -158,7 +158,7 @@ around(ReplicaWorker, "export", lambda _: die("before handing in", state.epoch),
 around(
     ReplicaWorker, "_exported", lambda _: die("all have handed in", state.epoch), lambda _: die("exported", state.epoch)
 )
-around(ReplicaWorker, "_hand_in", None, lambda _: die("after handing in", state.epoch))
+around(ReplicaWorker, "_submit", None, lambda _: die("after handing in", state.epoch))
 
 
 def falls_out(_: Any) -> None:
@@ -270,7 +270,7 @@ def take_dense_state(mode: ParameterServerMode, *args: Any, **more: Any) -> None
     _take(mode, *args, **more)
 
 
-around(ReplicaWorker, "_hand_in", None, lambda _: (OUT / "another-ends").touch() if ends() else None)
+around(ReplicaWorker, "_submit", None, lambda _: (OUT / "another-ends").touch() if ends() else None)
 
 
 enter_ps._enter, enter_ps.start = enter_servers, start_asynchronous
