@@ -97,7 +97,7 @@ class _Epoch:
         self.cut, self.epoch, self.n_samples = cut, epoch, len(dataset)
         self._dataset, self._state, self._order, self._find_ids = dataset, state, order, find_ids
         cursor = state.engine.progress.cursor
-        self._moved = dict(cursor.remapped) if cursor.epoch == epoch else {}
+        self._moved = dict(cursor.moved) if cursor.epoch == epoch else {}
 
     def read(self, index: int) -> Any:
         cut, place = self.cut, self._moved.get(index, index)

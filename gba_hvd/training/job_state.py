@@ -71,7 +71,7 @@ class Cursor:
 
     epoch: int = -1
     steps_done: int = 0
-    remapped: dict[int, int] = field(default_factory=dict)
+    moved: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Progress:
         return JobPosition(
             step=self.step, epoch=self.cursor.epoch, steps_done=self.cursor.steps_done, account=asdict(self.account),
             staleness=dict(self.staleness), lags=dict(self.lags), rejected=self.rejected, reissued=self.reissued,
-            remapped=self.cursor.remapped, loss_scale=None if self.loss_scale is None else self.loss_scale.now,
+            remapped=self.cursor.moved, loss_scale=None if self.loss_scale is None else self.loss_scale.now,
         )  # fmt: skip
 
     def load_wire(self, position: JobPosition) -> None:
