@@ -40,6 +40,7 @@ from gba_hvd.dense_gradients import DenseGradients
 from gba_hvd.elastic import TorchState
 from gba_hvd.embedding.tables import PulledRows
 from gba_hvd.errors import BadInput, GbaError
+from gba_hvd.training.engine import Engine
 from gba_hvd.training.mode import MicroBatch, SharesReplica
 
 Compute = Callable[[nn.Module, Any], Tensor | float | None]
@@ -80,8 +81,8 @@ def hogwild(dataset: Dataset, state: TorchState, compute: Compute, *, n_threads:
     micro_batches = batches(dataset, state, **how)
     try:
         for batch in micro_batches:
-            if n_threads > 1 and isinstance(engine.mode, SharesReplica):
-                threads.hand(batch, engine.mode)
+            if n_threads > 1 and (shared := _shared_replica(engine)) is not None:
+                threads.hand(batch, shared)
                 continue
             threads.end()
             optimizer.zero_grad()
@@ -94,6 +95,11 @@ def hogwild(dataset: Dataset, state: TorchState, compute: Compute, *, n_threads:
             micro_batches.close()
             threads.leave_the_loop()
         raise
+
+
+def _shared_replica(engine: Engine) -> SharesReplica | None:
+    """The mode, if threads may share its replica."""
+    return engine.mode if isinstance(engine.mode, SharesReplica) else None
 
 
 @dataclass(frozen=True)
@@ -176,9 +182,8 @@ class _Threads:
 
     def leave_the_loop(self) -> None:
         """After a failure of the user's function: as if the loop over the batches had been left."""
-        mode = self._engine.mode
-        if isinstance(mode, SharesReplica):
-            mode.leave_loop()
+        if (shared := _shared_replica(self._engine)) is not None:
+            shared.leave_loop()
 
     # -----------------------------------------------------------------------------------------------------------------
 

@@ -119,7 +119,7 @@ class TorchState:
                 self.engine.register(ModeRequests(self.engine, callback))
                 check_modes(self.engine)
             elif isinstance(callback, FaultSchedule):
-                self.engine.faults = callback
+                self.engine.plan_faults(callback)
 
     def on_step(self, function: Callable[[], Any]) -> None:
         """Run `function()` once per global step that is applied, on every worker, such as a scheduler's `step`:

@@ -171,6 +171,9 @@ class Engine:
 
     # --- planned faults ----------------------------------------------------------------------------------------------
 
+    def plan_faults(self, faults: FaultSchedule) -> None:
+        self.faults = faults
+
     def _took(self, micro: MicroBatch) -> float:
         """Seconds the micro-batch took; planned faults happen here."""
         seconds = time.perf_counter() - micro.started_s

@@ -133,3 +133,41 @@ def test_no_circle_of_files():
         for module in free:
             del left[module]
     assert not left
+
+
+# --- modes -----------------------------------------------------------------------------------------------------------
+
+MODE_CLASSES = {
+    "AllreduceMode", "ParameterServerMode", "ModelAveragingMode", "SharesReplica", "AllreduceExchange", "PsWorker",
+    "ReplicaWorker",
+}  # fmt: skip
+
+
+def test_nobody_but_those_who_change_modes_asks_which_one_it_is():
+    """`hogwild` asks for an ability, once."""
+    asking = []
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+                named = {one.id for one in ast.walk(node.args[1]) if isinstance(one, ast.Name)}
+                if named & MODE_CLASSES and not module.startswith(("gba_hvd.modes.", "gba_hvd.switching.")):
+                    asking.append(module)
+    assert asking == ["gba_hvd.hogwild"]
+
+
+def test_others_assign_the_world_and_the_mode_of_an_engine_and_nothing_else():
+    assigned = set()
+    for module, path in MODULES.items():
+        if module == "gba_hvd.training.engine" or not module.startswith("gba_hvd."):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                owner = node.value
+                name = owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", "")
+                if name in ("engine", "_engine"):
+                    assigned.add(node.attr)
+    assert assigned == {"world", "mode"}
+
+
+def test_the_engine_is_short():
+    assert len(MODULES["gba_hvd.training.engine"].read_text().splitlines()) < 250
