@@ -35,7 +35,7 @@ class CheckpointCallback:
         seconds; None: they leave at once.
     resume: False starts over beside the checkpoints that are there, and saves after them.
     takeover: write here although another job does; it will be refused from then on.
-    storage_options: for fsspec, see `open_store`. settings: fields of `recovery.config.Config` (policy, r, ...).
+    storage_options: for fsspec, see `open_store`. settings: fields of `recovery.config.Config` (policy, ...).
     """
 
     def __init__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -10,11 +11,16 @@ from typing import Any, TypeVar
 from recovery.errors import BadInput
 
 T = TypeVar("T")
+_OURS = ("recovery", "gba_hvd", "dataclasses")
 
 
 def warn(old: str, new: str) -> None:
-    """Warn, at the caller's caller, that `old` goes with the next release."""
-    warnings.warn(f"{old} is now called {new}; the old name goes with the next release", DeprecationWarning, 3)
+    """Warn that `old` goes with the next release, at the line outside these packages that used it."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
+        frame, level = frame.f_back, level + 1
+    text = f"{old} is now called {new}; the old name goes with the next release"
+    warnings.warn(text, DeprecationWarning, stacklevel=level)
 
 
 def renamed(arguments: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class JobCheckpoints(StepParticipant):
     the training state, so that a successor goes on under it; so does what was measured.
     """
 
-    name = "checkpoints"
+    name, order = "checkpoints", 1
 
     def __init__(self, engine: Engine, callback: CheckpointCallback) -> None:
         config = callback.config
@@ -196,7 +196,7 @@ class JobCheckpoints(StepParticipant):
     def release(self) -> None:
         """On the chief, at the end: whoever comes next need not wait."""
         if self._claim is not None:
-            with contextlib.suppress(RecoveryError):
+            with contextlib.suppress(BadInput, RecoveryError):
                 claims.release(self.store, self._claim)
 
     def resume_point(self, report: Report) -> None:

@@ -89,8 +89,8 @@ def decide_resume(found: Sequence[MemorySurvey], settings: int, saved_step: int)
         return ResumeDecision(
             None,
             "the rows are in memory, but the training state was not kept there: it is not where gradients are "
-            "compressed (each worker has what it has not sent), where that took too long (memory_share), or where the "
-            "job was killed before its first step",
+            "compressed (each worker has what it has not sent), where that took too long (retain_state_share), or "
+            "where the job was killed before its first step",
         )
     if mine.settings != settings:
         return ResumeDecision(None, "what is in memory is of a model with other settings")

@@ -215,8 +215,9 @@ class TorchState:
 
     def on_hosts_updated(self, timestamp: int, update_result: int) -> None:
         """Called by Horovod's notification thread, on rank 0 only. The next commit, or heartbeat, tells everyone."""
-        if self.engine.mode is not None:
-            self.engine.mode.on_hosts_updated()
+        mode = self.engine.mode  # the training thread may leave it meanwhile
+        if mode is not None:
+            mode.on_hosts_updated()
         else:
             self.engine.signals.hosts_updated = True
 

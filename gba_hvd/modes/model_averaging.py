@@ -65,8 +65,9 @@ class ModelAveragingMode(ParameterServerMode):
         return grads.not_finite
 
     def fail_leases(self, error: BaseException) -> None:
-        if self._leases is not None:
-            self._leases.fail(error)
+        leases = self._leases  # the training thread may end them meanwhile
+        if leases is not None:
+            leases.fail(error)
 
     def leave_loop(self) -> None:
         if self.servers.replica.is_open:

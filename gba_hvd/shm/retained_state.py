@@ -56,7 +56,7 @@ def decide_retention(write_s: Sequence[float], step_s: Sequence[float], share: f
     said = f"keeping the training state in memory takes {1000 * took_s:.1f} ms of a step's {1000 * of_s:.1f} ms"
     if took_s <= share * of_s:
         return RetentionDecision(True, f"{said}, at most {share:.0%} are allowed")
-    why = f"{said}, more than the {share:.0%} allowed (CheckpointCallback(memory_share={share:g}))"
+    why = f"{said}, more than the {share:.0%} allowed (CheckpointCallback(retain_state_share={share:g}))"
     return RetentionDecision(
         False, f"{why}: a restart will begin at the newest checkpoint; a larger share keeps it, and costs that"
     )

@@ -285,7 +285,7 @@ def _say_that_all_wait(engine: Engine, mode: str, silent: list[int], patience_s:
     """All workers stand while a server takes over: one that hangs is told of long before it is given up."""
     text = (
         f"training stands, on all workers, and waits for server {' and '.join(map(str, silent))} of this host to enter "
-        f"mode {mode}: no answer for {_SAY_AFTER_S:.0f} s, {patience_s:.0f} s at most (GBA_HVD_SERVER_S)"
+        f"mode {mode}: no answer for {_SAY_AFTER_S:.0f} s, {patience_s:.0f} s at most (GBA_HVD_SERVER_TIMEOUT_S)"
     )
     data = {"waiting": [f"mode {mode}"], "seconds": _SAY_AFTER_S}
     engine.emit(Event("server_missing", engine.progress.step, text, data, level="warning"), only_here=True)

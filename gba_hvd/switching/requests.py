@@ -40,7 +40,7 @@ class ModeRequests(StepParticipant):
     operator_request: what `gba-hvd switch` asked the server of this host for, (mode, reason), once
     """
 
-    name = "mode requests"
+    name, order = "mode requests", 0
 
     def __init__(self, engine: Engine, callback: GBACallback) -> None:
         self._engine, self.callback = engine, callback

@@ -28,10 +28,12 @@ STEP = ("samples", "loss", "loss_weight", "hosts_updated", "n_bad", "bad_micro",
 class StepParticipant:
     """Something that all workers agree on by the commits of steps. The same on every worker; one of each kind.
 
-    waiting: in words, what was agreed on and waits for servers that are not up; waits_to_enter: it is a mode
+    order: of their numbers on a commit, and in which they hear of it. waiting: in words, what was agreed on and waits
+    for servers that are not up; waits_to_enter: it is a mode
     """
 
     name: str
+    order: int
     waiting: Sequence[str] = ()
 
     def n_fields(self) -> int:

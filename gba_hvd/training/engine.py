@@ -79,8 +79,13 @@ class Engine:
         })  # fmt: skip
 
     def register(self, participant: StepParticipant) -> None:
-        """Before the first world; the same on every worker."""
+        """The same on every worker, in any order. Raises GbaError within a step, whose numbers would be lost."""
+        if self.is_within_step:
+            raise GbaError("callbacks can be registered only between steps")
         self._participants[type(participant)] = participant
+        ordered = sorted(self._participants.items(), key=lambda item: item[1].order)
+        self._participants.clear()
+        self._participants.update(ordered)  # in place: reports look at them, too
         self._lay_out()
 
     def participant(self, kind: type[_Participant]) -> _Participant | None:
@@ -112,6 +117,10 @@ class Engine:
                 f"micro-batch {self._micro.index} was handed out, but optimizer.step() was not called for it: "
                 "call it once for each"
             )
+
+    def forget_micro_batch(self) -> None:
+        """The loop was left with one that was handed out."""
+        self._micro = None
 
     def detach_micro_batch(self) -> MicroBatch:
         """The micro-batch that was begun, for another thread."""
@@ -148,7 +157,7 @@ class Engine:
 
     def abandon_step(self) -> None:
         """Forget the micro-batches of a step that will be computed again (row gradients held stay: see `elastic`)."""
-        self._micro = None
+        self.forget_micro_batch()
         self.model.dense.zero_()
         self.model.dense.clear_total_()
         self.model.tables.drop_gradients()

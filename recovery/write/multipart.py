@@ -188,7 +188,7 @@ def commit_parts(
 
 def discard(store: Store, prefix: str) -> None:
     """Delete what a failed save has written. What cannot be deleted takes space until `gba-hvd checkpoint gc`."""
-    with contextlib.suppress(RecoveryError, OSError):
+    with contextlib.suppress(BadInput, RecoveryError, OSError):
         store.delete(sorted(store.names(prefix)))
 
 

@@ -102,7 +102,9 @@ def test_keeping_stops_when_it_takes_too_much_of_a_step(tmp_path: Path) -> None:
         if said := keeper.keep(step, 0, state):
             break
     assert step == 21
-    assert "10.0 ms of a step's 100.0 ms, more than the 5% allowed (CheckpointCallback(memory_share=0.05))" in said
+    assert (
+        "10.0 ms of a step's 100.0 ms, more than the 5% allowed (CheckpointCallback(retain_state_share=0.05))" in said
+    )
     assert retained_state.read(tmp_path) is None
     assert keeper.keep(99, 0, state) == "" and retained_state.read(tmp_path) is None
 

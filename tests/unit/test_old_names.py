@@ -28,13 +28,15 @@ def test_an_old_name_of_recovery_is_the_new_one(old: str, new: str) -> None:
     ],
 )
 def test_an_old_setting_is_the_new_one(kind: type, old: str, new: str, value: float) -> None:
-    with pytest.warns(DeprecationWarning, match=new):
+    with pytest.warns(DeprecationWarning, match=new) as told:
         config = kind(**{old: value})
+    assert [one.filename for one in told] == [__file__], "Python shows such a warning where it is the script's own"
     assert getattr(config, new) == value
     with pytest.warns(DeprecationWarning, match=new):
         assert getattr(config, old) == value
-    with pytest.warns(DeprecationWarning, match=new):
+    with pytest.warns(DeprecationWarning, match=new) as told:
         assert kind.from_env({}, **{old: value}) == config
+    assert [one.filename for one in told] == [__file__]
     with pytest.raises(BadInput, match="give one of them"):
         kind(**{old: value, new: value})
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import gba_hvd
+import recovery
 from gba_hvd import BadInput, GbaError, NonFiniteGradient
 from gba_hvd.epoch import EpochOrder, EpochPlan
 from gba_hvd.training.step_hooks import StepHooks
@@ -422,3 +423,29 @@ def test_named_parameters_may_be_given_to_torch_itself(training: Any, clicks: An
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
     distributed = gba_hvd.DistributedOptimizer(optimizer, training().tables, global_batch=8, micro_batch=4)
     assert distributed.param_groups[-1]["param_names"] == ["gba_hvd.embedding.tables"]
+
+
+def test_callbacks_may_be_registered_in_any_order_but_not_within_a_step(training: Any, clicks: Any) -> None:
+    """What all workers write on a commit stands in one order."""
+    names = []
+    for order in (1, -1):
+        job = training()
+        callbacks = [gba_hvd.GBACallback(), recovery.CheckpointCallback("memory://nowhere")]
+        job.state.register_callbacks(callbacks[::order])
+        names.append([participant.name for participant in job.state.engine.participants])
+    assert names == [["mode requests", "checkpoints"]] * 2
+    job = training()
+    next(gba_hvd.batches(clicks(50), job.state))
+    with pytest.raises(GbaError, match="only between steps"):
+        job.state.register_callbacks([gba_hvd.GBACallback()])
+
+
+def test_a_loop_that_is_left_before_the_step_leaves_no_micro_batch_behind(training: Any, clicks: Any) -> None:
+    job = training(epoch=0)
+    for _ in gba_hvd.batches(clicks(50), job.state):
+        break
+    assert job.state.engine.is_within_step
+    again = gba_hvd.batches(clicks(50), job.state)
+    job.state.engine.mode._begin_step(EpochPlan(50, 16, 4), 0, 0)  # as of a worker without a share
+    assert not job.state.engine.is_within_step
+    again.close()

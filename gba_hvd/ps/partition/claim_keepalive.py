@@ -12,7 +12,7 @@ import time
 
 from gba_hvd.ps.messages import DelegateClaim
 from recovery.catalog import claims
-from recovery.errors import RecoveryError
+from recovery.errors import BadInput, RecoveryError
 from recovery.storage.open import open_store
 
 log = logging.getLogger("gba_hvd.ps")
@@ -67,7 +67,7 @@ class ClaimKeepalive:
                 continue
             try:
                 claim = claims.renew(store, claim)
-            except (RecoveryError, OSError):
+            except (BadInput, RecoveryError, OSError):
                 log.warning("the claim on %s was not renewed", store.url, exc_info=True)
 
 

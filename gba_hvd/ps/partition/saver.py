@@ -28,7 +28,7 @@ from gba_hvd.shm.checkpoint_rows import ShardRows
 from gba_hvd.shm.shard_memory import ShardMemory
 from recovery.active_chain import ActiveChain
 from recovery.catalog import claims
-from recovery.errors import RecoveryError
+from recovery.errors import BadInput, RecoveryError
 from recovery.format.manifest import to_json
 from recovery.format.row_codec import checksum
 from recovery.selection.selector import Selection
@@ -274,7 +274,7 @@ class Saver:
         try:
             store.delete([list_name(place.prefix, part) for part in range(1, request.n_parts)])
             active_chain.expire(range(request.first_epoch, request.epoch + 1), config.keep)
-        except (RecoveryError, OSError):
+        except (BadInput, RecoveryError, OSError):
             log.warning("expired checkpoints were not deleted; that is tried again", exc_info=True)
         facts = _facts(whole)
         facts.n_bytes, facts.manifest, facts.kind = manifest.n_bytes, manifest.name, request.kind
@@ -333,7 +333,7 @@ class Saver:
     def _discard_if_in_vain(self, last: SavePlace, part: int) -> None:
         """Delete what this part has saved, perhaps too late, of a manifest that is not there."""
         assert self._store is not None
-        with contextlib.suppress(RecoveryError, OSError):
+        with contextlib.suppress(BadInput, RecoveryError, OSError):
             if last.manifest_name not in self._store.names(last.manifest_name):
                 discard(self._store, f"{last.prefix}{part:04d}-")
                 self._store.delete([list_name(last.prefix, part)])

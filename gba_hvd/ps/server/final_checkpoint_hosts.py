@@ -32,7 +32,7 @@ from gba_hvd.shm.retained_state import RetainedState
 from gba_hvd.shm.shard_memory import ShardMemory
 from recovery import state_codec
 from recovery.catalog import claims
-from recovery.errors import RecoveryError, StoreError
+from recovery.errors import BadInput, RecoveryError, StoreError
 from recovery.storage.store import Store
 from recovery.write.section_pipeline import Cancelled
 
@@ -81,7 +81,7 @@ def begin(saver: Saver, memory: ShardMemory, state: RetainedState | None) -> Non
             await_gone(store, held, now + saver.final_checkpoint_s / 2, cancel)
             mine = rows_of(memory, state.step)
         except (GbaError, OSError) as error:
-            with contextlib.suppress(RecoveryError, OSError):
+            with contextlib.suppress(BadInput, RecoveryError, OSError):
                 tell(store, epoch, SaveOrder(why=str(error)))
             raise
         request.n_parts = held.n_parts
@@ -186,7 +186,7 @@ def await_order(store: Store, held: DelegateClaim, until_s: float, cancel: threa
             claims.check(store, claim)
         word = msgspec.json.decode(store.get(name), type=SaveOrder)
     finally:
-        with contextlib.suppress(RecoveryError, OSError):
+        with contextlib.suppress(BadInput, RecoveryError, OSError):
             store.delete([gone])
     if word.why:
         raise StoreError(f"the server of the first host saves nothing: {word.why}")
@@ -199,7 +199,7 @@ def tell(store: Store, epoch: int, word: SaveOrder) -> None:
 
 def clear(store: Store, epoch: int) -> None:
     """What all have read is of no more use; what cannot be deleted now, `gc` finds."""
-    with contextlib.suppress(RecoveryError, OSError):
+    with contextlib.suppress(BadInput, RecoveryError, OSError):
         store.delete(sorted(store.names(last_prefix(epoch))))
 
 
