@@ -9,8 +9,8 @@ step itself, by the one optimizer with its one state, is made under the replica'
 counters count all steps. Everything else of the engine stays with the calling thread, which alone asks for leases; so
 every micro-batch is leased once and the account is what it is with one thread.
 
-`rest` returns when no thread computes. The mode calls it before anybody looks at the replica as a whole: evaluations,
-the hand-over at an epoch's end, checkpoints. What a failure leaves behind:
+`quiesce` returns when no thread computes. The mode calls it before anybody looks at the replica as a whole:
+evaluations, the hand-over at an epoch's end, checkpoints. What a failure leaves behind:
 
     compute raises         the other threads end their micro-batches, then the loop ends with the error; what was
                            learned is handed in, and leases are given back, as if the loop had been left

@@ -4,7 +4,7 @@ Plain arithmetic on numpy arrays: nothing here knows processes, files or modes. 
 compiled together (and cached on disk), by `load` at set-up or else at the first call, never in the middle of training.
 Importing this file does not import numba, which takes half a second.
 
-Rows are addressed by *key*: `key % n_shards` is the shard, `key // n_shards` the row's place in it (`shard.layout`).
+Rows are addressed by *key*: `key % n_shards` is the shard, `key // n_shards` the row's place in it (`shm.layout`).
 `flat` is a host's whole shard memory as float32 words; `region` the words of one shard; `at` where its records start;
 `record` the words of one row with its slots and counter.
 """

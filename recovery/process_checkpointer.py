@@ -1,17 +1,17 @@
 """Checkpoints made by a process of their own, so that saving takes nothing from the thread that trains.
 
 Threads of one process take Python's lock from each other, whatever they do; a process beside it costs training next to
-nothing. So a whole `Checkpointer` lives in a child process (`saving_process`), and here is the other end of the pipe.
+nothing. So a complete `Checkpointer` lives in a child process (`child.process`), and here is the other end of the pipe.
 
 Who owns what. Rows, slots, counts and marks lie in memory that both map (`row_memory`). This process writes it, except
-while it waits in `restore`. The child reads it as any thread would (`snapshot`), and alone has the claim, the store,
-the tracker and the chain. This process has the handles and tells the events; of claim and chain it knows what it is
-told.
+while it waits in `restore`. The child reads it as any thread would (`consistent_read`), and alone has the claim, the
+store, the tracker and the chain. This process has the handles and tells the events; of claim and chain it knows what it
+is told.
 
 In which order things become visible. The training thread marks a step begun, writes rows, marks it finished; the child
-relies on the order of these stores, as `snapshot` says. A state is encoded before `save` returns, then sent; the child
-begins to read rows when it has it whole. A handle is done when the child says so, which is after the manifest is in the
-store. A request is answered before the next one is sent, so the child never has two.
+relies on the order of these stores, see `consistent_read`. A state is encoded before `save` returns, then sent; the
+child begins to read rows when it has it whole. A handle is done when the child says so, which is after the manifest is
+in the store. A request is answered before the next one is sent, so the child never has two.
 
 What a crash leaves.
 

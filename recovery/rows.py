@@ -128,7 +128,7 @@ def some_places(places: RowIndices, start: int, stop: int) -> RowIndices:
 
 
 def copy_rows(slab: RowView, places: RowIndices, records: np.ndarray, counts: np.ndarray) -> None:
-    """From the slab into records, float32 [n, width], and counts, uint32 [n]; torn if somebody writes (`snapshot`)."""
+    """From the slab into records, float32 [n, width], and counts, uint32 [n]; may be torn (`consistent_read`)."""
     at = 0
     for column in slab.columns:
         width = column.shape[1]

@@ -4,7 +4,7 @@ PyPI has Horovod as a source distribution only. It asks for C++14, where today's
 was built with, and it resolves the host name in process sets where it should use the interface it was given. Decided
 here: with which flags it is built, and under which key the wheel is kept. What is changed in the source is in
 `horovod_mends.py`: the compiled part is built and kept once, Python files are changed in the built wheel, so that a
-change of them costs seconds. How the build is run and shown is in `build_run.py`. Needs nothing but the standard
+change of them costs seconds. How the build is run and shown is in `build_progress.py`. Needs nothing but the standard
 library and pip's `wheel`, so it can run before the package is installed: `python -m tools.build_horovod [--install]` in
 the project folder.
 """

@@ -1,8 +1,8 @@
 """How replicas of the dense parameters become one again: the update formulas of ShadowSync, and their settings.
 
 Only arithmetic on flat float32 tensors [n], in place. Who holds a replica, when it takes part in a round and who
-carries the numbers is decided elsewhere (`replica`, `rounds`, `ps.central`). Formulas: ShadowSync, arXiv 2003.03477;
-w_i is a replica, w_ps the central copy, g the mean of all replicas:
+carries the numbers is decided elsewhere (`replica`, `sync_thread`, `central_copy`). Formulas: ShadowSync, arXiv
+2003.03477; w_i is a replica, w_ps the central copy, g the mean of all replicas:
 
     easgd   w_ps <- (1-a) w_ps + a w_i          then   w_i <- (1-a) w_i + a w_ps
     ma      g = mean of copies                  then   w_i <- (1-a) w_i + a g

@@ -6,8 +6,8 @@ its way. Parameters are written through `p.data`, so that autograd takes a mixin
 it is in ShadowSync: lock-free training on values that move a little.
 
 The replica is open while the worker trains an epoch. Closed, it takes no part in rounds and they leave it alone: while
-an evaluation judges with other values, and from an epoch's end until the first micro-batch of the next. `era` counts
-the openings: what a round brings back to a replica that was closed meanwhile is of no use, and is dropped.
+an evaluation uses other values, and from an epoch's end until the first micro-batch of the next. `incarnation`
+counts the openings: what a round brings back to a replica that was closed meanwhile is of no use, and is dropped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When a worker's next round of replicas is due: decided here. Waiting for it and making it is the thread's (`rounds`).
+"""When a worker's next round of replicas is due: decided here. Waiting for it and making it is `sync_thread`'s.
 
 In the background rounds follow one another, with a rest between. In the foreground (`Averaging.every`) the training
 thread asks for them; a worker that has no micro-batch takes part in those of the others, and so does one that has been

@@ -1,6 +1,6 @@
 """The thread of a worker that does nothing but synchronise its replica with the others'.
 
-    turn (`turns`) -> copy of the replica -> sum over the workers, or the servers' central copy -> mixed in
+    `schedule.next_action` -> copy of the replica -> sum over the workers, or the servers' central copy -> mixed in
 
 Who owns what. This thread alone talks to Horovod about rounds and keeps the global copy of bmuf; the replica has a lock
 of its own (`replica`), held for the copy and for the mixing; `_changed` guards the flags that other threads set. The
@@ -10,7 +10,7 @@ says so.
 A round of ma and bmuf is one allreduce of every worker's thread. With the replica go some numbers: of each rank whether
 its replica counts (a closed one does not; the first of those that do tells the servers of the result), whether this
 worker would like to stop, and two for the spread. Since all see the same sums, all stop after the same round. Worlds
-come and go (`reform`): `before_world_leaves` returns when this thread is out of Horovod, the round in flight is dropped
+come and go (`Rejoin`): `before_world_leaves` returns when this thread is out of Horovod, the round in flight is dropped
 and counted, and the next one waits for `after_world_forms`. What each crash leaves behind:
 
     this worker, before the allreduce ended    the others' round fails, and is dropped
@@ -124,7 +124,7 @@ class SyncThread:
         """together: after a round in which every worker wants to stop, so that none is left waiting in Horovod.
 
         Returns whether the thread has ended in time and no round of its was lost; if not, the world has to be formed
-        anew before training uses it again, on all workers (`shadow.ReplicaWorker.all_left_together`).
+        again before training uses it, on all workers (`ReplicaWorker.all_left_together`).
         """
         with self._changed:
             self._ending = "now" if not together or self._ending == "now" else "together"
@@ -176,7 +176,7 @@ class SyncThread:
     def begin_micro(self) -> None:
         with self._changed:
             self._n_begun += 1
-            self._idle_since_s = self._clock() + LONG_MICRO_S  # see `turns.SyncView`
+            self._idle_since_s = self._clock() + LONG_MICRO_S  # see `schedule.SyncView`
 
     def end_micro(self, step: int | None, timeout_s: float) -> None:
         """After a local step, the replica's `step`-th (None: its gradient was refused, there was none).

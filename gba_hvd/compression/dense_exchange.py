@@ -1,6 +1,6 @@
 """The dense gradients of an allreduce step, compressed. Stands in for the one allreduce of `AllreduceExchange.commit`.
 
-    1. encode   what is sent of this worker's gradients becomes a message, the rest is pending (`feedback`)
+    1. encode   what is sent of this worker's gradients becomes a message, the residual is pending (`error_feedback`)
     2. gather   every worker's message goes round (of variable length); what arrives is *held*
     3. commit   one allreduce of the tensors too small to compress and of the numbers that travel along. It ends only
                 when every rank has entered it, and every rank entered it holding all messages: the step is decided
@@ -9,7 +9,7 @@
 fp16 without a selector has no messages: an allreduce of half-precision numbers takes the place of 2. A step that goes
 without compression carries the rest as well, so nothing waits for ever.
 
-Who owns what: `feedback` and the counters outlive the world, `bypass` is made anew with each. What a crash leaves:
+Who owns what: `error_feedback` and the counters outlive the world, `bypass` is new in each. What a crash leaves:
 before 3, nobody has the step and every survivor's rest is as it was; after 3, it is settled by who saw the
 result, and by who hears of it later (`AllreduceExchange.apply_held`). The rest of a dead worker is lost, and counted.
 """

@@ -1,6 +1,7 @@
 """Values to ids, numbers to floats.
 
-What has to be learnt from data (vocabularies, means) is learnt by the `...Fit` classes, which see rows of the train
+What has to be learnt from data (vocabularies, means) is learnt by the classes named `...Fit`, which see rows of the
+train
 split only: `prepare` passes them nothing else.
 """
 

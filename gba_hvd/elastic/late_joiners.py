@@ -1,8 +1,8 @@
-"""Letting newcomers in beside the training, in an asynchronous mode; and being one.
+"""Admits late joiners beside the training, in an asynchronous mode; and joins late.
 
-    survivor   its thread (`reform`) forms the world anew, meets the newcomers there, and leaves word for the training
-               thread, which tells the callbacks when it comes by
-    newcomer   meets these threads before its training, takes over what a survivor kept from the start of the epoch, and
+    survivor   its thread (`world_rejoin`) forms the world with the late joiners, and leaves a note for the training
+               thread, which reports it to the callbacks before its next micro-batch
+    joiner     meets these threads before its training, takes over what a survivor stored at the start of the epoch, and
                from then on is a survivor, too
 
 Both run the same collectives in the same order: `membership.join`, the snapshot, residuals where gradients are

@@ -111,7 +111,8 @@ class TrainingState:
                 callback.load_state_dict(mine[1])
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Take over that of a checkpoint. One of an asynchronous mode has three: see `ps.checkpoint_state`."""
+        """Take over that of a checkpoint. One of an asynchronous mode has three: see
+        `ps.partition.checkpoint_state`."""
         engine, first = self._engine, state.get("snapshot", state)
         # The script says which mode it wants, not the job that was lost.
         kept = [entry for entry in first["callbacks"] if entry[0] != GBACallback.__name__]

@@ -1,6 +1,6 @@
 """A worker's part in saving: checkpoints between two steps and at the end, leaving after one, and the state in memory.
 
-When one is due is decided by `checkpoints`, from what travels with the commit (allreduce) or what the coordinator says
+`save_schedule` decides when one is due, from fields of the commit (allreduce) or the coordinator's replies
 (asynchronous modes). In allreduce mode all workers come here at the same step, so what is a collective is run by all.
 """
 

@@ -1,7 +1,7 @@
 """What a new job resumes from: a checkpoint, or what a job that lost all its workers left in memory. And its place.
 
     1. name      the source looks whether there is a checkpoint to resume from, and all take its job's name
-    2. leftover  what is in memory under that name, if this job can resume from it; else that is let go
+    2. memory    what is in memory under that name, if this job can resume from it; else that is let go
     3. key       what the job's servers and workers prove themselves with, from the source
     4. place     what a dead job left on the hosts is cleared, and the place for checkpoints is claimed
 
@@ -92,7 +92,7 @@ def _resume_from_memory(
 ) -> ResumedFromMemory | None:
     """What a job of this name that lost all its workers left in memory, if this one can resume from it. A collective.
 
-    Otherwise the memory is removed. The order of the steps is told in `leftover`.
+    Otherwise the memory is removed. For the order of the steps see `checkpoint.orphaned_memory`.
     """
     tables, checkpoints = engine.model.tables, checkpoints_of(engine)
     assert checkpoints is not None

@@ -9,7 +9,7 @@ One step, on every rank:
                squares travel with the commit, so its result has the norm, and all ranks find the same factor
     4. commit  one allreduce of the dense gradients. It ends only when every rank has entered it, so whoever sees its
                result knows that every rank holds its row gradients: from here on the step is decided. Compressed dense
-               gradients go round just before it and are held as well (`compression.exchange`)
+               gradients go round just before it and are held as well (`compression.dense_exchange`)
     5. apply   dense parameters everywhere, rows by the ranks that serve them
 
 A worker that dies before 4 leaves a step that nobody applied; it is computed again. A worker that dies after 4 costs
@@ -213,7 +213,7 @@ class AllreduceExchange:
         """The sum of the squares of the gradients of this rank's rows in the step that is held, over all workers.
 
         A collective on a single host: a rank reads what the others left in their outboxes when all have written. With
-        several hosts the `alltoall` of `exchange` said so.
+        several hosts the `alltoall` of `exchange` implies that.
         """
         assert self.held is not None
         if self._world.size > 1 and not self.several_hosts:

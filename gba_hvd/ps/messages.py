@@ -5,13 +5,14 @@ wrong field is refused by the decoder; frames are checked here against the table
 Numbered by who speaks:
 
     1. a worker that leads its host    Enter             here is your part of the dense parameters; serve these shards
-    2. any worker                      Ask, PullRows, PullDense, Push, Done, Beat, Evaluate, Score, Export, Bye
+    2. any worker                      LeaseRequest, PullRows, PullDense, Push, PushDone, HeartbeatMsg, Evaluate, Score,
+                                       Export, Leave
                                        Residual        where checkpoints are made of compressed gradients
                                        Blend, Publish, SubmitReplica, ReplicaSubmitted      where workers have replicas
-                                       (`shadow`)
-    3. the coordinator, to servers     Measure, Apply, Discard, Alive
+                                       (`replica_worker`)
+    3. the coordinator, to servers     Measure, Apply, Discard, ProbeProcess
     4. an operator                     Status, SwitchTo
-    5. the chief                       Hold, Save              in asynchronous modes the coordinator passes it on
+    5. the chief                       DelegateClaim, Save      in asynchronous modes the coordinator passes it on
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ class JobPosition(Struct, tag="Position"):
     loss_scale: tuple[float, int, int] | None = None  # as of `LossScale.now`, after `step`
     remapped: dict[int, int] = msgspec.field(
         name="moved", default_factory=dict
-    )  # as of `tokens.Ledger.resume_order`, in the job this one resumes from
+    )  # as of `Ledger.resume_order`, in the job this one resumes from
     server: int = 0  # process that answers; a successor has another one
     warming: bool = False  # it still imports what an asynchronous mode needs
 
@@ -217,7 +218,7 @@ class Compressor(Struct):
 class PullRows(Struct):
     """Frames: for each group the keys, int64. Answer: for each group the weights, float32 [n, dim].
 
-    With a compressor keys and rows are as of `compression.rows`.
+    With a compressor keys and rows are as of `compression.row_codec`.
     """
 
     generation: int
@@ -237,12 +238,12 @@ class PullDense(Struct):
 
 
 class Push(Struct):
-    """Gradients of one micro-batch, for one server. Frames: its dense slice float32, its row message (`gradients`).
+    """Gradients of one micro-batch, for one server. Frames: its dense slice float32, its row message (`row_gradients`).
 
-    compressed: the first frame is a message as of `compression.push`, in which those of this server's tensors that are
-    in `whole` go as they are; rows_compressed: the second one is one as of `compression.row_push`.
-    A third frame, to the first server of the worker's host: what the worker had not sent after this push, float32 [n of
-    all dense]
+    compressed: the first frame is a message as of `compression.dense_push`, in which those of this server's tensors
+    that are in `whole` go as they are; rows_compressed: the second one is one as of `compression.row_push`. A third
+    frame, to the first server of the worker's host: what the worker had not sent after this push, float32 [n of all
+    dense]
     """
 
     worker: int
@@ -336,7 +337,7 @@ class Blend(Struct):
     """Blend a replica into the central copy. Frame: its values here, float32. Answer: `Dense` with the copy's.
 
     number: grows with each round of the worker: a repeated one is not blended twice
-    phase: see `shadow`; elasticity: see `averaging`
+    phase: see `replica_worker`; elasticity: see `averaging`
     """
 
     worker: int

@@ -6,7 +6,8 @@
     ps-N.failed    why the newest one could not start
 
 These are written here, each whole or not at all, when their owner says so. Others write theirs themselves: the dense
-part (`dense`, `central`, `residuals`), what the newest checkpoint has (`saver`), a last save in flight (`last_gasp`).
+part (`dense_file`, `central_copy`, `residuals`), what the newest checkpoint has (`saver`), a final save
+(`memory_hold`).
 """
 
 from __future__ import annotations

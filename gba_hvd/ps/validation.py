@@ -48,7 +48,7 @@ def check_keys(layout: Layout, group: int, keys: np.ndarray, mine: np.ndarray) -
 
 
 def check_row_message(layout: Layout, message: np.ndarray, mine: np.ndarray, extra: int) -> None:
-    """Raises ProtocolError unless `message` is row gradients of shards served here (`gradients.pack_by_owner`).
+    """Raises ProtocolError unless `message` is row gradients of shards served here (`row_gradients.pack_by_owner`).
 
     extra: words that follow a row's gradient (its number of contributors, when rows are averaged over them).
     """

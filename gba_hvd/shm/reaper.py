@@ -4,7 +4,7 @@ Workers that end well remove it themselves. A killed worker cannot, and must not
 the rows; so a small process of its own watches. It leaves the launcher's process tree, because launchers kill that.
 
 SIGTERM and SIGHUP go to all processes of a service or a batch job that is stopped. The keeper is the one that must
-stay: it ignores them. While it lives it holds a shared lock on `keeper`; where none does, `shard.sweep` starts one.
+stay: it ignores them. While it lives it holds a shared lock on `keeper`; where none does, `shm.sweep` starts one.
 
 Every worker holds a shared lock on `alive`. When the keeper can have it exclusively, nobody lives; when that stays so
 for the grace period it removes the folder and ends. When the folder goes away, it ends too.

@@ -1,14 +1,14 @@
 """The training state beside the rows, in the job's folder: what a job whose workers are all gone resumes from.
 
-The chief writes it, in allreduce mode between two steps, in an asynchronous mode where it begins (its servers hold what
-changes from there on). Nobody reads it while a worker lives. A write becomes visible whole or not at all, see
-`ps.snapshot`. It comes after the rows of its step are applied and before those of the next are touched, so wherever all
-processes are killed, the rows are as of the kept step, or one step further, wholly or partly: that step is then
-computed again, and shards that have had it skip it (`allreduce.apply_held`).
+The chief writes it, in allreduce mode between two steps, in an asynchronous mode when the mode starts (its servers hold
+what changes from there on). Nobody reads it while a worker lives. A write becomes visible completely or not at all, see
+`snapshot_file`. It comes after the rows of its step are applied and before those of the next are touched, so wherever
+all processes are killed, the rows are as of the retained step, or one step further, wholly or partly: that step is then
+computed again, and shards that have had it skip it (`AllreduceExchange.apply_held`).
 
 Writing costs a copy of the dense parameters and of their optimizer's state in each step. `decide_retention` decides
-from measurements whether that is little; if not, the file is removed, and a restart begins at the newest checkpoint. In
-an asynchronous mode it is written once an epoch, whatever that costs.
+from measurements whether that is little; if not, the file is removed, and a restart resumes from the newest checkpoint.
+In an asynchronous mode it is written once an epoch, at any cost.
 """
 
 from __future__ import annotations

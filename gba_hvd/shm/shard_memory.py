@@ -9,10 +9,10 @@ step the serving worker writes `begun = k`, changes the rows, writes `finished =
 shard). The marks are aligned 64-bit stores; their order relies on x86-64's total store order (an assumption stated in
 DESIGN.md).
 
-One host. `memory.json` names the host that has the memory, see `shard.host`.
+One host. `memory.json` names the host that has the memory, see `shm.host_identity`.
 
 Life. Every process that has the memory open holds a shared lock on the file `alive`; the kernel lets go of it when the
-process dies, however it dies. The last one out removes the folder; after a crash `shard.keeper` does.
+process dies, however it dies. The last one out removes the folder; after a crash `shm.reaper` does.
 
 Whose it is. The file `owner` has a fingerprint of the job that opened it, which two jobs of one name do not share. It
 is read and written under the lock `door`: a job finds its own, or a memory that nobody lives in, or is refused. A crash

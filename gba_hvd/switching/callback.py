@@ -1,7 +1,7 @@
-"""`GBACallback`: which mode the job should be in. Measures, asks `switching.decide`, and keeps what an operator wants.
+"""`GBACallback`: which mode the job should be in. Measures, asks `policy.decide`, and stores the operator's request.
 
-It only speaks its mind: the chief's wish travels with the commit of a step (allreduce) or to the coordinator
-(asynchronous modes), and all workers carry it out at the same step (`handover`).
+It only makes requests: the chief's request travels with the commit of a step (allreduce) or to the coordinator
+(asynchronous modes), and all workers carry it out at the same step (`enter_ps`, `leave_ps`).
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class GBACallback(Callback):
         check(self.rule, optimizer)
 
     def averaging(self, mode: str) -> Averaging:
-        """How replicas are kept together in one of `averaging.REPLICA_MODES`."""
+        """How replicas are synchronised in one of `mode_names.REPLICA_MODES`."""
         if mode == "shadow":
             return self._background
         return replace(self._background, algorithm=mode, every=self._every)

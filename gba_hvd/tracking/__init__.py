@@ -13,7 +13,7 @@ The way of a record to MLflow, and which process owns what:
 - The chief's sender finds the job's run by the tag `gba_hvd.job_id` or creates it; other hosts' senders only find it.
   Later chiefs take over by the tag `gba_hvd.chief`: the latest one sets the status, earlier ones only deliver.
 - A job that resumes from a checkpoint has its name, so it goes on in its run; what the run holds of later steps is then
-  superseded, see `recoveries`. Of checkpoints the run has metrics and pointers (`checkpoints.json`), no rows.
+  superseded, see `recovery_records`. Of checkpoints the run has metrics and pointers (`checkpoints.json`), no rows.
 - Order in which things become visible: the run (RUNNING), parameters, metrics, tags; `events.jsonl` every few seconds;
   at the end the last metrics, events, the final status, then the plots.
 

@@ -228,7 +228,7 @@ class ProgressLine(Callback):
 
 @dataclass
 class Warned:
-    """over: the step since which the warning does not hold any more, see `warnings_over`."""
+    """over: the step since which the warning does not hold any more, see `open_warnings`."""
 
     event: Event
     over: int | None

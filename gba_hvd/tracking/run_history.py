@@ -99,7 +99,7 @@ class RunHistory:
 
     @property
     def checkpoints(self) -> list[Record]:
-        """Where each is, oldest first, see `recoveries.pointers`."""
+        """Where each is, oldest first, see `recovery_records.pointers`."""
         return pointers(self.events)
 
     @property

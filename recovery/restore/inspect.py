@@ -1,6 +1,7 @@
 """What is in a checkpoint: every byte checked, or the rows of one table read into arrays. Without a model.
 
-For people and tools that look at checkpoints; a model is filled by `restore`. Manifests and chains come from `chains`.
+For people and tools that look at checkpoints; a model is filled by `restore`. Manifests and chains come from
+`catalog.chains`.
 """
 
 from __future__ import annotations

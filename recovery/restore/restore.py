@@ -1,7 +1,7 @@
 """Brings rows back from a store: the newest good checkpoint wins, and only verified bytes reach a table.
 
 A checkpoint that turns out to be damaged is named, and all that was asked for comes from the one before. How sections
-are read and where their rows go is in `filling`.
+are read and where their rows go is in `row_loader`.
 """
 
 from __future__ import annotations

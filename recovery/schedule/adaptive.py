@@ -1,7 +1,7 @@
 """How often a running job saves, and what: the plan that follows from what the job has measured. No clock, no I/O.
 
-A job hands in what it saw, `pace` says what to do from now on and why. What was not seen yet is assumed, and the
-sentence says so. The plan in force is handed in again, so that noise changes nothing (see `planner.plan`).
+A job passes its measurements, `plan_interval` returns a plan and the reason. What is not measured yet is assumed; the
+reason says so. The plan in force is passed again, so that noise changes nothing (see `planner.plan`).
 
 A job of one host can only lose everything, so its interval is that of full recovery; with several hosts a lost one is
 recovered in part, and the interval is what the target PLS allows, never longer than `longest_s`: what the loss of the

@@ -1,7 +1,7 @@
 """Which rows the next save takes, by the configured policy; and what the policy has to remember for that.
 
-Puts together what is decided elsewhere: `priority` (importance and thresholds), `sampled` (the list of SSU), `tracker`
-(what changed). A save is `begin`, then `note` of everything that was read, then `commit` or `abandon`.
+Puts together what is decided elsewhere: `importance` (and thresholds), `subsampled_updates` (the list of SSU),
+`update_tracker` (what changed). A save is `begin`, then `note` of everything that was read, then `commit` or `abandon`.
 """
 
 from __future__ import annotations

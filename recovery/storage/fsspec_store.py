@@ -1,6 +1,6 @@
 """Any fsspec file system as a store: S3, Google, Azure, SFTP, memory.
 
-Each call is one attempt; trying again and time limits are in `patience`; an attempt that took too long is cancelled
+Each call is one attempt; trying again and time limits are in `retry`; an attempt that took too long is cancelled
 where the back end is asynchronous (S3, Google, Azure), so that it uploads no more. What an error of a back end means is
 decided here: nothing there, mend your settings, or wait and try again. No transaction and no rename of fsspec is relied
 on (they are not atomic): an object is handed over whole, under a fresh name.

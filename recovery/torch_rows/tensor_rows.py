@@ -50,9 +50,9 @@ class TensorRows:
                     optimizer.step()
                 optimizer.zero_grad()
                 if step % 1000 == 0:
-                    checkpoints.save(step, step * batch_size, rest(model, optimizer, rows))
+                    checkpoints.save(step, step * batch_size, dense_state(model, optimizer, rows))
 
-    One thread trains; any number of others may read through `snapshot`.
+    One thread trains; any number of others may read through `consistent_read`.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ def dense_state(model: nn.Module, optimizer: torch.optim.Optimizer, rows: Tensor
 def load_dense_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, rows: TensorRows, state: Mapping[str, Any]
 ) -> None:
-    """The inverse of `rest`, into a model whose rows were restored."""
+    """The inverse of `dense_state`, into a model whose rows were restored."""
     missing, unexpected = model.load_state_dict(state["model"], strict=False)
     if unexpected or (missing := [name for name in missing if name not in rows.tables]):
         raise BadInput(f"a checkpoint of another model: it has {unexpected} more, and lacks {missing}")

@@ -1,11 +1,11 @@
 """`gba-hvd bench shadow`: what synchronising replicas costs, in the background and in the foreground, by worker count.
 
-1, 2, 4 and 8 emulated accelerators (`emulated.py`) train one small click model: replicas that never meet, ShadowSync
-with its three algorithms, their counterparts every 5, 30 and 100 local steps, and allreduce. Speed is against replicas
-that never meet. Runs of the contestants alternate. With `--threads` workers also train each replica in several threads
-(`gba_hvd.hogwild`), each with an emulated accelerator of its own. AUC on real data takes hours and is the business of
-`gba-hvd bench quality`: `--quality` takes its result over. Rows already in the result file are kept and not run again,
-so a long measurement can be done in pieces.
+1, 2, 4 and 8 emulated accelerators (`emulated_accelerators.py`) train one small click model: replicas that never meet,
+ShadowSync with its three algorithms, their counterparts every 5, 30 and 100 local steps, and allreduce. Speed is
+against replicas that never meet. Runs of the contestants alternate. With `--threads` workers also train each replica in
+several threads (`gba_hvd.hogwild`), each with an emulated accelerator of its own. AUC on real data takes hours and is
+the business of `gba-hvd bench quality`: `--quality` takes its result over. Rows already in the result file are kept and
+not run again, so a long measurement can be done in pieces.
 """
 
 from __future__ import annotations

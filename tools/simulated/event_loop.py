@@ -32,7 +32,7 @@ from gba_hvd.update_rules.sgd_momentum import Sgd
 from .simulated_server import SimulatedServer
 from .tasks import Task
 
-_USUAL, _NEW = 0.7, 0.3  # as `gba_hvd.ps.worker.LeasePrefetcher` averages
+_USUAL, _NEW = 0.7, 0.3  # as `lease_prefetch.LeasePrefetcher` averages
 _ASK_AT = 0.9
 _DIVERGED = 1e3  # a loss of so many times the first one, or more
 

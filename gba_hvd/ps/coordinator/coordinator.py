@@ -102,7 +102,7 @@ class Coordinator:
         self._finished_s: float | None = None  # when a worker first heard that this epoch is over
         self._left_early: set[int] = set()  # workers that ask for the next epoch already
         self.void = 0  # pushes of leases up to this serial number count for nothing: some server may have them no more
-        self.gathered = -1  # the last phase for which all living workers handed in their replicas (`shadow`)
+        self.gathered = -1  # the last phase for which all living workers submitted their replicas (`replica_worker`)
         self._handed: dict[int, int] = {}  # by worker: the last phase
         self._awaited_s: dict[int, float] = {}  # by phase: since when
 

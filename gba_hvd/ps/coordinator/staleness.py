@@ -1,7 +1,7 @@
 """How much a gradient still counts when the model has moved on since its micro-batch was due.
 
 Staleness is in global steps: the steps applied so far, less the token of the micro-batch. A micro-batch that is ahead
-of its step (a negative staleness) counts as fresh. Which pushes make a step is decided in `tokens`; the weight enters
+of its step (a negative staleness) counts as fresh. Which pushes make a step is decided in `ledger`; the weight enters
 the gradient where the step is applied.
 """
 

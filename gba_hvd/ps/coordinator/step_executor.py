@@ -11,7 +11,8 @@ measured again, by whoever still has pushes of it. A step whose factors are ther
 meanwhile.
 
 One step is in flight at a time. Killed at any point, the successor finds the decision in the ledger or not at all: a
-step that was decided is sent again, and whoever has applied it says what it said (`part`). A server that has lost the
+step that was decided is sent again, and a server that has applied it repeats its answer (`partition`). A server that
+has lost the
 pushes of a step has lost those of later ones, too: whatever came before is then computed again, by whoever is free.
 Between two steps a checkpoint that waits is begun.
 """

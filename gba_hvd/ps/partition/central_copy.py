@@ -1,7 +1,7 @@
 """A server's part of the central copy, where workers train replicas of their own: blended, overwritten, the mean.
 
-Uses the dense part, which makes each change visible whole or not at all; what is handed in is kept in memory only.
-Which formula, is `averaging`'s business; when replicas are handed in, the workers' and the coordinator's (`shadow`).
+Uses the dense part, which makes each change visible completely or not at all; submitted replicas are in memory only.
+`averaging` has the formulas; workers and coordinator decide when replicas are submitted (`replica_worker`).
 
 The mean of a phase is put into the dense part, then into a file of its own, and only then is anybody told of it. So a
 worker that asks a successor for it gets what the others got, though they may have blended into the copy since.

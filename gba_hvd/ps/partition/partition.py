@@ -7,7 +7,7 @@ asynchronous mode. What a kill leaves behind, in the order of `apply`:
     rows in part       marks say begun > finished: the shards missed a step, which is counted
     rows, not dense    the dense part is as of the step before: it missed this one, counted too. In both cases the
                        successor does not apply the step again: its samples are not lost
-    residuals          are of this step from before `begin` on, see `ps.residuals`
+    residuals          are of this step from before `begin` on, see `residuals`
     after both         the step is applied; asked again, the server says so
 
 Where steps are clipped, `measure` merges the pushes before it is known how the step is to be applied. It changes
@@ -325,7 +325,7 @@ class Partition:
         return self._central
 
     def export(self, phase: int = -1) -> tuple[int, np.ndarray, bytes]:
-        """(step, dense values, optimizer state). phase: of replicas, see `protocol.Export`."""
+        """(step, dense values, optimizer state). phase: of replicas, see `messages.Export`."""
         if phase >= 0:
             return self.dense.step, *self.central.gather(phase)
         return self.dense.step, self.dense.values.copy(), state_codec.encode(self.dense.state())

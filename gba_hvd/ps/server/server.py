@@ -1,15 +1,15 @@
 """The companion server: one process per host that serves rows, takes gradients and applies steps in asynchronous modes.
 
-    a message -> `answering` -> what it asks is looked up here -> the owner of what it is about -> the answer
+    a message -> `request_port` -> its handler is looked up here -> the owner of what it is about -> the answer
 
 Who owns what. The main thread owns the control sockets, the mode that is on (`mode`: the part, and in server 0 the
 coordinator), checkpoints, and nearly all else; it is the only writer of the host's shards while the job is in an
-asynchronous mode. A second thread owns the pull socket and only reads shard memory (`pulling`). What must survive the
-process lies in files of the job's folder (`records`).
+asynchronous mode. A second thread owns the pull socket and only reads shard memory (`pull_thread`). What must survive
+the process lies in files of the job's folder (`state_files`).
 
 A killed server is started again by a worker of its host and resumes from these files. Its waiting pushes are gone: the
 coordinator has their micro-batches computed again. No message ends a server: what a request raises is its answer.
-Life: it holds no claim on the memory; when the folder goes (`shard.keeper`), it ends.
+Life: it holds no claim on the memory; when the folder goes (`shm.reaper`), it ends.
 """
 
 from __future__ import annotations

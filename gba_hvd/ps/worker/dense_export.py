@@ -22,7 +22,7 @@ _TRIES = 3
 
 
 def export_dense(client: Client, request: Export, parts: DenseParts) -> dict[int, DenseState]:
-    """Every dense tensor by its number in the model. Raises as `answers.wait_reply`."""
+    """Every dense tensor by its number in the model. Raises as `replies.wait_reply`."""
     futures = [client.send(s, request) for s in range(len(parts))]
     replies = [wait_reply(future) for future in futures]
     return {t: state for s, reply in enumerate(replies) for t, state in _unpacked(parts, s, reply)}

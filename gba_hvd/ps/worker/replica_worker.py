@@ -1,7 +1,7 @@
 """A worker's part in the modes where every worker trains a replica of its own: `shadow`, and `easgd`, `ma`, `bmuf`.
 
     lease -> rows read in place -> loss.backward -> rows are pushed, the user's optimizer steps the replica, at once
-                                                     beside it: rounds that pull the replicas together (`rounds`)
+                                                     beside it: rounds that pull the replicas together (`sync_thread`)
 
 Leases, rows and the account are those of mode `async`: every push is a step. Nothing of the dense part is pushed, and
 nothing is read before a micro-batch. The servers hold the central copy, which serves whoever has no replica of the
