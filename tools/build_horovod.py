@@ -46,7 +46,7 @@ BUILD_FLAGS = {
     "HOROVOD_WITHOUT_MXNET": "1",
     "HOROVOD_WITH_GLOO": "1",
     "HOROVOD_WITHOUT_MPI": "1",
-    # CMake 4 refuses the old minimum versions that the bundled libraries ask for, unless told otherwise.
+    # CMake 4 refuses the old minimum versions that the bundled libraries ask for, unless set otherwise.
     "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
 }
 GIB_PER_COMPILER = 2
@@ -252,7 +252,7 @@ def build_native(target: Target, cache: Path) -> Path:
 
 
 def _mend_python(target: Target, native: Path, cache: Path) -> Path:
-    """Change Python files within a built wheel; the `wheel` tool writes their checksums anew."""
+    """Change Python files within a built wheel; the `wheel` tool writes their new checksums."""
     with scratch_folder(cache / f".mending-{target.key}") as work:
         wheel_tool = [target.python, "-m", "wheel"]
         _run_wheel([*wheel_tool, "unpack", "--dest", str(work / "unpacked"), str(native)])

@@ -26,7 +26,7 @@ from gba_hvd.dense_gradients import DenseGradients
 
 @dataclass(frozen=True)
 class ReplicaSnapshot:
-    """A replica at one moment. values: float32 [n]; phase: as `open` was told; n_steps: local steps so far."""
+    """A replica at one moment. values: float32 [n]; phase: as passed to `open`; n_steps: local steps so far."""
 
     values: Tensor
     phase: int
@@ -35,7 +35,7 @@ class ReplicaSnapshot:
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether no number is NaN or infinite. A finite sum tells at once; that of large numbers may overflow."""
+    """Whether no number is NaN or infinite. A finite sum proves it; a sum of large numbers may overflow."""
     return math.isfinite(float(values.sum())) or bool(torch.isfinite(values).all())
 
 

@@ -59,7 +59,7 @@ def encode_rows(rows: np.ndarray, spec: Spec) -> bytes:
 
 
 def decode_rows(data: Any, n: int, dim: int) -> np.ndarray:
-    """float32 [n, dim] as they came. Raises BadMessage."""
+    """float32 [n, dim] as they were received. Raises BadMessage."""
     return sparse_message.read(data, n * dim, 0).whole().reshape(n, dim)
 
 
@@ -88,11 +88,11 @@ class RowCoder:
 
     @property
     def lost(self) -> float:
-        """Sum of |gradient| that was not sent and could not be kept."""
+        """Sum of |gradient| that was not sent and could not be stored."""
         return self._residuals.lost
 
     def has_residuals_for(self, shards: np.ndarray) -> bool:
-        """Something waits for rows of these shards, bool [S]: it does where a shard came home."""
+        """Something waits for rows of these shards, bool [S]: it does where a shard returned to its host."""
         return self._residuals.wait_for(shards)
 
     def begin(self) -> None:

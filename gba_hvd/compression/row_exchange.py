@@ -3,7 +3,7 @@
 
     pull   keys by alltoall, rows back by alltoall; asker and owner keep what was lent
     send   gradients by alltoall, before the commit; they are decoded and checked when they arrive, and then held
-    hear   after the commit, with which each worker says what its rows took: all decide alike whether the next step's
+    hear   after the commit, which carries what each worker's rows took: all decide alike whether the next step's
            rows go compressed (`bypass`)
 
 Between the ranks of one host nothing goes through here. What was lent belongs to one step: a step that is computed

@@ -1,6 +1,6 @@
 """Rows and row gradients between a worker and the servers of other hosts, compressed: the way of asynchronous modes.
 
-Servers keep nothing of what they lent, so a push says its keys again. A host's own server is reached through memory;
+Servers store nothing of the rows they sent, so a push repeats its keys. A host's own server is reached through memory;
 nothing here concerns it.
 """
 

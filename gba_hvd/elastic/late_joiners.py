@@ -6,7 +6,7 @@
                from then on is a survivor, too
 
 Both run the same collectives in the same order: `membership.join`, the snapshot, residuals where gradients are
-compressed. A crash in between breaks up the new world for all, and they form the next one; the training goes on.
+compressed. A crash in between breaks up the new world for all, and they form the next one; the training continues.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LateJoiners:
         self._told_gone = False
 
     def start_rejoin(self, number: int = 0) -> None:
-        """An asynchronous mode is on: from now on the world is formed anew beside the training.
+        """An asynchronous mode is on: from now on worlds are formed beside the training.
 
         number: the change of membership that the present world stands for.
         """
@@ -53,7 +53,7 @@ class LateJoiners:
             rejoin.start()
 
     def tell(self) -> None:
-        """Tell the callbacks what changed meanwhile."""
+        """Report to the callbacks what changed meanwhile."""
         engine = self._engine
         while self._met:
             joined, world, lost, wait, neighbours = self._met.pop(0)
@@ -98,13 +98,13 @@ class LateJoiners:
         return joined.membership
 
     def join_running_mode(self, joined: JoinResult) -> None:
-        """A newcomer's part, before its training."""
+        """A late joiner's part, before its training."""
         engine, world = self._engine, self._engine.world
         self._state.snapshot = world.broadcast("snapshot", None, joined.source)
         state = state_codec.decode(self._state.snapshot)
         self._state.load_state_dict(state)
         if engine.model.compression is not None:
-            engine.model.compression.clear()  # whoever was here before was counted as lost
+            engine.model.compression.clear()  # workers that were here before were counted as lost
             engine.model.compression.count_lost(world, False)
         if (checkpoints := checkpoints_of(engine)) is not None:
             checkpoints.load_state(state["checkpoints"])

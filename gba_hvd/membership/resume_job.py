@@ -5,7 +5,7 @@
     3. key       what the job's servers and workers prove themselves with, from the source
     4. place     what a dead job left on the hosts is cleared, and the place for checkpoints is claimed
 
-A job that goes on with survivors has name, key and place already: it shares them with newcomers, and claims anew.
+A job that continues with survivors has name, key and place already: it shares them with late joiners, and claims again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def resume_previous_job(
 ) -> tuple[str, Agreement, ResumedFromMemory | None]:
     """The job's name, what is agreed on then, and what it resumes from in memory. Sets the engine's key. A collective.
 
-    job_id: this rank's, if there is no other; leads: this rank leads its host.
+    job_id: this rank's, if there is no other; leads: this rank is its host's leader.
     """
     checkpoints, taken = checkpoints_of(engine), None
     job_id, saved_step = _name_of_job(engine, world, agreed, job_id)
@@ -152,7 +152,7 @@ def _claim_location(
     if taken is not None and taken.state is not None:
         state = state_codec.decode(taken.state)
         writer = checkpoints.resume_from_memory(state.get("snapshot", state)["checkpoints"], taken.step)
-    if not agreed.is_restart and taken is None:  # first: a server that is left gives signs of life for the dead job
+    if not agreed.is_restart and taken is None:  # first: a server still running renews the claim of the dead job
 
         def clear() -> None:
             if leads and tables.memory is None:

@@ -33,8 +33,9 @@ _N_RECENT = 20
 
 @dataclass(frozen=True)
 class RetainedState:
-    """state: `recovery.state_codec`, as newcomers get it. generation: of the asynchronous mode whose servers have the
-    dense part and the position; 0: all is here, as of `step`. settings: fingerprint of the model (`membership`)."""
+    """state: `recovery.state_codec`, as late joiners receive it. generation: of the asynchronous mode whose servers
+    have the dense part and the position; 0: all is here, as of `step`. settings: fingerprint of the model
+    (`membership`)."""
 
     step: int
     generation: int
@@ -44,7 +45,7 @@ class RetainedState:
 
 @dataclass(frozen=True)
 class RetentionDecision:
-    """Whether to go on keeping, and why."""
+    """Whether to continue retaining, and why."""
 
     keep: bool
     reason: str
@@ -119,12 +120,12 @@ class StateRetainer:
 
 
 def is_there(folder: Path) -> bool:
-    """Whether something is kept in a job's folder."""
+    """Whether a state is retained in a job's folder."""
     return (folder / _NAME).exists()
 
 
 def read(folder: Path) -> RetainedState | None:
-    """What is kept in a job's folder; None when nothing is. Raises ShardMemoryError when it is damaged."""
+    """The state retained in a job's folder; None when there is none. Raises ShardMemoryError when it is damaged."""
     if not is_there(folder):
         return None
     data = SnapshotFile(folder / _NAME).read()

@@ -147,7 +147,7 @@ class Engine:
         return MicroGradients(rows, value, seconds, self.model.not_finite(value, rows, dense))
 
     def abandon_step(self) -> None:
-        """Forget the micro-batches of a step that will be computed again (row gradients held stay: see `elastic`)."""
+        """Discard the micro-batches of a step that will be computed again (row gradients held stay: see `elastic`)."""
         self._micro = None
         self.model.dense.zero_()
         self.model.dense.clear_total_()

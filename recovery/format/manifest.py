@@ -4,7 +4,7 @@ A checkpoint is a base (all rows) or a partial save (some rows) on top of its pa
 the base, then every partial save up to it.
 
 The document is canonical: sorted keys, no white space, and its own checksum among the keys, computed without it. So
-whatever is read differently from how it was written is known to be altered, by a disk or by a person. What has the
+what is read differently from how it was written is known to be altered, by a disk or by a person. What has the
 right checksum is still not trusted to be sensible: names, places and sizes are checked before anybody uses them.
 Whether the bytes of the blobs are right is not decided here, see `row_codec`.
 """

@@ -28,7 +28,7 @@ _FLAWS_TOLD = 3
 def verify(store: Store, manifest: Manifest, on_bytes: Callable[[int], object] = lambda n: None) -> list[str]:
     """Read and check everything that one save wrote; a sentence for each part that is not what was saved.
 
-    on_bytes: told how many more bytes were checked. Raises StoreError when the store fails.
+    on_bytes: called with how many more bytes were checked. Raises StoreError when the store fails.
     """
 
     def check(run: Run) -> list[str]:

@@ -28,7 +28,7 @@ _Importance = Callable[[int, int, slice], np.ndarray]
 
 
 class Selection:
-    """Of the shards that a holder has. The writer's thread owns it; only `updated` may be called by another."""
+    """Of the shards that a row source has. The writer's thread owns it; only `updated` may be called by another."""
 
     def __init__(
         self,

@@ -84,7 +84,7 @@ class RowMemory:
 def share_(tensors: Iterable[Tensor], free_bytes: Callable[[Path], int] | None = None) -> None:
     """Move tensors to shared memory. They stay the same objects; arrays that were made of them before are cut off.
 
-    Raises BadInput when there is not enough: a page that is missing later would kill whoever writes it.
+    Raises BadInput when there is not enough: a page that is missing later would kill its writer.
     """
     private = {t.untyped_storage().data_ptr(): t for t in tensors if not t.is_shared()}.values()
     need, free = sum(t.untyped_storage().nbytes() for t in private), (free_bytes or _free_bytes)(SHARED)

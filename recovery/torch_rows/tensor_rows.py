@@ -95,7 +95,7 @@ class TensorRows:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[int]:
-        """Around whatever changes rows; gives the step's number.
+        """Around all that changes rows; gives the step's number.
 
         When the body raises, the step stays unfinished: rows may be half changed, and are not saved before the next
         step is over.
@@ -112,7 +112,7 @@ class TensorRows:
     def touched(self, table: str, ids: Tensor | np.ndarray) -> None:
         """Say which rows the coming step changes (or the one in flight). Each counts once, however often it is named.
 
-        ids: int64 [n]. Said before the step, it is counted when the step begins: a count tells of a change, and a save
+        ids: int64 [n]. Said before the step, it is counted when the step begins: a count marks a change, and a save
         between the two would take the row for saved.
         """
         if table not in self.tables:

@@ -71,7 +71,7 @@ class Outcome:
 
     curve:     (time, micro-batches done, loss), the last one at the end; a loss that diverged is infinite
     staleness: histogram in steps, by token; lags: the same by the dense values that gradients were computed with
-    applied, dropped: samples. judged: by the task, at the end. why: of a loss that diverged
+    applied, dropped: samples. judged: the task's score, at the end. why: of a loss that diverged
     """
 
     curve: tuple[tuple[float, int, float], ...]

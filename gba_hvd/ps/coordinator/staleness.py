@@ -90,7 +90,7 @@ WEIGHTINGS: Registry[Weighting] = Registry(
 def weighting(name: str, tolerance: int = 4) -> Weighting:
     """The weighting of that name, one of `WEIGHTINGS`; `tolerance` in steps, for those that have one.
 
-    Raises BadInput for another name, and for a tolerance that is not a whole number from 0.
+    Raises BadInput for another name, and for a tolerance that is not an integer from 0.
     """
     _check(tolerance)
     return WEIGHTINGS.get(name)(tolerance)

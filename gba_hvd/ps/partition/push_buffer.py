@@ -69,7 +69,7 @@ class PushBuffer:
         return found
 
     def discard_before(self, serial: int) -> None:
-        """Forget pushes of leases that will never be asked for."""
+        """Discard pushes of leases that will never be asked for."""
         self.take([key for key in self._pushes if key[1] < serial])
 
     def clear(self) -> None:

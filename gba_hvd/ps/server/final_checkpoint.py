@@ -80,7 +80,7 @@ class FinalCheckpoint:
             return False
 
     def _is_as_entered(self, state: RetainedState | None) -> bool:
-        """Whether the state kept last is that of allreduce mode, and no step was made since."""
+        """Whether the state retained last is that of allreduce mode, and no step was made since."""
         part = self._mode.part
         return state is not None and not state.generation and part is not None and state.step == part.dense.step
 

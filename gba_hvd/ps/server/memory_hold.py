@@ -64,7 +64,7 @@ class MemoryHold:
         except FileNotFoundError:
             return False
         try:
-            self._mark.touch()  # first: whoever finds the lock taken finds out why
+            self._mark.touch()  # first: a process that finds the lock taken finds out why
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             os.close(lock)

@@ -85,7 +85,7 @@ class Server:
         self._failure_detector = FailureDetector(self._peers, settings.alive_s)
         self._ended = False
         self._warm_up = threading.Thread(target=self._import_optimizers, name="warm-up", daemon=True)
-        if self._records.session() is not None:  # a mode that goes on needs them at once
+        if self._records.session() is not None:  # a mode that resumes needs them at once
             self._import_optimizers()
         self._mode.resume()
 
@@ -259,13 +259,13 @@ class Server:
         part = self._mode.active(request.generation)
         _ = part.central  # refuses where there are no replicas
         if part.idle:
-            return Ok()  # the mode is being left: all had handed in before, and a successor has no coordinator
+            return Ok()  # the mode is being left: all had submitted before, and a successor has no coordinator
         return self._mode.coordinated(request.generation).replica_submitted(request)
 
     def _decided(self, request: messages.Measure | messages.Apply) -> Partition:
         """Whose part of a decided step it is."""
         part = self._mode.active(request.generation)
-        if part.idle:  # the workers write shards: whoever asks was cut off when they fell out of the mode
+        if part.idle:  # the workers write shards: the requester was cut off when they were evicted from the mode
             raise ProtocolError(
                 f"step {request.step} of generation {request.generation} comes too late: its mode is over"
             )

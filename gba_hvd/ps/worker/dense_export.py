@@ -52,10 +52,10 @@ def export_from_reachable(
 def left_in_files(
     folder: Path, host: int, servers: Sequence[Endpoint], parts: DenseParts, generation: int
 ) -> tuple[dict[int, DenseState], JobPosition | None]:
-    """What silent servers of this host have published, from their files: as of the last whole step of each; and where
-    training stands, if the coordinator is among them and its ledger is of the same step.
+    """What silent servers of this host have published, from their files: as of the last complete step of each; and
+    where training stands, if the coordinator is among them and its ledger is of the same step.
 
-    A server that only hung may wake and go on meanwhile: then its file is read again.
+    A server that only hung may wake and continue meanwhile: then its file is read again.
     """
     found: dict[int, DenseState] = {}
     position = None
