@@ -1,6 +1,6 @@
 """Checkpoints made by a process of their own, so that saving takes nothing from the thread that trains.
 
-Threads of one process take Python's lock from each other, at all times; a process beside it costs training next to
+Threads of one process take Python's lock from each other, in all they do; a process beside it costs training next to
 nothing. So a complete `Checkpointer` lives in a child process (`child.process`), and here is the other end of the pipe.
 
 Who owns what. Rows, slots, counts and marks lie in memory that both map (`row_memory`). This process writes it, except

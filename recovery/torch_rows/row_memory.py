@@ -1,8 +1,7 @@
 """Where a plain model's rows, their counts and the marks of its steps lie; and how another process comes to map them.
 
 Here is decided what the memory looks like, not who writes it: that is `tensor_rows`. Shared memory has no name that
-could
-be left behind: it goes with the last process that maps it, however that ends.
+could be left behind: it goes with the last process that maps it, however that ends.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def collect_state(state: bytes, told: Sequence[PartInventory], n_shards: int) ->
 def await_gone(store: Store, held: DelegateClaim, until_s: float, cancel: threading.Event) -> None:
     """Return when the servers of all other hosts have said that their workers are gone.
 
-    Raises StoreError when one has not until then, Fenced when another job has claimed the place, Cancelled.
+    Raises StoreError when one has not until then, Fenced when workers continue without them, Cancelled.
     """
     prefix, claim = f"{last_prefix(held.claim.epoch)}gone-", held.claim
     while True:
