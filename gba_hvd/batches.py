@@ -2,7 +2,7 @@
 
 The order comes from the seed and the epoch. In allreduce mode, which worker computes what comes from the world as it is
 at each step; in an asynchronous mode, from the leases the coordinator gives. After a failure, a change of membership or
-a switch the loop simply goes on where the job stands.
+a switch the loop simply resumes at the job's position.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def batches(
 ) -> Generator[Any, None, None]:
     """The micro-batches of this epoch that this worker computes. Call `optimizer.step()` once for each.
 
-    The epoch is `state.epoch` when the state has one, else the next. An epoch that is partly done goes on where it
+    The epoch is `state.epoch` when the state has one, else the next. An epoch that is partly done resumes where it
     stands. Workers without a share take part in the steps silently.
 
     ids: how to find the table ids in a batch, when it has no `ids` attribute.
@@ -147,13 +147,13 @@ class _Epoch:
 
 
 def _begin_in_the_mode_asked_for(engine: Engine) -> None:
-    """The mode that rank 0 is told to be in, unless it decides by measurements. A collective."""
+    """The mode rank 0 is configured for, unless it decides by measurements. A collective."""
     switching, signals = switching_of(engine), engine.signals
     if switching is None:
         return
     assert engine.mode is not None
     server, is_chief = engine.host.server, engine.world.rank == 0
-    pending, signals.requested_mode = signals.requested_mode, None  # newcomers have none: rank 0's counts for all
+    pending, signals.requested_mode = signals.requested_mode, None  # late joiners have none: rank 0's counts for all
     if is_chief and pending is None and switching.mode != "auto":  # a switch that failed is not tried again so soon
         pending = switching.wish(engine.progress.step, engine.mode.name)
     code = -1 if pending is None else MODES.index(pending[0])
@@ -161,7 +161,7 @@ def _begin_in_the_mode_asked_for(engine: Engine) -> None:
     everyone = engine.world.gather("mode", np.array(row, dtype=np.int64))
     code, not_ready, waits = int(everyone[0][0]), int(everyone[:, 1].sum()), bool(everyone[0][2])
     if code < 0 or MODES[code] == engine.mode.name or (not_ready and not waits):
-        return  # allreduce goes on, and the chief requests it with each commit
+        return  # allreduce continues, and the chief requests it with each commit
     known = pending is not None and pending[0] == MODES[code]
     signals.requested_mode = pending if known else (MODES[code], f"mode {MODES[code]!r} was asked for")
 

@@ -1,4 +1,4 @@
-"""What a running job tells the outside: steps, metrics, events.
+"""What a running job reports to the outside: steps, metrics, events.
 
 Data flows one way, from the training loop to the callbacks; a callback never changes training by what it returns.
 MLflow tracking, the progress line and (later) mode switching are callbacks.
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Job:
-    """Where this process stands in the job. Told to callbacks at the start and after every change of membership.
+    """Where this process stands in the job. Callbacks receive it at the start and after every change of membership.
 
     `job_id` is the same on every worker and through every restart. `settings` are plain values that describe the run.
     `name` is what people call the job.

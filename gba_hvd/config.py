@@ -26,7 +26,7 @@ class Config:
     job_name:   what people call it, in `gba-hvd ps` and elsewhere; by default the script's name
     n_shards:   S, in how many shards every table is cut; fixed for the job
     timeout_s:  longest wait for another worker of this host to finish applying a step
-    heartbeat_timeout_s: asynchronous modes: a worker not heard of for this long loses its leases to others
+    heartbeat_timeout_s: asynchronous modes: a worker without heartbeats for this long loses its leases to others
     lease_s:    asynchronous modes: longest time for one micro-batch, before it is given to another worker
     server_timeout_s: asynchronous modes: a server that answers nothing for this long counts as lost, with its host. In
                 every mode: a worker that lost the others ends when it cannot reach the launcher for this long

@@ -14,7 +14,7 @@ class DenseGradients:
     """The gradients of all dense parameters as one flat buffer, so that a step needs one allreduce.
 
     `p.grad` of every parameter is a view of `flat`; `total` collects the worker's micro-batches of a step and ends with
-    `N_EXTRA` numbers that travel with them.
+    `n_extra` numbers that travel with them.
 
     flat:  [n]            gradient of the micro-batch, later of the step
     total: [n + n_extra]  weighted sum over micro-batches, at least float32

@@ -79,7 +79,7 @@ class SampleAccount:
     dropped: int = 0  # too stale, not finite (asynchronous modes), or of a step that overflowed
     lost: int = 0  # handed out, and gone with a failure
     shard_steps_missed: int = 0  # steps that one shard did not get because its worker died while applying them
-    rows_lost: int = 0  # rows that went down with a host and began anew
+    rows_lost: int = 0  # rows that went down with a host and started over
     steps_skipped: int = (
         0  # steps that no worker applied since gradients overflowed (`loss_scale`): samples are dropped
     )

@@ -48,7 +48,7 @@ class StateMismatch(GbaError, RuntimeError):
 
 
 class WorkerEvicted(GbaError):
-    """The others of the job went on without this worker. It must not come back with its state, so it ends."""
+    """The others of the job continued without this worker. It must not come back with its state, so it ends."""
 
 
 class LauncherUnreachable(GbaError):

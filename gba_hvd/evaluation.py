@@ -37,7 +37,7 @@ def evaluate(
     A collective in allreduce mode. In asynchronous modes the workers take parts of the dataset as they come; call it
     after an epoch's batches, where all workers have the same parameters.
 
-    Buffers (batch norm statistics) are those of rank 0 on all workers, so that one model is judged; in asynchronous
+    Buffers (batch norm statistics) are those of rank 0 on all workers, so that one model is evaluated; in asynchronous
     modes those of the first worker that asks. Above `exact_limit` samples the AUC comes from a
     histogram, and the result says so.
     """

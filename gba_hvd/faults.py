@@ -126,7 +126,7 @@ _DEFAULTS = {f.name: f.default for f in fields(Fault) if f.default is not MISSIN
 
 @dataclass(frozen=True)
 class Firing:
-    """That a fault happened: in or to which process, at which step. pid 0: whoever fired it died before saying so."""
+    """That a fault happened: in or to which process, at which step. pid 0: it died before reporting."""
 
     fault: Fault
     pid: int
@@ -386,7 +386,7 @@ def _check(kind: str, name: str, value: object) -> None:
 
 
 def _born(pid: int) -> str | None:
-    """When the process began, as the kernel counts: tells it from a later one of the same number. None: not alive."""
+    """When the process began, as the kernel counts: not that of a later one of this number. None: not alive."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -394,7 +394,7 @@ def _born(pid: int) -> str | None:
     return None if state in "ZX" else rest[18]
 
 
-# Waits until the process has stopped, then for the given time, then lets it go on; ends early when the process does.
+# Waits until the process has stopped, then for the given time, then continues it; ends early when the process does.
 _WATCH = """
 import os, signal, sys, time
 if os.fork():

@@ -101,7 +101,7 @@ class _DistributedScaler(torch.amp.GradScaler):
     # -----------------------------------------------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        """Be as the engine's scale is; forget what was about another micro-batch."""
+        """Follow the engine's scale; discard what was about another micro-batch."""
         if self._of != self.engine.n_begun:
             self._of, self._losses, self._is_unscaled = self.engine.n_begun, [], False
         scale = self._scale_of_engine()

@@ -9,17 +9,17 @@ step itself, by the one optimizer with its one state, is made under the replica'
 counters count all steps. Everything else of the engine stays with the calling thread, which alone asks for leases; so
 every micro-batch is leased once and the account is what it is with one thread.
 
-`rest` returns when no thread computes. The mode calls it before anybody looks at the replica as a whole: evaluations,
-the hand-over at an epoch's end, checkpoints. What a failure leaves behind:
+`quiesce` returns when no thread computes. The mode calls it before anybody looks at the complete replica:
+evaluations, the hand-over at an epoch's end, checkpoints. What a failure leaves behind:
 
     compute raises         the other threads end their micro-batches, then the loop ends with the error; what was
-                           learned is handed in, and leases are given back, as if the loop had been left
-    the engine raises      the loop ends with the error, but nothing is handed in: servers or world are lost, and what
+                           learned is submitted, and leases are given back, as if the loop had been left
+    the engine raises      the loop ends with the error, but nothing is submitted: servers or world are lost, and what
                            follows is what follows in a loop of one thread
     the process dies       as with one thread, but up to n micro-batches are computed again
 
 Buffers that a forward pass writes (batch norm's running statistics) are each thread's own, as they are each worker's
-own; the model keeps those of the first thread, and the user is told once.
+own; the model keeps those of the first thread, and one log line says so.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class _Job:
 
 
 class _Threads:
-    """Started by the first `hand`, ended by `end`, and started anew by the next `hand` after that.
+    """Started by the first `hand`, ended by `end`, and started again by the next `hand` after that.
 
     compute_failed: the user's function raised, nothing of ours.
     Belongs to the calling thread, all but `_run` and what it calls.
@@ -128,7 +128,7 @@ class _Threads:
         self._busy: set[int] = set()  # threads that compute
         self._ending = self._told = self.compute_failed = False
         self._error: BaseException | None = None
-        self._refused: list[tuple[int, str]] = []  # to be told by the calling thread
+        self._refused: list[tuple[int, str]] = []  # to be reported by the calling thread
 
     def hand(self, batch: Any, mode: SharesReplica) -> None:
         """Give the micro-batch that was begun to a thread; return when another is free. Raises what one raised."""
@@ -168,7 +168,7 @@ class _Threads:
         self._tell()
 
     def end(self, suppress: bool = False) -> None:
-        """Wait for what is being computed, and end all threads. Raises what one raised, unless told not to."""
+        """Wait for what is being computed, and end all threads. Raises what one raised, unless `suppress`."""
         with self._changed:
             self._ending = True
             self._changed.notify_all()
@@ -229,7 +229,7 @@ class _Threads:
                     loss = self._computed(job, model)
                     of_compute = False
                     self._note_done(job.micro.index, self._submit(job.micro, loss, model.dense))
-        except BaseException as error:  # whatever it is, the calling thread raises it
+        except BaseException as error:  # of any kind: the calling thread raises it
             self._fail(error, of_compute)
 
     def _submit(self, micro: MicroBatch, loss: Tensor | float | None, dense: DenseGradients) -> str:

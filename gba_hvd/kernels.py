@@ -4,9 +4,9 @@ Plain arithmetic on numpy arrays: nothing here knows processes, files or modes. 
 compiled together (and cached on disk), by `load` at set-up or else at the first call, never in the middle of training.
 Importing this file does not import numba, which takes half a second.
 
-Rows are addressed by *key*: `key % n_shards` is the shard, `key // n_shards` the row's place in it (`shard.layout`).
-`flat` is a host's whole shard memory as float32 words; `region` the words of one shard; `at` where its records start;
-`record` the words of one row with its slots and counter.
+Rows are addressed by *key*: `key % n_shards` is the shard, `key // n_shards` the row's place in it (`shm.layout`).
+`flat` is a host's complete shard memory as float32 words; `region` the words of one shard; `at` where its records
+start; `record` the words of one row with its slots and counter.
 """
 
 from __future__ import annotations
@@ -349,7 +349,7 @@ def _write_block(flat: Any, places: Any, offset: int, width: int, block: Any) ->
 
 @_compiled("void(uint32[::1], uint64[::1], int64)")
 def _count(words: Any, places: Any, record: int) -> None:
-    """Count one update of each row, modulo 2^32: two counts tell whether, and how often, a row changed in between."""
+    """Count one update of each row, modulo 2^32: two counts show whether, and how often, a row changed in between."""
     last = np.uint64(record - 1)
     for i in range(len(places)):
         words[places[i] + last] += np.uint32(1)

@@ -7,7 +7,7 @@
 
 So micro-batches of one step may have been computed with different scales, and every worker finds the same next one: in
 allreduce mode from the commit, in asynchronous modes from the coordinator's position. A skipped step counts as a step;
-its samples count as dropped, and `SampleAccount.steps_skipped` counts it: the bias correction of `RowAdam` leaves it
+its samples count as dropped, and `SampleAccount.steps_skipped` counts it: the bias correction of `Adam` leaves it
 out.
 """
 

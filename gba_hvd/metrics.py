@@ -177,7 +177,7 @@ def histogram(logits: NDArray[np.generic], labels: NDArray[np.generic], n_bins: 
 def auc_from_counts(negatives: NDArray[np.int64], positives: NDArray[np.int64]) -> float:
     """Area under the ROC curve from the negatives and positives at each score, ascending; NaN without both classes.
 
-    In whole numbers up to the last division, so the order of the samples changes nothing.
+    In integers up to the last division, so the order of the samples changes nothing.
     """
     pairs = int(negatives.sum()) * int(positives.sum())
     if pairs == 0:

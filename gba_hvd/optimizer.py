@@ -32,7 +32,7 @@ class _Distributed(torch.optim.Optimizer):
     engine: Engine
     grad_scaler: torch.amp.GradScaler | None = None
 
-    # So that a scaler that `DistributedOptimizer` does not know calls `step` whatever it found, and is refused there.
+    # So that a scaler that `DistributedOptimizer` does not know calls `step` in any case, and is refused there.
     _step_supports_amp_scaling = True
 
     def step(self, closure: Any = None, *, loss: Tensor | float | None = None) -> None:  # type: ignore[override]
@@ -71,11 +71,11 @@ class _Distributed(torch.optim.Optimizer):
         return hook
 
     # Torch wraps the step of a class so that step hooks run, also when state is loaded. They belong to the global step,
-    # whose own `step` is wrapped; this tells torch that there is nothing to wrap here.
+    # whose own `step` is wrapped; this marks that there is nothing to wrap here.
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the micro-batch (those of the step so far are kept elsewhere)."""
+        """Clear the gradients of the micro-batch (those of the step so far are stored elsewhere)."""
         self.engine.model.dense.zero_()
         self.engine.model.tables.zero_gradients()
 
@@ -99,7 +99,7 @@ def DistributedOptimizer(
     The same object comes back, with one more parameter group, the last: its `lr` is the row optimizer's, and schedulers
     made for the optimizer from here on drive it like any other.
 
-    global_batch, micro_batch: samples, G = M x B; G is constant whatever the number of workers.
+    global_batch, micro_batch: samples, G = M x B; G is constant for any number of workers.
     named_parameters: names for error messages.
     row_average: a row's gradient is the sum over the step's micro-batches divided by all of them ("global": the
     gradient of the global batch's mean loss) or by those that contain the row ("contributors", as in the GBA paper).
@@ -119,10 +119,10 @@ def DistributedOptimizer(
 
     grad_scaler: the scaler of mixed precision, for which the loop calls `scaler.scale(loss).backward()`,
     `scaler.step(optimizer, loss=loss)` and `scaler.update()` for each micro-batch, with `scaler.unscale_(optimizer)`
-    before `step` where it likes. Rows are unscaled with the rest. An overflow on any worker skips the whole global step
-    on all (in `async`, `hop_bs`, `hop_bw` and with replicas a step is what these modes call one), and its samples count
-    as dropped. The scale is one for all workers, and moves when a global step ends, not at `update()`; see
-    `loss_scale`. Threads of `hogwild` refuse it.
+    before `step` where it likes. Rows are unscaled with the dense part. An overflow on any worker skips the whole
+    global step on all (in `async`, `hop_bs`, `hop_bw` and with replicas a step is what these modes call one), and its
+    samples count as dropped. The scale is one for all workers, and moves when a global step ends, not at `update()`;
+    see `loss_scale`. Threads of `hogwild` refuse it.
 
     Hooks registered with `register_step_pre_hook` and `register_step_post_hook` run around the global step in allreduce
     mode; a job that is to be in an asynchronous mode, where servers step, refuses them.

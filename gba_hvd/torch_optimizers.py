@@ -3,7 +3,7 @@
 Worker and server step the same class with the same hyper-parameters. What travels is the class's name and the plain
 hyper-parameters of its groups; tensors and optimizer state travel elsewhere. Decided here: which classes may travel.
 A class of `torch.optim` always may; one of the user's own after `register_optimizer`. The other side imports it by
-module and name, so whatever a class keeps outside `param_groups` and `state` does not travel.
+module and name, so state that a class has outside `param_groups` and `state` does not travel.
 """
 
 from __future__ import annotations

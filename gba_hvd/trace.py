@@ -1,6 +1,6 @@
 """A log of facts from which the same training can be computed again. Off unless GBA_HVD_TRACE names a folder.
 
-Each process appends JSON lines to a file of its own there. A line is one write, so a kill leaves whole lines, and at
+Each process appends JSON lines to a file of its own there. A line is one write, so a kill leaves complete lines, and at
 most one that has no newline. What is written:
 
     epoch       a worker begins the batches of an epoch: seed, samples, sizes, tables, optimizers; before the first
@@ -11,7 +11,7 @@ most one that has no newline. What is written:
     decided     asynchronous: the members of a step that are dropped, of all its servers
     apply       asynchronous: a server begins to apply a decided step: the members it has, weights, learning rates
     applied     and has ended, or missed it
-    event       what the callbacks were told: switches, membership, what was lost
+    event       what the callbacks received: switches, membership, what was lost
 
 Nothing here decides anything; where tracing is off, each place costs one comparison with None.
 """

@@ -1,8 +1,8 @@
 """Checkpoints that cost a fraction of a percent of training, and recovery of what was lost only.
 
-For any PyTorch model with large tables of rows. The listing reads as the flow:
+For any PyTorch model with large tables of rows. The packages read as the flow:
 
-    rows -> tracker -> priority -> planner -> snapshot -> writer -> store -> manifest -> restore
+    rows -> selection (which rows) -> schedule (when) -> write -> format -> storage -> catalog -> restore
 
 Knows arrays and rows; nothing of Horovod, and never imports `gba_hvd`.
 """

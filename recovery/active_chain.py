@@ -26,7 +26,7 @@ class ActiveChain:
         self._manifests: dict[str, Manifest] = {}
 
     def find(self) -> None:
-        """Go on from the newest checkpoint there is; the tracker says whether it is of this memory."""
+        """Resume from the newest checkpoint there is; the tracker says whether it is of this memory."""
         newest = next(chains(self._store), None)
         if isinstance(newest, Chain):
             self.chain = newest

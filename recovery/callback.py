@@ -1,7 +1,7 @@
 """`CheckpointCallback`: what a training script says about its checkpoints. The training framework acts on it.
 
-Nothing is saved here: the framework that runs the callback (gba_hvd) asks `due`, has its servers save, and tells how it
-went. For a training loop of your own there is `Checkpointer`.
+Nothing is saved here: the framework that runs the callback (gba_hvd) asks `due`, has its servers save, and reports how
+it went. For a training loop of your own there is `Checkpointer`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class CheckpointCallback:
         neither, it is planned from what saving and loading was measured to take (`recovery.schedule.adaptive`), from
         `mtbf_h` (assumed mean time between failures of any host, corrected by those that happen) and `target_pls`, at
         most `longest_s` apart.
-    retain_state_share: the training state is kept in memory beside the rows while that takes at most this share of a
-        step, so that a job that lost all its workers, but not its host, goes on with nothing lost; 0: never.
-    final_checkpoint_s: for how long the servers may hold that memory for a last checkpoint when nobody goes on; 0: not
+    retain_state_share: the training state is retained in memory beside the rows while that takes at most this share of
+        a step, so that a job that lost all its workers, but not its host, resumes with nothing lost; 0: never.
+    final_checkpoint_s: for how long the servers may hold that memory for a final checkpoint when nobody resumes; 0: not
                         at all.
     preemption_s: on SIGTERM the workers finish the step, have a checkpoint made and leave, at the latest after so many
         seconds; None: they leave at once.

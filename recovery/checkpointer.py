@@ -1,7 +1,7 @@
-"""The one object that users hold: saves in the background while training goes on, and restores.
+"""The one object that users hold: saves in the background while training continues, and restores.
 
 Puts the parts together and owns their threads; what a save takes, how it is written and what is kept is decided
-elsewhere. A save that fails is told and leaves the last good checkpoint in force; the next one tries again.
+elsewhere. A save that fails is reported and leaves the last good checkpoint in force; the next one tries again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["Checkpointer", "Event", "Handle", "Saved", "StillSaving"]
 
 
 class Checkpointer:
-    """Checkpoints of a holder's rows, and of whatever else is given to `save`, at a URL.
+    """Checkpoints of a row source's rows, and of the states given to `save`, at a URL.
 
         with Checkpointer("s3://bucket/job", rows, Config(job="job", policy="mfu")) as checkpoints:
             report = checkpoints.restore()
@@ -48,7 +48,7 @@ class Checkpointer:
     Entering claims the place and starts two threads: one that saves, and one that gives signs of life. Leaving waits
     for the save in flight, stops them, and raises what a thread died of, if one did.
 
-    One thread calls save and restore. `on_event` is called in whatever thread something happens in.
+    One thread calls save and restore. `on_event` is called in the thread in which something happens.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Checkpointer:
         if self._claim is None or self._leaving.is_set():
             return
         if (last := self._requests.last) is not None:
-            with contextlib.suppress(BaseException):  # told when it happened
+            with contextlib.suppress(BaseException):  # reported when it happened
                 self._requests.wait(self._config.close_timeout_s)
             if not last.done():
                 self._tell(

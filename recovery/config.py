@@ -35,7 +35,7 @@ class Config:
     threads:          that encode
     readers:          that read, verify and decode when rows are restored
     concurrent_puts:  objects written at the same time; more than 1 pays with object stores
-    level:            of zstd, see `codec.Encoding`
+    level:            of zstd, see `row_codec.Encoding`
     bits:             8 or 4: partial saves have their weights quantised; None: exact
     keep_last:        checkpoints that this run keeps, with what they are on top of
     keep_every_steps: and the first one of every so many steps

@@ -1,4 +1,4 @@
-"""What becomes of a save or a restore, as values and in words: for whoever asked, for the log, for a tracker."""
+"""What becomes of a save or a restore, as values and in words: for the caller, for the log, for a tracker."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Event:
 
 
 class Teller:
-    """Tells what happens at a URL to the log, and to a listener, which may fail."""
+    """Reports what happens at a URL to the log, and to a listener, which may fail."""
 
     def __init__(self, url: str, on_event: Callable[[Event], None] | None) -> None:
         self._url, self._on_event = url, on_event

@@ -22,7 +22,7 @@ class SavePolicy(Protocol):
     """How important rows are: of each table, a save takes the share `Config.row_fraction` that is most important.
 
     A class that a distribution registers in `recovery.save_policies` is constructed with the rows of the process that
-    saves, a `recovery.rows.RowSource`; it reads weights, slots and update counters in `holder.slab(table, shard)`. The
+    saves, a `recovery.rows.RowSource`; it reads weights, slots and update counters in `rows.slab(table, shard)`. The
     writer's thread makes all calls. After a save that failed, or a restore of some shards, the next save is full.
     """
 

@@ -1,17 +1,17 @@
 """Checkpoints made by a process of their own, so that saving takes nothing from the thread that trains.
 
-Threads of one process take Python's lock from each other, whatever they do; a process beside it costs training next to
-nothing. So a whole `Checkpointer` lives in a child process (`saving_process`), and here is the other end of the pipe.
+Threads of one process take Python's lock from each other, in all they do; a process beside it costs training next to
+nothing. So a complete `Checkpointer` lives in a child process (`child.process`), and here is the other end of the pipe.
 
 Who owns what. Rows, slots, counts and marks lie in memory that both map (`row_memory`). This process writes it, except
-while it waits in `restore`. The child reads it as any thread would (`snapshot`), and alone has the claim, the store,
-the tracker and the chain. This process has the handles and tells the events; of claim and chain it knows what it is
-told.
+while it waits in `restore`. The child reads it as any thread would (`consistent_read`), and alone has the claim, the
+store, the tracker and the chain. This process has the handles, and reports events; of claim and chain it knows what
+the child sends.
 
 In which order things become visible. The training thread marks a step begun, writes rows, marks it finished; the child
-relies on the order of these stores, as `snapshot` says. A state is encoded before `save` returns, then sent; the child
-begins to read rows when it has it whole. A handle is done when the child says so, which is after the manifest is in the
-store. A request is answered before the next one is sent, so the child never has two.
+relies on the order of these stores, see `consistent_read`. A state is encoded before `save` returns, then sent; the
+child begins to read rows when it has it completely. A handle is done when the child says so, which is after the
+manifest is in the store. A request is answered before the next one is sent, so the child never has two.
 
 What a crash leaves.
 
@@ -23,7 +23,7 @@ What a crash leaves.
    in flight as well, rows are half written: the save finds no moment to read them in, and fails after `busy_timeout_s`.
  - Both: what a crash of the child leaves. Shared memory has no name; it goes with the last of the two.
  - The child hangs (stopped, or without a processor): it gives no sign of life for `silence_s`, is killed, and all is as
-   if it had died. So whoever waits here waits for an answer, for the end of the child, or for that.
+   if it had died. So a thread that waits here waits for an answer, for the end of the child, or for that.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ProcessCheckpointer:
         with ProcessCheckpointer("s3://bucket/job", rows, Config(job="job")) as checkpoints:
             ...                                              # as with a Checkpointer
 
-    The child imports the script it belongs to: whatever the script does must be under `if __name__ == "__main__":`.
+    The child imports the script it belongs to: all that the script does must be under `if __name__ == "__main__":`.
     Entering starts the child and waits until it has claimed the place, which takes some seconds; after that everything
     is as the `Checkpointer` says. `on_event` is called in a thread of this process.
     """
@@ -95,7 +95,7 @@ class ProcessCheckpointer:
         **storage_options: Any,
     ) -> None:
         """nice: how much the child stands back for others, 0 to 19. silence_s: without a sign of life for so long, it
-        is killed. The rest, and a store, which must be one that can be pickled, as in `Checkpointer`."""
+        is killed. The others, and a store, which must be one that can be pickled, as in `Checkpointer`."""
         config = config or Config()
         if not rows.memory.is_shared:
             raise BadInput(
@@ -131,7 +131,7 @@ class ProcessCheckpointer:
         self._requests = SaveRequests(config, self._tell, time.monotonic, self._begin_save)
         self._entered = self._left = False
         self._number = 0
-        self._lock = threading.Lock()  # of the two below: threads send, hear, and end a child
+        self._lock = threading.Lock()  # of the two below: threads send to, read from, and end a child
         self._child: Child | None = None
         self._asked: _Asked | None = None
         self._sending: threading.Thread | None = None
@@ -217,7 +217,7 @@ class ProcessCheckpointer:
             if asked.request is not None:
                 asked.request.state = None
         except BaseException as error:
-            # A pipe that broke is the end of the child, which whoever hears it tells.
+            # A pipe that broke is the end of the child, which its reading thread reports.
             if asked.child is None or not isinstance(error, OSError):
                 self._failed(asked, error)
 
@@ -240,7 +240,7 @@ class ProcessCheckpointer:
         self._newest = ready.newest or self._newest
         return child
 
-    # --- the thread that hears a child --------------------------------------------------------------------------------
+    # --- the thread that reads from a child ---------------------------------------------------------------------------
 
     def _over(self, child: Child, died: BaseException) -> None:
         with self._lock:
@@ -269,7 +269,7 @@ class ProcessCheckpointer:
                 asked.future.set_exception(message.error)
 
     def _answers(self, event: Event, asked: _Asked) -> bool:
-        """Whether this event was the end of what was asked for; then it is told here."""
+        """Whether this event was the end of what was asked for; then it is reported here."""
         if asked.future.done():
             return False
         if event.saved is not None and (request := asked.request) is not None:

@@ -72,7 +72,7 @@ class RowView:
 
     columns: float32 [n, width_i] each, together the table's columns in order; one array may hold several columns.
         They may be strided.
-    counts:  uint32 [n]  how often each row was updated so far, modulo 2^32; counted by whoever updates it
+    counts:  uint32 [n]  how often each row was updated so far, modulo 2^32; counted by its writer
     """
 
     columns: tuple[np.ndarray, ...]
@@ -83,7 +83,7 @@ class RowView:
 
 
 class RowSource(Protocol):
-    """Whoever has the rows of some shards in memory.
+    """The rows of some shards, in memory.
 
     A step on a shard is: begun = k, change rows and counts, finished = k, in this order. So a reader that finds begun
     equal to finished, copies, and finds begun unchanged, has rows of one step.
@@ -92,7 +92,7 @@ class RowSource(Protocol):
     schema: Schema
 
     def shards(self) -> Sequence[int]:
-        """The shards that are here, whole."""
+        """The shards that are here completely."""
 
     def slab(self, table: int, shard: int) -> RowView:
         """By the table's number in the schema."""
@@ -102,7 +102,7 @@ class RowSource(Protocol):
 
 
 class ObservableRowSource(RowSource, Protocol):
-    """A holder that also says which rows it updates; sub-sampling policies need that."""
+    """A row source that also reports which rows it updates; sub-sampling policies need that."""
 
     def listen(self, heard: Callable[[int, int, np.ndarray], None]) -> None:
         """Call heard(table, shard, places int64 [n]) at every update from now on, in the thread that updates."""
@@ -128,7 +128,7 @@ def some_places(places: RowIndices, start: int, stop: int) -> RowIndices:
 
 
 def copy_rows(slab: RowView, places: RowIndices, records: np.ndarray, counts: np.ndarray) -> None:
-    """From the slab into records, float32 [n, width], and counts, uint32 [n]; torn if somebody writes (`snapshot`)."""
+    """From the slab into records, float32 [n, width], and counts, uint32 [n]; may be torn (`consistent_read`)."""
     at = 0
     for column in slab.columns:
         width = column.shape[1]
@@ -139,7 +139,7 @@ def copy_rows(slab: RowView, places: RowIndices, records: np.ndarray, counts: np
 
 
 def write_rows(slab: RowView, places: RowIndices, records: np.ndarray) -> None:
-    """From records, float32 [n, width], into the slab. The counts stay: they tell of updates, this is none."""
+    """From records, float32 [n, width], into the slab. The counts stay: they count updates, this is none."""
     at = 0
     for column in slab.columns:
         width = column.shape[1]
@@ -160,6 +160,6 @@ Choice = Callable[[int, int], RowIndices]
 
 
 def everything(holder: RowSource) -> Choice:
-    """All rows that the holder has."""
+    """All rows of the row source."""
     schema = holder.schema
     return lambda table, shard: slice(0, schema.tables[table].rows_in(shard, schema.n_shards))

@@ -67,7 +67,7 @@ class SaveRequests:
             self.last.future.exception(timeout_s)
 
     def all_read(self, request: SaveRequest) -> None:
-        """The last row of this save was read: a strict caller may go on."""
+        """The last row of this save was read: a strict caller may continue."""
         if self._config.strict and not request.handle.read_all.is_set():
             request.stall_s = self._clock() - request.asked_s
         request.handle.read_all.set()

@@ -4,7 +4,7 @@ PyPI has Horovod as a source distribution only. It asks for C++14, where today's
 was built with, and it resolves the host name in process sets where it should use the interface it was given. Decided
 here: with which flags it is built, and under which key the wheel is kept. What is changed in the source is in
 `horovod_mends.py`: the compiled part is built and kept once, Python files are changed in the built wheel, so that a
-change of them costs seconds. How the build is run and shown is in `build_run.py`. Needs nothing but the standard
+change of them costs seconds. How the build is run and shown is in `build_progress.py`. Needs nothing but the standard
 library and pip's `wheel`, so it can run before the package is installed: `python -m tools.build_horovod [--install]` in
 the project folder.
 """
@@ -46,7 +46,7 @@ BUILD_FLAGS = {
     "HOROVOD_WITHOUT_MXNET": "1",
     "HOROVOD_WITH_GLOO": "1",
     "HOROVOD_WITHOUT_MPI": "1",
-    # CMake 4 refuses the old minimum versions that the bundled libraries ask for, unless told otherwise.
+    # CMake 4 refuses the old minimum versions that the bundled libraries ask for, unless set otherwise.
     "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
 }
 GIB_PER_COMPILER = 2
@@ -252,7 +252,7 @@ def build_native(target: Target, cache: Path) -> Path:
 
 
 def _mend_python(target: Target, native: Path, cache: Path) -> Path:
-    """Change Python files within a built wheel; the `wheel` tool writes their checksums anew."""
+    """Change Python files within a built wheel; the `wheel` tool writes their new checksums."""
     with scratch_folder(cache / f".mending-{target.key}") as work:
         wheel_tool = [target.python, "-m", "wheel"]
         _run_wheel([*wheel_tool, "unpack", "--dest", str(work / "unpacked"), str(native)])

@@ -22,7 +22,7 @@ REDRAW_EVERY_S = 0.5
 
 
 def progress_line(elapsed_s: float, percent: int | None, last: str, width: int) -> str:
-    """One line, at most `width` characters: time, percentage when the build tells one, the last thing it said."""
+    """One line, at most `width` characters: time, percentage when the build prints one, its last line."""
     minutes, seconds = divmod(int(elapsed_s), 60)
     share = "    " if percent is None else f"{percent:3d}%"
     return f"  {minutes}:{seconds:02d} {share} {last}"[:width]
@@ -77,7 +77,7 @@ def _show(child: subprocess.Popen[bytes], written: IO[bytes], screen: IO[str]) -
                 text = piece.decode(errors="replace")
                 if step := last_step(text):
                     percent, last = step
-                elif percent is None:  # before make starts there are no steps to tell, afterwards the rest is noise
+                elif percent is None:  # before make starts there are no steps to show, afterwards all is noise
                     last = last_line(text) or last
             now = time.monotonic()
             if now - shown >= every_s:

@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("gba-hvd: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # `gba-hvd data show --json | head`: whoever read it has had enough
+    except BrokenPipeError:  # `gba-hvd data show --json | head`: the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes at exit
         return 1
     except Exception as error:

@@ -1,4 +1,4 @@
-"""A companion server of its own to throw bad messages at, and a fuzzer that does so for as long as it is told.
+"""A companion server of its own to throw bad messages at, and a fuzzer that does so for a given time.
 
     python tools/fuzz_server.py [--seconds 60] [--seed 1] [--folder DIR]
 
@@ -126,9 +126,9 @@ class Peer:
 
 
 class Host:
-    """One memory and its servers. The keeper removes it all when this process is gone.
+    """One memory and its servers. The reaper removes it all when this process is gone.
 
-    settings: as of `ps.settings`. Leases do not expire unless they are told to: peers send no heartbeats.
+    settings: as of `ps.settings`. Leases do not expire unless they are set to: peers send no heartbeats.
     """
 
     def __init__(self, base: Path, job: str = "fuzz", host: int = 0, n_servers: int = 1, **settings: Any) -> None:
@@ -237,7 +237,7 @@ def a_beat(generation: int = GENERATION, **changes: Any) -> HeartbeatMsg:
 
 
 def lease(peer: Peer, request: int, **changes: Any) -> LeaseGrant:
-    """A lease; asks again while it is told to wait."""
+    """A lease; asks again while the answer is to wait."""
     while True:
         answer, _ = peer.ask(an_ask(request, **changes))
         assert isinstance(answer, LeaseReply), answer
@@ -437,7 +437,7 @@ def a_round(rng: random.Random, host: Host, done: Counter[str]) -> None:
     """One of everything, in random order, through a fresh connection."""
     pull = rng.random() < 0.3
     peer = host.peer(local=rng.random() < 0.5, pull=pull)
-    other = 1 + rng.randrange(1 << 40)  # a generation: whatever a corrupted message says, it is not this job's
+    other = 1 + rng.randrange(1 << 40)  # a generation, not this job's, even in a corrupted message
     dense, rows = gradients(host.layout)[0]
     bodies: list[tuple[Request, list[Any]]] = [
         (an_ask(1, generation=other), []),

@@ -211,7 +211,7 @@ def ask_switch(folder: Path, mode: str, reason: str, timeout_s: float) -> None:
 
 @contextmanager
 def _a_job_that_ends(folder: Path) -> Iterator[None]:
-    """The folder may go at any moment; whatever then fails means the same."""
+    """The folder may go at any moment; each failure then means the same."""
     from gba_hvd.errors import BadInput, GbaError
 
     try:

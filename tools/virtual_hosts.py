@@ -154,7 +154,7 @@ class VirtualHosts:
             self._limit(host, self._rate)
 
     def cut(self, name: str) -> None:
-        """Take a host off the network. It goes on and notices nothing but silence."""
+        """Take a host off the network. It continues and notices nothing but silence."""
         self._at_switch("ip", "link", "set", f"p{self._hosts[name].number}", "nomaster")
 
     def heal(self, name: str) -> None:
@@ -162,7 +162,7 @@ class VirtualHosts:
         self._at_switch("ip", "link", "set", f"p{self._hosts[name].number}", "master", "bridge")
 
     def kill(self, name: str) -> None:
-        """Switch a host off. No process says goodbye, and the network hears nothing of it."""
+        """Switch a host off. No process says goodbye, and the network does not notice."""
         self.cut(name)
         self._end(name)
 

@@ -1,1 +1,1 @@
-"""Replicas of the dense part, kept together by synchronisation: ShadowSync, EASGD, MA, BMUF."""
+"""Replicas of the dense part, synchronised with each other: ShadowSync, EASGD, MA, BMUF."""

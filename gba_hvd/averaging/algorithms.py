@@ -1,16 +1,16 @@
 """How replicas of the dense parameters become one again: the update formulas of ShadowSync, and their settings.
 
 Only arithmetic on flat float32 tensors [n], in place. Who holds a replica, when it takes part in a round and who
-carries the numbers is decided elsewhere (`replica`, `rounds`, `ps.central`). Formulas: ShadowSync, arXiv 2003.03477;
-w_i is a replica, w_ps the central copy, g the mean of all replicas:
+carries the numbers is decided elsewhere (`replica`, `sync_thread`, `central_copy`). Formulas: ShadowSync, arXiv
+2003.03477; w_i is a replica, w_ps the central copy, g the mean of all replicas:
 
     easgd   w_ps <- (1-a) w_ps + a w_i          then   w_i <- (1-a) w_i + a w_ps
     ma      g = mean of copies                  then   w_i <- (1-a) w_i + a g
     bmuf    w_glob <- w_glob + eta (g - w_glob) then   w_i <- (1-a) w_i + a w_glob
 
-A worker goes on stepping while a round is in flight, so w_i is not the copy it was when the mixing comes. The formulas
-as they stand weigh those newest updates with (1-a). The difference rule, w_i <- w_i + a (target - copy), keeps them
-whole, and with a mean as target it leaves the sum of all replicas as it is.
+A worker keeps stepping while a round is in flight, so w_i is not the copy it was when the mixing comes. The formulas
+as they stand weigh those newest updates with (1-a). The difference rule, w_i <- w_i + a (target - copy), applies them
+in full, and with a mean as target it leaves the sum of all replicas as it is.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ MIXING = ("interpolate", "difference")
 
 @dataclass(frozen=True)
 class Averaging:
-    """How the replicas of a job are kept together.
+    """How the replicas of a job are synchronised.
 
     algorithm:  easgd, ma, bmuf; or none: replicas meet at the end of an epoch only
     elasticity: a, the share of the target that a replica takes on in a round; above 0, at most 1
     block_rate: eta of bmuf: how far the global copy goes towards the mean; above 0, at most 2
-    mixing:     "interpolate": the formulas; "difference": what was learned during a round is kept whole
+    mixing:     "interpolate": the formulas; "difference": updates made during a round are applied in full
     every:      local steps between rounds that training waits for; None: rounds in the background, never waited for
     pause_s:    least time between two rounds in the background
 
@@ -75,7 +75,7 @@ def interpolate_(values: Tensor, target: Tensor, share: float) -> Tensor:
 
 
 def add_difference_(values: Tensor, copy: Tensor, target: Tensor, share: float) -> Tensor:
-    """values <- values + share (target - copy), in place: what came to `values` since `copy` was taken stays whole."""
+    """values <- values + share (target - copy), in place: updates to `values` since `copy` are kept in full."""
     return values.add_(target - copy, alpha=share)
 
 
@@ -85,10 +85,10 @@ def bmuf_update_(global_copy: Tensor | None, mean: Tensor, block_rate: float) ->
 
 
 class MeanOfReplicas:
-    """The mean of replicas that are handed in one after the other, and of their optimizers' states.
+    """The mean of replicas that are submitted one after the other, and of their optimizers' states.
 
-    Values and floating tensors of the state are averaged in float64; step counters and whole numbers become the
-    largest; whatever else there is, the first. Not thread-safe.
+    Values and floating tensors of the state are averaged in float64; step counters and integers become the
+    largest; for all other entries the first counts. Not thread-safe.
     """
 
     def __init__(self, n: int, n_tensors: int) -> None:

@@ -6,8 +6,8 @@ its way. Parameters are written through `p.data`, so that autograd takes a mixin
 it is in ShadowSync: lock-free training on values that move a little.
 
 The replica is open while the worker trains an epoch. Closed, it takes no part in rounds and they leave it alone: while
-an evaluation judges with other values, and from an epoch's end until the first micro-batch of the next. `era` counts
-the openings: what a round brings back to a replica that was closed meanwhile is of no use, and is dropped.
+an evaluation uses other values, and from an epoch's end until the first micro-batch of the next. `incarnation`
+counts the openings: what a round brings back to a replica that was closed meanwhile is of no use, and is dropped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gba_hvd.dense_gradients import DenseGradients
 
 @dataclass(frozen=True)
 class ReplicaSnapshot:
-    """A replica at one moment. values: float32 [n]; phase: as `open` was told; n_steps: local steps so far."""
+    """A replica at one moment. values: float32 [n]; phase: as passed to `open`; n_steps: local steps so far."""
 
     values: Tensor
     phase: int
@@ -35,7 +35,7 @@ class ReplicaSnapshot:
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether no number is NaN or infinite. A finite sum tells at once; that of large numbers may overflow."""
+    """Whether no number is NaN or infinite. A finite sum proves it; a sum of large numbers may overflow."""
     return math.isfinite(float(values.sum())) or bool(torch.isfinite(values).all())
 
 

@@ -1,6 +1,6 @@
-"""When a worker's next round of replicas is due: decided here. Waiting for it and making it is the thread's (`rounds`).
+"""When a worker's next round of replicas is due: decided here. Waiting for it and making it is `sync_thread`'s.
 
-In the background rounds follow one another, with a rest between. In the foreground (`Averaging.every`) the training
+In the background rounds follow one another, with a pause between. In the foreground (`Averaging.every`) the training
 thread asks for them; a worker that has no micro-batch takes part in those of the others, and so does one that has been
 computing a single one for very long, so that nobody waits for it.
 """
@@ -24,11 +24,11 @@ class SyncView:
     """What the thread of the rounds sees when it looks. Times are seconds on its clock.
 
     n_workers:    of the world that stands; 0 where none does
-    ending:       "" goes on, "together" stops after a round in which all say so, "now"
+    ending:       "" continues, "together" stops after a round in which all want to stop, "now"
     wanted:       training waits for a round
     is_open:      the replica takes part in rounds
     idle_since_s: no micro-batch is being computed since then; in the future as long as one is (`LONG_MICRO_S`)
-    not_before_s: the rest after the last round is over then
+    not_before_s: end of the pause after the last round
     lost_s:       since when no round can be made in this world, None where one can
     """
 

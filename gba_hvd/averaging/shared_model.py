@@ -48,7 +48,7 @@ class SharedModel:
         own = [memo[id(p)] for p in trained]
         try:
             self.module: nn.Module = copy.deepcopy(model, memo)
-        except Exception as error:  # of whatever the model holds
+        except Exception as error:  # of any value in the model
             raise BadInput(
                 "each thread needs a copy of the model, and this one cannot be copied "
                 f"({type(error).__name__}: {error}): keep what is no module, parameter or buffer outside of it, or use "
@@ -57,7 +57,7 @@ class SharedModel:
         self.dense = DenseGradients([p for p in own if isinstance(p, Tensor)], 0)
 
     def clear(self) -> None:
-        """Before a micro-batch: no gradient yet, so that `has_gradient` can tell."""
+        """Before a micro-batch: no gradient yet, so that `has_gradient` is right."""
         for p in self.dense.parameters:
             p.grad = None
 

@@ -1,6 +1,6 @@
 """The thread of a worker that does nothing but synchronise its replica with the others'.
 
-    turn (`turns`) -> copy of the replica -> sum over the workers, or the servers' central copy -> mixed in
+    `schedule.next_action` -> copy of the replica -> sum over the workers, or the servers' central copy -> mixed in
 
 Who owns what. This thread alone talks to Horovod about rounds and keeps the global copy of bmuf; the replica has a lock
 of its own (`replica`), held for the copy and for the mixing; `_changed` guards the flags that other threads set. The
@@ -8,14 +8,14 @@ training threads (one, or those of `hogwild`) are waited for by nobody in here, 
 says so.
 
 A round of ma and bmuf is one allreduce of every worker's thread. With the replica go some numbers: of each rank whether
-its replica counts (a closed one does not; the first of those that do tells the servers of the result), whether this
+its replica counts (a closed one does not; the first of those that do sends the servers the result), whether this
 worker would like to stop, and two for the spread. Since all see the same sums, all stop after the same round. Worlds
-come and go (`reform`): `before_world_leaves` returns when this thread is out of Horovod, the round in flight is dropped
+come and go (`Rejoin`): `before_world_leaves` returns when this thread is out of Horovod, the round in flight is dropped
 and counted, and the next one waits for `after_world_forms`. What each crash leaves behind:
 
     this worker, before the allreduce ended    the others' round fails, and is dropped
     after it                                   nothing: all have the result, each mixes it in for itself
-    who tells the servers, before it did       their copy is a round old
+    who updates the servers, before it did     their copy is a round old
     a server, while it blends                  its copy is as before or after; asked again, it may blend twice
 """
 
@@ -60,10 +60,10 @@ class CentralCopyClient(Protocol):
 
 @dataclass(frozen=True)
 class SyncMetrics:
-    """What became of the rounds since the last telling.
+    """What became of the rounds since the last report.
 
     spread:        RMS distance of replicas from their mean; for easgd, of this worker's from the central copy
-    waits_in_vain: how often training waited for a round that did not end in time, and went on; nothing was dropped
+    waits_in_vain: how often training waited for a round that did not end in time; nothing was dropped
 
     The first four are None where none that had this replica in it ended well.
     """
@@ -81,8 +81,8 @@ class SyncThread:
 
     broken: called with a sentence when no round can come any more in this world. diverged: called when the replica is
     not finite any more; it is given to nobody.
-    n_done: rounds that ended well, also without this replica; n_failed: those that were dropped, or that the servers
-    were not told of.
+    n_done: rounds that ended well, also without this replica; n_failed: those that were dropped, or not reported to
+    the servers.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class SyncThread:
         self._traffic = traffic or Traffic()
         self._changed = threading.Condition()
         self._world: World | None = None
-        self._ending = ""  # "together": after a round in which all say so; "now"
+        self._ending = ""  # "together": after a round in which all want to stop; "now"
         self._wanted = self._in_horovod = False
         self._n_begun = self._n_waiting = 0  # micro-batches being computed; threads that wait for a round
         self._idle_since_s = 0.0
@@ -111,7 +111,7 @@ class SyncThread:
         self._had_part = False  # this replica was in the round
         self._reported = (clock(), 0, 0)  # when, and n_own and n_failed then
         self._dropped: list[str] = []
-        self._n_in_vain = 0  # since the last telling
+        self._n_in_vain = 0  # since the last report
         self._thread = threading.Thread(target=self._run, name="gba-hvd rounds", daemon=True)
 
     # --- life --------------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class SyncThread:
         """together: after a round in which every worker wants to stop, so that none is left waiting in Horovod.
 
         Returns whether the thread has ended in time and no round of its was lost; if not, the world has to be formed
-        anew before training uses it again, on all workers (`shadow.ReplicaWorker.all_left_together`).
+        again before training uses it, on all workers (`ReplicaWorker.all_left_together`).
         """
         with self._changed:
             self._ending = "now" if not together or self._ending == "now" else "together"
@@ -143,7 +143,7 @@ class SyncThread:
     def before_world_leaves(self, timeout_s: float = _LEAVE_S) -> None:
         """From another thread, before Horovod is shut down: returns when this thread is out of it."""
         if not self._averaging.is_collective:
-            return  # rounds with the servers go on
+            return  # rounds with the servers continue
         with self._changed:
             self._world = None
             self._changed.notify_all()
@@ -169,14 +169,14 @@ class SyncThread:
     # --- the training thread -----------------------------------------------------------------------------------------
 
     def none_begun(self) -> None:
-        """An epoch begins: whatever was begun and never ended is over."""
+        """An epoch starts: unfinished micro-batches of the one before do not count."""
         with self._changed:
             self._n_begun = 0
 
     def begin_micro(self) -> None:
         with self._changed:
             self._n_begun += 1
-            self._idle_since_s = self._clock() + LONG_MICRO_S  # see `turns.SyncView`
+            self._idle_since_s = self._clock() + LONG_MICRO_S  # see `schedule.SyncView`
 
     def end_micro(self, step: int | None, timeout_s: float) -> None:
         """After a local step, the replica's `step`-th (None: its gradient was refused, there was none).
@@ -326,7 +326,7 @@ class SyncThread:
         return n_stop < world.size
 
     def _publish(self, copy: ReplicaSnapshot, values: Tensor) -> None:
-        """The round is done for all whatever comes of this: the world is as good as before."""
+        """Not fatal: every rank has completed the round, so the world stays usable."""
         try:
             self._central.publish(copy, values)
         except Exception as error:

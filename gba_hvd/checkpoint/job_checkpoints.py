@@ -5,14 +5,14 @@ How often, what is due and what became of it: `save_schedule`.
 The rows are saved by the companion servers, in their processes; each host's leader asks its own. The order of one save
 in allreduce mode, after the commit of step k said that one is due:
 
-    1. broadcast  the chief tells all what is to be saved: epoch of its claim, number k, kind, parent
+    1. broadcast  the chief sends its save plan to all ranks: epoch of its claim, number k, kind, parent
     2. ask        each host's leader asks its server; the chief's request has the training state, as of step k
-    3. (servers)  save their rows while training goes on (strict: when all have read their rows); the chief's waits for
+    3. (servers)  save their rows during training (strict: when all have read their rows); the chief's waits for
                   all parts and writes the manifest
-    4. follow     the chief hears what became of it with the heartbeats, and tells the callbacks
+    4. follow     the chief receives the result with the heartbeats, and reports it to the callbacks
 
-A crash before the manifest leaves the checkpoint before in force. The claim on the place is made anew whenever the
-world was formed anew with other hosts, so a host that was cut off is fenced.
+A crash before the manifest leaves the checkpoint before in force. The claim on the place is renewed whenever the
+world was formed again with other hosts, so a host that was cut off is fenced.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class JobCheckpoints(StepParticipant):
     """One worker's part. Belongs to the training thread.
 
     What was saved last is known to the chief only: its successor begins with a save of all rows. The claim travels with
-    the training state, so that a successor goes on under it; so does what was measured.
+    the training state, so that a successor resumes under it; so does what was measured.
     """
 
     name, order = "checkpoints", 1
@@ -122,7 +122,7 @@ class JobCheckpoints(StepParticipant):
         """Claim the place for this job. On the chief. writer: of a claim of this job's that is known to be dead.
 
         Raises BadInput when the store cannot be used, or another job writes there. Later on, a store that cannot be
-        reached is no reason to stop: saving will fail, and be told, until it can.
+        reached is no reason to stop: saves fail, and are reported, until it can be reached.
         """
         config = self.callback.config
         if self._claim is None:
@@ -154,7 +154,7 @@ class JobCheckpoints(StepParticipant):
     def _others_since(self, claim: claims.Claim) -> bool:
         """Whether epochs between this job's last claim and this one are another's, as far as the claims say.
 
-        A chief that died may have claimed in the job's name, and told nobody.
+        A chief that died may have claimed in the job's name, and reported it to nobody.
         """
         writers: dict[int, set[str]] = {}
         for seen in claims.claims_of(self.store.names("claims/")):
@@ -167,7 +167,7 @@ class JobCheckpoints(StepParticipant):
         return epoch in self._epochs or epoch <= self._resumed_epoch
 
     def location(self) -> dict[str, Any]:
-        """What the leads of all hosts know of the place: plain values."""
+        """What the host leaders know of the place: plain values."""
         return {"first_epoch": self.first_epoch, "epochs": self._epochs, "resumed_epoch": self._resumed_epoch}
 
     def load_location(self, place: Mapping[str, Any]) -> None:
@@ -177,7 +177,7 @@ class JobCheckpoints(StepParticipant):
     def fill(self, memory: ShardMemory, shards: Sequence[int], now: TrainingPoint | None) -> Report | None:
         """Bring shards back from the newest good checkpoint; None when there is none. Nobody may use them meanwhile.
 
-        now: where the job is, if it goes on: then only rows come back, of its own checkpoints and of what it resumed
+        now: where the job is, if it continues: then only rows come back, of its own checkpoints and of what it resumed
         from, else also the state. Raises as `recovery.restore.restore`.
         """
         rows = ShardRows(memory, lambda: shards, filling=True)
@@ -187,14 +187,14 @@ class JobCheckpoints(StepParticipant):
         return restore(self.store, rows, config=config, now=now, with_state=False, is_wanted=is_mine)
 
     def delegate_claim(self, line: HostServer, part: int, n_parts: int) -> None:
-        """On each host's leader: its server is told of this world; the chief's gives the claim's signs of life."""
+        """Run on each host leader. Report the new world to the server; the chief's also renews the claim."""
         assert self._claim is not None
         line.hold(
             DelegateClaim(self._claim, self._save_settings, self._about("allreduce"), self.first_epoch, part, n_parts)
         )
 
     def release(self) -> None:
-        """On the chief, at the end: whoever comes next need not wait."""
+        """Release the claim, so that the next job need not wait for its lease to expire. On the chief, at the end."""
         if self._claim is not None:
             with contextlib.suppress(BadInput, RecoveryError):
                 claims.release(self.store, self._claim)
@@ -208,7 +208,7 @@ class JobCheckpoints(StepParticipant):
         self.schedule.resume(report.step, replace(measured, load_s=report.seconds))
 
     def resume_from_memory(self, state: Mapping[str, Any], step: int) -> str:
-        """What this class kept in memory (`state`), in a job that lost all its workers. Returns the writer's name."""
+        """Restore this class's retained `state`, in a job that lost all its workers. Returns the writer's name."""
         self.load_location(state["place"])
         measured = Measured.of_mapping(state["measured"])
         self.schedule.resume(min(step, max(0, self.schedule.saved_step)), measured.lost(measured.observed_s))
@@ -271,7 +271,7 @@ class JobCheckpoints(StepParticipant):
         return self._due
 
     def plan(self) -> SavePlan:
-        """What is to be saved now: the chief's word to all."""
+        """Broadcast the chief's save plan."""
         engine = self._engine
         assert self._claim is not None
         kind, why = self.schedule.next_kind()
@@ -301,7 +301,7 @@ class JobCheckpoints(StepParticipant):
         )
 
     def save(self, plan: SavePlan, line: HostServer | None, part: int, n_parts: int, state: bytes) -> None:
-        """Ask this host's server for its part, if this worker leads the host."""
+        """Ask this host's server for its part, if this worker is its host's leader."""
         self._due = False
         self.schedule.asked(plan.number, plan.step)
         if line is not None:
@@ -354,7 +354,7 @@ class JobCheckpoints(StepParticipant):
         self.schedule.load_measured(Measured.of_mapping(state["measured"]))
 
     def world_formed(self, rows_moved: bool) -> None:
-        """What was in flight is no more; and whoever is not the chief now knows nothing of what will be saved.
+        """Discard what was in flight; a rank that is not the chief now has no knowledge of coming saves.
 
         rows_moved: shards may be elsewhere, or have started over: the next save takes all rows
         """

@@ -1,14 +1,14 @@
 """A job that lost all its workers, resuming from what it left in memory: nothing is lost. At the start of the next one.
 
-Each host's leader looks at what is in the job's folder on its host (`look`); from what all found, `decide_resume`
+Each host's leader looks at what is in the job's folder on its host (`survey`); from what all found, `decide_resume`
 decides, the same on every rank. Then, in the order in which things become visible:
 
-    1. open    a lead that found something holds the memory, so that its keeper leaves it alone
+    1. open    a host leader that found something locks the memory, so that the reaper leaves it alone
     2. end     if an asynchronous mode was on, its servers, started again where they died, give the dense state and the
-               position, and touch no shard from then on (`whole_state`)
-    3. go on   one rank has the training state; shards stay where they are
+               position, and touch no shard from then on (`collect_state`)
+    3. resume  one rank has the training state; shards stay where they are
 
-A crash before 3 leaves the memory as it was; the next attempt starts over. Whatever cannot be done is told and costs
+A crash before 3 leaves the memory as it was; the next attempt starts over. A failure is reported and loses
 what came after the newest checkpoint: the memory is removed and the job resumes from there.
 """
 
@@ -42,7 +42,7 @@ _SERVERS_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class MemorySurvey:
-    """What a host has of the job. kept: step of the training state, -1: none; generation: see `kept.RetainedState`.
+    """What a host has of the job. kept: step of the training state, -1: none; generation: see `RetainedState`.
 
     begun: the newest step begun on any of its shards; ready: its shards, bool [S]
     """

@@ -23,8 +23,8 @@ from recovery.errors import StoreError
 from recovery.schedule import planner
 from recovery.schedule.adaptive import IntervalPlan, Measured, plan_interval
 
-_FORGET_S = 90.0  # a save of which nothing was heard for so long: the mode changed, or its server hangs
-_AGE_EVERY_S, _LATE_AT = 2.0, 2.0  # how often the newest one's age is told; how many intervals are too many
+_FORGET_S = 90.0  # a save without any report for so long: the mode changed, or its server hangs
+_AGE_EVERY_S, _LATE_AT = 2.0, 2.0  # how often the newest one's age is reported; how many intervals are too many
 _LOOK_S, _BEGIN_S = 0.05, 60.0
 
 
@@ -41,13 +41,13 @@ class SaveSchedule:
         self.saved_step = self._asked_number = -1
         self.n_hosts = 1
         self._chain = planner.ChainSize()
-        self._told = SaveStatus()  # what callbacks were told of last
-        self._asked_s: float | None = None  # when a checkpoint was asked for that nobody has told of yet
-        self._running_s = 0.0  # when it was last heard that it is being saved
+        self._told = SaveStatus()  # what was last reported to callbacks
+        self._asked_s: float | None = None  # when a checkpoint was asked for that has no result yet
+        self._running_s = 0.0  # when it was last reported as being saved
         self._good_s, self._good_step = math.nan, 0  # of the newest checkpoint there is; at first of the job's start
         self._late, self._age_told_s = Patience(), 0.0
         self._last_failure = ""
-        self._leave_step: int | None = None  # of an asynchronous mode, where it was heard of
+        self._leave_step: int | None = None  # of an asynchronous mode, where it was reported
         self._measured = Measured()
         self._since_s: float | None = None  # when this worker began to count the time that is observed
         self._pace: IntervalPlan | None = None  # on the chief
@@ -62,7 +62,7 @@ class SaveSchedule:
         self._measured, self._since_s = measured, None
 
     def world_formed(self, forget: bool) -> None:
-        """What was in flight is no more. forget: the next save takes all rows."""
+        """Discard what was in flight. forget: the next save takes all rows."""
         self._asked_s = None
         if forget:
             self.newest, self._chain = None, planner.ChainSize()
@@ -119,7 +119,7 @@ class SaveSchedule:
         return not is_under_way and self.callback.due(step, now)
 
     def is_due_before_a_leave(self, mode: PsWorker) -> bool:
-        """A worker was told to leave, and what is saved is older than that."""
+        """Whether a checkpoint is due because a worker is being preempted."""
         if not (mode.contact.somebody_leaves or self._engine.signals.preempt_deadline_s is not None):
             self._leave_step = None
             return False
@@ -161,7 +161,7 @@ class SaveSchedule:
         return "nothing was heard of it"
 
     def await_quiet(self, heard: Callable[[], SaveStatus | None], timeout_s: float) -> None:
-        """Wait until no save is in flight here. On the chief, and on the leads of hosts."""
+        """Wait until no save is in flight here. On the chief, and on host leaders."""
         deadline = time.monotonic() + timeout_s
         while True:
             saved = heard()
@@ -194,7 +194,7 @@ class SaveSchedule:
             self.poll(saved)
 
     def poll(self, saved: SaveStatus | None) -> None:
-        """On the chief: tell the callbacks what became of a checkpoint."""
+        """Report the result of a checkpoint to the callbacks. On the chief."""
         engine = self._engine
         if saved is not None and saved.state == "running" and saved.number >= self._asked_number:
             self._running_s = time.monotonic()
@@ -226,7 +226,7 @@ class SaveSchedule:
         self.plan_pace(self.n_hosts)
 
     def look_at_age(self, why_not_ready: Callable[[], str]) -> None:
-        """On the chief, between two steps: tell how old the newest checkpoint is; warn when the next one is late.
+        """On the chief, between two steps: report how old the newest checkpoint is; warn when the next one is late.
 
         why_not_ready: what is wrong with the server of this host, if anything.
         """

@@ -90,7 +90,7 @@ class SoloWorld:
 
 
 class HorovodWorld:
-    """The workers Horovod has initialised. Short-lived: made anew after every re-initialisation."""
+    """The workers Horovod has initialised. Short-lived: a new one after every re-initialisation."""
 
     def __init__(self) -> None:
         self._hvd = _horovod()
@@ -172,7 +172,7 @@ def current_world() -> World:
 
 
 def initialise_again(forming: Forming, patience_s: float = 0.0) -> None:
-    """Leave Horovod's world and wait for the next one, which `forming` hears of.
+    """Leave Horovod's world and wait for the next one, which is reported to `forming`.
 
     A worker that dies while the world forms breaks it up for all, and the launcher forms another: for `patience_s` this
     worker asks for its place again. Raises what Horovod does when none was formed then.
@@ -216,7 +216,7 @@ def worker_lost(message: str) -> Exception:
 def hosts_updated() -> Exception:
     """The interruption on which Horovod's elastic loop lets workers in or out.
 
-    `skip_sync` is never asked for: survivors that skip the state exchange while newcomers wait in it would hang for
+    `skip_sync` is never asked for: survivors that skip the state exchange while late joiners wait in it would hang for
     ever (horovod #3494). Every worker takes part in every exchange.
     """
     from horovod.common.exceptions import HostsUpdatedInterrupt
@@ -231,7 +231,7 @@ def all_or_none(
     """Do something that may fail on one rank, and stop on all: nobody is left waiting for a worker that gave up.
 
     name: of what is done, also of the collective. Raises the rank's own error there, elsewhere one that names the rank.
-    The survivors of a running job do not fail with a newcomer: they form a world without it.
+    The survivors of a running job do not fail with a late joiner: they form a world without it.
     """
     failure: Exception | None = None
     try:

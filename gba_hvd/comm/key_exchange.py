@@ -1,6 +1,6 @@
 """How the workers of a job come to hold one key without sending it: an exchange, authenticated by a secret they share.
 
-Horovod's connections are not encrypted, so whoever listens there must learn nothing. Every rank runs every line:
+Horovod's connections are not encrypted, so an eavesdropper must learn nothing. Every rank runs every line:
 
     1. each     draws an X25519 pair for this exchange alone, and gathers its public half with a tag: a MAC of it under
                 the shared secret (GBA_HVD_KEY_FILE or GBA_HVD_KEY), or none where there is none
@@ -69,7 +69,7 @@ def shared_secret(environ: Mapping[str, str] = os.environ) -> bytes:
 def share_key(world: World, name: str, key: bytes | None, root: int, secret: bytes, is_restart: bool = False) -> bytes:
     """The root's key, on every rank. A collective.
 
-    key: 32 bytes, on the root. secret: of `shared_secret`. is_restart: ranks that agree with the root go on without
+    key: 32 bytes, on the root. secret: of `shared_secret`. is_restart: ranks that agree with the root continue without
     those that do not. Raises StateMismatch on all ranks when their secrets differ, or when somebody altered what was
     sent.
     """

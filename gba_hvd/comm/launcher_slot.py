@@ -1,6 +1,6 @@
 """A worker's seat with the launcher of an elastic job: whether it may take part in the next world.
 
-Horovod's launcher tells workers apart by host and number on the host, not by process. A worker that was cut off while
+Horovod's launcher identifies workers by host and number on the host, not by process. A worker that was cut off while
 the others formed a world without it could come back, ask for its rank, and pass for a worker that the launcher starts
 or even for the survivor that it waits for. So each worker leaves its mark in the launcher's key-value store when it has
 been let into a world, and looks for it before it asks for a place in the next one. The launcher empties the store when

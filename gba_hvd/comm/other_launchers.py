@@ -42,7 +42,7 @@ def launched_as_one_of_many(environ: Mapping[str, str]) -> Launched | None:
     for variable, by in _SIZES:
         if (size := _number(environ, variable)) > 1:
             return Launched(by, size, variable)
-    if _number(environ, "PMIX_RANK") > 0:  # PMIx tells no size
+    if _number(environ, "PMIX_RANK") > 0:  # PMIx gives no size
         return Launched("a PMIx launcher", _number(environ, "PMIX_RANK") + 1, "PMIX_RANK")
     if {"SLURM_PROCID", "SLURM_STEP_ID"} <= environ.keys() and _number(environ, "SLURM_STEP_ID") < _FIRST_RESERVED_STEP:
         variable = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"

@@ -1,7 +1,7 @@
 """Bytes on the wire, counted where they are handed to Horovod or to a socket.
 
 By direction ("sent", "received"), mode, and kind: "dense" gradients and values, "rows" and their gradients, "header"
-(keys of rows, and the numbers that travel along). What workers of a host leave each other in memory, or tell the
+(keys of rows, and the numbers that travel along). What workers of a host leave each other in memory, or send the
 servers of their host, is no traffic. Horovod's own framing is not in it, nor TCP's: the interface counters of a host
 say a little more.
 """
@@ -22,7 +22,7 @@ def ring(n_bytes: int, n_workers: int) -> int:
 def words(n_bytes: Mapping[str, int]) -> str:
     """`allreduce: sent 1.3 MB (dense 614.7 kB, rows 700.0 kB, header 720 B), received as much`. What is 0 is left out.
 
-    n_bytes: as `Traffic.since_last` tells them
+    n_bytes: as `Traffic.since_last` returns them
     """
     by_mode: dict[str, dict[str, dict[str, int]]] = {}
     for name, n in n_bytes.items():
@@ -56,7 +56,7 @@ def _size(n_bytes: float) -> str:
 class Traffic:
     """One worker's bytes so far. Counted from any thread.
 
-    mode: what the job is in; whoever changes it says so
+    mode: what the job is in; set when it changes
     """
 
     def __init__(self) -> None:

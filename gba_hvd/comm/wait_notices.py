@@ -1,6 +1,6 @@
-"""What training says while something waits for companion servers that are not up, and when. No socket, no clock.
+"""What training logs while something waits for companion servers that are not up, and when. No socket, no clock.
 
-Training never waits for them, unless the user said so (`GBACallback(wait_s=...)`): allreduce goes on, and a mode that
+Training never waits for them, unless the user said so (`GBACallback(wait_s=...)`): allreduce continues, and a mode that
 was asked for, or a checkpoint that is due, comes when the servers of all hosts answer. All workers know of that at the
 same step, from numbers that travel with the commit.
 """
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from gba_hvd.callbacks import Event
 
-FIRST_S, AGAIN_S = 5.0, 60.0  # what waits for so long is told of; then again, and then ever less often
+FIRST_S, AGAIN_S = 5.0, 60.0  # a wait of so long is reported; then again, and then ever less often
 
 
 @dataclass
 class Patience:
-    """How long something has been waited for, and when that is worth a word. Begins anew when nothing waits."""
+    """How long something has been waited for, and when to report it. Starts over when nothing waits."""
 
     first_s: float = FIRST_S
     again_s: float = AGAIN_S
@@ -25,7 +25,7 @@ class Patience:
     next_s: float = 0.0
 
     def word(self, waits: bool, now_s: float) -> float | None:
-        """The seconds waited so far, if they are to be told now."""
+        """The seconds waited so far, if they are due to be reported."""
         if not waits:
             self.since_s = None
             return None

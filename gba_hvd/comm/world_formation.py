@@ -1,7 +1,7 @@
 """How long workers wait for a world that forms, and what is said of it. No Horovod here; nothing is decided by it.
 
-Horovod forms worlds in a call that cannot be interrupted, in allreduce mode in the training thread. So what is told of
-a world that was late comes when it stands; in asynchronous modes, where another thread waits, also meanwhile.
+Horovod forms worlds in a call that cannot be interrupted, in allreduce mode in the training thread. So what is reported
+of a world that was late comes when it stands; in asynchronous modes, where another thread waits, also meanwhile.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Forming:
         self._n_broken, self._why = 0, ""
 
     def begin(self) -> None:
-        """Goes on with a wait that has begun: until workers have agreed on a state, no world has formed."""
+        """Continue a wait that has begun: until workers have agreed on a state, no world has formed."""
         if self._since_s is None:
             self._n_broken, self._why, self._patience = 0, "", Patience(first_s=LATE_S)
             self._since_s = self._clock()
@@ -66,7 +66,7 @@ class Forming:
         return None if since_s is None else Wait(self._clock() - since_s, self._n_broken, self._why)
 
     def word(self) -> Wait | None:
-        """The wait so far, if it is to be told now: after `LATE_S`, then ever less often. For the training thread."""
+        """The wait so far, if it is due to be reported: after `LATE_S`, then less often. For the training thread."""
         wait = self.wait()
         return None if self._patience.word(wait is not None, self._clock()) is None else wait
 

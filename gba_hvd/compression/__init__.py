@@ -1,9 +1,10 @@
-"""Fewer bytes for the gradients: what is sent, in how many bits, and where the rest waits.
+"""Fewer bytes for the gradients: which elements are sent, in how many bits, and where the residuals wait.
 
-`spec` is what a user writes. `selection` says which elements travel, `places` and `values` how their positions and
-values are written, `message` puts both into bytes and reads them back, checked. `feedback` keeps what was not sent.
-`exchange` carries the dense gradients of an allreduce step, `push` those of an asynchronous mode, `mirror` what comes
-back; `bypass` decides whether that pays. `rows`, `row_exchange`, `row_push` and `row_rests` do the same for rows.
+`spec` is what a user writes. `thresholds` selects the elements, `index_codec` and `value_codec` encode their positions
+and values, `sparse_message` puts both into bytes and reads them back, checked. `error_feedback` stores the residuals.
+`dense_exchange` carries the dense gradients of an allreduce step, `dense_push` those of an asynchronous mode,
+`dense_deltas` the values that come back; `bypass` decides whether compressing pays. `row_codec`, `row_exchange`,
+`row_push` and `row_residuals` do the same for rows.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Each worker's seconds of a step travel with the commit of the next one (of rows:
 the shortest counts (who comes last waits for nobody), of the time for encoding and decoding the longest. When a world
 has formed, a few steps are sent both ways. What the wire took longer for the bytes that compressing saves is its
 bandwidth; each tensor whose encoding and decoding takes longer than its saved bytes would is bypassed, and all of them
-if the rest does not pay. Later the other way is tried again, the more seldom the more it costs: trying takes half a
+if those left do not pay. Later the other way is tried again, the more seldom the more it costs: trying takes half a
 percent of the time at most.
 
 In asynchronous modes the same function decides, for each worker alone, about its pushes to each server of another host
@@ -22,7 +22,7 @@ import numpy as np
 
 _FIRST = (True, False) * 6  # which steps are compressed; the first two are not counted
 _UNCOUNTED = 2
-_TRY_STEPS, _TRY_LATE, _TRY_SHARE = 2, 2, 0.005  # late: so many more go that way before the first is heard of
+_TRY_STEPS, _TRY_LATE, _TRY_SHARE = 2, 2, 0.005  # late: so many more go that way before the first is reported
 _BETWEEN, _BETWEEN_MOST = 200, 50_000
 _GAIN = 0.95  # compressed must take at most this share of the time, when plain is what is done; and not by chance
 _NAMED = 3  # bypassed tensors that the reason names
@@ -106,7 +106,7 @@ class Bypass:
 
     @property
     def decides_next(self) -> bool:
-        """The next step that is seen leads to a decision: `saw` is to be told the costs."""
+        """The next step that is seen leads to a decision: `saw` must be given the costs."""
         return len(self._ahead) == 1
 
     def saw(self, compressed: bool, took: Sequence[StepTiming], costs: Sequence[Cost] = ()) -> Decision | None:

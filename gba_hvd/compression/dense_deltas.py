@@ -28,7 +28,7 @@ from gba_hvd.compression.spec import Spec
 from gba_hvd.compression.thresholds import Thresholds
 from gba_hvd.errors import NonFiniteGradient
 
-_MOST_WORKERS = 256  # mirrors; one more, and the oldest is forgotten: its worker, if it lives, gets all values again
+_MOST_WORKERS = 256  # mirrors; one more, and the oldest is discarded: its worker, if it lives, gets all values again
 
 
 @dataclass
@@ -45,7 +45,7 @@ class DenseDeltas:
 
     def __init__(self, spec: Spec, names: Sequence[str], sizes: Sequence[int]) -> None:
         self.spec, self._sizes = spec, list(sizes)
-        self._coder = Feedback(spec, names, sizes, np.dtype(np.float32))  # its rest stays 0: mirrors know what waits
+        self._coder = Feedback(spec, names, sizes, np.dtype(np.float32))  # no residual here: mirrors know what waits
         everything = range(len(self._sizes))
         self._spans, self._n = spans_of(self._sizes, everything)
         self._plain = plain_of(self._sizes, everything)

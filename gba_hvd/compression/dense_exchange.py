@@ -1,17 +1,17 @@
 """The dense gradients of an allreduce step, compressed. Stands in for the one allreduce of `AllreduceExchange.commit`.
 
-    1. encode   what is sent of this worker's gradients becomes a message, the rest is pending (`feedback`)
+    1. encode   what is sent of this worker's gradients becomes a message, the residual is pending (`error_feedback`)
     2. gather   every worker's message goes round (of variable length); what arrives is *held*
     3. commit   one allreduce of the tensors too small to compress and of the numbers that travel along. It ends only
                 when every rank has entered it, and every rank entered it holding all messages: the step is decided
     4. decode   all messages are added up in the order of the ranks, so that all replicas stay equal bit for bit
 
 fp16 without a selector has no messages: an allreduce of half-precision numbers takes the place of 2. A step that goes
-without compression carries the rest as well, so nothing waits for ever.
+without compression carries the residual as well, so nothing waits for ever.
 
-Who owns what: `feedback` and the counters outlive the world, `bypass` is made anew with each. What a crash leaves:
-before 3, nobody has the step and every survivor's rest is as it was; after 3, it is settled by who saw the
-result, and by who hears of it later (`AllreduceExchange.apply_held`). The rest of a dead worker is lost, and counted.
+Who owns what: `error_feedback` and the counters outlive the world, `bypass` is new in each. What a crash leaves:
+before 3, nobody has the step and every survivor's residual is as it was; after 3, it is settled by who saw the
+result, and by who learns of it later (`AllreduceExchange.apply_held`). That of a dead worker is lost, and counted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from gba_hvd.compression.spec import Spec
 from gba_hvd.dense_gradients import DenseGradients
 from gba_hvd.errors import NonFiniteGradient
 
-N_NUMBERS = 5  # of each worker, with each commit: wire_s, codec_s and step_s of the step before, |rest|, not finite
+N_NUMBERS = 5  # of each worker, with each commit: wire_s, codec_s and step_s of the step before, |residual|, not finite
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class DenseExchange:
         self._itemsize = dense.total.element_size()
         self.decisions: list[Decision] = []
         self.not_finite = ""
-        self._known: list[float] = []  # by rank, the sum of |rest| when the last step was begun; empty: not known
+        self._known: list[float] = []  # by rank, the sum of |residual| when the last step was begun; empty: not known
         self._rank, self._size = -1, 0  # this worker's place in the world that was formed last
         self.world_formed()
 
@@ -112,7 +112,7 @@ class DenseExchange:
         self._known = [row[3] for row in agreed]
         if bad := [rank for rank, row in enumerate(agreed) if row[4]]:
             self.not_finite = self.not_finite or f"on worker {bad[0]} (its log has more)"
-            dense.total[: dense.n] = float("nan")  # told as any gradient that is not finite
+            dense.total[: dense.n] = float("nan")  # reported as any gradient that is not finite
         if self._last is not None and self._candidates:
             decision = self._bypass.saw(self._last[0], [StepTiming(*row[:3]) for row in agreed], costs)
             if decision is not None and decision.changed:
@@ -134,19 +134,19 @@ class DenseExchange:
     def settle(self) -> None:
         self.feedback.settle()
 
-    # --- what becomes of the rest ------------------------------------------------------------------------------------
+    # --- residuals ---------------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """This worker is a newcomer again."""
+        """This worker is a late joiner again."""
         self.feedback.clear()
         self._known, self._rank, self._size = [], -1, 0
 
     def forget_known(self) -> None:
-        """From now on rests change without commits, in an asynchronous mode."""
+        """From now on residuals change without commits, in an asynchronous mode."""
         self._known = []
 
     def count_lost(self, world: World, was_here: bool) -> tuple[int, float | None]:
-        """How many workers of the world before are gone, and the sum of |rest| they had, if known. A collective.
+        """How many workers of the world before are gone, and the sum of |residual| they had, if known. A collective.
 
         Each time it is run counts for the next: by then this world is the one before.
         """
@@ -157,7 +157,7 @@ class DenseExchange:
         return len(gone), lost
 
     def state(self, world: World) -> dict[str, Any]:
-        """For a checkpoint: the sum of all workers' rests. A collective."""
+        """For a checkpoint: the sum of all workers' residuals. A collective."""
         rest = torch.from_numpy(self.feedback.rest.copy())
         world.sum_("residual", rest)
         return {"compression": {"rest": rest.numpy(), "missing": 0}}
@@ -175,7 +175,7 @@ class DenseExchange:
     # -----------------------------------------------------------------------------------------------------------------
 
     def _shape(self, whole: Collection[int]) -> _Shape:
-        """whole: tensors that go as they are, though they could be compressed."""
+        """whole: tensors that are sent uncompressed, though they could be compressed."""
         sizes = self.feedback.sizes
         everything = range(len(sizes))
         spans, n = spans_of(sizes, everything, whole)
@@ -262,7 +262,7 @@ class DenseExchange:
         return self._took(left_s - entered_s, entered_s - began_s + time.perf_counter() - left_s)
 
     def _halved(self, flat: np.ndarray, shape: _Shape, n_workers: int) -> Tensor:
-        """Gradients with their rest in half precision; what that rounds off is pending."""
+        """Gradients with their residual in half precision; what that rounds off is pending."""
         began_s = time.perf_counter()
         with np.errstate(over="ignore", invalid="ignore"):  # it is refused by name
             wanted = np.concatenate([flat[s.at] + self.feedback.rest[s.at] for s in shape.spans])

@@ -94,7 +94,7 @@ class DensePush:
             self._answered_s[server] = now
 
     def _decide(self) -> None:
-        """With what was heard of earlier pushes."""
+        """With the reported costs of earlier pushes."""
         while self._heard:
             server, coded, took = self._heard.popleft()
             bypass = self._bypass[server]
@@ -113,7 +113,7 @@ class DensePush:
 def read(data: Any, sizes: Sequence[int], whole: Collection[int] = ()) -> np.ndarray:
     """The gradient float32 [n] that a message for the tensors of these sizes holds. Raises BadMessage.
 
-    whole: those that go as they are though they could be compressed
+    whole: those that are sent uncompressed though they could be compressed
     """
     flat = np.zeros(sum(sizes), np.float32)
     add_(flat, data, sizes, whole)

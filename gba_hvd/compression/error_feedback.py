@@ -1,13 +1,14 @@
 """Error feedback: what was not sent waits, and is added to the next gradient. Nothing is lost, nothing counts twice.
 
-    u = gradient + rest;   sent = what the receivers see of u;   rest = u - sent
+    u = gradient + residual;   sent = what the receivers see of u;   residual = u - sent
 
-With a selector, `sent` is some of u's elements; a value coder's rounding stays in the rest, too. So the sum of all that
-was sent and the last rest is the sum of all gradients (DCT-DP, arXiv 2010.08899), bit for bit where the additions are.
+With a selector, `sent` is some of u's elements; a value coder's rounding stays in the residual, too. So the sum of all
+that was sent and the last residual is the sum of all gradients (DCT-DP, arXiv 2010.08899), bit for bit where the
+additions are.
 
-The new rest is *pending* until the step is decided and `settle` makes it the rest. A step that is not decided is
-computed again: what is pending is then written anew, and nothing is to be undone. A step that was decided without this
-worker seeing it is settled when it hears so.
+The new residual is *pending* until the step is decided and `settle` makes it the residual. A step that is not decided
+is computed again: what is pending is then overwritten, and nothing is to be undone. A step that was decided without
+this worker seeing it is settled when the worker learns of it.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def plain_of(sizes: Sequence[int], tensors: Sequence[int], whole: Collection[int
 
 
 class Feedback:
-    """One worker's rest of every dense tensor. Not thread-safe: belongs to the training thread.
+    """One worker's residual of every dense tensor. Not thread-safe: belongs to the training thread.
 
     rest: [n], as of the last decided step; thresholds: which elements are selected, and how dense they were
     encode_s, sent_bytes: float64 [tensors], of each tensor's newest message
@@ -81,7 +82,7 @@ class Feedback:
         self._places, self._values = np.empty(n, np.int32), np.empty(n, dtype)
         self._size = np.zeros(1)
         self.encode_s, self.sent_bytes = np.zeros(len(self.sizes)), np.zeros(len(self.sizes))
-        self.residual_size = self._next_size = 0.0  # sum of |rest|, and of what is pending
+        self.residual_size = self._next_size = 0.0  # sum of |residual|, and of what is pending
         self._residual_is_empty = self._next_is_empty = True
 
     def begin(self) -> None:
@@ -93,7 +94,7 @@ class Feedback:
 
         spans, n: as of `spans_of`. plain: [m], what travels with them as it is.
         Raises NonFiniteGradient, naming the tensor and what of it is not finite; NonFiniteResidual where that is the
-        rest, which no later step would mend.
+        residual, which no later step would mend.
         """
         count, self._next_is_empty = 0, False
         counts: list[int] = []
@@ -124,19 +125,19 @@ class Feedback:
         return sent
 
     def flush_all(self, flat: np.ndarray, spans: Sequence[Span]) -> None:
-        """As `flush` for the tensors of a step that goes whole. Costs nothing while nothing waits."""
+        """As `flush` for the tensors of a step that is sent uncompressed. Costs nothing while nothing waits."""
         if not (self._residual_is_empty and self._next_is_empty):
             self.flush(flat, spans)
             self._next_is_empty = True
 
     def flush(self, flat: np.ndarray, spans: Sequence[Span]) -> None:
-        """flat += rest for these tensors: they are sent whole."""
+        """flat += residual for these tensors: they are sent uncompressed."""
         for span in spans:
             flat[span.at] += self.rest[span.at]
             self._next[span.at] = 0
 
     def sent(self, flat: np.ndarray, spans: Sequence[Span], seen: np.ndarray) -> None:
-        """These tensors were sent by the caller, as `seen` [n of the spans] after adding the rest."""
+        """These tensors were sent by the caller, as `seen` [n of the spans] after adding the residual."""
         self._next_is_empty = False
         for span in spans:
             pending = self._next[span.at]
@@ -151,7 +152,7 @@ class Feedback:
         self.residual_size = self._next_size
 
     def load(self, rest: np.ndarray) -> None:
-        """Begin with this rest, [n]. Raises BadInput when it does not fit or is not finite."""
+        """Begin with this residual, [n]. Raises BadInput when it does not fit or is not finite."""
         if rest.shape != self.rest.shape or rest.dtype != self.rest.dtype:
             raise BadInput(
                 f"expected a residual of {len(self.rest)} numbers of {self.rest.dtype}, got {rest.dtype} "
@@ -167,7 +168,7 @@ class Feedback:
         self.residual_size = float(np.abs(rest).sum(dtype=np.float64))
 
     def clear(self) -> None:
-        """Forget the rest."""
+        """Discard the residual."""
         self.rest[:], self.residual_size, self._residual_is_empty = 0, 0.0, True
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -198,7 +199,7 @@ class Feedback:
         self._next_size += float(np.abs(error).sum(dtype=np.float64))
 
     def refuse_non_finite(self, span: Span, grad: np.ndarray) -> None:
-        """Raises if this tensor's gradient and rest are not finite together, and says which of them it is."""
+        """Raises if this tensor's gradient and residual are not finite together, and says which of them it is."""
         name, rest = self.names[span.tensor], self.rest[span.at]
         if not np.isfinite(rest).all():
             raise NonFiniteResidual(
@@ -213,7 +214,7 @@ class Feedback:
 
 
 def _add(grad: np.ndarray, rest: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """out = grad + rest. What overflows is refused by name, so numpy need not warn of it."""
+    """out = grad + residual. What overflows is refused by name, so numpy need not warn of it."""
     with np.errstate(over="ignore", invalid="ignore"):
         np.add(grad, rest, out=out)
     return out

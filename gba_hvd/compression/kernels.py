@@ -25,7 +25,7 @@ def _of_floats(signature: str) -> Sequence[str]:
 
 @_compiled(*_of_floats("int64(T[::1], T[::1], T, int64, T[::1], int32[::1], T[::1], float64[::1])"))
 def add_and_select(grad: Any, rest: Any, least: Any, base: int, out: Any, places: Any, values: Any, size: Any) -> int:
-    """out = grad + rest; elements with |out| >= least (and not 0) are moved from out to `values`, with their places.
+    """out = grad + residual; elements with |out| >= least (and not 0) move to `values`, with their places.
 
     places: int32, room for len(grad); base is added to each. size[0]: the sum of |out| before the move.
     Returns how many elements were moved.

@@ -4,7 +4,7 @@
     lend     the owner sends the rows. A value coder rounds them; with a selector each element comes as one of three
              levels, with a scale for each row: a model needs something of every element
     return   gradients in the same order, without keys. With a selector those elements with |u| at or above a threshold,
-             one for all tables of a dimension; what is not sent waits for the row's next gradient (`row_rests`)
+             one for all tables of a dimension; what is not sent waits for the row's next gradient (`row_residuals`)
 
 DCT-MP (arXiv 2010.08899) thresholds pooled embeddings for each sample and uses the mask for the gradient too, without
 feedback. What travels between our hosts are distinct rows, each once a step: an element below the threshold would be
@@ -53,13 +53,13 @@ def n_keys(data: Any) -> int:
 
 
 def encode_rows(rows: np.ndarray, spec: Spec) -> bytes:
-    """A message for `borrow`. rows: float32 [n, dim]"""
+    """A message for `decode_rows`. rows: float32 [n, dim]"""
     flat, coder = rows.reshape(-1), "ternary" if spec.selects else spec.values
     return sparse_message.write(None, flat, len(flat), coder, flat[:0], rows.shape[1], sees=False)[0]
 
 
 def decode_rows(data: Any, n: int, dim: int) -> np.ndarray:
-    """float32 [n, dim] as they came. Raises BadMessage."""
+    """float32 [n, dim] as they were received. Raises BadMessage."""
     return sparse_message.read(data, n * dim, 0).whole().reshape(n, dim)
 
 
@@ -88,11 +88,11 @@ class RowCoder:
 
     @property
     def lost(self) -> float:
-        """Sum of |gradient| that was not sent and could not be kept."""
+        """Sum of |gradient| that was not sent and could not be stored."""
         return self._residuals.lost
 
     def has_residuals_for(self, shards: np.ndarray) -> bool:
-        """Something waits for rows of these shards, bool [S]: it does where a shard came home."""
+        """Something waits for rows of these shards, bool [S]: it does where a shard returned to its host."""
         return self._residuals.wait_for(shards)
 
     def begin(self) -> None:

@@ -1,8 +1,9 @@
-"""Rows and their gradients between the hosts of an allreduce step, compressed. Stands in for exchanges of `allreduce`.
+"""Rows and their gradients between the hosts of an allreduce step, compressed. Replaces exchanges of
+`allreduce_exchange`.
 
     pull   keys by alltoall, rows back by alltoall; asker and owner keep what was lent
     send   gradients by alltoall, before the commit; they are decoded and checked when they arrive, and then held
-    hear   after the commit, with which each worker says what its rows took: all decide alike whether the next step's
+    hear   after the commit, which carries what each worker's rows took: all decide alike whether the next step's
            rows go compressed (`bypass`)
 
 Between the ranks of one host nothing goes through here. What was lent belongs to one step: a step that is computed
@@ -85,7 +86,7 @@ class RowExchange:
         """Give back the gradients of what was borrowed; returns what other hosts' ranks gave back, by rank.
 
         grads: by group. extra: columns of them beyond a row's dimension. After the coder's `begin`.
-        The result is in the words of `gradients.pack_by_owner`. A collective.
+        The result is as from `row_gradients.pack_by_owner`. A collective.
         """
         far, dims = {}, [group.dim for group in self._tables.layout.groups]
         given_back = {rank: self._given_back(rank, grads) for rank in self._remote}

@@ -1,6 +1,6 @@
 """Rows and row gradients between a worker and the servers of other hosts, compressed: the way of asynchronous modes.
 
-Servers keep nothing of what they lent, so a push says its keys again. A host's own server is reached through memory;
+Servers store nothing of the rows they sent, so a push repeats its keys. A host's own server is reached through memory;
 nothing here concerns it.
 """
 
@@ -29,7 +29,7 @@ def pack(grads: Sequence[RowGrad], coder: RowCoder) -> bytes:
 
 
 def unpack(data: Any, layout: Layout, extra: int, most_bytes: int) -> np.ndarray:
-    """The words of `gradients.pack_by_owner` that `pack` was made from.
+    """The words of `row_gradients.pack_by_owner` that `pack` was made from.
 
     most_bytes: that they may take. A key of one byte stands for a whole row, so that is looked at before anything is
     opened. Raises BadMessage.

@@ -1,8 +1,8 @@
-"""What was not sent of row gradients: added to the row's next gradient, kept for as many rows as the memory allows.
+"""Residuals of row gradients: added to the row's next gradient, stored for as many rows as the memory allows.
 
 A table may have more rows than a worker has memory, so this is a table of slots: each row has one place, and a row that
-comes to a place takes it from the one before, whose rest is lost (`lost` says how much). Rows that come often are there
-when they come again; of those that come seldom little would be gained.
+comes to a place takes it from the one before, whose residual is lost (`lost` says how much). Rows that come often are
+there when they come again; of those that come seldom little would be gained.
 
 What is new is *pending* until `settle`: a step that is computed again finds what it had. Nothing of this is in
 checkpoints.
@@ -29,7 +29,7 @@ class RowResiduals:
         self._residuals: list[np.ndarray] = [np.empty((0, dim), np.float32) for dim in dims]
         self._pending: list[tuple[int, np.ndarray, np.ndarray | None]] = []  # None: nothing waits for these any more
         self._losing = 0.0
-        self.lost = 0.0  # sum of |rest| of rows that had to make room, or whose gradients were not finite
+        self.lost = 0.0  # sum of |residual| of rows that had to make room, or whose gradients were not finite
 
     @property
     def is_empty(self) -> bool:
@@ -60,7 +60,7 @@ class RowResiduals:
         return self.plus(group, keys, values)
 
     def lose(self, group: int, keys: np.ndarray) -> None:
-        """What waits for these rows is forgotten, and counted."""
+        """Discard the residuals of these rows, and count them as lost."""
         nothing = np.zeros((len(keys), self._dims[group]), np.float32)
         self._losing += float(np.abs(self.taken(group, keys, nothing)).sum(dtype=np.float64))
 
@@ -79,7 +79,7 @@ class RowResiduals:
         self.begin()
 
     def clear(self) -> None:
-        """Forget all that waits; it is lost."""
+        """Discard all residuals; they are lost."""
         for group, known in enumerate(self._keys):
             if known is not None:
                 self.lost += float(np.abs(self._residuals[group][known >= 0]).sum(dtype=np.float64))

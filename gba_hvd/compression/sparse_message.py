@@ -5,7 +5,7 @@
     places   which elements, see `index_codec`
     values   their values, see `value_codec`; of a registered coder its name comes first, behind a byte with its length
 
-A message says what it is; `read` is told what it should be and refuses the rest, so that no place outside is written.
+A message says what it is; `read` is given what it should be and refuses all else, so that it writes nothing outside.
 """
 
 from __future__ import annotations

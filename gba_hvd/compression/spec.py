@@ -23,7 +23,7 @@ class Spec:
 
     selector:      "" (every element), "topk" or "dct"
     keep:          share of each tensor's elements that is sent, in (0, 1]
-    refresh_every: dct: steps for which a threshold is kept
+    refresh_every: dct: steps for which a threshold is used
     drift:         dct: the threshold is also refreshed when the share sent leaves keep / drift to keep * drift
     values:        "none" (as they are), "fp16", "bf16", "int8", or a coder that is registered
     is_forced:     compress also where the bytes saved do not pay
@@ -93,7 +93,7 @@ class Compression:
 
     @staticmethod
     def topk(keep: float = 0.01) -> Spec:
-        """The largest elements of each tensor, found anew at every step; what is not sent is added to the next step."""
+        """The largest elements of each tensor, found again at every step; the residual is added to the next."""
         return Spec("topk", keep)
 
     @staticmethod
@@ -101,7 +101,7 @@ class Compression:
         """Dynamic communication thresholding (arXiv 2010.08899): elements at or above a threshold that is seldom found.
 
         drift: not in the paper. Between refreshes the share sent follows the gradient's scale; beyond this factor the
-        threshold is found anew. math.inf: as in the paper.
+        threshold is found again. math.inf: as in the paper.
         """
         return Spec("dct", keep, refresh_every, drift)
 

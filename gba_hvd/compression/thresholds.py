@@ -1,8 +1,8 @@
-"""Which elements of a tensor are sent: those at or above a threshold, and when the threshold is found anew.
+"""Which elements of a tensor are sent: those at or above a threshold, and when the threshold is found again.
 
 Top-k finds it at every step. DCT (arXiv 2010.08899) keeps it for `refresh_every` steps; meanwhile the share that is
 sent follows the scale of the gradients. It is recorded, and when it has left keep / drift to keep * drift the threshold
-is found anew before its time.
+is found again before its time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """In how many bits values travel: as they are, in half precision, as int8 or as one of three levels, with a scale for
 each chunk of them.
 
-Values beyond half precision's range are sent as its largest number. What has a residual keeps the rest of them there,
+Values beyond half precision's range are sent as its largest number. What has a residual keeps the difference there,
 as any rounding error. NaN and infinity never become numbers: of rows and values that have diverged the receiver sees
 that they have.
 """

@@ -1,6 +1,6 @@
 """Click logs: prepared from files (`prepare`, `ClickLog`) or made up (`SyntheticClickLog`).
 
-The flow: sources -> raw_rows -> rows -> encoding -> store, then click_log reads. `recipe` says what the columns are.
+The flow: sources -> raw_rows -> checked_rows -> encoding -> store, then click_log reads. `recipe` defines the columns.
 """
 
 from __future__ import annotations

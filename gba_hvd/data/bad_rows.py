@@ -1,4 +1,4 @@
-"""Malformed rows: counted, the first few kept for the report, and past a limit the end of the work."""
+"""Malformed rows: counted, the first few stored for the report, and past a limit the end of the work."""
 
 from __future__ import annotations
 

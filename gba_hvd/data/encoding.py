@@ -1,7 +1,7 @@
 """Values to ids, numbers to floats.
 
-What has to be learnt from data (vocabularies, means) is learnt by the `...Fit` classes, which see rows of the train
-split only: `prepare` passes them nothing else.
+What has to be learnt from data (vocabularies, means) is learnt by the classes named `...Fit`, which see rows of the
+train split only: `prepare` passes them nothing else.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class VocabularyEncoder:
 
 
 class _HashIndex:
-    """Position of a string in an array of distinct strings, -1 if absent; about two memory reads, whatever the size.
+    """Position of a string in an array of distinct strings, -1 if absent; about two memory reads at any size.
 
     The sorted 64-bit hashes are cut by their highest bits into about as many ranges as there are keys; a look-up starts
     at its range and walks. Two keys never share a hash (another seed is taken). A string that is *not* a key is taken

@@ -1,7 +1,7 @@
 """Inputs to a prepared dataset, in two streaming passes: fit on the train split, then encode and write every split.
 
-The result appears under its name in one rename, when it is whole; until then it is a hidden folder beside it, which the
-next `prepare` of the same name clears away.
+The result appears under its name in one rename, when it is complete; until then it is a hidden folder beside it, which
+the next `prepare` of the same name clears away.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def _check_free(out: Path, overwrite: bool) -> None:
 
 @contextmanager
 def _hidden_folder(out: Path, overwrite: bool) -> Iterator[Path]:
-    """A folder beside `out` that one `prepare` at a time owns; gone at the end, whatever happens but SIGKILL."""
+    """A folder beside `out` that one `prepare` at a time owns; removed at the end, unless SIGKILL ends the process."""
     folder = out.parent / f".{out.name}.preparing"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -252,7 +252,7 @@ def replaced(hidden: Path) -> Path:
 
 
 def _put_in_place(folder: Path, out: Path) -> None:
-    """Show the new dataset as `out`. A crash at any point leaves the old one or the new one, whole.
+    """Show the new dataset as `out`. A crash at any point leaves the complete old one or the complete new one.
 
     Where `out` exists, the two are exchanged in one step (renameat2); the old one goes with the hidden folder. Where
     the file system cannot do that, the old one is moved away first: a crash just then leaves `out` missing, and

@@ -1,6 +1,7 @@
 """Rows as the input has them: strings (or Parquet's own types) by column, each with its place in the input.
 
-Here a row must have the right number of columns and be UTF-8 text; what its values must be is checked in `rows`.
+Here a row must have the right number of columns and be UTF-8 text; what its values must be is checked in
+`checked_rows`.
 """
 
 from __future__ import annotations

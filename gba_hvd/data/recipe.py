@@ -60,7 +60,7 @@ Encoding = Vocabulary | Hashed | Identity
 class Categorical:
     """A column that becomes ids of one table. With `separator` or `is_list` it is multi-valued, a `Bag`.
 
-    With `part` it is what a time tells: see `of_time`.
+    With `part` it is a part of a time: see `of_time`.
     """
 
     name: str
@@ -146,7 +146,7 @@ class Recipe:
 
     @property
     def used(self) -> tuple[str, ...]:
-        """The columns that are read, label first. A time is there once, whatever is made of it."""
+        """The columns that are read, label first. A time is there once, for any number of parts."""
         times = dict.fromkeys(c.time_column for c in self.categorical if c.part is not None)
         plain = (c.name for c in self.categorical if c.part is None)
         return (self.label, *(n.name for n in self.numeric), *plain, *times)

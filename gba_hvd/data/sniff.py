@@ -1,6 +1,6 @@
 """What a file looks like, from its first lines: kind, delimiter, header, and samples of its columns.
 
-Guesses are for the command line, which says them; `prepare` itself is told everything by its recipe.
+Guesses are for the command line, which says them; `prepare` itself takes everything from its recipe.
 """
 
 from __future__ import annotations

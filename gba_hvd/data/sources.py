@@ -112,7 +112,7 @@ def _what_is_in(folder: Path, files: Sequence[Path]) -> str:
 
 
 def read_blocks(path: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-    """The lines of a plain, gzip or zstd file (told by its first bytes). Raises `BadInput` when cut or damaged."""
+    """The lines of a plain, gzip or zstd file (detected by its first bytes). Raises `BadInput` when cut or damaged."""
     line = 1
     pending = bytearray()
     read_bytes = 0

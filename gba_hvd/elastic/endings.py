@@ -1,10 +1,10 @@
-"""How a job ends: the status and the cause that callbacks are told, from the error that ended this worker's loop.
+"""How a job ends: the status and the cause reported to callbacks, from the error that ended this worker's loop.
 
 What is decided here: whether an error is the cause or follows from another worker's end, and whether the job's memory
 was taken away. Without an elastic launcher the end of one worker ends all: Horovod breaks the others' collectives, and
 the launcher sends SIGTERM, SIGKILL 5 s later. So each worker that ends otherwise than well leaves a note in the job's
-folder, first of all; whoever ends after it on the same host reads it, and ends with the same status and that cause.
-With an elastic launcher those of its host that go on tell the callbacks what it failed with.
+folder, first of all; a worker that ends after it on the same host reads it, and ends with the same status and that
+cause. With an elastic launcher those of its host that continue report its error to the callbacks.
 
 What a crash leaves: no note. A neighbour that is gone without one was killed: the job failed.
 """
@@ -31,7 +31,7 @@ SIGTERM = "SIGTERM"  # the text of the KeyboardInterrupt that stands for it begi
 
 
 def status_of(error: BaseException) -> str:
-    """What callbacks are told of a job that ends with this error."""
+    """The report to callbacks for a job that ends with this error."""
     if isinstance(error, SystemExit) and error.code in (0, None, False):
         return "FINISHED"
     if isinstance(error, WorldLost):
@@ -63,7 +63,7 @@ def explained(engine: Engine, error: BaseException) -> BaseException:
 
 
 def world_lost(engine: Engine) -> WorldLost:
-    """A collective failed where nobody forms the world anew, and no worker of this host is the cause."""
+    """A collective failed where nobody forms the world again, and no worker of this host is the cause."""
     return WorldLost(
         f"a worker of this world of {engine.world.size} was lost, and without an elastic launcher nobody replaces it: "
         f"this worker ends after step {engine.progress.step}. The log of the worker that ended first says why. "
@@ -106,9 +106,9 @@ def _ended_first(engine: Engine) -> WorldLost | None:
 
 
 def failed_neighbours(engine: Engine, before: Mapping[int, int]) -> list[Event]:
-    """What workers of this host failed with that were in the world before this one, as far as they left word.
+    """The errors, as far as noted, of workers of this host that were in the world before this one.
 
-    before: their processes, by the rank that they had. A worker that was killed, or told to leave, left no error.
+    before: their processes, by the rank that they had. A worker that was killed, or preempted, left no error.
     """
     events, still = [], set(engine.host.neighbours.values())
     for rank, pid in sorted(before.items()):
@@ -131,7 +131,7 @@ def _note_of(engine: Engine, pid: int) -> dict[str, str] | None:
 
 
 def leave_note(engine: Engine, status: str, error: BaseException) -> None:
-    """For the other workers of the host, which end because this one does, or go on without it and say why.
+    """For the other workers of the host, which end because this one does, or continue without it and report why.
 
     Before anything that takes time.
     """
@@ -146,7 +146,7 @@ def leave_note(engine: Engine, status: str, error: BaseException) -> None:
 
 
 class ExitWatch:
-    """What a script without `elastic.run` ends with: Python tells its exit functions of no `sys.exit`.
+    """What a script without `elastic.run` ends with: Python does not pass `sys.exit` to exit functions.
 
     Enter once; `leave()` may be called twice.
     """

@@ -1,4 +1,4 @@
-"""What callbacks are told of the world and of the end: the job they are in, who came and went, and what that cost.
+"""Reports to callbacks on the world and the end: which job they are in, who joined or left, and what that cost.
 
 Nothing is decided here; texts and numbers are made of what `membership` found.
 """
@@ -26,7 +26,7 @@ log = logging.getLogger("gba_hvd")
 
 
 def world_formed(engine: Engine, joined: JoinResult, before: int | None, residuals_missing: int = 0) -> None:
-    """Tell all callbacks where this worker stands now, and what became of the job.
+    """Report to all callbacks this worker's place in the job, and what became of the job.
 
     before: workers in the world that this worker was in, if it was in one.
     residuals_missing: in the checkpoint that the job resumes from: of so many workers
@@ -99,7 +99,7 @@ def residuals_lost(engine: Engine, n_workers: int, lost: float | None) -> None:
 
 
 def ended(engine: Engine, status: str, error: BaseException | None) -> None:
-    """Tell all callbacks how the job ended, and its account."""
+    """Report to all callbacks how the job ended, and its account."""
     account = {f"samples_{k}": getattr(engine.progress.account, k) for k in ("total", "applied", "dropped", "lost")}
     kinds = {"FINISHED": "finished", "KILLED": "interrupted", "NOT_SAVED": "not_saved"}
     kind = kinds.get(status, "failed")
@@ -131,7 +131,7 @@ def ended(engine: Engine, status: str, error: BaseException | None) -> None:
     for callback in engine.callbacks:
         try:
             callback.on_end(status, error)
-        except KeyboardInterrupt:  # SIGTERM again: the others are told all the same
+        except KeyboardInterrupt:  # SIGTERM again: the others are called all the same
             log.warning("interrupted while %s was told of the end", type(callback).__name__)
 
 
@@ -170,7 +170,7 @@ def _obstacle(engine: Engine) -> str:
 
 
 def _settings(engine: Engine) -> dict[str, Any]:
-    """What describes the run. Nothing that changes while it goes on: MLflow keeps the first value of a parameter."""
+    """What describes the run. Nothing that changes while it runs: MLflow stores the first value of a parameter."""
     switching = switching_of(engine)
     of_the_mode = {"mode": "allreduce"} if switching is None else switching.describe()
     return {

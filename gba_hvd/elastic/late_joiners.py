@@ -1,12 +1,12 @@
-"""Letting newcomers in beside the training, in an asynchronous mode; and being one.
+"""Admits late joiners beside the training, in an asynchronous mode; and joins late.
 
-    survivor   its thread (`reform`) forms the world anew, meets the newcomers there, and leaves word for the training
-               thread, which tells the callbacks when it comes by
-    newcomer   meets these threads before its training, takes over what a survivor kept from the start of the epoch, and
+    survivor   its thread (`world_rejoin`) forms the world with the late joiners, and leaves a note for the training
+               thread, which reports it to the callbacks before its next micro-batch
+    joiner     meets these threads before its training, takes over what a survivor stored at the start of the epoch, and
                from then on is a survivor, too
 
 Both run the same collectives in the same order: `membership.join`, the snapshot, residuals where gradients are
-compressed. A crash in between breaks up the new world for all, and they form the next one; the training goes on.
+compressed. A crash in between breaks up the new world for all, and they form the next one; the training continues.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LateJoiners:
         self._told_gone = False
 
     def start_rejoin(self, number: int = 0) -> None:
-        """An asynchronous mode is on: from now on the world is formed anew beside the training.
+        """An asynchronous mode is on: from now on worlds are formed beside the training.
 
         number: the change of membership that the present world stands for.
         """
@@ -53,7 +53,7 @@ class LateJoiners:
             rejoin.start()
 
     def tell(self) -> None:
-        """Tell the callbacks what changed meanwhile."""
+        """Report to the callbacks what changed meanwhile."""
         engine = self._engine
         while self._met:
             joined, world, lost, wait, neighbours = self._met.pop(0)
@@ -98,13 +98,13 @@ class LateJoiners:
         return joined.membership
 
     def join_running_mode(self, joined: JoinResult) -> None:
-        """A newcomer's part, before its training."""
+        """A late joiner's part, before its training."""
         engine, world = self._engine, self._engine.world
         self._state.snapshot = world.broadcast("snapshot", None, joined.source)
         state = state_codec.decode(self._state.snapshot)
         self._state.load_state_dict(state)
         if engine.model.compression is not None:
-            engine.model.compression.clear()  # whoever was here before was counted as lost
+            engine.model.compression.clear()  # workers that were here before were counted as lost
             engine.model.compression.count_lost(world, False)
         if (checkpoints := checkpoints_of(engine)) is not None:
             checkpoints.load_state(state["checkpoints"])

@@ -1,6 +1,6 @@
 """Where torch, numpy and Python are in their random numbers, on each worker: part of a checkpoint.
 
-A job that goes on with as many workers, from a step at which all of them were, draws what it would have drawn. Any
+A job that resumes with as many workers, from a step at which all of them were, draws what it would have drawn. Any
 other begins streams that depend on the checkpoint, the step and the rank: those of the script's own seed would
 repeat the dropout masks that training began with.
 """
@@ -40,7 +40,7 @@ def gather(world: World) -> list[dict[str, Any]]:
 def restore(states: Sequence[Mapping[str, Any]], step: int, world: World, *, same_step: bool) -> None:
     """Take over this rank's of those that were saved, or begin a stream of its own.
 
-    same_step: they are as of the step at which the job goes on.
+    same_step: they are as of the step at which the job resumes.
     """
     if same_step and len(states) == world.size:
         _take(states[world.rank])

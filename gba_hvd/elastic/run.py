@@ -22,7 +22,7 @@ _WORLD_TIMEOUT_S = 600.0  # so long the launcher waits for workers, too
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`horovod.torch.elastic.run`, and the end is told: callbacks hear how the job ended; SIGTERM interrupts.
+    """`horovod.torch.elastic.run`, and callbacks receive how the job ended; SIGTERM interrupts.
 
     Works without `horovodrun`, and without Horovod, as a world of one.
     """
@@ -80,7 +80,7 @@ def _leave_on_sigterm(state: TorchState) -> Callable[[], None]:
         if signum == signal.SIGTERM and allowed_s is not None and engine.signals.preempt_deadline_s is None:
             engine.signals.preempt_deadline_s = time.monotonic() + allowed_s
             previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, interrupt)
-            signal.setitimer(signal.ITIMER_REAL, allowed_s)  # whatever this worker waits for then
+            signal.setitimer(signal.ITIMER_REAL, allowed_s)  # no matter what this worker waits for then
             return
         raise KeyboardInterrupt(endings.SIGTERM)
 

@@ -1,4 +1,4 @@
-"""`TorchState`: what the user's loop and Horovod's elastic loop hold of a job. `elastic` tells the order of `sync`."""
+"""`TorchState`: what the user's loop and Horovod's elastic loop hold of a job. `elastic` has the order of `sync`."""
 
 from __future__ import annotations
 
@@ -39,14 +39,15 @@ from recovery.callback import CheckpointCallback
 
 log = logging.getLogger("gba_hvd")
 
-# How long the end waits for a world that is being formed: a job whose launcher has to kill a newcomer counts as failed.
+# How long the end waits for a world that is being formed: a job whose launcher has to kill a late joiner counts as
+# failed.
 _END_TIMEOUT_S, _FAILED_TIMEOUT_S = 60.0, 5.0
 _STOOD_STILL = "this worker's training stood still meanwhile"
-_CAUSE_S = 1.5  # a launcher that lost a worker kills the others 5 s later; they have things to say before
+_CAUSE_S = 1.5  # a launcher that lost a worker kills the others 5 s later; they report the cause first
 
 
 class TorchState:
-    """Model, optimizer and whatever else must survive: `TorchState(model, optimizer, epoch=0, scheduler=scheduler)`.
+    """Model, optimizer and all else that must survive: `TorchState(model, optimizer, epoch=0, scheduler=scheduler)`.
 
     Keyword arguments become attributes. They may be numbers, strings, lists, dicts, tensors, arrays, or objects with
     `state_dict()` and `load_state_dict()`. `optimizer` must come from `DistributedOptimizer`. `name` is what people
@@ -68,7 +69,7 @@ class TorchState:
         self.late_joiners = LateJoiners(engine, self.training_state, self._seat)
         self._reset_callbacks: list[Callable[[], None]] = []
         self._has_state = self._synced = self._closed = False
-        self._memory_trouble = ""  # what happened to the tables' file, if training goes on all the same
+        self._memory_trouble = ""  # what happened to the tables' file, if training continues all the same
         self._exit_watch = endings.ExitWatch()
         self.finished_epoch: int | None = None  # the last epoch this process saw the end of since it last synced
         for attribute, value in values.items():
@@ -129,7 +130,7 @@ class TorchState:
             state.on_step(scheduler.step)                   # and no scheduler.step() in the loop
 
         The loop over `batches` runs once per micro-batch of this worker, so a schedule stepped there would depend on
-        the number of workers. In asynchronous modes the function runs when the worker hears of a step, and the servers
+        the number of workers. In asynchronous modes the function runs when the worker learns of a step, and the servers
         use the learning rates that come with a step's gradients. A step that is skipped for an overflow (`grad_scaler`)
         runs it nowhere, in no mode: as the loop `if scaler.get_scale() >= before: scheduler.step()` does in plain
         PyTorch. A scheduler must be among the state's values, so that
@@ -144,7 +145,7 @@ class TorchState:
         self.engine.step_hooks.functions.append(function)
 
     def report(self, **metrics: float) -> None:
-        """Tell the callbacks some metrics of the current step."""
+        """Report metrics of the current step to the callbacks."""
         for callback in self.engine.callbacks:
             callback.on_metrics(self.step, metrics)
 
@@ -154,7 +155,7 @@ class TorchState:
             self.sync()
 
     def close(self, status: str = "FINISHED", error: BaseException | None = None) -> None:
-        """Tell the callbacks how it ended, and let go of the memory. May be called twice."""
+        """Report to the callbacks how it ended, and release the memory. May be called twice."""
         if self._closed:
             return
         self._closed = True
@@ -179,14 +180,14 @@ class TorchState:
                     engine.mode.leave_together(engine.model.tables.config.server_timeout_s)
                 engine.mode.close(finished=error is None)
             memory = engine.model.tables.memory
-            if memory is not None:  # what a restart could resume from is left to the keeper
+            if memory is not None:  # what a restart could resume from is left to the reaper
                 is_of_no_use = engine.world.size == 1 and checkpoints_of(engine) is None
                 memory.close(remove=status == "FINISHED" or is_of_no_use)
 
     def _tell_of_an_unformed_world(self, patience_s: float) -> None:
-        """Callbacks hear nothing after the end: what this process may wait for then is told before it."""
+        """Callbacks receive nothing after the end: what this process may wait for then is reported before it."""
         engine = self.engine
-        with contextlib.suppress(KeyboardInterrupt):  # SIGTERM at the end: the end is told all the same
+        with contextlib.suppress(KeyboardInterrupt):  # SIGTERM at the end: the end is reported all the same
             rejoin = None if engine.mode is None else engine.mode.rejoin
             if rejoin is None or rejoin.stop(patience_s):
                 return
@@ -214,7 +215,7 @@ class TorchState:
             callback()
 
     def on_hosts_updated(self, timestamp: int, update_result: int) -> None:
-        """Called by Horovod's notification thread, on rank 0 only. The next commit, or heartbeat, tells everyone."""
+        """Called by Horovod's notification thread, on rank 0 only. The next commit, or heartbeat, carries it to all."""
         mode = self.engine.mode  # the training thread may leave it meanwhile
         if mode is not None:
             mode.on_hosts_updated()
@@ -222,7 +223,7 @@ class TorchState:
             self.engine.signals.hosts_updated = True
 
     def commit(self) -> None:
-        """Nothing to save: every step is committed. Kept so that Horovod scripts run unchanged."""
+        """Nothing to save: every step is committed. Here so that Horovod scripts run unchanged."""
 
     def check_host_updates(self) -> None:
         """As `commit`: every step checks, at no cost."""
@@ -231,10 +232,10 @@ class TorchState:
         """Nothing to save."""
 
     def restore(self) -> None:
-        """After a failure: forget the step in flight. What was committed stays.
+        """After a failure: discard the step in flight. What was committed stays.
 
-        Raises WorkerEvicted when the others went on without this worker, LauncherUnreachable when it may be so: it
-        ends. Raises WorldLost where no elastic launcher forms the world anew: waiting for it, this worker would be
+        Raises WorkerEvicted when the others continued without this worker, LauncherUnreachable when it may be so: it
+        ends. Raises WorldLost where no elastic launcher forms the world again: waiting for it, this worker would be
         killed.
         """
         engine = self.engine
@@ -260,8 +261,8 @@ class TorchState:
     def check_memory(self) -> None:
         """Between two steps: whether the tables' file is still what is mapped.
 
-        Raises ShardMemoryError where going on would end in SIGBUS, or where servers that train have lost it. In
-        allreduce mode the workers have all that they need: then it is told, and training goes on.
+        Raises ShardMemoryError where continuing would end in SIGBUS, or where servers that train have lost it. In
+        allreduce mode the workers have all that they need: then it is reported, and training continues.
         """
         engine, memory = self.engine, self.engine.model.tables.memory
         if memory is None or self._memory_trouble or not (trouble := memory.trouble()):
@@ -275,7 +276,7 @@ class TorchState:
         )
 
     def stop_if_interrupted(self) -> None:
-        """Leave the loop when hosts came or went: raised on all workers at the same step, as the commit agreed."""
+        """Leave the loop when hosts joined or left: raised on all workers at the same step, as the commit agreed."""
         if self.engine.signals.interrupt_due:
             self.engine.signals.clear_interrupt()
             self._synced = False
@@ -284,8 +285,8 @@ class TorchState:
     def sync(self) -> None:
         """Agree with all workers on one state. A collective."""
         engine = self.engine
-        # What the thread beside an asynchronous mode met and nobody was told yet comes before this world: told later,
-        # it would put its world, which is no more, in place of this one.
+        # What the thread beside an asynchronous mode met and did not report yet comes before this world: reported
+        # later, it would put its world, which is no more, in place of this one.
         self.late_joiners.tell()
         before, neighbours = engine.world.size if self._has_state else None, engine.host.neighbours
         engine.world = current_world()

@@ -1,4 +1,4 @@
-"""The training state: what a newcomer gets, and what a checkpoint has beside the rows.
+"""The training state: what a late joiner receives, and what a checkpoint has beside the rows.
 
 Model, optimizer, position, the callbacks' state and the user's own values; it travels as JSON and raw tensors
 (`recovery.state_codec`). When it is taken, and who gets it, is decided elsewhere.
@@ -22,7 +22,7 @@ from recovery import state_codec
 
 
 class TrainingState:
-    """One worker's. Belongs to the training thread; the thread that meets newcomers reads `snapshot`.
+    """One worker's. Belongs to the training thread; the thread that meets late joiners reads `snapshot`.
 
     holder, names: the object whose attributes of these names are the user's values.
     snapshot: encoded, as of where the asynchronous mode began to hand out the epoch's batches; empty where nobody would
@@ -52,7 +52,7 @@ class TrainingState:
         }
 
     def encoded(self) -> bytes:
-        """What newcomers get; a checkpoint has no use for the claim it was saved under."""
+        """What late joiners receive; a checkpoint has no use for the claim it was saved under."""
         checkpoints = checkpoints_of(self._engine)
         return state_codec.encode({
             **self.state_dict(),
@@ -62,9 +62,9 @@ class TrainingState:
         })  # fmt: skip
 
     def take_snapshot(self) -> None:
-        """Keep what a newcomer starts from, where one may come, or a checkpoint be made.
+        """Store what a late joiner starts from, where one may join, or a checkpoint be made.
 
-        A newcomer runs the user's loop from here: it finds what is left of the epoch, then the evaluations after it,
+        A late joiner runs the user's loop from here: it finds what remains of the epoch, then the evaluations after it,
         finished ones with their results.
         """
         if os.environ.get("HOROVOD_ELASTIC") == "1" or checkpoints_of(self._engine) is not None:
@@ -111,7 +111,8 @@ class TrainingState:
                 callback.load_state_dict(mine[1])
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Take over that of a checkpoint. One of an asynchronous mode has three: see `ps.checkpoint_state`."""
+        """Take over that of a checkpoint. One of an asynchronous mode has three: see
+        `ps.partition.checkpoint_state`."""
         engine, first = self._engine, state.get("snapshot", state)
         # The script says which mode it wants, not the job that was lost.
         kept = [entry for entry in first["callbacks"] if entry[0] != GBACallback.__name__]

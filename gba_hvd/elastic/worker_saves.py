@@ -1,6 +1,6 @@
 """A worker's part in saving: checkpoints between two steps and at the end, leaving after one, and the state in memory.
 
-When one is due is decided by `checkpoints`, from what travels with the commit (allreduce) or what the coordinator says
+`save_schedule` decides when one is due, from fields of the commit (allreduce) or the coordinator's replies
 (asynchronous modes). In allreduce mode all workers come here at the same step, so what is a collective is run by all.
 """
 
@@ -34,7 +34,7 @@ _PREEMPTION_S, _LOOK_S = 30.0, 0.05
 
 
 class WorkerSaves:
-    """Belongs to the training thread. Owns the lead's line to its host's server, and what keeps the state in memory."""
+    """Belongs to the training thread. Owns the connection to the host's server, and retains the state."""
 
     def __init__(self, engine: Engine, state: TrainingState) -> None:
         self._engine, self._state = engine, state
@@ -44,7 +44,7 @@ class WorkerSaves:
         self._folder_told = False
 
     def world_formed(self, joined: JoinResult) -> None:
-        """In allreduce mode. The lead of a host follows what an operator wants."""
+        """In allreduce mode. A host leader passes on an operator's request."""
         engine, world = self._engine, self._engine.world
         requests, checkpoints = engine.participant(ModeRequests), checkpoints_of(engine)
         if self._host_server is not None:
@@ -97,7 +97,7 @@ class WorkerSaves:
             self._save()
 
     def _tell_of_a_lost_folder(self) -> None:
-        """Once, on the lead of the host."""
+        """Once, on the host leader."""
         line = self._host_server
         if line is not None and line.folder_lost and not self._folder_told:
             self._folder_told = True
@@ -111,7 +111,7 @@ class WorkerSaves:
             self._engine.emit(event, only_here=True)
 
     def _save_and_leave(self) -> None:
-        """Some workers are to leave: all wait for a checkpoint, and whoever was told to leaves. A collective."""
+        """Some workers are preempted: all wait for a checkpoint, then those workers leave. A collective."""
         engine, checkpoints = self._engine, checkpoints_of(self._engine)
         assert checkpoints is not None
         checkpoints.somebody_leaves = False
@@ -192,7 +192,7 @@ class WorkerSaves:
             checkpoints.save_asynchronously(servers, self._state.snapshot)
 
     def leave_asynchronously_if_told(self) -> None:
-        """Before each micro-batch: the others go on; this worker waits for a checkpoint."""
+        """Before each micro-batch: the others continue; this worker waits for a checkpoint."""
         engine, checkpoints, servers = self._engine, checkpoints_of(self._engine), self._servers
         if engine.signals.preempt_deadline_s is None or checkpoints is None or servers is None:
             return
@@ -248,7 +248,7 @@ class WorkerSaves:
                 schedule.await_saved(lambda: line.saved, engine.progress.step, timeout_s, line.why_not_ready)
         except Exception as error:  # of Horovod, too: a worker may have died after its work was done
             why = f"{type(error).__name__}: {error}"
-            if servers is not None and engine.world.rank:  # the chief says what became of the whole
+            if servers is not None and engine.world.rank:  # the chief reports the complete save
                 text = f"this host did not hear that its part of the last checkpoint was saved: {why}"
                 engine.emit(Event("checkpoint_failed", engine.progress.step, text, {"why": why}, level="warning"), True)
                 return ""

@@ -1,8 +1,8 @@
-"""Membership in asynchronous modes: Horovod's world is formed anew in the background while the worker computes.
+"""Membership in asynchronous modes: Horovod's world is formed again in the background while the worker computes.
 
 The coordinator counts changes of membership (a worker died, Horovod found new hosts) and every heartbeat's answer says
 the count. A worker that stands for an older one shuts Horovod down and initialises it again, in this thread: the driver
-starts replacements only when all survivors have done so. Newcomers then meet the survivors' threads in
+starts replacements only when all survivors have done so. Late joiners then meet the survivors' threads in
 `membership.join`, learn where the servers are, and ask for leases. The training threads take no part.
 """
 
@@ -29,8 +29,8 @@ class WorldRejoin:
     """Start with `start()`; `stop()` waits for an attempt in flight (at most so long) and may be called twice.
 
     number: the membership that the present world stands for; meet: what all ranks of a new world run, returns the
-    number they agree on; seat: this worker's; timeout_s: longest wait for the launcher, each time; forming: hears how
-    long a world takes to form (`meet` ends that).
+    number they agree on; seat: this worker's; timeout_s: longest wait for the launcher, each time; forming: receives
+    how long a world takes to form (`meet` ends that).
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class WorldRejoin:
             while self._mode.position.membership_epoch > self.number and not self._stop.is_set():
                 self._forming.begin()
                 try:
-                    # What is heard from here on may concern a host that has no place in the world that forms now.
+                    # What is received from here on may concern a host that has no place in the world that forms now.
                     self._mode.contact.acknowledged_membership = self._mode.position.membership_epoch
                     self._seat.verify(self._timeout_s)
                     self._mode.before_world_leaves()

@@ -15,7 +15,7 @@ from gba_hvd import kernels
 class RowGrad:
     """Gradient of some rows of one group of tables.
 
-    keys:   int64   [n]       distinct (see `shard.layout` for what a key is), in order of first appearance
+    keys:   int64   [n]       distinct (see `shm.layout` for what a key is), in order of first appearance
     values: float32 [n, dim]
     """
 

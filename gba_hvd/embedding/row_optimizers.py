@@ -27,7 +27,7 @@ class RowOptimizer(Protocol):
     A class that a distribution registers in `gba_hvd.row_optimizers` is a dataclass of plain numbers: another process
     builds it again from its fields.
 
-    slots: what is kept beside the weights of a row, zeros at first
+    slots: what is stored beside the weights of a row, zeros at first
     """
 
     slots: ClassVar[tuple[SlotSpec, ...]]

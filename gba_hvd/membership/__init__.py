@@ -1,8 +1,8 @@
 """How the workers of a new world come to one state: who is newest, where the shards live, what is missing.
 
-`agreement` and `routing.place_shards` decide, from facts that every rank has gathered; `joining.join` carries it out,
-in the order that `elastic` tells: what a new job resumes from (`takeover`), the shards of each host (`shards`), and
-those that nobody holds any more (`refill`). What may fail on one rank only is done by `together`.
+`agreement` and `shm.placement` decide, from facts that every rank has gathered; `join` carries it out, in the order of
+`elastic`: what a new job resumes from (`resume_job`), the shards of each host (`shard_transfer`), and those that
+nobody holds any more (`restore_shards`). What may fail on one rank only runs in `comm.collectives.all_or_none`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who has the newest step, and who tells newcomers of the mode: pure functions of what every rank says of itself."""
+"""Who has the newest step, and who sends late joiners the mode: pure functions of what every rank reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ModeExitRace(GbaError):
 
 @dataclass(frozen=True)
 class RankState:
-    """What one rank says of itself when a world forms."""
+    """What one rank reports when a world forms."""
 
     has_state: bool
     step: int
@@ -25,7 +25,7 @@ class RankState:
     settings: int  # fingerprint of tables, batch sizes and optimizers
     pid: int
     generation: int = 0  # of the asynchronous mode it is in; 0 in allreduce mode
-    membership: int = 0  # in an asynchronous mode: the newest change of membership it heard of
+    membership: int = 0  # in an asynchronous mode: the newest change of membership it knows
     row_factor: float = 1.0  # what the row gradients of its newest step were multiplied by
 
     def row(self) -> np.ndarray:
@@ -60,7 +60,7 @@ def agree(facts: Sequence[RankState]) -> Agreement:
     """The newest step wins. Nobody goes back.
 
     Seeing a step's result means that every worker holds its row gradients, so the survivors are at most one step apart
-    and the one behind can apply what it holds. Whoever is further behind was gone for longer and starts as a newcomer.
+    and the one behind can apply what it holds. A rank further behind was gone for longer and starts as a late joiner.
     """
     old = [rank for rank, f in enumerate(facts) if f.has_state]
     if not old:
@@ -73,9 +73,9 @@ def agree(facts: Sequence[RankState]) -> Agreement:
 
 
 def asynchronous_source(facts: Sequence[RankState]) -> int | None:
-    """The rank from which newcomers learn of the asynchronous mode the others are in; None in allreduce mode.
+    """The rank from which late joiners learn of the asynchronous mode the others are in; None in allreduce mode.
 
-    A survivor that is not in it and behind was gone for long: a newcomer. One that is not behind has just left it.
+    A survivor that is not in it and behind was gone for long: a late joiner. One that is not behind has just left it.
     Raises ModeExitRace when some have left it: the others are about to leave, too, and the world is to be formed again.
     """
     inside = [rank for rank, f in enumerate(facts) if f.has_state and f.generation]

@@ -1,4 +1,4 @@
-"""`join`: what all ranks of a world that has just formed run before they train in it. `elastic` tells the order."""
+"""`join`: what all ranks of a world that has just formed run before they train in it. `elastic` has the order."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class JoinResult:
 def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResult:
     """Agree on a step, open the memory, place and fill the shards, and give the engine its mode. A collective.
 
-    In an asynchronous mode survivors change nothing and newcomers become workers of it.
+    In an asynchronous mode survivors change nothing and late joiners become workers of it.
     """
     settings = _settings(engine)
     mine = _rank_state(engine, has_state, digest(settings))
@@ -157,7 +157,7 @@ def _settings(engine: Engine) -> dict[str, object]:
 
 
 def _rank_state(engine: Engine, has_state: bool, settings: int) -> RankState:
-    """What this rank says of itself."""
+    """What this rank reports to the others."""
     of_mode = RankFacts() if engine.mode is None else engine.mode.rank_facts()
     return RankState(
         has_state, engine.progress.step, of_mode.held_step, Host.here(engine.model.tables.config.shard_dir).number,
@@ -168,20 +168,20 @@ def _rank_state(engine: Engine, has_state: bool, settings: int) -> RankState:
 
 
 def _catch_up(engine: Engine, world: World, mine: RankState, agreed: Agreement) -> None:
-    """A rank that missed the newest step's result applies the row gradients it holds; all others forget theirs."""
+    """A rank that missed the newest step's result applies the row gradients it holds; all others discard theirs."""
     was_left = False
     if engine.mode is not None:
         was_left = engine.mode.settle(world.rank in agreed.catch_up, agreed.row_factor, agreed.step) and mine.has_state
     if engine.model.compression is not None:
         engine.model.compression.world_formed()
         if was_left:
-            engine.model.compression.clear()  # the world went on without this worker, and counted its rest as lost
+            engine.model.compression.clear()  # the world ran without this worker, and counted its residual as lost
     if engine.model.row_coder is not None and was_left:
         engine.model.row_coder.clear()
 
 
 def _start_servers(engine: Engine, job_id: str) -> None:
-    """Those of this host, where they do not run yet. On its lead."""
+    """Those of this host, where they do not run yet. On its host leader."""
     folder, tables = engine.folder, engine.model.tables
     launch.write_settings(
         folder, job_id, engine.job.key, tables.layout, tables.optimizer,
@@ -193,7 +193,7 @@ def _start_servers(engine: Engine, job_id: str) -> None:
 
 
 def _join_asynchronous(engine: Engine, world: World, facts: list[RankState], source: int) -> JoinResult:
-    """Tell newcomers of the mode the others are in. Survivors run it beside their training, newcomers before theirs.
+    """Send late joiners the mode the others are in. Survivors run it beside their training, late joiners before theirs.
 
     Raises where a host, or what its servers held, is gone.
     """

@@ -33,7 +33,7 @@ class RestoredShards:
     why_not: str = ""
     manifests: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
-    report: Report | None = None  # of a job that resumes from a checkpoint as a whole
+    report: Report | None = None  # of a job that resumes completely from a checkpoint
 
 
 def restore_missing_shards(
@@ -48,7 +48,7 @@ def restore_missing_shards(
                 memory.init_shard(shard, agreed.step)
         return RestoredShards()
     mine = [shard for shard in placement.new if placement.host[shard] == here] if leads else []
-    now = TrainingPoint(agreed.step) if agreed.is_restart else None  # a newcomer does not know the samples
+    now = TrainingPoint(agreed.step) if agreed.is_restart else None  # a late joiner does not know the samples
     failure = ""
 
     def fill() -> Report | None:

@@ -1,11 +1,11 @@
 """What a new job resumes from: a checkpoint, or what a job that lost all its workers left in memory. And its place.
 
     1. name      the source looks whether there is a checkpoint to resume from, and all take its job's name
-    2. leftover  what is in memory under that name, if this job can resume from it; else that is let go
+    2. memory    what is in memory under that name, if this job can resume from it; else that is let go
     3. key       what the job's servers and workers prove themselves with, from the source
     4. place     what a dead job left on the hosts is cleared, and the place for checkpoints is claimed
 
-A job that goes on with survivors has name, key and place already: it shares them with newcomers, and claims anew.
+A job that continues with survivors has name, key and place already: it shares them with late joiners, and claims again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def resume_previous_job(
 ) -> tuple[str, Agreement, ResumedFromMemory | None]:
     """The job's name, what is agreed on then, and what it resumes from in memory. Sets the engine's key. A collective.
 
-    job_id: this rank's, if there is no other; leads: this rank leads its host.
+    job_id: this rank's, if there is no other; leads: this rank is its host's leader.
     """
     checkpoints, taken = checkpoints_of(engine), None
     job_id, saved_step = _name_of_job(engine, world, agreed, job_id)
@@ -92,7 +92,7 @@ def _resume_from_memory(
 ) -> ResumedFromMemory | None:
     """What a job of this name that lost all its workers left in memory, if this one can resume from it. A collective.
 
-    Otherwise the memory is removed. The order of the steps is told in `leftover`.
+    Otherwise the memory is removed. For the order of the steps see `checkpoint.orphaned_memory`.
     """
     tables, checkpoints = engine.model.tables, checkpoints_of(engine)
     assert checkpoints is not None
@@ -152,7 +152,7 @@ def _claim_location(
     if taken is not None and taken.state is not None:
         state = state_codec.decode(taken.state)
         writer = checkpoints.resume_from_memory(state.get("snapshot", state)["checkpoints"], taken.step)
-    if not agreed.is_restart and taken is None:  # first: a server that is left gives signs of life for the dead job
+    if not agreed.is_restart and taken is None:  # first: a server still running renews the claim of the dead job
 
         def clear() -> None:
             if leads and tables.memory is None:

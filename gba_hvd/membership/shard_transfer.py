@@ -31,7 +31,7 @@ def open_memory(engine: Engine, job_id: str, key: bytes) -> ShardMemory:
         tables.memory = ShardMemory.create_or_open(
             tables.config.shard_dir, job_id, tables.layout, tables.config.grace_s, owner_of(key)
         )
-    elif trouble := tables.memory.trouble():  # newcomers would find another file, or none
+    elif trouble := tables.memory.trouble():  # late joiners would find another file, or none
         raise ShardMemoryError(trouble)
     return tables.memory
 
@@ -62,7 +62,7 @@ def close_torn_steps(
     """Bring the marks of shards that missed a step up to date, where they are held now.
 
     A shard whose worker died while applying a step has the step partly; one whose worker died before has it not.
-    Returns (shard -> the step its marks now say, how many steps shards missed over all hosts).
+    Returns (shard -> the step of its marks now, how many steps shards missed over all hosts).
     """
     holder = {shard: source for shard, source, _ in placement.moves}
     newest, missed = {}, 0

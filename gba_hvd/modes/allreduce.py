@@ -251,7 +251,7 @@ class AllreduceMode:
         return RankFacts(-1 if held is None else held.step)
 
     def settle(self, catches_up: bool, row_factor: float, step: int) -> bool:
-        """A rank that missed the newest step's result applies the row gradients it holds; all others forget theirs."""
+        """A rank that missed the newest step's result applies the row gradients it holds; all others discard theirs."""
         exchange, progress = self.exchange, self._engine.progress
         was_left = progress.step < step and not catches_up
         if exchange.held is not None and catches_up:

@@ -7,14 +7,14 @@ One step, on every rank:
     3. send    row gradients to the ranks that serve the shards, through memory on a host and by alltoall between hosts;
                what arrives is *held*. Where the step is to be clipped, each rank then measures what it holds: the
                squares travel with the commit, so its result has the norm, and all ranks find the same factor
-    4. commit  one allreduce of the dense gradients. It ends only when every rank has entered it, so whoever sees its
+    4. commit  one allreduce of the dense gradients. It ends only when every rank has entered it, so a rank with its
                result knows that every rank holds its row gradients: from here on the step is decided. Compressed dense
-               gradients go round just before it and are held as well (`compression.exchange`)
+               gradients go round just before it and are held as well (`compression.dense_exchange`)
     5. apply   dense parameters everywhere, rows by the ranks that serve them
 
 A worker that dies before 4 leaves a step that nobody applied; it is computed again. A worker that dies after 4 costs
 its own shards at most this step. A survivor that misses the result of 4 still holds its row gradients and applies them
-as soon as it hears that the step was decided, and with which factor (`elastic`).
+as soon as it learns that the step was decided, and with which factor (`elastic`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from gba_hvd.shm.outbox import Outbox
 from gba_hvd.shm.placement import Placement, WorkerTopology
 from gba_hvd.training.commit_fields import CommitFields
 
-_LOOK_AGAIN = 64  # after so many steps: whether something still waits for rows that came home
+_LOOK_AGAIN = 64  # after so many steps: whether something still waits for rows that returned to this host
 Alltoall = Callable[[str, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
@@ -54,8 +54,8 @@ Alltoall = Callable[[str, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]
 class HeldRows:
     """Row gradients of one step for the shards this rank serves, waiting for the step to be decided.
 
-    own: this rank's gradients, in a world of one; far: what ranks of other hosts sent, by rank. What ranks of this host
-    left is still in their outboxes. scale makes the sum of all the gradient of the global batch's mean loss.
+    own: this rank's gradients, in a world of one; remote: what ranks of other hosts sent, by rank. What ranks of this
+    host left is still in their outboxes. scale makes the sum of all the gradient of the global batch's mean loss.
     n_skipped: steps before this one that were not applied.
     merged: the gradients to apply, per group, once somebody has asked for them
     """
@@ -70,7 +70,7 @@ class HeldRows:
 
 
 class AllreduceExchange:
-    """Carries gradients between the workers of one world. Made anew after every change of membership.
+    """Carries gradients between the workers of one world. A new one after every change of membership.
 
     Owns `held` and the outboxes (of the ranks of this host, its own among them; none in a world of one); uses, but does
     not own, the world, the tables' memory and the dense gradients.
@@ -128,7 +128,7 @@ class AllreduceExchange:
     def pull(self, keys: Sequence[np.ndarray], whole: bool = False) -> None:
         """Fetch rows of other hosts: per group the keys this rank will use next. A collective; nothing on one host.
 
-        whole: as they are, whatever compresses rows otherwise; no gradients follow.
+        whole: uncompressed, even where rows are compressed otherwise; no gradients follow.
         """
         if not self.several_hosts:
             return
@@ -213,7 +213,7 @@ class AllreduceExchange:
         """The sum of the squares of the gradients of this rank's rows in the step that is held, over all workers.
 
         A collective on a single host: a rank reads what the others left in their outboxes when all have written. With
-        several hosts the `alltoall` of `exchange` said so.
+        several hosts the `alltoall` of `exchange` implies that.
         """
         assert self.held is not None
         if self._world.size > 1 and not self.several_hosts:

@@ -1,6 +1,6 @@
 """The modes where every worker trains a replica of the dense part: `shadow`, and `easgd`, `ma`, `bmuf`.
 
-What a worker and the servers say to each other, and what each crash leaves behind, is in `ps.worker.replica_worker`.
+What a worker and the servers send each other, and what each crash leaves behind, is in `ps.worker.replica_worker`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ModelAveragingMode(ParameterServerMode):
 
     @property
     def await_threads(self) -> Callable[[], None]:
-        """Returns when no thread computes; called before anybody looks at the replica as a whole."""
+        """Returns when no thread computes; called before anybody looks at the complete replica."""
         return self.servers.await_threads
 
     @await_threads.setter
@@ -71,5 +71,5 @@ class ModelAveragingMode(ParameterServerMode):
 
     def leave_loop(self) -> None:
         if self.servers.replica.is_open:
-            with contextlib.suppress(Exception):  # whatever fails here is raised where the servers are asked next
+            with contextlib.suppress(Exception):  # a failure here is raised where the servers are asked next
                 self.take_dense_state(leaving=False, ended=False)

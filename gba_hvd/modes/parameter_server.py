@@ -3,7 +3,7 @@
     lease -> newest dense values -> rows read in place -> loss.backward -> push
              (the next lease is prefetched beside the computation)
 
-What is said to servers, and how, is `ps.worker`; what the job hears of it goes to the engine from here.
+Messages to servers are in `ps.worker`; what the job needs of the replies goes to the engine from here.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ParameterServerMode:
                 engine.check_stepped()
         except GeneratorExit:
             ahead.close()
-            with contextlib.suppress(Exception):  # whatever fails here is raised where the servers are asked next
+            with contextlib.suppress(Exception):  # a failure here is raised where the servers are asked next
                 self.take_dense_state(leaving=False, ended=False)
             raise
         finally:
@@ -162,7 +162,7 @@ class ParameterServerMode:
         self._engine.model.put_dense(self.servers.export(leaving, ended))
 
     def _rescue_dense_state(self) -> None:
-        """This worker fell out of the mode: take over what servers that still answer hold; say what is missing."""
+        """This worker was evicted from the mode. Export the reachable dense state; report what is missing."""
         engine, n_tensors = self._engine, len(self._engine.model.dense.parameters)
         found = self.servers.rescue(_RESCUE_TIMEOUT_S)
         engine.observe(self.servers.position)
@@ -191,7 +191,7 @@ class ParameterServerMode:
         self.servers.contact.hosts_updated = True
 
     def end_rejoin(self) -> None:
-        """Return when no world forms beside the mode any more: without it there is none to go on in."""
+        """Return when no world forms beside the mode any more: without one, training cannot continue."""
         engine = self._engine
 
         def waits() -> None:

@@ -1,7 +1,7 @@
 """A worker's side of the conversation with the servers: requests, answers, repeats, heartbeats.
 
 One thread per worker owns the sockets. Requests may come from any thread; every one is answered, refused, or fails with
-a message, also when the thread ends, whatever ended it. A request without an answer is sent again, less and less often:
+a message, also when the thread ends for any reason. A request without an answer is sent again, less and less often:
 servers recognise what they have had. When a server of this host is gone, the thread starts it again.
 """
 
@@ -32,7 +32,7 @@ _RESEND_MOST_S = 8.0
 _TRY_AGAIN_S = 0.2  # after a server said: later
 _BEAT_S = 0.3
 _POLL_S = 0.1
-# What the frames behind a header are, in the words of `traffic`; the last word counts for all that follow.
+# What the frames behind a header are, by `traffic`'s kinds; the last kind counts for all that follow.
 _KINDS = {
     ("sent", "Push"): ("dense", "rows"),
     ("received", "PullDense"): ("dense",),

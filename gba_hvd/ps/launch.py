@@ -31,7 +31,7 @@ from gba_hvd.shm.layout import Layout
 
 _TRY_AGAIN_S = 5.0
 
-# Forks before anything heavy is imported and takes the lock at once: whoever comes second ends without a word.
+# Forks before anything heavy is imported and takes the lock at once: a second process ends silently.
 _START = """
 import fcntl, os, sys
 if os.fork(): os._exit(0)

@@ -1,17 +1,18 @@
-"""What workers and servers say to each other: the messages, their encoding, and the checks before anything is believed.
+"""What workers and servers send each other: the messages, their encoding, and the checks before anything is stored.
 
 A message is a msgpack header and, where it carries numbers, raw frames. Headers are decoded into typed structs, so a
 wrong field is refused by the decoder; frames are checked here against the tables, before anything is stored.
 Numbered by who speaks:
 
-    1. a worker that leads its host    Enter             here is your part of the dense parameters; serve these shards
-    2. any worker                      Ask, PullRows, PullDense, Push, Done, Beat, Evaluate, Score, Export, Bye
+    1. a host leader                   Enter             here is your part of the dense parameters; serve these shards
+    2. any worker                      LeaseRequest, PullRows, PullDense, Push, PushDone, HeartbeatMsg, Evaluate, Score,
+                                       Export, Leave
                                        Residual        where checkpoints are made of compressed gradients
                                        Blend, Publish, SubmitReplica, ReplicaSubmitted      where workers have replicas
-                                       (`shadow`)
-    3. the coordinator, to servers     Measure, Apply, Discard, Alive
+                                       (`replica_worker`)
+    3. the coordinator, to servers     Measure, Apply, Discard, ProbeProcess
     4. an operator                     Status, SwitchTo
-    5. the chief                       Hold, Save              in asynchronous modes the coordinator passes it on
+    5. the chief                       DelegateClaim, Save      in asynchronous modes the coordinator passes it on
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class SaveFacts(msgspec.Struct, omit_defaults=True):
     saved_step: int = 0
 
     def of_checkpoint(self) -> dict[str, Any]:
-        """What callbacks hear of a checkpoint that is done."""
+        """What callbacks receive about a checkpoint that is done."""
         found = msgspec.structs.asdict(self)
         del found["why"], found["read"]
         return found
@@ -137,7 +138,7 @@ class JobPosition(Struct, tag="Position"):
     requested_mode: str = msgspec.field(name="wanted", default="")  # the mode somebody asked for, with the reason
     reason: str = ""
     pinned: bool = msgspec.field(name="pin", default=False)  # an operator asked for it: stay there
-    failure: str = ""  # training cannot go on
+    failure: str = ""  # training cannot continue
     membership_epoch: int = msgspec.field(
         name="world", default=0
     )  # how often the membership changed; workers form a new Horovod world when it grows
@@ -146,7 +147,7 @@ class JobPosition(Struct, tag="Position"):
     loss_scale: tuple[float, int, int] | None = None  # as of `LossScale.now`, after `step`
     remapped: dict[int, int] = msgspec.field(
         name="moved", default_factory=dict
-    )  # as of `tokens.Ledger.resume_order`, in the job this one resumes from
+    )  # as of `Ledger.resume_order`, in the job this one resumes from
     server: int = 0  # process that answers; a successor has another one
     warming: bool = False  # it still imports what an asynchronous mode needs
 
@@ -217,7 +218,7 @@ class Compressor(Struct):
 class PullRows(Struct):
     """Frames: for each group the keys, int64. Answer: for each group the weights, float32 [n, dim].
 
-    With a compressor keys and rows are as of `compression.rows`.
+    With a compressor keys and rows are as of `compression.row_codec`.
     """
 
     generation: int
@@ -237,12 +238,12 @@ class PullDense(Struct):
 
 
 class Push(Struct):
-    """Gradients of one micro-batch, for one server. Frames: its dense slice float32, its row message (`gradients`).
+    """Gradients of one micro-batch, for one server. Frames: its dense slice float32, its row message (`row_gradients`).
 
-    compressed: the first frame is a message as of `compression.push`, in which those of this server's tensors that are
-    in `whole` go as they are; rows_compressed: the second one is one as of `compression.row_push`.
-    A third frame, to the first server of the worker's host: what the worker had not sent after this push, float32 [n of
-    all dense]
+    compressed: the first frame is a message as of `compression.dense_push`, in which those of this server's tensors
+    that are in `whole` are uncompressed; rows_compressed: the second one is one as of `compression.row_push`. A third
+    frame, to the first server of the worker's host: what the worker had not sent after this push, float32 [n of all
+    dense]
     """
 
     worker: int
@@ -280,7 +281,7 @@ class PushDone(Struct, tag="Done"):
 
 
 class HeartbeatMsg(Struct, tag="Beat"):
-    """I live. In allreduce mode the chief also tells where training stands, for `gba-hvd status`."""
+    """I live. In allreduce mode the chief also reports the training's position, for `gba-hvd status`."""
 
     worker: int
     rank: int
@@ -290,7 +291,7 @@ class HeartbeatMsg(Struct, tag="Beat"):
     hosts_updated: bool = False
     leaving: bool = False  # once a checkpoint is there
     told: dict[str, Any] = {}
-    given_up: int = 0  # generation of a mode that the workers of this host went on without: nobody is in it
+    given_up: int = 0  # generation of a mode that the workers of this host continue without: nobody is in it
 
 
 class Evaluate(Struct):
@@ -322,8 +323,8 @@ class Export(Struct):
     """All of this server's dense state. Frames of the answer: values, optimizer state (state_codec).
 
     leaving: the workers apply the steps from here on; the server must not touch a shard any more
-    phase: of replicas: first becomes the mean of what was handed in for this phase (-1: as it is)
-    position: the coordinator also says where to go on, between two steps: its workers are all gone
+    phase: of replicas: first becomes the mean of what was submitted for this phase (-1: as it is)
+    position: the coordinator also returns where to resume, between two steps: its workers are all gone
     """
 
     generation: int
@@ -336,7 +337,7 @@ class Blend(Struct):
     """Blend a replica into the central copy. Frame: its values here, float32. Answer: `Dense` with the copy's.
 
     number: grows with each round of the worker: a repeated one is not blended twice
-    phase: see `shadow`; elasticity: see `averaging`
+    phase: see `replica_worker`; elasticity: see `averaging`
     """
 
     worker: int
@@ -356,7 +357,7 @@ class Publish(Struct):
 class SubmitReplica(Struct, tag="HandIn"):
     """One worker's replica, for the mean of this phase. Frames: values float32, optimizer state (state_codec).
 
-    early: it left its loop before the epoch's end; should it come back, what it hands in then takes the place of this
+    early: it left its loop before the epoch's end; should it come back, what it submits then takes the place of this
     """
 
     worker: int
@@ -403,14 +404,14 @@ class Apply(Struct):
     row_lr: float
     lrs: list[float]
     oldest_serial: int  # pushes of older leases will never be asked for
-    workers: list[int] = []  # who lives, by id: for rules that want to know, and to forget who is gone
+    workers: list[int] = []  # who lives, by id: for rules that need it, and that discard state of workers that are gone
     dense_factor: float = 1.0  # what clipping multiplies the gradients by
     row_factor: float = 1.0
     n_skipped: int = 0  # steps before this one that nobody applied, for a row optimizer that counts
 
 
 class Discard(Struct):
-    """Forget the pushes of leases older than `oldest_serial`: their micro-batches will be computed again."""
+    """Discard the pushes of leases older than `oldest_serial`: their micro-batches will be computed again."""
 
     generation: int
     oldest_serial: int
@@ -435,8 +436,8 @@ class SwitchTo(Struct):
 class SaveSettings(msgspec.Struct):
     """How and where to save. Written as a plain map, without a tag.
 
-    storage_options: see `recovery.storage.open`. final_checkpoint_s: for how long a last save may take when all workers
-    are gone; 0: there is to be none
+    storage_options: see `recovery.storage.open`. final_checkpoint_s: for how long a final save may take when all
+    workers are gone; 0: there is to be none
     """
 
     url: str
@@ -473,8 +474,8 @@ class SaveAbout(msgspec.Struct, omit_defaults=True):
 class DelegateClaim(Struct, tag="Hold"):
     """Renew this claim until another one comes.
 
-    settings, about, first_epoch: as in `Save`; of a last save, should all workers be lost. part, n_parts: the number of
-    this host, and how many there are; only the first one renews it. 0 hosts: not known
+    settings, about, first_epoch: as in `Save`; of a final save, should all workers be lost. part, n_parts: the number
+    of this host, and how many there are; only the first one renews it. 0 hosts: not known
     """
 
     claim: Claim
@@ -513,7 +514,7 @@ class Save(SavePlan, kw_only=True):
     settings: SaveSettings
     claim: Claim
     generation: int = 0
-    supersedes: bool = False  # whoever asks has given up the save in flight: it is cancelled
+    supersedes: bool = False  # the requester has given up the save in flight: it is cancelled
 
 
 Request = (

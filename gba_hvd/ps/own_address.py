@@ -1,8 +1,8 @@
 """Which address of this host others reach its servers at: that of the interface Horovod uses.
 
 A host's name is not asked for: many hosts resolve their own to 127.0.0.1. Horovod's launcher names the interface; where
-it did not, the way to the launcher tells it. Guessing comes last: interfaces that are down, or that only containers and
-virtual machines of this host see, are no way to another host.
+it did not, the route to the launcher shows it. Guessing comes last: interfaces that are down, or that only containers
+and virtual machines of this host see, are no way to another host.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def own_address(
 ) -> str:
     """An IPv4 address. addresses, stats: as psutil has them; source_towards: the address packets to there would bear.
 
-    Raises GbaError when the interface Horovod was told to use cannot be, or when only IPv6 leads to other hosts.
+    Raises GbaError when the interface Horovod is configured for cannot be, or when only IPv6 leads to other hosts.
     """
     if "HOROVOD_RANK" not in environ and not environ.get("HOROVOD_GLOO_IFACE"):
         return _LOOPBACK_ADDRESS

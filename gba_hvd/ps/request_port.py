@@ -1,4 +1,4 @@
-"""One message in, one answer out: what came of the request, or why it was refused. No message ends a server.
+"""One message in, one answer out: the result of the request, or why it was refused. No message ends a server.
 
 Used by both threads of a server, each for a port of its own. What a request means is not known here.
 """

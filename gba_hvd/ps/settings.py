@@ -1,4 +1,4 @@
-"""What a companion server is told at its start: `ps.json` in the job's folder, written by the worker that starts it."""
+"""The settings a companion server starts with: `ps.json` in the job's folder, written by the worker that starts it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Settings:
-    """layout: `Layout.describe`. row_optimizer: `process.describe_optimizer`. address: the IP address to listen at.
+    """layout: `Layout.describe`. row_optimizer: `launch.describe_optimizer`. address: the IP address to listen at.
 
     alive_s: after so long without a heartbeat a worker's leases go to others; lease_s: how long one may take
     buffer_bytes: of pushes that wait for their step, at most; grace_s: what the memory outlives the workers by

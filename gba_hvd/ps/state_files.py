@@ -5,8 +5,9 @@
     ps-N.ledger    the coordinator's state, saved before any answer leaves
     ps-N.failed    why the newest one could not start
 
-These are written here, each whole or not at all, when their owner says so. Others write theirs themselves: the dense
-part (`dense`, `central`, `residuals`), what the newest checkpoint has (`saver`), a last save in flight (`last_gasp`).
+These are written here, each completely or not at all, when their owner asks for it. Others write theirs themselves: the
+dense part (`dense_file`, `central_copy`, `residuals`), what the newest checkpoint has (`saver`), a final save
+(`memory_hold`).
 """
 
 from __future__ import annotations
@@ -88,4 +89,4 @@ class StateFiles:
         fresh.rename(self.path(name))
 
 
-MARK = "ps-*.flushing"  # a file that is there meanwhile; whoever starts the job again waits for it
+MARK = "ps-*.flushing"  # a file that is there meanwhile; a restart of the job waits for it

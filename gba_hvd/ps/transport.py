@@ -1,7 +1,7 @@
 """Sockets between workers and servers: ZeroMQ over TCP, encrypted, and over a local socket on a host.
 
 Over TCP both sides prove with CURVE that they hold the job's key; a process without it gets nothing. On a host the
-socket lies in the job's own folder, which only the job's user can enter: whoever can enter it can map the tables too.
+socket lies in the job's own folder, which only the job's user can enter, who can map the tables too.
 
 A server's TCP sockets take frames of a few MiB only, since a frame is held in memory before its sender has proved
 anything. Larger ones travel in pieces, so the size of a request has no limit of its own: a leading frame, which cannot

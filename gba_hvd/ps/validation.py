@@ -1,4 +1,4 @@
-"""Checks of what came in frames, before anything of it is stored."""
+"""Checks of frames, before anything of it is stored."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check_keys(layout: Layout, group: int, keys: np.ndarray, mine: np.ndarray) -
 
 
 def check_row_message(layout: Layout, message: np.ndarray, mine: np.ndarray, extra: int) -> None:
-    """Raises ProtocolError unless `message` is row gradients of shards served here (`gradients.pack_by_owner`).
+    """Raises ProtocolError unless `message` is row gradients of shards served here (`row_gradients.pack_by_owner`).
 
     extra: words that follow a row's gradient (its number of contributors, when rows are averaged over them).
     """
@@ -86,7 +86,7 @@ def check_finite(values: np.ndarray, names: Sequence[str], sizes: Sequence[int])
 
 
 def all_finite(values: np.ndarray) -> bool:
-    """Whether no number is NaN or infinite. In float64 the sum of float32 numbers cannot overflow: one pass tells."""
+    """Whether no number is NaN or infinite. A float64 sum of float32 numbers cannot overflow: one pass suffices."""
     with np.errstate(invalid="ignore"):
         return bool(np.isfinite(values.sum(dtype=np.float64)))
 

@@ -1,12 +1,12 @@
 """What counts as one host, and whose a memory is.
 
 Two hosts on one folder would each count its shards as theirs, and give the other's rows away when the world changes.
-So `memory.json` names the host that has the memory; whoever opens it from another one is refused while somebody lives
-in it. Where nobody does (locks are the kernel's):
+So `memory.json` names the host that has the memory; a process that opens it from another one is refused while somebody
+lives in it. Where nobody does (locks are the kernel's):
 
     of the same kernel                      it is taken over, rows and all: a container was started again
     of an earlier boot of this machine      it is removed: on a disk, pages may be missing
-    of another machine                      it is refused: not every network file system tells locks to other machines
+    of another machine                      it is refused: not every network file system shares locks with others
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gba_hvd.shm import reaper
 from gba_hvd.shm.layout import digest
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_ALONE_TRIES, _ALONE_PAUSE_S = 20, 0.02  # whoever only looks whether somebody lives holds the lock for a moment
+_ALONE_TRIES, _ALONE_PAUSE_S = 20, 0.02  # a process that checks for live workers holds the lock for a moment
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """What this user's commands see of a job on this host without asking anybody: `gba-hvd ps`, `gba-hvd status`.
 
-Two files in the job's folder, written by the host's leader, in every mode and whatever callbacks there are:
+Two files in the job's folder, written by the host's leader, in every mode and with any callbacks:
 
-    job.json   what the job is; replaced whole when a world has formed
+    job.json   what the job is; replaced completely when a world has formed
     progress   where it stands; a page that is mapped, so a step costs one small copy and no call of the system
 
 They are for people. A reader may meet a page that is being written; nobody decides anything by it.
@@ -46,7 +46,7 @@ class Notice:
 
 
 class Board:
-    """The lead's. Belongs to the training thread."""
+    """The host leader's. Belongs to the training thread."""
 
     def __init__(self, folder: Path, mode: str, step: int, **facts: Any) -> None:
         """facts: of the `Notice`. Raises OSError when there is no room for it."""
@@ -84,14 +84,14 @@ class Board:
         self._page[: _PROGRESS.size] = _PROGRESS.pack(_MAGIC, *numbers, value, time.time(), *words)
 
     def ends(self) -> None:
-        """The training is over; what is left is to tell of it and to save."""
+        """The training is over; what remains is to report it and to save."""
         fields = list(_PROGRESS.unpack_from(self._page))
         fields[8], fields[9], fields[10] = ENDING.encode(), b"", False
         self._page[: _PROGRESS.size] = _PROGRESS.pack(*fields)
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """What the board of a job says, in the words of a server's report; None while the job is beginning."""
+    """What the board of a job says, in the format of a server's report; None while the job is beginning."""
     notice = _notice(folder)
     if notice is None:
         return None

@@ -8,7 +8,7 @@ before it opens the first file:
     its base       cannot be written by others, or is sticky (as /dev/shm is): nobody puts another folder in its place
     its name       is a job's: `x/../../y` names no folder that is ours to remove
 
-Whoever owns the base is trusted.
+The owner of the base is trusted.
 """
 
 from __future__ import annotations

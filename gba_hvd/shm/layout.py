@@ -59,7 +59,7 @@ class Group:
     first: tuple[int, ...]  # place of each table's first row in a shard
     places: int  # rows per shard, all tables
     at: int  # where the records start in a region
-    record: int  # words of one row: weights, slots, and the access counter as its last word
+    record: int  # words of one row: weights, slots, and the access counter last
     slots: tuple[int, ...]  # where each slot starts in a record
 
 

@@ -38,7 +38,7 @@ class HostShards:
     """What one host's memory holds of each shard: present or not, and the last step begun and finished. int64 [S].
 
     placed: counts up whenever a shard is given to a host. A host that was cut off may come back with the shards it had;
-    what others took over meanwhile counts more, whatever the steps say.
+    what others took over meanwhile counts more, regardless of the steps.
     """
 
     ready: np.ndarray
@@ -54,7 +54,7 @@ class Placement:
     host:   shard -> host (index into `WorkerTopology.order`)
     server: int32 [S], shard -> rank
     new:    shards that nobody holds; their host gives them initial rows
-    moves:  (shard, from host, to host): copied before training goes on
+    moves:  (shard, from host, to host): copied before training resumes
     drops:  (shard, host): copies that are not the shard's home
     """
 

@@ -3,10 +3,10 @@
 Workers that end well remove it themselves. A killed worker cannot, and must not while others or a restart may want
 the rows; so a small process of its own watches. It leaves the launcher's process tree, because launchers kill that.
 
-SIGTERM and SIGHUP go to all processes of a service or a batch job that is stopped. The keeper is the one that must
-stay: it ignores them. While it lives it holds a shared lock on `keeper`; where none does, `shard.sweep` starts one.
+SIGTERM and SIGHUP go to all processes of a service or a batch job that is stopped. The reaper is the one that must
+stay: it ignores them. While it lives it holds a shared lock on `keeper`; where none does, `shm.sweep` starts one.
 
-Every worker holds a shared lock on `alive`. When the keeper can have it exclusively, nobody lives; when that stays so
+Every worker holds a shared lock on `alive`. When the reaper can have it exclusively, nobody lives; when that stays so
 for the grace period it removes the folder and ends. When the folder goes away, it ends too.
 """
 
@@ -25,7 +25,7 @@ _PERIOD_S = 0.25
 
 
 def start(folder: Path, grace_s: float) -> None:
-    """Start the keeper of a folder, detached from this process."""
+    """Start the reaper of a folder, detached from this process."""
     subprocess.run(
         [sys.executable, "-I", "-S", __file__, str(folder), str(grace_s)],
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -79,8 +79,8 @@ def main() -> None:
         fd = os.open(folder / "keeper", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except FileNotFoundError:
         return  # the folder is gone
-    fcntl.flock(fd, fcntl.LOCK_SH)  # the keeper inherits it, and has it when `start` returns
-    if os.fork() > 0:  # the parent of the keeper ends, so that no launcher finds it among its children
+    fcntl.flock(fd, fcntl.LOCK_SH)  # the reaper inherits it, and has it when `start` returns
+    if os.fork() > 0:  # the parent of the reaper ends, so that no launcher finds it among its children
         os._exit(0)
     keep(folder, grace_s)
 

@@ -1,14 +1,14 @@
 """The training state beside the rows, in the job's folder: what a job whose workers are all gone resumes from.
 
-The chief writes it, in allreduce mode between two steps, in an asynchronous mode where it begins (its servers hold what
-changes from there on). Nobody reads it while a worker lives. A write becomes visible whole or not at all, see
-`ps.snapshot`. It comes after the rows of its step are applied and before those of the next are touched, so wherever all
-processes are killed, the rows are as of the kept step, or one step further, wholly or partly: that step is then
-computed again, and shards that have had it skip it (`allreduce.apply_held`).
+The chief writes it, in allreduce mode between two steps, in an asynchronous mode when the mode starts (its servers hold
+what changes from there on). Nobody reads it while a worker lives. A write becomes visible completely or not at all, see
+`snapshot_file`. It comes after the rows of its step are applied and before those of the next are touched, so wherever
+all processes are killed, the rows are as of the retained step, or one step further, wholly or partly: that step is then
+computed again, and shards that have had it skip it (`AllreduceExchange.apply_held`).
 
 Writing costs a copy of the dense parameters and of their optimizer's state in each step. `decide_retention` decides
-from measurements whether that is little; if not, the file is removed, and a restart begins at the newest checkpoint. In
-an asynchronous mode it is written once an epoch, whatever that costs.
+from measurements whether that is little; if not, the file is removed, and a restart resumes from the newest checkpoint.
+In an asynchronous mode it is written once an epoch, at any cost.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ _N_RECENT = 20
 
 @dataclass(frozen=True)
 class RetainedState:
-    """state: `recovery.state_codec`, as newcomers get it. generation: of the asynchronous mode whose servers have the
-    dense part and the position; 0: all is here, as of `step`. settings: fingerprint of the model (`membership`)."""
+    """state: `recovery.state_codec`, as late joiners receive it. generation: of the asynchronous mode whose servers
+    have the dense part and the position; 0: all is here, as of `step`. settings: fingerprint of the model
+    (`membership`)."""
 
     step: int
     generation: int
@@ -44,7 +45,7 @@ class RetainedState:
 
 @dataclass(frozen=True)
 class RetentionDecision:
-    """Whether to go on keeping, and why."""
+    """Whether to continue retaining, and why."""
 
     keep: bool
     reason: str
@@ -119,12 +120,12 @@ class StateRetainer:
 
 
 def is_there(folder: Path) -> bool:
-    """Whether something is kept in a job's folder."""
+    """Whether a state is retained in a job's folder."""
     return (folder / _NAME).exists()
 
 
 def read(folder: Path) -> RetainedState | None:
-    """What is kept in a job's folder; None when nothing is. Raises ShardMemoryError when it is damaged."""
+    """The state retained in a job's folder; None when there is none. Raises ShardMemoryError when it is damaged."""
     if not is_there(folder):
         return None
     data = SnapshotFile(folder / _NAME).read()

@@ -5,14 +5,14 @@ that serves it; everybody on the host reads. A worker's death leaves the file as
 
 Order in which things become visible. A shard's `ready` mark is written after its rows are initialised. Around each
 step the serving worker writes `begun = k`, changes the rows, writes `finished = k`. A reader of step k waits for
-`finished >= k`. So a crash leaves one of: begun == finished (whole), begun > finished (the step is partly in this
+`finished >= k`. So a crash leaves one of: begun == finished (complete), begun > finished (the step is partly in this
 shard). The marks are aligned 64-bit stores; their order relies on x86-64's total store order (an assumption stated in
 DESIGN.md).
 
-One host. `memory.json` names the host that has the memory, see `shard.host`.
+One host. `memory.json` names the host that has the memory, see `shm.host_identity`.
 
 Life. Every process that has the memory open holds a shared lock on the file `alive`; the kernel lets go of it when the
-process dies, however it dies. The last one out removes the folder; after a crash `shard.keeper` does.
+process dies, however it dies. The last one out removes the folder; after a crash `shm.reaper` does.
 
 Whose it is. The file `owner` has a fingerprint of the job that opened it, which two jobs of one name do not share. It
 is read and written under the lock `door`: a job finds its own, or a memory that nobody lives in, or is refused. A crash
@@ -72,7 +72,7 @@ class Marks:
 class ShardMemory:
     """Open with `create_or_open`; `close()` may be called twice.
 
-    flat:  float32 [S * region_words]  the whole memory, shard after shard
+    flat:  float32 [S * region_words]  the complete memory, shard after shard
     """
 
     def __init__(self, folder: Path, layout: Layout, alive_fd: int | None, mapped: mmap.mmap, inode: int) -> None:
@@ -103,7 +103,7 @@ class ShardMemory:
                 try:
                     return cls._open(folder, layout, grace_s, owner)
                 except FileNotFoundError:
-                    continue  # the keeper removed the folder under our hands
+                    continue  # the reaper removed the folder under our hands
         except OSError as error:
             if isinstance(error, ShardMemoryError):
                 raise
@@ -127,7 +127,7 @@ class ShardMemory:
         with _locked(folder):
             alive_fd = os.open(folder / "alive", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                fcntl.flock(alive_fd, fcntl.LOCK_SH)  # waits while the keeper removes the folder
+                fcntl.flock(alive_fd, fcntl.LOCK_SH)  # waits while the reaper removes the folder
                 if os.fstat(alive_fd).st_nlink == 0:
                     raise FileNotFoundError(folder)
                 about, path = folder / "memory.json", folder / "shards"
@@ -164,7 +164,7 @@ class ShardMemory:
         return cls(folder, layout, alive_fd, mapped, inode)
 
     def give_to(self, owner: str) -> None:
-        """The job that lives here goes on under this fingerprint."""
+        """The job that lives here continues under this fingerprint."""
         with _locked(self.folder):
             _write_owner(self.folder, owner)
 
@@ -262,7 +262,7 @@ class ShardMemory:
         self._placed[shard] = number
 
     def set_absent(self, shard: int) -> None:
-        """The shard is not here, or not whole yet."""
+        """The shard is not here, or not complete yet."""
         self._ready[shard] = 0
 
     def drop(self, shard: int) -> None:
@@ -274,7 +274,7 @@ class ShardMemory:
             self._map.madvise(mmap.MADV_REMOVE, 4 * start + header, self.layout.region_bytes - header)
 
     def region(self, shard: int) -> np.ndarray:
-        """float32 [region_words], a view: the whole shard, marks included."""
+        """float32 [region_words], a view: the complete shard, marks included."""
         return self.flat[shard * self.layout.region_words : (shard + 1) * self.layout.region_words]
 
     def begin(self, shards: np.ndarray, step: int) -> None:
@@ -312,7 +312,7 @@ class ShardMemory:
     def end_old_writers(self, members: set[int]) -> None:
         """End workers of this host that served shards and that the world has moved on without.
 
-        Such a worker is dead or stopped. Stopped, it would go on writing an old step when it is continued, under the
+        Such a worker is dead or stopped. Stopped, it would continue writing an old step when it is continued, under the
         feet of its successor.
         """
         for pid in set(self._writer[self._ready == _READY].tolist()) - members - {0}:
@@ -339,7 +339,7 @@ class ShardMemory:
         return self._alive_fd is None
 
     def close(self, remove: bool = True) -> None:
-        """Let go; the last process out removes the folder, unless told not to (a restart may want the rows)."""
+        """Release the memory; the last process out removes the folder, unless a restart may want the rows."""
         if self._alive_fd is None:
             return
         fd, self._alive_fd = self._alive_fd, None
@@ -465,7 +465,7 @@ def nobody_lives(folder: Path) -> bool:
 
 
 def remove_orphaned_memory(base: Path, job_id: str) -> None:
-    """Remove the memory of a job of this name that nobody lives in any more, before its keeper would.
+    """Remove the memory of a job of this name that nobody lives in any more, before its reaper would.
 
     Its companion server ends when the folder is gone. A memory that somebody lives in is left alone. Raises
     ShardMemoryError when it cannot be trusted, or is of another machine.
@@ -476,7 +476,7 @@ def remove_orphaned_memory(base: Path, job_id: str) -> None:
         if (folder / "memory.json").exists():
             theirs = json.loads((folder / "memory.json").read_text()).get("host")
             if theirs is not None and Host(**theirs).is_another_machine(Host.here(base)):
-                return  # opening it says why it is refused
+                return  # opening it raises the reason
         reaper.remove(folder)
 
 

@@ -1,4 +1,4 @@
-"""A small record that outlives its process: written whole, read whole, whenever the writer is killed.
+"""A small record that outlives its process: written and read atomically, whenever the writer is killed.
 
 One file, two halves, in memory that the kernel keeps when the process dies. A write fills the half that does not count
 and then makes it count by one aligned store.

@@ -1,14 +1,14 @@
 """What dead jobs of this user left on a host, and removing it: nothing that anybody alive holds.
 
-Whether somebody holds a thing the kernel says, whatever containers they are in; so no process is looked for by its
+Whether somebody holds a thing the kernel says, across containers; so no process is looked for by its
 number. What is left, and by whom:
 
-    gba-hvd-<job>             all workers and the keeper were killed. Held: `alive`, `keeper` or a `ps-N.lock` is locked
-    gba-hvd-<job>.gone-<pid>  whoever removed it was killed meanwhile. Nobody opens a folder of such a name
+    gba-hvd-<job>             all workers and the reaper were killed. Held: `alive`, `keeper` or a `ps-N.lock` is locked
+    gba-hvd-<job>.gone-<pid>  the process that removed it was killed meanwhile. Nobody opens a folder of such a name
     sem.mp-*                  Horovod's launcher and the process that cleans up behind it were killed. Held: it is open
                               or mapped somewhere, so there is no write lease on it to be had. Python gives these names
 
-A job that starts gives each folder a new keeper, so whoever wants to start the dead job again has its grace period.
+A job that starts gives each folder a new reaper, so a restart of the dead job has its grace period.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SEMAPHORE = re.compile(r"sem\.mp-\w{8}")
 class OrphanedMemory:
     """job: all its workers on this host are dead.
 
-    watched: its keeper lives and will remove it after the grace period; served: a companion server lives, and may be
+    watched: its reaper lives and will remove it after the grace period; served: a companion server lives, and may be
     saving what is there
     """
 
@@ -52,7 +52,7 @@ class OrphanedMemory:
 
 
 def orphaned_memory(base: Path, semaphores: Path = SEMAPHORES) -> list[OrphanedMemory]:
-    """Of this user, in this base; the semaphores lie in one place whatever the base."""
+    """Of this user, in this base; the semaphores lie in one place for any base."""
     found = []
     for path in sorted(base.glob(f"{folders.PREFIX}*")):
         with contextlib.suppress(OSError):  # it went, or is another user's

@@ -1,7 +1,7 @@
-"""`GBACallback`: which mode the job should be in. Measures, asks `switching.decide`, and keeps what an operator wants.
+"""`GBACallback`: which mode the job should be in. Measures, asks `policy.decide`, and stores the operator's request.
 
-It only speaks its mind: the chief's wish travels with the commit of a step (allreduce) or to the coordinator
-(asynchronous modes), and all workers carry it out at the same step (`handover`).
+It only makes requests: the chief's request travels with the commit of a step (allreduce) or to the coordinator
+(asynchronous modes), and all workers carry it out at the same step (`enter_ps`, `leave_ps`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gba_hvd.update_rules import check, known_rule
 from gba_hvd.update_rules.stability import advise
 
 _N_RECENT = 9
-_LATE_STEPS = 10  # an asynchronous mode hears of steps a little later; more than that is told
+_LATE_STEPS = 10  # an asynchronous mode learns of steps a little later; more than that is reported
 _PAUSE_STEPS = 20
 _REQUIRED_WAIT_S = 60.0
 _FIRST_SERVE_S = 0.003  # what a lease and a push cost, until it was measured
@@ -50,10 +50,10 @@ class GBACallback(Callback):
     every:      local steps between the rounds of the modes "easgd", "ma", "bmuf", which training waits for
     servers_per_host: companion processes on each host; shards and dense parameters are spread over them
     wait_s:     how long training stands still when a mode is to be entered and the servers are not up (after the first
-                time in vain it does not wait again); 0: never, allreduce goes on until they are. By default 60 with
+                time in vain it does not wait again); 0: never, allreduce continues until they are. By default 60 with
                 `required`, else 0
     required:   a mode that was asked for and cannot be entered fails the job, with the servers' own words; otherwise
-                the job goes on in allreduce and warns
+                the job continues in allreduce and warns
 
     Raises BadInput for a mode, rule or setting that does not exist, for a rule that no mode would use, for `required`
     where no asynchronous mode is asked for, and when it is registered for a job whose optimizer the rule does not go
@@ -102,7 +102,7 @@ class GBACallback(Callback):
         if servers_per_host < 1:
             raise BadInput(f"servers_per_host must be at least 1, got {servers_per_host}")
         self.servers_per_host, self.curvature = servers_per_host, curvature
-        self.lr = 0.0  # the largest of the dense groups, told by the engine
+        self.lr = 0.0  # the largest of the dense groups, set by the engine
         self._rules: dict[str, Any] = {
             "staleness": staleness, "tolerance": tolerance, "lookahead": lookahead, "slack": slack, "backups": backups,
         }  # fmt: skip
@@ -116,7 +116,7 @@ class GBACallback(Callback):
         self._waits: deque[float] = deque([_FIRST_SERVE_S], maxlen=_N_RECENT)
         self._wish: tuple[str, str] | None = None
         self._handled = -1  # the newest step of `switch_at` that has come
-        self.late: tuple[int, int] | None = None  # of `switch_at`: when a change was due, and when it is wished for
+        self.late: tuple[int, int] | None = None  # of `switch_at`: when a change was due, and when it is requested
         self.last: Decision | None = None
         self._not_before, self._pause = 0, _PAUSE_STEPS
 
@@ -134,7 +134,7 @@ class GBACallback(Callback):
         check(self.rule, optimizer)
 
     def averaging(self, mode: str) -> Averaging:
-        """How replicas are kept together in one of `averaging.REPLICA_MODES`."""
+        """How replicas are synchronised in one of `mode_names.REPLICA_MODES`."""
         if mode == "shadow":
             return self._background
         return replace(self._background, algorithm=mode, every=self._every)
@@ -156,7 +156,7 @@ class GBACallback(Callback):
 
     @property
     def paused_until(self) -> int:
-        """The step before which no switch is wished for, after one that failed."""
+        """The step before which no switch is requested, after one that failed."""
         return self._not_before
 
     @property
@@ -187,7 +187,7 @@ class GBACallback(Callback):
             )
 
     def overdue(self, step: int) -> list[int]:
-        """Steps of `switch_at` up to this one that nobody wished a change for. On the chief."""
+        """Steps of `switch_at` up to this one for which nobody requested a change. On the chief."""
         return [at for at in sorted(self.switch_at) if self._handled < at <= step]
 
     # --- asked by the engine of the chief ----------------------------------------------------------------------------
@@ -260,7 +260,7 @@ class GBACallback(Callback):
         return "" if advice.is_stable else f"; warning: {advice.reason}"
 
     def failed(self, step: int, why: str) -> None:
-        """A switch could not be done: no other is wished for so soon, and later ever less often."""
+        """A switch could not be done: no other is requested so soon, and later ever less often."""
         self._has_waited, self.asked.obstacle = True, why
         self._not_before, self._pause = step + self._pause, 2 * self._pause
         self._wish = None

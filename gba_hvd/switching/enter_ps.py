@@ -1,17 +1,17 @@
 """From allreduce to a mode with servers, at a global step on which all workers agree. No embedding row moves.
 
-After the commit of step k told all workers to, and that the servers of all hosts are up (they are started and started
+After the commit of step k requested it, and showed that the servers of all hosts are up (they are started and started
 again beside training, by `host_server`); every rank runs every line:
 
     1. wait     until the rows of this host are as of step k; for servers that are not up only if the user said so
     2. gather   where the servers listen
-    3. enter    each lead gives its servers their part of the dense parameters and of the optimizer's state, as of k;
+    3. enter    each host leader gives its servers their part of the dense parameters and optimizer state, as of k;
                 they take it until a given time only
-    4. gather   did all enter? Then, and only then, the workers ask for leases. If not, allreduce goes on; that gather
+    4. gather   did all enter? Then, and only then, the workers ask for leases. If not, allreduce continues; that gather
                 is the commit of the switch: a worker that dies before it leaves a job that is still in allreduce mode
 
 A server that is stopped within 3 and wakes after 4 finds an `Enter` that is void. One that has carried it out, and
-whose answer came too late, hears from each heartbeat of its lead which generation nobody is in, and leaves it.
+whose answer came too late, learns from each heartbeat of its host leader which generation nobody is in, and leaves it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _LEAVE_TIMEOUT_S = 5.0
 
 
 def enter(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
-    """Enter an asynchronous mode. A collective between steps; False when it could not be done and allreduce goes on.
+    """Enter an asynchronous mode. A collective between steps; False when it could not be done and allreduce continues.
 
     n_samples: of the epoch at hand. Raises GbaError on all workers when the mode is required (`GBACallback`).
     """
@@ -114,7 +114,7 @@ def start(
 ) -> None:
     """Be a worker of a mode with servers from now on.
 
-    sharers: workers that enter together and share the optimizer's momentum; 0 for a newcomer, who has none.
+    sharers: workers that enter together and share the optimizer's momentum; 0 for a late joiner, which has none.
     idle: the mode that is left for this one
     """
     model, switching = engine.model, switching_of(engine)
@@ -282,7 +282,7 @@ def _enter(
 
 
 def _say_that_all_wait(engine: Engine, mode: str, silent: list[int], patience_s: float) -> None:
-    """All workers stand while a server takes over: one that hangs is told of long before it is given up."""
+    """All workers stand while a server takes over: a hanging one is reported long before it is given up."""
     text = (
         f"training stands, on all workers, and waits for server {' and '.join(map(str, silent))} of this host to enter "
         f"mode {mode}: no answer for {_SAY_AFTER_S:.0f} s, {patience_s:.0f} s at most (GBA_HVD_SERVER_TIMEOUT_S)"
@@ -292,7 +292,7 @@ def _say_that_all_wait(engine: Engine, mode: str, silent: list[int], patience_s:
 
 
 def _leave(engine: Engine, session: PsSession, own: list[Endpoint]) -> None:
-    """Tell this host's servers that the mode was not entered after all. Those that cannot hear it have not entered."""
+    """Notify this host's servers that the mode was not entered after all. Those out of reach have not entered."""
     client = Client(session.job, session.key, session.servers, own[0].host, engine.folder, _LEAVE_TIMEOUT_S)
     client.start()
     for me, server in enumerate(session.servers):

@@ -3,9 +3,9 @@
 It says so to each worker that asks for a lease:
 
     1. export   each worker takes the dense parameters and the optimizer's state from the servers, which thereby go idle
-    2. gather   where the mode ran rounds in Horovod's world: did they end well for all? Whoever finds the world changed
-                already does not come, and those that wait are told by Horovod when it leaves
-    3. resume   the allreduce mode that was left, if Horovod's world is still the same; else it is formed anew
+    2. gather   where the mode ran rounds in Horovod's world: did they end well for all? A worker whose world changed
+                already does not come, and those that wait are notified by Horovod when it leaves
+    3. resume   the allreduce mode that was left, if Horovod's world is still the same; else it is formed again
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LEAVE_TIMEOUT_S = 5.0
 def leave(engine: Engine, position: JobPosition) -> None:
     """Leave a mode with servers that ran dry at `position`.
 
-    Raises Horovod's interruption when the membership changed meanwhile: first the world is formed anew.
+    Raises Horovod's interruption when the membership changed meanwhile: first the world is formed again.
     """
     started = time.perf_counter()
     mode, switching = engine.mode, switching_of(engine)
@@ -94,4 +94,4 @@ def retire_servers(job: str, key: bytes, folder: Path, host: int) -> None:
                 launch.kill(folder, index)
             finally:
                 client.close()
-        session.unlink(missing_ok=True)  # a server that heard it has written down that it is idle
+        session.unlink(missing_ok=True)  # a server that received it has written down that it is idle

@@ -1,7 +1,7 @@
 """When a job should change between allreduce and gba: predicted rates, and a decision that says why.
 
 `decide` is a function of where the job stands, what was measured and the options. It neither measures nor switches:
-the engine hands in `Rates`, keeps the `Stance` between calls, and carries a switch out at a step boundary. A gain has
+the engine passes `Rates`, stores the `Stance` between calls, and carries a switch out at a step boundary. A gain has
 to be large enough, for long enough, and not too soon after the last switch, so that noise moves nothing.
 """
 
@@ -129,7 +129,7 @@ class Stance:
 def decide(stance: Stance, step: int, rates: Rates, options: Options) -> tuple[Decision, Stance]:
     """Stay or switch, at global step `step`, and the stance for the next decision. To be called once per global step.
 
-    When the decision's mode is not the stance's, switch, and measure afresh (`RecentRates.clear`): times taken in the
+    When the decision's mode is not the stance's, switch, and measure again (`RecentRates.clear`): times taken in the
     other mode do not count. Raises BadInput when the job is in a mode that is never entered automatically.
     """
     known_mode(stance.mode, ("allreduce", "gba"))
@@ -194,5 +194,5 @@ class RecentRates:
         self._seconds.pop(worker, None)
 
     def clear(self) -> None:
-        """Begin afresh, after a switch or a change of workers."""
+        """Start over, after a switch or a change of workers."""
         self._seconds.clear()

@@ -1,6 +1,6 @@
 """Whether a job was in the mode that it was asked to be in, and what is said of that at its end. No socket, no clock.
 
-"auto" and "allreduce" ask for nothing: with both a job that stays in allreduce does as it was told.
+"auto" and "allreduce" ask for nothing: with both a job that stays in allreduce is where it should be.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class AskedMode:
         }  # fmt: skip
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """The next step that is told counts as one: how many were lost on the way is not known."""
+        """The next step that is reported counts as one: how many were lost on the way is not known."""
         self.now, self._handled, self.obstacle = state["now"], state["handled"], state["obstacle"]
         self._steps, self._inside, self._first = dict(state["steps"]), dict(state["inside"]), dict(state["first"])
         self._seen = None

@@ -1,4 +1,4 @@
-"""Which mode the job should be in: who requests it, and how all workers hear of it at the same step.
+"""Which mode the job should be in: who requests it, and how all workers learn of it at the same step.
 
 The chief's `GBACallback` decides from measurements; an operator (`gba-hvd switch`) asks through the server of a host.
 In allreduce mode requests travel with the commit of a step, in an asynchronous mode they go to the coordinator.
@@ -85,7 +85,7 @@ class ModeRequests(StepParticipant):
     def after_commit(self, agreed: Sequence[float]) -> None:
         """An operator's request counts most.
 
-        Where the servers of some host are not up, a mode waits for them, and allreduce goes on: the chief requests it
+        Where the servers of some host are not up, a mode waits for them, and allreduce continues: the chief requests it
         again with each commit.
         """
         engine, callback, own = self._engine, self.callback, self._requested
@@ -122,7 +122,7 @@ class ModeRequests(StepParticipant):
         """Pass on to the coordinator what an operator asked for here; on the chief, what would be better."""
         engine, callback = self._engine, self.callback
         self._report_rounds(servers)
-        if (order := self.operator_request()) is not None:  # given to the server of this host, which does not lead
+        if (order := self.operator_request()) is not None:  # given to this host's server, which does not coordinate
             servers.client.send(0, SwitchTo(*order, pin=True))
         if engine.world.rank != 0:
             return

@@ -1,4 +1,4 @@
-"""What a job tells the outside: MLflow and the progress line.
+"""What a job reports to the outside: MLflow and the progress line.
 
 The way of a record to MLflow, and which process owns what:
 
@@ -12,8 +12,8 @@ The way of a record to MLflow, and which process owns what:
   interpreter lock for seconds, and a process can still deliver what a killed worker left.)
 - The chief's sender finds the job's run by the tag `gba_hvd.job_id` or creates it; other hosts' senders only find it.
   Later chiefs take over by the tag `gba_hvd.chief`: the latest one sets the status, earlier ones only deliver.
-- A job that resumes from a checkpoint has its name, so it goes on in its run; what the run holds of later steps is then
-  superseded, see `recoveries`. Of checkpoints the run has metrics and pointers (`checkpoints.json`), no rows.
+- A job that resumes from a checkpoint has its name, so it continues its run; what the run holds of later steps is then
+  superseded, see `recovery_records`. Of checkpoints the run has metrics and pointers (`checkpoints.json`), no rows.
 - Order in which things become visible: the run (RUNNING), parameters, metrics, tags; `events.jsonl` every few seconds;
   at the end the last metrics, events, the final status, then the plots.
 
@@ -25,7 +25,7 @@ What each crash leaves behind:
   MLflow's SQL stores keep a point (key, step, time, value) once; with the legacy file store the batch is there twice.
 - Server down: the spool grows, on disk (up to a limit, then counted as lost). At the end it stays if it cannot be sent,
   and `gba-hvd mlflow send` sends it later, as the next job of that folder says too, into the same run.
-- Host gone: the run stays RUNNING until another worker ends it; the tag `gba_hvd.heartbeat` tells since when.
+- Host gone: the run stays RUNNING until another worker ends it; the tag `gba_hvd.heartbeat` shows since when.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 class Action(enum.Enum):
     RETRY = "retry"  # the record is good, the server is not: later
-    DROP = "drop"  # this record will never be taken: count it, say it, go on
+    DROP = "drop"  # this record will never be taken: count it, report it, continue
     STOP = "stop"  # nothing will be taken until a person acts: keep the spool
 
 

@@ -42,7 +42,7 @@ class Measured:
 
 
 def is_quality(name: str) -> bool:
-    """Whether a metric judges the model, as its name says: `valid_auc`, `test/logloss`, `auc`."""
+    """Whether a metric scores the model, by its name: `valid_auc`, `test/logloss`, `auc`."""
     return bool(_QUALITY.fullmatch(name))
 
 

@@ -1,6 +1,6 @@
 """Readings of a running job between its events: staleness, drops, the pace of every worker. Metrics named `job/...`.
 
-What they are called and how they are worked out is decided here. The engine's chief tells of them every few seconds
+What they are called and how they are worked out is decided here. The engine's chief reports them every few seconds
 with an event of the kind `rates`; it is no line and no record of its own: MLflow gets the readings with its points, the
 progress line shows two of them.
 """
@@ -51,7 +51,7 @@ def point_of(name: str, readings: Sequence[float]) -> float:
 
 
 class Readings:
-    """Works out gauges from what `rates` events carry; remembers the staleness told before."""
+    """Works out gauges from what `rates` events carry; remembers the staleness reported before."""
 
     def __init__(self) -> None:
         self._before: dict[int, int] = {}

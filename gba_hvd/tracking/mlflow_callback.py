@@ -46,7 +46,7 @@ _numbers = itertools.count()
 
 
 class MLflowCallback(Callback):
-    """One MLflow run per job, whatever happens to its workers or to the tracking server.
+    """One MLflow run per job, through failures of its workers and of the tracking server.
 
     run_name: default the job's name: `TorchState(name=)`, else $GBA_HVD_JOB_NAME, else the name of the script.
     experiment: default $MLFLOW_EXPERIMENT_NAME, else "gba-hvd".
@@ -145,7 +145,7 @@ class MLflowCallback(Callback):
             for path, values in self._artifacts.items():
                 if values is not None:
                     self._write({"kind": "artifact", "path": path, "text": _pretty(values)})
-            while self._untold:  # what the previous chief may not have lived to tell
+            while self._untold:  # what the previous chief may not have reported
                 self._write_event(self._untold.popleft())
         self._untold.clear()
         self._look_after_sender()
@@ -156,7 +156,7 @@ class MLflowCallback(Callback):
         if before is not None and before.mode != record.mode:  # no point is the mean of two modes
             self._write_point(before)
         self._since.add(record)
-        # In asynchronous modes a worker may hear of several steps at once.
+        # In asynchronous modes a worker may receive several steps at once.
         due = record.step - record.step % self._log_every_steps
         seen = record.step - 1 if self._seen_step is None else self._seen_step
         if seen < due:
@@ -192,12 +192,12 @@ class MLflowCallback(Callback):
             except (TypeError, ValueError):
                 _say(f"metric {key!r} is {type(value).__name__} {value!r}, not a number: not logged")
         if self._epoch is not None and any(is_quality(key) for key in values):
-            values.setdefault("epoch", self._epoch)  # so that it is known which one was judged
+            values.setdefault("epoch", self._epoch)  # so that it is known which one was evaluated
         for record in metrics_records(step, _now_ms(), values):
             self._write(record)
 
     def on_event(self, event: Event) -> None:
-        if event.kind == gauges.EVENT:  # told with the next point
+        if event.kind == gauges.EVENT:  # reported with the next point
             self._since.read(self._readings.take(event.data))
             return
         if self._job is not None and self._job.is_chief:
@@ -270,7 +270,7 @@ class MLflowCallback(Callback):
         return self._run_id
 
     def _look_after_sender(self) -> None:
-        """Start the sender, or start it again; tell the user once about each trouble."""
+        """Start the sender, or start it again; report each problem to the user once."""
         assert self._writer is not None
         self._next_look_s = time.monotonic() + _LOOK_EVERY_S
         status = read_status(self._writer.path)

@@ -27,7 +27,7 @@ from gba_hvd.tracking.run_history import RunHistory
 from recovery.redaction import redacted
 
 JOB_TAG = "gba_hvd.job_id"
-CHIEF_TAG = "gba_hvd.chief"  # stamp of the process that speaks for the run, see delivery.may_speak
+CHIEF_TAG = "gba_hvd.chief"  # stamp of the process that speaks for the run, see delivery.may_report
 REASON_TAG = "gba_hvd.status_reason"
 SUPERSEDED_TAG = "gba_hvd.superseded_by"
 EVENTS_FILE = "events.jsonl"
@@ -86,7 +86,7 @@ class JobRun:
                 times.setdefault(one.step, []).append(one.ms)
             self._known[point.key] = times
         known = self._known[point.key].get(point.step, [])
-        if point.key == RESUMED_FROM:  # from one checkpoint a job may go on several times
+        if point.key == RESUMED_FROM:  # from one checkpoint a job may resume several times
             self._resumes += resumes_of_points([point])
             return point.ms in known
         # A job that resumed from a checkpoint does steps again: points from before that are of lost training.
@@ -180,7 +180,7 @@ def open_run(uri: str, job: Mapping[str, Any], may_create: Callable[[], bool]) -
 
 
 def read_history(uri: str, name: str, wanted: Callable[[str], bool]) -> RunHistory | list[str]:
-    """What a run tells: by its id, the id of its job, or its name (the latest, where several have it).
+    """What a run holds: by its id, the id of its job, or its name (the latest, where several have it).
 
     Otherwise what the newest runs are called, "id  name  job", to choose from.
     """

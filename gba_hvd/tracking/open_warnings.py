@@ -27,7 +27,7 @@ def ends(kind: str, data: Mapping[str, Any], by: str, by_data: Mapping[str, Any]
 
 
 def is_over_at_once(kind: str, data: Mapping[str, Any]) -> bool:
-    """Whether a warning tells of a state that has ended already."""
+    """Whether a warning reports a state that has ended already."""
     return kind == "world_late" and bool(data.get("stands"))
 
 

@@ -53,7 +53,7 @@ def _is_quality(key: str) -> bool:
 def mode_spans(points: Sequence[Point], events: Sequence[Record]) -> list[Span]:
     """When the job was in which mode, from the points of the metric `mode` and the events of its switches.
 
-    A point tells the mode of the steps before it, an event the exact step of a change; an event that was lost with a
+    A point has the mode of the steps before it, an event the exact step of a change; an event that was lost with a
     worker is made up for by the points.
     """
     told = [(point.step, 0, MODES[int(point.value)]) for point in points if 0 <= point.value < len(MODES)]

@@ -22,7 +22,7 @@ from gba_hvd.tracking.gauges import DROPPED, STALENESS_MEAN, staleness_words, wh
 from gba_hvd.tracking.open_warnings import ends, is_over_at_once
 from gba_hvd.tracking.recovery_records import is_recovery, place_of
 
-# Every worker tells of these; they follow from a cause another worker reports.
+# Every worker reports these; they follow from a cause another worker reports.
 _CONSEQUENCES = frozenset({"HorovodInternalError", "HostsUpdatedInterrupt", "WorkersAvailableException"})
 _WORDS = {
     "FINISHED": "finished", "FAILED": "failed", "KILLED": "interrupted", "NOT_SAVED": "trained to the end, NOT SAVED"
@@ -30,7 +30,7 @@ _WORDS = {
 _COUNTERS = (
     "bytes_sent_",
     "bytes_received_",
-)  # an event tells of these, with units; here they would hide what was measured
+)  # an event reports these, with units; here they would hide what was measured
 _ACCOUNT = ("samples_total", "samples_applied", "samples_dropped", "samples_lost")
 
 
@@ -197,7 +197,7 @@ class ProgressLine(Callback):
             lines.append(f"best: {self._best.name}, by {by[0]}: {_numbers(self._best.values)}")
         return lines
 
-    # These travel with the elastic state: a new rank 0 goes on with them.
+    # These travel with the elastic state: a new rank 0 continues with them.
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -223,12 +223,12 @@ class ProgressLine(Callback):
             stream.write(text)
             stream.flush()
         except (OSError, ValueError):
-            pass  # nobody reads any more, or the disk is full; training goes on
+            pass  # nobody reads any more, or the disk is full; training continues
 
 
 @dataclass
 class Warned:
-    """over: the step since which the warning does not hold any more, see `warnings_over`."""
+    """over: the step since which the warning does not hold any more, see `open_warnings`."""
 
     event: Event
     over: int | None

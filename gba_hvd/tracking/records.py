@@ -169,15 +169,15 @@ def metric_key(name: str) -> str:
 
 
 def merge_events(*logs: Iterable[Record]) -> list[Record]:
-    """Several processes' events as one log, by time. The same thing told by two workers is kept once.
+    """Several processes' events as one log, by time. An event that two workers report is kept once.
 
-    What is told again after the job resumed from a checkpoint happened again.
+    What is reported again after the job resumed from a checkpoint happened again.
     """
     told = [event for log in logs for event in log]
     resumed_s = sorted({float(event["unix_s"]) for event in told if event.get("event") == "resumed"})
     kept: dict[tuple[Any, ...], Record] = {}
     for event in told:
-        # Every worker tells of a switch, each with the seconds it took there; not all know the reason.
+        # Every worker reports a switch, each with the seconds it took there; not all know the reason.
         said = None if event.get("event") == "switch" else event.get("message")
         n_resumed = bisect(resumed_s, float(event.get("unix_s", math.inf)))
         kept.setdefault((n_resumed, event.get("event"), event.get("step"), said), event)

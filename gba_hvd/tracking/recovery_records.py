@@ -1,10 +1,10 @@
-"""Checkpoints and recoveries, as records tell of them: their metrics, the pointers to them, and what was superseded.
+"""Checkpoints and recoveries, as records have them: their metrics, the pointers to them, and what was superseded.
 
 When a whole job resumes from the checkpoint of step k, what the records hold of later steps is of training that was
 lost. MLflow can neither delete nor change a point, so a point of the metric `resumed_from_step` speaks for all of them:
-its value is k, its time is when the job went on. A point of a step above k and of an earlier time is *superseded*. This
+its value is k, its time is when the job resumed. A point of a step above k and of an earlier time is *superseded*. This
 is one small point however many it speaks of; no later resume overwrites it, as it would a tag; it comes in order with
-the points around it; and whoever reads the run with other tools can apply the same rule. Readers here leave superseded
+the points around it; and readers with other tools can apply the same rule. Readers here leave superseded
 points out.
 
 Pure functions over plain values; no file, no MLflow.
@@ -45,7 +45,7 @@ def metrics_of(kind: str, step: int, data: Mapping[str, Any]) -> tuple[int, dict
 
 
 def is_recovery(kind: str, data: Mapping[str, Any]) -> bool:
-    """Rows that are lost although others came back are told by the event of those, too."""
+    """Rows that are lost although others came back are in the event of those, too."""
     return kind in KINDS and not (kind == "rows_lost" and bool(data.get("rows_restored")))
 
 

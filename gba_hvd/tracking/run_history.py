@@ -1,4 +1,4 @@
-"""What a job told of itself, read back: the one value that reports and advice are made from.
+"""What a job reported, read back: the one value that reports and advice are made from.
 
 From MLflow it comes through `mlflow_run.read_history`; from records on disk, which may not have reached MLflow, through
 `from_files`. What can be concluded from it, such as the time spent in each mode, is worked out here.
@@ -33,7 +33,7 @@ _ACCOUNT = ("samples_total", "samples_applied", "samples_dropped", "samples_lost
 
 @dataclass(frozen=True)
 class RunHistory:
-    """A job as its records tell it. Times in milliseconds since 1970; history by metric, ascending in steps.
+    """A job by its records. Times in milliseconds since 1970; history by metric, ascending in steps.
 
     What was superseded, because the job resumed from a checkpoint, is not in `history`; of `events` it is.
     """
@@ -99,7 +99,7 @@ class RunHistory:
 
     @property
     def checkpoints(self) -> list[Record]:
-        """Where each is, oldest first, see `recoveries.pointers`."""
+        """Where each is, oldest first, see `recovery_records.pointers`."""
         return pointers(self.events)
 
     @property

@@ -22,7 +22,7 @@ from recovery.redaction import redacted
 if TYPE_CHECKING:
     from gba_hvd.tracking.mlflow_run import JobRun
 
-HEARTBEAT_TAG = "gba_hvd.heartbeat"  # unix time of the last sign of life of the chief's training loop
+HEARTBEAT_TAG = "gba_hvd.heartbeat"  # unix time of the last heartbeat of the chief's training loop
 HEARTBEAT_EVERY_S = 30.0
 EVENTS_EVERY_S = 10.0
 ARTIFACT_ATTEMPTS = 3
@@ -235,7 +235,7 @@ class Sender:
                 history = run.history(is_plotted)
                 for file in draw_plots(history, self._put_events(), job["run_name"] or job["job_id"], Path(folder)):
                     run.put_file(file)
-        except Exception as error:  # whatever it is: the record of the run is complete, only the pictures are missing
+        except Exception as error:  # any error: the record of the run is complete, only the pictures are missing
             say(f"no plots: {first_line(error)}")
 
     def _note(self, line: Line) -> None:

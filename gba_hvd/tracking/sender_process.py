@@ -48,7 +48,7 @@ def prepare_process() -> None:
 def follow(spool: Path, owner: Owner, tick_s: float = 0.2) -> bool:
     """Drain the spool of a living worker until it ends or is gone; True when everything was delivered.
 
-    Whoever lives longer removes the spool then: the worker, which waits for that, or this process.
+    The one that lives longer removes the spool then: the worker, which waits for that, or this process.
     """
     sender = Sender(spool)
     deadline_s = float("inf")

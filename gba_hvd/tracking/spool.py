@@ -105,7 +105,7 @@ class SpoolWriter:
 def _opened(path: Path) -> int:
     for _ in range(_OPEN_TRIES):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # O_APPEND: the worker and its sender write whole lines to one file.
+        # O_APPEND: the worker and its sender write complete lines to one file.
         with contextlib.suppress(FileNotFoundError):  # the sender of another spool, the last one there, has removed it
             return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     raise FileNotFoundError(f"{path.parent} disappeared {_OPEN_TRIES} times while {path.name} was being made there")

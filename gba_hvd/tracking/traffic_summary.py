@@ -1,4 +1,4 @@
-"""Bytes on the wire and what compression made of them, as the events `traffic` and `compression` tell of them.
+"""Bytes on the wire and what compression made of them, from the events `traffic` and `compression`.
 
 All are of one worker, the chief; what is of steps that were done again is left out. Pure functions over plain values.
 """
@@ -25,7 +25,7 @@ class TrafficSummary:
 def bytes_by_mode(events: Iterable[Record]) -> dict[tuple[str, str], dict[str, int]]:
     """Of the whole job: (mode, kind) -> {"sent": bytes, "received": bytes}, in the order in which they first came.
 
-    Where two workers tell of the end of the same epoch, because one became chief after the other, the first counts.
+    Where two workers report the end of the same epoch, because one became chief after the other, the first counts.
     """
     ends: dict[int, Record] = {}
     for event in _of(events, "traffic"):

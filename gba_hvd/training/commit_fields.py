@@ -4,7 +4,7 @@ They stand behind the dense gradients in one tensor, `DenseGradients.total`, and
 made once for each world:
 
     step            the eight of `STEP`, one number each
-    participants    what whoever takes part in the commit has to say: requests of modes, checkpoints
+    participants    fields of the participants in the commit: requests of modes, checkpoints
     micro_batch_s   a number for each worker: its seconds per micro-batch
     rows            of each worker, where rows travel compressed between hosts: see `compression.row_exchange`
     dense           of each worker, where dense gradients are compressed: see `compression.dense_exchange`
@@ -47,7 +47,7 @@ class StepParticipant:
         """The sums, on every worker alike, when the step is applied."""
 
     def after_step(self, micro_batch_s: Sequence[float], step_s: float, n_micro: int) -> None:
-        """After that, and after callbacks have heard of the step.
+        """After that, and after callbacks have received the step.
 
         micro_batch_s: of each worker, 0 where it had none; n_micro: micro-batches in the step
         """

@@ -156,7 +156,7 @@ class Engine:
         return MicroGradients(rows, value, seconds, self.model.not_finite(value, rows, dense))
 
     def abandon_step(self) -> None:
-        """Forget the micro-batches of a step that will be computed again (row gradients held stay: see `elastic`)."""
+        """Discard the micro-batches of a step that will be computed again (row gradients held stay: see `elastic`)."""
         self.forget_micro_batch()
         self.model.dense.zero_()
         self.model.dense.clear_total_()

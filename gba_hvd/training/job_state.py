@@ -35,8 +35,8 @@ class JobIdentity:
 class Signals:
     """What this worker is to do before the next step.
 
-    hosts_updated: Horovod found other hosts (only rank 0 is told); interrupt_due: all workers know it by now, and stop
-    at the same step. preempt_deadline_s: SIGTERM came, leave by this monotonic time.
+    hosts_updated: Horovod found other hosts (only rank 0 is notified); interrupt_due: all workers know it by now, and
+    stop at the same step. preempt_deadline_s: SIGTERM came, leave by this monotonic time.
     requested_mode: (mode, reason), agreed by all workers
     """
 

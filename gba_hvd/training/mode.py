@@ -47,7 +47,7 @@ class MicroGradients:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What a world that forms anew asks of a rank's mode.
+    """What a new world asks of a rank's mode.
 
     held_step: the step whose row gradients it holds undecided, -1: none. generation: of the mode with servers, 0: in
     none; membership: the change of membership that it stands for there
@@ -99,7 +99,7 @@ class EpochRun(Protocol):
         """The epoch is over."""
 
     def leave_mode(self, position: JobPosition) -> None:
-        """The servers ran dry at `position`: go back to allreduce. Raises when the world is to be formed anew first."""
+        """The servers ran dry at `position`: go back to allreduce. Raises when the world must be formed again first."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class EvaluationRun:
 
 
 class Rejoin(Protocol):
-    """Forms Horovod's world anew beside a mode that goes on without it.
+    """Forms Horovod's world again beside a mode that continues without it.
 
     number: the membership that the present world stands for; n_formed: worlds formed so far
     """
@@ -147,7 +147,7 @@ class Rejoin(Protocol):
 class Mode(Protocol):
     """name: of `mode_names`. servers: the conversation with the servers that train, None where workers step together.
 
-    rejoin: where the world is formed anew beside the training
+    rejoin: where the world is formed again beside the training
     """
 
     name: str
@@ -175,7 +175,7 @@ class Mode(Protocol):
 
     @property
     def survives_world(self) -> bool:
-        """Training goes on without Horovod's world, so its workers can form it anew after a failure."""
+        """Training continues without Horovod's world, so its workers can form it again after a failure."""
 
     def rank_facts(self) -> RankFacts: ...
 
@@ -187,10 +187,10 @@ class Mode(Protocol):
         """
 
     def on_hosts_updated(self) -> None:
-        """From Horovod's notification thread, on rank 0 only: the next commit, or heartbeat, tells everyone."""
+        """From Horovod's notification thread, on rank 0 only: the next commit, or heartbeat, carries it to all."""
 
     def recover(self) -> None:
-        """After a failure: leave the step in flight; or bring the dense state home and be the engine's mode no more."""
+        """After a failure: leave the step in flight; or export the dense state and be the engine's mode no more."""
 
     def leave_together(self, patience_s: float) -> None:
         """Training is over for this worker: return when it is for all, or after a while."""
@@ -216,7 +216,7 @@ class SharesReplica(Protocol):
         """
 
     def fail_leases(self, error: BaseException) -> None:
-        """From another thread: whoever waits for the next lease is to raise this."""
+        """From another thread: the thread that waits for the next lease raises this."""
 
     def leave_loop(self) -> None:
         """As if the loop over the micro-batches had been left; nothing where the replica was submitted already."""

@@ -1,4 +1,4 @@
-"""What callbacks, the log and the host's board hear of the training: its steps, and warnings beside them."""
+"""Reports to callbacks, the log and the host's board: the training's steps, and warnings beside them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Reports:
     def emit(self, event: Event, only_here: bool = False) -> None:
         """Report an event to all callbacks; rank 0 also logs warnings.
 
-        only_here: no other worker has this event, so it is logged whatever the rank.
+        only_here: no other worker has this event, so it is logged on any rank.
         """
         if TRACE is not None:
             TRACE.write("event", kind=event.kind, step=event.step, message=event.message, level=event.level)
@@ -83,7 +83,7 @@ class Reports:
             callback.on_step(record)
 
     def passed(self, passed: Passed | None, loss: float | None, mode: str, grad_norm: float | None) -> None:
-        """What servers did since this worker heard of them last."""
+        """What servers did since their last report to this worker."""
         if passed is None:
             return
         if passed.skipped > 0 and passed.scale:
@@ -119,7 +119,7 @@ class Reports:
         self.emit(Event("refused", self._progress.step, text, data, level="warning"), only_here=True)
 
     def missing_servers(self) -> None:
-        """After a commit, on rank 0 and on the leads of hosts whose servers are not up: what waits for them, if so."""
+        """After a commit, on rank 0 and on leaders of hosts whose servers are not up: what waits for them, if so."""
         waiting = [one for participant in self._participants for one in participant.waiting]
         waited_s = self._server_patience.word(bool(waiting), time.monotonic())
         if waited_s is None:

@@ -1,6 +1,6 @@
 """Functions that run once per global step that is applied, on every worker, such as `scheduler.step`.
 
-In allreduce mode they run when a step is applied; in an asynchronous mode when the worker hears of it, once for each
+In allreduce mode they run when a step is applied; in an asynchronous mode when the worker learns of it, once for each
 step that was applied meanwhile. As torch's own optimizer hooks, they do not run for a step that is skipped since a
 gradient overflowed, so what is counted here are steps that were applied, on all workers alike. `ran_until` travels with
 the position, so that a worker that joins, or a job that resumes, runs them for the steps that its copy of the scheduler

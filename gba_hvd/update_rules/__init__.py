@@ -6,7 +6,7 @@ by the row optimizer in every mode; Gap-Aware damps their gradients by the mean 
     none              the user's optimizer, as in allreduce mode
     gap_aware         each element of a gradient is divided by how far it has moved since
     dana_zero         a momentum per worker, and a look ahead             SGD with momentum
-    dana_slim         the same, kept by the workers                       SGD with momentum
+    dana_slim         the same, held by the workers                       SGD with momentum
     delayed_nesterov  a look ahead, the gradient discounted               SGD with momentum, NAdam
     staleness_lr      learning rate / mean staleness
 

@@ -10,8 +10,8 @@ does; elsewhere with each push.
 Entering: a worker begins with its part of the momentum buffer, 1 / workers of it (times the pushes of a step, where the
 server divides by them). Leaving: the buffer is the running
 mean of what workers sent, b <- momentum b + (1 - momentum) u, which for a steady gradient is plain momentum's buffer;
-the exact sum of the v_i is in no one place. A dead worker's v_i dies with it, and a newcomer begins without. A gradient
-that was computed again by another worker is in both momenta. The buffer is in the server's file.
+the exact sum of the v_i is in no one place. A dead worker's v_i dies with it, and a late joiner begins without. A
+gradient that was computed again by another worker is in both momenta. The buffer is in the server's file.
 """
 
 from __future__ import annotations

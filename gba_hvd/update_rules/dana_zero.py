@@ -4,12 +4,12 @@
     workers are shown values - lr * momentum * sum_j v_j, about where the values will be when their gradient arrives
 
 Ours, for steps of several pushes: worker i's gradient is the sum of its pushes in the step, each by its share, and the
-v_i of those who have one are applied; the others rest. So a step to which all contributed is a step of plain momentum.
+v_i of those who have one are applied; the others stay. So a step to which all contributed is a step of plain momentum.
 
 Entering: each worker's v_i is the same part of the optimizer's momentum buffer, so sum_j v_j is the buffer. Leaving:
 the buffer is sum_j v_j; without another gradient both would still move the values by lr * momentum / (1 - momentum)
 times it. A dead worker's v_i goes to the living in equal parts: the sum stays, and what it still had to move the values
-is moved. The sum is in the server's file as the optimizer's buffer; a server that starts again divides it anew.
+is moved. The sum is in the server's file as the optimizer's buffer; a server that starts again divides it again.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class GapAware(Plain):
     Keeps the values of the last 32 steps at 4 n bytes each; fewer, but at least 2, where that would take more than
     256 MiB. It needs 12 n bytes more, and within a step 4 n for each of the older values that its pushes were computed
     with. A push computed with values older than the kept ones is measured against the oldest of them. Nothing of this
-    is saved: a server that starts again begins afresh, and what was computed before counts in full at first.
+    is saved: a server that starts again starts over, and what was computed before counts in full at first.
 
     values: float32 [n], as of `step`. groups: optimizer group of each element, int [n].
     measures: which of the three v is. (With Nesterov's momentum, the buffer and the gradient are in it.)

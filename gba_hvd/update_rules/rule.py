@@ -103,7 +103,7 @@ class NewValues:
     """The rule took over the optimizer's momentum, and the step with it.
 
     values:   float32 [n], the model after the step: what is evaluated, saved, exported and switched with
-    momentum: float32 [n], what the optimizer goes on with when the rule is left
+    momentum: float32 [n], what the optimizer continues with when the rule is left
     shown:    float32 [n], what workers compute gradients with; None: the model
     """
 
@@ -147,7 +147,7 @@ class Rule(Protocol):
 
 
 class Plain:
-    """Rule "none": the user's optimizer steps with whatever came, however old."""
+    """Rule "none": the user's optimizer steps with any gradient, however old."""
 
     looks_ahead: ClassVar[bool] = False
     knows_workers: ClassVar[bool] = False

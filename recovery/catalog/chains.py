@@ -1,4 +1,4 @@
-"""Which checkpoints of a store can be restored: whole chains, newest first; and why the others cannot.
+"""Which checkpoints of a store can be restored: complete chains, newest first; and why the others cannot.
 
 Only names, sizes and manifests are looked at here. Whether the bytes of a blob are right is seen when they are read.
 """

@@ -1,7 +1,7 @@
 """Who may write to a place: one writer at a time, and one that was cut off is not believed when it comes back.
 
 A writer claims a place under an epoch: a number that nobody else has. Manifests are named and ordered by (epoch,
-number), so whatever an old writer still writes is older than anything of its successor.
+number), so all that an old writer still writes is older than anything of its successor.
 
 What is written, by whom. Objects `claims/EPOCH-WRITER.NONCE/N`, by the claimant only: N = 000000 is the claim, larger
 ones are signs of life, `closed` says that the writer left in peace. Nothing is ever changed, so nothing more is asked
@@ -12,17 +12,17 @@ and no other one of this epoch or a later one. Of two that own the same epoch, n
 wrote after the other had listed, and listed after it wrote. That is a circle. Of several that see each other, the one
 with the largest name tries the next epoch, the others are refused: one gets through.
 
-Why an old owner does no harm. It is told by `check`, before each manifest, that a later epoch exists. If it is stopped
-between that and its write, its manifest appears late: whole, but older than the successor's first. Until that one is
+Why an old owner does no harm. It learns from `check`, before each manifest, that a later epoch exists. If it is stopped
+between that and its write, its manifest appears late: complete, but older than the successor's first. Until that one is
 there nothing of the successor's was saved, so nothing that was saved is hidden. Its blobs have names of its own epoch.
 
 What a crash leaves. Before the claim is written: nothing. After: a claim without signs of life, which is waited for and
 passed over. Before `closed`: the same.
 
-Who is alive. Clocks of hosts are not compared, and a store's clock is not asked for. A newcomer lists again and again
-for as long as the other promised to give three signs of life: a new sign means alive. So an owner that is only slow may
-be passed over; it will be fenced, not believed. A writer of the same name is the same job, which was started again: it
-is let in at once, and the process it replaces is fenced.
+Who is alive. Clocks of hosts are not compared, and a store's clock is not asked for. A new claimant lists again and
+again for as long as the other promised to give three signs of life: a new sign means alive. So an owner that is only
+slow may be passed over; it will be fenced, not believed. A writer of the same name is the same job, which was started
+again: it is let in at once, and the process it replaces is fenced.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def claim(
 
 
 def renew(store: Store, claim: Claim) -> Claim:
-    """Give a sign of life; the claim to go on with. To be called every lease_s / 3."""
+    """Renew the claim; returns the renewed one. To be called every lease_s / 3."""
     renewed = replace(claim, signs=claim.signs + 1)
     _write(store, claim, f"{renewed.signs:06d}")
     if claim.signs:
@@ -182,7 +182,7 @@ def _require_newest(store: Store, seen: Iterable[Seen], claim: Claim) -> None:
 
 
 def _refuse_if_alive(store: Store, other: Seen, lease_s: float, looks: int, sleep: Callable[[float], None]) -> None:
-    """Wait for a sign of life of another writer, and look so often meanwhile, whoever stands still in between."""
+    """Wait for a sign of life of another writer, and look so often meanwhile, also after a pause of this process."""
     promised_s = _about(store, other).get("lease_s")
     wait_s = max(lease_s, min(promised_s, _LONGEST_LEASE_S)) if isinstance(promised_s, int | float) else lease_s
     for _ in range(looks):

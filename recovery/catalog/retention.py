@@ -117,7 +117,7 @@ def leftovers(names: Mapping[str, int], manifests: Iterable[Manifest], unreadabl
 
 
 def gc(store: Store, *, really: bool = False) -> Leftovers:
-    """Find leftovers, and delete them if told so.
+    """Find orphaned objects, and delete them if asked to.
 
     Raises BadInput when a checkpoint is of a newer format version: what it refers to is not known.
     """

@@ -1,7 +1,7 @@
-"""A saving process as the one that trains sees it: how it is started, heard and ended.
+"""A saving process as the one that trains sees it: how it is started, received from and ended.
 
-What it says means nothing here, except that it is there. Whoever waits for it waits for what it says, or for its end:
-one that gives no sign of life is killed.
+What it says means nothing here, except that it is there. A caller that waits for it waits for a message, or for its
+end: one that gives no sign of life is killed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Start = Callable[[Begin], tuple[Connection, Process]]
 
 
 class Child:
-    """One process, the pipe to it, and the thread that hears it. ended: what it raised in the end.
+    """One process, the pipe to it, and the thread that reads it. ended: what it raised in the end.
 
     ready: when it has the place; or why it never will.
     """
@@ -47,7 +47,7 @@ class Child:
     def __init__(
         self, start: Start, begin: Begin, heard: Callable[[Any], None], over: Callable[[Child, BaseException], None]
     ) -> None:
-        """heard: called with all that it says after it was ready; over: with what it died of, last. In a thread."""
+        """heard: called with each message after it was ready; over: with what it died of, last. In a thread."""
         self.ready: Future[Ready] = Future()
         self.ended: BaseException | None = None
         self._silence_s, self._heard, self._over = begin.silence_s, heard, over
@@ -65,7 +65,7 @@ class Child:
                 self._connection.send_bytes(state)
 
     def end(self, within_s: float = _END_S) -> bool:
-        """Tell it to leave, and wait; False: it did not, and was killed."""
+        """Ask it to leave, and wait; False: it did not, and was killed."""
         with contextlib.suppress(OSError):  # it has ended
             self.send(Leave())
         self._hearing.join(within_s)

@@ -1,4 +1,4 @@
-"""The process that saves for another one: a `Checkpointer` on memory that both map, told what to do through a pipe.
+"""The process that saves for another one: a `Checkpointer` on memory that both map, with requests through a pipe.
 
 What is said (-> to this process, <- by it):
 
@@ -126,7 +126,7 @@ def start(begin: Begin) -> tuple[Connection, SpawnProcess]:
 def _main(connection: Connection, begin: Begin) -> None:
     os.setsid()  # Ctrl-C, and what else is sent to the group, is for the process that trains
     os.nice(begin.nice)
-    log = logging.getLogger("recovery")  # events are logged where they are told
+    log = logging.getLogger("recovery")  # events are logged where they are reported
     log.addHandler(logging.NullHandler())
     log.propagate = False
     trains = multiprocessing.parent_process()
@@ -137,7 +137,7 @@ def _main(connection: Connection, begin: Begin) -> None:
 
 
 def serve(connection: Connection, begin: Begin, is_alone: Callable[[], bool]) -> None:
-    """Do as told until told to leave. single_worker: the other process is gone; a fork of it may hold the pipe open."""
+    """Serve requests until one asks to leave. single_worker: the parent is gone; a fork of it may hold the pipe."""
     say, ended = _Saying(connection), Ended(None)
     with _living(say, begin.silence_s / 6):
         try:
@@ -196,7 +196,7 @@ def _do(asked: Save | Restore, checkpoints: Checkpointer, connection: Connection
 
 
 class _Saying:
-    """The pipe as seen by several threads. When nobody hears any more, saving goes on."""
+    """The pipe as seen by several threads. When nobody reads any more, saving continues."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._lock = connection, threading.Lock()

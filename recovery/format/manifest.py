@@ -4,9 +4,9 @@ A checkpoint is a base (all rows) or a partial save (some rows) on top of its pa
 the base, then every partial save up to it.
 
 The document is canonical: sorted keys, no white space, and its own checksum among the keys, computed without it. So
-whatever is read differently from how it was written is known to be altered, by a disk or by a person. What has the
+what is read differently from how it was written is known to be altered, by a disk or by a person. What has the
 right checksum is still not trusted to be sensible: names, places and sizes are checked before anybody uses them.
-Whether the bytes of the blobs are right is not decided here, see `codec`.
+Whether the bytes of the blobs are right is not decided here, see `row_codec`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Section:
     first: the place of its first row, of `n_rows` consecutive ones; None: the places are in the section, before the
         records.
     step: every row is as of this step: weights, slots, together.
-    encoding: how to decode it, see `codec`. checksum: of the bytes in the blob, hexadecimal.
+    encoding: how to decode it, see `row_codec`. checksum: of the bytes in the blob, hexadecimal.
     """
 
     table: int

@@ -1,7 +1,7 @@
 """Rows with their weights in 8 or 4 bits: a lowest value and a scale for each row, and codes between.
 
 Only weights are quantised: a slot such as Adagrad's sum is divided by, so that a small one among large ones must keep
-its digits. Whether to quantise at all, and what becomes of the bytes, is decided in `codec`.
+its digits. Whether to quantise at all, and what becomes of the bytes, is decided in `row_codec`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What is in a checkpoint: every byte checked, or the rows of one table read into arrays. Without a model.
 
-For people and tools that look at checkpoints; a model is filled by `restore`. Manifests and chains come from `chains`.
+For people and tools that look at checkpoints; a model is filled by `restore`. Manifests and chains come from
+`catalog.chains`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _FLAWS_TOLD = 3
 def verify(store: Store, manifest: Manifest, on_bytes: Callable[[int], object] = lambda n: None) -> list[str]:
     """Read and check everything that one save wrote; a sentence for each part that is not what was saved.
 
-    on_bytes: told how many more bytes were checked. Raises StoreError when the store fails.
+    on_bytes: called with how many more bytes were checked. Raises StoreError when the store fails.
     """
 
     def check(run: Run) -> list[str]:

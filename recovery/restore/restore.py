@@ -1,7 +1,7 @@
 """Brings rows back from a store: the newest good checkpoint wins, and only verified bytes reach a table.
 
 A checkpoint that turns out to be damaged is named, and all that was asked for comes from the one before. How sections
-are read and where their rows go is in `filling`.
+are read and where their rows go is in `row_loader`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TrainingPoint:
 class Report:
     """What a restore brought back.
 
-    n_rows: restored. n_lost: asked for, but never saved; they are as the holder had them.
+    n_rows: restored. n_lost: asked for, but never saved; they are as the row source had them.
     age: against the step that the job was at, or that the checkpoint's state has.
     samples_since: applied since the checkpoint was made; with these rows' share, the portion of lost samples `pls`
         (CPR: (S_i - S_last_save) / (S_total * N_emb), rows lost over all rows in place of 1 / N_emb). None: not known.
@@ -78,7 +78,7 @@ def restore(
     is_wanted: Callable[[int], bool] = lambda epoch: True,
     clock: Callable[[], float] = time.monotonic,
 ) -> Report | None:
-    """Fill shards of the holder (None: all that are here) from the newest good checkpoint; None: the store has none.
+    """Fill shards of the row source (None: all that are here) from the newest good checkpoint; None: there is none.
 
     Nobody else may use these shards meanwhile. Other shards are not touched. Beside the budget, a chain with partial
     saves takes one byte a row.

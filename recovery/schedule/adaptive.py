@@ -1,11 +1,11 @@
 """How often a running job saves, and what: the plan that follows from what the job has measured. No clock, no I/O.
 
-A job hands in what it saw, `pace` says what to do from now on and why. What was not seen yet is assumed, and the
-sentence says so. The plan in force is handed in again, so that noise changes nothing (see `planner.plan`).
+A job passes its measurements, `plan_interval` returns a plan and the reason. What is not measured yet is assumed; the
+reason says so. The plan in force is passed again, so that noise changes nothing (see `planner.plan`).
 
 A job of one host can only lose everything, so its interval is that of full recovery; with several hosts a lost one is
 recovered in part, and the interval is what the target PLS allows, never longer than `longest_s`: what the loss of the
-whole job may cost.
+complete job may cost.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Measured:
     save_s:         the newest save of all rows, until durable; partial_save_s: the newest of some rows
     stall_s:        for how long training stood still for the newest save
     load_s:         loading all rows, each host its own; partial_load_s: those of a lost host
-    reschedule_s:   from the last step before a host was lost until training went on, without the loading
+    reschedule_s:   from the last step before a host was lost until training resumed, without the loading
     delta_share:    bytes of the newest partial save over those of its base
     observed_s:     of training, in this job and those it resumes from
     failures_s:     when, in that time, a host or the whole job was lost
@@ -129,7 +129,7 @@ class Measured:
         return [words for name, words in names.items() if getattr(self, name) is None]
 
     def between_failures(self, mtbf_h: float | None) -> MeanTime:
-        """What was given, or assumed, counts as one failure more. With the gamma law's shape, where it can be told."""
+        """What was given, or assumed, counts as one failure more. With the gamma law's shape, if estimable."""
         found = failures.mean_time(
             self.observed_s, len(self.failures_s), 3600 * (ASSUMED_MTBF_H if mtbf_h is None else mtbf_h)
         )
@@ -162,7 +162,7 @@ class IntervalPlan:
 def plan_interval(
     measured: Measured, given: Goals, n_bytes: int, n_servers: int, now: IntervalPlan | None = None
 ) -> IntervalPlan:
-    """How to go on. n_bytes: of all records; n_servers: hosts that hold rows; now: the pace in force."""
+    """How to continue. n_bytes: of all records; n_servers: hosts that hold rows; now: the pace in force."""
     costs = measured.costs()
     if costs is None:
         return IntervalPlan(FIRST_INTERVAL_S, given.policy, f"every {FIRST_INTERVAL_S:g} s until a save was measured")

@@ -19,7 +19,7 @@ class Costs:
 
     save_s:         O_save if training stands still meanwhile: from the start of a save of all rows until it is durable
     load_s:         O_load of full recovery: loading all rows
-    reschedule_s:   O_res: until a lost server has been replaced and training can go on
+    reschedule_s:   O_res: until a lost server has been replaced and training can resume
     partial_load_s: O_load of partial recovery: loading one server's rows; None: load_s, as CPR has it
     stall_share:    share of save_s for which training really stands still: 1 when it waits, little when saves
                     run beside it

@@ -1,8 +1,8 @@
 """How to be safe at the least cost: full or partial recovery, how often to save, and what the next save should be.
 
-`plan` is a function of what was measured and what is wanted, and says why. CPR's closed forms (`interval`) give the
+`plan` is a function of measurements and goals, and gives its reason. CPR's closed forms (`formulas`) give the
 cost of both strategies; partial recovery is planned when it costs clearly less. A job plans again as measurements come
-in, handing in the plan in force, so that noise changes nothing.
+in, and passes the plan in force, so that noise changes nothing.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ The share is of a whole table, not of each shard, and no process needs all of it
 and to be sent around; `threshold` says from all of them what is taken, `at_least` finds it in each shard. Bounded
 memory: rows are looked at in pieces.
 
-Importances are told apart to 11 significant bits: update counts under 2048 exactly, larger ones to 0.1 %. Rows that
+Importances are distinguished to 11 significant bits: update counts under 2048 exactly, larger ones to 0.1 %. Rows that
 agree so far are tied, and those at earlier places (in earlier shards) win.
 """
 

@@ -1,7 +1,7 @@
 """Which rows the next save takes, by the configured policy; and what the policy has to remember for that.
 
-Puts together what is decided elsewhere: `priority` (importance and thresholds), `sampled` (the list of SSU), `tracker`
-(what changed). A save is `begin`, then `note` of everything that was read, then `commit` or `abandon`.
+Puts together what is decided elsewhere: `importance` (and thresholds), `subsampled_updates` (the list of SSU),
+`update_tracker` (what changed). A save is `begin`, then `note` of everything that was read, then `commit` or `abandon`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Importance = Callable[[int, int, slice], np.ndarray]
 
 
 class Selection:
-    """Of the shards that a holder has. The writer's thread owns it; only `updated` may be called by another."""
+    """Of the shards that a row source has. The writer's thread owns it; only `updated` may be called by another."""
 
     def __init__(
         self,

@@ -1,14 +1,14 @@
 """Knows which rows changed since they were last saved, and how often: 4 bytes a row.
 
-Per row, the update counter's value when the row was last saved. The counter itself belongs to the holder, counts modulo
-2^32, and was copied in the same consistent read as the row; so an update that comes during a save is never lost.
+Per row, the update counter's value when the row was last saved. The counter itself belongs to the row source, counts
+modulo 2^32, and was copied in the same consistent read as the row; so an update that comes during a save is never lost.
 
 A row counts as saved only when the manifest that has it is there:
 
  - a partial save keeps what it read until `commit`, 8 bytes for each row; if it fails, nothing has changed;
  - a full save would have to keep 4 bytes for every row, so it writes through, and the tracker is worth nothing from
    `begin` until `commit`; if it fails, the next save is a full one again;
- - whoever saves asks `is_valid_for(newest manifest)`: a tracker that was valid for another one missed a save.
+ - the saver asks `is_valid_for(newest manifest)`: a tracker that was valid for another one missed a save.
 
 In a file, the tracker survives its process, as the rows in shard memory do. The file says to which manifest, to which
 counters and to which boot of the machine it belongs (after a crash of the machine, pages of the file may be missing);
@@ -43,7 +43,7 @@ class NoRoom(RecoveryError, OSError):
 
 
 class Tracker:
-    """Of all shards; those that a holder has not take no memory. Not thread-safe: the writer's thread owns it.
+    """Of all shards; those that the row source has not take no memory. Not thread-safe: the writer's thread owns it.
 
     path: a file that survives this process; None: ordinary memory.
     counters: names the memory whose counters are meant; another name, and a tracker found in the file is worth nothing.

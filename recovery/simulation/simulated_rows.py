@@ -1,7 +1,7 @@
 """Rows of some servers that only exist in a simulation: how often each is updated, what is saved, what a failure loses.
 
-The holder is a model (popularity by Zipf's law, independent updates); what is kept of it, compared and chosen is done
-by the code that real jobs run: `tracker`, `priority`, `sampled`.
+The row source is a model (popularity by Zipf's law, independent updates); what is kept of it, compared and chosen is
+done by the code that real jobs run: `update_tracker`, `importance`, `subsampled_updates`.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def read_blocks(file: int, start: int, n_bytes: int) -> memoryview | None:
 
 
 def _is_cached(file: int, at: int) -> bool:
-    """As far as one byte tells; asking reads nothing from the disk."""
+    """As far as one byte shows; asking reads nothing from the disk."""
     try:
         return os.preadv(file, [bytearray(1)], at, os.RWF_NOWAIT) == 1
     except (OSError, AttributeError):  # not in the cache; or not with this file system, or not on Linux

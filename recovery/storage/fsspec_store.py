@@ -1,9 +1,9 @@
 """Any fsspec file system as a store: S3, Google, Azure, SFTP, memory.
 
-Each call is one attempt; trying again and time limits are in `patience`; an attempt that took too long is cancelled
+Each call is one attempt; trying again and time limits are in `retry`; an attempt that took too long is cancelled
 where the back end is asynchronous (S3, Google, Azure), so that it uploads no more. What an error of a back end means is
 decided here: nothing there, mend your settings, or wait and try again. No transaction and no rename of fsspec is relied
-on (they are not atomic): an object is handed over whole, under a fresh name.
+on (they are not atomic): an object is passed completely, under a fresh name.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class FsspecStore:
 
     @contextlib.contextmanager
     def _explained(self, what: str, missing: str = "there is no such object") -> Iterator[None]:
-        """Turn whatever a back end raises into NotFound, StoreError (for good) or Transient."""
+        """Turn any error of a back end into NotFound, StoreError (for good) or Transient."""
         what = f"{self.url}: {what}"
         try:
             yield

@@ -1,8 +1,8 @@
-"""A folder as a store. Each object is one file, which has its name only when it is whole and on the disk.
+"""A folder as a store. Each object is one file, which has its name only when it is complete and on the disk.
 
 `put` writes and syncs a hidden file, `.NAME.RANDOM`, and gives it its name by a link, which fails if the name is taken;
 where there are no hard links, by a rename that does so, too. It syncs every folder that is new or has a new entry. What
-a crash leaves is a hidden file that no listing shows, or the whole object.
+a crash leaves is a hidden file that no listing shows, or the complete object.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class LocalStore:
 
 
 def _name(hidden: Path, path: Path) -> None:
-    """Give a whole object its name. Raises FileExistsError when that is taken."""
+    """Give a complete object its name. Raises FileExistsError when that is taken."""
     try:
         os.link(hidden, path)
     except OSError as error:
@@ -143,7 +143,7 @@ def _write_all(file: int, pieces: Sequence[bytes | memoryview]) -> None:
 
 
 def _require_equal(path: Path, pieces: Sequence[bytes | memoryview]) -> None:
-    """An object of this name is there: then it must be this one, whole."""
+    """An object of this name is there: then it must be this one, complete."""
     with open(path, "rb") as file:
         for piece in pieces:
             view = memoryview(piece).cast("B")

@@ -64,8 +64,8 @@ class RetryingStore:
         self._lock, self._given_up = threading.Lock(), set[threading.Thread]()
 
     def put(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
-        # An attempt that was given up on may go on later, when the caller's buffers hold something else. What it then
-        # writes must be these bytes, if the name may have been written, and be referred to, by a later attempt.
+        # An attempt that was given up on may continue later, when the caller's buffers hold something else. What it
+        # then writes must be these bytes, if the name may have been written, and be referred to, by a later attempt.
         kept = pieces if self.patience.tries == 1 else [b"".join(pieces)]
         self._call(f"put {name}", lambda: self.store.put(name, kept), sum(map(len, kept)))
 

@@ -1,6 +1,6 @@
 """Where checkpoints go: a flat space of immutable objects with names like `blobs/000017-00000003/0004`.
 
-An object is written once, whole, under a fresh name, and never changed: what is half written is never referred to.
+An object is written once, completely, under a fresh name, and never changed: what is half written is never referred to.
 
 Four kinds of names, the first three with the epoch of the claim they were written under: `manifests/EPOCH-NUMBER.json`,
 `blobs/EPOCH-NUMBER/...`, `claims/EPOCH-...`, and `probes/...` of `check`. `open_store` decides which back end serves a
@@ -88,7 +88,7 @@ class Store(Protocol):
         """The bytes from `start` on, at most n_bytes; fewer, or none, when the object ends before."""
 
     def names(self, prefix: str) -> dict[str, int]:
-        """Name -> size in bytes of the objects that begin so; as of now, whatever was listed before."""
+        """Name -> size in bytes of the objects that begin so; as of now, not as of an earlier listing."""
 
     def delete(self, names: Sequence[str]) -> None:
         """Those that are there; the others are no error."""

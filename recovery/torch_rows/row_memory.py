@@ -1,7 +1,7 @@
 """Where a plain model's rows, their counts and the marks of its steps lie; and how another process comes to map them.
 
-Here is decided what the memory looks like, not who writes it: that is `tensors`. Shared memory has no name that could
-be left behind: it goes with the last process that maps it, however that ends.
+Here is decided what the memory looks like, not who writes it: that is `tensor_rows`. Shared memory has no name that
+could be left behind: it goes with the last process that maps it, however that ends.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class RowMemory:
 def share_(tensors: Iterable[Tensor], free_bytes: Callable[[Path], int] | None = None) -> None:
     """Move tensors to shared memory. They stay the same objects; arrays that were made of them before are cut off.
 
-    Raises BadInput when there is not enough: a page that is missing later would kill whoever writes it.
+    Raises BadInput when there is not enough: a page that is missing later would kill its writer.
     """
     private = {t.untyped_storage().data_ptr(): t for t in tensors if not t.is_shared()}.values()
     need, free = sum(t.untyped_storage().nbytes() for t in private), (free_bytes or _free_bytes)(SHARED)

@@ -50,9 +50,9 @@ class TensorRows:
                     optimizer.step()
                 optimizer.zero_grad()
                 if step % 1000 == 0:
-                    checkpoints.save(step, step * batch_size, rest(model, optimizer, rows))
+                    checkpoints.save(step, step * batch_size, dense_state(model, optimizer, rows))
 
-    One thread trains; any number of others may read through `snapshot`.
+    One thread trains; any number of others may read through `consistent_read`.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class TensorRows:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[int]:
-        """Around whatever changes rows; gives the step's number.
+        """Around all that changes rows; gives the step's number.
 
         When the body raises, the step stays unfinished: rows may be half changed, and are not saved before the next
         step is over.
@@ -112,7 +112,7 @@ class TensorRows:
     def touched(self, table: str, ids: Tensor | np.ndarray) -> None:
         """Say which rows the coming step changes (or the one in flight). Each counts once, however often it is named.
 
-        ids: int64 [n]. Said before the step, it is counted when the step begins: a count tells of a change, and a save
+        ids: int64 [n]. Said before the step, it is counted when the step begins: a count marks a change, and a save
         between the two would take the row for saved.
         """
         if table not in self.tables:
@@ -207,7 +207,7 @@ def dense_state(model: nn.Module, optimizer: torch.optim.Optimizer, rows: Tensor
 def load_dense_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, rows: TensorRows, state: Mapping[str, Any]
 ) -> None:
-    """The inverse of `rest`, into a model whose rows were restored."""
+    """The inverse of `dense_state`, into a model whose rows were restored."""
     missing, unexpected = model.load_state_dict(state["model"], strict=False)
     if unexpected or (missing := [name for name in missing if name not in rows.tables]):
         raise BadInput(f"a checkpoint of another model: it has {unexpected} more, and lacks {missing}")

@@ -1,4 +1,4 @@
-"""Copies rows out of memory while training goes on, so that weights, slots and counter of a row are of one step.
+"""Copies rows out of memory while training continues, so that weights, slots and counter of a row are of one step.
 
 Optimistic, after the seqlock of the Linux kernel: look at the shard's marks, copy, look again. Nothing is locked and
 training never waits; a copy during which a step began is thrown away. Which rows are copied, and what becomes of them,

@@ -31,7 +31,7 @@ from recovery.write import consistent_read
 
 
 class Cancelled(RecoveryError):
-    """The save was told to stop."""
+    """The save was asked to stop."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class SectionPipeline:
     def encode(
         self, table: int, shard: int, places: RowIndices, got: consistent_read.ReadResult, records: np.ndarray
     ) -> None:
-        """What was read into the `buffers` given last goes on its way."""
+        """What was read into the `buffers` given last is sent on."""
         first = places.start if isinstance(places, slice) else None
         encoded = self._encoders.submit(
             row_codec.encode_rows,

@@ -1,4 +1,4 @@
-"""From rows in memory to blobs in a store, in bounded memory, while training goes on.
+"""From rows in memory to blobs in a store, in bounded memory, while training continues.
 
 Which rows are saved is the caller's choice, and so is when; how they become blobs is in `section_pipeline`, how blobs
 become a checkpoint in `multipart`.
@@ -22,7 +22,7 @@ from recovery.write.section_pipeline import Buffers, PartResult, SectionPipeline
 
 
 class Note(Protocol):
-    """Told of everything that was read: table, shard, places, records float32 [n, W], counts uint32 [n].
+    """Called with everything that was read: table, shard, places, records float32 [n, W], counts uint32 [n].
 
     The arrays are the writer's and will be overwritten.
     """
@@ -46,7 +46,7 @@ def save_rows(
 ) -> PartResult:
     """Write rows of all shards that are here to blobs named `prefix` + number. They mean nothing before `commit_parts`.
 
-    exact: never quantised, whatever the settings. read_all: called when the last row has been read. buffers: of the
+    exact: never quantised, under any settings. read_all: called when the last row has been read. buffers: of the
     saves before, which are over; None: new ones, for this save.
 
     Raises what the store raises, Busy, or Cancelled within one section after `cancel` was set.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -60,3 +62,53 @@ def test_the_check_finds_words_in_camel_case_and_snake_case() -> None:
 def test_names_are_the_field_s_words(package: str) -> None:
     found = {str(path): _offences(_names(path)) for path in sorted((ROOT / package).rglob("*.py"))}
     assert not {path: words for path, words in found.items() if words}
+
+
+# A phrase of docstrings and comments, and what it should say instead.
+PROSE = {
+    r"whoever|whatever": "name the subject: a worker, a server, an error",
+    r"(?:is|are|was|were|as|been|be) told|tells|hears|heard(?![:(])": "programs send, receive, report",
+    r"anew|afresh": "a thing that begins again starts over, or is formed again",
+    r"hand(?:s|ed|ing)? in": "replicas are submitted",
+    r"judg(?:es?|ing)|judged(?!:)": "models are evaluated, or scored",
+    r"wish(?:e[sd])?": "modes are requested",
+    r"g(?:o|oes|oing) on|went on": "training continues, a job resumes",
+    r"(?:a|its|the|each) lead|leads of (?:all )?hosts": "a host has a host leader",
+    r"\|rest\||rests": "what compression did not send is a residual",
+    r"newcomers?|leftovers?|last gasp|under way": "late joiner, orphaned memory, final checkpoint, in flight",
+}
+
+
+def _prose(source: str) -> list[tuple[int, str]]:
+    """(line, text) of all comments and docstrings."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    found = [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and (text := ast.get_docstring(node)):
+            found.append((node.body[0].lineno, text))
+    return found
+
+
+def _phrases(source: str) -> list[str]:
+    return [
+        f"line {line}: {match.group()!r}: {why}"
+        for line, text in _prose(source)
+        for phrase, why in PROSE.items()
+        for match in re.finditer(rf"(?<!\w)(?:{phrase})(?!\w)", " ".join(text.split()), re.IGNORECASE)
+    ]
+
+
+def test_the_check_finds_phrases_in_docstrings_and_comments_alone() -> None:
+    source = '''
+def f():
+    """The chief's server is
+    told; it is prejudged, and the unrest is no phrase."""
+    g("handed in")  # formed anew
+'''
+    assert [found.split(":")[0] for found in _phrases(source)] == ["line 5", "line 3"]
+
+
+@pytest.mark.parametrize("package", ["gba_hvd", "recovery", "tools"])
+def test_docstrings_and_comments_are_plain(package: str) -> None:
+    found = {str(path): _phrases(path.read_text()) for path in sorted((ROOT / package).rglob("*.py"))}
+    assert not {path: phrases for path, phrases in found.items() if phrases}

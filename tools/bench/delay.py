@@ -1,7 +1,7 @@
 """`gba-hvd bench delay`: update rules under delay, on a virtual clock: which hold where plain momentum fails.
 
 Every push is a step (mode `async`), workers are equal. For each rule that goes with the optimizer (SGD with momentum,
-unless told otherwise), number of workers and learning rate: the final loss, median over seeds. Three questions are put
+unless set otherwise), number of workers and learning rate: the final loss, median over seeds. Three questions are put
 to it:
 
     loss            at the learning rate that is best for one worker without a rule, used with any number of workers

@@ -1,11 +1,11 @@
 """`gba-hvd bench shadow`: what synchronising replicas costs, in the background and in the foreground, by worker count.
 
-1, 2, 4 and 8 emulated accelerators (`emulated.py`) train one small click model: replicas that never meet, ShadowSync
-with its three algorithms, their counterparts every 5, 30 and 100 local steps, and allreduce. Speed is against replicas
-that never meet. Runs of the contestants alternate. With `--threads` workers also train each replica in several threads
-(`gba_hvd.hogwild`), each with an emulated accelerator of its own. AUC on real data takes hours and is the business of
-`gba-hvd bench quality`: `--quality` takes its result over. Rows already in the result file are kept and not run again,
-so a long measurement can be done in pieces.
+1, 2, 4 and 8 emulated accelerators (`emulated_accelerators.py`) train one small click model: replicas that never meet,
+ShadowSync with its three algorithms, their counterparts every 5, 30 and 100 local steps, and allreduce. Speed is
+against replicas that never meet. Runs of the contestants alternate. With `--threads` workers also train each replica in
+several threads (`gba_hvd.hogwild`), each with an emulated accelerator of its own. AUC on real data takes hours and is
+the business of `gba-hvd bench quality`: `--quality` takes its result over. Rows already in the result file are kept and
+not run again, so a long measurement can be done in pieces.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
                     rows.append(row | {"workers": n, "bayes_auc": launches.bayes_auc})
                     write()
             except measure.RunFailed as error:
-                failed = error  # the same command goes on where it failed
+                failed = error  # the same command resumes where it failed
     write()
     show(rows, headline(rows, auc))
     print(f"written to {args.out}")
@@ -129,7 +129,7 @@ class Earlier:
 def earlier(path: Path, now: Mapping[str, Any]) -> Earlier:
     """now: the settings. Raises RunFailed where those of the file are others, or it is a file of something else.
 
-    A setting that the file does not tell is taken for the same.
+    A setting that the file lacks is taken for the same.
     """
     if not path.exists():
         return Earlier()
@@ -251,7 +251,7 @@ def auc_by_protocol(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
 def auc_vs_best_foreground(auc: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, float]]:
     """contestant in the background -> data set -> its mean AUC minus that of the best one in the foreground.
 
-    Whatever its interval: none in the foreground exchanges replicas more often than the background does. Each mean is
+    At any interval: none in the foreground exchanges replicas more often than the background does. Each mean is
     over the seeds that the quality benchmark ran of it.
     """
     found: dict[str, dict[str, float]] = {}

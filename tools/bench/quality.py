@@ -29,7 +29,7 @@ WORKERS = 3
 SLOW = {"kind": "slow", "worker": 2, "factor": 3.0}
 SEEDS = (2021, 2022, 2023)
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-KEY = ("dataset", "epochs", "micro_batch", "protocol", "seed")  # what tells one row from another
+KEY = ("dataset", "epochs", "micro_batch", "protocol", "seed")  # what distinguishes one row from another
 
 
 @dataclass(frozen=True)

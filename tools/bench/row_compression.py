@@ -2,7 +2,7 @@
 
 Two hosts are played by turns: half of the rows live on each, and what one needs of the other's goes through the codec
 that real jobs use (`gba_hvd.compression.row_codec`). So bytes and AUC are those of a job in allreduce mode, and no time
-says anything. Quality: the small tower of `bench compression`, trained over 300,000 samples once, and judged on
+says anything. Quality: the small tower of `bench compression`, trained over 300,000 samples once, and evaluated on
 held-out ones. Bytes: rows, gradients and keys of batches of `bench allreduce`'s DLRM, with values and gradients drawn
 at random.
 """

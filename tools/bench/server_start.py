@@ -89,7 +89,7 @@ def one_start() -> dict[str, float]:
             memory.close()
             wait_until_gone = time.perf_counter() + TIMEOUT_S
             while memory.folder.exists() and time.perf_counter() < wait_until_gone:
-                time.sleep(_LOOK_S)  # the keeper removes it, and with it the server goes
+                time.sleep(_LOOK_S)  # the reaper removes it, and with it the server goes
 
 
 def _seconds_until(line: HostServer, began_s: float, to_enter: bool) -> float:

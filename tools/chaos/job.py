@@ -109,7 +109,7 @@ class Job:
         return self.launcher.poll()
 
     def kill(self) -> None:
-        """Whatever of this job still lives."""
+        """All processes of this job that still live."""
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -180,7 +180,7 @@ class Job:
         """Faults of the schedule in the workers that happened: kind, step, time."""
         found = []
         for path in sorted((self.out / "inside").glob("fault-*.json")):
-            with contextlib.suppress(json.JSONDecodeError):  # whoever fired it died while writing
+            with contextlib.suppress(json.JSONDecodeError):  # the process that fired it died while writing
                 line = json.loads(path.read_text())
                 found.append({"kind": line["fault"]["kind"], "step": line["step"], "time": line["unix_s"]})
                 continue

@@ -1,6 +1,6 @@
-"""What must hold of a job, whatever happened to it: a pure function of recorded facts.
+"""What must hold of a job under all faults: a pure function of recorded facts.
 
-A record is JSON (see `Record`), so that a schedule's verdict can be made again from what was kept of it.
+A record is JSON (see `Record`), so that a schedule's verdict can be made again from what was stored of it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from .plan import STORE
 
 SILENCE_S = 45.0  # longest time without a step in which nothing is said
-STANDSTILL_S = 120.0  # longest time without a step, whatever is said
+STANDSTILL_S = 120.0  # longest time without a step, in spite of reports
 LEAST_AUC = 0.85
 _SLOW_START_S = 10.0  # where starting a process takes so long, a sender may not be done when the job waits no more
 _LATE_S = 5.0  # what saving itself may take, beside the interval
@@ -25,7 +25,7 @@ class Record:
 
     limit: the tool ended the job, since it still ran after so many seconds. result: as the chief wrote it.
     steps: (time, step) whenever a newer step was seen; last_workers: that took part in the last one.
-    words: (time, level, text), events and lines of the log. ends: status told by each worker that ended.
+    words: (time, level, text), events and lines of the log. ends: status reported by each worker that ended.
     left: processes and files that remained. fired: faults that happened, with kind, step, time.
     checkpoints: times at which one was complete; checkpoint_s: the interval asked for. tracked: status of the MLflow
     run; spooled: records of the end wait in the spool. replay: what the independent computation said.
@@ -84,7 +84,7 @@ def standstill(record: Record) -> Standstill:
 def _standstills(record: Record) -> Iterator[Standstill]:
     marks = list(record.steps)
     if record.limit is not None or record.exit_code != 0:
-        marks.append((record.ended, -1))  # it never went on
+        marks.append((record.ended, -1))  # it never resumed
     for (begun, step), (ended, _) in pairwise(marks):
         said = tuple(text for at, _, text in record.words if begun < at < ended)
         yield Standstill(ended - begun, step, said)

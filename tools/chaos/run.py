@@ -1,4 +1,4 @@
-"""One schedule carried out and judged; many, one after the other, that resume where they were interrupted."""
+"""One schedule carried out and checked; many, one after the other, that resume where they were interrupted."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Outcome:
 
 
 def run_plan(plan: Plan, folder: Path, keep: bool = False, limit_s: float = LIMIT_S) -> Outcome:
-    """Carry out one schedule in `folder` (must not exist), judge it. The folder stays if asked for, or if it failed."""
+    """Carry out one schedule in `folder` (must not exist), check it. The folder stays if asked for, or if it failed."""
     if plan.needs_mounts and (why := services.can_mount()):
         return Outcome(Record(plan.as_json()), [], why)
     folder.mkdir(parents=True)
@@ -88,7 +88,7 @@ def _only_logs(folder: str, names: list[str]) -> set[str]:
 
 
 def _tracking(plan: Plan, folder: Path, stack: contextlib.ExitStack) -> str:
-    """The tracking server's URI, and whatever stands behind it."""
+    """The tracking server's URI, and the proxy or process behind it."""
     if plan.tracking == "good":
         return f"sqlite:///{folder}/mlflow.db"
     if plan.tracking in ("tracking_hangs", "tracking_500"):

@@ -83,7 +83,7 @@ class Proxy:
             (path,) = self._dir.glob("gba-hvd-*/ps-0.address")
             target = socket.create_connection(("127.0.0.1", int(json.loads(path.read_text())[which])), timeout=5)
             target.settimeout(None)
-        except (OSError, ValueError):  # there is no server just now: whoever asked tries again
+        except (OSError, ValueError):  # there is no server just now: the requester tries again
             connection.close()
             return
         with self._lock:
@@ -120,7 +120,7 @@ def _shut(*sockets: socket.socket) -> None:
         one.close()
 
 
-# Burns in bursts until its time is over or whoever started it is gone.
+# Burns in bursts until its time is over or the process that started it is gone.
 _BURN = """
 import os, sys, time
 parent, end = os.getppid(), time.monotonic() + float(sys.argv[1])

@@ -20,7 +20,7 @@ class Line:
     fired: int = 0
     schedules: int = 0
     survived: int = 0
-    ended: int = 0  # of those that survived: the job ended with an error that it told
+    ended: int = 0  # of those that survived: the job ended with an error that it reported
     lost: int = 0
     wait_s: float = 0.0
 

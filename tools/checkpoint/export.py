@@ -154,7 +154,7 @@ def _mapped(path: Path, shapes: Mapping[str, Sequence[int]], dense: Mapping[str,
     start = 8 + len(raw)
     with open(path, "wb") as file:
         file.write(len(raw).to_bytes(8, "little") + raw)
-        os.posix_fallocate(file.fileno(), 0, start + max(end, 1))  # a full disk is told now, not in a mapped write
+        os.posix_fallocate(file.fileno(), 0, start + max(end, 1))  # a full disk is reported now, not in a mapped write
         file.truncate(start + end)
         for name, tensor in dense.items():
             file.seek(start + header[name]["data_offsets"][0])

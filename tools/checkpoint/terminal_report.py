@@ -11,7 +11,7 @@ from typing import Any
 
 @contextmanager
 def progress(doing: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, nothing elsewhere. To be told how many bytes more are done, from any thread."""
+    """A bar on a terminal, nothing elsewhere. Takes how many bytes more are done, from any thread."""
     if not sys.stderr.isatty():
         yield lambda n_bytes: None
         return

@@ -1,4 +1,4 @@
-"""`gba-hvd clean`: shows what dead jobs of this user left on this host, and removes it if told so.
+"""`gba-hvd clean`: shows what dead jobs of this user left on this host, and removes it if asked to.
 
 What counts as left, and that nobody alive holds it, is decided in `gba_hvd.shm.sweep`.
 """

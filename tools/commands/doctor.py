@@ -1,6 +1,6 @@
 """`gba-hvd doctor`: which checks run, in which order, and how their findings are shown.
 
-What each check looks at, and its advice, is in `checks.py`.
+What each check looks at, and its advice, is in `doctor/checks.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`gba-hvd run`: start a training script on one worker or many, static or elastic.
 
-What is started is decided in `launch.py`. Here: what this machine is, the checks that cost nothing, and the start. This
-process becomes the job's launcher (exec), so signals and the exit status are the job's own.
+What is started is decided in `launch/command_line.py`. Here: what this machine is, the checks that cost nothing, and
+the start. This process becomes the job's launcher (exec), so signals and the exit status are the job's own.
 """
 
 from __future__ import annotations

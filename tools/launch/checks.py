@@ -1,6 +1,7 @@
 """What a job of several workers needs of this machine and of its hosts: checks for `gba-hvd run` and `gba-hvd doctor`.
 
-As in `checks.py`, each gives a finding with its advice, and takes the edge it touches as an argument with a default.
+As in `doctor/checks.py`, each gives a finding with its advice, and takes the edge it touches as an argument with a
+default.
 """
 
 from __future__ import annotations

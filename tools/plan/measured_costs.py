@@ -1,4 +1,4 @@
-"""What a place, or a running job, tells of its costs: from the newest checkpoint there that is whole.
+"""What a place, or a running job, reports of its costs: from the newest complete checkpoint there.
 
 Where figures are found; what is made of them is said in `commands.plan`.
 """

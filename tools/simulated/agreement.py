@@ -1,7 +1,7 @@
 """A job of the real system and the simulation of the same settings: what is set, what is drawn, how far they are apart.
 
 Both train the click model of the emulated benchmarks on the same samples in the same order; a worker's service times
-are the same numbers in both. What differs is time that is not emulated: messages, and whatever else the machine does.
+are the same numbers in both. What differs is time that is not emulated: messages, and other work of the machine.
 """
 
 from __future__ import annotations

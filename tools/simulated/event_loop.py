@@ -32,7 +32,7 @@ from gba_hvd.update_rules.sgd_momentum import Sgd
 from .simulated_server import SimulatedServer
 from .tasks import Task
 
-_USUAL, _NEW = 0.7, 0.3  # as `gba_hvd.ps.worker.LeasePrefetcher` averages
+_USUAL, _NEW = 0.7, 0.3  # as `lease_prefetch.LeasePrefetcher` averages
 _ASK_AT = 0.9
 _DIVERGED = 1e3  # a loss of so many times the first one, or more
 
@@ -71,7 +71,7 @@ class Outcome:
 
     curve:     (time, micro-batches done, loss), the last one at the end; a loss that diverged is infinite
     staleness: histogram in steps, by token; lags: the same by the dense values that gradients were computed with
-    applied, dropped: samples. judged: by the task, at the end. why: of a loss that diverged
+    applied, dropped: samples. judged: the task's score, at the end. why: of a loss that diverged
     """
 
     curve: tuple[tuple[float, int, float], ...]

@@ -47,7 +47,7 @@ class Experiment:
     """Raises BadInput for what cannot be simulated.
 
     micro_batches: of the run; micro_batch: samples in one; n_micro: micro-batches of a global batch (gba, bsp)
-    spread, shape: see `fleet.Fleet`; latency, serve: see `training.Setting`
+    spread, shape: see `service_times.Fleet`; latency, serve: see `event_loop.Setting`
     """
 
     task: str = "quadratic"

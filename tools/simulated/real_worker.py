@@ -1,7 +1,7 @@
 """The real system under the speeds that a simulation draws: one worker, as `horovodrun` starts it.
 
-An emulated accelerator (`bench.emulated`) makes every micro-batch take the same time as the simulation's; all else is a
-job as a user would write it.
+An emulated accelerator (`emulated_accelerators`) makes every micro-batch take the same time as the simulation's; all
+else is a job as a user would write it.
 """
 
 from __future__ import annotations

@@ -99,10 +99,10 @@ class Coordinator:
         self._ending = False
         self.lags: dict[int, int] = {}  # counted by the part of this server
         self._chief_died_s: float | None = None  # until another worker is rank 0
-        self._finished_s: float | None = None  # when a worker first heard that this epoch is over
+        self._finished_s: float | None = None  # when a worker first learned that this epoch is over
         self._left_early: set[int] = set()  # workers that ask for the next epoch already
         self.void = 0  # pushes of leases up to this serial number count for nothing: some server may have them no more
-        self.gathered = -1  # the last phase for which all living workers handed in their replicas (`shadow`)
+        self.gathered = -1  # the last phase for which all living workers submitted their replicas (`replica_worker`)
         self._handed: dict[int, int] = {}  # by worker: the last phase
         self._awaited_s: dict[int, float] = {}  # by phase: since when
 
@@ -195,7 +195,7 @@ class Coordinator:
         return answer
 
     def replica_submitted(self, request: ReplicaSubmitted) -> bool:
-        """This worker handed in its replica. Whether all have: those that live, and are not at it for too long.
+        """This worker submitted its replica. Whether all have: those that live, and are not at it for too long.
 
         One that left its loop early is not waited for by others, waits for nobody, and gives back its leases.
         """
@@ -221,7 +221,7 @@ class Coordinator:
 
     def beat(self, request: HeartbeatMsg) -> None:
         if request.generation != self._enter.generation:
-            return  # its lead talking to this host's server, or a worker that was away through a change of mode
+            return  # a host leader as client of its own server, or a worker that was away through a change of mode
         seen = self.workers.get(request.worker)
         if seen is None:
             seen = self.workers[request.worker] = WorkerSeen(request.rank, request.host, request.pid, self._clock())
@@ -251,7 +251,7 @@ class Coordinator:
     def _awaits_chief(self, worker: int) -> bool:
         """After an epoch there is work for rank 0 alone: if it has died, the others wait until another worker is.
 
-        It may have died a moment ago, so it is to be heard of after the last step; its asking counts.
+        It may have died a moment ago, so it must send something after the last step; its request counts.
         """
         now = self._clock()
         if self._finished_s is None:
@@ -267,14 +267,14 @@ class Coordinator:
         return died_s is not None and now - died_s < _CHIEF_S
 
     def missed_chiefs(self) -> list[int]:
-        """Workers of rank 0 that an epoch's end waits for, since they were not heard of after its last step."""
+        """Workers of rank 0 that an epoch's end waits for, since they sent nothing after its last step."""
         finished_s = self._finished_s
         if finished_s is None or self._ending or self._clock() - finished_s < _MISSED_S:
             return []
         return [w for w, seen in self.workers.items() if seen.rank == 0 and seen.heard_s < finished_s]
 
     def fall_silent(self) -> list[int]:
-        """Take the leases of workers that are not heard of; returns the silent ones, whose processes may be dead."""
+        """Take the leases of workers without heartbeats; returns the silent ones, whose processes may be dead."""
         now = self._clock()
         for worker, seen in self.workers.items():
             if not seen.silent and now - seen.heard_s > self._alive_s:
@@ -376,7 +376,7 @@ class Coordinator:
         )
 
     def resume_position(self) -> JobPosition | None:
-        """Where another job would go on, in order; None while a step is in flight."""
+        """Where another job would resume, in order; None while a step is in flight."""
         moved = self.ledger.resume_order()
         if moved is None:
             return None
@@ -406,7 +406,7 @@ class Coordinator:
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Go on from the state of a coordinator that died; workers get the full time to be heard of."""
+        """Resume from the state of a coordinator that died; workers get the full heartbeat time-out."""
         self.ledger = Ledger.from_state(state["ledger"])
         self.account = self.ledger.account
         self.workers = {w: WorkerSeen(rank, host, pid, self._clock()) for w, rank, host, pid in state["workers"]}

@@ -19,11 +19,11 @@ class Discipline:
                async   every push is a step
                hop_bs  as async, but no worker runs far ahead of the slowest (bounded staleness)
                hop_bw  one push of every worker makes a step, without waiting for the last ones (backup workers)
-               shadow, easgd, ma, bmuf: as async; a push has rows only, since every worker steps a replica of the rest
+               shadow, easgd, ma, bmuf: as async; a push has rows only, since every worker steps a dense replica
     staleness: gba: name of the weighting, see `gba_hvd.ps.coordinator.staleness`
     tolerance: gba: steps, for the weightings that have one
     lookahead: gba, bsp: hand out micro-batches of at most this many steps ahead; 0 is lock-step, None is no limit
-    slack:     hop_bs: whoever is more than this many micro-batches ahead of the slowest worker waits
+    slack:     hop_bs: a worker more than this many micro-batches ahead of the slowest one waits
     backups:   hop_bw: a round does not wait for this many of the workers; what they push later is dropped
 
     A setting of another discipline is not used. Raises BadInput.

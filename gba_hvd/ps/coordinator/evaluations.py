@@ -1,9 +1,9 @@
 """Evaluations in asynchronous modes: leased work like training, so that no worker waits for a slow or dead one.
 
 An evaluation is named by (phase, how many the phase had before); a phase is an epoch's batches, or what follows them.
-The first worker to ask gives its buffers (batch norm statistics) to all, so that one model is judged. Scores are added
-up as they come; a worker that asks after the end, a newcomer for example, gets the result. None of it survives the
-coordinator's process: the evaluation begins again.
+The first worker to ask gives its buffers (batch norm statistics) to all, so that one model is evaluated. Scores are
+added up as they come; a worker that asks after the end, a late joiner for example, gets the result. None of it survives
+the coordinator's process: the evaluation begins again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Who of the workers has died or is not heard of, at the coordinator. Its leases go to others then.
+"""Which workers have died or send no heartbeats, at the coordinator. Its leases go to others then.
 
 A process of the coordinator's own host is looked at; of another host its server is asked, and a worker of a host that
-says nothing either is given up after a while. Heartbeats come to `coordinator`, which says who is silent.
+sends nothing either is evicted after a while. Heartbeats come to `coordinator`, which returns who is silent.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FailureDetector:
         for worker, seen in list(coordinator.workers.items()):
             if seen.host == here and not is_alive(seen.pid):  # no need to wait until it is missed
                 coordinator_service.is_dead(worker)
-        # A server that was stopped or busy has not heard anybody: heartbeats wait to be read.
+        # A server that was stopped or busy has not read any heartbeats: they are queued.
         silent = coordinator.fall_silent() if now - before < _LATE_TICK_S else []
         for worker in silent:
             coordinator_service.evaluations.leave(worker)
@@ -45,7 +45,7 @@ class FailureDetector:
             if time.monotonic() - seen.heard_s > _GIVEN_UP * self._alive_s and seen.host != here:
                 coordinator_service.is_dead(
                     worker
-                )  # nobody there could say; should it live, it comes back with a heartbeat
+                )  # nobody there knows; should it live, it comes back with a heartbeat
             elif seen.host != here and time.monotonic() - self._asked_s.get(worker, 0.0) > _ASK_AGAIN_S:
                 self._asked_s[worker] = time.monotonic()
                 server = self._peers.of_host(seen.host)

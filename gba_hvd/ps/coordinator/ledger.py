@@ -103,7 +103,7 @@ class Ledger:
 
     revoke, leave, lost_pushes and undo send micro-batches back to be handed out again, those first. Not thread-safe.
 
-    A ledger goes on in another process from its `state()`. Save that before an answer leaves: a ledger restored from
+    A ledger resumes in another process from its `state()`. Save that before an answer leaves: a ledger restored from
     an older one would give out a serial twice.
 
     steps_done: steps of the epoch that are done already; step: steps applied so far in the job; account: where the
@@ -148,7 +148,7 @@ class Ledger:
     # Workers
 
     def join(self, worker: int) -> None:
-        """Know this worker from now on (asking for a lease does the same). A newcomer's clock is the slowest one's."""
+        """Know this worker from now on (asking for a lease does the same). A late joiner has the slowest clock."""
         if worker not in self._clock:
             self._clock[worker] = min(self._clock.values(), default=0)
 
@@ -238,7 +238,7 @@ class Ledger:
         return self._decided
 
     def clip(self, dense_factor: float, row_factor: float, norm: float) -> None:
-        """The decided step is measured: from here on this is how it is applied, whoever dies."""
+        """The decided step is measured: from here on this is how it is applied, even if servers die."""
         assert self._decided is not None
         self._decided = replace(self._decided, clipped=(dense_factor, row_factor, norm))
 
@@ -285,7 +285,7 @@ class Ledger:
         self._held = True
 
     def release(self) -> None:
-        """Go on after `hold`."""
+        """Resume after `hold`."""
         self._held = False
 
     @property
@@ -306,7 +306,7 @@ class Ledger:
 
     @property
     def steps_done(self) -> int:
-        """Steps of the epoch, of M micro-batches each, whatever the discipline."""
+        """Steps of the epoch, of M micro-batches each, under any discipline."""
         return self.cut.n_steps if self.finished else self._n_resolved // self.cut.n_micro
 
     def resume_order(self) -> dict[int, int] | None:

@@ -1,6 +1,6 @@
 """The coordinator's way to the other servers: a socket to each, for the mode that is on.
 
-Nothing here waits: what does not go out is sent again by whoever wants an answer.
+Nothing here waits: the requester sends again what does not go out.
 """
 
 from __future__ import annotations

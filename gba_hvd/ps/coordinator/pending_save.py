@@ -32,7 +32,7 @@ class PendingSave:
         return self._request is not None
 
     def ask(self, request: Save, snapshot: bytes) -> None:
-        """Instead of one that still waits. snapshot: what a newcomer would start from.
+        """Instead of one that still waits. snapshot: what a late joiner would start from.
 
         The same one again, which its sender repeats until it has the answer, changes nothing.
         """
@@ -56,7 +56,7 @@ class PendingSave:
 
         try:
             self._saver.begin(request, self._part.shards.tolist(), state, part_state(self._part))
-        except Exception as error:  # nobody waits for this answer: the chief hears of it with the heartbeats
+        except Exception as error:  # nobody waits for this answer: the chief receives it with the heartbeats
             log.exception("a checkpoint was not begun")
             self._saver.did_not_begin(request, f"{type(error).__name__}: {error}")
             return

@@ -33,7 +33,7 @@ from gba_hvd.ps.request_port import Requester, refused_by
 from gba_hvd.ps.state_files import StateFiles
 
 log = logging.getLogger("gba_hvd.ps")
-_WAIT_S = 0.5  # longest time an `LeaseRequest` is kept before it is told to wait
+_WAIT_S = 0.5  # longest time a `LeaseRequest` is queued before the answer is to wait
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class CoordinatorService:
     # --- what workers ask --------------------------------------------------------------------------------------------
 
     def ask(self, caller: Requester, request: LeaseRequest) -> Answer | None:
-        """A lease, or why there is none; None: the caller is told later."""
+        """A lease, or why there is none; None: the caller is answered later."""
         answer = self._lease(request)
         if answer is None:
             asked = request.worker, request.request
@@ -104,7 +104,7 @@ class CoordinatorService:
             return
         if request.finished:
             self.coordinator.bye(request.worker)
-        else:  # its process may go on, but not as a worker of this world
+        else:  # its process may continue, but not as a worker of this world
             self.coordinator.dead(request.worker)
         self.save_ledger()
         self.advance()
@@ -135,7 +135,7 @@ class CoordinatorService:
             self._answer_waiters()
 
     def peer_answered(self, index: int, number: int | None, answer: Answer) -> None:
-        """What another server says to the request of this number; None: it is not known."""
+        """What another server answers to the request of this number; None: it is not known."""
         if isinstance(answer, Refused) and not answer.retry:
             if self.executor.refused_by(index, number, answer):
                 self._answer_waiters()

@@ -1,7 +1,7 @@
 """How much a gradient still counts when the model has moved on since its micro-batch was due.
 
 Staleness is in global steps: the steps applied so far, less the token of the micro-batch. A micro-batch that is ahead
-of its step (a negative staleness) counts as fresh. Which pushes make a step is decided in `tokens`; the weight enters
+of its step (a negative staleness) counts as fresh. Which pushes make a step is decided in `ledger`; the weight enters
 the gradient where the step is applied.
 """
 
@@ -90,7 +90,7 @@ WEIGHTINGS: Registry[Weighting] = Registry(
 def weighting(name: str, tolerance: int = 4) -> Weighting:
     """The weighting of that name, one of `WEIGHTINGS`; `tolerance` in steps, for those that have one.
 
-    Raises BadInput for another name, and for a tolerance that is not a whole number from 0.
+    Raises BadInput for another name, and for a tolerance that is not an integer from 0.
     """
     _check(tolerance)
     return WEIGHTINGS.get(name)(tolerance)

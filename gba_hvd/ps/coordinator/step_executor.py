@@ -7,12 +7,12 @@ Where steps are clipped, the servers are first asked how large their parts of th
     decided -> saved -> measured by all servers -> saved with its factors -> sent, applied, ...
 
 Measuring changes nothing, so a step whose factors are not in the ledger was applied nowhere: a successor has it
-measured again, by whoever still has pushes of it. A step whose factors are there is applied with these, whoever died
-meanwhile.
+measured again, by the servers that have pushes of it. A step whose factors exist is applied with these, even if servers
+died meanwhile.
 
 One step is in flight at a time. Killed at any point, the successor finds the decision in the ledger or not at all: a
-step that was decided is sent again, and whoever has applied it says what it said (`part`). A server that has lost the
-pushes of a step has lost those of later ones, too: whatever came before is then computed again, by whoever is free.
+step that was decided is sent again, and a server that has applied it repeats its answer (`partition`). A server that
+has lost the pushes of a step has lost those of later ones, too: all these are then computed again, by free workers.
 Between two steps a checkpoint that waits is begun.
 """
 
@@ -65,7 +65,7 @@ class _BeingMeasured:
 class StepExecutor:
     """In server 0. Belongs to its main thread.
 
-    failure: why a step could not be applied, told to whoever asks for a lease; there are no more steps then
+    failure: why a step could not be applied, the answer to lease requests; there are no more steps then
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class StepExecutor:
             self._send(self._under_way)
             try:
                 answer = self.part.apply(request)
-            except GbaError as error:  # nothing of it was applied, and nothing after it will be: workers are told why
+            except GbaError as error:  # nothing of it was applied, nothing after it will be: workers get the reason
                 self.failure = f"step {request.step}: {error}"
                 self._under_way = None
                 return
@@ -168,7 +168,7 @@ class StepExecutor:
     # --- between two steps -------------------------------------------------------------------------------------------
 
     def resume_position(self) -> JobPosition | None:
-        """Where another job would go on, in order; None while a step is in flight."""
+        """Where another job would resume, in order; None while a step is in flight."""
         return None if self._in_flight is not None else self.coordinator.resume_position()
 
     @property
@@ -176,7 +176,7 @@ class StepExecutor:
         return self._next_save.is_waiting
 
     def save(self, request: Save, snapshot: bytes) -> None:
-        """At the next moment between two steps. snapshot: what a newcomer would start from."""
+        """At the next moment between two steps. snapshot: what a late joiner would start from."""
         self._next_save.ask(request, snapshot)
         self.save_between()
 

@@ -1,9 +1,9 @@
 """A server's part of the central copy, where workers train replicas of their own: blended, overwritten, the mean.
 
-Uses the dense part, which makes each change visible whole or not at all; what is handed in is kept in memory only.
-Which formula, is `averaging`'s business; when replicas are handed in, the workers' and the coordinator's (`shadow`).
+Uses the dense part, which makes each change visible completely or not at all; submitted replicas are in memory only.
+`averaging` has the formulas; workers and coordinator decide when replicas are submitted (`replica_worker`).
 
-The mean of a phase is put into the dense part, then into a file of its own, and only then is anybody told of it. So a
+The mean of a phase is put into the dense part, then into a file of its own, and only then is it reported. So a
 worker that asks a successor for it gets what the others got, though they may have blended into the copy since.
 """
 
@@ -25,7 +25,7 @@ from recovery import state_codec
 
 @dataclass
 class _SubmittedReplicas:
-    """What came for one phase: the mean so far, whose replicas are in it, and those of workers that may come back."""
+    """Submitted for one phase: the mean so far, whose replicas are in it, and those of workers that may come back."""
 
     mean: MeanOfReplicas
     workers: set[int] = field(default_factory=set)
@@ -102,7 +102,7 @@ class CentralCopy:
         return True
 
     def gather(self, phase: int) -> tuple[np.ndarray, bytes]:
-        """Become the mean of what was handed in for this phase, once, and stay as it is if that is nothing.
+        """Become the mean of the replicas submitted for this phase, once, and stay as it is if there are none.
 
         Returns values and optimizer state (state_codec) as they were then: by the time the last worker asks, the first
         may have blended into the next epoch's copy.
@@ -156,7 +156,7 @@ class CentralCopy:
     def _state(self, frame: Any) -> list[Mapping[str, Any]]:
         try:
             state = state_codec.decode(bytes(frame))
-        except Exception as error:  # whatever bytes that are none of the codec's may cause
+        except Exception as error:  # any error that bytes not written by the codec may cause
             raise ProtocolError(f"optimizer state: {type(error).__name__}: {error}") from error
         if not isinstance(state, list) or len(state) != len(self._sizes) or not all(isinstance(e, dict) for e in state):
             raise ProtocolError(f"optimizer state: expected a list of {len(self._sizes)} dicts, one for each tensor")

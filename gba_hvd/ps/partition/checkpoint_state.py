@@ -1,6 +1,6 @@
 """What a checkpoint of an asynchronous mode has beside rows: put together from what all servers add.
 
-Each server adds its dense tensors; the coordinator the user's values and where to go on.
+Each server adds its dense tensors; the coordinator the user's values and the position to resume from.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ def part_state(part: Partition) -> bytes:
 def asynchronous_state(
     snapshot: bytes, extras: Sequence[bytes], position: JobPosition, living: Sequence[int] | None = None
 ) -> bytes:
-    """What a checkpoint has beside rows: the user's values, the dense tensors of all servers, and where to go on.
+    """What a checkpoint has beside rows: the user's values, the dense tensors of all servers, and the position to
+    resume from.
 
     extras: of all servers (`part_state`). living: the workers, where gradients are compressed: what all of them had not
     sent yet is in it too, and of how many that is not known.
-    Raises GbaError when the values are of an earlier epoch than the job is in: whole epochs would be trained again.
+    Raises GbaError when the values are of an earlier epoch than the job is in: complete epochs would be trained again.
     """
     values = state_codec.decode(snapshot)
     order = values["position"].get("order")

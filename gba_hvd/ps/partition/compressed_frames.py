@@ -54,7 +54,7 @@ def encode_rows(memory: ShardMemory, mine: np.ndarray, request: PullRows, frames
 
 
 def answer_pull(part: Partition, request: PullDense) -> tuple[Dense, Sequence[Any]]:
-    """The newest dense values, whole or as a difference to what the worker has."""
+    """The newest dense values, complete or as a difference to what the worker has."""
     dense = part.dense
     if dense.step <= request.newer_than:
         return Dense(dense.step), ()

@@ -1,8 +1,9 @@
 """The dense parameters one server holds, stepped by the user's torch optimizer, in a file that survives the server.
 
 The server steps a private copy. Each step is then published: values and optimizer state go into that one of the file's
-two halves which nobody is told to read, then one aligned int64, `active`, names step and half. So a process killed at
-any instruction leaves the last whole step, for `DensePart.open` and for readers. x86-64 store order is assumed.
+two halves, the one that `active` does not name, then one aligned int64, `active`, names step and half. So a process
+killed at any instruction leaves the last complete step, for `DensePart.open` and for readers. x86-64 store order is
+assumed.
 
     head    int64 [512]      magic, active = 2 * step + half, then of each half: generation, place and room of its state
     about   JSON             tensors, optimizer, dtype; never changes
@@ -45,7 +46,7 @@ from recovery import state_codec
 class DensePart:
     """Made with `create` or `open`; belongs to one process and one thread. `close()` may be called twice.
 
-    step:    the last whole step
+    step:    the last complete step
     values:  [n], a read-only view of the current values, all tensors in order; it changes in place with each step
     shown:   the same of what workers are shown: `values`, unless a rule says otherwise
     tensors: what the values are
@@ -83,11 +84,11 @@ class DensePart:
         dtype: str = "float32",
         shown: np.ndarray | None = None,
     ) -> DensePart:
-        """Make the file at `path`, in place of an older one, whole from the first moment it is seen there.
+        """Make the file at `path`, in place of an older one, complete from the first moment it is visible there.
 
         optimizer: as of `torch_optimizers.spec_of`. values: [n]. state: of each tensor, as in `optimizer.state[p]`;
         an empty dict leaves what the optimizer begins with. shown: [n], what workers are to see in place of the values.
-        Readers of an older file go on seeing that one.
+        Readers of an older file still see that one.
 
         Raises BadInput when the arguments do not fit each other, ShardMemoryError when the file cannot be made.
         """
@@ -128,7 +129,7 @@ class DensePart:
 
     @classmethod
     def open(cls, path: Path) -> DensePart:
-        """What an earlier process left at `path`, as of its last whole step.
+        """What an earlier process left at `path`, as of its last complete step.
 
         Raises ShardMemoryError when there is no such file or it is damaged.
         """
@@ -137,7 +138,7 @@ class DensePart:
         return part
 
     def step_(self, grad: np.ndarray, lrs: Sequence[float], step: int) -> None:
-        """Step the optimizer once, then publish. If anything raises, all is as after the last whole step.
+        """Step the optimizer once, then publish. If anything raises, all is as after the last complete step.
 
         grad: [n], the gradient of the step. lrs: learning rate of each group. step: later than the last one.
         """
@@ -190,7 +191,7 @@ class DensePart:
     def replace_(self, values: np.ndarray | None, state: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Other values [n], other optimizer state, or both, as of the same step. If anything raises, all is as before.
 
-        Readers who ask for something newer than this step are not told.
+        Readers that ask for a newer step than this one do not see it.
         """
         try:
             if values is not None:
@@ -262,7 +263,7 @@ class DensePart:
         small = plan.directory + changing
         file.begin(half)
         if file.reserve(half, plan.end + len(small)):
-            self._places = {0: [], 1: []}  # the file is mapped anew
+            self._places = {0: [], 1: []}  # the file is mapped again
         area = file.area(half)
         self._places[half] = self._places[half] or [
             area[a:b].view(kind).view(shape) for a, b, kind, shape in plan.spans

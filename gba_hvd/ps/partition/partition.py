@@ -7,11 +7,11 @@ asynchronous mode. What a kill leaves behind, in the order of `apply`:
     rows in part       marks say begun > finished: the shards missed a step, which is counted
     rows, not dense    the dense part is as of the step before: it missed this one, counted too. In both cases the
                        successor does not apply the step again: its samples are not lost
-    residuals          are of this step from before `begin` on, see `ps.residuals`
+    residuals          are of this step from before `begin` on, see `residuals`
     after both         the step is applied; asked again, the server says so
 
 Where steps are clipped, `measure` merges the pushes before it is known how the step is to be applied. It changes
-nothing, and what it merged is kept for `apply`: a server that dies in between has lost its pushes, as before `begin`.
+nothing, and what it merged is stored for `apply`: a server that dies in between has lost its pushes, as before `begin`.
 
 A step that cannot be applied (the optimizer raises, the disk is full) is over too: what missed it is counted, and the
 answer says why.
@@ -84,7 +84,7 @@ class Partition:
         residuals: Residuals | None = None,
     ) -> None:
         self.enter, self.dense, self._memory, self._optimizer, self._limits = enter, dense, memory, optimizer, limits
-        self.idle = True  # workers apply the steps; no shard may be touched. Whoever owns the part says otherwise
+        self.idle = True  # workers apply the steps; no shard may be touched. The owner of the partition changes it
         self.mine = np.array(enter.shard_servers) == enter.me  # bool [S]
         self.shards = np.flatnonzero(self.mine)
         self._extra = int(enter.row_average == "contributors")
@@ -127,7 +127,7 @@ class Partition:
             raise ProtocolError(f"{len(values)} dense values, the tensors have {expected}")
         try:
             state = state_codec.decode(bytes(frames[1]))
-        except Exception as error:  # whatever bytes that are none of the codec's may cause
+        except Exception as error:  # any error that bytes not written by the codec may cause
             raise ProtocolError(f"optimizer state: {type(error).__name__}: {error}") from error
         if not isinstance(state, list) or not all(isinstance(entries, dict) for entries in state):
             raise ProtocolError("optimizer state: expected a list of dicts, one for each tensor")
@@ -142,7 +142,7 @@ class Partition:
     def resume(
         cls, enter: Enter, path: Path, memory: ShardMemory, optimizer: RowOptimizer, limits: Limits
     ) -> tuple[Partition, int]:
-        """Go on where a server that died stopped. Returns the part, and how many shards were in mid-step."""
+        """Resume where a server that died stopped. Returns the part, and how many shards were in mid-step."""
         residuals = Residuals.resume(_residuals_at(path), enter.generation)
         part = cls(enter, DensePart.open(path), memory, optimizer, limits, residuals=residuals)
         marks = memory.marks()
@@ -199,7 +199,7 @@ class Partition:
         )
 
     def apply(self, request: Apply) -> Applied:
-        """Apply a decided step. Asked again, says the same and does nothing."""
+        """Apply a decided step. Asked again, answers the same and does nothing."""
         if self._last is not None and self._last.step == request.step:
             return self._last
         if request.step == self._begun:  # its pushes went down with the server that died
@@ -295,7 +295,7 @@ class Partition:
     def skip(self, step: int) -> int:
         """This server missed a decided step, having lost its pushes, or part of it.
 
-        Returns how many of its shards missed it, and one more if the dense part did. Asked to apply it, says the same.
+        Returns how many of its shards missed it, and one more if the dense part did. `apply` then answers the same.
         """
         marks = self._memory.marks()
         behind = [int(s) for s in self.shards if marks.finished[s] < step]
@@ -311,7 +311,7 @@ class Partition:
         return missed
 
     def forget_worker(self, worker: int, finished: bool = False) -> None:
-        """It is gone, and nothing is kept for it. finished: training is over; what it had not sent still counts."""
+        """It is gone, and nothing is stored for it. finished: training is over; what it had not sent still counts."""
         if self.mirrors is not None:
             self.mirrors.forget(worker)
         if not finished:
@@ -325,7 +325,7 @@ class Partition:
         return self._central
 
     def export(self, phase: int = -1) -> tuple[int, np.ndarray, bytes]:
-        """(step, dense values, optimizer state). phase: of replicas, see `protocol.Export`."""
+        """(step, dense values, optimizer state). phase: of replicas, see `messages.Export`."""
         if phase >= 0:
             return self.dense.step, *self.central.gather(phase)
         return self.dense.step, self.dense.values.copy(), state_codec.encode(self.dense.state())

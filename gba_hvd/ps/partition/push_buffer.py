@@ -16,10 +16,10 @@ class BufferedPush:
     """Gradients of one micro-batch's mean loss, for the rows and dense tensors of one server.
 
     dense: float32 [n]
-    rows:  float32 words (`gradients.pack_by_owner`)
+    rows:  float32 words (`row_gradients.pack_by_owner`)
     dense_step: the step of the dense values they were computed with, -1 if not known
     worker: who computed them
-    residual: float32, what that worker had not sent after it (`ps.residuals`); None: not told
+    residual: float32, what that worker had not sent after it (`partition.residuals`); None: not known
     """
 
     micro: int
@@ -69,7 +69,7 @@ class PushBuffer:
         return found
 
     def discard_before(self, serial: int) -> None:
-        """Forget pushes of leases that will never be asked for."""
+        """Discard pushes of leases that will never be asked for."""
         self.take([key for key in self._pushes if key[1] < serial])
 
     def clear(self) -> None:

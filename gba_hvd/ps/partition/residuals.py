@@ -1,16 +1,16 @@
 """What the workers of a host had not sent yet, as of a server's newest step: for checkpoints of asynchronous modes.
 
 A worker's residual changes with every push, and which pushes a checkpoint has only the servers know. So each push to
-the first server of the worker's own host, which is reached through memory, says what was left after it. It counts from
-the step on that the push is applied in: a save between two steps finds what belongs to its rows and dense values, and
-the micro-batches of all other pushes are computed again, with nothing of them left over.
+the first server of the worker's own host, which is reached through memory, carries the residual after it. It counts
+from the step on that the push is applied in: a save between two steps finds what belongs to its rows and dense values,
+and the micro-batches of all other pushes are computed again, with no residual of them.
 
 Who owns what: the first server of each host, for the workers of this host. What a crash leaves behind:
 
-    a worker          its residual is forgotten with the next step, lost as it is without checkpoints
+    a worker          its residual is discarded with the next step, lost as it is without checkpoints
     this server       a file has the residuals of its newest step, or of the one it was applying: that one's pushes are
                       over, applied or missed. Those of pushes that waited are gone with them
-    the whole job     what the newest checkpoint says: all residuals together, for one worker of the job that goes on
+    the whole job     what the newest checkpoint says: all residuals together, for one worker of the job that resumes
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def total(residuals: Iterable[np.ndarray | None]) -> np.ndarray | None:
 
 
 class Residuals:
-    """Not thread-safe: belongs to the server's main thread. The file is there only once some worker told of itself."""
+    """Not thread-safe: belongs to the server's main thread. The file is there once a worker has reported."""
 
     def __init__(self, path: Path, generation: int) -> None:
         self._path, self._generation = path, generation
@@ -82,7 +82,7 @@ class Residuals:
         return rest
 
     def came(self, worker: int, frame: Any) -> None:
-        """What a worker brings into the mode. Told again, or too late, it changes nothing. Raises ProtocolError."""
+        """What a worker brings into the mode. Sent again, or too late, it changes nothing. Raises ProtocolError."""
         rest = self.check(frame)
         if worker not in self._of:
             self._of[worker] = -1, rest

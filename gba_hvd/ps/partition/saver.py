@@ -62,15 +62,15 @@ class Saver:
         self._active_chain: ActiveChain | None = None
         self._buffers: Buffers | None = None
         self._settings: SaveSettings | None = None  # of the newest save
-        self._not_yet_known: SavePlace | None = None  # which the last save of this part belongs to
-        self._shards: list[int] = []  # of the last save
+        self._not_yet_known: SavePlace | None = None  # which the newest save of this part belongs to
+        self._shards: list[int] = []  # of the newest save
         self._keepalive = ClaimKeepalive()
         self._workers_gone = False  # none is left to ask other servers for their parts
         self._last_until_s = math.inf  # so long the parts of a last checkpoint are waited for
 
     @property
     def url(self) -> str:
-        """Where this server saves; empty: it was not told yet."""
+        """Where this server saves; empty: not known yet."""
         return "" if self._known_settings is None else self._known_settings.url
 
     @property
@@ -79,7 +79,7 @@ class Saver:
 
     @property
     def held(self) -> DelegateClaim | None:
-        """What this server was told of the world in allreduce mode."""
+        """What the host leader reported of the world in allreduce mode."""
         return self._keepalive.held
 
     @property
@@ -90,7 +90,7 @@ class Saver:
     def last_request(self, step: int, samples: int, generation: int = 0) -> Save | None:
         """A save of what is newer than the last one, when nobody is left to ask for it; None: nothing is to be done.
 
-        In allreduce mode its number is one that nothing was saved under, also where the last save failed.
+        In allreduce mode its number is one that nothing was saved under, also where the newest save failed.
         """
         held, before = self.held, self._report
         if held is None or not held.settings.final_checkpoint_s:
@@ -110,7 +110,7 @@ class Saver:
 
     @property
     def final_checkpoint_s(self) -> float:
-        """For how long a last save may take; 0: there is to be none, as far as this server knows."""
+        """For how long a final save may take; 0: there is to be none, as far as this server knows."""
         return 0.0 if self._known_settings is None else self._known_settings.final_checkpoint_s
 
     def report(self) -> SaveStatus:
@@ -134,7 +134,7 @@ class Saver:
                 raise GbaError(f"checkpoint {self._report.number} is still being saved")
             self._cancel.set()  # of a world that is no more, or given up
         self._cancel = threading.Event()
-        if self.held is None or self.held.claim.nonce != request.claim.nonce:  # told of this world just now
+        if self.held is None or self.held.claim.nonce != request.claim.nonce:  # this world was reported just now
             place = (request.part, request.n_parts) if not request.generation else (0, 0)
             if request.part == 0 or not request.generation:
                 self.hold(DelegateClaim(request.claim, request.settings, request.about, request.first_epoch, *place))
@@ -175,7 +175,7 @@ class Saver:
         self._keepalive.hold(request)
 
     def alive(self) -> None:
-        """A worker was heard."""
+        """A worker sent a heartbeat."""
         self._keepalive.worker_heard()
         self._workers_gone = False
 
@@ -293,7 +293,7 @@ class Saver:
             yield await_part(store, place.prefix, part, until_s=until_s, cancel=cancel, why_in_vain=why)
 
     def _why_in_vain(self, store: Store, epoch: int, part: int) -> str:
-        """A server says that its workers are gone when it saves nothing any more."""
+        """A server reports that its workers are gone when it saves nothing any more."""
         gone = f"{last_prefix(epoch)}gone-{part:04d}"
         if self._workers_gone and gone in store.names(gone):
             return f"the server of part {part} was not asked for its rows before all workers were gone"

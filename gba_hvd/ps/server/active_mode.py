@@ -1,10 +1,10 @@
-"""The asynchronous mode that a server serves: entering it, leaving it, and going on with it after a server that died.
+"""The asynchronous mode that a server serves: entering it, leaving it, and resuming it after a server that died.
 
 What a crash leaves behind, in the order in which things are written:
 
     entering   dense part, ledger, session    no session, or the one before: the workers enter again
     leaving    session (idle)                 before the workers write shards: a successor leaves them alone
-    abandoned  session (idle)                 a successor that finds the session before hears of it with a heartbeat
+    abandoned  session (idle)                 a successor that finds the session before learns of it by a heartbeat
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class ActiveMode:
         self._records.save_session(request, idle=False)
 
     def export(self, request: Export) -> tuple[Answer, Sequence[Any]]:
-        """All of this server's dense state; and the mode is over, if so told."""
+        """All of this server's dense state. Ends the mode if the request says so."""
         part, position = self.active(request.generation), None
         if request.position and self.coordinator_service is not None:
             position = self.coordinator_service.executor.resume_position()
@@ -122,7 +122,7 @@ class ActiveMode:
         return Exported(step, position), (values, state)
 
     def abandon(self, generation: int) -> None:
-        """The workers went on in allreduce mode without this one: leave it, or never enter it."""
+        """The workers continued in allreduce mode without this mode: leave it, or never enter it."""
         if not generation or generation == self._abandoned:
             return
         self._abandoned = generation
@@ -143,7 +143,7 @@ class ActiveMode:
             self.active_coordinator.bye(request)
 
     def resume(self) -> None:
-        """Go on where a server that died stopped, if there was one."""
+        """Resume where a server that died stopped, if there was one."""
         session = self._records.session()
         if session is None:
             return

@@ -1,8 +1,8 @@
-"""The last checkpoint, when all workers are gone: what is newer than the one before it, before the memory goes.
+"""The final checkpoint, when all workers are gone: saves what is newer than the one before it, before the memory goes.
 
 `memory_hold` decides when. In an asynchronous mode all servers save; in allreduce mode the one of a single host, if the
-training state was kept in memory, or those of several hosts if they agree (`last_together`). A server that is not asked
-by its coordinator only keeps the memory, for as long as it may take.
+training state was retained in memory, or those of several hosts if they agree (`final_checkpoint_hosts`). A server that
+its coordinator does not ask only holds the memory, for as long as the save may take.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class FinalCheckpoint:
             return False
 
     def _is_as_entered(self, state: RetainedState | None) -> bool:
-        """Whether the state kept last is that of allreduce mode, and no step was made since."""
+        """Whether the state retained last is that of allreduce mode, and no step was made since."""
         part = self._mode.part
         return state is not None and not state.generation and part is not None and state.step == part.dense.step
 

@@ -3,7 +3,7 @@
 They meet in the store, under the epoch of the claim that their workers' world had. Each holds its host's memory
 meanwhile (`memory_hold`), for `final_checkpoint_s` at most. In the order in which things become visible:
 
-    1. gone   every server but the first one says that all workers of its host are gone, when it saves nothing any more:
+    1. gone   every server but the first one reports that its host's workers are all gone, with no save in flight:
               a save of the first one that waits for rows that nobody asked for fails        blobs/EPOCH-last/gone-NNNN
     2. word   the first one, which has the training state, waits for them, for half of the time, and says what is to be
               saved, or why nothing is                                                     blobs/EPOCH-last/word
@@ -11,9 +11,9 @@ meanwhile (`memory_hold`), for `final_checkpoint_s` at most. In the order in whi
     4. check  the first one: every shard has come, from one host; then the manifest is written, last
 
 Before 4 nothing counts, and the checkpoint before stays in force: a server or a host that dies, a host whose workers
-live, rows that are of other steps than the training state (`rows_of`), a store that fails. Workers that go on without
-a host have claimed the place anew, so its server stops at the next look at the claims. What a crash leaves: objects
-under the epoch that nothing refers to; `recovery.catalog.retention.gc` finds them.
+live, rows that are of other steps than the training state (`rows_of`), a store that fails. Workers that continue
+without a host have claimed the place again, so its server stops at the next look at the claims. What a crash leaves:
+objects under the epoch that nothing refers to; `recovery.catalog.retention.gc` finds them.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def begin(saver: Saver, memory: ShardMemory, state: RetainedState | None) -> Non
 def rows_of(memory: ShardMemory, step: int) -> PartInventory:
     """The shards that are here, if they can go with a training state of this step.
 
-    All workers had entered the commit of `step` when the chief kept the state, and none that of step + 2: rows that the
-    workers of that world left are of the step, one ahead or one behind, or in the middle of it. Raises GbaError for
+    All workers had entered the commit of `step` when the chief retained the state, and none that of step + 2: rows that
+    the workers of that world left are of the step, one ahead or one behind, or in the middle of it. Raises GbaError for
     others.
     """
     marks, shards = memory.marks(), memory.ready()
@@ -130,7 +130,7 @@ def rows_of(memory: ShardMemory, step: int) -> PartInventory:
 
 
 def collect_state(state: bytes, told: Sequence[PartInventory], n_shards: int) -> bytes:
-    """The training state, with the steps that shards missed in its account. told: by all servers.
+    """The training state, with the steps that shards missed in its account. told: inventories of all servers.
 
     Raises GbaError when a server refused, or when the shards of all are not each shard once.
     """
@@ -151,7 +151,7 @@ def collect_state(state: bytes, told: Sequence[PartInventory], n_shards: int) ->
 def await_gone(store: Store, held: DelegateClaim, until_s: float, cancel: threading.Event) -> None:
     """Return when the servers of all other hosts have said that their workers are gone.
 
-    Raises StoreError when one has not until then, Fenced when somebody goes on without them, Cancelled.
+    Raises StoreError when one has not until then, Fenced when workers continue without them, Cancelled.
     """
     prefix, claim = f"{last_prefix(held.claim.epoch)}gone-", held.claim
     while True:
@@ -169,7 +169,7 @@ def await_gone(store: Store, held: DelegateClaim, until_s: float, cancel: thread
 
 
 def await_order(store: Store, held: DelegateClaim, until_s: float, cancel: threading.Event) -> SaveOrder:
-    """Say that the workers of this host are gone, and return what is to be saved.
+    """Report that the workers of this host are gone, and return what is to be saved.
 
     Raises StoreError when nothing is, or when that was not said until then, Fenced and Cancelled as `await_gone`.
     """

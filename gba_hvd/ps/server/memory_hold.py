@@ -1,8 +1,8 @@
-"""When every worker of a host is gone: the time until its memory goes, and holding it for one last checkpoint.
+"""When every worker of a host is gone: the time until its memory is removed, and holding it for a final checkpoint.
 
-Decided here is when; what is saved, `last_save` says. Half of the grace period is left to a restart, which would find
-everything in memory. Then the server holds the memory's lock, so that the keeper waits, and lets go of it after the
-save, or when its time is over. A server that dies meanwhile lets go of it, too.
+Decided here is when; what is saved, `final_checkpoint` decides. Half of the grace period is left to a restart, which
+would find everything in memory. Then the server holds the memory's lock, so that the reaper waits, and releases it
+after the save, or when its time is over. A server that dies meanwhile releases it, too.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class MemoryHold:
         except FileNotFoundError:
             return False
         try:
-            self._mark.touch()  # first: whoever finds the lock taken finds out why
+            self._mark.touch()  # first: a process that finds the lock taken finds out why
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             os.close(lock)

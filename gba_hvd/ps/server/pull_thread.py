@@ -1,4 +1,4 @@
-"""The server's second thread: answers pulls of rows, whatever the main thread is at.
+"""The server's second thread: answers pulls of rows while the main thread is busy.
 
 It owns the socket for pulls and only reads shard memory: a row that is being written may come half old, half new.
 """

@@ -1,15 +1,15 @@
 """The companion server: one process per host that serves rows, takes gradients and applies steps in asynchronous modes.
 
-    a message -> `answering` -> what it asks is looked up here -> the owner of what it is about -> the answer
+    a message -> `request_port` -> its handler is looked up here -> the owner of what it is about -> the answer
 
 Who owns what. The main thread owns the control sockets, the mode that is on (`mode`: the part, and in server 0 the
 coordinator), checkpoints, and nearly all else; it is the only writer of the host's shards while the job is in an
-asynchronous mode. A second thread owns the pull socket and only reads shard memory (`pulling`). What must survive the
-process lies in files of the job's folder (`records`).
+asynchronous mode. A second thread owns the pull socket and only reads shard memory (`pull_thread`). What must survive
+the process lies in files of the job's folder (`state_files`).
 
 A killed server is started again by a worker of its host and resumes from these files. Its waiting pushes are gone: the
 coordinator has their micro-batches computed again. No message ends a server: what a request raises is its answer.
-Life: it holds no claim on the memory; when the folder goes (`shard.keeper`), it ends.
+Life: it holds no claim on the memory; when the folder goes (`shm.reaper`), it ends.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Server:
         self._failure_detector = FailureDetector(self._peers, settings.alive_s)
         self._ended = False
         self._warm_up = threading.Thread(target=self._import_optimizers, name="warm-up", daemon=True)
-        if self._records.session() is not None:  # a mode that goes on needs them at once
+        if self._records.session() is not None:  # a mode that resumes needs them at once
             self._import_optimizers()
         self._mode.resume()
 
@@ -259,13 +259,13 @@ class Server:
         part = self._mode.active(request.generation)
         _ = part.central  # refuses where there are no replicas
         if part.idle:
-            return Ok()  # the mode is being left: all had handed in before, and a successor has no coordinator
+            return Ok()  # the mode is being left: all had submitted before, and a successor has no coordinator
         return self._mode.coordinated(request.generation).replica_submitted(request)
 
     def _decided(self, request: messages.Measure | messages.Apply) -> Partition:
         """Whose part of a decided step it is."""
         part = self._mode.active(request.generation)
-        if part.idle:  # the workers write shards: whoever asks was cut off when they fell out of the mode
+        if part.idle:  # the workers write shards: the requester was cut off when they were evicted from the mode
             raise ProtocolError(
                 f"step {request.step} of generation {request.generation} comes too late: its mode is over"
             )

@@ -1,4 +1,4 @@
-"""What people and workers are told of a server between them: heartbeats, `gba-hvd status`, `gba-hvd switch`."""
+"""What a server reports to people and workers: heartbeats, `gba-hvd status`, `gba-hvd switch`."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _TRIES = 3
 
 
 def export_dense(client: Client, request: Export, parts: DenseParts) -> dict[int, DenseState]:
-    """Every dense tensor by its number in the model. Raises as `answers.wait_reply`."""
+    """Every dense tensor by its number in the model. Raises as `replies.wait_reply`."""
     futures = [client.send(s, request) for s in range(len(parts))]
     replies = [wait_reply(future) for future in futures]
     return {t: state for s, reply in enumerate(replies) for t, state in _unpacked(parts, s, reply)}
@@ -52,10 +52,10 @@ def export_from_reachable(
 def left_in_files(
     folder: Path, host: int, servers: Sequence[Endpoint], parts: DenseParts, generation: int
 ) -> tuple[dict[int, DenseState], JobPosition | None]:
-    """What silent servers of this host have published, from their files: as of the last whole step of each; and where
-    training stands, if the coordinator is among them and its ledger is of the same step.
+    """What silent servers of this host have published, from their files: as of the last complete step of each; and
+    where training stands, if the coordinator is among them and its ledger is of the same step.
 
-    A server that only hung may wake and go on meanwhile: then its file is read again.
+    A server that only hung may wake and continue meanwhile: then its file is read again.
     """
     found: dict[int, DenseState] = {}
     position = None

@@ -1,6 +1,6 @@
 """The newest dense values: read from the file of this host's servers, pulled from those of other hosts.
 
-What is pulled comes whole or as a difference, whichever was faster (`compression.bypass`).
+What is pulled comes complete or as a difference, whichever was faster (`compression.bypass`).
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class DenseValues:
             return
         self._take(server, reply.body, reply.frames[0])
         if self._compression is not None and compress == (reply.body.base != -1):
-            now = time.perf_counter()  # a difference that was asked for may come whole: that says nothing
+            now = time.perf_counter()  # a difference that was asked for may come complete: that says nothing
             took, self._pulled_s[server] = StepTiming(now - asked_s, 0.0, now - self._pulled_s[server]), now
             decision = self._pulls[server].saw(compress, [took])
             if decision is not None and decision.changed:

@@ -1,6 +1,6 @@
-"""What a worker and the coordinator tell each other with heartbeats: who lives, where the job stands, who is to leave.
+"""What a worker and the coordinator send each other with heartbeats: who lives, where the job stands, who is to leave.
 
-No socket and no clock here: the client sends what `beat` says every so often and hands the answers to `hear`.
+No socket and no clock here: the client sends what `message` returns periodically and passes the answers to `on_reply`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from gba_hvd.ps.messages import HeartbeatMsg, JobPosition, Refused, SaveFacts, S
 
 
 class Heartbeat:
-    """One worker's. Written by several threads: `beat` and `hear` run on the client's, each flag is set by one other.
+    """One worker's. Written by several threads: `message` and `on_reply` run on the client's, one other sets each flag.
 
     rank: of the worker, in the world it is in now.
-    position: the newest that was heard. saved: what became of the newest checkpoint.
-    hosts_updated: Horovod told this worker; somebody_leaves: some worker was told to leave; leaving: this one was, and
+    position: the newest that was received. saved: what became of the newest checkpoint.
+    hosts_updated: Horovod notified this worker; somebody_leaves: some worker is preempted; leaving: this one is, and
     the chief is to have a checkpoint made first.
-    acknowledged_membership: the change of membership that this worker had heard of when it last formed a world
+    acknowledged_membership: the change of membership that this worker knew of when it last formed a world
     """
 
     def __init__(self, worker: int, rank: int, host: int, pid: int, generation: int) -> None:
@@ -35,7 +35,7 @@ class Heartbeat:
         self._newest = threading.Lock()
 
     def message(self) -> HeartbeatMsg:
-        """What to say now. Heartbeats are not repeated: that hosts were updated is said until it was heard."""
+        """The message to send now. Heartbeats are not repeated: `hosts_updated` is sent until acknowledged."""
         if self.hosts_updated and self._world_told is None:
             self._world_told = self.position.membership_epoch
         elif self._world_told is not None and self.position.membership_epoch > self._world_told:
@@ -45,7 +45,7 @@ class Heartbeat:
         )
 
     def question(self) -> HeartbeatMsg:
-        """To a server that is not the coordinator's, of no mode: its answer says what became of its part of a save."""
+        """To a server that is not the coordinator's, of no mode: its answer reports its part of a save."""
         return HeartbeatMsg(self._worker, self.rank, self._host, self._pid, 0)
 
     def asked_to_save(self, epoch: int, number: int) -> None:

@@ -2,7 +2,7 @@
 
 So `gba-hvd status` and `gba-hvd switch` find the same server to talk to in every mode. The client behind it starts the
 servers of this host and starts them again, beside the training. Whether all of them answer is `is_ready`: a switch or a
-checkpoint is agreed on only when the leads of all hosts say so, so that nobody waits for a server that is not up.
+checkpoint is agreed on only when all host leaders agree, so that nobody waits for a server that is not up.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FRESH_S = 3.0  # a server that answered so recently is up; heartbeats go out te
 
 
 class HostServer:
-    """The lead's line to its host's server. Start with `start()`; `close()` may be called twice.
+    """The host leader's connection to its host's server. Start with `start()`; `close()` may be called twice.
 
     look: where training stands, plain values; called on the client's thread
     n_servers: of this host
@@ -116,7 +116,7 @@ class HostServer:
         return self._client.folder_lost
 
     def abandon(self, generation: int) -> None:
-        """The workers went on in allreduce mode without this mode: each heartbeat says so, servers leave it or never
+        """The workers continued in allreduce mode without this mode: each heartbeat says so, servers leave it or never
         enter it. Said at once as well, before any save that comes later.
         """
         self._given_up = generation
@@ -130,12 +130,12 @@ class HostServer:
         future.add_done_callback(lambda f: self._asked_to_save(request, f.result))
 
     def has_read(self, number: int) -> bool:
-        """Whether the server has read the rows that it was told to save, or never will."""
+        """Whether the server has read the rows that it was asked to save, or never will."""
         saved = self.saved
         return saved is not None and saved.number >= number and (saved.state != "running" or saved.facts.read)
 
     def hold(self, request: DelegateClaim) -> None:
-        """Have the server give the signs of life of a claim."""
+        """Have the server renew a claim."""
         self._client.send(0, request, timeout_s=_SAVE_TIMEOUT_S)
 
     def _asked_to_save(self, request: Save, result: Callable[[], Reply]) -> None:
@@ -174,7 +174,7 @@ class HostServer:
             return
         if position.saved.number:
             if (position.saved.epoch, position.saved.number) < self._asked:
-                return  # of a save before the newest: what became of that one is not known yet, or was told
+                return  # of a save before the newest: what became of that one is not known yet, or was reported
             self.saved = position.saved
             if position.saved.state != "running":
                 self._accepted = None

@@ -1,7 +1,7 @@
 """What a push carries to each server: its part of the dense gradient, and the gradients of rows of its shards.
 
 Nothing is sent here. What goes to servers of other hosts may be compressed; what that leaves behind waits in the
-worker's residuals, and is settled here: a push is final for the worker, whatever becomes of it.
+worker's residuals, and is settled here: a push is final for the worker, even if it is lost.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PushEncoder:
         self._coded: DensePush | None = None
         if compression is not None:
             self._coded = DensePush(compression.feedback, parts.tensors, is_far, compression.decisions)
-        self._with_residuals = [  # servers whose rows may have something waiting: a shard may have come home with it
+        self._with_residuals = [  # servers whose rows may have residuals: a shard may have returned with them
             s for s, far in enumerate(is_far)
             if row_coder is not None and (far or row_coder.has_residuals_for(self._shard_server == s))
         ]  # fmt: skip
@@ -55,7 +55,7 @@ class PushEncoder:
 
     @property
     def has_residual(self) -> bool:
-        """Dense gradients are not always sent whole."""
+        """Dense gradients are not always sent uncompressed."""
         return self._coded is not None
 
     def dense(self, flat: np.ndarray, step: int) -> list[Frame]:
@@ -98,7 +98,7 @@ class PushEncoder:
                     else:
                         whole, _ = pack_by_owner(coder.whole(own), np.zeros_like(self._shard_server), 1)
                         messages[s] = whole, False
-                coder.settle()  # as with dense gradients: what is sent is final, whatever becomes of the push
+                coder.settle()  # as with dense gradients: what is sent is final, even if the push is lost
         return messages
 
     def was_sent(self, future: Future[Reply], server: int, frame: Frame) -> None:

@@ -3,11 +3,11 @@
     begin   a place is taken, or waited for                     (a training thread)
     sent    to every server
     answers each server has its part, or refused it             (the client's thread)
-    report  the coordinator is told, once all servers have it, or once one refused it as not finite
+    report  the coordinator receives it, once all servers have it, or once one refused it as not finite
     end     the coordinator knows: the place is free
 
-A push that fails on its way frees its place, too. The failure is kept, and raised where the worker next has to do with
-servers. Each place that is taken is freed exactly once.
+A push that fails on its way frees its place, too. The failure is stored, and raised where the worker next has to do
+with servers. Each place that is taken is freed exactly once.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class PushWindow:
         return lambda told: self._answered(told, waiting, done)
 
     def _answered(self, told: Future[Reply], waiting: list[int], done: PushDone) -> None:
-        """One server answered (on the client's thread); after the last one the coordinator hears of it."""
+        """One server answered (on the client's thread); after the last one it is reported to the coordinator."""
         if waiting[0] < 0:
             return  # another server settled it
         try:
@@ -80,7 +80,7 @@ class PushWindow:
             self.report(done)
 
     def report(self, done: PushDone) -> None:
-        """Tell the coordinator; the place is free when it has answered, or cannot."""
+        """Report to the coordinator; the place is free when it has answered, or cannot."""
 
         def reported(told: Future[Reply]) -> None:
             try:

@@ -28,7 +28,7 @@ from gba_hvd.shm.layout import Layout
 
 
 class RemoteRows:
-    """One worker's. Tells the tables which shards are local. Belongs to the thread that fetches, all but `are_coded`.
+    """One worker's. Sets which shards of the tables are local. Belongs to the thread that fetches, all but `are_coded`.
 
     are_there: some shard is on another host than this worker
     """
@@ -54,7 +54,7 @@ class RemoteRows:
     def fetch(self, keys: Sequence[np.ndarray], whole: bool) -> list[PulledRows | None]:
         """Per group the keys that will be used next; what is local among them is left out.
 
-        whole: as they are, whatever compresses rows otherwise; no gradients follow.
+        whole: uncompressed, even where rows are compressed otherwise; no gradients follow.
         """
         if not self.are_there:
             return [None] * len(keys)
@@ -104,7 +104,7 @@ class RemoteRows:
             except BadMessage as error:
                 raise worker_lost(f"server {asked.server} sent rows that are none: {error}") from error
         if asked.way is not None:
-            wire_s = asked.wire_s or began_s - asked.sent_s  # who waits may be told before `came` is
+            wire_s = asked.wire_s or began_s - asked.sent_s  # a waiting thread may be notified before `came` is called
             asked.way.took(asked.is_coded, wire_s, asked.codec_s + time.perf_counter() - began_s)
         return found
 

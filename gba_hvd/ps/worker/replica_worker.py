@@ -1,27 +1,27 @@
 """A worker's part in the modes where every worker trains a replica of its own: `shadow`, and `easgd`, `ma`, `bmuf`.
 
     lease -> rows read in place -> loss.backward -> rows are pushed, the user's optimizer steps the replica, at once
-                                                     beside it: rounds that pull the replicas together (`rounds`)
+                                                     beside it: rounds that pull the replicas together (`sync_thread`)
 
 Leases, rows and the account are those of mode `async`: every push is a step. Nothing of the dense part is pushed, and
-nothing is read before a micro-batch. The servers hold the central copy, which serves whoever has no replica of the
-present: evaluations within an epoch, newcomers, checkpoints.
+nothing is read before a micro-batch. The servers hold the central copy, which serves those that have no replica of the
+present: evaluations within an epoch, late joiners, checkpoints.
 
 The replicas become one where somebody looks at the model: at an epoch's end, and when the mode is left. Each worker
 
     1. closes   its replica: rounds leave it alone
-    2. hands in the replica and the optimizer's state, to all servers
-    3. tells    the coordinator, which answers when every living worker has told it
-    4. exports  from the servers, whose copy becomes the mean of what was handed in at the first of these requests
+    2. submits  the replica and the optimizer's state, to all servers
+    3. reports  to the coordinator, which answers when every living worker has reported
+    4. exports  from the servers, whose copy becomes the mean of the submitted replicas at the first of these requests
 
 so all workers have the same values from there on, and the central copy is these. What each crash leaves behind:
 
     a worker before 2   the mean is that of the others; what it learned since its last round is gone
     a worker in 2       its replica counts at the servers that have it
     a worker after 2    its replica counts
-    a worker that left  counts with what it handed in then; after a restart of server 0 the others wait for it as long
+    a worker that left  counts with what it submitted then; after a restart of server 0 the others wait for it as long
       its loop early    as for a micro-batch
-    a server before 4   its successor knows of what is handed in to it; of nothing: its copy is that of the last round
+    a server before 4   its successor has what is submitted to it; if nothing, its copy is that of the last round
     a server after 4    the mean is in a file of its own: its successor answers with it
 
 `phase` orders this: 2 x epoch within an epoch, one more at its end. A server ignores what is of a phase that is over.
@@ -70,8 +70,8 @@ from recovery import state_codec
 class ReplicaWorker(PsWorker):
     """One worker's replica and its rounds, beside what every asynchronous mode has.
 
-    optimizer: the user's, whose state is handed in; step_dense: steps it on the dense parameters
-    is_elastic: a world that no longer works can be formed anew
+    optimizer: the user's, whose state is submitted; step_dense: steps it on the dense parameters
+    is_elastic: a world that no longer works can be formed again
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class ReplicaWorker(PsWorker):
         self._diverged = False
         self.await_threads: Callable[[], None] = lambda: None  # set by those who have several share the replica
         self._left_well = True  # no round of this worker is left in Horovod's world
-        self.late_for: int | None = None  # the epoch whose mean was made without this worker's replica, until told
+        self.late_for: int | None = None  # the epoch whose mean was made without this worker's replica, until reported
 
     def start(self) -> None:
         super().start()
@@ -160,7 +160,7 @@ class ReplicaWorker(PsWorker):
 
     @contextlib.contextmanager
     def evaluation_values(self) -> Iterator[None]:
-        """Within an epoch an evaluation judges with the central copy; then the worker goes on with its replica."""
+        """Evaluations within an epoch use the central copy; the worker then resumes training its replica."""
         self.quiesce()
         self._publish_if_alone()
         own = self.replica.close()
@@ -183,8 +183,8 @@ class ReplicaWorker(PsWorker):
     def export(self, leaving: bool, ended: bool = True) -> dict[int, DenseState]:
         """The mean of all replicas, by the four steps above.
 
-        ended False: this worker alone leaves the epoch's loop. It hands in what it has and resumes from the central
-        copy; the others do not wait for it. Should it come back to the epoch, what it hands in then counts instead.
+        ended False: this worker alone leaves the epoch's loop. It submits what it has and resumes from the central
+        copy; the others do not wait for it. Should it come back to the epoch, what it submits then counts instead.
         """
         phase = 2 * self._epoch + (not leaving)
         own = self.replica.close()
@@ -269,7 +269,7 @@ class ReplicaWorker(PsWorker):
 
     def _world_is_broken(self, why: str) -> None:
         if self._is_elastic:
-            self.contact.hosts_updated = True  # the coordinator hears of it, and all form the world anew
+            self.contact.hosts_updated = True  # the coordinator learns of it, and all form the world again
         else:
             self.give_up(why)
 

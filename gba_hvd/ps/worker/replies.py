@@ -1,4 +1,4 @@
-"""What a worker makes of a server's answer: the reply, or the error that says how training goes on."""
+"""What a worker makes of a server's answer: the reply, or the error that decides how training continues."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from gba_hvd.ps.messages import Refused, Request
 
 
 def wait_reply(told: Future[Reply]) -> Reply:
-    """Wait for it. Raises StateMismatch for what cannot be mended, else the error on which the world is formed anew."""
+    """Wait for it. Raises StateMismatch for what cannot be mended, else the error that forms the world again."""
     try:
         reply = told.result()
     except ServerLost as error:
         raise worker_lost(str(error)) from error
     if isinstance(reply.body, Refused):
-        if reply.body.kind in ("mismatch", "failed"):  # forming the world anew would not mend it
+        if reply.body.kind in ("mismatch", "failed"):  # forming the world again would not mend it
             raise StateMismatch(reply.body.why)
         raise worker_lost(f"a server refused: {reply.body.why}")
     return reply

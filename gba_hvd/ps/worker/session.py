@@ -14,7 +14,7 @@ from gba_hvd.ps.messages import Compressor, Endpoint
 
 
 class PsSession(msgspec.Struct, frozen=True):
-    """What all workers agree on when an asynchronous mode is entered, and what a newcomer is told.
+    """What all workers agree on when an asynchronous mode is entered, and what a late joiner receives.
 
     shard_servers: server of each shard; dense_servers: server of each dense tensor (indices into `servers`)
     """
@@ -75,7 +75,7 @@ class DenseParts:
 
 
 def compressor_of(spec: Spec) -> Compressor:
-    """How a worker tells a server of its compressor."""
+    """How a worker describes its compressor to a server."""
     return Compressor(spec.selector, spec.keep, spec.refresh_every, spec.drift, spec.values)
 
 

@@ -1,4 +1,4 @@
-"""`PsWorker`: one worker in an asynchronous mode, what it asks, sends and hears. See the package for the flow."""
+"""`PsWorker`: one worker in an asynchronous mode, its requests and pushes. See the package for the flow."""
 
 from __future__ import annotations
 
@@ -110,14 +110,14 @@ class PsWorker:
         """
         if not any(self.session.remote_servers(self.host)):
             return
-        worker, self.client.beat = self.contact.message().worker, None  # a heartbeat would say that it is back
+        worker, self.client.beat = self.contact.message().worker, None  # a heartbeat would report that it is back
         deadline = time.monotonic() + patience_s
-        with contextlib.suppress(Exception):  # the coordinator is gone, and with it whoever waited for the others
+        with contextlib.suppress(Exception):  # the coordinator is gone, and with it the wait for the others
             wait_reply(self.client.send(0, Leave(worker, finished=True), timeout_s=_ANSWER_S))
             while time.monotonic() < deadline:
                 reply = wait_reply(self.client.send(0, Status(), timeout_s=_ANSWER_S)).body
                 if not isinstance(reply, StatusReport) or not reply.report.get("by_worker"):
-                    time.sleep(2 * _POLL_S)  # others are to hear it, too
+                    time.sleep(2 * _POLL_S)  # others must receive it, too
                     return
                 time.sleep(_POLL_S)
 
@@ -133,7 +133,7 @@ class PsWorker:
 
     @property
     def position(self) -> JobPosition:
-        """Where the job stands, as this worker last heard."""
+        """Where the job stands, as last received by this worker."""
         return self.contact.position
 
     # --- leases ------------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class PsWorker:
             self.contact.on_reply(reply.body.position)
             if reply.body.status != "wait" or stop():
                 return reply.body
-            self._raise_failure()  # whoever waits here asks no other server
+            self._raise_failure()  # the thread that waits here asks no other server
 
     def refresh_dense_(self) -> int:
         """Bring the model's dense parameters to the newest values; returns the oldest step among them."""
@@ -174,7 +174,7 @@ class PsWorker:
     def fetch_rows(self, keys: Sequence[np.ndarray], whole: bool = False) -> list[PulledRows | None]:
         """Rows of other hosts, per group the keys that will be used next. For `use_rows`.
 
-        whole: as they are, whatever compresses rows otherwise; no gradients follow.
+        whole: uncompressed, even where rows are compressed otherwise; no gradients follow.
         """
         return self._remote_rows.fetch(keys, whole)
 
@@ -182,7 +182,7 @@ class PsWorker:
         self._tables.remote = rows
 
     def pull(self, keys: Sequence[np.ndarray]) -> None:
-        """To judge with: as in allreduce mode, but no collective."""
+        """For an evaluation: as in allreduce mode, but no collective."""
         self.use_rows(self.fetch_rows(keys, whole=True))
 
     def await_rows(self, step: int) -> None:
@@ -194,12 +194,12 @@ class PsWorker:
         self, lease: LeaseGrant, rows: Sequence[Sequence[RowGrad]], loss: float | None, seconds: float, refused: str,
         drop: bool = False,
     ) -> str:  # fmt: skip
-        """Send the gradients of one micro-batch (dense ones from `dense.flat`) to the servers, and go on.
+        """Send the gradients of one micro-batch (dense ones from `dense.flat`) to the servers, and return.
 
         refused: what was not finite; then nothing is sent but that. drop: lose it, as a fault would.
         Waits only while `MAX_IN_FLIGHT` earlier pushes are on the way.
 
-        Returns what is not finite with the residual added, and is still to be told, or nothing. Raises
+        Returns what is not finite with the residual added, and still to be reported, or nothing. Raises
         NonFiniteResidual when the residual itself is not finite: every push of this worker would be refused.
         """
         self._raise_failure()
@@ -269,7 +269,7 @@ class PsWorker:
             raise worker_lost(str(failure)) from failure
 
     def evaluation_values(self) -> contextlib.AbstractContextManager[None]:
-        """While this lasts the model has the values that an evaluation judges."""
+        """While this lasts the model has the values for an evaluation."""
         return contextlib.nullcontext()
 
     # --- evaluations -------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ FIELDS = [f"c{i}" for i in range(dlrm.N_TABLES)]
 
 
 class Cycled:
-    """A dataset that answers with the prepared batches in turn, whatever rows are asked for."""
+    """A dataset that answers with the prepared batches in turn, for any rows."""
 
     def __init__(self, clicks: peer_worker.Clicks, n_samples: int) -> None:
         self._batches = [

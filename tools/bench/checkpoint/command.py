@@ -1,6 +1,6 @@
 """`gba-hvd bench checkpoint`: what a checkpoint costs training, beside torch.save, DCP and torchsnapshot.
 
-One model (`checkpoint_model.py`: embedding tables with Adagrad) is trained in one thread, and saved by other threads of
+One model (`model.py`: embedding tables with Adagrad) is trained in one thread, and saved by other threads of
 the same process; ours also by a process of its own, whose memory counts as well. Measured: how long training was held
 up (the save call, and steps that took longer than usual until all was durable), time until durable with everything
 synced, bytes, the memory above the level before, and a restore in a fresh process with the files out of the page cache.

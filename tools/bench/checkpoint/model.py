@@ -64,7 +64,7 @@ def hot_rows(model: Clicks, share: float) -> list[np.ndarray]:
 
 
 class Training:
-    """The loop that goes on while a checkpoint is made."""
+    """The loop that runs while a checkpoint is made."""
 
     def __init__(
         self,

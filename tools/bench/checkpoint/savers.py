@@ -31,7 +31,7 @@ class Saver(Protocol):
         """The context in which a step changes rows."""
 
     def save(self) -> Callable[[], object]:
-        """Returns when training may go on, with what to call to wait until all is durable."""
+        """Returns when training may resume, with what to call to wait until all is durable."""
 
     def restore(self, how: str) -> None:
         """Fill the model. how: one of RESTORES[contestant]."""
@@ -214,7 +214,7 @@ class DistributedAsync(Distributed):
 
 
 class DistributedAsyncKept(DistributedAsync):
-    """Copies into the memory of the save before, which is therefore kept between saves."""
+    """Copies into the memory of the save before, which therefore stays between saves."""
 
     def prepare(self, hot: list[np.ndarray]) -> None:
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions

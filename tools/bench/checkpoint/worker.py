@@ -1,4 +1,4 @@
-"""One measurement of `bench checkpoint`, in a process of its own: a save while training goes on, or a restore.
+"""One measurement of `bench checkpoint`, in a process of its own: a save during training, or a restore.
 
 Also runs in torchsnapshot's environment.
 """

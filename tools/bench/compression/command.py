@@ -3,8 +3,8 @@
 The hosts are namespaces of this machine (`lab`), their links limited by `tc`; needs root. Speed: every contestant
 trains a model on every link, in a job of its own, since ours decides at its beginning whether compressing pays; what
 is counted is what its host's interface carried. Launches of the contestants alternate. Quality: a smaller model is
-trained to the end with every compressor forced, and judged on held-out samples. The result file is written after each
-launch.
+trained to the end with every compressor forced, and evaluated on held-out samples. The result file is written after
+each launch.
 """
 
 from __future__ import annotations

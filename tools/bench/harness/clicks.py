@@ -1,4 +1,4 @@
-"""The batches all peers train on, drawn once per benchmark and kept in files that workers load whole.
+"""The batches all peers train on, drawn once per benchmark and stored in files that workers load completely.
 
 So reading data costs no peer anything, and all see the same ids in the same order.
 """

@@ -93,7 +93,7 @@ def medians(rows: Iterable[Row], by: Sequence[str], of: str) -> dict[tuple[Any, 
 
 
 def machine(packages: Sequence[str] = ("torch", "horovod", "numpy")) -> dict[str, Any]:
-    """What a reader needs to judge the figures."""
+    """What a reader needs to assess the figures."""
     import psutil
 
     return {

@@ -2,7 +2,7 @@
 
 Three elastic workers with emulated accelerators train one click model: ours in gba mode, ours in allreduce mode, and
 plain Horovod elastic with a commit every step. One is killed, and `horovodrun` starts another. A pause is the longest
-time between the ends of two micro-batches of a survivor, from the kill until the newcomer has computed its first
+time between the ends of two micro-batches of a survivor, from the kill until the late joiner has computed its first
 micro-batch, less the usual time between them. The longer pause of the two survivors is the run's.
 """
 

@@ -226,7 +226,7 @@ class Echo:
 
 
 def serve_echo(ready: Connection, secret: bytes | None) -> None:
-    """A ZeroMQ server's process: answers n bytes when told n, until told to end."""
+    """A ZeroMQ server's process: answers n bytes to n, until asked to end."""
     import zmq
 
     context: zmq.Context[Any] = zmq.Context()

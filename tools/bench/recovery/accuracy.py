@@ -39,7 +39,7 @@ STRATEGIES = {
     "cpr_ssu": emulation.CONTESTANTS["cpr_ssu"],
 }
 TARGET_LOSS = 0.0005
-KEY = ("dataset", "epochs", "mean_h", "strategy", "seed")  # what tells one row of results from another
+KEY = ("dataset", "epochs", "mean_h", "strategy", "seed")  # what distinguishes one row of results from another
 _EVALUATED = 1 << 15  # samples at once
 
 
@@ -266,7 +266,7 @@ def _logits(model: Model, samples: Samples) -> np.ndarray:
 
 
 def opened(name: str, folder: Path | None) -> Log:
-    """In memory as a whole. Raises BadInput when files are missing or wrong."""
+    """Completely in memory. Raises BadInput when files are missing or wrong."""
     return _frappe(folder) if DATASETS[name].needs_files else _synthetic()
 
 

@@ -58,7 +58,7 @@ def row_model() -> RowModel:
 
 
 def objectives_of(contestant: str, job: Job, r: float) -> Objectives:
-    """What tells a contestant from the others. CPR overwrites rows in its one checkpoint: never a new base."""
+    """What distinguishes a contestant from the others. CPR overwrites rows in its one checkpoint: never a new base."""
     cpr = Objectives(strategy="partial", policy="full", target_pls=TARGET_PLS, r=r, rebase_at=math.inf)
     if contestant == "full":
         return replace(cpr, strategy="full")

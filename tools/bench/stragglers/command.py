@@ -1,8 +1,9 @@
 """`gba-hvd bench gba`: speed with stragglers, side by side: every mode of ours, plain Horovod, and a torch RPC server.
 
-Four workers with emulated accelerators (`emulated.py`) train one small click model (`small_ctr.py`) on the same samples
-in the same order. A run lasts a fixed time; the rest of its epoch is then trained without emulation and not timed, so
-every AUC is that of the same samples. Runs of the contestants alternate. Dropped samples do not count as trained.
+Four workers with emulated accelerators (`emulated_accelerators.py`) train one small click model (`small_ctr.py`) on the
+same samples in the same order. A run lasts a fixed time; the rest of its epoch is then trained without emulation and
+not timed, so every AUC is that of the same samples. Runs of the contestants alternate. Dropped samples do not count as
+trained.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ours with emulated accelerators, as a user would write it; only what `GBACallback` is told differs between runs."""
+"""Ours with emulated accelerators, as a user would write it; only `GBACallback`'s arguments differ between runs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Watch(gba_hvd.Callback):
         self._progress = progress
         self.state: gba_hvd.elastic.TorchState | None = None
         self.switches: list[dict[str, Any]] = []
-        self.rounds: list[dict[str, float]] = []  # what was told of them, while speed was measured
+        self.rounds: list[dict[str, float]] = []  # what was reported of them, while speed was measured
 
     def on_step(self, record: gba_hvd.StepRecord) -> None:
         assert self.state is not None

@@ -1,6 +1,6 @@
 """The batch-update parameter server of `rpc_server` with emulated accelerators: the last rank serves, the others train.
 
-A worker computes its share of a global step, pushes once, and goes on when the server answers with the next step's
+A worker computes its share of a global step, pushes once, and continues when the server answers with the next step's
 dense parameters. The rows of a share are pulled in one call.
 """
 

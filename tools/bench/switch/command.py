@@ -1,6 +1,6 @@
 """`gba-hvd bench switch`: how long a switch takes, by the size of the tables, in both directions.
 
-Four workers with emulated accelerators train one click model; the job is told to switch every so many steps. Measured
+Four workers with emulated accelerators train one click model; the job switches every so many steps on request. Measured
 on the chief: from the end of the step after which the switch was decided to the end of the first step in the new mode,
 in seconds and in steps (of the mode it leaves). One whole step is in it, so 1 would be a switch that costs nothing.
 """

@@ -2,7 +2,7 @@
 
 Starts real jobs with `horovodrun` on this machine, one or several for each number of workers, mode and rule, and
 simulates each once. Several real jobs of the same settings say how far two of them are apart: the noise, within which
-no simulation can be told from a job.
+no simulation can be distinguished from a job.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def simulated(plan: Sequence[Experiment], clicks: Path | None) -> Line:
 
     outcomes = [simulate(experiment, clicks) for experiment in plan]
     first, losses = outcomes[0], [outcome.loss for outcome in outcomes]
-    names = {name for outcome in outcomes for name in outcome.judged}  # what diverged is judged by nothing
+    names = {name for outcome in outcomes for name in outcome.judged}  # what diverged has no score
     judged = {name: median(o.judged[name] for o in outcomes if name in o.judged) for name in names}
     return Line(
         workers=plan[0].workers,
