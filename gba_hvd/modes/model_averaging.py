@@ -61,7 +61,9 @@ class ModelAveragingMode(ParameterServerMode):
     def submit_from_thread(self, micro: MicroBatch, loss: Tensor | float | None, dense: DenseGradients) -> str:
         assert micro.lease is not None
         grads = self._engine.take_gradients(micro, loss, dense)
-        self.servers.push(micro.lease, grads.rows, grads.loss, grads.seconds, grads.not_finite, self._drops(), dense)
+        self.servers.push(
+            micro.lease, grads.rows, grads.loss, grads.seconds, grads.not_finite, self._before_push(), dense
+        )
         return grads.not_finite
 
     def fail_leases(self, error: BaseException) -> None:

@@ -123,13 +123,15 @@ class ParameterServerMode:
         grads = engine.take_gradients(micro, loss)
         if grads.not_finite:
             engine.reports.rejected(micro.index, grads.not_finite)
-        if refused := self.servers.push(lease, grads.rows, grads.loss, grads.seconds, grads.not_finite, self._drops()):
+        if refused := self.servers.push(
+            lease, grads.rows, grads.loss, grads.seconds, grads.not_finite, self._before_push()
+        ):
             engine.reports.rejected(lease.micro, refused)
         engine.reports.compression()
         engine.model.dense.zero_()
 
-    def _drops(self) -> bool:
-        """Whether a planned fault loses this push; it may be held up, too. Before each push."""
+    def _before_push(self) -> bool:
+        """Gives the servers this worker's learning rates; planned faults happen here. Returns whether one loses it."""
         engine = self._engine
         self.servers.rates = engine.progress.step, [*engine.model.dense_lrs, engine.model.row_lr]
         fault = None if engine.faults is None else engine.faults.push_fault(engine.world.rank, engine.progress.step)
