@@ -11,6 +11,9 @@ PYTHON     ?= $(shell command -v python3.11 || command -v python3)
 PYTEST     := $(PY) -m pytest -n logical --maxprocesses 8 --dist worksteal
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Compiled modules are cached, also where the environment forbids it: compiling the tests again for each run and the
+# package for each of their processes takes a sixth of the time of `make test-fast`.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -71,7 +74,7 @@ $(VENV)/.dependencies: requirements.txt requirements-dev.txt constraints.txt $(V
 	$(PY) -m pip install --quiet -r requirements.txt -r requirements-dev.txt -c constraints.txt
 	@touch $@
 
-$(VENV)/.horovod: tools/build_horovod.py tools/horovod_mends.py $(VENV)/.dependencies
+$(VENV)/.horovod: tools/build_horovod.py $(wildcard tools/horovod/patches/*/*.patch) $(VENV)/.dependencies
 	$(PY) -m tools.build_horovod --install
 	@touch $@
 

@@ -85,19 +85,19 @@ def demonstrate(out: Path, disturbed: bool, overrides: list[str], deadline: floa
 
 
 def disturb(watch: Watch, hosts: Hosts) -> None:
-    """The story, told where it happens. Slowness comes and goes by the fault schedule, the rest is done here."""
+    """The story, printed as it happens. Slowness comes and goes by the fault schedule, the rest is done here."""
     watch.until(lambda: watch.step() >= SLOW_FROM, f"global step {SLOW_FROM}")
-    watch.tell(f"worker {SLOW} takes {FACTOR} times as long from now on; in allreduce all wait for it")
+    watch.say(f"worker {SLOW} takes {FACTOR} times as long from now on; in allreduce all wait for it")
     watch.until(lambda: watch.mode() == "gba", "the change to gba")
-    watch.tell(f"the job has changed to gba by itself; nobody waits for worker {SLOW} any more")
+    watch.say(f"the job has changed to gba by itself; nobody waits for worker {SLOW} any more")
     replaced(watch, kill_a_worker(watch, 2))
     watch.until(lambda: watch.step() >= SLOW_TO, f"global step {SLOW_TO}")
-    watch.tell(f"worker {SLOW} is as fast as the others again")
+    watch.say(f"worker {SLOW} is as fast as the others again")
     watch.until(lambda: watch.mode() == "allreduce", "the change back to allreduce")
-    watch.tell("the job has changed back to allreduce by itself")
+    watch.say("the job has changed back to allreduce by itself")
     victim = kill_a_worker(watch, 1, hosts.separate)
     replaced(watch, victim)
-    watch.tell("it is on a host of its own, and its share of the rows has moved there")
+    watch.say("it is on a host of its own, and its share of the rows has moved there")
     lose_a_host(watch, victim.host, hosts)
 
 
@@ -109,7 +109,7 @@ def kill_a_worker(watch: Watch, rank: int, before: Callable[[str], None] = lambd
     before(victim.host)
     os.kill(victim.pid, signal.SIGKILL)
     what = f"worker {rank} (process {victim.pid}) killed with SIGKILL, in {mode}"
-    watch.tell(f"{what}; its host may come back in a second")
+    watch.say(f"{what}; its host may come back in a second")
     return victim
 
 
@@ -125,12 +125,12 @@ def lose_a_host(watch: Watch, name: str, hosts: Hosts) -> None:
     for pid in killed:
         os.kill(pid, signal.SIGKILL)
     shutil.rmtree(hosts.second, ignore_errors=True)
-    watch.tell(f"that host is lost: its {len(killed)} processes killed with SIGKILL, the rows in its memory gone")
+    watch.say(f"that host is lost: its {len(killed)} processes killed with SIGKILL, the rows in its memory gone")
     watch.until(lambda: len(watch.recovery("rows_restored")) > n_restored, "the return of its rows")
-    told = watch.recovery("rows_restored")[-1]
-    watch.tell(
-        f"{told['rows_restored']:,} rows are back from the checkpoint, {told['age']:.0f} steps old; the others stayed "
-        f"as they were (portion of lost samples {told['pls']:.5f})"
+    restored = watch.recovery("rows_restored")[-1]
+    watch.say(
+        f"{restored['rows_restored']:,} rows are back from the checkpoint, {restored['age']:.0f} steps old; the others "
+        f"stayed as they were (portion of lost samples {restored['pls']:.5f})"
     )
     replaced(watch, victim)
 
@@ -145,7 +145,7 @@ def replaced(watch: Watch, victim: Worker) -> None:
 
     watch.until(lambda: joined() is not None, "a replacement")
     new = joined()
-    watch.tell(f"a replacement has joined{'' if new is None else f' (process {new.pid})'}")
+    watch.say(f"a replacement has joined{'' if new is None else f' (process {new.pid})'}")
 
 
 def checked(path: Path, disturbed: bool) -> dict[str, Any]:

@@ -82,7 +82,13 @@ def launched(out: Path, hosts: Hosts, overrides: list[str]) -> Iterator[subproce
         *("--blacklist-cooldown-range", "1", "2", "--network-interface", "lo"),
         *(str(hosts.worker), sys.executable, "-u", str(EXAMPLES / "train_ctr.py"), "--out", str(out)),
         *("--config", str(EXAMPLES / "configs" / "demo.yaml"), "--faults", str(out / "faults.json")),
-        *(f"checkpoint.url={out.absolute() / 'checkpoints'}", f"checkpoint.every_steps={SAVE_EVERY_STEPS}", *overrides),
+        *(
+            f"checkpoint.url={out.absolute() / 'checkpoints'}",
+            f"checkpoint.every_steps={SAVE_EVERY_STEPS}",
+            "checkpoint.policy=mfu",
+            "checkpoint.recovery=partial",
+            *overrides,
+        ),
     ]
     with open(out / "output.log", "wb") as log:
         job = subprocess.Popen(

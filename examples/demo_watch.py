@@ -53,16 +53,16 @@ class Watch:
         return int(self._pulse("step.json").get("workers", 0))
 
     def workers(self) -> list[Worker]:
-        """By rank, as they last told."""
-        told = [self._pulse(file.name) for file in (self.out / "pulse").glob("worker-*.json")]
-        found = [Worker(int(one["rank"]), int(one["pid"]), str(one["host"])) for one in told if one]
+        """By rank, as they last wrote."""
+        written = [self._pulse(file.name) for file in (self.out / "pulse").glob("worker-*.json")]
+        found = [Worker(int(one["rank"]), int(one["pid"]), str(one["host"])) for one in written if one]
         return sorted(found, key=lambda one: one.rank)
 
     def recovery(self, kind: str) -> list[dict[str, Any]]:
         """What the events of one kind carried, so far."""
         return [event["data"] for event in read_events(self.out / "recovery.jsonl") if event["event"] == kind]
 
-    def tell(self, what: str) -> None:
+    def say(self, what: str) -> None:
         self._show()
         print(f"--- step {self.step()}: {what} ---", flush=True)
 

@@ -31,7 +31,7 @@ optimizer = gba_hvd.DistributedOptimizer(
 state = gba_hvd.elastic.TorchState(model, optimizer, epoch=0)
 
 
-@gba_hvd.elastic.run  # Horovod's, and callbacks hear how the job ended
+@gba_hvd.elastic.run  # Horovod's, and callbacks get how the job ended
 def train(state: Any) -> None:
     for state.epoch in range(state.epoch, 2):
         for batch in gba_hvd.batches(dataset, state):  # micro-batches, each handed out once

@@ -1,4 +1,5 @@
-"""Trains a click-through-rate model: DeepFM, DLRM or DCN-v2, on a prepared log, raw files or a synthetic log.
+"""Trains DeepFM, DLRM or DCN-v2 on a prepared log, raw files or a synthetic log; DIN, DIEN or YoutubeDNN on a synthetic
+behaviour log, YoutubeDNN for retrieval: its test is the recall.
 
     python examples/train_ctr.py --config examples/configs/synthetic.yaml
     horovodrun -np 2 python examples/train_ctr.py --config examples/configs/frappe_deepfm.yaml --data FOLDER
@@ -6,8 +7,8 @@
 
     python examples/train_ctr.py --settings              # all settings: defaults, meanings, how to switch them off
 
-A job trains by allreduce unless its settings have a section `switching`: then it is in `switching.mode` (auto: whatever
-is faster just now; or one that `gba_hvd.GBACallback` knows) and changes as `switching.switch_at` says:
+A job trains by allreduce unless its settings have a section `switching`: then it is in `switching.mode` (auto: the mode
+that is faster just now; or one that `gba_hvd.GBACallback` knows) and changes as `switching.switch_at` says:
 
     horovodrun -np 3 python examples/train_ctr.py --config FILE.yaml switching.mode=auto
     horovodrun -np 3 python examples/train_ctr.py --config FILE.yaml 'switching.switch_at={500: gba, 900: allreduce}'
@@ -45,14 +46,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import gba_hvd
-from ctr.build import build_model, build_tables, refuse_single_sample
+from ctr.build import build_model, build_tables, dense_optimizer, loss_of, refuse_single_sample
 from ctr.config import JobConfig, load
 from ctr.datasets import open_splits, prepared_splits
 from ctr.dry_run import try_batch
+from ctr.measures import evaluate_part, selects
 from ctr.plan import most_steps, plan
 from ctr.pulse import ProgressFiles
 from ctr.settings_list import ShowSettings
@@ -106,7 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(config: JobConfig, summary: JobSummary, faults: FaultSchedule) -> None:
-    """Train; `summary` tells OUT/summary.json of it."""
+    """Train; `summary` writes OUT/summary.json of it."""
     out = summary.file.parent
     if find_spec("horovod") is not None:  # without Horovod: a world of one worker
         import horovod.torch as hvd
@@ -116,14 +117,15 @@ def run(config: JobConfig, summary: JobSummary, faults: FaultSchedule) -> None:
     splits = open_splits(config.data)
     refuse_single_sample(config, len(splits.train))
     tables = build_tables(config, splits.train.tables)
-    model = build_model(config, tables, splits.train.n_dense)
+    model = build_model(config, tables, splits.train)
     # The same weights everywhere, but dropout of its own on every worker.
     torch.manual_seed(config.seed + int(os.environ.get("HOROVOD_RANK", "0")))
     optimizer: Any = gba_hvd.DistributedOptimizer(
-        torch.optim.Adam(model.parameters(), lr=config.dense.lr, weight_decay=config.dense.weight_decay),
+        dense_optimizer(config.dense, model),
         tables,
         global_batch=config.train.global_batch,
         micro_batch=config.train.micro_batch,
+        sync_micro_batch=config.train.sync_micro_batch,
         named_parameters=model.named_parameters(),
         row_average=config.train.row_average,
         compression=config.compression.spec(),
@@ -136,23 +138,30 @@ def run(config: JobConfig, summary: JobSummary, faults: FaultSchedule) -> None:
         patience=config.train.plateau_patience, min_lr=config.train.min_lr,
     )  # fmt: skip
     state = gba_hvd.elastic.TorchState(
-        model, optimizer, name=config.name, epoch=0, scheduler=scheduler, best={}, by_epoch=[], auc_last=None,
+        model, optimizer, name=config.name, epoch=0, scheduler=scheduler, best={}, by_epoch=[], last=None,
         epochs_done=0, epochs_without_gain=0, started_unix_s=time.time(), epoch_from_unix_s=time.time(), seconds=0.0,
     )  # fmt: skip
     summary.attach(state, splits)
     callbacks: list[Callback | CheckpointCallback] = [
         ProgressLine(total_steps=most_steps(config, len(splits.train))), ProgressFiles(out), summary.switch_log,
-        summary.recovery_log, summary,
+        summary.recovery_log, summary.norm_log, summary,
     ]  # fmt: skip
     if config.switching is not None:
         callbacks.append(config.switching.callback())
     if config.checkpoint is not None:
-        callbacks.append(config.checkpoint.callback())
+        callbacks.append(config.checkpoint.callback(config.train.epochs * len(splits.train)))
     if faults.faults:
         callbacks.append(faults)
     if config.mlflow:
         callbacks.append(MLflowCallback("ctr examples", config=config.as_dict(), data=splits.description))
     state.register_callbacks(callbacks)
+
+    by = selects(config)
+
+    def compute(model: Any, batch: Any) -> torch.Tensor:
+        loss = loss_of(model, batch)
+        loss.backward()
+        return loss
 
     @gba_hvd.elastic.run
     def train(state: Any) -> None:
@@ -160,31 +169,37 @@ def run(config: JobConfig, summary: JobSummary, faults: FaultSchedule) -> None:
             if 0 < config.train.early_stop <= state.epochs_without_gain:
                 state.engine.emit(stopped_early(state, config))
                 break
+            parts = splits.of_epoch(state.epoch)
             model.train()
-            for batch in gba_hvd.batches(splits.train, state, seed=config.seed):
-                optimizer.zero_grad()
-                loss = binary_cross_entropy_with_logits(model(batch), batch.label)
-                loss.backward()
-                optimizer.step(loss=loss)
-            valid = gba_hvd.evaluate(model, splits.valid, state, activation="sigmoid")
-            gain = valid.auc > state.best.get("valid_auc", 0.0)
+            if config.train.threads > 1:
+                gba_hvd.hogwild(parts.train, state, compute, n_threads=config.train.threads, seed=config.seed)
+            else:
+                for batch in gba_hvd.batches(parts.train, state, seed=config.seed):
+                    optimizer.zero_grad()
+                    loss = compute(model, batch)
+                    optimizer.step(loss=loss)
+            valid = evaluate_part(model, parts.valid, state)
+            gain = valid.values[by] > state.best.get(f"valid_{by}", 0.0)
             is_last = state.epoch + 1 == config.train.epochs
-            test = gba_hvd.evaluate(model, splits.test, state, activation="sigmoid") if gain or is_last else None
+            is_tested = gain or is_last or splits.of_day is not None  # each day has a test part of its own
+            test = evaluate_part(model, parts.test, state) if is_tested else None
             # Nothing below talks to other workers, so each survivor of a failure has done all of it or none.
             if valid.note and state.world.rank == 0:
                 print(f"validation: {valid.note}", flush=True)
             if config.train.plateau_factor:
-                scheduler.step(valid.auc)
+                scheduler.step(valid.values[by])
             now = time.time()
-            measured = {"valid_auc": valid.auc, "valid_logloss": valid.logloss}
+            of_valid = {f"valid_{name}": value for name, value in valid.values.items()}
+            measured = dict(of_valid)
             if test is not None:
-                measured |= {"test_auc": test.auc, "test_logloss": test.logloss}
-                state.auc_last = test.auc
+                measured |= {f"test_{name}": value for name, value in test.values.items()}
+                state.last = test.values[by]
+            if splits.of_day is not None and parts.auc_bayes is not None:
+                measured["test_auc_bayes"] = parts.auc_bayes
             if gain and test is not None:
-                state.best = {
-                    "best_epoch": state.epoch, "auc": test.auc, "logloss": test.logloss, "auc_exact": test.exact,
-                    "valid_auc": valid.auc, "valid_logloss": valid.logloss,
-                }  # fmt: skip
+                state.best = {"best_epoch": state.epoch, **test.values, **of_valid}
+                if test.exact is not None:
+                    state.best["auc_exact"] = test.exact
             state.by_epoch = [
                 *state.by_epoch,
                 {

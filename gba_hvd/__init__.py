@@ -16,13 +16,18 @@ if TYPE_CHECKING:
     from gba_hvd.batches import batches
     from gba_hvd.callbacks import Callback, Event, Job, StepRecord
     from gba_hvd.compression import Compression
+    from gba_hvd.convert import convert
+    from gba_hvd.embedding.features import Feature, Table
     from gba_hvd.embedding.row_optimizers import SGD, Adagrad, Adam, RowAdagrad
     from gba_hvd.embedding.tables import EmbeddingTables
-    from gba_hvd.evaluation import evaluate
+    from gba_hvd.evaluation import Task, evaluate
     from gba_hvd.faults import FaultSchedule
     from gba_hvd.hogwild import hogwild
-    from gba_hvd.metrics import Scores
+    from gba_hvd.losses import in_batch_softmax, sampled_softmax
+    from gba_hvd.metrics import Scores, TaskScores
     from gba_hvd.optimizer import DistributedOptimizer
+    from gba_hvd.ranking import RetrievalScores
+    from gba_hvd.retrieval import evaluate_retrieval
     from gba_hvd.switching.callback import GBACallback
     from gba_hvd.torch_optimizers import register_optimizer
     from gba_hvd.tracking import MLflowCallback, ProgressLine
@@ -40,22 +45,31 @@ __all__ = [
     "EmbeddingTables",
     "Event",
     "FaultSchedule",
+    "Feature",
     "GBACallback",
     "GbaError",
     "Job",
     "MLflowCallback",
     "NonFiniteGradient",
     "ProgressLine",
+    "RetrievalScores",
     "RowAdagrad",
     "Scores",
     "ShardMemoryError",
     "StateMismatch",
     "StepRecord",
+    "Table",
+    "Task",
+    "TaskScores",
     "batches",
+    "convert",
     "elastic",
     "evaluate",
+    "evaluate_retrieval",
     "hogwild",
+    "in_batch_softmax",
     "register_optimizer",
+    "sampled_softmax",
 ]
 
 # Imported when they are first used: a server, a command or a process that only reads settings needs few of them.
@@ -64,13 +78,18 @@ _IN = {
     "batches": ("batches",),
     "callbacks": ("Callback", "Event", "Job", "StepRecord"),
     "compression": ("Compression",),
+    "convert": ("convert",),
+    "embedding.features": ("Feature", "Table"),
     "embedding.row_optimizers": ("SGD", "Adagrad", "Adam", "RowAdagrad"),
     "embedding.tables": ("EmbeddingTables",),
-    "evaluation": ("evaluate",),
+    "evaluation": ("Task", "evaluate"),
     "faults": ("FaultSchedule",),
     "hogwild": ("hogwild",),
-    "metrics": ("Scores",),
+    "losses": ("in_batch_softmax", "sampled_softmax"),
+    "metrics": ("Scores", "TaskScores"),
     "optimizer": ("DistributedOptimizer",),
+    "ranking": ("RetrievalScores",),
+    "retrieval": ("evaluate_retrieval",),
     "switching.callback": ("GBACallback",),
     "torch_optimizers": ("register_optimizer",),
     "tracking": ("MLflowCallback", "ProgressLine"),

@@ -9,11 +9,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Bag:
-    """A multi-valued field, as `torch.nn.EmbeddingBag` takes it.
+    """A multi-valued feature, as `torch.nn.EmbeddingBag` takes it.
 
-    values:  int64   [n]
-    offsets: int64   [B]  where each sample's values start
-    weights: float32 [n]  or None
+    values:  int64 or int32 [n]
+    offsets: int64 or int32 [B]  where each sample's values start
+    weights: float32 [n], of a feature that is pooled by "sum" or "mean"; or None
     """
 
     values: Tensor
@@ -25,7 +25,8 @@ class Bag:
 class Batch:
     """B samples.
 
-    ids:   by table name, int64 [B] or a `Bag` of B samples
+    ids:   by feature (without `EmbeddingTables(features=)`, by table): int64 or int32 [B], [B, L] with padding, or any
+           shape of a feature that is not pooled; a `Bag` of B samples; or a jagged nested tensor [B, j]
     dense: float32 [B, n_dense], n_dense may be 0
     label: float32 [B], 0 or 1
     index: position of this micro-batch in the epoch's order, -1 outside training

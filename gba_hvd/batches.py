@@ -7,51 +7,86 @@ a switch the loop simply resumes at the job's position.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Generator
-from typing import Any, Protocol
+from collections.abc import Callable, Generator, Iterable
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 
+from gba_hvd.batch_keys import BatchKeys
 from gba_hvd.comm.collectives import agree_on
 from gba_hvd.elastic import TorchState
-from gba_hvd.embedding.tables import Ids, keys_by_group
+from gba_hvd.embedding.bags import BagLookups
+from gba_hvd.embedding.tables import Ids
 from gba_hvd.epoch import EpochOrder, EpochPlan
 from gba_hvd.errors import BadInput, StateMismatch
 from gba_hvd.mode_names import MODES
 from gba_hvd.ps import launch
 from gba_hvd.ps.messages import JobPosition
+from gba_hvd.reading.datasets import Dataset, MapDataset, OrderedDataset, TakeRows, pinned, reads
+from gba_hvd.reading.read_ahead import ReadAhead, Share
+from gba_hvd.reading.reader_processes import ReaderProcesses
+from gba_hvd.reading.settings import Collate, ReadSettings
+from gba_hvd.shm.layout import table_seed
 from gba_hvd.switching import enter_ps, leave_ps
 from gba_hvd.switching.requests import switching_of
 from gba_hvd.torch_optimizers import spec_of
 from gba_hvd.trace import TRACE
 from gba_hvd.training.engine import Engine
 
-
-class Dataset(Protocol):
-    """Samples that can be read by number."""
-
-    def __len__(self) -> int: ...
-
-    def take(self, rows: np.ndarray) -> Any:
-        """The samples `rows` (int64 [n], any order) as one batch with an `ids` mapping, e.g. a `gba_hvd.Batch`."""
+__all__ = ["Dataset", "MapDataset", "batches"]
 
 
 def batches(
-    dataset: Dataset, state: TorchState, *, seed: int = 0, shuffle: bool = True, ids: Callable[[Any], Ids] | None = None
+    dataset: Dataset | MapDataset,
+    state: TorchState,
+    *,
+    seed: int = 0,
+    shuffle: bool = True,
+    ids: Callable[[Any], Ids] | None = None,
+    forward: Callable[[Any], Any] | None = None,
+    num_workers: int = 0,
+    prefetch: int | None = None,
+    collate_fn: Collate | None = None,
+    pin_memory: bool = False,
+    worker_init_fn: Callable[[int], None] | None = None,
 ) -> Generator[Any, None, None]:
     """The micro-batches of this epoch that this worker computes. Call `optimizer.step()` once for each.
 
     The epoch is `state.epoch` when the state has one, else the next. An epoch that is partly done resumes where it
     stands. Workers without a share take part in the steps silently.
 
-    ids: how to find the table ids in a batch, when it has no `ids` attribute.
+    dataset: has `take(rows)`, or is a map-style dataset of torch (`__getitem__`, or `__getitems__`). One that has an
+    order of its own (`OrderedDataset`) is shuffled in that.
+    ids: how to find the table ids in a batch, when it has neither an attribute `ids` nor a key "ids".
+    forward: how the loop calls the model, such as `lambda batch: model(batch[0])`; default `model(batch)`. With several
+    hosts the rows of a batch are fetched before the loop computes it. Where the ids are only known inside the model
+    (one that `convert` changed, or batches without `ids`), this forward pass runs once more before that, to record
+    them: with rows of zeros, without gradients, and up to the last lookup as soon as 20 passes made equally many.
+    Random state and buffers of the state's model are put back. With one host it is never called.
+    num_workers: processes of this worker that read; 0: it reads itself. They are forked from a process that has only
+    imported torch, get a copy of the dataset in each epoch, and end with the epoch. Before each batch the generators of
+    `random`, `numpy.random` and torch are seeded there by seed, epoch and micro-batch.
+    prefetch: batches read ahead of the training by each of these processes (2 when left out), or by one thread
+    (num_workers=0; none when left out). In asynchronous modes a micro-batch is read beside the one before it, always.
+    collate_fn: makes a batch of a list of samples of a map-style dataset; torch's `default_collate` when left out.
+    pin_memory: copy the tensors of each batch to pinned memory, for GPUs. worker_init_fn: called with 0 ..
+    num_workers - 1 in each reader process before it reads.
+
     Raises StateMismatch when the workers' datasets or settings differ, or when an epoch that is partly done was begun
-    with other samples or in another order: its position would mean nothing.
+    with other samples or in another order: its position would mean nothing. Raises BadInput for settings that would
+    have no effect and for a dataset that cannot be copied to reader processes; ReaderDied (a GbaError) when one of
+    these has ended; and what reading a batch raises.
     """
+    settings = ReadSettings(num_workers, prefetch, collate_fn, pin_memory, worker_init_fn)
+    read = reads(dataset, collate_fn)
     state.ensure_synced()
-    engine, find_ids = state.engine, ids or ids_of
+    if ids is not None and forward is not None:
+        raise BadInput("batches(): `ids` and `forward` both say where ids come from: pass one of them")
+    engine = state.engine
     model, progress = engine.model, engine.progress
     cut = EpochPlan(len(dataset), model.global_batch, model.micro_batch)
     epoch = getattr(state, "epoch", None)
@@ -59,12 +94,14 @@ def batches(
         done = progress.cursor.steps_done
         epoch = max(0, progress.cursor.epoch) if done < cut.n_steps else progress.cursor.epoch + 1
     first = progress.cursor.steps_done if progress.cursor.epoch == epoch else 0
+    has_order = shuffle and hasattr(dataset, "order") and hasattr(dataset, "order_digest")
+    own: int = cast(OrderedDataset, dataset).order_digest if has_order else 0
     assert engine.mode is not None
     if engine.mode.servers is None:  # else the coordinator checks the same
-        facts = {"samples": len(dataset), "seed": seed, "epoch": epoch}
+        facts = {"samples": len(dataset), "seed": seed, "epoch": epoch, "order of the dataset": own}
         agree_on(engine.world, "epoch", {**facts, "step of the epoch": first, "step": progress.step})
-        _warn_of_idle_workers(cut, engine.world.rank, engine.world.size)
-    order = EpochOrder(len(dataset), seed, epoch, shuffle)
+        _warn_of_idle_workers(cut, engine.world.rank, engine.world.size, model.together)
+    order = EpochOrder(len(dataset), seed, epoch, shuffle, own)
     if first:
         _refuse_another_order(progress.order, order, first)
     progress.order = order
@@ -74,10 +111,14 @@ def batches(
     if state.finished_epoch == epoch:
         warnings.warn(f"epoch {epoch} is done and has no batches left: advance state.epoch", stacklevel=2)
     progress.n_evaluated, progress.epoch_over = 0, False
-    run = _Epoch(dataset, state, order, cut, epoch, find_ids)
+    keys = BatchKeys(model.tables, state.model, ids, forward, lambda: engine.n_threads > 1)
     finished = first == cut.n_steps
-    while not finished:
-        finished = yield from engine.mode.micro_batches(run)
+    with contextlib.ExitStack() as reading:
+        run = _Epoch(len(dataset), state, order, cut, epoch, keys)
+        if not finished:
+            run.open(dataset, read, settings, reading)
+        while not finished:
+            finished = yield from engine.mode.micro_batches(run)
     state.finished_epoch, progress.n_evaluated, progress.epoch_over = epoch, 0, True
     engine.reports.traffic()
 
@@ -85,29 +126,76 @@ def batches(
 class _Epoch:
     """One epoch of one dataset. See `EpochRun` for what is called when."""
 
+    _read: Callable[[Share], Any]
+    _ahead: ReadAhead | None = None
+
     def __init__(
         self,
-        dataset: Dataset,
+        n_samples: int,
         state: TorchState,
         order: EpochOrder,
         cut: EpochPlan,
         epoch: int,
-        find_ids: Callable[[Any], Ids],
+        keys: BatchKeys,
     ) -> None:
-        self.cut, self.epoch, self.n_samples = cut, epoch, len(dataset)
-        self._dataset, self._state, self._order, self._find_ids = dataset, state, order, find_ids
+        self.cut, self.epoch, self.n_samples = cut, epoch, n_samples
+        self._state, self._order, self._keys = state, order, keys
+        self._rows_at: Callable[[int, int], np.ndarray] = order.rows
         cursor = state.engine.progress.cursor
         self._moved = dict(cursor.moved) if cursor.epoch == epoch else {}
 
-    def read(self, index: int) -> Any:
-        cut, place = self.cut, self._moved.get(index, index)
-        batch = self._dataset.take(self._order.rows(place * cut.micro_batch, cut.samples_of_micro(place)))
+    def open(
+        self, dataset: Dataset | MapDataset, read: TakeRows, settings: ReadSettings, reading: contextlib.ExitStack
+    ) -> None:
+        """Before the first micro-batch: start what reads, to be ended with `reading`."""
+        order = self._order
+        if order.own:
+            self._rows_at = cast(OrderedDataset, dataset).order(order.seed, order.epoch).rows
+        takers: list[Callable[[Share], Any]] = [lambda share: read(self._rows(share))]
+        if settings.num_workers:
+            processes = ReaderProcesses(dataset, settings.collate_fn, settings.num_workers, settings.worker_init_fn)
+            reading.enter_context(processes)
+            takers = [partial(self._read_there, processes, number) for number in range(settings.num_workers)]
+        if settings.pin_memory:
+            takers = [partial(_pinned, take) for take in takers]
+        self._read = takers[0]
+        if settings.depth:
+            self._ahead = reading.enter_context(ReadAhead(takers, settings.depth))
+            self._read = self._ahead.read
+        if settings.num_workers:
+            reading.callback(processes.close)  # first, so that no thread waits for a process that hangs
+
+    def expect(self, coming: Iterable[range]) -> None:
+        if self._ahead is not None:
+            self._ahead.expect((micros[0], len(micros)) for micros in coming)
+
+    def read(self, index: int, n_micro: int = 1) -> Any:
+        batch = self._read((index, n_micro))
         if dataclasses.is_dataclass(batch) and not isinstance(batch, type) and hasattr(batch, "index"):
             return dataclasses.replace(batch, index=index)
         return batch
 
+    def runs_model(self, batch: Any) -> bool:
+        return self._keys.runs_model(batch)
+
+    def _read_there(self, processes: ReaderProcesses, number: int, share: Share) -> Any:
+        return processes.take(number, self._rows(share), self._seed(share))
+
+    def _rows(self, share: Share) -> np.ndarray:
+        """int64 [n]: the samples of some neighbouring micro-batches."""
+        cut, (index, n_micro) = self.cut, share
+        micros = [self._moved.get(micro, micro) for micro in range(index, index + n_micro)]
+        rows = [self._rows_at(micro * cut.micro_batch, cut.samples_of_micro(micro)) for micro in micros]
+        return rows[0] if n_micro == 1 else np.concatenate(rows)
+
+    def _seed(self, share: Share) -> int:
+        return table_seed(self._order.seed, f"reading micro-batch {share[0]} of epoch {self.epoch}")
+
     def keys(self, batches: list[Any]) -> list[np.ndarray]:
-        return keys_by_group(self._state.engine.model.tables, [self._find_ids(batch) for batch in batches])
+        return self._keys.of(batches)
+
+    def bags(self, batches: list[Any]) -> BagLookups | None:
+        return self._keys.bags_of(batches)
 
     def between_steps(self) -> None:
         state = self._state
@@ -126,24 +214,29 @@ class _Epoch:
         self._state.saving.keep_state()
 
     def leases_begin(self) -> None:
+        self.expect(())  # which micro-batch comes is known when it is leased
         self._state.saving.epoch_begins()
         self._state.late_joiners.start_rejoin()
 
     def lease_came(self) -> None:
-        self._state.late_joiners.tell()
-        self._state.late_joiners.tell_of_the_wait()
+        self._state.late_joiners.report()
+        self._state.late_joiners.report_wait()
 
     def before_micro_batch(self) -> None:
         state = self._state
         state.check_memory()
         state.saving.save_asynchronously_if_due()
-        state.saving.leave_asynchronously_if_told()
+        state.saving.leave_asynchronously_if_preempted()
 
     def leases_end(self) -> None:
-        self._state.late_joiners.tell()  # this worker may be rank 0 by now
+        self._state.late_joiners.report()  # this worker may be rank 0 by now
 
     def leave_mode(self, position: JobPosition) -> None:
         leave_ps.leave(self._state.engine, position)
+
+
+def _pinned(read: Callable[[Share], Any], share: Share) -> Any:
+    return pinned(read(share))
 
 
 def _begin_in_the_mode_asked_for(engine: Engine) -> None:
@@ -155,7 +248,7 @@ def _begin_in_the_mode_asked_for(engine: Engine) -> None:
     server, is_chief = engine.host.server, engine.world.rank == 0
     pending, signals.requested_mode = signals.requested_mode, None  # late joiners have none: rank 0's counts for all
     if is_chief and pending is None and switching.mode != "auto":  # a switch that failed is not tried again so soon
-        pending = switching.wish(engine.progress.step, engine.mode.name)
+        pending = switching.mode_request(engine.progress.step, engine.mode.name)
     code = -1 if pending is None else MODES.index(pending[0])
     row = [code, server is not None and not server.is_ready(to_enter=True), switching.waits]
     everyone = engine.world.gather("mode", np.array(row, dtype=np.int64))
@@ -171,42 +264,36 @@ def _trace(engine: Engine, order: EpochOrder) -> None:
     if TRACE is None:
         return
     model = engine.model
-    optimizers = {"dense": spec_of(model.optimizer), "rows": launch.describe_optimizer(model.tables.optimizer)}
+    optimizers: dict[str, Any] = {"dense": spec_of(model.optimizer)}
+    optimizers["rows"] = launch.describe_optimizer(model.tables.optimizer)
+    if own := model.tables.optimizers.own:
+        optimizers["own_rows"] = [launch.describe_optimizer(one) for one in own]
     values = [p.detach().numpy() for p in model.dense.parameters] if not engine.progress.step else None
     TRACE.write(
         "epoch", **dataclasses.asdict(order), step=engine.progress.step, global_batch=model.global_batch,
         micro_batch=model.micro_batch, tables=model.tables.layout.describe(), optimizers=optimizers, names=model.names,
-        values=values, hosts=1 if model.tables.local is None else 2,
+        values=values, hosts=1 if model.tables.local is None else 2, row_average=model.row_average,
     )  # fmt: skip
-
-
-def ids_of(batch: Any) -> Ids:
-    try:
-        ids: Ids = batch.ids
-    except AttributeError as error:
-        raise BadInput(
-            f"a batch of type {type(batch).__name__} has no `ids`: tell gba_hvd.batches where the table ids are, "
-            "with ids=lambda batch: ..."
-        ) from error
-    return ids
 
 
 def _refuse_another_order(begun: EpochOrder | None, order: EpochOrder, steps_done: int) -> None:
     if begun is None or begun.epoch != order.epoch or begun == order:
         return
-    names = {"n_samples": "samples", "seed": "seed", "shuffle": "shuffle"}
+    names = {"n_samples": "samples", "seed": "seed", "shuffle": "shuffle", "own": "order of the dataset"}
     pairs = {words: (getattr(begun, name), getattr(order, name)) for name, words in names.items()}
     found = ", ".join(f"{words} {was}, here {now}" for words, (was, now) in pairs.items() if was != now)
     raise StateMismatch(
         f"epoch {order.epoch} stands at step {steps_done} of what was begun with {found}: what is done and what is not "
-        "cannot be told any more. Use the same data, or start anew (resume=False, or another url for checkpoints)"
+        "cannot be determined any more. Use the same data, or start over (resume=False, or another url for checkpoints)"
     )
 
 
-def _warn_of_idle_workers(cut: EpochPlan, rank: int, size: int) -> None:
-    if size > cut.n_micro and rank == 0:
+def _warn_of_idle_workers(cut: EpochPlan, rank: int, size: int, together: int = 1) -> None:
+    n_batches, name = cut.n_micro // together, "micro_batch" if together == 1 else "sync_micro_batch"
+    if size > n_batches and rank == 0:
         warnings.warn(
-            f"{size} workers share {cut.n_micro} micro-batches a step: {size - cut.n_micro} stay idle. "
-            f"Use a smaller micro_batch ({max(1, cut.global_batch // size)} or less), or fewer workers",
+            f"{size} workers share {n_batches} {'micro-batches' if together == 1 else 'batches of sync_micro_batch'} "
+            f"a step: {size - n_batches} stay idle. "
+            f"Use a smaller {name} ({max(1, cut.global_batch // size)} or less), or fewer workers",
             stacklevel=3,
         )

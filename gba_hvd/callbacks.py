@@ -48,6 +48,10 @@ class StepRecord:
     mode: str
     loss: float | None  # mean over the global batch, when the loop passes it
     grad_norm: float | None = None  # of the global step's gradient before it was clipped, where clipping is asked for
+    # The same of every step since the previous record, as far as they are known: in asynchronous modes a worker
+    # receives the news of several steps at once, with the norms of at most 64.
+    grad_norms: tuple[float, ...] = ()
+    dense_lr: float | None = None  # largest learning rate of the dense groups now; None without such a group
 
 
 @dataclass(frozen=True)

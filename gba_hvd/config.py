@@ -71,7 +71,7 @@ class Config:
             try:
                 values[name] = _PARSE.get(name, str)(text)
             except ValueError as error:
-                raise BadInput(f"{_PREFIX}{variable}={text!r}: {error}") from error
+                raise BadInput(f"{_PREFIX}{variable}={text!r}: {error}") from None
         given = {name: value for name, value in arguments.items() if value is not None}
         values.update(renamed(given, {"alive_s": "heartbeat_timeout_s", "server_s": "server_timeout_s"}))
         return cls(**values)

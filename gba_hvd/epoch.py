@@ -45,6 +45,11 @@ class EpochPlan:
         """Indices of the micro-batches of one step of the epoch."""
         return range(step * self.n_micro, min((step + 1) * self.n_micro, -(-self.n_samples // self.micro_batch)))
 
+    def batches_of_step(self, step: int, together: int = 1) -> list[range]:
+        """The micro-batches of one step in groups of `together` neighbours; an epoch's last group may be smaller."""
+        micro = self.micro_of_step(step)
+        return [micro[at : at + together] for at in range(0, len(micro), together)]
+
     def samples_of_micro(self, index: int) -> int:
         return min(self.micro_batch, self.n_samples - index * self.micro_batch)
 
@@ -54,12 +59,16 @@ class EpochPlan:
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """The sample at each position of one epoch."""
+    """The sample at each position of one epoch.
+
+    own: 0, or the digest of the order that the dataset has of its own: then that one's `rows` count, not these
+    """
 
     n_samples: int
     seed: int
     epoch: int
     shuffle: bool = True
+    own: int = 0
 
     def rows(self, first: int, count: int) -> np.ndarray:
         """int64 [count]: the samples at positions first, first + 1, ..."""
@@ -83,8 +92,37 @@ class SampleAccount:
     steps_skipped: int = (
         0  # steps that no worker applied since gradients overflowed (`loss_scale`): samples are dropped
     )
+    redone: int = 0  # of no sum: trained once, and again after the job went back to a checkpoint (full recovery)
+
+    def gone_back(self, now: SampleAccount) -> None:
+        """This is a checkpoint's, and the job that stood at `now` goes back to it: what came since is counted again."""
+        self.redone = now.redone + max(0, now.total - self.total)
 
 
-def shares(n_micro: int, n_workers: int) -> list[int]:
-    """How many of a step's micro-batches each worker computes; uneven when they do not divide."""
-    return [len(range(worker, n_micro, n_workers)) for worker in range(n_workers)]
+def shares(n_micro: int, n_workers: int, together: int = 1) -> list[int]:
+    """How many of a step's micro-batches each worker computes; uneven when they do not divide.
+
+    together: a worker computes so many neighbours as one batch
+    """
+    groups = [min(together, n_micro - at) for at in range(0, n_micro, together)]
+    return [sum(groups[worker::n_workers]) for worker in range(n_workers)]
+
+
+def micro_batches_together(sync_micro_batch: int | None, global_batch: int, micro_batch: int) -> int:
+    """How many micro-batches a worker computes as one batch in an allreduce step: `sync_micro_batch` / B, 1 for None.
+
+    Raises BadInput for a size that is no multiple of B, does not divide G, or changes nothing.
+    """
+    if sync_micro_batch is None:
+        return 1
+    n_micro = global_batch // micro_batch
+    sizes = [micro_batch * n for n in range(2, n_micro + 1) if n_micro % n == 0]
+    if sync_micro_batch not in sizes or isinstance(sync_micro_batch, bool | float):
+        is_own = sync_micro_batch == micro_batch
+        why = "that is micro_batch already" if is_own else "it is no multiple of micro_batch that divides global_batch"
+        choice = f"choose one of {', '.join(map(str, sizes))}, or leave it out" if sizes else "leave it out"
+        raise BadInput(
+            f"sync_micro_batch={sync_micro_batch!r} with global_batch={global_batch} and micro_batch={micro_batch}: "
+            f"{why}; {choice}"
+        )
+    return sync_micro_batch // micro_batch

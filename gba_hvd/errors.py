@@ -6,10 +6,7 @@ errors of checkpoints only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from difflib import get_close_matches
-
-from recovery.errors import BadInput
+from recovery.errors import BadInput, refuse_unknown
 from recovery.errors import ProjectError as GbaError
 
 __all__ = [
@@ -20,10 +17,12 @@ __all__ = [
     "LauncherUnreachable",
     "MissingPackage",
     "NonFiniteGradient",
+    "RecoveryFailed",
     "ShardMemoryError",
     "StateMismatch",
     "WorkerEvicted",
     "WorldLost",
+    "refuse_unknown",
 ]  # fmt: skip
 
 
@@ -37,6 +36,10 @@ class MissingPackage(GbaError, ModuleNotFoundError):
 
 class NonFiniteGradient(GbaError, ArithmeticError):
     """A loss or gradient was NaN or infinite; the step was not applied."""
+
+
+class RecoveryFailed(GbaError):
+    """A full recovery was begun and cannot be completed: the rows in memory are neither of one time nor of another."""
 
 
 class ShardMemoryError(GbaError, OSError):
@@ -65,12 +68,3 @@ class WorldLost(GbaError):
 
 class LastCheckpointFailed(GbaError):
     """The training is done, and the checkpoint of its last step was not saved."""
-
-
-def refuse_unknown(what: str, name: object, among: Sequence[str]) -> None:
-    """Raises BadInput that suggests the nearest name, unless `name` is one of `among`. what: the setting"""
-    if name in among:
-        return
-    near = get_close_matches(str(name).lower().replace("-", "_"), among, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(among)}"
-    raise BadInput(f"{what} {name!r} is not known: {hint}")

@@ -126,7 +126,7 @@ class _Threads:
         self._models: list[SharedModel] = []
         self._jobs: deque[_Job] = deque()
         self._busy: set[int] = set()  # threads that compute
-        self._ending = self._told = self.compute_failed = False
+        self._ending = self._warned = self.compute_failed = False
         self._error: BaseException | None = None
         self._refused: list[tuple[int, str]] = []  # to be reported by the calling thread
 
@@ -143,7 +143,7 @@ class _Threads:
             self._jobs.append(_Job(mode.hand_to_thread(), batch, self._engine.model.tables.remote))
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._error is not None or len(self._busy) + len(self._jobs) < self._n)
-        self._tell()
+        self._report()
 
     def compute_here(self, batch: Any) -> Tensor | float | None:
         """In the calling thread, on the model itself."""
@@ -165,7 +165,7 @@ class _Threads:
         with self._changed:
             self._changed.wait_for(lambda: not self._busy and (self._error is not None or not self._jobs))
         self._bring_buffers_home()
-        self._tell()
+        self._report()
 
     def end(self, suppress: bool = False) -> None:
         """Wait for what is being computed, and end all threads. Raises what one raised, unless `suppress`."""
@@ -176,9 +176,10 @@ class _Threads:
             thread.join()
         self._bring_buffers_home(quietly=suppress)
         self._threads, self._models, self._ending = [], [], False
+        self._engine.compute_in(1)
         self._jobs.clear()
         if not suppress:
-            self._tell()
+            self._report()
 
     def leave_the_loop(self) -> None:
         """After a failure of the user's function: as if the loop over the batches had been left."""
@@ -195,10 +196,11 @@ class _Threads:
             threading.Thread(target=self._run, args=(shared, gpu), name=f"gba-hvd hogwild {number}", daemon=True)
             for number, shared in enumerate(self._models)
         ]
+        self._engine.compute_in(self._n)
         for thread in self._threads:
             thread.start()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         with self._changed:
             refused, self._refused = self._refused, []
         for micro, bad in refused:
@@ -209,8 +211,8 @@ class _Threads:
 
     def _bring_buffers_home(self, quietly: bool = False) -> None:
         changed = self._models[0].bring_buffers_to(self._state.model) if self._models else []
-        if changed and not self._told and not quietly:
-            self._told = True
+        if changed and not self._warned and not quietly:
+            self._warned = True
             warnings.warn(
                 f"the forward pass writes buffers ({', '.join(changed[:3])}): each of the {self._n} threads has its "
                 "own, and the model keeps those of the first thread. Modules without running statistics have none",

@@ -200,11 +200,11 @@ def place_records(keys: Any, n_shards: int, region: int, at: int, record: int, o
 
 
 @_compiled("void(float32[::1], uint64[::1], int64, float32[:, ::1])")
-def gather_rows(flat: Any, places: Any, offset: int, out: Any) -> None:
+def gather_rows(flat: Any, starts: Any, offset: int, out: Any) -> None:
     """out[i] = the words of record i from `offset` on."""
     to, width, skip = out.ravel(), np.uint64(out.shape[1]), np.uint64(offset)
-    for i in range(np.uint64(len(places))):
-        base, p = places[i] + skip, i * width
+    for i in range(np.uint64(len(starts))):
+        base, p = starts[i] + skip, i * width
         for j in range(width):
             to[p + j] = flat[base + j]
 
@@ -320,6 +320,35 @@ def pool_weights_backward(grad: Any, rows: Any, number: Any, offsets: Any, mean:
             out[i] = share * total
 
 
+@_compiled("void(float32[:, ::1], int32[::1], int64[::1], float32[:, ::1], int32[:, ::1])")
+def pool_rows_max(rows: Any, number: Any, offsets: Any, out: Any, chosen: Any) -> None:
+    """out[b] = maximum of rows[number[i]] over sample b's values, element by element; of equal ones, the first.
+
+    chosen: the row that each element is of, -1 in a sample without values, which gives zeros. NaN is the maximum.
+    """
+    dim = rows.shape[1]
+    for b in range(len(offsets) - 1):
+        for c in range(dim):
+            out[b, c] = 0.0
+            chosen[b, c] = -1
+        for i in range(offsets[b], offsets[b + 1]):
+            k = np.uint64(number[i])
+            for c in range(dim):
+                value = rows[k, c]
+                if chosen[b, c] < 0 or value > out[b, c] or (value != value and out[b, c] == out[b, c]):
+                    out[b, c] = value
+                    chosen[b, c] = number[i]
+
+
+@_compiled("void(float32[:, ::1], int32[:, ::1], float32[:, ::1])")
+def pool_rows_max_backward(grad: Any, chosen: Any, out: Any) -> None:
+    for b in range(len(chosen)):
+        for c in range(out.shape[1]):
+            k = chosen[b, c]
+            if k >= 0:
+                out[k, c] += grad[b, c]
+
+
 # --- row optimizers: one pass over the touched records, in place ---------------------------------------------------
 # A row's record is [weights: dim | slots | access counter], all on one page of memory or two: random access to pages is
 # what a pass costs. `words` is `flat` seen as uint32, for the counters. The gradient of a row is
@@ -330,29 +359,86 @@ _BLOCK = 256
 
 
 @_compiled("void(float32[::1], uint64[::1], int64, int64, float32[::1])")
-def _read_block(flat: Any, places: Any, offset: int, width: int, out: Any) -> None:
+def _read_block(flat: Any, starts: Any, offset: int, width: int, out: Any) -> None:
     skip, size = np.uint64(offset), np.uint64(width)
-    for i in range(np.uint64(len(places))):
-        base, p = places[i] + skip, i * size
+    for i in range(np.uint64(len(starts))):
+        base, p = starts[i] + skip, i * size
         for j in range(size):
             out[p + j] = flat[base + j]
 
 
 @_compiled("void(float32[::1], uint64[::1], int64, int64, float32[::1])")
-def _write_block(flat: Any, places: Any, offset: int, width: int, block: Any) -> None:
+def _write_block(flat: Any, starts: Any, offset: int, width: int, block: Any) -> None:
     skip, size = np.uint64(offset), np.uint64(width)
-    for i in range(np.uint64(len(places))):
-        base, p = places[i] + skip, i * size
+    for i in range(np.uint64(len(starts))):
+        base, p = starts[i] + skip, i * size
         for j in range(size):
             flat[base + j] = block[p + j]
 
 
 @_compiled("void(uint32[::1], uint64[::1], int64)")
-def _count(words: Any, places: Any, record: int) -> None:
+def _count(words: Any, starts: Any, record: int) -> None:
     """Count one update of each row, modulo 2^32: two counts show whether, and how often, a row changed in between."""
     last = np.uint64(record - 1)
-    for i in range(len(places)):
-        words[places[i] + last] += np.uint32(1)
+    for i in range(len(starts)):
+        words[starts[i] + last] += np.uint32(1)
+
+
+@_compiled("void(uint32[::1], uint64[::1], int64, uint32[::1])")
+def count_more(words: Any, starts: Any, record: int, accesses: Any) -> None:
+    """Count the accesses of each updated row beyond the one that its update counted, modulo 2^32."""
+    last = np.uint64(record - 1)
+    for i in range(len(starts)):
+        words[starts[i] + last] += accesses[i] - np.uint32(1)
+
+
+@_compiled("void(uint32[::1], int64[::1], uint32[::1], int64, int64, int64[:, ::1], int64, uint64)")
+def sample_accesses(
+    words: Any, keys: Any, accesses: Any, n_shards: int, region: int, lists: Any, period: int, seed: np.uint64
+) -> None:
+    """List the rows of every `period`-th access of a step; see `recovery.selection.sampled_accesses` for the lists.
+
+    lists: int64 [tables of the group, 4]: the place of the table's first row in a shard, the word of a region at which
+    its list starts, its capacity (0: none), words of its marks. seed: another one for each step
+    """
+    skip = np.int64(_mix(seed) % np.uint64(period))
+    drawn = np.uint64(0)
+    for i in range(len(keys)):
+        n = np.int64(accesses[i])
+        if skip >= n:
+            skip -= n
+            continue
+        skip += ((n - skip - 1) // period + 1) * period - n
+        shard, place = keys[i] % n_shards, keys[i] // n_shards
+        t = len(lists) - 1
+        while lists[t, 0] > place:
+            t -= 1
+        capacity = lists[t, 2]
+        if capacity == 0:
+            continue
+        row, base = place - lists[t, 0], shard * region + lists[t, 1]
+        marks = base + 2 + 2 * (1 + capacity)
+        asked = words[base]
+        at = base + 2 + np.int64(asked & np.uint32(1)) * (1 + capacity)
+        if asked != words[base + 1]:
+            for j in range(marks, marks + lists[t, 3]):
+                words[j] = 0
+            words[at] = 0
+            words[base + 1] = asked
+        mark, bit = marks + row // 32, np.uint32(1) << np.uint32(row % 32)
+        if words[mark] & bit:
+            continue
+        length = np.int64(words[at])
+        if length < capacity:
+            words[at + 1 + length] = row
+            words[at] = length + 1
+        else:
+            drawn += np.uint64(1)
+            slot = at + 1 + np.int64(_mix(seed + drawn) % np.uint64(capacity))
+            old = np.int64(words[slot])
+            words[marks + old // 32] &= ~(np.uint32(1) << np.uint32(old % 32))
+            words[slot] = row
+        words[mark] |= bit
 
 
 _HEAD = "float32[::1], uint32[::1], uint64[::1], float32[:, ::1], float32, int64, float32, float32"
@@ -360,12 +446,12 @@ _HEAD = "float32[::1], uint32[::1], uint64[::1], float32[:, ::1], float32, int64
 
 @_compiled(f"void({_HEAD})")
 def apply_sgd(
-    flat: Any, words: Any, places: Any, grads: Any, scale: np.float32, record: int, lr: np.float32, decay: np.float32
+    flat: Any, words: Any, starts: Any, grads: Any, scale: np.float32, record: int, lr: np.float32, decay: np.float32
 ) -> None:
     dim, grad = grads.shape[1], grads.ravel()
     w = np.empty(_BLOCK * dim, dtype=np.float32)
-    for lo in range(0, len(places), _BLOCK):
-        block = places[lo : lo + _BLOCK]
+    for lo in range(0, len(starts), _BLOCK):
+        block = starts[lo : lo + _BLOCK]
         g = grad[lo * dim : (lo + len(block)) * dim]
         _read_block(flat, block, 0, dim, w)
         for j in range(len(g)):
@@ -376,14 +462,14 @@ def apply_sgd(
 
 @_compiled(f"void({_HEAD}, float32)")
 def apply_adagrad(
-    flat: Any, words: Any, places: Any, grads: Any, scale: np.float32, record: int, lr: np.float32, decay: np.float32,
+    flat: Any, words: Any, starts: Any, grads: Any, scale: np.float32, record: int, lr: np.float32, decay: np.float32,
     eps: np.float32,
 ) -> None:  # fmt: skip
     """Slots: sum [dim]."""
     dim, grad = grads.shape[1], grads.ravel()
     w, s = np.empty(_BLOCK * dim, dtype=np.float32), np.empty(_BLOCK * dim, dtype=np.float32)
-    for lo in range(0, len(places), _BLOCK):
-        block = places[lo : lo + _BLOCK]
+    for lo in range(0, len(starts), _BLOCK):
+        block = starts[lo : lo + _BLOCK]
         g = grad[lo * dim : (lo + len(block)) * dim]
         _read_block(flat, block, 0, dim, w)
         _read_block(flat, block, dim, dim, s)
@@ -399,15 +485,15 @@ def apply_adagrad(
 
 @_compiled(f"void({_HEAD}, float32)")
 def apply_row_adagrad(
-    flat: Any, words: Any, places: Any, grads: Any, scale: np.float32, record: int, lr: np.float32, decay: np.float32,
+    flat: Any, words: Any, starts: Any, grads: Any, scale: np.float32, record: int, lr: np.float32, decay: np.float32,
     eps: np.float32,
 ) -> None:  # fmt: skip
     """Slots: sum [1]."""
     dim, grad = grads.shape[1], grads.ravel()
     w, s = np.empty(_BLOCK * dim, dtype=np.float32), np.empty(_BLOCK, dtype=np.float32)
     gradient = np.empty(_BLOCK * dim, dtype=np.float32)
-    for lo in range(0, len(places), _BLOCK):
-        block = places[lo : lo + _BLOCK]
+    for lo in range(0, len(starts), _BLOCK):
+        block = starts[lo : lo + _BLOCK]
         g = grad[lo * dim : (lo + len(block)) * dim]
         _read_block(flat, block, 0, dim, w)
         _read_block(flat, block, dim, 1, s)
@@ -428,7 +514,7 @@ def apply_row_adagrad(
 
 @_compiled(f"void({_HEAD}, float32, float32, float32, float32, float32)")
 def apply_adam(
-    flat: Any, words: Any, places: Any, grads: Any, scale: np.float32, record: int, lr: np.float32, decay: np.float32,
+    flat: Any, words: Any, starts: Any, grads: Any, scale: np.float32, record: int, lr: np.float32, decay: np.float32,
     eps: np.float32, beta1: np.float32, beta2: np.float32, correction1: np.float32, correction2: np.float32,
 ) -> None:  # fmt: skip
     """Slots: exp_avg [dim], exp_avg_sq [dim]. corrections: 1 - beta ** t, with t the number of steps of the job."""
@@ -436,8 +522,8 @@ def apply_adam(
     one, root = np.float32(1.0), np.float32(math.sqrt(correction2))
     w = np.empty(_BLOCK * dim, dtype=np.float32)
     m, v = np.empty(_BLOCK * dim, dtype=np.float32), np.empty(_BLOCK * dim, dtype=np.float32)
-    for lo in range(0, len(places), _BLOCK):
-        block = places[lo : lo + _BLOCK]
+    for lo in range(0, len(starts), _BLOCK):
+        block = starts[lo : lo + _BLOCK]
         g = grad[lo * dim : (lo + len(block)) * dim]
         _read_block(flat, block, 0, dim, w)
         _read_block(flat, block, dim, dim, m)

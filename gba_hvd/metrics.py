@@ -1,7 +1,8 @@
-"""AUC and log loss of click predictions, from scores that several workers hold.
+"""AUC and log loss of click predictions, from scores that several workers hold; squared and absolute errors of ratings.
 
-Decided here: how both figures are computed, and from which size on AUC comes from a histogram instead of all scores.
-Not here: who evaluates which samples and how the states travel (`evaluation`).
+Decided here: how these figures are computed, and from which size on AUC comes from a histogram instead of all scores.
+Not here: groups (`grouped_auc`), rankings (`ranking`), who evaluates which samples and how the states travel
+(`evaluation`).
 
     ScoreAccumulator.add (per worker) -> .state() -> scores_from(all states) -> Scores
 """
@@ -38,6 +39,28 @@ class Scores:
     n: int
     exact: bool
     note: str = ""
+
+
+@dataclass(frozen=True)
+class TaskScores:
+    """What an evaluation found about one task.
+
+    values: by metric name, in the order they were asked for; NaN where a metric is undefined, and `note` then says why
+    n: samples that counted. exact: as in `Scores`; True where no AUC was asked for
+    n_groups, n_groups_left_out: of "gauc", groups that count and groups that have one class only; 0 without it
+    """
+
+    values: Mapping[str, float]
+    n: int
+    exact: bool = True
+    note: str = ""
+    n_groups: int = 0
+    n_groups_left_out: int = 0
+
+    def __getitem__(self, metric: str) -> float:
+        if metric not in self.values:
+            raise KeyError(f"{metric!r} was not asked for: this evaluation has {', '.join(self.values)}")
+        return self.values[metric]
 
 
 class ScoreAccumulator:
@@ -191,3 +214,32 @@ def _log_loss_sum(logits: NDArray[np.float32], labels: NDArray[np.uint8]) -> flo
     """Sum of log(1 + exp(-x)) over the positives and log(1 + exp(x)) over the negatives; never overflows."""
     signed = np.where(labels == 1, -logits.astype(np.float64), logits.astype(np.float64))
     return float(np.logaddexp(0.0, signed).sum())
+
+
+# --- ratings ---------------------------------------------------------------------------------------------------------
+
+N_ERROR_SUMS = 4
+
+
+def error_sums(outputs: ArrayLike, labels: ArrayLike) -> NDArray[np.float64]:
+    """float64 [4] of some samples: how many, how many outputs are NaN, sum of squared and of absolute errors.
+
+    outputs, labels: [n]. Raises BadInput for a label that is not finite.
+    """
+    x, y = np.array(outputs, np.float64).ravel(), np.array(labels, np.float64).ravel()
+    if x.shape != y.shape:
+        raise ValueError(f"as many labels as outputs are needed, got {y.size} labels and {x.size} outputs")
+    if not np.isfinite(y).all():
+        raise BadInput(f"a label must be a finite number, got {y[~np.isfinite(y)][0]} in a batch of {y.size} samples")
+    n_nan = int(np.isnan(x).sum())
+    errors = (x - y)[~np.isnan(x)]
+    return np.array([x.size, n_nan, np.square(errors).sum(), np.abs(errors).sum()])
+
+
+def errors_from(sums: ArrayLike) -> tuple[dict[str, float], int, str]:
+    """ "mse", "rmse" and "mae" of the sums of all samples, how many these are, and why a value is NaN, in words."""
+    n, n_nan, squares, absolute = np.asarray(sums, np.float64).tolist()
+    if n_nan or not n:
+        why = f"{n_nan:.0f} of {n:.0f} outputs are NaN: the model has diverged" if n_nan else "no samples"
+        return dict.fromkeys(("mse", "rmse", "mae"), math.nan), int(n), why
+    return {"mse": squares / n, "rmse": math.sqrt(squares / n), "mae": absolute / n}, int(n), ""

@@ -5,7 +5,7 @@ Each call of `step()` takes in one micro-batch; what becomes of it is the engine
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -15,8 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from gba_hvd import kernels
 from gba_hvd.clipping import Clip
 from gba_hvd.compression import kernels as compression_kernels
-from gba_hvd.compression.spec import Compression, Spec, spec_of
-from gba_hvd.embedding.tables import EmbeddingTables
+from gba_hvd.compression.spec import Compression, Spec, dense_spec_of, row_spec_of
+from gba_hvd.embedding.tables import EmbeddingTables, join_tables
 from gba_hvd.errors import BadInput
 from gba_hvd.grad_scaler import distribute, scale_of
 from gba_hvd.switching.mode_limits import check_modes
@@ -82,10 +82,11 @@ class _Distributed(torch.optim.Optimizer):
 
 def DistributedOptimizer(
     optimizer: AnyOptimizer,
-    tables: EmbeddingTables,
+    tables: EmbeddingTables | Sequence[EmbeddingTables],
     *,
     global_batch: int,
     micro_batch: int,
+    sync_micro_batch: int | None = None,
     named_parameters: Iterable[tuple[str, Tensor]] = (),
     row_average: str = "global",
     compression: Spec | str = Compression.none,
@@ -97,14 +98,25 @@ def DistributedOptimizer(
     """Make an optimizer step once per global batch of `global_batch` samples, over all workers and the tables.
 
     The same object comes back, with one more parameter group, the last: its `lr` is the row optimizer's, and schedulers
-    made for the optimizer from here on drive it like any other.
+    made for the optimizer from here on drive it like any other. Tables with an optimizer of their own
+    (`Table(optimizer=)`) follow it in proportion: lr of the table x `lr` of the group / lr of the row optimizer.
+
+    tables: one, or a list of several, which then share one memory; the first one's optimizer is that of the group.
 
     global_batch, micro_batch: samples, G = M x B; G is constant for any number of workers.
+    sync_micro_batch: samples that a worker computes at once in allreduce mode, a multiple of B that divides G; default
+    B. Steps, positions and accounts stay those of micro-batches of B samples, which asynchronous modes compute. What a
+    model computes over a batch (batch norm) is then over so many samples. While a `GBACallback` decides by measurements
+    (mode "auto"), one step in 20 is computed in micro-batches of B, to measure what they take; one that asks for
+    asynchronous modes only refuses it.
     named_parameters: names for error messages.
-    row_average: a row's gradient is the sum over the step's micro-batches divided by all of them ("global": the
-    gradient of the global batch's mean loss) or by those that contain the row ("contributors", as in the GBA paper).
+    row_average: what the sum of a row's gradients over the step's micro-batches is divided by. "global": all of them,
+    which gives the gradient of the global batch's mean loss. "contributors", as in the GBA paper: those that contain
+    the row, each counted once; weights by staleness apply to the gradients and not to the count, and a gradient that
+    is dropped as stale counts. "kept_contributors": the same, and a dropped one does not count. See docs/MODES.md.
     compression: how dense gradients travel between workers, such as `gba_hvd.Compression.dct(keep=0.01)`.
-    row_compression: how rows and their gradients travel between hosts, such as `gba_hvd.Compression.int8`.
+    row_compression: how rows and their gradients travel between hosts, such as `gba_hvd.Compression.int8` or
+    `gba_hvd.Compression.dct_mp(keep=0.05)`.
     max_norm, max_row_norm: clip the gradient of each global step by its 2-norm. With g the gradient of all dense
     parameters and r that of all rows, as the optimizers get them (averaged as `row_average` says; in asynchronous modes
     the weighted sum over the decided step's micro-batches, after the damping of an update rule):
@@ -126,8 +138,8 @@ def DistributedOptimizer(
 
     Hooks registered with `register_step_pre_hook` and `register_step_post_hook` run around the global step in allreduce
     mode; a job that is to be in an asynchronous mode, where servers step, refuses them.
-    Raises BadInput when G is no multiple of B, the optimizer is of a kind that needs a closure, or a norm is not a
-    positive, finite number, or the scaler is of another type or another optimizer's.
+    Raises BadInput when G is no multiple of B, `sync_micro_batch` does not fit, the optimizer is of a kind that needs a
+    closure, or a norm is not a positive, finite number, or the scaler is of another type or another optimizer's.
     """
     if isinstance(optimizer, _Distributed):
         raise BadInput("this optimizer is distributed already")
@@ -141,14 +153,18 @@ def DistributedOptimizer(
             "a learning-rate scheduler was made for this optimizer already: make it after DistributedOptimizer, "
             "so that it drives the tables too"
         )
+    tables = tables if isinstance(tables, EmbeddingTables) else join_tables(tables)
     names = {id(p): name for name, p in named_parameters}
-    specs = spec_of(compression), spec_of(row_compression)
+    specs = dense_spec_of(compression), row_spec_of(row_compression)
     clip = Clip(max_norm, max_row_norm)
     loss_scale = scale_of(grad_scaler)
     kernels.load()
     if not all(spec.is_none for spec in specs):
         compression_kernels.load()
-    model = TrainedModel(optimizer, tables, names, global_batch, micro_batch, row_average, *specs, clip, loss_scale)
+    model = TrainedModel(
+        optimizer, tables, names, global_batch, micro_batch, row_average, *specs, clip, loss_scale,
+        sync_micro_batch,
+    )  # fmt: skip
     engine = Engine(model)
     group: dict[str, Any] = {
         "params": [torch.zeros(0, requires_grad=True)],

@@ -9,7 +9,8 @@ most one that has no newline. What is written:
     commit      allreduce: the step was decided in this world, with these learning rates
     push        asynchronous: a lease's gradient, with the dense step and the very rows it was computed with
     decided     asynchronous: the members of a step that are dropped, of all its servers
-    apply       asynchronous: a server begins to apply a decided step: the members it has, weights, learning rates
+    apply       asynchronous: a server begins to apply a decided step: the members it has, weights, learning rates, what
+                the rows of all members are multiplied by, the update rule
     applied     and has ended, or missed it
     event       what the callbacks received: switches, membership, what was lost
 
@@ -55,10 +56,10 @@ class Trace:
         used: dict[str, Any] = {}
         for captured in tables.captured:
             group = tables.layout.groups[captured.group]
-            places, values = captured.keys // tables.layout.n_shards, captured.rows.detach().numpy()
+            indices, values = captured.keys // tables.layout.n_shards, captured.rows.detach().numpy()
             for table, first in zip(group.tables, group.first, strict=True):
                 rows = captured.keys - first * tables.layout.n_shards
-                mine = (places >= first) & (rows < table.n_rows)
+                mine = (indices >= first) & (rows < table.n_rows)
                 if mine.any():
                     used[table.name] = {"rows": rows[mine], "values": values[mine]}
         return used

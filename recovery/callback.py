@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from recovery.config import Config
 from recovery.errors import BadInput
 from recovery.old_names import accepts
-from recovery.schedule.adaptive import FIRST_INTERVAL_S, Goals
+from recovery.policies import is_lossless
+from recovery.schedule.adaptive import FIRST_INTERVAL_S, PLANNED_POLICY, Goals
+from recovery.schedule.costs import STRATEGIES
 
 
 @accepts(last_gasp_s="final_checkpoint_s", memory_share="retain_state_share")
@@ -27,6 +30,8 @@ class CheckpointCallback:
         neither, it is planned from what saving and loading was measured to take (`recovery.schedule.adaptive`), from
         `mtbf_h` (assumed mean time between failures of any host, corrected by those that happen) and `target_pls`, at
         most `longest_s` apart.
+    total_samples: of the whole planned training, all epochs; what the portion of lost samples (PLS) is a portion of.
+        None: not known, then it is of the samples so far, which overstates it.
     retain_state_share: the training state is retained in memory beside the rows while that takes at most this share of
         a step, so that a job that lost all its workers, but not its host, resumes with nothing lost; 0: never.
     final_checkpoint_s: for how long the servers may hold that memory for a final checkpoint when nobody resumes; 0: not
@@ -35,7 +40,14 @@ class CheckpointCallback:
         seconds; None: they leave at once.
     resume: False starts over beside the checkpoints that are there, and saves after them.
     takeover: write here although another job does; it will be refused from then on.
-    storage_options: for fsspec, see `open_store`. settings: fields of `recovery.config.Config` (policy, ...).
+    recovery: when one of several hosts is lost: "partial" brings back the rows that went down with it, the others stay;
+        "full" takes all workers back to the newest checkpoint that leaves out no change, and the samples since then are
+        trained again; "auto" does what CPR's estimate says (`recovery.schedule.recovery_choice`), and plans the
+        interval for it. The same on all workers.
+    storage_options: for fsspec, see `open_store`. settings: fields of `recovery.config.Config` (policy, ...). Where the
+        interval is planned and no policy is named, a job saves by "mfu" while partial recovery is planned, and by
+        "delta" while full recovery is, as on one host, whose loss is the job's. With every policy, saves that may be
+        the last take all changes.
     """
 
     def __init__(
@@ -47,11 +59,13 @@ class CheckpointCallback:
         mtbf_h: float | None = None,
         target_pls: float = 0.1,
         longest_s: float = 3600.0,
+        total_samples: int | None = None,
         retain_state_share: float = 0.02,
         final_checkpoint_s: float = 60.0,
         preemption_s: float | None = None,
         resume: bool = True,
         takeover: bool = False,
+        recovery: str = "auto",
         storage_options: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
@@ -69,13 +83,27 @@ class CheckpointCallback:
             )
         if preemption_s is not None and not preemption_s > 0:
             raise BadInput(f"preemption_s is a number of seconds above 0, got {preemption_s}")
-        self.retain_state_share, self.final_checkpoint_s, self.preemption_s = (
-            retain_state_share,
-            final_checkpoint_s,
-            preemption_s,
-        )
+        if total_samples is not None and total_samples < 1:
+            raise BadInput(f"total_samples is the number of samples of the whole training, got {total_samples}")
+        self.total_samples = total_samples
+        self.retain_state_share, self.final_checkpoint_s = retain_state_share, final_checkpoint_s
+        self.preemption_s = preemption_s
         self.config = Config.from_env(**settings)
-        self.given = Goals(self.config.policy, self.config.row_fraction, mtbf_h, target_pls, longest_s)
+        if recovery not in STRATEGIES:
+            raise BadInput(f"recovery {recovery!r} is not known: choose one of {', '.join(STRATEGIES)}")
+        one_host = None
+        is_named = settings.get("policy") is not None or "RECOVERY_POLICY" in os.environ
+        if self.is_planned and not is_named and recovery != "full":
+            one_host, self.config = self.config.policy, replace(self.config, policy=PLANNED_POLICY)
+        if recovery == "full" and not is_lossless(self.config.policy):
+            raise BadInput(
+                f"recovery='full' goes back to checkpoints that leave out no change; those of policy "
+                f"{self.config.policy!r} leave out rows, so they would be of no use. Use policy='delta' (or 'full'), "
+                "or another recovery"
+            )
+        self.recovery = recovery
+        goals = (mtbf_h, target_pls, longest_s, one_host, recovery)
+        self.given = Goals(self.config.policy, self.config.row_fraction, *goals)
         self.planned_s = FIRST_INTERVAL_S
         self._last_step, self._last_s = 0, math.nan
 
@@ -83,6 +111,22 @@ class CheckpointCallback:
     def is_planned(self) -> bool:
         """Whether nobody said how often to save."""
         return self.every_s is None and self.every_steps is None
+
+    @property
+    def pace(self) -> dict[str, Any]:
+        """How often a checkpoint is due now, as the checkpoint itself says it: plain values.
+
+        every_s, every_steps: where there is one, and it is finite; is_planned: it is the plan's
+        """
+        every_s = self.planned_s if self.is_planned else self.every_s
+        found = {"every_s": every_s, "every_steps": self.every_steps, "is_planned": self.is_planned}
+        return {name: value for name, value in found.items() if value is not None and value < math.inf}
+
+    def given_interval_s(self, step_s: float) -> float | None:
+        """The interval that the user gave, in seconds, for steps of `step_s`; None: it is planned."""
+        by_steps = None if self.every_steps is None else self.every_steps * step_s
+        found = [every_s for every_s in (self.every_s, by_steps) if every_s is not None]
+        return min(found) if found else None
 
     def due(self, step: int, now_s: float) -> bool:
         """Whether a checkpoint should be made of `step`."""

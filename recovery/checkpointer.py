@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from recovery.catalog import claims
 from recovery.catalog.claims import Claim
 from recovery.config import Config
 from recovery.errors import BadInput, StoreError
-from recovery.events import Event, Handle, Saved, StillSaving, Teller, told
+from recovery.events import Event, EventReporter, Handle, Saved, StillSaving, describe_restore
 from recovery.format.manifest import Manifest
 from recovery.restore import Report, TrainingPoint, restore
 from recovery.rows import RowSource
@@ -45,7 +44,7 @@ class Checkpointer:
             ...
             handle = checkpoints.save(step, samples, {"model": dense, "optimizer": rest})   # returns at once
 
-    Entering claims the place and starts two threads: one that saves, and one that gives signs of life. Leaving waits
+    Entering claims the place and starts two threads: one that saves, and one that renews the claim. Leaving waits
     for the save in flight, stops them, and raises what a thread died of, if one did.
 
     One thread calls save and restore. `on_event` is called in the thread in which something happens.
@@ -72,7 +71,7 @@ class Checkpointer:
         self._config = config or Config()
         self._store = open_store(url, **storage_options) if isinstance(url, str | Path) else url
         self._rows, self._takeover, self._after = rows, takeover, after
-        self._tell = Teller(self._store.url, on_event)
+        self._report = EventReporter(self._store.url, on_event)
         self._buffers: Buffers | None = None
         self._selection = Selection(rows, self._config, tracker_path=tracker_path, counters=counters, rng=rng)
         self._clock, self._unix_clock = clock, unix_clock
@@ -81,7 +80,7 @@ class Checkpointer:
         self._active_chain = ActiveChain(self._store, self._selection)
         self._number = 0
         self._queue: queue.SimpleQueue[SaveRequest | None] = queue.SimpleQueue()
-        self._requests = SaveRequests(self._config, self._tell, clock, self._queue.put)
+        self._requests = SaveRequests(self._config, self._report, clock, self._queue.put)
         self._died: BaseException | None = None
         self._cancel, self._leaving = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
@@ -118,16 +117,14 @@ class Checkpointer:
             self._threads[-1].start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         if self._claim is None or self._leaving.is_set():
             return
         if (last := self._requests.last) is not None:
             with contextlib.suppress(BaseException):  # reported when it happened
                 self._requests.wait(self._config.close_timeout_s)
             if not last.done():
-                self._tell(
+                self._report(
                     Event("failed", f"the save was cancelled: not over after {self._config.close_timeout_s:g} s")
                 )
         self._cancel.set()
@@ -181,7 +178,7 @@ class Checkpointer:
             self._selection.restored(report.manifest.name, None if shards is None else tuple(shards))
             if shards is None:
                 self._active_chain.chain = report.chain
-        self._tell(Event("restored", told(report), report=report))
+        self._report(Event("restored", describe_restore(report), report=report))
         return report
 
     def wait(self) -> None:
@@ -252,12 +249,12 @@ class Checkpointer:
             gone = self._active_chain.expire(range(self._claim.epoch, self._claim.epoch + 1), self._config.keep)
         except StoreError as error:
             text = f"old checkpoints could not be deleted, and take space: {error}"
-            self._tell(Event("store", text, error=error))
+            self._report(Event("store", text, error=error))
         else:
             if gone.manifests:
-                self._tell(Event("expired", gone.reason))
+                self._report(Event("expired", gone.reason))
 
-    # --- the thread that gives signs of life -------------------------------------------------------------------------
+    # --- the thread that renews the claim ----------------------------------------------------------------------------
 
     def _live(self) -> None:
         while not self._leaving.wait(self._config.lease_s / 3):
@@ -265,5 +262,5 @@ class Checkpointer:
             try:
                 self._claim = claims.renew(self._store, self._claim)
             except StoreError as error:
-                text = f"no sign of life could be given; another job may take over: {error}"
-                self._tell(Event("store", text, error=error))
+                text = f"the claim could not be renewed; another job may take over: {error}"
+                self._report(Event("store", text, error=error))

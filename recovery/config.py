@@ -26,7 +26,7 @@ class Config:
     job:              name of the job that writes: one of the same name takes over at once. None: a name nobody else has
     policy:           which rows a save takes once there is a base: full, delta, mfu, ssu, scar, or a registered one
     r:                share of a table's rows that mfu, ssu, scar and registered policies take
-    ssu_period:       ssu looks at every so-manieth update
+    ssu_period:       ssu looks at every so-manieth access
     budget_bytes:     memory for all rows in flight while saving, or restoring (beside the buffers that saves keep); not
                       what the policy needs, nor the list of sections (half a kilobyte for each)
     section_bytes:    rows encoded, checked and restored as one; smaller if the budget asks for it
@@ -40,7 +40,7 @@ class Config:
     keep_last:        checkpoints that this run keeps, with what they are on top of
     keep_every_steps: and the first one of every so many steps
     keep_every_s:     and the first one of every so many seconds
-    lease_s:          another job may take over when there was no sign of life of this one for so long
+    lease_s:          another job may take over when this one has not renewed its claim for so long
     verify:           what is read back before a checkpoint counts as saved and older ones expire: "sizes" (manifests,
                       and the size of every object of the chain), "state" (also the checksum of the training state),
                       "bytes" (also every byte of this save: as much reading as was written)
@@ -106,7 +106,7 @@ class Config:
             try:
                 values[field.name] = _PARSE[str(field.type)](text)
             except ValueError as error:
-                raise BadInput(f"{_PREFIX}{variable}={text!r}: {error}") from error
+                raise BadInput(f"{_PREFIX}{variable}={text!r}: {error}") from None
         given = {name: value for name, value in arguments.items() if value is not None}
         values.update(renamed(given, {"r": "row_fraction", "puts": "concurrent_puts"}))
         return cls(**values)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from difflib import get_close_matches
+
 
 class ProjectError(Exception):
     """Base of all errors that `recovery` and `gba_hvd` raise on purpose; `gba_hvd` calls it `GbaError`."""
@@ -29,3 +32,12 @@ class Damaged(RecoveryError):
 
 class Fenced(RecoveryError):
     """Another writer has taken over this place; what this one would write must not be believed."""
+
+
+def refuse_unknown(what: str, name: object, among: Sequence[str]) -> None:
+    """Raises BadInput that suggests the nearest name, unless `name` is one of `among`. what: the setting"""
+    if name in among:
+        return
+    near = get_close_matches(str(name).lower().replace("-", "_"), among, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(among)}"
+    raise BadInput(f"{what} {name!r} is not known: {hint}")

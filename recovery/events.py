@@ -47,7 +47,7 @@ class Event:
     error: BaseException | None = None
 
 
-class Teller:
+class EventReporter:
     """Reports what happens at a URL to the log, and to a listener, which may fail."""
 
     def __init__(self, url: str, on_event: Callable[[Event], None] | None) -> None:
@@ -60,7 +60,7 @@ class Teller:
             try:
                 self._on_event(event)
             except Exception:
-                _LOG.exception("on_event failed for %r; saving goes on", event.text)
+                _LOG.exception("on_event failed for %r; saving continues", event.text)
 
 
 class Handle:
@@ -83,7 +83,7 @@ class Handle:
             raise TimeoutError(f"the save is not over after {timeout_s} s") from None
 
 
-def said(saved: Saved) -> str:
+def describe_save(saved: Saved) -> str:
     manifest, written = saved.manifest, saved.written
     return (
         f"step {manifest.step} saved as {manifest.name} in {saved.seconds:.1f} s: {written.n_rows:,} rows, "
@@ -91,7 +91,7 @@ def said(saved: Saved) -> str:
     )
 
 
-def told(report: Report) -> str:
+def describe_restore(report: Report) -> str:
     lost = f", {report.n_lost:,} rows were never saved" if report.n_lost else ""
     pls = f", {100 * report.pls:.3g} % of all samples lost (PLS)" if report.pls is not None else ""
     passed = "".join(f"; {one.name} was passed over: {one.why}" for one in report.skipped)

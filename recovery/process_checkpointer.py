@@ -22,7 +22,7 @@ What a crash leaves.
  - This process: the pipe ends. The child finishes the save in flight, gives back its claim and ends. If a step was
    in flight as well, rows are half written: the save finds no moment to read them in, and fails after `busy_timeout_s`.
  - Both: what a crash of the child leaves. Shared memory has no name; it goes with the last of the two.
- - The child hangs (stopped, or without a processor): it gives no sign of life for `silence_s`, is killed, and all is as
+ - The child hangs (stopped, or without a processor): it sends no heartbeat for `silence_s`, is killed, and all is as
    if it had died. So a thread that waits here waits for an answer, for the end of the child, or for that.
 """
 
@@ -35,7 +35,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -45,10 +44,11 @@ from recovery.child.handle import Child, ChildDied, Start
 from recovery.child.process import Answer, Begin, ReadAll, Restore, Save
 from recovery.config import Config
 from recovery.errors import BadInput
-from recovery.events import Event, Handle, Teller
+from recovery.events import Event, EventReporter, Handle
 from recovery.format.manifest import Manifest
 from recovery.restore import Report, TrainingPoint
 from recovery.save_requests import SaveRequest, SaveRequests
+from recovery.selection.importance import list_capacities
 from recovery.storage.open import open_store
 from recovery.storage.store import Store
 from recovery.torch_rows.tensor_rows import TensorRows
@@ -94,7 +94,7 @@ class ProcessCheckpointer:
         start: Start = process.start,
         **storage_options: Any,
     ) -> None:
-        """nice: how much the child stands back for others, 0 to 19. silence_s: without a sign of life for so long, it
+        """nice: how much the child stands back for others, 0 to 19. silence_s: without a heartbeat for so long, it
         is killed. The others, and a store, which must be one that can be pickled, as in `Checkpointer`."""
         config = config or Config()
         if not rows.memory.is_shared:
@@ -102,13 +102,10 @@ class ProcessCheckpointer:
                 "these rows lie in memory of this process alone: make them with of_optimizer(..., shared=True) or "
                 "TensorRows(..., shared=True), or use a Checkpointer"
             )
-        if config.policy == "ssu":
-            raise BadInput(
-                "policy 'ssu' has to hear of every update, and a process of its own does not: use 'mfu', or save with "
-                "a Checkpointer"
-            )
         if not 0 <= nice <= 19 or not silence_s > 0:
             raise BadInput(f"nice must be within 0 and 19, and silence_s positive, got {nice} and {silence_s}")
+        if config.policy == "ssu":  # before the child maps the memory that the lists are part of
+            rows.sampled_accesses(list_capacities(rows.schema, config.row_fraction), config.ssu_period, rng)
         # The name is given here, so that a child that takes the place of another is of the same job.
         config = replace(config, job=config.job or f"run-{secrets.token_hex(6)}")
         self._begin = Begin(
@@ -125,10 +122,10 @@ class ProcessCheckpointer:
             silence_s,
         )
         self.url = (open_store(url, **storage_options) if isinstance(url, str | Path) else url).url
-        self._tell, self._config = Teller(self.url, on_event), config
+        self._report, self._config = EventReporter(self.url, on_event), config
         self._start = start
         self._newest: Manifest | None = None
-        self._requests = SaveRequests(config, self._tell, time.monotonic, self._begin_save)
+        self._requests = SaveRequests(config, self._report, time.monotonic, self._begin_save)
         self._entered = self._left = False
         self._number = 0
         self._lock = threading.Lock()  # of the two below: threads send to, read from, and end a child
@@ -152,9 +149,7 @@ class ProcessCheckpointer:
         self._entered = True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         if not self._entered or self._left:
             return
         self._left = True
@@ -163,7 +158,7 @@ class ProcessCheckpointer:
         if (child := self._child) is None:
             return
         if not child.end(within_s := self._config.close_timeout_s + _LEAVE_S):
-            self._tell(Event("failed", f"the process that saves was killed: it had not left after {within_s:g} s"))
+            self._report(Event("failed", f"the process that saves was killed: it had not left after {within_s:g} s"))
         if child.ended is not None:
             raise child.ended
 
@@ -229,7 +224,7 @@ class ProcessCheckpointer:
 
     def _started(self) -> Child:
         """Start a child, and wait until it has the place. Raises what keeps it from that."""
-        self._child = child = Child(self._start, self._begin, self._heard, self._over)
+        self._child = child = Child(self._start, self._begin, self._on_message, self._over)
         try:
             ready = child.ready.result()
         except BaseException:  # also of who waits: Ctrl-C
@@ -250,13 +245,13 @@ class ProcessCheckpointer:
         if asked is not None and not asked.future.done():
             self._failed(asked, died)
         elif not self._left:
-            self._tell(Event("failed", f"{died}; the next save starts another one", error=died))
+            self._report(Event("failed", f"{died}; the next save starts another one", error=died))
 
-    def _heard(self, message: Any) -> None:
+    def _on_message(self, message: Any) -> None:
         asked = self._asked
         if isinstance(message, Event):
             if asked is None or not self._answers(message, asked):
-                self._tell(message)
+                self._report(message)
         elif isinstance(message, ReadAll):
             # It also comes after a save that failed, when another one may have been asked for.
             request = None if asked is None else asked.request
@@ -281,7 +276,7 @@ class ProcessCheckpointer:
                 self._newest = None
             elif asked.message.shards is None:
                 self._newest = event.report.manifest
-            self._tell(event)
+            self._report(event)
             asked.future.set_result(event.report)
         elif event.what == "failed" and event.error is not None and asked.request is not None:
             self._failed(asked, event.error)

@@ -72,7 +72,8 @@ class RowView:
 
     columns: float32 [n, width_i] each, together the table's columns in order; one array may hold several columns.
         They may be strided.
-    counts:  uint32 [n]  how often each row was updated so far, modulo 2^32; counted by its writer
+    counts:  uint32 [n]  how often each row was accessed in training so far, modulo 2^32; counted by its writer when the
+        gradient is applied. A writer that does not know how many accesses a gradient sums over counts it as one
     """
 
     columns: tuple[np.ndarray, ...]
@@ -101,50 +102,43 @@ class RowSource(Protocol):
         """(finished, begun), read in this order: the last steps finished and begun on a shard."""
 
 
-class ObservableRowSource(RowSource, Protocol):
-    """A row source that also reports which rows it updates; sub-sampling policies need that."""
-
-    def listen(self, heard: Callable[[int, int, np.ndarray], None]) -> None:
-        """Call heard(table, shard, places int64 [n]) at every update from now on, in the thread that updates."""
-
-
 # --- some rows of one table in one shard -----------------------------------------------------------------------------
 
 RowIndices = slice | np.ndarray
 """slice(first, stop), both given, of consecutive rows; or int64 [n], ascending."""
 
 
-def n_places(places: RowIndices) -> int:
-    if isinstance(places, slice):
-        return int(places.stop - places.start)
-    return len(places)
+def n_indices(indices: RowIndices) -> int:
+    if isinstance(indices, slice):
+        return int(indices.stop - indices.start)
+    return len(indices)
 
 
-def some_places(places: RowIndices, start: int, stop: int) -> RowIndices:
+def slice_indices(indices: RowIndices, start: int, stop: int) -> RowIndices:
     """The start-th to the (stop-1)-th of them."""
-    if isinstance(places, slice):
-        return slice(places.start + start, places.start + stop)
-    return places[start:stop]
+    if isinstance(indices, slice):
+        return slice(indices.start + start, indices.start + stop)
+    return indices[start:stop]
 
 
-def copy_rows(slab: RowView, places: RowIndices, records: np.ndarray, counts: np.ndarray) -> None:
+def copy_rows(slab: RowView, indices: RowIndices, records: np.ndarray, counts: np.ndarray) -> None:
     """From the slab into records, float32 [n, width], and counts, uint32 [n]; may be torn (`consistent_read`)."""
     at = 0
     for column in slab.columns:
         width = column.shape[1]
         source, target = _whole(column, records[:, at : at + width])
-        target[:] = source[places]
+        target[:] = source[indices]
         at += width
-    counts[:] = slab.counts[places]
+    counts[:] = slab.counts[indices]
 
 
-def write_rows(slab: RowView, places: RowIndices, records: np.ndarray) -> None:
+def write_rows(slab: RowView, indices: RowIndices, records: np.ndarray) -> None:
     """From records, float32 [n, width], into the slab. The counts stay: they count updates, this is none."""
     at = 0
     for column in slab.columns:
         width = column.shape[1]
         source, target = _whole(records[:, at : at + width], column)
-        target[places] = source
+        target[indices] = source
         at += width
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from recovery import state_codec
 from recovery.config import Config
 from recovery.errors import BadInput, Fenced
-from recovery.events import Event, Handle, Saved, StillSaving, Teller, said
+from recovery.events import Event, EventReporter, Handle, Saved, StillSaving, describe_save
 from recovery.format.manifest import Manifest
 
 
@@ -34,10 +34,14 @@ class SaveRequests:
     """last: handle of the newest request that was begun. fenced: raised by every later request."""
 
     def __init__(
-        self, config: Config, tell: Teller, clock: Callable[[], float], carry_out: Callable[[SaveRequest], None]
+        self,
+        config: Config,
+        report: EventReporter,
+        clock: Callable[[], float],
+        carry_out: Callable[[SaveRequest], None],
     ) -> None:
         """carry_out: called with each request, and returns at once."""
-        self._config, self._tell, self._clock, self._carry_out = config, tell, clock, carry_out
+        self._config, self._report, self._clock, self._carry_out = config, report, clock, carry_out
         self.last: Handle | None = None
         self.fenced: Fenced | None = None
 
@@ -49,9 +53,9 @@ class SaveRequests:
             raise BadInput(f"kind must be 'full' or {self._config.policy!r} (the policy), got {kind!r}")
         asked_s, handle = self._clock(), Handle()
         if self.last is not None and not self.last.done():
-            late = StillSaving(f"step {step} is not saved: the save before is still under way")
+            late = StillSaving(f"step {step} is not saved: the save before is still in flight")
             handle.future.set_exception(late)
-            self._tell(Event("left out", str(late), error=late))
+            self._report(Event("left out", str(late), error=late))
             return handle
         encoded = None if state is None else state if isinstance(state, bytes) else state_codec.encode(state)
         self.last, kind = handle, kind or self._config.policy
@@ -75,7 +79,7 @@ class SaveRequests:
     def done(self, request: SaveRequest, saved: Saved) -> None:
         request.handle.future.set_result(saved)
         request.handle.read_all.set()
-        self._tell(Event("saved", said(saved), saved=saved))
+        self._report(Event("saved", describe_save(saved), saved=saved))
 
     def failed(self, request: SaveRequest, error: BaseException, newest: Manifest | None) -> None:
         """newest: the checkpoint that stays in force."""
@@ -83,6 +87,6 @@ class SaveRequests:
             self.fenced = error
         kept = newest.name if newest else "none yet"
         text = f"step {request.step} could not be saved; the last checkpoint is {kept}: {error}"
-        self._tell(Event("failed", text, error=error))
+        self._report(Event("failed", text, error=error))
         request.handle.future.set_exception(error)
         request.handle.read_all.set()

@@ -37,20 +37,13 @@ def _to_json(value: Any, blobs: list[bytes], place: str) -> Any:
         return value.item()
     if isinstance(value, Tensor) and value.layout == torch.strided:
         raw = value.detach().cpu().contiguous().flatten()
-        return _blob(
-            "tensor",
-            str(value.dtype)[6:],
-            value.shape,
-            raw.view(torch.uint8).numpy().tobytes() if raw.numel() else b"",
-            blobs,
-        )
+        data = raw.view(torch.uint8).numpy().tobytes() if raw.numel() else b""
+        return _blob("tensor", str(value.dtype)[6:], value.shape, data, blobs)
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return _blob("array", value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes(), blobs)
     if isinstance(value, dict):
-        return {
-            "kind": "dict",
-            "items": [[_to_json(k, blobs, place), _to_json(v, blobs, f"{place}[{k!r}]")] for k, v in value.items()],
-        }
+        items = [[_to_json(k, blobs, place), _to_json(v, blobs, f"{place}[{k!r}]")] for k, v in value.items()]
+        return {"kind": "dict", "items": items}
     if isinstance(value, tuple):
         return {"kind": "tuple", "items": [_to_json(v, blobs, f"{place}[{i}]") for i, v in enumerate(value)]}
     if isinstance(value, list):

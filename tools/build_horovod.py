@@ -1,12 +1,10 @@
 """Build the Horovod wheel for the installed torch, once per user.
 
-PyPI has Horovod as a source distribution only. It asks for C++14, where today's torch needs the standard torch itself
-was built with, and it resolves the host name in process sets where it should use the interface it was given. Decided
-here: with which flags it is built, and under which key the wheel is kept. What is changed in the source is in
-`horovod_mends.py`: the compiled part is built and kept once, Python files are changed in the built wheel, so that a
-change of them costs seconds. How the build is run and shown is in `build_progress.py`. Needs nothing but the standard
-library and pip's `wheel`, so it can run before the package is installed: `python -m tools.build_horovod [--install]` in
-the project folder.
+PyPI has Horovod as a source distribution only. Decided here: with which flags it is built, and under which key the
+wheel is kept. What is changed in the source, and why, is in `horovod/patches`: the patches in `native` are applied
+before the compiled part is built, once; those in `python` to the built wheel, so that a change of them costs seconds.
+How the build is run and shown is in `build_progress.py`. Needs nothing but git, the standard library and pip's `wheel`,
+so it can run before the package is installed: `python -m tools.build_horovod [--install]` in the project folder.
 """
 
 from __future__ import annotations
@@ -24,13 +22,13 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from email.parser import HeaderParser
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from .build_progress import run_shown
-from .horovod_mends import NATIVE, PYTHON, Patch
 from .signals import INTERRUPTED, ended_cleanly
 
 HOROVOD_VERSION = "0.28.1"
@@ -50,6 +48,9 @@ BUILD_FLAGS = {
     "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
 }
 GIB_PER_COMPILER = 2
+PATCHES = Path(__file__).parent / "horovod" / "patches"
+_STANDARD = b"@CXX_STANDARD@"  # in a patch: the number of the C++ standard to build with
+_NO_GIT = "no git, which applies the patches: apt-get install -y git"
 
 
 class BuildError(Exception):
@@ -68,12 +69,13 @@ class Target:
     @property
     def native_key(self) -> str:
         """Of the wheel with the compiled part as it should be, and Horovod's own Python files."""
-        recipe = repr((SDIST_SHA256, NATIVE, sorted(BUILD_FLAGS.items()), self.cxx_standard, *_compiler_settings()))
+        patches = [patch.read_bytes() for patch in patches_of("native")]
+        recipe = repr((SDIST_SHA256, patches, sorted(BUILD_FLAGS.items()), self.cxx_standard, *_compiler_settings()))
         return f"native-{HOROVOD_VERSION}-torch-{self.torch}-{self.python_tag}-{_digest(recipe)}"
 
     @property
     def key(self) -> str:
-        recipe = repr((self.native_key, PYTHON))
+        recipe = repr((self.native_key, [patch.read_bytes() for patch in patches_of("python")]))
         return f"horovod-{HOROVOD_VERSION}-torch-{self.torch}-{self.python_tag}-{_digest(recipe)}"
 
 
@@ -102,23 +104,43 @@ def cxx_standard(torch_config: str) -> int:
     return int(found.group(1)) % 100
 
 
-def apply_patches(source: Path, std: int, patches: tuple[Patch, ...]) -> None:
-    """Change an unpacked source or wheel in place. Raises BuildError if a text to replace is not there exactly once."""
+def patches_of(kind: str) -> list[Path]:
+    """The patch files in the order in which they are applied. kind: native or python. Raises BuildError for none."""
+    found = sorted((PATCHES / kind).glob("*.patch"))
+    if not found:
+        where = PATCHES / kind
+        raise BuildError(f"no patches in {where}: Horovod is not built without them; check the repository out again")
+    return found
+
+
+def apply_patches(source: Path, std: int, patches: Sequence[Path]) -> None:
+    """Change an unpacked source or wheel in place. Raises BuildError if a patch does not apply exactly."""
+    if shutil.which("git") is None:
+        raise BuildError(_NO_GIT)
+    # No configuration of the user's, and no repository that the folder happens to be in: git would skip its files.
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    environ |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
+    environ |= {"GIT_CEILING_DIRECTORIES": str(source.resolve().parent), "LC_ALL": "C"}
     for patch in patches:
-        path = source / patch.path
-        if not path.is_file():
+        text = patch.read_bytes().replace(_STANDARD, str(std).encode())
+        command = ["git", "apply", "--whitespace=nowarn", "-"]
+        done = subprocess.run(command, check=False, capture_output=True, cwd=source, env=environ, input=text)
+        if done.returncode != 0:
             raise BuildError(
-                f"expected the file {patch.path} in {source}, found none; is this Horovod {HOROVOD_VERSION}?"
+                f"{patch.name} does not apply in {source}; the patches are written for Horovod {HOROVOD_VERSION}, "
+                f"adapt {patch}. git said:\n{done.stderr.decode(errors='replace').strip()}"
             )
-        text = path.read_text()
-        count = text.count(patch.old)
-        if count != 1:
-            why = patch.why.replace("{std}", str(std))
-            raise BuildError(
-                f"{patch.path}: expected exactly one place to change ({why}), found {count}; "
-                f"the patches are written for Horovod {HOROVOD_VERSION}, adapt tools/horovod_mends.py"
-            )
-        path.write_text(text.replace(patch.old, patch.new.replace("{std}", str(std))))
+
+
+def table() -> str:
+    """The patches in Markdown, one a row: what it changes, the files, the test that exercises it."""
+    rows = ["| what it changes, and what happens without it | files | test |", "|---|---|---|"]
+    for patch in (*patches_of("native"), *patches_of("python")):
+        text = patch.read_text()
+        header = HeaderParser().parsestr(text)
+        files = ", ".join(f"`{path}`" for path in re.findall(r"^\+\+\+ b/(\S+)$", text, re.MULTILINE))
+        rows.append(f"| {' '.join(header['Description'].split())} | {files} | `{header['Test']}` |")
+    return "\n".join(rows) + "\n"
 
 
 def check_sha256(path: Path, expected: str = SDIST_SHA256) -> None:
@@ -153,6 +175,8 @@ def missing_tools(python_bin: Path) -> list[str]:
         missing.append("no C++ compiler (g++): apt-get install -y g++")
     if shutil.which("make") is None:
         missing.append("no make: apt-get install -y make")
+    if shutil.which("git") is None:
+        missing.append(_NO_GIT)
     if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
         missing.append("no Python headers (Python.h): apt-get install -y python3-dev")
     if find_cmake(python_bin) is None:
@@ -194,7 +218,7 @@ def locked(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"another build of this wheel is under way, waiting for it ({path})", flush=True)
+            print(f"another build of this wheel is running, waiting for it ({path})", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -235,7 +259,7 @@ def build(target: Target, cache: Path) -> Path:
     with locked(cache / f"{target.key}.lock"):
         if (wheel := cached_wheel(folder)) is not None:
             return wheel
-        return _mend_python(target, build_native(target, cache), cache)
+        return _patch_python(target, build_native(target, cache), cache)
 
 
 def build_native(target: Target, cache: Path) -> Path:
@@ -251,13 +275,13 @@ def build_native(target: Target, cache: Path) -> Path:
         return _build_locked(target, cache, folder)
 
 
-def _mend_python(target: Target, native: Path, cache: Path) -> Path:
+def _patch_python(target: Target, native: Path, cache: Path) -> Path:
     """Change Python files within a built wheel; the `wheel` tool writes their new checksums."""
-    with scratch_folder(cache / f".mending-{target.key}") as work:
+    with scratch_folder(cache / f".patching-{target.key}") as work:
         wheel_tool = [target.python, "-m", "wheel"]
         _run_wheel([*wheel_tool, "unpack", "--dest", str(work / "unpacked"), str(native)])
         (unpacked,) = (work / "unpacked").iterdir()
-        apply_patches(unpacked, target.cxx_standard, PYTHON)
+        apply_patches(unpacked, target.cxx_standard, patches_of("python"))
         (work / "packed").mkdir()
         _run_wheel([*wheel_tool, "pack", "--dest-dir", str(work / "packed"), str(unpacked)])
         return _keep(work / "packed", cache / target.key, f"`wheel pack` of {native}")
@@ -292,7 +316,7 @@ def _build_locked(target: Target, cache: Path, folder: Path) -> Path:
         with tarfile.open(sdist) as archive:
             archive.extractall(work)  # its checksum is known, so nothing in it can surprise
         source = work / f"horovod-{HOROVOD_VERSION}"
-        apply_patches(source, target.cxx_standard, NATIVE)
+        apply_patches(source, target.cxx_standard, patches_of("native"))
         cmake = find_cmake(Path(target.python).parent)
         assert cmake is not None, "missing_tools has looked"
         settings = {**BUILD_FLAGS, "HOROVOD_CMAKE": cmake, "MAKEFLAGS": f"-j{compiler_jobs()}"}
@@ -317,7 +341,11 @@ def is_installed(wheel: Path) -> bool:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Build (or find) the Horovod wheel for this interpreter's torch.")
     parser.add_argument("--install", action="store_true", help="install the wheel into this interpreter's environment")
+    parser.add_argument("--table", action="store_true", help="print the table of docs/HOROVOD.md, and build nothing")
     args = parser.parse_args(argv)
+    if args.table:
+        print(table(), end="")
+        return 0
     try:
         with ended_cleanly():
             wheel = build(find_target(sys.executable), cache_dir())

@@ -84,7 +84,7 @@ def _jobs(base: Path) -> Iterator[Path]:
 
 
 def bases_of(args: argparse.Namespace) -> list[Path]:
-    """Where `ps`, `status` and `switch` look: in --dir, or where shards lie and in all other places in use."""
+    """Where `ps`, `status` and `switch` look: in --dir, or where shards lie and in all other folders in use."""
     from gba_hvd.shm.job_board import bases_in_use
 
     return [args.dir] if args.dir else list(dict.fromkeys([_shard_dir(args), *bases_in_use()]))
@@ -170,8 +170,8 @@ def running_jobs(bases: Sequence[Path]) -> list[dict[str, Any]]:
     found: dict[Path, dict[str, Any]] = {}
     for base in bases:
         for folder in _jobs(base):
-            told = job_board.read(folder) or {"name": "", "job": _id_of(folder), "mode": "beginning"}
-            found[folder.resolve()] = {**told, "dir": str(folder.parent)}
+            shown = job_board.read(folder) or {"name": "", "job": _id_of(folder), "mode": "beginning"}
+            found[folder.resolve()] = {**shown, "dir": str(folder.parent)}
     return sorted(found.values(), key=lambda job: (job["name"], job.get("started_unix_s", 0.0)))
 
 
@@ -180,13 +180,13 @@ def report_of(folder: Path, timeout_s: float) -> dict[str, Any]:
     from gba_hvd.errors import BadInput
     from gba_hvd.shm import job_board
 
-    told = job_board.read(folder)
-    if told is not None and (told.get("mode") == job_board.ENDING or told.get("waits_for_servers")):
-        return told  # the job's server is going, or not there yet
+    shown = job_board.read(folder)
+    if shown is not None and (shown.get("mode") == job_board.ENDING or shown.get("waits_for_servers")):
+        return shown  # the job's server is going, or not there yet
     if (folder / "ps.json").exists():
-        return {**(told or {}), **ask_status(folder, timeout_s)}
-    if told is not None:
-        return told
+        return {**(shown or {}), **ask_status(folder, timeout_s)}
+    if shown is not None:
+        return shown
     with _a_job_that_ends(folder):
         os.stat(folder / "alive")
     raise BadInput(f"job {_id_of(folder)!r} is beginning: its workers have not formed a world yet; look again later")

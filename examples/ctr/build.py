@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 import gba_hvd
-from ctr.config import Embedding, JobConfig
+from ctr.config import OF_SEQUENCES, Dense, Embedding, JobConfig
+from ctr.datasets import Log
 from ctr.dcn import DCNv2
 from ctr.deepfm import DeepFM
+from ctr.dien import DIEN
+from ctr.din import DIN
 from ctr.dlrm import DLRM
+from ctr.youtube_dnn import YoutubeDNN
+from gba_hvd.batch import Batch
+from gba_hvd.data import SyntheticBehaviourLog
+from gba_hvd.data.behaviour import PADDING
 from gba_hvd.embedding.row_optimizers import RowOptimizer
 from gba_hvd.errors import BadInput
 
@@ -27,33 +37,65 @@ def row_optimizer(config: Embedding) -> RowOptimizer:
     return RULES[config.optimizer](lr=config.lr, weight_decay=config.weight_decay)
 
 
+def dense_optimizer(config: Dense, model: nn.Module) -> torch.optim.Optimizer:
+    of: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), momentum=config.momentum, **of)
+    return torch.optim.Adam(model.parameters(), **of)
+
+
 def table_shapes(config: JobConfig, rows: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """(rows, columns) of each table. DeepFM keeps its linear weights in one more column."""
+    """(rows, columns) of each table, padding rows included. DeepFM keeps its linear weights in one more column."""
     columns = config.embedding.dim + (config.model.kind == "deepfm")
     return {name: (n_rows, columns) for name, n_rows in rows.items()}
 
 
-def build_tables(config: JobConfig, rows: Mapping[str, int]) -> gba_hvd.EmbeddingTables:
-    return gba_hvd.EmbeddingTables(
-        table_shapes(config, rows),
+def build_tables(
+    config: JobConfig, rows: Mapping[str, int], kind: type[gba_hvd.EmbeddingTables] = gba_hvd.EmbeddingTables
+) -> gba_hvd.EmbeddingTables:
+    of_sequences = config.model.kind in OF_SEQUENCES
+    padding = dict.fromkeys(("item", "category"), PADDING) if of_sequences else {}
+    return kind(
+        {
+            name: gba_hvd.Table(n_rows, columns, padding_idx=padding.get(name))
+            for name, (n_rows, columns) in table_shapes(config, rows).items()
+        },
         optimizer=row_optimizer(config.embedding),
+        features=features(config) if of_sequences else None,
         seed=config.seed,
         init_std=config.embedding.init_std,
-        mode=config.embedding.pooling,
+        mode="sum" if of_sequences else config.embedding.pooling,
     )
+
+
+def features(config: JobConfig) -> dict[str, gba_hvd.Feature | str]:
+    """What a model of sequences looks up: clicks one by one, or for youtube_dnn their mean."""
+    pooling = "mean" if config.model.kind == "youtube_dnn" else None
+    by_click = ["history", *(["negative"] if config.data.behaviour.negatives else [])]
+    return {
+        "user": "user",
+        "candidate": "item",
+        "candidate_category": "category",
+        **{name: gba_hvd.Feature("item", pooling) for name in by_click},
+        **{f"{name}_category": gba_hvd.Feature("category", pooling) for name in by_click},
+    }
 
 
 def refuse_single_sample(config: JobConfig, n_samples: int) -> None:
     """Batch norm cannot take its statistics from a last micro-batch of one sample."""
-    if config.model.batch_norm and n_samples % config.train.micro_batch == 1:
+    dice = config.model.kind == "din" and config.model.activation == "dice"
+    if (config.model.batch_norm or dice) and n_samples % config.train.micro_batch == 1:
         raise BadInput(
-            f"the last micro-batch of {n_samples:,} samples would have 1 sample, and batch norm needs 2: "
-            f"change train.micro_batch ({config.train.micro_batch}) or set model.batch_norm=false"
+            f"the last micro-batch of {n_samples:,} samples would have 1 sample, and "
+            f"{'the statistics of Dice need' if dice else 'batch norm needs'} 2: change train.micro_batch "
+            f"({config.train.micro_batch}) or set model.{'activation=prelu' if dice else 'batch_norm=false'}"
         )
 
 
-def build_model(config: JobConfig, tables: gba_hvd.EmbeddingTables, n_dense: int) -> nn.Module:
-    model = config.model
+def build_model(config: JobConfig, tables: gba_hvd.EmbeddingTables, log: Log) -> nn.Module:
+    model, n_dense = config.model, log.n_dense
+    if isinstance(log, SyntheticBehaviourLog):
+        return build_sequence_model(config, tables, log)
     shared: dict[str, Any] = {
         "n_dense": n_dense, "hidden": model.hidden, "batch_norm": model.batch_norm, "dropout": model.dropout,
     }  # fmt: skip
@@ -62,3 +104,29 @@ def build_model(config: JobConfig, tables: gba_hvd.EmbeddingTables, n_dense: int
     if model.kind == "dlrm":
         return DLRM(tables, bottom=model.bottom, interaction=model.interaction, **shared)
     return DCNv2(tables, cross_layers=model.cross_layers, structure=model.structure, **shared)
+
+
+def build_sequence_model(
+    config: JobConfig, tables: gba_hvd.EmbeddingTables, log: SyntheticBehaviourLog
+) -> DIN | DIEN | YoutubeDNN:
+    model = config.model
+    if model.kind == "din":
+        return DIN(
+            tables, hidden=model.hidden, attention=model.attention, activation=model.activation, dropout=model.dropout
+        )
+    shared: dict[str, Any] = {"hidden": model.hidden, "batch_norm": model.batch_norm, "dropout": model.dropout}
+    if model.kind == "dien":
+        return DIEN(tables, auxiliary=model.auxiliary, **shared)
+    return YoutubeDNN(tables, log_shares(log), temperature=model.temperature, **shared)
+
+
+def log_shares(log: SyntheticBehaviourLog) -> Tensor:
+    """float32 [n_items + 1]: the logarithm of each item's share of the next clicks; of padding that of 1e-12."""
+    return torch.from_numpy(np.log(np.maximum(log.popularity(), 1e-12))).float()
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    """What is minimised: log loss of clicks, or the loss of a model that has one of its own."""
+    if isinstance(model, (DIEN, YoutubeDNN)):
+        return model.loss(batch)
+    return binary_cross_entropy_with_logits(model(batch), batch.label)

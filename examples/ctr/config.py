@@ -21,8 +21,11 @@ from gba_hvd import GBACallback
 from gba_hvd.averaging.algorithms import Averaging
 from gba_hvd.clipping import Clip
 from gba_hvd.compression import Compression, Spec
-from gba_hvd.compression.spec import SELECTORS
+from gba_hvd.compression.spec import dense_spec_of, row_spec_of
+from gba_hvd.data import SyntheticBehaviourLog
+from gba_hvd.epoch import micro_batches_together
 from gba_hvd.errors import BadInput
+from gba_hvd.mode_names import REPLICA_MODES
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.switching.policy import Options
 from recovery.callback import CheckpointCallback
@@ -34,10 +37,10 @@ T = TypeVar("T")
 
 def setting(default: T, meaning: str = "", *, off: str | None = None) -> T:
     """A setting with its meaning, for `train_ctr.py --settings`; off: the value, as YAML, that switches it off."""
-    return field(default=default, metadata=told(meaning, off))
+    return field(default=default, metadata=documented(meaning, off))
 
 
-def told(meaning: str, off: str | None = None) -> dict[str, str | None]:
+def documented(meaning: str, off: str | None = None) -> dict[str, str | None]:
     return {"meaning": meaning, "off": off}
 
 
@@ -55,15 +58,59 @@ class Synthetic:
     test: int = setting(100_000, "samples")
     tables: dict[str, int] = field(
         default_factory=lambda: {"user": 20_000, "item": 5_000, "category": 100, "hour": 24},
-        metadata=told("rows of each table"),
+        metadata=documented("rows of each table"),
     )
     n_dense: int = setting(4, "numeric inputs")
     zipf: float = setting(1.05, "how uneven the use of rows is")
     seed: int = setting(0, "of the log")
+    by_day: bool = setting(
+        False, "each epoch trains and validates on a new day's samples, and is tested on those of the day after"
+    )
+    drift: float = setting(0.0, "by_day: share of the variance of the true effects that is new each day", off="0")
+    new_ids: float = setting(0.0, "by_day: share of the ids in use that are replaced by new ones each day", off="0")
 
     def __post_init__(self) -> None:
+        shares = {"drift": self.drift, "new_ids": self.new_ids}
+        for name, share in shares.items():
+            _require(0 <= share <= 1, f"data.synthetic.{name}: must be in [0, 1], got {share}")
+        _require(
+            self.by_day == any(shares.values()),
+            f"data.synthetic: by_day is {str(self.by_day).lower()} with drift {self.drift} and new_ids {self.new_ids}: "
+            "a log by day needs one of them, and a log without days has neither",
+        )
         _require(min(self.train, self.valid, self.test) > 0, "data.synthetic: train, valid and test must be positive")
         _require(len(self.tables) > 0, "data.synthetic.tables: at least one table is needed, as `name: rows`")
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """A behaviour log computed from a hash: users with their clicks and a candidate, for models of sequences."""
+
+    train: int = setting(200_000, "samples")
+    valid: int = setting(10_000, "samples")
+    test: int = setting(50_000, "samples")
+    users: int = setting(2000)
+    items: int = setting(1000, "a multiple of categories")
+    categories: int = setting(20)
+    max_length: int = setting(20, "clicks of the longest history")
+    zipf: float = setting(1.05, "how uneven the use of users and items is")
+    decay: float = setting(0.8, "weight of a click against the one after it; 1: their order has no effect", off="1")
+    target: Literal["click", "next_item"] = setting("click", "click: on a candidate; next_item: for youtube_dnn")
+    negatives: bool = setting(False, "an item that was not clicked for each that was: for dien", off="false")
+    seed: int = setting(0, "of the log")
+
+    def __post_init__(self) -> None:
+        _require(min(self.train, self.valid, self.test) > 0, "data.behaviour: train, valid and test must be positive")
+        try:
+            self.log(1, 0)
+        except BadInput as error:
+            raise BadInput(f"data.behaviour: {error}") from error
+
+    def log(self, n_samples: int, start: int) -> SyntheticBehaviourLog:
+        return SyntheticBehaviourLog(
+            n_samples, self.users, self.items, self.categories, self.max_length, self.seed, self.zipf, start,
+            target=self.target, negatives=self.negatives, decay=self.decay,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -71,17 +118,18 @@ class Data:
     """Where the samples come from."""
 
     preset: str = setting(
-        "", "how to read raw files, a preset of `gba-hvd data prepare`; or synthetic. A store needs none"
+        "", "how to read raw files, a preset of `gba-hvd data prepare`; or synthetic, behaviour. A store needs none"
     )
     dir: str = setting("", "a prepared store, or the folder of raw files; --data on the command line")
     cache: str = setting("~/.cache/gba_hvd/stores", "where stores made from raw files are kept")
     shares: dict[str, float] = field(
         default_factory=lambda: {"train": 0.8, "valid": 0.1, "test": 0.1},
-        metadata=told("of raw files that come in one piece"),
+        metadata=documented("of raw files that come in one piece"),
     )
     min_count: int = setting(0, "rarer values share a row; 0: as the preset has it")
     hash_rows: int = setting(0, "hash every field into so many rows; 0: as the preset has it")
     synthetic: Synthetic = field(default_factory=Synthetic)
+    behaviour: Behaviour = field(default_factory=Behaviour)
 
     def __post_init__(self) -> None:
         _require(
@@ -105,11 +153,19 @@ class Data:
         return bool(getattr(self, name) != default)
 
 
+OF_SEQUENCES = ("din", "dien", "youtube_dnn")  # models that read a history of clicks
+# Settings of one model only.
+_OF_KIND = {
+    "bottom": "dlrm", "interaction": "dlrm", "cross_layers": "dcn", "structure": "dcn", "attention": "din",
+    "activation": "din", "auxiliary": "dien", "temperature": "youtube_dnn",
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Model:
     """Which network, and its widths."""
 
-    kind: Literal["deepfm", "dlrm", "dcn"] = setting("deepfm", "the network")
+    kind: Literal["deepfm", "dlrm", "dcn", "din", "dien", "youtube_dnn"] = setting("deepfm", "the network")
     hidden: tuple[int, ...] = setting((400, 400, 400), "widths of the layers")
     batch_norm: bool = setting(False, "after each hidden layer", off="false")
     dropout: float = setting(0.0, "share of hidden units", off="0")
@@ -117,6 +173,10 @@ class Model:
     interaction: Literal["dot", "cat"] = setting("dot", "dlrm")
     cross_layers: int = setting(3, "dcn")
     structure: Literal["parallel", "stacked"] = setting("parallel", "dcn")
+    attention: tuple[int, ...] = setting((36,), "din: widths of the activation unit")
+    activation: Literal["dice", "prelu"] = setting("dice", "din")
+    auxiliary: float = setting(1.0, "dien: weight of the auxiliary loss; 0: none")
+    temperature: float = setting(1.0, "youtube_dnn: products of vectors are divided by this")
 
     def __post_init__(self) -> None:
         _require(
@@ -124,7 +184,17 @@ class Model:
         )
         _require(0 <= self.dropout < 1, f"model.dropout: must be in [0, 1), got {self.dropout}")
         _require(self.cross_layers > 0, f"model.cross_layers: must be at least 1, got {self.cross_layers}")
-        for name, kind in (("bottom", "dlrm"), ("interaction", "dlrm"), ("cross_layers", "dcn"), ("structure", "dcn")):
+        _require(
+            len(self.attention) > 0 and min(self.attention) > 0,
+            f"model.attention: widths must be positive, got {self.attention}",
+        )
+        _require(self.auxiliary >= 0, f"model.auxiliary: must not be negative, got {self.auxiliary}")
+        _require(self.temperature > 0, f"model.temperature: must be positive, got {self.temperature}")
+        _require(
+            not (self.batch_norm and self.kind == "din"),
+            "model.batch_norm: din has none; model.activation=dice normalises, and prelu does not",
+        )
+        for name, kind in _OF_KIND.items():
             changed = getattr(self, name) != Model.__dataclass_fields__[name].default
             _require(
                 not changed or self.kind == kind, f"model.{name}: belongs to {kind}, but model.kind is {self.kind}"
@@ -151,29 +221,40 @@ class Embedding:
 
 @dataclass(frozen=True)
 class Dense:
-    """Adam for everything that is not an embedding row."""
+    """The optimizer of everything that is not an embedding row."""
 
+    optimizer: Literal["adam", "sgd"] = setting("adam", "of all but the rows")
+    momentum: float = setting(0.0, "sgd: of torch.optim.SGD", off="0")
     lr: float = setting(1e-3, "learning rate of all but the rows")
     weight_decay: float = setting(0.0, "L2", off="0")
 
     def __post_init__(self) -> None:
         _require(self.lr > 0, f"dense.lr: must be positive, got {self.lr}")
         _require(self.weight_decay >= 0, f"dense.weight_decay: must not be negative, got {self.weight_decay}")
+        _require(0 <= self.momentum < 1, f"dense.momentum: must be in [0, 1), got {self.momentum}")
+        _require(
+            not self.momentum or self.optimizer == "sgd",
+            f"dense.momentum: belongs to sgd, but dense.optimizer is {self.optimizer}",
+        )
 
 
 @dataclass(frozen=True)
 class Train:
     """One step is always `global_batch` samples: that many / `micro_batch` micro-batches over all workers."""
 
-    global_batch: int = setting(4096, "samples in a step, whatever the number of workers; a multiple of micro_batch")
+    global_batch: int = setting(4096, "samples in a step, for any number of workers; a multiple of micro_batch")
     micro_batch: int = setting(2048, "samples that a worker takes at a time")
-    row_average: Literal["global", "contributors"] = setting(
-        "global", "a row's gradient: over all micro-batches, or those with it"
+    sync_micro_batch: int | None = setting(
+        None, "samples that a worker takes at a time in allreduce mode: a multiple of micro_batch", off="null"
+    )
+    row_average: Literal["global", "contributors", "kept_contributors"] = setting(
+        "global", "a row's gradient: divided by all micro-batches of the step, those with it, those not dropped"
     )
     max_norm: float | None = setting(
         None, "clips each step's gradient, rows included; see DistributedOptimizer", off="null"
     )
     max_row_norm: float | None = setting(None, "clips that of the rows apart, and max_norm the dense one", off="null")
+    threads: int = setting(1, "of a worker on its replica (gba_hvd.hogwild), in shadow, easgd, ma and bmuf")
     epochs: int = setting(10, "at most; see early_stop")
     plateau_factor: float = setting(
         0.1, "learning rates are multiplied by this when validation AUC stops improving", off="0"
@@ -189,9 +270,11 @@ class Train:
             f"train.global_batch: must be a multiple of micro_batch ({self.micro_batch}), got {self.global_batch}",
         )
         try:
+            micro_batches_together(self.sync_micro_batch, self.global_batch, self.micro_batch)
             Clip(self.max_norm, self.max_row_norm)
         except BadInput as error:
             raise BadInput(f"train.{error}") from error
+        _require(self.threads > 0, f"train.threads: must be positive, got {self.threads}")
         _require(self.epochs > 0, f"train.epochs: must be positive, got {self.epochs}")
         _require(
             0 <= self.plateau_factor < 1,
@@ -214,11 +297,22 @@ class Switching:
 
     mode: str = setting("allreduce", "auto, allreduce, gba, shadow, easgd, ma, bmuf, bsp, async, hop_bs or hop_bw")
     switch_at: dict[int, str] = field(
-        default_factory=dict, metadata=told("global step: the mode to change to", off="{}")
+        default_factory=dict, metadata=documented("global step: the mode to change to", off="{}")
     )
-    rule: str = setting("none", "how servers apply gradients that come late: see docs/DELAY.md", off="none")
+    rule: str | None = setting(
+        None,
+        "how servers apply gradients that come late: see docs/DELAY.md; null: look_ahead in gba with momentum or Adam",
+        off="none",
+    )
+    rule_settings: dict[str, float | bool] = field(
+        default_factory=dict,
+        metadata=documented("of dc and dana_dc: lambda, adaptive, mean_square_decay; of look_ahead: steps", off="{}"),
+    )
     staleness: str = setting(Discipline.staleness, "gba: name of the weighting")
     tolerance: int = setting(Discipline.tolerance, "gba: steps, for the weightings that have one")
+    staleness_of: Literal["token", "values"] = setting(
+        Discipline.staleness_of, "gba: what is weighed, how late the data is (token), or how old the dense values were"
+    )
     lookahead: int | None = setting(
         Discipline.lookahead, "gba, bsp: micro-batches of at most so many steps ahead; 0: lock-step", off="null"
     )
@@ -228,6 +322,7 @@ class Switching:
     leave_gain: float = setting(Options.leave_gain, "auto: back when predicted less than so many times as fast")
     patience: int = setting(Options.patience, "auto: global steps for which the prediction must hold")
     min_stay: int = setting(Options.min_stay, "auto: global steps in a mode before it is left")
+    warm_up_steps: int = setting(Options.warm_up_steps, "auto: global steps of the job before gba is entered", off="0")
     sync: str = setting(Averaging.algorithm, "what shadow runs in the background: easgd, ma, bmuf or none", off="none")
     elasticity: float = setting(Averaging.elasticity, "share of the target that a replica takes on in a round")
     block_rate: float = setting(Averaging.block_rate, "bmuf: how far the global copy goes towards the mean")
@@ -236,7 +331,7 @@ class Switching:
     pause_s: float = setting(Averaging.pause_s, "shadow: least time between two rounds")
     wait_s: float | None = setting(
         None,
-        "how long training stands for servers that are not up; 0: allreduce goes on; null: 60 if required, else 0",
+        "how long training stands for servers that are not up; 0: allreduce continues; null: 60 if required, else 0",
         off="0",
     )
     required: bool = setting(False, "a mode that cannot be entered fails the job", off="false")
@@ -255,22 +350,20 @@ class Switching:
 class Compressor:
     """How gradients or rows travel: see docs/COMPRESSION.md. `compression: int8` is short for `{name: int8}`."""
 
-    name: str = setting("none", "none, fp16, bf16, int8, topk or dct", off="none")
-    keep: float | None = setting(None, "topk, dct: the share of elements that is sent; null: theirs")
-    refresh_every: int | None = setting(None, "dct: steps for which a threshold is kept; null: its own")
-    values: str = setting("none", "after topk or dct: none, fp16, bf16 or int8", off="none")
+    name: str = setting("none", "none, fp16, bf16, int8, topk, dct; of rows ternary_ef and dct_mp, not dct", off="none")
+    keep: float | None = setting(None, "a selector's share of elements that is sent; null: its own")
+    eta: float | None = setting(None, "the paper's for 1 - keep: the share that is not sent; in place of keep")
+    refresh_every: int | None = setting(None, "steps for which a threshold is used, the paper's L; null: its own")
+    drift: float | None = setting(
+        None, "a threshold is refreshed early beyond keep / drift to keep * drift; .inf: never; null: its own"
+    )
+    values: str = setting("none", "after a selector: none, fp16, bf16 or int8", off="none")
 
     def spec(self) -> Spec:
         """Raises BadInput when there is no such compressor, or a setting is another one's."""
-        spec, selects = Compression.by_name(self.name), self.name in SELECTORS
-        _require(self.keep is None or selects, f"keep belongs to {' and '.join(SELECTORS)}, but name is {self.name}")
-        _require(
-            self.refresh_every is None or self.name == "dct", f"refresh_every belongs to dct, but name is {self.name}"
-        )
-        if self.keep is not None:
-            spec = dataclasses.replace(spec, keep=self.keep)
-        if self.refresh_every is not None:
-            spec = dataclasses.replace(spec, refresh_every=self.refresh_every)
+        names = ("keep", "eta", "refresh_every", "drift")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        spec = Compression.by_name(self.name, **given)
         return spec if self.values == "none" else spec.then(Compression.by_name(self.values))
 
 
@@ -286,10 +379,16 @@ class Checkpoint:
     mtbf_h: float | None = setting(None, "of a plan: mean time between failures of any host, hours")
     target_pls: float = setting(0.1, "of a plan: tolerable portion of lost samples")
     longest_s: float = setting(3600.0, "of a plan: at most so long between two saves")
-    resume: bool = setting(True, "go on from the newest checkpoint there", off="false")
+    recovery: str = setting(
+        "auto", "when a host is lost: full (all go back), partial (its rows come back), auto (by the estimate)"
+    )
+    resume: bool = setting(True, "resume from the newest checkpoint there", off="false")
     takeover: bool = setting(False, "write there although another job does", off="false")
-    policy: str = setting(
-        Saving.policy, "which rows a save takes once there is a base: full, delta, mfu, ssu, scar", off="full"
+    policy: str | None = setting(
+        None,
+        "which rows a save takes once there is a base: full, delta, mfu, ssu, scar; null: mfu where the interval is "
+        "planned and there are several hosts, else delta",
+        off="full",
     )
     row_fraction: float = setting(Saving.row_fraction, "share of a table's rows that mfu, ssu and scar take")
     bits: int | None = setting(Saving.bits, "8 or 4: partial saves are quantised", off="null")
@@ -303,13 +402,14 @@ class Checkpoint:
         except BadInput as error:
             raise BadInput(f"checkpoint: {error}") from error
 
-    def callback(self) -> CheckpointCallback:
-        return CheckpointCallback(**dataclasses.asdict(self))
+    def callback(self, total_samples: int | None = None) -> CheckpointCallback:
+        """total_samples: of the whole planned training."""
+        return CheckpointCallback(**dataclasses.asdict(self), total_samples=total_samples)
 
 
 @dataclass(frozen=True)
 class JobConfig:
-    """Everything `train_ctr.py` can be told."""
+    """All settings of `train_ctr.py`."""
 
     name: str
     seed: int = setting(2021, "of weights, order of samples and dropout")
@@ -319,23 +419,67 @@ class JobConfig:
     embedding: Embedding = field(default_factory=Embedding)
     dense: Dense = field(default_factory=Dense)
     train: Train = field(default_factory=Train)
-    compression: Compressor = field(default_factory=Compressor, metadata=told("of dense gradients", off="none"))
+    compression: Compressor = field(default_factory=Compressor, metadata=documented("of dense gradients", off="none"))
     row_compression: Compressor = field(
-        default_factory=Compressor, metadata=told("of rows and their gradients, between hosts", off="none")
+        default_factory=Compressor, metadata=documented("of rows and their gradients, between hosts", off="none")
     )
     switching: Switching | None = field(
-        default=None, metadata=told("modes other than allreduce: docs/MODES.md", off="null")
+        default=None, metadata=documented("modes other than allreduce: docs/MODES.md", off="null")
     )
     checkpoint: Checkpoint | None = field(
-        default=None, metadata=told("saves, and goes on from there: docs/RECOVERY.md", off="null")
+        default=None, metadata=documented("saves, and resumes from there: docs/RECOVERY.md", off="null")
     )
 
     def __post_init__(self) -> None:
-        for name, compressor in (("compression", self.compression), ("row_compression", self.row_compression)):
+        self._check_sequences()
+        for name, compressor, check in (
+            ("compression", self.compression, dense_spec_of),
+            ("row_compression", self.row_compression, row_spec_of),
+        ):
             try:
-                compressor.spec()
+                check(compressor.spec())
             except BadInput as error:
                 raise BadInput(f"{name}: {error}") from error
+        modes = set() if self.switching is None else {self.switching.mode, *self.switching.switch_at.values()}
+        _require(
+            self.train.threads == 1 or bool(modes & set(REPLICA_MODES)),
+            f"train.threads: {self.train.threads} threads share a replica, which only {', '.join(REPLICA_MODES)} have; "
+            "set switching.mode to one of these, or leave it at 1",
+        )
+
+    def _check_sequences(self) -> None:
+        """Models of sequences read the behaviour log, and no others do."""
+        kind, made, reads = self.model.kind, self.data.behaviour, self.data.preset == "behaviour"
+        if kind not in OF_SEQUENCES:
+            _require(
+                not reads,
+                f"data.preset: behaviour has a history of clicks, which {', '.join(OF_SEQUENCES)} read, but model.kind "
+                f"is {kind}; for {kind} set data.preset=synthetic or another log",
+            )
+            return
+        found = f"data.preset is {self.data.preset!r}" + f" and data.dir {self.data.dir}" * bool(self.data.dir)
+        _require(
+            reads,
+            f"model.kind: {kind} reads a history of clicks, which only data.preset=behaviour has, but {found}; Frappe "
+            "and Criteo have no sequences: use deepfm, dlrm or dcn for them",
+        )
+        target = "next_item" if kind == "youtube_dnn" else "click"
+        _require(
+            made.target == target,
+            f"data.behaviour.target: {kind} learns {target}, got {made.target}; set it to {target}",
+        )
+        negatives = kind == "dien" and self.model.auxiliary > 0
+        _require(
+            made.negatives == negatives,
+            f"data.behaviour.negatives: {'the auxiliary loss needs them' if negatives else 'nothing reads them'}, got "
+            f"{str(made.negatives).lower()} with model.kind {kind}; set it to {str(negatives).lower()}"
+            + ", or model.auxiliary=0"
+            * negatives,
+        )
+        _require(
+            self.embedding.pooling == "mean",
+            f"embedding.pooling: {kind} has a pooling of its own, got {self.embedding.pooling}; leave it out",
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for MLflow and the summary."""

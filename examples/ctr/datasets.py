@@ -1,13 +1,14 @@
 """The three splits of a log: from a prepared store, from raw files, or synthetic.
 
 Raw files are prepared once into a cache: by whichever process of a host comes first, while the others wait for it.
-The name of a store in the cache follows from the files and the settings, so a change of either prepares anew.
+The name of a store in the cache follows from the files and the settings, so a change of either prepares again.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import fcntl
+import functools
 import hashlib
 import json
 import sys
@@ -18,25 +19,45 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ctr.config import Data
-from gba_hvd.data import ClickLog, Hashed, Recipe, SplitFiles, SplitShares, SyntheticClickLog, Vocabulary, prepare
+from ctr.config import Behaviour, Data, Synthetic
+from gba_hvd.data import (
+    ClickLog,
+    Hashed,
+    Recipe,
+    SplitFiles,
+    SplitShares,
+    SyntheticBehaviourLog,
+    SyntheticClickLog,
+    Vocabulary,
+    prepare,
+)
 from gba_hvd.data.presets import PRESETS
 from gba_hvd.data.splits import Progress
 from gba_hvd.data.store import MANIFEST, read_manifest
 from gba_hvd.errors import BadInput
 
 SPLITS = ("train", "valid", "test")
-Log = ClickLog | SyntheticClickLog
+RECALL_AT = 50  # items that a retrieval is evaluated with
+Log = ClickLog | SyntheticClickLog | SyntheticBehaviourLog
 
 
 @dataclass(frozen=True)
 class Splits:
-    """One log in three parts. The Bayes AUC, the best that is possible, is known for synthetic logs only."""
+    """One log in three parts. The Bayes AUC or recall, the best that is possible, is known for synthetic logs only.
+
+    of_day: of a log by day, the parts of each day; the other fields are then those of day 0, without a Bayes AUC
+    """
 
     train: Log
     valid: Log
     test: Log
     auc_bayes: float | None = None
+    of_day: Callable[[int], Splits] | None = None
+    recall_bayes: float | None = None
+
+    def of_epoch(self, epoch: int) -> Splits:
+        """What an epoch trains and evaluates on: a day of a log by day, else always the same."""
+        return self if self.of_day is None else self.of_day(epoch)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -50,6 +71,8 @@ class Splits:
 
 def open_splits(data: Data) -> Splits:
     """Open the log, and prepare it first where that has not been done."""
+    if is_behaviour(data):
+        return _behaviour(data.behaviour)
     if is_synthetic(data):
         return _synthetic(data)
     store, raw = store_of(data)
@@ -57,21 +80,41 @@ def open_splits(data: Data) -> Splits:
         with _one_at_a_time(store):
             if not (store / MANIFEST).is_file():
                 print(f"preparing {data.dir} as {data.preset}, once, into {store}", file=sys.stderr, flush=True)
-                prepare(*raw, store, on_progress=_tell_progress())
+                prepare(*raw, store, on_progress=_print_progress())
     return _opened(store)
 
 
 def prepared_splits(data: Data) -> Splits | None:
     """Open the log if it is there; None when raw files would have to be prepared first."""
+    if is_behaviour(data):
+        return _behaviour(data.behaviour)
     if is_synthetic(data):
         return _synthetic(data)
     store, _ = store_of(data)
     return _opened(store) if (store / MANIFEST).is_file() else None
 
 
+def is_behaviour(data: Data) -> bool:
+    """Whether the log is a computed behaviour log. Raises `BadInput` for settings that would be ignored."""
+    if data.preset != "behaviour":
+        if data.changed("behaviour"):
+            raise BadInput(
+                f"data.behaviour has settings, but data.preset is {data.preset!r}: set data.preset=behaviour, or leave "
+                "them out"
+            )
+        return False
+    others = [name for name in ("dir", "shares", "min_count", "hash_rows", "synthetic") if data.changed(name)]
+    if others:
+        raise BadInput(
+            f"data.preset is behaviour, a log that is made up, but {' and '.join(f'data.{name}' for name in others)} "
+            f"{'is' if len(others) == 1 else 'are'} set, which have no effect on it: leave out one of the two"
+        )
+    return True
+
+
 def is_synthetic(data: Data) -> bool:
     """Whether the log is computed. Raises `BadInput` when the settings name no data, or two kinds at once."""
-    known = f"synthetic, {', '.join(PRESETS)}"
+    known = f"synthetic, behaviour, {', '.join(PRESETS)}"
     if data.preset not in ("", "synthetic", *PRESETS):
         beside = f" (data.dir is {data.dir}; a prepared store needs no preset: leave it out)" if data.dir else ""
         raise BadInput(f"data.preset: expected one of {known}, got {data.preset!r}{beside}")
@@ -141,12 +184,38 @@ def _opened(store: Path) -> Splits:
 
 def _synthetic(data: Data) -> Splits:
     made = data.synthetic
+    if made.by_day:
+        first = _synthetic_day(made, 0)
+        return Splits(first.train, first.valid, first.test, of_day=functools.partial(_synthetic_day, made))
 
     def rows(n_samples: int, start: int) -> SyntheticClickLog:
         return SyntheticClickLog(n_samples, made.tables, made.n_dense, made.seed, made.zipf, start)
 
     test = rows(made.test, made.train + made.valid)
     return Splits(rows(made.train, 0), rows(made.valid, made.train), test, auc_bayes=test.bayes_auc(made.test))
+
+
+def _behaviour(made: Behaviour) -> Splits:
+    train, valid = made.log(made.train, 0), made.log(made.valid, made.train)
+    test = made.log(made.test, made.train + made.valid)
+    if made.target == "next_item":
+        return Splits(train, valid, test, recall_bayes=test.bayes_recall(min(RECALL_AT, made.items)))
+    return Splits(train, valid, test, auc_bayes=test.bayes_auc(made.test))
+
+
+def _synthetic_day(made: Synthetic, day: int) -> Splits:
+    """train and valid are of the day, test is of the day after. Every day has rows of its own."""
+
+    def rows(n_samples: int, of_day: int, start: int) -> SyntheticClickLog:
+        at = of_day * (made.train + made.valid + made.test) + start
+        return SyntheticClickLog(
+            n_samples, made.tables, made.n_dense, made.seed, made.zipf, at,
+            day=of_day, drift=made.drift, new_ids=made.new_ids,
+        )  # fmt: skip
+
+    test = rows(made.test, day + 1, made.train + made.valid)
+    train, valid = rows(made.train, day, 0), rows(made.valid, day, made.train)
+    return Splits(train, valid, test, auc_bayes=test.bayes_auc(made.test))
 
 
 def _recipe(data: Data) -> Recipe:
@@ -189,14 +258,14 @@ def _one_at_a_time(store: Path) -> Iterator[None]:
         yield
 
 
-def _tell_progress(every_s: float = 5.0) -> Callable[[Progress], None]:
+def _print_progress(every_s: float = 5.0) -> Callable[[Progress], None]:
     next_s = time.monotonic() + every_s
 
-    def tell(progress: Progress) -> None:
+    def show(progress: Progress) -> None:
         nonlocal next_s
         if time.monotonic() >= next_s:
             next_s = time.monotonic() + every_s
             share = progress.done_bytes / max(1, progress.total_bytes)
             print(f"preparing: {progress.phase} {share:.0%}, {progress.rows:,} rows", file=sys.stderr, flush=True)
 
-    return tell
+    return show

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits
 
 import gba_hvd
-from ctr.build import build_model, row_optimizer, table_shapes
+from ctr.build import build_model, build_tables, loss_of
 from ctr.config import JobConfig
 from ctr.datasets import Splits
 from gba_hvd.embedding.row_gradients import distinct
@@ -25,22 +24,22 @@ from gba_hvd.errors import BadInput
 class TrialTables(gba_hvd.EmbeddingTables):
     """Checks ids as the real tables do, and hands out random rows that are kept nowhere."""
 
-    def _fetch(self, group_number: int, columns: list[tuple[str, Tensor]]) -> tuple[Tensor, np.ndarray]:
-        keys, index, _ = distinct(self.keys_of(group_number, columns))
-        return torch.randn(len(keys), self.layout.groups[group_number].dim).mul_(0.01).requires_grad_(), index
+    def _fetch(
+        self, group_number: int, wanted: np.ndarray, by_sample: list[np.ndarray], train: bool
+    ) -> tuple[Tensor, np.ndarray]:
+        keys, index, _ = distinct(wanted)
+        rows = torch.randn(len(keys), self.layout.groups[group_number].dim).mul_(0.01)
+        return rows.requires_grad_(train), index
 
 
 def try_batch(config: JobConfig, splits: Splits) -> str:
     """Train on the first micro-batch of train; a sentence about it. Raises `BadInput` when the loss is not finite."""
     torch.manual_seed(config.seed)
     log = splits.train
-    tables = TrialTables(
-        table_shapes(config, log.tables), row_optimizer(config.embedding), mode=config.embedding.pooling
-    )
-    model = build_model(config, tables, log.n_dense)
+    model = build_model(config, build_tables(config, log.tables, TrialTables), log)
     batch: Any = log.take(np.arange(min(config.train.micro_batch, len(log)), dtype=np.int64))
     started = time.perf_counter()
-    loss = binary_cross_entropy_with_logits(model(batch), batch.label)
+    loss = loss_of(model, batch)
     loss.backward()
     seconds, value = time.perf_counter() - started, loss.item()
     if not math.isfinite(value):

@@ -6,17 +6,22 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
+from torch import nn
 
-from ctr.build import row_optimizer, table_shapes
-from ctr.config import Checkpoint, JobConfig, Switching
+from ctr.build import dense_optimizer, features, row_optimizer, table_shapes
+from ctr.config import OF_SEQUENCES, Checkpoint, Dense, JobConfig, Switching
 from ctr.datasets import Splits
+from ctr.measures import selects, title_of
 from gba_hvd.batch import Bag
 from gba_hvd.clipping import Clip
 from gba_hvd.config import Config
 from gba_hvd.epoch import EpochPlan, shares
 from gba_hvd.faults import Fault
 from gba_hvd.shm.layout import Layout
+from gba_hvd.torch_optimizers import spec_of
 from recovery.redaction import redacted
+
+MADE_UP = {"behaviour": "synthetic behaviour log"}
 
 
 def plan(config: JobConfig, splits: Splits | None, faults: Sequence[Fault] = (), tried: str | None = None) -> str:
@@ -34,7 +39,7 @@ def plan(config: JobConfig, splits: Splits | None, faults: Sequence[Fault] = (),
     if tried is not None:
         lines.append(("batch", tried))
     lines += _steps(config, None if splits is None else len(splits.train))
-    lines += _modes(config.switching)
+    lines += _modes(config.switching, config.dense)
     lines += _compression(config)
     if config.checkpoint is not None:
         lines += _checkpoints(config.checkpoint)
@@ -51,7 +56,13 @@ def most_steps(config: JobConfig, n_samples: int) -> int:
 
 def _data(config: JobConfig, splits: Splits) -> Iterator[tuple[str, str]]:
     samples = ", ".join(f"{n:,} {split}" for split, n in splits.sizes.items())
-    yield "data", f"{config.data.dir or 'synthetic log'}: {samples} samples"
+    yield "data", f"{config.data.dir or MADE_UP.get(config.data.preset, 'synthetic log')}: {samples} samples"
+    if splits.of_day is not None:
+        yield "", "each epoch is a day with samples of its own; test samples are those of the day after"
+    if config.model.kind in OF_SEQUENCES:
+        history = f"histories of up to {config.data.behaviour.max_length} clicks"
+        yield "", f"{history}; features {', '.join(features(config))}"
+        return
     multi = [name for name, ids in splits.train.take(np.arange(1)).ids.items() if isinstance(ids, Bag)]
     pooled = f"; multi-valued, pooled by {config.embedding.pooling}: {', '.join(multi)}" if multi else ""
     yield "", f"{len(splits.train.tables)} categorical and {splits.train.n_dense} numeric fields{pooled}"
@@ -94,13 +105,13 @@ def _steps(config: JobConfig, n_samples: int | None) -> Iterator[tuple[str, str]
         most = most_steps(config, n_samples)
         yield "epoch", f"{most // train.epochs:,} steps; at most {train.epochs} epochs = {most:,} steps"
     patience = f"stop after {train.early_stop} epochs without gain" if train.early_stop else "no early stop"
-    rates = "constant learning rates"
+    rates, by = "constant learning rates", title_of(selects(config))
     if train.plateau_factor:
-        rates = f"learning rates x {train.plateau_factor:g} when validation AUC stops improving"
+        rates = f"learning rates x {train.plateau_factor:g} when validation {by} stops improving"
     yield "schedule", f"{rates}; {patience}"
 
 
-def _modes(switching: Switching | None) -> Iterator[tuple[str, str]]:
+def _modes(switching: Switching | None, dense: Dense) -> Iterator[tuple[str, str]]:
     if switching is None:
         yield "mode", "allreduce throughout"
         return
@@ -108,14 +119,21 @@ def _modes(switching: Switching | None) -> Iterator[tuple[str, str]]:
     if s.mode == "auto":
         yield "mode", f"auto: gba when predicted {s.enter_gain:g}x as fast as allreduce, back below {s.leave_gain:g}x,"
         yield "", f"each for {s.patience} steps, after {s.min_stay} steps or more in a mode"
+        if s.warm_up_steps:
+            yield "", f"allreduce in the first {s.warm_up_steps} steps of the job"
     else:
         yield "mode", s.mode
     for step, mode in sorted(s.switch_at.items()):
         yield "", f"{mode} from step {step:,}"
     if visited & {"auto", "gba"}:
-        yield "", f"gba: staleness weighting {s.staleness}, tolerance {s.tolerance} steps"
-    if s.rule != "none":
-        yield "", f"gradients that come late: rule {s.rule}"
+        of = "" if s.staleness_of == "token" else ", by the age of dense values"
+        yield "", f"gba: staleness weighting {s.staleness}, tolerance {s.tolerance} steps{of}"
+    callback = s.callback()
+    callback.check_fits(spec_of(dense_optimizer(dense, nn.Linear(1, 1))))
+    if s.rule is None and visited & {"auto", "gba"}:
+        yield "", f"gradients that come late in gba: {callback.rule_in('gba')}"
+    elif callback.has_rule:
+        yield "", f"gradients that come late: rule {callback.requested_rule}"
     if visited & {"auto", "gba", "bsp"} and s.lookahead is not None:
         yield "", f"micro-batches are handed out {s.lookahead} steps ahead at most"
     if "hop_bs" in visited:
@@ -139,8 +157,9 @@ def _checkpoints(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     often += [f"{checkpoint.every_s:g} s"] if checkpoint.every_s else []
     pace = f"every {' or '.join(often)}" if often else "as often as planned from what is measured"
     yield "save", f"to {redacted(checkpoint.url)} {pace}"
-    partial = "all rows" if checkpoint.policy == "full" else f"rows chosen by {checkpoint.policy} on top of a full save"
-    start = "goes on from the newest one there" if checkpoint.resume else "begins anew beside those there"
+    policy = checkpoint.policy or ("delta" if often else "mfu (on one host: delta)")
+    partial = "all rows" if policy == "full" else f"rows chosen by {policy} on top of a full save"
+    start = "resumes from the newest one there" if checkpoint.resume else "starts over beside those there"
     yield "", f"{partial}; keeps {checkpoint.keep_last}; {start}"
 
 

@@ -1,4 +1,4 @@
-"""Tells other programs, in small files, which processes train and how far they are.
+"""Reports to other programs, in small files, which processes train and how far they are.
 
 OUT/pulse/step.json holds the chief's newest step and mode, OUT/pulse/worker-R.json the process of rank R. The demo
 reads them to kill a worker at a chosen moment; a person may read them to find the processes.
@@ -41,11 +41,11 @@ class ProgressFiles(Callback):
         if not self._chief or (last is not None and not self._is_news(last, record)):
             return
         self._written = record
-        told = {"step": record.step, "epoch": record.epoch, "workers": record.workers, "mode": record.mode}
-        self._write("step.json", told)
+        position = {"step": record.step, "epoch": record.epoch, "workers": record.workers, "mode": record.mode}
+        self._write("step.json", position)
 
     def _is_news(self, last: StepRecord, record: StepRecord) -> bool:
-        """In asynchronous modes the chief may hear of several steps at once."""
+        """In asynchronous modes the chief may get several steps at once."""
         far = record.step >= last.step + self.every_steps
         return far or (record.mode, record.workers) != (last.mode, last.workers)
 

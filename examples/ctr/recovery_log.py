@@ -1,7 +1,7 @@
 """What became of a job's checkpoints, and what came back from them: kept in OUT/recovery.jsonl, for the summary.
 
-A file, because only the chief hears of checkpoints: when it is lost the next one goes on writing, and so does the chief
-of a job that was started again.
+A file, because only the chief gets events of checkpoints: when it is lost the next one continues to write, and so does
+the chief of a job that was started again.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from typing import Any
 from gba_hvd.callbacks import Callback, Event, Job
 
 _KEPT = ("checkpoint", "checkpoint_failed", "resumed", "rows_restored", "rows_lost")
+_OF_CHOICE = ("strategy", "strategy_reason", "overhead_full", "overhead_partial", "samples_redone")
 _OF_LAST = ("saved_step", "kind", "n_bytes", "url", "manifest")
 
 
 class RecoveryLog(Callback):
-    """Writes the file; a line for each event that is kept. Begun anew with a job that begins at step 0."""
+    """Writes the file; a line for each event that is kept. Started over with a job that begins at step 0."""
 
     def __init__(self, out: Path) -> None:
         self.file = out / "recovery.jsonl"
@@ -54,17 +55,23 @@ def read_events(file: Path) -> list[dict[str, Any]]:
 def recovery_summary(events: list[dict[str, Any]]) -> dict[str, Any]:
     """checkpoints: how many were saved and how many failed, and the newest; recoveries: each with
 
-    kind: `resumed` (the whole job resumed from a checkpoint), `rows_restored` or `rows_lost` (of a lost host)
-    step: at which the job went on; rows_restored, rows_lost: rows; pls: portion of lost samples, None if not known
+    kind: `resumed` (the whole job resumed from a checkpoint, or went back to one), `rows_restored` or `rows_lost` (of a
+        lost host)
+    step: at which the job resumed; rows_restored, rows_lost: rows; pls: portion of lost samples, None if not known;
+        pls_total: by all recoveries so far
+    strategy, strategy_reason, overhead_full, overhead_partial: of a lost host, the choice between full and partial
+        recovery, and what each was expected to cost; samples_redone: trained again after full recovery
     """
     saved = [event["data"] for event in events if event["event"] == "checkpoint"]
     last = {name: saved[-1].get(name) for name in _OF_LAST} if saved else None
     recoveries = []
     for event in events:
         data = event["data"]
-        told_already = event["event"] == "rows_lost" and data.get("rows_restored")  # beside `rows_restored`
-        if event["event"] in ("resumed", "rows_restored", "rows_lost") and not told_already:
+        is_duplicate = event["event"] == "rows_lost" and data.get("rows_restored")  # beside `rows_restored`
+        if event["event"] in ("resumed", "rows_restored", "rows_lost") and not is_duplicate:
             rows = {name: data.get(name, 0) for name in ("rows_restored", "rows_lost")}
-            recoveries.append({"kind": event["event"], "step": event["step"], **rows, "pls": data.get("pls")})
+            portions = {name: data.get(name) for name in ("pls", "pls_total")}
+            choice = {name: data[name] for name in _OF_CHOICE if name in data}
+            recoveries.append({"kind": event["event"], "step": event["step"], **rows, **portions, **choice})
     failed = sum(event["event"] == "checkpoint_failed" for event in events)
     return {"checkpoints": {"count": len(saved), "failed": failed, "last": last}, "recoveries": recoveries}

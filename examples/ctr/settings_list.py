@@ -46,22 +46,22 @@ def _lines(section: type, indent: str) -> Iterator[str]:
         default = one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
         if default is dataclasses.MISSING:  # the name, which stands at the top
             continue
-        told = [
+        notes = [
             one.metadata.get("meaning", ""),
             f"off:{_FIXED_SPACE}{off}" if (off := one.metadata.get("off")) is not None else "",
         ]
         if inner is None:
-            yield _line(f"{indent}{one.name}: {_as_yaml(default)}", [_kind_text(kind), *told])
+            yield _line(f"{indent}{one.name}: {_as_yaml(default)}", [_kind_text(kind), *notes])
         elif default is None:
-            yield _line(f"# {one.name}:", ["a section, off by default", *told[:1]])
+            yield _line(f"# {one.name}:", ["a section, off by default", *notes[:1]])
             yield from (f"# {line}" for line in _lines(inner, indent + "  "))
         else:
-            yield _line(f"{indent}{one.name}:", ["short: the name alone" if inner is Compressor else "", *told])
+            yield _line(f"{indent}{one.name}:", ["short: the name alone" if inner is Compressor else "", *notes])
             yield from _lines(inner, indent + "  ")
 
 
-def _line(text: str, told: list[str]) -> str:
-    comment = "; ".join(part for part in told if part)
+def _line(text: str, notes: list[str]) -> str:
+    comment = "; ".join(part for part in notes if part)
     if not comment:
         return text
     at = max(_MEANINGS_AT, len(text) + 1)

@@ -3,8 +3,8 @@
 Two times, in seconds: `seconds` is of training, from the first epoch's start to the last evaluation, restarts included;
 `seconds_in_all` is of the process that wrote the file, with the preparations, the last checkpoint and the end.
 
-Written when the world forms, after each epoch, with each warning and at the end, by the chief, in one rename: whoever
-reads it finds a whole one. What each ending leaves behind:
+Written when the world forms, after each epoch, with each warning and at the end, by the chief, in one rename: a program
+that reads it finds a whole one. What each ending leaves behind:
 
 - finished, failed, interrupted (Ctrl-C, SIGTERM): `status` FINISHED, FAILED or KILLED, and `error`
 - killed outright (SIGKILL, a lost host): what was written last, with `status` RUNNING and `written`, the time of it
@@ -24,6 +24,8 @@ from typing import Any
 
 from ctr.config import JobConfig
 from ctr.datasets import Splits
+from ctr.measures import selects, title_of
+from ctr.norm_log import NormLog
 from ctr.recovery_log import RecoveryLog, recovery_summary
 from ctr.switch_log import SwitchLog, staleness_summary
 from gba_hvd.callbacks import Callback, Event, Job
@@ -34,17 +36,17 @@ log = logging.getLogger("gba_hvd")
 
 
 class JobSummary(Callback):
-    """Writes the file. `attach` tells it the job, once there is one.
+    """Writes the file. `attach` sets the job, once there is one.
 
     warnings: every event of level "warning", each {"kind", "step", "message", "data", "over_at_step"}, up to 200; the
-        rest is counted. over_at_step: since then it does not hold any more; null: it does, or tells of what happened
+        rest is counted. over_at_step: since then it does not hold any more; null: it does, or reports what happened
     stopped_early: why training ended before its last epoch; null: it did not
     """
 
     def __init__(self, out: Path, config: JobConfig) -> None:
         self.file = out / "summary.json"
         self.config = config
-        self.switch_log, self.recovery_log = SwitchLog(), RecoveryLog(out)
+        self.switch_log, self.recovery_log, self.norm_log = SwitchLog(), RecoveryLog(out), NormLog()
         self.warnings: list[dict[str, Any]] = []
         self.warnings_left_out = 0
         self.stopped_early: str | None = None
@@ -54,7 +56,7 @@ class JobSummary(Callback):
         self._ended, self._began_s = False, monotonic()
 
     def attach(self, state: Any, splits: Splits) -> None:
-        """state: a TorchState with `best`, `auc_last`, `epochs_done`, `epochs`, `started_unix_s`"""
+        """state: a TorchState with `best`, `last`, `epochs_done`, `epochs`, `started_unix_s`"""
         self._state, self._splits = state, splits
 
     def on_job(self, job: Job) -> None:
@@ -89,7 +91,7 @@ class JobSummary(Callback):
         self.write(status, error)
 
     def failed_before_training(self, error: BaseException) -> None:
-        """The job ends and no callback heard of it."""
+        """The job ends and no callback was called."""
         if not self._ended:
             self.on_end("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED", error)
 
@@ -113,7 +115,10 @@ class JobSummary(Callback):
             log.warning("%s is not up to date: %s; name another folder with --out", self.file, problem)
 
     def values(self, status: str, error: BaseException | None) -> dict[str, Any]:
-        """`auc`, `logloss`, `valid_auc` and `valid_logloss` are those of `best_epoch`, the best by validation AUC."""
+        """`auc`, `logloss`, `valid_auc` and `valid_logloss` are those of `best_epoch`, the best by validation AUC.
+
+        Of a retrieval these are `recall_at_50` and `ndcg_at_50`, and the best epoch is the best by recall.
+        """
         config, splits, state = self.config, self._splits, self._state
         head = {
             "name": config.name,
@@ -129,23 +134,29 @@ class JobSummary(Callback):
         }
         if state is None or splits is None:
             return head
-        finished = state.epochs_done == config.train.epochs
+        finished, by = state.epochs_done == config.train.epochs, selects(config)
         return {
             **head,
-            "auc": None,
-            "logloss": None,
+            **({"auc": None, "logloss": None} if by == "auc" else {by: None}),
             "best_epoch": None,
             **state.best,
-            "auc_last": state.auc_last if finished else None,
-            "auc_bayes": splits.auc_bayes,
+            f"{by}_last": state.last if finished else None,
+            f"{by}_bayes": splits.auc_bayes if by == "auc" else splits.recall_bayes,
             "by_epoch": state.by_epoch,
             "samples_total": state.samples.total,
             "samples_applied": state.samples.applied,
             "samples_dropped": state.samples.dropped,
             "samples_lost": state.samples.lost,
+            "samples_redone": state.samples.redone,
             "refused": state.engine.progress.rejected,
             "reissued": state.engine.progress.reissued,
             "staleness": staleness_summary(state.engine.progress.staleness),
+            "dense_age": staleness_summary(state.engine.progress.lags),
+            "gap": {
+                str(rank): {"mean": gap / n, "mean_in_steps": in_steps / n}
+                for rank, (n, gap, in_steps, _) in sorted(state.engine.progress.gaps.items())
+            },
+            "grad_norms": self.norm_log.norms,
             "switches": self.switch_log.switches,
             **recovery_summary(self.recovery_log.events()),
             "restarts": state.engine.progress.restarts,
@@ -160,12 +171,15 @@ class JobSummary(Callback):
         """One sentence for a person."""
         state = self._state
         if not state.best:
-            return f"{self.config.name}: no best epoch, as validation AUC was never defined; {self.file}"
-        best = state.best
+            by = title_of(selects(self.config))
+            return f"{self.config.name}: no best epoch, as validation {by} was never defined; {self.file}"
+        best, by = state.best, selects(self.config)
+        second = "logloss" if by == "auc" else by.replace("recall", "ndcg")
+        found = {f"valid {title_of(by)}": best[f"valid_{by}"]} | {f"test {title_of(n)}": best[n] for n in (by, second)}
+        values = ", ".join(f"{name} {value:.5f}" for name, value in found.items())
         return (
             f"{self.config.name}: best epoch {best['best_epoch']} (of 0 to {state.epochs_done - 1}, by validation): "
-            f"valid AUC {best['valid_auc']:.5f}, test AUC {best['auc']:.5f}, test log loss {best['logloss']:.5f}; "
-            f"{self.file}"
+            f"{values}; {self.file}"
         )
 
 
@@ -173,5 +187,6 @@ def stopped_early(state: Any, config: JobConfig) -> Event:
     """Training ends before its last epoch, because the last ones were no better."""
     n, epochs = state.epochs_without_gain, f"{state.epochs_done} of {config.train.epochs} epochs"
     limit = f"{n} epoch{'s' * (n != 1)} (train.early_stop={config.train.early_stop})"
-    text = f"stopped early: no gain in valid AUC for {limit}, after {epochs}; train.early_stop=0 trains them all"
+    by = title_of(selects(config))
+    text = f"stopped early: no gain in valid {by} for {limit}, after {epochs}; train.early_stop=0 trains them all"
     return Event("stopped_early", state.step, text, {"epochs": state.epochs_done, "epochs_without_gain": n})

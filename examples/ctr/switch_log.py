@@ -11,7 +11,8 @@ from gba_hvd.callbacks import Callback, Event
 class SwitchLog(Callback):
     """Keeps them through restarts.
 
-    switches: in order, each {"step", "from", "to", "reason", "seconds"}; `seconds` is what changing over took
+    switches: in order, each {"step", "from", "to", "reason", "seconds"}; `seconds` is what changing over took. Into a
+    mode with servers also "rule" and "rule_reason": the update rule there, and why it is that one
     """
 
     def __init__(self) -> None:
@@ -19,9 +20,8 @@ class SwitchLog(Callback):
 
     def on_event(self, event: Event) -> None:
         if event.kind == "switch":
-            self.switches.append(
-                {"step": event.step, **{name: event.data[name] for name in ("from", "to", "reason", "seconds")}}
-            )
+            names = ("from", "to", "reason", "seconds", "rule", "rule_reason")
+            self.switches.append({"step": event.step, **{n: event.data[n] for n in names if n in event.data}})
 
     def state_dict(self) -> dict[str, Any]:
         return {"switches": self.switches}

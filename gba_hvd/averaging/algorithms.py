@@ -79,9 +79,9 @@ def add_difference_(values: Tensor, copy: Tensor, target: Tensor, share: float) 
     return values.add_(target - copy, alpha=share)
 
 
-def bmuf_update_(global_copy: Tensor | None, mean: Tensor, block_rate: float) -> Tensor:
-    """w_glob <- w_glob + eta (mean - w_glob), in place; the mean itself where there is none yet."""
-    return mean.clone() if global_copy is None else global_copy.lerp_(mean, block_rate)
+def bmuf_update_(global_copy: Tensor, mean: Tensor, block_rate: float) -> Tensor:
+    """w_glob <- w_glob + eta (mean - w_glob), in place."""
+    return global_copy.lerp_(mean, block_rate)
 
 
 class MeanOfReplicas:

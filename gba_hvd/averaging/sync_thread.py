@@ -100,7 +100,9 @@ class SyncThread:
         self._idle_since_s = 0.0
         self._lost_s: float | None = None  # when a round failed, until a new world stands
         self._not_before_s = 0.0
-        self._global: Tensor | None = None  # of bmuf
+        self._global: Tensor | None = None  # of bmuf: from the initial model on
+        self._n_global = 0  # rounds that are in it
+        self._global_is_common = False  # all workers of this world have the same
         self._squares = (0.0, 0)  # of the last round: this replica's squared distance, over how many numbers
         self._steps_then = 0
         self.n_done = self.n_failed = 0
@@ -153,7 +155,7 @@ class SyncThread:
     def after_world_forms(self, world: World) -> None:
         with self._changed:
             self._world, self._lost_s = world, None
-            self._global, self._squares = None, (0.0, 0)
+            self._global_is_common, self._squares = False, (0.0, 0)
             self._changed.notify_all()
 
     @property
@@ -167,6 +169,15 @@ class SyncThread:
         return world is not None and world.size == 1
 
     # --- the training thread -----------------------------------------------------------------------------------------
+
+    def begin_with(self, values: Tensor) -> None:
+        """A replica opens with these values of the servers, [n]: the first ones are the global copy of bmuf.
+
+        Those of a late joiner are of the newest round, since the servers have the global copy then.
+        """
+        with self._changed:
+            if self._averaging.algorithm == "bmuf" and self._global is None:
+                self._global = values.clone()
 
     def none_begun(self) -> None:
         """An epoch starts: unfinished micro-batches of the one before do not count."""
@@ -238,7 +249,7 @@ class SyncThread:
             try:
                 goes_on = self._round(world)
             except WorldLeft:
-                failure = "the world was formed anew meanwhile"
+                failure = "the world was formed again meanwhile"
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"
             took_s, cpu_s = self._clock() - began_s, time.thread_time() - cpu_s
@@ -287,6 +298,8 @@ class SyncThread:
             return True
         if world.size == 1:
             self._central.publish(copy, copy.values)
+            if averaging.algorithm == "bmuf":  # late joiners begin with it, too
+                self._global, self._n_global = copy.values.clone(), self._n_global + 1
         else:
             # Grows through all of the worker's modes and worlds, while its process lives.
             target = self._central.blend(copy, time.monotonic_ns())
@@ -306,6 +319,8 @@ class SyncThread:
         world.sum_("rounds", message, given_up=lambda: self._world is not world or self._ending == "now")
         self._traffic.both("dense", ring(4 * n, world.size))
         self._traffic.both("header", ring(4 * (_N_NUMBERS + world.size), world.size))
+        if averaging.algorithm == "bmuf" and not self._global_is_common:
+            self._share_global(world)
         with self._changed:
             self._in_horovod = False
             self._changed.notify_all()
@@ -316,7 +331,9 @@ class SyncThread:
         if opened:
             target = mean = message[:n] / len(opened)
             if averaging.algorithm == "bmuf":
+                assert self._global is not None, "a replica is open"
                 target = self._global = bmuf_update_(self._global, mean, averaging.block_rate)
+                self._n_global += 1
             if copy is not None:
                 self._squares = (float((copy.values - mean).square().sum()), n)
                 self._replica.mix_in_(copy, target, averaging.elasticity, averaging.mixing)
@@ -325,6 +342,26 @@ class SyncThread:
                     self._publish(copy, target)
         return n_stop < world.size
 
+    def _share_global(self, world: World) -> None:
+        """All take the global copy that has most rounds in it, of the first rank that has it. A part of a round."""
+        rounds, values = torch.zeros(world.size), torch.zeros(self._replica.n)
+        with self._changed:
+            mine = self._global
+        if mine is not None:
+            rounds[world.rank] = 1 + self._n_global
+        given_up = lambda: self._world is not world or self._ending == "now"  # noqa: E731
+        world.sum_("rounds of the global copy", rounds, given_up=given_up)
+        whose = int(rounds.argmax())
+        if not rounds[whose]:
+            return  # no replica was opened yet
+        if whose == world.rank and mine is not None:
+            values.copy_(mine)
+        world.sum_("global copy", values, given_up=given_up)
+        self._traffic.both("dense", ring(4 * len(values), world.size))
+        self._traffic.both("header", ring(4 * world.size, world.size))
+        with self._changed:
+            self._global, self._n_global, self._global_is_common = values, round(float(rounds[whose])) - 1, True
+
     def _publish(self, copy: ReplicaSnapshot, values: Tensor) -> None:
         """Not fatal: every rank has completed the round, so the world stays usable."""
         try:
@@ -332,7 +369,7 @@ class SyncThread:
         except Exception as error:
             with self._changed:
                 self.n_failed += 1
-                self._dropped.append(f"the servers were not told of its result: {type(error).__name__}: {error}")
+                self._dropped.append(f"its result did not reach the servers: {type(error).__name__}: {error}")
 
     def _copied(self) -> ReplicaSnapshot | None:
         copy = self._replica.copy()

@@ -20,8 +20,8 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import msgspec
@@ -34,21 +34,28 @@ from gba_hvd.errors import BadInput
 from gba_hvd.ps.messages import DelegateClaim, Save, SaveAbout, SavePlan, SaveSettings
 from gba_hvd.ps.worker.host_server import HostServer
 from gba_hvd.ps.worker.worker import PsWorker
-from gba_hvd.shm.checkpoint_rows import ShardRows
+from gba_hvd.shm.checkpoint_rows import ShardRows, schema_of
+from gba_hvd.shm.layout import SampledSpec
 from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.training.commit_fields import StepParticipant
 from gba_hvd.training.engine import Engine
 from recovery.callback import CheckpointCallback
 from recovery.catalog import claims
-from recovery.catalog.chains import Chain, chains
-from recovery.errors import RecoveryError
+from recovery.catalog.chains import Chain, Skipped, chains
+from recovery.errors import Damaged, NotFound, RecoveryError
+from recovery.format.manifest import Manifest
+from recovery.policies import counts_accesses
 from recovery.redaction import redacted
 from recovery.restore import Report, TrainingPoint, restore
+from recovery.restore.inspect import read_state
 from recovery.schedule.adaptive import Measured
+from recovery.schedule.recovery_choice import RecoveryDecision, Situation, choose_recovery
+from recovery.selection.importance import list_capacities
 from recovery.storage.open import open_store
 from recovery.storage.store import Store, check
 
 _STORE_TIMEOUT_S = 20.0
+_LEAST_STEP_S = 1e-3  # of a job that has seen no time pass yet
 # On a commit: the chief wants a checkpoint of this step; so many workers are to leave; so many hosts' servers failed to
 # save their part of the newest one; so many hosts' servers are not up.
 _N_FIELDS = 4
@@ -57,6 +64,18 @@ _N_FIELDS = 4
 def checkpoints_of(engine: Engine) -> JobCheckpoints | None:
     """Those of the job, if it has a CheckpointCallback."""
     return engine.participant(JobCheckpoints)
+
+
+@dataclass(frozen=True)
+class CompleteCheckpoint:
+    """A checkpoint that all of a job can go back to. state: the training state, as `TrainingState.resume` takes it.
+
+    passed_over: newer ones that could not be used, and why
+    """
+
+    manifest: Manifest
+    state: bytes
+    passed_over: tuple[str, ...] = ()
 
 
 class JobCheckpoints(StepParticipant):
@@ -70,10 +89,18 @@ class JobCheckpoints(StepParticipant):
 
     def __init__(self, engine: Engine, callback: CheckpointCallback) -> None:
         config = callback.config
+        if counts_accesses(config.policy):
+            servers = None if engine.mode is None else engine.mode.servers
+            if servers is not None and not servers.session.accesses:
+                raise BadInput(
+                    f"policy {config.policy!r} counts how often rows are looked up, and the servers of mode "
+                    f"{servers.name!r} do not: register the callback before the job enters it, or use policy='delta'"
+                )
+            engine.model.tables.counts_accesses = True
         if config.policy == "ssu":
-            raise BadInput(
-                "checkpoints of a job cannot have policy 'ssu', since servers are not told of single updates: use 'mfu'"
-            )
+            tables = engine.model.tables
+            capacities = list_capacities(schema_of(tables.layout), config.row_fraction)
+            tables.layout = replace(tables.layout, sampled=SampledSpec(capacities, config.ssu_period))
         self.callback = callback
         self._engine = engine
         self._launch = f"{secrets.token_hex(4)}"  # the same command started twice is two writers
@@ -82,8 +109,13 @@ class JobCheckpoints(StepParticipant):
         self.first_epoch = 0  # of this job; what was written since, by its claims, may expire
         self._epochs: list[int] = []  # of all claims of this job, oldest first
         self._resumed_epoch = 0  # of the checkpoint that the job resumed from
+        # Of each full recovery (epoch, number, last epoch before): checkpoints after that one, up to that epoch, are of
+        # training that the job has gone back on. No row comes from them any more.
+        self._gone_back: list[tuple[int, int, int]] = []
+        self._is_claimed = False  # the newest attempt to claim the place was successful
         self.schedule = SaveSchedule(engine, callback)
-        self._part_told = -1  # number of the newest save of which all know that this host's part failed
+        # (epoch, number) of the newest save of which all know that this host's part failed
+        self._part_reported = (0, -1)
         self.waiting: list[str] = []  # a checkpoint that is due, where servers are not up
         self._due = False
         self.somebody_leaves = False  # all workers know of it, and save first
@@ -135,8 +167,10 @@ class JobCheckpoints(StepParticipant):
                 self._claim = claims.claim(self.store, self._claim.writer, lease_s=self._claim.lease_s)
                 others = self._others_since(self._claim)
             except (BadInput, RecoveryError) as error:
+                self._is_claimed = False
                 self.schedule.report_failure(f"the place for checkpoints was not claimed again: {error}")
                 return
+        self._is_claimed = True
         now, before = self._claim.epoch, self._epochs[-1] if self._epochs else 0
         self._epochs.append(now)
         if not self.first_epoch:
@@ -145,11 +179,11 @@ class JobCheckpoints(StepParticipant):
             self.first_epoch = now
             text = (
                 f"another job has claimed {self.store.url} since this one did (this one had epoch {before}, has "
-                f"{now}): this job goes on saving there, but deletes no checkpoint from before, and uses none of the "
-                "other's. Give each job a place of its own; `gba-hvd checkpoint gc` removes what nobody needs"
+                f"{now}): this job continues to save there, but deletes no checkpoint from before, and uses none of "
+                "the other's. Give each job a place of its own; `gba-hvd checkpoint gc` removes what nobody needs"
             )
-            told = {"before": before, "now": now}
-            self._engine.emit(Event("place_shared", self._engine.progress.step, text, told, level="warning"))
+            facts = {"before": before, "now": now}
+            self._engine.emit(Event("place_shared", self._engine.progress.step, text, facts, level="warning"))
 
     def _others_since(self, claim: claims.Claim) -> bool:
         """Whether epochs between this job's last claim and this one are another's, as far as the claims say.
@@ -162,17 +196,26 @@ class JobCheckpoints(StepParticipant):
         between = range(self._epochs[-1] + 1, claim.epoch) if self._epochs else ()
         return any(writers.get(epoch) != {claim.writer} for epoch in between)
 
-    def _is_of_this_job(self, epoch: int) -> bool:
-        """Whether rows may come from what was written under an epoch: by this job, or before what it resumed from."""
-        return epoch in self._epochs or epoch <= self._resumed_epoch
+    def _is_of_this_job(self, epoch: int, number: int) -> bool:
+        """Whether rows may come from a checkpoint: of this job, or before what it resumed from; not gone back on."""
+        is_own = epoch in self._epochs or epoch <= self._resumed_epoch
+        is_void = any(epoch <= last and (epoch, number) > (at, of) for at, of, last in self._gone_back)
+        return is_own and not is_void
 
     def location(self) -> dict[str, Any]:
         """What the host leaders know of the place: plain values."""
-        return {"first_epoch": self.first_epoch, "epochs": self._epochs, "resumed_epoch": self._resumed_epoch}
+        place = {"first_epoch": self.first_epoch, "epochs": self._epochs, "resumed_epoch": self._resumed_epoch}
+        return {**place, "gone_back": [list(one) for one in self._gone_back]} if self._gone_back else place
 
     def load_location(self, place: Mapping[str, Any]) -> None:
         self.first_epoch, self._epochs = place["first_epoch"], list(place["epochs"])
         self._resumed_epoch = place["resumed_epoch"]
+        self._gone_back = [(int(at), int(of), int(last)) for at, of, last in place.get("gone_back", ())]
+        self._note_gone_back()
+
+    def _note_gone_back(self) -> None:
+        if self._gone_back:
+            self.schedule.void_before(max(last for _, _, last in self._gone_back) + 1)
 
     def fill(self, memory: ShardMemory, shards: Sequence[int], now: TrainingPoint | None) -> Report | None:
         """Bring shards back from the newest good checkpoint; None when there is none. Nobody may use them meanwhile.
@@ -185,6 +228,89 @@ class JobCheckpoints(StepParticipant):
             return restore(self._opened({}), rows, config=self.callback.config)
         config, is_mine = self.callback.config, self._is_of_this_job
         return restore(self.store, rows, config=config, now=now, with_state=False, is_wanted=is_mine)
+
+    # --- a lost host -------------------------------------------------------------------------------------------------
+
+    def newest_complete(self, damaged: Collection[str] = ()) -> CompleteCheckpoint:
+        """The newest checkpoint of this job that leaves out no change, with its training state, read and checked.
+
+        damaged: manifests to pass over. Raises BadInput or RecoveryError saying why there is none.
+        """
+        if not self._is_claimed:
+            raise BadInput("the place for checkpoints could not be claimed: a save in flight might still change it")
+        passed_over = []
+        for chain in chains(self.store, self._is_of_this_job):
+            if isinstance(chain, Skipped):
+                passed_over.append(f"{chain.name}: {chain.why}")
+                continue
+            newest = chain.newest
+            if not chain.is_complete or newest.name in damaged:
+                continue
+            try:
+                self.check_fits(newest.about)
+                state = read_state(self.store, newest)
+            except (BadInput, Damaged, NotFound) as error:
+                passed_over.append(f"{newest.name}: {error}")
+                continue
+            if state is not None:
+                return CompleteCheckpoint(newest, state, tuple(passed_over))
+        why = f" ({'; '.join(passed_over)})" if passed_over else ""
+        raise NotFound(f"{redacted(self.store.url)} has no checkpoint of this job that leaves out no change{why}")
+
+    def decide_recovery(self, n_lost: int, stood_s: float) -> tuple[RecoveryDecision, CompleteCheckpoint | None]:
+        """What the survivors do about so many shards that went down with a host, and the checkpoint to go back to.
+
+        stood_s: seconds since the last step. On the rank whose state the others get, which owns the decision.
+        """
+        engine, given, layout = self._engine, self.callback.given, self._engine.model.tables.layout
+        step, measured, complete, newest, why_not = engine.progress.step, self.schedule.seen(), None, None, ""
+        step_s = measured.observed_s / max(1, step)
+        try:
+            if given.strategy != "partial":
+                complete = self.newest_complete()
+                newest = complete.manifest
+            elif measured.save_s is None:
+                chain = next((one for one in chains(self.store, self._is_of_this_job) if isinstance(one, Chain)), None)
+                newest = None if chain is None else chain.newest
+        except (BadInput, RecoveryError) as error:
+            why_not = "" if given.strategy == "partial" else str(error)
+        if newest is not None:  # a chief that was lost with its host left there what it had measured
+            left = Measured.of_checkpoint(newest)
+            if left.observed_s > measured.observed_s:
+                step_s = left.observed_s / max(1, newest.step)
+            measured = measured.with_those_of(left)
+            self.schedule.load_measured(measured)
+        age = 0 if complete is None else max(0, step - complete.manifest.step)
+        now = Situation(
+            n_bytes=schema_of(layout).n_bytes, n_servers=max(1, round(layout.n_shards / n_lost)),
+            every_s=self.callback.given_interval_s(max(step_s, _LEAST_STEP_S)), pace=self.schedule.pace,
+            age_s=age * step_s, age_steps=age, why_not_full=why_not,
+        )  # fmt: skip
+        measured = replace(measured.lost(measured.observed_s), reschedule_s=stood_s)
+        decision = choose_recovery(measured, given, now)
+        if decision.strategy == "partial" or complete is None:
+            return decision, None
+        return replace(decision, manifest=complete.manifest.name, step=complete.manifest.step), complete
+
+    def fill_from(self, memory: ShardMemory, shards: Sequence[int], manifest: str) -> Report:
+        """Bring shards back from this checkpoint. With patience: there is nothing else to train on.
+
+        Raises Damaged, BadInput or RecoveryError; the shards are worth nothing then.
+        """
+        rows = ShardRows(memory, lambda: shards, filling=True)
+        report = restore(self._opened({}), rows, config=self.callback.config, only=manifest, with_state=False)
+        if report is None:
+            raise Damaged(f"{manifest} cannot be restored any more")
+        return report
+
+    def gone_back_to(self, epoch: int, number: int) -> None:
+        """Full recovery, on the rank whose state the others get: checkpoints after this one are void from now on."""
+        self._gone_back.append((epoch, number, self._epochs[-1] - 1))
+        self._note_gone_back()
+
+    def went_back(self, step: int) -> None:
+        self._part_reported, self._due, self.waiting = (0, -1), False, []
+        self.schedule.went_back(step)
 
     def delegate_claim(self, line: HostServer, part: int, n_parts: int) -> None:
         """Run on each host leader. Report the new world to the server; the chief's also renews the claim."""
@@ -226,13 +352,13 @@ class JobCheckpoints(StepParticipant):
             if saved != mine:
                 raise BadInput(
                     f"the checkpoint at {self.store.url} is of a job with {name}={saved}, this one has {mine}: "
-                    "keep it, or start anew at another url or with resume=False"
+                    "keep it, or start over at another url or with resume=False"
                 )
         saved, mine = about.get("compression", "none"), self._compressor
         if saved not in ("none", mine):
             raise BadInput(
                 f"the checkpoint at {self.store.url} is of a job with compression={saved}, this one has {mine}: "
-                f"what was not sent yet would be lost; go on with {saved}, or start anew at another url or with "
+                f"what was not sent yet would be lost; continue with {saved}, or start over at another url or with "
                 "resume=False"
             )
 
@@ -252,9 +378,10 @@ class JobCheckpoints(StepParticipant):
             fields[0] = 1.0
         fields[1] = float(engine.signals.preempt_deadline_s is not None)
         fields[3] = float(engine.host.server is not None and not engine.host.server.is_ready())
-        saved = None if engine.host.server is None else engine.host.server.saved
-        if engine.world.rank and saved is not None and saved.state == "failed" and saved.number > self._part_told:
-            self._part_told, fields[2] = saved.number, 1.0
+        saved = None if engine.host.server is None else self.schedule.in_force(engine.host.server.saved)
+        asked = (0, -1) if saved is None else (saved.epoch, saved.number)
+        if engine.world.rank and saved is not None and saved.state == "failed" and asked > self._part_reported:
+            self._part_reported, fields[2] = asked, 1.0
             text = f"this host's part of the checkpoint of step {saved.number} was not saved: {saved.facts.why}"
             data = {"why": saved.facts.why, "rank": engine.world.rank}
             engine.emit(Event("checkpoint_failed", engine.progress.step, text, data, "warning"), only_here=True)
@@ -270,14 +397,14 @@ class JobCheckpoints(StepParticipant):
     def is_due(self) -> bool:
         return self._due
 
-    def plan(self) -> SavePlan:
-        """Broadcast the chief's save plan."""
+    def plan(self, is_last: bool = False) -> SavePlan:
+        """The chief's save plan. is_last: there may be no later save, so no change is left out."""
         engine = self._engine
         assert self._claim is not None
-        kind, why = self.schedule.next_kind()
+        kind, why = self.schedule.next_kind(is_last)
         return SavePlan(
             epoch=self._claim.epoch,
-            number=engine.progress.step,
+            number=self.schedule.next_number(engine.progress.step),
             kind=kind,
             parent=None if kind == "full" else self.schedule.newest,
             step=engine.progress.step,
@@ -296,7 +423,8 @@ class JobCheckpoints(StepParticipant):
             micro_batch=engine.model.micro_batch,
             n_servers=self.schedule.n_hosts,
             given=asdict(self.callback.given),
-            **self.schedule.seen().told(),
+            pace=self.callback.pace,
+            **self.schedule.seen().about(),
             compression=self._compressor,
         )
 
@@ -331,9 +459,12 @@ class JobCheckpoints(StepParticipant):
 
     # --- asynchronous modes ------------------------------------------------------------------------------------------
 
-    def save_asynchronously(self, mode: PsWorker, snapshot: bytes) -> None:
-        """The coordinator has all servers save at its next moment between two steps. On the chief."""
-        started, plan = time.monotonic(), self.plan()
+    def save_asynchronously(self, mode: PsWorker, snapshot: bytes, is_last: bool = False) -> None:
+        """The coordinator has all servers save at its next moment between two steps. On the chief.
+
+        is_last: see `plan`.
+        """
+        started, plan = time.monotonic(), self.plan(is_last)
         plan.about.mode = mode.name
         mode.before_save()
         self.schedule.asked(plan.number, plan.step)

@@ -44,7 +44,8 @@ _SERVERS_TIMEOUT_S = 60.0
 class MemorySurvey:
     """What a host has of the job. kept: step of the training state, -1: none; generation: see `RetainedState`.
 
-    begun: the newest step begun on any of its shards; ready: its shards, bool [S]
+    begun: the newest step begun on any of its shards; ready: its shards, bool [S]; placed: their placement numbers
+    (`HostShards`), int64 [S]
     """
 
     kept: int
@@ -52,18 +53,21 @@ class MemorySurvey:
     settings: int
     begun: int
     ready: np.ndarray
+    placed: np.ndarray
 
     def row(self) -> np.ndarray:
-        return np.array([self.kept, self.generation, self.settings, self.begun, *self.ready], dtype=np.int64)
+        facts = (self.kept, self.generation, self.settings, self.begun)
+        return np.array([*facts, *self.ready, *self.placed], dtype=np.int64)
 
     @classmethod
     def of_row(cls, row: np.ndarray) -> MemorySurvey:
         kept_step, generation, settings, begun = map(int, row[:4])
-        return cls(kept_step, generation, settings, begun, row[4:].astype(bool))
+        ready, placed = np.split(row[4:], 2)
+        return cls(kept_step, generation, settings, begun, ready.astype(bool), placed)
 
     @classmethod
     def nothing(cls, n_shards: int) -> MemorySurvey:
-        return cls(-1, 0, 0, -1, np.zeros(n_shards, dtype=bool))
+        return cls(-1, 0, 0, -1, np.zeros(n_shards, dtype=bool), np.zeros(n_shards, dtype=np.int64))
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ class ResumeDecision:
 
 def decide_resume(found: Sequence[MemorySurvey], settings: int, saved_step: int) -> ResumeDecision:
     """Whether the job resumes from memory. found: by rank; saved_step: of the newest checkpoint, -1: there is none."""
+    found = _without_outdated(found)
     there = np.any([one.ready for one in found], axis=0)
     if not there.any():
         return ResumeDecision(None, "")
@@ -101,6 +106,19 @@ def decide_resume(found: Sequence[MemorySurvey], settings: int, saved_step: int)
     if begun < saved_step:
         return ResumeDecision(None, f"what is in memory is of step {begun}, the newest checkpoint of step {saved_step}")
     return ResumeDecision(rank, f"all rows and the training state are in memory, of step {max(mine.kept, begun)}")
+
+
+def _without_outdated(found: Sequence[MemorySurvey]) -> list[MemorySurvey]:
+    """Nothing, for hosts all of whose shards others took over: the job continued without them.
+
+    What they have may be of a later step than the others' if the job went back to a checkpoint meanwhile.
+    """
+    newest = np.max([one.placed * one.ready for one in found], axis=0)
+    current = [one.ready & (one.placed == newest) for one in found]
+    return [
+        one if mine.any() or not one.ready.any() else MemorySurvey.nothing(len(one.ready))
+        for one, mine in zip(found, current, strict=True)
+    ]
 
 
 def survey(folder: Path, layout: Layout, timeout_s: float) -> bool:
@@ -130,8 +148,8 @@ def found_in(memory: ShardMemory) -> tuple[MemorySurvey, RetainedState | None]:
     ready = marks.ready.astype(bool)
     begun = int(marks.begun[ready].max()) if ready.any() else -1
     if state is None:
-        return MemorySurvey(-1, 0, 0, begun, ready), None
-    return MemorySurvey(state.step, state.generation, state.settings, begun, ready), state
+        return MemorySurvey(-1, 0, 0, begun, ready, marks.placed), None
+    return MemorySurvey(state.step, state.generation, state.settings, begun, ready, marks.placed), state
 
 
 def key_of(folder: Path) -> bytes:

@@ -20,12 +20,19 @@ from gba_hvd.shm.checkpoint_rows import schema_of
 from gba_hvd.training.engine import Engine
 from recovery.callback import CheckpointCallback
 from recovery.errors import StoreError
+from recovery.policies import is_lossless, lossless_kind
 from recovery.schedule import planner
 from recovery.schedule.adaptive import IntervalPlan, Measured, plan_interval
 
 _FORGET_S = 90.0  # a save without any report for so long: the mode changed, or its server hangs
 _AGE_EVERY_S, _LATE_AT = 2.0, 2.0  # how often the newest one's age is reported; how many intervals are too many
 _LOOK_S, _BEGIN_S = 0.05, 60.0
+_AGAIN_S = 1.0  # after a failure, before a worker leaves
+
+
+def is_complete(saved: SaveStatus) -> bool:
+    """Whether a save, or this host's part of one, is done and leaves out no change."""
+    return saved.state in ("done", "part") and is_lossless(saved.facts.kind)
 
 
 class SaveSchedule:
@@ -38,19 +45,20 @@ class SaveSchedule:
     def __init__(self, engine: Engine, callback: CheckpointCallback) -> None:
         self._engine, self.callback = engine, callback
         self.newest: str | None = None
-        self.saved_step = self._asked_number = -1
+        self.saved_step = self._asked_number = self._asked_step = -1
         self.n_hosts = 1
         self._chain = planner.ChainSize()
-        self._told = SaveStatus()  # what was last reported to callbacks
+        self._reported = SaveStatus()  # what was last reported to callbacks
         self._asked_s: float | None = None  # when a checkpoint was asked for that has no result yet
         self._running_s = 0.0  # when it was last reported as being saved
         self._good_s, self._good_step = math.nan, 0  # of the newest checkpoint there is; at first of the job's start
-        self._late, self._age_told_s = Patience(), 0.0
-        self._last_failure = ""
+        self._late, self._age_reported_s = Patience(), 0.0
+        self._last_failure, self._failed_s = "", -math.inf
         self._leave_step: int | None = None  # of an asynchronous mode, where it was reported
         self._measured = Measured()
         self._since_s: float | None = None  # when this worker began to count the time that is observed
         self._pace: IntervalPlan | None = None  # on the chief
+        self._since_epoch = 0  # what was saved under claims before this is of training that was gone back on
 
     def resume(self, step: int, measured: Measured) -> None:
         """The job resumes from a checkpoint of this step, or from memory."""
@@ -67,6 +75,38 @@ class SaveSchedule:
         if forget:
             self.newest, self._chain = None, planner.ChainSize()
 
+    # --- a lost host -------------------------------------------------------------------------------------------------
+
+    @property
+    def pace(self) -> IntervalPlan | None:
+        """The plan in force; on the chief, and where the interval is planned."""
+        return self._pace
+
+    def went_back_to(self, samples_lost: float, load_s: float, stood_s: float) -> None:
+        """Full recovery, on the rank whose state the others get. samples_lost: by all recoveries, at the checkpoint.
+
+        load_s: for loading all rows; stood_s: since the last step, the loading included.
+        """
+        seen = self.seen()
+        seen = replace(seen.lost(seen.observed_s), samples_lost=samples_lost, load_s=load_s)
+        self._measured = replace(seen, reschedule_s=max(0.0, stood_s - load_s))
+
+    def void_before(self, epoch: int) -> None:
+        """Reports of saves under claims before this one are ignored from now on."""
+        self._since_epoch = epoch
+
+    def went_back(self, step: int) -> None:
+        """The job is at this step again."""
+        self._reported, self._last_failure, self._failed_s = SaveStatus(), "", -math.inf
+        self._asked_s, self._asked_number, self._asked_step, self._leave_step = None, -1, -1, None
+        self.saved_step, self._good_step = step, min(step, self._good_step)
+        self.newest, self._chain = None, planner.ChainSize()
+        self.callback.began(step, time.monotonic())
+
+    def in_force(self, saved: SaveStatus | None) -> SaveStatus | None:
+        """What became of a save; None where it is of training that the job has gone back on."""
+        return None if saved is None or (saved.number and saved.epoch < self._since_epoch) else saved
+
     # --- how often, and what -----------------------------------------------------------------------------------------
 
     def seen(self) -> Measured:
@@ -78,10 +118,18 @@ class SaveSchedule:
         self._measured = replace(self._measured, observed_s=self._measured.observed_s + passed_s)
         return self._measured
 
-    def host_was_lost(self, load_s: float | None, stood_s: float | None) -> None:
-        """load_s: until its rows were back, if they are; stood_s: since the last step, the loading included."""
+    @property
+    def samples_lost(self) -> float:
+        """By all recoveries so far, see `Measured.samples_lost`."""
+        return self._measured.samples_lost
+
+    def host_was_lost(self, load_s: float | None, stood_s: float | None, samples_lost: float) -> None:
+        """load_s: until its rows were back, if they are; stood_s: since the last step, the loading included.
+
+        samples_lost: by this recovery, mean over all rows of the model.
+        """
         seen = self.seen()
-        seen = seen.lost(seen.observed_s)
+        seen = replace(seen.lost(seen.observed_s), samples_lost=seen.samples_lost + samples_lost)
         if load_s is not None:
             seen = replace(seen, partial_load_s=load_s)
         if stood_s is not None:
@@ -103,20 +151,32 @@ class SaveSchedule:
         before, self._pace, self.callback.planned_s = self._pace, found, found.interval_s
         if found.plan is not None and (before is None or found.differs_from(before)):
             expected = found.plan.expected
-            told = {"interval_s": found.interval_s, "kind": found.kind, "strategy": found.plan.strategy}
-            told |= {"pls": expected.pls, "overhead": expected.overhead, "reason": found.reason}
-            engine.emit(Event("checkpoint_plan", engine.progress.step, found.reason, told))
+            facts = {"interval_s": found.interval_s, "kind": found.kind, "strategy": found.plan.strategy}
+            facts |= {"pls": expected.pls, "overhead": expected.overhead, "reason": found.reason}
+            engine.emit(Event("checkpoint_plan", engine.progress.step, found.reason, facts))
 
-    def next_kind(self) -> tuple[str, str]:
-        """("full" or the kind that policy or plan ask for, why)."""
-        return planner.next_kind(self._chain, self.callback.config.policy if self._pace is None else self._pace.kind)
+    def next_kind(self, is_last: bool = False) -> tuple[str, str]:
+        """("full" or the kind that policy or plan ask for, why). is_last: no change may be left out."""
+        policy = self.callback.config.policy
+        wanted = policy if self._pace is None else self._pace.kind
+        if is_last and not is_lossless(wanted):
+            wanted = lossless_kind(policy)
+        return planner.next_kind(self._chain, wanted)
+
+    def next_number(self, step: int) -> int:
+        """Of a save of this step: the step, but for one that was saved before, with changes left out, or failed.
+
+        No number comes twice: the blobs of two saves would bear the same names, and a server takes the second request
+        for the first one again.
+        """
+        return max(step, self._reported.number + 1)
 
     # --- what is due -------------------------------------------------------------------------------------------------
 
     def is_due_at(self, step: int) -> bool:
         now = time.monotonic()
-        is_under_way = self._asked_s is not None and now - max(self._asked_s, self._running_s) < _FORGET_S
-        return not is_under_way and self.callback.due(step, now)
+        is_in_flight = self._asked_s is not None and now - max(self._asked_s, self._running_s) < _FORGET_S
+        return not is_in_flight and self.callback.due(step, now)
 
     def is_due_before_a_leave(self, mode: PsWorker) -> bool:
         """Whether a checkpoint is due because a worker is being preempted."""
@@ -124,22 +184,24 @@ class SaveSchedule:
             self._leave_step = None
             return False
         if self._leave_step is None:
-            self._leave_step = self._engine.progress.step
-        is_saved = self._told.state == "done" and self._told.number >= self._leave_step
-        return not is_saved and self._asked_s is None
+            # The worker that leaves may be ahead of this one, but not of the position that came with its notice.
+            self._leave_step = max(self._engine.progress.step, mode.contact.position.step)
+        is_saved = self._reported.facts.saved_step >= self._leave_step and is_complete(self._reported)
+        has_failed = time.monotonic() - self._failed_s < _AGAIN_S  # just now
+        return not is_saved and not has_failed and self._asked_s is None
 
     # --- what was asked for, and what became of it -------------------------------------------------------------------
 
     def asked(self, number: int, step: int) -> None:
         """A checkpoint of this step was asked for just now."""
-        self._asked_s, self._asked_number = time.monotonic(), number
+        self._asked_s, self._asked_number, self._asked_step = time.monotonic(), number, step
         self.callback.began(step, self._asked_s)
 
     def part_failed(self) -> None:
         """On the chief: another host's server did not save its part."""
         if self._asked_s is not None:
             why = "the server of another host did not save its part (the log of that host's workers says why)"
-            self.poll(SaveStatus(0, self._asked_number, "failed", SaveFacts(why=why)))
+            self.poll(SaveStatus(self._since_epoch, self._asked_number, "failed", SaveFacts(why=why)))
 
     def await_read(self, line: HostServer | None, step: int) -> None:
         """strict: return when this host's server has read its rows, or will not. If later, it lets the save fail."""
@@ -148,23 +210,23 @@ class SaveSchedule:
             time.sleep(_LOOK_S)
 
     def has(self, step: int) -> bool:
-        """On the chief: whether the newest checkpoint is of this step."""
-        return self._told.state == "done" and self._told.number == step
+        """On the chief: whether the newest checkpoint is of this step and leaves out no change."""
+        return self._reported.facts.saved_step == step and is_complete(self._reported)
 
     def why_not_saved(self, step: int) -> str:
         """On the chief, when nothing is in flight: why there is no checkpoint of this step; empty when there is one."""
-        told = self._told
-        if self._engine.world.rank != 0 or (told.state == "done" and told.number >= step):
+        newest = self._reported
+        if self._engine.world.rank != 0 or (is_complete(newest) and newest.facts.saved_step >= step):
             return ""
-        if told.state == "failed" and told.number >= step:
-            return told.facts.why
-        return "nothing was heard of it"
+        if newest.state == "failed" and newest.number >= step:
+            return newest.facts.why
+        return "nothing was reported of it"
 
-    def await_quiet(self, heard: Callable[[], SaveStatus | None], timeout_s: float) -> None:
+    def await_quiet(self, latest: Callable[[], SaveStatus | None], timeout_s: float) -> None:
         """Wait until no save is in flight here. On the chief, and on host leaders."""
         deadline = time.monotonic() + timeout_s
         while True:
-            saved = heard()
+            saved = self.in_force(latest())
             if self._engine.world.rank == 0:
                 self.poll(saved)
             is_quiet = not saved or saved.state != "running"
@@ -177,17 +239,26 @@ class SaveSchedule:
             time.sleep(_LOOK_S)
 
     def await_saved(
-        self, heard: Callable[[], SaveStatus | None], step: int, timeout_s: float, why_not: Callable[[], str] = str
+        self, latest: Callable[[], SaveStatus | None], step: int, timeout_s: float, why_not: Callable[[], str] = str
     ) -> None:
-        """Wait until a checkpoint of this step or a later one, or this host's part of it, is saved, or has failed."""
-        began_s = time.monotonic()
-        while (saved := heard()) is None or saved.number < step or saved.state == "running":
+        """Wait until a checkpoint of this step or a later one, or this host's part of it, is saved, or has failed.
+
+        One that leaves out changes does not count: another one follows. Nor does one before the newest asked for.
+        """
+        began_s, least = time.monotonic(), step if self._asked_s is None else max(step, self._asked_number)
+
+        def is_over(saved: SaveStatus | None) -> bool:
+            if saved is None or saved.number < least:
+                return False
+            return saved.state == "failed" or (is_complete(saved) and saved.facts.saved_step >= step)
+
+        while not is_over(saved := self.in_force(latest())):
             if self._engine.host.server is not None and self._engine.host.server.folder_lost:
                 raise StoreError(self._engine.host.server.folder_lost)
-            has_begun = saved is not None and saved.number >= step
+            has_begun = saved is not None and saved.number >= least
             if time.monotonic() - began_s > (timeout_s if has_begun else min(timeout_s, _BEGIN_S)):
                 why = why_not()
-                silent = f"nothing was heard of it for {time.monotonic() - began_s:.0f} s"
+                silent = f"nothing was reported of it for {time.monotonic() - began_s:.0f} s"
                 raise StoreError(f"{silent}; {why}" if why else silent)
             time.sleep(_LOOK_S)
         if self._engine.world.rank == 0:
@@ -195,23 +266,23 @@ class SaveSchedule:
 
     def poll(self, saved: SaveStatus | None) -> None:
         """Report the result of a checkpoint to the callbacks. On the chief."""
-        engine = self._engine
+        engine, saved = self._engine, self.in_force(saved)
         if saved is not None and saved.state == "running" and saved.number >= self._asked_number:
             self._running_s = time.monotonic()
-        if saved is None or saved.state in ("running", "part") or saved == self._told:
+        if saved is None or saved.state in ("running", "part") or saved == self._reported:
             return
         if saved.number < self._asked_number and self._asked_s is not None:
             return  # a report of the save before
-        began_s = self._asked_s or time.monotonic()
-        self._told, self._asked_s, self._running_s = saved, None, 0.0
-        self.callback.done(saved.number)
+        began_s, step = self._asked_s or time.monotonic(), saved.number if self._asked_s is None else self._asked_step
+        self._reported, self._asked_s, self._running_s = saved, None, 0.0
         if saved.state == "failed":
-            self._last_failure = saved.facts.why
-            self.report_failure(f"the checkpoint of step {saved.number} was not saved: {saved.facts.why}")
+            self._last_failure, self._failed_s = saved.facts.why, time.monotonic()
+            self.report_failure(f"the checkpoint of step {step} was not saved: {saved.facts.why}")
             self._chain = planner.ChainSize(self._chain.base_bytes, self._chain.partial_bytes, trusted=False)
             return
-        self._good_s, self._good_step, self._last_failure = began_s, saved.number, ""
-        self.saved_step = saved.number
+        self.saved_step = saved.facts.saved_step
+        self._good_s, self._good_step, self._last_failure = began_s, self.saved_step, ""
+        self.callback.done(self.saved_step)
         facts, n_bytes = saved.facts, saved.facts.n_bytes
         self.newest = facts.manifest
         self._measured = self._measured.saved(facts.kind, facts.seconds, n_bytes, self._chain.base_bytes)
@@ -220,7 +291,7 @@ class SaveSchedule:
         else:
             chain = self._chain
             self._chain = planner.ChainSize(chain.base_bytes, chain.partial_bytes + n_bytes, n_bytes)
-        text = f"step {saved.number} saved ({facts.kind}): {n_bytes / 1e6:,.1f} MB in {facts.seconds:.2f} s"
+        text = f"step {facts.saved_step} saved ({facts.kind}): {n_bytes / 1e6:,.1f} MB in {facts.seconds:.2f} s"
         data = facts.of_checkpoint() | {"stall_s": self._measured.stall_s}
         engine.emit(Event("checkpoint", engine.progress.step, text, data))
         self.plan_pace(self.n_hosts)
@@ -234,8 +305,8 @@ class SaveSchedule:
         if math.isnan(self._good_s):
             self._good_s, self._good_step = now, engine.progress.step
         age_s, age_steps = now - self._good_s, engine.progress.step - self._good_step
-        if now - self._age_told_s >= _AGE_EVERY_S:
-            self._age_told_s = now
+        if now - self._age_reported_s >= _AGE_EVERY_S:
+            self._age_reported_s = now
             data = {"checkpoint_age_s": round(age_s, 1), "checkpoint_age_steps": age_steps}
             engine.emit(Event("rates", engine.progress.step, f"the newest checkpoint is {age_s:.0f} s old", data))
         intervals = self.callback.intervals(age_steps, age_s)
@@ -244,13 +315,13 @@ class SaveSchedule:
         reason = why_not_ready() or self._last_failure
         if not reason:
             running = self._asked_s is not None
-            reason = f"that of step {self._asked_number} is still being saved" if running else "none was begun"
+            reason = f"that of step {self._asked_step} is still being saved" if running else "none was begun"
         text = (
             f"no checkpoint for {age_s:.0f} s and {age_steps} steps, {intervals:.1f} times the interval: {reason}. A "
-            "host that is lost now costs what came since; training goes on"
+            "host that is lost now costs what came since; training continues"
         )
-        told = {"seconds": round(age_s, 1), "steps": age_steps, "why": reason}
-        engine.emit(Event("checkpoint_late", engine.progress.step, text, told, level="warning"))
+        facts = {"seconds": round(age_s, 1), "steps": age_steps, "why": reason}
+        engine.emit(Event("checkpoint_late", engine.progress.step, text, facts, level="warning"))
 
     def report_failure(self, text: str) -> None:
         self._engine.emit(Event("checkpoint_failed", self._engine.progress.step, text, {"why": text}, "warning"))

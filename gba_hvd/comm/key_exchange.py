@@ -134,5 +134,5 @@ def _refuse_other_secrets(world: World, root: int, has: list[bool], agrees: list
     else:
         text = f"the secret of ranks {differ} (GBA_HVD_KEY_FILE or GBA_HVD_KEY) is not that of rank {root}"
     if is_restart and world.rank not in differ:
-        raise worker_lost(f"{text}; going on without them")
+        raise worker_lost(f"{text}; continuing without them")
     raise StateMismatch(f"{text}: use the same file on every host")

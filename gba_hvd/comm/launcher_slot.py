@@ -79,7 +79,7 @@ class LauncherSlot:
                     address, port = self._launcher
                     raise LauncherUnreachable(
                         f"the launcher at {address}:{port} was not reached for {timeout_s:g} s ({error}): this host is "
-                        "cut off, or the launcher has ended. This worker ends; the others go on without it"
+                        "cut off, or the launcher has ended. This worker ends; the others continue without it"
                     ) from error
                 time.sleep(_PAUSE_S)
                 continue

@@ -62,7 +62,7 @@ class Traffic:
     def __init__(self) -> None:
         self.mode = "allreduce"
         self._bytes: dict[tuple[str, str, str], int] = {}
-        self._told: dict[tuple[str, str, str], int] = {}
+        self._reported: dict[tuple[str, str, str], int] = {}
         self._lock = threading.Lock()
 
     def count(self, direction: str, kind: str, n_bytes: int) -> None:
@@ -83,6 +83,6 @@ class Traffic:
     def since_last(self) -> dict[str, int]:
         """ "sent_allreduce_dense" -> bytes since this was last asked; what was not used is left out."""
         now = self.so_far()
-        fresh = {key: n - self._told.get(key, 0) for key, n in now.items()}
-        self._told = now
+        fresh = {key: n - self._reported.get(key, 0) for key, n in now.items()}
+        self._reported = now
         return {"_".join(key): n for key, n in fresh.items() if n}

@@ -44,8 +44,8 @@ def missing(step: int, waiting: Sequence[str], waited_s: float, own: str) -> Eve
     """
     hosts, why = ("this host", own) if own else ("another host", "the log of the workers there says why")
     text = (
-        f"{' and '.join(waiting)}: waiting for {waited_s:.0f} s for the companion servers of {hosts}, training goes on "
-        f"in allreduce; {why}"
+        f"{' and '.join(waiting)}: waiting for {waited_s:.0f} s for the companion servers of {hosts}, training "
+        f"continues in allreduce; {why}"
     )
     data = {"waiting": list(waiting), "seconds": round(waited_s, 1)}
     return Event("server_missing", step, text, data, level="warning")

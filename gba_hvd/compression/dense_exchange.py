@@ -41,7 +41,7 @@ N_NUMBERS = 5  # of each worker, with each commit: wire_s, codec_s and step_s of
 
 @dataclass(frozen=True)
 class _Shape:
-    """What one step's message is about: tensors that are compressed, and the places of those that go as they are.
+    """What one step's message is about: tensors that are compressed, and the spans of those that go as they are.
 
     n: elements of `spans`. flushed: tensors that could be compressed, and are not
     """
@@ -122,9 +122,9 @@ class DenseExchange:
     def _costs(self, world: World) -> list[Cost]:
         """Of each tensor that can be compressed, the same on all workers. A collective, before a step's commit."""
         codec_s = [median(self._codec_s[t] or [0.0]) for t in self._candidates]
-        told = torch.tensor([codec_s, self.feedback.sent_bytes[self._candidates].tolist()], dtype=torch.float64)
-        world.sum_("compression.costs", told)
-        n, (all_codec_s, all_sent) = world.size, told.tolist()
+        sums = torch.tensor([codec_s, self.feedback.sent_bytes[self._candidates].tolist()], dtype=torch.float64)
+        world.sum_("compression.costs", sums)
+        n, (all_codec_s, all_sent) = world.size, sums.tolist()
         whole = [ring(self._itemsize * self.feedback.sizes[t], n) for t in self._candidates]
         return [
             Cost(codec_s / n, max(0.0, size - sent * (n - 1) / n))

@@ -54,8 +54,8 @@ class DensePush:
             for s, spans in enumerate(self._candidates)
         ]  # fmt: skip
         ends = np.cumsum([0, *feedback.sizes])
-        self._places = [[slice(int(ends[t]), int(ends[t + 1])) for t in part] for part in parts]
-        self._heard: deque[tuple[int, bool, StepTiming]] = deque()
+        self._slices = [[slice(int(ends[t]), int(ends[t + 1])) for t in part] for part in parts]
+        self._timings: deque[tuple[int, bool, StepTiming]] = deque()
         self._answered_s = [time.perf_counter()] * len(parts)
         self._decisions = decisions
 
@@ -68,19 +68,19 @@ class DensePush:
         feedback = self._feedback
         feedback.begin()
         frames: list[Frame] = []
-        for s, (part, candidates, places) in enumerate(zip(self._parts, self._candidates, self._places, strict=True)):
+        for s, (part, candidates, slices) in enumerate(zip(self._parts, self._candidates, self._slices, strict=True)):
             chosen = self._bypass[s].tensors_next() if self._is_far[s] else ()
             if not any(chosen):
                 feedback.flush(flat, candidates)
-                frames.append(Frame(_together(flat, places)))
+                frames.append(Frame(_together(flat, slices)))
                 continue
             began_s = time.perf_counter()
             whole = {span.tensor for span, is_ in zip(candidates, chosen, strict=True) if not is_}
             feedback.flush(flat, [span for span in candidates if span.tensor in whole])
             spans, n = spans_of(feedback.sizes, part, whole)
             data = feedback.encode(flat, spans, n, _together(flat, plain_of(feedback.sizes, part, whole)))
-            told = tuple(i for i, t in enumerate(part) if t in whole)
-            frames.append(Frame(data, True, told, time.perf_counter() - began_s))
+            in_full = tuple(i for i, t in enumerate(part) if t in whole)
+            frames.append(Frame(data, True, in_full, time.perf_counter() - began_s))
         feedback.settle()
         return frames
 
@@ -88,15 +88,15 @@ class DensePush:
         """A server has taken this frame, after so long. From any thread."""
         if self._is_far[server] and self._candidates[server]:
             now = time.perf_counter()
-            self._heard.append(
+            self._timings.append(
                 (server, frame.coded, StepTiming(seconds, frame.encode_s, now - self._answered_s[server]))
             )
             self._answered_s[server] = now
 
     def _decide(self) -> None:
         """With the reported costs of earlier pushes."""
-        while self._heard:
-            server, coded, took = self._heard.popleft()
+        while self._timings:
+            server, coded, took = self._timings.popleft()
             bypass = self._bypass[server]
             costs = [self._cost(span) for span in self._candidates[server]] if bypass.decides_next else []
             decision = bypass.saw(coded, [took], costs)
@@ -138,5 +138,5 @@ def add_(flat: np.ndarray, data: Any, sizes: Sequence[int], whole: Collection[in
         at += size
 
 
-def _together(flat: np.ndarray, places: Sequence[slice]) -> np.ndarray:
-    return np.concatenate([flat[at] for at in places]) if places else flat[:0].copy()
+def _together(flat: np.ndarray, slices: Sequence[slice]) -> np.ndarray:
+    return np.concatenate([flat[at] for at in slices]) if slices else flat[:0].copy()

@@ -40,7 +40,7 @@ class Span:
 
 
 def spans_of(sizes: Sequence[int], tensors: Sequence[int], whole: Collection[int] = ()) -> tuple[list[Span], int]:
-    """The tensors that are compressed, of some that lie in a flat array at their places; and their elements together.
+    """The tensors that are compressed, of some that lie in a flat array at their offsets; and their elements together.
 
     sizes: of all tensors of the flat array. Those under MIN_ELEMENTS, and `whole`, are left out: they travel as they
     are.
@@ -55,7 +55,7 @@ def spans_of(sizes: Sequence[int], tensors: Sequence[int], whole: Collection[int
 
 
 def plain_of(sizes: Sequence[int], tensors: Sequence[int], whole: Collection[int] = ()) -> list[slice]:
-    """The places of those that travel as they are."""
+    """The spans of those that travel as they are."""
     ends = np.cumsum([0, *sizes])
     return [slice(int(ends[t]), int(ends[t + 1])) for t in tensors if sizes[t] < MIN_ELEMENTS or t in whole]
 
@@ -79,7 +79,7 @@ class Feedback:
             raise BadInput(f"{n:,} dense parameters are more than a message can number ({most:,})")
         self.rest, self._next = np.zeros(n, dtype), np.zeros(n, dtype)
         self.thresholds = Thresholds(spec, len(self.sizes))
-        self._places, self._values = np.empty(n, np.int32), np.empty(n, dtype)
+        self._indices, self._values = np.empty(n, np.int32), np.empty(n, dtype)
         self._size = np.zeros(1)
         self.encode_s, self.sent_bytes = np.zeros(len(self.sizes)), np.zeros(len(self.sizes))
         self.residual_size = self._next_size = 0.0  # sum of |residual|, and of what is pending
@@ -113,7 +113,7 @@ class Feedback:
         if not self.spec.selector and not np.isfinite(what.sum(dtype=np.float64)):
             for span in spans:
                 self.refuse_non_finite(span, flat[span.at])
-        where = self._places[:count] if self.spec.selector else None
+        where = self._indices[:count] if self.spec.selector else None
         sent, seen = sparse_message.write(where, what, n, self.spec.values, plain)
         if self.spec.selector:
             self._next_size -= float(np.abs(what).sum(dtype=np.float64))
@@ -161,7 +161,7 @@ class Feedback:
         at = 0
         for name, size in zip(self.names, self.sizes, strict=True):
             if not np.isfinite(rest[at : at + size]).all():
-                raise BadInput(f"the residual of {name} is not finite: leave the residual out, or go on from an "
+                raise BadInput(f"the residual of {name} is not finite: leave the residual out, or resume from an "
                                "older checkpoint")  # fmt: skip
             at += size
         self.rest[:], self._residual_is_empty = rest, False
@@ -179,8 +179,8 @@ class Feedback:
             _add(grad, rest, pending)
             thresholds.find(span.tensor, pending)
         least = grad.dtype.type(thresholds.least(span.tensor))
-        places, values = self._places[done:], self._values[done:]
-        n = kernels.add_and_select(grad, rest, least, span.start, pending, places, values, self._size)
+        indices, values = self._indices[done:], self._values[done:]
+        n = kernels.add_and_select(grad, rest, least, span.start, pending, indices, values, self._size)
         if not np.isfinite(self._size[0]):
             self.refuse_non_finite(span, grad)
         self._next_size += float(self._size[0])
@@ -192,7 +192,7 @@ class Feedback:
         for span, count in zip(spans, counts, strict=True):
             pending, mine = self._next[span.at], error[at : at + count]
             if self.spec.selector:
-                kernels.add_at(pending, self._places[at : at + count], span.start, mine)
+                kernels.add_at(pending, self._indices[at : at + count], span.start, mine)
             else:
                 pending[:] = mine
             at += count
@@ -203,7 +203,7 @@ class Feedback:
         name, rest = self.names[span.tensor], self.rest[span.at]
         if not np.isfinite(rest).all():
             raise NonFiniteResidual(
-                f"the residual of {name} is not finite, so no gradient of it can be sent any more: go on from the "
+                f"the residual of {name} is not finite, so no gradient of it can be sent any more: resume from the "
                 "newest checkpoint, or without the residual (`clear`)"
             )
         if not np.isfinite(grad).all():

@@ -24,10 +24,10 @@ def _of_floats(signature: str) -> Sequence[str]:
 
 
 @_compiled(*_of_floats("int64(T[::1], T[::1], T, int64, T[::1], int32[::1], T[::1], float64[::1])"))
-def add_and_select(grad: Any, rest: Any, least: Any, base: int, out: Any, places: Any, values: Any, size: Any) -> int:
-    """out = grad + residual; elements with |out| >= least (and not 0) move to `values`, with their places.
+def add_and_select(grad: Any, rest: Any, least: Any, base: int, out: Any, indices: Any, values: Any, size: Any) -> int:
+    """out = grad + residual; elements with |out| >= least (and not 0) move to `values`, with their indices.
 
-    places: int32, room for len(grad); base is added to each. size[0]: the sum of |out| before the move.
+    indices: int32, room for len(grad); base is added to each. size[0]: the sum of |out| before the move.
     Returns how many elements were moved.
     """
     n, total = 0, 0.0
@@ -40,7 +40,7 @@ def add_and_select(grad: Any, rest: Any, least: Any, base: int, out: Any, places
             a = abs(x)
             total += a
             if a >= least and a > 0:
-                places[n] = base + i
+                indices[n] = base + i
                 values[n] = x
                 out[i] = 0
                 n += 1
@@ -74,37 +74,37 @@ def kth_largest(values: Any, k: int) -> Any:
     return found.view(np.float32)[0]
 
 
-# --- places as gaps: a unit of all ones says "so many, and more follows" ---------------------------------------------
+# --- indices as gaps: a unit of all ones says "so many, and more follows" --------------------------------------------
 
 
 @_compiled("int64(int32[::1], int64)")
-def count_gaps(places: Any, most: int) -> int:
+def count_gaps(indices: Any, most: int) -> int:
     """Units that `write_gaps` takes."""
-    n, last = len(places), -1
-    for i in range(len(places)):
-        n += (places[i] - last - 1) // most
-        last = places[i]
+    n, last = len(indices), -1
+    for i in range(len(indices)):
+        n += (indices[i] - last - 1) // most
+        last = indices[i]
     return n
 
 
 @_compiled("void(int32[::1], int64, uint8[::1])", "void(int32[::1], int64, uint16[::1])")
-def write_gaps(places: Any, most: int, out: Any) -> None:
-    """Ascending places as the numbers of elements between them; gaps of `most` and more take several units."""
+def write_gaps(indices: Any, most: int, out: Any) -> None:
+    """Ascending indices as the numbers of elements between them; gaps of `most` and more take several units."""
     at, last = 0, -1
-    for i in range(len(places)):
-        gap = places[i] - last - 1
+    for i in range(len(indices)):
+        gap = indices[i] - last - 1
         while gap >= most:
             out[at] = most
             at += 1
             gap -= most
         out[at] = gap
         at += 1
-        last = places[i]
+        last = indices[i]
 
 
 @_compiled("int64(uint8[::1], int64, int64, int32[::1])", "int64(uint16[::1], int64, int64, int32[::1])")
-def read_gaps(units: Any, most: int, n: int, places: Any) -> int:
-    """Fill places from units; returns 0, or what is wrong: 1 beyond n, 2 too many places, 3 too few."""
+def read_gaps(units: Any, most: int, n: int, indices: Any) -> int:
+    """Fill indices from units; returns 0, or what is wrong: 1 beyond n, 2 too many indices, 3 too few."""
     found, at = 0, np.int64(-1)
     open_gap = False
     for i in range(len(units)):
@@ -118,23 +118,23 @@ def read_gaps(units: Any, most: int, n: int, places: Any) -> int:
         at += 1
         if at >= n:
             return 1
-        if found == len(places):
+        if found == len(indices):
             return 2
-        places[found] = at
+        indices[found] = at
         found += 1
-    return 3 if open_gap or found < len(places) else 0
+    return 3 if open_gap or found < len(indices) else 0
 
 
 @_compiled("void(int32[::1], uint8[::1])")
-def write_bits(places: Any, out: Any) -> None:
+def write_bits(indices: Any, out: Any) -> None:
     """A bit for each element, the lowest first."""
     out[:] = 0
-    for i in range(len(places)):
-        out[places[i] >> 3] |= np.uint8(1 << (places[i] & 7))
+    for i in range(len(indices)):
+        out[indices[i] >> 3] |= np.uint8(1 << (indices[i] & 7))
 
 
 @_compiled("int64(uint8[::1], int64, int32[::1])")
-def read_bits(bits: Any, n: int, places: Any) -> int:
+def read_bits(bits: Any, n: int, indices: Any) -> int:
     """As `read_gaps`."""
     found = 0
     for i in range(len(bits)):
@@ -146,11 +146,11 @@ def read_bits(bits: Any, n: int, places: Any) -> int:
                 at = 8 * i + j
                 if at >= n:
                     return 1
-                if found == len(places):
+                if found == len(indices):
                     return 2
-                places[found] = at
+                indices[found] = at
                 found += 1
-    return 3 if found < len(places) else 0
+    return 3 if found < len(indices) else 0
 
 
 # --- keys of rows, as differences of seven bits a byte ---------------------------------------------------------------
@@ -273,7 +273,7 @@ def from_ternary(codes: Any, chunk: int, scales: Any, out: Any) -> None:
 
 
 @_compiled(*_of_floats("void(T[::1], int32[::1], int64, T[::1])"))
-def add_at(out: Any, places: Any, base: int, values: Any) -> None:
-    """out[places - base] += values. The places were checked where they were read."""
-    for i in range(len(places)):
-        out[places[i] - base] += values[i]
+def add_at(out: Any, indices: Any, base: int, values: Any) -> None:
+    """out[indices - base] += values. The indices were checked where they were read."""
+    for i in range(len(indices)):
+        out[indices[i] - base] += values[i]

@@ -6,9 +6,7 @@
     return   gradients in the same order, without keys. With a selector those elements with |u| at or above a threshold,
              one for all tables of a dimension; what is not sent waits for the row's next gradient (`row_residuals`)
 
-DCT-MP (arXiv 2010.08899) thresholds pooled embeddings for each sample and uses the mask for the gradient too, without
-feedback. What travels between our hosts are distinct rows, each once a step: an element below the threshold would be
-trained by no other host, which costs quality.
+DCT-MP is another rule: see `activation_codec`.
 
 Pure: no Horovod and no sockets. In allreduce mode both sides keep which rows were lent until the gradients are back.
 """
@@ -17,6 +15,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from gba_hvd.compression.spec import Spec
 from gba_hvd.compression.thresholds import Thresholds
 from gba_hvd.embedding.row_gradients import RowGrad
 
-_BACK = struct.Struct("<BxxxIII")  # kind of places, bytes of them, rows, bytes of values
+_BACK = struct.Struct("<BxxxIII")  # kind of indices, bytes of them, rows, bytes of values
 
 
 def write_keys(keys: np.ndarray) -> bytes:
@@ -94,6 +93,11 @@ class RowCoder:
     def has_residuals_for(self, shards: np.ndarray) -> bool:
         """Something waits for rows of these shards, bool [S]: it does where a shard returned to its host."""
         return self._residuals.wait_for(shards)
+
+    def received(self, group: int, n: int, of: int) -> None:
+        """dct_mp: so many elements of the activations came, which are those whose gradients are sent."""
+        if of:
+            self._thresholds.sent(group, n, of)
 
     def begin(self) -> None:
         """A step, or a push: `write` or `whole` follow, then `settle` if it is decided."""
@@ -176,7 +180,7 @@ class RowCoder:
                 return grad
         dim, values = self._dims[group], grad.values.copy()
         values[at, :dim] = self._residuals.taken(group, grad.keys[at], values[at, :dim])
-        return RowGrad(grad.keys, values)
+        return replace(grad, values=values)
 
     def _chunk(self, dim: int) -> int:
         return value_codec.CHUNK if self.spec.selects else dim

@@ -3,7 +3,7 @@
 
     pull   keys by alltoall, rows back by alltoall; asker and owner keep what was lent
     send   gradients by alltoall, before the commit; they are decoded and checked when they arrive, and then held
-    hear   after the commit, which carries what each worker's rows took: all decide alike whether the next step's
+    read   after the commit, which carries what each worker's rows took: all decide alike whether the next step's
            rows go compressed (`bypass`)
 
 Between the ranks of one host nothing goes through here. What was lent belongs to one step: a step that is computed
@@ -25,7 +25,14 @@ from gba_hvd.comm.traffic import Traffic
 from gba_hvd.compression import row_codec as coding
 from gba_hvd.compression.bypass import Bypass, StepTiming
 from gba_hvd.compression.row_codec import RowCoder
-from gba_hvd.embedding.row_gradients import RowGrad, distinct, pack_by_owner
+from gba_hvd.embedding.bags import BagLookups
+from gba_hvd.embedding.row_gradients import (
+    RowGrad,
+    distinct,
+    pack_by_owner,
+    with_access_column,
+    without_access_column,
+)
 from gba_hvd.embedding.tables import EmbeddingTables, PulledRows
 
 N_NUMBERS = 3  # of each worker, with each commit: seconds of this step on the wire, beside it, and of the whole step
@@ -53,8 +60,11 @@ class RowExchange:
         self._wire_s = self._rows_s = 0.0  # of this step
         self.resume()
 
-    def pull(self, keys: Sequence[np.ndarray]) -> None:
-        """Fetch rows of other hosts: per group the keys this rank will use next. A collective."""
+    def pull(self, keys: Sequence[np.ndarray], bags: BagLookups | None) -> None:
+        """Fetch rows of other hosts: per group the keys this rank will use next. A collective.
+
+        bags: the same with bags apart, None where their rows are fetched as all others
+        """
         tables, layout = self._tables, self._tables.layout
         assert tables.local is not None and tables.memory is not None
         wanted = [np.sort(distinct(k[~tables.local[k % layout.n_shards]])[0]) for k in keys]
@@ -65,9 +75,9 @@ class RowExchange:
         for rank, data in self._swap("pull.keys", "header", questions).items():
             parts, self._lent[rank] = [], []
             for group, part in zip(layout.groups, coding.split(data, len(layout.groups)), strict=True):
-                theirs = coding.read_keys(part, group.places * layout.n_shards)
+                theirs = coding.read_keys(part, group.rows_per_shard * layout.n_shards)
                 rows = np.empty((len(theirs), group.dim), dtype=np.float32)
-                kernels.gather_rows(tables.memory.flat, layout.places(theirs, group), 0, rows)
+                kernels.gather_rows(tables.memory.flat, layout.record_starts(theirs, group), 0, rows)
                 parts.append(coding.encode_rows(rows, self.coder.spec))
                 self._lent[rank].append(theirs)
             answers[rank] = coding.sections(parts)
@@ -85,15 +95,20 @@ class RowExchange:
     def send(self, grads: Sequence[RowGrad], extra: int) -> dict[int, np.ndarray]:
         """Give back the gradients of what was borrowed; returns what other hosts' ranks gave back, by rank.
 
-        grads: by group. extra: columns of them beyond a row's dimension. After the coder's `begin`.
+        grads: by group. extra: columns of them beyond a row's dimension; accesses, where they are counted, come on top.
+        After the coder's `begin`.
         The result is as from `row_gradients.pack_by_owner`. A collective.
         """
         far, dims = {}, [group.dim for group in self._tables.layout.groups]
+        counted = any(grad.accesses is not None for grad in grads)
+        grads = [with_access_column(grad) for grad in grads]
         given_back = {rank: self._given_back(rank, grads) for rank in self._remote}
         for rank, data in self._swap("rows", "rows", given_back).items():
             lent = self._lent.pop(rank)
             parts = coding.split(data, len(lent))
-            back = [coding.decode_row_gradients(*one, extra) for one in zip(parts, lent, dims, strict=True)]
+            back = [coding.decode_row_gradients(*one, extra + counted) for one in zip(parts, lent, dims, strict=True)]
+            if counted:
+                back = [without_access_column(grad) for grad in back]
             everything = np.zeros(len(self._server), dtype=np.int32)  # all of it is for this rank
             far[rank], _ = pack_by_owner(back, everything, 1)
         return far
@@ -118,14 +133,14 @@ class RowExchange:
         """Steps follow each other from now on."""
         self._ended_s = time.perf_counter()
 
-    def tell(self, numbers: Tensor) -> None:
+    def write_timing(self, numbers: Tensor) -> None:
         """Before the commit: what this step's rows took here. numbers: [N_NUMBERS * world size], 0 so far"""
         now = time.perf_counter()
         mine = numbers[N_NUMBERS * self._world.rank :]
         mine[0], mine[1], mine[2] = self._wire_s, self._rows_s - self._wire_s, now - self._ended_s
         self._wire_s, self._rows_s, self._ended_s = 0.0, 0.0, now
 
-    def hear(self, numbers: Tensor) -> None:
+    def read_timings(self, numbers: Tensor) -> None:
         """After the commit: everybody's numbers."""
         took = [StepTiming(*row) for row in numbers.reshape(self._world.size, N_NUMBERS).tolist()]
         decision = self._bypass.saw(self.compresses, took)

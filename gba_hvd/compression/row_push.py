@@ -14,7 +14,7 @@ import numpy as np
 from gba_hvd.compression import row_codec as coding
 from gba_hvd.compression.row_codec import RowCoder
 from gba_hvd.compression.sparse_message import BadMessage
-from gba_hvd.embedding.row_gradients import RowGrad, pack_by_owner
+from gba_hvd.embedding.row_gradients import RowGrad, pack_by_owner, with_access_column, without_access_column
 from gba_hvd.shm.layout import Layout
 
 
@@ -23,25 +23,26 @@ def pack(grads: Sequence[RowGrad], coder: RowCoder) -> bytes:
     parts = []
     for group, grad in enumerate(grads):
         order = np.argsort(grad.keys)
-        ascending = RowGrad(grad.keys[order], grad.values[order])
+        ascending = with_access_column(grad.select(order))
         parts += [coding.write_keys(ascending.keys), coder.write(group, ascending)]
     return coding.sections(parts)
 
 
-def unpack(data: Any, layout: Layout, extra: int, most_bytes: int) -> np.ndarray:
+def unpack(data: Any, layout: Layout, extra: int, most_bytes: int, counted: bool = False) -> np.ndarray:
     """The words of `row_gradients.pack_by_owner` that `pack` was made from.
 
-    most_bytes: that they may take. A key of one byte stands for a whole row, so that is looked at before anything is
-    opened. Raises BadMessage.
+    extra: columns beyond a row's dimension. counted: accesses came with the gradients. most_bytes: that they may take:
+    a key of one byte stands for a whole row, so that is looked at before anything is opened. Raises BadMessage.
     """
-    parts = coding.split(data, 2 * len(layout.groups))
-    words = [2 + coding.n_keys(part) * (2 + g.dim + extra) for part, g in zip(parts[::2], layout.groups, strict=True)]
+    parts, more = coding.split(data, 2 * len(layout.groups)), extra + counted
+    words = [2 + coding.n_keys(part) * (2 + g.dim + more) for part, g in zip(parts[::2], layout.groups, strict=True)]
     if 4 * sum(words) > most_bytes:
         raise BadMessage(f"gradients of rows that take {4 * sum(words):,} bytes when opened, {most_bytes:,} may come")
     grads = []
     for group, keys_data, values_data in zip(layout.groups, parts[::2], parts[1::2], strict=True):
-        keys = coding.read_keys(keys_data, group.places * layout.n_shards)
-        grads.append(coding.read(values_data, keys, group.dim, extra))
+        keys = coding.read_keys(keys_data, group.rows_per_shard * layout.n_shards)
+        grad = coding.read(values_data, keys, group.dim, more)
+        grads.append(without_access_column(grad) if counted else grad)
     opened, _ = pack_by_owner(grads, np.zeros(layout.n_shards, dtype=np.int32), 1)
     return opened
 

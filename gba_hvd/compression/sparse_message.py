@@ -2,7 +2,7 @@
 
     head     the lengths of all that follows
     plain    the small tensors, as they are
-    places   which elements, see `index_codec`
+    indices  which elements, see `index_codec`
     values   their values, see `value_codec`; of a registered coder its name comes first, behind a byte with its length
 
 A message says what it is; `read` is given what it should be and refuses all else, so that it writes nothing outside.
@@ -35,19 +35,19 @@ class Elements:
     """What a message holds.
 
     n:      elements of the tensor it is about
-    places: int32 [k], ascending, below n; None: all of them
+    indices: int32 [k], ascending, below n; None: all of them
     values: [k]
     plain:  [m], tensors that are sent as they are
     """
 
     n: int
-    places: np.ndarray | None
+    indices: np.ndarray | None
     values: np.ndarray
     plain: np.ndarray
 
     def whole(self) -> np.ndarray:
         """[n], 0 where nothing was sent; what is returned may be `values`."""
-        if self.places is None:
+        if self.indices is None:
             return self.values
         out = np.zeros(self.n, self.values.dtype)
         self.add_to(out)
@@ -56,11 +56,11 @@ class Elements:
     def add_to(self, out: np.ndarray, start: int = 0, stop: int | None = None) -> None:
         """out += the elements start to stop of the tensor, in place."""
         stop = self.n if stop is None else stop
-        if self.places is None:
+        if self.indices is None:
             out += self.values[start:stop]
             return
-        lo, hi = np.searchsorted(self.places, [start, stop])
-        kernels.add_at(out, self.places[lo:hi], start, self.values[lo:hi])
+        lo, hi = np.searchsorted(self.indices, [start, stop])
+        kernels.add_at(out, self.indices[lo:hi], start, self.values[lo:hi])
 
 
 def write(
@@ -111,7 +111,7 @@ def read(data: Any, n: int, n_plain: int, dtype: Any = np.float32) -> Elements:
     if kind != index_codec.ALL or k != n or n_at:
         where = index_codec.decode(data[a:b], kind, n, k)
     if isinstance(where, str):
-        raise BadMessage(f"the places of {k} of {n} elements ({index_codec.KINDS[kind]}): {where}")
+        raise BadMessage(f"the indices of {k} of {n} elements ({index_codec.KINDS[kind]}): {where}")
     plain = np.array(data[_HEAD.size : a]).view(dtype)
     try:
         return Elements(n, where, value_codec.decode(coded, coder, k, dtype, chunk), plain)

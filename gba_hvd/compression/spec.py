@@ -1,19 +1,26 @@
 """What a user writes: `Compression.dct(keep=0.01).then(Compression.int8)`. Validated here, carried out elsewhere.
 
-A selector says which elements travel (`topk`, `dct`), a value coder in how many bits (`fp16`, `bf16`, `int8`, or one
-that is registered). One of each can be chained, the selector first.
+A selector says which elements travel, a value coder in how many bits (`fp16`, `bf16`, `int8`, or one that is
+registered). One of each can be chained, the selector first. Dense gradients take the selectors of `DENSE_SELECTORS`,
+rows those of `ROW_SELECTORS`: `dct` (DCT-DP) and `dct_mp` are the published rules and nothing else.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 from gba_hvd.compression import value_codec
 from gba_hvd.errors import BadInput, refuse_unknown
 
-SELECTORS = ("topk", "dct")
-_SETTINGS = {"topk": ("keep",), "dct": ("keep", "refresh_every", "drift")}  # of the others: none
+DENSE_SELECTORS, ROW_SELECTORS = ("topk", "dct"), ("topk", "ternary_ef", "dct_mp")
+SELECTORS = ("topk", "dct", "ternary_ef", "dct_mp")
+WITH_THRESHOLD = SELECTORS[1:]
+_THRESHOLD = ("keep", "eta", "refresh_every", "drift")
+_SETTINGS = {"topk": ("keep", "eta"), **dict.fromkeys(WITH_THRESHOLD, _THRESHOLD)}  # of the others: none
+_DRIFT = {"dct_mp": math.inf}  # default; of the others:
+_DRIFT_OF_OTHERS = 2.0
 MIN_ELEMENTS = 256  # smaller tensors go dense (as in the public code of DCT)
 
 
@@ -21,10 +28,10 @@ MIN_ELEMENTS = 256  # smaller tensors go dense (as in the public code of DCT)
 class Spec:
     """A compressor's settings.
 
-    selector:      "" (every element), "topk" or "dct"
-    keep:          share of each tensor's elements that is sent, in (0, 1]
-    refresh_every: dct: steps for which a threshold is used
-    drift:         dct: the threshold is also refreshed when the share sent leaves keep / drift to keep * drift
+    selector:      "" (every element), "topk", "dct", "ternary_ef" or "dct_mp"
+    keep:          share of each tensor's elements that is sent, in (0, 1]; the paper's 1 - eta
+    refresh_every: steps for which a threshold is used, the paper's L; not of topk
+    drift:         the threshold is also refreshed when the share sent leaves keep / drift to keep * drift; not of topk
     values:        "none" (as they are), "fp16", "bf16", "int8", or a coder that is registered
     is_forced:     compress also where the bytes saved do not pay
     """
@@ -64,6 +71,11 @@ class Spec:
         return bool(self.selector) and self.keep < 1
 
     @property
+    def pools(self) -> bool:
+        """The rows of a bag are pooled where they are, and their sum travels."""
+        return self.selector == "dct_mp"
+
+    @property
     def is_none(self) -> bool:
         return not self.selector and self.values == "none"
 
@@ -76,8 +88,9 @@ class Spec:
         if not self.selector:
             return self.values
         more = ""
-        if self.selector == "dct":
-            drift = "" if self.drift == 2.0 else f", drift={self.drift:g}"
+        if self.selector in WITH_THRESHOLD:
+            usual = _DRIFT.get(self.selector, _DRIFT_OF_OTHERS)
+            drift = "" if self.drift == usual else f", drift={self.drift:g}"
             more = f", refresh_every={self.refresh_every}{drift}"
         coder = "" if self.values == "none" else f".then({self.values})"
         return f"{self.selector}(keep={self.keep:g}{more}){coder}"
@@ -92,18 +105,49 @@ class Compression:
     int8 = Spec(values="int8")
 
     @staticmethod
-    def topk(keep: float = 0.01) -> Spec:
-        """The largest elements of each tensor, found again at every step; the residual is added to the next."""
-        return Spec("topk", keep)
+    def topk(keep: float | None = None, *, eta: float | None = None) -> Spec:
+        """The largest elements of each tensor, found again at every step; the residual is added to the next.
+
+        keep: share of the elements that is sent, by default 0.01; or eta, the share that is not sent. Raises BadInput
+        for both, here and in the others.
+        """
+        return Spec("topk", _keep_of(keep, eta, 0.01))
 
     @staticmethod
-    def dct(keep: float = 0.01, refresh_every: int = 1000, *, drift: float = 2.0) -> Spec:
-        """Dynamic communication thresholding (arXiv 2010.08899): elements at or above a threshold that is seldom found.
+    def dct(
+        keep: float | None = None, refresh_every: int = 1000, *, drift: float = 2.0, eta: float | None = None
+    ) -> Spec:
+        """Dynamic communication thresholding of dense gradients (DCT-DP, arXiv 2010.08899): elements at or above a
+        threshold that is seldom found; the residual is added to the next gradient.
 
+        keep: share of the elements that is sent, by default 0.01; or eta, the paper's share that is not sent.
         drift: not in the paper. Between refreshes the share sent follows the gradient's scale; beyond this factor the
         threshold is found again. math.inf: as in the paper.
         """
-        return Spec("dct", keep, refresh_every, drift)
+        return Spec("dct", _keep_of(keep, eta, 0.01), refresh_every, drift)
+
+    @staticmethod
+    def dct_mp(
+        keep: float | None = None, refresh_every: int = 1000, *, drift: float = math.inf, eta: float | None = None
+    ) -> Spec:
+        """The same paper's rule for embeddings (DCT-MP), for `row_compression`: of the activations that travel, those
+        elements with |a| at or above a threshold; of their gradients the same elements. No error feedback.
+
+        The rows of a `Bag` are pooled by the host that has them, for each sample. keep: by default 0.05; or eta, the
+        share that is not sent. drift: see `dct`.
+        """
+        return Spec("dct_mp", _keep_of(keep, eta, 0.05), refresh_every, drift)
+
+    @staticmethod
+    def ternary_ef(
+        keep: float | None = None, refresh_every: int = 1000, *, drift: float = 2.0, eta: float | None = None
+    ) -> Spec:
+        """For `row_compression`: rows as three levels (-s, 0, s), an s for each row; of their gradients the
+        elements at or above a threshold, with error feedback.
+
+        keep: by default 0.02; or eta, the share that is not sent. drift: see `dct`. Our own rule, of no paper.
+        """
+        return Spec("ternary_ef", _keep_of(keep, eta, 0.02), refresh_every, drift)
 
     @staticmethod
     def by_name(name: str, **settings: Any) -> Spec:
@@ -120,13 +164,47 @@ class Compression:
         return made
 
 
-def spec_of(compression: Any) -> Spec:
-    """What was given as `compression=`. Raises BadInput for anything that is none of ours."""
-    if isinstance(compression, Spec):
-        return compression
-    if isinstance(compression, str):
-        return Compression.by_name(compression)
-    name = getattr(compression, "__name__", type(compression).__name__)
-    if compression in (Compression.topk, Compression.dct):
-        raise BadInput(f"compression={name} lacks its settings: write gba_hvd.Compression.{name}(keep=0.01)")
-    raise BadInput(f"compression must be one of gba_hvd.Compression, such as gba_hvd.Compression.fp16; got {name}")
+def _keep_of(keep: float | None, eta: float | None, usual: float) -> float:
+    """The share that is sent; the paper's eta is the share that is not."""
+    if eta is None:
+        return usual if keep is None else keep
+    if keep is not None:
+        raise BadInput(f"eta={eta} and keep={keep}: give one of them, keep is 1 - eta")
+    if not 0 <= eta < 1:
+        raise BadInput(f"eta is the share of elements that is not sent, in [0, 1); got {eta}")
+    return round(1 - eta, 12)
+
+
+def dense_spec_of(compression: Any) -> Spec:
+    """What was given as `compression=`. Raises BadInput for anything that is none of ours, and for a rule for rows."""
+    spec = _spec_of(compression, "compression")
+    if spec.selector and spec.selector not in DENSE_SELECTORS:
+        raise BadInput(
+            f"compression={spec.selector} is a rule for rows: write it as row_compression=; dense gradients take "
+            f"{' or '.join(DENSE_SELECTORS)}"
+        )
+    return spec
+
+
+def row_spec_of(row_compression: Any) -> Spec:
+    """The same of `row_compression=`."""
+    spec = _spec_of(row_compression, "row_compression")
+    if spec.selector == "dct":
+        raise BadInput(
+            "row_compression=dct: the name stood for a rule that is not the paper's. Write dct_mp for the "
+            "published one (thresholded activations, the same mask for their gradients, no error feedback), or "
+            f"ternary_ef for what dct did with rows before, such as gba_hvd.Compression.ternary_ef(keep={spec.keep:g})"
+        )
+    return spec
+
+
+def _spec_of(given: Any, argument: str) -> Spec:
+    if isinstance(given, Spec):
+        return given
+    if isinstance(given, str):
+        return Compression.by_name(given)
+    name = getattr(given, "__name__", type(given).__name__)
+    if given in [getattr(Compression, selector) for selector in SELECTORS]:
+        raise BadInput(f"{argument}={name} lacks its settings: write gba_hvd.Compression.{name}(keep=0.01)")
+    example = "fp16" if argument == "compression" else "int8"
+    raise BadInput(f"{argument} must be one of gba_hvd.Compression, such as gba_hvd.Compression.{example}; got {name}")

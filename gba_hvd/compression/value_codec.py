@@ -115,7 +115,7 @@ class Ternary:
 # In the order of the numbers that messages give them.
 _OWN: dict[str, type[ValueCoder]] = {"none": Whole, "fp16": Fp16, "bf16": Bf16, "int8": Int8, "ternary": Ternary}
 CODERS = tuple(_OWN)
-_REGISTRY: Registry[ValueCoder] = Registry("gba_hvd.compressors", "compressor", ValueCoder, _OWN)
+_REGISTRY: Registry[ValueCoder] = Registry("gba_hvd.compressors", "compressor", ValueCoder, _OWN, arguments=())
 
 
 def names() -> tuple[str, ...]:

@@ -1,4 +1,5 @@
-"""Click logs: prepared from files (`prepare`, `ClickLog`) or made up (`SyntheticClickLog`).
+"""Click logs: prepared from files (`prepare`, `ClickLog`), read from Parquet as they are (`ParquetStream`), or made up
+(`SyntheticClickLog`, `SyntheticBehaviourLog`).
 
 The flow: sources -> raw_rows -> checked_rows -> encoding -> store, then click_log reads. `recipe` defines the columns.
 """
@@ -8,7 +9,9 @@ from __future__ import annotations
 from gba_hvd.extras import extra
 
 with extra("data", "pyarrow", "gba_hvd.data needs"):
+    from gba_hvd.data.behaviour import SyntheticBehaviourLog
     from gba_hvd.data.click_log import ClickLog
+    from gba_hvd.data.parquet_stream import ParquetStream
     from gba_hvd.data.prepare import prepare
     from gba_hvd.data.recipe import Categorical, Hashed, Identity, Numeric, Recipe, SplitFiles, SplitShares, Vocabulary
     from gba_hvd.data.synthetic import SyntheticClickLog
@@ -19,9 +22,11 @@ __all__ = [
     "Hashed",
     "Identity",
     "Numeric",
+    "ParquetStream",
     "Recipe",
     "SplitFiles",
     "SplitShares",
+    "SyntheticBehaviourLog",
     "SyntheticClickLog",
     "Vocabulary",
     "prepare",

@@ -10,7 +10,7 @@ from gba_hvd.errors import BadInput
 
 DEFAULT_LIMIT = 0.001
 # A share is taken of at least that many rows while reading: one bad row at the very start must not stop a long input.
-_ROWS_TO_JUDGE = 100_000
+_ROWS_TO_CHECK = 100_000
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class BadRows:
     def allowed(self, rows: int) -> int:
         return int(self._limit if self._limit >= 1 else self._limit * rows)
 
-    def judge(self, *, at_end: bool = False) -> None:
+    def check(self, *, at_end: bool = False) -> None:
         """Raise `BadInput` when there are more than allowed."""
-        rows = self.rows_read if at_end else max(self.rows_read, _ROWS_TO_JUDGE)
+        rows = self.rows_read if at_end else max(self.rows_read, _ROWS_TO_CHECK)
         if self.count <= self.allowed(rows):
             return
         shown = "\n".join(f"  {row}" for row in self.first)

@@ -78,7 +78,7 @@ def check_rows(raw: RawRows, recipe: Recipe, bad: BadRows) -> Rows:
     if not flaws:
         return rows
     sound = raw.without(flaws, bad)
-    bad.judge()
+    bad.check()
     return _convert(sound, recipe, {})
 
 
@@ -211,17 +211,9 @@ def _identity(
     return Values(values - encoding.offset, lengths)
 
 
-def _cast(column: pa.Array, type: pa.DataType, report: Callable[[int, str], None], start: int = 0) -> pa.Array:
-    """Cast; what cannot be cast is reported and becomes null. Halves the array around bad values, which are few."""
-    try:
-        return pc.cast(column, type)
-    except pa.ArrowInvalid:
-        if len(column) == 1:
-            report(start, _shown(column[0]))
-            return pa.nulls(1, type)
-    half = len(column) // 2
-    left = _cast(column[:half], type, report, start)
-    return pa.concat_arrays([left, _cast(column[half:], type, report, start + half)])
+def _cast(column: pa.Array, type: pa.DataType, report: Callable[[int, str], None]) -> pa.Array:
+    """Cast; what cannot be cast is reported and becomes null."""
+    return times.convert(column, lambda some: pc.cast(some, type), lambda at, value: report(at, _shown(value)))
 
 
 def _strings(column: pa.Array) -> pa.Array:

@@ -76,7 +76,7 @@ def read_rows(
         start = position
         for raw in read:
             bad.rows_read += raw.n_read
-            bad.judge()
+            bad.check()
             position += raw.n_read
             # The readers count positions within the file.
             raw.positions[:] += start
@@ -88,7 +88,7 @@ def read_rows(
 def count_rows(path: Path, recipe: Recipe) -> int:
     """Rows of a file, malformed ones included, without parsing them."""
     if recipe.format == "parquet":
-        return int(_open_parquet(path).metadata.num_rows)
+        return int(open_parquet(path).metadata.num_rows)
     lines = sum(block.n_lines for block in read_blocks(path))
     return lines - (recipe.is_text and recipe.columns is None)
 
@@ -96,7 +96,7 @@ def count_rows(path: Path, recipe: Recipe) -> int:
 def columns_of(path: Path, recipe: Recipe) -> tuple[str, ...]:
     """The columns of a file, used or not; of JSON lines those of the first lines."""
     if recipe.format == "parquet":
-        return tuple(_open_parquet(path).schema_arrow.names)
+        return tuple(open_parquet(path).schema_arrow.names)
     if recipe.columns is not None:
         return recipe.columns
     first = next(read_blocks(path), None)
@@ -238,7 +238,7 @@ def _not_utf8(text: bytes) -> str | None:
     return None
 
 
-def _open_parquet(path: Path) -> Any:
+def open_parquet(path: Path) -> Any:
     try:
         return pa.parquet.ParquetFile(path, memory_map=False)
     except (pa.ArrowInvalid, OSError) as error:
@@ -246,7 +246,7 @@ def _open_parquet(path: Path) -> Any:
 
 
 def _read_parquet(path: Path, recipe: Recipe, bad: BadRows) -> Iterator[RawRows]:
-    file = _open_parquet(path)
+    file = open_parquet(path)
     require_columns(recipe.used, file.schema_arrow.names, str(path))
     size, n_rows, n_before = path.stat().st_size, file.metadata.num_rows, 0
     try:

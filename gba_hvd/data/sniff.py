@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet
 
 from gba_hvd.data import json_lines
+from gba_hvd.data.raw_rows import open_parquet
 from gba_hvd.data.recipe import Format
 from gba_hvd.data.sources import BOM, find_files, read_blocks
 from gba_hvd.errors import BadInput
@@ -81,9 +81,9 @@ def _first_file(inputs: Sequence[Path], format: Format | None) -> Path:
 
 
 def _look_at_parquet(path: Path) -> Looks:
+    file = open_parquet(path)
+    names = tuple(file.schema_arrow.names)
     try:
-        file = pa.parquet.ParquetFile(path, memory_map=False)
-        names = tuple(file.schema_arrow.names)
         batch = next(file.iter_batches(_LINES, use_threads=False), None)
     except (pa.ArrowInvalid, OSError) as error:
         raise BadInput(f"{path}: not a whole Parquet file (cut or damaged?): {error}") from error
@@ -186,7 +186,7 @@ def why_no_number(sample: Sequence[str]) -> str | None:
     shown = ", ".join(dict.fromkeys(others[:3]))
     ids = sum(bool(_HEX.fullmatch(value)) for value in sample)
     what = "ids in hexadecimal" if ids * 10 >= len(sample) * 9 else "text"
-    told = f"its values look like {what} ({shown})"
+    finding = f"its values look like {what} ({shown})"
     if numbers:
-        told += f"; {len(numbers):,} of {len(sample):,} can be read as numbers, such as {numbers[0]}"
-    return told
+        finding += f"; {len(numbers):,} of {len(sample):,} can be read as numbers, such as {numbers[0]}"
+    return finding

@@ -91,7 +91,7 @@ class Input:
                 done = before + finished + raw.read_bytes
                 self._on_progress(Progress(phase, done, total, bad.rows_read, bad.count))
             before += _size(files)
-        bad.judge(at_end=True)
+        bad.check(at_end=True)
 
     def _cut(self, rows: Rows) -> dict[str, Mask]:
         assert self._shares is not None

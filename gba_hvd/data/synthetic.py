@@ -3,6 +3,11 @@
 Ids follow a Zipf law. The true logit is a sum of one effect per id, a linear part in the dense features, and optionally
 products of effects of neighbouring fields; the label is drawn with the probability it gives. Effects shrink with the
 rank of an id, as rare ids cannot be learnt, so a model of modest size comes near the Bayes AUC.
+
+A log may drift by day. From one day to the next every effect and every weight w of a dense feature becomes
+sqrt(1 - drift) w + sqrt(drift) n, with n a new standard normal number: a random walk whose variance stays. And the id
+at each rank is replaced with probability `new_ids` by one that was never seen, with an effect of its own. Scales and
+shift are those of day 0, so the Bayes AUC of a day is known, too.
 """
 
 from __future__ import annotations
@@ -28,8 +33,9 @@ DEFAULT_TABLES = {f"field_{i}": rows for i, rows in enumerate([100, 300, 1000, 1
 _CALIBRATION_ROWS = 20_000
 _CALIBRATION_START = 1 << 62  # rows that no split reaches
 _BLOCK = 1 << 16
-# Names of the random streams; a field adds its number.
-_LABEL, _ID, _EFFECT, _DENSE, _WEIGHT, _PERMUTE = range(6)
+_ROOM = 4  # with new ids, a table has so many rows for each id in use; then rows of the oldest ids are used again
+# Names of the random streams; a field adds its number, a day after the first that of the day.
+_LABEL, _ID, _EFFECT, _DENSE, _WEIGHT, _PERMUTE, _RENEW = range(7)
 
 
 class Zipf:
@@ -50,13 +56,20 @@ class Zipf:
         ranks: Ints = np.clip(x.astype(np.int64) - 1, 0, self.n - 1)
         return ranks
 
+    def probability(self) -> Floats:
+        """float64 [n], sums to 1: of each rank."""
+        edges = np.arange(1.0, self.n + 2.0)
+        below = np.log(edges) if abs(self._q) < 1e-9 else edges**self._q - 1.0
+        return np.asarray(np.diff(below) / self._top)
+
 
 class SyntheticClickLog:
     """n_samples rows, from row `start` of an endless log.
 
     Two logs with the same other arguments and ranges that do not overlap are two splits of one truth.
     `logit_std` sets how much can be known: 1.3 gives a Bayes AUC of about 0.79. `pairwise` is the share of the logit's
-    variance that comes from products of the effects of neighbouring fields.
+    variance that comes from products of the effects of neighbouring fields. `day`, `drift` and `new_ids` are of a log
+    that drifts, see above: all rows of one object are of one day, and ranges of rows must not overlap between days.
     """
 
     def __init__(
@@ -71,6 +84,9 @@ class SyntheticClickLog:
         logit_std: float = 1.3,
         base_rate: float = 0.25,
         pairwise: float = 0.0,
+        day: int = 0,
+        drift: float = 0.0,
+        new_ids: float = 0.0,
     ) -> None:
         self.tables = dict(DEFAULT_TABLES if tables is None else tables)
         if n_samples < 1 or n_dense < 0 or start < 0:
@@ -81,18 +97,26 @@ class SyntheticClickLog:
             raise ValueError(
                 f"zipf {zipf}, logit_std {logit_std}, base_rate {base_rate}, pairwise {pairwise}: out of range"
             )
+        if day < 0 or not 0 <= drift <= 1 or not 0 <= new_ids <= 1:
+            raise ValueError(f"day {day}, drift {drift}, new_ids {new_ids}: expected >= 0, a share, a share")
+        if day and not (drift or new_ids):
+            raise ValueError(f"day {day} of a log that does not drift is day 0: give drift or new_ids, or no day")
+        self._day, self._drift, self._new_ids = 0, drift, new_ids
         self.n_dense, self._n, self._seed, self._start, self._pairwise = n_dense, n_samples, seed, start, pairwise
         self.description: dict[str, Any] = {
             "kind": "synthetic click log", "samples": n_samples, "tables": self.tables, "n_dense": n_dense,
             "seed": seed, "zipf": zipf, "start": start, "logit_std": logit_std, "base_rate": base_rate,
-            "pairwise": pairwise,
+            "pairwise": pairwise, "day": day, "drift": drift, "new_ids": new_ids,
         }  # fmt: skip
-        self._laws = [Zipf(rows, zipf) for rows in self.tables.values()]
-        self._steps = [_coprime_step(rows) for rows in self.tables.values()]
-        self._weights = standard_normal(hash_integers(np.arange(n_dense), self._key(_WEIGHT)))
+        in_use = [max(1, rows // _ROOM) if new_ids else rows for rows in self.tables.values()]
+        self._laws = [Zipf(n_ids, zipf) for n_ids in in_use]
+        self._steps = [coprime_step(rows) for rows in self.tables.values()]
+        self._weights = self._drifted(np.arange(n_dense), _WEIGHT)
         self._scales = np.ones(len(self._laws))
         self._dense_scale, self._pair_scale, self._shift = 1.0, 1.0, 0.0
         self._calibrate(logit_std, base_rate)
+        self._day = day
+        self._weights = self._drifted(np.arange(n_dense), _WEIGHT)
 
     def __len__(self) -> int:
         return self._n
@@ -111,7 +135,7 @@ class SyntheticClickLog:
         """float64 [n]: the true probability of a click."""
         rows = np.asarray(rows, dtype=np.int64)
         check_range(rows, self._n)
-        return _sigmoid(self._logit(*self._features(rows + self._start)[1:]))
+        return sigmoid(self._logit(*self._features(rows + self._start)[1:]))
 
     def bayes_auc(self, n: int = 200_000) -> float:
         """The AUC no model can beat, up to sampling: of the true probabilities of the first n rows, over all labels."""
@@ -136,16 +160,17 @@ class SyntheticClickLog:
         check_range(rows, self._n)
         ids, ranks, dense = self._features(rows + self._start)
         draw = unit_interval(hash_integers(rows + self._start, self._key(_LABEL)))
-        return ids, dense, draw < _sigmoid(self._logit(ranks, dense))
+        return ids, dense, draw < sigmoid(self._logit(ranks, dense))
 
     def _features(self, rows: Ints) -> tuple[Ints, Ints, Floats]:
         """ids and ranks int64 [F, n], dense float64 [n, n_dense]."""
         ranks = np.empty((len(self._laws), len(rows)), dtype=np.int64)
         ids = np.empty_like(ranks)
-        for f, law in enumerate(self._laws):
+        for f, (name, law) in enumerate(zip(self.tables, self._laws, strict=True)):
             ranks[f] = law.ranks(unit_interval(hash_integers(rows, self._key(_ID, f))))
             # Spread over the table: neighbouring ranks must not be neighbouring rows.
-            ids[f] = (ranks[f] * self._steps[f] + self._offset(f)) % law.n
+            n_rows = self.tables[name]
+            ids[f] = (self._identity(f, ranks[f]) % n_rows * self._steps[f] + self._offset(f)) % n_rows
         dense = np.empty((len(rows), self.n_dense))
         for d in range(self.n_dense):
             dense[:, d] = standard_normal(hash_integers(rows, self._key(_DENSE, d)))
@@ -163,8 +188,24 @@ class SyntheticClickLog:
         return logit
 
     def _effect(self, field: int, ranks: Ints) -> Floats:
-        normal = standard_normal(hash_integers(ranks, self._key(_EFFECT, field)))
+        normal = self._drifted(self._identity(field, ranks), _EFFECT, field)
         normal /= 1.0 + ranks / 10.0
+        return normal
+
+    def _identity(self, field: int, ranks: Ints) -> Ints:
+        """int64: which id is at a rank on this day. Ids that were never replaced have the number of their rank."""
+        renewed = np.zeros_like(ranks)
+        for day in range(1, self._day + 1) if self._new_ids else ():
+            draw = unit_interval(hash_integers(ranks, stream_key(self._seed, _RENEW, field, day)))
+            renewed += draw < self._new_ids
+        return ranks + renewed * self._laws[field].n
+
+    def _drifted(self, numbers: Ints, stream: int, field: int = 0) -> Floats:
+        """float64: standard normal numbers as of this day, of stream `stream` and its daily ones."""
+        normal = standard_normal(hash_integers(numbers, self._key(stream, field)))
+        for day in range(1, self._day + 1) if self._drift else ():
+            new = standard_normal(hash_integers(numbers, stream_key(self._seed, stream, field, day)))
+            normal = np.sqrt(1.0 - self._drift) * normal + np.sqrt(self._drift) * new
         return normal
 
     def _calibrate(self, logit_std: float, base_rate: float) -> None:
@@ -184,11 +225,11 @@ class SyntheticClickLog:
         low, high = -50.0, 50.0
         for _ in range(60):
             middle = (low + high) / 2
-            low, high = (low, middle) if _sigmoid(logit + middle).mean() > base_rate else (middle, high)
+            low, high = (low, middle) if sigmoid(logit + middle).mean() > base_rate else (middle, high)
         self._shift = low
 
     def _offset(self, field: int) -> int:
-        return self._key(_PERMUTE, field) % self._laws[field].n
+        return self._key(_PERMUTE, field) % list(self.tables.values())[field]
 
     def _key(self, stream: int, number: int = 0) -> int:
         return stream_key(self._seed, stream, number)
@@ -206,7 +247,7 @@ def expected_auc(probability: Floats) -> float:
     return wins / pairs
 
 
-def _coprime_step(n: int) -> int:
+def coprime_step(n: int) -> int:
     """A step near n times the golden ratio that visits every residue: rank -> rank * step mod n is a permutation."""
     step = max(1, round(n * 0.6180339887))
     while gcd(step, n) != 1:
@@ -214,5 +255,5 @@ def _coprime_step(n: int) -> int:
     return step
 
 
-def _sigmoid(x: Floats) -> Floats:
+def sigmoid(x: Floats) -> Floats:
     return 1.0 / (1.0 + np.exp(-x))

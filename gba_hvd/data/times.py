@@ -44,27 +44,33 @@ def part_of(column: pa.Array, format: str, part: Part, report: Callable[[int, st
     column: strings, numbers, or a type of time that Parquet knows
     """
     if not pa.types.is_timestamp(column.type) and not pa.types.is_date(column.type):
-        column = _times(pc.cast(column, pa.string()), format, report)
+        strings = pc.cast(column, pa.string())
+        column = convert(strings, lambda some: _times(some, format), lambda at, value: report(at, repr(value.as_py())))
     column = pc.cast(column, pa.timestamp("us"), safe=False) if not pa.types.is_timestamp(column.type) else column
     found = pc.hour(column) if part == "hour" else pc.day_of_week(column)
     return pc.cast(found, pa.int64())
 
 
-def _times(strings: pa.Array, format: str, report: Callable[[int, str], None], start: int = 0) -> pa.Array:
-    """Timestamps. Halves the array around what cannot be converted, which is little."""
+def convert(
+    column: pa.Array, to: Callable[[pa.Array], pa.Array], report: Callable[[int, pa.Scalar], None], start: int = 0
+) -> pa.Array:
+    """`to(column)`, which raises pa.ArrowInvalid for a value it cannot take: that one is reported and becomes null.
+
+    Halves the array around such values, which are few.
+    """
     try:
-        return _all_times(strings, format)
+        return to(column)
     except pa.ArrowInvalid:
-        if len(strings) == 1:
-            report(start, repr(strings[0].as_py()))
-            return pa.nulls(1, pa.timestamp("us"))
-    half = len(strings) // 2
-    left = _times(strings[:half], format, report, start)
-    return pa.concat_arrays([left, _times(strings[half:], format, report, start + half)])
+        if len(column) == 1:
+            report(start, column[0])
+            return pa.nulls(1, to(column[:0]).type)
+    half = len(column) // 2
+    left = convert(column[:half], to, report, start)
+    return pa.concat_arrays([left, convert(column[half:], to, report, start + half)])
 
 
-def _all_times(strings: pa.Array, format: str) -> pa.Array:
-    """Raises pa.ArrowInvalid when one of them is none."""
+def _times(strings: pa.Array, format: str) -> pa.Array:
+    """Timestamps. Raises pa.ArrowInvalid when one of them is none."""
     if strings.null_count:
         raise pa.ArrowInvalid("a missing time")
     if format in _SECONDS:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gba_hvd.callbacks import Event
-from gba_hvd.errors import LastCheckpointFailed, ShardMemoryError, WorldLost
+from gba_hvd.errors import BadInput, LastCheckpointFailed, ShardMemoryError, WorldLost
 from gba_hvd.shm.shard_memory import is_alive
 
 if TYPE_CHECKING:
@@ -72,8 +72,8 @@ def world_lost(engine: Engine) -> WorldLost:
 
 
 _WHAT_TO_DO = (
-    "Start the job again: with a CheckpointCallback it goes on from its newest checkpoint; with `horovodrun --min-np` "
-    "and a discovery script the others go on without the lost worker"
+    "Start the job again: with a CheckpointCallback it resumes from its newest checkpoint; with `horovodrun --min-np` "
+    "and a discovery script the others continue without the lost worker"
 )
 
 
@@ -116,9 +116,9 @@ def failed_neighbours(engine: Engine, before: Mapping[int, int]) -> list[Event]:
         if note is None or note["status"] == "KILLED":
             continue
         host, why = engine.world.host, str(note["why"])
-        text = f"rank {rank} of the world before, on {host} (process {pid}), ended with {why}; the others go on"
-        told = {"rank": rank, "host": host, "pid": pid, "why": why}
-        events.append(Event("worker_failed", engine.progress.step, text, told, level="warning"))
+        text = f"rank {rank} of the world before, on {host} (process {pid}), ended with {why}; the others continue"
+        facts = {"rank": rank, "host": host, "pid": pid, "why": why}
+        events.append(Event("worker_failed", engine.progress.step, text, facts, level="warning"))
     return events
 
 
@@ -177,16 +177,19 @@ class ExitWatch:
         raise SystemExit(code)
 
 
-def interrupts_show_one_line(said_by_others: Callable[[], bool]) -> None:
+def show_ends_briefly(said_by_others: Callable[[], bool]) -> None:
     """Ctrl-C and SIGTERM are no errors: Python shows no traceback of them, but one line, unless others say it.
 
-    Belongs to the process: the first caller's question decides.
+    Of a refused input it shows one traceback, which ends with the sentence, and not that of the error behind it: the
+    sentence has its text. Belongs to the process: the first caller's question decides.
     """
     shown_before = sys.excepthook
     if getattr(shown_before, "by_gba_hvd", False):
         return
 
     def show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if isinstance(error, BadInput):
+            error.__suppress_context__, error.__cause__ = True, None
         if not issubclass(kind, KeyboardInterrupt):
             shown_before(kind, error, trace)
         elif not said_by_others():

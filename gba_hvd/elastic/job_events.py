@@ -10,6 +10,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from gba_hvd.callbacks import Event, Job
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.comm.world_formation import Wait, stands
@@ -29,7 +31,7 @@ def world_formed(engine: Engine, joined: JoinResult, before: int | None, residua
     """Report to all callbacks this worker's place in the job, and what became of the job.
 
     before: workers in the world that this worker was in, if it was in one.
-    residuals_missing: in the checkpoint that the job resumes from: of so many workers
+    residuals_missing: in the checkpoint that the job resumes from, or went back to: of so many workers
     """
     world = engine.world
     job = Job(
@@ -43,11 +45,12 @@ def world_formed(engine: Engine, joined: JoinResult, before: int | None, residua
     if checkpoints is not None and world.rank == 0:
         checkpoints.schedule.plan_pace(joined.n_hosts)
     if joined.is_restart:
-        events = _of_a_change(engine, joined, before)
+        events = _of_a_change(engine, joined, before, residuals_missing)
     else:
         events = _of_a_start(engine, joined, residuals_missing)
     for event in events:
         engine.emit(event)
+    engine.rollback.unreported = None
 
 
 def _board(engine: Engine, joined: JoinResult) -> Board | None:
@@ -75,7 +78,7 @@ def worker_gone(engine: Engine) -> None:
     """Other workers, or a server, do not answer: what comes next, beside what Horovod prints of it on every worker."""
     text = (
         "a worker is gone, or cannot be reached. Horovod's lines 'background loop uncaught exception' and 'Read error' "
-        "(or 'Connection ...') are how the others notice, and are expected: the job goes on with those that are left"
+        "(or 'Connection ...') are how the others notice, and are expected: the job continues with those that are left"
     )
     engine.emit(Event("worker_lost", engine.progress.step, text, {"workers": engine.world.size}))
 
@@ -101,6 +104,8 @@ def residuals_lost(engine: Engine, n_workers: int, lost: float | None) -> None:
 def ended(engine: Engine, status: str, error: BaseException | None) -> None:
     """Report to all callbacks how the job ended, and its account."""
     account = {f"samples_{k}": getattr(engine.progress.account, k) for k in ("total", "applied", "dropped", "lost")}
+    if engine.progress.account.redone:
+        account["samples_redone"] = engine.progress.account.redone
     kinds = {"FINISHED": "finished", "KILLED": "interrupted", "NOT_SAVED": "not_saved"}
     kind = kinds.get(status, "failed")
     word = "finished" if error is None else f"{type(error).__name__}: {error}"
@@ -112,8 +117,8 @@ def ended(engine: Engine, status: str, error: BaseException | None) -> None:
         "refused": engine.progress.rejected,
         "reissued": engine.progress.reissued,
     }
-    facts["lags"] = {str(k): n for k, n in sorted(engine.progress.lags.items())}
-    facts["staleness"] = {str(k): n for k, n in sorted(engine.progress.staleness.items())}
+    facts |= _delays(engine)
+    facts["arrivals"] = [[[age, round(share, 6)] for age, share in step] for step in engine.progress.arrivals]
     if kind == "interrupted" and (goes_on := _what_goes_on(engine)):
         facts["goes_on"] = goes_on
     switching = switching_of(engine)
@@ -132,7 +137,17 @@ def ended(engine: Engine, status: str, error: BaseException | None) -> None:
         try:
             callback.on_end(status, error)
         except KeyboardInterrupt:  # SIGTERM again: the others are called all the same
-            log.warning("interrupted while %s was told of the end", type(callback).__name__)
+            log.warning("interrupted while %s was processing the end", type(callback).__name__)
+
+
+def _delays(engine: Engine) -> dict[str, Any]:
+    """How late gradients came, in the job so far."""
+    progress = engine.progress
+    return {
+        "staleness": {str(k): n for k, n in sorted(progress.staleness.items())},
+        "lags": {str(k): n for k, n in sorted(progress.lags.items())},
+        "gaps": {str(rank): list(found) for rank, found in sorted(progress.gaps.items())},
+    }
 
 
 def _interruption(error: str) -> str:
@@ -157,7 +172,7 @@ def _what_goes_on(engine: Engine) -> str:
     found = [text for text in (memory if in_memory else "", saved) if text]
     if not found:
         return ""
-    return f"when all workers have ended, the same command goes on {', else '.join(found)}"
+    return f"when all workers have ended, the same command resumes {', else '.join(found)}"
 
 
 def _obstacle(engine: Engine) -> str:
@@ -171,20 +186,41 @@ def _obstacle(engine: Engine) -> str:
 
 def _settings(engine: Engine) -> dict[str, Any]:
     """What describes the run. Nothing that changes while it runs: MLflow stores the first value of a parameter."""
-    switching = switching_of(engine)
+    switching, checkpoints = switching_of(engine), checkpoints_of(engine)
+    tables = engine.model.tables
+    own = {t.name: repr(tables.optimizers.of(t.optimizer)) for t in tables.layout.tables if t.optimizer}
     of_the_mode = {"mode": "allreduce"} if switching is None else switching.describe()
     return {
         "tables": {t.name: [t.n_rows, t.dim] for t in engine.model.tables.layout.tables},
         "n_shards": engine.model.tables.layout.n_shards,
         "global_batch": engine.model.global_batch,
         "micro_batch": engine.model.micro_batch,
+        **({} if engine.model.sync_micro_batch is None else {"sync_micro_batch": engine.model.sync_micro_batch}),
         "optimizer": type(engine.model.optimizer).__name__,
+        **_dense_settings(engine.model.optimizer),
         "row_optimizer": repr(engine.model.tables.optimizer),
+        **({"own_row_optimizers": own} if own else {}),
         "row_average": engine.model.row_average,
         "compression": "none" if engine.model.compression is None else engine.model.compression.spec.exactly,
         "row_compression": engine.model.row_compression.exactly,
+        **({} if checkpoints is None else {"recovery": checkpoints.callback.recovery}),
         **{name: value for name, value in of_the_mode.items() if value is not None},
+        **({} if switching is None else {"rule_reason": switching.rule_reason}),
     }
+
+
+def _dense_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Largest of the groups: the learning rate before schedules, and momentum of SGD, where a schedule moves it the
+    largest of the schedule; of other optimizers the `betas`, of each group where groups differ.
+    """
+    groups = [group for group in optimizer.param_groups if group.get("gba_hvd") != "tables"]
+    found: dict[str, Any] = {"dense_lr": max(float(group.get("initial_lr", group["lr"])) for group in groups)}
+    if isinstance(optimizer, torch.optim.SGD):
+        found["dense_momentum"] = max(float(group.get("max_momentum", group["momentum"])) for group in groups)
+    betas = [[float(beta) for beta in group["betas"]] for group in groups if "betas" in group]
+    if betas:
+        found["dense_betas"] = betas[0] if all(one == betas[0] for one in betas) else betas
+    return found
 
 
 def _of_a_start(engine: Engine, joined: JoinResult, residuals_missing: int) -> Iterator[Event]:
@@ -198,62 +234,110 @@ def _of_a_start(engine: Engine, joined: JoinResult, residuals_missing: int) -> I
             "requires_grad_(False)"
         )
         yield Event("parameters_untrained", step, text, {"parameters": engine.model.untrained}, level="warning")
+    if engine.model.row_coder is not None and joined.n_hosts == 1:
+        text = (
+            f"row_compression={engine.model.row_compression.exactly} changes nothing on one host: its workers share "
+            "the rows in memory, none travel. It takes effect when a second host joins; else leave it out"
+        )
+        yield Event("row_compression_idle", step, text, {"hosts": 1}, level="warning")
     if (report := joined.resumed) is not None:
         name = report.manifest.name
-        text = f"going on at step {step} from {name}: {report.n_rows:,} rows in {report.seconds:.1f} s"
+        text = f"resuming at step {step} from {name}: {report.n_rows:,} rows in {report.seconds:.1f} s"
         skipped = [f"{one.name}: {one.why}" for one in report.skipped]
-        told = {"manifest": name, "rows_restored": report.n_rows, "rows_lost": report.n_lost, "age": report.age.mean}
-        told |= {"seconds": report.seconds, "skipped": skipped}
-        yield Event("resumed", step, text, told)
-    if residuals_missing:
-        text = f"the checkpoint lacks what {_count(residuals_missing, 'worker')} had not sent"
-        yield Event("residual_lost", step, text, {"workers": residuals_missing}, level="warning")
-    if engine.model.row_coder is not None and (joined.resumed is not None or joined.taken is not None):
+        facts = {"manifest": name, "rows_restored": report.n_rows, "rows_lost": report.n_lost, "age": report.age.mean}
+        facts |= {"seconds": report.seconds, "skipped": skipped, **_delays(engine)}
+        yield Event("resumed", step, text, facts)
+    if joined.resumed is not None or joined.taken is not None:
+        yield from _residuals_that_no_checkpoint_has(engine, residuals_missing)
+    if joined.taken is not None:
+        text = f"resuming at step {step} where the lost job stood: {joined.taken.reason}"
+        lost = {"rows_restored": 0, "rows_lost": 0, "shard_steps_missed": joined.shard_steps_missed, **_delays(engine)}
+        yield Event("resumed", step, text, {"manifest": "", "from_memory": True, **lost})
+
+
+def _residuals_that_no_checkpoint_has(engine: Engine, missing: int) -> Iterator[Event]:
+    step = engine.progress.step
+    if missing:
+        text = f"the checkpoint lacks what {_count(missing, 'worker')} had not sent"
+        yield Event("residual_lost", step, text, {"workers": missing}, level="warning")
+    if engine.model.row_coder is not None:
         text = (
             "what row compression had not sent yet is in no checkpoint, nor in memory that is kept: the gradients that "
             "waited in the workers' residuals of rows are lost, at most about one step's worth for each row"
         )
         yield Event("row_residual_lost", step, text, level="warning")
-    if joined.taken is not None:
-        text = f"going on at step {step} where the lost job stood: {joined.taken.reason}"
-        lost = {"rows_restored": 0, "rows_lost": 0, "shard_steps_missed": joined.shard_steps_missed}
-        yield Event("resumed", step, text, {"manifest": "", "from_memory": True, **lost})
 
 
-def _of_a_change(engine: Engine, joined: JoinResult, before: int | None) -> Iterator[Event]:
+def _went_back(engine: Engine, facts: dict[str, Any]) -> Event:
+    """Full recovery: of the same kind as a restart, since all that readers do about steps made again is the same."""
+    text = (
+        f"full recovery: all workers went back from step {facts['from_step']:,} to {facts['manifest']}, "
+        f"{facts['rows_restored']:,} rows in {facts['seconds']:.1f} s; {facts['samples_redone']:,} samples are trained "
+        f"again, each counts once; {facts['strategy_reason']}"
+    )
+    if facts["skipped"]:
+        text += f"; newer ones cannot be used: {'; '.join(facts['skipped'])}"
+    return Event("resumed", engine.progress.step, text, facts)
+
+
+def _of_a_change(engine: Engine, joined: JoinResult, before: int | None, residuals_missing: int = 0) -> Iterator[Event]:
     step = engine.progress.step
     was = "" if before is None else f", before {before}"
-    facts = {
+    facts: dict[str, Any] = {
         "workers": engine.world.size,
         "shard_steps_missed": joined.shard_steps_missed,
         "rows_lost": joined.rows_lost,
         "rows_restored": joined.rows_restored,
     }
-    yield Event("membership", step, f"{_place(engine, joined)}{was}; going on at step {step}", facts)
+    yield Event("membership", step, f"{_place(engine, joined)}{was}; resuming at step {step}", facts)
     if joined.shard_steps_missed:
         text = f"{joined.shard_steps_missed} shards missed a step that their worker died in"
         yield Event("shard_steps_missed", step, text, facts, level="warning")
+    if engine.rollback.unreported is not None:
+        yield _went_back(engine, engine.rollback.unreported)
+        yield from _residuals_that_no_checkpoint_has(engine, residuals_missing)
+    loss, lost = _portion_lost(engine, joined)
+    if joined.decision is not None and joined.went_back is None:
+        loss |= joined.decision.event_data()
+        lost += f"; {joined.decision.reason}"
     if joined.rows_restored:
         text = (
             f"{joined.rows_restored:,} rows that went down with their host came back from the checkpoint; "
-            f"they are {joined.rows_age:.0f} steps old"
+            f"they are {joined.rows_age:.0f} steps old; {lost}"
         )
         if joined.skipped:
             text += f"; newer ones cannot be used: {'; '.join(joined.skipped)}"
-        told = {"pls": _pls(engine, joined), "age": joined.rows_age, "skipped": list(joined.skipped)}
-        yield Event("rows_restored", step, text, {**facts, **told, "manifest": ", ".join(joined.restored_from)})
+        data = {"age": joined.rows_age, "skipped": list(joined.skipped), **loss}
+        manifests = ", ".join(joined.restored_from)
+        yield Event("rows_restored", step, text, {**facts, **data, "manifest": manifests})
     if joined.rows_lost:
         why = "no checkpoint was configured" if checkpoints_of(engine) is None else "no checkpoint has them"
         why = joined.why_lost or why
-        text = f"{joined.rows_lost:,} rows went down with their host and begin anew; {why}"
+        text = f"{joined.rows_lost:,} rows went down with their host and are reinitialised; {why}"
+        if not joined.rows_restored:  # else it was said of both together
+            facts |= loss
+            text += "" if joined.decision is None else f"; {joined.decision.reason}"
         yield Event("rows_lost", step, text, {**facts, "why": why}, level="warning")
 
 
-def _pls(engine: Engine, joined: JoinResult) -> float:
-    """Portion of lost samples, of all so far (CPR): each host's rows lost what came after their checkpoint."""
-    n_rows = sum(table.n_rows for table in engine.model.tables.layout.tables)
-    lost = sum((engine.progress.account.applied - samples) * n for samples, n in joined.refilled)
-    return lost / n_rows / max(1, engine.progress.account.total)
+def _portion_lost(engine: Engine, joined: JoinResult) -> tuple[dict[str, Any], str]:
+    """CPR's portion of lost samples, and in words: by this recovery, and by all so far. Empty without checkpoints.
+
+    Each row from its own last save; of all samples of the planned training, or, where nobody said how many that are, of
+    those so far.
+    """
+    account, checkpoints = engine.progress.account, checkpoints_of(engine)
+    if checkpoints is None:
+        return {}, ""
+    now, so_far = (
+        joined.samples_lost(account.applied, engine.model.tables.layout.n_rows),
+        checkpoints.schedule.samples_lost,
+    )
+    given = checkpoints.callback.total_samples
+    total = max(1, account.total, given or 0)
+    what = "of the planned training" if given else "so far (CheckpointCallback(total_samples=...) is not given)"
+    text = f"PLS {now / total:.3g}, {so_far / total:.3g} with all recoveries so far, of {total:,} samples {what}"
+    return {"pls": now / total, "pls_total": so_far / total, "total_samples": total}, text
 
 
 def _place(engine: Engine, joined: JoinResult) -> str:

@@ -37,7 +37,7 @@ class LateJoiners:
             tuple[JoinResult, World, tuple[int, float | None] | None, world_formation.Wait | None, dict[int, int]]
         ] = []
 
-        self._told_gone = False
+        self._reported_gone = False
 
     def start_rejoin(self, number: int = 0) -> None:
         """An asynchronous mode is on: from now on worlds are formed beside the training.
@@ -52,7 +52,7 @@ class LateJoiners:
             mode.rejoin = rejoin
             rejoin.start()
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Report to the callbacks what changed meanwhile."""
         engine = self._engine
         while self._met:
@@ -65,22 +65,22 @@ class LateJoiners:
             job_events.world_formed(engine, joined, before)
             if lost is not None:
                 job_events.residuals_lost(engine, *lost)
-            job_events.world_was_late(engine, wait, "those that were there went on training")
+            job_events.world_was_late(engine, wait, "those that were there continued to train")
             for event in endings.failed_neighbours(engine, neighbours):
                 engine.emit(event, only_here=True)
 
-    def tell_of_the_wait(self) -> None:
+    def report_wait(self) -> None:
         """In an asynchronous mode: that a world is formed without a worker of this host, and that it takes long."""
         engine = self._engine
         if engine.forming.wait() is None:
-            self._told_gone = False
-        elif not self._told_gone and not all(map(is_alive, engine.host.neighbours.values())):
-            self._told_gone = True
+            self._reported_gone = False
+        elif not self._reported_gone and not all(map(is_alive, engine.host.neighbours.values())):
+            self._reported_gone = True
             job_events.worker_gone(engine)
         if (wait := engine.forming.word()) is not None:
             engine.emit(
                 world_formation.still_forms(
-                    engine.progress.step, wait, "training goes on with the workers that are there"
+                    engine.progress.step, wait, "training continues with the workers that are there"
                 )
             )
 
@@ -103,6 +103,7 @@ class LateJoiners:
         self._state.snapshot = world.broadcast("snapshot", None, joined.source)
         state = state_codec.decode(self._state.snapshot)
         self._state.load_state_dict(state)
+        engine.rollback.load(state["rollback"])
         if engine.model.compression is not None:
             engine.model.compression.clear()  # workers that were here before were counted as lost
             engine.model.compression.count_lost(world, False)

@@ -7,9 +7,10 @@ repeat the dropout masks that training began with.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,16 @@ def capture() -> dict[str, Any]:
         "numpy": (name, keys, *rest),
         "python": (version, np.array(words, np.uint32), gauss),
     }
+
+
+@contextlib.contextmanager
+def unchanged() -> Iterator[None]:
+    """What is drawn inside is drawn again after it."""
+    before = capture()
+    try:
+        yield
+    finally:
+        _take(before)
 
 
 def gather(world: World) -> list[dict[str, Any]]:

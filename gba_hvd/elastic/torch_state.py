@@ -20,7 +20,7 @@ from gba_hvd.comm.collectives import current_world, hosts_updated, worker_lost
 from gba_hvd.comm.launcher_slot import LauncherSlot
 from gba_hvd.comm.world_formation import END_WAITS, end_waits
 from gba_hvd.config import checked_job_name
-from gba_hvd.elastic import endings, job_events
+from gba_hvd.elastic import endings, job_events, went_back
 from gba_hvd.elastic.late_joiners import LateJoiners
 from gba_hvd.elastic.training_state import TrainingState
 from gba_hvd.elastic.worker_saves import WorkerSaves
@@ -67,6 +67,7 @@ class TorchState:
         self.training_state = TrainingState(engine, model, self, list(values))
         self.saving = WorkerSaves(engine, self.training_state)
         self.late_joiners = LateJoiners(engine, self.training_state, self._seat)
+        self.saving.report_worlds = self.late_joiners.report
         self._reset_callbacks: list[Callable[[], None]] = []
         self._has_state = self._synced = self._closed = False
         self._memory_trouble = ""  # what happened to the tables' file, if training continues all the same
@@ -105,18 +106,28 @@ class TorchState:
         return self.engine.job.name
 
     def register_callbacks(self, callbacks: Sequence[Callback | CheckpointCallback]) -> None:
-        """Add callbacks, in the same order on every worker."""
+        """Add callbacks, in the same order on every worker.
+
+        Raises BadInput for a second one that decides about the mode or saves the job, and for a `CheckpointCallback`
+        that comes after `sync`.
+        """
         self.engine.callbacks.extend(cast(Sequence[Callback], callbacks))
         for callback in callbacks:
             if isinstance(callback, CheckpointCallback):
                 if checkpoints_of(self.engine) is not None:
                     raise BadInput("one CheckpointCallback saves a job, a second one came")
+                if self.engine.model.tables.memory is not None:
+                    raise BadInput(
+                        "register the CheckpointCallback before state.sync() and the first batch: it claims its place, "
+                        "resumes and says what the tables' memory counts when the world first forms"
+                    )
                 self.engine.register(JobCheckpoints(self.engine, callback))
             if isinstance(callback, GBACallback):
                 if switching_of(self.engine) is not None:
                     raise BadInput("one GBACallback decides about the mode, a second one came")
-                if callback.rule != "none":
-                    callback.check_fits(spec_of(self.engine.model.optimizer))
+                with contextlib.nullcontext() if callback.has_rule else contextlib.suppress(BadInput):
+                    # Without a rule, an optimizer that no server can step is refused when a mode is entered.
+                    callback.check_fits(spec_of(self.engine.model.optimizer), bool(self.engine.model.dense.n))
                 self.engine.register(ModeRequests(self.engine, callback))
                 check_modes(self.engine)
             elif isinstance(callback, FaultSchedule):
@@ -140,7 +151,7 @@ class TorchState:
         if hasattr(owner, "last_epoch") and all(getattr(self, n) is not owner for n in self.training_state.names):
             raise BadInput(
                 f"on_step: the {type(owner).__name__} is not in the state, so a restarted worker would begin its "
-                "schedule anew: TorchState(model, optimizer, ..., scheduler=scheduler)"
+                "schedule from its start: TorchState(model, optimizer, ..., scheduler=scheduler)"
             )
         self.engine.step_hooks.functions.append(function)
 
@@ -168,12 +179,12 @@ class TorchState:
             engine.host.board.ends()
         rejoin = None if engine.mode is None else engine.mode.rejoin
         try:
-            self._tell_of_an_unformed_world(_FAILED_TIMEOUT_S if error is None else 0.0)
+            self._report_unformed_world(_FAILED_TIMEOUT_S if error is None else 0.0)
             job_events.ended(engine, status, error)
         finally:
             patience_s = _END_TIMEOUT_S if error is None else _FAILED_TIMEOUT_S
             if rejoin is not None and not rejoin.stop(patience_s):
-                log.warning("%s It goes on after %.0f s more", END_WAITS, patience_s)
+                log.warning("%s It continues after %.0f s more", END_WAITS, patience_s)
             self.saving.close()
             if engine.mode is not None:
                 if error is None:
@@ -184,7 +195,7 @@ class TorchState:
                 is_of_no_use = engine.world.size == 1 and checkpoints_of(engine) is None
                 memory.close(remove=status == "FINISHED" or is_of_no_use)
 
-    def _tell_of_an_unformed_world(self, patience_s: float) -> None:
+    def _report_unformed_world(self, patience_s: float) -> None:
         """Callbacks receive nothing after the end: what this process may wait for then is reported before it."""
         engine = self.engine
         with contextlib.suppress(KeyboardInterrupt):  # SIGTERM at the end: the end is reported all the same
@@ -270,7 +281,7 @@ class TorchState:
         if memory.is_cut_short or (engine.mode is not None and engine.mode.servers is not None):
             raise ShardMemoryError(trouble)
         self._memory_trouble = trouble
-        text = f"{trouble}. Training goes on with what is mapped, until a worker comes, goes or dies"
+        text = f"{trouble}. Training continues with what is mapped, until a worker comes, goes or dies"
         engine.emit(
             Event("memory_removed", engine.progress.step, text, {"folder": str(memory.folder)}, level="warning")
         )
@@ -287,7 +298,7 @@ class TorchState:
         engine = self.engine
         # What the thread beside an asynchronous mode met and did not report yet comes before this world: reported
         # later, it would put its world, which is no more, in place of this one.
-        self.late_joiners.tell()
+        self.late_joiners.report()
         before, neighbours = engine.world.size if self._has_state else None, engine.host.neighbours
         engine.world = current_world()
         try:
@@ -316,7 +327,9 @@ class TorchState:
 
     def _come_to_one_state(self, joined: JoinResult) -> None:
         """In allreduce mode, when the rows are in place: the part of `sync` that is not of the memory. A collective."""
-        engine, checkpoints = self.engine, checkpoints_of(self.engine)
+        engine, checkpoints, n_before = self.engine, checkpoints_of(self.engine), self.engine.rollback.number
+        if joined.went_back is not None and joined.went_back.state is not None:  # on the source
+            went_back.load(engine, self.training_state, joined)
         left = joined.resumed or joined.taken  # by a job that is no more
         if left is not None and left.state is not None:  # on the source
             self.training_state.resume(state_codec.decode(left.state))
@@ -326,18 +339,24 @@ class TorchState:
         engine.progress.restarts += joined.is_restart
         if checkpoints is not None and self._has_state and joined.rows_lost + joined.rows_restored:
             checkpoints.schedule.host_was_lost(
-                joined.load_s if joined.rows_restored else None, engine.reports.seconds_since_step
+                joined.load_s if joined.rows_restored else None,
+                engine.reports.seconds_since_step,
+                joined.samples_lost(engine.progress.account.applied, engine.model.tables.layout.n_rows),
             )
         self.training_state.share(joined.source)
+        if engine.rollback.number > n_before and engine.world.rank != joined.source:
+            went_back.forget(engine)
         if checkpoints is not None:
             checkpoints.world_formed(rows_moved=True)
         if engine.model.compression is not None:
-            job_events.residuals_lost(engine, *engine.model.compression.count_lost(engine.world, self._has_state))
+            lost = engine.model.compression.count_lost(engine.world, self._has_state)
+            if engine.rollback.number == n_before:  # else residuals are those of the checkpoint
+                job_events.residuals_lost(engine, *lost)
 
     def _note_synced(self) -> None:
         if not self._has_state:
             atexit.register(self._close_at_exit)
-            endings.interrupts_show_one_line(self._end_is_shown)
+            endings.show_ends_briefly(self._end_is_shown)
             self._exit_watch.enter()
         self._has_state, self._synced, self._closed = True, True, False
         self.finished_epoch = None

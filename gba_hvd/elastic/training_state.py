@@ -59,6 +59,7 @@ class TrainingState:
             "checkpoints": None if checkpoints is None else checkpoints.state(),
             "random": [rng_state.capture()],
             "random_left": self._random_left,
+            "rollback": self._engine.rollback.shared(),
         })  # fmt: skip
 
     def take_snapshot(self) -> None:
@@ -84,6 +85,7 @@ class TrainingState:
                 state = state_codec.decode(received)
                 self.load_state_dict(state)
                 left = state["random_left"]
+                self._engine.rollback.load(state["rollback"])
                 if checkpoints is not None:
                     checkpoints.load_state(state["checkpoints"])
         self._random_left = None

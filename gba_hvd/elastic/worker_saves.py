@@ -17,7 +17,8 @@ import numpy as np
 
 from gba_hvd.callbacks import Event
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
-from gba_hvd.elastic import rng_state
+from gba_hvd.checkpoint.save_schedule import is_complete
+from gba_hvd.elastic import endings, rng_state
 from gba_hvd.elastic.training_state import TrainingState
 from gba_hvd.errors import LastCheckpointFailed
 from gba_hvd.membership import JoinResult
@@ -31,6 +32,7 @@ from recovery import state_codec
 
 _SAVE_LAST_TIMEOUT_S = 600.0
 _PREEMPTION_S, _LOOK_S = 30.0, 0.05
+_NEXT_CHIEF_S = 90.0  # for so long another worker may take to be the chief, where the chief died
 
 
 class WorkerSaves:
@@ -41,7 +43,9 @@ class WorkerSaves:
         self._host_server: HostServer | None = None
         self._keeper: StateRetainer | None = None
         self._part = (0, 1)  # this host's number, and how many there are
-        self._folder_told = False
+        self._folder_reported = False
+        # Take over the world that formed beside an asynchronous mode, if one did; set by the state.
+        self.report_worlds: Callable[[], None] = lambda: None
 
     def world_formed(self, joined: JoinResult) -> None:
         """In allreduce mode. A host leader passes on an operator's request."""
@@ -58,7 +62,7 @@ class WorkerSaves:
             self._host_server.start()
             if requests is not None:
                 requests.operator_request = self._host_server.wanted
-        engine.host.server, self._folder_told = self._host_server, False
+        engine.host.server, self._folder_reported = self._host_server, False
         self._part = (joined.part, joined.n_hosts)
         self._keeper = None
         if checkpoints is not None and self._host_server is not None:
@@ -66,11 +70,11 @@ class WorkerSaves:
 
     def _status(self) -> dict[str, Any]:
         engine = self._engine
-        told = {"step": engine.progress.step, "epoch": engine.progress.cursor.epoch, "workers": engine.world.size}
+        status = {"step": engine.progress.step, "epoch": engine.progress.cursor.epoch, "workers": engine.world.size}
         switching = switching_of(engine)
         last = None if switching is None else switching.last
         reason = {} if last is None else {"last_decision": last.reason}
-        return {**told, "account": asdict(engine.progress.account), **reason}
+        return {**status, "account": asdict(engine.progress.account), **reason}
 
     def close(self) -> None:
         """At the end of the job. May be called twice."""
@@ -85,7 +89,7 @@ class WorkerSaves:
     def save_if_due(self) -> None:
         """Between two steps: have a checkpoint made if the last commit said so. A collective then."""
         engine, checkpoints = self._engine, checkpoints_of(self._engine)
-        self._tell_of_a_lost_folder()
+        self._report_lost_folder()
         if checkpoints is None:
             return
         if engine.world.rank == 0 and self._host_server is not None:
@@ -96,11 +100,11 @@ class WorkerSaves:
         elif checkpoints.is_due:
             self._save()
 
-    def _tell_of_a_lost_folder(self) -> None:
+    def _report_lost_folder(self) -> None:
         """Once, on the host leader."""
         line = self._host_server
-        if line is not None and line.folder_lost and not self._folder_told:
-            self._folder_told = True
+        if line is not None and line.folder_lost and not self._folder_reported:
+            self._folder_reported = True
             event = Event(
                 "folder_lost",
                 self._engine.progress.step,
@@ -115,29 +119,32 @@ class WorkerSaves:
         engine, checkpoints = self._engine, checkpoints_of(self._engine)
         assert checkpoints is not None
         checkpoints.somebody_leaves = False
-        text = "a worker was told to leave (SIGTERM): first a checkpoint of this step"
+        text = "a worker is being preempted (SIGTERM): first a checkpoint of this step"
         engine.emit(Event("preempted", engine.progress.step, text, {}))
         if why := self._save_last(checkpoints.callback.preemption_s or _PREEMPTION_S):
             text = (
                 f"the checkpoint of step {engine.progress.step}, before a worker leaves, was not saved: {why}. A job "
-                f"that goes on from {checkpoints.callback.url} loses what came after its newest checkpoint"
+                f"that resumes from {checkpoints.callback.url} loses what came after its newest checkpoint"
             )
             engine.emit(Event("checkpoint_failed", engine.progress.step, text, {"why": why}, level="warning"))
         engine.world.gather("left", np.zeros(1, dtype=np.int64))  # before that, other hosts may not have saved theirs
-        self._leave_if_told()
+        self._leave_if_preempted()
 
-    def _leave_if_told(self) -> None:
+    def _leave_if_preempted(self) -> None:
         if self._engine.signals.preempt_deadline_s is not None:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             raise KeyboardInterrupt("SIGTERM, after a checkpoint")
 
     def _save(self, again: bool = True) -> bool:
-        """A collective. again: also if there is a checkpoint of this step. Returns whether one is being made."""
+        """A collective. Returns whether a checkpoint is being made.
+
+        again: also if there is one of this step. Else it may be the last, so it leaves out no change.
+        """
         engine, checkpoints = self._engine, checkpoints_of(self._engine)
         assert checkpoints is not None
         is_chief, word, started = engine.world.rank == 0, b"null", time.perf_counter()
         if is_chief and (again or not checkpoints.schedule.has(engine.progress.step)):
-            word = msgspec.json.encode(checkpoints.plan())
+            word = msgspec.json.encode(checkpoints.plan(is_last=not again))
         plan = msgspec.json.decode(engine.world.broadcast("save", word if is_chief else None, 0), type=SavePlan | None)
         if plan is not None:
             residual = {} if engine.model.compression is None else engine.model.compression.state(engine.world)
@@ -182,30 +189,32 @@ class WorkerSaves:
     def save_asynchronously_if_due(self) -> None:
         """On the chief, before each micro-batch."""
         engine, checkpoints = self._engine, checkpoints_of(self._engine)
-        self._tell_of_a_lost_folder()
+        self._report_lost_folder()
         servers = self._servers
         if checkpoints is None or engine.world.rank != 0 or servers is None:
             return
         checkpoints.schedule.poll(servers.contact.saved)
         checkpoints.schedule.look_at_age(lambda: "")
-        if checkpoints.schedule.is_due_at(engine.progress.step) or checkpoints.schedule.is_due_before_a_leave(servers):
-            checkpoints.save_asynchronously(servers, self._state.snapshot)
+        leaves = checkpoints.schedule.is_due_before_a_leave(servers)
+        if leaves or checkpoints.schedule.is_due_at(engine.progress.step):
+            checkpoints.save_asynchronously(servers, self._state.snapshot, is_last=leaves)
 
-    def leave_asynchronously_if_told(self) -> None:
+    def leave_asynchronously_if_preempted(self) -> None:
         """Before each micro-batch: the others continue; this worker waits for a checkpoint."""
         engine, checkpoints, servers = self._engine, checkpoints_of(self._engine), self._servers
         if engine.signals.preempt_deadline_s is None or checkpoints is None or servers is None:
             return
         contact, step = servers.contact, engine.progress.step
         contact.leaving = True
-        text = "this worker was told to leave (SIGTERM): first a checkpoint"
+        text = "this worker is being preempted (SIGTERM): first a checkpoint"
         engine.emit(Event("preempted", step, text, {"rank": engine.world.rank}))
         while time.monotonic() < engine.signals.preempt_deadline_s:
             self.save_asynchronously_if_due()
-            if contact.saved is not None and contact.saved.state == "done" and contact.saved.number >= step:
+            saved = checkpoints.schedule.in_force(contact.saved)
+            if saved is not None and saved.facts.saved_step >= step and is_complete(saved):
                 break
             time.sleep(_LOOK_S)
-        self._leave_if_told()
+        self._leave_if_preempted()
 
     # --- any mode ----------------------------------------------------------------------------------------------------
 
@@ -225,6 +234,36 @@ class WorkerSaves:
                 "it can be written, and start the same command again, which does the rest and saves it"
             )
 
+    def _await_the_chief(self, servers: PsWorker, timeout_s: float) -> str:
+        """Wait until the chief's last save is complete or has failed, in an asynchronous mode. On the others.
+
+        A chief that dies before leaves it to another worker: returns as soon as this one is the chief. Returns why
+        nobody will save where no world forms any more; empty also where the chief lives and has not saved in
+        `timeout_s`: then it may have other work to do.
+        """
+        engine, checkpoints, mode = self._engine, checkpoints_of(self._engine), self._engine.mode
+        rejoin = None if mode is None else mode.rejoin
+        if checkpoints is None or rejoin is None or not endings.is_elastic():
+            return ""
+        step, deadline, changed_s = engine.progress.step, time.monotonic() + timeout_s, None
+        while time.monotonic() < deadline:
+            self.report_worlds()
+            saved = checkpoints.schedule.in_force(servers.contact.saved)
+            is_over = saved is not None and saved.number >= step and (saved.state == "failed" or is_complete(saved))
+            if engine.world.rank == 0 or is_over:
+                return ""
+            if servers.position.membership_epoch <= rejoin.number:
+                changed_s = None
+            elif changed_s is None:
+                changed_s = time.monotonic()
+            elif time.monotonic() - changed_s > _NEXT_CHIEF_S:
+                return (
+                    f"a worker was lost when training was done, and no world has formed without it for "
+                    f"{_NEXT_CHIEF_S:.0f} s, so there is no chief that could save"
+                )
+            time.sleep(_LOOK_S)
+        return ""
+
     def _save_last(self, timeout_s: float) -> str:
         """A checkpoint of this step, if there is none yet. Returns why it was not saved, where this worker knows."""
         engine, checkpoints, servers = self._engine, checkpoints_of(self._engine), self._servers
@@ -233,10 +272,12 @@ class WorkerSaves:
         schedule = checkpoints.schedule
         try:
             if servers is not None:
+                if engine.world.rank and (why := self._await_the_chief(servers, timeout_s)):
+                    return why
                 if engine.world.rank == 0:
                     schedule.await_quiet(lambda: servers.contact.saved, timeout_s)
                     if not schedule.has(engine.progress.step):
-                        checkpoints.save_asynchronously(servers, self._state.snapshot)
+                        checkpoints.save_asynchronously(servers, self._state.snapshot, is_last=True)
                     schedule.await_saved(lambda: servers.contact.saved, engine.progress.step, timeout_s)
                 elif servers.own_server:  # the first host's memory stays as long as the chief does
                     schedule.await_saved(servers.saved_here, engine.progress.step, timeout_s)
@@ -249,7 +290,7 @@ class WorkerSaves:
         except Exception as error:  # of Horovod, too: a worker may have died after its work was done
             why = f"{type(error).__name__}: {error}"
             if servers is not None and engine.world.rank:  # the chief reports the complete save
-                text = f"this host did not hear that its part of the last checkpoint was saved: {why}"
+                text = f"this host got no report that its part of the last checkpoint was saved: {why}"
                 engine.emit(Event("checkpoint_failed", engine.progress.step, text, {"why": why}, level="warning"), True)
                 return ""
             return why

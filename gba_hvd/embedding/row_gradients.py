@@ -3,27 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from gba_hvd import kernels
+
+ROW_AVERAGES = {
+    "global": "the sum over a step's micro-batches, divided by all of them",
+    "contributors": "divided by those that contain the row, gradients dropped as stale included",
+    "kept_contributors": "divided by those that contain the row and are not dropped",
+}
 
 
 @dataclass(frozen=True)
 class RowGrad:
     """Gradient of some rows of one group of tables.
 
-    keys:   int64   [n]       distinct (see `shm.layout` for what a key is), in order of first appearance
-    values: float32 [n, dim]
+    keys:     int64   [n]       distinct (see `shm.layout` for what a key is), in order of first appearance
+    values:   float32 [n, dim]
+    accesses: uint32  [n]       lookups of each row that the gradient sums over, at least 1; None: not counted
     """
 
     keys: np.ndarray
     values: np.ndarray
+    accesses: np.ndarray | None = None
+
+    @classmethod
+    def none(cls, width: int, counted: bool = False) -> RowGrad:
+        """Of no row."""
+        accesses = np.empty(0, np.uint32) if counted else None
+        return cls(np.empty(0, np.int64), np.empty((0, width), np.float32), accesses)
+
+    def select(self, chosen: np.ndarray) -> RowGrad:
+        """Some of the rows: bool [n], or positions."""
+        accesses = None if self.accesses is None else self.accesses[chosen]
+        return RowGrad(self.keys[chosen], self.values[chosen], accesses)
 
     def non_finite(self) -> int | None:
         """The key of a row whose gradient is NaN or infinite."""
+        import torch  # sums in parallel; here, since the command line reads `ROW_AVERAGES`
+
         if np.isfinite(float(torch.from_numpy(self.values).sum())):
             return None
         bad = np.flatnonzero(~np.isfinite(self.values).all(axis=1))
@@ -43,7 +63,7 @@ def distinct(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def merge(parts: Sequence[tuple[RowGrad, float]]) -> RowGrad:
-    """Weighted sum of row gradients, one entry per distinct row."""
+    """Weighted sum of row gradients, one entry per distinct row. Accesses are added up without weights."""
     if len(parts) == 1 and parts[0][1] == 1.0:
         return parts[0][0]
     keys, number, _ = distinct(np.concatenate([part.keys for part, _ in parts]))
@@ -52,7 +72,15 @@ def merge(parts: Sequence[tuple[RowGrad, float]]) -> RowGrad:
     for part, weight in parts:
         kernels.add_rows(part.values, number[at : at + len(part.keys)], np.float32(weight), values)
         at += len(part.keys)
-    return RowGrad(keys, values)
+    return RowGrad(keys, values, _accesses([part for part, _ in parts], number, len(keys)))
+
+
+def _accesses(parts: Sequence[RowGrad], number: np.ndarray, n_rows: int) -> np.ndarray | None:
+    """Sums for n_rows distinct rows; number: int [n], of each row of each gradient its distinct one."""
+    counted = [part.accesses for part in parts if part.accesses is not None]
+    if len(counted) < len(parts):
+        return None
+    return np.bincount(number, weights=np.concatenate(counted), minlength=n_rows).astype(np.uint32)
 
 
 def pack_by_owner(grads: Sequence[RowGrad], owner: np.ndarray, n_owners: int) -> tuple[np.ndarray, np.ndarray]:
@@ -60,7 +88,8 @@ def pack_by_owner(grads: Sequence[RowGrad], owner: np.ndarray, n_owners: int) ->
 
     Returns the float32 words of all messages in owner order, and the number of words of each, int64 [n_owners].
 
-    A message is, for each group of tables: the number of rows (int64), their keys (int64), their values (float32).
+    A message is, for each group of tables: the number of rows (int64), their keys (int64), their values (float32), and
+    their accesses (uint32) where they are counted.
     """
     starts, orders = [], []
     for grad in grads:
@@ -70,7 +99,7 @@ def pack_by_owner(grads: Sequence[RowGrad], owner: np.ndarray, n_owners: int) ->
         orders.append(order)
     words = np.zeros(n_owners, dtype=np.int64)
     for grad, start in zip(grads, starts, strict=True):
-        words += 2 + np.diff(start) * (2 + grad.values.shape[1])
+        words += 2 + np.diff(start) * (2 + grad.values.shape[1] + (grad.accesses is not None))
     message = np.empty(int(words.sum()), dtype=np.float32)
     at = 0
     for rank in range(n_owners):
@@ -82,26 +111,75 @@ def pack_by_owner(grads: Sequence[RowGrad], owner: np.ndarray, n_owners: int) ->
             values = message[at + 2 + 2 * n : at + 2 + (2 + dim) * n].reshape(n, dim)
             kernels.take_rows(grad.keys, grad.values, picked, keys, values)
             at += 2 + (2 + dim) * n
+            if grad.accesses is not None:
+                message[at : at + n].view(np.uint32)[:] = grad.accesses[picked]
+                at += n
     return message, words
 
 
-def unpack(message: np.ndarray, dims: Sequence[int]) -> list[RowGrad]:
-    """The row gradients of one message, views into it."""
+def unpack(message: np.ndarray, dims: Sequence[int], counted: bool = False) -> list[RowGrad]:
+    """The row gradients of one message, views into it. counted: with their accesses."""
     grads, at = [], 0
     for dim in dims:
         n = int(message[at : at + 2].view(np.int64)[0])
         keys = message[at + 2 : at + 2 + 2 * n].view(np.int64)
-        grads.append(RowGrad(keys, message[at + 2 + 2 * n : at + 2 + (2 + dim) * n].reshape(n, dim)))
+        values = message[at + 2 + 2 * n : at + 2 + (2 + dim) * n].reshape(n, dim)
         at += 2 + (2 + dim) * n
+        accesses = message[at : at + n].view(np.uint32) if counted else None
+        at += n if counted else 0
+        grads.append(RowGrad(keys, values, accesses))
     return grads
 
 
-def with_contributors(grad: RowGrad) -> RowGrad:
-    """The gradient with one more column, 1: summed, it counts the micro-batches that contain the row."""
-    ones = np.ones((len(grad.keys), 1), dtype=np.float32)
-    return RowGrad(grad.keys, np.hstack([grad.values, ones]))
+def with_contributors(grad: RowGrad, weight: float = 1.0, counts: RowGrad | None = None) -> RowGrad:
+    """The gradient times its weight, with one more column: summed, it counts the micro-batches with the row.
+
+    counts: where the gradient is of several micro-batches, how many of them contain each row: ascending keys, and one
+    column. Default: 1.
+    """
+    count = np.ones((len(grad.keys), 1), dtype=np.float32)
+    if counts is not None and len(grad.keys):
+        count = counts.values[np.searchsorted(counts.keys, grad.keys)]
+    values = grad.values if weight == 1.0 else grad.values * np.float32(weight)
+    return replace(grad, values=np.hstack([values, count]))
+
+
+def merge_contributors(parts: Sequence[tuple[RowGrad, float]], dropped: Sequence[RowGrad] = ()) -> RowGrad:
+    """As `merge`, of gradients whose last column counts contributors: weights apply to all other columns only.
+
+    dropped: gradients that add to the counts of the rows of `parts`, and nothing else: not to their accesses either.
+    """
+    keys, number, _ = distinct(np.concatenate([grad.keys for grad in (*(grad for grad, _ in parts), *dropped)]))
+    values = np.zeros((len(keys), parts[0][0].values.shape[1]), dtype=np.float32)
+    at = 0
+    for grad, weight in parts:
+        scaled = grad.values
+        if weight != 1.0:
+            scaled = scaled * np.float32(weight)
+            scaled[:, -1] = grad.values[:, -1]
+        kernels.add_rows(scaled, number[at : at + len(grad.keys)], np.float32(1), values)
+        at += len(grad.keys)
+    n_touched = int(number[:at].max(initial=-1)) + 1  # numbered in order of first appearance, `parts` first
+    accesses = _accesses([grad for grad, _ in parts], number[:at], n_touched)
+    for grad in dropped:
+        values[number[at : at + len(grad.keys)], -1] += grad.values[:, -1]
+        at += len(grad.keys)
+    return RowGrad(keys[:n_touched], values[:n_touched], accesses)
 
 
 def average_over_contributors(grad: RowGrad) -> RowGrad:
-    """Divide each row by the sum of its contributors' weights, its last column."""
-    return RowGrad(grad.keys, np.ascontiguousarray(grad.values[:, :-1] / grad.values[:, -1:]))
+    """Divide each row by its number of contributors, its last column."""
+    return replace(grad, values=np.ascontiguousarray(grad.values[:, :-1] / grad.values[:, -1:]))
+
+
+def with_access_column(grad: RowGrad) -> RowGrad:
+    """The accesses as the last column of the values, where there are some: compressors carry such columns exactly."""
+    if grad.accesses is None:
+        return grad
+    return RowGrad(grad.keys, np.hstack([grad.values, grad.accesses[:, None].astype(np.float32)]))
+
+
+def without_access_column(grad: RowGrad) -> RowGrad:
+    """The inverse of `with_access_column`, of what has the column. float32 is exact up to 2^24 accesses a step."""
+    accesses = np.clip(grad.values[:, -1], 0, 1 << 24).astype(np.uint32)
+    return RowGrad(grad.keys, np.ascontiguousarray(grad.values[:, :-1]), accesses)

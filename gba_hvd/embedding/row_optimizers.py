@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Protocol, cast
 
@@ -18,7 +18,7 @@ from gba_hvd import kernels
 from gba_hvd.embedding.row_gradients import RowGrad
 from gba_hvd.errors import BadInput
 from gba_hvd.shm.layout import Group, Layout, SlotSpec
-from recovery.registry import Registry
+from recovery.registry import Registry, why_not_constructed
 
 
 class RowOptimizer(Protocol):
@@ -40,7 +40,7 @@ class RowOptimizer(Protocol):
     ) -> None:
         """Apply scale * grad to the rows, in place.
 
-        flat:   float32, the host's memory; the record of the i-th row starts at layout.places(grad.keys, group)[i]
+        flat:   float32, the host's memory; records start at layout.record_starts(grad.keys, group)
         group:  where the numbers stand in a record: its weights in the first `dim`, each slot from group.slots[j] on,
                 and its last word, record - 1, counts updates as a uint32, to be raised by 1
         lr:     the scheduled learning rate
@@ -60,13 +60,17 @@ class _Rule:
                 f"got {self.lr} and {self.weight_decay}"
             )
 
-    def _arguments(
-        self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float, *own: float
-    ) -> tuple[Any, ...]:
-        """What a kernel takes: the same for all, then the rule's own numbers."""
-        rows = (flat, flat.view(np.uint32), layout.places(grad.keys, group), grad.values)
+    def update_(
+        self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float, step: int
+    ) -> None:
+        kernel, own = self._kernel(step)
+        rows = (flat, flat.view(np.uint32), layout.record_starts(grad.keys, group), grad.values)
         numbers = map(np.float32, (lr, self.weight_decay, *own))
-        return (*rows, np.float32(scale), group.record, *numbers)
+        kernel(*rows, np.float32(scale), group.record, *numbers)
+
+    def _kernel(self, step: int) -> tuple[Callable[..., None], tuple[float, ...]]:
+        """The kernel, and the numbers that it takes beside what all take."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -75,10 +79,8 @@ class SGD(_Rule):
 
     slots: ClassVar[tuple[SlotSpec, ...]] = ()
 
-    def update_(
-        self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float, step: int
-    ) -> None:
-        kernels.apply_sgd(*self._arguments(flat, layout, group, grad, scale, lr))
+    def _kernel(self, step: int) -> tuple[Callable[..., None], tuple[float, ...]]:
+        return kernels.apply_sgd, ()
 
 
 @dataclass(frozen=True)
@@ -88,10 +90,8 @@ class Adagrad(_Rule):
     eps: float = 1e-10
     slots: ClassVar[tuple[SlotSpec, ...]] = (SlotSpec("sum"),)
 
-    def update_(
-        self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float, step: int
-    ) -> None:
-        kernels.apply_adagrad(*self._arguments(flat, layout, group, grad, scale, lr, self.eps))
+    def _kernel(self, step: int) -> tuple[Callable[..., None], tuple[float, ...]]:
+        return kernels.apply_adagrad, (self.eps,)
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,8 @@ class RowAdagrad(_Rule):
     eps: float = 1e-8
     slots: ClassVar[tuple[SlotSpec, ...]] = (SlotSpec("sum", per_row=True),)
 
-    def update_(
-        self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float, step: int
-    ) -> None:
-        kernels.apply_row_adagrad(*self._arguments(flat, layout, group, grad, scale, lr, self.eps))
+    def _kernel(self, step: int) -> tuple[Callable[..., None], tuple[float, ...]]:
+        return kernels.apply_row_adagrad, (self.eps,)
 
 
 @dataclass(frozen=True)
@@ -120,12 +118,36 @@ class Adam(_Rule):
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise BadInput(f"Adam: betas must be in [0, 1), got {self.betas}")
 
+    def _kernel(self, step: int) -> tuple[Callable[..., None], tuple[float, ...]]:
+        beta1, beta2 = self.betas
+        return kernels.apply_adam, (self.eps, beta1, beta2, 1 - beta1**step, 1 - beta2**step)
+
+
+@dataclass(frozen=True)
+class TableOptimizers:
+    """The optimizers of all tables: the one of tables that name none, and those of others, by number from 1 on."""
+
+    default: RowOptimizer
+    own: tuple[RowOptimizer, ...] = ()
+
     def update_(
         self, flat: np.ndarray, layout: Layout, group: Group, grad: RowGrad, scale: float, lr: float, step: int
     ) -> None:
-        beta1, beta2 = self.betas
-        own = (self.eps, beta1, beta2, 1 - beta1**step, 1 - beta2**step)
-        kernels.apply_adam(*self._arguments(flat, layout, group, grad, scale, lr, *own))
+        """As `RowOptimizer.update_`. lr: of the default optimizer, now; that of another is in proportion."""
+        optimizer = self.of(group.optimizer)
+        if group.optimizer:
+            lr = optimizer.lr * (lr / self.default.lr)
+        optimizer.update_(flat, layout, group, grad, scale, lr, step)
+
+    def of(self, number: int) -> RowOptimizer:
+        return self.own[number - 1] if number else self.default
+
+    def __post_init__(self) -> None:
+        if self.own and not self.default.lr > 0:
+            raise BadInput(
+                f"EmbeddingTables(optimizer=) has lr {self.default.lr}, and tables have optimizers of their own, whose "
+                "rates are scheduled in proportion to it: give it a positive lr"
+            )
 
 
 # Where the optimizers of this module are said to be, on disk and in messages: a name that outlives the layout of the
@@ -141,7 +163,8 @@ def why_no_row_optimizer(found: Any) -> str:
         return f"{found!r}, which is no dataclass"
     if not (isinstance(slots, tuple) and all(isinstance(slot, SlotSpec) for slot in slots)):
         return f"{found!r}, whose `slots` is no tuple of SlotSpec"
-    return ""
+    # A server is sent the values of all fields, and makes the optimizer of them.
+    return why_not_constructed(cast(type, found), (), tuple(field.name for field in fields(found)))
 
 
 REGISTERED: Registry[RowOptimizer] = Registry(

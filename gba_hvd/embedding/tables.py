@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,16 +18,29 @@ import torch
 from torch import Tensor, nn
 
 from gba_hvd import kernels
-from gba_hvd.batch import Bag
 from gba_hvd.config import Config
+from gba_hvd.embedding import compiled
+from gba_hvd.embedding.bags import BagLookups, Borrowed, FieldBags, PooledBag
+from gba_hvd.embedding.compiled import CompiledPass
+from gba_hvd.embedding.features import (
+    Feature,
+    Table,
+    features_of,
+    optimizers_of,
+    poolings_of,
+    refuse_unused_modes,
+    tables_of,
+)
+from gba_hvd.embedding.initial_rows import AssignedRows, InitialRows, checked_rows, not_assignable
+from gba_hvd.embedding.lookup_recorder import LookupRecorder
+from gba_hvd.embedding.lookups import Ids as Ids
+from gba_hvd.embedding.lookups import Lookup, Source, fill_keys, look_up, pooled_elsewhere, same_ids
+from gba_hvd.embedding.pooling import Pooling, pool, stack
 from gba_hvd.embedding.row_gradients import RowGrad, distinct
 from gba_hvd.embedding.row_optimizers import RowOptimizer
 from gba_hvd.errors import BadInput, GbaError
 from gba_hvd.shm.layout import Group, Layout
 from gba_hvd.shm.shard_memory import ShardMemory
-
-_NO_WEIGHTS = np.empty(0, dtype=np.float32)
-Ids = Mapping[str, Tensor | Bag]
 
 
 @dataclass(frozen=True)
@@ -35,20 +48,35 @@ class PulledRows:
     """Rows of one group fetched from other hosts for the micro-batches ahead.
 
     keys: int64 [n]; slots: their hash table (`kernels.find_keys`); values: float32 [n, dim]
+    bags: those whose rows the owners have pooled; keys has their activations, too. borrowed: by owner, where what it
+    sent is a part of the rows' elements
     """
 
     keys: np.ndarray
     slots: np.ndarray
     values: np.ndarray
+    bags: Sequence[PooledBag] = ()
+    borrowed: Mapping[int, Borrowed] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Captured:
-    """The rows one forward pass used, as the autograd leaf that collects their gradient."""
+    """The rows one forward pass used, as the autograd leaf that collects their gradient.
+
+    ids: int32 [n], of each id its place in `keys`; samples: int64 [n], its sample. Empty unless the tables have
+    `notes_samples`
+    n_samples: how many samples the fields have: one number where all have as many
+    accesses: uint32 [n], how often each was looked up; None: not counted
+    """
 
     group: int
     keys: np.ndarray
     rows: Tensor
+    ids: np.ndarray
+    samples: np.ndarray
+    n_samples: frozenset[int]
+    accesses: np.ndarray | None = None
+    compiled: list[CompiledPass] = field(default_factory=list)  # kept for the backward operator
 
 
 @dataclass
@@ -65,22 +93,35 @@ class Passes:
 class EmbeddingTables(nn.Module):
     """Named embedding tables that live in shard memory, trained by a row optimizer.
 
-    Called like a keyed `nn.EmbeddingBag`:
+    Called with ids by feature, like a keyed `nn.EmbeddingBag`:
 
         tables = EmbeddingTables({"user": (10_000_000, 16), "item": (2_000_000, 16)}, optimizer=RowAdagrad(lr=0.05))
         out = tables({"user": user_ids, "item": Bag(item_ids, offsets)})       # {"user": [B, 16], "item": [B, 16]}
         out = tables.stacked({"user": user_ids, "item": item_ids})             # [B, 2, 16]
 
+    Without `features` each table has one feature, of its own name, pooled as `mode` says ("sum", "mean" or "max", one
+    for all or by table). With `features`, several features may look up one table, pooled or not:
+
+        tables = EmbeddingTables(
+            {"item": Table(2_000_000, 16, padding_idx=0), "user": (10_000_000, 16)},
+            optimizer=RowAdagrad(lr=0.05),
+            features={"history": Feature("item", pooling=None), "candidate": "item", "liked": Feature("item", "mean")},
+        )
+        out = tables({"history": ids, "candidate": item_ids, "user": user_ids})  # [B, L, 16], [B, 16], [B, 16]
+
+    A row that several features of a call look up is fetched once and gets one gradient. A table that no feature names
+    has a feature of its own name.
+
     The tables are no `nn.Parameter`s: they are shared by all workers of a host and are not in `state_dict()`.
-    `mode` ("sum" or "mean") pools multi-valued fields, one for all or by table. Initial rows are normal(0, init_std)
-    and depend on (seed, table, row) only.
+    Rows are float32. Initial rows are normal(0, init_std) and depend on (seed, table, row) only.
     """
 
     def __init__(
         self,
-        tables: Mapping[str, tuple[int, int]],
+        tables: Mapping[str, Table | tuple[int, int]],
         optimizer: RowOptimizer,
         *,
+        features: Mapping[str, Feature | str] | None = None,
         seed: int = 0,
         init_std: float = 0.01,
         mode: str | Mapping[str, str] = "sum",
@@ -90,27 +131,51 @@ class EmbeddingTables(nn.Module):
         super().__init__()
         self.config = Config.from_env(n_shards=n_shards, shard_dir=shard_dir)
         self.optimizer = optimizer
-        self.layout = Layout.of(tables, optimizer.slots, self.config.n_shards, seed, init_std)
-        self.mode = {name: mode if isinstance(mode, str) else mode.get(name, "sum") for name in tables}
-        for name, pooling in self.mode.items():
-            if pooling not in ("sum", "mean"):
-                raise BadInput(f"table {name!r}: mode must be 'sum' or 'mean', got {pooling!r}")
+        self.tables = tables_of(tables)
+        self.mode = poolings_of(self.tables, mode)
+        self.features = features_of(self.tables, features, self.mode)
+        refuse_unused_modes(features, mode)
+        self.optimizers, numbers = optimizers_of(optimizer, self.tables)
+        shapes = {name: (table.n_rows, table.dim) for name, table in self.tables.items()}
+        own_slots = tuple(one.slots for one in self.optimizers.own)
+        self.layout = Layout.of(shapes, optimizer.slots, self.config.n_shards, seed, init_std, numbers, own_slots)
+        self.initial_rows = InitialRows(self.tables, init_std)
+        self._sources = {name: self._source(name, feature) for name, feature in self.features.items()}
         self.memory: ShardMemory | None = None
+        self.counts_accesses = False  # each row's, in every micro-batch: for checkpoints that save what is used most
         self.local: np.ndarray | None = None  # bool [S]: shards of this host; None when all are
+        # Sets rows (group, keys, values) in the memory, between steps; None: it cannot be done here.
+        self.write_rows: Callable[[int, np.ndarray, np.ndarray], None] | None = None
+        self.notes_samples = False  # forward passes note which sample each id belongs to
+        self.pools_bags = False  # rows of bags on other hosts are pooled there: their weights get no gradient
+        self._not_pooled = tuple(name for name, feature in self.features.items() if feature.pooling is None)
+        self._joined: tuple[EmbeddingTables, ...] = ()  # the tables that these have become a part of
+        self._handle, self._anchor = compiled.register(self), torch.zeros((), requires_grad=True)
         self._common = Passes([None] * len(self.layout.groups))
         self._apart: dict[int, Passes] = {}  # by thread, of those that keep theirs to themselves
+        self._recorders: dict[int, LookupRecorder] = {}  # by thread
+        self.looks_up_inside = False  # the model itself finds ids in its inputs; batches need not have any
+
+    def _source(self, name: str, feature: Feature) -> Source:
+        group, first_key = self.layout.place_of_table[feature.table]
+        table = self.tables[feature.table]
+        return Source(name, feature.table, group, first_key, table.n_rows, feature.pooling, table.padding_idx)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{t.name}: {t.n_rows:,} x {t.dim}" for t in self.layout.tables)
 
     def __getstate__(self) -> dict[str, Any]:
         """Neither `copy.deepcopy` nor pickle can copy memory that other processes write."""
-        if self.memory is not None:
+        if self.memory is not None or self._joined:
             raise GbaError(
                 "the tables live in memory shared by all workers and are not copied with the model: "
                 "keep model.state_dict() for the dense part, and tables.rows(name, ids) for rows"
             )
         return dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._handle = compiled.register(self)
 
     # --- threads ---------------------------------------------------------------------------------------------------
 
@@ -123,6 +188,19 @@ class EmbeddingTables(nn.Module):
             yield self._apart[me]
         finally:
             del self._apart[me]
+
+    @contextlib.contextmanager
+    def recording(self, stop_after: int | None = None) -> Iterator[LookupRecorder]:
+        """Forward passes of this thread fetch no row: their keys are recorded, and they compute with zeros.
+
+        Needs no memory. stop_after: raise AllRecorded at this lookup
+        """
+        me = threading.get_ident()
+        self._recorders[me] = LookupRecorder(len(self.layout.groups), stop_after)
+        try:
+            yield self._recorders[me]
+        finally:
+            del self._recorders[me]
 
     @property
     def _passes(self) -> Passes:
@@ -139,104 +217,204 @@ class EmbeddingTables(nn.Module):
 
     # --- forward ---------------------------------------------------------------------------------------------------
 
-    def forward(self, ids: Mapping[str, Tensor | Bag]) -> dict[str, Tensor]:
-        """Pooled embeddings float32 [B, dim] by table name, for the tables named in `ids`.
+    def forward(self, ids: Ids) -> dict[str, Tensor]:
+        """Embeddings float32 by feature, for the features named in `ids`.
 
-        ids: by table, int64 [B] or a `Bag` of B samples.
-        Raises BadInput for an unknown table, an id outside its table, and offsets that do not cut the values.
+        ids: by feature, one of
+            int64 or int32 [B]       one id for each sample
+            int64 or int32 [B, L]    L of them, with the table's `padding_idx` where a sample has fewer
+            `Bag` of B samples, or a jagged nested tensor [B, j] (torch.nested, layout=torch.jagged)
+        A pooled feature gives [B, dim]. One that is not (`Feature(table, pooling=None)`) takes tensors of any shape
+        and gives ids.shape + [dim], zeros where padding is, and a jagged nested tensor [B, j, dim] of a Bag or a
+        nested tensor.
+        Raises BadInput for an unknown feature, ids of another dtype or shape, an id outside its table, offsets that do
+        not cut the values, and weights of a Bag where they would be ignored.
         """
+        if self._joined:
+            self._refuse_unknown(ids)
+            joined: dict[str, Tensor] = self._joined[0](ids)
+            return joined
+        if torch.compiler.is_compiling() and ids:
+            return compiled.look_up(self._handle, self._anchor, ids, self._not_pooled)
         _refuse_tracing()
-        out: dict[str, Tensor] = {}
-        for number, group in enumerate(self.layout.groups):
-            names = [t.name for t in group.tables if t.name in ids]
-            if names:
-                bags = {name: _bag_of(name, ids[name]) for name in names}
-                rows, index = self._fetch(number, [(name, bags[name].values) for name in names])
-                at = 0
-                for name in names:
-                    bag, n = bags[name], bags[name].values.numel()
-                    offsets = np.append(bag.offsets.numpy(), n)
-                    mean = self.mode[name] == "mean"
-                    out[name] = _Pool.apply(rows, bag.weights, index[at : at + n], offsets, mean)  # type: ignore[no-untyped-call]
-                    at += n
-        if len(out) != len(ids):
-            self._unknown_tables(ids)
+        out = {
+            one.source.feature: one.result(pool(rows, one.weights, index, one.offsets, one.pooling))
+            for one, rows, index in self._fetched(ids, torch.is_grad_enabled())
+        }
         return {name: out[name] for name in ids}
 
-    def stacked(self, ids: Mapping[str, Tensor | Bag]) -> Tensor:
-        """Embeddings float32 [B, F, dim] of the F fields in `ids`, in that order; all of one dimension.
+    def compiled_pass(self, ids: Ids, train: bool, weights_train: bool) -> tuple[CompiledPass, list[Tensor]]:
+        """See `compiled.LooksUp`."""
+        found, results = {}, {}
+        first = len(self._passes.captured)
+        for one, rows, index in self._fetched(ids, train, weights_train):
+            pooling = Pooling(rows, index, one.offsets, one.weights, one.pooling)
+            results[one.source.feature] = pooling.pooled().view(*one.shape_of_rows, rows.shape[1])
+            found[one.source.feature] = one, pooling, rows
+        done = CompiledPass([found[name] for name in ids])
+        for captured in self._passes.captured[first:]:
+            captured.compiled.append(done)
+        return done, [results[name] for name in ids]
 
-        The fast path for single-valued fields: one gather for all. A `Bag` is pooled as `mode` says.
+    def width_of(self, feature: str) -> tuple[int, bool]:
+        """(dimension, whether it is pooled)."""
+        self._refuse_unknown({feature: None})
+        source = self._sources[feature]
+        return self.layout.groups[source.group].dim, source.pooling is not None
+
+    def _fetched(
+        self, ids: Ids, train: bool, weights_train: bool | None = None
+    ) -> Iterator[tuple[Lookup, Tensor, np.ndarray]]:
+        """Of each feature its lookup, the distinct rows that hold its own, a leaf, and which of them its keys are."""
+        self._refuse_unknown(ids)
+        by_group: dict[int, list[Lookup]] = {}
+        for one in self.lookups(ids):
+            by_group.setdefault(one.source.group, []).append(self._with_pooled(one, ids, weights_train))
+        for number, some in by_group.items():
+            wanted, cuts = np.concatenate([one.keys for one in some]), [one.by_sample for one in some]
+            rows, index = self._fetch(number, wanted, cuts, train)
+            at = 0
+            for one in some:
+                yield one, rows, index[at : at + len(one.keys)]
+                at += len(one.keys)
+
+    def stacked(self, ids: Ids) -> Tensor:
+        """Embeddings float32 [B, F, dim] of the F features in `ids`, in that order; all of one dimension.
+
+        The fast path for single-valued features: one gather for all. Features of several ids are pooled.
         """
+        if self._joined:
+            self._refuse_unknown(ids)
+            return self._joined[0].stacked(ids)
+        if torch.compiler.is_compiling():
+            return self._stacked_pooled(ids)
         _refuse_tracing()
-        groups = {self.layout.place_of_table[name][0] for name in ids if name in self.layout.place_of_table}
-        columns = [(name, column) for name, column in ids.items() if isinstance(column, Tensor)]
-        self._unknown_tables(ids)
-        if len(groups) != 1:
-            dims = {t.name: t.dim for t in self.layout.tables if t.name in ids}
+        self._refuse_unknown(ids)
+        sources = [self._sources[name] for name in ids]
+        dims = {source.table: self.layout.groups[source.group].dim for source in sources}
+        if len(set(dims.values())) != 1:
             raise BadInput(
                 f"stacked() takes fields of tables of one dimension, got {dims}; call tables(ids) for others"
             )
-        if len(columns) != len(ids):
-            pooled = self(ids)
-            lengths = [len(pooled[name]) for name in ids]
-            if len(set(lengths)) > 1:
-                raise BadInput(f"stacked(): all fields need {lengths[0]} samples, got {lengths}")
-            return torch.stack([pooled[name] for name in ids], dim=1)
-        rows, index = self._fetch(groups.pop(), columns)
-        batch = len(columns[0][1])
-        if any(len(column) != batch for _, column in columns):
-            raise BadInput(f"stacked(): all fields need {batch} ids, got {[len(c) for _, c in columns]}")
-        stacked: Tensor = _Stack.apply(rows, index, len(columns), batch)  # type: ignore[no-untyped-call]
-        return stacked
+        columns = [column for column in ids.values() if isinstance(column, Tensor) and column.ndim == 1]
+        if any(
+            isinstance(column, Tensor) and column.ndim == 1 and len(column) != len(columns[0]) for column in columns
+        ):
+            raise BadInput(f"stacked(): all fields need {len(columns[0])} ids, got {[len(c) for c in columns]}")
+        has_padding = any(source.padding_idx is not None for source in sources)
+        if len(columns) != len(ids) or has_padding or len({source.group for source in sources}) > 1:
+            return self._stacked_pooled(ids)
+        keys, batch = np.empty(sum(len(column) for column in columns), np.int64), len(columns[0])
+        for number, (source, column) in enumerate(zip(sources, columns, strict=True)):
+            fill_keys(source, column, keys[number * batch : (number + 1) * batch])
+        cuts = [np.arange(batch + 1)] * len(columns)
+        rows, index = self._fetch(sources[0].group, keys, cuts, torch.is_grad_enabled())
+        return stack(rows, index, len(columns), batch)
+
+    def _stacked_pooled(self, ids: Ids) -> Tensor:
+        found = self(ids)
+        for name, rows in found.items():
+            if rows.is_nested or rows.ndim != 2:
+                raise BadInput(
+                    f"stacked(): feature {name!r} is not pooled and gives every id a row; leave it out, and call "
+                    "tables(ids) for it"
+                )
+        lengths = [len(found[name]) for name in ids]
+        if len(set(lengths)) > 1:
+            raise BadInput(f"stacked(): all fields need {lengths[0]} samples, got {lengths}")
+        return torch.stack([found[name] for name in ids], dim=1)
+
+    def lookups(self, ids: Ids) -> list[Lookup]:
+        """What these ids look up, in the order of the features; names that are no feature are left out."""
+        return [look_up(source, ids[name]) for name, source in self._sources.items() if name in ids]
 
     def keys_of(self, group: int, columns: list[tuple[str, Tensor]]) -> np.ndarray:
-        """int64 keys of ids, column after column. Raises BadInput naming table, id and position of a bad id."""
-        for name, column in columns:
-            if not isinstance(column, Tensor):
-                raise BadInput(f"table {name!r}: ids must be an int64 tensor or a Bag, got {type(column).__name__}")
-        keys = np.empty(sum(c.numel() for _, c in columns), dtype=np.int64)
+        """int64 keys of the ids [n] of tables of one group, column after column, padding among them."""
+        keys = np.empty(sum(column.numel() for _, column in columns), np.int64)
         at = 0
         for name, column in columns:
-            if column.dtype != torch.int64 or column.ndim != 1:
-                raise BadInput(f"table {name!r}: ids must be int64 [n], got {column.dtype} {list(column.shape)}")
-            ids = column.numpy()
-            n_rows = next(t.n_rows for t in self.layout.groups[group].tables if t.name == name)
-            base = self.layout.place_of_table[name][1]
-            bad = kernels.fill_keys(np.ascontiguousarray(ids), base, n_rows, keys[at : at + len(ids)])
-            if bad >= 0:
-                raise BadInput(
-                    f"table {name!r} has rows 0 to {n_rows - 1}, got id {ids[bad]} at position {bad} of the "
-                    "micro-batch; make the table larger or map the id (gba-hvd data prepare does)"
-                )
-            at += len(ids)
+            table = next(t for t in self.layout.groups[group].tables if t.name == name)
+            source = Source(name, name, group, self.layout.place_of_table[name][1], table.n_rows, None, None)
+            fill_keys(source, column, keys[at : at + column.numel()])
+            at += column.numel()
         return keys
 
-    def _fetch(self, group_number: int, columns: list[tuple[str, Tensor]]) -> tuple[Tensor, np.ndarray]:
-        """The distinct rows of some ids as a leaf [d, dim], and each id's number among them int32 [n]."""
+    def bag_lookups(self, ids: Sequence[Ids]) -> BagLookups:
+        """What some batches look up, those apart of which sums suffice: multi-valued features that are summed or
+        averaged."""
+        single: list[list[np.ndarray]] = [[np.empty(0, np.int64)] for _ in self.layout.groups]
+        bags: list[list[tuple[int, FieldBags]]] = [[] for _ in self.layout.groups]
+        for i, by_name in enumerate(ids):
+            for one in self.lookups(by_name):
+                name, group = one.source.feature, one.source.group
+                if one.is_bag:
+                    bags[group].append((i, FieldBags(name, by_name[name], one.keys, one.offsets, one.factors())))
+                else:
+                    single[group].append(one.keys)
+        return BagLookups([np.concatenate(some) for some in single], bags)
+
+    def _with_pooled(self, lookup: Lookup, ids: Ids, weights_train: bool | None) -> Lookup:
+        """The lookup as rows that are pooled here, after what other hosts have pooled."""
+        if not self.pools_bags:
+            return lookup
+        if weights_train is None:
+            weights_train = bool(
+                lookup.weights is not None and lookup.weights.requires_grad and torch.is_grad_enabled()
+            )
+        if weights_train and lookup.weights is not None:
+            raise BadInput(
+                f"{lookup.source}: the weights of its bags ask for a gradient, and row_compression=dct_mp pools rows "
+                "of other hosts there, without sending them: use another row_compression, or detach the weights"
+            )
+        pulled = self.remote[lookup.source.group]
+        if not lookup.is_bag or pulled is None:
+            return lookup
+        name = lookup.source.feature
+        for one in pulled.bags:
+            if one.field.feature == name and same_ids(one.field.ids, ids[name]):
+                return pooled_elsewhere(lookup, one.keys, one.offsets, one.factors)
+        return lookup
+
+    def _fetch(
+        self, group_number: int, wanted: np.ndarray, by_sample: list[np.ndarray], train: bool
+    ) -> tuple[Tensor, np.ndarray]:
+        """The distinct rows of some keys as a leaf [d, dim], and each key's number among them int32 [n].
+
+        by_sample: int64 [B + 1] of each feature, where the keys of its samples begin and end
+        train: the rows' gradient will be taken
+        """
+        if self._recorders and (recorder := self._recorders.get(threading.get_ident())) is not None:
+            keys, index, _ = distinct(wanted)
+            recorder.add(group_number, keys)
+            return torch.zeros(len(keys), self.layout.groups[group_number].dim), index
         if self.memory is None:
             raise GbaError(
                 "the tables have no memory yet: iterate gba_hvd.batches(dataset, state), or call state.sync() first"
             )
         group = self.layout.groups[group_number]
-        keys, index, _ = distinct(self.keys_of(group_number, columns))
+        keys, index, _ = distinct(wanted)
         rows = torch.empty(len(keys), group.dim)
         self._read_rows(group, group_number, keys, rows.numpy())
-        if torch.is_grad_enabled():
+        if train:
             rows.requires_grad_()
-            self._passes.captured.append(Captured(group_number, keys, rows))
+            ids, samples = index[:0], np.empty(0, np.int64)
+            if self.notes_samples:
+                ids, samples = index, np.concatenate([np.repeat(np.arange(len(o) - 1), np.diff(o)) for o in by_sample])
+            n_samples = frozenset(len(o) - 1 for o in by_sample)
+            accesses = np.bincount(index, minlength=len(keys)).astype(np.uint32) if self.counts_accesses else None
+            self._passes.captured.append(Captured(group_number, keys, rows, ids, samples, n_samples, accesses))
         return rows, index
 
     def _read_rows(self, group: Group, group_number: int, keys: np.ndarray, out: np.ndarray) -> None:
         assert self.memory is not None
         layout = self.layout
         if self.local is None:
-            kernels.gather_rows(self.memory.flat, layout.places(keys, group), 0, out)
+            kernels.gather_rows(self.memory.flat, layout.record_starts(keys, group), 0, out)
             return
         here = self.local[keys % layout.n_shards]
         near, far = np.flatnonzero(here), np.flatnonzero(~here)
         rows = np.empty((len(near), group.dim), dtype=np.float32)
-        kernels.gather_rows(self.memory.flat, layout.places(keys[near], group), 0, rows)
+        kernels.gather_rows(self.memory.flat, layout.record_starts(keys[near], group), 0, rows)
         out[near] = rows
         if len(far):
             remote, index = self.remote[group_number], np.empty(len(far), dtype=np.int32)
@@ -245,16 +423,17 @@ class EmbeddingTables(nn.Module):
                 table, row = layout.locate(int(keys[far][max(missing, 0)]), group_number)
                 raise GbaError(
                     f"row {row} of table {table!r} lives on another host and was not fetched: ids must come from the "
-                    "batch's `ids` (pass ids=... to gba_hvd.batches when your batches keep them elsewhere)"
+                    "batch's `ids` (pass ids=... to gba_hvd.batches when your batches keep them elsewhere), or be "
+                    "looked up by its `forward` each time it gets this batch"
+                    + (", and bags unchanged: with row_compression=dct_mp they are pooled there" * self.pools_bags)
                 )
             out[far] = remote.values[index]
 
-    def _unknown_tables(self, ids: Mapping[str, Any]) -> None:
-        unknown = [name for name in ids if name not in self.layout.place_of_table]
+    def _refuse_unknown(self, ids: Mapping[str, Any]) -> None:
+        unknown = [name for name in ids if name not in self._sources]
         if unknown:
-            raise BadInput(
-                f"no table named {unknown[0]!r}; the tables are {', '.join(t.name for t in self.layout.tables)}"
-            )
+            what = "table" if list(self.features) == list(self.tables) else "feature"
+            raise BadInput(f"no {what} named {unknown[0]!r}; the {what}s are {', '.join(self.features)}")
 
     # --- backward --------------------------------------------------------------------------------------------------
 
@@ -265,8 +444,32 @@ class EmbeddingTables(nn.Module):
         grads: list[list[RowGrad]] = [[] for _ in self.layout.groups]
         for c in captured:
             if c.rows.grad is not None:
-                grads[c.group].append(RowGrad(c.keys, c.rows.grad.numpy()))
+                grads[c.group].append(RowGrad(c.keys, c.rows.grad.numpy(), c.accesses))
         return grads
+
+    def contributors(self, micro_batch: int, n_samples: int) -> list[RowGrad]:
+        """Of the forward passes since gradients were taken: in how many micro-batches each row is, by group.
+
+        The batch has n_samples, the samples of several micro-batches one after the other. Values: float32 [n, 1].
+        Raises BadInput for a pass with another number of samples, where that cannot be said. Needs `notes_samples`.
+        """
+        n_micro = -(-n_samples // micro_batch)
+        found: list[list[np.ndarray]] = [[np.empty(0, np.int64)] for _ in self.layout.groups]
+        for c in self._passes.captured:
+            if c.rows.grad is None:
+                continue
+            if c.n_samples != {n_samples}:
+                raise BadInput(
+                    f"a forward pass over {' and '.join(map(str, sorted(c.n_samples)))} samples in a batch of "
+                    f"{n_samples}: with sync_micro_batch and rows averaged over contributors the tables must see which "
+                    "micro-batch each id belongs to. Leave sync_micro_batch out, or use row_average='global'"
+                )
+            found[c.group].append(c.keys[c.ids] * n_micro + c.samples // micro_batch)
+        counts = []
+        for pairs in found:
+            keys, n = np.unique(np.unique(np.concatenate(pairs)) // n_micro, return_counts=True)
+            counts.append(RowGrad(keys, n.astype(np.float32)[:, None]))
+        return counts
 
     @property
     def captured(self) -> Sequence[Captured]:
@@ -287,22 +490,134 @@ class EmbeddingTables(nn.Module):
     def drop_gradients(self) -> None:
         self._passes.captured = []
 
+    # --- rows from elsewhere ---------------------------------------------------------------------------------------
+
+    def assign(self, name: str, ids: Any, values: Any) -> None:
+        """Set rows, such as pretrained ones. ids: whole numbers [n], distinct; values: float [n, dim].
+
+        name: of a table, or of one of its features. Before the first `state.sync()` the rows are recorded, on every
+        worker, and written where the memory is made: the same on all hosts. Rows of a checkpoint that the job resumes
+        from win. Later the rows are written at once: then call it on every worker, with the same values, outside the
+        loop over batches and in allreduce mode. Optimizer slots stay.
+        Raises BadInput for an unknown name, ids and values that do not fit the table, and values that are not finite;
+        GbaError where rows cannot be written now.
+        """
+        table = self.table_of(name)
+        if self._joined:
+            return self._joined[0].assign(table, ids, values)
+        if self.memory is None:
+            self.initial_rows.assign(AssignedRows.of(table, self.tables[table], ids, values), table)
+            return
+        if self.write_rows is None:
+            raise not_assignable()
+        found, rows = checked_rows(table, self.tables[table], ids, values)
+        group, first_key = self.layout.place_of_table[table]
+        self.write_rows(group, first_key + found, rows)
+
+    def assign_from(self, name: str, url: str) -> None:
+        """As `assign`, from a file: a path or any fsspec URL that every host can read.
+
+        .npy: float32 [n, dim], rows 0 to n - 1; .npz: arrays `values` float32 [n, dim] and `ids` int64 [n] (without it,
+        rows 0 to n - 1); .parquet: columns `ids` and `values`, a list of dim numbers each.
+        """
+        table = self.table_of(name)
+        if self._joined:
+            return self._joined[0].assign_from(table, url)
+        rows = AssignedRows.of_file(table, self.tables[table], str(url))
+        if self.memory is None:
+            self.initial_rows.assign(rows, table)
+        else:
+            self.assign(table, *rows.read())
+
+    def table_of(self, name: str) -> str:
+        """The table with this name, or that of a feature. Raises BadInput."""
+        if name in self.tables:
+            return name
+        if name in self.features:
+            return self.features[name].table
+        raise BadInput(f"no table or feature named {name!r}; the tables are {', '.join(self.tables)}")
+
+    def describe_tables(self) -> dict[str, Any]:
+        """What workers must have in common beyond the layout; nothing of a table that is only a shape."""
+        named: dict[str, dict[str, Any]] = {"optimizer": {}, "init": {}, "padding_idx": {}}
+        for name, table in self.tables.items():
+            init = table.init
+            named["init"][name] = getattr(init, "__qualname__", type(init).__name__) if callable(init) else init
+            named["optimizer"][name] = None if table.optimizer is None else repr(table.optimizer)
+            named["padding_idx"][name] = table.padding_idx
+        given = {what: {n: v for n, v in values.items() if v is not None} for what, values in named.items()}
+        assigned = self.initial_rows.assigned
+        found: dict[str, Any] = {f"{what} of tables": values for what, values in given.items() if values}
+        return {**found, **({"assigned tables": assigned} if assigned else {})}
+
     # --- a look inside ---------------------------------------------------------------------------------------------
 
     def rows(self, table: str, ids: Any, what: str = "weights") -> np.ndarray:
         """A copy of some rows of this host's memory: float32 [n, dim], or [n] for a slot with one number per row.
 
-        what: "weights" or the name of an optimizer slot. For tests, export and curiosity.
+        table: its name, or that of a feature. what: "weights" or the name of an optimizer slot. For tests, export and
+        curiosity.
         """
+        table = self.table_of(table)
+        if self._joined:
+            return self._joined[0].rows(table, ids, what)
         assert self.memory is not None
         g, _ = self.layout.place_of_table[table]
         group, layout = self.layout.groups[g], self.layout
         keys = self.keys_of(g, [(table, torch.as_tensor(ids, dtype=torch.int64))])
-        slots = {slot.name: (slot.per_row, at) for slot, at in zip(layout.slots, group.slots, strict=True)}
+        slots = {
+            slot.name: (slot.per_row, at)
+            for slot, at in zip(layout.slots_of(group.tables[0]), group.slots, strict=True)
+        }
         per_row, offset = slots.get(what, (False, 0))
         out = np.empty((len(keys), 1 if per_row else group.dim), dtype=np.float32)
-        kernels.gather_rows(self.memory.flat, layout.places(keys, group), offset, out)
+        kernels.gather_rows(self.memory.flat, layout.record_starts(keys, group), offset, out)
         return out[:, 0] if per_row else out
+
+
+def join_tables(parts: Sequence[EmbeddingTables]) -> EmbeddingTables:
+    """Tables with all tables and features of the parts, which look up in them from now on.
+
+    The first part's optimizer and `init_std` are those of the whole; tables of others keep theirs.
+    Raises BadInput for names that two parts have, and parts that differ in what is one for all tables.
+    """
+    is_list = isinstance(parts, (list, tuple)) and bool(parts)
+    if not is_list or not all(isinstance(part, EmbeddingTables) for part in parts):
+        raise BadInput(f"expected EmbeddingTables, or a list of them, got {parts!r}")
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    tables: dict[str, Table] = {}
+    features: dict[str, Feature] = {}
+    for part in parts:
+        if part.memory is not None or part._joined:
+            raise BadInput("these EmbeddingTables belong to an optimizer already: give all of them to one optimizer")
+        for what, named, all_named in (("table", part.tables, tables), ("feature", part.features, features)):
+            if twice := [name for name in named if name in all_named]:
+                raise BadInput(f"two EmbeddingTables have a {what} named {twice[0]!r}: rename one of them")
+        mine, theirs = (
+            {"seed": one.layout.seed, "n_shards": one.layout.n_shards, "shard_dir": str(one.config.shard_dir)}
+            for one in (first, part)
+        )
+        for what, value in theirs.items():
+            if value != mine[what]:
+                raise BadInput(
+                    f"EmbeddingTables of one model share their memory, and need one {what}: got {mine[what]!r} and "
+                    f"{value!r}"
+                )
+        for name, table in part.tables.items():
+            init = part.layout.init_std if table.init is None else table.init
+            tables[name] = replace(table, optimizer=table.optimizer or part.optimizer, init=init)
+        features |= part.features
+    whole = EmbeddingTables(
+        tables, first.optimizer, features=features, seed=first.layout.seed, init_std=first.layout.init_std,
+        n_shards=first.config.n_shards, shard_dir=first.config.shard_dir,
+    )  # fmt: skip
+    for part in parts:
+        whole.initial_rows.take_over(part.initial_rows)
+        whole.looks_up_inside = whole.looks_up_inside or part.looks_up_inside
+        part._joined = (whole,)
+    return whole
 
 
 def _refuse_tracing() -> None:
@@ -313,79 +628,10 @@ def _refuse_tracing() -> None:
         )
 
 
-def _bag_of(table: str, ids: Tensor | Bag) -> Bag:
-    """A field as a bag whose offsets cut its values; the kernels rely on it."""
-    if not isinstance(ids, Bag):
-        return Bag(ids, torch.arange(len(ids)))
-    offsets, n, weights = ids.offsets.numpy(), ids.values.numel(), ids.weights
-    if offsets.dtype != np.int64 or offsets.ndim != 1:
-        raise BadInput(f"table {table!r}: offsets must be int64 [B], got {ids.offsets.dtype} {list(offsets.shape)}")
-    if len(offsets) and (offsets[0] != 0 or offsets[-1] > n or (np.diff(offsets) < 0).any()):
-        raise BadInput(
-            f"table {table!r}: offsets must start at 0, never fall, and end at {n}, the number of values, or before; "
-            f"got {offsets[0]} to {offsets[-1]}"
-        )
-    if weights is not None and (weights.dtype != torch.float32 or weights.shape != (n,)):
-        raise BadInput(f"table {table!r}: weights must be float32 [{n}], got {weights.dtype} {list(weights.shape)}")
-    return ids
-
-
-class _Stack(torch.autograd.Function):
-    """rows [d, dim], index int32 [F * B] -> [B, F, dim]"""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: np.ndarray, n_fields: int, batch: int) -> Tensor:
-        ctx.index, ctx.shape, ctx.n_fields, ctx.batch = index, rows.shape, n_fields, batch
-        out = torch.empty(batch, n_fields, rows.shape[1])
-        kernels.stack_rows(rows.detach().numpy(), index, n_fields, batch, out.numpy())
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        out = torch.zeros(ctx.shape)
-        kernels.stack_rows_backward(grads[0].contiguous().numpy(), ctx.index, ctx.n_fields, ctx.batch, out.numpy())
-        return out, None, None, None
-
-
-class _Pool(torch.autograd.Function):
-    """rows [d, dim], weights [n] or None, index int32 [n], offsets int64 [B + 1] -> [B, dim]"""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, weights: Tensor | None, index: np.ndarray, offsets: np.ndarray, mean: bool
-    ) -> Tensor:
-        ctx.index, ctx.offsets, ctx.mean = index, offsets, mean
-        ctx.save_for_backward(rows, weights)
-        out = torch.empty(len(offsets) - 1, rows.shape[1])
-        factor = _NO_WEIGHTS if weights is None else weights.detach().contiguous().numpy()
-        kernels.pool_rows(rows.detach().numpy(), index, offsets, factor, mean, out.numpy())
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
-        rows, weights = ctx.saved_tensors
-        grad = grads[0].contiguous().numpy()
-        out = torch.zeros(rows.shape)
-        factor = _NO_WEIGHTS if weights is None else weights.detach().contiguous().numpy()
-        kernels.pool_rows_backward(grad, ctx.index, ctx.offsets, factor, ctx.mean, out.numpy())
-        grad_weights = None
-        if weights is not None and ctx.needs_input_grad[1]:
-            grad_weights = torch.empty(len(factor))
-            kernels.pool_weights_backward(
-                grad, rows.detach().numpy(), ctx.index, ctx.offsets, ctx.mean, grad_weights.numpy()
-            )
-        return out, grad_weights, None, None, None
-
-
 def keys_by_group(tables: EmbeddingTables, ids: Sequence[Ids]) -> list[np.ndarray]:
-    """All keys of some batches' ids: per group of tables int64 [n]."""
-    keys: list[np.ndarray] = []
-    for number, group in enumerate(tables.layout.groups):
-        columns = [
-            (name, column.values if isinstance(column, Bag) else column)
-            for by_name in ids
-            for name, column in by_name.items()
-            if any(table.name == name for table in group.tables)
-        ]
-        keys.append(tables.keys_of(number, columns))
-    return keys
+    """Per group of tables, all keys that some batches look up: int64 [n]. Names that are no feature are left out."""
+    keys: list[list[np.ndarray]] = [[np.empty(0, np.int64)] for _ in tables.layout.groups]
+    for by_name in ids:
+        for one in tables.lookups(by_name):
+            keys[one.source.group].append(one.keys)
+    return [np.concatenate(some) for some in keys]

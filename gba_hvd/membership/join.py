@@ -14,9 +14,10 @@ from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.comm.collectives import World, all_or_none, worker_lost
 from gba_hvd.comm.key_exchange import share_key, shared_secret
 from gba_hvd.errors import StateMismatch
-from gba_hvd.membership import shard_transfer
+from gba_hvd.membership import full_recovery, shard_transfer
 from gba_hvd.membership.agreement import Agreement, ModeExitRace, RankState, agree, asynchronous_source
-from gba_hvd.membership.restore_shards import restore_missing_shards
+from gba_hvd.membership.full_recovery import WentBack
+from gba_hvd.membership.restore_shards import RestoredShards, restore_missing_shards
 from gba_hvd.membership.resume_job import ResumedFromMemory, resume_previous_job
 from gba_hvd.modes.allreduce import AllreduceMode
 from gba_hvd.modes.allreduce_exchange import AllreduceExchange
@@ -34,6 +35,7 @@ from gba_hvd.training.mode import RankFacts
 from recovery import state_codec
 from recovery.redaction import redacted
 from recovery.restore import Report
+from recovery.schedule.recovery_choice import RecoveryDecision
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,11 @@ class JoinResult:
     membership: in an asynchronous mode, the change of membership this world stands for. part: this host's number.
     rows_restored, rows_age (steps, mean): of a host that was lost, load_s: what that took; why_lost: why some of its
     rows did not come back.
-    refilled: for each host that took over some of its rows: samples of the checkpoint, and how many. restored_from: the
-    manifests; skipped: newer checkpoints that could not be used, and why.
+    refilled: for each host that took over some of its rows: samples that had been applied when they were saved (mean
+    over the rows, each by its own last save), and how many rows. restored_from: the manifests; skipped: newer
+    checkpoints that could not be used, and why.
     resumed: the checkpoint a new job resumes from; taken: what it resumes from in memory
+    decision: about a lost host's rows; went_back: the checkpoint that all go back to, with full recovery
     """
 
     job_id: str
@@ -61,13 +65,23 @@ class JoinResult:
     part: int = 0
     rows_restored: int = 0
     rows_age: float = 0.0
-    refilled: tuple[tuple[int, int], ...] = ()
+    refilled: tuple[tuple[float, int], ...] = ()
     why_lost: str = ""
     restored_from: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     load_s: float = 0.0
     resumed: Report | None = None
     taken: ResumedFromMemory | None = None
+    decision: RecoveryDecision | None = None
+    went_back: WentBack | None = None
+
+    def samples_lost(self, applied: int, n_rows: int) -> float:
+        """Of a lost host's rows, when so many were applied: mean over all `n_rows` rows of the model.
+
+        Rows that no checkpoint has lost all.
+        """
+        lost = sum(max(0, applied - samples) * n for samples, n in self.refilled)
+        return (lost + applied * self.rows_lost) / n_rows
 
 
 def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResult:
@@ -103,10 +117,16 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
     if leads:
         memory.end_old_writers({f.pid for f in facts if f.host == mine.host})
         leave_ps.retire_servers(job_id, engine.job.key, memory.folder, mine.host)
-    newest, missed = shard_transfer.close_torn_steps(agreed.step, placement, holdings, here, leads, memory)
-    shard_transfer.reserve(world, agreed, placement, holdings, here, leads, memory)
-    refilled = restore_missing_shards(engine, world, agreed, placement, here, leads, memory)
-    shard_transfer.move_shards(world, members, placement, here, leads, memory, newest)
+    recovery = full_recovery.decide(engine, world, agreed, placement)
+    refilled, went_back, missed = RestoredShards(), None, 0
+    if recovery is not None and recovery.is_full:
+        shard_transfer.reserve(world, agreed, placement, holdings, here, leads, memory)
+        went_back = full_recovery.go_back(engine, world, agreed, recovery, placement, holdings, here, leads, memory)
+    else:
+        newest, missed = shard_transfer.close_torn_steps(agreed.step, placement, holdings, here, leads, memory)
+        shard_transfer.reserve(world, agreed, placement, holdings, here, leads, memory)
+        refilled = restore_missing_shards(engine, world, agreed, placement, here, leads, memory)
+        shard_transfer.move_shards(world, members, placement, here, leads, memory, newest)
     outboxes = shard_transfer.open_outboxes(world, agreed, members, facts, memory)
     if leads:  # all shards are filled when all outboxes are there
         for shard, host in placement.drops:
@@ -124,7 +144,7 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
     if leads and (switching_of(engine) is not None or checkpoints_of(engine) is not None):
         _start_servers(engine, job_id)
     rows_lost = 0
-    if agreed.is_restart and agreed.step:
+    if agreed.is_restart and agreed.step and went_back is None:
         rows_lost = (
             sum(shard_transfer.rows_in(engine.model.tables.layout, shard) for shard in placement.new) - refilled.rows
         )
@@ -134,19 +154,28 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
         refilled=refilled.by_host, why_lost=refilled.why_not, load_s=refilled.seconds,
         restored_from=refilled.manifests, skipped=refilled.skipped,
         resumed=refilled.report, taken=taken,
+        decision=None if recovery is None else recovery.decision, went_back=went_back,
     )  # fmt: skip
 
 
 def _settings(engine: Engine) -> dict[str, object]:
     """What all workers must have in common."""
     tables, checkpoints, switching = engine.model.tables, checkpoints_of(engine), switching_of(engine)
+    recovery = "auto" if checkpoints is None else checkpoints.callback.recovery
+    if_set: dict[str, object] = {
+        "sync_micro_batch": engine.model.sync_micro_batch,
+        "accesses": tables.counts_accesses,
+        "recovery": "" if recovery == "auto" else recovery,
+    }
     return {
         **tables.layout.describe(),
         "row optimizer": repr(tables.optimizer),
+        **tables.describe_tables(),
         "global_batch": engine.model.global_batch,
         "micro_batch": engine.model.micro_batch,
         "dense parameters": engine.model.dense.n,
         "row_average": engine.model.row_average,
+        **{name: value for name, value in if_set.items() if value},  # memory of earlier versions does not name them
         "clipping": str(engine.model.clip),
         "grad_scaler": None if engine.model.loss_scale is None else list(engine.model.loss_scale.settings),
         "compression": "none" if engine.model.compression is None else engine.model.compression.spec.exactly,
@@ -164,6 +193,7 @@ def _rank_state(engine: Engine, has_state: bool, settings: int) -> RankState:
         settings, os.getpid(),
         of_mode.generation, of_mode.membership,
         engine.progress.factors.rows,
+        engine.rollback.number, engine.rollback.agreed_number,
     )  # fmt: skip
 
 
@@ -172,6 +202,7 @@ def _catch_up(engine: Engine, world: World, mine: RankState, agreed: Agreement) 
     was_left = False
     if engine.mode is not None:
         was_left = engine.mode.settle(world.rank in agreed.catch_up, agreed.row_factor, agreed.step) and mine.has_state
+    was_left = was_left or (mine.has_state and mine.rollbacks < agreed.rollbacks)
     if engine.model.compression is not None:
         engine.model.compression.world_formed()
         if was_left:
@@ -186,6 +217,7 @@ def _start_servers(engine: Engine, job_id: str) -> None:
     launch.write_settings(
         folder, job_id, engine.job.key, tables.layout, tables.optimizer,
         alive_s=tables.config.heartbeat_timeout_s, lease_s=tables.config.lease_s, grace_s=tables.config.grace_s,
+        own_row_optimizers=[launch.describe_optimizer(one) for one in tables.optimizers.own],
     )  # fmt: skip
     switching = switching_of(engine)
     for index in range(1 if switching is None else switching.servers_per_host):
@@ -200,9 +232,9 @@ def _join_asynchronous(engine: Engine, world: World, facts: list[RankState], sou
     mine = facts[world.rank]
     inside = None if engine.mode is None else engine.mode.servers
     own = None if inside is None else inside.session
-    told = b"" if own is None else msgspec.msgpack.encode(replace(own, key=b""))
+    encoded = b"" if own is None else msgspec.msgpack.encode(replace(own, key=b""))
     session = msgspec.msgpack.decode(
-        world.broadcast("session", told if world.rank == source else None, source), type=PsSession
+        world.broadcast("session", encoded if world.rank == source else None, source), type=PsSession
     )
     key = share_key(world, "key", None if own is None else own.key, source, shared_secret(), is_restart=True)
     session = replace(session, key=key)
@@ -254,7 +286,7 @@ def _refuse_different_settings(world: World, facts: list[RankState], settings: d
     ranks = [rank for rank, f in enumerate(facts) if f.settings != facts[measure].settings]
     text = f"workers {ranks} define the model differently from rank {measure}"
     if world.rank not in ranks and facts[measure].has_state:
-        raise worker_lost(f"{text}; going on without them")
+        raise worker_lost(f"{text}; continuing without them")
     found = difference(theirs, settings)
     detail = f"rank {measure} has {found}" if found else f"see the log of rank {ranks[0]}"
     raise StateMismatch(f"{text}: {detail}; run the same script with the same settings everywhere")

@@ -131,8 +131,8 @@ def _resume_from_memory(
                 )
             except (GbaError, OSError) as error:
                 failure = str(error)
-        told = world.broadcast("goes on", f"{step} {failure}".encode(), choice.rank).decode()
-        step, failure = int(told.partition(" ")[0]), told.partition(" ")[2]
+        decided = world.broadcast("goes on", f"{step} {failure}".encode(), choice.rank).decode()
+        step, failure = int(decided.partition(" ")[0]), decided.partition(" ")[2]
         taken = ResumedFromMemory(step, choice.rank, choice.reason, whole) if step >= max(0, saved_step) else None
     if taken is None and tables.memory is not None:
         tables.memory.close()
@@ -164,5 +164,7 @@ def _claim_location(
     is_source = world.rank == agreed.source
     act = (lambda: checkpoints.claim_location(job_id, writer)) if is_source else (lambda: None)
     all_or_none(world, agreed.is_restart, "use", act, "the place for checkpoints")
-    told = world.broadcast("place", json.dumps(checkpoints.location()).encode() if is_source else None, agreed.source)
-    checkpoints.load_location(json.loads(told))
+    location = world.broadcast(
+        "place", json.dumps(checkpoints.location()).encode() if is_source else None, agreed.source
+    )
+    checkpoints.load_location(json.loads(location))

@@ -33,6 +33,7 @@ def open_memory(engine: Engine, job_id: str, key: bytes) -> ShardMemory:
         )
     elif trouble := tables.memory.trouble():  # late joiners would find another file, or none
         raise ShardMemoryError(trouble)
+    tables.memory.initial = tables.initial_rows
     return tables.memory
 
 
@@ -131,7 +132,8 @@ def open_outboxes(
     if world.size == 1:
         return {}
     folder, layout = memory.folder, memory.layout
-    n_words = sum(layout.n_shards * g.places * (2 + g.dim) + 2 * world.size for g in layout.groups)  # every row
+    # Every row: its key and gradient, and a word each for contributors and accesses.
+    n_words = sum(layout.n_shards * g.rows_per_shard * (2 + g.dim + 2) + 2 * world.size for g in layout.groups)
     own, number = all_or_none(
         world, agreed.is_restart, "make room for messages in", lambda: Outbox.create(folder, n_words)
     )

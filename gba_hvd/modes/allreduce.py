@@ -16,25 +16,25 @@ import torch
 from torch import Tensor
 
 from gba_hvd.clipping import Factors, squares
-from gba_hvd.embedding.row_gradients import RowGrad
+from gba_hvd.embedding.row_gradients import RowGrad, merge, with_contributors
 from gba_hvd.epoch import EpochPlan
 from gba_hvd.errors import GbaError, NonFiniteGradient, StateMismatch
 from gba_hvd.loss_scale import SKIPPED
-from gba_hvd.metrics import Scores
-from gba_hvd.modes import evaluation
+from gba_hvd.modes import evaluation, retrieval
 from gba_hvd.modes.allreduce_exchange import AllreduceExchange
 from gba_hvd.trace import TRACE
 from gba_hvd.training.engine import Engine
 from gba_hvd.training.job_state import Cursor
-from gba_hvd.training.mode import EpochRun, EvaluationRun, MicroBatch, RankFacts, Rejoin
+from gba_hvd.training.mode import EpochRun, EvaluationRun, MicroBatch, RankFacts, Rejoin, RetrievalRun
 
+_MEASURED_EVERY, _MEASURED_FIRST = 20, 4  # which steps are of single micro-batches in any case
 _OVERFLOWS = 100  # so many steps in a row are skipped for an overflow; then training ends
 
 
 class AllreduceMode:
     """One worker in allreduce mode. Owns what is of the step in flight.
 
-    exchange: carries the gradients; of one world, as this is
+    exchange: carries the gradients; of one world, as this is. together: micro-batches of one batch in this step
     """
 
     name = "allreduce"
@@ -44,6 +44,7 @@ class AllreduceMode:
     def __init__(self, engine: Engine, exchange: AllreduceExchange) -> None:
         self._engine, self.exchange = engine, exchange
         self.rejoin: Rejoin | None = None
+        self.together, self._is_measured = 1, False
         self._cut, self._step_of_epoch, self._began_s = EpochPlan(1, 1, 1), 0, 0.0
         self._rows: list[list[tuple[RowGrad, float]]] = []
         self._not_finite, self._bad_micro = "", -1
@@ -54,6 +55,13 @@ class AllreduceMode:
 
     def micro_batches(self, epoch: EpochRun) -> Generator[Any, None, bool]:
         """See `Mode.micro_batches`. The order of what is done between two steps is the same on all workers."""
+        self.exchange.is_in_epoch = True
+        try:
+            return (yield from self._steps(epoch))
+        finally:
+            self.exchange.is_in_epoch = False
+
+    def _steps(self, epoch: EpochRun) -> Generator[Any, None, bool]:
         engine, progress, cut = self._engine, self._engine.progress, epoch.cut
         first = progress.cursor.steps_done if progress.cursor.epoch == epoch.epoch else 0
         for step in range(first, cut.n_steps):
@@ -63,14 +71,17 @@ class AllreduceMode:
                     progress.cursor = Cursor(epoch.epoch, step)
                 if epoch.change_mode():
                     return False
-            share = cut.micro_of_step(step)[engine.world.rank :: engine.world.size]
+            self.together = self._together_in(progress.step)
+            epoch.expect(self._coming(cut, step))
+            share = cut.batches_of_step(step, self.together)[engine.world.rank :: engine.world.size]
             self._begin_step(cut, epoch.epoch, step)
-            read: Iterator[Any] = (epoch.read(index) for index in share)
+            read: Iterator[Any] = (epoch.read(micros[0], len(micros)) for micros in share)
             if self.exchange.several_hosts:
                 read = iter(loaded := list(read))
-                self.exchange.pull(epoch.keys(loaded))
-            for index, batch in zip(share, read, strict=True):
-                engine.begin_micro_batch(index, cut.samples_of_micro(index), is_last=index == share[-1])
+                self.exchange.pull(epoch.keys(loaded), bags=epoch.bags(loaded))
+            for micros, batch in zip(share, read, strict=True):
+                n_samples = sum(cut.samples_of_micro(index) for index in micros)
+                engine.begin_micro_batch(micros[0], n_samples, is_last=micros == share[-1], n_micro=len(micros))
                 yield batch
                 engine.check_stepped()
             if not share:
@@ -82,15 +93,32 @@ class AllreduceMode:
         epoch.steps_done()
         return True
 
+    def _coming(self, cut: EpochPlan, first: int) -> Iterator[range]:
+        """This worker's batches from a step of the epoch on, if neither the world nor the mode changes."""
+        world, ahead_by = self._engine.world, self._engine.progress.step - first
+        for step in range(first, cut.n_steps):
+            yield from cut.batches_of_step(step, self._together_in(step + ahead_by))[world.rank :: world.size]
+
+    def _together_in(self, step: int) -> int:
+        """Micro-batches that are one batch in the step after `step`; the same on all workers.
+
+        Where the pace of single ones counts, some steps are computed in these, to measure it. Commits say whether it
+        does: a new world, in which a worker may have seen none, begins without.
+        """
+        engine = self._engine
+        if self._is_measured and step % _MEASURED_EVERY == _MEASURED_FIRST:
+            return 1
+        return engine.model.together
+
     def submit(self, micro: MicroBatch, loss: Tensor | float | None) -> None:
         engine, model = self._engine, self._engine.model
         if TRACE is not None:
-            self._traced.append(micro.index)
+            self._traced += range(micro.index, micro.index + micro.n_micro)
         grads = engine.take_gradients(micro, loss)
         value, fields, weight = grads.loss, engine.fields, micro.n_samples / model.micro_batch
         if grads.not_finite:
             self._not_finite, self._bad_micro = grads.not_finite, micro.index
-        self._seconds.append(grads.seconds)
+        self._seconds += [grads.seconds / micro.n_micro] * micro.n_micro
         fields.add("samples", micro.n_samples)
         if (
             grads.not_finite and model.loss_scale is not None
@@ -100,7 +128,12 @@ class AllreduceMode:
         else:
             model.dense.add_micro_batch_(weight)
             for group, some in enumerate(grads.rows):
-                self._rows[group] += [(grad, weight) for grad in some]
+                if model.row_average == "global":
+                    self._rows[group] += [(grad, weight) for grad in some]
+                elif some:  # one for all forward passes: a micro-batch contributes once to a row
+                    whole = merge([(grad, 1.0) for grad in some])
+                    counts = None if grads.contributors is None else grads.contributors[group]
+                    self._rows[group].append((with_contributors(whole, weight, counts), 1.0))
         if value is not None:
             fields.add("loss", value * micro.n_samples)
             fields.add("loss_weight", micro.n_samples)
@@ -111,8 +144,15 @@ class AllreduceMode:
     def is_within_step(self) -> bool:
         return float(self._engine.fields["samples"]) > 0
 
-    def evaluate(self, job: EvaluationRun) -> Scores:
+    @property
+    def batches_in_step(self) -> int:
+        return len(self._cut.batches_of_step(self._step_of_epoch, self.together))
+
+    def evaluate(self, job: EvaluationRun) -> list[dict[str, Any]]:
         return evaluation.together(job, self._engine.world, self.exchange, self._engine.progress.step)
+
+    def retrieve(self, job: RetrievalRun) -> list[float]:
+        return retrieval.together(job, self._engine.world, self.exchange, self._engine.progress.step)
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -146,7 +186,9 @@ class AllreduceMode:
         if TRACE is not None:
             facts = {"step": progress.step + 1, "world": progress.restarts, "epoch": progress.cursor.epoch}
             TRACE.write("attempt", **facts, micros=self._traced)
-        exchange.exchange(progress.step + 1, self._rows, scale, model.row_lr, progress.account.steps_skipped)
+        n_micro = len(self._cut.micro_of_step(self._step_of_epoch))
+        row_scale = scale if model.row_average == "global" else scale * n_micro
+        exchange.exchange(progress.step + 1, self._rows, row_scale, model.row_lr, progress.account.steps_skipped)
         if not model.clip.is_none:
             fields["row_squares"] = exchange.row_squares()
         exchange.commit(dense, fields)
@@ -213,6 +255,7 @@ class AllreduceMode:
         signals.interrupt_due = signals.interrupt_due or agreed["hosts_updated"][0] > 0
         for participant in engine.participants:
             participant.after_commit(agreed[participant.name])
+        self._is_measured = any(one.measures_micro_batches for one in engine.participants)
 
     def _report(self, n_samples: int, agreed: dict[str, list[float]], factors: Factors) -> None:
         engine, reports = self._engine, self._engine.reports
@@ -221,9 +264,9 @@ class AllreduceMode:
         weight = agreed["loss_weight"][0]
         loss = agreed["loss"][0] / weight if weight else None
         seconds = time.perf_counter() - self._began_s
-        reports.step(n_samples, loss, self.name, factors.norm)
+        reports.step(n_samples, loss, self.name, factors.norm, () if factors.norm is None else (factors.norm,))
         for participant in engine.participants:
-            participant.after_step(agreed["micro_batch_s"], seconds, self._cut.n_micro)
+            participant.after_step(agreed["micro_batch_s"], seconds, self._cut.n_micro, self.together)
 
     def _non_finite(self, agreed: dict[str, list[float]]) -> NonFiniteGradient:
         progress, compression = self._engine.progress, self._engine.model.compression

@@ -28,10 +28,14 @@ import numpy as np
 from gba_hvd import clipping, kernels
 from gba_hvd.comm.collectives import World, worker_lost
 from gba_hvd.comm.traffic import Traffic, ring
+from gba_hvd.compression.activation_exchange import ActivationExchange
 from gba_hvd.compression.dense_exchange import DenseExchange
 from gba_hvd.compression.row_codec import RowCoder
 from gba_hvd.compression.row_exchange import RowExchange
 from gba_hvd.dense_gradients import DenseGradients
+from gba_hvd.embedding.accesses import count_accesses
+from gba_hvd.embedding.bags import BagLookups
+from gba_hvd.embedding.initial_rows import not_assignable
 from gba_hvd.embedding.row_gradients import (
     RowGrad,
     average_over_contributors,
@@ -39,7 +43,6 @@ from gba_hvd.embedding.row_gradients import (
     merge,
     pack_by_owner,
     unpack,
-    with_contributors,
 )
 from gba_hvd.embedding.tables import EmbeddingTables, PulledRows
 from gba_hvd.shm.outbox import Outbox
@@ -55,7 +58,7 @@ class HeldRows:
     """Row gradients of one step for the shards this rank serves, waiting for the step to be decided.
 
     own: this rank's gradients, in a world of one; remote: what ranks of other hosts sent, by rank. What ranks of this
-    host left is still in their outboxes. scale makes the sum of all the gradient of the global batch's mean loss.
+    host left is still in their outboxes. scale makes the step's gradient of the sum of all, or of its average.
     n_skipped: steps before this one that were not applied.
     merged: the gradients to apply, per group, once somebody has asked for them
     """
@@ -93,7 +96,7 @@ class AllreduceExchange:
         self.members, self.placement = members, placement
         self._dense_exchange, self._traffic = dense_exchange, traffic or Traffic()
         self._server = placement.rank
-        self._by_contributors = row_average == "contributors"
+        self._by_contributors = row_average != "global"
         self._dims = [group.dim + self._by_contributors for group in tables.layout.groups]
         self._at_home = np.array(placement.host) == members.order.index(members.hosts[world.rank])
         self._mine = np.flatnonzero(placement.rank == world.rank)
@@ -102,14 +105,17 @@ class AllreduceExchange:
         self._row_coder = row_coder
         self.row_exchange: RowExchange | None = None
         if self.several_hosts and row_coder is not None:
-            self.row_exchange = RowExchange(row_coder, world, tables, self._server, list(outboxes), self._traffic)
+            kind = ActivationExchange if row_coder.spec.pools else RowExchange
+            self.row_exchange = kind(row_coder, world, tables, self._server, list(outboxes), self._traffic)
         self.held: HeldRows | None = None
+        self.is_in_epoch = False  # a worker without a share of a step closes it as well, and does not leave the loop
         self.resume()
 
     def resume(self) -> None:
         """Serve this rank's shards, from the start or after an asynchronous mode."""
         self._tables.local = self._at_home if self.several_hosts else None
         self._tables.remote = [None] * len(self._dims)
+        self._tables.write_rows = self.write_rows
         self._memory.claim(self._mine)
         coder = self._row_coder
         self._has_local_residuals = coder is not None and coder.has_residuals_for(
@@ -118,6 +124,22 @@ class AllreduceExchange:
         if self.row_exchange is not None:
             self.row_exchange.resume()
 
+    def write_rows(self, group_number: int, keys: np.ndarray, values: np.ndarray) -> None:
+        """Set rows in every host's memory; all workers have the same ones. A collective, between epochs.
+
+        keys: int64 [n], distinct; values: float32 [n, dim]. Raises GbaError within an epoch.
+        """
+        if self.is_in_epoch:
+            raise not_assignable()
+        layout, group = self._tables.layout, self._tables.layout.groups[group_number]
+        mine = np.isin(keys % layout.n_shards, self._mine)
+        starts = layout.record_starts(keys[mine], group)
+        places = starts.astype(np.int64)
+        self._memory.flat[places[:, None] + np.arange(group.dim)] = values[mine]
+        kernels.count_more(self._memory.words, starts, group.record, np.full(len(starts), 2, np.uint32))  # they changed
+        if self._world.size > 1:
+            self._world.gather("rows assigned", np.array([len(keys)], dtype=np.int64))
+
     def await_rows(self, step: int) -> None:
         """Return when every row of this host is as after `step`."""
         try:
@@ -125,10 +147,10 @@ class AllreduceExchange:
         except TimeoutError as error:
             raise worker_lost(str(error)) from error
 
-    def pull(self, keys: Sequence[np.ndarray], whole: bool = False) -> None:
+    def pull(self, keys: Sequence[np.ndarray], whole: bool = False, bags: BagLookups | None = None) -> None:
         """Fetch rows of other hosts: per group the keys this rank will use next. A collective; nothing on one host.
 
-        whole: uncompressed, even where rows are compressed otherwise; no gradients follow.
+        whole: uncompressed, even where rows are compressed otherwise; no gradients follow. bags: see `EpochRun.bags`
         """
         if not self.several_hosts:
             return
@@ -138,7 +160,7 @@ class AllreduceExchange:
             return
         with exchange.measured():
             if exchange.compresses:
-                exchange.pull(keys)
+                exchange.pull(keys, bags)
             else:
                 self._pull_whole(keys, exchange.alltoall)
 
@@ -153,7 +175,7 @@ class AllreduceExchange:
             asked, n_asked = alltoall(f"pull.keys.{number}", wanted[order].view(np.float32), 2 * np.diff(start))
             asked_keys = np.ascontiguousarray(asked).view(np.int64)
             rows = np.empty((len(asked_keys), group.dim), dtype=np.float32)
-            kernels.gather_rows(self._memory.flat, layout.places(asked_keys, group), 0, rows)
+            kernels.gather_rows(self._memory.flat, layout.record_starts(asked_keys, group), 0, rows)
             self._traffic.count("sent", "header", 8 * len(wanted))
             self._traffic.count("received", "header", 8 * len(asked_keys))
             self._traffic.count("sent", "rows", rows.nbytes)
@@ -168,12 +190,11 @@ class AllreduceExchange:
     ) -> None:
         """Send row gradients (per group, each with its weight) to the ranks that serve them; hold what comes.
 
+        parts: `with_contributors`, where rows are averaged over these. scale: see `HeldRows`
         n_skipped: steps so far that were not applied
         """
-        if self._by_contributors:
-            parts = [[(with_contributors(grad), weight) for grad, weight in some] for some in parts]
         grads = [
-            merge(p) if p else RowGrad(np.empty(0, np.int64), np.empty((0, d), np.float32))
+            merge(p) if p else RowGrad.none(d, self._tables.counts_accesses)
             for p, d in zip(parts, self._dims, strict=True)
         ]
         exchange, coder = self.row_exchange, self._row_coder
@@ -187,6 +208,10 @@ class AllreduceExchange:
             self.held = HeldRows(step, grads, {}, scale, lr, n_skipped)
             return
         message, words = pack_by_owner(grads, self._server, self._world.size)
+        by_rank = np.split(message, np.cumsum(words)[:-1])
+        if self.several_hosts:  # with dct_mp other hosts' messages may be longer than all rows, for which there is room
+            near = [part if rank in self._outboxes else part[:0] for rank, part in enumerate(by_rank)]
+            message, words = _joined(near)
         self._outboxes[self._world.rank].post(step, message, words)
         far: dict[int, np.ndarray] = {}
         if exchange is not None:
@@ -194,17 +219,16 @@ class AllreduceExchange:
                 if exchange.compresses:
                     far = exchange.send(grads, int(self._by_contributors))
                 else:
-                    far = self._send_whole(message, words, exchange.alltoall)
+                    far = self._send_whole(by_rank, exchange.alltoall)
         elif self.several_hosts:
-            far = self._send_whole(message, words, self._world.alltoall)
+            far = self._send_whole(by_rank, self._world.alltoall)
         self.held = HeldRows(step, [], far, scale, lr, n_skipped)
 
-    def _send_whole(self, message: np.ndarray, words: np.ndarray, alltoall: Alltoall) -> dict[int, np.ndarray]:
-        parts = np.split(message, np.cumsum(words)[:-1])
-        for rank in self._outboxes:
-            parts[rank], words[rank] = message[:0], 0
-        received, n_received = alltoall("rows", np.concatenate(parts), words)
-        self._traffic.count("sent", "rows", 4 * int(words.sum()))
+    def _send_whole(self, parts: Sequence[np.ndarray], alltoall: Alltoall) -> dict[int, np.ndarray]:
+        """parts: by rank; those of this host stay."""
+        message, words = _joined([part[:0] if rank in self._outboxes else part for rank, part in enumerate(parts)])
+        received, n_received = alltoall("rows", message, words)
+        self._traffic.count("sent", "rows", message.nbytes)
         self._traffic.count("received", "rows", received.nbytes)
         by_rank = enumerate(np.split(received, np.cumsum(n_received)[:-1]))
         return {rank: part for rank, part in by_rank if rank not in self._outboxes}
@@ -225,10 +249,10 @@ class AllreduceExchange:
         """Sum the dense gradients and the numbers that travel with them over all ranks. Returning means: decided."""
         exchange = self.row_exchange
         if exchange is not None:
-            exchange.tell(fields["rows"])
+            exchange.write_timing(fields["rows"])
         self._sum_(dense, fields)
         if exchange is not None:
-            exchange.hear(fields["rows"])
+            exchange.read_timings(fields["rows"])
 
     def _sum_(self, dense: DenseGradients, fields: CommitFields) -> None:
         if self._dense_exchange is not None:
@@ -257,9 +281,9 @@ class AllreduceExchange:
         memory.begin(due, held.step)
         for group, grad in zip(layout.groups, grads, strict=True):
             if len(due) < len(self._mine):
-                wanted = np.isin(grad.keys % layout.n_shards, due)
-                grad = RowGrad(grad.keys[wanted], grad.values[wanted])  # noqa: PLW2901
-            self._tables.optimizer.update_(memory.flat, layout, group, grad, scale * factor, held.lr, number)
+                grad = grad.select(np.isin(grad.keys % layout.n_shards, due))  # noqa: PLW2901
+            self._tables.optimizers.update_(memory.flat, layout, group, grad, scale * factor, held.lr, number)
+            count_accesses(memory, group, grad, held.step)
         memory.finish(due, held.step)
 
     def skip_held(self) -> None:
@@ -289,7 +313,7 @@ class AllreduceExchange:
             held.merged[:] = [merge([(part, 1.0) for part in parts]) for parts in self._arrived(held)]
             if self._by_contributors:
                 held.merged[:] = [average_over_contributors(grad) for grad in held.merged]
-        return held.merged, 1.0 if self._by_contributors else held.scale
+        return held.merged, held.scale
 
     def _arrived(self, held: HeldRows) -> list[list[RowGrad]]:
         """Per group, the row gradients for this rank, in the order of the ranks that sent them."""
@@ -298,5 +322,11 @@ class AllreduceExchange:
         messages = {
             r: outbox.message(held.step, self._world.rank) for r, outbox in self._outboxes.items()
         } | held.remote
-        grads = [unpack(messages[rank], self._dims) for rank in range(self._world.size)]
+        counted = self._tables.counts_accesses
+        grads = [unpack(messages[rank], self._dims, counted) for rank in range(self._world.size)]
         return [list(by_group) for by_group in zip(*grads, strict=True)]
+
+
+def _joined(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """One message, float32 words, and how many words each part has, int64 [parts]."""
+    return np.concatenate(parts), np.array([len(part) for part in parts], dtype=np.int64)

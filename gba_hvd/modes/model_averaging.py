@@ -12,10 +12,8 @@ from torch import Tensor
 
 from gba_hvd.callbacks import Event
 from gba_hvd.dense_gradients import DenseGradients
-from gba_hvd.modes.allreduce import AllreduceMode
 from gba_hvd.modes.parameter_server import ParameterServerMode
 from gba_hvd.ps.worker.replica_worker import ReplicaWorker
-from gba_hvd.training.engine import Engine
 from gba_hvd.training.mode import MicroBatch
 
 
@@ -23,9 +21,6 @@ class ModelAveragingMode(ParameterServerMode):
     """`ParameterServerMode` with a replica; its threads (`hogwild`) may share it."""
 
     servers: ReplicaWorker
-
-    def __init__(self, engine: Engine, servers: ReplicaWorker, idle: AllreduceMode | None = None) -> None:
-        super().__init__(engine, servers, idle)
 
     def _refresh_dense_(self) -> None:
         self._engine.model.parameter_watch.forget()  # rounds write beside the training
@@ -37,7 +32,7 @@ class ModelAveragingMode(ParameterServerMode):
             return
         engine, (epoch, self.servers.late_for) = self._engine, (self.servers.late_for, None)
         text = (
-            f"this worker handed in its replica of epoch {epoch} when the mean was made already: what it learned since "
+            f"this worker submitted its replica of epoch {epoch} when the mean was made already: what it learned since "
             f"its last round is lost. Others wait {engine.model.tables.config.lease_s:.0f} s (lease_s) for a worker "
             "that lives, and for none that is silent"
         )

@@ -18,7 +18,6 @@ from torch import Tensor
 from gba_hvd.callbacks import Event
 from gba_hvd.comm.world_formation import still_forms
 from gba_hvd.embedding.tables import PulledRows
-from gba_hvd.metrics import Scores
 from gba_hvd.modes import evaluation
 from gba_hvd.modes.allreduce import AllreduceMode
 from gba_hvd.ps.messages import LeaseGrant, LeaseReply
@@ -26,7 +25,7 @@ from gba_hvd.ps.worker.lease_prefetch import LeasePrefetcher
 from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.trace import TRACE
 from gba_hvd.training.engine import Engine
-from gba_hvd.training.mode import EpochRun, EvaluationRun, MicroBatch, RankFacts, Rejoin
+from gba_hvd.training.mode import EpochRun, EvaluationRun, MicroBatch, RankFacts, Rejoin, RetrievalRun
 from gba_hvd.update_rules import rule_class
 
 _RESCUE_TIMEOUT_S = 3.0
@@ -45,6 +44,7 @@ class ParameterServerMode:
         self.name = servers.name
         self.rejoin: Rejoin | None = None
         self._leases: LeasePrefetcher[Any] | None = None
+        self._has_model = False  # the dense values here are the model's, as exported, not what workers are shown
 
     # --- the epoch ---------------------------------------------------------------------------------------------------
 
@@ -52,13 +52,18 @@ class ParameterServerMode:
         """See `Mode.micro_batches`. A loop that the user leaves brings the model to what the servers have."""
         engine, servers = self._engine, self.servers
 
-        def fetch() -> tuple[LeaseReply, Any, list[PulledRows | None]]:
+        def fetch() -> tuple[LeaseReply, Any, list[PulledRows | None] | None]:
+            """In a thread of its own. Rows: None where only the training thread can find out which."""
             lrs = [*engine.model.dense_lrs, engine.model.row_lr]
             given = servers.ask(epoch.epoch, epoch.n_samples, lrs, engine.progress.step, lambda: ahead.is_closed)
             if given.lease is None:
                 return given, None, []
             batch = epoch.read(given.lease.micro)
-            rows = servers.fetch_rows(epoch.keys([batch])) if servers.several_hosts else []
+            if not servers.several_hosts:
+                return given, batch, []
+            if epoch.runs_model(batch):
+                return given, batch, None
+            rows = servers.fetch_rows(epoch.keys([batch]), bags=epoch.bags([batch]))
             return given, batch, rows
 
         epoch.leases_begin()
@@ -70,6 +75,8 @@ class ParameterServerMode:
                 given, batch, rows = ahead.next()
                 if given.lease is None:
                     break
+                if rows is None:
+                    rows = servers.fetch_rows(epoch.keys([batch]), bags=epoch.bags([batch]))
                 if rows:
                     servers.use_rows(rows)
                 got_s = time.perf_counter()
@@ -108,6 +115,7 @@ class ParameterServerMode:
 
     def _refresh_dense_(self) -> None:
         self._engine.reports.other_writers()
+        self._has_model = False
         self.servers.refresh_dense_()
         self._engine.model.parameter_watch.note()
 
@@ -144,13 +152,21 @@ class ParameterServerMode:
     def is_within_step(self) -> bool:
         return False
 
-    def evaluate(self, job: EvaluationRun) -> Scores:
+    @property
+    def batches_in_step(self) -> int:
+        return 0
+
+    def evaluate(self, job: EvaluationRun) -> list[dict[str, Any]]:
         progress = self._engine.progress
-        if rule_class(self.servers.session.rule).looks_ahead:  # the model is scored, not what a rule shows to workers
-            self.take_dense_state(leaving=False)
+        if rule_class(self.servers.session.rule).looks_ahead and not self._has_model:
+            self.take_dense_state(leaving=False)  # the model is scored, not what a rule shows to workers
         ordinal, phase = progress.n_evaluated, 2 * progress.cursor.epoch + progress.epoch_over
         progress.n_evaluated += 1
         return evaluation.by_leases(job, self.servers, phase, ordinal)
+
+    def retrieve(self, job: RetrievalRun) -> list[float]:
+        (found,) = self.evaluate(job.alone)
+        return list(found["sums"])
 
     # --- the dense state ---------------------------------------------------------------------------------------------
 
@@ -162,6 +178,7 @@ class ParameterServerMode:
         self.servers.quiesce()
         self.servers.flush()
         self._engine.model.put_dense(self.servers.export(leaving, ended))
+        self._has_model = True
 
     def _rescue_dense_state(self) -> None:
         """This worker was evicted from the mode. Export the reachable dense state; report what is missing."""

@@ -19,8 +19,6 @@ from gba_hvd.errors import BadInput, ShardMemoryError
 from recovery import state_codec
 
 _MAGIC = 0x6762612D646E7332  # "gba-dns2"
-
-
 DTYPES = ("float16", "float32", "float64")
 
 
@@ -232,8 +230,6 @@ def kind_of(array: np.ndarray) -> str:
 
 
 _PAGE, _ALIGN, AREA_HEAD = 4096, 64, 64
-
-
 # Words of the head; the last three once for each half.
 _IS, _ACTIVE, _ABOUT_SIZE, _GENERATION, _AREA_AT, _AREA_SIZE = 0, 1, 2, 4, 6, 8
 

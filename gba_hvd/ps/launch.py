@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from gba_hvd.embedding.row_optimizers import RowOptimizer
 from gba_hvd.errors import GbaError
 from gba_hvd.ps.messages import Endpoint
 from gba_hvd.ps.own_address import own_address
-from gba_hvd.ps.settings import Settings
 from gba_hvd.shm import job_folder as folders
 from gba_hvd.shm.layout import Layout
 
@@ -41,11 +41,39 @@ try: fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 except OSError: os._exit(0)
 import json
 from pathlib import Path
-told = json.loads((Path(folder) / "ps.json").read_text())
-sys.path += [path for path in told.get("sys_path", ()) if path not in sys.path]
+settings = json.loads((Path(folder) / "ps.json").read_text())
+sys.path += [path for path in settings.get("sys_path", ()) if path not in sys.path]
 from gba_hvd.ps.server.server import main
 main(Path(folder), index)
 """
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a server starts with: `ps.json` in the job's folder, written by the worker that starts it.
+
+    layout: `Layout.describe`. row_optimizer: `describe_optimizer`; own_row_optimizers: of tables with one of their own,
+    by number from 1 on. address: the IP address to listen at.
+
+    alive_s: after so long without a heartbeat a worker's leases go to others; lease_s: how long one may take
+    buffer_bytes: of pushes that wait for their step, at most; grace_s: what the memory outlives the workers by
+    sys_path: where the script finds its modules: the server looks there, too, after its own
+    """
+
+    job: str
+    layout: dict[str, Any]
+    row_optimizer: dict[str, Any]
+    address: str
+    alive_s: float = 2.0
+    lease_s: float = 60.0
+    buffer_bytes: int = 4 << 30
+    grace_s: float = 20.0
+    sys_path: list[str] = field(default_factory=list)
+    own_row_optimizers: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, folder: Path) -> Settings:
+        return cls(**json.loads((folder / "ps.json").read_text()))
 
 
 def write_settings(folder: Path, job: str, key: bytes, layout: Layout, optimizer: RowOptimizer, **more: Any) -> None:

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from gba_hvd.accumulators import Part
 from gba_hvd.errors import GbaError
 from recovery.catalog.claims import Claim
 from recovery.config import Config
@@ -130,10 +131,13 @@ class JobPosition(Struct, tag="Position"):
     account: dict[str, int] = {}
     staleness: dict[int, int] = {}  # histogram over applied and dropped micro-batches
     lags: dict[int, int] = {}  # as staleness, but of the dense values that gradients were computed with (server 0)
+    arrivals: list[list[tuple[int, float]]] = []  # the same by step, for the chief: with "finished", "drained"
+    gaps: list[tuple[int, int, float, float, int]] = []  # rank, as of `GapMeter.by_worker` (server 0), worker
     rejected: int = msgspec.field(name="refused", default=0)
     reissued: int = 0
     loss: float | None = None  # of the newest step
     grad_norm: float | None = None  # the same, where steps are clipped: before that
+    grad_norms: list[tuple[int, float]] = []  # the same of the newest steps, oldest first: `step` after it, norm
     rates: list[tuple[int, float]] = []  # of each living worker: rank, seconds per micro-batch
     requested_mode: str = msgspec.field(name="wanted", default="")  # the mode somebody asked for, with the reason
     reason: str = ""
@@ -163,6 +167,7 @@ class PlannedMember(Struct):
     micro: int
     serial: int
     weight: float
+    row_damping: float = 1.0  # what its row gradients are multiplied by beside; the same on every server
 
 
 # --- requests --------------------------------------------------------------------------------------------------------
@@ -187,10 +192,12 @@ class Enter(Struct):
     optimizer: dict[str, Any]
     workers: list[tuple[int, int, int, int]] = []  # those who enter: id, rank, host, pid
     rule: str = "none"  # how dense parameters are updated (`gba_hvd.update_rules`)
+    rule_settings: dict[str, float | bool] = {}
     until_s: float = 0.0  # of this host's monotonic clock (its own leader asks): void afterwards; 0: without a limit
     max_norm: float | None = None  # as of `clipping.Clip`
     max_row_norm: float | None = None
     loss_scale: dict[str, Any] | None = None  # as of `loss_scale.LossScale`; None: a gradient that overflows is dropped
+    accesses: bool = False  # row gradients come with how often each row was looked up
 
 
 class LeaseRequest(Struct, tag="Ask"):
@@ -218,7 +225,8 @@ class Compressor(Struct):
 class PullRows(Struct):
     """Frames: for each group the keys, int64. Answer: for each group the weights, float32 [n, dim].
 
-    With a compressor keys and rows are as of `compression.row_codec`.
+    With a compressor keys and rows are as of `compression.row_codec`; with dct_mp requests and activations, as of
+    `compression.activation_codec`.
     """
 
     generation: int
@@ -241,7 +249,8 @@ class Push(Struct):
     """Gradients of one micro-batch, for one server. Frames: its dense slice float32, its row message (`row_gradients`).
 
     compressed: the first frame is a message as of `compression.dense_push`, in which those of this server's tensors
-    that are in `whole` are uncompressed; rows_compressed: the second one is one as of `compression.row_push`. A third
+    that are in `whole` are uncompressed; rows_compressed: the second one is one as of `compression.row_push`, or, with
+    rows_masked, of `compression.activation_codec`. A third
     frame, to the first server of the worker's host: what the worker had not sent after this push, float32 [n of all
     dense]
     """
@@ -254,6 +263,7 @@ class Push(Struct):
     compressed: bool = False
     rows_compressed: bool = False
     whole: tuple[int, ...] = ()
+    rows_masked: bool = False
 
 
 class Residual(Struct):
@@ -267,6 +277,7 @@ class PushDone(Struct, tag="Done"):
     """Every server has its part of this micro-batch's gradients. `refused` names what was not finite.
 
     lrs: as of `LeaseRequest`, when the gradients were computed; so a step is applied with rates as new as its gradients
+    dense_step: of the dense values it was computed with, of several servers the oldest; -1: not known
     """
 
     worker: int
@@ -278,6 +289,7 @@ class PushDone(Struct, tag="Done"):
     rejected: str = msgspec.field(name="refused", default="")
     lrs: list[float] = []
     lrs_step: int = -1
+    dense_step: int = -1
 
 
 class HeartbeatMsg(Struct, tag="Beat"):
@@ -290,12 +302,15 @@ class HeartbeatMsg(Struct, tag="Beat"):
     generation: int  # 0 in allreduce mode
     hosts_updated: bool = False
     leaving: bool = False  # once a checkpoint is there
-    told: dict[str, Any] = {}
+    report: dict[str, Any] = msgspec.field(name="told", default_factory=dict)
     given_up: int = 0  # generation of a mode that the workers of this host continue without: nobody is in it
 
 
 class Evaluate(Struct):
-    """Samples to score, please, in evaluation `ordinal` of `epoch`. Frame: this worker's buffers (state_codec)."""
+    """Samples to score, please, in evaluation `ordinal` of `epoch`. Frame: this worker's buffers (state_codec).
+
+    parts: what is measured, the same on all workers
+    """
 
     worker: int
     generation: int
@@ -304,12 +319,11 @@ class Evaluate(Struct):
     ordinal: int
     n_samples: int
     batch: int
-    exact_limit: int
-    may_be_probabilities: bool = False  # nobody said what the outputs are: look at the first batch
+    parts: list[Part]
 
 
 class Score(Struct):
-    """Scores of one lease of an evaluation. Frames: logits float32, labels float32."""
+    """Measures of one lease of an evaluation. Frames: of each part in order, see `accumulators.DTYPES`."""
 
     worker: int
     generation: int
@@ -386,12 +400,18 @@ class Leave(Struct, tag="Bye"):
 
 
 class Measure(Struct):
-    """How large is the gradient of step `step`, which is decided and to be clipped? Changes nothing."""
+    """How large is the gradient of step `step`, which is decided and to be clipped? Changes nothing.
+
+    damping: how much does the update rule damp each of its members here, instead; asked first, see `step_executor`
+    """
 
     generation: int
     step: int
     members: list[PlannedMember]
     scale: float
+    dropped: list[tuple[int, int]] = []  # as of `Apply`
+    n_micro: int = 0
+    damping: bool = False
 
 
 class Apply(Struct):
@@ -408,6 +428,8 @@ class Apply(Struct):
     dense_factor: float = 1.0  # what clipping multiplies the gradients by
     row_factor: float = 1.0
     n_skipped: int = 0  # steps before this one that nobody applied, for a row optimizer that counts
+    dropped: list[tuple[int, int]] = []  # micro, serial: too stale, and still contributors of the rows they contain
+    n_micro: int = 0  # micro-batches that `scale` makes a mean over; needed where rows are averaged over contributors
 
 
 class Discard(Struct):
@@ -450,7 +472,8 @@ class SaveAbout(msgspec.Struct, omit_defaults=True):
     """What a manifest says about the job, for people and for the job that resumes from it: `Manifest.about`.
 
     why: this checkpoint was made, and is of its kind. n_servers: hosts. given, measured, costs: see
-    `recovery.schedule.adaptive`. is_final: nobody was left to ask for it. torn_shards: were in the middle of a step
+    `recovery.schedule.adaptive`. pace: see `CheckpointCallback.pace`. is_final: nobody was left to ask for it.
+    torn_shards: were in the middle of a step
     """
 
     why: str = ""
@@ -462,6 +485,7 @@ class SaveAbout(msgspec.Struct, omit_defaults=True):
     given: dict[str, Any] = {}
     measured: dict[str, Any] = {}
     costs: dict[str, Any] = {}
+    pace: dict[str, Any] = {}
     compression: str = ""
     is_final: bool = msgspec.field(name="last_gasp", default=False)
     torn_shards: int = 0
@@ -566,14 +590,15 @@ class LeaseReply(Struct, tag="Given"):
 
 
 class EvaluationReply(Struct, tag="Judged"):
-    """The answer to `Evaluate`: a lease, or the result (`metrics.Scores`), or neither: ask again soon.
+    """The answer to `Evaluate`: a lease, or the result (`accumulators.combined`, by part), or neither: ask again soon.
 
-    like_probabilities: the evaluation is refused: nobody said that outputs are logits, and the first ones lie in [0, 1]
+    like_probabilities: the evaluation is refused: nobody said that the outputs of these tasks are logits, and the first
+    ones lie in [0, 1]
     """
 
     lease: LeaseGrant | None = None
-    result: dict[str, Any] | None = None
-    like_probabilities: bool = False
+    result: list[dict[str, Any]] | None = None
+    like_probabilities: list[str] = msgspec.field(default_factory=list)
 
 
 class Dense(Struct):
@@ -596,11 +621,16 @@ class Exported(Struct):
 
 
 class Measured(Struct):
-    """The sums of squares of this server's part of a step's gradient."""
+    """The sums of squares of this server's part of a step's gradient.
+
+    damping: of each member that is here, micro-batch, numbers of the dense part here, and `Damping.rows`; None unless
+    that was asked for, and then the squares are 0
+    """
 
     step: int
     dense_squares: float
     row_squares: float
+    damping: list[tuple[int, int, float]] | None = None
 
 
 class Applied(Struct):

@@ -30,12 +30,12 @@ class Requester:
     peer: bytes
     number: int
 
-    def tell(self, answer: Answer) -> None:
+    def reply(self, answer: Answer) -> None:
         transport.send(self.socket, self.peer, wire.encode(self.job, self.number, answer))
 
 
 # Does what a request with these frames wants. Returns the answer and its frames; None: it comes later
-# (`Requester.tell`).
+# (`Requester.reply`).
 Handler = Callable[[Requester, Request, list[Any]], tuple[Answer | None, Sequence[Any]]]
 
 
@@ -73,7 +73,7 @@ class RequestPort:
         if answer is None:
             return
         if not self._listener.answer(socket, peer, wire.encode(self._job, number, answer), out):
-            Requester(self._job, socket, peer, number).tell(_TOO_MUCH_UNREAD)
+            Requester(self._job, socket, peer, number).reply(_TOO_MUCH_UNREAD)
 
 
 _logged: list[str] = []  # a peer that goes wrong again and again must not fill the disk

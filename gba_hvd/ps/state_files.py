@@ -7,7 +7,7 @@
 
 These are written here, each completely or not at all, when their owner asks for it. Others write theirs themselves: the
 dense part (`dense_file`, `central_copy`, `residuals`), what the newest checkpoint has (`saver`), a final save
-(`memory_hold`).
+(`final_checkpoint`).
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class StateFiles:
     def ports(self) -> tuple[int, int]:
         """(control, pull) of the predecessor, where a successor listens; 0: there was none."""
         try:
-            told = json.loads(self.path("address").read_text())
+            stored = json.loads(self.path("address").read_text())
         except FileNotFoundError:
             return 0, 0
-        return told["control"], told["pull"]
+        return stored["control"], stored["pull"]
 
     def save_address(self, control: int, pull: int) -> None:
         self._replace("address", json.dumps({"control": control, "pull": pull, "pid": os.getpid()}).encode())
@@ -60,10 +60,10 @@ class StateFiles:
     def session(self) -> tuple[Enter, bool] | None:
         """As `save_session` had them; None when no mode was entered here."""
         try:
-            told = msgspec.msgpack.decode(self.path("session").read_bytes())
+            stored = msgspec.msgpack.decode(self.path("session").read_bytes())
         except FileNotFoundError:
             return None
-        return msgspec.convert(told["enter"], Enter), told["idle"]
+        return msgspec.convert(stored["enter"], Enter), stored["idle"]
 
     def save_ledger(self, generation: int, state: Mapping[str, Any]) -> None:
         """state: of the coordinator. Raises OSError when there is no room for it; the one before stays."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from gba_hvd.clipping import Clip
+from gba_hvd.embedding.row_gradients import ROW_AVERAGES
 from gba_hvd.errors import BadInput
 from gba_hvd.mode_names import REPLICA_MODES
 from gba_hvd.ps.messages import Apply, Enter, Measure, NotFinite, ProtocolError
@@ -29,10 +30,10 @@ def check_keys(layout: Layout, group: int, keys: np.ndarray, mine: np.ndarray) -
     if len(keys) == 0:
         return
     spec = layout.groups[group]
-    if keys.min() < 0 or keys.max() >= spec.places * layout.n_shards:
+    if keys.min() < 0 or keys.max() >= spec.rows_per_shard * layout.n_shards:
         raise ProtocolError(
             f"tables of dimension {spec.dim}: keys {keys.min()} to {keys.max()}, "
-            f"expected 0 to {spec.places * layout.n_shards - 1}"
+            f"expected 0 to {spec.rows_per_shard * layout.n_shards - 1}"
         )
     first = np.array(spec.first)
     table = np.searchsorted(first, keys // layout.n_shards, side="right") - 1
@@ -47,28 +48,31 @@ def check_keys(layout: Layout, group: int, keys: np.ndarray, mine: np.ndarray) -
         raise ProtocolError(f"shard {keys[foreign[0]] % layout.n_shards} is not served here")
 
 
-def check_row_message(layout: Layout, message: np.ndarray, mine: np.ndarray, extra: int) -> None:
+def check_row_message(layout: Layout, message: np.ndarray, mine: np.ndarray, extra: int, counted: bool = False) -> None:
     """Raises ProtocolError unless `message` is row gradients of shards served here (`row_gradients.pack_by_owner`).
 
     extra: words that follow a row's gradient (its number of contributors, when rows are averaged over them).
+    counted: a row's accesses come with it.
     """
     at = 0
     for number, group in enumerate(layout.groups):
         if at + 2 > len(message):
             raise ProtocolError(f"row gradients end in group {number} of {len(layout.groups)}")
         n = int(message[at : at + 2].view(np.int64)[0])
-        width = 2 + group.dim + extra
+        width = 2 + group.dim + extra + counted
         if n < 0 or at + 2 + n * width > len(message):
             raise ProtocolError(f"row gradients of dimension {group.dim}: {n} rows do not fit {len(message)} words")
         keys = message[at + 2 : at + 2 + 2 * n].view(np.int64)
         check_keys(layout, number, keys, mine)
-        values = message[at + 2 + 2 * n : at + 2 + n * width]
+        values = message[at + 2 + 2 * n : at + 2 + n * (width - counted)]
         if not all_finite(values):
             bad = np.flatnonzero(~np.isfinite(values.reshape(n, -1)).all(axis=1))[0]
             table, row = layout.locate(int(keys[bad]), number)
             raise NotFinite(f"the gradient of row {row} of table {table!r} is not finite")
-        if extra and (values.reshape(n, -1)[:, group.dim :] != 1.0).any():
+        if extra and (values.reshape(n, group.dim + extra)[:, group.dim :] != 1.0).any():
             raise ProtocolError(f"row gradients of dimension {group.dim}: a micro-batch contributes once to a row")
+        if counted and not message[at + 2 + n * (width - 1) : at + 2 + n * width].view(np.uint32).all():
+            raise ProtocolError(f"row gradients of dimension {group.dim}: a row that nobody looked up has no gradient")
         at += 2 + n * width
     if at != len(message):
         raise ProtocolError(f"row gradients: {len(message) - at} words too many")
@@ -106,8 +110,8 @@ def check_enter(enter: Enter, layout: Layout) -> None:
         raise ProtocolError(f"{len(enter.shard_servers)} shards, this job has {layout.n_shards}")
     if not all(0 <= server < n_servers for server in enter.shard_servers):
         raise ProtocolError(f"shards are at servers 0 to {n_servers - 1}, got {sorted(set(enter.shard_servers))[:10]}")
-    if enter.row_average not in ("global", "contributors"):
-        raise ProtocolError(f"rows are averaged 'global' or over 'contributors', got {enter.row_average[:80]!r}")
+    if enter.row_average not in ROW_AVERAGES:
+        raise ProtocolError(f"rows are averaged in one of {list(ROW_AVERAGES)}, got {enter.row_average[:80]!r}")
     for name, shape, _ in enter.tensors:
         if any(size < 0 for size in shape):
             raise ProtocolError(f"{name} has the shape {shape}")
@@ -120,9 +124,9 @@ def check_enter(enter: Enter, layout: Layout) -> None:
         raise ProtocolError(f"steps of replicas are not clipped, got {clip}")
 
 
-def check_apply(request: Apply, last_step: int, n_groups: int) -> None:
+def check_apply(request: Apply, last_step: int, n_groups: int, counts: bool = False) -> None:
     """Raises ProtocolError unless this step follows `last_step` and nothing in it would destroy parameters."""
-    check_members(request, last_step)
+    check_members(request, last_step, counts)
     if not all(0.0 <= factor <= 1.0 for factor in (request.dense_factor, request.row_factor)):
         raise ProtocolError(
             f"step {request.step}: gradients are clipped by factors from 0 to 1, got {request.dense_factor} and "
@@ -131,11 +135,19 @@ def check_apply(request: Apply, last_step: int, n_groups: int) -> None:
     check_rates([*request.lrs, request.row_lr], n_groups + 1)
 
 
-def check_members(request: Apply | Measure, last_step: int) -> None:
-    """Raises ProtocolError unless this step follows `last_step` and is a sum of gradients with sensible weights."""
+def check_members(request: Apply | Measure, last_step: int, counts: bool = False) -> None:
+    """Raises ProtocolError unless this step follows `last_step` and is a sum of gradients with sensible weights.
+
+    counts: rows are averaged over their contributors
+    """
     if request.step != last_step + 1:
         raise ProtocolError(f"step {request.step} cannot follow step {last_step}")
     if not all(math.isfinite(m.weight) and m.weight > 0 for m in request.members):
         raise ProtocolError(f"step {request.step}: weights are positive numbers")
+    if not all(0.0 <= m.row_damping <= 1.0 for m in request.members):
+        raise ProtocolError(f"step {request.step}: gradients of rows are damped by factors from 0 to 1")
     if not (math.isfinite(request.scale) and request.scale > 0):
         raise ProtocolError(f"step {request.step}: the scale is a positive number, got {request.scale}")
+    n_named = len(request.members) + len(request.dropped)
+    if counts and not max(1, n_named) <= request.n_micro:
+        raise ProtocolError(f"step {request.step}: {n_named} gradients of {request.n_micro} micro-batches")

@@ -58,12 +58,6 @@ def decode_answer(envelope: Envelope) -> Answer:
 
 
 _encoder = msgspec.msgpack.Encoder()
-
-
 _envelope = msgspec.msgpack.Decoder(Envelope)
-
-
 _request: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-
-
 _answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from gba_hvd.errors import ShardMemoryError
-from gba_hvd.shm.layout import Layout
+from gba_hvd.shm.layout import Layout, SampledSpec
 from gba_hvd.shm.shard_memory import ShardMemory
 from recovery.rows import Column, RowView, Schema, Table
+from recovery.selection.sampled_accesses import SampledAccesses, n_words
 
 
 def schema_of(layout: Layout) -> Schema:
     """The tables with a column for the weights and one for each slot, in the order of a record."""
-    slots = [(slot.name, 1 if slot.per_row else None) for slot in layout.slots]
     return Schema(
         tuple(
             Table(
                 table.name,
                 table.n_rows,
-                (Column("weights", table.dim), *(Column(name, width or table.dim) for name, width in slots)),
+                (
+                    Column("weights", table.dim),
+                    *(Column(s.name, 1 if s.per_row else table.dim) for s in layout.slots_of(table)),
+                ),
             )
             for table in layout.tables
         ),
@@ -42,7 +47,8 @@ class ShardRows:
         left: bool = False,
     ) -> None:
         self.schema = schema_of(memory.layout)
-        self._memory, self._mine, self._filling, self._left = memory, mine or memory.ready, filling, left
+        self._memory, self._mine, self._filling = memory, mine or memory.ready, filling
+        self.left = left
 
     def shards(self) -> list[int]:
         return list(self._mine())
@@ -57,8 +63,28 @@ class ShardRows:
         counts = self._memory.words[start : start + n * group.record].reshape(n, group.record)[:, -1]
         return RowView((records[:, :-1],), counts)
 
+    def sampled_accesses(
+        self, capacities: Sequence[int], period: int, rng: np.random.Generator | None = None
+    ) -> dict[tuple[int, int], SampledAccesses]:
+        """See `recovery.selection.sampled_accesses`. The writer, who applies gradients, draws by the step's number."""
+        layout = self._memory.layout
+        if layout.sampled != SampledSpec(tuple(capacities), period):
+            raise ShardMemoryError(
+                f"the shard memory was made for the lists {layout.sampled}, saves need {tuple(capacities)} rows of a "
+                f"shard and every {period}. access: the CheckpointCallback must be registered before the first sync"
+            )
+        found = {}
+        for number, at in layout.lists_at.items():
+            n_rows, capacity = layout.rows_per_shard(number), capacities[number]
+            for shard in self.shards():
+                start = shard * layout.region_words + at
+                words = self._memory.words[start : start + n_words(n_rows, capacity)]
+                mine = self.schema.tables[number].rows_in(shard, layout.n_shards)
+                found[number, shard] = SampledAccesses(words, mine, capacity, period)
+        return found
+
     def step_marks(self, shard: int) -> tuple[int, int]:
         steps = self._memory.steps_of(shard)
         if not self._filling and shard not in self._memory.ready():  # read last: the copies before are complete
             raise ShardMemoryError(f"shard {shard} has left this host meanwhile")
-        return (steps[1], steps[1]) if self._left else steps
+        return (steps[1], steps[1]) if self.left else steps

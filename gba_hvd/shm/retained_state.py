@@ -115,8 +115,13 @@ class StateRetainer:
 
     def _remove(self) -> None:
         self._file = None
-        with contextlib.suppress(FileNotFoundError):
-            (self._folder / _NAME).unlink()
+        remove(self._folder)
+
+
+def remove(folder: Path) -> None:
+    """Of what is retained in a job's folder, nothing is to be resumed from any more."""
+    with contextlib.suppress(FileNotFoundError):
+        (folder / _NAME).unlink()
 
 
 def is_there(folder: Path) -> bool:

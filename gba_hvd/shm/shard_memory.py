@@ -30,10 +30,10 @@ import os
 import platform
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
@@ -69,14 +69,26 @@ class Marks:
     placed: np.ndarray
 
 
+class InitialRows(Protocol):
+    """Where rows start, in tables that do not start as the layout says."""
+
+    def std(self, table: str) -> float | None:
+        """The deviation of normally distributed rows; None: `rows` gives every row."""
+
+    def rows(self, table: str, shard: int, n_shards: int) -> Iterable[tuple[np.ndarray, np.ndarray]]:
+        """(ids int64 [k], weights float32 [k, dim]) of a shard's rows, in parts; a row may come again."""
+
+
 class ShardMemory:
     """Open with `create_or_open`; `close()` may be called twice.
 
     flat:  float32 [S * region_words]  the complete memory, shard after shard
+    initial: first values of rows; None: as the layout says
     """
 
     def __init__(self, folder: Path, layout: Layout, alive_fd: int | None, mapped: mmap.mmap, inode: int) -> None:
         self.folder, self.layout, self._inode = folder, layout, inode
+        self.initial: InitialRows | None = None
         self._alive_fd: int | None = alive_fd
         self._map = mapped
         self.flat = np.frombuffer(mapped, dtype=np.float32)
@@ -184,15 +196,15 @@ class ShardMemory:
             return (
                 f"{self.folder} was removed while the job was using it: by hand, by a cleaner of temporary files, or, "
                 "in /dev/shm, by systemd-logind when the user's last session ended (RemoveIPC=yes). No worker or "
-                "server can open its tables any more. Start the job again: it goes on from its newest checkpoint, if "
+                "server can open its tables any more. Start the job again: it resumes from its newest checkpoint, if "
                 "it saves any. Before that, set RemoveIPC=no in logind.conf (or: loginctl enable-linger USER), or name "
                 "a folder that nothing cleans with GBA_HVD_SHARD_DIR"
             )
         if found.st_size < self.layout.n_bytes:
             return (
                 f"{path} was cut to {found.st_size:,} of {self.layout.n_bytes:,} bytes while the job was using it: "
-                "the rows behind that are gone, and whoever touches them is killed by SIGBUS. Find out what writes "
-                "there, and start the job again: it goes on from its newest checkpoint, if it saves any"
+                "the rows behind that are gone, and a process that touches them is killed by SIGBUS. Find out what "
+                "writes there, and start the job again: it resumes from its newest checkpoint, if it saves any"
             )
         return ""
 
@@ -238,17 +250,22 @@ class ShardMemory:
 
         ready: False leaves it absent, for somebody who fills it before `set_ready`.
         """
-        layout, start = self.layout, shard * self.layout.region_words
+        layout, start, initial = self.layout, shard * self.layout.region_words, self.initial
         self._ready[shard] = 0
         self.flat[start + PAGE_WORDS : start + layout.region_words] = 0.0
         for group in layout.groups:
             for table, first in zip(group.tables, group.first, strict=True):
                 seed = np.uint64(table_seed(layout.seed, table.name))
                 at = start + group.at + first * group.record
-                std = np.float32(layout.init_std)
-                kernels.init_rows(
-                    self.flat, at, group.record, table.n_rows, shard, layout.n_shards, group.dim, seed, std
-                )
+                std = layout.init_std if initial is None else initial.std(table.name)
+                if std is not None:
+                    kernels.init_rows(
+                        self.flat, at, group.record, table.n_rows, shard, layout.n_shards, group.dim, seed,
+                        np.float32(std),
+                    )  # fmt: skip
+                for ids, rows in () if initial is None else initial.rows(table.name, shard, layout.n_shards):
+                    places = at + ids // layout.n_shards * group.record
+                    self.flat[places[:, None] + np.arange(group.dim)] = rows
         if ready:
             self.set_ready(shard, step)
 

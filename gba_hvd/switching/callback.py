@@ -17,11 +17,24 @@ from gba_hvd.callbacks import Callback, StepRecord
 from gba_hvd.epoch import shares
 from gba_hvd.errors import BadInput
 from gba_hvd.mode_names import REPLICA_MODES, known_mode
-from gba_hvd.ps.coordinator.discipline import Discipline
-from gba_hvd.switching.policy import Decision, Options, Rates, RecentRates, Stance, decide, expected_drops
+from gba_hvd.ps.coordinator.discipline import Discipline, StalenessOf
+from gba_hvd.switching.policy import (
+    Decision,
+    Options,
+    Rates,
+    RecentRates,
+    Stance,
+    decide,
+    expected_drops,
+    expected_old_values,
+)
 from gba_hvd.switching.requested_mode import AskedMode
-from gba_hvd.update_rules import check, known_rule
+from gba_hvd.update_rules import check, known_rule, known_settings, look_ahead
+from gba_hvd.update_rules.default_rule import RuleChoice, choose
+from gba_hvd.update_rules.delay_model import expected_ages, expected_arrivals
+from gba_hvd.update_rules.sgd_momentum import momentum_of
 from gba_hvd.update_rules.stability import advise
+from recovery.old_names import warn
 
 _N_RECENT = 9
 _LATE_STEPS = 10  # an asynchronous mode learns of steps a little later; more than that is reported
@@ -36,15 +49,19 @@ class GBACallback(Callback):
     mode:       "auto" (allreduce or gba, whichever measurements say is faster), or a mode to be in:
                 "allreduce", "gba"; "shadow" (replicas that are synchronised in the background), or "easgd", "ma",
                 "bmuf" (the same in the foreground); or one of the baselines "async", "bsp", "hop_bs", "hop_bw"
-    rule:       how servers update dense parameters with gradients that come late, see `gba_hvd.update_rules`.
+    rule:       how servers update dense parameters with gradients that come late, see `gba_hvd.update_rules`. None:
+                "look_ahead" in gba where the dense optimizer has momentum (SGD with momentum, Adam, AdamW), else
+                "none", see `gba_hvd.update_rules.default_rule`. "none": the optimizer alone, gba as published.
                 Allreduce knows no delay: there the optimizer steps, and the rule waits for an asynchronous mode.
                 Replicas know none either: a job that is to be in such modes only has no rule
-    staleness, tolerance, lookahead, slack, backups: see `gba_hvd.ps.coordinator.ledger.Discipline`
-    enter_gain, leave_gain, patience, min_stay:      see `gba_hvd.switching.policy.Options`
+    rule_settings: of "dc" and "dana_dc", see `gba_hvd.update_rules.delay_compensation.DEFAULTS`; of "look_ahead",
+                `steps`
+    staleness, tolerance, staleness_of, lookahead, slack, backups: see `gba_hvd.ps.coordinator.ledger.Discipline`
+    enter_gain, leave_gain, patience, min_stay, warm_up_steps: see `gba_hvd.switching.policy.Options`
     switch_at:  modes to change to at given global steps, e.g. {1000: "gba"}
     curvature:  largest curvature of the loss (`gba_hvd.update_rules.stability.largest_curvature`), if known: entering
-                gba where the learning rate is predicted unstable under the expected staleness is then warned of in the
-                reason
+                gba where the learning rate is predicted unstable at the expected age of dense values is then warned of
+                in the reason
     sync:       what "shadow" runs in the background: "easgd", "ma", "bmuf"; "none" to compare
     elasticity, block_rate, mixing, pause_s: see `gba_hvd.averaging.algorithms.Averaging`
     every:      local steps between the rounds of the modes "easgd", "ma", "bmuf", which training waits for
@@ -64,9 +81,11 @@ class GBACallback(Callback):
         self,
         mode: str = "auto",
         *,
-        rule: str = "none",
+        rule: str | None = None,
+        rule_settings: Mapping[str, float | bool] | None = None,
         staleness: str = "threshold",
         tolerance: int = 4,
+        staleness_of: StalenessOf = "token",
         lookahead: int | None = None,
         slack: int = 2,
         backups: int = 1,
@@ -74,6 +93,7 @@ class GBACallback(Callback):
         leave_gain: float = 1.0,
         patience: int = 5,
         min_stay: int = 20,
+        warm_up_steps: int = 0,
         switch_at: Mapping[int, str] | None = None,
         curvature: float | None = None,
         servers_per_host: int = 1,
@@ -87,9 +107,23 @@ class GBACallback(Callback):
         required: bool = False,
     ) -> None:
         self.mode = known_mode(mode)
+        if staleness == "gap_aware" and rule not in (None, "gap_aware"):
+            raise BadInput(
+                f"staleness='gap_aware' is the rule 'gap_aware', and a job has one rule, got rule={rule!r}, too: leave "
+                "one of them out (staleness='none' counts every gradient in full)"
+            )
         # What a staleness of that name asks for is a rule; what it does not do is drop.
-        self.rule = "gap_aware" if (staleness, rule) == ("gap_aware", "none") else known_rule(rule)
+        asked = "gap_aware" if staleness == "gap_aware" else rule
+        self.requested_rule = None if asked is None else known_rule(asked)  # None: the default
         self.switch_at = {int(step): known_mode(name) for step, name in (switch_at or {}).items()}
+        if rule_settings and self.requested_rule is None:
+            raise BadInput(
+                f"rule_settings={dict(rule_settings)} are of a rule that is named, such as rule='look_ahead' or "
+                "rule='dc': name it, or leave them out"
+            )
+        self.rule_settings = known_settings(self.requested_rule or "none", rule_settings or {})
+        self._has_dense = True
+        self._optimizer: Mapping[str, Any] | None = None  # as of `torch_optimizers.spec_of`, once it is known
         self._refuse_an_idle_rule()
         self.asked = AskedMode(self.mode, self.switch_at)
         self._asked_for = self.mode  # `mode` is what an operator or a plan made of it
@@ -103,18 +137,29 @@ class GBACallback(Callback):
             raise BadInput(f"servers_per_host must be at least 1, got {servers_per_host}")
         self.servers_per_host, self.curvature = servers_per_host, curvature
         self.lr = 0.0  # the largest of the dense groups, set by the engine
+        self.momentum = 0.0  # of plain SGD's momentum, set with the optimizer; other optimizers: 0
         self._rules: dict[str, Any] = {
-            "staleness": staleness, "tolerance": tolerance, "lookahead": lookahead, "slack": slack, "backups": backups,
+            "staleness": staleness, "tolerance": tolerance, "staleness_of": staleness_of, "lookahead": lookahead,
+            "slack": slack, "backups": backups,
         }  # fmt: skip
         self.discipline("gba")  # refuses bad settings now
+        self._refuse_compensation_without_delay()
+        if warm_up_steps and self.mode != "auto" and "auto" not in self.switch_at.values():
+            raise BadInput(
+                f"warm_up_steps={warm_up_steps} is of mode 'auto', which decides by measurements, mode {self.mode!r} "
+                f"does not: leave it out, or mode='allreduce', switch_at={{{warm_up_steps}: {self.mode!r}}}"
+            )
         self._background = Averaging(sync, elasticity, block_rate, mixing, None, pause_s)
         self._every = replace(self._background, every=every).every
-        self.options = Options(enter_gain, leave_gain, patience, min_stay)
+        self.options = Options(enter_gain, leave_gain, patience, min_stay, warm_up_steps)
         self._stance = Stance("allreduce", 0)
         self._recent = RecentRates()
         self._exchanges: deque[float] = deque(maxlen=_N_RECENT)
         self._waits: deque[float] = deque([_FIRST_SERVE_S], maxlen=_N_RECENT)
-        self._wish: tuple[str, str] | None = None
+        self._batch_gains: deque[float] = deque(maxlen=_N_RECENT)
+        self._request: tuple[str, str] | None = None
+        self._warned = ""  # of the mode that is requested
+        self._first_mode = self.mode  # until a change is due
         self._handled = -1  # the newest step of `switch_at` that has come
         self.late: tuple[int, int] | None = None  # of `switch_at`: when a change was due, and when it is requested
         self.last: Decision | None = None
@@ -129,9 +174,50 @@ class GBACallback(Callback):
         modes = {"gba" if mode == "auto" else mode for mode in (self.mode, *self.switch_at.values())}
         return sorted(modes - {"allreduce"})
 
-    def check_fits(self, optimizer: Mapping[str, Any]) -> None:
-        """Raises BadInput when the rule does not go with this optimizer (`torch_optimizers.spec_of`)."""
-        check(self.rule, optimizer)
+    @property
+    def weighs_by_values(self) -> bool:
+        """Whether gradients are weighed by the age of the dense values that they were computed with."""
+        return bool(self._rules["staleness_of"] == "values")
+
+    @property
+    def asks_for_allreduce(self) -> bool:
+        """Whether some mode that it was made with is, or may be, allreduce."""
+        return bool({self._asked_for, *self.switch_at.values()} & {"auto", "allreduce"})
+
+    @property
+    def has_rule(self) -> bool:
+        """Whether a rule other than "none" was asked for."""
+        return self.requested_rule not in (None, "none")
+
+    def check_fits(self, optimizer: Mapping[str, Any], has_dense: bool = True) -> None:
+        """Take note of the job's optimizer (`torch_optimizers.spec_of`), by which the default rule goes.
+
+        Raises BadInput when the rule that was asked for does not go with it.
+        """
+        if self.requested_rule is not None:
+            check(self.requested_rule, optimizer)
+        self._optimizer, self._has_dense, self.momentum = optimizer, has_dense, momentum_of(optimizer)
+
+    def rule_in(self, mode: str) -> RuleChoice:
+        """The update rule of an asynchronous mode, for the optimizer of which note was taken."""
+        return choose(self.requested_rule, mode, self._optimizer, self._rules["lookahead"], self._has_dense)
+
+    @property
+    def rule(self) -> str:
+        """Name of the rule that the job reports: that of gba, or of another mode if only such are asked for."""
+        return self._reported_rule.rule
+
+    @property
+    def rule_reason(self) -> str:
+        """Why it is that one."""
+        return self._reported_rule.reason
+
+    @property
+    def _reported_rule(self) -> RuleChoice:
+        asked = {self._asked_for, *self.switch_at.values()}  # not `mode`, which changes while the job runs
+        others = sorted(asked - {"auto", "gba", "allreduce"})
+        by_gba = self.requested_rule is not None or not others or bool(asked & {"auto", "gba"})
+        return self.rule_in("gba" if by_gba else others[0])
 
     def averaging(self, mode: str) -> Averaging:
         """How replicas are synchronised in one of `mode_names.REPLICA_MODES`."""
@@ -140,19 +226,24 @@ class GBACallback(Callback):
         return replace(self._background, algorithm=mode, every=self._every)
 
     def describe(self) -> dict[str, Any]:
-        """The settings by the names of their arguments, as it was made with them."""
+        """The settings by the names of their arguments, as it was made with them; a default rule by its name."""
         switch_at = {str(step): mode for step, mode in self.switch_at.items()}
         rounds = self.rounds
         rounds["sync"] = rounds.pop("algorithm")
         more = {"switch_at": switch_at, "servers_per_host": self.servers_per_host, "curvature": self.curvature}
         more |= {"wait_s": self.wait_s, "required": self.required}
-        return {"mode": self._asked_for, "rule": self.rule, **self._rules, **asdict(self.options), **rounds, **more}
+        more |= {"rule_settings": dict(self.rule_settings)}
+        reported = {"mode": self._asked_for, "rule": self.rule}
+        return {**reported, **self._rules, **asdict(self.options), **rounds, **more}
 
     @property
     def agreed(self) -> dict[str, Any]:
         """What must be the same on all workers before they form a world."""
         more = {"wait_s": self.wait_s, "required": self.required}
-        return {"servers_per_host": self.servers_per_host, "rule": self.rule, **self.rounds, **more}
+        more |= {f"rule_settings.{name}": value for name, value in self.rule_settings.items()}
+        # Memory of earlier versions says "none" where no rule was asked for; so the default keeps that word.
+        rule = {None: "none", "none": "none, as asked for"}.get(self.requested_rule, self.requested_rule)
+        return {"servers_per_host": self.servers_per_host, "rule": rule, **self.rounds, **more}
 
     @property
     def paused_until(self) -> int:
@@ -172,11 +263,24 @@ class GBACallback(Callback):
     def _refuse_an_idle_rule(self) -> None:
         """Every worker steps its replica at once: a rule is of use only where another mode is planned for later."""
         is_used_later = bool({*self.switch_at.values()} - {*REPLICA_MODES, "allreduce"})
-        if self.rule != "none" and self.mode in REPLICA_MODES and not is_used_later:
+        if self.has_rule and self.mode in REPLICA_MODES and not is_used_later:
             raise BadInput(
-                f"mode {self.mode!r} uses no rule, got {self.rule!r}: each worker steps a replica of its own at once, "
-                "so no gradient comes late. Leave `rule` out (staleness='gap_aware' is one too), or choose a mode such "
-                "as 'gba' or 'async'"
+                f"mode {self.mode!r} uses no rule, got {self.requested_rule!r}: each worker steps a replica of its own "
+                "at once, so no gradient comes late. Leave `rule` out (staleness='gap_aware' is one too), or choose a "
+                "mode such as 'gba' or 'async'"
+            )
+
+    def _refuse_compensation_without_delay(self) -> None:
+        """In lock-step every gradient is computed with the newest values."""
+        modes = {"gba" if mode == "auto" else mode for mode in (self.mode, *self.switch_at.values())} - {"allreduce"}
+        if self.weighs_by_values and ("gba" not in modes or self._rules["lookahead"] == 0):
+            why = "mode 'gba' weighs gradients" if "gba" not in modes else "in lock-step no values are old"
+            raise BadInput(f"staleness_of='values' has no effect here: {why}; leave it out")
+        is_in_lock_step = self._rules["lookahead"] == 0 and bool(modes) and modes <= {"gba", "bsp", *REPLICA_MODES}
+        if is_in_lock_step and self.requested_rule in ("dc", "look_ahead"):
+            raise BadInput(
+                f"rule {self.requested_rule!r} is of no use with lookahead=0: in lock-step no gradient comes late. "
+                "Leave the rule out, or the lookahead"
             )
 
     def _refuse_requiring_nothing(self) -> None:
@@ -192,7 +296,7 @@ class GBACallback(Callback):
 
     # --- asked by the engine of the chief ----------------------------------------------------------------------------
 
-    def wish(self, step: int, current: str) -> tuple[str, str] | None:
+    def mode_request(self, step: int, current: str) -> tuple[str, str] | None:
         """(mode, reason) to change to once `step` is applied, or None."""
         if step < self._not_before:
             return None
@@ -203,28 +307,68 @@ class GBACallback(Callback):
             self.late = (due[-1], step) if is_late else None  # (a new chief finds what another has asked for)
             self.pin(self.switch_at[due[-1]])
         if self.mode == "auto":
-            return self._wish if self._wish is not None and self._wish[0] != current else None
+            return self._request if self._request is not None and self._request[0] != current else None
         return None if self.mode == current else (self.mode, f"mode {self.mode!r} was asked for")
+
+    def wish(self, step: int, current: str) -> tuple[str, str] | None:
+        """The old name of `mode_request`. Warns."""
+        warn("GBACallback.wish", "GBACallback.mode_request")
+        return self.mode_request(step, current)
 
     def pin(self, mode: str) -> None:
         """Be in this mode from now on; "auto" goes back to deciding by measurements."""
-        self.mode, self._wish = known_mode(mode), None
+        self.mode, self._request = known_mode(mode), None
         self.asked.now = mode
 
-    def measured_allreduce(self, step: int, seconds: Sequence[float], step_s: float, n_micro: int) -> None:
-        """Every worker's seconds per micro-batch in one step (0: it had none), and what the step took."""
-        n_workers = len(seconds)
-        shared = shares(n_micro, n_workers)
+    def measured_allreduce(
+        self, step: int, seconds: Sequence[float], step_s: float, n_micro: int, together: int = 1,
+        is_sample: bool = False,
+    ) -> None:  # fmt: skip
+        """Every worker's seconds per micro-batch in one step (0: it had none), and what the step took.
+
+        together: micro-batches that were one batch. is_sample: usually they are more; this step was to measure how
+        long single ones take. Until there was one, nothing is decided.
+        """
+        shared = shares(n_micro, len(seconds), together)
         slowest_s = max(n * t for n, t in zip(shared, seconds, strict=True))
         self._exchanges.append(max(0.0, step_s - slowest_s))
-        self._measure(step, "allreduce", seconds, shared, n_micro)
+        if is_sample:
+            usual = [self._recent.median(worker) for worker in range(len(seconds))]
+            gain = self._batch_gain
+            found = [before * gain / t for before, t in zip(usual, seconds, strict=True) if before and t > 0]
+            if found and not self._batch_gains:
+                self._recent = RecentRates()  # from here on they are of single ones
+            if found:
+                self._batch_gains.append(median(found))
+            return
+        if together > 1 and not self._batch_gains:
+            for worker, t in enumerate(seconds):  # as they come, until it is known what single ones take
+                if t > 0:
+                    self._recent.add(worker, t)
+            return
+        gain = self._batch_gain if together > 1 else 1.0
+        self._measure(step, "allreduce", [t / gain for t in seconds], shared, n_micro, gain)
 
-    def measured_async(self, step: int, seconds: Sequence[float], n_micro: int, serve_s: float) -> None:
-        """Every worker's recent seconds per micro-batch, once per step; serve_s: this worker's lease, pull and push."""
+    def measured_async(
+        self, step: int, seconds: Sequence[float], n_micro: int, serve_s: float, together: int = 1
+    ) -> None:
+        """Every worker's recent seconds per micro-batch, once per step; serve_s: this worker's lease, pull and push.
+
+        together: micro-batches that are one batch in allreduce mode
+        """
         self._waits.append(serve_s)
-        self._measure(step, "gba", seconds, shares(n_micro, len(seconds)), n_micro)
+        gain = self._batch_gain if together > 1 else 1.0
+        self._measure(step, "gba", seconds, shares(n_micro, len(seconds), together), n_micro, gain)
 
-    def _measure(self, step: int, current: str, seconds: Sequence[float], shared: Sequence[int], n_micro: int) -> None:
+    @property
+    def _batch_gain(self) -> float:
+        """Seconds per micro-batch in a large batch, as a share of those of single ones; 1 while that is not known."""
+        return median(self._batch_gains or [1.0])
+
+    def _measure(
+        self, step: int, current: str, seconds: Sequence[float], shared: Sequence[int], n_micro: int, gain: float
+    ) -> None:
+        """seconds: per micro-batch, where each is its own batch. gain: the share of them it takes in allreduce mode."""
         if self.mode != "auto" or len(seconds) < 1:
             return
         for worker, t in enumerate(seconds):
@@ -236,41 +380,55 @@ class GBACallback(Callback):
         if self._stance.mode != current:
             self._stance = Stance(current, step)
         exchange_s, serve_s = median(self._exchanges or [0.0]), median(self._waits)
-        rates = Rates(medians, tuple(shared), n_micro, exchange_s, serve_s)
+        rates = Rates(medians, tuple(shared), n_micro, exchange_s, serve_s, sync_share=gain)
         if self._rules["staleness"] == "threshold":
-            rates = replace(rates, dropped_share=expected_drops(rates, self._rules["tolerance"]))
+            tolerance, by_values = self._rules["tolerance"], self.weighs_by_values
+            dropped = expected_old_values(rates, tolerance) if by_values else expected_drops(rates, tolerance)
+            rates = replace(rates, dropped_share=dropped)
         decision, stance = decide(self._stance, step, rates, self.options)
         self.last = decision
         if decision.mode != current:
-            warning = self._warning(rates) if decision.mode == "gba" else ""
-            self._wish = (decision.mode, decision.reason + warning)  # the stance changes when the switch is done
+            if self._request is None or self._request[0] != decision.mode:
+                self._warned = self._warning(rates) if decision.mode == "gba" else ""
+            self._request = decision.mode, decision.reason + self._warned  # the stance changes when the switch is done
         else:
-            self._stance, self._wish = stance, None
+            self._stance, self._request = stance, None
 
     def _warning(self, rates: Rates) -> str:
-        """What the expected staleness would do to stability; empty when all is well or the curvature is not known."""
+        """What the expected age of dense values would do to stability; empty: all is well, or the curvature unknown."""
         if self.curvature is None or self.lr <= 0:
             return ""
         cycles = [t + rates.serve_s for t in rates.seconds_per_micro]
-        steps_per_s = sum(1 / t for t in cycles) / rates.n_micro
-        staleness = [t * steps_per_s for t in cycles]
-        mean = sum(s / t for s, t in zip(staleness, cycles, strict=True)) / sum(1 / t for t in cycles)
-        worst = max(mean, min(max(staleness), float(self._rules["tolerance"])))
-        advice = advise(self.lr, self.curvature, mean, worst)
+        ages, arrivals = expected_ages(cycles, rates.n_micro), expected_arrivals(cycles, rates.n_micro)
+        ahead = look_ahead.steps_of(self.rule_in("gba").rule, self.rule_settings)
+        advice = advise(self.lr, self.curvature, ages, self.momentum, careful=False, arrivals=arrivals, ahead=ahead)
         return "" if advice.is_stable else f"; warning: {advice.reason}"
 
     def failed(self, step: int, why: str) -> None:
         """A switch could not be done: no other is requested so soon, and later ever less often."""
         self._has_waited, self.asked.obstacle = True, why
         self._not_before, self._pause = step + self._pause, 2 * self._pause
-        self._wish = None
+        self._request = None
 
     def switched(self, mode: str, step: int) -> None:
         """The job is in `mode` from `step` on."""
-        self._wish, self._not_before, self._pause = None, 0, _PAUSE_STEPS
+        self._request, self._not_before, self._pause = None, 0, _PAUSE_STEPS
         self._recent = RecentRates()
         if mode in ("allreduce", "gba"):
             self._stance = Stance(mode, step)
+
+    def went_back(self, step: int) -> None:
+        """The job is at this earlier step again (full recovery): what `switch_at` has after it comes again.
+
+        What an operator asked for stays, unless a change of `switch_at` came after it, which is undone.
+        """
+        if any(step < at <= self._handled for at in self.switch_at):
+            due = [at for at in sorted(self.switch_at) if at <= step]
+            self._handled = due[-1] if due else -1
+            self.pin(self.switch_at[due[-1]] if due else self._first_mode)
+        self._stance = replace(self._stance, since_step=min(step, self._stance.since_step))
+        self._not_before = min(self._not_before, step + self._pause)
+        self.asked.went_back(step)
 
     def on_job(self, job: Any) -> None:
         self._recent = RecentRates()  # ranks may mean other workers now
@@ -280,9 +438,11 @@ class GBACallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         stance, asked = asdict(self._stance), self.asked.state()
-        return {"mode": self.mode, "stance": stance, "handled": self._handled, "asked": asked}
+        gains = list(self._batch_gains)
+        return {"mode": self.mode, "stance": stance, "handled": self._handled, "asked": asked, "batch_gains": gains}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.mode, self._stance, self._handled = state["mode"], Stance(**state["stance"]), state["handled"]
         if "asked" in state:  # checkpoints of older versions have none
             self.asked.load(state["asked"])
+        self._batch_gains.extend(state.get("batch_gains", ()))

@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import numpy as np
 import torch
 
-from gba_hvd import torch_optimizers, update_rules
+from gba_hvd import torch_optimizers
 from gba_hvd.callbacks import Event
 from gba_hvd.errors import BadInput, GbaError
 from gba_hvd.mode_names import REPLICA_MODES
@@ -40,7 +40,7 @@ from gba_hvd.ps.worker.replica_worker import ReplicaWorker
 from gba_hvd.ps.worker.session import PsSession, place_dense
 from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.switching.callback import GBACallback
-from gba_hvd.switching.mode_limits import check_mode
+from gba_hvd.switching.mode_limits import check_mode, row_average_idle
 from gba_hvd.switching.requests import switching_of
 from gba_hvd.training.engine import Engine
 from gba_hvd.update_rules.dana_slim import SlimWorker
@@ -93,7 +93,7 @@ def enter(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
         switching.failed(engine.progress.step, text)
         pause = f"tried again after {switching.paused_until - engine.progress.step} steps or more"
         data = {"to": mode, "seconds": round(time.perf_counter() - started, 4)}
-        words = f"mode {mode} was not entered, allreduce goes on ({pause}): {text}"
+        words = f"mode {mode} was not entered, allreduce continues ({pause}): {text}"
         engine.emit(Event("switch_failed", engine.progress.step, words, data, level="warning"), only_here=bool(failure))
         if switching.required:
             raise GbaError(
@@ -103,8 +103,12 @@ def enter(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
         return False
     start(engine, session, world.rank, host, len(workers), here)
     seconds = time.perf_counter() - started
+    rule = switching.rule_in(mode)
     data = {"from": "allreduce", "to": mode, "seconds": round(seconds, 4), "reason": reason}
-    engine.emit(Event("switch", engine.progress.step, f"allreduce -> {mode}: {reason}", data))
+    data |= {"rule": rule.rule, "rule_reason": rule.reason}
+    engine.emit(Event("switch", engine.progress.step, f"allreduce -> {mode}: {reason}; update {rule}", data))
+    if (idle := row_average_idle(mode, engine.model.row_average, engine.progress.step)) is not None:
+        engine.reports.once(idle)
     switching.switched(mode, engine.progress.step)
     return True
 
@@ -194,11 +198,11 @@ def _gather_who_is_there(
         row += [host, int(ipaddress.IPv4Address(own[i].address)), own[i].control, own[i].pull] if own else [0, 0, 0, 0]
     everyone = engine.world.gather("servers", np.array(row, dtype=np.int64))
     servers, workers = [], []
-    for rank, told in enumerate(everyone):
-        _, worker, of_host, pid, n_own = map(int, told[:5])
+    for rank, reported in enumerate(everyone):
+        _, worker, of_host, pid, n_own = map(int, reported[:5])
         workers.append((worker, rank, of_host, pid))
         for i in range(n_own):
-            at, address, control, pull = map(int, told[5 + 4 * i : 9 + 4 * i])
+            at, address, control, pull = map(int, reported[5 + 4 * i : 9 + 4 * i])
             servers.append(Endpoint(at, i, str(ipaddress.IPv4Address(address)), control, pull))
     return servers, workers, int(everyone[0][0])
 
@@ -211,10 +215,13 @@ def _session(
     for shard, home in enumerate(here.exchange.placement.host):
         candidates = of_host[here.exchange.members.order[home]]
         shard_servers.append(candidates[shard % len(candidates)])
-    rule = "none" if mode in REPLICA_MODES else switching.rule  # replicas know no delay
+    switching.check_fits(
+        torch_optimizers.spec_of(engine.model.optimizer), bool(engine.model.dense.n)
+    )  # as it is now, on every worker
     return PsSession(
         generation, mode, engine.job.id, engine.job.key, tuple(servers), tuple(shard_servers),
-        tuple(place_dense(engine.model.dense.sizes, len(servers))), engine.model.row_average, rule,
+        tuple(place_dense(engine.model.dense.sizes, len(servers))), engine.model.row_average,
+        switching.rule_in(mode).rule, engine.model.tables.counts_accesses,
     )  # fmt: skip
 
 
@@ -254,12 +261,14 @@ def _enter(
                 micro_batch=engine.model.micro_batch,
                 discipline=vars(switching.discipline(session.mode)).copy(),
                 row_average=session.row_average,
+                accesses=session.accesses,
                 row_lr=engine.model.row_lr,
                 lrs=engine.model.dense_lrs,
                 tensors=[(engine.model.names[t], list(parameters[t].shape), group_of[id(parameters[t])]) for t in mine],
                 optimizer=spec,
                 workers=workers,
                 rule=session.rule,
+                rule_settings=switching.rule_settings if session.rule != "none" else {},
                 until_s=until_s,
                 max_norm=engine.model.clip.max_norm,
                 max_row_norm=engine.model.clip.max_row_norm,
@@ -306,5 +315,5 @@ def _refuse_what_servers_cannot_do(engine: Engine, switching: GBACallback, mode:
     kinds = {p.dtype for p in engine.model.dense.parameters}
     if kinds and kinds != {torch.float32}:
         raise BadInput(f"asynchronous modes take dense parameters of float32, got {sorted(map(str, kinds))}")
-    update_rules.check(switching.rule, torch_optimizers.spec_of(engine.model.optimizer))
-    check_mode(engine, mode, "none" if mode in REPLICA_MODES else switching.rule)
+    switching.check_fits(torch_optimizers.spec_of(engine.model.optimizer), bool(engine.model.dense.n))
+    check_mode(engine, mode, switching.rule_in(mode).rule)

@@ -81,14 +81,14 @@ def retire_servers(job: str, key: bytes, folder: Path, host: int) -> None:
     """
     for session in folder.glob("ps-*.session"):
         index = int(session.name.removeprefix("ps-").removesuffix(".session"))
-        told = msgspec.msgpack.decode(session.read_bytes())
+        stored = msgspec.msgpack.decode(session.read_bytes())
         session.unlink()  # first, so that a successor that somebody starts meanwhile does not find it
         pid = launch.pid_of(folder, index)
-        if not told["idle"] and pid is not None and is_alive(pid):
+        if not stored["idle"] and pid is not None and is_alive(pid):
             client = Client(job, key, [Endpoint(host, index, "", 0, 0)], host, folder, _LEAVE_TIMEOUT_S)
             client.start()
             try:
-                client.call(0, Export(told["enter"]["generation"], leaving=True))
+                client.call(0, Export(stored["enter"]["generation"], leaving=True))
             except GbaError as error:
                 log.warning("server %d of this host was still in a mode that is over: %s", index, error)
                 launch.kill(folder, index)

@@ -15,6 +15,7 @@ from statistics import median
 
 from gba_hvd.errors import BadInput
 from gba_hvd.mode_names import known_mode
+from gba_hvd.update_rules.delay_model import expected_ages
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,14 @@ class Options:
     leave_gain: back to allreduce when gba is predicted less than this many times as fast
     patience:   global steps for which the prediction must hold
     min_stay:   global steps in a mode before it is left, the first mode of the job included
+    warm_up_steps: global steps of the job before gba is entered: early steps suffer most from old values
     """
 
     enter_gain: float = 1.05
     leave_gain: float = 1.0
     patience: int = 5
     min_stay: int = 20
+    warm_up_steps: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.leave_gain <= self.enter_gain < math.inf:
@@ -42,6 +45,8 @@ class Options:
             raise BadInput(
                 f"patience must be at least 1 step and min_stay not negative, got {self.patience} and {self.min_stay}"
             )
+        if self.warm_up_steps < 0:
+            raise BadInput(f"warm_up_steps must not be negative, got {self.warm_up_steps}")
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class Rates:
     exchange_s:        of an allreduce step, what follows the last micro-batch
     serve_s:           t_ps, what a micro-batch costs a worker in gba beside computing: lease, pull, push
     dropped_share:     of the pushes in gba, those that staleness drops; measured, or from `expected_drops`
+    sync_share:        t_w in an allreduce step, as a share of t_w: below 1 where larger batches are computed there
     """
 
     seconds_per_micro: tuple[float, ...]
@@ -62,6 +68,7 @@ class Rates:
     exchange_s: float
     serve_s: float
     dropped_share: float = 0.0
+    sync_share: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.seconds_per_micro or not all(0 < t < math.inf for t in self.seconds_per_micro):
@@ -74,16 +81,20 @@ class Rates:
             raise BadInput(f"exchange_s and serve_s must not be negative, got {self.exchange_s} and {self.serve_s}")
         if not 0 <= self.dropped_share <= 1:
             raise BadInput(f"dropped_share must be within 0 and 1, got {self.dropped_share}")
+        if not 0 < self.sync_share < math.inf:
+            raise BadInput(f"sync_share must be positive, got {self.sync_share}")
 
 
 def predicted(rates: Rates) -> tuple[float, float]:
     """Micro-batches/s in (allreduce, gba).
 
-    allreduce: M / (max_w(n_w t_w) + t_exchange): all wait for the slowest.
+    allreduce: M / (sync_share max_w(n_w t_w) + t_exchange): all wait for the slowest.
     gba:       sum_w 1 / (t_w + t_ps), less what staleness drops: nobody waits.
     """
     slowest_s = max(n * t for n, t in zip(rates.shares, rates.seconds_per_micro, strict=True))
-    return rates.n_micro / (slowest_s + rates.exchange_s), sum(_push_rates(rates)) * (1 - rates.dropped_share)
+    return rates.n_micro / (rates.sync_share * slowest_s + rates.exchange_s), sum(_push_rates(rates)) * (
+        1 - rates.dropped_share
+    )
 
 
 def expected_drops(rates: Rates, tolerance: int) -> float:
@@ -96,6 +107,12 @@ def expected_drops(rates: Rates, tolerance: int) -> float:
     pushes = _push_rates(rates)
     steps_per_s = sum(pushes) / rates.n_micro
     return sum(rate for rate in pushes if steps_per_s / rate > tolerance) / sum(pushes)
+
+
+def expected_old_values(rates: Rates, tolerance: int) -> float:
+    """Share of the pushes (0 to 1) computed with dense values more than `tolerance` steps old, in gba."""
+    by_age = expected_ages([t + rates.serve_s for t in rates.seconds_per_micro], rates.n_micro)
+    return sum(share for age, share in by_age.items() if age > tolerance) / sum(by_age.values())
 
 
 def _push_rates(rates: Rates) -> list[float]:
@@ -129,8 +146,8 @@ class Stance:
 def decide(stance: Stance, step: int, rates: Rates, options: Options) -> tuple[Decision, Stance]:
     """Stay or switch, at global step `step`, and the stance for the next decision. To be called once per global step.
 
-    When the decision's mode is not the stance's, switch, and measure again (`RecentRates.clear`): times taken in the
-    other mode do not count. Raises BadInput when the job is in a mode that is never entered automatically.
+    When the decision's mode is not the stance's, switch, and measure again, into a new `RecentRates`: times taken in
+    the other mode do not count. Raises BadInput when the job is in a mode that is never entered automatically.
     """
     known_mode(stance.mode, ("allreduce", "gba"))
     allreduce, gba = predicted(rates)
@@ -149,12 +166,17 @@ def decide(stance: Stance, step: int, rates: Rates, options: Options) -> tuple[D
     if stayed < options.min_stay:
         wait = f"but only {stayed} of {options.min_stay} steps in {stance.mode}"
         return Decision(stance.mode, f"stay in {stance.mode}: {finding}, {wait}", gain), now
+    if other == "gba" and step < options.warm_up_steps:
+        wait = f"but the warm-up takes {options.warm_up_steps} steps, this is {step}"
+        return Decision(stance.mode, f"stay in {stance.mode}: {finding}, {wait}", gain), now
     return Decision(other, f"to {other}: {finding} for {now.in_favour} steps", gain), Stance(other, step)
 
 
 def _slowest(rates: Rates) -> str:
     times = rates.seconds_per_micro
     worker = max(range(len(times)), key=times.__getitem__)
+    if len(times) == 2:  # their median is the mean of both: under 2x, however slow the one is
+        return f"worker {worker} takes {times[worker] / min(times):.1f}x the time of worker {1 - worker}"
     return f"worker {worker} takes {times[worker] / median(times):.1f}x the median"
 
 
@@ -188,11 +210,3 @@ class RecentRates:
         found = [self.median(worker) for worker in workers]
         known = tuple(seconds for seconds in found if seconds is not None)
         return known if len(known) == len(found) else None
-
-    def forget(self, worker: int) -> None:
-        """The worker has left."""
-        self._seconds.pop(worker, None)
-
-    def clear(self) -> None:
-        """Start over, after a switch or a change of workers."""
-        self._seconds.clear()

@@ -42,6 +42,10 @@ class AskedMode:
             self._inside[mode] = self._inside.get(mode, 0) + n
             self._first.setdefault(mode, step)
 
+    def went_back(self, step: int) -> None:
+        """The job is at this earlier step again: the next step that is reported counts as one."""
+        self._seen, self._handled = None, min(self._handled, step - 1)
+
     def missing(self, mode: str) -> str:
         """The mode that is asked for while the job is in `mode`; empty when it is where it should be."""
         return "" if self.now in (*_CONTENT, mode) else self.now

@@ -21,9 +21,10 @@ from gba_hvd.training.commit_fields import StepParticipant
 from gba_hvd.training.engine import Engine
 
 # On a commit: a number for each mode (the chief requests it), for each mode again (an operator does), whether training
-# is to wait for servers that are not up, and on how many hosts they are not.
+# is to wait for servers that are not up, on how many hosts they are not, whether an operator asks for "auto", and
+# whether the chief decides by measurements.
 _WAITS = 2 * len(MODE_NUMBERS)
-_NOT_READY = _WAITS + 1
+_NOT_READY, _TO_AUTO, _BY_MEASUREMENTS = _WAITS + 1, _WAITS + 2, _WAITS + 3
 _RATES_EVERY_S = 2.0
 _ASK_AGAIN_S = 2.0
 
@@ -50,6 +51,10 @@ class ModeRequests(StepParticipant):
         self._seen_step, self._asked_s = -1, 0.0  # step last looked at, when the coordinator was asked
         self._rates_s = self._rounds_s = time.perf_counter()  # when they were reported
 
+    def went_back(self, step: int) -> None:
+        self._requested, self._seen_step, self.waiting = None, min(self._seen_step, step), []
+        self.callback.went_back(step)
+
     @property
     def waits_to_enter(self) -> bool:
         return bool(self.waiting)
@@ -60,7 +65,7 @@ class ModeRequests(StepParticipant):
     # --- allreduce mode ----------------------------------------------------------------------------------------------
 
     def n_fields(self) -> int:
-        return _NOT_READY + 1
+        return _BY_MEASUREMENTS + 1
 
     def before_commit(self, fields: Tensor) -> None:
         engine, callback = self._engine, self.callback
@@ -69,15 +74,16 @@ class ModeRequests(StepParticipant):
             return
         callback.lr = max(engine.model.dense_lrs, default=0.0)
         if engine.world.rank == 0:
-            self._requested = callback.wish(engine.progress.step + 1, engine.mode.name)
+            self._requested = callback.mode_request(engine.progress.step + 1, engine.mode.name)
             fields[_WAITS] = float(callback.waits)
+            fields[_BY_MEASUREMENTS] = float(callback.mode == "auto")
         server = engine.host.server
         fields[_NOT_READY] = float(server is not None and not server.is_ready(to_enter=True))
         order = self.operator_request()
         if self._requested is not None:
             fields[MODE_NUMBERS[self._requested[0]]] = 1.0
         if order is not None and order[0] == "auto":
-            callback.pin("auto")
+            fields[_TO_AUTO] = 1.0
         elif order is not None:
             fields[len(MODE_NUMBERS) + MODE_NUMBERS[order[0]]] = 1.0
             self._requested = order
@@ -92,6 +98,9 @@ class ModeRequests(StepParticipant):
         self.waiting = []
         if engine.mode is None:
             return
+        if agreed[_TO_AUTO]:  # asked for at one host; it is the chief's callback that decides
+            callback.pin("auto")
+        self.measures_micro_batches = bool(agreed[_TO_AUTO] or agreed[_BY_MEASUREMENTS])
         for mode, code in MODE_NUMBERS.items():
             ordered = bool(agreed[len(MODE_NUMBERS) + code])
             if not ordered and not agreed[code]:
@@ -107,8 +116,10 @@ class ModeRequests(StepParticipant):
             else:
                 engine.signals.requested_mode = (mode, reason)
 
-    def after_step(self, micro_batch_s: Sequence[float], step_s: float, n_micro: int) -> None:
-        self.callback.measured_allreduce(self._engine.progress.step, list(micro_batch_s), step_s, n_micro)
+    def after_step(self, micro_batch_s: Sequence[float], step_s: float, n_micro: int, together: int) -> None:
+        is_sample = together != self._engine.model.together
+        step = self._engine.progress.step
+        self.callback.measured_allreduce(step, list(micro_batch_s), step_s, n_micro, together, is_sample)
         if self._engine.world.rank == 0:
             self._report_rates({str(rank): round(s, 5) for rank, s in enumerate(micro_batch_s) if s})
 
@@ -133,10 +144,10 @@ class ModeRequests(StepParticipant):
             if servers.name == "gba":
                 seconds = [seconds for _, seconds in position.rates]
                 of_step = engine.model.global_batch // engine.model.micro_batch
-                callback.measured_async(step, seconds, of_step, waited_s)
+                callback.measured_async(step, seconds, of_step, waited_s, engine.model.together)
         if position.requested_mode == "auto" and callback.mode != "auto":
             callback.pin("auto")
-        request = callback.wish(step, servers.name)
+        request = callback.mode_request(step, servers.name)
         self._report_if_late()
         now = time.perf_counter()
         if request is not None and position.requested_mode in ("", "auto") and now - self._asked_s > _ASK_AGAIN_S:
@@ -151,7 +162,7 @@ class ModeRequests(StepParticipant):
         (due, now), callback.late = callback.late, None
         text = (
             f"switch_at={due} is asked for at step {now}: only rank 0 asks, before each of its micro-batches, and the "
-            "others went on while it computed one. For exact steps let a slow worker not be rank 0"
+            "others continued while it computed one. For exact steps let a slow worker not be rank 0"
         )
         engine.emit(Event("switch_late", engine.progress.step, text, {"due": due, "now": now}, level="warning"))
 
@@ -166,21 +177,21 @@ class ModeRequests(StepParticipant):
         pace, dropped = servers.drain_metrics()
         engine, step = self._engine, self._engine.progress.step
         for why in dropped:
-            text = f"a round of replicas was dropped, training goes on: {why}"
+            text = f"a round of replicas was dropped, training continues: {why}"
             engine.emit(Event("round_dropped", step, text, {"why": why}, level="warning"), only_here=True)
-        told = {name: value for name, value in pace.items() if value is not None}  # no pace where no round ended well
-        if in_vain := int(told.pop("waits_in_vain", 0)):
+        metrics = {name: value for name, value in pace.items() if value is not None}  # none ended well: no pace
+        if in_vain := int(metrics.pop("waits_in_vain", 0)):
             often, limit_s = f"{in_vain} times" if in_vain > 1 else "once", engine.model.tables.config.lease_s
-            text = f"training waited {often} for a round of replicas that did not end in {limit_s:.0f} s, and goes on"
+            text = f"training waited {often} for a round of replicas that did not end in {limit_s:.0f} s, and continues"
             engine.emit(Event("round_late", step, text, {"times": in_vain}, level="warning"), only_here=True)
-        if told and engine.world.rank == 0:
-            text = f"no round of replicas ended well; dropped so far: {told.get('rounds_dropped', 0)}"
-            if "rounds_per_s" in told:
+        if metrics and engine.world.rank == 0:
+            text = f"no round of replicas ended well; dropped so far: {metrics.get('rounds_dropped', 0)}"
+            if "rounds_per_s" in metrics:
                 text = (
-                    f"{told['rounds_per_s']:.1f} rounds/s, {told['steps_per_round']:.1f} local steps each, "
-                    f"spread of the replicas {told['spread']:.2e}"
+                    f"{metrics['rounds_per_s']:.1f} rounds/s, {metrics['steps_per_round']:.1f} local steps each, "
+                    f"spread of the replicas {metrics['spread']:.2e}"
                 )
-            engine.emit(Event("rates", step, text, told))
+            engine.emit(Event("rates", step, text, metrics))
 
     def _report_rates(self, seconds: dict[str, float]) -> None:
         """Every few seconds, from the chief: how long the workers take, and where micro-batches went."""
@@ -192,4 +203,7 @@ class ModeRequests(StepParticipant):
         counts = {"dropped": progress.account.dropped, "lost": progress.account.lost, "refused": progress.rejected}
         staleness = {str(k): n for k, n in sorted(progress.staleness.items())}
         data = {"seconds": seconds, **counts, "reissued": progress.reissued, "staleness": staleness}
+        data["elp"] = self._engine.elp
+        data["lags"] = {str(k): n for k, n in sorted(progress.lags.items())}
+        data["gaps"] = {str(rank): list(found) for rank, found in progress.gaps.items()}
         self._engine.emit(Event("rates", progress.step, f"seconds per micro-batch by worker: {words}", data))

@@ -14,7 +14,7 @@ from typing import Any
 
 _VALIDATION = re.compile(r"(valid|validation|val|dev|eval)[_./ -](.+)", re.IGNORECASE)
 _QUALITY = re.compile(r"(valid|validation|val|dev|eval|test|holdout)[_./ -].+|(.+_)?auc", re.IGNORECASE)
-_HIGHER = ("auc", "acc", "f1", "ndcg", "recall", "precision", "map", "hit")
+_HIGHER = ("auc", "gauc", "acc", "f1", "ndcg", "recall", "precision", "map", "hit")
 _LOWER = ("logloss", "log_loss", "loss", "nll", "rmse", "mse", "mae", "error")
 
 

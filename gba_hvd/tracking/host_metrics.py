@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import psutil
@@ -56,7 +55,7 @@ class HostReporter:
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="host-metrics", daemon=True)
 
-    def told(self, job: Record | None, step: int) -> None:
+    def set_progress(self, job: Record | None, step: int) -> None:
         """Where training stands; None when there is nothing to report on any more."""
         with self._awake:
             self._job, self._step = job, step
@@ -66,9 +65,7 @@ class HostReporter:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         with self._awake:
             self._stopped = True
             self._awake.notify()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import getpass
 import importlib.util
 import itertools
+import json
 import os
 import shlex
 import subprocess
@@ -23,7 +24,7 @@ from gba_hvd.errors import BadInput
 from gba_hvd.mode_names import MODES
 from gba_hvd.tracking import gauges, recovery_records
 from gba_hvd.tracking.epochs import is_quality
-from gba_hvd.tracking.plots import GRAD_NORM, LOSS, MODE, THROUGHPUT, WORKERS
+from gba_hvd.tracking.plots import DENSE_LR, GRAD_NORM, LOSS, MODE, SCRIPT_LRS, THROUGHPUT, WORKERS
 from gba_hvd.tracking.records import metric_key, metrics_records, params_records
 from gba_hvd.tracking.sender_handle import SenderProcess
 from gba_hvd.tracking.spool import (
@@ -98,17 +99,19 @@ class MLflowCallback(Callback):
         self._sender: SenderProcess | None = None
         self._restarts = 0
         self._next_look_s = 0.0
-        self._told: str | None = None
+        self._reported_problem: str | None = None
         self._logged_step = -1
         self._mode: str | None = None
         self._seen_step: int | None = None
         self._since = _Interval()
         self._readings = gauges.Readings()
-        self._untold: deque[Event] = deque(maxlen=64)
+        self._unreported: deque[Event] = deque(maxlen=64)
         self._ended = False
-        self._told_left_behind = False
+        self._reported_left_behind = False
         self._n_warnings = 0
         self._epoch: int | None = None
+        self._lr: float | None = None  # the newest learning rate that is on record
+        self._script_logs_lr = False
 
     # The training thread calls these.
 
@@ -136,18 +139,21 @@ class MLflowCallback(Callback):
             }
         )
         if job.is_chief and not was_chief:
-            if not self._told_left_behind:
-                self._told_left_behind = True
-                self._tell_left_behind()
+            if not self._reported_left_behind:
+                self._reported_left_behind = True
+                self._report_left_behind()
+            if self._lr is None:
+                self._lr = job.settings.get(DENSE_LR)
             config = self._artifacts["config.json"] or {}
             for record in params_records({**job.settings, **config, **self._params}):
                 self._write(record)
             for path, values in self._artifacts.items():
                 if values is not None:
-                    self._write({"kind": "artifact", "path": path, "text": _pretty(values)})
-            while self._untold:  # what the previous chief may not have reported
-                self._write_event(self._untold.popleft())
-        self._untold.clear()
+                    text = json.dumps(values, indent=2, default=str) + "\n"
+                    self._write({"kind": "artifact", "path": path, "text": text})
+            while self._unreported:  # what the previous chief may not have reported
+                self._write_event(self._unreported.popleft())
+        self._unreported.clear()
         self._look_after_sender()
 
     def on_step(self, record: StepRecord) -> None:
@@ -172,6 +178,8 @@ class MLflowCallback(Callback):
         if job.is_chief:
             values = {**since.values(), "epoch": record.epoch, WORKERS: record.workers}
             values["samples_applied"] = record.samples_applied
+            if record.dense_lr is not None and record.dense_lr != self._lr and not self._script_logs_lr:
+                values[DENSE_LR] = self._lr = record.dense_lr
             if record.mode in MODES:
                 values[MODE] = MODES.index(record.mode)
             if record.mode != self._mode:
@@ -186,6 +194,7 @@ class MLflowCallback(Callback):
         if self._job is None or not self._job.is_chief:
             return
         values = {}
+        self._script_logs_lr = self._script_logs_lr or any(name in metrics for name in SCRIPT_LRS)
         for key, value in metrics.items():
             try:
                 values[key] = float(value)
@@ -200,10 +209,15 @@ class MLflowCallback(Callback):
         if event.kind == gauges.EVENT:  # reported with the next point
             self._since.read(self._readings.take(event.data))
             return
+        if event.kind == "resumed":
+            self._readings.begin(event.data)
+        if event.kind == "resumed" and event.step < self._logged_step:  # these steps come again (full recovery)
+            self._logged_step = self._seen_step = event.step
+            self._since = _Interval()
         if self._job is not None and self._job.is_chief:
             self._write_event(event)
         else:
-            self._untold.append(event)
+            self._unreported.append(event)
 
     def on_end(self, status: str, error: BaseException | None) -> None:
         """Waits until everything is sent, at most `flush_timeout_s`; what is left then stays on disk."""
@@ -278,8 +292,8 @@ class MLflowCallback(Callback):
             self._restarts += self._sender is not None
             self._start_sender()
         problem = self._writer.problem or (status.problem if self._job and self._job.is_chief else None)
-        if problem != self._told:
-            self._told = problem
+        if problem != self._reported_problem:
+            self._reported_problem = problem
             _say(f"records wait in {self._writer.path}: {problem}" if problem else "records are being sent again")
 
     def _start_sender(self) -> None:
@@ -336,7 +350,7 @@ class MLflowCallback(Callback):
         _say(f"NOT everything reached MLflow ({n_unsent:,} records did not): {why}")
         _say(f"they are kept in {path}; {how_to_send(path)}")
 
-    def _tell_left_behind(self) -> None:
+    def _report_left_behind(self) -> None:
         """Say which earlier jobs have records here that were never sent."""
         found = left_behind(self._spool_dir, self.spool)
         if found:
@@ -406,12 +420,6 @@ def _say(message: str) -> None:
 
 def _now_ms() -> int:
     return time.time_ns() // 1_000_000
-
-
-def _pretty(values: Mapping[str, Any]) -> str:
-    import json
-
-    return json.dumps(values, indent=2, default=str) + "\n"
 
 
 def _user() -> str:

@@ -18,6 +18,8 @@ LOSS = "train/loss"
 GRAD_NORM = "train/grad_norm"  # before clipping, where it is asked for
 THROUGHPUT = "train/samples_per_s"
 WORKERS = "workers"
+DENSE_LR = "dense_lr"  # parameter: at the start; metric: where a schedule moves it and the script does not log it
+SCRIPT_LRS = ("lr", "learning_rate")  # metrics by which a script logs it
 MODE = "mode"  # index into switching.MODES
 _MARKED = {
     "membership": "#8a6d3b", "worker_lost": "#c0392b", "rows_lost": "#c0392b", "switch_failed": "#c0392b",
@@ -56,16 +58,16 @@ def mode_spans(points: Sequence[Point], events: Sequence[Record]) -> list[Span]:
     A point has the mode of the steps before it, an event the exact step of a change; an event that was lost with a
     worker is made up for by the points.
     """
-    told = [(point.step, 0, MODES[int(point.value)]) for point in points if 0 <= point.value < len(MODES)]
-    last = max((step for step, _, _ in told), default=0)
+    reported = [(point.step, 0, MODES[int(point.value)]) for point in points if 0 <= point.value < len(MODES)]
+    last = max((step for step, _, _ in reported), default=0)
     events = events_in_force(events)
     for event in events:
         if event.get("event") == "switch":
-            told.append((int(event.get("step", 0)), 1, str(event.get("data", {}).get("to"))))
-            last = max(last, told[-1][0])
+            reported.append((int(event.get("step", 0)), 1, str(event.get("data", {}).get("to"))))
+            last = max(last, reported[-1][0])
     spans: list[Span] = []
     begun, mode, before = 0, None, 0
-    for step, is_change, now in sorted(told):
+    for step, is_change, now in sorted(reported):
         if mode is None and is_change:
             mode = next((str(e["data"].get("from")) for e in events if e.get("event") == "switch"), now)
         if mode is not None and now != mode:
@@ -92,7 +94,7 @@ def draw_plots(history: History, events: Sequence[Record], title: str, folder: P
         ),
         ("throughput", bool(history.get(THROUGHPUT)), lambda file: _throughput(history, events, title, file)),
         ("workers", bool(_paces(history)), lambda file: _workers(history, events, title, file)),
-        ("rounds", bool(_told_of(history, _ROUNDS)), lambda file: _rounds(history, events, title, file)),
+        ("rounds", bool(_recorded(history, _ROUNDS)), lambda file: _rounds(history, events, title, file)),
         (
             "staleness",
             bool(history.get(gauges.STALENESS_MEAN) or last_staleness(events)),
@@ -102,10 +104,10 @@ def draw_plots(history: History, events: Sequence[Record], title: str, folder: P
     return [draw(folder / f"{name}.{form}") for name, has_data, draw in drawn if has_data]
 
 
-def last_staleness(events: Sequence[Record]) -> dict[int, int]:
-    """The newest histogram of the whole job that an event carries: {steps: micro-batches}."""
-    told = [event["data"]["staleness"] for event in events if event.get("data", {}).get("staleness")]
-    return gauges.whole_numbers(told[-1]) if told else {}
+def last_staleness(events: Sequence[Record], key: str = "staleness") -> dict[int, int]:
+    """The newest histogram of the whole job that an event carries: {steps: micro-batches}. key: or `lags`."""
+    reported = [event["data"][key] for event in events if event.get("data", {}).get(key)]
+    return gauges.whole_numbers(reported[-1]) if reported else {}
 
 
 def _learning_curves(history: History, title: str, file: Path) -> Path:
@@ -162,7 +164,7 @@ def _workers(history: History, events: Sequence[Record], title: str, file: Path)
 
 
 def _rounds(history: History, events: Sequence[Record], title: str, file: Path) -> Path:
-    panels = _told_of(history, _ROUNDS)
+    panels = _recorded(history, _ROUNDS)
     figure, axes = _figure(title, rows=len(panels))
     for axis, panel in zip(axes, panels, strict=True):
         _over_time(axis, panel, history)
@@ -173,7 +175,7 @@ def _rounds(history: History, events: Sequence[Record], title: str, file: Path) 
 
 
 def _staleness(history: History, events: Sequence[Record], title: str, file: Path) -> Path:
-    histogram, panels = last_staleness(events), _told_of(history, _DELAYS)
+    histogram, panels = last_staleness(events), _recorded(history, [*_DELAYS, *_gaps(history)])
     figure, axes = _figure(title, rows=len(panels) + bool(histogram), shared=False)
     for axis, panel in zip(axes, panels, strict=False):
         _over_time(axis, panel, history)
@@ -199,8 +201,10 @@ class _Panel:
 
 _DELAYS = (
     _Panel("staleness (steps)", {gauges.STALENESS_MEAN: "mean", gauges.STALENESS_MAX: "largest"}),
+    _Panel("age of dense values (steps)", {gauges.DENSE_AGE_MEAN: "mean", gauges.DENSE_AGE_MAX: "largest"}),
     _Panel("samples so far", {gauges.DROPPED: "dropped", gauges.LOST: "lost"}, counts=True),
     _Panel("micro-batches so far", {gauges.REFUSED: "refused", gauges.REISSUED: "handed out again"}, counts=True),
+    _Panel("samples at once (ELP)", {gauges.ELP: None}, counts=True),
 )
 _ROUNDS = (
     _Panel("rounds/s", {gauges.ROUNDS["rounds_per_s"]: None}),
@@ -210,16 +214,27 @@ _ROUNDS = (
 )
 
 
-def _told_of(history: History, panels: Sequence[_Panel]) -> list[_Panel]:
-    return [panel for panel in panels if any(_is_told(history, key) for key in panel.lines)]
+def _gaps(history: History) -> list[_Panel]:
+    """A line for each worker; no legend names more than 16."""
+    panels = []
+    kinds = ((gauges.GAP, "gap", "{x:.1e}"), (gauges.GAP_IN_STEPS, "gap (usual steps)", "{x:,.1f}"))
+    for kind, label, form in kinds:
+        ranks = sorted(rank for key in history if (rank := gauges.rank_of(key, kind)) is not None)
+        names = {f"{kind}{rank}": f"worker {rank}" if len(ranks) <= 16 else None for rank in ranks}
+        panels.append(_Panel(label, names, form=form))
+    return panels
+
+
+def _recorded(history: History, panels: Sequence[_Panel]) -> list[_Panel]:
+    return [panel for panel in panels if any(_is_recorded(history, key) for key in panel.lines)]
 
 
 def _over_time(axis: Any, panel: _Panel, history: History) -> None:
     for number, (key, label) in enumerate(panel.lines.items()):
-        if _is_told(history, key):
+        if _is_recorded(history, key):
             steps, values = _xy(history[key])
             axis.plot(
-                steps, values, color=_COLOURS[number], linewidth=1.4, label=label,
+                steps, values, color=_COLOURS[number % len(_COLOURS)], linewidth=1.4, label=label,
                 drawstyle="steps-post" if panel.counts else "default",
             )  # fmt: skip
     axis.set_ylabel(panel.label)
@@ -228,7 +243,7 @@ def _over_time(axis: Any, panel: _Panel, history: History) -> None:
     axis.yaxis.set_major_formatter("{x:,.0f}" if panel.counts else panel.form)
 
 
-def _is_told(history: History, key: str) -> bool:
+def _is_recorded(history: History, key: str) -> bool:
     return any(point.value for point in history.get(key, ()))
 
 

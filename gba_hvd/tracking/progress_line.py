@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from gba_hvd.callbacks import Callback, Event, Job, StepRecord
+from gba_hvd.errors import BadInput
 from gba_hvd.tracking import gauges
 from gba_hvd.tracking.epochs import Measured, better, chooser
 from gba_hvd.tracking.gauges import DROPPED, STALENESS_MEAN, staleness_words, whole_numbers
@@ -88,8 +89,11 @@ class ProgressLine(Callback):
         now = self._clock()
         if self._first_step_s is None:
             self._first_step_s, self._first_step = now, record.step
+        if record.mode == ("allreduce" if self._record is None else self._record.mode):  # where every job begins
+            self._rate.add(record)
+        else:
+            self._rate = Rate()  # of the mode that was entered; its first record has the time that entering took
         self._record = record
-        self._rate.add(record)
         if self._is_speaker() and now >= self._next_s:
             self._next_s = now + self._every_s
             self._show(now)
@@ -111,6 +115,9 @@ class ProgressLine(Callback):
             self._gauges |= self._readings.take(event.data)
             return
         self._account |= {key: event.data[key] for key in (*_ACCOUNT, "restarts", "staleness") if key in event.data}
+        if event.kind == "resumed":
+            self._first_step_s = None  # the time that is left is reckoned from here
+            self._readings.begin(event.data)
         if event.kind == "interrupted":
             self._interrupted = event.message
         if event.kind == "stopped_early":
@@ -136,8 +143,8 @@ class ProgressLine(Callback):
         if self._ended:
             return
         self._ended = True
-        tells = self._is_speaker() or type(error).__name__ not in _CONSEQUENCES
-        if status in ("FAILED", "NOT_SAVED") and error is not None and tells:
+        reports_error = self._is_speaker() or type(error).__name__ not in _CONSEQUENCES
+        if status in ("FAILED", "NOT_SAVED") and error is not None and reports_error:
             for line in failure_lines(error, self._job, self._record):
                 self._print(line)
         if self._is_speaker():
@@ -200,13 +207,13 @@ class ProgressLine(Callback):
     # These travel with the elastic state: a new rank 0 continues with them.
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            name: None if one is None else one.as_dict()
-            for name, one in (("newest", self._newest), ("best", self._best))
-        }
+        measured = {"newest": self._newest, "best": self._best}
+        state = {name: None if one is None else one.as_dict() for name, one in measured.items()}
+        return {**state, "switches": list(self._switches)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._newest, self._best = Measured.of(state.get("newest")), Measured.of(state.get("best"))
+        self._switches = list(state.get("switches", self._switches))  # checkpoints of older versions have none
 
     def _end_line(self) -> None:
         if self._open:
@@ -294,20 +301,28 @@ def _asynchronous(mode: str, readings: Mapping[str, float]) -> str:
 
 
 def recovery_words(event: Event) -> str:
-    """`step 120: 340 rows restored, PLS 0.0012`, or `resumed at step 120: 340 rows restored`."""
+    """`step 120: 340 rows restored, PLS 0.0012 (0.0030 so far)`, or `resumed at step 120: 340 rows restored`.
+
+    With the choice, where there was one: `partial recovery`, or `full recovery, 288 samples trained again`.
+    """
     data = event.data
     parts = [f"{data.get('rows_restored', 0):,} rows restored" if not data.get("from_memory") else "all from memory"]
     if data.get("rows_lost"):
         parts.append(f"{data['rows_lost']:,} lost")
+    if data.get("strategy"):
+        parts.append(f"{data['strategy']} recovery")
+    if data.get("samples_redone"):
+        parts.append(f"{data['samples_redone']:,} samples trained again")
     if data.get("pls") is not None:
-        parts.append(f"PLS {data['pls']:.4f}")
+        so_far = f" ({data['pls_total']:.4f} so far)" if data.get("pls_total") is not None else ""
+        parts.append(f"PLS {data['pls']:.4f}{so_far}")
     return f"{'resumed at ' if event.kind == 'resumed' else ''}step {event.step:,}: {', '.join(parts)}"
 
 
 def failure_lines(error: BaseException, job: Job | None, record: StepRecord | None) -> list[str]:
-    """The cause in the first line, where and when below it."""
+    """The cause in the first line, where and when below it. A refused input says itself what is wrong."""
     root = error
-    while root.__cause__ is not None:
+    while root.__cause__ is not None and not isinstance(root, BadInput):
         root = root.__cause__
     lines = [f"error: {type(root).__name__}: {root}"]
     frames = traceback.extract_tb(root.__traceback__)

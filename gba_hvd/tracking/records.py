@@ -173,10 +173,10 @@ def merge_events(*logs: Iterable[Record]) -> list[Record]:
 
     What is reported again after the job resumed from a checkpoint happened again.
     """
-    told = [event for log in logs for event in log]
-    resumed_s = sorted({float(event["unix_s"]) for event in told if event.get("event") == "resumed"})
+    merged = [event for log in logs for event in log]
+    resumed_s = sorted({float(event["unix_s"]) for event in merged if event.get("event") == "resumed"})
     kept: dict[tuple[Any, ...], Record] = {}
-    for event in told:
+    for event in merged:
         # Every worker reports a switch, each with the seconds it took there; not all know the reason.
         said = None if event.get("event") == "switch" else event.get("message")
         n_resumed = bisect(resumed_s, float(event.get("unix_s", math.inf)))

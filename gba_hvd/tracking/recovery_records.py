@@ -1,11 +1,11 @@
 """Checkpoints and recoveries, as records have them: their metrics, the pointers to them, and what was superseded.
 
-When a whole job resumes from the checkpoint of step k, what the records hold of later steps is of training that was
-lost. MLflow can neither delete nor change a point, so a point of the metric `resumed_from_step` speaks for all of them:
-its value is k, its time is when the job resumed. A point of a step above k and of an earlier time is *superseded*. This
-is one small point however many it speaks of; no later resume overwrites it, as it would a tag; it comes in order with
-the points around it; and readers with other tools can apply the same rule. Readers here leave superseded
-points out.
+When a whole job resumes from the checkpoint of step k, or all its workers go back there (full recovery), what the
+records hold of later steps is of training that was lost. MLflow can neither delete nor change a point, so a point of
+the metric `resumed_from_step` speaks for all of them: its value is k, its time is when the job resumed. A point of a
+step above k and of an earlier time is *superseded*. This is one small point however many it speaks of; no later resume
+overwrites it, as it would a tag; it comes in order with the points around it; and readers with other tools can apply
+the same rule. Readers here leave superseded points out.
 
 Pure functions over plain values; no file, no MLflow.
 """
@@ -19,13 +19,17 @@ from typing import Any
 from gba_hvd.tracking.records import Point, Record
 
 RESUMED_FROM = "resumed_from_step"
+FULL_RECOVERY = "recovery_full"  # 1: all workers went back; 0: only the lost rows came back
 CHECKPOINT_TAG = "gba_hvd.checkpoint"  # where the newest one is
 KINDS = ("resumed", "rows_restored", "rows_lost")  # of events that are recoveries
 _OF_CHECKPOINT = {
     "seconds": "checkpoint_seconds", "n_bytes": "checkpoint_bytes", "stall_s": "checkpoint_stall_seconds",
 }  # fmt: skip
 _OF_PLAN = {"interval_s": "checkpoint_interval_s", "overhead": "checkpoint_overhead_expected", "pls": "pls_expected"}
-_OF_RECOVERY = ("rows_restored", "rows_lost", "pls")
+_OF_RECOVERY = ("rows_restored", "rows_lost", "pls", "pls_total", "samples_redone")
+# Of the choice between full and partial recovery: what each was expected to cost, as a share of training time.
+_OF_CHOICE = {"overhead_full": "recovery_overhead_full", "overhead_partial": "recovery_overhead_partial"}
+_LABEL_OF_CHOICE = ("strategy", "strategy_reason", *_OF_CHOICE)
 _MEASURED_ANYWAY = "system/"  # of hosts, not of training: never superseded
 
 
@@ -39,6 +43,9 @@ def metrics_of(kind: str, step: int, data: Mapping[str, Any]) -> tuple[int, dict
     if not is_recovery(kind, data):
         return step, {}
     found = {name: float(data[name]) for name in _OF_RECOVERY if data.get(name) is not None}
+    found |= {name: float(data[key]) for key, name in _OF_CHOICE.items() if data.get(key) is not None}
+    if "strategy" in data:
+        found[FULL_RECOVERY] = float(data["strategy"] == "full")
     if kind == "resumed":
         found[RESUMED_FROM] = float(step)
     return step, found
@@ -74,8 +81,8 @@ def resumes_of_points(points: Iterable[Point]) -> list[Resume]:
 
 
 def resumes_of_events(events: Iterable[Record]) -> list[Resume]:
-    told = [event for event in events if event.get("event") == "resumed"]
-    return sorted({Resume(int(e.get("step", 0)), ms_of(e)) for e in told if "unix_s" in e}, key=lambda one: one.ms)
+    resumed = [event for event in events if event.get("event") == "resumed"]
+    return sorted({Resume(int(e.get("step", 0)), ms_of(e)) for e in resumed if "unix_s" in e}, key=lambda one: one.ms)
 
 
 def ms_of(event: Mapping[str, Any]) -> int:
@@ -99,9 +106,9 @@ def in_force(points: Iterable[Point], resumes: Sequence[Resume]) -> list[Point]:
 
 def events_in_force(events: Iterable[Record]) -> list[Record]:
     """Events without those of steps that were done again."""
-    told = list(events)
-    resumes = resumes_of_events(told)
-    return [event for event in told if not is_event_superseded(event, resumes)]
+    all_events = list(events)
+    resumes = resumes_of_events(all_events)
+    return [event for event in all_events if not is_event_superseded(event, resumes)]
 
 
 def is_event_superseded(event: Record, resumes: Sequence[Resume]) -> bool:
@@ -132,11 +139,13 @@ def pointers(events: Iterable[Record]) -> list[Record]:
 
 
 def recoveries(events: Iterable[Record]) -> list[Record]:
-    """Every recovery: what it was, at which step, rows that came back and rows that did not, age in steps, PLS."""
+    """Every recovery: what it was, at which step, rows that came back and rows that did not, age in steps, PLS of this
+    one and of all so far, samples that are trained again; the choice between full and partial, where there was one.
+    """
     found = []
     for event in events:
         kind, data = str(event.get("event")), event.get("data", {})
         if is_recovery(kind, data):
-            facts = {name: data.get(name) for name in (*_OF_RECOVERY, "age", "manifest", "skipped")}
+            facts = {name: data.get(name) for name in (*_OF_RECOVERY, "age", "manifest", "skipped", *_LABEL_OF_CHOICE)}
             found.append({"kind": kind, "step": int(event.get("step", 0)), **facts})
     return found

@@ -13,22 +13,22 @@ from statistics import harmonic_mean
 from typing import Any
 
 from gba_hvd.errors import BadInput
-from gba_hvd.tracking import traffic_summary
+from gba_hvd.tracking import gauges, recovery_records, traffic_summary
 from gba_hvd.tracking.epochs import Measured, best_of, is_quality
 from gba_hvd.tracking.plots import MODE, THROUGHPUT, Span, last_staleness, mode_spans
 from gba_hvd.tracking.records import Point, Record, merge_events
-from gba_hvd.tracking.recovery_records import (
-    RESUMED_FROM,
-    Resume,
-    in_force,
-    pointers,
-    recoveries,
-    resumes_of_events,
-    resumes_of_points,
-)
 from gba_hvd.tracking.spool import all_records
 
 _ACCOUNT = ("samples_total", "samples_applied", "samples_dropped", "samples_lost")
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How far the dense values have moved between a worker's gradients and their steps (`ps.partition.gaps`), means."""
+
+    pushes: int
+    mean: float
+    mean_in_steps: float
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,24 @@ class RunHistory:
         return last_staleness(self.events)
 
     @property
+    def dense_ages(self) -> dict[int, int]:
+        """The same of the dense values that gradients were computed with."""
+        return last_staleness(self.events, "lags")
+
+    @property
+    def arrivals(self) -> list[list[tuple[int, float]]]:
+        """(age, share) of the gradients of each of the newest steps: `gba_hvd.update_rules.delay_sequence`."""
+        reported = [event["data"]["arrivals"] for event in self.events if event.get("data", {}).get("arrivals")]
+        return [[(int(age), float(share)) for age, share in step] for step in reported[-1]] if reported else []
+
+    @property
+    def gaps(self) -> dict[int, Gap]:
+        """By rank, in the newest mode that measured it."""
+        reported = [event["data"]["gaps"] for event in self.events if event.get("data", {}).get("gaps")]
+        found = gauges.gaps_by_rank(reported[-1]) if reported else {}
+        return {rank: Gap(n, gap / n, steps / n) for rank, (n, gap, steps, _) in found.items() if n}
+
+    @property
     def measured(self) -> list[Measured]:
         """Quality at each step at which it was measured, with the epoch that ended there."""
         return measured_of(self.history)
@@ -94,17 +112,17 @@ class RunHistory:
         return mode_spans(self.history.get(MODE, ()), self.events)
 
     @property
-    def resumes(self) -> list[Resume]:
-        return resumes_of_events(self.events)
+    def resumes(self) -> list[recovery_records.Resume]:
+        return recovery_records.resumes_of_events(self.events)
 
     @property
     def checkpoints(self) -> list[Record]:
         """Where each is, oldest first, see `recovery_records.pointers`."""
-        return pointers(self.events)
+        return recovery_records.pointers(self.events)
 
     @property
     def recoveries(self) -> list[Record]:
-        return recoveries(self.events)
+        return recovery_records.recoveries(self.events)
 
     def events_of(self, *kinds: str) -> list[Record]:
         return [event for event in self.events if event.get("event") in kinds]
@@ -161,13 +179,13 @@ def from_files(path: Path) -> RunHistory:
         if record.get("kind") == "params":
             params = {**record["values"], **params}
     ends = [record for record in records if record.get("kind") == "end" and record.get("status")]
-    told = [{k: v for k, v in record.items() if k != "kind"} for record in records if record.get("kind") == "event"]
-    events = merge_events(loose, told)
+    reported = [{k: v for k, v in record.items() if k != "kind"} for record in records if record.get("kind") == "event"]
+    events = merge_events(loose, reported)
     times = [int(record["ms"]) for record in records if "ms" in record]
     times += [int(1000 * event["unix_s"]) for event in events if "unix_s" in event]
     statuses = {"finished": "FINISHED", "failed": "FAILED", "not_saved": "FAILED", "interrupted": "KILLED"}
-    told_ends = [statuses[event["event"]] for event in events if event.get("event") in statuses]
-    status = str(ends[-1]["status"]) if ends else told_ends[-1] if told_ends else "not ended"
+    end_statuses = [statuses[event["event"]] for event in events if event.get("event") in statuses]
+    status = str(ends[-1]["status"]) if ends else end_statuses[-1] if end_statuses else "not ended"
     named = [str(job["run_name"]) for job in jobs if job.get("run_name")]
     return RunHistory(
         title=(named or job_ids or [path.name])[0],
@@ -209,8 +227,8 @@ def _history(records: Iterable[Record]) -> dict[str, list[Point]]:
         step, ms = int(record["step"]), int(record["ms"])
         for key, value in record["values"].items():
             history.setdefault(key, []).append(Point(key, float(value), ms, step))
-    resumes = resumes_of_points(history.get(RESUMED_FROM, ()))
-    return {key: in_force(points, resumes) for key, points in sorted(history.items())}
+    resumes = recovery_records.resumes_of_points(history.get(recovery_records.RESUMED_FROM, ()))
+    return {key: recovery_records.in_force(points, resumes) for key, points in sorted(history.items())}
 
 
 def as_json(story: RunHistory) -> dict[str, Any]:
@@ -221,6 +239,7 @@ def as_json(story: RunHistory) -> dict[str, Any]:
         "epochs": [one.as_dict() for one in story.measured],
         "warnings": [event for event in story.events if event.get("level") == "warning"],
         "steps": story.n_steps, "samples": story.account, "staleness": story.staleness,
+        "dense_ages": story.dense_ages, "gaps": {rank: vars(gap) for rank, gap in story.gaps.items()},
         "modes": [vars(one) for one in by_mode(story)],
         "switches": [{"step": e.get("step"), **e.get("data", {})} for e in story.events_of("switch")],
         "checkpoints": story.checkpoints,

@@ -145,7 +145,7 @@ class Sender:
         except (Blocked, Stopped):
             raise
         except Exception as error:
-            verdict = self._judge(error)
+            verdict = self._verdict_on(error)
             if verdict.action is not Action.DROP:
                 raise _as_signal(verdict) from error
             parts = halves(batch)
@@ -165,7 +165,7 @@ class Sender:
         except (Blocked, Stopped):
             raise
         except Exception as error:
-            verdict = self._judge(error)
+            verdict = self._verdict_on(error)
             if (
                 artifact is not None
                 and verdict.action is Action.RETRY
@@ -199,7 +199,7 @@ class Sender:
         except RunNotThere as error:
             raise Blocked(str(error)) from error
         except Exception as error:
-            raise _as_signal(self._judge(error)) from error
+            raise _as_signal(self._verdict_on(error)) from error
         self._set(run_id=self._run.run_id, experiment_id=self._run.experiment_id)
         return self._run
 
@@ -209,7 +209,7 @@ class Sender:
         may_be_replaced = self.job["size"] > 1 and self.job.get("elastic", True)
         return bool(self.job["chief"]) and not (self.orphaned and may_be_replaced and not self.late)
 
-    def _judge(self, error: Exception) -> delivery.Verdict:
+    def _verdict_on(self, error: Exception) -> delivery.Verdict:
         active = None
         if self._run is not None and getattr(error, "error_code", None) is not None:
             active = self._run.is_active()

@@ -68,7 +68,7 @@ def follow(spool: Path, owner: Owner, tick_s: float = 0.2) -> bool:
                 deadline_s = min(deadline_s, now + ORPHAN_TIMEOUT_S)
             sender.look()
             job = sender.newest_job
-            reporter.told(job if not gone else None, sender.last_step)
+            reporter.set_progress(job if not gone else None, sender.last_step)
             sender.turn(now)
             if sender.status.done:
                 while spool.exists() and not owner.is_gone():

@@ -12,7 +12,6 @@ is replaced atomically *after* MLflow has taken a batch: a sender killed between
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import json
 import os
@@ -21,6 +20,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from gba_hvd.tracking.records import Line, Record
 
@@ -54,18 +55,16 @@ def log_path(spool: Path) -> Path:
 
 def read_status(spool: Path) -> SpoolStatus:
     try:
-        values = json.loads(status_path(spool).read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+        return msgspec.json.decode(status_path(spool).read_bytes(), type=SpoolStatus)
+    except (FileNotFoundError, msgspec.MsgspecError):
         return SpoolStatus()
-    known = {field.name for field in dataclasses.fields(SpoolStatus)}
-    return SpoolStatus(**{key: value for key, value in values.items() if key in known})
 
 
 def write_status(spool: Path, status: SpoolStatus) -> None:
     path = status_path(spool)
     fresh = path.with_suffix(".new")
-    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
-        file.write(json.dumps(dataclasses.asdict(status)))
+    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+        file.write(msgspec.json.encode(status))
     os.replace(fresh, path)
 
 

@@ -60,8 +60,8 @@ def decisions(events: Iterable[Record]) -> list[TrafficSummary]:
 
 
 def _newest_traffic(events: Iterable[Record]) -> Mapping[str, Any]:
-    told = _of(events, "traffic")
-    return told[-1].get("data", {}) if told else {}
+    newest = _of(events, "traffic")
+    return newest[-1].get("data", {}) if newest else {}
 
 
 def _of(events: Iterable[Record], kind: str) -> list[Record]:

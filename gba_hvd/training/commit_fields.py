@@ -28,13 +28,15 @@ STEP = ("samples", "loss", "loss_weight", "hosts_updated", "n_bad", "bad_micro",
 class StepParticipant:
     """Something that all workers agree on by the commits of steps. The same on every worker; one of each kind.
 
-    order: of their numbers on a commit, and in which they hear of it. waiting: in words, what was agreed on and waits
-    for servers that are not up; waits_to_enter: it is a mode
+    order: of their numbers on a commit, and in which they read it. waiting: in words, what was agreed on and waits
+    for servers that are not up; waits_to_enter: it is a mode; measures_micro_batches: it needs to know how long single
+    micro-batches take, where several are computed as one batch; as of the newest commit, so the same on all workers
     """
 
     name: str
     order: int
     waiting: Sequence[str] = ()
+    measures_micro_batches = False
 
     def n_fields(self) -> int:
         """How many numbers it has on a commit."""
@@ -46,10 +48,11 @@ class StepParticipant:
     def after_commit(self, agreed: Sequence[float]) -> None:
         """The sums, on every worker alike, when the step is applied."""
 
-    def after_step(self, micro_batch_s: Sequence[float], step_s: float, n_micro: int) -> None:
+    def after_step(self, micro_batch_s: Sequence[float], step_s: float, n_micro: int, together: int) -> None:
         """After that, and after callbacks have received the step.
 
-        micro_batch_s: of each worker, 0 where it had none; n_micro: micro-batches in the step
+        micro_batch_s: of each worker, 0 where it had none; n_micro: micro-batches in the step; together: of these, in
+        each batch that a worker computed at once
         """
 
     def before_micro_batch(self, servers: PsWorker, waited_s: float) -> None:
@@ -57,6 +60,9 @@ class StepParticipant:
 
     def mode_entered(self) -> None:
         """An asynchronous mode has begun."""
+
+    def went_back(self, step: int) -> None:
+        """The job went back to the checkpoint of `step` (full recovery): what is known of later steps is void."""
 
     @property
     def waits_to_enter(self) -> bool:

@@ -24,7 +24,7 @@ from gba_hvd.faults import FaultSchedule
 from gba_hvd.ps import launch
 from gba_hvd.ps.messages import JobPosition, LeaseGrant
 from gba_hvd.training.commit_fields import CommitFields, StepParticipant
-from gba_hvd.training.job_state import JobIdentity, LocalHost, Progress, Signals
+from gba_hvd.training.job_state import JobIdentity, LocalHost, Progress, Rollback, Signals
 from gba_hvd.training.mode import MicroBatch, MicroGradients, Mode
 from gba_hvd.training.model import TrainedModel
 from gba_hvd.training.reports import Reports
@@ -37,14 +37,15 @@ class Engine:
     """One worker's part of the training. Not thread-safe; belongs to the training thread, all but `take_gradients`.
 
     mode: None before the first world, and after a failure until there is one again. fields: what rides on a step's
-    commit. forming: the next world. n_begun: micro-batches that were handed out here
+    commit. forming: the next world. rollback: full recoveries. n_begun: micro-batches that were handed out here;
+    n_threads: that compute them
     """
 
     def __init__(self, model: TrainedModel) -> None:
         self.model, self.step_hooks = model, StepHooks()
         self.job = JobIdentity(name=model.tables.config.job_name)
         self.progress = Progress(model.loss_scale, self.step_hooks)
-        self.signals, self.host = Signals(), LocalHost()
+        self.signals, self.host, self.rollback = Signals(), LocalHost(), Rollback()
         self._world: World = SoloWorld()
         self.mode: Mode | None = None
         self.fields = CommitFields(model.dense)
@@ -54,9 +55,20 @@ class Engine:
             model, self.progress, self.host, lambda: self._world, self._participants.values(), self.traffic
         )
         self.faults: FaultSchedule | None = None
-        self.n_begun = 0
+        self.n_begun, self.n_threads = 0, 1
         self._micro: MicroBatch | None = None
         self._lay_out()
+
+    def compute_in(self, n_threads: int) -> None:
+        """So many threads of this worker compute micro-batches at once from now on."""
+        self.n_threads = n_threads
+
+    @property
+    def elp(self) -> int:
+        """Example-level parallelism (ShadowSync): samples that the job computes on at once, all workers being alike."""
+        has_servers = self.mode is not None and self.mode.servers is not None
+        batch = self.model.micro_batch * (1 if has_servers else self.model.together)
+        return batch * self.n_threads * self._world.size
 
     # --- the world, and who takes part in its commits ----------------------------------------------------------------
 
@@ -106,10 +118,17 @@ class Engine:
 
     # --- micro-batches -----------------------------------------------------------------------------------------------
 
-    def begin_micro_batch(self, index: int, n_samples: int, is_last: bool, lease: LeaseGrant | None = None) -> None:
+    def begin_micro_batch(
+        self, index: int, n_samples: int, is_last: bool, lease: LeaseGrant | None = None, n_micro: int = 1
+    ) -> None:
         """By the mode, as it hands one out."""
         self.n_begun += 1
-        self._micro = MicroBatch(index, n_samples, is_last, time.perf_counter(), lease)
+        self._micro = MicroBatch(index, n_samples, is_last, time.perf_counter(), lease, n_micro)
+
+    @property
+    def micro_batch(self) -> MicroBatch | None:
+        """The one that was handed out, until `optimizer.step()`."""
+        return self._micro
 
     def check_stepped(self) -> None:
         if self._micro is not None:
@@ -150,10 +169,13 @@ class Engine:
         """
         dense = dense or self.model.dense
         value = float(loss.detach()) if isinstance(loss, Tensor) else None if loss is None else float(loss)
-        rows = self.model.tables.take_gradients()
+        model, contributors = self.model, None
+        if micro.n_micro > 1 and model.row_average != "global":
+            contributors = model.tables.contributors(model.micro_batch, micro.n_samples)
+        rows = model.tables.take_gradients()
         dense.collect_()
         seconds = self._took(micro)
-        return MicroGradients(rows, value, seconds, self.model.not_finite(value, rows, dense))
+        return MicroGradients(rows, value, seconds, model.not_finite(value, rows, dense), contributors)
 
     def abandon_step(self) -> None:
         """Discard the micro-batches of a step that will be computed again (row gradients held stay: see `elastic`)."""
@@ -161,6 +183,13 @@ class Engine:
         self.model.dense.zero_()
         self.model.dense.clear_total_()
         self.model.tables.drop_gradients()
+
+    def went_back(self) -> None:
+        """The job is at an earlier step than before, that of a checkpoint; on every worker, between two steps."""
+        self.abandon_step()
+        self.signals.requested_mode = None
+        for participant in self.participants:
+            participant.went_back(self.progress.step)
 
     # --- reports -----------------------------------------------------------------------------------------------------
 
@@ -174,9 +203,11 @@ class Engine:
 
     def observe(self, position: JobPosition) -> None:
         """Take over what the coordinator of servers says of the job, and report the steps since."""
+        known = self.progress.step
         passed = self.progress.merge(position)
         if self.mode is not None:
-            self.reports.passed(passed, position.loss, self.mode.name, position.grad_norm)
+            norms = tuple(norm for step, norm in position.grad_norms if known < step <= position.step)
+            self.reports.passed(passed, position.loss, self.mode.name, position.grad_norm, norms)
 
     # --- planned faults ----------------------------------------------------------------------------------------------
 
@@ -188,8 +219,9 @@ class Engine:
         seconds = time.perf_counter() - micro.started_s
         if self.faults is None:
             return seconds
-        rank, step = self._world.rank, self.progress.step
-        time.sleep(self.faults.service(rank, step, seconds, micro.index))
+        rank, step, each_s = self._world.rank, self.progress.step, seconds / micro.n_micro
+        micros = range(micro.index, micro.index + micro.n_micro)
+        time.sleep(sum(self.faults.service(rank, step, each_s, index) for index in micros))
         for fault in self.faults.due(rank, step):
             self.faults.carry_out(fault, self._server_pids(), step)
         return time.perf_counter() - micro.started_s

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -63,6 +63,35 @@ class LocalHost:
 
 
 @dataclass
+class Rollback:
+    """Full recoveries of this job: all workers go back to a checkpoint while the job runs.
+
+    number: how many are behind the state that this worker has; a state that has more of them is the newer one, of
+    any step. decision: the one that was agreed on and is not complete on this worker, as plain values; None: there
+    is none. unreported: what came of the one that is complete, until callbacks have it
+    """
+
+    number: int = 0
+    decision: dict[str, Any] | None = None
+    unreported: dict[str, Any] | None = None
+
+    @property
+    def agreed_number(self) -> int:
+        """Of the recoveries that this worker knows to have been agreed on."""
+        return self.number + (self.decision is not None)
+
+    def shared(self) -> dict[str, Any]:
+        """What travels with the training state."""
+        return {"number": self.number, "unreported": self.unreported}
+
+    def load(self, shared: Mapping[str, Any] | None) -> None:
+        """The inverse, on a worker that takes over the training state; what it decided before is done then."""
+        shared = shared or {}  # of a version before
+        self.number, self.decision = shared.get("number", 0), None
+        self.unreported = shared.get("unreported") or self.unreported
+
+
+@dataclass
 class Cursor:
     """Where training stands in the data: steps done of one epoch. Epoch -1 is before the first.
 
@@ -88,8 +117,10 @@ class Progress:
     """How far the training is. Between two steps it is the same on all workers in allreduce mode.
 
     step: optimizer applications so far. account: of all samples. staleness, lags: how often a gradient, or the dense
-    values that it was computed with, were so many steps old, in asynchronous modes. rejected: gradients that were not
-    finite; reissued: micro-batches that were leased again. order: of the newest epoch whose batches were asked for.
+    values that it was computed with, were so many steps old, in asynchronous modes. gaps: by rank, as of
+    `ps.partition.gaps.GapMeter.by_worker`, and the worker's id, in the newest of these modes. arrivals: there, ages by
+    step, of its newest steps (`update_rules.delay_sequence`), as rank 0 received them. rejected: gradients that were
+    not finite; reissued: micro-batches that were leased again. order: of the newest epoch whose batches were asked for.
     n_steps: in the epoch at hand. factors: what multiplied the gradients of the newest step that this worker saw.
     n_evaluated, epoch_over: evaluations since the last epoch of batches ended, which names them in asynchronous modes
     """
@@ -101,6 +132,8 @@ class Progress:
         self.order: EpochOrder | None = None
         self.staleness: dict[int, int] = {}
         self.lags: dict[int, int] = {}
+        self.gaps: dict[int, tuple[int, float, float, int]] = {}
+        self.arrivals: Sequence[Sequence[tuple[int, float]]] = ()
         self.rejected = self.reissued = 0
         self.factors = Factors()
         self.n_steps = 1
@@ -122,19 +155,23 @@ class Progress:
             "restarts": self.restarts,
             "step_hooks": self.hooks.ran_until,
             "staleness": [[k, n] for k, n in self.staleness.items()],
+            "lags": [[k, n] for k, n in self.lags.items()],
+            "gaps": [[rank, *found] for rank, found in self.gaps.items()],
             "refused": self.rejected,
             "reissued": self.reissued,
             "loss_scale": None if self.loss_scale is None else list(self.loss_scale.now),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Checkpoints of older versions lack `step_hooks`, `order` and `loss_scale`."""
+        """Checkpoints of older versions lack `step_hooks`, `order`, `loss_scale`, `lags` and `gaps`."""
         self.step, self.restarts = state["step"], state["restarts"]
         self.cursor, self.account = Cursor(**state["cursor"]), SampleAccount(**state["account"])
         self.hooks.ran_until = state.get("step_hooks", self.n_applied)
         order = state.get("order")
         self.order = None if order is None else EpochOrder(**order)
         self.staleness = {k: n for k, n in state["staleness"]}
+        self.lags = {k: n for k, n in state.get("lags", ())}
+        self.gaps = {rank: (n, gap, steps, worker) for rank, n, gap, steps, worker in state.get("gaps", ())}
         self.rejected, self.reissued = state["refused"], state["reissued"]
         self._load_scale(state.get("loss_scale"))
 
@@ -153,6 +190,8 @@ class Progress:
         self.hooks.run(self.n_applied)
         self.cursor = Cursor(position.epoch, position.steps_done, position.remapped)
         self.staleness, self.lags = position.staleness, position.lags
+        self.gaps = {rank: (n, gap, steps, worker) for rank, n, gap, steps, worker in position.gaps} or self.gaps
+        self.arrivals = position.arrivals or self.arrivals
         self.rejected, self.reissued = position.rejected, position.reissued
         self._load_scale(position.loss_scale)
 

@@ -6,30 +6,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor, nn
 
+from gba_hvd.accumulators import Frames, Part
 from gba_hvd.dense_gradients import DenseGradients
+from gba_hvd.embedding.bags import BagLookups
 from gba_hvd.embedding.row_gradients import RowGrad
 from gba_hvd.epoch import EpochPlan
-from gba_hvd.metrics import Scores
 from gba_hvd.ps.messages import JobPosition, LeaseGrant
 from gba_hvd.ps.worker.worker import PsWorker
+from gba_hvd.ranking import Items, Queries
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch being computed. index: its place in the epoch; is_last: of this worker's share of the step."""
+    """A micro-batch being computed. index: its place in the epoch; is_last: of this worker's share of the step.
+
+    n_micro: in allreduce mode it may be so many micro-batches, neighbours from `index` on
+    """
 
     index: int
     n_samples: int
     is_last: bool
     started_s: float
     lease: LeaseGrant | None = None  # where servers lease micro-batches
+    n_micro: int = 1
 
 
 @dataclass(frozen=True)
@@ -37,12 +43,14 @@ class MicroGradients:
     """What came of it, beside the dense gradients in their buffer: per group of tables the gradients of rows.
 
     seconds: that it took; not_finite: what of it is not, in words
+    contributors: of several micro-batches, how many of them contain each row, where that is asked for
     """
 
     rows: list[list[RowGrad]]
     loss: float | None
     seconds: float
     not_finite: str
+    contributors: list[RowGrad] | None = None
 
 
 @dataclass(frozen=True)
@@ -65,11 +73,20 @@ class EpochRun(Protocol):
     epoch: int
     n_samples: int
 
-    def read(self, index: int) -> Any:
-        """Micro-batch `index`, for the user."""
+    def expect(self, coming: Iterable[range]) -> None:
+        """Micro-batches that this worker will probably `read` next, in this order: they may be read ahead."""
+
+    def read(self, index: int, n_micro: int = 1) -> Any:
+        """So many micro-batches from `index` on, as one batch for the user."""
+
+    def runs_model(self, batch: Any) -> bool:
+        """Whether `keys` of this batch runs the model, which only the training thread may do."""
 
     def keys(self, batches: list[Any]) -> list[np.ndarray]:
         """The rows that some batches use: per group of tables int64 [n]."""
+
+    def bags(self, batches: list[Any]) -> BagLookups | None:
+        """The same with bags apart, where the rows of bags are pooled by their hosts; else None."""
 
     # Where workers step together: on all of them at the same step.
 
@@ -103,33 +120,62 @@ class EpochRun(Protocol):
 
 
 @dataclass(frozen=True)
-class EvaluationRun:
-    """A dataset to be scored. batch: samples in one forward pass; `score` returns the model's outputs, float32 [B].
+class SampleReader:
+    """A dataset that is read in order, a forward pass at a time.
 
-    activation, exact_limit: as `evaluate` has them
+    take: samples by number, int64 [n], as one batch for the user. batch: samples in one forward pass. keys: the rows
+    that some batches use, per group of tables int64 [n]
     """
 
-    model: nn.Module
     take: Callable[[np.ndarray], Any]
     n_samples: int
     batch: int
     keys: Callable[[list[Any]], list[np.ndarray]]
-    label: Callable[[Any], Tensor]
-    activation: Literal["sigmoid", "none"] | None
-    exact_limit: int
 
     def rows(self, first: int, n: int) -> Any:
         """Samples `first` to `first + n`, as far as there are any; None past the end."""
         numbers = np.arange(first, min(first + n, self.n_samples), dtype=np.int64)
         return self.take(numbers) if len(numbers) else None
 
-    def score(self, loaded: Any) -> np.ndarray:
-        outputs: np.ndarray = self.model(loaded).float().cpu().numpy()
-        return outputs
+    @property
+    def n_batches(self) -> int:
+        return -(-self.n_samples // self.batch)
 
-    def labels(self, loaded: Any) -> np.ndarray:
-        labels: np.ndarray = self.label(loaded).cpu().numpy()
-        return labels
+
+Pull = Callable[[SampleReader, list[Any]], None]
+"""Fetch the rows of other hosts that some batches of a reader use."""
+
+
+@dataclass(frozen=True)
+class EvaluationRun:
+    """A dataset to be evaluated.
+
+    parts: what is measured, the same on all workers. measure: a forward pass of one batch; of each part its frames, see
+    `accumulators.DTYPES`. prepare: run once, before the first batch that this worker measures; no worker waits in it
+    """
+
+    model: nn.Module
+    samples: SampleReader
+    parts: tuple[Part, ...]
+    measure: Callable[[Any], list[Frames]]
+    prepare: Callable[[Pull], None] | None = None
+
+
+@dataclass(frozen=True)
+class RetrievalRun:
+    """Queries whose relevant items are to be found among all items, by the dot products of their vectors.
+
+    items_of, queries_of: forward passes of one batch; the former also takes the position of its first item. k: as in
+    `ranking.query_sums`. alone: the same as an evaluation in which each worker has all items
+    """
+
+    model: nn.Module
+    items: SampleReader
+    queries: SampleReader
+    items_of: Callable[[Any, int], Items]
+    queries_of: Callable[[Any], Queries]
+    k: tuple[int, ...]
+    alone: EvaluationRun
 
 
 class Rejoin(Protocol):
@@ -169,7 +215,15 @@ class Mode(Protocol):
     def is_within_step(self) -> bool:
         """Some micro-batches of a step that is not applied yet were taken in."""
 
-    def evaluate(self, job: EvaluationRun) -> Scores: ...
+    @property
+    def batches_in_step(self) -> int:
+        """Of the step at hand, over all workers, who agree on it; 0 where servers lease micro-batches."""
+
+    def evaluate(self, job: EvaluationRun) -> list[dict[str, Any]]:
+        """Of each part what `accumulators.combined` makes of all samples; the same on all workers."""
+
+    def retrieve(self, job: RetrievalRun) -> list[float]:
+        """The sums over all queries, see `ranking.query_sums`; the same on all workers."""
 
     # --- the world ---------------------------------------------------------------------------------------------------
 

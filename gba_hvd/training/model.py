@@ -13,10 +13,10 @@ from gba_hvd.compression import Compression, Spec
 from gba_hvd.compression.dense_exchange import DenseExchange
 from gba_hvd.compression.row_codec import RowCoder
 from gba_hvd.dense_gradients import DenseGradients
-from gba_hvd.embedding.row_gradients import RowGrad
+from gba_hvd.embedding.row_gradients import ROW_AVERAGES, RowGrad
 from gba_hvd.embedding.tables import EmbeddingTables
-from gba_hvd.epoch import EpochPlan
-from gba_hvd.errors import BadInput
+from gba_hvd.epoch import EpochPlan, micro_batches_together
+from gba_hvd.errors import BadInput, refuse_unknown
 from gba_hvd.loss_scale import LossScale
 from gba_hvd.ps.worker.session import DenseState
 from gba_hvd.torch_optimizers import put_state
@@ -26,7 +26,7 @@ from gba_hvd.training.parameter_watch import ParameterWatch
 class TrainedModel:
     """names: of the dense parameters. step_dense: the user's optimizer on them, set by `DistributedOptimizer`.
 
-    compression, row_coder: None where nothing is compressed.
+    compression, row_coder: None where nothing is compressed. together: micro-batches of a batch in allreduce mode.
     untrained: parameters of the user's module that are in no group of the optimizer
     """
 
@@ -42,10 +42,19 @@ class TrainedModel:
         row_compression: Spec = Compression.none,
         clip: Clip = Clip(),  # noqa: B008  # a value
         loss_scale: LossScale | None = None,
+        sync_micro_batch: int | None = None,
     ) -> None:
         EpochPlan(1, global_batch, micro_batch)  # refuses a bad pair now
-        if row_average not in ("global", "contributors"):
-            raise BadInput(f"row_average must be 'global' or 'contributors', got {row_average!r}")
+        refuse_unknown("row_average", row_average, tuple(ROW_AVERAGES))
+        self.sync_micro_batch = sync_micro_batch
+        self.together = micro_batches_together(sync_micro_batch, global_batch, micro_batch)
+        tables.notes_samples = self.together > 1 and row_average != "global"
+        if tables.notes_samples and row_compression.pools:
+            raise BadInput(
+                "sync_micro_batch with row_compression=dct_mp and rows averaged over contributors: bags that other "
+                "hosts pool do not say which micro-batch a row is of. Leave sync_micro_batch out, or use "
+                "row_average='global'"
+            )
         self.optimizer, self.tables = optimizer, tables
         self.global_batch, self.micro_batch = global_batch, micro_batch
         self.row_average, self.clip, self.loss_scale = row_average, clip, loss_scale
@@ -55,6 +64,7 @@ class TrainedModel:
         self.compression = None if compression.is_none else DenseExchange(compression, self.names, self.dense)
         self.row_compression = row_compression
         dims = [group.dim for group in tables.layout.groups]
+        tables.pools_bags = row_compression.pools
         self.row_coder = None if row_compression.is_none else RowCoder(row_compression, dims)
         self.step_dense: Callable[[], None] = lambda: None
         self.parameter_watch = ParameterWatch(self.dense.parameters, self.names)
@@ -86,7 +96,10 @@ class TrainedModel:
         for group, grads in enumerate(rows):
             for grad in grads:
                 if (key := grad.non_finite()) is not None:
-                    table, row = self.tables.layout.locate(key, group)
+                    layout = self.tables.layout
+                    if key >= layout.groups[group].rows_per_shard * layout.n_shards:
+                        return "gradient of values that another host has pooled"
+                    table, row = layout.locate(key, group)
                     return f"gradient of row {row} of table {table!r}"
         return ""
 

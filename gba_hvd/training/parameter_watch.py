@@ -34,7 +34,7 @@ class ParameterWatch:
         self._parameters, self._names = list(parameters), list(names)
         self._seen: list[int] | None = None
         self._in_a_row = [0] * len(self._names)
-        self._is_told = False
+        self._is_reported = False
 
     def name_as_in(self, model: nn.Module) -> None:
         """Call parameters what the model calls them, where it has them."""
@@ -43,7 +43,7 @@ class ParameterWatch:
 
     def note(self) -> None:
         """Our own change is done."""
-        self._seen = None if self._is_told else [p._version for p in self._parameters]
+        self._seen = None if self._is_reported else [p._version for p in self._parameters]
 
     def forget(self) -> None:
         """What changes until the next `note` is ours."""
@@ -56,5 +56,5 @@ class ParameterWatch:
         for number, (p, seen) in enumerate(zip(self._parameters, self._seen, strict=True)):
             self._in_a_row[number] = self._in_a_row[number] + 1 if p._version != seen else 0
         found = [name for name, n in zip(self._names, self._in_a_row, strict=True) if n >= _IN_A_ROW]
-        self._is_told = bool(found)
+        self._is_reported = bool(found)
         return found

@@ -41,6 +41,7 @@ class Reports:
         self._participants, self._traffic = participants, traffic
         self._server_patience = Patience()
         self._n_rejected = 0
+        self._reported: set[str] = set()  # kinds of events, see `once`
         self._ended_s = time.perf_counter()
 
     def emit(self, event: Event, only_here: bool = False) -> None:
@@ -55,6 +56,12 @@ class Reports:
         if event.level == "warning" and (only_here or self._world().rank == 0):
             log.warning("[%s] step %d: %s", event.kind.replace("_", " "), event.step, event.message)
 
+    def once(self, event: Event) -> None:
+        """Report an event unless one of its kind was reported with this before."""
+        if event.kind not in self._reported:
+            self._reported.add(event.kind)
+            self.emit(event)
+
     @property
     def seconds_since_step(self) -> float:
         """Since this worker saw a step end."""
@@ -62,8 +69,10 @@ class Reports:
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def step(self, n_samples: int, loss: float | None, mode: str, grad_norm: float | None) -> None:
-        """One step ended, or several that servers made."""
+    def step(
+        self, n_samples: int, loss: float | None, mode: str, grad_norm: float | None, norms: tuple[float, ...] = ()
+    ) -> None:
+        """One step ended, or several that servers made. norms: of each of them, as far as they are known."""
         progress = self._progress
         for name in progress.hooks.too_fast(progress.step):
             text = (
@@ -73,7 +82,9 @@ class Reports:
             self.emit(Event("scheduler_too_fast", progress.step, text, {"scheduler": name}, level="warning"))
         now, applied = time.perf_counter(), progress.account.applied
         at = (progress.step, progress.cursor.epoch)
-        record = StepRecord(*at, n_samples, applied, now - self._ended_s, self._world().size, mode, loss, grad_norm)
+        seconds, workers = now - self._ended_s, self._world().size
+        lr = max(self._model.dense_lrs, default=None)
+        record = StepRecord(*at, n_samples, applied, seconds, workers, mode, loss, grad_norm, norms, lr)
         self._ended_s = now
         if self._host.board is not None:
             asked = next(filter(None, (one.missing_mode(mode) for one in self._participants)), "")
@@ -82,14 +93,21 @@ class Reports:
         for callback in self.callbacks:
             callback.on_step(record)
 
-    def passed(self, passed: Passed | None, loss: float | None, mode: str, grad_norm: float | None) -> None:
+    def passed(
+        self,
+        passed: Passed | None,
+        loss: float | None,
+        mode: str,
+        grad_norm: float | None,
+        norms: tuple[float, ...] = (),
+    ) -> None:
         """What servers did since their last report to this worker."""
         if passed is None:
             return
         if passed.skipped > 0 and passed.scale:
             self.overflow(passed.skipped, passed.scale)
         if passed.steps:
-            self.step(passed.samples, loss, mode, grad_norm)
+            self.step(passed.samples, loss, mode, grad_norm, norms)
 
     def overflow(self, n_steps: int, before: float) -> None:
         """So many steps up to this one were skipped. before: the scale until then."""

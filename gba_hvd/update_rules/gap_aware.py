@@ -10,8 +10,9 @@ leaves a gradient as it is, bit for bit. Decided here from numbers alone; the se
     s <- G s + (1 - G) v^2            G = 0.999, t: steps seen, lr_max: largest learning rate yet of the element's group
 
 An optimizer that rescales its gradients takes steps of another length than lr * |v|, so theirs are measured.
-Ours, not the paper's: the rows of a push are multiplied by the mean of 1 / (1 + gap / C) over its dense elements, for
-nobody keeps the old rows; weight decay happens at the server, with the newest values, and needs no correction.
+Ours, not the paper's: the rows of a push are multiplied by the mean of 1 / (1 + gap / C) over the dense elements of all
+servers, for nobody keeps the old rows (`ps.coordinator.step_executor` says how servers agree on it); weight decay
+happens at the server, with the newest values, and needs no correction.
 """
 
 from __future__ import annotations

@@ -5,18 +5,23 @@ shown. It is arithmetic on flat arrays: the pushes are collected, the optimizer 
 `ps.partition`. Before the mode is entered, `why_not` is asked on every worker and `start` makes each server's rule;
 then in this order, for every step:
 
-    1. damping  of each push, by the age of the values it was computed with
-    2. act      the step: leave it to the user's optimizer, or say what the values are to be
-    3. stepped  the step is applied. Only now may the rule remember it; a step that fails leaves the rule as it was
+    1. compensated  the gradients of its pushes, corrected for the age of the values they were computed with
+    2. damping      of each push, by that age
+    3. act          the step: leave it to the user's optimizer, or say what the values are to be
+    4. stepped      the step is applied. Only now may the rule remember it; a step that fails leaves the rule as it was
+
+Where steps are clipped, 1 and 2 may happen twice for a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
+
+Setting = float | bool
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,10 @@ class DenseStart:
     """The dense part of one server, as a rule finds it.
 
     values: float32 [n]. sizes, groups: of each tensor, numbers in it and its optimizer group.
-    state:  the optimizer's, of each tensor, as in `optimizer.state[p]`
+    state:    the optimizer's, of each tensor, as in `optimizer.state[p]`
+    settings: of the rule, those that were given, see `Rule.defaults`
+    lrs:      learning rate of each optimizer group
+    shown:    float32 [n], what workers have been shown so far by a server that died; None: the mode begins
     """
 
     values: np.ndarray
@@ -32,6 +40,9 @@ class DenseStart:
     sizes: Sequence[int]
     groups: Sequence[int]
     state: Sequence[Mapping[str, Any]]
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+    lrs: Sequence[float] = ()
+    shown: np.ndarray | None = None
 
     def group_of_elements(self) -> np.ndarray:
         """int32 [n]: the optimizer group of each element."""
@@ -43,7 +54,8 @@ class Damping:
     """What a push is multiplied by.
 
     dense: float32 [n], or [1] for all; from 0 to 1
-    rows:  their mean
+    rows:  their mean. The rows of a push are multiplied by the mean over the dense elements of all servers, the same on
+           every server, also on one that has none
     """
 
     dense: np.ndarray
@@ -64,7 +76,7 @@ class Received:
     worker:    who computed it
     share:     of the step's gradient: its weight by staleness and samples; the shares of fresh pushes add up to 1
     staleness: steps between the dense values it was computed with and those the step is applied to; 0 if not known
-    gradient:  float32 [n]
+    gradient:  float32 [n], as `Rule.compensated` made it
     """
 
     worker: int
@@ -78,7 +90,7 @@ class Step:
     """A step that is decided.
 
     values:   float32 [n], the model before the step
-    gradient: float32 [n], sum of share * damping * gradient over the pushes
+    gradient: float32 [n], sum of share * damping * gradient over the pushes, the gradients as compensated
     lrs:      learning rate of each optimizer group
     workers:  all that live; empty if that is not known
     """
@@ -93,9 +105,13 @@ class Step:
 
 @dataclass(frozen=True)
 class ByOptimizer:
-    """The user's optimizer takes the step, with these learning rates."""
+    """The user's optimizer takes the step, with these learning rates.
+
+    ahead: of a rule that looks ahead, workers are shown the values after the step plus so many times the step
+    """
 
     lrs: Sequence[float]
+    ahead: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -120,10 +136,17 @@ class Rule(Protocol):
 
     looks_ahead:   it shows workers other values than the model's, so evaluations are given the model's
     knows_workers: it uses `Step.workers`
+    defaults:      its settings (`GBACallback(rule_settings=...)`) with their defaults; empty: it has none. Servers get
+                   all numbers as floats
     """
 
     looks_ahead: ClassVar[bool]
     knows_workers: ClassVar[bool]
+    defaults: ClassVar[Mapping[str, Setting]]
+
+    @classmethod
+    def refused(cls, settings: Mapping[str, Setting]) -> str:
+        """Why these settings, of those in `defaults` and of their kind, cannot be used; empty: they can."""
 
     @classmethod
     def why_not(cls, optimizer: Mapping[str, Any]) -> str:
@@ -132,6 +155,13 @@ class Rule(Protocol):
     @classmethod
     def start(cls, optimizer: Mapping[str, Any], dense: DenseStart, workers: Sequence[int]) -> Rule:
         """A server's rule, as things stand. workers: who trains now, by id. `why_not` was empty."""
+
+    def compensated(self, pushes: Sequence[tuple[int, np.ndarray]], values: np.ndarray) -> list[np.ndarray]:
+        """The gradients float32 [n] of a step's pushes that count, corrected; the arrays given are not written.
+
+        pushes: (step of the values it was computed with, negative when not known; gradient float32 [n]).
+        values: float32 [n], the model before the step. Changes nothing that counts before `stepped`.
+        """
 
     def damping(self, dense_step: int) -> Damping:
         """Of a push computed with the values of step `dense_step`; that is negative when it is not known."""
@@ -151,6 +181,11 @@ class Plain:
 
     looks_ahead: ClassVar[bool] = False
     knows_workers: ClassVar[bool] = False
+    defaults: ClassVar[Mapping[str, Setting]] = {}
+
+    @classmethod
+    def refused(cls, settings: Mapping[str, Setting]) -> str:
+        return ""
 
     @classmethod
     def why_not(cls, optimizer: Mapping[str, Any]) -> str:
@@ -159,6 +194,9 @@ class Plain:
     @classmethod
     def start(cls, optimizer: Mapping[str, Any], dense: DenseStart, workers: Sequence[int]) -> Rule:
         return cls()
+
+    def compensated(self, pushes: Sequence[tuple[int, np.ndarray]], values: np.ndarray) -> list[np.ndarray]:
+        return [gradient for _, gradient in pushes]
 
     def damping(self, dense_step: int) -> Damping:
         return _NONE

@@ -2,23 +2,26 @@
 
 Theory is that of delayed gradient descent on a quadratic, x <- x - lr * h * x_(d steps ago), h the curvature: stable
 iff lr * h < 2 sin(pi / (2 (2d + 1))), fastest at lr * h = d^d / (d + 1)^(d + 1) (delay equations' characteristic roots;
-see Yu, Chen and Poor, arXiv 2406.11159, for staleness in SGD). It speaks of plain SGD: momentum m narrows the limit,
-and for Adagrad, Adam and the like the curvature that counts is that of the preconditioned loss. Nothing here changes a
-learning rate.
+see Yu, Chen and Poor, arXiv 2406.11159, for staleness in SGD). Ages that vary, and momentum, are in `delay_sequence`,
+by which `advise` goes where the order of the ages is known, else in `delay_roots`. For Adagrad, Adam and the like the
+curvature that counts is that of the preconditioned loss. Nothing here changes a learning rate.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gba_hvd.errors import BadInput
+from gba_hvd.update_rules import delay_roots, delay_sequence
+from gba_hvd.update_rules.delay_sequence import Arrivals
 
 _NEAR = 0.5  # share of the limit from which on the noise of mini-batches may matter
+_OLDEST_IN_HASTE = 64  # steps
 _SETTLED = 0.9  # an eigenvector found: the Rayleigh quotient is this share of the growth, or more
 
 
@@ -43,19 +46,28 @@ def _not_negative(delay: float) -> float:
 class Advice:
     """How far a learning rate is from the stability limit.
 
-    lr_limit:       largest stable learning rate at the mean staleness; infinite when the curvature is not positive
-    lr_limit_worst: the same, were every gradient as stale as the stalest
-    lr_best:        learning rate of fastest convergence at the mean staleness, for the direction of largest curvature
+    lr_limit:       largest stable learning rate: at these ages in this order (`delay_sequence`), or, where no order is
+                    known, lr_limit_mean; infinite when the curvature is not positive
+    lr_limit_mean:  that of the mean of the ages (`delay_roots`)
+    lr_limit_plain: the plain formula's at the mean age, without momentum, for comparison
+    lr_limit_worst: were every gradient as old as the oldest, or (`delay_roots.mean_square_limit`) were the ages drawn
+                    at random, whichever is larger
+    lr_best:        learning rate of fastest convergence, for the direction of largest curvature; NaN where that was
+                    not worked out
     share:          lr / lr_limit; 1 and above is unstable
-    level:          "stable", "near" (half the limit, or above the worst case's), "unstable"
+    n_arrivals:     steps whose ages and order lr_limit goes by; 0: none, or too few
+    level:          "stable", "near" (half the limit, or, without an order, above the worst case's), "unstable"
     reason:         the sentence
     """
 
     lr: float
     lr_limit: float
+    lr_limit_mean: float
+    lr_limit_plain: float
     lr_limit_worst: float
     lr_best: float
     share: float
+    n_arrivals: int
     level: str
     reason: str
 
@@ -64,29 +76,66 @@ class Advice:
         return self.level != "unstable"
 
 
-def advise(lr: float, curvature: float, staleness_mean: float, staleness_max: float) -> Advice:
-    """How far `lr` is from the limit, at a measured staleness (steps) and the loss's largest curvature."""
+def advise(
+    lr: float,
+    curvature: float,
+    ages: Mapping[int, float],
+    momentum: float = 0.0,
+    careful: bool = True,
+    arrivals: Arrivals | None = None,
+    ahead: float = 0.0,
+) -> Advice:
+    """How far `lr` is from the limit at the loss's largest curvature.
+
+    ages: histogram of the ages of the dense values that gradients were computed with, in steps; where only a mean is
+    known, `delay_roots.at_mean`. careful: also work out ages drawn at random, which takes up to seconds, and the
+    fastest rate where ages are over 64 steps, which takes seconds to minutes
+    arrivals: the ages of the newest steps, in their order; then `ages` matters only if they are too few
+    ahead: of rule look_ahead, its `steps`: gradients are of values so many steps ahead; 0 without it
+    """
     if not 0 <= lr < math.inf or not math.isfinite(curvature):
         raise BadInput(f"lr must not be negative and curvature a number, got lr={lr} and curvature={curvature}")
-    if _not_negative(staleness_mean) > _not_negative(staleness_max):
-        raise BadInput(f"the mean staleness {staleness_mean} is above the largest, {staleness_max}")
+    ordered = arrivals if arrivals is not None and delay_sequence.is_enough(arrivals) else ()
+    ages = delay_sequence.histogram(ordered) if ordered else ages
+    p = delay_roots.shares(ages)
+    mean, oldest = float((p * range(len(p))).sum()), len(p) - 1
     if curvature <= 0:
         text = f"stable: no direction is curved upwards (curvature {curvature:.3g}), no limit on the learning rate"
-        return Advice(lr, math.inf, math.inf, math.inf, 0.0, "stable", text)
-    at_mean, at_worst, fastest = (
-        value / curvature for value in (limit(staleness_mean), limit(staleness_max), best(staleness_mean))
+        return Advice(lr, math.inf, math.inf, math.inf, math.inf, math.inf, 0.0, len(ordered), "stable", text)
+    drawn = delay_roots.mean_square_limit(ages, momentum, ahead) if careful else None
+    worst = max(delay_roots.limit({oldest: 1}, momentum, ahead), drawn or 0.0)
+    of_mean = delay_roots.limit(ages, momentum, ahead)
+    if ordered:
+        found = delay_sequence.stability(ordered, momentum, ahead)
+    else:
+        fastest = delay_roots.fastest(ages, momentum, ahead) if careful or oldest <= _OLDEST_IN_HASTE else math.nan
+        found = delay_sequence.Stability(of_mean, fastest)
+    at_limit, by_mean, plain, at_worst, fastest = (
+        value / curvature for value in (found.limit, of_mean, limit(mean), worst, found.fastest)
     )
-    share = lr / at_mean
-    level = "unstable" if share >= 1 else "near" if share >= _NEAR or lr >= at_worst else "stable"
+    share = lr / at_limit
+    is_near = share >= _NEAR or (not ordered and lr >= at_worst)
+    level = "unstable" if share >= 1 else "near" if is_near else "stable"
     verdict = "near the limit" if level == "near" else level
+    with_momentum = f", momentum {momentum:g}" if momentum else ""
+    with_momentum += f", values {ahead:g} of a step ahead" if ahead else ""
     text = (
-        f"{verdict}: learning rate {lr:.3g} is {share:.2f}x the limit {at_mean:.3g} at a mean staleness of "
-        f"{staleness_mean:.3g} steps and a curvature of {curvature:.3g}; at the largest staleness, "
-        f"{staleness_max:.3g}, the limit is {at_worst:.3g}; fastest near {fastest:.3g}"
+        f"{verdict}: learning rate {lr:.3g} is {share:.2f}x the limit {at_limit:.3g} for dense values {mean:.3g} steps "
+        f"old in the mean (oldest {oldest}) and a curvature of {curvature:.3g}{with_momentum}; "
     )
+    if ordered:
+        text += f"this goes by the ages of {len(ordered)} steps in their order, by their mean it is {by_mean:.3g}; "
+    else:
+        why = "the order of the ages is not known"
+        if arrivals:
+            why = f"the order of {len(arrivals)} steps is too short, {delay_sequence.needed(arrivals)} are needed"
+        text += f"{why}; were the ages drawn at random, it is at least {at_worst:.3g}; "
+    text += f"the plain formula at the mean age says {plain:.3g}"
+    if math.isfinite(fastest):
+        text += f"; fastest near {fastest:.3g}"
     if level == "unstable":
-        text += "; lower the learning rate, the tolerance or the lookahead, or stay in allreduce"
-    return Advice(lr, at_mean, at_worst, fastest, share, level, text)
+        text += "; lower the learning rate, the number of workers or the lookahead, or stay in allreduce"
+    return Advice(lr, at_limit, by_mean, plain, at_worst, fastest, share, len(ordered), level, text)
 
 
 def largest_curvature(

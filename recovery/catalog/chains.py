@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from recovery.errors import Damaged, NotFound
 from recovery.format.manifest import Blob, Manifest, StateBlob, from_json
-from recovery.storage.store import Store, epoch_of, is_there, manifest_names
+from recovery.policies import is_lossless
+from recovery.storage.store import Store, age_of, is_there, manifest_names
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,11 @@ class Chain:
     def base(self) -> Manifest:
         return self.manifests[0]
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether no save of it left out a change: then every row is as of the newest."""
+        return all(is_lossless(manifest.kind) for manifest in self.manifests)
+
 
 @dataclass(frozen=True)
 class Skipped:
@@ -36,14 +42,16 @@ class Skipped:
     why: str
 
 
-def chains(store: Store, is_wanted: Callable[[int], bool] = lambda epoch: True) -> Iterator[Chain | Skipped]:
+def chains(
+    store: Store, is_wanted: Callable[[int, int], bool] = lambda epoch, number: True
+) -> Iterator[Chain | Skipped]:
     """Every checkpoint of the store, newest first by (epoch, number): its chain, or what is wrong with it.
 
-    is_wanted: by the epoch it was written under; others are passed over, and not read.
+    is_wanted: by the epoch it was written under and its number; others are passed over, and not read.
 
     Raises BadInput when a newer version of this program wrote one: to fall back silently behind it would lose work.
     """
-    names = [name for name in manifest_names(store) if (epoch := epoch_of(name)) is not None and is_wanted(epoch)]
+    names = [name for name in manifest_names(store) if (age := age_of(name)) is not None and is_wanted(*age)]
     there = store.names("blobs/")  # later: of what is saved meanwhile the manifest comes last
     known: dict[str, Manifest | Damaged] = {}
     for name in reversed(names):

@@ -4,7 +4,7 @@ A writer claims a place under an epoch: a number that nobody else has. Manifests
 number), so all that an old writer still writes is older than anything of its successor.
 
 What is written, by whom. Objects `claims/EPOCH-WRITER.NONCE/N`, by the claimant only: N = 000000 is the claim, larger
-ones are signs of life, `closed` says that the writer left in peace. Nothing is ever changed, so nothing more is asked
+ones are lease renewals, `closed` says that the writer left in peace. Nothing is ever changed, so nothing more is asked
 of the store than that a listing shows what was written before it was asked for.
 
 Why an epoch has one owner. A claimant writes its claim, then lists. It owns the epoch if the listing has its own claim
@@ -16,11 +16,11 @@ Why an old owner does no harm. It learns from `check`, before each manifest, tha
 between that and its write, its manifest appears late: complete, but older than the successor's first. Until that one is
 there nothing of the successor's was saved, so nothing that was saved is hidden. Its blobs have names of its own epoch.
 
-What a crash leaves. Before the claim is written: nothing. After: a claim without signs of life, which is waited for and
+What a crash leaves. Before the claim is written: nothing. After: a claim without renewals, which is waited for and
 passed over. Before `closed`: the same.
 
 Who is alive. Clocks of hosts are not compared, and a store's clock is not asked for. A new claimant lists again and
-again for as long as the other promised to give three signs of life: a new sign means alive. So an owner that is only
+again for as long as the other promised to renew three times: a new renewal means alive. So an owner that is only
 slow may be passed over; it will be fenced, not believed. A writer of the same name is the same job, which was started
 again: it is let in at once, and the process it replaces is fenced.
 """
@@ -53,7 +53,7 @@ _LOOKS = 10
 class Claim:
     """The right to write under an epoch, until another writer takes over.
 
-    signs: of life given so far; lease_s: one is due every third of it.
+    signs: renewals so far; lease_s: one is due every third of it.
     """
 
     epoch: int
@@ -132,7 +132,7 @@ def claim(
             store.delete([f"{mine.name}/000000"])
             raise BadInput(
                 f"{store.url} was claimed by job {first.writer!r}{_where(store, first)} at the same moment: "
-                "it goes on, this one does not; give each job a place of its own"
+                "it continues, this one does not; give each job a place of its own"
             )
         mine = replace(mine, epoch=mine.epoch + 1)
 
@@ -182,7 +182,7 @@ def _require_newest(store: Store, seen: Iterable[Seen], claim: Claim) -> None:
 
 
 def _refuse_if_alive(store: Store, other: Seen, lease_s: float, looks: int, sleep: Callable[[float], None]) -> None:
-    """Wait for a sign of life of another writer, and look so often meanwhile, also after a pause of this process."""
+    """Wait for a lease renewal of another writer, and look so often meanwhile, also after a pause of this process."""
     promised_s = _about(store, other).get("lease_s")
     wait_s = max(lease_s, min(promised_s, _LONGEST_LEASE_S)) if isinstance(promised_s, int | float) else lease_s
     for _ in range(looks):
@@ -194,8 +194,8 @@ def _refuse_if_alive(store: Store, other: Seen, lease_s: float, looks: int, slee
         if new_signs or any(one.epoch > other.epoch for one in now.values()):
             alive = max(now.values())
             raise BadInput(
-                f"{store.url} is being written to by job {alive.writer!r}{_where(store, alive)}, which gave a sign of "
-                f"life in the last {wait_s / looks:.1f} s: give this job a place of its own, end the other one, or "
+                f"{store.url} is being written to by job {alive.writer!r}{_where(store, alive)}, which renewed its "
+                f"lease in the last {wait_s / looks:.1f} s: give this job a place of its own, end the other one, or "
                 "take over from it (takeover=True), which cuts it off"
             )
 

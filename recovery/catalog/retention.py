@@ -43,7 +43,7 @@ class Expired:
 
 
 @dataclass(frozen=True)
-class Leftovers:
+class OrphanedObjects:
     """Objects nobody refers to (name -> bytes), and why they are thought to be."""
 
     objects: Mapping[str, int]
@@ -92,7 +92,9 @@ def objects_of(manifest: Manifest) -> list[str]:
     return [blob.name for blob in manifest.blobs] + ([manifest.state.name] if manifest.state else [])
 
 
-def leftovers(names: Mapping[str, int], manifests: Iterable[Manifest], unreadable: Collection[str]) -> Leftovers:
+def orphaned_objects(
+    names: Mapping[str, int], manifests: Iterable[Manifest], unreadable: Collection[str]
+) -> OrphanedObjects:
     """Objects of dead epochs that nobody refers to: of saves that died, of checkpoints half deleted, old claims.
 
     names: all objects and their bytes; unreadable: names of manifests that are damaged
@@ -101,7 +103,7 @@ def leftovers(names: Mapping[str, int], manifests: Iterable[Manifest], unreadabl
     """
     claims = claims_of(names)
     if not claims:
-        return Leftovers({}, "nothing: there is no claim, so it is not known who may be writing")
+        return OrphanedObjects({}, "nothing: there is no claim, so it is not known who may be writing")
     newest = max(one.epoch for one in claims)
     referred = {name for manifest in manifests for name in objects_of(manifest)}
     doubtful = tuple("blobs/" + name.removeprefix("manifests/").removesuffix(".json") + "/" for name in unreadable)
@@ -113,10 +115,10 @@ def leftovers(names: Mapping[str, int], manifests: Iterable[Manifest], unreadabl
         if name not in referred and not (doubtful and name.startswith(doubtful)):
             found[name] = n_bytes
     reason = f"of epochs before {newest}, the newest, and in no checkpoint"
-    return Leftovers(found, reason + f"; those of {len(doubtful)} damaged ones stay" * bool(doubtful))
+    return OrphanedObjects(found, reason + f"; those of {len(doubtful)} damaged ones stay" * bool(doubtful))
 
 
-def gc(store: Store, *, really: bool = False) -> Leftovers:
+def gc(store: Store, *, really: bool = False) -> OrphanedObjects:
     """Find orphaned objects, and delete them if asked to.
 
     Raises BadInput when a checkpoint is of a newer format version: what it refers to is not known.
@@ -129,7 +131,7 @@ def gc(store: Store, *, really: bool = False) -> Leftovers:
                 manifests.append(from_json(store.get(name), name))
             except Damaged:
                 unreadable.append(name)
-    found = leftovers(names, manifests, unreadable)
+    found = orphaned_objects(names, manifests, unreadable)
     if really and found.objects:
         store.delete(sorted(found.objects))
     return found

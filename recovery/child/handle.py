@@ -1,7 +1,7 @@
 """A saving process as the one that trains sees it: how it is started, received from and ended.
 
 What it says means nothing here, except that it is there. A caller that waits for it waits for a message, or for its
-end: one that gives no sign of life is killed.
+end: one that sends no heartbeat is killed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from recovery.child.process import Begin, Ended, Leave, Ready
 from recovery.errors import RecoveryError
 
-_START_S = 300.0  # until the first sign of life: Python and torch are loaded from a disk that may be slow
+_START_S = 300.0  # until the first message: Python and torch are loaded from a disk that may be slow
 _END_S = 10.0  # from the end of the pipe, or a kill, until the process is gone
 
 
@@ -45,17 +45,21 @@ class Child:
     """
 
     def __init__(
-        self, start: Start, begin: Begin, heard: Callable[[Any], None], over: Callable[[Child, BaseException], None]
+        self,
+        start: Start,
+        begin: Begin,
+        on_message: Callable[[Any], None],
+        over: Callable[[Child, BaseException], None],
     ) -> None:
-        """heard: called with each message after it was ready; over: with what it died of, last. In a thread."""
+        """on_message: called with each message after it was ready; over: with what it died of, last. In a thread."""
         self.ready: Future[Ready] = Future()
         self.ended: BaseException | None = None
-        self._silence_s, self._heard, self._over = begin.silence_s, heard, over
+        self._silence_s, self._on_message, self._over = begin.silence_s, on_message, over
         self._lock = threading.Lock()
         self._connection, self._process = start(begin)
         self.pid = self._process.pid
-        self._hearing = threading.Thread(target=self._hear, name="recovery-hear", daemon=True)
-        self._hearing.start()
+        self._reader = threading.Thread(target=self._read_messages, name="recovery-pipe-reader", daemon=True)
+        self._reader.start()
 
     def send(self, message: Any, state: bytes | None = None) -> None:
         """Raises OSError when it has ended."""
@@ -68,15 +72,15 @@ class Child:
         """Ask it to leave, and wait; False: it did not, and was killed."""
         with contextlib.suppress(OSError):  # it has ended
             self.send(Leave())
-        self._hearing.join(within_s)
-        if not self._hearing.is_alive():
+        self._reader.join(within_s)
+        if not self._reader.is_alive():
             return True
         with contextlib.suppress(ValueError):  # it has ended now
             self._process.kill()
-        self._hearing.join(2 * _END_S)
+        self._reader.join(2 * _END_S)
         return False
 
-    def _hear(self) -> None:
+    def _read_messages(self) -> None:
         died: BaseException | None = None
         try:
             patience_s = max(_START_S, self._silence_s)
@@ -87,9 +91,9 @@ class Child:
                 elif isinstance(message, Ended):
                     died = self.ended = message.error
                 elif message is not None:
-                    self._heard(message)
+                    self._on_message(message)
             self._process.kill()
-            died = ChildDied(f"the process that saves was killed: no sign of life for {patience_s:g} s")
+            died = ChildDied(f"the process that saves was killed: no heartbeat for {patience_s:g} s")
         except (EOFError, OSError):
             pass
         self._process.join(_END_S)

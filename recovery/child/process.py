@@ -13,7 +13,7 @@ What is said (-> to this process, <- by it):
     Leave           ->    or the pipe ends, or the other process does: the save in flight is finished
                     <-    Ended, last: what was raised, on entering or leaving, too
 
-Other events come whenever something happens, and None, a sign of life, several times in `silence_s`.
+Other events come whenever something happens, and None, a heartbeat, several times in `silence_s`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ the base, then every partial save up to it.
 
 The document is canonical: sorted keys, no white space, and its own checksum among the keys, computed without it. So
 what is read differently from how it was written is known to be altered, by a disk or by a person. What has the
-right checksum is still not trusted to be sensible: names, places and sizes are checked before anybody uses them.
+right checksum is still not trusted to be sensible: names, indices and sizes are checked before anybody uses them.
 Whether the bytes of the blobs are right is not decided here, see `row_codec`.
 """
 
@@ -37,7 +37,7 @@ class Section:
     """Some rows of one table in one shard: consecutive bytes of a blob.
 
     start, n_bytes: where it is in the blob. raw_bytes: its size when decoded.
-    first: the place of its first row, of `n_rows` consecutive ones; None: the places are in the section, before the
+    first: the index of its first row, of `n_rows` consecutive ones; None: the indices are in the section, before the
         records.
     step: every row is as of this step: weights, slots, together.
     encoding: how to decode it, see `row_codec`. checksum: of the bytes in the blob, hexadecimal.

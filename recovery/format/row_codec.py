@@ -2,7 +2,7 @@
 
 A section is, in this order:
 
-    places   when its rows are not consecutive: the first as uint64, then the distances to the next ones in the
+    indices  when its rows are not consecutive: the first as uint64, then the distances to the next ones in the
              narrowest unsigned type that holds them all (d8 ... d64), padded with zeros to a multiple of 8 bytes
     records  float32 [n, width]; or, quantised: lowest value and scale of each row's weights (float32 [n] each), codes
              uint8 [n, ceil(w * bits / 8)], slots float32 [n, width - w]
@@ -84,7 +84,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class EncodingSteps:
-    """What an encoding's name says. delta: bits of a distance between places; bits: of a weight; None: not done."""
+    """What an encoding's name says. delta: bits of a distance between indices; bits: of a weight; None: not done."""
 
     delta: int | None = None
     bits: int | None = None
@@ -109,20 +109,20 @@ _ENCODINGS = {done.name: done for done in _ALL}
 
 
 def encode_rows(
-    table: Table, records: np.ndarray, places: np.ndarray | None = None, encoding: Encoding = EXACT
+    table: Table, records: np.ndarray, indices: np.ndarray | None = None, encoding: Encoding = EXACT
 ) -> Encoded:
     """Encode some rows of one table in one shard.
 
     records: float32 [n, table.width], n at least 1; a contiguous one is not copied unless it is compressed
-    places:  int64 [n], ascending, or None when the rows are consecutive
+    indices: int64 [n], ascending, or None when the rows are consecutive
 
     Weights that are not finite are never quantised: a section that has one is exact.
     """
     assert records.dtype == np.float32 and records.ndim == 2 and records.shape[1] == table.width and len(records)
     done, pieces = EncodingSteps(), list[Piece]()
-    if places is not None:
-        assert len(places) == len(records)
-        delta, packed = _pack_places(places)
+    if indices is not None:
+        assert len(indices) == len(records)
+        delta, packed = _pack_indices(indices)
         done, pieces = replace(done, delta=delta), [packed]
     quantised = quantise(records, table.columns[0].width, encoding.bits) if encoding.bits else None
     if quantised is None:
@@ -134,7 +134,7 @@ def encode_rows(
 def decode_rows(
     data: Piece, section: Section, table: Table, n_shards: int, where: str = "a blob"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(places int64 [n], records float32 [n, table.width]) of a section; the records may be a read-only view of `data`.
+    """(indices int64 [n], records float32 [n, table.width]) of a section; the records may be a view of `data`.
 
     data: the section's bytes. where: the blob's name, for the message.
 
@@ -148,24 +148,24 @@ def decode_rows(
     if (done.delta is None) != (section.first is not None):
         raise Damaged(f"{where}: first is {section.first}, but the encoding is {section.encoding!r}")
     weights = table.columns[0].width
-    places_bytes = _places_bytes(n, done.delta) if done.delta else 0
+    index_bytes = _index_bytes(n, done.delta) if done.delta else 0
     record_bytes = n * (quantised_bytes(weights, table.width, done.bits) if done.bits else table.record_bytes)
-    if section.raw_bytes != places_bytes + record_bytes:
+    if section.raw_bytes != index_bytes + record_bytes:
         raise Damaged(
-            f"{where}: {n} rows in {section.encoding!r} are {places_bytes + record_bytes} bytes, "
+            f"{where}: {n} rows in {section.encoding!r} are {index_bytes + record_bytes} bytes, "
             f"the manifest says {section.raw_bytes}"
         )
     raw = _unpacked(data, section, done.zstd, where)
     if section.first is not None:
         if section.first < 0 or section.first + n > rows_in_shard:
             raise Damaged(f"{where}: {n} rows from {section.first} on, the shard has {rows_in_shard}")
-        places = np.arange(section.first, section.first + n, dtype=np.int64)
+        indices = np.arange(section.first, section.first + n, dtype=np.int64)
     else:
         assert done.delta
-        places = _unpack_places(raw[:places_bytes], n, done.delta, rows_in_shard, where)
+        indices = _unpack_indices(raw[:index_bytes], n, done.delta, rows_in_shard, where)
     if done.bits:
-        return places, dequantise(raw[places_bytes:], n, weights, table.width, done.bits)
-    return places, np.frombuffer(raw, np.float32, offset=places_bytes).reshape(n, table.width)
+        return indices, dequantise(raw[index_bytes:], n, weights, table.width, done.bits)
+    return indices, np.frombuffer(raw, np.float32, offset=index_bytes).reshape(n, table.width)
 
 
 # --- state -----------------------------------------------------------------------------------------------------------
@@ -256,29 +256,29 @@ def _done(name: str, where: str) -> EncodingSteps:
     return _ENCODINGS[name]
 
 
-# --- places ----------------------------------------------------------------------------------------------------------
+# --- indices ---------------------------------------------------------------------------------------------------------
 
 
-def _pack_places(places: np.ndarray) -> tuple[int, bytes]:
-    distances = np.diff(places)
-    assert places[0] >= 0 and (not len(distances) or distances.min() > 0), "places must be ascending"
+def _pack_indices(indices: np.ndarray) -> tuple[int, bytes]:
+    distances = np.diff(indices)
+    assert indices[0] >= 0 and (not len(distances) or distances.min() > 0), "indices must be ascending"
     kind = np.min_scalar_type(int(distances.max()) if len(distances) else 1)
-    packed = places[:1].astype("<u8").tobytes() + distances.astype(kind.newbyteorder("<")).tobytes()
-    return 8 * kind.itemsize, packed.ljust(_places_bytes(len(places), 8 * kind.itemsize), b"\0")
+    packed = indices[:1].astype("<u8").tobytes() + distances.astype(kind.newbyteorder("<")).tobytes()
+    return 8 * kind.itemsize, packed.ljust(_index_bytes(len(indices), 8 * kind.itemsize), b"\0")
 
 
-def _places_bytes(n_rows: int, delta: int) -> int:
+def _index_bytes(n_rows: int, delta: int) -> int:
     return 8 + -(-(n_rows - 1) * delta // 64) * 8
 
 
-def _unpack_places(raw: memoryview, n: int, delta: int, rows_in_shard: int, where: str) -> np.ndarray:
+def _unpack_indices(raw: memoryview, n: int, delta: int, rows_in_shard: int, where: str) -> np.ndarray:
     steps = np.empty(n, np.uint64)
     steps[0] = np.frombuffer(raw, "<u8", 1)[0]
     steps[1:] = np.frombuffer(raw, f"<u{delta // 8}", n - 1, offset=8)
-    # Each distance is checked, so that a sum beyond 2^64 cannot come out as a good place.
+    # Each distance is checked, so that a sum beyond 2^64 cannot come out as a good index.
     if steps.max() >= rows_in_shard or (n > 1 and not steps[1:].min()):
-        raise Damaged(f"{where}: the places are not ascending places of a shard of {rows_in_shard} rows")
-    places = np.cumsum(steps, dtype=np.uint64)
-    if places[-1] >= rows_in_shard or (places[1:] <= places[:-1]).any():
-        raise Damaged(f"{where}: place {int(places.max())} is outside of a shard of {rows_in_shard} rows")
-    return places.astype(np.int64)
+        raise Damaged(f"{where}: the indices are not ascending indices of a shard of {rows_in_shard} rows")
+    indices = np.cumsum(steps, dtype=np.uint64)
+    if indices[-1] >= rows_in_shard or (indices[1:] <= indices[:-1]).any():
+        raise Damaged(f"{where}: index {int(indices.max())} is outside of a shard of {rows_in_shard} rows")
+    return indices.astype(np.int64)

@@ -22,7 +22,7 @@ from recovery.storage.store import Store, read
 
 _READ_BYTES = 16 << 20
 _READERS = 4
-_FLAWS_TOLD = 3
+_FLAWS_SHOWN = 3
 
 
 def verify(store: Store, manifest: Manifest, on_bytes: Callable[[int], object] = lambda n: None) -> list[str]:
@@ -32,13 +32,12 @@ def verify(store: Store, manifest: Manifest, on_bytes: Callable[[int], object] =
     """
 
     def check(run: Run) -> list[str]:
-        start, found = run.sections[0].start, []
+        found = []
         try:
-            data = memoryview(store.get(run.blob, start, run.n_bytes))
+            data = memoryview(store.get(run.blob, run.sections[0].start, run.n_bytes))
         except NotFound:
             return [f"{manifest.name}: {run.blob} is gone"]
-        for section in run.sections:
-            piece = data[section.start - start : section.start - start + section.n_bytes]
+        for section, piece in run.pieces(data):
             table = manifest.schema.tables[section.table]
             try:
                 row_codec.decode_rows(piece, section, table, manifest.schema.n_shards, f"{manifest.name}: {run.blob}")
@@ -75,7 +74,7 @@ def verify_saved(store: Store, manifest: Manifest, what: str) -> None:
         if hashed.hexdigest() != state.checksum:
             flaws = [f"{state.name}: the checksum was {state.checksum} when it was saved, it is {hashed.hexdigest()}"]
     if flaws:
-        raise Damaged("; ".join(flaws[:_FLAWS_TOLD]) + f" and {len(flaws)} flaws in all" * (len(flaws) > _FLAWS_TOLD))
+        raise Damaged("; ".join(flaws[:_FLAWS_SHOWN]) + f" and {len(flaws)} flaws in all" * (len(flaws) > _FLAWS_SHOWN))
 
 
 def read_state(store: Store, manifest: Manifest) -> bytes | None:
@@ -103,49 +102,40 @@ def read_rows(
     Raises Damaged when a byte is not what was saved; the arrays are then worth nothing.
     """
     there = np.zeros(len(range(residue, chain.newest.schema.tables[table].n_rows, modulo)), np.bool_)
+
+    def fill(manifest: Manifest) -> None:
+        about, n_shards = manifest.schema.tables[table], manifest.schema.n_shards
+        whole = n_shards % modulo == 0  # then a shard's rows are all wanted, or none
+
+        def read_run(run: Run) -> None:
+            data = memoryview(store.get(run.blob, run.sections[0].start, run.n_bytes))
+            for section, piece in run.pieces(data):
+                indices, records = row_codec.decode_rows(
+                    piece, section, about, n_shards, f"{manifest.name}: {run.blob}"
+                )
+                rows = section.shard + n_shards * indices
+                if not whole:
+                    mine = rows % modulo == residue
+                    rows, records = rows[mine], records[mine]
+                _scatter(about, columns, rows // modulo, records)
+                there[rows // modulo] = True
+            on_bytes(run.n_bytes)
+
+        def wanted(section: Section) -> bool:
+            return section.table == table and (not whole or section.shard % modulo == residue)
+
+        with ThreadPoolExecutor(_READERS, "read") as pool:
+            try:
+                for future in [pool.submit(read_run, run) for run in runs(manifest.blobs, wanted, _READ_BYTES)]:
+                    future.result()
+            except NotFound as error:
+                raise Damaged(f"{manifest.name}: {error}") from error
+            finally:
+                pool.shutdown(cancel_futures=True)
+
     for manifest in chain.manifests:  # the later one wins
-        _fill(store, manifest, table, columns, there, residue, modulo, on_bytes)
+        fill(manifest)
     return there
-
-
-def _fill(
-    store: Store,
-    manifest: Manifest,
-    table: int,
-    columns: Sequence[np.ndarray | None],
-    there: np.ndarray,
-    residue: int,
-    modulo: int,
-    on_bytes: Callable[[int], object],
-) -> None:
-    about, n_shards = manifest.schema.tables[table], manifest.schema.n_shards
-    whole = n_shards % modulo == 0  # then a shard's rows are all wanted, or none
-
-    def read_run(run: Run) -> None:
-        start = run.sections[0].start
-        data = memoryview(store.get(run.blob, start, run.n_bytes))
-        for section in run.sections:
-            piece = data[section.start - start : section.start - start + section.n_bytes]
-            places, records = row_codec.decode_rows(piece, section, about, n_shards, f"{manifest.name}: {run.blob}")
-            rows = section.shard + n_shards * places
-            if not whole:
-                mine = rows % modulo == residue
-                rows, records = rows[mine], records[mine]
-            _scatter(about, columns, rows // modulo, records)
-            there[rows // modulo] = True
-        on_bytes(run.n_bytes)
-
-    def wanted(section: Section) -> bool:
-        return section.table == table and (not whole or section.shard % modulo == residue)
-
-    with ThreadPoolExecutor(_READERS, "read") as pool:
-        try:
-            for future in [pool.submit(read_run, run) for run in runs(manifest.blobs, wanted, _READ_BYTES)]:
-                future.result()
-        except NotFound as error:
-            raise Damaged(f"{manifest.name}: {error}") from error
-        finally:
-            pool.shutdown(cancel_futures=True)
 
 
 def _scatter(table: Table, columns: Sequence[np.ndarray | None], at: np.ndarray, records: np.ndarray) -> None:

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from recovery.catalog.chains import Chain, Skipped, chains
+from recovery.catalog.chains import Chain, Skipped, chains, open_chain
 from recovery.config import Config
 from recovery.errors import BadInput, Damaged, NotFound
-from recovery.format import row_codec
 from recovery.format.manifest import Manifest, difference
+from recovery.restore.inspect import read_state
 from recovery.restore.row_loader import Age, Filling, Run, runs
 from recovery.rows import RowSource
 from recovery.storage.store import Store
@@ -37,8 +37,10 @@ class Report:
 
     n_rows: restored. n_lost: asked for, but never saved; they are as the row source had them.
     age: against the step that the job was at, or that the checkpoint's state has.
-    samples_since: applied since the checkpoint was made; with these rows' share, the portion of lost samples `pls`
-        (CPR: (S_i - S_last_save) / (S_total * N_emb), rows lost over all rows in place of 1 / N_emb). None: not known.
+    samples_since: applied since the checkpoint was made. saved_samples: applied when each row was itself saved last,
+        mean over the rows; see `Filling.saved_samples`.
+    pls: the portion of lost samples (CPR: (S_i - S_last_save) / (S_total * N_emb)), each row from its own last save,
+        and rows restored over all rows in place of 1 / N_emb. None: not known.
     state: the bytes saved beside the rows; None: not asked for, or there were none.
     skipped: newer checkpoints that could not be used, and why.
     """
@@ -48,6 +50,7 @@ class Report:
     n_lost: int
     age: Age
     samples_since: int | None
+    saved_samples: float
     pls: float | None
     n_bytes: int
     seconds: float
@@ -75,7 +78,8 @@ def restore(
     config: Config | None = None,
     now: TrainingPoint | None = None,
     with_state: bool = True,
-    is_wanted: Callable[[int], bool] = lambda epoch: True,
+    is_wanted: Callable[[int, int], bool] = lambda epoch, number: True,
+    only: str | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Report | None:
     """Fill shards of the row source (None: all that are here) from the newest good checkpoint; None: there is none.
@@ -83,7 +87,8 @@ def restore(
     Nobody else may use these shards meanwhile. Other shards are not touched. Beside the budget, a chain with partial
     saves takes one byte a row.
 
-    is_wanted: by the epoch it was written under; the others' checkpoints are as if they were not there.
+    is_wanted: by the epoch it was written under and its number; the others are as if they were not there.
+    only: this checkpoint and no other, by the name of its manifest.
 
     Raises BadInput when the checkpoint is of another model or of a newer version of this program, Damaged when there
     are checkpoints but no good one (the shards are then worth nothing), StoreError when the store fails.
@@ -94,7 +99,7 @@ def restore(
         raise BadInput(f"shards {absent} are not here; this holder has {list(holder.shards())}")
     n_asked = sum(table.rows_in(shard, schema.n_shards) for table in schema.tables for shard in asked)
     skipped: list[Skipped] = []
-    for chain in chains(store, is_wanted):
+    for chain in chains(store, is_wanted) if only is None else [open_chain(store, only)]:
         if isinstance(chain, Skipped):
             skipped.append(chain)
             continue
@@ -103,7 +108,7 @@ def restore(
             if differences := difference(manifest.schema, schema):
                 raise BadInput(f"{manifest.name} is a checkpoint of another model: {'; '.join(differences)}")
         try:
-            state = _state(store, newest) if with_state else None
+            state = read_state(store, newest) if with_state else None
             filling = Filling(store, holder, asked, chain, config or Config())
             filling.run()
         except (Damaged, NotFound) as error:
@@ -112,27 +117,14 @@ def restore(
         since = now.samples - newest.samples if now and now.samples is not None else None
         pls = None
         if now and now.total_samples and since is not None:
-            pls = since / now.total_samples * n_asked / schema.n_rows
-        return Report(
-            chain,
-            filling.n_rows,
-            n_asked - filling.n_rows,
-            filling.age(now.step if now else newest.step),
-            since,
-            pls,
-            filling.n_bytes + (newest.state.n_bytes if newest.state and with_state else 0),
-            clock() - started,
-            state,
-            tuple(skipped),
-        )
+            lost = max(0.0, now.samples - filling.saved_samples) if now.samples is not None else 0.0
+            pls = lost / now.total_samples * filling.n_rows / schema.n_rows
+        n_rows, age = filling.n_rows, filling.age(now.step if now else newest.step)
+        n_bytes = filling.n_bytes + (newest.state.n_bytes if newest.state and with_state else 0)
+        seconds, saved = clock() - started, filling.saved_samples
+        return Report(chain, n_rows, n_asked - n_rows, age, since, saved, pls, n_bytes, seconds, state, tuple(skipped))
     if skipped:
         raise Damaged(
             f"{store.url} has no checkpoint that is whole: " + "; ".join(f"{s.name}: {s.why}" for s in skipped)
         )
     return None
-
-
-def _state(store: Store, manifest: Manifest) -> bytes | None:
-    if manifest.state is None:
-        return None
-    return row_codec.decode_state(store.get(manifest.state.name, 0, manifest.state.n_bytes + 1), manifest.state)

@@ -3,9 +3,11 @@
 A job passes its measurements, `plan_interval` returns a plan and the reason. What is not measured yet is assumed; the
 reason says so. The plan in force is passed again, so that noise changes nothing (see `planner.plan`).
 
-A job of one host can only lose everything, so its interval is that of full recovery; with several hosts a lost one is
-recovered in part, and the interval is what the target PLS allows, never longer than `longest_s`: what the loss of the
-complete job may cost.
+A job of one host can only lose everything, so its interval is that of full recovery. With several hosts the strategy
+that costs less is planned (`planner.plan`), unless the user named one: with partial recovery the interval is what the
+target PLS allows, never longer than `longest_s` (what the loss of the complete job may cost); with full recovery it is
+the one that costs least. Full recovery needs checkpoints that leave out no change, so these are what is saved then.
+What a lost host's survivors do at that moment is decided in `recovery_choice`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 
 from recovery.errors import BadInput
 from recovery.format.manifest import Manifest
+from recovery.policies import is_lossless, lossless_kind
 from recovery.schedule import failures, planner
 from recovery.schedule.costs import Costs, Job, Objectives
 from recovery.schedule.failures import MeanTime
@@ -26,29 +29,46 @@ ASSUMED_MTBF_H = 28.0  # CPR's emulated cluster
 ASSUMED_RESCHEDULE_S = 180.0
 # What a save that runs beside training takes from it (memory bandwidth, a core) is not seen as time it stands still.
 LEAST_STALL_SHARE = 0.05
-_TOTAL_S = 30 * 86400.0
+TOTAL_S = 30 * 86400.0  # of training, for overheads as shares of it
+
+
+PLANNED_POLICY = "mfu"  # with several hosts, where nobody names one
 
 
 @dataclass(frozen=True)
 class Goals:
-    """What the user wants. mtbf_h: assumed mean time between failures of any host, in hours; None: not known."""
+    """What the user wants. mtbf_h: assumed mean time between failures of any host, in hours; None: not known.
+
+    one_host: the policy where full recovery is planned, as for a job of one host, where that is another one; None: the
+    same. strategy: of recovery when one of several hosts is lost: "auto" (what costs less), "full" or "partial"
+    """
 
     policy: str
     r: float
     mtbf_h: float | None = None
     target_pls: float = 0.1
     longest_s: float = 3600.0
+    one_host: str | None = None
+    strategy: str = "auto"
 
     def __post_init__(self) -> None:
         if self.mtbf_h is not None and not 0 < self.mtbf_h < math.inf:
             raise BadInput(f"mtbf_h is a number of hours above 0, got {self.mtbf_h}")
         if not 0 < self.longest_s < math.inf:
             raise BadInput(f"longest_s is a number of seconds above 0, got {self.longest_s}")
-        self.objectives("partial")
+        self.objectives(self.strategy)
+
+    def policy_for(self, strategy: str) -> str:
+        """The policy that saves go by where this strategy is planned."""
+        return self.one_host if self.one_host is not None and strategy == "full" else self.policy
 
     def objectives(self, strategy: str) -> Objectives:
         return Objectives(
-            strategy, target_pls=self.target_pls, policy=self.policy, r=self.r, max_interval_s=self.longest_s
+            strategy,
+            target_pls=self.target_pls,
+            policy=self.policy_for(strategy),
+            r=self.r,
+            max_interval_s=self.longest_s,
         )
 
 
@@ -63,6 +83,8 @@ class Measured:
     delta_share:    bytes of the newest partial save over those of its base
     observed_s:     of training, in this job and those it resumes from
     failures_s:     when, in that time, a host or the whole job was lost
+    samples_lost:   by all recoveries of lost hosts: each row's since its own last save, mean over all rows of the
+                    model. Over the samples of the planned training it is the portion of lost samples (PLS) so far
     """
 
     save_s: float | None = None
@@ -74,6 +96,7 @@ class Measured:
     partial_save_s: float | None = None
     observed_s: float = 0.0
     failures_s: tuple[float, ...] = field(default_factory=tuple)
+    samples_lost: float = 0.0
 
     @classmethod
     def of_mapping(cls, values: Mapping[str, Any]) -> Measured:
@@ -83,15 +106,15 @@ class Measured:
             return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
         known = {name: values[name] for name in cls.__dataclass_fields__ if number(values.get(name))}
-        told = values.get("failures_s")
-        times = tuple(float(t) for t in told if number(t)) if isinstance(told, list | tuple) else ()
+        failures_s = values.get("failures_s")
+        times = tuple(float(t) for t in failures_s if number(t)) if isinstance(failures_s, list | tuple) else ()
         return cls(**{**known, "failures_s": times})
 
     @classmethod
     def of_checkpoint(cls, manifest: Manifest) -> Measured:
         """What a checkpoint says was measured until then; and if it has all rows, what it took itself."""
-        told, took_s = manifest.about.get("measured"), manifest.about.get("save_s")
-        measured = cls.of_mapping(told if isinstance(told, dict) else {})
+        stored, took_s = manifest.about.get("measured"), manifest.about.get("save_s")
+        measured = cls.of_mapping(stored if isinstance(stored, dict) else {})
         if manifest.kind == "full" and isinstance(took_s, int | float) and 0 < took_s < math.inf:
             return replace(measured, save_s=float(took_s))
         return measured
@@ -102,6 +125,15 @@ class Measured:
             return replace(self, save_s=max(seconds, 1e-3))
         seen = replace(self, partial_save_s=seconds)
         return replace(seen, delta_share=min(1.0, n_bytes / base_bytes)) if base_bytes else seen
+
+    def with_those_of(self, other: Measured) -> Measured:
+        """What two workers, or a worker and a checkpoint, have seen of one job: of the one that saw more of it.
+
+        Figures that this one lacks are those of the other.
+        """
+        more, less = (self, other) if self.observed_s >= other.observed_s else (other, self)
+        known = {name: value for name, value in asdict(less).items() if getattr(more, name) is None}
+        return replace(more, **known)
 
     def lost(self, at_s: float) -> Measured:
         """A host, or the whole job, was lost when the job had trained for so long."""
@@ -125,7 +157,7 @@ class Measured:
 
     def assumed(self) -> list[str]:
         """Which costs are not measured."""
-        names = {"load_s": "loading takes as long as saving", "reschedule_s": f"{ASSUMED_RESCHEDULE_S:.0f} s to go on"}
+        names = {"load_s": "loading takes as long as saving", "reschedule_s": f"{ASSUMED_RESCHEDULE_S:.0f} s to resume"}
         return [words for name, words in names.items() if getattr(self, name) is None]
 
     def between_failures(self, mtbf_h: float | None) -> MeanTime:
@@ -139,7 +171,7 @@ class Measured:
             return found
         return replace(found, reason=f"{found.reason}; gamma law of shape {law.shape:.2f}")
 
-    def told(self) -> dict[str, Any]:
+    def about(self) -> dict[str, Any]:
         """For the `about` of a checkpoint: `gba-hvd plan --url` and the next job read it."""
         costs = self.costs()
         return {"measured": asdict(self), **({} if costs is None else {"costs": asdict(costs)})}
@@ -163,24 +195,42 @@ def plan_interval(
     measured: Measured, given: Goals, n_bytes: int, n_servers: int, now: IntervalPlan | None = None
 ) -> IntervalPlan:
     """How to continue. n_bytes: of all records; n_servers: hosts that hold rows; now: the pace in force."""
-    costs = measured.costs()
+    costs, asked = measured.costs(), given.strategy if n_servers > 1 else "full"
     if costs is None:
-        return IntervalPlan(FIRST_INTERVAL_S, given.policy, f"every {FIRST_INTERVAL_S:g} s until a save was measured")
-    strategy = "partial" if n_servers > 1 else "full"
+        kind = _kind_for("partial" if asked == "auto" else asked, given, n_servers)
+        return IntervalPlan(FIRST_INTERVAL_S, kind, f"every {FIRST_INTERVAL_S:g} s until a save was measured")
     between = measured.between_failures(given.mtbf_h)
-    job = Job(costs, n_bytes, n_servers, between.mean_s, _TOTAL_S)
-    before = now.plan if now is not None and now.plan is not None and now.plan.strategy == strategy else None
-    found = planner.plan(job, given.objectives(strategy), before)
+    job = Job(costs, n_bytes, n_servers, between.mean_s, TOTAL_S)
+    before = now.plan if now is not None and now.plan is not None and asked in ("auto", now.plan.strategy) else None
+    found = planner.plan(job, given.objectives(asked), before)
+    strategy = found.strategy
     # Without a first partial save it would never be known how small they are.
-    kind = "full" if found.kind == "full" and measured.delta_share is not None else given.policy
-    hosts = "one host: its loss is the job's" if n_servers == 1 else f"{n_servers} hosts: a lost one is recovered alone"
+    is_whole = found.kind == "full" and measured.delta_share is not None
+    kind = "full" if is_whole else _kind_for(strategy, given, n_servers)
+    recovered = "a lost one is recovered alone" if strategy == "partial" else "with a lost one all go back"
+    hosts = "one host: its loss is the job's" if n_servers == 1 else f"{n_servers} hosts: {recovered}"
     expected = found.expected
     said = [
         f"{kind} saves every {found.interval_s:,.0f} s ({hosts})",
         f"{expected.overhead:.2%} of training time expected for saving and recovering",
+        f"{_other(found)}" if n_servers > 1 and asked == "auto" else "",
         f"PLS {expected.pls:.3g} at a target of {given.target_pls:.3g}" if strategy == "partial" else "",
         f"a save takes {costs.save_s:.2f} s, training stands still for {costs.stall_share:.0%} of it",
         between.reason,
         "assumed: " + ", ".join(measured.assumed()) if measured.assumed() else "",
     ]
     return IntervalPlan(found.interval_s, kind, "; ".join(part for part in said if part), found)
+
+
+def _kind_for(strategy: str, given: Goals, n_servers: int) -> str:
+    """What a save takes once there is a base. Going back to a checkpoint needs one that leaves out no change.
+
+    A job of one host saves by the policy that the user named, also where that leaves out changes: it has no choice.
+    """
+    policy = given.policy_for(strategy)
+    return lossless_kind(policy) if strategy == "full" and n_servers > 1 and not is_lossless(policy) else policy
+
+
+def _other(plan: planner.Plan) -> str:
+    other = plan.partial if plan.strategy == "full" else plan.full
+    return f"{other.strategy} recovery would take {other.overhead:.2%}"

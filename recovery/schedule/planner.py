@@ -213,11 +213,15 @@ def _kept(job: Job, objectives: Objectives, found: Estimate, old: Estimate) -> E
 
 def _reason(strategy: str, full: Estimate, partial: Estimate, objectives: Objectives, margin: float) -> str:
     costs = f"partial recovery costs {partial.overhead:.2%} of training time, full {full.overhead:.2%}"
-    told = f"{strategy}: {costs}"
+    reason = f"{strategy}: {costs}"
     if objectives.strategy != "auto":
-        told += f", {strategy} was asked for"
+        reason += f", {strategy} was asked for"
     elif strategy == "full":
-        told += f", partial must cost {margin:.0%} less"
+        reason += f", partial must cost {margin:.0%} less"
     chosen = full if strategy == "full" else partial
-    told += f"; a round of saves every {chosen.round_s / 3600:.2f} h"
-    return told if strategy == "full" else f"{told}, expected PLS {partial.pls:.3g}, target {objectives.target_pls:.3g}"
+    reason += f"; a round of saves every {chosen.round_s / 3600:.2f} h"
+    return (
+        reason
+        if strategy == "full"
+        else f"{reason}, expected PLS {partial.pls:.3g}, target {objectives.target_pls:.3g}"
+    )

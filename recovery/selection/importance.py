@@ -2,16 +2,16 @@
 
     full   all rows
     delta  those updated since they were last saved
-    mfu    the share r with the most updates since they were last saved      (CPR-MFU)
+    mfu    the share r with the most accesses since they were last saved     (CPR-MFU)
     scar   the share r whose values changed most, in L2, since then          (SCAR)
-    ssu    r * n rows out of a sub-sampled stream of updates, see `subsampled_updates`  (CPR-SSU)
+    ssu    r * n rows out of a sub-sampled stream of accesses, see `sampled_accesses`  (CPR-SSU)
 
 The share is of a whole table, not of each shard, and no process needs all of it: each shard makes a `Histogram`, small
 and to be sent around; `threshold` says from all of them what is taken, `at_least` finds it in each shard. Bounded
 memory: rows are looked at in pieces.
 
-Importances are distinguished to 11 significant bits: update counts under 2048 exactly, larger ones to 0.1 %. Rows that
-agree so far are tied, and those at earlier places (in earlier shards) win.
+Importances are distinguished to 11 significant bits: access counts under 2048 exactly, larger ones to 0.1 %. Rows that
+agree so far are tied, and those at lower indices (in lower shards) win.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import numpy as np
 from recovery.errors import BadInput
 from recovery.policies import POLICIES, SAVE_POLICIES, SavePolicy
 from recovery.rows import Schema
+from recovery.selection.sampled_accesses import n_words
 
 _PIECE = 1 << 20  # rows looked at at once
 _DROPPED = 13  # of float32's 23 bits of mantissa
@@ -87,7 +88,7 @@ def threshold(histograms: Sequence[Histogram], k: int) -> Threshold:
 
 
 def at_least(importance: np.ndarray, key: int, quota: int) -> np.ndarray:
-    """Places of a shard's rows above a threshold's key, and of the first `quota` at it. int64, ascending.
+    """Indices of a shard's rows above a threshold's key, and of the first `quota` at it. int64, ascending.
 
     Where rows were updated since the histogram was made, a few more or less are taken.
     """
@@ -103,13 +104,13 @@ def at_least(importance: np.ndarray, key: int, quota: int) -> np.ndarray:
 
 
 def largest(importance: np.ndarray, k: int) -> np.ndarray:
-    """Places of the k most important rows of a table that is in one piece. int64, ascending."""
+    """Indices of the k most important rows of a table that is in one piece. int64, ascending."""
     limit = threshold([histogram(importance)], k)
     return at_least(importance, limit.key, limit.quotas[0])
 
 
 def changed(since: np.ndarray) -> np.ndarray:
-    """Places of the rows updated since they were last saved. since: uint32 [n]. Returns int64, ascending."""
+    """Indices of the rows accessed since they were last saved. since: uint32 [n]. Returns int64, ascending."""
     return np.flatnonzero(since)
 
 
@@ -129,17 +130,27 @@ def n_taken(policy: str, n_rows: int, r: float) -> int:
 
 
 def extra_bytes(policy: str, n_rows: int, record_bytes: int, r: float) -> int:
-    """Memory that a policy needs for a table, beyond the table and its update counters.
+    """Memory that a policy needs for a table, beyond the table and its access counters.
 
     delta, mfu: each row's counter when it was last saved (4 bytes). scar: a copy of the records (100 %).
-    ssu: the list of 4-byte rows (r times MFU's), and one bit for each row that says whether it is in the list.
+    ssu: two lists of 4-byte rows (one is filled while the other is saved), and one bit for each row that says whether
+    it is in the list.
     """
     _check(policy, r)
     if policy == "ssu":
-        return 4 * n_taken(policy, n_rows, r) + -(-n_rows // 8)
+        return 4 * n_words(n_rows, n_taken(policy, n_rows, r)) if n_rows else 0
     if policy not in POLICIES:
         return cast(type[SavePolicy], SAVE_POLICIES.get(policy)).extra_bytes(n_rows, record_bytes)
     return {"full": 0, "delta": 4, "mfu": 4, "scar": record_bytes}[policy] * n_rows
+
+
+def list_capacities(schema: Schema, r: float) -> tuple[int, ...]:
+    """Of each table, how many rows of a shard the list of "ssu" holds; 0 for those that every save takes whole."""
+    small = small_tables(schema)
+    return tuple(
+        0 if number in small else n_taken("ssu", table.rows_in(0, schema.n_shards), r)
+        for number, table in enumerate(schema.tables)
+    )
 
 
 def small_tables(schema: Schema, whole_share: float = 0.01, whole_rows: int = 1000) -> frozenset[int]:

@@ -26,10 +26,10 @@ class Scar:
             far += l2_change(now[rows], kept[rows])
         return far
 
-    def saved(self, table: int, shard: int, places: RowIndices, records: np.ndarray, counts: np.ndarray) -> None:
+    def saved(self, table: int, shard: int, indices: RowIndices, records: np.ndarray, counts: np.ndarray) -> None:
         at = 0
         for kept in self._copies(table, shard):
-            kept[places] = records[:, at : at + kept.shape[1]]
+            kept[indices] = records[:, at : at + kept.shape[1]]
             at += kept.shape[1]
 
     def restored(self, table: int, shard: int) -> None:

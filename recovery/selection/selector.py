@@ -1,13 +1,12 @@
 """Which rows the next save takes, by the configured policy; and what the policy has to remember for that.
 
-Puts together what is decided elsewhere: `importance` (and thresholds), `subsampled_updates` (the list of SSU),
+Puts together what is decided elsewhere: `importance` (and thresholds), `sampled_accesses` (the lists of SSU),
 `update_tracker` (what changed). A save is `begin`, then `note` of everything that was read, then `commit` or `abandon`.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -15,20 +14,20 @@ import numpy as np
 
 from recovery.config import Config
 from recovery.errors import BadInput
-from recovery.policies import POLICIES, SAVE_POLICIES, SavePolicy
-from recovery.rows import Choice, ObservableRowSource, RowIndices, RowSource, everything
+from recovery.policies import POLICIES, SAVE_POLICIES, SavePolicy, lossless_kind
+from recovery.rows import Choice, RowIndices, RowSource, everything
 from recovery.selection import importance
+from recovery.selection.sampled_accesses import SampledAccesses, SampledRowSource
 from recovery.selection.scar import Scar
-from recovery.selection.subsampled_updates import SubSampled
 from recovery.selection.update_tracker import Tracker
 
 _PIECE = 1 << 20  # rows looked at at once, so that looking takes little memory however large a shard is
 _Importance = Callable[[int, int, slice], np.ndarray]
-"""(table, shard, consecutive places) -> [n]; 0: not worth saving."""
+"""(table, shard, consecutive indices) -> [n]; 0: not worth saving."""
 
 
 class Selection:
-    """Of the shards that a row source has. The writer's thread owns it; only `updated` may be called by another."""
+    """Of the shards that a row source has. The writer's thread owns it."""
 
     def __init__(
         self,
@@ -49,25 +48,30 @@ class Selection:
             self._policy = Scar(holder)
         elif config.policy not in POLICIES:
             self._policy = SAVE_POLICIES.get(config.policy)(holder)
-        self._lists: dict[tuple[int, int], SubSampled] = {}
-        self._taken: dict[tuple[int, int], np.ndarray] = {}
-        self._lock = threading.Lock()
+        self._taken: dict[tuple[int, int], np.ndarray] = {}  # by SSU, for the save in flight
+        self._again: dict[tuple[int, int], np.ndarray] = {}  # those of a save that failed
         self._rng = rng or np.random.default_rng()
         if config.policy == "ssu":
-            if not hasattr(holder, "listen"):
-                raise BadInput(f"{type(holder).__name__} does not tell its updates (listen), which ssu needs; use mfu")
-            cast(ObservableRowSource, holder).listen(self.updated)
+            if not hasattr(holder, "sampled_accesses"):
+                raise BadInput(
+                    f"{type(holder).__name__} does not sample accesses (sampled_accesses), which ssu needs; use mfu"
+                )
+            self._lists(self._rng)  # refuses other ones than the configured, now
 
     @property
     def n_bytes(self) -> int:
         """Memory that the policy takes for the shards that are here."""
         schema, config = self._holder.schema, self._config
+        if config.policy == "ssu":
+            tables = [table for number, table in enumerate(schema.tables) if number not in self._small]
+        else:
+            tables = list(schema.tables)
         return sum(
             importance.extra_bytes(
                 config.policy, table.rows_in(shard, schema.n_shards), table.record_bytes, config.row_fraction
             )
             for shard in self._holder.shards()
-            for table in schema.tables
+            for table in tables
         )
 
     def is_valid_for(self, manifest: str | None) -> bool:
@@ -93,7 +97,7 @@ class Selection:
 
     def begin(self, kind: str) -> Choice:
         """Which rows a save of this kind takes."""
-        if kind not in ("full", self._config.policy):
+        if kind not in ("full", self._config.policy, lossless_kind(self._config.policy)):
             raise BadInput(f"a save can be full or {self._config.policy} (the policy), not {kind}")
         if self._tracker is not None:
             self._tracker.begin(full=kind == "full")
@@ -107,11 +111,11 @@ class Selection:
         chosen = self._sampled if kind == "ssu" else self._above(importance_of)
         return lambda table, shard: whole(table, shard) if table in self._small else chosen(table, shard)
 
-    def note(self, table: int, shard: int, places: RowIndices, records: np.ndarray, counts: np.ndarray) -> None:
+    def note(self, table: int, shard: int, indices: RowIndices, records: np.ndarray, counts: np.ndarray) -> None:
         if self._tracker is not None:
-            self._tracker.record(table, shard, places, counts)
+            self._tracker.record(table, shard, indices, counts)
         if self._policy is not None:
-            self._policy.saved(table, shard, places, records, counts)
+            self._policy.saved(table, shard, indices, records, counts)
 
     def commit(self, manifest: str) -> None:
         self._taken.clear()
@@ -120,11 +124,11 @@ class Selection:
             self._tracker.commit(manifest)
 
     def abandon(self) -> None:
-        """Nothing of this save counts. SSU's rows go back to their lists; what a policy has noted is of no use."""
+        """Nothing of this save counts. SSU takes its rows again; what a policy has noted is of no use."""
         if self._tracker is not None:
             self._tracker.rollback()
-        for (table, shard), places in self._taken.items():
-            self.updated(table, shard, np.repeat(places, self._config.ssu_period))  # one of so many is looked at
+        for part, indices in self._taken.items():
+            self._again[part] = np.union1d(self._again.get(part, indices), indices)
         self._taken.clear()
         if self._policy is not None:
             self._valid_for = None
@@ -133,20 +137,17 @@ class Selection:
         """The rows of these shards (None: of all that are here) have just come out of this manifest's chain."""
         if self._tracker is not None:
             self._tracker.restored(manifest, shards)
-        if self._policy is not None:
-            for shard in self._holder.shards() if shards is None else shards:
-                for table in range(len(self._holder.schema.tables)):
+        for shard in self._holder.shards() if shards is None else shards:
+            for table in range(len(self._holder.schema.tables)):
+                if self._policy is not None:
                     self._policy.restored(table, shard)
+                if self._config.policy == "ssu":
+                    self._sampled(table, shard)
+                    self._taken.pop((table, shard))
         if shards is None:
             self._valid_for = manifest
         elif manifest != self._valid_for:
             self._valid_for = None
-
-    def updated(self, table: int, shard: int, places: np.ndarray) -> None:
-        """SSU: these rows were updated."""
-        if table not in self._small and len(places):
-            with self._lock:
-                self._list(table, shard).add(places)
 
     def close(self) -> None:
         if self._tracker is not None:
@@ -154,15 +155,15 @@ class Selection:
 
     # --- policies ----------------------------------------------------------------------------------------------------
 
-    def _since(self, table: int, shard: int, places: slice) -> np.ndarray:
+    def _since(self, table: int, shard: int, indices: slice) -> np.ndarray:
         assert self._tracker is not None
-        return self._tracker.updates_since_save(table, shard, places)
+        return self._tracker.updates_since_save(table, shard, indices)
 
     def _changed(self, table: int, shard: int) -> RowIndices:
         n = len(self._holder.slab(table, shard))
         found = [importance.changed(self._since(table, shard, piece)) + piece.start for piece in _pieces(n)]
-        places = np.concatenate(found) if found else np.empty(0, np.int64)
-        return slice(0, n) if len(places) == n else places  # all rows need no places
+        indices = np.concatenate(found) if found else np.empty(0, np.int64)
+        return slice(0, n) if len(indices) == n else indices  # all rows need no indices
 
     def _above(self, score: _Importance) -> Choice:
         """The share r of each table that is most important, over all shards that are here."""
@@ -190,22 +191,24 @@ class Selection:
         return choose
 
     def _sampled(self, table: int, shard: int) -> RowIndices:
-        with self._lock:
-            taken = self._list(table, shard).take()
+        """What SSU has listed, and rows of a save that failed as far as the share r allows."""
+        taken = np.empty(0, np.int64)
+        if (listed := self._lists().get((table, shard))) is not None:
+            taken = listed.take(lambda: self._holder.step_marks(shard))
+            again = np.setdiff1d(self._again.pop((table, shard), taken), taken)
+            room = max(0, listed.capacity - len(taken))
+            taken = np.union1d(taken, again if len(again) <= room else self._rng.choice(again, room, replace=False))
         self._taken[table, shard] = taken
         return taken
 
     def _take_all(self) -> None:
-        with self._lock:
-            self._taken = {part: rows.take() for part, rows in self._lists.items()}
+        if self._config.policy == "ssu":
+            for part in self._lists():
+                self._sampled(*part)
 
-    def _list(self, table: int, shard: int) -> SubSampled:
-        if (table, shard) not in self._lists:
-            schema = self._holder.schema
-            n = schema.tables[table].rows_in(shard, schema.n_shards)
-            capacity = importance.n_taken("ssu", n, self._config.row_fraction)
-            self._lists[table, shard] = SubSampled(n, capacity, rng=self._rng, period=self._config.ssu_period)
-        return self._lists[table, shard]
+    def _lists(self, rng: np.random.Generator | None = None) -> Mapping[tuple[int, int], SampledAccesses]:
+        capacities = importance.list_capacities(self._holder.schema, self._config.row_fraction)
+        return cast(SampledRowSource, self._holder).sampled_accesses(capacities, self._config.ssu_period, rng)
 
 
 def _pieces(n_rows: int) -> list[slice]:

@@ -1,6 +1,6 @@
 """Knows which rows changed since they were last saved, and how often: 4 bytes a row.
 
-Per row, the update counter's value when the row was last saved. The counter itself belongs to the row source, counts
+Per row, the access counter's value when the row was last saved. The counter itself belongs to the row source, counts
 modulo 2^32, and was copied in the same consistent read as the row; so an update that comes during a save is never lost.
 
 A row counts as saved only when the manifest that has it is there:
@@ -67,10 +67,10 @@ class Tracker:
         self._pending: list[tuple[int, int, RowIndices, np.ndarray]] = []
         self._writes_through = False
 
-    def updates_since_save(self, table: int, shard: int, places: slice = slice(None)) -> np.ndarray:
-        """uint32 [n]: how often each row was updated since it was last saved. 0: the newest checkpoint has it."""
-        now: np.ndarray = self._holder.slab(table, shard).counts[places]
-        return now - self._saved[table, shard][places]
+    def updates_since_save(self, table: int, shard: int, indices: slice = slice(None)) -> np.ndarray:
+        """uint32 [n]: how often each row was accessed since it was last saved. 0: the newest checkpoint has it."""
+        now: np.ndarray = self._holder.slab(table, shard).counts[indices]
+        return now - self._saved[table, shard][indices]
 
     def is_valid_for(self, manifest: str | None) -> bool:
         """Whether this manifest, with its chain, has every row whose `since` is 0."""
@@ -79,7 +79,7 @@ class Tracker:
     @property
     def pending_bytes(self) -> int:
         """What the save in flight keeps until its commit."""
-        return sum(4 * len(counts) + getattr(places, "nbytes", 0) for _, _, places, counts in self._pending)
+        return sum(4 * len(counts) + getattr(indices, "nbytes", 0) for _, _, indices, counts in self._pending)
 
     def begin(self, full: bool) -> None:
         self._take_space()
@@ -99,19 +99,19 @@ class Tracker:
                     if n:
                         _reserve(self._path, file.fileno(), _HEADER_BYTES + 4 * self._starts[table, shard], 4 * n)
 
-    def record(self, table: int, shard: int, places: RowIndices, counts: np.ndarray) -> None:
+    def record(self, table: int, shard: int, indices: RowIndices, counts: np.ndarray) -> None:
         """These rows were read with these counters. `counts` is copied."""
         if self._writes_through:
-            self._saved[table, shard][places] = counts
+            self._saved[table, shard][indices] = counts
         else:
-            kept = places if isinstance(places, slice) else _narrow(places)
+            kept = indices if isinstance(indices, slice) else _narrow(indices)
             self._pending.append((table, shard, kept, counts.copy()))
 
     def commit(self, manifest: str) -> None:
         """The manifest is in the store."""
         self._write_header(None)  # half of this is neither the state before nor the one after
-        for table, shard, places, counts in self._pending:
-            self._saved[table, shard][places] = counts
+        for table, shard, indices, counts in self._pending:
+            self._saved[table, shard][indices] = counts
         self._pending.clear()
         self._write_header(manifest)
 
@@ -158,9 +158,9 @@ class Tracker:
             self._map[: len(whole)] = whole
 
 
-def _narrow(places: np.ndarray) -> np.ndarray:
+def _narrow(indices: np.ndarray) -> np.ndarray:
     """A copy; in 4 bytes each if they fit, as there may be very many."""
-    return places.astype(np.uint32 if len(places) == 0 or places[-1] < 2**32 else np.int64)
+    return indices.astype(np.uint32 if len(indices) == 0 or indices[-1] < 2**32 else np.int64)
 
 
 def _open(path: Path, n_bytes: int) -> mmap.mmap:

@@ -1,7 +1,7 @@
 """Rows of some servers that only exist in a simulation: how often each is updated, what is saved, what a failure loses.
 
 The row source is a model (popularity by Zipf's law, independent updates); what is kept of it, compared and chosen is
-done by the code that real jobs run: `update_tracker`, `importance`, `subsampled_updates`.
+done by the code that real jobs run: `update_tracker`, `importance`, `sampled_accesses`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from recovery.errors import BadInput
 from recovery.policies import POLICIES
 from recovery.rows import Column, RowIndices, RowView, Schema, Table
 from recovery.selection import importance
-from recovery.selection.subsampled_updates import SubSampled
+from recovery.selection.sampled_accesses import SampledAccesses
 from recovery.selection.update_tracker import Tracker
 
 
@@ -56,10 +56,11 @@ class SimulatedRows:
         self._kept = self._values.copy()
         self._rng, self._policy, self._r = rng, policy, r
         self._streams = [
-            SubSampled(model.rows_per_server, importance.n_taken("ssu", model.rows_per_server, r), rng=rng)
+            SampledAccesses.private(model.rows_per_server, importance.n_taken("ssu", model.rows_per_server, r))
             for _ in range(model.n_servers if policy == "ssu" else 0)
         ]
         self._tracker = Tracker(self)
+        self._now_s, self._saved_s = 0.0, np.zeros(self._rates.shape)
 
     def shards(self) -> Sequence[int]:
         return range(self.schema.n_shards)
@@ -74,33 +75,37 @@ class SimulatedRows:
         """Rows are updated for so long."""
         if seconds <= 0:
             return
+        self._now_s += seconds
         updates = self._rng.poisson(self._rates * seconds)
         self._counts += updates.astype(np.uint32)
         if self._policy == "scar":  # a random walk: every update moves a row by as much, in a direction of its own
             moved = self._rng.standard_normal(updates.shape) * np.sqrt(updates)
             self._values[..., 0] += moved.astype(np.float32)
         for shard, stream in enumerate(self._streams):
-            stream.add(self._rng.permutation(np.repeat(np.arange(updates.shape[1]), updates[shard])))
+            stream.add(self._rng.permutation(np.repeat(np.arange(updates.shape[1]), updates[shard])), self._rng)
 
     def save(self, kind: str) -> float:
         """Save what `kind` takes; its share of all rows."""
         chosen = self._chosen(kind)
         self._tracker.begin(full=kind == "full")
         n_rows = 0
-        for shard, places in enumerate(chosen):
-            counts = self._counts[shard][places]
-            self._tracker.record(0, shard, places, counts)
-            self._kept[shard][places] = self._values[shard][places]
+        for shard, indices in enumerate(chosen):
+            counts = self._counts[shard][indices]
+            self._tracker.record(0, shard, indices, counts)
+            self._kept[shard][indices] = self._values[shard][indices]
+            self._saved_s[shard][indices if kind != "delta" else slice(None)] = self._now_s
             n_rows += len(counts)
         self._tracker.commit("simulated")
         return n_rows / self.schema.n_rows
 
-    def lose(self, shard: int) -> float:
-        """A server fails and gets back what was saved. How many updates are gone."""
+    def lose(self, shard: int) -> tuple[float, float]:
+        """A server fails and gets back what was saved. How many updates are gone; seconds since each of its rows was
+        itself saved last, or was left out by a delta, mean."""
+        since_s = self._now_s - float(self._saved_s[shard].mean())
         lost = float(self._tracker.updates_since_save(0, shard).sum(dtype=np.int64))
         self._values[shard] = self._kept[shard]
         self._tracker.restored("simulated", [shard])
-        return lost
+        return lost, since_s
 
     def _chosen(self, kind: str) -> list[RowIndices]:
         if kind == "full":

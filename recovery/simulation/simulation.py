@@ -43,8 +43,9 @@ class SimulatedJob:
 class Outcome:
     """What an operation came to. Seconds of training lost, by cause.
 
-    pls:         portion of lost samples, by CPR's definition: time since the last round of saves ended
-    updates_lost: the same of row updates, each row since it was itself saved; None without a model of rows
+    pls:         portion of lost samples, by CPR's closed form's idea: time since the last round of saves ended
+    pls_by_row:  by CPR's definition, each row from its own last save; None without a model of rows
+    updates_lost: the portion of accesses that the lost rows had since their own last save; None without a model of rows
     written:     saved bytes, as a multiple of all rows' bytes
     plans:       (at_s, plan): the first, and every one that changed something
     """
@@ -58,6 +59,7 @@ class Outcome:
     n_saves: int = 0
     n_bases: int = 0
     pls: float = 0.0
+    pls_by_row: float | None = None
     updates_lost: float | None = None
     written: float = 0.0
     plans: list[tuple[float, Plan]] = field(default_factory=list)
@@ -94,7 +96,7 @@ class _Operation:
         wants_rows = self._plan.strategy == "partial" or self._plan.kind == "delta"
         if world.rows is not None and wants_rows:
             self._rows = SimulatedRows(world.rows, rng, self._plan.kind, self._plan.r)
-            self.outcome.updates_lost = 0.0
+            self.outcome.updates_lost = self.outcome.pls_by_row = 0.0
         if world.settled:
             self._settle(rng)
 
@@ -106,6 +108,7 @@ class _Operation:
         self.until(0.0)
         kept, self.outcome = self.outcome, Outcome(self._job.total_s)
         self.outcome.plans, self.outcome.updates_lost = kept.plans, kept.updates_lost
+        self.outcome.pls_by_row = kept.pls_by_row
 
     def until(self, at_s: float) -> None:
         while True:
@@ -131,8 +134,11 @@ class _Operation:
             found.loading_s += costs.load_s if costs.partial_load_s is None else costs.partial_load_s
             found.pls += formulas.lost_portion(self._now - self._round, self._job.total_s, self._job.n_servers)
             if self._rows is not None and server < self._rows.schema.n_shards:
-                lost = self._present(self._rows).lose(server) / (self._rows.updates_per_s * self._job.total_s)
+                lost, since_s = self._present(self._rows).lose(server)
+                lost /= self._rows.updates_per_s * self._job.total_s
                 found.updates_lost = (found.updates_lost or 0.0) + lost
+                portion = formulas.lost_portion(since_s, self._job.total_s, self._job.n_servers)
+                found.pls_by_row = (found.pls_by_row or 0.0) + portion
         if self._world.replan_s is not None:
             self._replan()
 

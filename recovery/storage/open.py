@@ -17,6 +17,7 @@ STORES: Registry[Store] = Registry(
     "store",
     Store,
     {"file": LocalStore, "local": LocalStore, "memory": FsspecStore, **dict.fromkeys(PACKAGES, FsspecStore)},
+    arguments=("url", "options"),
 )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from recovery.errors import BadInput
 from recovery.rows import Column, RowView, Schema, Table
+from recovery.selection.sampled_accesses import SampledAccesses
 from recovery.torch_rows.row_memory import RowMemory, share_
 
 
@@ -77,8 +78,8 @@ class TensorRows:
             share_([*itertools.chain(*columns), *counts, step_marks])
         self.memory = RowMemory(self.schema, columns, counts, step_marks)
         self._number = {name: number for number, name in enumerate(tables)}
-        self._heard: list[Callable[[int, int, np.ndarray], None]] = []
-        self._told: dict[str, list[np.ndarray]] = {}
+        self._rng = np.random.default_rng()
+        self._accessed: dict[str, list[np.ndarray]] = {}
 
     @property
     def last_step(self) -> int:
@@ -110,51 +111,57 @@ class TensorRows:
         memory.finished = step
 
     def touched(self, table: str, ids: Tensor | np.ndarray) -> None:
-        """Say which rows the coming step changes (or the one in flight). Each counts once, however often it is named.
+        """Say which rows the coming step changes (or the one in flight). A row that is named n times had n accesses.
 
-        ids: int64 [n]. Said before the step, it is counted when the step begins: a count marks a change, and a save
-        between the two would take the row for saved.
+        ids: int64 [n]: those that the batch looks up, repeated ones included. Said before the step, it is counted when
+        the step begins: a count marks a change, and a save between the two would take the row for saved.
         """
         if table not in self.tables:
             raise BadInput(f"no table {table!r}; there are {sorted(self.tables)}")
-        rows = np.unique(ids.detach().cpu().numpy() if isinstance(ids, Tensor) else np.asarray(ids))
+        rows = ids.detach().cpu().numpy().ravel() if isinstance(ids, Tensor) else np.ravel(ids)
         n_rows = len(self.tables[table].weight)
-        if len(rows) and not (rows.dtype.kind in "iu" and rows[0] >= 0 and rows[-1] < n_rows):
-            raise BadInput(f"table {table!r} has rows 0 to {n_rows - 1}, got {rows[0]} to {rows[-1]} ({rows.dtype})")
+        if len(rows) and not (rows.dtype.kind in "iu" and rows.min() >= 0 and rows.max() < n_rows):
+            raise BadInput(
+                f"table {table!r} has rows 0 to {n_rows - 1}, got {rows.min()} to {rows.max()} ({rows.dtype})"
+            )
         if self.memory.begun != self.memory.finished:
             self._count(table, rows.astype(np.int64))
         else:
-            self._told.setdefault(table, []).append(rows.astype(np.int64))
+            self._accessed.setdefault(table, []).append(rows.astype(np.int64))
 
     def continue_from(self, step: int) -> None:
         """The rows are as of this step: what follows a restore."""
         self.memory.begun = step
         self.memory.finished = step
 
-    def listen(self, heard: Callable[[int, int, np.ndarray], None]) -> None:
-        self._heard.append(heard)
+    def sampled_accesses(
+        self, capacities: Sequence[int], period: int, rng: np.random.Generator | None = None
+    ) -> Mapping[tuple[int, int], SampledAccesses]:
+        """See `SampledRowSource`. From the first call on, each step's accesses are sampled."""
+        self._rng = rng or self._rng
+        return self.memory.sampled_accesses(capacities, period)
 
     def _changed(self, name: str, parts: RowParts) -> list[np.ndarray]:
-        """Which rows the coming step changes: int64, for each time that they count; distinct if anybody listens."""
-        told, gradient = self._told.pop(name, None), parts.weight.grad
-        if told is not None:
-            return told
+        """Which rows the coming step changes: int64, repeated for each access where the accesses are known."""
+        accessed, gradient = self._accessed.pop(name, None), parts.weight.grad
+        if accessed is not None:
+            return accessed
         if gradient is None:
             return []  # torch leaves such a parameter alone
         if parts.moves_all:
             return [np.arange(len(parts.weight))]
         if gradient.is_sparse:
             rows: np.ndarray = gradient._indices()[0].numpy()
-            return [np.unique(rows) if self._heard else rows]
+            return [rows]
         return [np.flatnonzero(gradient.ne(0).any(dim=1).numpy())]
 
     def _count(self, name: str, rows: np.ndarray) -> None:
         number = self._number[name]
-        self.memory.counts[number][rows] += np.uint32(1)  # once for a row that is repeated
+        np.add.at(self.memory.counts[number], rows, np.uint32(1))
         n_shards = self.schema.n_shards
-        for heard in self._heard:
-            for shard in range(n_shards):
-                heard(number, shard, rows[rows % n_shards == shard] // n_shards)
+        for (table, shard), listed in () if self.memory.sampled is None else self.memory.sampled.lists.items():
+            if table == number:
+                listed.add(rows[rows % n_shards == shard] // n_shards, self._rng)
 
     def _check(self) -> None:
         now = self._current()
@@ -163,7 +170,7 @@ class TensorRows:
                 if mine.data_ptr() != theirs.data_ptr():
                     raise BadInput(
                         f"table {name!r}: a tensor was replaced by another one (load_state_dict() of an optimizer and "
-                        "model.to() do that); make the rows anew afterwards"
+                        "model.to() do that); build the rows again afterwards"
                     )
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from recovery.errors import RecoveryError
-from recovery.rows import RowIndices, RowSource, copy_rows, n_places, some_places
+from recovery.rows import RowIndices, RowSource, copy_rows, n_indices, slice_indices
 
 PIECE_BYTES = 512 << 10
 _PAUSE_S = 50e-6
@@ -51,7 +51,7 @@ def read(
     holder: RowSource,
     table: int,
     shard: int,
-    places: RowIndices,
+    indices: RowIndices,
     records: np.ndarray,
     counts: np.ndarray,
     *,
@@ -65,7 +65,7 @@ def read(
 
     Raises Busy when not even one row could be had in `timeout_s`.
     """
-    n, slab = n_places(places), holder.slab(table, shard)
+    n, slab = n_indices(indices), holder.slab(table, shard)
     piece = max(1, PIECE_BYTES // records[:1].nbytes)
     done, step, n_torn = 0, 0, 0
     deadline: float | None = None
@@ -73,7 +73,7 @@ def read(
         finished, begun = holder.step_marks(shard)
         if finished == begun and (done == 0 or begun == step):
             stop = min(done + piece, n)
-            copy_rows(slab, some_places(places, done, stop), records[done:stop], counts[done:stop])
+            copy_rows(slab, slice_indices(indices, done, stop), records[done:stop], counts[done:stop])
             if holder.step_marks(shard)[1] == begun:
                 done, step = stop, begun
                 continue

@@ -107,8 +107,12 @@ def save_part(
     on_read: called when the last row has been read. cancel, buffers: see `save_rows`
 
     Raises what `save_rows` raises, and BadInput when a strict save read rows of a later step. Then nothing stays of it.
+    Raises BadInput, and touches nothing, when the place has a checkpoint already.
     """
     kind = kind or place.kind
+    # A save that fails deletes what bears its name: of a number used twice, that would be the checkpoint before.
+    if place.manifest_name in store.names(place.manifest_name):
+        raise BadInput(f"{place.manifest_name} is there already: a save that is tried again takes another number")
     prefix = place.prefix if part is None else f"{place.prefix}{part:04d}-"
     try:
         written = save_rows(

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 
 import numpy as np
 
@@ -110,7 +109,7 @@ class Buffers:
             _Rows(np.full(self.section_bytes // 4, 0, np.float32), np.full(most_rows, 0, np.uint32))
             for _ in range(config.threads + 1)
         ]
-        room = self.blob_bytes + 64  # the places of a section may be padded
+        room = self.blob_bytes + 64  # the indices of a section may be padded
         self.blobs = [aligned(room) for _ in range(config.concurrent_puts + 1)]
         for blob in self.blobs:
             blob.fill(0)
@@ -122,13 +121,9 @@ class Buffers:
 
 @dataclass
 class _SectionInFlight:
-    """A section in flight: section has no start yet, nor anything that follows from the encoding."""
+    """place: the fields of `Section` that are known before it is encoded: table, shard, n_rows, first, step."""
 
-    table: int
-    shard: int
-    first: int | None
-    n_rows: int
-    step: int
+    place: tuple[int, int, int, int | None, int]
     buffers: _Rows
     encoded: Future[Encoded]
 
@@ -165,11 +160,9 @@ class SectionPipeline:
     def __enter__(self) -> SectionPipeline:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *failure: object) -> None:
         for pool in (self._encoders, self._putters):
-            pool.shutdown(wait=True, cancel_futures=error is not None)
+            pool.shutdown(wait=True, cancel_futures=kind is not None)
 
     def buffers(self, table: Table) -> tuple[np.ndarray, np.ndarray]:
         """records float32 [n, width] and counts uint32 [n] for the next section, n as large as sections may be."""
@@ -181,21 +174,20 @@ class SectionPipeline:
         return free.records[: n * table.width].reshape(n, table.width), free.counts[:n]
 
     def encode(
-        self, table: int, shard: int, places: RowIndices, got: consistent_read.ReadResult, records: np.ndarray
+        self, table: int, shard: int, indices: RowIndices, got: consistent_read.ReadResult, records: np.ndarray
     ) -> None:
         """What was read into the `buffers` given last is sent on."""
-        first = places.start if isinstance(places, slice) else None
+        first = indices.start if isinstance(indices, slice) else None
         encoded = self._encoders.submit(
             row_codec.encode_rows,
             self._schema.tables[table],
             records,
-            None if isinstance(places, slice) else places,
+            None if isinstance(indices, slice) else indices,
             self._encoding_as,
         )
         self._n_torn += got.n_torn
-        self._in_flight.append(
-            _SectionInFlight(table, shard, first, len(records), got.step, self._free.popleft(), encoded)
-        )
+        place = (table, shard, len(records), first, got.step)
+        self._in_flight.append(_SectionInFlight(place, self._free.popleft(), encoded))
 
     def pause(self, seconds: float) -> bool:
         """While no row can be read: do what there is to do, or sleep. Returns whether there was anything."""
@@ -242,20 +234,8 @@ class SectionPipeline:
             self._at += len(piece)
         self._free.append(one.buffers)
         self._worst_error = max(self._worst_error, encoded.worst_error)
-        self._sections.append(
-            Section(
-                one.table,
-                one.shard,
-                one.n_rows,
-                one.first,
-                one.step,
-                start,
-                encoded.n_bytes,
-                encoded.raw_bytes,
-                encoded.encoding,
-                encoded.checksum,
-            )
-        )
+        sizes = (start, encoded.n_bytes, encoded.raw_bytes)
+        self._sections.append(Section(*one.place, *sizes, encoded.encoding, encoded.checksum))
         self._keep_rate()
 
     def _put(self) -> None:

@@ -15,19 +15,21 @@ import numpy as np
 
 from recovery.config import Config
 from recovery.format.row_codec import Encoding
-from recovery.rows import Choice, RowIndices, RowSource, n_places, some_places
+from recovery.rows import Choice, RowIndices, RowSource, n_indices, slice_indices
 from recovery.storage.store import Store
 from recovery.write import consistent_read
 from recovery.write.section_pipeline import Buffers, PartResult, SectionPipeline
 
 
 class Note(Protocol):
-    """Called with everything that was read: table, shard, places, records float32 [n, W], counts uint32 [n].
+    """Called with everything that was read: table, shard, indices, records float32 [n, W], counts uint32 [n].
 
     The arrays are the writer's and will be overwritten.
     """
 
-    def __call__(self, table: int, shard: int, places: RowIndices, records: np.ndarray, counts: np.ndarray) -> None: ...
+    def __call__(
+        self, table: int, shard: int, indices: RowIndices, records: np.ndarray, counts: np.ndarray
+    ) -> None: ...
 
 
 def save_rows(
@@ -58,11 +60,11 @@ def save_rows(
     ) as line:
         for shard in holder.shards():
             for number, table in enumerate(holder.schema.tables):
-                places, start = choice(number, shard), 0
-                while start < n_places(places):
+                indices, start = choice(number, shard), 0
+                while start < n_indices(indices):
                     records, counts = line.buffers(table)
-                    part = some_places(places, start, min(n_places(places), start + len(records)))
-                    records, counts = records[: n_places(part)], counts[: n_places(part)]
+                    part = slice_indices(indices, start, min(n_indices(indices), start + len(records)))
+                    records, counts = records[: n_indices(part)], counts[: n_indices(part)]
                     got = consistent_read.read(
                         holder,
                         number,
@@ -74,7 +76,7 @@ def save_rows(
                         clock=clock,
                         pause=line.pause,
                     )
-                    part = some_places(part, 0, got.n_rows)
+                    part = slice_indices(part, 0, got.n_rows)
                     records, counts = records[: got.n_rows], counts[: got.n_rows]
                     if note is not None:
                         note(number, shard, part, records, counts)

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from gba_hvd_tools.chaos.oracle import Record, judge, standstill
+from gba_hvd_tools.chaos.oracle import Record, standstill, violations
 
 
 def test_a_record_without_fault_passes(record: Record) -> None:
-    assert judge(record) == []
+    assert violations(record) == []
 
 
 def result_with(**changed: Any) -> Callable[[Record], None]:
@@ -70,64 +70,64 @@ def with_(**changed: Any) -> Callable[[Record], None]:
 )
 def test_what_is_broken_is_found(record: Record, breaks: Callable[[Record], Any], says: str) -> None:
     breaks(record)
-    assert any(says in wrong for wrong in judge(record)), judge(record)
+    assert any(says in wrong for wrong in violations(record)), violations(record)
 
 
 def test_a_long_pause_is_found_whatever_was_said(record: Record) -> None:
     pause_of(130)(record)
     record.words.append((1080.0, "warning", "waiting for worker 1"))
-    assert any("no step for 131 s" in wrong for wrong in judge(record))
+    assert any("no step for 131 s" in wrong for wrong in violations(record))
 
 
 def test_where_starting_a_process_takes_long_so_may_replacing_one(record: Record) -> None:
     pause_of(50)(record)
     record.started -= 20
-    assert judge(record) == []
+    assert violations(record) == []
 
 
 def test_a_pause_in_which_something_was_said_passes(record: Record) -> None:
     pause_of(50)(record)
     record.words.append((1080.0, "info", "waiting for worker 1"))
-    assert judge(record) == []
+    assert violations(record) == []
     assert standstill(record).words == ("waiting for worker 1",)
 
 
 def test_an_old_checkpoint_of_which_somebody_warned_passes(record: Record) -> None:
     without_checkpoints_from(15)(record)
     record.words.append((1060.0, "warning", "the checkpoint failed"))
-    assert judge(record) == []
+    assert violations(record) == []
 
 
 def test_a_warning_of_something_else_is_no_warning(record: Record) -> None:
     without_checkpoints_from(15)(record)
     record.words.append((1060.0, "warning", "MLflow: records wait"))
-    assert judge(record) != []
+    assert violations(record) != []
 
 
 def test_a_job_that_may_fail_must_say_so(record: Record) -> None:
     record.exit_code, record.ends = 1, []
-    assert any("no worker said that it failed" in wrong for wrong in judge(record, may_fail=True))
+    assert any("no worker said that it failed" in wrong for wrong in violations(record, may_fail=True))
     record.ends = ["FAILED"]
-    assert judge(record, may_fail=True) == []
+    assert violations(record, may_fail=True) == []
 
 
 def test_a_last_checkpoint_that_a_full_disk_refused_ends_the_job_and_says_so(record: Record) -> None:
     record.exit_code, record.ends = 1, ["NOT_SAVED", "FINISHED"]
-    assert judge(record) == ["exit code 1, expected 0"]
+    assert violations(record) == ["exit code 1, expected 0"]
     record.fired = [{"kind": "full_disk", "step": 8, "time": 1018.0}]
-    assert judge(record) == []
+    assert violations(record) == []
     assert record.result is not None
     record.result["applied"] -= 16
-    assert "applied + dropped + lost" in judge(record)[0]
+    assert "applied + dropped + lost" in violations(record)[0]
 
 
 def test_a_job_whose_only_worker_was_killed_ends(record: Record) -> None:
     record.exit_code, record.result, record.last_workers = 1, None, 1
     record.words.append((1200.0, "error", "ValueError: Horovod initialization failed"))
     record.fired = [{"kind": "kill", "step": record.steps[-1][1], "time": 1018.0}]
-    assert judge(record) == []
+    assert violations(record) == []
     record.last_workers = 2
-    assert judge(record) == ["exit code 1, expected 0"]
+    assert violations(record) == ["exit code 1, expected 0"]
 
 
 def test_where_starting_a_process_takes_long_what_was_not_sent_may_wait_in_the_spool_if_that_is_said(
@@ -135,28 +135,28 @@ def test_where_starting_a_process_takes_long_what_was_not_sent_may_wait_in_the_s
 ) -> None:
     record.tracked, record.spooled, record.started = None, True, record.steps[0][0] - 5.0
     record.words.append((1071.0, "info", "MLflow: NOT everything reached MLflow (35 records did not)"))
-    assert "MLflow run is not there" in judge(record)[0]
+    assert "MLflow run is not there" in violations(record)[0]
     record.started -= 12.0
-    assert judge(record) == []
+    assert violations(record) == []
     record.words.pop()
-    assert "MLflow run is not there" in judge(record)[0]
+    assert "MLflow run is not there" in violations(record)[0]
 
 
 def test_a_server_of_several_hosts_may_lose_one_step(record: Record) -> None:
     record.plan["apart"] = True
     record.fired = [{"kind": "kill_server", "step": 8, "time": 1018.0}]
     result_with(applied=4804, lost=96)(record)
-    assert judge(record) == []
+    assert violations(record) == []
     result_with(applied=4803, lost=97)(record)
-    assert judge(record) != []
+    assert violations(record) != []
 
 
 def test_the_end_waits_in_the_spool_where_the_tracking_server_is_no_use(record: Record) -> None:
     record.plan["tracking"], record.tracked = "tracking_500", None
-    assert any("spool" in wrong for wrong in judge(record))
+    assert any("spool" in wrong for wrong in violations(record))
     record.spooled = True
-    assert judge(record) == []
+    assert violations(record) == []
 
 
 def test_a_record_survives_its_file(record: Record) -> None:
-    assert judge(Record.of(json.loads(json.dumps(record.as_json())))) == []
+    assert violations(Record.of(json.loads(json.dumps(record.as_json())))) == []

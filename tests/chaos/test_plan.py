@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 from gba_hvd_tools.chaos.command import seeds
-from gba_hvd_tools.chaos.plan import INSIDE, KINDS, OUTSIDE, STEPS, TRACKING, Plan, plan_of
+from gba_hvd_tools.chaos.plan import INSIDE, KINDS, OUTSIDE, REPLAYED_RULES, RULES, STEPS, TRACKING, Plan, plan_of
 from gba_hvd_tools.cli import main
 
+from gba_hvd import GBACallback
 from gba_hvd.faults import Fault
 
 PLANS = [plan_of(seed) for seed in range(200)]
@@ -61,6 +62,31 @@ def test_a_schedule_survives_its_file(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_the_mode_can_be_given() -> None:
     assert all("gba" not in (p.mode, *p.switch_at.values()) for p in (plan_of(s, "shadow") for s in range(30)))
+
+
+def test_look_ahead_is_drawn_where_its_optimizers_are_and_replayed() -> None:
+    with_it = [plan for plan in PLANS if plan.rule == "look_ahead"]
+    assert len(with_it) > 20 and {plan.optimizer for plan in with_it} == {"momentum", "Adam"}
+    assert all(plan.replay != plan.apart for plan in with_it)
+
+
+def test_the_rule_can_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rule, optimizers in RULES.items():
+        plans = [plan_of(seed, "gba", rule) for seed in range(30)]
+        assert all(plan.rule == rule and plan.optimizer in optimizers for plan in plans)
+        assert all(plan.replay == (rule in REPLAYED_RULES and not plan.apart) for plan in plans)
+        GBACallback(rule=rule)
+    assert "shadow" not in {plan_of(seed, rule="look_ahead").mode for seed in range(30)}
+    assert plan_of(8, "gba", plan_of(8, "gba").rule) == plan_of(8, "gba")
+    assert main(["chaos", "show", "8", "--mode", "shadow", "--rule", "look_ahead"]) == 1
+    assert "mode 'shadow' uses no rule" in capsys.readouterr().err
+    assert main(["chaos", "run", "--plan", str(tmp_path), "--rule", "look_ahead"]) == 1
+    assert "--mode and --rule choose among drawn schedules" in capsys.readouterr().err
+
+
+def test_a_stored_schedule_without_the_newest_fields_is_read() -> None:
+    stored = sorted((Path(__file__).parents[1] / "processes" / "schedules").glob("**/*.json"))
+    assert stored and all(Plan.load(path).rule in RULES for path in stored)
 
 
 @pytest.mark.parametrize("text", ["5", "a:b", "5:5", "x0:4", "7:3"])

@@ -180,7 +180,7 @@ class RowOptimizerContract:
         """The memory of ten rows after three steps on some of them, by gradients of `factor` and then `scale`."""
         layout = Layout.of({"table": (10, 4)}, optimizer.slots, n_shards=1, seed=0, init_std=1.0)
         flat, group = np.zeros(layout.region_words, np.float32), layout.groups[0]
-        at = layout.places(np.arange(10), group).astype(np.int64)
+        at = layout.record_starts(np.arange(10), group).astype(np.int64)
         flat[at[:, None] + np.arange(4)] = np.random.default_rng(0).normal(size=(10, 4))
         for step in (1, 2, 3):
             gradient = np.random.default_rng(step).normal(size=(len(keys), 4)).astype(np.float32)
@@ -190,7 +190,7 @@ class RowOptimizerContract:
 
     def records(self, layout: Layout, flat: np.ndarray) -> np.ndarray:
         out = np.empty((10, layout.groups[0].record), np.float32)
-        kernels.gather_rows(flat, layout.places(np.arange(10), layout.groups[0]), 0, out)
+        kernels.gather_rows(flat, layout.record_starts(np.arange(10), layout.groups[0]), 0, out)
         return out
 
     def test_the_rows_of_a_step_move_and_are_counted_and_no_others(self, row_optimizer: RowOptimizer) -> None:
@@ -211,7 +211,7 @@ class RowOptimizerContract:
         layout, flat = self.stepped(row_optimizer, list(range(10)), 1.0, 1.0)
         group = layout.groups[0]
         inside = np.zeros(len(flat), bool)
-        inside[group.at : group.at + group.places * group.record] = True
+        inside[group.at : group.at + group.rows_per_shard * group.record] = True
         assert not flat[~inside].any()
 
     def test_another_process_builds_the_same(self, row_optimizer: RowOptimizer) -> None:

@@ -154,7 +154,7 @@ def test_an_identity_id_out_of_range_is_a_malformed_row(value: str, prepared: Pr
     assert list(ClickLog.open(tmp_path / "out").take([0, 1]).ids["user"]) == [0, 4]
 
 
-def test_a_share_is_judged_at_the_end_too(prepared: Prepared) -> None:
+def test_a_share_is_checked_at_the_end_too(prepared: Prepared) -> None:
     rows = GOOD * 499 + "2,3,red,round\n" * 2
     with pytest.raises(BadInput, match=r"2 malformed rows among 1000 read, the limit is 0\.100% of the rows"):
         prepared(HEADER + rows, max_bad_rows=0.001)
@@ -167,7 +167,7 @@ def test_a_hopeless_input_stops_early() -> None:
     for line in range(101):
         bad.report("file", f"line {line}", "reason")
     with pytest.raises(BadInput, match="and 96 more"):
-        bad.judge()
+        bad.check()
 
 
 def test_parquet_rows_are_checked_alike(tmp_path: Path) -> None:

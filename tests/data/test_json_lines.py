@@ -19,7 +19,7 @@ N = 3000
 COLUMNS = ["--label", "click", "--categorical", "user,item", "--numeric", "price", "--timestamp", "ts"]
 
 
-def told(capsys: pytest.CaptureFixture[str], out: Path, *words: str | Path) -> str:
+def error_of(capsys: pytest.CaptureFixture[str], out: Path, *words: str | Path) -> str:
     status = main(["data", "prepare", *map(str, words), "--out", str(out)])
     said = capsys.readouterr()
     assert status == 1
@@ -107,15 +107,17 @@ def test_what_does_not_fit_is_refused_with_what_to_do(
 ) -> None:
     out = tmp_path / "out"
     log = write("in/log.jsonl", "".join(json.dumps(row) + "\n" for row in rows() if row["genres"]))
-    assert "no column 'label': name the one with 0 or 1" in told(capsys, out, log, "--categorical", "user")
-    assert "no column 'clik'; nearest: click" in told(capsys, out, log, "--label", "clik", "--categorical", "user")
-    assert "a JSON-lines file has its names" in told(capsys, out, log, *COLUMNS, "--columns", "a,b")
-    said = told(capsys, out, log, "--label", "click", "--categorical", "user", "--max-bad-rows", "-1")
+    assert "no column 'label': name the one with 0 or 1" in error_of(capsys, out, log, "--categorical", "user")
+    assert "no column 'clik'; nearest: click" in error_of(capsys, out, log, "--label", "clik", "--categorical", "user")
+    assert "a JSON-lines file has its names" in error_of(capsys, out, log, *COLUMNS, "--columns", "a,b")
+    said = error_of(capsys, out, log, "--label", "click", "--categorical", "user", "--max-bad-rows", "-1")
     assert "not used: item, price, ts, genres;" in said
-    assert "column 'genres' has lists: --multi genres" in told(capsys, out, log, *COLUMNS, "--categorical", "genres")
+    assert "column 'genres' has lists: --multi genres" in error_of(
+        capsys, out, log, *COLUMNS, "--categorical", "genres"
+    )
     array = write("in/array.json", json.dumps(rows()[:3], indent=1))
-    assert "JSON, but not an object with names and values on each line ([)" in told(capsys, out, array, *COLUMNS)
-    assert "jq -c '.[]'" in told(capsys, out, write("in/line.json", json.dumps(rows()[:3])), *COLUMNS)
+    assert "JSON, but not an object with names and values on each line ([)" in error_of(capsys, out, array, *COLUMNS)
+    assert "jq -c '.[]'" in error_of(capsys, out, write("in/line.json", json.dumps(rows()[:3])), *COLUMNS)
     recipe = Recipe("jsonl", "click", (Categorical("usr"),), (Numeric("price"),))
     with pytest.raises(BadInput, match="no column 'usr'; nearest: user"):
         prepare(recipe, SplitFiles({"train": [log]}), out)

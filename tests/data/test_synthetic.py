@@ -114,6 +114,56 @@ def test_what_it_is_can_be_written_as_json() -> None:
     assert json.loads(json.dumps(SyntheticClickLog(10).description))["tables"] == DEFAULT_TABLES
 
 
+def test_day_0_of_a_log_that_drifts_is_the_log_that_does_not() -> None:
+    rows = np.arange(500)
+    still, drifting = SyntheticClickLog(500), SyntheticClickLog(500, drift=0.3)
+    assert_same(drifting.take(rows), still.take(rows))
+    assert drifting.bayes_auc() == still.bayes_auc()
+
+
+def logits(log: SyntheticClickLog) -> np.ndarray:
+    p = log.probability(np.arange(len(log)))
+    return np.asarray(np.log(p / (1 - p)))
+
+
+def test_the_truth_moves_by_the_drift_from_day_to_day() -> None:
+    """Logits of the same samples on two days correlate by sqrt(1 - drift) for each day between them."""
+    many = {f"f{i}": 1000 for i in range(40)}  # the mean over many effects
+
+    def on_day(day: int) -> np.ndarray:
+        return logits(SyntheticClickLog(4000, many, n_dense=0, day=day, drift=0.2))
+
+    first = on_day(0)
+    found = [np.corrcoef(first, on_day(day))[0, 1] for day in (1, 2, 6)]
+    assert found == pytest.approx([0.8**0.5, 0.8, 0.8**3], abs=0.1)
+    assert found[0] > found[1] > found[2]
+    assert np.std(on_day(6)) == pytest.approx(np.std(first), rel=0.2), "its variance stays"
+
+
+def test_every_day_a_share_of_the_ids_is_new() -> None:
+    def ids(day: int) -> set[int]:
+        log = SyntheticClickLog(20_000, {"item": 4000}, zipf=0.1, day=day, new_ids=0.25)
+        return set(log.take(np.arange(20_000)).ids["item"].tolist())
+
+    first, second, third = ids(0), ids(1), ids(2)
+    assert max(first | second | third) < 4000
+    assert len(first) == pytest.approx(1000, abs=5), "a quarter of the rows are in use at a time"
+    assert len(second - first) / len(second) == pytest.approx(0.25, abs=0.05)
+    assert len(third - second - first) / len(third) == pytest.approx(0.25, abs=0.05)
+
+
+def test_the_bayes_auc_of_a_day_is_what_the_true_probabilities_reach() -> None:
+    log = SyntheticClickLog(100_000, day=5, drift=0.2, new_ids=0.1)
+    rows = np.arange(len(log))
+    assert log.bayes_auc() == pytest.approx(plain_auc(log.probability(rows), log.take(rows).label.numpy()), abs=0.006)
+
+
+@pytest.mark.parametrize("wrong", [{"day": -1}, {"drift": 1.5}, {"new_ids": -0.1}, {"day": 1}])
+def test_a_day_of_a_log_that_does_not_drift_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"day .*drift"):
+        SyntheticClickLog(10, TABLES, **wrong)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("row", [-1, 100])
 def test_a_row_outside_is_refused(row: int) -> None:
     with pytest.raises(IndexError, match=f"row {row} is outside the click log, which has rows 0 to 99"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,8 +57,14 @@ def test_the_command_line_beats_the_file_and_the_file_beats_the_defaults(tmp_pat
         ("train.epochs=true", r"train\.epochs: expected a whole number, got True"),
         ("model.batch_norm=1", r"model\.batch_norm: expected true or false, got 1"),
         ("model.hidden=400", r"model\.hidden: expected a list, each a whole number, got 400"),
-        ("model.kind=fm", r"model\.kind: expected one of deepfm, dlrm, dcn, got 'fm'"),
+        ("model.kind=fm", r"model\.kind: expected one of deepfm, dlrm, dcn, din, dien, youtube_dnn, got 'fm'"),
         ("embedding.lr=fast", r"embedding\.lr: expected a number, got 'fast'"),
+        (
+            "data.synthetic.drift=0.1",
+            r"by_day is false with drift 0\.1 and new_ids 0\.0: a log by day",
+        ),
+        ("data.synthetic.by_day=true", r"by_day is true with drift 0\.0 and new_ids 0\.0"),
+        ("data.synthetic.new_ids=2", r"data\.synthetic\.new_ids: must be in \[0, 1\], got 2"),
         ("data.synthetic.tables={user: many}", r"data\.synthetic\.tables\.user: expected a whole number, got 'many'"),
         ("train=3", r"train: expected a section with global_batch"),
         ("name.first=x", r"name is a value, not a section"),
@@ -67,20 +74,25 @@ def test_the_command_line_beats_the_file_and_the_file_beats_the_defaults(tmp_pat
         ("train.max_row_norm=big", r"train\.max_row_norm: expected a number, got 'big'"),
         ("train.epochs=0", r"train\.epochs: must be positive, got 0"),
         ("model.dropout=1", r"model\.dropout: must be in \[0, 1\), got 1\.0"),
-        ("train.row_average=local", r"train\.row_average: expected one of global, contributors, got 'local'"),
+        ("train.row_average=local", r"train\.row_average: expected one of global, contributors, .*got 'local'"),
+        ("train.sync_micro_batch=100", r"train\.sync_micro_batch=100 .*choose one of"),
         ("switching.rule=dana_zer", r"switching: rule 'dana_zer' is not known: did you mean 'dana_zero'\?"),
         ("switching={mode: shadow, rule: dana_zero}", r"switching: mode 'shadow' uses no rule, got 'dana_zero'"),
         ("compression=dtc", r"compression: compressor 'dtc' is not known: did you mean 'dct'\?"),
         ("row_compression={name: int9}", r"row_compression: compressor 'int9' is not known: did you mean 'int8'\?"),
-        ("compression=5", r"compression: expected a section with name, keep, refresh_every, values, got 5"),
+        ("compression=5", r"compression: expected a section with name, keep, eta, refresh_every, drift, values, got 5"),
         ("compression={name: dct, kep: 0.1}", r"compression\.kep: no such setting; did you mean compression\.keep\?"),
         ("compression={name: dct, keep: 2}", r"compression: keep is the share of elements that is sent"),
         ("compression={name: dct, keep: few}", r"compression\.keep: expected a number, got 'few'"),
-        ("row_compression={name: int8, keep: 0.1}", r"row_compression: keep belongs to topk and dct, but name is int8"),
+        ("row_compression={name: int8, keep: 0.1}", r"row_compression: compressor 'int8' has no setting 'keep'"),
         (
             "compression={name: topk, refresh_every: 5}",
-            r"compression: refresh_every belongs to dct, but name is topk",
+            r"compression: compressor 'topk' has no setting 'refresh_every': it has keep, eta",
         ),
+        ("compression={name: dct, eta: 0.9, keep: 0.1}", r"compression: eta=0.9 and keep=0.1: give one of them"),
+        ("compression={name: int8, drift: 2}", r"compression: compressor 'int8' has no setting 'drift'"),
+        ("compression=dct_mp", r"compression: compression=dct_mp is a rule for rows"),
+        ("row_compression=dct", r"row_compression: row_compression=dct: the name stood for a rule that is not"),
         ("compression={name: dct, refresh_every: 0}", r"compression: refresh_every is a number of steps, at least 1"),
         ("compression={name: int8, values: fp16}", r"compression: int8 and then fp16: chain a selector"),
         ("compression={name: topk, values: dct}", r"compression: .*: chain a selector"),
@@ -103,6 +115,11 @@ def test_the_command_line_beats_the_file_and_the_file_beats_the_defaults(tmp_pat
         ("checkpoint={url: c, resume: 1}", r"checkpoint\.resume: expected true or false, got 1"),
         ("checkpoint=folder", r"checkpoint: expected a section with url, every_s"),
         ("model.cross_layers=2", r"model\.cross_layers: belongs to dcn, but model\.kind is deepfm"),
+        ("dense.momentum=0.9", r"dense\.momentum: belongs to sgd, but dense\.optimizer is adam"),
+        ("dense={optimizer: sgd, momentum: 1.0}", r"dense\.momentum: must be in \[0, 1\), got 1\.0"),
+        ("train.threads=2", r"train\.threads: 2 threads share a replica, which only shadow, easgd, ma, bmuf have"),
+        ("switching={mode: gba, staleness_of: rows}", r"switching\.staleness_of: expected one of token, values"),
+        ("switching={mode: gba, warm_up_steps: 9}", r"switching: warm_up_steps=9 is of mode 'auto'"),
     ],
 )
 def test_a_wrong_setting_is_refused_with_its_place_and_what_was_expected(
@@ -166,11 +183,6 @@ def test_a_job_that_says_nothing_compresses_nothing(tmp_path: Path) -> None:
         ("{name: bf16}", Compression.bf16),
         ("topk", Compression.topk()),
         ("{name: topk, keep: 1e-3}", Compression.topk(keep=0.001)),
-        ("dct", Compression.dct()),
-        (
-            "{name: dct, keep: 0.02, refresh_every: 50, values: int8}",
-            Compression.dct(keep=0.02, refresh_every=50).then(Compression.int8),
-        ),
     ],
 )
 @pytest.mark.parametrize("what", ["compression", "row_compression"])
@@ -180,6 +192,20 @@ def test_compressors_are_read_from_the_file_and_the_command_line(
     given = load(file_with(tmp_path, f"{what}: {text}\n")), load(file_with(tmp_path, ""), [f"{what}={text}"])
     for config in given:
         assert getattr(config, what).spec() == spec
+
+
+@pytest.mark.parametrize(
+    ("what", "name"), [("compression", "dct"), ("row_compression", "ternary_ef"), ("row_compression", "dct_mp")]
+)
+def test_thresholds_are_set_in_the_file_in_the_paper_s_letters_or_ours(tmp_path: Path, what: str, name: str) -> None:
+    rule = getattr(Compression, name)
+    for text, spec in (
+        (name, rule()),
+        (f"{{name: {name}, keep: 0.02, refresh_every: 50, values: int8}}", rule(0.02, 50).then(Compression.int8)),
+        (f"{{name: {name}, eta: 0.99, refresh_every: 50, drift: .inf}}", rule(0.01, 50, drift=math.inf)),
+        (f"{{name: {name}, drift: 1.25}}", rule(drift=1.25)),
+    ):
+        assert getattr(load(file_with(tmp_path, f"{what}: {text}\n")), what).spec() == spec
 
 
 def test_a_job_without_the_section_is_never_saved(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_workers_that_start_together_prepare_once(frappe: Data, capsys: pytest.C
     assert capsys.readouterr().err.count("once, into") == 1
 
 
-def test_changed_files_or_settings_are_prepared_anew(frappe: Data) -> None:
+def test_changed_files_or_settings_are_prepared_again(frappe: Data) -> None:
     first, _ = store_of(frappe)
     other_setting, _ = store_of(Data(preset="frappe", dir=frappe.dir, cache=frappe.cache, min_count=3))
     os.utime(Path(frappe.dir) / "train.csv", ns=(1, 1))
@@ -67,6 +67,26 @@ def test_synthetic_splits_are_different_rows_of_one_truth() -> None:
     assert splits.auc_bayes is not None and 0.75 < splits.auc_bayes < 0.85
 
 
+def test_each_epoch_of_a_log_by_day_has_its_own_samples_and_is_tested_on_the_day_after() -> None:
+    made = Synthetic(train=1000, valid=300, test=200, by_day=True, drift=0.2)
+    splits = open_splits(Data(synthetic=made))
+    assert splits.auc_bayes is None, "each day has its own"
+    taken: list[int] = []
+    for epoch in range(3):
+        day = splits.of_epoch(epoch)
+        about = [day.description[name] for name in ("train", "valid", "test")]
+        assert [part["day"] for part in about] == [epoch, epoch, epoch + 1]
+        for part in about:
+            taken += range(part["start"], part["start"] + part["samples"])
+        assert day.auc_bayes is not None and 0.6 < day.auc_bayes < 0.95
+    assert len(set(taken)) == len(taken), "no sample twice"
+
+
+def test_a_log_without_days_is_the_same_in_every_epoch() -> None:
+    splits = open_splits(Data(synthetic=Synthetic(train=100, valid=50, test=50)))
+    assert splits.of_epoch(7) is splits
+
+
 def test_a_folder_that_lacks_a_split_is_refused(frappe: Data) -> None:
     (Path(frappe.dir) / "valid.csv").unlink()
     with pytest.raises(BadInput, match="no file for valid; frappe has train, valid and test"):
@@ -78,7 +98,7 @@ def test_a_folder_that_lacks_a_split_is_refused(frappe: Data) -> None:
     [
         (Data(preset="frappe"), "name the folder of its files, or a prepared store, with --data DIR"),
         (Data(preset="frappe", dir="/nowhere"), "--data /nowhere: no such file or folder"),
-        (Data(preset="netflix", dir="/tmp"), r"expected one of synthetic, criteo-kaggle, .*, got 'netflix'"),
+        (Data(preset="netflix", dir="/tmp"), r"expected one of synthetic, behaviour, criteo-kaggle, .*, got 'netflix'"),
     ],
 )
 def test_data_that_cannot_be_found_is_refused_with_what_to_do(data: Data, message: str) -> None:

@@ -43,7 +43,7 @@ def written(folder: Path, **changes: Any) -> Path:
     return folder / "summary.json"
 
 
-def test_a_good_summary_is_accepted_and_told_in_words(tmp_path: Path) -> None:
+def test_a_good_summary_is_accepted_and_reported_in_words(tmp_path: Path) -> None:
     (tmp_path / "output.log").write_text("[0]<stdout>:MLflow: run 7 is FINISHED. Open it: mlflow ui\n")
     text = outcome(checked(written(tmp_path), disturbed=True), tmp_path)
     assert "0.7810; the best that any model can reach on this log is 0.7850" in text
@@ -86,14 +86,14 @@ def test_a_job_without_a_summary_fails_the_demo(tmp_path: Path) -> None:
         checked(tmp_path / "summary.json", disturbed=True)
 
 
-def test_the_pulse_tells_the_step_and_the_process_of_each_rank(tmp_path: Path) -> None:
+def test_the_pulse_reports_the_step_and_the_process_of_each_rank(tmp_path: Path) -> None:
     for rank in (1, 0):
         pulse = ProgressFiles(tmp_path, every_steps=2)
         pulse.on_job(Job("job", rank, 2, 0, "here", leads_host=True))
         for step in range(1, 6):
             pulse.on_step(StepRecord(step + rank, 0, 8, 8 * step, 0.1, 2, "allreduce", None))
-    told = json.loads((tmp_path / "pulse" / "step.json").read_text())
-    assert told == {"step": 5, "epoch": 0, "workers": 2, "mode": "allreduce"}
+    reported = json.loads((tmp_path / "pulse" / "step.json").read_text())
+    assert reported == {"step": 5, "epoch": 0, "workers": 2, "mode": "allreduce"}
     assert psutil.pid_exists(json.loads((tmp_path / "pulse" / "worker-1.json").read_text())["pid"])
     assert sorted(path.name for path in (tmp_path / "pulse").iterdir()) == [
         "step.json",
@@ -102,7 +102,7 @@ def test_the_pulse_tells_the_step_and_the_process_of_each_rank(tmp_path: Path) -
     ]
 
 
-def test_the_pulse_tells_a_change_of_mode_at_once_and_needs_no_round_step(tmp_path: Path) -> None:
+def test_the_pulse_reports_a_change_of_mode_at_once_and_needs_no_round_step(tmp_path: Path) -> None:
     pulse, seen = ProgressFiles(tmp_path, every_steps=10), []
     pulse.on_job(Job("job", 0, 2, 0, "here", leads_host=True))
     for step, mode in [(1, "allreduce"), (2, "gba"), (9, "gba"), (13, "gba"), (14, "gba")]:
@@ -152,7 +152,7 @@ def test_the_demo_reads_the_processes_and_the_mode_from_the_pulse(tmp_path: Path
         assert watch.workers() == [Worker(rank, os.getpid(), "here") for rank in (0, 1)]
 
 
-def test_the_demo_hears_of_checkpoints_and_rows_that_came_back(tmp_path: Path) -> None:
+def test_the_demo_learns_of_checkpoints_and_rows_that_came_back(tmp_path: Path) -> None:
     log = RecoveryLog(tmp_path)
     log.on_job(Job("job", 0, 1, 0, "here", leads_host=True))
     with subprocess.Popen([sys.executable, "-c", ""]) as job:
@@ -163,7 +163,7 @@ def test_the_demo_hears_of_checkpoints_and_rows_that_came_back(tmp_path: Path) -
         assert watch.recovery("rows_restored") == [{"n": "rows_restored"}]
 
 
-def test_workers_share_a_memory_until_one_is_told_to_have_its_own(tmp_path: Path) -> None:
+def test_workers_share_a_memory_until_one_is_given_its_own(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path, tmp_path / "memory of all")
 
     def memory_of(name: str) -> str:
@@ -193,7 +193,7 @@ def test_every_worker_of_the_demo_has_a_host_name_of_its_own() -> None:
     assert len(set(host_names())) == 3
 
 
-def test_a_machine_with_too_few_names_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_with_too_few_names_gets_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "net_if_addrs", dict)
     with pytest.raises(DemoFailed, match="put its host name into /etc/hosts"):
         host_names()

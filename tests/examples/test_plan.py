@@ -108,6 +108,8 @@ def test_the_plan_says_which_modes_the_job_will_be_in(tmp_path: Path) -> None:
         "gba from step 500",
         "hop_bs from step 900",
         "gba: staleness weighting threshold, tolerance 2 steps",
+        "gradients that come late in gba: rule look_ahead (the default of mode gba for an optimizer with momentum, "
+        "here Adam)",
         "micro-batches are handed out 3 steps ahead at most",
         "hop_bs: at most 2 micro-batches ahead of the slowest worker",
     ]
@@ -154,7 +156,7 @@ def test_the_plan_says_where_and_how_often_the_job_is_saved(tmp_path: Path) -> N
     lines = plan(config(tmp_path, *settings), None).splitlines()
     assert lines[-2:] == [
         "save      to s3://bucket/job every 500 steps",
-        "          rows chosen by mfu on top of a full save; keeps 3; goes on from the newest one there",
+        "          rows chosen by mfu on top of a full save; keeps 3; resumes from the newest one there",
     ]
     lines = plan(config(tmp_path, "checkpoint.url=s3://bucket/job"), None).splitlines()
     assert lines[-2] == "save      to s3://bucket/job as often as planned from what is measured"

@@ -99,7 +99,7 @@ def test_the_minimal_script_runs_as_it_stands(tmp_path: Path) -> None:
     assert "epoch 1: step 196, validation AUC 0." in run(tmp_path, sys.executable, EXAMPLES / "minimal.py")
 
 
-def test_a_run_goes_through_the_modes_it_is_told_to_and_says_so(tmp_path: Path) -> None:
+def test_a_run_goes_through_the_modes_it_is_asked_for_and_says_so(tmp_path: Path) -> None:
     faults = tmp_path / "faults.json"
     FaultSchedule().slow(worker=1, factor=4, from_step=40, to_step=90).dump(faults)
     # In gba nobody waits for the chief: enough epochs, so that it is there to ask for the change back.
@@ -113,6 +113,48 @@ def test_a_run_goes_through_the_modes_it_is_told_to_and_says_so(tmp_path: Path) 
     assert sum(account.values()) == summary["samples_total"] == 20_000 * summary["epochs"]
     assert (summary["refused"], summary["samples_lost"]) == (0, 0)
     assert summary["auc"] > 0.7
+
+
+@pytest.mark.variant
+def test_threads_of_a_worker_share_a_replica_that_sgd_steps(tmp_path: Path) -> None:
+    settings = ["switching.mode=shadow", "switching.wait_s=120", "train.threads=2"]
+    summary = train(tmp_path, 1, *settings, "dense.optimizer=sgd", "dense.momentum=0.9", "dense.lr=0.05")
+    assert [(s["from"], s["to"]) for s in summary["switches"]] == [("allreduce", "shadow")]
+    assert summary["samples_applied"] == summary["samples_total"] == 20_000 * summary["epochs"]
+    assert summary["auc"] > 0.7
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [("din", "allreduce"), ("dien", "gba"), ("youtube_dnn", "allreduce"), ("youtube_dnn", "gba")]
+)
+def test_models_of_sequences_learn_from_the_history(tmp_path: Path, name: str, mode: str) -> None:
+    sizes = {
+        "train": 12_000,
+        "valid": 1000,
+        "test": 2000,
+        "users": 200,
+        "items": 200,
+        "categories": 10,
+        "max_length": 8,
+    }
+    config, out = EXAMPLES / "configs" / f"{name}.yaml", tmp_path / "out"
+    settings = [f"data.behaviour.{key}={value}" for key, value in sizes.items()]
+    settings += ["train.global_batch=256", "train.micro_batch=64", "train.epochs=2", "mlflow=false"]
+    settings += [f"switching.mode={mode}", "switching.wait_s=120"]
+    said = run(tmp_path, *on_workers(2), EXAMPLES / "train_ctr.py", "--config", config, "--out", out, *settings)
+    wait_until_empty(tmp_path / "shards")
+    summary = json.loads((out / "summary.json").read_text())
+    assert [switch["to"] for switch in summary["switches"]] == ([] if mode == "allreduce" else [mode])
+    account = [summary[f"samples_{kind}"] for kind in ("applied", "dropped", "lost")]
+    assert sum(account) == summary["samples_total"] == 2 * 12_000
+    if name == "youtube_dnn":
+        # The 50 most popular of 200 items are found by no history at all.
+        assert summary["recall_at_50_bayes"] > summary["recall_at_50"] > 0.6
+        assert summary["recall_at_50_last"] is not None and 0 < summary["ndcg_at_50"] < summary["recall_at_50"]
+        assert "auc" not in summary and "test recall@50 0." in said
+        assert all(0 < epoch["test_recall_at_50"] < 1 for epoch in summary["by_epoch"] if "test_recall_at_50" in epoch)
+    else:
+        assert 0.7 < summary["auc"] < summary["auc_bayes"] + 0.01
 
 
 def test_a_job_goes_by_one_name(tmp_path: Path) -> None:
@@ -151,7 +193,7 @@ def demo_command(folder: Path, *settings: str) -> list[str]:
 
 
 @pytest.mark.timeout(1200)
-def test_the_demo_tells_its_story_and_ends_well(tmp_path: Path) -> None:
+def test_the_demo_reports_its_story_and_ends_well(tmp_path: Path) -> None:
     # Five epochs: on a busy machine the job would be over before all replacements have started.
     shown = run(tmp_path, *demo_command(tmp_path, "--timeout-s", "1000", "train.epochs=5"), timeout_s=1100)
     summary = json.loads((tmp_path / "demo" / "summary.json").read_text())

@@ -1,4 +1,4 @@
-"""OUT/summary.json, from events as a job tells them."""
+"""OUT/summary.json, from events as a job emits them."""
 
 from __future__ import annotations
 

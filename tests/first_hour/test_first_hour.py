@@ -33,8 +33,8 @@ train: {global_batch: 512, micro_batch: 128, epochs: 100000, early_stop: 0}
 def test_prepare_try_train_interrupt_and_look(tmp_path: Path) -> None:
     file = ratings(tmp_path / "ratings.dat")
     columns = ["--columns", "user,movie,like,time", "--label", "like", "--timestamp", "time", "--categorical", "rest"]
-    told = typed(tmp_path, "gba-hvd", "data", "prepare", file, "--out", "store", *columns)
-    assert told.returncode == 0, told.stderr
+    reported = typed(tmp_path, "gba-hvd", "data", "prepare", file, "--out", "store", *columns)
+    assert reported.returncode == 0, reported.stderr
 
     (tmp_path / "job.yaml").write_text(JOB)
     words: list[str | Path] = [TRAIN, "--config", "job.yaml", "--data", "store"]
@@ -94,8 +94,8 @@ def epochs_of(summary: Path) -> int:
 
 def delivered(folder: Path) -> bool:
     """Whether the sender has begun to deliver: the run is there."""
-    told = [json.loads(file.read_text()) for file in (folder / "gba-hvd-spool").glob("*.status.json")]
-    return any(one["run_id"] for one in told)
+    reported = [json.loads(file.read_text()) for file in (folder / "gba-hvd-spool").glob("*.status.json")]
+    return any(one["run_id"] for one in reported)
 
 
 def wait_until_ended(folder: Path) -> Any:

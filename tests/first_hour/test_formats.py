@@ -59,16 +59,18 @@ def test_avazu_with_all_other_columns_and_features_of_its_hour(tmp_path: Path) -
 
 def test_ids_in_hexadecimal_are_refused_as_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = avazu(tmp_path / "train.csv")
-    told = refused(capsys, tmp_path / "out", path, "--label", "click", "--numeric", "site_id", "--categorical", "C1")
-    assert "--numeric site_id: its values look like ids in hexadecimal" in told
-    assert "can be read as numbers, such as 10000e05; make it --categorical site_id" in told
+    reported = refused(
+        capsys, tmp_path / "out", path, "--label", "click", "--numeric", "site_id", "--categorical", "C1"
+    )
+    assert "--numeric site_id: its values look like ids in hexadecimal" in reported
+    assert "can be read as numbers, such as 10000e05; make it --categorical site_id" in reported
 
 
 def test_ratings_between_colons_without_header(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = ratings(tmp_path / "ratings.dat")
-    told = refused(capsys, tmp_path / "out", path, "--label", "like", "--categorical", "user,movie")
-    assert "the first line looks like data, not like names" in told
-    assert "name its 4 columns in order with --columns A,B,..." in told
+    reported = refused(capsys, tmp_path / "out", path, "--label", "like", "--categorical", "user,movie")
+    assert "the first line looks like data, not like names" in reported
+    assert "name its 4 columns in order with --columns A,B,..." in reported
     names = ["--columns", "user,movie,like,time", "--label", "like", "--timestamp", "time", "--categorical", "rest"]
     logs = prepared(tmp_path / "out", path, *names)
     assert "'::' between columns, no header" in capsys.readouterr().err

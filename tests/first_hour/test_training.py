@@ -60,8 +60,8 @@ def test_the_data_that_was_named_is_trained_on_or_refused(tmp_path: Path, store:
         assert all(name in done.stderr for name in names), done.stderr
     raw = typed(tmp_path, "python", TRAIN, "--config", "job.yaml", "--data", tmp_path)
     assert raw.returncode == 1 and "no prepared store (it has no dataset.json)" in raw.stderr
-    told = summary_of(tmp_path / "runs" / "job")
-    assert told["status"] == "FAILED" and "no prepared store" in told["error"]
+    reported = summary_of(tmp_path / "runs" / "job")
+    assert reported["status"] == "FAILED" and "no prepared store" in reported["error"]
     plan = typed(tmp_path, "python", TRAIN, "--config", "job.yaml", "--data", store, "--dry-run")
     assert plan.returncode == 0, plan.stderr
     assert f"{store}: 2,3" in plan.stdout
@@ -84,9 +84,9 @@ def test_every_model_trains_a_store_with_a_multi_valued_field(tmp_path: Path, st
         "--config", "job.yaml", "--data", store, "--out", tmp_path / "out", *FAST, *settings,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    told = summary_of(tmp_path / "out")
-    assert (told["status"], told["error"], told["workers"]) == ("FINISHED", None, 2)
-    assert told["auc"] > 0.7  # only the tags tell; without them it is about 0.5
+    reported = summary_of(tmp_path / "out")
+    assert (reported["status"], reported["error"], reported["workers"]) == ("FINISHED", None, 2)
+    assert reported["auc"] > 0.7  # only the tags carry the label; without them it is about 0.5
 
 
 def test_the_metrics_of_an_epoch_stand_together_and_validation_chooses_the_best(tmp_path: Path) -> None:
@@ -95,13 +95,13 @@ def test_the_metrics_of_an_epoch_stand_together_and_validation_chooses_the_best(
     settings = ["embedding.lr=0.5", "train.epochs=6", "train.early_stop=0", "train.plateau_factor=0.9"]
     done = typed(tmp_path, "python", TRAIN, "--config", "job.yaml", "--out", "out", *settings)
     assert done.returncode == 0, done.stderr
-    told = summary_of(tmp_path / "out")
-    rows = told["by_epoch"]
+    reported = summary_of(tmp_path / "out")
+    rows = reported["by_epoch"]
     assert [row["epoch"] for row in rows] == list(range(6))
     best = max(rows, key=lambda row: row["valid_auc"])
     assert best["epoch"] < 5, "the job did not overfit: this test needs one that does"
-    assert told["best_epoch"] == best["epoch"]
-    assert (told["auc"], told["valid_auc"]) == (best["test_auc"], best["valid_auc"])
+    assert reported["best_epoch"] == best["epoch"]
+    assert (reported["auc"], reported["valid_auc"]) == (best["test_auc"], best["valid_auc"])
     assert all(row["seconds"] > 0 for row in rows)
     lines = done.stdout.splitlines()
     (last,) = (line for line in lines if line.startswith("last: "))
@@ -132,9 +132,9 @@ def test_an_interrupted_or_killed_job_leaves_a_summary(tmp_path: Path, ending: s
         job.wait(200)
     finally:
         job.kill()
-    told = summary_of(tmp_path / "out")
-    assert told["status"] == status
-    assert (told["error"] or "").startswith("" if status == "RUNNING" else "KeyboardInterrupt")
-    assert told["epochs"] == len(told["by_epoch"]) > 0
-    assert 0 < told["samples_applied"] <= told["samples_total"]
+    reported = summary_of(tmp_path / "out")
+    assert reported["status"] == status
+    assert (reported["error"] or "").startswith("" if status == "RUNNING" else "KeyboardInterrupt")
+    assert reported["epochs"] == len(reported["by_epoch"]) > 0
+    assert 0 < reported["samples_applied"] <= reported["samples_total"]
     assert [path.name for path in file.parent.glob(".*")] == []

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ from gba_hvd.ps.messages import Endpoint
 from gba_hvd.shm.checkpoint_rows import ShardRows
 from gba_hvd.shm.layout import Layout
 from gba_hvd.shm.shard_memory import ShardMemory
-from recovery.restore import TrainingPoint, restore
+from recovery.restore import Report, TrainingPoint, restore
 from recovery.storage.store import Store
 from tests.processes.cluster import END_S, HOROVODRUN, Cluster, wait_for
 from tests.processes.workload import digests, digests_of
@@ -72,6 +72,10 @@ class HostsJob(Cluster):
         fresh = self.hosts_file.with_suffix(".new")
         fresh.write_text("\n".join(hosts))
         fresh.rename(self.hosts_file)
+
+    def python(self) -> list[str]:
+        """Each worker starts from nothing, on its host."""
+        return [sys.executable]
 
     def popen(self, command: list[str], **settings: Any) -> subprocess.Popen[bytes]:
         return self.lab.popen(DESK, command, **settings)
@@ -131,15 +135,23 @@ class HostsJob(Cluster):
 
     def shards_in(self, store: Store, name: str, scratch: Path) -> dict[int, str]:
         """Digests of all shards as the newest checkpoint has them. name: a host, for the tables' layout."""
+        rows, _ = self.restored(store, name, scratch)
+        return digests_of(rows, rows.shards())
+
+    def restored(
+        self, store: Store, name: str, scratch: Path, shards: Sequence[int] | None = None
+    ) -> tuple[ShardRows, Report]:
+        """These shards (None: all) out of the newest checkpoint. name: a host, for the tables' layout."""
         with _mapped(self.folder_on(name)) as memory:
             layout = memory.layout
         scratch.mkdir(mode=0o700)
         with open(scratch / "shards", "wb") as file:
             file.truncate(layout.n_bytes)
-        shards = range(layout.n_shards)
-        rows = ShardRows(ShardMemory.attach(scratch, layout), lambda: shards, filling=True)
-        restore(store, rows, now=TrainingPoint(0, 0, 1), with_state=False)
-        return digests_of(rows, shards)
+        mine = range(layout.n_shards) if shards is None else shards
+        rows = ShardRows(ShardMemory.attach(scratch, layout), lambda: mine, filling=True)
+        report = restore(store, rows, now=TrainingPoint(0, 0, 1), with_state=False)
+        assert report is not None
+        return rows, report
 
     # --- what the workers wrote --------------------------------------------------------------------------------------
 

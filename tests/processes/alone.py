@@ -29,15 +29,18 @@ class Outcome:
     modes: set[str]  # of its steps
     switches: list[tuple[str, str, int]]  # from, to, step
     scaler: dict[str, Any] | None = None
+    norms: tuple[float, ...] = ()  # of every step's gradient before clipping, as callbacks received them
 
 
 class Watch(gba_hvd.Callback):
     def __init__(self) -> None:
         self.modes: set[str] = set()
         self.switches: list[tuple[str, str, int]] = []
+        self.norms: list[float] = []
 
     def on_step(self, record: gba_hvd.StepRecord) -> None:
         self.modes.add(record.mode)
+        self.norms += record.grad_norms
 
     def on_event(self, event: gba_hvd.Event) -> None:
         assert event.kind != "switch_failed", event.message
@@ -76,6 +79,7 @@ def outcome_of(training: Training, watch: Watch) -> Outcome:
     return Outcome(
         training.state.step, training.arrays(), training.optimizer_arrays(), asdict(training.state.samples),
         watch.modes, watch.switches, None if training.scaler is None else training.scaler.state_dict(),
+        tuple(watch.norms),
     )  # fmt: skip
 
 
@@ -94,8 +98,8 @@ def train_alone(folder: Path, plan: dict[str, Any], **gba: Any) -> Outcome:
                     training.step(loss)
                     if plan.get("flush") and state.engine.mode.servers is not None:
                         state.engine.mode.servers.flush()  # the servers have applied it before the next one is computed
-                judged = nn.Sequential(model, nn.Sigmoid()) if plan.get("judge") == "probabilities" else model
-                gba_hvd.evaluate(judged, training.dataset, state, batch=64)
+                evaluated = nn.Sequential(model, nn.Sigmoid()) if plan.get("evaluate") == "probabilities" else model
+                gba_hvd.evaluate(evaluated, training.dataset, state, batch=64)
             return outcome_of(training, watch)
 
         outcome: Outcome = train(training.state)

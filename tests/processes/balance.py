@@ -1,7 +1,7 @@
 """The books of compressed gradients in a real job: one random projection of every vector, which all sums respect.
 
 A worker notes what it brings to each commit, what all took from it, and the residual it had before; at the end what is
-left. So no gradient can vanish or count twice without the projections telling.
+left. So no gradient can vanish or count twice without a change of the projections.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Books:
         def noting_frames(coder: DensePush, flat: np.ndarray) -> list[Any]:
             pushed, sent = projected(flat), np.zeros_like(flat)
             made = frames(coder, flat)
-            for frame, places in zip(made, coder._places, strict=True):
+            for frame, places in zip(made, coder._slices, strict=True):
                 sizes = [at.stop - at.start for at in places]
                 part = dense_push.read(frame.data, sizes, frame.whole) if frame.coded else frame.data
                 ends = np.cumsum([0, *(at.stop - at.start for at in places)])

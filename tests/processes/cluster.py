@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from . import prefork
+
 HERE = Path(__file__).parent
 HOROVODRUN = Path(sys.executable).parent / "horovodrun"
 GRACE_S = 2.0
@@ -46,11 +48,12 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = PATIENC
 
 @dataclass
 class Cluster:
-    """One job. `plan` is what `worker.py` reads; `out` where the workers write."""
+    """One job. `plan` is what its script reads; `out` where the workers write. script: its name ends in `worker.py`"""
 
     folder: Path
     plan: dict[str, Any] = field(default_factory=dict)
     environ: dict[str, str] = field(default_factory=dict)
+    script: str = "worker.py"
 
     def __post_init__(self) -> None:
         self.out, self.shard_dir = self.folder / "out", self.folder / "shm"
@@ -62,8 +65,10 @@ class Cluster:
 
     # --- start and end ---
 
-    def start_static(self, workers: int) -> None:
-        self._launch([HOROVODRUN, "-np", workers, "--network-interface", "lo"])
+    def start_static(self, workers: int, names: tuple[str, ...] = ()) -> None:
+        """names: of hosts, a worker on each; default: all on this one."""
+        hosts = ["-H", ",".join(f"{name}:1" for name in names)] if names else []
+        self._launch([HOROVODRUN, "-np", workers, *hosts, "--network-interface", "lo"])
 
     def start_elastic(
         self, names: tuple[str, ...], min_np: int = 1, max_np: int | None = None, cooldown_s: int = 1, slots: int = 1
@@ -94,12 +99,16 @@ class Cluster:
             "GBA_HVD_SERVER_S": "60",  # a server that was killed may take long to start on a busy machine
             "PYTHONUNBUFFERED": "1",
         }
-        command = [*map(str, launcher), sys.executable, str(HERE / "worker.py")]
+        command = [*map(str, launcher), *self.python(), str(HERE / self.script)]
         with open(self.log_file, "wb") as log:
             self.launcher = self.popen(
                 command, env=environ | self.environ, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                 start_new_session=True, cwd=self.folder,
             )  # fmt: skip
+
+    def python(self) -> list[str]:
+        """What runs a worker's script: a process that has imported torch forks it."""
+        return prefork.python()
 
     def popen(self, command: list[str], **settings: Any) -> subprocess.Popen[bytes]:
         """Where the launcher runs: here."""
@@ -163,6 +172,7 @@ class Cluster:
                     worker = (
                         b"worker.py" in command
                         and b"horovod" not in command
+                        and b"prefork_client.py" not in command
                         and not command.startswith((b"/bin/sh", b"sh\0"))
                     )
                     if worker or not only_workers:
@@ -217,16 +227,20 @@ class Cluster:
         """Every sample of every committed step of an epoch, as often as it took part.
 
         A step may have been attempted by several worlds; the newest that saw it committed counts. In asynchronous modes
-        a micro-batch may have been pushed several times; the newest lease counts.
+        a micro-batch may have been pushed several times; the newest lease counts. A push before a worker fell out of
+        the world may have died with the coordinator: a step of allreduce after that has its samples, then.
         """
         committed = {line["committed"]: line["world"] for line in self.notes("committed") if line["epoch"] == epoch}
-        newest: dict[tuple[int, int], list[int]] = {}
+        newest: dict[tuple[int, int], dict[str, Any]] = {}
         for line in self.notes("attempt"):
             if committed.get(line["attempt"]) == line["world"]:
-                newest[line["attempt"], line["pid"]] = line["rows"]
+                newest[line["attempt"], line["pid"]] = line
         by_lease = sorted(self.pushes(epoch), key=lambda line: int(line["serial"]))
-        pushed = {line["push"]: line["rows"] for line in by_lease}
-        return sorted(row for rows in (*newest.values(), *pushed.values()) for row in rows)
+        pushed = {line["push"]: line for line in by_lease}
+        fell_out = max((line["time"] for line in self.notes("restored")), default=0.0)
+        again = {row for line in newest.values() if line["time"] > fell_out for row in line["rows"]}
+        counted = [line for line in pushed.values() if line["time"] > fell_out or again.isdisjoint(line["rows"])]
+        return sorted(row for line in (*newest.values(), *counted) for row in line["rows"])
 
     def pushes(self, epoch: int | None = None) -> list[dict[str, Any]]:
         """What workers noted just before they pushed a micro-batch in an asynchronous mode."""
@@ -261,6 +275,11 @@ class Cluster:
         with np.load(self.out / "result.npz") as stored:
             return dict(stored)
 
+    def accesses(self) -> dict[str, np.ndarray]:
+        """How often each row was accessed, by table, as the chief's host has them."""
+        with np.load(self.out / "accesses.npz") as stored:
+            return dict(stored)
+
     def optimizer_arrays(self) -> dict[str, np.ndarray]:
         """The state of the dense optimizer."""
         with np.load(self.out / "optimizer.npz") as stored:
@@ -276,8 +295,10 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, environ: dict[str, str] | None = None, **plan: Any) -> Iterator[Cluster]:
-    job = Cluster(folder, plan, environ or {})
+def cluster(
+    folder: Path, environ: dict[str, str] | None = None, script: str = "worker.py", **plan: Any
+) -> Iterator[Cluster]:
+    job = Cluster(folder, plan, environ or {}, script)
     try:
         yield job
     finally:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from gba_hvd_tools import cli
+from gba_hvd_tools.chaos.data import Clicks
 
 from recovery.catalog.chains import Chain, chains
 from recovery.format.row_codec import checksum
@@ -30,7 +31,7 @@ HOLDS = {"1": "servers", "4": "saved once"}
 
 
 def saving(tmp_path: Path, **settings: Any) -> dict[str, Any]:
-    """lease_s: for so long a restarted job waits for signs of life of one that was killed."""
+    """lease_s: for so long a restarted job waits for lease renewals of one that was killed."""
     return {"checkpoint": {"url": str(tmp_path / "checkpoints"), "every_steps": 2, "lease_s": 1.0, **settings}}
 
 
@@ -132,7 +133,7 @@ def test_a_save_whose_server_dies_has_failed_and_another_one_is_made(tmp_path: P
         job.start_alone()
         let_go(job)
         blobs = lambda: list((tmp_path / "checkpoints").glob("blobs/*/*"))  # noqa: E731
-        wait_for(lambda: job.ended or blobs(), "a save under way", PATIENCE_S)
+        wait_for(lambda: job.ended or blobs(), "a save in flight", PATIENCE_S)
         (address,) = job.shard_dir.glob("gba-hvd-*/ps-0.address")
         os.kill(json.loads(address.read_text())["pid"], signal.SIGKILL)
         # Without word of it, the next one would be asked for after 300 s.
@@ -169,10 +170,10 @@ def test_the_interval_is_planned_from_what_was_measured_if_nobody_says_it(
             assert 0 < planned["interval_s"] <= 3600
             assert "one host" in planned["message"] and "20.0 h between failures" in planned["message"]
     assert cli.main(["plan", "--url", plan["checkpoint"]["url"], "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert 0 < told["costs"]["save_s"] < PATIENCE_S
-    assert 0 < told["costs"]["load_s"] < PATIENCE_S
-    assert told["measured"]["observed_s"] > 0 and not told["measured"]["failures_s"]
+    reported = json.loads(capsys.readouterr().out)
+    assert 0 < reported["costs"]["save_s"] < PATIENCE_S
+    assert 0 < reported["costs"]["load_s"] < PATIENCE_S
+    assert reported["measured"]["observed_s"] > 0 and not reported["measured"]["failures_s"]
 
 
 def test_two_hosts_are_killed_in_gba_mode_and_go_on_with_every_sample_once(tmp_path: Path) -> None:
@@ -212,13 +213,45 @@ def test_a_job_with_replicas_is_killed_and_goes_on_with_what_they_had_learned(tm
         resumed, result = events(job, "resumed")[0], job.result()
         assert resumed["step"] > 126 and result["mode"] == "shadow"
         assert result["total"] == result["applied"] == 1000 * epochs
-        assert min(result["aucs"]) > 0.95  # of the epochs after the restart: a model that began anew has less
+        assert min(result["aucs"]) > 0.95  # of the epochs after the restart: a model that started over has less
         last = {line["values"] for line in job.notes("values") if line["of_epoch"] == epochs - 1}
         assert len(last) == 1
 
 
-def test_a_lost_host_gets_its_rows_back_and_no_sample_is_lost(tmp_path: Path) -> None:
-    plan = saving(tmp_path) | {"holds": HOLDS, "wait_at_step": 36}
+@pytest.mark.parametrize(
+    ("mode", "policy"),
+    [
+        ("allreduce", "ssu"),
+        ("gba", "mfu"),
+        pytest.param("allreduce", "mfu", marks=pytest.mark.variant),
+        pytest.param("gba", "ssu", marks=pytest.mark.variant),
+    ],
+)
+def test_every_lookup_of_a_row_is_counted_where_what_is_used_most_is_saved(
+    tmp_path: Path, mode: str, policy: str
+) -> None:
+    plan = saving(tmp_path, policy=policy) | ({"gba": LOCK_STEP} if mode == "gba" else {})
+    with cluster(tmp_path, **plan, holds=HOLDS) as job:
+        job.start_static(2)
+        let_go(job)
+        wait_for(lambda: job.ended or events(job, "checkpoint"), "a checkpoint", PATIENCE_S)
+        (job.out / "saved once").touch()
+        assert job.wait(PATIENCE_S) == 0, job.log()
+        assert job.result()["applied"] == 2000
+        found, clicks = job.accesses(), Clicks(1000)
+        assert np.array_equal(found["user"], 2 * np.bincount(clicks.user, minlength=300))
+        assert np.array_equal(found["item"], 2 * np.bincount(clicks.item, minlength=40))
+        kinds = [saved["kind"] for saved in events(job, "checkpoint")]
+        assert kinds[:2] == ["full", policy]
+        assert kinds[-1] in ("full", "delta"), "the last one leaves out no change"
+
+
+@pytest.mark.parametrize(
+    "policy", ["mfu", *(pytest.param(policy, marks=pytest.mark.variant) for policy in ("delta", "ssu", "scar"))]
+)
+def test_a_lost_host_gets_its_rows_back_and_no_sample_is_lost(tmp_path: Path, policy: str) -> None:
+    plan = saving(tmp_path, policy=policy, total_samples=4000, recovery="partial")
+    plan |= {"holds": HOLDS, "wait_at_step": 36}
     with cluster(tmp_path, **plan, own_memory_per_name=True, epochs=4, sleep_s=0.05) as job:
         # Who was started again on that host before the others had noticed would find all rows in its memory.
         job.start_elastic(TWO, cooldown_s=600)
@@ -233,7 +266,8 @@ def test_a_lost_host_gets_its_rows_back_and_no_sample_is_lost(tmp_path: Path) ->
         job.assert_nothing_left()
         assert len(killed) >= 3, "a worker, its server and the keeper were to be killed"
         assert back["rows_restored"] in (170, 340) and back["rows_lost"] == 0
-        assert 0 < back["pls"] < 1
+        assert {saved["kind"] for saved in events(job, "checkpoint")} >= {"full", policy}
+        assert 0 < back["pls"] < 1 and back["pls"] == back["pls_total"] and back["total_samples"] == 4000
         job.assert_every_sample_once(epochs=4)
 
 
@@ -256,7 +290,7 @@ def newest_step(tmp_path: Path) -> int:
 
 
 @pytest.mark.parametrize("mode", ["allreduce", "gba"])
-def test_workers_that_are_told_to_leave_have_a_checkpoint_made_first(tmp_path: Path, mode: str) -> None:
+def test_workers_that_are_preempted_have_a_checkpoint_made_first(tmp_path: Path, mode: str) -> None:
     plan = saving(tmp_path, every_steps=1000, preemption_s=60.0) | ({"gba": LOCK_STEP} if mode == "gba" else {})
     with cluster(tmp_path, **plan, sleep_s=0.1, epochs=100) as job:
         job.start_static(2)
@@ -271,7 +305,7 @@ def test_workers_that_are_told_to_leave_have_a_checkpoint_made_first(tmp_path: P
         job.assert_nothing_left()
 
 
-def test_a_worker_that_is_told_to_leave_does_so_in_time_also_without_a_checkpoint(tmp_path: Path) -> None:
+def test_a_worker_that_is_preempted_does_so_in_time_also_without_a_checkpoint(tmp_path: Path) -> None:
     """The save would take some minutes."""
     plan = saving(tmp_path, every_steps=1000, preemption_s=2.0, rate_bytes_s=100.0)
     with cluster(tmp_path, **plan, sleep_s=0.1, epochs=100, horovod=False) as job:
@@ -284,14 +318,14 @@ def test_a_worker_that_is_told_to_leave_does_so_in_time_also_without_a_checkpoin
         assert not any((tmp_path / "checkpoints").glob("manifests/*.json"))
 
 
-def test_a_host_whose_worker_is_told_to_leave_costs_nothing(tmp_path: Path) -> None:
+def test_a_host_whose_worker_is_preempted_costs_nothing(tmp_path: Path) -> None:
     plan = saving(tmp_path, every_steps=1000, preemption_s=60.0)
     with cluster(tmp_path, **plan, own_memory_per_name=True, epochs=4, sleep_s=0.1, wait_at_step=1) as job:
         job.start_elastic(TWO, cooldown_s=600)  # nobody is started again on the host that goes
         let_go(job, n_servers=2, hold="go")
         (worker,) = set(job.processes_of_name(TWO[1])) & set(job.processes(only_workers=True))
         os.kill(worker, signal.SIGTERM)
-        told = wait_for(lambda: events(job, "preempted"), "word of it", PATIENCE_S)[0]
+        reported = wait_for(lambda: events(job, "preempted"), "word of it", PATIENCE_S)[0]
         wait_for(
             lambda: [n for n in job.notes("end") if n["pid"].endswith(f"-{worker}")], "the worker's end", PATIENCE_S
         )
@@ -299,7 +333,7 @@ def test_a_host_whose_worker_is_told_to_leave_costs_nothing(tmp_path: Path) -> N
         back = wait_for(lambda: events(job, "rows_restored"), "the rows' return", PATIENCE_S)[0]
         assert job.wait(PATIENCE_S) == 0, job.log()
         assert (back["age"], back["pls"], back["rows_lost"]) == (0, 0, 0)
-        assert newest_step(tmp_path) > told["step"]
+        assert newest_step(tmp_path) > reported["step"]
         job.assert_every_sample_once(epochs=4)
 
 
@@ -307,7 +341,7 @@ def test_a_second_job_may_not_write_to_the_place_of_a_living_one(tmp_path: Path)
     with cluster(tmp_path / "first", **saving(tmp_path, lease_s=9.0), sleep_s=0.2, epochs=1000, horovod=False) as first:
         first.start_alone()
         wait_for(lambda: events(first, "checkpoint"), "the first job's checkpoint", PATIENCE_S)
-        # The same command, once more; it looks out for signs of life for longer, as they may come late.
+        # The same command, once more; it waits for lease renewals for longer, as they may come late.
         with cluster(tmp_path / "second", **saving(tmp_path, lease_s=60.0), horovod=False) as second:
             second.start_alone()
             assert second.wait(PATIENCE_S) != 0
@@ -320,7 +354,7 @@ def test_a_second_job_may_not_write_to_the_place_of_a_living_one(tmp_path: Path)
     ("url", "words"),
     [("s4://bucket/job", "s4"), ("/proc/nowhere", "cannot hold checkpoints")],
 )
-def test_a_place_that_cannot_be_used_is_told_before_training_begins(tmp_path: Path, url: str, words: str) -> None:
+def test_a_place_that_cannot_be_used_is_reported_before_training_begins(tmp_path: Path, url: str, words: str) -> None:
     with cluster(tmp_path, checkpoint={"url": url}, horovod=False) as job:
         job.start_alone()
         assert job.wait(PATIENCE_S) != 0

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gba_hvd_tools import fuzz_server
-from gba_hvd_tools.fuzz_server import GENERATION, LR, ROW_LR, WORKER, Host
 
 from gba_hvd import kernels
 from gba_hvd.ps.messages import Ok, PushDone
 
+from . import fuzz_server
 from .alone import train_alone
 from .cluster import Cluster, assert_same_parameters, cluster, wait_for
+from .fuzz_server import GENERATION, LR, ROW_LR, WORKER, Host
 from .plain import Plain, assert_trained_as, train_plain
 from .test_server import BEGIN, finish_with, replace_by_one_that_dies, restarted
 
@@ -52,9 +52,9 @@ def test_allreduce_scales_and_clips_as_plain_torch(tmp_path: Path, plain: Plain,
     with cluster(tmp_path, **BOTH) as job:
         job.run(lambda: job.start_static(workers))
         check_job(job, plain)
-        told = [line["message"] for line in job.notes("event") if line["event"] == "overflow"]
-        assert len(told) == 3 * workers
-        assert "step 3 overflowed at loss scale 2048: skipped on all workers" in told[0]
+        reported = [line["message"] for line in job.notes("event") if line["event"] == "overflow"]
+        assert len(reported) == 3 * workers
+        assert "step 3 overflowed at loss scale 2048: skipped on all workers" in reported[0]
 
 
 @pytest.mark.parametrize("servers", [1, 2])
@@ -75,6 +75,9 @@ def test_the_scale_goes_with_the_job_from_mode_to_mode(tmp_path: Path, plain: Pl
     ]  # fmt: skip
     assert_trained_as(result.arrays, plain)
     assert result.scaler == plain.scaler
+    not_skipped = [norm for norm in plain.norms if math.isfinite(norm)]
+    assert len(not_skipped) == 12 - 3
+    assert list(result.norms) == pytest.approx(not_skipped, rel=1e-4), "callbacks receive the norm of every step"
 
 
 @pytest.mark.parametrize("mode", ["async", "shadow"])
@@ -155,5 +158,5 @@ def row_zero_of_each_shard(host: Host) -> np.ndarray:
     out = np.empty((3, 4), np.float32)
     group = host.layout.groups[0]
     assert group.dim == 4
-    kernels.gather_rows(host.memory.flat, host.layout.places(np.arange(3), group), 0, out)
+    kernels.gather_rows(host.memory.flat, host.layout.record_starts(np.arange(3), group), 0, out)
     return out

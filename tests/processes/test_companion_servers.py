@@ -37,7 +37,7 @@ _START = launch.ensure_running
 
 
 class Diary(gba_hvd.Callback):
-    """Everything that is told."""
+    """All events."""
 
     def __init__(self) -> None:
         self.events: list[gba_hvd.Event] = []
@@ -128,7 +128,7 @@ def test_training_goes_on_in_allreduce_while_a_server_starts_and_says_what_it_wa
     (missing, *_), (late, *_) = job.diary.of("server_missing"), job.diary.of("checkpoint_late")
     assert missing.level == late.level == "warning"
     assert missing.data["waiting"] == ["mode gba", "the checkpoint that is due"]
-    assert "training goes on in allreduce; server 0 of this host has not answered yet" in missing.message
+    assert "training continues in allreduce; server 0 of this host has not answered yet" in missing.message
     assert missing.step > 10, "training stood still"
     assert f"no checkpoint for {late.data['seconds']:.0f} s and {late.step} steps" in late.message
     (switch,) = job.diary.of("switch")
@@ -178,7 +178,7 @@ def test_a_row_optimizer_in_a_module_beside_the_script_is_found_by_the_server(
     del sys.modules["my_row_optimizers"]
 
 
-def test_a_job_folder_that_was_removed_is_told_of_and_so_is_every_checkpoint_that_is_missing(tmp_path: Path) -> None:
+def test_a_job_folder_that_was_removed_is_reported_and_so_is_every_checkpoint_that_is_missing(tmp_path: Path) -> None:
     place = tmp_path / "checkpoints"
     with a_job(tmp_path, {}, CheckpointCallback(place, every_steps=2)) as job:
 
@@ -224,7 +224,7 @@ def test_checkpoints_go_on_after_a_server_entered_a_mode_that_its_workers_gave_u
 
     monkeypatch.setattr(enter_ps, "_enter", enter_in_vain)
     switching = gba_hvd.GBACallback(mode="allreduce", switch_at={6: "gba"})
-    # Of a save that began before, nothing may be heard any more: those that count are asked for after the switch.
+    # Of a save that began before, nothing may be reported any more: those that count are asked for after the switch.
     with a_job(tmp_path, {}, switching, CheckpointCallback(place, every_steps=4), server_s=8.0) as job:
 
         def is_done() -> bool:
@@ -237,11 +237,11 @@ def test_checkpoints_go_on_after_a_server_entered_a_mode_that_its_workers_gave_u
 
         job.train(is_done)
         (failed,) = job.diary.of("switch_failed")
-        assert failed.level == "warning" and "mode gba was not entered, allreduce goes on" in failed.message
+        assert failed.level == "warning" and "mode gba was not entered, allreduce continues" in failed.message
         assert servers == {stopped[0]}, "it is the server that was in the mode"
         if what == "Enter comes too late":
             (waits,) = [event for event in job.diary.of("server_missing") if event.step == failed.step]
-            assert waits.data["seconds"] < failed.data["seconds"] / 2, "it was told of too late"
+            assert waits.data["seconds"] < failed.data["seconds"] / 2, "it was reported too late"
             assert "training stands, on all workers, and waits for server 0 of this host" in waits.message
         assert set(job.diary.modes) == {"allreduce"}
     assert not job.diary.of("checkpoint_failed")
@@ -283,7 +283,7 @@ def test_what_a_silent_server_of_this_host_has_published_is_taken_from_its_file(
         assert float(found["got"][0].state["step"]) == found["position"].step
 
 
-def test_a_save_whose_server_dies_in_gba_mode_is_told_of_and_the_next_one_is_made(
+def test_a_save_whose_server_dies_in_gba_mode_is_reported_and_the_next_one_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server is killed as soon as it has taken the request; its successor knows nothing of it."""
@@ -308,6 +308,6 @@ def test_a_save_whose_server_dies_in_gba_mode_is_told_of_and_the_next_one_is_mad
         job.train(is_done)
         failed, *more = job.diary.of("checkpoint_failed")
         assert killed and not more and failed.level == "warning"
-        assert "the server that was to save has died; another one goes on in its place" in failed.message
+        assert "the server that was to save has died; another one has taken over" in failed.message
         assert set(job.diary.modes) == {"gba"}
     assert job.training.state.step in saved_steps(place)

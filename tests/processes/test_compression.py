@@ -30,9 +30,9 @@ def test_all_gradients_are_applied_or_wait(tmp_path: Path, values: str) -> None:
     with cluster(tmp_path, **plan) as job:
         job.run(lambda: job.start_static(2), PATIENCE_S)
         assert_balanced(job)
-        (told, *_) = events(job, "traffic")
-        assert told["bytes"]["sent_allreduce_dense"] > 0
-        assert 0 < told["density"]["mlp.0.weight"] < 0.3
+        (reported, *_) = events(job, "traffic")
+        assert reported["bytes"]["sent_allreduce_dense"] > 0
+        assert 0 < reported["density"]["mlp.0.weight"] < 0.3
 
 
 @pytest.mark.variant
@@ -60,8 +60,8 @@ def test_a_killed_worker_takes_its_residual_along_and_nothing_else(tmp_path: Pat
         job.assert_every_sample_once(epochs=2)
         if point == "before commit":  # its last note says what it had: the step was not decided
             assert_balanced(job, residual_lost=True)
-        (told, *_) = events(job, "residual_lost")
-        assert told["workers"] == 1 and told["residual"] > 0
+        (reported, *_) = events(job, "residual_lost")
+        assert reported["workers"] == 1 and reported["residual"] > 0
 
 
 def test_a_survivor_that_misses_the_result_settles_what_it_sent(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ TWO_HOSTS: dict[str, Any] = {"own_memory_per_name": True, "samples": 2000}
 QUALITY = {"gba": {"mode": "gba"}, "epochs": 4, **TWO_HOSTS}
 
 
-SPARSE_ROWS = {"name": "dct", "keep": 0.5, "values": "int8"}
+SPARSE_ROWS = {"name": "ternary_ef", "keep": 0.5, "values": "int8"}
 
 
 @pytest.mark.parametrize("values", ["int8", pytest.param("none", marks=pytest.mark.variant)])
@@ -173,13 +173,31 @@ def test_what_goes_to_servers_of_other_hosts_and_comes_back_is_compressed(tmp_pa
             job.run(lambda job=job: job.start_elastic(TWO), PATIENCE_S)  # type: ignore[misc]
             job.assert_every_sample_once(epochs=4, samples=2000)
             aucs[name] = job.result()["aucs"][-1]
-            told = [line["bytes"] for line in events(job, "traffic")]
+            reported = [line["bytes"] for line in events(job, "traffic")]
         for kind in ("dense", "rows"):
-            n_bytes[name, kind] = sum(n for one in told for key, n in one.items() if key.endswith(f"_gba_{kind}"))
+            n_bytes[name, kind] = sum(n for one in reported for key, n in one.items() if key.endswith(f"_gba_{kind}"))
     assert aucs["sparse"] > aucs["plain"] - 0.05
     assert 0 < n_bytes["sparse", "dense"] < n_bytes["plain", "dense"]
     # Half of the pushes stay on the host, and evaluations pull whole rows.
     assert (n_bytes["sparse", "rows"] < 0.85 * n_bytes["plain", "rows"]) is (values == "int8")
+
+
+@pytest.mark.parametrize("keep", [0.5, pytest.param(1.0, marks=pytest.mark.variant)])
+def test_activations_travel_in_both_modes_and_through_switches(tmp_path: Path, keep: float) -> None:
+    """DCT-MP. Every sample is applied or accounted for, and the model learns."""
+    rule = {"row_compression": {"name": "dct_mp", "keep": keep, "refresh_every": 20, "values": "int8"}}
+    switches = {"mode": "allreduce", "switch_at": {20: "gba", 60: "allreduce"}}
+    plan = {"gba": switches, "epochs": 4, **TWO_HOSTS, **rule}
+    with cluster(tmp_path, **plan) as job:
+        job.run(lambda: job.start_elastic(TWO), PATIENCE_S)
+        assert {line["to"] for line in events(job, "switch")} == {"gba", "allreduce"}
+        job.assert_every_sample_once(epochs=4, samples=2000)
+        aucs = job.result()["aucs"]
+        assert aucs[-1] > max(0.6, aucs[0])
+        reported = events(job, "traffic")
+    n_bytes = {mode: sum(one["bytes"].get(f"sent_{mode}_rows", 0) for one in reported) for mode in ("allreduce", "gba")}
+    assert all(n_bytes.values()), n_bytes
+    assert all(0 < share <= 1 for share in reported[-1]["row_density"])
 
 
 @pytest.mark.variant
@@ -193,7 +211,7 @@ def test_rows_in_half_precision_train_nearly_the_same_model(reference: dict[str,
 
 
 def test_there_and_back_nothing_is_lost(tmp_path: Path) -> None:
-    """Of the residual, too: in allreduce mode before and after, the projections tell."""
+    """Of the residual, too: in allreduce mode before and after, by the projections."""
     switches = {"mode": "allreduce", "switch_at": {6: "gba", 20: "allreduce"}}
     plan = {"gba": switches, "epochs": 3, **TWO_HOSTS, **SPARSE}
     with cluster(tmp_path, **plan) as job:
@@ -238,7 +256,9 @@ def pushes_with_residuals(job: Cluster) -> list[dict[str, Any]]:
         leases = [line for line in job.notes("push") if line["pid"] == pid]
         sums = [line for line in job.notes("pushed") if line["pid"] == pid]
         pairs = zip(leases, sums, strict=False)  # the last one may not have come so far
-        found += [{"rows": lease["rows"], "left": told["pushed"] - told["arrives"]} for lease, told in pairs]
+        found += [
+            {"rows": lease["rows"], "left": reported["pushed"] - reported["arrives"]} for lease, reported in pairs
+        ]
     return found
 
 
@@ -248,6 +268,6 @@ def test_workers_decide_about_pushes_and_pulls_and_lose_nothing(tmp_path: Path) 
         job.run(lambda: job.start_elastic(TWO), PATIENCE_S)
         job.assert_every_sample_once(epochs=2, samples=2000)
         assert_balanced(job, least_waiting=-1.0)  # where pushes go as they are, nothing is left
-        told = [line["message"] for line in events(job, "compression")]
-        assert any("dense gradients for server" in message for message in told)
-        assert any("dense values from server" in message for message in told)
+        reported = [line["message"] for line in events(job, "compression")]
+        assert any("dense gradients for server" in message for message in reported)
+        assert any("dense values from server" in message for message in reported)

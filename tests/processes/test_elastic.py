@@ -91,19 +91,19 @@ def test_a_worker_killed_in_the_first_agreement(reference: dict[str, np.ndarray]
         assert_same_parameters(job.arrays(), reference)
 
 
-def test_what_a_worker_failed_with_is_told_by_those_that_go_on(tmp_path: Path) -> None:
+def test_what_a_worker_failed_with_is_reported_by_those_that_go_on(tmp_path: Path) -> None:
     with cluster(tmp_path, faults=[fault("before exchange", "raise")]) as job:
         job.run(lambda: job.start_elastic(NAMES[:1], slots=2))
         assert job.fired() == 1
-        told = [line for line in job.notes("event") if line["event"] == "worker_failed"]
-        assert [(one["rank"], one["why"]) for one in told] == [(1, "RuntimeError: planned failure")], job.log()
+        reported = [line for line in job.notes("event") if line["event"] == "worker_failed"]
+        assert [(one["rank"], one["why"]) for one in reported] == [(1, "RuntimeError: planned failure")], job.log()
         job.assert_every_sample_once(epochs=2)
 
 
-def test_a_newcomer_that_takes_too_long_to_start_is_told_as_an_event(tmp_path: Path) -> None:
+def test_a_late_joiner_that_takes_too_long_to_start_is_reported_as_an_event(tmp_path: Path) -> None:
     """It breaks up the world that forms; the survivor says how long it stood still, and why."""
     environ = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "10"}
-    with cluster(tmp_path, environ, wait_at_step=5, newcomers_wait_for="broke up") as job:
+    with cluster(tmp_path, environ, wait_at_step=5, late_joiners_wait_for="broke up") as job:
         job.start_elastic(NAMES[:1])
         wait_for(lambda: list(job.out.glob("waiting-*")), "the worker at step 5")
         job.set_hosts(TWO)
@@ -114,19 +114,19 @@ def test_a_newcomer_that_takes_too_long_to_start_is_told_as_an_event(tmp_path: P
         assert job.wait() == 0, job.log()
         job.assert_nothing_left()
         first = job.notes("job")[0]["pid"]
-        told = [line for line in job.notes("event") if line["event"] == "world_late" and line["pid"] == first]
-        assert told and told[0]["broken"] >= 1 and told[0]["seconds"] >= 10.0, job.log()
+        reported = [line for line in job.notes("event") if line["event"] == "world_late" and line["pid"] == first]
+        assert reported and reported[0]["broken"] >= 1 and reported[0]["seconds"] >= 10.0, job.log()
         assert "[world late]" in job.said()
         job.assert_every_sample_once(epochs=2)
 
 
-def test_a_newcomer_killed_while_it_is_let_in(reference: dict[str, np.ndarray], tmp_path: Path) -> None:
+def test_a_late_joiner_killed_while_it_is_let_in(reference: dict[str, np.ndarray], tmp_path: Path) -> None:
     faults = [fault("before exchange", step=9), {**fault("in sync", step=0), "after": 0}]
     with cluster(tmp_path, faults=faults, wait_at_step=12) as job:
         job.start_elastic(TWO)
-        # A survivor that forms the next world late finds the host in it, and hears no word.
+        # A survivor that forms the next world late finds the host in it, and gets no word.
         returned = lambda: job.notes("hosts_updated") or job.fired() == 2  # noqa: E731
-        wait_for(lambda: job.ended or returned(), "Horovod's word of the returned host, or a newcomer there")
+        wait_for(lambda: job.ended or returned(), "Horovod's word of the returned host, or a late joiner there")
         (job.out / "go").touch()
         assert job.wait() == 0, job.log()
         job.assert_nothing_left()
@@ -151,7 +151,7 @@ def test_a_worker_joins_in_mid_epoch_and_gets_everything(reference: dict[str, np
 
 
 def test_falling_below_min_np_and_growing_again_does_not_hang(reference: dict[str, np.ndarray], tmp_path: Path) -> None:
-    """horovod #3494: survivors of a removal skip the state exchange that the newcomers wait in."""
+    """horovod #3494: survivors of a removal skip the state exchange that the late joiners wait in."""
     with cluster(tmp_path, wait_at_step=5) as job:
         job.start_elastic(TWO, min_np=2)
         wait_for(lambda: len(list(job.out.glob("waiting-*"))) == 2, "both workers at step 5")
@@ -168,7 +168,7 @@ def test_falling_below_min_np_and_growing_again_does_not_hang(reference: dict[st
 
 
 def test_a_lost_host_costs_its_rows_and_it_is_said(tmp_path: Path) -> None:
-    """Two names with a memory each: the survivor takes the lost shards over and counts what began anew."""
+    """Two names with a memory each: the survivor takes the lost shards over and counts what was reinitialised."""
     with cluster(tmp_path, own_memory_per_name=True, faults=[fault("before exchange")], wait_at_step=20) as job:
         job.start_elastic(TWO)
         event = wait_for(
@@ -197,7 +197,7 @@ def test_a_host_lost_in_gba_mode_takes_only_its_own_part_along(tmp_path: Path, m
         job.start_elastic(TWO)
         wait_for(lambda: job.ended or job.last_step() >= 15, "step 15")
         assert not job.ended, job.log()
-        # Not the host of the coordinator: without that nobody hears of a newcomer.
+        # Not the host of the coordinator: without that nobody learns of a late joiner.
         second = next(int(line["pid"].rpartition("-")[2]) for line in job.notes("rank") if line["rank"] == 1)
         name = next(name for name in TWO if second in job.processes_of_name(name))
         killed = job.processes_of_name(name)
@@ -214,7 +214,7 @@ def test_a_host_lost_in_gba_mode_takes_only_its_own_part_along(tmp_path: Path, m
         assert lost["rows_lost"] in ((170, 340) if memory_goes else (0, 170, 340))
         if memory_goes:
             assert "came back without the shards they held" in job.said()
-            assert len({line["pid"] for line in job.notes("rank")}) == 3, "no newcomer was to fail"
+            assert len({line["pid"] for line in job.notes("rank")}) == 3, "no late joiner was to fail"
         assert result["total"] == result["applied"] + result["dropped"] + result["lost"] == 6000
         (old,) = (line["tensors"] for line in job.notes("event") if line["event"] == "dense_state_old")
         steps = [value for name, value in job.optimizer_arrays().items() if name.endswith(".step")]

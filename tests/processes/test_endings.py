@@ -65,7 +65,7 @@ def test_nothing_is_left_when_a_worker_fails_and_its_error_is_shown(tmp_path: Pa
 
 @pytest.mark.parametrize(("mode", "last"), [("gba", 1), ("shadow", 0)])
 def test_a_host_that_is_done_serves_the_others_until_they_are(tmp_path: Path, mode: str, last: int) -> None:
-    """In shadow whoever hands in first hears a moment later than the last that all have."""
+    """In shadow the worker that submits first learns a moment later than the last that all have."""
     plan = {"own_memory_per_name": True, "gba": {"mode": mode}, "epochs": 2, "last_to_end": last}
     with cluster(tmp_path, **plan) as job:
         job.run(lambda: job.start_elastic(NAMES[:2]))

@@ -104,7 +104,7 @@ def test_three_workers_in_lock_step_equal_allreduce(tmp_path: Path) -> None:
 
 def test_probabilities_are_not_taken_for_logits(tmp_path: Path) -> None:
     with pytest.raises(gba_hvd.BadInput, match='activation="none" for probabilities'):
-        train_alone(tmp_path / "job", {"samples": 200, "epochs": 1, "judge": "probabilities"}, **LOCK_STEP)
+        train_alone(tmp_path / "job", {"samples": 200, "epochs": 1, "evaluate": "probabilities"}, **LOCK_STEP)
 
 
 def test_a_slow_worker_holds_nobody_up_and_still_contributes(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_pushes_that_wait_in_a_killed_server_are_computed_again(
 def test_a_push_whose_server_dies_before_it_is_reported_is_computed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server said it has the push; its successor hears that the push is done, but has it no more."""
+    """The server said it has the push; its successor learns that the push is done, but has it no more."""
     report, killed = PushWindow.report, []
 
     def kill_then_report(self: PushWindow, done: PushDone) -> None:
@@ -317,8 +317,8 @@ def test_a_micro_batch_that_is_not_finite_is_dropped_and_counted(one_bad_micro_b
 
 
 def test_a_micro_batch_that_is_not_finite_is_named(one_bad_micro_batch: Cluster) -> None:
-    told = one_bad_micro_batch.said() + str(one_bad_micro_batch.notes("event"))
-    assert re.search(r"micro-batch 20\b.*loss nan", told)
+    reported = one_bad_micro_batch.said() + str(one_bad_micro_batch.notes("event"))
+    assert re.search(r"micro-batch 20\b.*loss nan", reported)
 
 
 def test_a_job_whose_every_loss_is_not_finite_ends_with_an_error(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ class Compute:
     def __init__(self, first: Callable[[], Any] = lambda: None, times: int = 0) -> None:
         self.rows: list[int] = []
         self.threads: dict[str, set[str]] = {}  # by mode
+        self.elp: dict[str, set[int]] = {}  # by mode: samples computed at once
         self._first, self._left, self._door = first, times, threading.Lock()
         self.state: Any = None
 
@@ -45,6 +46,7 @@ class Compute:
         with self._door:
             self.rows += batch.rows
             self.threads.setdefault(mode.name, set()).add(threading.current_thread().name)
+            self.elp.setdefault(mode.name, set()).add(self.state.engine.elp)
             is_first, self._left = self._left > 0, self._left - 1
         if is_first:
             self._first()
@@ -119,6 +121,8 @@ def test_threads_come_and_go_with_the_mode(tmp_path: Path) -> None:
     assert outcome.samples["applied"] + outcome.samples["dropped"] == 6 * SAMPLES
     assert all(name.startswith("gba-hvd hogwild") for name in compute.threads.pop("shadow"))
     assert compute.threads == {"allreduce": {"MainThread"}, "gba": {"MainThread"}}
+    micro = training.state.engine.model.micro_batch
+    assert compute.elp == {"allreduce": {micro}, "gba": {micro}, "shadow": {N * micro}}
 
 
 def test_a_thread_that_fails_ends_the_loop_with_its_error_and_the_epoch_can_go_on(tmp_path: Path) -> None:
@@ -141,7 +145,7 @@ def test_a_thread_that_fails_ends_the_loop_with_its_error_and_the_epoch_can_go_o
                 gba_hvd.hogwild(training.dataset, state, compute, n_threads=N, seed=1)
             mode = state.engine.mode
             assert isinstance(mode, ModelAveragingMode) and not mode.servers.replica.is_open, (
-                "its replica was not handed in"
+                "its replica was not submitted"
             )
             assert not [t for t in threading.enumerate() if t.name.startswith("gba-hvd hogwild")]
             gba_hvd.hogwild(training.dataset, state, compute, n_threads=N, seed=1)
@@ -205,7 +209,7 @@ def test_what_cannot_be_done_within_a_thread_is_refused(
             run(training.state)
 
 
-def test_running_statistics_are_each_thread_s_own_and_the_user_is_told(tmp_path: Path) -> None:
+def test_running_statistics_are_each_thread_s_own_and_the_user_is_warned(tmp_path: Path) -> None:
     with job_alone(tmp_path / "job", PLAN, mode="shadow") as (training, watch):
         norm = nn.BatchNorm1d(1, affine=False)
         training.model.mlp.append(norm)
@@ -254,7 +258,7 @@ def test_a_worker_that_dies_with_several_micro_batches_in_hand_costs_no_sample(t
     with cluster(tmp_path, {**PATIENT, "GBA_HVD_LEASE_S": "200"}, gba=gba, **plan) as job:
         job.run(lambda: job.start_elastic(TWO_NAMES), PATIENCE_S)
         assert job.schedule_fired() == ["kill"]
-        assert len({line["pid"] for line in job.pushes()}) == 3, "two workers and a newcomer"
+        assert len({line["pid"] for line in job.pushes()}) == 3, "two workers and a late joiner"
         assert_one_model_and_every_sample_once(job, epochs=6)
 
 

@@ -81,10 +81,10 @@ def worker(script: str, rank: int, port: int) -> subprocess.Popen[str]:
 
 
 def test_a_worker_that_dies_while_the_world_forms_does_not_take_the_others_along(rendezvous: tuple[int, Any]) -> None:
-    port, told = rendezvous
+    port, reported = rendezvous
     with worker(JOINS, 1, port) as dies:
         try:
-            wait_for(lambda: told.get("global"), "the address of rank 1", PATIENCE_S)
+            wait_for(lambda: reported.get("global"), "the address of rank 1", PATIENCE_S)
         finally:
             os.kill(dies.pid, signal.SIGKILL)
         dies.communicate(timeout=PATIENCE_S)
@@ -109,7 +109,7 @@ class SlowDiscovery:
 
 
 class Launches:
-    """Workers, as the launcher sees them: one of host "dies" does so when it is told to, once."""
+    """Workers, as the launcher sees them: one of host "dies" does so on request, once."""
 
     def __init__(self) -> None:
         self.hosts: list[str] = []
@@ -193,21 +193,21 @@ def wait_for(name):
     while not died.with_name(name).exists():
         time.sleep(0.05)
 if died.exists():
-    died.with_name("newcomer").touch()
+    died.with_name("late joiner").touch()
     wait_for("finished")
-    sys.exit("a newcomer that fails")
+    sys.exit("a late joiner that fails")
 hvd.init()
 if hvd.rank() == 1:
     died.touch()
     os.kill(os.getpid(), signal.SIGKILL)
 os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "3"
 try:
-    while True:  # alone, until the launcher takes the newcomer in
+    while True:  # alone, until the launcher takes the late joiner in
         time.sleep(0.2)
         hvd.shutdown()
         hvd.init()
 except ValueError:  # it is in the world, and did not come in time
-    wait_for("newcomer")
+    wait_for("late joiner")
     died.with_name("finished").touch()
 """
 
@@ -219,7 +219,7 @@ def test_a_job_that_survivors_finish_has_succeeded_although_a_newcomer_fails_at_
     command = [str(HOROVODRUN), *elastic, sys.executable, str(script), str(tmp_path / "died")]
     done = subprocess.run(command, check=False, text=True, capture_output=True, timeout=2 * PATIENCE_S)
     said = done.stdout + done.stderr
-    assert (tmp_path / "newcomer").exists(), said
+    assert (tmp_path / "late joiner").exists(), said
     assert done.returncode == 0, said
     assert "worker localhost[1] ended with exit code 1; the others have finished the job" in said
 
@@ -237,7 +237,7 @@ def test_a_slot_that_fails_rests_longer_each_time_and_is_given_up(capsys: pytest
         assert hosts.current_hosts.count_available_slots() == 2
     assert not hosts.update_available_hosts()
     hosts._hosts_state["h"]._closed_slots[1] = 0.0
-    assert hosts.update_available_hosts(), "the workers are to hear that a slot is open again"
+    assert hosts.update_available_hosts(), "the workers are to be notified that a slot is open again"
     assert hosts.current_hosts.get_open_slots("h") == [0, 1, 2]
 
 

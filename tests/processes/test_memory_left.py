@@ -53,14 +53,14 @@ def run_until_the_worker_is_killed(job: Cluster) -> None:
 
 
 def wait_for_a_checkpoint(job: Cluster) -> None:
-    """In the store: the workers, who may be dead or held, need not have heard of it."""
+    """In the store: the workers, who may be dead or held, need not know of it."""
     place = Path(job.plan["checkpoint"]["url"])
     wait_for(lambda: any(place.glob("manifests/*.json")), "a checkpoint", PATIENCE_S)
 
 
 def end_all_workers(job: Cluster) -> None:
     assert job.launcher is not None and not job.ended, job.log()
-    job.launcher.kill()  # first: nobody is to hear of what follows
+    job.launcher.kill()  # first: nobody is to learn of what follows
     for pid in job.processes(only_workers=True):
         with contextlib.suppress(ProcessLookupError):  # who was started by the launcher may end with it
             os.kill(pid, signal.SIGKILL)
@@ -86,10 +86,10 @@ def test_a_job_goes_on_from_memory_as_if_nothing_had_happened(
 
 
 @pytest.mark.variant  # minutes: Horovod's own time-outs
-def test_a_newcomer_goes_on_when_the_only_worker_dies_while_it_joins(tmp_path: Path) -> None:
+def test_a_late_joiner_goes_on_when_the_only_worker_dies_while_it_joins(tmp_path: Path) -> None:
     """Its first world is never formed; it asks for a place in the next one, and takes the checkpoint, or memory."""
     plan = {"checkpoint": plan_of(tmp_path, "allreduce")["checkpoint"], "wait_at_step": KILLED_AT - 1}
-    plan["newcomers_wait_for"] = "the worker stands still"
+    plan["late_joiners_wait_for"] = "the worker stands still"
     with cluster(tmp_path / "job", {"GBA_HVD_GRACE_S": "10"}, **plan) as job:
         job.start_elastic(NAMES[:1], cooldown_s=600)
         wait_for(lambda: job.ended or list(job.out.glob("waiting-*")), f"step {KILLED_AT - 1}", PATIENCE_S)
@@ -98,11 +98,11 @@ def test_a_newcomer_goes_on_when_the_only_worker_dies_while_it_joins(tmp_path: P
         job.set_hosts(NAMES[:2])
         wait_for(lambda: job.ended or job.notes("hosts_updated"), "Horovod's word of the new host", PATIENCE_S)
         (job.out / "go").touch()
-        wait_for(lambda: job.ended or len(joining(job)) == 2, "the newcomer", PATIENCE_S)
+        wait_for(lambda: job.ended or len(joining(job)) == 2, "the late joiner", PATIENCE_S)
         os.kill(alone, signal.SIGSTOP)  # in the world that is to be formed
         (job.out / "the worker stands still").touch()
         asks_again = "asking for a place in the next world"
-        wait_for(lambda: job.ended or asks_again in job.log(), "the newcomer to give that world up", PATIENCE_S)
+        wait_for(lambda: job.ended or asks_again in job.log(), "the late joiner to give that world up", PATIENCE_S)
         os.kill(alone, signal.SIGKILL)
         assert job.wait(PATIENCE_S) == 0, job.log()
         (resumed,) = events(job, "resumed")

@@ -25,7 +25,7 @@ def held(job: Cluster) -> Path:
 
 @pytest.mark.parametrize("same_host", [True, pytest.param(False, marks=pytest.mark.variant)])
 def test_two_jobs_of_one_name_before_their_first_checkpoint(tmp_path: Path, same_host: bool) -> None:
-    """Of one host the memory tells, of several the claim on the place for checkpoints. The first goes on unharmed."""
+    """On one host the memory shows it, on several the claim on the checkpoint location. The first one continues."""
     url = str(tmp_path / "store")
     plan: dict[str, Any] = {"horovod": False, "epochs": 1}
     if not same_host:
@@ -51,13 +51,13 @@ def test_two_jobs_of_one_name_before_their_first_checkpoint(tmp_path: Path, same
         first.assert_every_sample_once(epochs=1)
 
 
-def test_a_folder_that_is_removed_is_told_and_training_that_needs_no_server_goes_on(tmp_path: Path) -> None:
+def test_a_folder_that_is_removed_is_reported_and_training_that_needs_no_server_goes_on(tmp_path: Path) -> None:
     with cluster(tmp_path, horovod=False, epochs=1, holds={3: "go"}) as job:
         shutil.rmtree(held(job))
         (job.out / "go").touch()
         assert job.wait() == 0, job.log()
-        (told,) = [event for event in job.notes("event") if event["event"] == "memory_removed"]
-        assert "was removed while the job was using it" in told["message"] and "RemoveIPC" in told["message"]
+        (reported,) = [event for event in job.notes("event") if event["event"] == "memory_removed"]
+        assert "was removed while the job was using it" in reported["message"] and "RemoveIPC" in reported["message"]
         assert "[memory removed] step 4" in job.said()
         job.assert_nothing_left()
         job.assert_every_sample_once(epochs=1)

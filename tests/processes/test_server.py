@@ -15,8 +15,6 @@ import numpy as np
 import psutil
 import pytest
 import zmq
-from gba_hvd_tools import fuzz_server
-from gba_hvd_tools.fuzz_server import GENERATION, LR, N_DENSE, N_SHARDS, ROW_LR, TABLES, WORKER, Host, Peer
 
 from gba_hvd.errors import GbaError
 from gba_hvd.ps import launch, messages, transport, wire
@@ -50,12 +48,22 @@ from recovery.restore.inspect import read_state
 from recovery.storage.open import open_store
 from recovery.storage.store import manifest_names
 
+from . import fuzz_server, prefork
 from .cluster import wait_for
+from .fuzz_server import GENERATION, LR, N_DENSE, N_SHARDS, ROW_LR, TABLES, WORKER, Host, Peer
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 PATIENCE_S = 120.0  # a busy machine takes long to import torch
 LAYOUT = Layout.of(TABLES, (), N_SHARDS, seed=3, init_std=0.1)
 BEGIN = np.arange(N_DENSE, dtype=np.float32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked_servers() -> Iterator[None]:
+    """As those of jobs, see `prefork`; the one that dies at a given point starts from nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", prefork.interpreter())
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -418,7 +426,7 @@ def test_a_port_that_was_taken_meanwhile_is_named(tmp_path: Path) -> None:
         host.close()
 
 
-def test_a_step_that_cannot_be_applied_is_over_and_the_workers_are_told(tmp_path: Path) -> None:
+def test_a_step_that_cannot_be_applied_is_over_and_the_workers_learn_it(tmp_path: Path) -> None:
     host = Host(tmp_path, job="overflow")
     try:
         peer = host.peer()
@@ -443,7 +451,7 @@ def test_a_server_whose_workers_fell_out_of_the_mode_applies_nothing_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The coordinator may have been cut off, and come back."""
-    monkeypatch.setattr(leave_ps, "_LEAVE_TIMEOUT_S", PATIENCE_S)  # it is to be told, not killed for being slow
+    monkeypatch.setattr(leave_ps, "_LEAVE_TIMEOUT_S", PATIENCE_S)  # it is to be asked, not killed for being slow
     host = Host(tmp_path, job="retired")
     try:
         peer = host.peer()
@@ -458,7 +466,7 @@ def test_a_server_whose_workers_fell_out_of_the_mode_applies_nothing_more(
         host.close()
 
 
-def test_a_server_that_does_not_hear_that_the_mode_is_over_is_killed(tmp_path: Path) -> None:
+def test_a_server_that_does_not_learn_that_the_mode_is_over_is_killed(tmp_path: Path) -> None:
     host = Host(tmp_path, job="deaf")
     try:
         host.peer().ask(*fuzz_server.enter(host.endpoints))

@@ -1,7 +1,7 @@
 """Replicas of the dense parameters in real jobs: mode shadow, and its counterparts in the foreground.
 
 Whatever the rounds do, the rows and the account are those of mode async. What is checked beside: that all workers leave
-every epoch with the same values, bit for bit, through deaths at each point where replicas are handed in.
+every epoch with the same values, bit for bit, through deaths at each point where replicas are submitted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def assert_learned(job: Cluster) -> None:
     assert max(job.result()["aucs"]) > 0.95
 
 
-def rounds_told(job: Cluster) -> list[dict[str, Any]]:
+def rounds_reported(job: Cluster) -> list[dict[str, Any]]:
     return [line for line in job.notes("event") if "rounds_per_s" in line]
 
 
@@ -99,10 +99,10 @@ def test_workers_train_replicas_and_leave_each_epoch_with_one_model(tmp_path: Pa
         assert {line["rank"] for line in job.pushes()} == {0, 1}
         assert_one_model(job, epochs=4)
         assert_learned(job)
-        told = rounds_told(job)
-        assert gba.get("sync") == "none" or (told and told[-1]["rounds_dropped"] == 0)
+        reported = rounds_reported(job)
+        assert gba.get("sync") == "none" or (reported and reported[-1]["rounds_dropped"] == 0)
         if "every" in gba:
-            assert all(abs(line["steps_per_round"] - 5) < 2.5 for line in told)
+            assert all(abs(line["steps_per_round"] - 5) < 2.5 for line in reported)
 
 
 def test_replicas_are_entered_and_left_live_from_and_to_every_other_mode(tmp_path: Path) -> None:
@@ -124,21 +124,21 @@ def test_replicas_are_entered_and_left_live_from_and_to_every_other_mode(tmp_pat
         assert_learned(job)
 
 
-def test_an_evaluation_within_an_epoch_judges_the_central_copy_and_leaves_the_replica_alone(tmp_path: Path) -> None:
+def test_an_evaluation_within_an_epoch_evaluates_the_central_copy_and_leaves_the_replica_alone(tmp_path: Path) -> None:
     gba = {"mode": "shadow", "sync": "none"}  # so that the central copy stays what the epoch before ended with
-    with cluster(tmp_path, PATIENT, gba=gba, judge_after=[1, 40], sleep_s=0.02) as job:
+    with cluster(tmp_path, PATIENT, gba=gba, evaluate_after=[1, 40], sleep_s=0.02) as job:
         job.run(lambda: job.start_static(2), PATIENCE_S)
-        (judged,) = job.notes("judged")
+        (evaluated,) = job.notes("evaluated")
         (central,) = {line["values"] for line in job.notes("values") if line["of_epoch"] == 0}
-        assert judged["judged"] == [central]
-        assert judged["before"] == judged["after"] != central
+        assert evaluated["evaluated"] == [central]
+        assert evaluated["before"] == evaluated["after"] != central
 
 
 # --- deaths ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sync", ["ma", pytest.param("easgd", marks=pytest.mark.variant)])
-def test_a_worker_dies_its_leases_go_to_others_and_a_newcomer_takes_part(tmp_path: Path, sync: str) -> None:
+def test_a_worker_dies_its_leases_go_to_others_and_a_late_joiner_takes_part(tmp_path: Path, sync: str) -> None:
     faults = [fault.entry() for fault in FaultSchedule().serve(seconds=0.05).kill(worker=1, at_step=60).faults]
     plan: dict[str, Any] = {"fault_schedule": faults, "epochs": 6, "workers_seen": 3}
     with cluster(tmp_path, {**PATIENT, "GBA_HVD_LEASE_S": "200"}, gba={"mode": "shadow", "sync": sync}, **plan) as job:
@@ -146,22 +146,22 @@ def test_a_worker_dies_its_leases_go_to_others_and_a_newcomer_takes_part(tmp_pat
         assert job.schedule_fired() == ["kill"]
         job.assert_every_sample_once(epochs=6)
         pids = {line["pid"] for line in job.pushes()}
-        assert len(pids) == 3, "two workers and a newcomer"
+        assert len(pids) == 3, "two workers and a late joiner"
         assert_one_model(job, epochs=6)
         assert_learned(job)
-        newcomer = max(pids, key=lambda pid: min(line["time"] for line in job.pushes() if line["pid"] == pid))
-        joined = min(line["time"] for line in job.pushes() if line["pid"] == newcomer)
-        assert any(line["time"] > joined for line in rounds_told(job)), "no rounds in the new world"
+        late_joiner = max(pids, key=lambda pid: min(line["time"] for line in job.pushes() if line["pid"] == pid))
+        joined = min(line["time"] for line in job.pushes() if line["pid"] == late_joiner)
+        assert any(line["time"] > joined for line in rounds_reported(job)), "no rounds in the new world"
 
 
 @pytest.mark.parametrize(
     "point",
     [
-        "after handing in",
-        *(pytest.param(p, marks=pytest.mark.variant) for p in ("before handing in", "all have handed in")),
+        "after submitting",
+        *(pytest.param(p, marks=pytest.mark.variant) for p in ("before submitting", "all have submitted")),
     ],
 )
-def test_a_worker_that_dies_while_replicas_are_handed_in_costs_its_replica_at_most(tmp_path: Path, point: str) -> None:
+def test_a_worker_that_dies_while_replicas_are_submitted_costs_its_replica_at_most(tmp_path: Path, point: str) -> None:
     fault = {"point": point, "step": 1, "rank": 1, "do": "kill"}
     with cluster(
         tmp_path, PATIENT, gba={"mode": "shadow", "sync": "ma"}, faults=[fault], epochs=5, sleep_s=0.02
@@ -173,8 +173,8 @@ def test_a_worker_that_dies_while_replicas_are_handed_in_costs_its_replica_at_mo
         assert_learned(job)
 
 
-@pytest.mark.parametrize("point", ["all have handed in", pytest.param("after handing in", marks=pytest.mark.variant)])
-def test_a_server_that_dies_while_replicas_are_handed_in_goes_on_with_what_its_successor_has(
+@pytest.mark.parametrize("point", ["all have submitted", pytest.param("after submitting", marks=pytest.mark.variant)])
+def test_a_server_that_dies_while_replicas_are_submitted_goes_on_with_what_its_successor_has(
     tmp_path: Path, point: str
 ) -> None:
     fault = {"point": point, "step": 1, "rank": 1, "do": "kill the server"}
@@ -209,9 +209,9 @@ def test_a_worker_that_breaks_off_its_loop_keeps_nobody_waiting(tmp_path: Path) 
 
 
 @pytest.mark.variant
-def test_a_worker_whose_replica_comes_too_late_is_told_so(tmp_path: Path) -> None:
+def test_a_worker_whose_replica_comes_too_late_learns_so(tmp_path: Path) -> None:
     faults = [
-        {"point": "before handing in", "step": 1, "rank": 1, "do": "wait for", "file": "fault-1"},
+        {"point": "before submitting", "step": 1, "rank": 1, "do": "wait for", "file": "fault-1"},
         {"point": "exported", "step": 1, "rank": 0, "do": "mark"},
     ]
     environ = {**PATIENT, "GBA_HVD_LEASE_S": "5"}  # so long the other one waits for it
@@ -227,7 +227,7 @@ def test_a_worker_whose_replica_comes_too_late_is_told_so(tmp_path: Path) -> Non
 @pytest.mark.variant
 def test_a_worker_that_leaves_the_mode_after_the_first_server_died_gets_what_the_others_got(tmp_path: Path) -> None:
     faults = [
-        {"point": "after handing in", "step": 1, "rank": 1, "do": "wait for", "file": "fault-1"},
+        {"point": "after submitting", "step": 1, "rank": 1, "do": "wait for", "file": "fault-1"},
         {"point": "exported", "step": 1, "rank": 0, "do": "kill the server"},
     ]
     gba = {"mode": "shadow", "switch_at": {90: "allreduce"}}
@@ -260,14 +260,14 @@ def test_a_worker_that_falls_out_of_the_mode_takes_the_central_copy_and_comes_ba
 
 
 @pytest.mark.variant
-def test_workers_agree_that_a_round_was_left_behind_and_form_the_world_anew_together(tmp_path: Path) -> None:
+def test_workers_agree_that_a_round_was_left_behind_and_form_the_world_again_together(tmp_path: Path) -> None:
     gba = {"mode": "shadow", "sync": "ma", "switch_at": {90: "allreduce"}}
     with cluster(tmp_path, PATIENT, gba=gba, rounds_end_badly=1, epochs=3, sleep_s=0.02) as job:
         job.run(lambda: job.start_elastic(TWO_NAMES), PATIENCE_S)
         assert (job.out / "ended-badly").exists()
         assert not job.notes("restored"), "a worker went on in the world that the other one left"
-        told = [line for line in job.notes("event") if line["event"] == "membership"]
-        assert len({line["pid"] for line in told}) == 2
+        reported = [line for line in job.notes("event") if line["event"] == "membership"]
+        assert len({line["pid"] for line in reported}) == 2
         job.assert_every_sample_once(epochs=3)
         assert_one_model(job, epochs=3)
 

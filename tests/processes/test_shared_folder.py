@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ pytestmark = [
 
 class Containers(Cluster):
     """Every worker has a namespace of processes of its own, as in a container; files and network are the machine's."""
+
+    def python(self) -> list[str]:
+        """A worker that another process forks would be in that one's namespace."""
+        return [sys.executable]
 
     def popen(self, command: list[str], **settings: Any) -> subprocess.Popen[bytes]:
         at = len(command) - 2  # the worker's command, behind the launcher's

@@ -1,4 +1,4 @@
-"""However a job ends: what callbacks hear, the status of its MLflow run and the exit code say the same."""
+"""However a job ends: what callbacks get, the status of its MLflow run and the exit code say the same."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def run_of(uri: str, job: Cluster) -> Run:
     ids=["other-killed", "chief-killed", "other-raises"],
 )
 def test_two_workers_without_elasticity(tmp_path: Path, database: str, do: str, rank: int, said: str) -> None:
-    """The launcher kills whoever is left 5 s after one worker has died: each hears of the end before, and why."""
+    """The launcher kills whoever is left 5 s after one worker has died: each learns of the end before, and why."""
     mlflow = {"tracking_uri": database, "flush_timeout_s": 120, "system_metrics": False}
     with cluster(tmp_path, faults=[at_step_5(do, rank)], mlflow=mlflow) as job:
         job.start_static(2)

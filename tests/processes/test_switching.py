@@ -2,7 +2,7 @@
 
 In lock-step (`lookahead=0`) the steps between two switches are those of allreduce mode, so the whole job must arrive
 where a job without a switch does. A switch from allreduce comes exactly at its step; one from an asynchronous mode when
-the coordinator, told after that step, has run dry.
+the coordinator, whose epoch ends after that step, has run dry.
 """
 
 from __future__ import annotations
@@ -52,6 +52,21 @@ def test_there_and_back_is_bit_for_bit_as_if_nothing_happened(
     assert_identical(result.arrays, reference.arrays)
     assert_identical(result.optimizer_arrays, reference.optimizer_arrays)
     assert result.samples == reference.samples
+
+
+def test_larger_batches_in_allreduce_mode_change_no_result_and_no_position(
+    reference: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    """Allreduce in three batches of 32 samples for two workers, gba in lock-step in six of 16, and back."""
+    with cluster(tmp_path, gba=THERE_AND_BACK, follow_the_chief=True, sync_micro_batch=32) as job:
+        job.run(lambda: job.start_static(2))
+        assert {64, 32} <= {len(line["rows"]) for line in job.notes("attempt")}, "else each has 48"
+        assert {len(line["rows"]) for line in job.notes("push")} == {16, 8}
+        job.assert_every_sample_once(epochs=2)
+        first, second = switches_by_worker(job)
+        assert first == second
+        assert_there_and_back(first)
+        assert_same_parameters(job.arrays(), reference)
 
 
 def test_two_workers_there_and_back(reference: dict[str, np.ndarray], tmp_path: Path) -> None:

@@ -38,22 +38,26 @@ if PLAN.get("horovod", True):
     from horovod.common.exceptions import HorovodInternalError
 
     (OUT / f"joins-{os.getpid()}").touch()
-    if "newcomers_wait_for" in PLAN and list(OUT.glob("*.jsonl")):  # a newcomer that takes long to start
+    if "late_joiners_wait_for" in PLAN and list(OUT.glob("*.jsonl")):  # a late joiner that takes long to start
         late_s = time.monotonic() + 300
-        while not (OUT / PLAN["newcomers_wait_for"]).exists() and time.monotonic() < late_s:
+        while not (OUT / PLAN["late_joiners_wait_for"]).exists() and time.monotonic() < late_s:
             time.sleep(0.05)
     hvd.init()
 
 from balance import Books  # noqa: E402
-from workload import Training, digest_of_dense, digests  # noqa: E402
+from shown import evaluated, softmax_loss  # noqa: E402
+from workload import ParquetClicks, Training, digest_of_dense, digests  # noqa: E402
 
 import gba_hvd  # noqa: E402
+from gba_hvd import losses  # noqa: E402
 from gba_hvd.averaging.sync_thread import SyncThread  # noqa: E402
-from gba_hvd.checkpoint.job_checkpoints import checkpoints_of  # noqa: E402
+from gba_hvd.checkpoint.job_checkpoints import JobCheckpoints, checkpoints_of  # noqa: E402
+from gba_hvd.comm.collectives import HorovodWorld  # noqa: E402
 from gba_hvd.elastic import torch_state  # noqa: E402
+from gba_hvd.elastic.training_state import TrainingState  # noqa: E402
 from gba_hvd.elastic.worker_saves import WorkerSaves  # noqa: E402
 from gba_hvd.faults import Fault  # noqa: E402
-from gba_hvd.membership import shard_transfer  # noqa: E402
+from gba_hvd.membership import full_recovery, shard_transfer  # noqa: E402
 from gba_hvd.modes.allreduce_exchange import AllreduceExchange  # noqa: E402
 from gba_hvd.modes.parameter_server import ParameterServerMode  # noqa: E402
 from gba_hvd.ps import launch  # noqa: E402
@@ -140,6 +144,17 @@ def before_exchange(_: Any) -> None:
     die("before exchange", state.step + 1)
 
 
+_gather_negatives = losses._gather
+
+
+def gather_negatives(engine: Any, what: str, mine: Any) -> Any:
+    """Faults happen between the two collectives of a loss with negatives of all workers."""
+    if what != "vectors":
+        die("in the loss", state.step + 1)
+    return _gather_negatives(engine, what, mine)
+
+
+losses._gather = gather_negatives
 around(AllreduceExchange, "exchange", before_exchange, lambda _: die("after exchange", state.step + 1))
 around(gba_hvd.elastic.TorchState, "on_hosts_updated", lambda _: note(hosts_updated=True), None)
 _hosts_updated = torch_state.hosts_updated
@@ -154,11 +169,11 @@ torch_state.hosts_updated = hosts_updated
 around(AllreduceExchange, "commit", None, lambda _: die("after commit", state.step + 1))
 around(ShardMemory, "begin", None, lambda _: die("in apply", state.step + 1))
 around(ShardMemory, "finish", None, lambda _: die("after apply", state.step + 1))
-around(ReplicaWorker, "export", lambda _: die("before handing in", state.epoch), None)
+around(ReplicaWorker, "export", lambda _: die("before submitting", state.epoch), None)
 around(
-    ReplicaWorker, "_exported", lambda _: die("all have handed in", state.epoch), lambda _: die("exported", state.epoch)
+    ReplicaWorker, "_exported", lambda _: die("all have submitted", state.epoch), lambda _: die("exported", state.epoch)
 )
-around(ReplicaWorker, "_submit", None, lambda _: die("after handing in", state.epoch))
+around(ReplicaWorker, "_submit", None, lambda _: die("after submitting", state.epoch))
 
 
 def falls_out(_: Any) -> None:
@@ -187,11 +202,11 @@ def push(self: PsWorker, lease: Any, rows: Any, loss: Any, seconds: float, refus
     die("before push of step", lease.token)
     wait_for_planned_kill(lease.micro)
     if PLAN.get("follow_the_chief"):
-        wait_for_the_wish(self, lease.token)
+        wait_for_the_request(self, lease.token)
     note(push=lease.micro, serial=lease.serial, token=lease.token, epoch=state.epoch, rank=state.world.rank,
          refused=refused, drop=drop, rows=notes.rows)  # fmt: skip
     notes.rows = []
-    told: str = _push(self, lease, rows, loss, seconds, refused, drop)
+    reported: str = _push(self, lease, rows, loss, seconds, refused, drop)
     for number, micro in enumerate(PLAN.get("kill_server_after_push", [])):
         fired = OUT / f"fault-server-{number}"
         if [state.epoch, lease.micro] == micro and not fired.exists():
@@ -200,7 +215,7 @@ def push(self: PsWorker, lease: Any, rows: Any, loss: Any, seconds: float, refus
             assert pid is not None
             fired.write_text(json.dumps({"pid": pid, "time": time.time()}))
             os.kill(pid, signal.SIGKILL)
-    return told
+    return reported
 
 
 PsWorker.push = push  # type: ignore[method-assign]
@@ -214,8 +229,8 @@ def wait_for_planned_kill(micro: int) -> None:
             wait_for_file(f"fault-server-{number}")
 
 
-def wait_for_the_wish(mode: PsWorker, token: int) -> None:
-    """Who is not the chief goes no further in a mode that is due to end before the coordinator has heard so.
+def wait_for_the_request(mode: PsWorker, token: int) -> None:
+    """Who is not the chief goes no further in a mode that is due to end before the coordinator has received it.
 
     In hop_bs nobody gets far ahead of the chief, which could itself not go on before a worker that waits here.
     """
@@ -224,7 +239,7 @@ def wait_for_the_wish(mode: PsWorker, token: int) -> None:
         return
     deadline = time.monotonic() + 120
     while PLAN["gba"]["switch_at"][str(max(due))] != mode.name and not mode.position.requested_mode:
-        assert time.monotonic() < deadline, f"the chief did not wish for another mode than {mode.name}"
+        assert time.monotonic() < deadline, f"the chief did not ask for another mode than {mode.name}"
         time.sleep(0.02)
 
 
@@ -241,7 +256,7 @@ def ask(self: PsWorker, epoch: int, *args: Any) -> Any:
         as_rank=self.contact.rank,
     )
     if given.status == "finished":
-        die("told of the end", epoch)
+        die("learned of the end", epoch)
     return given
 
 
@@ -264,7 +279,7 @@ def ends() -> bool:
 
 
 def take_dense_state(mode: ParameterServerMode, *args: Any, **more: Any) -> None:
-    """One worker fetches what it ends with when another has: in gba has ended, in shadow has handed in its replica."""
+    """One worker fetches what it ends with when another has: in gba has ended, in shadow has submitted its replica."""
     if ends() and PLAN["last_to_end"] == state.world.rank:
         wait_for_file("another-ends")
     _take(mode, *args, **more)
@@ -275,6 +290,7 @@ around(ReplicaWorker, "_submit", None, lambda _: (OUT / "another-ends").touch() 
 
 enter_ps._enter, enter_ps.start = enter_servers, start_asynchronous
 ParameterServerMode.take_dense_state = take_dense_state  # type: ignore[method-assign]
+around(WorkerSaves, "_save_last", lambda _: die("before the last save", 0), None)
 around(WorkerSaves, "epoch_begins", None, lambda _: die("kept", state.step))
 _move = shard_transfer.move_shards
 
@@ -285,6 +301,40 @@ def move_shards(*args: Any) -> None:
 
 
 shard_transfer.move_shards = move_shards
+_decide = full_recovery.decide
+
+
+def decide(*args: Any) -> Any:
+    """Full recovery dies at step 0 of these points, at any step of the job."""
+    decided = _decide(*args)
+    if decided is not None and decided.is_full:
+        die("decided", 0)
+    return decided
+
+
+def in_full_recovery(point: str) -> Callable[[Any], None]:
+    def look(_: Any) -> None:
+        rollback = state.engine.rollback
+        if rollback.decision is not None or rollback.unreported is not None:
+            die(point, 0)
+
+    return look
+
+
+_gather = HorovodWorld.gather
+
+
+def gather(self: HorovodWorld, name: str, row: np.ndarray) -> np.ndarray:
+    """Of the collectives, one is a point to die at: this worker has noted the decision, others may not have."""
+    if name == "recovery agreed":
+        die("noted", 0)
+    return _gather(self, name, row)
+
+
+HorovodWorld.gather = gather  # type: ignore[method-assign]
+full_recovery.decide = decide
+around(JobCheckpoints, "fill_from", in_full_recovery("before filling"), in_full_recovery("filled"))
+around(TrainingState, "share", in_full_recovery("before sending"), in_full_recovery("sent"))
 
 
 def shards_here() -> dict[str, Any]:
@@ -337,6 +387,9 @@ training = Training.of(PLAN, more_users, epoch=0, aucs=[])
 for seed in (torch.manual_seed, np.random.seed, random.seed):
     seed(5)
 dataset, tables, model, optimizer, state, scaler = vars(training).values()
+if "parquet" in PLAN:
+    dataset = ParquetClicks(PLAN["parquet"])
+how: dict[str, Any] = {"seed": PLAN.get("seed", 1), **PLAN.get("reading", {})}
 hooked: list[int] = []
 state.on_step(lambda: hooked.append(state.step))
 notes = Notes()
@@ -362,16 +415,16 @@ def train(state: gba_hvd.elastic.TorchState) -> None:
     for state.epoch in range(state.epoch, PLAN.get("epochs", 2)):
         notes.rows = []  # of a step that a failure cut off
         if "threads" in PLAN:
-            gba_hvd.hogwild(dataset, state, compute, n_threads=PLAN["threads"], seed=PLAN.get("seed", 1))
-        for batch in () if "threads" in PLAN else gba_hvd.batches(dataset, state, seed=PLAN.get("seed", 1)):
+            gba_hvd.hogwild(dataset, state, compute, n_threads=PLAN["threads"], **how)
+        for batch in () if "threads" in PLAN else gba_hvd.batches(dataset, state, **how):
             wait_where_planned(state.step)
             wait_for_workers()
             wait_for_switch(batch)
             if PLAN.get("horovod", True):
-                hvd.rank(), hvd.size(), hvd.local_rank()  # as scripts do; also while the world is formed anew
+                hvd.rank(), hvd.size(), hvd.local_rank()  # as scripts do; also while the world is formed again
             notes.rows += batch.rows
             optimizer.zero_grad()
-            loss = training.loss(batch)
+            loss = softmax_loss(training, batch) if PLAN.get("global_negatives") else training.loss(batch)
             if PLAN.get("nan_at_step") == state.step + 1 and state.world.rank == PLAN.get("nan_rank", 0):
                 loss = loss * float("nan")
             if state.epoch == PLAN.get("nan_epoch", 0) and batch.index in PLAN.get("nan_micros", ()):
@@ -381,8 +434,8 @@ def train(state: gba_hvd.elastic.TorchState) -> None:
                 for p in model.parameters():
                     p.data.fill_(3e38).mul_(10)
             training.step(loss)
-            if PLAN.get("judge_after") == [state.epoch, batch.index]:
-                judge_now()
+            if PLAN.get("evaluate_after") == [state.epoch, batch.index]:
+                evaluate_now()
             if PLAN.get("break_off") == [state.world.rank, state.epoch]:
                 break
             if PLAN.get("sleep_s"):
@@ -392,6 +445,8 @@ def train(state: gba_hvd.elastic.TorchState) -> None:
         scores = gba_hvd.evaluate(model, dataset, state, batch=64)
         state.aucs = [*state.aucs, scores.auc]
         state.report(auc=scores.auc)
+        if PLAN.get("evaluates_more"):
+            note(evaluation=evaluated(training), rank=state.world.rank, mode=state.engine.mode.name)
     if books is not None:
         books.close()
     if state.world.rank == 0:
@@ -408,8 +463,8 @@ def compute(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     return loss
 
 
-def judge_now() -> None:
-    """Evaluate within an epoch, and note the parameters before it, while it judges, and after it."""
+def evaluate_now() -> None:
+    """Evaluate within an epoch, and note the parameters before it, during it, and after it."""
     before, meanwhile = values_now(), set()
 
     def label(batch: gba_hvd.Batch) -> Any:
@@ -417,7 +472,7 @@ def judge_now() -> None:
         return batch.label
 
     gba_hvd.evaluate(model, dataset, state, batch=64, label=label)
-    note(judged=sorted(meanwhile), before=before, after=values_now())
+    note(evaluated=sorted(meanwhile), before=before, after=values_now())
 
 
 def wait_for_workers() -> None:
@@ -433,14 +488,14 @@ def wait_for_workers() -> None:
     ):
         if faults is not None and faults.due(state.world.rank, state.step):
             return
-        assert time.monotonic() < deadline, "the newcomer did not come"
+        assert time.monotonic() < deadline, "the late joiner did not come"
         time.sleep(0.05)
 
 
 def wait_for_switch(batch: Any) -> None:
     """Where a change of mode is due, wait until the coordinator knows.
 
-    Only the chief tells it, and asynchronous modes wait for nobody: if the chief is not scheduled for a while, the
+    Only the chief reports it, and asynchronous modes wait for nobody: if the chief is not scheduled for a while, the
     others may be past the next change, or through with the job. Where rounds keep workers together it is not needed;
     near the end of an epoch there may be no micro-batch left that would bring the chief there.
     """
@@ -467,7 +522,7 @@ def values_now() -> str:
 def wait_where_planned(step: int) -> None:
     """Hold step k, or a later one, until the test makes a file. `{"holds": {k: name}}`; `wait_at_step`: k for `go`.
 
-    A job held at step 1 waits for its servers: let go, it has heard of them, so that a checkpoint that is due is begun.
+    A job held at step 1 waits for its servers: let go, it has received their reports, so a due checkpoint is begun.
     """
     holds = {int(at): name for at, name in PLAN.get("holds", {}).items()}
     if "wait_at_step" in PLAN:
@@ -477,10 +532,10 @@ def wait_where_planned(step: int) -> None:
         (OUT / f"held-by-{name}-{socket.gethostname()}-{os.getpid()}").touch()
         wait_for_file(name, follow_checkpoints)
         if step == 1:
-            hear_of_the_servers()
+            learn_of_the_servers()
 
 
-def hear_of_the_servers() -> None:
+def learn_of_the_servers() -> None:
     """On the lead of a host. For a while: in some tests a server is to die before that."""
     engine, deadline = state.engine, time.monotonic() + 60
     line = engine.host.server if checkpoints_of(engine) is not None else None
@@ -489,7 +544,7 @@ def hear_of_the_servers() -> None:
 
 
 def follow_checkpoints() -> None:
-    """A chief that is held tells what became of a checkpoint, as it would before its next step."""
+    """A chief that is held reports what became of a checkpoint, as it would before its next step."""
     engine, checkpoints = state.engine, checkpoints_of(state.engine)
     if checkpoints is None or engine.world.rank != 0:
         return
@@ -507,7 +562,7 @@ def wait_for_the_others_to_end() -> None:
         others = {int(path.stem.rpartition("-")[2]) for path in OUT.glob("*.jsonl")} - {os.getpid()}
         if len(others) == state.world.size - 1 and not any(map(is_alive, others)):
             return
-        assert time.monotonic() < deadline, f"of the others, {others} were heard of and not all have ended"
+        assert time.monotonic() < deadline, f"of the others, {others} were seen and not all have ended"
         time.sleep(0.02)
 
 
@@ -515,6 +570,7 @@ def write_result() -> None:
     """The chief's view of the end; rows only where one host has them all."""
     np.savez(OUT / "result.npz", **training.arrays())  # type: ignore[arg-type]
     np.savez(OUT / "optimizer.npz", **training.optimizer_arrays())  # type: ignore[arg-type]
+    np.savez(OUT / "accesses.npz", **training.accesses())  # type: ignore[arg-type]
     engine = state.engine
     facts = {"step": state.step, "aucs": state.aucs, "restarts": engine.progress.restarts, **vars(state.samples)}
     facts |= {"refused": engine.progress.rejected, "reissued": engine.progress.reissued, "mode": engine.mode.name}

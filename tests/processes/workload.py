@@ -6,15 +6,19 @@ import hashlib
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from gba_hvd_tools.chaos import data
 from torch import Tensor, nn
 
 import gba_hvd
 from gba_hvd.compression import Spec
+from gba_hvd.data import ParquetStream
 from gba_hvd.shm.checkpoint_rows import ShardRows
 from gba_hvd.shm.shard_memory import ShardMemory
 from recovery.rows import RowSource
@@ -35,6 +39,28 @@ class Clicks(data.Clicks):
         return NamedBatch(batch.ids, batch.dense, batch.label, rows=tuple(rows.tolist()))
 
 
+class ParquetClicks(ParquetStream):
+    """The same samples in Parquet files, in batches that know which samples they hold."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url, ids=["user", "item"], dense=["x", "y"], label="click", window=3)
+
+    def take(self, rows: np.ndarray) -> NamedBatch:
+        batch = super().take(rows)
+        return NamedBatch(batch.ids, batch.dense, batch.label, rows=tuple(rows.tolist()))
+
+    @staticmethod
+    def write(folder: Path, n: int = 1000, n_files: int = 3, row_group: int = 64) -> str:
+        """Write them; the URL of all files."""
+        clicks = Clicks(n)
+        columns = {"user": clicks.user, "item": clicks.item, "x": clicks.dense[:, 0], "y": clicks.dense[:, 1]}
+        table, folder = pa.table(columns | {"click": clicks.label}), folder / "clicks"
+        folder.mkdir()
+        for number, part in enumerate(np.array_split(np.arange(n), n_files)):
+            pq.write_table(table.take(pa.array(part)), folder / f"part-{number}.parquet", row_group_size=row_group)
+        return f"file://{folder}/*.parquet"
+
+
 class Model(nn.Module):
     def __init__(self, tables: Any) -> None:
         super().__init__()
@@ -45,6 +71,54 @@ class Model(nn.Module):
         out = self.tables(batch.ids)
         logits: Tensor = self.mlp(torch.cat([out["user"], out["item"], batch.dense], dim=1)).squeeze(1)
         return logits
+
+
+class FeatureClicks(Clicks):
+    """Beside user and item: items seen before, padded with 0; and items liked, none to three, jagged."""
+
+    def take(self, rows: np.ndarray) -> NamedBatch:
+        batch = super().take(rows)
+        user, item = (np.asarray(batch.ids[name]) for name in ("user", "item"))
+        seen = (item[:, None] * np.arange(1, 5) + user[:, None]) % 40
+        seen[np.arange(4)[None] >= (user % 5)[:, None]] = 0
+        liked = [(np.arange(u % 4) * 7 + i) % 40 for u, i in zip(user, item, strict=True)]
+        cuts = torch.from_numpy(np.cumsum([0, *map(len, liked)]))
+        values = torch.from_numpy(np.concatenate(liked).astype(np.int64))
+        ids: dict[str, Tensor | gba_hvd.Bag] = {
+            **batch.ids, "seen": torch.from_numpy(seen.astype(np.int32)),
+            "liked": torch.nested.nested_tensor_from_jagged(values, cuts),
+        }  # fmt: skip
+        return NamedBatch(ids, batch.dense, batch.label, rows=batch.rows)
+
+
+class FeatureModel(Model):
+    """Attention of the item over those seen, and the maximum of those liked; one linear layer instead of `Model`'s."""
+
+    def __init__(self, tables: Any) -> None:
+        super().__init__(tables)
+        self.mlp = nn.Sequential(nn.Linear(8 + 6 + 6 + 6 + 2, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, batch: gba_hvd.Batch) -> Tensor:
+        out = self.tables(batch.ids)
+        share = torch.softmax((out["seen"] * out["item"][:, None]).sum(2), 1)
+        seen = (share[:, :, None] * out["seen"]).sum(1)
+        parts = [out["user"], out["item"], seen, out["liked"], batch.dense]
+        logits: Tensor = self.mlp(torch.cat(parts, dim=1)).squeeze(1)
+        return logits
+
+
+def feature_tables(plan: dict[str, Any], optimizer: Any) -> gba_hvd.EmbeddingTables:
+    items = gba_hvd.Table(40, 6, optimizer=gba_hvd.Adam(lr=0.02), init=item_rows, padding_idx=0)
+    tables = gba_hvd.EmbeddingTables(
+        {"user": (300, 8), "item": items}, optimizer=optimizer, seed=5, n_shards=plan.get("n_shards", 4),
+        features={"item": "item", "seen": gba_hvd.Feature("item", None), "liked": gba_hvd.Feature("item", "max")},
+    )  # fmt: skip
+    tables.assign("seen", [3, 4], np.full((2, 6), 0.25))
+    return tables
+
+
+def item_rows(ids: np.ndarray) -> np.ndarray:
+    return np.sin(ids[:, None] + np.arange(6)) / 10
 
 
 DENSE_OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
@@ -81,19 +155,25 @@ class Training:
         torch.manual_seed(plan.get("torch_seed", 3))
         module, _, kind = plan.get("row_optimizer", "Adagrad").rpartition(":")
         row_optimizer = getattr(importlib.import_module(module or "gba_hvd"), kind)(lr=0.05)
-        tables = gba_hvd.EmbeddingTables(
-            {"user": (300 + more_users, 8), "item": (40, 6)},
-            optimizer=row_optimizer,
-            seed=5,
-            n_shards=plan.get("n_shards", 4),
+        has_features = bool(plan.get("features"))
+        tables = (
+            feature_tables(plan, row_optimizer)
+            if has_features
+            else gba_hvd.EmbeddingTables(
+                {"user": (300 + more_users, 8), "item": (40, 6)},
+                optimizer=row_optimizer,
+                seed=5,
+                n_shards=plan.get("n_shards", 4),
+            )
         )
-        model = Model(tables)
+        model = FeatureModel(tables) if has_features else Model(tables)
         scaler = torch.amp.GradScaler("cpu", **plan["scaler"]) if "scaler" in plan else None
         optimizer = gba_hvd.DistributedOptimizer(
             DENSE_OPTIMIZERS[plan.get("dense_optimizer", "Adam")](model.parameters()),
             tables,
             global_batch=plan.get("global_batch", 96),
             micro_batch=plan.get("micro_batch", 16),
+            sync_micro_batch=plan.get("sync_micro_batch"),
             named_parameters=model.named_parameters(),
             row_average=plan.get("row_average", "global"),
             compression=compression_of(plan.get("compression", {}), forced=not plan.get("bypass")),
@@ -107,7 +187,8 @@ class Training:
         state = gba_hvd.elastic.TorchState(model, optimizer, **values)
         if plan.get("lr_decay"):
             state.on_step(state.scheduler.step)
-        return cls(Clicks(plan.get("samples", 1000)), tables, model, optimizer, state, scaler)
+        dataset = (FeatureClicks if has_features else Clicks)(plan.get("samples", 1000))
+        return cls(dataset, tables, model, optimizer, state, scaler)
 
     def loss(self, batch: gba_hvd.Batch) -> Tensor:
         return nn.functional.binary_cross_entropy_with_logits(self.model(batch), batch.label)
@@ -129,9 +210,19 @@ class Training:
         arrays = {f"dense.{name}": p.detach().numpy().copy() for name, p in self.model.named_parameters()}
         if self.tables.local is None:
             for table in self.tables.layout.tables:
-                for what in ("weights", *(slot.name for slot in self.tables.layout.slots)):
+                for what in ("weights", *(slot.name for slot in self.tables.layout.slots_of(table))):
                     arrays[f"{table.name}.{what}"] = self.tables.rows(table.name, np.arange(table.n_rows), what)
         return arrays
+
+    def accesses(self) -> dict[str, np.ndarray]:
+        """How often each row of this host was accessed, uint32 [n] by table."""
+        assert self.tables.memory is not None
+        rows, found = ShardRows(self.tables.memory), {}
+        for number, table in enumerate(rows.schema.tables):
+            found[table.name] = np.zeros(table.n_rows, np.uint32)
+            for shard in rows.shards():
+                found[table.name][shard :: rows.schema.n_shards] = rows.slab(number, shard).counts
+        return found
 
     def optimizer_arrays(self) -> dict[str, np.ndarray]:
         """The state of the dense optimizer, from its `state_dict`."""

@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_left_out_with_the_reason():
     )
 
 
-def test_a_size_that_does_not_fit_is_told_not_run(tmp_path, monkeypatch):
+def test_a_size_that_does_not_fit_is_reported_not_run(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "lacking", lambda what, n_bytes, scratch: "too large")
     args = type("Args", (), {"runs": 2})()
     case, skipped = Case("plain", 0.1), []
@@ -84,7 +84,7 @@ def test_a_size_that_does_not_fit_is_told_not_run(tmp_path, monkeypatch):
     assert skipped == [{"case": "plain", "bytes": GB, "why": "too large"}]
 
 
-def test_a_peer_that_fails_is_told_and_ours_ends_the_benchmark(tmp_path, monkeypatch):
+def test_a_peer_that_fails_is_reported_and_ours_ends_the_benchmark(tmp_path, monkeypatch):
     def fails(*_: object) -> None:
         raise checkpoint.RunFailed("no luck")
 

@@ -1,4 +1,4 @@
-"""`gba-hvd checkpoint` tells what is in a place, finds every damage, and takes checkpoints elsewhere."""
+"""`gba-hvd checkpoint` says what is in a place, finds every damage, and takes checkpoints elsewhere."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_ls_of_an_empty_place_says_so(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "has no checkpoints" in capsys.readouterr().err
 
 
-def test_show_tells_tables_chain_and_sizes(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_reports_tables_chain_and_sizes(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
     shown = as_json(capsys, "show", saved.url, "000001-00000001")
     assert shown["kind"] == "full" and shown["n_shards"] == 3 and shown["chain"] == [saved.names[0]]
     user, colour = shown["tables"]
@@ -173,7 +173,7 @@ def test_diff_looks_at_a_large_table_in_parts(
     assert as_json(capsys, "diff", saved.url, "000001-00000001") == whole
 
 
-def test_gc_deletes_only_when_told(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gc_deletes_only_when_asked(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
     store = open_store(saved.url)
     store.put("blobs/000001-00000009/0000", [b"of a save that died"])
     with Checkpointer(saved.url, two_tables(3, 700), Config(job="job-1")):
@@ -292,7 +292,7 @@ def test_options_of_a_store_are_given_as_key_and_value(
 
 
 def test_rows_never_saved_are_zero_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As after a host was lost for good: a base lacks them only if a writer was told to leave them."""
+    """As after a host was lost for good: a base lacks them only if a writer was asked to leave them."""
     from dataclasses import replace
 
     from recovery.format.manifest import from_json, to_json

@@ -1,4 +1,4 @@
-"""The object that users hold: saves beside training, tells what went wrong, and comes back to where it was."""
+"""The object that users hold: saves beside training, reports what went wrong, and comes back to where it was."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.recovery.saving import ThroughAPipe
 from tests.recovery.stores import Crash, FaultyStore, RamStore
 
 POLICIES = ("full", "delta", "mfu", "ssu", "scar")
-# No sign of life is due during a test: each is a put, and faults go by the number of a put.
+# No lease renewal is due during a test: each is a put, and faults go by the number of a put.
 SMALL = Config(job="mine", section_bytes=8 << 10, blob_bytes=32 << 10, level=0, lease_s=600)
 SETUP_PUTS = 2  # the probe and the claim
 Kind = Callable[..., Checkpointer | ProcessCheckpointer]
@@ -76,7 +76,7 @@ def test_a_store_that_loses_any_write_of_a_save_is_found_out_by_that_save(
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_rows_of_quantised_saves_come_back_within_the_error_that_was_told(ram: RamStore, bits: int) -> None:
+def test_rows_of_quantised_saves_come_back_within_the_error_that_was_reported(ram: RamStore, bits: int) -> None:
     rows = two_tables(2)
     with Checkpointer(ram, rows, replace(SMALL, bits=bits)) as checkpoints:
         base = checkpoints.save(0, 0).result(60)
@@ -130,9 +130,9 @@ def test_a_run_goes_on_where_its_checkpoint_was(store: Store, policy: str) -> No
 
 
 @pytest.mark.parametrize("policy", ["mfu", "ssu", "scar"])
-def test_a_prioritised_save_takes_its_share_and_the_small_table_whole(ram: RamStore, policy: str) -> None:
+def test_a_prioritised_save_takes_its_share_and_the_small_table_whole(saving: Kind, ram: RamStore, policy: str) -> None:
     rows = two_tables(2, shared=True)
-    with Checkpointer(
+    with saving(
         ram, rows, replace(SMALL, policy=policy, row_fraction=0.01), rng=np.random.default_rng(0)
     ) as checkpoints:
         checkpoints.save(0, 0).result(60)
@@ -171,7 +171,7 @@ def test_training_goes_on_during_a_save_and_no_change_is_lost(saving: Kind, ram:
     assert_same(restored(ram), values(rows))
 
 
-def test_a_save_that_comes_too_early_is_left_out_and_told(saving: Kind, ram: RamStore, rows: TensorRows) -> None:
+def test_a_save_that_comes_too_early_is_left_out_and_reported(saving: Kind, ram: RamStore, rows: TensorRows) -> None:
     events: list[Event] = []
     with (
         FaultyStore(ram).hangs("put", SETUP_PUTS + 1) as store,
@@ -347,14 +347,14 @@ def test_a_strict_save_that_fails_does_not_hold_up_its_caller(saving: Kind, ram:
         checkpoints.save(1, 10).result(60)
 
 
-def test_a_state_that_cannot_be_saved_is_told_at_once(saving: Kind, ram: RamStore, rows: TensorRows) -> None:
+def test_a_state_that_cannot_be_saved_is_reported_at_once(saving: Kind, ram: RamStore, rows: TensorRows) -> None:
     with saving(ram, rows, SMALL) as checkpoints:
         with pytest.raises(BadInput, match=r"state\['f'\]"):
             checkpoints.save(1, 10, {"f": print})
         assert checkpoints.save(1, 10).result(60).manifest.step == 1
 
 
-def test_leaving_waits_for_the_save_under_way(saving: Kind, ram: RamStore, rows: TensorRows) -> None:
+def test_leaving_waits_for_the_save_in_flight(saving: Kind, ram: RamStore, rows: TensorRows) -> None:
     with no_threads_left(), saving(ram, rows, SMALL) as checkpoints:
         handle = checkpoints.save(1, 10)
     assert handle.result(0).manifest.name in ram.objects
@@ -381,7 +381,7 @@ def test_it_may_be_left_twice_and_not_used_outside(saving: Kind, ram: RamStore, 
         checkpoints.save(1, 10)
 
 
-def test_a_store_that_cannot_be_written_is_told_at_the_start(saving: Kind, ram: RamStore, rows: TensorRows) -> None:
+def test_a_store_that_cannot_be_written_is_reported_at_the_start(saving: Kind, ram: RamStore, rows: TensorRows) -> None:
     store = FaultyStore(ram).fails("put", 1, StoreError("permission denied"))
     with pytest.raises(BadInput, match="permission denied"), saving(store, rows, SMALL):
         pass
@@ -468,7 +468,7 @@ def test_an_environment_that_makes_no_sense_is_named(name: str, text: str) -> No
         Config.from_env({f"RECOVERY_{name}": text})
 
 
-def test_a_thread_that_dies_is_told_to_who_leaves(saving: Kind, ram: RamStore, rows: TensorRows) -> None:
+def test_a_thread_that_dies_is_reported_to_who_leaves(saving: Kind, ram: RamStore, rows: TensorRows) -> None:
     store = FaultyStore(ram).dies_before("put", SETUP_PUTS + 3)
     with no_threads_left(), pytest.raises(Crash), saving(store, rows, SMALL) as checkpoints:
         handle = checkpoints.save(1, 10)

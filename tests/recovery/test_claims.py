@@ -1,4 +1,4 @@
-"""One writer at a time: whoever comes second is refused, whoever was replaced is told."""
+"""One writer at a time: whoever comes second is refused, whoever was replaced is fenced."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_first_writer_is_let_in_at_once(store: Store) -> None:
     check(store, mine)
     mine = renew(store, renew(store, mine))
     check(store, mine)
-    assert len(store.names("claims/")) == 2, "signs of life do not pile up"
+    assert len(store.names("claims/")) == 2, "renewals do not pile up"
 
 
 def test_a_writer_that_left_in_peace_is_not_waited_for(ram: RamStore) -> None:

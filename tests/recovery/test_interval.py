@@ -32,6 +32,14 @@ def test_no_interval_costs_less_than_the_best_one(save_s, between_s, factor):
     assert costs[0] < costs[1]
 
 
+def test_the_portion_of_a_job_is_that_of_a_long_one_where_it_ends_with_an_interval():
+    whole = formulas.expected_pls_of_job(2 * H, 20 * H, 8, 10 * 2 * H)
+    assert whole == pytest.approx(formulas.expected_pls(2 * H, 20 * H, 8))
+    # 44.8 of 56 hours: a failure loses 22.4 hours in the first interval, 5.6 in what is left of the second.
+    expected = (44.8 * 22.4 + 11.2 * 5.6) / 56 / (28 * 8)
+    assert formulas.expected_pls_of_job(44.8 * H, 28 * H, 8, 56 * H) == pytest.approx(expected)
+
+
 @same
 @given(st.floats(1e-4, 0.9), st.integers(1, 10_000), seconds)
 def test_the_interval_for_a_target_is_expected_to_meet_it(target, n_servers, between_s):

@@ -145,7 +145,7 @@ def test_a_process_that_dies_at_any_write_leaves_the_checkpoint_before_it(
         process.close()
         expected, rows = reference.after[at if when == "after" else at - 1], empty()
         if expected is None and when == "within" and died_at.startswith("manifests/"):
-            with pytest.raises(Damaged, match="cut off"):  # told: half a manifest could be all that is left of many
+            with pytest.raises(Damaged, match="cut off"):  # reported: half a manifest could be all that is left of many
                 restore(open_store(folder), rows)
             continue
         report = restore(open_store(folder), rows)

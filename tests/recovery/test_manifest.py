@@ -74,7 +74,7 @@ def test_every_missing_end_is_noticed() -> None:
             from_json(data[:length], NAME)
 
 
-def test_a_manifest_edited_by_hand_is_told_as_altered() -> None:
+def test_a_manifest_edited_by_hand_is_reported_as_altered() -> None:
     document = json.loads(to_json(MANIFEST))
     document["manifest"]["step"] = 8
     for edited in (json.dumps(document), to_json(MANIFEST).decode().replace('"step":7', '"step":7 ')):
@@ -82,7 +82,7 @@ def test_a_manifest_edited_by_hand_is_told_as_altered() -> None:
             from_json(edited.encode(), NAME)
 
 
-def test_a_manifest_in_the_place_of_another_is_told() -> None:
+def test_a_manifest_in_the_place_of_another_is_reported() -> None:
     with pytest.raises(Damaged, match=f"it is {NAME}, in the place of another"):
         from_json(to_json(MANIFEST), "manifests/000003-00000013.json")
 

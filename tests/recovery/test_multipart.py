@@ -139,3 +139,19 @@ def test_a_strict_part_takes_no_row_of_a_later_step(newest_step: int | None, is_
         written = save_part(rows, Selection(rows, config), store, place, config, newest_step=newest_step)
         assert {section.step for section in written.sections} == {0, 1}
     assert trained.is_set()
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_number_that_a_checkpoint_has_is_refused_and_that_checkpoint_stays(part: int) -> None:
+    """Its blobs would have the same names, and a save that fails deletes what bears its name."""
+    store = RamStore()
+    writers = Writers(store)
+    writers.save()
+    before, saved = dict(store.objects), values(writers.rows)
+    train(writers.rows, 2, seed=1)
+    with pytest.raises(BadInput, match="is there already: a save that is tried again takes another number"):
+        writers.part(part)
+    assert store.objects == before
+    rows = two_tables(2, seed=None)
+    assert restore(store, rows) is not None
+    assert_same(values(rows), saved)

@@ -94,7 +94,7 @@ def test_failures_that_happen_shorten_the_interval():
     assert "4 failures in 4.0 h" in plan_interval(measured, GIVEN, BYTES, 1).reason
 
 
-def test_bursts_of_failures_are_told_where_there_are_enough_of_them():
+def test_bursts_of_failures_are_reported_where_there_are_enough_of_them():
     measured = Measured()
     for hour in (1.0, 1.1, 1.2, 20.0, 20.1, 20.3, 60.0, 60.1, 60.2, 60.3):
         measured = measured.lost(hour * HOUR_S)
@@ -104,7 +104,7 @@ def test_bursts_of_failures_are_told_where_there_are_enough_of_them():
 def test_what_was_not_seen_is_assumed_and_the_sentence_says_so():
     found = plan_interval(seen(save_s=60.0), replace(GIVEN, mtbf_h=None), BYTES, 1)
     assert f"{ASSUMED_MTBF_H:.1f} h between failures, assumed" in found.reason
-    assert "assumed: loading takes as long as saving, 180 s to go on" in found.reason
+    assert "assumed: loading takes as long as saving, 180 s to resume" in found.reason
     known = plan_interval(seen(save_s=60.0, load_s=5.0, reschedule_s=9.0), GIVEN, BYTES, 1)
     assert "; assumed: " not in known.reason
     assert known.plan.full.loading == pytest.approx(5.0 / (28 * HOUR_S))
@@ -120,10 +120,10 @@ def test_costs_are_what_was_measured():
 
 def test_what_was_measured_survives_a_checkpoint():
     measured = replace(Measured().saved("full", 20.0, 1000, 0), stall_s=4.0).lost(50.0).lost(80.0)
-    told = json.loads(json.dumps(measured.told()))
-    assert Measured.of_mapping(told["measured"]) == measured
-    assert Costs.of_mapping(told["costs"]) == measured.costs()
-    assert "costs" not in Measured().told()
+    reported = json.loads(json.dumps(measured.about()))
+    assert Measured.of_mapping(reported["measured"]) == measured
+    assert Costs.of_mapping(reported["costs"]) == measured.costs()
+    assert "costs" not in Measured().about()
 
 
 def test_a_checkpoint_of_all_rows_says_what_it_took_itself():
@@ -131,9 +131,9 @@ def test_a_checkpoint_of_all_rows_says_what_it_took_itself():
         schema = Schema((Table("user", 3, (Column("weights", 2),)),), 1)
         return Manifest(1, 2, kind, None, 5, 50, 0.0, schema, (), None, about)
 
-    told = seen(save_s=20.0, load_s=4.0).told()
-    assert Measured.of_checkpoint(manifest("full", save_s=30.0, **told)) == seen(save_s=30.0, load_s=4.0)
-    assert Measured.of_checkpoint(manifest("delta", save_s=3.0, **told)) == seen(save_s=20.0, load_s=4.0)
+    reported = seen(save_s=20.0, load_s=4.0).about()
+    assert Measured.of_checkpoint(manifest("full", save_s=30.0, **reported)) == seen(save_s=30.0, load_s=4.0)
+    assert Measured.of_checkpoint(manifest("delta", save_s=3.0, **reported)) == seen(save_s=20.0, load_s=4.0)
     assert Measured.of_checkpoint(manifest("full", save_s="x", measured=7)) == Measured()
 
 
@@ -153,7 +153,7 @@ def test_what_makes_no_sense_counts_as_not_seen(nonsense):
         ({"every_steps": 0}, "every_steps"),
     ],
 )
-def test_bad_wishes_are_refused_at_once(settings, words):
+def test_bad_objectives_are_refused_at_once(settings, words):
     with pytest.raises(BadInput, match=words):
         CheckpointCallback("memory://x", **settings)
 
@@ -180,3 +180,19 @@ def test_a_planned_interval_counts_from_the_last_save():
 
 def test_given_is_plain_values():
     assert json.loads(json.dumps(asdict(GIVEN))) == asdict(GIVEN)
+
+
+def test_where_nobody_names_a_policy_several_hosts_save_what_is_used_most_and_one_host_all_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RECOVERY_POLICY", raising=False)
+    callback = CheckpointCallback("place")
+    assert (callback.config.policy, callback.given.one_host) == ("mfu", "delta")
+    for measured in (Measured(), seen(save_s=60.0)):
+        kinds = [plan_interval(measured, callback.given, BYTES, n).kind for n in (1, 2)]
+        assert kinds == ["delta", "mfu"]
+    assert CheckpointCallback("place", policy="scar").given.one_host is None
+    assert plan_interval(Measured(), CheckpointCallback("place", policy="mfu").given, BYTES, 1).kind == "mfu"
+    assert CheckpointCallback("place", every_s=60).config.policy == "delta"
+    monkeypatch.setenv("RECOVERY_POLICY", "full")
+    assert CheckpointCallback("place").config.policy == "full"

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from gba_hvd_tools import cli, running_jobs
+from gba_hvd_tools.commands.plan import pace_in_words
 
-from recovery import Checkpointer, Config
+from recovery import CheckpointCallback, Checkpointer, Config
 from recovery.schedule.adaptive import Goals, Measured
 
 from .holders import two_tables
@@ -25,6 +26,17 @@ def test_the_table_has_both_strategies_and_the_reason_follows(capsys):
     assert "partial: partial recovery costs 0.46% of training time, full 8.69%" in said
     assert "save: mfu (12.5% of rows) every 5.6 h" in said
     assert "cost: 4.00 per month" in said
+
+
+def test_one_server_is_recovered_in_full(capsys):
+    assert cli.main(["plan", *FIGURES, "--json", "--servers", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["strategy"] == "full"
+
+
+def test_all_that_is_missing_is_named_at_once(capsys):
+    assert cli.main(["plan"]) == 1
+    said = capsys.readouterr().err
+    assert all(option in said for option in ("--save-s", "--costs", "--mtbf-hours", "--failures", "--job", "--url"))
 
 
 def test_json_has_what_was_found_and_what_it_is_from(capsys):
@@ -81,7 +93,8 @@ def test_figures_come_from_what_a_checkpoint_says_was_measured(tmp_path, capsys)
     measured = Measured().saved("full", 20.0, 1000, 0).saved("delta", 3.0, 100, 1000).lost(7200.0)
     measured = replace(measured, load_s=9.0)
     given = Goals("delta", 0.25, mtbf_h=10.0, target_pls=0.05, longest_s=1800.0)
-    n_bytes = save_with(tmp_path, {**measured.told(), "given": asdict(given), "n_servers": 3})
+    pace = CheckpointCallback("/nowhere", every_s=1200.0, every_steps=500).pace
+    n_bytes = save_with(tmp_path, {**measured.about(), "given": asdict(given), "n_servers": 3, "pace": pace})
     assert cli.main(["plan", "--url", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["costs"] | {"save_s": 20.0} == asdict(measured.costs())
@@ -91,13 +104,28 @@ def test_figures_come_from_what_a_checkpoint_says_was_measured(tmp_path, capsys)
     assert found["partial"]["pls"] == pytest.approx(0.5 * 1800 / (6 * 3600 * 3))
     assert found["stored_bytes"] in (2 * n_bytes, 4 * n_bytes)
     assert found["checkpoint"] == "manifests/000001-00000001.json"
+    assert found["pace"] == {"every_s": 1200.0, "every_steps": 500, "is_planned": False}
     assert cli.main(["plan", "--url", str(tmp_path), "--save-s", "40", "--servers", "9", "--mtbf-hours", "99"]) == 0
     said = capsys.readouterr().out
     assert "from manifests/000001-00000001.json: 9 servers" in said
     assert "save 40 s" in said
+    assert "that job saved every 20 min or 500 steps\n" in said
 
 
-def test_a_place_without_checkpoints_is_told(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("settings", "pace", "words"),
+    [
+        ({}, {"every_s": 300.0, "is_planned": True}, "300 s (planned)"),
+        ({"every_steps": 50}, {"every_steps": 50, "is_planned": False}, "50 steps"),
+        ({"every_s": float("inf"), "every_steps": 50}, {"every_steps": 50, "is_planned": False}, "50 steps"),
+    ],
+)
+def test_a_checkpoint_says_how_often_its_job_saves(settings, pace, words):
+    found = CheckpointCallback("/nowhere", **settings).pace
+    assert (found, pace_in_words(found)) == (pace, words)
+
+
+def test_a_place_without_checkpoints_is_reported(tmp_path, capsys):
     assert cli.main(["plan", "--url", str(tmp_path)]) == 1
     assert "has no checkpoint that is whole" in capsys.readouterr().err
 
@@ -114,7 +142,7 @@ def test_a_running_job_says_where_it_saves(tmp_path, capsys, monkeypatch):
     assert "saves nowhere, as far as this host's server knows" in capsys.readouterr().err
 
 
-def test_a_job_that_does_not_run_here_is_told(tmp_path, capsys):
+def test_a_job_that_does_not_run_here_is_reported(tmp_path, capsys):
     assert cli.main(["plan", "--job", "absent", "--dir", str(tmp_path)]) == 1
     assert "'absent' does not run here" in capsys.readouterr().err
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from recovery.config import Config
 from recovery.errors import BadInput, Damaged, StoreError
+from recovery.format import row_codec
 from recovery.format.manifest import to_json
 from recovery.restore import TrainingPoint, restore
 from recovery.restore.row_loader import spread
@@ -149,7 +150,56 @@ def test_the_report_says_how_old_each_row_is_and_what_was_lost(ram: RamStore) ->
     assert (report.age.least, report.age.most) == (5, 15)
     assert report.age.mean == pytest.approx(15 - 10 * changed / report.n_rows)
     assert report.samples_since == 50
+    # The second save has all that changed: no row lost more than what came since.
+    assert report.saved_samples == 100
     assert report.pls == pytest.approx(50 / 1000 * report.n_rows / 5011)
+
+
+def test_a_row_that_a_save_left_out_lost_what_came_since_its_own_last_save(ram: RamStore) -> None:
+    saver = Saver(two_tables(2), ram, config=replace(SMALL, policy="mfu", row_fraction=0.002))
+    saver.save()
+    for _ in range(2):
+        train(saver.rows, 4, seed=1)
+        saver.save()
+    rows = empty(2)
+    report = restore(ram, rows, [0], now=TrainingPoint(step=10, samples=100, total_samples=1000))
+    assert report is not None and report.samples_since == 20
+    # The newest saves have the small table and at most 10 rows of the other.
+    mean = sum(10 * step * n for step, n in counted(saver, 0).items()) / report.n_rows
+    assert report.saved_samples == pytest.approx(mean) and mean < 5
+    assert report.pls == pytest.approx((100 - mean) / 1000 * report.n_rows / 5011)
+
+
+def test_a_delta_speaks_for_every_row_also_with_saves_after_it_that_leave_rows_out(ram: RamStore) -> None:
+    """As when a worker that leaves has had a `delta` made, and the others go on by `mfu`."""
+    saver = Saver(two_tables(2), ram, config=replace(SMALL, policy="mfu", row_fraction=0.002))
+    saver.save()
+    for kind in ("mfu", "delta", "mfu"):
+        train(saver.rows, 4, seed=1)
+        saver.save(kind)
+    assert [manifest.kind for manifest in saver.made] == ["full", "mfu", "delta", "mfu"]
+    report = restore(ram, empty(2), [0], now=TrainingPoint(step=14, samples=140, total_samples=1000))
+    assert report is not None
+    mean = sum(10 * max(8, step) * n for step, n in counted(saver, 0).items()) / report.n_rows
+    assert 80 < mean < 90
+    assert report.saved_samples == pytest.approx(mean)
+
+
+def counted(saver: Saver, shard: int) -> dict[int, int]:
+    """Rows of a shard by the step of the newest save that has them."""
+    newest: dict[tuple[int, int], int] = {}
+    for manifest in saver.made:
+        for blob in manifest.blobs:
+            for section in blob.sections:
+                if section.shard == shard:
+                    data = saver.store.get(blob.name, section.start, section.n_bytes)
+                    table = manifest.schema.tables[section.table]
+                    places, _ = row_codec.decode_rows(data, section, table, manifest.schema.n_shards, blob.name)
+                    newest |= {(section.table, int(place)): manifest.step for place in places}
+    found: dict[int, int] = {}
+    for step in newest.values():
+        found[step] = found.get(step, 0) + 1
+    return found
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------

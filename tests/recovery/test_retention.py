@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recovery.catalog.claims import claim, release
-from recovery.catalog.retention import Expired, Keep, delete, expired, gc, leftovers, objects_of
+from recovery.catalog.retention import Expired, Keep, delete, expired, gc, objects_of, orphaned_objects
 from recovery.errors import BadInput
 from recovery.format.manifest import Blob, Manifest, StateBlob, to_json
 from recovery.rows import Schema
@@ -154,28 +154,28 @@ def test_a_crash_at_any_deletion_leaves_no_checkpoint_without_its_parts() -> Non
         }
 
 
-def test_leftovers_of_dead_epochs_are_found_and_those_of_the_newest_left_alone(ram: RamStore) -> None:
+def test_orphaned_objects_of_dead_epochs_are_found_and_those_of_the_newest_left_alone(ram: RamStore) -> None:
     claim(ram, "job")
     fill(ram, [saved(0)])
     ram.put("blobs/000001-00000001/0000", [b"a save that died"])
     old_claims = {name: len(data) for name, data in ram.objects.items() if name.startswith("claims/")}
     assert not gc(ram).objects
     claim(ram, "job")
-    ram.put("blobs/000002-00000000/0000", [b"a save under way"])
+    ram.put("blobs/000002-00000000/0000", [b"a save in flight"])
     ram.put("probes/x", [b"?"])
     found = gc(ram)
     assert found.objects == {"blobs/000001-00000001/0000": 16, **old_claims}
     assert found.n_bytes == 16 + sum(old_claims.values())
     assert found.reason == "of epochs before 2, the newest, and in no checkpoint"
-    assert "blobs/000001-00000001/0000" in ram.objects, "nothing is deleted unless it is told so"
+    assert "blobs/000001-00000001/0000" in ram.objects, "nothing is deleted unless it is asked to"
     gc(ram, really=True)
     assert not set(found.objects) & set(ram.objects)
     assert readable(ram, [saved(0)]) and saved(0).name in ram.objects
     assert not gc(ram).objects
 
 
-def test_without_any_claim_nothing_is_a_leftover() -> None:
-    found = leftovers({"blobs/000001-00000001/0000": 5}, [], [])
+def test_without_any_claim_nothing_is_orphaned() -> None:
+    found = orphaned_objects({"blobs/000001-00000001/0000": 5}, [], [])
     assert not found.objects and "no claim" in found.reason
 
 

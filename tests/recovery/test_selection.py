@@ -102,7 +102,7 @@ def test_it_says_how_much_memory_it_takes(policy: str) -> None:
     assert (selection.n_bytes == 0) == (policy == "full")
 
 
-def test_ssu_needs_a_holder_that_tells_its_updates() -> None:
+def test_ssu_needs_a_holder_that_samples_accesses() -> None:
     class Silent:
         def __init__(self, rows: TensorRows) -> None:
             self.schema, self.slab, self.step_marks, self.shards = rows.schema, rows.slab, rows.step_marks, rows.shards
@@ -113,4 +113,14 @@ def test_ssu_needs_a_holder_that_tells_its_updates() -> None:
 
 def test_a_kind_that_is_not_the_policy_is_refused() -> None:
     with pytest.raises(BadInput, match="full or mfu"):
-        based("mfu")[0].begin("delta")
+        based("mfu")[0].begin("scar")
+
+
+def test_a_save_that_may_be_the_last_leaves_out_no_change_under_mfu() -> None:
+    selection, rows = based("mfu")
+    train(rows, 20, seed=1)
+    found = noted(selection, rows, "delta")
+    changed = sum(np.count_nonzero(rows.slab(0, shard).counts) for shard in rows.shards())
+    assert sum(len(np.arange(10**4)[found[0, shard]]) for shard in rows.shards()) == changed
+    selection.commit("delta")
+    assert all(len(places) == 0 for part, places in noted(selection, rows, "mfu").items() if part[0] == 0)

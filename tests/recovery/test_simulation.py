@@ -124,10 +124,11 @@ def test_a_lost_server_gets_back_what_was_saved_and_the_others_keep_what_they_ha
     kept = rows.slab(0, 0).columns[0].copy()
     rows.pass_time(50 * H)
     other = rows.slab(0, 1).columns[0].copy()
-    assert rows.lose(0) > 0
+    updates, since_s = rows.lose(0)
+    assert updates > 0 and since_s == pytest.approx(50 * H)
     assert np.array_equal(rows.slab(0, 0).columns[0], kept)
     assert np.array_equal(rows.slab(0, 1).columns[0], other)
-    assert rows.lose(0) == 0
+    assert rows.lose(0)[0] == 0
 
 
 def test_a_delta_takes_exactly_what_has_changed():
@@ -137,6 +138,8 @@ def test_a_delta_takes_exactly_what_has_changed():
     rows.pass_time(5 * H)
     changed = sum(int(np.count_nonzero(rows.slab(0, shard).counts)) for shard in rows.shards())
     assert rows.save("delta") == changed / 200
+    # It speaks for the rows that it leaves out, as they have not changed.
+    assert rows.lose(0) == (0, 0)
     assert rows.save("delta") == 0
 
 

@@ -118,7 +118,7 @@ def test_under_the_same_writer_a_naive_copy_is_torn(tmp_path: Path) -> None:
 
 
 class Interrupted(SharedRows):
-    """Calls `between` at every look at the marks: the only moments that a reader can tell apart."""
+    """Calls `between` at every look at the marks: the only moments that a reader can distinguish."""
 
     def __init__(self, path: Path, n_rows: int, between: Callable[[SharedRows, int], None]) -> None:
         super().__init__(path, n_rows)

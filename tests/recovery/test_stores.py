@@ -128,7 +128,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_disk_that_is_full_in_the_middle_of_a_save_is_told_with_bytes_and_advice(small_disk: Path) -> None:
+def test_a_disk_that_is_full_in_the_middle_of_a_save_is_reported_with_bytes_and_advice(small_disk: Path) -> None:
     store = open_store(small_disk)
     store.put(NAME, [b"good"])
     with pytest.raises(StoreError, match=r"2,000,000 bytes cannot be written: the disk is full: free space") as caught:
@@ -138,7 +138,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_save_is_told_with_bytes_and_advi
     store.put("blobs/000001-00000002/0005", [b"y" * 500_000])
 
 
-def test_a_limit_on_the_size_of_files_is_told_too(tmp_path: Path) -> None:
+def test_a_limit_on_the_size_of_files_is_reported_too(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -237,7 +237,7 @@ def test_what_will_not_pass_is_not_tried_again(ram: RamStore) -> None:
     assert faulty.fired == faulty.planned and not pauses.pauses_s
 
 
-def test_in_the_end_the_last_error_is_told(ram: RamStore) -> None:
+def test_in_the_end_the_last_error_is_reported(ram: RamStore) -> None:
     faulty = FaultyStore(ram)
     for at in range(1, 5):
         faulty.fails("names", at, Transient(f"slow down {at}"))

@@ -29,7 +29,7 @@ Kind = Callable[..., Checkpointer | ProcessCheckpointer]
 
 
 class AltersWhatItWrites(RamStore):
-    """Flips a bit of every object whose name ends so, once told to."""
+    """Flips a bit of every object whose name ends so, on request."""
 
     def __init__(self) -> None:
         super().__init__()

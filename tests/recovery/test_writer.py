@@ -1,4 +1,4 @@
-"""Rows become blobs: complete, in bounded memory, at a bounded rate, and errors are told."""
+"""Rows become blobs: complete, in bounded memory, at a bounded rate, and errors are reported."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def threads() -> set[str]:
     return {thread.name for thread in threading.enumerate() if thread.name.startswith("recovery")}
 
 
-def test_a_store_that_fails_is_told_and_leaves_no_thread() -> None:
+def test_a_store_that_fails_is_reported_and_leaves_no_thread() -> None:
     store = FaultyStore(RamStore()).fails("put", 2, StoreError("disk full"))
     with pytest.raises(StoreError, match="disk full"):
         save(two_tables(), store)
@@ -248,7 +248,7 @@ def test_a_save_can_be_cancelled_and_leaves_no_thread() -> None:
     assert not threads()
 
 
-def test_an_encoding_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_encoding_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise MemoryError("no memory to encode")
 

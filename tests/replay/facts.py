@@ -22,13 +22,20 @@ class Wrong(AssertionError):
 
 @dataclass
 class Step:
-    """One applied step. members: (epoch, micro-batch, weight, the push or None in allreduce)"""
+    """One applied step.
+
+    members:    (epoch, micro-batch, weight, the push or None in allreduce)
+    generation: of the asynchronous mode that it was applied in; None in allreduce
+    ahead:      workers read the values after it plus so many times the step
+    """
 
     number: int
     scale: float
     lrs: list[float]
     row_lr: float
     members: list[tuple[int, int, float, dict[str, Any] | None]]
+    generation: int | None = None
+    ahead: float = 0.0
 
 
 @dataclass
@@ -116,5 +123,15 @@ def _asynchronous_steps(by_kind: dict[str, list[dict[str, Any]]]) -> dict[int, S
             if push["mode"] != "gba":
                 raise NotReplayable(f"mode {push['mode']} is not replayed")
             members.append((push["epoch"], micro, weight, push))
-        steps[line["step"]] = Step(line["step"], line["scale"], line["lrs"], line["row_lr"], members)
+        steps[line["step"]] = Step(
+            line["step"], line["scale"], line["lrs"], line["row_lr"], members, line["generation"], _ahead(line)
+        )
     return steps
+
+
+def _ahead(line: dict[str, Any]) -> float:
+    """Of a server's line; older ones name no rule."""
+    rule: str = line.get("rule", "none")
+    if rule not in ("none", "look_ahead"):
+        raise NotReplayable(f"rule {rule} is not replayed")
+    return float(line["rule_settings"].get("steps", 0.9)) if rule == "look_ahead" else 0.0

@@ -3,6 +3,10 @@
 Checked on the way: every micro-batch of every epoch is a member of exactly one step; a push that counts is not staler
 than the tolerance and one that is staler does not count; the values that a gradient was computed with are those of
 steps between the one it says and the one it became a member of. Then the end, to 1e-5: dense values, rows.
+
+Under rule look_ahead a gradient is computed with w(k) + 0.9 (w(k) - w(k-1)), w(k) the dense values after the last step
+k that moved them, if k was applied since the mode was entered; otherwise with w(k). The optimizer steps w as without a
+rule.
 """
 
 from __future__ import annotations
@@ -21,7 +25,10 @@ STALE = 4  # steps, of the default threshold
 
 
 class Replay:
-    """values of every step so far stay: asynchronous gradients are of older ones."""
+    """values of every step so far stay: asynchronous gradients are of older ones.
+
+    shown: by step, in which generation workers read which dense values after it; they are `history`'s in others
+    """
 
     def __init__(self, facts: Facts) -> None:
         begin = facts.begin
@@ -30,11 +37,15 @@ class Replay:
         flat = np.concatenate([np.ravel(np.array(value, dtype=np.float64)) for value in begin["values"]])
         settings = {k: v["tuple"] if isinstance(v, dict) else v for k, v in spec["groups"][0].items()}
         self.dense = Dense(spec["class"].rpartition(":")[2], settings, flat)
-        about = begin["tables"]
+        about, own = begin["tables"], begin["tables"].get("optimizers", {}).get("tables", {})
+        specs = [row_spec, *begin["optimizers"].get("own_rows", [])]
+        self.default_lr = row_spec["fields"]["lr"]
+        of_table = {name: specs[own.get(name, 0)] for name in about["tables"]}
+        self.own_lrs = {name: specs[number]["fields"]["lr"] for name, number in own.items()}
         self.tables = {
             name: Rows(
-                row_spec["class"].rpartition(":")[2],
-                row_spec["fields"],
+                of_table[name]["class"].rpartition(":")[2],
+                of_table[name]["fields"],
                 # Stored as float32: the very first values are not computed to more.
                 first_rows(rows, dim, about["seed"], name, about["init_std"]).astype(np.float32).astype(np.float64),
             )
@@ -42,6 +53,7 @@ class Replay:
         }
         self.orders: dict[int, np.ndarray] = {}
         self.history: list[tuple[np.ndarray, dict[str, np.ndarray]]] = []
+        self.shown: dict[int, tuple[int, np.ndarray]] = {}
         self._remember()
 
     def run(self) -> None:
@@ -49,9 +61,20 @@ class Replay:
         for step in self.facts.steps:
             self._step(step)
             self._remember()
+            if step.generation is not None and step.ahead:
+                self.shown[step.number] = step.generation, self._ahead(step)
 
     def _remember(self) -> None:
         self.history.append((self.dense.values, {name: rows.values for name, rows in self.tables.items()}))
+
+    def _ahead(self, step: Step) -> np.ndarray:
+        """What workers read after a step of look_ahead. One whose pushes were all dropped changes nothing."""
+        if not any(weight > 0 for _, _, weight, _ in step.members):
+            generation, shown = self.shown.get(step.number - 1, (None, self.dense.values))
+            return shown if generation == step.generation else self.dense.values
+        before, now = self.history[step.number - 1][0], self.history[step.number][0]
+        ahead: np.ndarray = now + step.ahead * (now - before)
+        return ahead
 
     def _check_members(self) -> None:
         begin = self.facts.begin
@@ -72,14 +95,19 @@ class Replay:
             raise Wrong(f"step {step.number}: scale {step.scale}, its samples are {sum(samples_of.values())}")
         dense = np.zeros_like(self.dense.values)
         rows: dict[str, dict[int, Any]] = {name: {} for name in self.tables}
+        contained: dict[str, Counter[int]] = {name: Counter() for name in self.tables}
+        row_average = begin["row_average"]
         for epoch, micro, weight, push in step.members:
             self._check_weight(step, weight, samples_of[micro] / size, push)
-            if weight == 0:
-                continue
             line = self.facts.orders[epoch]
             if epoch not in self.orders:
                 self.orders[epoch] = order(begin["n_samples"], line["seed"], epoch)
             samples = self.orders[epoch][micro * size : micro * size + samples_of[micro]]
+            if weight or row_average == "contributors":
+                for name, ids in (("user", self.data.user[samples]), ("item", self.data.item[samples])):
+                    contained[name].update(set(ids.tolist()))
+            if weight == 0:
+                continue
             values, tables = self.history[step.number - 1] if push is None else self._values_of(step, push)
             n_w = 16
             user, item = self.data.user[samples], self.data.item[samples]
@@ -96,7 +124,13 @@ class Replay:
             if found:
                 touched = np.array(sorted(found))
                 grad = step.scale * np.array([found[row] for row in touched.tolist()])
-                self.tables[name].step(touched, grad, step.row_lr, step.number)
+                if row_average != "global":
+                    count = np.array([contained[name][row] for row in touched.tolist()])
+                    grad *= len(step.members) / count[:, None]
+                lr = step.row_lr
+                if name in self.own_lrs:
+                    lr *= self.own_lrs[name] / self.default_lr
+                self.tables[name].step(touched, grad, lr, step.number)
 
     def _check_weight(self, step: Step, weight: float, full: float, push: dict[str, Any] | None) -> None:
         stale = 0 if push is None else max(0, step.number - 1 - push["token"])
@@ -122,7 +156,8 @@ class Replay:
                 )
             table[ids] = found
             tables[name] = table
-        return self.history[at][0], tables
+        generation, shown = self.shown.get(at, (None, self.history[at][0]))
+        return shown if generation == push["generation"] else self.history[at][0], tables
 
 
 def compare(replay: Replay, arrays: dict[str, np.ndarray]) -> float:

@@ -14,7 +14,16 @@ from gba_hvd.tracking import gauges as g
 from gba_hvd.tracking.plots import MODE, THROUGHPUT
 from gba_hvd.tracking.run_history import RunHistory, from_files
 from tests.tracking.conftest import event, job, step
-from tests.tracking.told_job import tell
+from tests.tracking.reported_job import report_job
+
+
+def test_what_was_counted_before_a_resume_is_no_reading_of_now():
+    before = {"staleness": {"0": 10, "1": 3}, "lags": {"2": 13}, "gaps": {"0": [13, 2.0, 6.5, 42]}}
+    readings = g.Readings()
+    readings.begin({"manifest": "m-3", **before})
+    assert readings.take(before) == {}
+    read = readings.take({"lags": {"2": 13, "4": 1}, "gaps": {"0": [14, 3.0, 7.5, 42]}})
+    assert read == {g.DENSE_AGE_MEAN: 4, g.DENSE_AGE_MAX: 4, f"{g.GAP}0": 1.0, f"{g.GAP_IN_STEPS}0": 1.0}
 
 
 def test_staleness_is_that_of_the_micro_batches_since_the_last_reading():
@@ -29,7 +38,28 @@ def test_staleness_is_that_of_the_micro_batches_since_the_last_reading():
     }  # fmt: skip
 
 
-def test_without_a_new_micro_batch_there_is_no_staleness_to_tell():
+def test_ages_and_gaps_are_those_since_the_last_reading():
+    readings = g.Readings()
+    first = readings.take({"lags": {"1": 4}, "gaps": {"0": [4, 2.0, 8.0]}})
+    assert first == {g.DENSE_AGE_MEAN: 1, g.DENSE_AGE_MAX: 1, "job/gap/rank_0": 0.5, "job/gap_in_steps/rank_0": 2.0}
+    again = readings.take({"lags": {"1": 4, "5": 1}, "gaps": {"0": [6, 4.0, 9.0], "1": [1, 3.0, 6.0]}})
+    assert again == {
+        g.DENSE_AGE_MEAN: 5, g.DENSE_AGE_MAX: 5, "job/gap/rank_0": 1.0, "job/gap_in_steps/rank_0": 0.5,
+        "job/gap/rank_1": 3.0, "job/gap_in_steps/rank_1": 6.0,
+    }  # fmt: skip
+    assert readings.take({"gaps": {"0": [2, 1.0, 1.0]}})["job/gap/rank_0"] == 0.5, "the server started again"
+    assert readings.take({"gaps": {"0": [4, 0.8, 1.0]}})["job/gap/rank_0"] == 0.2, "again, and it had more pushes since"
+    both = g.Readings()
+    both.take({"gaps": {"0": [100, 10.0, 50.0, 7], "1": [200, 100.0, 900.0, 8]}})
+    after = both.take({"gaps": {"0": [210, 110.0, 990.0, 8], "1": [10, 2.0, 5.0, 9]}})  # worker 7 died, 9 came
+    assert after == {
+        "job/gap/rank_0": 1.0, "job/gap_in_steps/rank_0": 9.0, "job/gap/rank_1": 0.2, "job/gap_in_steps/rank_1": 0.5,
+    }  # fmt: skip
+    assert g.rank_of("job/gap/rank_3", g.GAP) == 3 and g.rank_of("job/gap/rank_3") is None
+    assert g.point_of("job/gap/rank_3", [1.0, 3.0]) == 2.0
+
+
+def test_without_a_new_micro_batch_there_is_no_staleness_to_report():
     readings = g.Readings()
     assert readings.take({"staleness": {"0": 5}}) == {g.STALENESS_MEAN: 0, g.STALENESS_MAX: 0}
     assert readings.take({"staleness": {"0": 5}}) == {}
@@ -42,6 +72,10 @@ def test_the_pace_of_a_worker_is_named_by_its_rank():
     }
     assert g.rank_of(g.pace_of(17)) == 17
     assert g.rank_of("job/ms_per_micro_batch/rank_") is g.rank_of("train/loss") is None
+
+
+def test_the_samples_computed_at_once_are_a_gauge():
+    assert g.Readings().take({"elp": 1024}) == {g.ELP: 1024.0}
 
 
 def test_several_readings_make_one_point():
@@ -66,11 +100,11 @@ def rates(k: int = 1, **data: Any) -> Event:
     return Event("rates", k, "seconds per micro-batch by worker: ...", data)
 
 
-def lines_of(*told: StepRecord | Event) -> list[str]:
+def lines_of(*history_of: StepRecord | Event) -> list[str]:
     stream = io.StringIO()
     progress = ProgressLine(stream=stream, clock=lambda: 0.0)
     progress.on_job(job("j"))
-    for one in told:
+    for one in history_of:
         if isinstance(one, Event):
             progress.on_event(one)
         else:
@@ -79,7 +113,7 @@ def lines_of(*told: StepRecord | Event) -> list[str]:
     return stream.getvalue().splitlines()
 
 
-def test_in_asynchronous_modes_the_line_tells_staleness_and_drops():
+def test_in_asynchronous_modes_the_line_reports_staleness_and_drops():
     record = StepRecord(7, 0, 64, 448, 0.01, 3, "gba", 0.5)
     reading = rates(seconds={"0": 0.01}, staleness={"0": 3, "2": 1}, dropped=1280)
     assert lines_of(reading, record)[0].endswith("3 workers  gba, staleness 0.50, 1,280 samples dropped")
@@ -95,7 +129,7 @@ def test_readings_are_no_lines_of_their_own():
     ]
 
 
-def test_the_summary_tells_of_switches_and_staleness():
+def test_the_summary_reports_switches_and_staleness():
     switch = Event("switch", 4, "allreduce -> gba: slow", {"from": "allreduce", "to": "gba"})
     finished = Event("finished", 7, "finished", {"staleness": {"0": 3, "1": 1}})
     lines = lines_of(step(7), switch, finished)
@@ -112,13 +146,13 @@ def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MLflowCallback:
     return MLflowCallback(spool_dir=tmp_path / "spool", log_every_steps=10, system_metrics=False)
 
 
-def told(callback: MLflowCallback) -> RunHistory:
+def history_of(callback: MLflowCallback) -> RunHistory:
     assert callback.spool is not None
     return from_files(callback.spool)
 
 
 def steps_of(callback: MLflowCallback, key: str) -> list[int]:
-    return [point.step for point in told(callback).history.get(key, ())]
+    return [point.step for point in history_of(callback).history.get(key, ())]
 
 
 def test_readings_come_with_the_points(quiet: MLflowCallback):
@@ -126,14 +160,14 @@ def test_readings_come_with_the_points(quiet: MLflowCallback):
     for k in range(1, 21):
         quiet.on_event(rates(k, seconds={"0": k / 1000}, dropped=k, staleness={str(s): 1 for s in range(k)}))
         quiet.on_step(step(k))
-    story = told(quiet)
+    story = history_of(quiet)
     assert [(p.step, p.value) for p in story.history[g.pace_of(0)]] == [(10, 5.5), (20, 15.5)]
     assert [p.value for p in story.history[g.DROPPED]] == [10, 20]
     assert [p.value for p in story.history[g.STALENESS_MAX]] == [9, 19]
     assert story.events == ()  # they would drown the others
 
 
-def test_no_point_is_missed_when_several_steps_are_heard_at_once(quiet: MLflowCallback):
+def test_no_point_is_missed_when_several_steps_are_received_at_once(quiet: MLflowCallback):
     quiet.on_job(job("j"))
     for k in (3, 8, 13, 18, 23, 49, 51):
         quiet.on_step(step(k))
@@ -152,34 +186,34 @@ def test_no_point_is_the_mean_of_two_modes(quiet: MLflowCallback):
     for k in range(1, 21):
         mode, seconds = ("gba", 0.01) if k > 14 else ("allreduce", 0.1)
         quiet.on_step(StepRecord(k, 0, 64, 64 * k, seconds, 1, mode, 0.5))
-    history = told(quiet).history
+    history = history_of(quiet).history
     assert [(p.step, round(p.value)) for p in history[THROUGHPUT]] == [(10, 640), (14, 640), (20, 6400)]
     assert [p.value for p in history[MODE]] == [0, 0, 1]
 
 
-def test_a_worker_that_becomes_chief_tells_no_old_readings(quiet: MLflowCallback):
+def test_a_worker_that_becomes_chief_reports_no_old_readings(quiet: MLflowCallback):
     quiet.on_job(job("j", rank=1, size=2, leads_host=False))
     quiet.on_event(rates(5, seconds={"0": 0.01}))
     quiet.on_event(event("membership", 6))
     quiet.on_job(job("j"))
     quiet.on_step(step(10))
-    story = told(quiet)
+    story = history_of(quiet)
     assert [e["event"] for e in story.events] == ["membership"]
     assert g.pace_of(0) not in story.history
 
 
-def test_a_switch_told_by_two_chiefs_is_one_switch(quiet: MLflowCallback):
+def test_a_switch_reported_by_two_chiefs_is_one_switch(quiet: MLflowCallback):
     quiet.on_job(job("j"))
     quiet.on_event(Event("switch", 5, "allreduce -> gba: slow", {"to": "gba"}, unix_s=1.0))
     quiet.on_event(Event("switch", 5, "allreduce -> gba: the chief's log has the reason", {"to": "gba"}, unix_s=2.0))
     quiet.on_event(event("membership", 5, "one"))
     quiet.on_event(event("membership", 5, "two"))
-    story = told(quiet)
+    story = history_of(quiet)
     assert [e["message"] for e in story.events] == ["allreduce -> gba: slow", "one", "two"]
 
 
-def test_a_whole_job_is_told_to_both_trackers(quiet: MLflowCallback):
+def test_a_whole_job_is_reported_to_both_trackers(quiet: MLflowCallback):
     stream = io.StringIO()
-    tell([quiet, ProgressLine(stream=stream)])
-    assert told(quiet).n_steps == 400
+    report_job([quiet, ProgressLine(stream=stream)])
+    assert history_of(quiet).n_steps == 400
     assert "[switch] step 120: allreduce -> gba: worker 2 takes 6.1x the median" in stream.getvalue()

@@ -39,7 +39,7 @@ from tests.tracking.conftest import (
     step,
     wait_until,
 )
-from tests.tracking.told_job import tell
+from tests.tracking.reported_job import report_job
 
 pytestmark = [
     pytest.mark.processes,
@@ -78,8 +78,8 @@ def test_a_run_ends_as_the_job_ended(
         callback.on_step(step(k, loss=1 / k))
     callback.on_metrics(5, {"valid_auc": 0.75})
     callback.on_event(event("membership", 3, "1 -> 2 workers"))
-    for told in ("the store is full", "the store is still full"):
-        callback.on_event(Event("checkpoint_failed", 4, told, level="warning"))
+    for reported in ("the store is full", "the store is still full"):
+        callback.on_event(Event("checkpoint_failed", 4, reported, level="warning"))
     callback.on_end(status, error)
 
     run = only_run(database, f"ends-{status}")
@@ -88,8 +88,8 @@ def test_a_run_ends_as_the_job_ended(
     assert run.info.run_name == "night-run"
     assert run.data.metrics["warnings"] == 2
     assert run.data.tags["gba_hvd.warning"] == "[checkpoint_failed] step 4: the store is still full"
-    told_of = [json.loads(line) for line in artifact(database, run, "events.jsonl", tmp_path / "events").splitlines()]
-    assert [one["event"] for one in told_of if one.get("level") == "warning"] == 2 * ["checkpoint_failed"]
+    recorded = [json.loads(line) for line in artifact(database, run, "events.jsonl", tmp_path / "events").splitlines()]
+    assert [one["event"] for one in recorded if one.get("level") == "warning"] == 2 * ["checkpoint_failed"]
     assert logged_steps(database, run, "train/loss") == [1, 2, 3, 4, 5]
     assert run.data.metrics["valid_auc"] == 0.75
     assert run.data.tags["gba_hvd.event.membership"] == "step 3: 1 -> 2 workers"
@@ -111,15 +111,15 @@ def test_a_job_that_switched_modes_is_read_back_as_it_was(
         system_metrics=False,
         run_name="slow w2",
     )
-    tell([callback], job_id="told")
+    report_job([callback], job_id="reported")
     callback.on_end("FINISHED", None)
 
-    run = only_run(database, "told")
+    run = only_run(database, "reported")
     assert artifact_names(database, run) >= {"workers.png", "staleness.png", "throughput.png"}
     assert run.data.tags["gba_hvd.event.switch"].startswith("step 300: gba -> allreduce: ")
-    for name in (run.info.run_id, "told", "slow w2"):
+    for name in (run.info.run_id, "reported", "slow w2"):
         story = read(name, database)
-        assert (story.job_id, story.status, story.title) == ("told", "FINISHED", "slow w2")
+        assert (story.job_id, story.status, story.title) == ("reported", "FINISHED", "slow w2")
         assert [(span.first, span.last, span.mode) for span in story.spans] == [
             (0, 120, "allreduce"), (120, 300, "gba"), (300, 400, "allreduce")
         ]  # fmt: skip
@@ -130,7 +130,7 @@ def test_a_job_that_switched_modes_is_read_back_as_it_was(
     ):
         read("tolt", database)
     capsys.readouterr()
-    assert cli.main(["report", "told", "--tracking-uri", database, "--out", str(tmp_path / "page.html")]) == 0
+    assert cli.main(["report", "reported", "--tracking-uri", database, "--out", str(tmp_path / "page.html")]) == 0
     assert "worker 2 takes 6.1x the median" in (tmp_path / "page.html").read_text()
 
 
@@ -264,18 +264,18 @@ def test_a_survivor_goes_on_in_the_run_of_a_killed_chief(server: Server, tmp_pat
     assert "rank 0 is gone" in artifact(server.uri, run, "events.jsonl", tmp_path / "down")
 
 
-def test_a_new_worker_that_becomes_chief_goes_on_in_the_run_it_is_told(database: str, tmp_path: Path):
+def test_a_new_worker_that_becomes_chief_goes_on_in_the_run_it_is_given(database: str, tmp_path: Path):
     first = patient(tracking_uri=database, spool_dir=tmp_path, log_every_steps=1, system_metrics=False)
     first.on_job(job("handed-over", lr=1))
     for k in (1, 2):
         first.on_step(step(k))
     wait_until_delivered(first)
-    told = first.state_dict()
-    assert told == {"run_id": only_run(database, "handed-over").info.run_id, "logged_step": 2, "warnings": 0}
+    reported = first.state_dict()
+    assert reported == {"run_id": only_run(database, "handed-over").info.run_id, "logged_step": 2, "warnings": 0}
     first.on_end("FAILED", RuntimeError("the whole job stopped"))
 
     second = patient(tracking_uri=database, spool_dir=tmp_path, log_every_steps=1, system_metrics=False)
-    second.load_state_dict(told)
+    second.load_state_dict(reported)
     second.on_job(job("handed-over", lr=1))
     for k in (1, 2, 3):
         second.on_step(step(k))
@@ -285,6 +285,34 @@ def test_a_new_worker_that_becomes_chief_goes_on_in_the_run_it_is_told(database:
     run = only_run(database, "handed-over")
     assert logged_steps(database, run, "train/loss") == [1, 2, 3]
     assert run.info.status == "FINISHED"
+
+
+def test_steps_that_are_made_again_in_the_same_process_supersede_the_first_ones(database: str, tmp_path: Path):
+    """Full recovery: all workers went back to the checkpoint of step 3."""
+    worker = Worker(tmp_path, tracking_uri=database, spool_dir="spool", log_every_steps=1, system_metrics=False)
+    worker("on_job", dataclasses.asdict(job("went-back")))
+    for k in range(1, 7):
+        worker("on_step", dataclasses.asdict(step(k, loss=1.0)))
+    state = worker("state_dict")
+    worker("load_state_dict", {**state, "logged_step": 3})  # of the checkpoint
+    worker("on_job", dataclasses.asdict(job("went-back")))
+    costs = {"overhead_full": 0.02, "overhead_partial": 0.01}
+    choice = {"strategy": "full", "strategy_reason": "full: hardly any", **costs}
+    told = {"manifest": "m-3", "rows_restored": 500, "rows_lost": 0, "samples_redone": 288, "pls": 0.0, **choice}
+    worker("on_event", dataclasses.asdict(Event("resumed", 3, "full recovery", told)))
+    for k in range(4, 9):
+        worker("on_step", dataclasses.asdict(step(k, loss=2.0)))
+    worker("on_end", "FINISHED", None)
+    worker.leave()
+    run = only_run(database, "went-back")
+    assert logged_steps(database, run, "train/loss") == [1, 2, 3, 4, 4, 5, 5, 6, 6, 7, 8]
+    found = read("went-back", database)
+    history = found.history["train/loss"]
+    assert [(point.step, point.value) for point in history] == [(k, 1.0 if k <= 3 else 2.0) for k in range(1, 9)]
+    names = ("resumed_from_step", "samples_redone", "recovery_full", *(f"recovery_{name}" for name in costs))
+    assert [run.data.metrics[name] for name in names] == [3, 288, 1.0, 0.02, 0.01]
+    (recovery,) = found.recoveries
+    assert {**recovery, **choice, "samples_redone": 288} == recovery
 
 
 def test_a_job_that_goes_on_from_a_checkpoint_goes_on_in_its_run(database: str, tmp_path: Path):
@@ -306,8 +334,8 @@ def test_a_job_that_goes_on_from_a_checkpoint_goes_on_in_its_run(database: str, 
     second = Worker(tmp_path, **settings)
     second("load_state_dict", {**at_step_3, "run_id": None})  # found by the job's name
     second("on_job", dataclasses.asdict(job("resumed", lr=1)))
-    told = {"manifest": "manifests/1-3.json", "rows_restored": 500, "seconds": 0.1}
-    second("on_event", dataclasses.asdict(Event("resumed", 3, "going on at step 3", told)))
+    reported = {"manifest": "manifests/1-3.json", "rows_restored": 500, "seconds": 0.1}
+    second("on_event", dataclasses.asdict(Event("resumed", 3, "resuming at step 3", reported)))
     for k in range(4, 9):
         second("on_step", dataclasses.asdict(step(k, loss=2.0)))
     second("on_metrics", 6, {"valid_auc": 0.7})
@@ -351,10 +379,10 @@ def test_a_server_that_never_comes_leaves_the_spool_and_the_command_that_sends_i
         callback.on_step(step(k))
     callback.on_end("FINISHED", None)
 
-    told = capsys.readouterr().err
-    command = re.search(r"gba-hvd (mlflow send \S+\.jsonl)", told)
-    assert command is not None, told
-    assert re.search(r"NOT everything reached MLflow \([0-9]+ records did not\)", told)
+    reported = capsys.readouterr().err
+    command = re.search(r"gba-hvd (mlflow send \S+\.jsonl)", reported)
+    assert command is not None, reported
+    assert re.search(r"NOT everything reached MLflow \([0-9]+ records did not\)", reported)
     assert callback.spool is not None
     assert callback.spool.exists()
 
@@ -414,9 +442,9 @@ def test_a_job_says_which_earlier_ones_were_never_sent(
     for age_s, says in ((0, False), (3600, True)):  # another job may be starting just now
         os.utime(left, (time.time() - age_s,) * 2)
         MLflowCallback(tracking_uri=database, spool_dir=left.parent).on_job(job("new"))
-        told = capsys.readouterr().err
-        assert (f"never reached MLflow and wait in {left}" in told) == says
-        assert (f"gba-hvd mlflow send {left}" in told) == says
+        reported = capsys.readouterr().err
+        assert (f"never reached MLflow and wait in {left}" in reported) == says
+        assert (f"gba-hvd mlflow send {left}" in reported) == says
 
 
 def test_what_kills_a_worker_and_its_children_does_not_kill_its_sender(database: str, tmp_path: Path):
@@ -456,6 +484,23 @@ def test_the_steps_after_the_last_point_are_a_point_at_the_end(tmp_path: Path, m
     records = [record for record in all_records(callback.spool) if record["kind"] == "metrics"]
     assert [(record["step"], record["values"]["train/loss"]) for record in records] == [(3, 2.0), (5, 4.5)]
     assert list(all_records(callback.spool))[-1]["kind"] == "end"
+
+
+@pytest.mark.parametrize("own", ["", "lr"])
+def test_a_learning_rate_that_a_schedule_moves_is_a_metric_unless_the_script_logs_it(
+    own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(MLflowCallback, "_start_sender", lambda self: None)
+    callback = MLflowCallback(spool_dir=tmp_path / "spool", log_every_steps=1)
+    callback.on_job(dataclasses.replace(job("schedule"), settings={"dense_lr": 0.1}))
+    if own:
+        callback.on_metrics(0, {own: 0.1})
+    for k, lr in enumerate([0.1, 0.1, 0.05, 0.05, 0.02, None], start=1):
+        callback.on_step(dataclasses.replace(step(k), dense_lr=lr))
+    assert callback.spool is not None
+    points = [record for record in all_records(callback.spool) if record["kind"] == "metrics"]
+    found = [(record["step"], record["values"]["dense_lr"]) for record in points if "dense_lr" in record["values"]]
+    assert found == ([] if own else [(3, 0.05), (5, 0.02)])
 
 
 def test_settings_that_make_no_sense_are_refused():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 from dataclasses import replace
 
 import pytest
 
 from gba_hvd.callbacks import Event, Job, StepRecord
+from gba_hvd.errors import BadInput
 from gba_hvd.tracking import ProgressLine
 from tests.tracking.conftest import event, job, step
 
@@ -17,7 +19,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def told(stream: io.StringIO) -> list[str]:
+def lines_of(stream: io.StringIO) -> list[str]:
     return stream.getvalue().splitlines()
 
 
@@ -42,12 +44,47 @@ def test_in_a_pipe_plain_lines_come_every_few_seconds():
     progress = ProgressLine(total_steps=40, every_s=10.0, stream=stream, clock=Clock())
     progress.on_metrics(0, {"valid_auc": 0.5})
     run(progress, [job("j")], [step(k, workers=2, loss=0.25) for k in range(1, 31)])
-    assert told(stream) == [
+    assert lines_of(stream) == [
         "step 0  valid_auc 0.5000",
         "step 1/40 (2%)  epoch 0  loss 0.2500  valid_auc 0.5000  6.4k samples/s  2 workers  allreduce",
         "step 11/40 (27%)  epoch 0  loss 0.2500  valid_auc 0.5000  6.4k samples/s  2 workers  allreduce  29s left",
         "step 21/40 (52%)  epoch 0  loss 0.2500  valid_auc 0.5000  6.4k samples/s  2 workers  allreduce  19s left",
     ]
+
+
+def test_the_rate_of_a_mode_is_measured_from_its_first_step():
+    """That one has the time that entering the mode took, and the steps before it are of the other mode."""
+    stream = io.StringIO()
+    progress = ProgressLine(every_s=3.0, stream=stream, clock=Clock())
+    records = [step(k, workers=2, loss=None) for k in range(1, 4)]
+    gba = replace(step(4, workers=2, loss=None), mode="gba")
+    records += [replace(gba, step=k, seconds=9.0 if k == 4 else 0.005) for k in range(4, 8)]
+    run(progress, [job("j")], records)
+    assert lines_of(stream) == [
+        "step 1  epoch 0  6.4k samples/s  2 workers  allreduce",
+        "step 4  epoch 0  2 workers  gba",
+        "step 7  epoch 0  12.8k samples/s  2 workers  gba",
+    ]
+
+
+def test_the_rate_of_a_job_that_began_in_another_mode_has_not_the_wait_for_it():
+    stream = io.StringIO()
+    progress = ProgressLine(every_s=2.0, stream=stream, clock=Clock())
+    gba = replace(step(1, loss=None), mode="gba")
+    run(progress, [job("j")], [replace(gba, seconds=60.0), replace(gba, step=2), replace(gba, step=3)])
+    assert lines_of(stream) == ["step 1  epoch 0  1 worker  gba", "step 3  epoch 0  6.4k samples/s  1 worker  gba"]
+
+
+def test_a_job_that_resumed_says_all_its_switches():
+    before, stream = ProgressLine(stream=io.StringIO(), clock=Clock()), io.StringIO()
+    before.on_event(Event("switch", 40, "allreduce -> gba", {"from": "allreduce", "to": "gba"}))
+    after = ProgressLine(stream=stream, clock=Clock())
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    run(after, [job("j")], [])
+    after.on_event(Event("resumed", 50, "resuming at step 50", {}))
+    after.on_event(Event("switch", 60, "gba -> allreduce", {"from": "gba", "to": "allreduce"}))
+    after.on_end("FINISHED", None)
+    assert "switches: gba at step 40, allreduce at step 60" in lines_of(stream)
 
 
 def test_on_a_terminal_one_line_is_renewed_and_events_stand_on_their_own():
@@ -67,7 +104,7 @@ def test_the_summary_accounts_for_every_sample():
     progress.on_event(Event("finished", 1, "done", account))
     progress.on_end("FINISHED", None)
     progress.on_end("FINISHED", None)
-    assert told(stream)[-2:] == [
+    assert lines_of(stream)[-2:] == [
         "finished: 1 step in 2s, 1 restart",
         "samples: 900 applied + 60 dropped + 40 lost = 1,000",
     ]
@@ -80,17 +117,17 @@ def test_the_summary_has_the_name_that_the_job_goes_by(monkeypatch: pytest.Monke
     progress = ProgressLine(stream=stream, clock=Clock())
     run(progress, [replace(job("j"), name="night run")], [step(1)])
     progress.on_end("FINISHED", None)
-    assert told(stream)[-2] == "night run: finished: 1 step in 2s, no restart"
+    assert lines_of(stream)[-2] == "night run: finished: 1 step in 2s, no restart"
 
 
 def test_counters_of_bytes_do_not_hide_the_auc() -> None:
-    """An event tells of them, with units."""
+    """An event reports them, with units."""
     stream = io.StringIO()
     progress = ProgressLine(stream=stream, clock=Clock())
     progress.on_metrics(9, {"bytes_sent_allreduce_rows": 123_456_789.0, "bytes_received_gba_dense": 720.0})
     progress.on_metrics(9, {"valid_logloss": 0.25, "valid_auc": 0.75, "bytes": 2000.0})
     progress.on_end("FINISHED", None)
-    assert told(stream) == [
+    assert lines_of(stream) == [
         "step 9  valid_auc 0.7500  valid_logloss 0.2500  bytes 2000",
         "finished: 0 steps in 1s, no restart",
         "last: step 9: valid_auc 0.7500  valid_logloss 0.2500  bytes 2000",
@@ -102,7 +139,7 @@ def test_a_failure_begins_with_its_root_cause():
     stream = io.StringIO()
     progress = ProgressLine(stream=stream, clock=Clock(), every_s=1e9)
     run(progress, [job("j7", rank=0, size=2, host="h1")], [step(12)])
-    n_before = len(told(stream))
+    n_before = len(lines_of(stream))
     try:
         try:
             raise ValueError("row 7: label 2, expected 0 or 1")
@@ -110,7 +147,7 @@ def test_a_failure_begins_with_its_root_cause():
             raise RuntimeError("reading failed") from cause
     except RuntimeError as error:
         progress.on_end("FAILED", error)
-    lines = told(stream)[n_before:]
+    lines = lines_of(stream)[n_before:]
     assert lines[0] == "error: ValueError: row 7: label 2, expected 0 or 1"
     assert "test_progress.py" in lines[1]
     assert lines[2:5] == [
@@ -121,18 +158,27 @@ def test_a_failure_begins_with_its_root_cause():
     assert lines[5].startswith("failed: 12 steps")
 
 
+def test_a_refused_input_is_its_own_cause():
+    stream = io.StringIO()
+    refused = BadInput("a batch of type dict has no `ids`: name them")
+    refused.__cause__ = AttributeError("'dict' object has no attribute 'ids'")
+    ProgressLine(stream=stream, clock=Clock()).on_end("FAILED", refused)
+    assert lines_of(stream)[0] == "error: BadInput: a batch of type dict has no `ids`: name them"
+    assert "AttributeError" not in stream.getvalue()
+
+
 class HorovodInternalError(RuntimeError):
     pass
 
 
-def test_other_ranks_tell_only_of_errors_that_began_with_them():
+def test_other_ranks_report_only_of_errors_that_began_with_them():
     for error, n_lines in ((HorovodInternalError("a peer is gone"), 0), (ValueError("mine"), 3)):
         stream = io.StringIO()
         progress = ProgressLine(stream=stream, clock=Clock())
         run(progress, [job("j", rank=1, size=2)], [step(1)])
         progress.on_event(event("membership", 1))
         progress.on_end("FAILED", error)
-        assert len(told(stream)) == n_lines
+        assert len(lines_of(stream)) == n_lines
 
 
 @pytest.mark.parametrize("trouble", [BrokenPipeError(), OSError(28, "No space left on device"), ValueError("closed")])
@@ -147,7 +193,7 @@ def test_an_output_that_takes_nothing_does_not_stop_training(trouble: Exception)
     assert tried
 
 
-def test_warnings_are_named_in_the_line_and_told_in_the_summary() -> None:
+def test_warnings_are_named_in_the_line_and_reported_in_the_summary() -> None:
     out = io.StringIO()
     line = ProgressLine(stream=out, every_s=0.0, clock=lambda: 0.0)
     line.on_event(Event("server_late", 3, "no server yet; look at its log", level="warning"))
@@ -193,9 +239,9 @@ def test_a_job_that_stopped_early_says_why_at_its_end() -> None:
     out = io.StringIO()
     line = ProgressLine(stream=out, clock=lambda: 0.0)
     line.on_event(Event("stopped_early", 215, "stopped early: no gain in valid AUC for 2 epochs"))
-    line.on_event(Event("interrupted", 215, "by Ctrl-C", {"goes_on": "the same command goes on from step 215"}))
+    line.on_event(Event("interrupted", 215, "by Ctrl-C", {"goes_on": "the same command resumes from step 215"}))
     line.on_end("KILLED", None)
-    assert told(out)[-2:] == [
+    assert lines_of(out)[-2:] == [
         "stopped early: no gain in valid AUC for 2 epochs",
-        "the same command goes on from step 215",
+        "the same command resumes from step 215",
     ]

@@ -96,7 +96,7 @@ def test_nested_settings_become_dotted_parameters_with_names_mlflow_accepts():
     }
 
 
-def test_the_same_event_told_by_two_workers_is_kept_once_in_order_of_time():
+def test_the_same_event_reported_by_two_workers_is_kept_once_in_order_of_time():
     early, late = {"event": "started", "step": 0, "message": "m", "unix_s": 1.0}, {"event": "x", "unix_s": 2.0}
     assert merge_events([late, early], [{**early, "unix_s": 1.5}]) == [early, late]
 

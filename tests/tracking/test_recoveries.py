@@ -1,4 +1,4 @@
-"""What records tell of checkpoints and recoveries, and which of them are superseded when a job resumes from one."""
+"""What records say of checkpoints and recoveries, and which of them are superseded when a job resumes from one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def saved(k: int, kind: str = "full", **more: Any) -> Event:
 
 
 def resumed(k: int) -> Event:
-    return Event("resumed", k, f"going on at step {k}", {"manifest": "m", "rows_restored": 500, "seconds": 0.25})
+    return Event("resumed", k, f"resuming at step {k}", {"manifest": "m", "rows_restored": 500, "seconds": 0.25})
 
 
 def record_of(event: Event) -> Record:
@@ -76,11 +76,11 @@ def test_a_recovery_is_a_point_of_what_came_back_and_what_did_not():
     assert metrics_of("resumed", 7, resumed(7).data) == (7, {"rows_restored": 500, RESUMED_FROM: 7})
 
 
-def test_rows_that_are_lost_beside_others_that_came_back_are_told_once():
+def test_rows_that_are_lost_beside_others_that_came_back_are_reported_once():
     partly = {**BACK, "rows_lost": 30}
-    told = [Event("rows_restored", 7, "", partly), Event("rows_lost", 7, "", partly)]
-    assert [metrics_of(event.kind, 7, event.data)[1].get("rows_lost") for event in told] == [30, None]
-    assert [one["rows_lost"] for one in recoveries(map(record_of, told))] == [30]
+    reported = [Event("rows_restored", 7, "", partly), Event("rows_lost", 7, "", partly)]
+    assert [metrics_of(event.kind, 7, event.data)[1].get("rows_lost") for event in reported] == [30, None]
+    assert [one["rows_lost"] for one in recoveries(map(record_of, reported))] == [30]
 
 
 @pytest.mark.parametrize("kind", ["membership", "checkpoint_failed", "switch"])
@@ -136,7 +136,7 @@ def test_what_is_in_force_is_one_line_of_training(stops: list[int], more: int):
     assert {one.step: one.value for one in in_force(points, resumes)} == wanted
 
 
-def test_what_is_told_again_after_a_resume_happened_again():
+def test_what_is_reported_again_after_a_resume_happened_again():
     first = {"event": "switch", "step": 70, "message": "a", "data": {"to": "gba"}, "unix_s": 1.0}
     went_on = {"event": "resumed", "step": 50, "message": "b", "data": {}, "unix_s": 2.0}
     again = {**first, "unix_s": 3.0}
@@ -176,7 +176,7 @@ def lossy(k: int, ms: int) -> Point:
 def test_steps_that_are_done_again_are_sent_again_and_others_are_not():
     mlflow = Points()
     send(mlflow, *(lossy(k, 100 + k) for k in range(1, 7)))
-    send(mlflow, *(lossy(k, 200 + k) for k in range(1, 7)))  # a survivor tells what the chief told
+    send(mlflow, *(lossy(k, 200 + k) for k in range(1, 7)))  # a survivor reports what the chief reported
     assert [one.step for one in mlflow.kept] == [1, 2, 3, 4, 5, 6]
     send(mlflow, Point(RESUMED_FROM, 4, 300, 4), *(lossy(k, 300 + k) for k in range(3, 8)))
     assert [one.step for one in mlflow.kept if one.timestamp > 300] == [5, 6, 7]
@@ -204,7 +204,7 @@ def callback_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> MLflowCallback
 
 
 @pytest.fixture
-def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunHistory:
+def reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunHistory:
     """Killed at step 6, resumed from step 4, lost a host at step 7."""
     clock = itertools.count(1_000_000, 5)
     monkeypatch.setattr("gba_hvd.tracking.mlflow_callback._now_ms", lambda: next(clock))
@@ -232,23 +232,23 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunHistory:
     return from_files(tmp_path)
 
 
-def test_a_story_leaves_out_what_was_superseded(told: RunHistory):
-    assert [(p.step, p.value) for p in told.history["train/loss"]] == [
+def test_a_story_leaves_out_what_was_superseded(reported: RunHistory):
+    assert [(p.step, p.value) for p in reported.history["train/loss"]] == [
         *((k, 1.0) for k in range(1, 5)),
         *((k, 2.0) for k in range(5, 9)),
     ]
-    assert [p.step for p in told.history[THROUGHPUT]] == list(range(1, 9))
-    assert told.spans == [Span(0, 8, "allreduce")]
+    assert [p.step for p in reported.history[THROUGHPUT]] == list(range(1, 9))
+    assert reported.spans == [Span(0, 8, "allreduce")]
 
 
-def test_a_story_has_checkpoints_and_recoveries_in_figures(told: RunHistory):
-    figures = json.loads(json.dumps(as_json(told)))
+def test_a_story_has_checkpoints_and_recoveries_in_figures(reported: RunHistory):
+    figures = json.loads(json.dumps(as_json(reported)))
     assert [(one["step"], one["kind"]) for one in figures["checkpoints"]] == [(4, "full"), (8, "delta")]
     assert [(one["kind"], one["step"], one["rows_restored"]) for one in figures["recoveries"]] == [
         ("resumed", 4, 500), ("rows_restored", 7, 340)
     ]  # fmt: skip
-    assert told.history["checkpoint_bytes"][-1].step == 8
-    assert told.history["pls"][0].value == 0.0025
+    assert reported.history["checkpoint_bytes"][-1].step == 8
+    assert reported.history["pls"][0].value == 0.0025
 
 
 def test_the_newest_checkpoint_is_a_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -260,12 +260,22 @@ def test_the_newest_checkpoint_is_a_tag(tmp_path: Path, monkeypatch: pytest.Monk
     assert tags == [{"gba_hvd.checkpoint": "s3://bucket/job/manifests/000001-00000004.json"}]
 
 
-def test_the_page_shows_them_and_says_what_was_superseded(told: RunHistory):
-    text = page(told)
+def test_the_page_shows_them_and_says_what_was_superseded(reported: RunHistory):
+    text = page(reported)
     for words in ("<h2>Checkpoints</h2>", "<h2>Recoveries</h2>", "340 rows came back", "the whole job", "a lost host",
-                  "superseded: the job went on from an earlier checkpoint; lost with the job"):  # fmt: skip
+                  "superseded: the job resumed from an earlier checkpoint; lost with the job"):  # fmt: skip
         assert words in text
     assert "Checkpoints" not in page(RunHistory("t", "here", "j", "RUNNING", "", 0, None))
+
+
+def test_the_page_shows_the_choice_and_what_was_trained_again():
+    full = {"strategy": "full", "strategy_reason": "full: partial costs 2 %", "samples_redone": 1288, "manifest": "m-4"}
+    events = [Event("resumed", 4, "all went back", {**BACK, **full}), Event("resumed", 8, "started again", BACK)]
+    text = page(RunHistory("t", "here", "j", "RUNNING", "", 0, None, {}, {}, tuple(map(record_of, events))))
+    table = text[text.index("<h2>Recoveries</h2>") :]
+    for words in ("samples redone", "full or partial", "full: partial costs 2 %", "1,288", "m-4"):
+        assert words in table
+    assert table.index("a lost host") < table.index("the whole job"), "one lost a host, one all its workers"
 
 
 def test_many_checkpoints_do_not_drown_what_else_happened():
@@ -279,7 +289,7 @@ def test_many_checkpoints_do_not_drown_what_else_happened():
 # --- what a person sees ----------------------------------------------------------------------------------------------
 
 
-def test_the_progress_line_tells_of_them_and_sums_up():
+def test_the_progress_line_reports_them_and_sums_up():
     stream = io.StringIO()
     progress = ProgressLine(stream=stream, clock=lambda: 0.0)
     progress.on_job(job("j"))
@@ -293,12 +303,22 @@ def test_the_progress_line_tells_of_them_and_sums_up():
         progress.on_event(event)
     progress.on_end("FINISHED", None)
     lines = stream.getvalue().splitlines()
-    assert lines[:2] == ["[resumed] step 4: going on at step 4", "[checkpoint] step 10: step 8 saved"]
+    assert lines[:2] == ["[resumed] step 4: resuming at step 4", "[checkpoint] step 10: step 8 saved"]
     assert "newest checkpoint: of step 8, s3://bucket/job/manifests/000001-00000008.json" in lines
     assert "recoveries: resumed at step 4: 500 rows restored; step 9: 340 rows restored, 30 lost, PLS 0.0025" in lines
 
 
-def test_a_job_that_went_on_from_memory_is_told_in_a_word() -> None:
+def test_a_job_that_went_on_from_memory_is_reported_in_a_word() -> None:
     event = Event("resumed", 8, "going on", {"manifest": "", "from_memory": True, "rows_restored": 0, "rows_lost": 0})
     assert recovery_words(event) == "resumed at step 8: all from memory"
     assert metrics_of("resumed", 8, event.data)[1][RESUMED_FROM] == 8
+
+
+def test_the_choice_between_full_and_partial_recovery_is_told():
+    full = {"rows_restored": 500, "strategy": "full", "samples_redone": 1288, "pls": 0.0, "pls_total": 0.0}
+    redone = "full recovery, 1,288 samples trained again"
+    words = f"resumed at step 8: 500 rows restored, {redone}, PLS 0.0000 (0.0000 so far)"
+    assert recovery_words(Event("resumed", 8, "", full)) == words
+    partial = Event("rows_restored", 8, "", {"rows_restored": 500, "strategy": "partial"})
+    assert recovery_words(partial) == "step 8: 500 rows restored, partial recovery"
+    assert metrics_of("rows_restored", 8, partial.data) == (8, {"rows_restored": 500, "recovery_full": 0.0})

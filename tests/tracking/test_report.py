@@ -28,7 +28,7 @@ from gba_hvd.tracking.records import Point, Record
 from gba_hvd.tracking.run_history import RunHistory, by_mode, from_files
 from gba_hvd.tracking.spool import SpoolStatus, read_status, write_status
 from tests.tracking.conftest import event, job, step
-from tests.tracking.told_job import SWITCHES, tell
+from tests.tracking.reported_job import SWITCHES, report_job
 
 
 def points(*modes: tuple[int, str]) -> list[Point]:
@@ -42,30 +42,30 @@ def switch(step: int, was: str, to: str) -> Record:
 # --- modes over time -------------------------------------------------------------------------------------------------
 
 
-def test_a_switch_tells_the_exact_step():
-    told = points((10, "allreduce"), (20, "gba"), (30, "gba"))
-    assert mode_spans(told, [switch(14, "allreduce", "gba")]) == [Span(0, 14, "allreduce"), Span(14, 30, "gba")]
+def test_a_switch_reports_the_exact_step():
+    history_of = points((10, "allreduce"), (20, "gba"), (30, "gba"))
+    assert mode_spans(history_of, [switch(14, "allreduce", "gba")]) == [Span(0, 14, "allreduce"), Span(14, 30, "gba")]
 
 
 def test_points_make_up_for_a_switch_whose_record_was_lost():
-    told = points((10, "allreduce"), (20, "gba"), (30, "gba"))
-    assert mode_spans(told, []) == [Span(0, 10, "allreduce"), Span(10, 30, "gba")]
+    history_of = points((10, "allreduce"), (20, "gba"), (30, "gba"))
+    assert mode_spans(history_of, []) == [Span(0, 10, "allreduce"), Span(10, 30, "gba")]
 
 
 def test_switches_are_enough_without_points():
-    told = [switch(14, "allreduce", "gba"), switch(40, "gba", "allreduce"), switch(50, "allreduce", "bsp")]
-    assert mode_spans([], told) == [Span(0, 14, "allreduce"), Span(14, 40, "gba"), Span(40, 50, "allreduce")]
+    history_of = [switch(14, "allreduce", "gba"), switch(40, "gba", "allreduce"), switch(50, "allreduce", "bsp")]
+    assert mode_spans([], history_of) == [Span(0, 14, "allreduce"), Span(14, 40, "gba"), Span(40, 50, "allreduce")]
 
 
-def test_nothing_told_is_no_span():
+def test_nothing_reported_is_no_span():
     assert mode_spans([], []) == []
 
 
 @given(st.lists(st.tuples(st.integers(1, 60), st.sampled_from(MODES), st.booleans()), max_size=12))
-def test_spans_follow_each_other_without_gaps(told: list[tuple[int, str, bool]]):
+def test_spans_follow_each_other_without_gaps(history_of: list[tuple[int, str, bool]]):
     spans = mode_spans(
-        points(*((step, mode) for step, mode, is_point in sorted(told) if is_point)),
-        [switch(step, "allreduce", mode) for step, mode, is_point in told if not is_point],
+        points(*((step, mode) for step, mode, is_point in sorted(history_of) if is_point)),
+        [switch(step, "allreduce", mode) for step, mode, is_point in history_of if not is_point],
     )
     assert all(span.first < span.last for span in spans)
     assert all(one.last == next_.first for one, next_ in itertools.pairwise(spans))
@@ -75,17 +75,25 @@ def test_spans_follow_each_other_without_gaps(told: list[tuple[int, str, bool]])
 # --- stories ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def spool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The spool of a job that saw everything."""
-    monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
-    callback = MLflowCallback(spool_dir=tmp_path / "spool", log_every_steps=5, system_metrics=False, run_name="slow")
-    tell([callback])
+@pytest.fixture(scope="module")
+def spool(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The spool of a job that saw everything. Tests read it and write nothing there."""
+    folder = tmp_path_factory.mktemp("reported") / "spool"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
+        callback = MLflowCallback(spool_dir=folder, log_every_steps=5, system_metrics=False, run_name="slow")
+        report_job([callback])
     assert callback.spool is not None
     return callback.spool
 
 
-def test_a_spool_tells_the_whole_story(spool: Path):
+@pytest.fixture(scope="module")
+def whole_page(spool: Path) -> str:
+    """The page about that job, with its pictures."""
+    return page(from_files(spool))
+
+
+def test_a_spool_reports_the_whole_story(spool: Path):
     story = from_files(spool.parent)
     assert (story.title, story.job_id, story.status, story.n_steps) == ("slow", "ctr-42", "FINISHED", 400)
     assert story.params["lr"] == "0.05"
@@ -102,8 +110,8 @@ def test_a_spool_tells_the_whole_story(spool: Path):
 
 def test_the_throughput_of_a_mode_is_its_samples_over_its_time():
     rates = [Point("train/samples_per_s", rate, 0, step) for step, rate in ((10, 100.0), (20, 300.0), (30, 50.0))]
-    told = {MODE: points((10, "allreduce"), (20, "allreduce"), (30, "gba")), "train/samples_per_s": rates}
-    allreduce, gba = by_mode(RunHistory("t", "here", "j", "FINISHED", "", 0, 1, {}, told, ()))
+    history_of = {MODE: points((10, "allreduce"), (20, "allreduce"), (30, "gba")), "train/samples_per_s": rates}
+    allreduce, gba = by_mode(RunHistory("t", "here", "j", "FINISHED", "", 0, 1, {}, history_of, ()))
     assert allreduce.samples_per_s == pytest.approx(150.0)
     assert gba.samples_per_s == pytest.approx(50.0)
 
@@ -163,25 +171,24 @@ class Page(HTMLParser):
         self.text += data
 
 
-def test_a_page_holds_everything_and_refers_to_nothing(spool: Path):
-    text = page(from_files(spool))
-    shown = Page(text)
+def test_a_page_holds_everything_and_refers_to_nothing(whole_page: str):
+    shown = Page(whole_page)
     assert len(shown.addresses) == 4
     assert all(address.startswith("data:image/svg+xml;base64,") for address in shown.addresses)
     assert not shown.tags & {"script", "link", "iframe"}
-    assert "url(" not in text
+    assert "url(" not in whole_page
     for _, _, reason in SWITCHES.values():
         assert reason in shown.text
     for heading in ("Switches", "Time in each mode", "Staleness", "Where every sample went", "Parameters"):
         assert heading in shown.text
 
 
-def test_nothing_a_job_says_becomes_html(spool: Path):
-    assert "<b>not bold</b>" not in page(from_files(spool))
+def test_nothing_a_job_says_becomes_html(whole_page: str):
+    assert "<b>not bold</b>" not in whole_page
     evil = "<script>alert(1)</script>\"'&"
-    told = {"event": evil, "step": 1, "message": evil}
+    history_of = {"event": evil, "step": 1, "message": evil}
     switched = {"event": "switch", "step": 2, "message": evil, "data": {"from": evil, "to": evil, "reason": evil}}
-    story = RunHistory(evil, evil, evil, evil, evil, 0, 1, {evil: evil}, {}, (told, switched))
+    story = RunHistory(evil, evil, evil, evil, evil, 0, 1, {evil: evil}, {}, (history_of, switched))
     shown = Page(page(story))
     assert "script" not in shown.tags
     assert shown.text.count("alert(1)") >= 8
@@ -239,8 +246,8 @@ def test_the_page_answers_at_a_glance(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert "prefers-color-scheme: dark" in html
 
 
-def test_captions_speak_of_colours_where_there_are_some(spool: Path):
-    text = Page(page(from_files(spool))).text
+def test_captions_speak_of_colours_where_there_are_some(whole_page: str):
+    text = Page(whole_page).text
     assert "Throughput and workers. The ground shows the mode. Dashed lines show what happened." in text
 
 
@@ -269,7 +276,7 @@ PACE = (
 )
 
 
-def test_rounds_are_one_picture_with_a_panel_for_what_was_told(tmp_path: Path):
+def test_rounds_are_one_picture_with_a_panel_for_what_was_reported(tmp_path: Path):
     pictures = drawn(PACE | gauge("job/rounds_dropped", 0, 0), tmp_path)
     assert list(pictures) == ["rounds"]
     for label in ("rounds/s", "local steps a round", "spread of replicas"):
@@ -287,7 +294,7 @@ def test_what_is_drawn_of_rounds_is_fetched_from_mlflow():
     assert all(is_plotted(key) for key in PACE)
 
 
-def test_the_page_has_the_rounds_that_a_job_told_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_the_page_has_the_rounds_that_a_job_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(MLflowCallback, "_look_after_sender", lambda self: None)
     callback = MLflowCallback(spool_dir=tmp_path, log_every_steps=1, system_metrics=False)
     callback.on_job(job("replicas"))
@@ -309,7 +316,7 @@ def decided(step: int, reason: str) -> Record:
     return {"event": "compression", "step": step, "message": reason, "data": {"compressor": "int8"}, "unix_s": step}
 
 
-def told(*events: Record) -> RunHistory:
+def history_of(*events: Record) -> RunHistory:
     return RunHistory("t", "here", "j", "FINISHED", "", 0, 1, {}, {}, events)
 
 
@@ -324,7 +331,7 @@ BYTES = "Bytes on the wires of rank 0"
 
 
 def test_bytes_are_added_up_by_direction_mode_and_kind():
-    story = told(
+    story = history_of(
         traffic(10, {"sent_allreduce_dense": 1000, "received_allreduce_dense": 900, "sent_hop_bs_header": 5}),
         traffic(20, {"sent_allreduce_dense": 2000, "received_hop_bs_rows": 70}),
     )
@@ -335,46 +342,53 @@ def test_bytes_are_added_up_by_direction_mode_and_kind():
     ]
 
 
-def test_an_epochs_end_that_two_chiefs_told_of_counts_once():
-    story = told(traffic(10, {"sent_gba_rows": 7}, 1.0), traffic(10, {"sent_gba_rows": 8}, 2.0))
+def test_an_epochs_end_that_two_chiefs_reported_counts_once():
+    story = history_of(traffic(10, {"sent_gba_rows": 7}, 1.0), traffic(10, {"sent_gba_rows": 8}, 2.0))
     assert table(story, BYTES) == [["gba", "rows", "7 B", "0 B"]]
 
 
 def test_bytes_of_steps_that_were_done_again_are_left_out():
     resumed = {"event": "resumed", "step": 5, "message": "", "unix_s": 50.0}
     lost, again = traffic(10, {"sent_gba_rows": 7}, 10.0), traffic(10, {"sent_gba_rows": 9}, 60.0)
-    assert table(told(lost, resumed, again), BYTES) == [["gba", "rows", "9 B", "0 B"]]
+    assert table(history_of(lost, resumed, again), BYTES) == [["gba", "rows", "9 B", "0 B"]]
 
 
 def test_density_is_that_of_the_newest_end_of_an_epoch():
     before = traffic(10, {"sent_gba_dense": 1}, density={"w": 0.5}, row_density=[0.4])
     newest = traffic(20, {"sent_gba_dense": 1}, density={"w": 0.0125, "<b>": 1.0}, row_density=[0.25])
-    assert table(told(before, newest), "Density") == [["w", "1.25%"], ["&lt;b&gt;", "100.00%"], ["rows", "25.00%"]]
+    assert table(history_of(before, newest), "Density") == [
+        ["w", "1.25%"],
+        ["&lt;b&gt;", "100.00%"],
+        ["rows", "25.00%"],
+    ]
     two_groups = traffic(30, {"sent_gba_dense": 1}, row_density=[0.25, 0.5])
-    assert table(told(newest, two_groups), "Density") == [["rows, group 0", "25.00%"], ["rows, group 1", "50.00%"]]
+    assert table(history_of(newest, two_groups), "Density") == [
+        ["rows, group 0", "25.00%"],
+        ["rows, group 1", "50.00%"],
+    ]
 
 
 def test_many_tensors_are_counted_beyond_the_first():
-    rows = table(told(traffic(10, {}, density={f"w{i}": 0.1 for i in range(203)})), "Density")
+    rows = table(history_of(traffic(10, {}, density={f"w{i}": 0.1 for i in range(203)})), "Density")
     assert (len(rows), rows[-1]) == (201, ["... and 3 more", ""])
 
 
 def test_the_newest_decisions_about_compressing_are_shown_in_their_words():
-    assert table(told(decided(8, "dense gradients go compressed: why")), "Compression") == [
+    assert table(history_of(decided(8, "dense gradients go compressed: why")), "Compression") == [
         ["8", "int8", "dense gradients go compressed: why"]
     ]
-    many = told(*(decided(step, f"reason {step}") for step in range(1, 8)))
+    many = history_of(*(decided(step, f"reason {step}") for step in range(1, 8)))
     assert [row[2] for row in table(many, "Compression, the newest 5 of 7 decisions")] == [
         f"reason {step}" for step in (7, 6, 5, 4, 3)
     ]
 
 
-def test_a_run_without_compression_or_other_hosts_has_no_heading_for_them(spool: Path):
+def test_a_run_without_compression_or_other_hosts_has_no_heading_for_them(whole_page: str):
     nothing_selected = traffic(10, {}, density={}, row_density=[0.0, 0.0])
-    for story in (from_files(spool), told(), told(nothing_selected)):
-        headings = re.findall(r"<h2>(.*?)</h2>", page(story))
-        assert not [text for text in headings if text.startswith(("Bytes", "Density", "Compression"))]
-        assert "Rounds that keep" not in page(story)
+    for text in (whole_page, page(history_of()), page(history_of(nothing_selected))):
+        headings = re.findall(r"<h2>(.*?)</h2>", text)
+        assert not [heading for heading in headings if heading.startswith(("Bytes", "Density", "Compression"))]
+        assert "Rounds that keep" not in text
 
 
 def test_bytes_and_decisions_come_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -272,7 +272,7 @@ def test_two_senders_never_work_on_one_spool(spool: Path):
 def test_a_file_that_is_no_spool_is_neither_sent_nor_removed(run: FaultyRun, tmp_path: Path, content: bytes):
     file = tmp_path / "theirs.jsonl"
     file.write_bytes(content)
-    status = send_left_behind(file, timeout_s=5.0)
+    status = send_left_behind(file, timeout_s=60.0)
     assert (status.done, status.stopped) == (False, True)
     assert "no spool" in (status.problem or "")
     assert [path.name for path in tmp_path.iterdir()] == ["theirs.jsonl"]
@@ -282,7 +282,7 @@ def test_a_file_that_is_no_spool_is_neither_sent_nor_removed(run: FaultyRun, tmp
 
 def test_a_spool_left_behind_is_sent_and_removed(run: FaultyRun, spool: Path):
     write(spool, JOB, *points(1, 2), END)
-    assert send_left_behind(spool, timeout_s=5.0).done
+    assert send_left_behind(spool, timeout_s=60.0).done
     assert (run.points, run.status) == ([("loss", 1), ("loss", 2)], "FINISHED")
     assert not spool.parent.exists()
 

@@ -36,7 +36,7 @@ def test_what_ends_a_warning(kind: str, data: dict[str, Any], by: str, by_data: 
 
 
 def test_a_world_that_was_late_and_stands_is_over_at_once() -> None:
-    late, forming = stands(5, Wait(40.0), 2, "training stood still"), still_forms(5, Wait(40.0), "training goes on")
+    late, forming = stands(5, Wait(40.0), 2, "training stood still"), still_forms(5, Wait(40.0), "training continues")
     assert is_over_at_once(late.kind, late.data) and not is_over_at_once(forming.kind, forming.data)
     assert ends(forming.kind, forming.data, late.kind, late.data)
 

@@ -1,4 +1,4 @@
-"""A process that owns an MLflowCallback and does what it is told, one JSON line at a time."""
+"""A process that owns an MLflowCallback and does what it is asked to, one JSON line at a time."""
 
 from __future__ import annotations
 

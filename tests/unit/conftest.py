@@ -44,6 +44,7 @@ def make_tables(tmp_path: Path) -> Iterator[Callable[..., gba_hvd.EmbeddingTable
         settings = {"n_shards": 3, "seed": 1, "shard_dir": tmp_path, **settings}
         new = gba_hvd.EmbeddingTables(tables, optimizer or gba_hvd.SGD(lr=0.1), **settings)
         new.memory = ShardMemory.create_or_open(tmp_path, f"tables-{len(made)}", new.layout, grace_s=0)
+        new.memory.initial = new.initial_rows
         new.memory.reserve(list(range(new.layout.n_shards)))
         for shard in range(new.layout.n_shards):
             new.memory.init_shard(shard, 0)

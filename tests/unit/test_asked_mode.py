@@ -16,17 +16,19 @@ def after(asked: AskedMode, *modes: tuple[int, str], obstacle: str = "") -> list
 
 
 def test_a_mode_that_was_never_entered_is_named_with_what_was_in_its_way() -> None:
-    (told,) = after(AskedMode("gba", {}), (224, "allreduce"), obstacle="no server was up")
-    assert told.message.startswith("mode gba was asked for; 0 of 224 steps were in it: no server was up. ")
-    assert (told.kind, told.level, told.step) == ("mode_missed", "warning", 224)
-    assert (told.data["steps_in_it"], told.data["steps_asked"]) == (0, 224)
+    (reported,) = after(AskedMode("gba", {}), (224, "allreduce"), obstacle="no server was up")
+    assert reported.message.startswith("mode gba was asked for; 0 of 224 steps were in it: no server was up. ")
+    assert (reported.kind, reported.level, reported.step) == ("mode_missed", "warning", 224)
+    assert (reported.data["steps_in_it"], reported.data["steps_asked"]) == (0, 224)
 
 
-def test_a_mode_that_was_hardly_ever_on_is_told_with_its_first_step() -> None:
+def test_a_mode_that_was_hardly_ever_on_is_reported_with_its_first_step() -> None:
     asked = AskedMode("gba", {})
     asked.obstacle = "the companion servers were not up"
-    (told,) = after(asked, (200, "allreduce"), (224, "gba"))
-    assert "24 of 224 steps were in it: it was first entered at step 201; the companion servers were" in told.message
+    (reported,) = after(asked, (200, "allreduce"), (224, "gba"))
+    assert (
+        "24 of 224 steps were in it: it was first entered at step 201; the companion servers were" in reported.message
+    )
 
 
 def test_some_steps_until_the_servers_are_up_are_no_shortfall() -> None:
@@ -40,8 +42,10 @@ def test_a_job_that_decides_for_itself_or_asks_for_allreduce_misses_nothing() ->
 
 def test_a_plan_asks_for_the_steps_after_each_of_its_own() -> None:
     plan = {100: "gba", 200: "allreduce"}
-    (told,) = after(AskedMode("allreduce", plan), (300, "allreduce"))
-    assert "0 of 100 steps since then, of 300 in all, were in it: the job ended before it was entered" in told.message
+    (reported,) = after(AskedMode("allreduce", plan), (300, "allreduce"))
+    assert (
+        "0 of 100 steps since then, of 300 in all, were in it: the job ended before it was entered" in reported.message
+    )
     assert after(AskedMode("allreduce", plan), (100, "allreduce"), (200, "gba"), (300, "allreduce")) == []
 
 
@@ -64,8 +68,8 @@ def test_counts_travel_with_the_state() -> None:
     after(asked, (30, "allreduce"))
     other.load(asked.state())
     other.step(31, "gba")
-    (told,) = other.shortfall(31, "")
-    assert "1 of 31 steps were in it" in told.message
+    (reported,) = other.shortfall(31, "")
+    assert "1 of 31 steps were in it" in reported.message
 
 
 def test_what_is_missing_now() -> None:

@@ -171,10 +171,10 @@ def test_a_worker_waits_for_a_checkpoint_before_it_begins_a_micro_batch(monkeypa
     engine.begin_micro_batch = lambda *_, **__: said.append("begin_micro_batch")
     mode = ParameterServerMode(engine, servers)
     monkeypatch.setattr(mode, "take_dense_state", lambda **_: None)
-    saves = ("save_asynchronously_if_due", "leave_asynchronously_if_told")
+    saves = ("save_asynchronously_if_due", "leave_asynchronously_if_preempted")
     state: Any = SimpleNamespace(
         engine=engine, check_memory=lambda: None, saving=SimpleNamespace(**says("epoch_begins", *saves)),
-        late_joiners=SimpleNamespace(**says("start_rejoin", "tell", "tell_of_the_wait")),
+        late_joiners=SimpleNamespace(**says("start_rejoin", "report", "report_wait")),
     )  # fmt: skip
     run = _Epoch.__new__(_Epoch)
     run.cut, run.epoch, run.n_samples, run._state = EpochPlan(4, 4, 4), 0, 4, state
@@ -193,6 +193,8 @@ def test_idle_workers_are_warned_of() -> None:
         _warn_of_idle_workers(EpochPlan(50, 16, 4), rank=0, size=6)
     _warn_of_idle_workers(EpochPlan(50, 16, 4), rank=1, size=6)
     _warn_of_idle_workers(EpochPlan(50, 16, 4), rank=0, size=4)
+    with pytest.warns(UserWarning, match=r"4 workers share 2 batches of sync_micro_batch a step: 2 stay idle\."):
+        _warn_of_idle_workers(EpochPlan(50, 16, 4), rank=0, size=4, together=2)
 
 
 def test_evaluation_is_the_auc_of_all_scores(training: Any, clicks: Any) -> None:

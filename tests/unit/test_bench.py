@@ -93,7 +93,7 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path: Path):
         measure.launch(measure.Variant("stuck", (sys.executable, "-c", code)), [], log=tmp_path / "log", timeout_s=1)
 
 
-def test_shared_pages_are_told_apart_by_the_file_they_are_mapped_from():
+def test_shared_pages_are_distinguished_by_the_file_they_are_mapped_from():
     assert peer_worker.shared_memory("/dev/shm/job", SMAPS) == {
         "shared_bytes": 24 << 10,
         "shared_resident_bytes": 20 << 10,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from gba_hvd_tools.bench.compression import command as compression
 from gba_hvd_tools.bench.compression import peers, workload
 from gba_hvd_tools.bench.compression.workload import Phase
 from gba_hvd_tools.bench.harness import clicks, dlrm, small_ctr
+from gba_hvd_tools.cli import main
 
 NET = """\
 Inter-|   Receive                                                |  Transmit
@@ -76,7 +79,7 @@ def test_bytes_by_our_own_count_are_those_of_the_link_where_they_are_least() -> 
     assert compression.headline(speed, [])["bytes_ratio_dp"] == 40.0
 
 
-def test_ours_that_take_more_than_two_percent_longer_than_none_are_told() -> None:
+def test_ours_that_take_more_than_two_percent_longer_than_none_are_reported() -> None:
     speed = [
         row("dlrm", name, "unlimited", seconds, 1.0)
         for name, seconds in (("none", 1.0), ("int8", 1.02), ("dct_mp", 1.021), ("horovod", 3.0))
@@ -110,9 +113,9 @@ def test_launches_alternate_and_every_model_has_rivals() -> None:
 
 
 def test_the_settings_say_what_the_short_names_mean() -> None:
-    assert compression.settings()["ours"]["dct_both"] == {
+    assert compression.settings()["ours"]["both"] == {
         "dense": "dct(keep=0.01, refresh_every=1000).then(int8)",
-        "rows": "dct(keep=0.02, refresh_every=1000, drift=1.25).then(int8)",
+        "rows": "ternary_ef(keep=0.02, refresh_every=1000, drift=1.25).then(int8)",
     }
 
 
@@ -146,7 +149,7 @@ def test_bytes_of_a_host_are_those_of_all_links_but_its_own() -> None:
     assert workload.interface_bytes(NET) == 1545
 
 
-def test_phases_are_told_on_the_command_line() -> None:
+def test_phases_are_given_on_the_command_line() -> None:
     assert workload.phases_of("100mbit:3:10,unlimited:1:2") == [
         Phase("100mbit", 3, 10),
         Phase("unlimited", 1, 2),
@@ -160,15 +163,13 @@ def test_the_wide_model_has_ten_million_parameters() -> None:
     )
 
 
-@pytest.mark.parametrize("name", list(row_compression.SPECS))
-def test_rows_between_two_hosts_of_one_process_are_those_of_a_job(name: str) -> None:
+@pytest.mark.parametrize("rule", row_compression.RULES)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_rows_between_two_hosts_of_one_process_are_those_of_a_job(rule: str, is_async: bool) -> None:
     """Bytes as they would travel; and with feedback the gradients that came are those that were sent."""
     rng, dim, keys = np.random.default_rng(0), 8, np.arange(0, 4000, 7)
-    way, sent, came = (
-        row_compression.Way(row_compression.coder_of(name, dim)),
-        np.zeros((len(keys), dim)),
-        np.zeros((len(keys), dim)),
-    )
+    way = row_compression.Way(row_compression.specs_of(rule)[1], dim, is_async)
+    sent, came = np.zeros((len(keys), dim)), np.zeros((len(keys), dim))
     for _ in range(50):
         values = rng.normal(size=(len(keys), dim)).astype(np.float32)
         seen = way.pull(keys, values)
@@ -177,6 +178,48 @@ def test_rows_between_two_hosts_of_one_process_are_those_of_a_job(name: str) -> 
         sent += grads
         came += way.push(keys, grads)
     assert way.n_plain == 50 * len(keys) * 2 * (8 + 4 * dim)
-    assert (way.n_bytes == way.n_plain) is (name == "none") and way.n_bytes <= way.n_plain
+    assert (way.n_bytes == way.n_plain) is (rule == "none") and way.n_bytes <= way.n_plain
     waits = abs(came.sum() / sent.sum() - 1)
-    assert waits < (0.6 if "dct(0.02)" in name else 0.4 if "dct" in name else 0.01)
+    if rule.startswith("dct_mp"):  # no feedback: what the mask leaves out is lost
+        assert waits > 0.9
+    else:
+        assert waits < (0.6 if "ternary" in rule else 0.01)
+
+
+@pytest.mark.parametrize("mode", row_compression.MODES)
+@pytest.mark.parametrize("rule", ["dct_mp:1.0:100", "dct_dp:1.0:100", "ternary_ef:1.0:100"])
+def test_two_hosts_of_one_process_learn_as_without_compression_where_everything_is_kept(rule: str, mode: str) -> None:
+    problem = row_compression.problem_of("synthetic", None, 20_000, 1)
+    plain, kept = (row_compression.train(problem, name, mode, 0) for name in ("none", rule))
+    assert plain["auc"] > 0.6 and kept["auc"] == pytest.approx(plain["auc"], abs=0.005)
+    assert kept["bytes_ratio"] > 1 and kept["density"] > 0.9  # gradients that are 0 are not sent
+
+
+def test_an_interrupted_sweep_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[str] = []
+
+    def train(problem: Any, rule: str, mode: str, seed: int) -> dict[str, float]:
+        runs.append(f"{rule} {seed}")
+        if len(runs) == 4:
+            raise RuntimeError("interrupted")
+        return {"auc": 0.7, "bytes_ratio": 2.0, "density": 0.5}
+
+    monkeypatch.setattr(row_compression, "train", train)
+    monkeypatch.setattr(row_compression, "problem_of", lambda *_: SimpleNamespace(n_steps=100))
+    args = ["bench", "rows", "--rules", "none", "int8", "--seeds", "2", "--out", str(tmp_path / "rows.json")]
+    with pytest.raises(RuntimeError):
+        main(args)
+    assert main(args) == 0
+    assert runs == ["none 0", "int8 0", "none 1", "int8 1", "int8 1"]
+    assert len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == 4
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"rows": []}', "no JSON"])
+def test_a_file_that_is_no_result_of_the_benchmark_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    out = tmp_path / "rows.json"
+    out.write_text(text)
+    assert main(["bench", "rows", "--out", str(out), "--seeds", "0"]) == 1
+    assert "is no result of this benchmark: give --out another name" in capsys.readouterr().err
+    assert out.read_text() == text

@@ -27,18 +27,18 @@ def test_who_goes_on_as_before_has_no_pause():
 
 
 @pytest.mark.parametrize(("killed_s", "joined_s"), [(2.0, 4.95), (2.95, 6.0), (3.0, 4.9)])
-def test_a_gap_that_began_before_the_kill_or_ends_after_the_newcomer_counts(killed_s: float, joined_s: float):
+def test_a_gap_that_began_before_the_kill_or_ends_after_the_late_joiner_counts(killed_s: float, joined_s: float):
     ends = [*every(0.1, 0.0, 2.9), *every(0.1, 5.0, 7.0)]
     assert membership.pause(ends, killed_s, joined_s).pause_s == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(("killed_s", "joined_s"), [(5.05, 6.0), (0.55, 2.85)])
-def test_a_gap_before_the_kill_or_after_the_newcomer_does_not_count(killed_s: float, joined_s: float):
+def test_a_gap_before_the_kill_or_after_the_late_joiner_does_not_count(killed_s: float, joined_s: float):
     ends = [*every(0.1, 0.0, 2.9), *every(0.1, 5.0, 7.0)]
     assert membership.pause(ends, killed_s, joined_s).pause_s == pytest.approx(0.0)
 
 
-def test_the_newcomer_is_who_was_not_there_before():
+def test_the_late_joiner_is_who_was_not_there_before():
     workers = {5: Worker(5, 0, (1.0, 2.0)), 6: Worker(6, 1, (1.0,))}
     assert membership.joined(workers, {5, 6}) is None
     assert membership.joined({**workers, 9: Worker(9, 1, (7.5, 8.0))}, {5, 6}) == 7.5

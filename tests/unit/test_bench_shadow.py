@@ -245,7 +245,7 @@ def test_a_file_of_something_else_is_not_overwritten(tmp_path: Path, text: str):
         model_averaging.earlier(tmp_path / "other.json", {})
 
 
-def test_a_setting_that_an_older_file_does_not_tell_is_taken_for_the_same(tmp_path: Path):
+def test_a_setting_that_an_older_file_does_not_report_is_taken_for_the_same(tmp_path: Path):
     then, now = {"service_s": 0.1}, {"service_s": 0.1, "measured_s": 10.0}
     (tmp_path / "old.json").write_text(json.dumps({"rows": ROWS, "commands": {"a": "b"}, "auc": {}, "settings": then}))
     assert model_averaging.earlier(tmp_path / "old.json", now) == model_averaging.Earlier(ROWS, {"a": "b"})

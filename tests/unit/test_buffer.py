@@ -48,13 +48,6 @@ def test_bytes_are_those_of_the_pushes_that_are_there(leases: list[tuple[int, in
     assert buffer.n_bytes == 0
 
 
-def test_clear_forgets_everything() -> None:
-    buffer = PushBuffer()
-    buffer.add(a_push(0, 1))
-    buffer.clear()
-    assert (len(buffer), buffer.n_bytes) == (0, 0)
-
-
 def test_the_sum_is_weighted_and_has_each_row_once() -> None:
     pushes = [(a_push(0, 1, 1.0, (3, 1)), 1.0), (a_push(1, 2, 2.0, (1, 2)), 0.5), (a_push(2, 3, 100.0, (9,)), 0.0)]
     dense, rows = merge_pushes(pushes, 5, DIMS)

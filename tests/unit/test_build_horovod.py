@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
+import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
+from email.parser import HeaderParser
 from pathlib import Path
 
 import pytest
-from gba_hvd_tools import build_horovod, horovod_mends
+from gba_hvd_tools import build_horovod
 from gba_hvd_tools.build_horovod import (
-    NATIVE,
-    PYTHON,
     BuildError,
-    Patch,
     Target,
     apply_patches,
     build,
@@ -23,20 +25,51 @@ from gba_hvd_tools.build_horovod import (
     check_sha256,
     cxx_standard,
     missing_tools,
+    patches_of,
+    table,
 )
 from gba_hvd_tools.build_progress import last_step, progress_line, run_shown
 
-PATCHES = NATIVE + PYTHON
+ROOT = Path(__file__).parents[2]
+PATCHES = (*patches_of("native"), *patches_of("python"))
 TARGET = Target(sys.executable, "cp311-linux_x86_64", "2.13.0+cpu", 20)
+
+
+def write_source(folder: Path) -> Path:
+    """A tree that has what the native patches look for, at its place, and nothing else."""
+    texts: dict[str, list[str]] = {}
+    for patch in patches_of("native"):
+        for part in re.split(r"^--- a/", patch.read_text(), flags=re.MULTILINE)[1:]:
+            lines = texts.setdefault(part.split("\n", 1)[0], [])
+            for start, hunk in re.findall(r"^@@ -(\d+).*\n((?:[-+ ].*\n)+)", part, re.MULTILINE):
+                before = [line[1:] for line in hunk.splitlines() if line[0] in " -"]
+                lines.extend([""] * (int(start) - 1 + len(before) - len(lines)))
+                lines[int(start) - 1 : int(start) - 1 + len(before)] = before
+    for path, lines in texts.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text("\n".join(lines) + "\n")
+    return folder
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A tree that has every text to replace once."""
-    for path in {patch.path for patch in PATCHES}:
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text("before\n" + "".join(p.old for p in PATCHES if p.path == path) + "\nafter\n")
-    return tmp_path
+    return write_source(tmp_path / "source")
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    """Horovod's Python files as published: the installed ones with all patches taken back."""
+    import horovod
+
+    folder = tmp_path / "horovod-0.28.1"
+    shutil.copytree(
+        Path(horovod.__file__).parent, folder / "horovod", ignore=shutil.ignore_patterns("__pycache__", "*.so")
+    )
+    environ = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path)}
+    for patch in reversed(patches_of("python")):
+        command = ["git", "apply", "--reverse", "--whitespace=nowarn", str(patch)]
+        subprocess.run(command, cwd=folder, check=True, env=environ)
+    return folder
 
 
 def write_wheel(path: Path, library_at: str = "horovod/torch/") -> Path:
@@ -52,36 +85,61 @@ def test_the_standard_is_the_one_torch_was_built_with(said: str, standard: int) 
     assert cxx_standard(f"PyTorch built with:\n  - GCC 13.3\n  - C++ Version: {said}\n") == standard
 
 
-def test_a_torch_that_does_not_tell_its_standard_is_refused() -> None:
+def test_a_torch_that_does_not_report_its_standard_is_refused() -> None:
     with pytest.raises(BuildError, match="C\\+\\+ Version"):
         cxx_standard("PyTorch built with:\n  - GCC 13.3\n")
 
 
-def test_the_installed_torch_tells_its_standard() -> None:
+def test_the_installed_torch_reports_its_standard() -> None:
     import torch
 
     assert cxx_standard(torch.__config__.show()) >= 17
 
 
 def test_patches_change_what_they_name_and_nothing_else(source: Path) -> None:
-    apply_patches(source, 20, PATCHES)
-    assert (source / "CMakeLists.txt").read_text() == "before\nset(CMAKE_CXX_STANDARD 20)\nafter\n"
-    gloo = (source / "horovod/common/gloo/gloo_context.cc").read_text()
+    before = {path.relative_to(source): path.read_text() for path in source.rglob("*") if path.is_file()}
+    apply_patches(source, 20, patches_of("native"))
+    after = {path.relative_to(source): path.read_text() for path in source.rglob("*") if path.is_file()}
+    assert after.keys() == before.keys()
+    for path in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt"):
+        standard = before[Path(path)].replace("set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)")
+        assert after[Path(path)] == standard != before[Path(path)]
+    gloo = after[Path("horovod/common/gloo/gloo_context.cc")]
     assert gloo.count("gloo_iface_ = global_context.gloo_iface_;") == 1
-    assert gloo.startswith("before\n")
-    assert gloo.endswith("\nafter\n")
 
 
-@pytest.mark.parametrize("times", [0, 2])
-def test_a_text_that_is_not_there_exactly_once_stops_the_build(source: Path, times: int) -> None:
-    (source / "CMakeLists.txt").write_text("set(CMAKE_CXX_STANDARD 14)\n" * times)
-    with pytest.raises(BuildError, match=f"CMakeLists.txt: expected exactly one place .* found {times}"):
-        apply_patches(source, 20, PATCHES)
+def test_a_folder_within_a_repository_is_changed_too(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subprocess.run(["git", "init", "--quiet", str(source.parent)], check=True)
+    monkeypatch.setenv("GIT_DIR", str(source.parent / ".git"))  # as in a hook
+    apply_patches(source, 20, patches_of("native"))
+    assert "set(CMAKE_CXX_STANDARD 20)" in (source / "CMakeLists.txt").read_text()
+
+
+def test_a_patch_that_does_not_apply_stops_the_build(source: Path) -> None:
+    (source / "CMakeLists.txt").write_text("set(CMAKE_CXX_STANDARD 11)\n")
+    with pytest.raises(BuildError, match=r"01-cxx-standard.patch does not apply in [^;]*; .*\n.*CMakeLists.txt"):
+        apply_patches(source, 20, patches_of("native"))
 
 
 def test_a_missing_file_stops_the_build(tmp_path: Path) -> None:
-    with pytest.raises(BuildError, match=r"expected the file x\.cc"):
-        apply_patches(tmp_path, 20, (Patch("x.cc", "a", "b", "because"),))
+    with pytest.raises(BuildError, match=r"CMakeLists.txt: No such file"):
+        apply_patches(tmp_path, 20, patches_of("native"))
+
+
+def test_an_incomplete_checkout_builds_no_horovod_without_patches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "native").mkdir()
+    monkeypatch.setattr(build_horovod, "PATCHES", tmp_path)
+    for kind in ("native", "python"):
+        with pytest.raises(BuildError, match="not built without them"):
+            patches_of(kind)
+
+
+def test_a_machine_without_git_gives_the_apt_command(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(BuildError, match="apt-get install -y git"):
+        apply_patches(source, 20, patches_of("native"))
 
 
 def test_a_download_with_another_checksum_is_refused(tmp_path: Path) -> None:
@@ -91,7 +149,7 @@ def test_a_download_with_another_checksum_is_refused(tmp_path: Path) -> None:
         check_sha256(path)
 
 
-def test_the_key_changes_with_torch_python_standard_and_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_changes_with_torch_python_standard_and_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     others = [
         dataclasses.replace(TARGET, torch="2.14.0"),
         dataclasses.replace(TARGET, python_tag="cp312-linux_x86_64"),
@@ -99,10 +157,12 @@ def test_the_key_changes_with_torch_python_standard_and_recipe(monkeypatch: pyte
     ]
     keys = {TARGET.key, *(other.key for other in others)}
     native = TARGET.native_key
-    monkeypatch.setattr(build_horovod, "PYTHON", PYTHON[:-1])
+    shutil.copytree(build_horovod.PATCHES, tmp_path / "patches")
+    monkeypatch.setattr(build_horovod, "PATCHES", tmp_path / "patches")
+    patches_of("python")[-1].unlink()
     keys.add(TARGET.key)
     assert TARGET.native_key == native, "a change of Python files alone builds nothing"
-    monkeypatch.setattr(build_horovod, "NATIVE", NATIVE[:-1])
+    patches_of("native")[-1].unlink()
     keys.add(TARGET.key)
     assert len(keys) == 6 and TARGET.native_key != native
     assert all(key.startswith("horovod-0.28.1-torch-2.1") for key in keys)
@@ -152,7 +212,7 @@ def test_a_missing_compiler_gives_the_apt_command(tmp_path: Path, monkeypatch: p
         build(alone, tmp_path / "cache")
 
 
-def test_an_interpreter_without_torch_is_told_to_set_up(tmp_path: Path) -> None:
+def test_an_interpreter_without_torch_is_asked_to_set_up(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho no module named torch >&2\nexit 1\n")
     python.chmod(0o755)
@@ -203,48 +263,43 @@ def test_a_failed_build_shows_the_end_of_its_log_and_leaves_nothing(
     assert sorted(path.suffix for path in cache.iterdir()) == [".lock", ".lock", ".log"]
 
 
-def test_python_files_are_changed_in_the_built_wheel(tmp_path: Path) -> None:
-    """With a real interpreter's `wheel`, which checks what it unpacks."""
-    unpacked = tmp_path / "horovod-0.28.1"
-    info = unpacked / "horovod-0.28.1.dist-info"
-    for path in {patch.path for patch in PYTHON} | {"horovod/torch/mpi_lib_v2.so"}:
-        (unpacked / path).parent.mkdir(parents=True, exist_ok=True)
-        (unpacked / path).write_text("".join(patch.old for patch in PYTHON if patch.path == path))
+def test_python_files_are_changed_in_the_built_wheel(tmp_path: Path, published: Path) -> None:
+    """With a real interpreter's `wheel`, which checks what it unpacks; the result is what is installed here."""
+    import horovod
+
+    info = published / "horovod-0.28.1.dist-info"
+    (published / "horovod/torch/mpi_lib_v2.so").touch()
     info.mkdir()
     (info / "WHEEL").write_text("Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: cp311-cp311-linux_x86_64\n")
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: horovod\nVersion: 0.28.1\n")
     (info / "RECORD").write_text("")
     folder = tmp_path / "cache" / TARGET.native_key
     folder.mkdir(parents=True)
-    command = [sys.executable, "-m", "wheel", "pack", "--dest-dir", str(folder), str(unpacked)]
+    command = [sys.executable, "-m", "wheel", "pack", "--dest-dir", str(folder), str(published)]
     subprocess.run(command, check=True, capture_output=True)
     wheel = build(TARGET, tmp_path / "cache")
     assert wheel.parent.name == TARGET.key
     with zipfile.ZipFile(wheel) as archive:
-        assert "close_slot" in archive.read("horovod/runner/elastic/discovery.py").decode()
+        for path in set(
+            re.findall(r"^\+\+\+ b/(\S+)$", "".join(p.read_text() for p in patches_of("python")), re.MULTILINE)
+        ):
+            installed = Path(horovod.__file__).parents[1] / path
+            assert archive.read(path) == installed.read_bytes() != (published / path).read_bytes()
         record = archive.read("horovod-0.28.1.dist-info/RECORD").decode()
     assert "horovod/runner/elastic/discovery.py,sha256=" in record
     assert build(TARGET, tmp_path / "cache") == wheel
 
 
 def make_sdist(folder: Path) -> Path:
-    """A source distribution that has what the patches look for."""
-    import tarfile
-
+    """A source distribution that has what the native patches look for."""
     sdist = folder / "horovod-0.28.1.tar.gz"
     with tarfile.open(sdist, "w:gz") as archive:
-        for path in {patch.path for patch in PATCHES}:
-            text = "".join(patch.old for patch in PATCHES if patch.path == path).encode()
-            entry = tarfile.TarInfo(f"horovod-0.28.1/{path}")
-            entry.size = len(text)
-            archive.addfile(entry, io.BytesIO(text))
+        archive.add(write_source(folder / "source"), "horovod-0.28.1")
     return sdist
 
 
-def test_every_mend_is_documented_with_a_test_that_exists() -> None:
-    root = Path(__file__).parents[2]
-    assert horovod_mends.TESTS.keys() == {patch.why for patch in PATCHES}
-    assert horovod_mends.table() in (root / "docs/HOROVOD.md").read_text()
-    for name in horovod_mends.TESTS.values():
-        path, test = name.split("::")
-        assert f"\ndef {test}(" in (root / path).read_text(), name
+def test_every_patch_is_documented_with_a_test_that_exists() -> None:
+    assert table() in (ROOT / "docs/HOROVOD.md").read_text()
+    for patch in PATCHES:
+        path, test = HeaderParser().parsestr(patch.read_text())["Test"].split("::")
+        assert f"\ndef {test}(" in (ROOT / path).read_text(), test

@@ -56,7 +56,7 @@ def test_a_blend_that_is_repeated_counts_once(dense: DensePart):
     assert central.blend(blend(), [floats(2, 4, 8)]).tolist() == [1, 2, 4]
 
 
-def test_the_copy_becomes_the_mean_of_what_was_handed_in_once_each(dense: DensePart):
+def test_the_copy_becomes_the_mean_of_what_was_submitted_once_each(dense: DensePart):
     central = CentralCopy(dense, 7)
     central.submit(hand_in(1, 1), [floats(1, 2, 3), state(10, 1.0)])
     central.submit(hand_in(1, 1), [floats(1, 2, 3), state(10, 1.0)])
@@ -80,7 +80,7 @@ def test_what_comes_after_the_mean_was_made_changes_nothing_until_the_next_phase
     assert central.blend(blend(number=2, phase=2), [floats(4, 4, 4)]).tolist() == [3, 3, 3]
 
 
-def test_whoever_hands_in_when_the_mean_is_made_is_told_so_and_whoever_repeats_is_not(dense: DensePart, tmp_path: Path):
+def test_whoever_submits_when_the_mean_is_made_learns_so_and_whoever_repeats_is_not(dense: DensePart, tmp_path: Path):
     central = CentralCopy(dense, 7)
     in_time = hand_in(1, 1), [floats(2, 2, 2), state(1, 1.0)]
     late = hand_in(2, 1), [floats(9, 9, 9), state(1, 1.0)]
@@ -94,7 +94,7 @@ def test_whoever_hands_in_when_the_mean_is_made_is_told_so_and_whoever_repeats_i
     assert not central.submit(*in_time), "of a phase long over"
 
 
-def test_what_a_worker_handed_in_early_counts_unless_it_comes_back(dense: DensePart):
+def test_what_a_worker_submitted_early_counts_unless_it_comes_back(dense: DensePart):
     central = CentralCopy(dense, 7)
     central.submit(hand_in(1, 1, early=True), [floats(1, 1, 1), state(1, 1.0)])
     central.submit(hand_in(1, 1, early=True), [floats(2, 2, 2), state(2, 2.0)])
@@ -134,7 +134,7 @@ def test_whoever_asks_late_gets_the_mean_though_the_copy_has_moved_on(dense: Den
     assert float(state_codec.decode(moments)[0]["step"]) == 1
 
 
-def test_without_anything_handed_in_the_copy_stays(dense: DensePart):
+def test_without_anything_submitted_the_copy_stays(dense: DensePart):
     central = CentralCopy(dense, 7)
     central.publish(Publish(7, 0), [floats(1, 2, 3), b""])
     central.gather(1)
@@ -155,7 +155,9 @@ def test_a_successor_finds_the_last_blend(dense: DensePart, tmp_path: Path):
     assert successor.values.tolist() == [1, 2, 4] and successor.step == 5
 
 
-def test_a_successor_answers_with_the_mean_that_was_told_though_the_copy_has_moved_on(dense: DensePart, tmp_path: Path):
+def test_a_successor_answers_with_the_mean_that_was_reported_though_the_copy_has_moved_on(
+    dense: DensePart, tmp_path: Path
+):
     central = CentralCopy(dense, 7)
     central.submit(hand_in(1, 1), [floats(2, 2, 2), state(1, 1.0)])
     central.gather(1)
@@ -213,6 +215,6 @@ def test_what_is_not_right_is_refused_and_changes_nothing(
     assert dense.values.tolist() == [0, 0, 0]
 
 
-def test_a_refused_replica_is_told_from_a_message_that_makes_no_sense(dense: DensePart):
+def test_a_refused_replica_is_distinguished_from_a_message_that_makes_no_sense(dense: DensePart):
     with pytest.raises(NotFinite):
         CentralCopy(dense, 7).blend(blend(), [floats(1, float("inf"), 3)])

@@ -13,6 +13,7 @@ import gba_hvd.checkpoint.job_checkpoints as checkpoints_module
 from gba_hvd import BadInput, Compression
 from gba_hvd.callbacks import Event
 from gba_hvd.checkpoint.job_checkpoints import JobCheckpoints
+from gba_hvd.ps.messages import SaveFacts, SaveStatus
 from recovery import CheckpointCallback
 from recovery.catalog import claims
 from recovery.catalog.chains import Chain
@@ -40,8 +41,8 @@ def checkpoints(spec: Any, **batches: int) -> JobCheckpoints:
 
 def about(spec: Any) -> dict[str, Any]:
     """What a job with this compressor saves."""
-    told = {"global_batch": 16, "micro_batch": 4}
-    return told if spec is None else {**told, "compression": checkpoints(spec)._compressor}
+    reported = {"global_batch": 16, "micro_batch": 4}
+    return reported if spec is None else {**reported, "compression": checkpoints(spec)._compressor}
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_a_checkpoint_of_another_compressor_is_refused(saved: Any, mine: Any) ->
         checkpoints(mine).check_fits(about(saved))
     said = str(caught.value)
     assert f"at file:///runs is of a job with compression={saved}, this one has {mine or 'none'}: what was not" in said
-    assert f"would be lost; go on with {saved}, or start anew" in said
+    assert f"would be lost; continue with {saved}, or start over" in said
 
 
 @pytest.mark.parametrize("name", ["global_batch", "micro_batch"])
@@ -70,20 +71,20 @@ def test_a_checkpoint_of_other_batches_is_refused(name: str) -> None:
         checkpoints(None, **{name: 32}).check_fits(about(None))
 
 
-def test_a_place_that_another_job_has_claimed_meanwhile_is_told(tmp_path: Path) -> None:
+def test_a_place_that_another_job_has_claimed_meanwhile_is_reported(tmp_path: Path) -> None:
     """What was saved before never expires then."""
     events: list[Event] = []
     engine: Any = SimpleNamespace(progress=SimpleNamespace(step=3), emit=events.append)
-    mine = JobCheckpoints(engine, CheckpointCallback(str(tmp_path / "store"), lease_s=0.1))
+    mine = JobCheckpoints(engine, CheckpointCallback(str(tmp_path / "store"), policy="delta", lease_s=0.1))
     mine.claim_location("job")
     mine.claim_location("job")
     assert (mine.first_epoch, events) == (1, [])
     claims.claim(mine.store, "other", takeover=True, lease_s=0.1)
     mine.claim_location("job")
     assert mine.first_epoch == 4
-    (told,) = events
-    assert (told.kind, told.level, told.data) == ("place_shared", "warning", {"before": 2, "now": 4})
-    assert "deletes no checkpoint from before" in told.message
+    (reported,) = events
+    assert (reported.kind, reported.level, reported.data) == ("place_shared", "warning", {"before": 2, "now": 4})
+    assert "deletes no checkpoint from before" in reported.message
 
 
 def test_a_place_that_is_being_written_to_by_another_job_does_not_end_a_running_one(
@@ -91,7 +92,7 @@ def test_a_place_that_is_being_written_to_by_another_job_does_not_end_a_running_
 ) -> None:
     events: list[Event] = []
     engine: Any = SimpleNamespace(progress=SimpleNamespace(step=3), emit=events.append)
-    mine = JobCheckpoints(engine, CheckpointCallback(str(tmp_path / "store"), lease_s=0.1))
+    mine = JobCheckpoints(engine, CheckpointCallback(str(tmp_path / "store"), policy="delta", lease_s=0.1))
     mine.claim_location("job")
 
     def refused(*_: Any, **__: Any) -> claims.Claim:
@@ -99,9 +100,9 @@ def test_a_place_that_is_being_written_to_by_another_job_does_not_end_a_running_
 
     monkeypatch.setattr(claims, "claim", refused)
     mine.claim_location("job")
-    (told,) = events
-    assert told.kind == "checkpoint_failed"
-    assert "was not claimed again: is being written to by job 'other'" in told.message
+    (reported,) = events
+    assert reported.kind == "checkpoint_failed"
+    assert "was not claimed again: is being written to by job 'other'" in reported.message
 
 
 class Place:
@@ -114,7 +115,7 @@ class Place:
 
     def job(self, **settings: Any) -> JobCheckpoints:
         engine: Any = SimpleNamespace(progress=SimpleNamespace(step=3), emit=self.events.append)
-        return JobCheckpoints(engine, CheckpointCallback(str(self.url), lease_s=0.1, **settings))
+        return JobCheckpoints(engine, CheckpointCallback(str(self.url), policy="delta", lease_s=0.1, **settings))
 
     def save(self, epoch: int, value: float) -> Manifest:
         return Saver(rows_of(value), self.store, epoch=epoch).save("full")
@@ -139,7 +140,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     return Place(tmp_path / "store", monkeypatch)
 
 
-def test_a_job_that_began_anew_beside_another_ones_checkpoints_takes_no_row_of_them(place: Place) -> None:
+def test_a_job_that_started_over_beside_another_ones_checkpoints_takes_no_row_of_them(place: Place) -> None:
     place.save(1, 1.0)
     job = place.job(resume=False)
     job.claim_location("job")
@@ -156,7 +157,7 @@ def test_a_job_whose_place_another_one_took_goes_on_from_its_own_checkpoints(pla
     resumed = place.save(1, 1.0)
     job = place.job()
     job.claim_location("job")
-    job.resume_point(Report((Chain((resumed,))), 5, 0, Age(0, 0.0, 0), None, None, 0, 1.0, None, ()))
+    job.resume_point(Report((Chain((resumed,))), 5, 0, Age(0, 0.0, 0), None, 0.0, None, 0, 1.0, None, ()))
     assert place.filled(job) == 1.0
     own = place.save(2, 2.0)
     claims.claim(place.store, "other", takeover=True, lease_s=0.1)
@@ -166,9 +167,9 @@ def test_a_job_whose_place_another_one_took_goes_on_from_its_own_checkpoints(pla
     assert (job.first_epoch, place.filled(job)) == (4, 2.0)
     place.spoil(own)
     assert place.filled(job) == 1.0
-    newcomer = place.job()  # it is told by the chief
-    newcomer.load_location(job.location())
-    assert place.filled(newcomer) == 1.0
+    late_joiner = place.job()  # it gets it from the chief
+    late_joiner.load_location(job.location())
+    assert place.filled(late_joiner) == 1.0
 
 
 def test_a_chief_that_died_after_its_claim_is_not_another_job(place: Place) -> None:
@@ -176,7 +177,7 @@ def test_a_chief_that_died_after_its_claim_is_not_another_job(place: Place) -> N
     job.claim_location("job")
     dead = place.job()
     dead.load_state(job.state())
-    dead.claim_location("job")  # and tells nobody
+    dead.claim_location("job")  # and reports it to nobody
     job.claim_location("job")
     assert (job.first_epoch, place.events) == (1, [])
 
@@ -193,3 +194,24 @@ def test_a_job_that_goes_on_from_memory_expires_nothing_that_was_saved_while_it_
     untouched = place.job()
     untouched.claim_location("job", untouched.resume_from_memory(again.state(), step=3))
     assert (untouched.first_epoch, len(place.events)) == (3, 1)
+
+
+def test_a_part_that_failed_is_told_also_where_an_earlier_world_had_higher_numbers(tmp_path: Path) -> None:
+    events: list[Event] = []
+    server = SimpleNamespace(is_ready=lambda: True, saved=None)
+    engine: Any = SimpleNamespace(
+        world=SimpleNamespace(rank=1),
+        progress=SimpleNamespace(step=12),
+        signals=SimpleNamespace(preempt_deadline_s=None),
+        host=SimpleNamespace(server=server),
+        emit=lambda event, only_here: events.append(event),
+    )
+    mine = JobCheckpoints(engine, CheckpointCallback(str(tmp_path / "store"), policy="delta"))
+    told = []
+    for epoch, number in ((1, 40), (1, 40), (2, 12), (2, 12), (2, 13)):
+        server.saved = SaveStatus(epoch, number, "failed", SaveFacts(why="the disk is full"))
+        fields = torch.zeros(mine.n_fields())
+        mine.before_commit(fields)
+        told.append(fields[2].item())
+    assert told == [1, 0, 1, 0, 1]
+    assert len(events) == 3

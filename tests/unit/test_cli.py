@@ -83,7 +83,7 @@ sys.exit(cli.main([]))
     assert (child.returncode, said) == (1, b"")
 
 
-def test_a_result_that_cannot_be_written_is_told_before_the_work(tmp_path: Path) -> None:
+def test_a_result_that_cannot_be_written_is_reported_before_the_work(tmp_path: Path) -> None:
     check_writable(tmp_path / "new" / "result.json")
     with pytest.raises(RunFailed, match="is a folder"):
         check_writable(tmp_path)

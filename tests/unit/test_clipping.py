@@ -103,14 +103,16 @@ def test_any_number_of_workers_on_any_hosts_clips_alike(
     workers: Workers, on_host: Any, clicks: Any, hosts: str, row_average: str
 ) -> None:
     settings = {"more": {"max_norm": 0.05}, "row_average": row_average}
-    jobs, heard = [on_host(host, **settings) for host in hosts], [[] for _ in hosts]  # type: ignore[var-annotated]
-    for job, norms in zip(jobs, heard, strict=True):
+    jobs, received = [on_host(host, **settings) for host in hosts], [[] for _ in hosts]  # type: ignore[var-annotated]
+    for job, norms in zip(jobs, received, strict=True):
         job.state.register_callbacks([NormsTo(norms)])
     workers.together(jobs, lambda job: train(job, clicks(50), 2))
     alone = on_host("alone", **settings)
     workers.together([alone], lambda job: train(job, clicks(50), 2))
     check_same(jobs, alone)
-    assert len(heard[0]) == 8 and all(norms == heard[0] for norms in heard), "one norm everywhere, to the last bit"
+    assert len(received[0]) == 8 and all(norms == received[0] for norms in received), (
+        "one norm everywhere, to the last bit"
+    )
 
 
 @pytest.mark.parametrize("misses", [0, 1])

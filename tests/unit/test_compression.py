@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import gba_hvd
 from gba_hvd.compression import Compression, Spec, index_codec, sparse_message, value_codec
 from gba_hvd.compression.error_feedback import Feedback, NonFiniteResidual, plain_of, spans_of
-from gba_hvd.compression.spec import spec_of
+from gba_hvd.compression.spec import dense_spec_of, row_spec_of
 from gba_hvd.compression.thresholds import Thresholds, kth_largest
 from gba_hvd.errors import BadInput, NonFiniteGradient
 
@@ -170,7 +170,7 @@ def test_the_kth_largest_is_exact(numbers: list[float], data: st.DataObject) -> 
         assert kth_largest(np.array(numbers, dtype), k) == sorted(map(abs, numbers))[-k]
 
 
-def test_topk_sends_as_many_of_each_tensor_as_it_was_told() -> None:
+def test_topk_sends_as_many_of_each_tensor_as_it_was_asked_for() -> None:
     worker = feedback(Compression.topk(0.1))
     for grad in gradients(3):
         sent = send(worker, grad)
@@ -191,7 +191,7 @@ def test_a_threshold_is_kept_for_as_many_steps_as_asked() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_threshold_found_among_values_that_were_none_is_found_anew(bad: float) -> None:
+def test_a_threshold_found_among_values_that_were_none_is_found_again(bad: float) -> None:
     thresholds, rows = Thresholds(Compression.dct(0.1, refresh_every=1000, drift=math.inf), 1), np.ones(100, np.float32)
     rows[:50] = bad
     thresholds.find(0, rows)
@@ -356,8 +356,8 @@ def test_whatever_bytes_come_nothing_outside_is_written(changes: list[tuple[int,
         got = sparse_message.read(damaged, N_SENT, 3)
     except sparse_message.BadMessage:
         return
-    if got.places is not None and len(got.places):
-        assert (np.diff(got.places) > 0).all() and got.places[0] >= 0 and got.places[-1] < N_SENT
+    if got.indices is not None and len(got.indices):
+        assert (np.diff(got.indices) > 0).all() and got.indices[0] >= 0 and got.indices[-1] < N_SENT
     out = np.zeros(N_SENT, np.float32)
     with np.errstate(invalid="ignore", over="ignore"):
         got.add_to(out)
@@ -371,7 +371,7 @@ def test_compressors_chain_and_say_what_they_are() -> None:
     assert str(Compression.topk(0.1)) == "topk(keep=0.1)"
     assert str(Compression.fp16) == "fp16"
     assert Compression.by_name("dct", keep=0.1) == Compression.dct(0.1)
-    assert spec_of("int8") == Compression.int8
+    assert dense_spec_of("int8") == row_spec_of("int8") == Compression.int8
     assert Compression.none.is_none and not Compression.dct(1.0).is_none
 
 
@@ -386,13 +386,16 @@ def test_compressors_chain_and_say_what_they_are() -> None:
         (lambda: Compression.by_name("dtc"), "did you mean 'dct'"),
         (lambda: Compression.by_name("zip"), "choose one of none, fp16"),
         (lambda: Compression.by_name("int8", keep=0.1), "'int8' has no setting 'keep': it has none"),
-        (lambda: Compression.by_name("topk", refresh_every=5), "'topk' has no setting 'refresh_every': it has keep"),
-        (lambda: Compression.by_name("dct", kep=0.1), "'kep': it has keep, refresh_every, drift"),
+        (
+            lambda: Compression.by_name("topk", refresh_every=5),
+            "'topk' has no setting 'refresh_every': it has keep, eta",
+        ),
+        (lambda: Compression.by_name("dct", kep=0.1), "'kep': it has keep, eta, refresh_every, drift"),
         (lambda: Compression.int8.then(Compression.dct()), "a selector .* with one value coder"),
         (lambda: Compression.dct().then(Compression.topk()), "a selector .* with one value coder"),
         (lambda: Compression.dct().then(Compression.int8).then(Compression.fp16), "a selector"),
-        (lambda: spec_of(Compression.dct), r"write gba_hvd.Compression.dct\(keep=0.01\)"),
-        (lambda: spec_of(0.5), "one of gba_hvd.Compression"),
+        (lambda: dense_spec_of(Compression.dct), r"write gba_hvd.Compression.dct\(keep=0.01\)"),
+        (lambda: dense_spec_of(0.5), "one of gba_hvd.Compression"),
         (lambda: Feedback(Compression.topk(), ["w"], [300], np.dtype(np.int64)), "float32 or float64, got int64"),
         (lambda: Feedback(Compression.int8, ["w"], [300], np.dtype(np.float64)), "int8 takes gradients of float32"),
     ],

@@ -21,16 +21,16 @@ from gba_hvd.compression.row_residuals import RowResiduals
 from gba_hvd.compression.sparse_message import BadMessage
 from gba_hvd.embedding.row_gradients import RowGrad, unpack
 from gba_hvd.modes.allreduce_exchange import AllreduceExchange
-from tests.unit.thread_world import Heard, ThreadWorld, Workers, miss_a_result
+from tests.unit.thread_world import EventLog, ThreadWorld, Workers, miss_a_result
 
 SPECS = [
     Compression.none,
     Compression.fp16,
     Compression.bf16,
     Compression.int8,
-    Compression.dct(0.25),
+    Compression.ternary_ef(0.25),
     Compression.topk(0.25).then(Compression.int8),
-    Compression.dct(1.0),
+    Compression.ternary_ef(1.0),
 ]
 
 
@@ -71,7 +71,7 @@ def test_three_levels_have_the_size_of_each_row(size: float) -> None:
     rows = np.random.default_rng(0).normal(size=(200, 16)).astype(np.float32)
     rows[50], rows[60, 3] = 0, np.nan
     rows *= np.float32(size)
-    got = coding.decode_rows(coding.encode_rows(rows, Compression.dct(0.1)), 200, 16)
+    got = coding.decode_rows(coding.encode_rows(rows, Compression.ternary_ef(0.1)), 200, 16)
     assert not got[50].any() and np.isnan(got[60]).all()
     good = np.arange(200) != 60
     if size > 1e-12:  # below 2^-48 a level is no smaller
@@ -137,7 +137,7 @@ def test_rows_and_gradients_take_a_twentieth_of_the_bytes() -> None:
     n, dim = 5_000, 16
     rng = np.random.default_rng(0)
     keys = np.sort(rng.choice(500_000, n, replace=False)).astype(np.int64)
-    coder = RowCoder(Compression.dct(0.03).then(Compression.int8), [dim])
+    coder = RowCoder(Compression.ternary_ef(0.03).then(Compression.int8), [dim])
     sent = coding.encode_rows(rng.normal(size=(n, dim)).astype(np.float32), coder.spec)
     back = coder.give_back(0, keys, RowGrad(keys, rng.normal(size=(n, dim)).astype(np.float32)))
     plain = 2 * n * (8 + 4 * dim)
@@ -164,7 +164,7 @@ def test_keys_that_are_none_are_refused(keys: bytes, words: str) -> None:
     ],
 )
 def test_gradients_that_do_not_fit_what_was_lent_are_refused(damage: Callable[[bytearray], object], words: str) -> None:
-    coder, (lent, rows) = RowCoder(Compression.dct(0.25), [8]), some_rows(40, 8)
+    coder, (lent, rows) = RowCoder(Compression.ternary_ef(0.25), [8]), some_rows(40, 8)
     message = bytearray(coder.give_back(0, lent, RowGrad(lent[::2], rows[::2])))
     damage(message)
     with pytest.raises(BadMessage, match=words):
@@ -201,7 +201,7 @@ def rows_of(jobs: list[Any]) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("hosts", ["ab", "aba", "abc"])
 @pytest.mark.parametrize(
     "spec",
-    [Compression.dct(1.0).always(), Compression.topk(1.0), Compression.fp16.always(), Compression.int8.always()],
+    [Compression.ternary_ef(1.0).always(), Compression.topk(1.0), Compression.fp16.always(), Compression.int8.always()],
     ids=lambda spec: spec.exactly,
 )
 def test_rows_that_travel_whole_train_the_same_model(
@@ -255,10 +255,10 @@ def test_all_workers_send_rows_the_way_that_pays_and_lose_nothing(
     """Every gradient of a row of another host arrived, or waits."""
     spec, ways = Compression.topk(0.3), dict[Any, list[bool]]()
     gone, arrived = dict[Any, float](), dict[Any, float]()
-    alltoall, exchange, hear, lend = (
+    alltoall, exchange, read_timings, lend = (
         ThreadWorld.alltoall,
         AllreduceExchange.exchange,
-        RowExchange.hear,
+        RowExchange.read_timings,
         coding.encode_rows,
     )
 
@@ -285,21 +285,21 @@ def test_all_workers_send_rows_the_way_that_pays_and_lose_nothing(
 
     def noting_way(self: RowExchange, numbers: Any) -> None:
         ways.setdefault(self.coder, []).append(self.compresses)
-        hear(self, numbers)
+        read_timings(self, numbers)
 
     if pays:
         monkeypatch.setattr(ThreadWorld, "alltoall", slow_link)
     else:
         monkeypatch.setattr(coding, "encode_rows", slow_coder)
-    monkeypatch.setattr(RowExchange, "hear", noting_way)
+    monkeypatch.setattr(RowExchange, "read_timings", noting_way)
     monkeypatch.setattr(AllreduceExchange, "exchange", noting)
-    jobs, heard = [on_host(host, row_compression=spec) for host in "aab"], Heard()
-    jobs[0].state.register_callbacks([heard])
+    jobs, received = [on_host(host, row_compression=spec) for host in "aab"], EventLog()
+    jobs[0].state.register_callbacks([received])
     workers.together(jobs, lambda job: train(job, clicks(50), 6))
     first, *others = ways.values()
     assert len(first) == 24 and len(others) == 2 and all(other == first for other in others)
     assert set(first[:12]) == {True, False} and set(first[12:]) == {pays}
-    (decision,) = heard.of("compression")
+    (decision,) = received.of("compression")
     assert ("rows of other hosts go compressed" in decision.message) is pays, decision.message
     waits = sum(
         float(rests[keys >= 0].sum(dtype=np.float64))
@@ -395,7 +395,7 @@ def shards_at_home(job: Any) -> np.ndarray:
     return np.asarray(job.state.engine.mode.exchange._at_home)
 
 
-@pytest.mark.parametrize("selector", [Compression.topk(0.3), Compression.dct(0.3)], ids=str)
+@pytest.mark.parametrize("selector", [Compression.topk(0.3), Compression.ternary_ef(0.3)], ids=str)
 def test_elements_that_are_zero_do_not_travel(selector: Any) -> None:
     coder, rng, keys = RowCoder(selector, [8]), np.random.default_rng(0), np.arange(100)
     grad = np.where(rng.random((100, 8)) < 0.1, rng.normal(size=(100, 8)), 0).astype(np.float32)
@@ -406,7 +406,8 @@ def test_elements_that_are_zero_do_not_travel(selector: Any) -> None:
 
 
 def test_thresholds_age_by_steps_however_many_hosts_there_are() -> None:
-    coder, rng, keys = RowCoder(Compression.dct(0.25, refresh_every=3), [8]), np.random.default_rng(0), np.arange(40)
+    coder = RowCoder(Compression.ternary_ef(0.25, refresh_every=3), [8])
+    rng, keys = np.random.default_rng(0), np.arange(40)
     found = []
     for _ in range(7):
         coder.begin()

@@ -213,7 +213,7 @@ def test_each_worker_has_thresholds_of_its_own() -> None:
         fast.take(*server.answer(fast))
     base, frame, _ = server.answer(slow)
     found = sparse_message.read(frame, spans_of(SIZES, range(len(SIZES)))[1], 7)
-    assert base == 0 and found.places is not None and len(found.places) == 30 + 40 + 25
+    assert base == 0 and found.indices is not None and len(found.indices) == 30 + 40 + 25
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -317,13 +317,13 @@ def test_a_compressed_push_is_opened_before_anything_is_stored() -> None:
 def test_a_pull_is_answered_whole_or_as_a_difference() -> None:
     server, compressor = part(), Compressor("topk", 0.5, 1, 2.0, "none")
     assert compressed_frames.answer_pull(server, PullDense(7, 3)) == (compressed_frames.Dense(3), ())
-    told, (frame,) = compressed_frames.answer_pull(server, PullDense(7, -1, 1, compressor))
-    assert (told.step, told.base) == (3, -1) and len(frame) == sum(SIZES)
+    reported, (frame,) = compressed_frames.answer_pull(server, PullDense(7, -1, 1, compressor))
+    assert (reported.step, reported.base) == (3, -1) and len(frame) == sum(SIZES)
     server.dense.step = 4
-    told, (frame,) = compressed_frames.answer_pull(server, PullDense(7, 3, 1, compressor))
-    assert (told.step, told.base) == (4, 3) and isinstance(frame, bytes)
-    told, (frame,) = compressed_frames.answer_pull(server, PullDense(7, 3))
-    assert told.base == -1
+    reported, (frame,) = compressed_frames.answer_pull(server, PullDense(7, 3, 1, compressor))
+    assert (reported.step, reported.base) == (4, 3) and isinstance(frame, bytes)
+    reported, (frame,) = compressed_frames.answer_pull(server, PullDense(7, 3))
+    assert reported.base == -1
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ def test_a_row_push_that_would_grow_beyond_the_limit_is_refused_before_it_is_ope
     frame = row_push.pack(grads, RowCoder(Compression.topk(0.1).then(Compression.int8), [8, 6]))
     opened = 4 * (2 + 900 * 10 + 2)
     assert len(frame) < opened / 2
-    enter = SimpleNamespace(row_average="global")
+    enter = SimpleNamespace(row_average="global", accesses=False)
     request = Push(1, 7, 0, 0, rows_compressed=True)
     part: Any = SimpleNamespace(enter=enter, most_bytes=opened)
     assert len(compressed_frames.decompress_push(part, LAYOUT, request, [b"", frame])[1]) == opened
@@ -363,7 +363,7 @@ def test_a_row_push_that_would_grow_beyond_the_limit_is_refused_before_it_is_ope
 
 
 @pytest.mark.parametrize("extra", [0, 1])
-@pytest.mark.parametrize("spec", [Compression.dct(0.3), Compression.fp16, Compression.int8], ids=str)
+@pytest.mark.parametrize("spec", [Compression.ternary_ef(0.3), Compression.fp16, Compression.int8], ids=str)
 def test_row_gradients_arrive_and_what_does_not_waits(spec: Any, extra: int) -> None:
     rng, coder = np.random.default_rng(0), RowCoder(spec, [8, 6])
     asked = [np.sort(rng.choice(200, 30, replace=False)).astype(np.int64), np.empty(0, np.int64)]
@@ -387,7 +387,7 @@ def test_row_gradients_arrive_and_what_does_not_waits(spec: Any, extra: int) -> 
 
 
 def test_a_row_push_that_is_none_is_refused() -> None:
-    part = SimpleNamespace(enter=SimpleNamespace(row_average="global"), most_bytes=1 << 20)
+    part = SimpleNamespace(enter=SimpleNamespace(row_average="global", accesses=False), most_bytes=1 << 20)
     for bad in (b"", b"nonsense" * 9):
         with pytest.raises(ProtocolError, match="a compressed push"):
             compressed_frames.decompress_push(part, LAYOUT, Push(1, 7, 0, 0, rows_compressed=True), [b"", bad])  # type: ignore[arg-type]

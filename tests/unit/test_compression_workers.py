@@ -15,7 +15,7 @@ from gba_hvd.compression import error_feedback
 from gba_hvd.compression.bypass import Bypass, Cost, StepTiming, choose
 from gba_hvd.compression.dense_exchange import DenseExchange
 from gba_hvd.modes.allreduce_exchange import AllreduceExchange
-from tests.unit.thread_world import Heard, Workers, form_again, miss_a_result
+from tests.unit.thread_world import EventLog, Workers, form_again, miss_a_result
 
 SPECS = [
     Compression.dct(0.2, refresh_every=3),
@@ -136,7 +136,7 @@ def test_a_residual_that_is_not_finite_is_named_by_all_workers(
     outcomes = workers.outcomes(jobs, lambda job: train(job, clicks(50), 2))
     assert all(isinstance(outcome, NonFiniteGradient) for outcome in outcomes), outcomes
     assert f"the residual of {exchange.feedback.names[span.tensor]} is not finite" in str(outcomes[1])
-    assert "go on from the newest checkpoint" in str(outcomes[1])
+    assert "resume from the newest checkpoint" in str(outcomes[1])
     assert all("step 5" in str(o) and "on worker 1" in str(o) for o in (outcomes[0], outcomes[2]))
     assert all(np.array_equal(value, before[name]) for name, value in jobs[0].all_dense().items())
 
@@ -235,12 +235,12 @@ def go_on(jobs: list[Any], workers: Workers, clicks: Any) -> None:
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_what_a_worker_that_leaves_had_not_sent_is_counted_and_newcomers_begin_with_none(
+def test_what_a_worker_that_leaves_had_not_sent_is_counted_and_late_joiners_begin_with_none(
     workers: Workers, on_host: Any, clicks: Any, books: Books, is_known: bool
 ) -> None:
-    spec, heard = Compression.topk(0.1), Heard()
+    spec, received = Compression.topk(0.1), EventLog()
     jobs = [on_host(host, compression=spec.always()) for host in "aab"]
-    jobs[0].state.register_callbacks([heard])
+    jobs[0].state.register_callbacks([received])
     workers.together(jobs, lambda job: train(job, clicks(50), 1))
     rest = jobs[1].state.engine.model.compression.feedback.rest.copy()
     changed = [jobs[2], jobs[0], on_host("c", compression=spec.always())]
@@ -250,13 +250,13 @@ def test_what_a_worker_that_leaves_had_not_sent_is_counted_and_newcomers_begin_w
             job.state.engine.model.compression.forget_known()
     workers.together(changed, lambda job: job.state.sync())
     assert not changed[2].state.engine.model.compression.feedback.rest.any()
-    (told,) = heard.of("residual_lost")
-    assert told.data["workers"] == 1
-    assert told.data["residual"] > 0 if is_known else told.data["residual"] is None
+    (reported,) = received.of("residual_lost")
+    assert reported.data["workers"] == 1
+    assert reported.data["residual"] > 0 if is_known else reported.data["residual"] is None
     workers.together(changed, lambda job: train(job, clicks(50), 2))
     gradients, found = books.balance(changed, lost=rest)
     np.testing.assert_allclose(found, gradients, rtol=1e-4, atol=1e-6)
-    assert len(heard.of("residual_lost")) == 1
+    assert len(received.of("residual_lost")) == 1
 
 
 def test_a_job_that_shrinks_to_one_worker_sends_what_waited(
@@ -318,12 +318,16 @@ def test_bytes_are_counted_by_direction_mode_and_kind(
 ) -> None:
     dense = {}
     for spec in (Compression.none, Compression.int8.always()):
-        jobs, heard = [on_host(host, compression=spec) for host in "ab"], Heard()
-        jobs[0].state.register_callbacks([heard])
+        jobs, received = [on_host(host, compression=spec) for host in "ab"], EventLog()
+        jobs[0].state.register_callbacks([received])
         workers.together(jobs, lambda job: train(job, clicks(50), 1))
-        (told,) = heard.of("traffic")
-        assert set(told.data["bytes"]) >= {"sent_allreduce_dense", "received_allreduce_dense", "sent_allreduce_header"}
-        dense[spec] = told.data["bytes"]["sent_allreduce_dense"]
+        (reported,) = received.of("traffic")
+        assert set(reported.data["bytes"]) >= {
+            "sent_allreduce_dense",
+            "received_allreduce_dense",
+            "sent_allreduce_header",
+        }
+        dense[spec] = reported.data["bytes"]["sent_allreduce_dense"]
     n = jobs[0].state.engine.model.dense.n
     assert dense[Compression.none] == 4 * 4 * n
     assert dense[Compression.int8.always()] < 4 * 4 * n
@@ -480,12 +484,12 @@ def test_all_workers_bypass_alike_and_lose_nothing(
     note("_sum_compressed_", True)
     note("_sum_plain_", False)
     spec = Compression.topk(0.2)
-    jobs, heard = [on_host(host, compression=spec) for host in "aab"], Heard()
-    jobs[0].state.register_callbacks([heard])
+    jobs, received = [on_host(host, compression=spec) for host in "aab"], EventLog()
+    jobs[0].state.register_callbacks([received])
     workers.together(jobs, lambda job: train(job, clicks(50), 4))
     first, *others = ways.values()
     assert len(others) == 2 and all(other == first for other in others)
     assert {True, False} == set(first)
-    assert len(heard.of("compression")) == 1
+    assert len(received.of("compression")) == 1
     check_balance(books, jobs, spec)
     check_replicas(jobs)

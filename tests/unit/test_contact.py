@@ -32,7 +32,7 @@ def test_that_hosts_were_updated_is_said_until_the_membership_has_changed() -> N
     assert ours.message().hosts_updated
     ours.on_reply(JobPosition(step=1, membership_epoch=6))
     assert not ours.message().hosts_updated
-    ours.hosts_updated = True  # again: it is said anew, until the next change
+    ours.hosts_updated = True  # again: it is sent again, until the next change
     assert ours.message().hosts_updated
     ours.on_reply(JobPosition(step=1, membership_epoch=7))
     assert not ours.message().hosts_updated
@@ -53,7 +53,7 @@ def test_an_answer_that_comes_late_is_not_believed(late: JobPosition) -> None:
     assert ours.position is newest
 
 
-def test_only_answers_to_heartbeats_tell_of_checkpoints_and_of_workers_that_leave() -> None:
+def test_only_answers_to_heartbeats_report_checkpoints_and_workers_that_leave() -> None:
     ours, saved = contact(), SaveStatus(1, 30, "done")
     ours.on_reply(JobPosition(saved=saved, leaving=True))
     ours.on_reply(JobPosition(step=1))  # to a push

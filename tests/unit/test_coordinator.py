@@ -272,7 +272,7 @@ def test_what_a_server_lost_is_counted_lost() -> None:
     assert (account.total, account.applied, account.lost, account.shard_steps_missed) == (16, 8, 8, 3)
 
 
-# --- replicas that are handed in (mode shadow) -----------------------------------------------------------------------
+# --- replicas that are submitted (mode shadow) -----------------------------------------------------------------------
 
 
 def handed_in(coordinator: Coordinator, worker: int, phase: int = 1, early: bool = False) -> bool:
@@ -365,7 +365,7 @@ def test_an_epoch_is_not_over_while_its_chief_is_dead(waited_s: float, rank: int
     assert isinstance(answer, LeaseReply) and answer.status == "finished"
 
 
-def test_an_epoch_is_not_over_before_its_chief_was_heard_of_again() -> None:
+def test_an_epoch_is_not_over_before_its_chief_was_seen_again() -> None:
     """It may have died in the last step, and nobody has noticed yet."""
     clock = Clock()
     coordinator = a_coordinator(clock)
@@ -384,7 +384,7 @@ def test_an_epoch_is_not_over_before_its_chief_was_heard_of_again() -> None:
     assert isinstance(answer, LeaseReply) and answer.status == "finished"
 
 
-def test_a_chief_that_asks_itself_is_told_at_once_that_the_epoch_is_over() -> None:
+def test_a_chief_that_asks_itself_learns_at_once_that_the_epoch_is_over() -> None:
     clock = Clock()
     coordinator = a_coordinator(clock)
     for worker in (0, 1):

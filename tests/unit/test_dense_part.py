@@ -142,6 +142,23 @@ def test_twenty_steps_are_those_of_the_plain_optimizer_to_the_bit(tmp_path: Path
     assert same(part.state(), plain.state())
 
 
+def test_looking_ahead_changes_what_is_shown_and_nothing_else(tmp_path: Path) -> None:
+    _, plain = a_part(tmp_path / "unused")
+    spec, start = spec_of(plain.optimizer), plain.values
+    part = DensePart.create(tmp_path / "dense", TENSORS, spec, start, [{}] * len(TENSORS), 0, shown=start.copy())
+    for step in range(1, 6):
+        before = plain.values
+        part.step_(a_gradient(step), the_rates(step), step, ahead=0.5)
+        plain.step_(a_gradient(step), the_rates(step))
+        part.close()
+        part = DensePart.open(tmp_path / "dense")  # a server that starts again shows it on
+        assert np.array_equal(part.values, plain.values) and same(part.state(), plain.state())
+        np.testing.assert_allclose(part.shown, plain.values + 0.5 * (plain.values - before), rtol=1e-6)
+    with pytest.raises(BadInput):
+        part.step_(a_gradient(6), [], 6, ahead=0.5)
+    np.testing.assert_allclose(part.shown, plain.values + 0.5 * (plain.values - before), rtol=1e-6)
+
+
 def test_a_part_made_in_the_middle_goes_on_where_the_workers_were(tmp_path: Path) -> None:
     _, plain = a_part(tmp_path / "unused")
     for step in range(1, 6):

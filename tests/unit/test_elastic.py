@@ -1,4 +1,4 @@
-"""State survives, the end is told, and what cannot travel is named."""
+"""State survives, the end is reported, and what cannot travel is named."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ from recovery import state_codec
 
 
 class Diary(gba_hvd.Callback):
-    """Writes down what it hears."""
+    """Records all calls."""
 
     def __init__(self) -> None:
-        self.heard: list[str] = []
+        self.received: list[str] = []
         self.jobs: list[gba_hvd.Job] = []
         self.count = 0
 
     def on_job(self, job: gba_hvd.Job) -> None:
-        self.heard.append("job")
+        self.received.append("job")
         self.jobs.append(job)
 
     def on_step(self, record: gba_hvd.StepRecord) -> None:
         self.count += 1
-        self.heard.append(f"step {record.step}")
+        self.received.append(f"step {record.step}")
 
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.heard.append(f"metrics {step} {dict(metrics)}")
+        self.received.append(f"metrics {step} {dict(metrics)}")
 
     def on_event(self, event: gba_hvd.Event) -> None:
-        self.heard.append(event.kind)
+        self.received.append(event.kind)
 
     def on_end(self, status: str, error: BaseException | None) -> None:
-        self.heard.append(f"end {status} {error!r}")
+        self.received.append(f"end {status} {error!r}")
 
     def state_dict(self) -> dict[str, Any]:
         return {"count": self.count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.count = state["count"]
-        self.heard.append("state")
+        self.received.append("state")
 
 
 def with_diary(job: Any) -> Diary:
@@ -59,7 +59,7 @@ def with_diary(job: Any) -> Diary:
     return diary
 
 
-def test_callbacks_hear_a_run_from_beginning_to_end(training: Any, clicks: Any) -> None:
+def test_callbacks_follow_a_run_from_beginning_to_end(training: Any, clicks: Any) -> None:
     job = training(epoch=0)
     diary = with_diary(job)
 
@@ -70,7 +70,7 @@ def test_callbacks_hear_a_run_from_beginning_to_end(training: Any, clicks: Any) 
         return "done"
 
     assert train(job.state) == "done"
-    assert diary.heard == [
+    assert diary.received == [
         "job",
         "started",
         "step 1",
@@ -79,11 +79,11 @@ def test_callbacks_hear_a_run_from_beginning_to_end(training: Any, clicks: Any) 
         "finished",
         "end FINISHED None",
     ]
-    (told,) = diary.jobs
-    assert (told.rank, told.size, told.leads_host, told.is_chief) == (0, 1, True, True)
-    assert told.job_id == job.state.job_id
-    assert told.settings["tables"] == {"user": [20, 4], "item": [7, 3]}
-    assert (told.settings["global_batch"], told.settings["optimizer"]) == (16, "SGD")
+    (reported,) = diary.jobs
+    assert (reported.rank, reported.size, reported.leads_host, reported.is_chief) == (0, 1, True, True)
+    assert reported.job_id == job.state.job_id
+    assert reported.settings["tables"] == {"user": [20, 4], "item": [7, 3]}
+    assert (reported.settings["global_batch"], reported.settings["optimizer"]) == (16, "SGD")
     assert not job.tables.memory.folder.exists()
 
 
@@ -107,7 +107,7 @@ def test_step_records_count_samples(training: Any, clicks: Any) -> None:
     ("error", "status"),
     [(RuntimeError("broken"), "FAILED"), (KeyboardInterrupt(), "KILLED"), (SystemExit(3), "FAILED")],
 )
-def test_how_it_ended_is_told_and_the_error_goes_on(training: Any, error: BaseException, status: str) -> None:
+def test_how_it_ended_is_reported_and_the_error_goes_on(training: Any, error: BaseException, status: str) -> None:
     job = training()
     diary = with_diary(job)
 
@@ -117,7 +117,7 @@ def test_how_it_ended_is_told_and_the_error_goes_on(training: Any, error: BaseEx
 
     with pytest.raises(type(error)):
         train(job.state)
-    assert diary.heard[-1] == f"end {status} {error!r}"
+    assert diary.received[-1] == f"end {status} {error!r}"
     assert not job.tables.memory.folder.exists()
 
 
@@ -133,17 +133,17 @@ def test_sigterm_is_an_interruption(training: Any) -> None:
 
     with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
         train(job.state)
-    assert diary.heard[-1] == "end KILLED KeyboardInterrupt('SIGTERM')"
+    assert diary.received[-1] == "end KILLED KeyboardInterrupt('SIGTERM')"
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_closing_twice_tells_the_end_once(training: Any) -> None:
+def test_closing_twice_reports_the_end_once(training: Any) -> None:
     job = training()
     diary = with_diary(job)
     job.state.sync()
     job.state.close()
     job.state.close("FAILED")
-    assert diary.heard == ["job", "started", "finished", "end FINISHED None"]
+    assert diary.received == ["job", "started", "finished", "end FINISHED None"]
 
 
 def test_the_memory_is_freed_even_when_a_callback_fails_at_the_end(training: Any) -> None:
@@ -163,7 +163,7 @@ def test_the_memory_is_freed_even_when_a_callback_fails_at_the_end(training: Any
 # --- what travels ----------------------------------------------------------------------------------------------------
 
 
-def test_a_newcomer_goes_on_like_those_it_joins(training: Any, clicks: Any) -> None:
+def test_a_late_joiner_goes_on_like_those_it_joins(training: Any, clicks: Any) -> None:
     def a_job() -> Any:
         job = training(dense=lambda p: torch.optim.Adam(p, lr=0.1), epoch=0, best=0.0, history=[], mean=torch.zeros(2))
         job.scheduler = torch.optim.lr_scheduler.StepLR(job.optimizer, 1, gamma=0.5)
@@ -250,15 +250,15 @@ def test_hosts_that_come_or_go_interrupt_between_two_steps(training: Any, clicks
     assert job.state.step == 2
     job.state.on_reset()
     job.epoch(dataset)
-    assert diary.heard == ["job", "started", "step 1", "step 2", "job", "membership", "step 3"]
+    assert diary.received == ["job", "started", "step 1", "step 2", "job", "membership", "step 3"]
     assert job.optimizer.engine.progress.restarts == 1
     whole.epoch(dataset)
     for name, value in {**whole.all_dense(), **whole.all_rows()}.items():
         assert np.array_equal(value, {**job.all_dense(), **job.all_rows()}[name]), name
 
 
-def test_a_world_met_beside_an_asynchronous_mode_is_told_before_the_next_one(training: Any, clicks: Any) -> None:
-    """The mode may end before the training thread hears of it; the world after it is another."""
+def test_a_world_met_beside_an_asynchronous_mode_is_reported_before_the_next_one(training: Any, clicks: Any) -> None:
+    """The mode may end before the training thread learns of it; the world after it is another."""
     job = training(epoch=0)
     diary = with_diary(job)
     state = job.state
@@ -269,10 +269,10 @@ def test_a_world_met_beside_an_asynchronous_mode_is_told_before_the_next_one(tra
     state.on_reset()
     state.sync()
     assert state.world is not met
-    assert diary.heard.count("job") == 3
-    state.late_joiners.tell()  # as within the next asynchronous mode
+    assert diary.received.count("job") == 3
+    state.late_joiners.report()  # as within the next asynchronous mode
     assert state.world is not met
-    assert diary.heard.count("job") == 3
+    assert diary.received.count("job") == 3
 
 
 def test_reset_callbacks_run_after_a_change(training: Any) -> None:
@@ -301,13 +301,13 @@ def test_a_job_that_goes_on_is_in_the_mode_that_its_script_asks_for(training: An
     assert switching_of(job.state.engine).mode == asked  # type: ignore[union-attr]
 
 
-def test_rank_0_logs_warnings_beside_telling_callbacks(training: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_rank_0_logs_warnings_beside_reporting_callbacks(training: Any, caplog: pytest.LogCaptureFixture) -> None:
     job = training(epoch=0)
     diary = with_diary(job)
     engine = job.state.engine
     engine.emit(gba_hvd.Event("membership", 3, "two workers"))
     engine.emit(gba_hvd.Event("switch_failed", 3, "still in allreduce: no server; see its log", level="warning"))
-    assert diary.heard[-2:] == ["membership", "switch_failed"]
+    assert diary.received[-2:] == ["membership", "switch_failed"]
     assert [r.getMessage() for r in caplog.records] == [
         "[switch failed] step 3: still in allreduce: no server; see its log"
     ]

@@ -1,4 +1,4 @@
-"""What a job is told to have ended with, and of whom it learns why."""
+"""What a job is reported to have ended with, and where the reason comes from."""
 
 from __future__ import annotations
 
@@ -54,6 +54,21 @@ def test_status(error: BaseException, status: str) -> None:
     assert endings.status_of(error) == status
 
 
+def test_a_refused_input_is_one_traceback_that_ends_with_its_sentence() -> None:
+    script = (
+        "from gba_hvd import BadInput\n"
+        "from gba_hvd.elastic import endings\n"
+        "endings.show_ends_briefly(lambda: False)\n"
+        "try:\n"
+        "    {}['ids']\n"
+        "except KeyError as error:\n"
+        "    raise BadInput('a batch has no ids: name them') from error\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    assert (ended.returncode, ended.stderr.count("Traceback")) == (1, 1)
+    assert ended.stderr.endswith("BadInput: a batch has no ids: name them\n") and "KeyError" not in ended.stderr
+
+
 def test_sigterm_is_this_workers_own_end_while_its_neighbours_live(engine: Any) -> None:
     error = KeyboardInterrupt(endings.SIGTERM)
     assert endings.explained(engine, error) is error
@@ -62,22 +77,22 @@ def test_sigterm_is_this_workers_own_end_while_its_neighbours_live(engine: Any) 
 
 def test_a_neighbour_that_is_gone_without_a_note_was_killed(engine: Any, dead: int) -> None:
     engine.host.neighbours[1] = dead
-    told = endings.explained(engine, KeyboardInterrupt(endings.SIGTERM))
-    assert isinstance(told, WorldLost) and endings.status_of(told) == "FAILED"
-    assert f"rank 1 (process {dead}) was killed, or died without a word" in str(told)
+    reported = endings.explained(engine, KeyboardInterrupt(endings.SIGTERM))
+    assert isinstance(reported, WorldLost) and endings.status_of(reported) == "FAILED"
+    assert f"rank 1 (process {dead}) was killed, or died without a word" in str(reported)
     ctrl_c = KeyboardInterrupt()
     assert endings.explained(engine, ctrl_c) is ctrl_c
 
 
 def test_a_neighbour_that_left_a_note_is_the_cause(engine: Any) -> None:
     endings.leave_note(engine, "FAILED", ValueError("bad row"))
-    told = endings.explained(engine, KeyboardInterrupt(endings.SIGTERM))
-    assert endings.status_of(told) == "FAILED"
-    assert "ended first (ValueError: bad row)" in str(told)
+    reported = endings.explained(engine, KeyboardInterrupt(endings.SIGTERM))
+    assert endings.status_of(reported) == "FAILED"
+    assert "ended first (ValueError: bad row)" in str(reported)
 
 
 def test_workers_that_are_interrupted_together_are_all_interrupted(engine: Any) -> None:
-    """Also the one that heard of the other's end before its own signal."""
+    """Also the one that learned of the other's end before its own signal."""
     endings.leave_note(engine, "KILLED", KeyboardInterrupt(endings.SIGTERM))
     own = KeyboardInterrupt(endings.SIGTERM)
     assert endings.explained(engine, own) is own
@@ -94,9 +109,9 @@ def test_who_failed_counts_more_than_who_was_interrupted(engine: Any, dead: int)
 
 def test_memory_that_was_taken_away_explains_any_error(engine: Any) -> None:
     engine.model.tables.memory.trouble = lambda: "it was removed"
-    told = endings.explained(engine, FileNotFoundError("shards"))
-    assert isinstance(told, ShardMemoryError) and str(told) == "it was removed"
-    assert endings.explained(engine, told) is told
+    reported = endings.explained(engine, FileNotFoundError("shards"))
+    assert isinstance(reported, ShardMemoryError) and str(reported) == "it was removed"
+    assert endings.explained(engine, reported) is reported
 
 
 def test_where_a_launcher_replaces_workers_those_that_go_on_say_what_one_failed_with(
@@ -108,14 +123,14 @@ def test_where_a_launcher_replaces_workers_those_that_go_on_say_what_one_failed_
     before, pid = {1: os.getpid(), 2: 1}, os.getpid()
     assert endings.failed_neighbours(engine, before) == [], "it is in the new world"
     engine.host.neighbours = {}
-    (told,) = endings.failed_neighbours(engine, before)
-    assert (told.kind, told.step, told.level) == ("worker_failed", 7, "warning")
-    assert told.data == {"rank": 1, "host": "h1", "pid": pid, "why": "ValueError: bad row"}
-    assert f"rank 1 of the world before, on h1 (process {pid}), ended with ValueError: bad row" in told.message
+    (reported,) = endings.failed_neighbours(engine, before)
+    assert (reported.kind, reported.step, reported.level) == ("worker_failed", 7, "warning")
+    assert reported.data == {"rank": 1, "host": "h1", "pid": pid, "why": "ValueError: bad row"}
+    assert f"rank 1 of the world before, on h1 (process {pid}), ended with ValueError: bad row" in reported.message
     engine.host.neighbours = {1: pid}
     endings.leave_note(engine, "KILLED", KeyboardInterrupt("SIGTERM"))
     engine.host.neighbours = {}
-    assert endings.failed_neighbours(engine, before) == [], "it was told to leave"
+    assert endings.failed_neighbours(engine, before) == [], "it was preempted"
 
 
 @pytest.mark.parametrize(("code", "status"), [(None, None), (0, None), (3, "FAILED"), ("no", "FAILED")])
@@ -130,11 +145,11 @@ def test_a_script_that_leaves_by_sys_exit(code: Any, status: str | None) -> None
     assert (None if error is None else endings.status_of(error)) == status
 
 
-def test_a_planned_switch_that_comes_late_is_told_once_and_by_whoever_asks_first() -> None:
+def test_a_planned_switch_that_comes_late_is_reported_once_and_by_whoever_asks_first() -> None:
     callback = GBACallback(mode="allreduce", switch_at={10: "gba", 60: "allreduce"})
-    assert callback.wish(12, "allreduce") and callback.late is None
+    assert callback.mode_request(12, "allreduce") and callback.late is None
     assert callback.overdue(61) == [60]
-    assert callback.wish(75, "gba") and callback.late == (60, 75)
+    assert callback.mode_request(75, "gba") and callback.late == (60, 75)
     assert callback.overdue(80) == []
     successor = GBACallback(mode="allreduce", switch_at={10: "gba"})
-    assert successor.wish(75, "gba") is None and successor.late is None
+    assert successor.mode_request(75, "gba") is None and successor.late is None

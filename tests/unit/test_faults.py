@@ -56,7 +56,7 @@ def has_stopped_and_gone_on(pid: int) -> bool:
     status = os.waitpid(pid, os.WUNTRACED | os.WCONTINUED)[1]
     if os.WIFSTOPPED(status):
         status = os.waitpid(pid, os.WCONTINUED)[1]
-    return os.WIFCONTINUED(status)  # the kernel tells it of a process that had stopped, and of no other
+    return os.WIFCONTINUED(status)  # the kernel reports it of a process that had stopped, and of no other
 
 
 def ended_with(pid: int) -> int:

@@ -1,4 +1,4 @@
-"""What is told of a world that takes long to form, or breaks up meanwhile."""
+"""What is reported of a world that takes long to form, or breaks up meanwhile."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class Clock:
 
 class Events(gba_hvd.Callback):
     def __init__(self) -> None:
-        self.heard: list[gba_hvd.Event] = []
-        self.ended = 0  # events that were heard before the end
+        self.received: list[gba_hvd.Event] = []
+        self.ended = 0  # events that came before the end
 
     def on_event(self, event: gba_hvd.Event) -> None:
-        self.heard.append(event)
+        self.received.append(event)
 
     def on_end(self, status: str, error: BaseException | None) -> None:
-        self.ended = len(self.heard)
+        self.ended = len(self.received)
 
     @property
     def late(self) -> list[gba_hvd.Event]:
-        return [event for event in self.heard if event.kind == "world_late"]
+        return [event for event in self.received if event.kind == "world_late"]
 
 
 class Horovod:
@@ -104,62 +104,62 @@ def test_while_a_world_forms_a_word_comes_after_30_s_and_then_ever_less_often() 
     forming = Forming(clock := Clock())
     for _ in range(2):
         forming.begin()
-        began_s, told_s = clock.now_s, []
+        began_s, reported_s = clock.now_s, []
         while clock.now_s < began_s + 300.0:
             if (wait := forming.word()) is not None:
                 assert wait.seconds == clock.now_s - began_s
-                told_s.append(clock.now_s - began_s)
+                reported_s.append(clock.now_s - began_s)
             clock.now_s += 1.0
-        assert told_s == [30, 60, 120, 240]
+        assert reported_s == [30, 60, 120, 240]
         forming.end()
 
 
-def test_survivors_hear_how_long_training_stood_still(training: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    job, told, out = training(epoch=0), Events(), io.StringIO()
+def test_survivors_learn_how_long_training_stood_still(training: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, reported, out = training(epoch=0), Events(), io.StringIO()
     state = job.state
-    state.register_callbacks([told, ProgressLine(stream=out)])
+    state.register_callbacks([reported, ProgressLine(stream=out)])
     state.sync()
     state.engine.forming = Forming(clock := Clock())
     forms(monkeypatch, state.engine.forming, clock, breaks=1)  # as Horovod's loop does
     state.on_reset()
     state.sync()
-    assert [event.data["seconds"] for event in told.late] == [80.0]
+    assert [event.data["seconds"] for event in reported.late] == [80.0]
     state.on_reset()
     state.sync()  # of a world that nobody waited for
-    assert len(told.late) == 1
+    assert len(reported.late) == 1
     state.close()
     assert "warning, over: [world late] step 0: the world of 1 worker took 80 s, in which it broke up" in out.getvalue()
 
 
-def test_beside_an_asynchronous_mode_it_is_told_meanwhile_and_when_the_world_stands(training: Any) -> None:
-    job, told = training(epoch=0), Events()
+def test_beside_an_asynchronous_mode_it_is_reported_meanwhile_and_when_the_world_stands(training: Any) -> None:
+    job, reported = training(epoch=0), Events()
     state, engine = job.state, job.state.engine
-    state.register_callbacks([told])
+    state.register_callbacks([reported])
     state.sync()
     engine.forming = Forming(clock := Clock())
     engine.forming.begin()
-    state.late_joiners.tell_of_the_wait()
-    assert not told.late
+    state.late_joiners.report_wait()
+    assert not reported.late
     clock.now_s = 35.0
     engine.forming.broke_up(ValueError("a peer did not come"))
-    state.late_joiners.tell_of_the_wait()
-    (late,) = told.late
+    state.late_joiners.report_wait()
+    (late,) = reported.late
     assert "has been forming for 35 s, in which it broke up 1 time (at last" in late.message
-    assert "training goes on with the workers that are there" in late.message
+    assert "training continues with the workers that are there" in late.message
     joined = JoinResult(state.job_id, 0, 1, True, True, 0, 0, host=1, asynchronous=True, membership=1)
     state.late_joiners._met.append((joined, SoloWorld(), None, engine.forming.end(), {}))
-    state.late_joiners.tell()
-    state.late_joiners.tell_of_the_wait()
-    assert [event.data["seconds"] for event in told.late] == [35.0, 35.0]
-    assert "those that were there went on training" in told.late[-1].message
+    state.late_joiners.report()
+    state.late_joiners.report_wait()
+    assert [event.data["seconds"] for event in reported.late] == [35.0, 35.0]
+    assert "those that were there continued to train" in reported.late[-1].message
 
 
 @pytest.fixture
 def held(training: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A job beside which a world has been forming for 50 s; `let_go` ends that."""
-    job, told, let_go, waits = training(epoch=0), Events(), threading.Event(), threading.Event()
+    job, reported, let_go, waits = training(epoch=0), Events(), threading.Event(), threading.Event()
     state, engine = job.state, job.state.engine
-    state.register_callbacks([told])
+    state.register_callbacks([reported])
     state.sync()
 
     def check(timeout_s: float) -> None:
@@ -175,29 +175,29 @@ def held(training: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     rejoin.start()
     assert waits.wait(PATIENCE_S)
     clock.now_s = 50.0
-    yield SimpleNamespace(state=state, told=told, let_go=let_go, engine=engine, rejoin=rejoin)
+    yield SimpleNamespace(state=state, reported=reported, let_go=let_go, engine=engine, rejoin=rejoin)
     let_go.set()
     rejoin._thread.join(PATIENCE_S)
 
 
-def test_an_end_that_waits_for_a_world_tells_it_before_the_end(held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_that_waits_for_a_world_reports_it_before_the_end(held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gba_hvd.elastic.torch_state._FAILED_TIMEOUT_S", 0.2)
     monkeypatch.setattr("gba_hvd.elastic.torch_state._END_TIMEOUT_S", 0.2)
     held.state.close()
     assert held.rejoin._thread.is_alive()
-    (late,) = held.told.late
+    (late,) = held.reported.late
     assert (late.level, late.data["seconds"]) == ("warning", 50.0)
     assert late.message.startswith("the training is over, but this process has to wait: workers came or went shortly")
     assert "Nothing is lost by it, and nothing needs to be done" in late.message
-    assert [event.kind for event in held.told.heard[-2:]] == ["world_late", "finished"]
-    assert held.told.ended == len(held.told.heard)
+    assert [event.kind for event in held.reported.received[-2:]] == ["world_late", "finished"]
+    assert held.reported.ended == len(held.reported.received)
 
 
 def test_a_mode_that_is_left_while_a_world_forms_says_what_it_waits_for(held: Any) -> None:
     emit = held.engine.emit
 
-    def emit_and_let_go(*told: Any) -> None:
-        emit(*told)
+    def emit_and_let_go(*reported: Any) -> None:
+        emit(*reported)
         held.let_go.set()
 
     held.engine.emit = emit_and_let_go
@@ -205,38 +205,38 @@ def test_a_mode_that_is_left_while_a_world_forms_says_what_it_waits_for(held: An
     mode = ParameterServerMode(held.engine, SimpleNamespace(name="gba"))  # type: ignore[arg-type]
     mode.rejoin = held.rejoin
     mode.end_rejoin()
-    (late,) = held.told.late
+    (late,) = held.reported.late
     assert (late.message.count("50 s"), late.message.count("the mode is left")) == (1, 1)
 
 
 def test_a_wait_without_a_break_says_no_more_than_its_seconds() -> None:
-    assert still_forms(1, Wait(31.4), "training goes on").message.startswith(
-        "a world of workers has been forming for 31 s, and does not stand yet; training goes on. "
+    assert still_forms(1, Wait(31.4), "training continues").message.startswith(
+        "a world of workers has been forming for 31 s, and does not stand yet; training continues. "
     )
 
 
-def test_a_worker_of_this_host_that_died_beside_a_mode_is_told_once(training: Any, dead: int) -> None:
-    """With what Horovod prints of it; newcomers alone are no loss."""
-    job, told = training(), Events()
-    job.state.register_callbacks([told])
+def test_a_worker_of_this_host_that_died_beside_a_mode_is_reported_once(training: Any, dead: int) -> None:
+    """With what Horovod prints of it; late joiners alone are no loss."""
+    job, reported = training(), Events()
+    job.state.register_callbacks([reported])
     job.state.sync()
-    engine, tell = job.state.engine, job.state.late_joiners.tell_of_the_wait
+    engine, report = job.state.engine, job.state.late_joiners.report_wait
 
     def lost() -> list[str]:
-        return [event.message for event in told.heard if event.kind == "worker_lost"]
+        return [event.message for event in reported.received if event.kind == "worker_lost"]
 
     engine.host.neighbours = {1: dead}
-    tell()
+    report()
     assert lost() == [], "nobody forms a world"
     engine.forming.begin()
-    tell(), tell()
+    report(), report()
     (message,) = lost()
     assert "'background loop uncaught exception' and 'Read error'" in message and "are expected" in message
     engine.forming.end()
     engine.host.neighbours = {1: os.getpid()}
-    tell()
+    report()
     engine.forming.begin()
-    tell()
+    report()
     assert len(lost()) == 1, "all are there"
     engine.forming.end()
     job.state.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,10 @@ from hypothesis import strategies as st
 
 from gba_hvd import SGD
 from gba_hvd.embedding.row_gradients import RowGrad, pack_by_owner
-from gba_hvd.ps.messages import Apply, Endpoint, Enter, JobPosition, PlannedMember
+from gba_hvd.ps.coordinator.coordinator import row_damping, weighed
+from gba_hvd.ps.coordinator.discipline import Discipline
+from gba_hvd.ps.coordinator.ledger import Member, StepPlan
+from gba_hvd.ps.messages import Apply, Endpoint, Enter, JobPosition, Measure, PlannedMember
 from gba_hvd.ps.partition.partition import Limits, Partition, gather
 from gba_hvd.ps.partition.push_buffer import BufferedPush, merge_pushes
 from gba_hvd.shm.layout import Layout
@@ -183,7 +187,7 @@ def test_a_stale_push_is_damped_element_by_element_and_its_rows_by_the_mean(star
     gradient, by = np.arange(N, dtype=np.float32), gaps.damping(1)
     fresh = BufferedPush(0, 1, gradient, rows_of(1.0), 4)
     stale = BufferedPush(1, 2, gradient, rows_of(1.0), 1)
-    dense, rows = merge_pushes([(fresh, 1.0), (stale, 0.5)], N, [4], gaps.damping)
+    dense, rows = merge_pushes([(fresh, 1.0), (stale, 0.5)], N, [4], gaps.damping, row_damping=[1.0, by.rows])
     np.testing.assert_allclose(dense, gradient + 0.5 * by.dense * gradient, rtol=1e-6)
     np.testing.assert_allclose(rows[0].values, np.full((2, 4), 1 + 0.5 * by.rows), rtol=1e-6)
 
@@ -229,6 +233,9 @@ def train(part: Partition, step: int, dense_steps: list[int]) -> np.ndarray:
     for micro, dense_step in enumerate(dense_steps):
         assert part.push(micro, 10 * step + micro, [frame(GRADIENT), frame(rows_of(1.0))], dense_step)
     members = [PlannedMember(micro, 10 * step + micro, 1.0) for micro in range(len(dense_steps))]
+    asked = part.measure(Measure(1, step, members, 1 / len(dense_steps), damping=True))
+    factors = {micro: factor for micro, _, factor in asked.damping or []}
+    members = [PlannedMember(m.micro, m.serial, m.weight, factors[m.micro]) for m in members]
     applied = part.apply(Apply(1, step, members, 1 / len(dense_steps), 0.1, LRS, 0))
     assert (applied.failed, applied.missing, applied.missed) == ("", [], 0)
     return part.dense.values.copy()
@@ -280,3 +287,93 @@ def test_a_server_that_was_killed_goes_on_with_a_fresh_start(make_part: Callable
     np.testing.assert_array_equal(again.dense.values, values)
     assert train(again, 3, [0])[0] == pytest.approx(values[0] - 0.1)  # in full
     assert again.rule.damping(2).rows == pytest.approx(0.5, rel=1e-5)
+
+
+# --- several servers -------------------------------------------------------------------------------------------------
+
+DENSE_SIZES = [5, 3, 0]  # numbers of the dense part at each of three servers
+START_OF = [np.linspace(-1, 1, n).astype(np.float32) for n in DENSE_SIZES]
+
+
+class Fleet:
+    """Parts of one model at some servers, and the coordinator's part of a step with them."""
+
+    def __init__(self, folder: Path, at_server: list[list[int]]) -> None:
+        """at_server: for each server which of the tensors of `DENSE_SIZES` it has."""
+        folder.mkdir()
+        optimizer, self.at_server = SGD(lr=1.0), at_server
+        layout = Layout.of({"user": (40, 4)}, optimizer.slots, 3, seed=3, init_std=0.1)
+        self.owner = np.array([shard % len(at_server) for shard in range(3)], np.int32)
+        self.memory = ShardMemory.create_or_open(folder, "fleet", layout, grace_s=0)
+        self.memory.reserve([0, 1, 2])
+        for shard in range(3):
+            self.memory.init_shard(shard, 0)
+        spec = spec_of(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1))
+        servers = [Endpoint(0, i, "127.0.0.1", 1, 2) for i in range(len(at_server))]
+        self.parts = []
+        for me, tensors in enumerate(at_server):
+            values = np.concatenate([np.empty(0, np.float32), *(START_OF[t] for t in tensors)])
+            self.enter = Enter(
+                1, servers, me, self.owner.tolist(), JobPosition(), 64, 16, 8, {"name": "gba"}, "global", 1.0, [0.1],
+                [(f"w{t}", [DENSE_SIZES[t]], 0) for t in tensors], spec, rule="gap_aware",
+            )  # fmt: skip
+            frames = [frame(values), state_codec.encode([{} for _ in tensors])]
+            path = folder / f"dense{me}"
+            self.parts.append(Partition.begin(self.enter, frames, path, self.memory, optimizer, Limits()))
+
+    def step(self, number: int, dense_steps: list[int]) -> list[float]:
+        """A step of pushes computed with the values of these steps; what their rows were multiplied by."""
+        for micro, dense_step in enumerate(dense_steps):
+            words, counts = pack_by_owner([every_row()], self.owner, len(self.parts))
+            for part, tensors, rows in zip(
+                self.parts, self.at_server, np.split(words, np.cumsum(counts)[:-1]), strict=True
+            ):
+                gradient = np.concatenate([np.empty(0, np.float32), *(START_OF[t] * number for t in tensors)])
+                assert part.push(micro, 10 * number + micro, [frame(gradient), frame(rows)], dense_step)
+        plan = StepPlan(number, tuple(Member(m, 10 * number + m, 1.0, 8, 0) for m in range(len(dense_steps))), 16)
+        measure = Measure(1, number, weighed(plan, 8, Discipline(), "global").members, 0.5, damping=True)
+        answers = [line for part in self.parts for line in part.measure(measure).damping or []]
+        plan = replace(plan, row_damping=tuple(row_damping(plan, answers)))
+        members = weighed(plan, 8, Discipline(), "global").members
+        for part in self.parts:
+            applied = part.apply(Apply(1, number, members, 0.5, 1.0, [0.1], 99))
+            assert (applied.failed, applied.missing, applied.missed) == ("", [], 0)
+        return [member.row_damping for member in members]
+
+    def rows(self) -> np.ndarray:
+        return gather(self.memory, np.ones(3, bool), [frame(np.arange(40, dtype=np.int64))])[0]
+
+    def close(self) -> None:
+        for part in self.parts:
+            part.close()
+        self.memory.close()
+
+
+def every_row() -> RowGrad:
+    return RowGrad(np.arange(40, dtype=np.int64), np.ones((40, 4), np.float32))
+
+
+@pytest.mark.parametrize("at_server", [[[0], [1]], [[0, 1], []], [[], [0, 1]], [[1], [2], [0]]], ids=str)
+def test_rows_are_damped_alike_on_every_server_as_on_one(tmp_path: Path, at_server: list[list[int]]) -> None:
+    one, some = Fleet(tmp_path / "one", [[0, 1]]), Fleet(tmp_path / "some", at_server)
+    try:
+        begun = one.rows()
+        for number, dense_steps in enumerate([[0, 0], [1, 0], [2, 1], [3, 0]], start=1):
+            factors = one.step(number, dense_steps)
+            np.testing.assert_allclose(some.step(number, dense_steps), factors, rtol=1e-6)
+            assert factors[0] == 1.0
+            assert (factors[1] < 0.7) == (dense_steps[1] < number - 1), "the old one is damped, the fresh one is not"
+            before, begun = begun, one.rows()
+            np.testing.assert_allclose(begun - before, np.full((40, 4), -sum(factors) / 2), rtol=1e-4)
+            np.testing.assert_allclose(some.rows(), begun, rtol=1e-5, atol=1e-6)
+    finally:
+        one.close()
+        some.close()
+
+
+def test_a_push_that_some_servers_lost_is_damped_as_the_others_say() -> None:
+    plan = StepPlan(1, (Member(4, 1, 1.0, 8, 0), Member(5, 2, 1.0, 8, 0), Member(6, 3, 1.0, 8, 0)), 24)
+    found = row_damping(plan, [(4, 30, 0.5), (4, 10, 0.9), (5, 10, 0.9), (4, 0, 1.0)])
+    assert found == [pytest.approx(0.6), pytest.approx(0.9), 1.0]
+    nobody_has_dense = [(4, 0, 0.5), (4, 0, 0.7)]
+    assert row_damping(plan, nobody_has_dense)[0] == pytest.approx(0.6)

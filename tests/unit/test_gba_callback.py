@@ -11,6 +11,12 @@ import pytest
 import torch
 
 from gba_hvd import BadInput, GBACallback
+from gba_hvd.mode_names import SERVER_MODES
+from gba_hvd.switching import callback as callback_module
+from gba_hvd.switching.mode_limits import row_average_idle
+from gba_hvd.switching.policy import Rates, expected_old_values
+from gba_hvd.torch_optimizers import spec_of
+from gba_hvd.update_rules import RULES, stability
 
 EVEN, SLOW = [0.1, 0.1, 0.1], [0.1, 0.1, 0.6]
 
@@ -20,68 +26,88 @@ def measured(callback: GBACallback, seconds: list[float], steps: int, first: int
         callback.measured_allreduce(step, seconds, 2 * max(seconds) + 0.001, 6)
 
 
-def test_a_straggler_makes_it_wish_for_gba_with_a_reason() -> None:
+def test_a_straggler_makes_it_ask_for_gba_with_a_reason() -> None:
     callback = GBACallback(min_stay=0, patience=3)
     measured(callback, SLOW, 12)
-    wish = callback.wish(12, "allreduce")
-    assert wish is not None and wish[0] == "gba"
-    assert "worker 2 takes 6.0x the median" in wish[1]
+    request = callback.mode_request(12, "allreduce")
+    assert request is not None and request[0] == "gba"
+    assert "worker 2 takes 6.0x the median" in request[1]
+
+
+def test_drops_are_expected_by_what_is_weighed() -> None:
+    callback = GBACallback(min_stay=0, patience=1, tolerance=0, staleness_of="values")
+    measured(callback, SLOW, 12)
+    rates = Rates(tuple(SLOW), (2, 2, 2), 6, 0.001, callback_module._FIRST_SERVE_S)
+    assert callback.last is not None
+    assert f"with {expected_old_values(rates, 0):.1%} dropped as stale" in callback.last.reason
 
 
 def test_equal_workers_leave_it_content() -> None:
     callback = GBACallback(min_stay=0, patience=3)
     measured(callback, EVEN, 30)
-    assert callback.wish(30, "allreduce") is None
+    assert callback.mode_request(30, "allreduce") is None
 
 
 def test_times_from_before_a_switch_do_not_count() -> None:
     callback = GBACallback(min_stay=0, patience=1)
     measured(callback, SLOW, 12)
     callback.switched("allreduce", 12)
-    assert callback.wish(13, "allreduce") is None
+    assert callback.mode_request(13, "allreduce") is None
 
 
-def test_a_fixed_mode_is_wished_for_until_it_is_on() -> None:
+def test_a_fixed_mode_is_requested_until_it_is_on() -> None:
     callback = GBACallback(mode="async")
-    wish = callback.wish(1, "allreduce")
-    assert wish is not None and wish[0] == "async"
-    assert callback.wish(1, "async") is None
+    request = callback.mode_request(1, "allreduce")
+    assert request is not None and request[0] == "async"
+    assert callback.mode_request(1, "async") is None
 
 
 def test_a_plan_is_followed_in_order_even_when_steps_are_skipped() -> None:
     callback = GBACallback(mode="allreduce", switch_at={10: "gba", 20: "allreduce"})
-    assert callback.wish(9, "allreduce") is None
-    wish = callback.wish(11, "allreduce")
-    assert wish is not None and wish[0] == "gba"
-    assert callback.wish(15, "gba") is None
-    wish = callback.wish(25, "gba")
-    assert wish is not None and wish[0] == "allreduce"
+    assert callback.mode_request(9, "allreduce") is None
+    request = callback.mode_request(11, "allreduce")
+    assert request is not None and request[0] == "gba"
+    assert callback.mode_request(15, "gba") is None
+    request = callback.mode_request(25, "gba")
+    assert request is not None and request[0] == "allreduce"
 
 
-def test_an_operator_overrules_measurements_until_told_auto() -> None:
+def test_an_operator_overrules_measurements_until_auto_is_asked_for() -> None:
     callback = GBACallback(min_stay=0, patience=1)
     callback.pin("allreduce")
     measured(callback, SLOW, 12)
-    assert callback.wish(12, "allreduce") is None
+    assert callback.mode_request(12, "allreduce") is None
     callback.pin("auto")
     measured(callback, SLOW, 12, first=12)
-    assert callback.wish(24, "allreduce") is not None
+    assert callback.mode_request(24, "allreduce") is not None
 
 
 def test_a_learning_rate_that_staleness_makes_unstable_is_warned_of() -> None:
     callback = GBACallback(min_stay=0, patience=1, curvature=100.0)
     callback.lr = 1.0
     measured(callback, SLOW, 12)
-    wish = callback.wish(12, "allreduce")
-    assert wish is not None and "warning" in wish[1]
+    request = callback.mode_request(12, "allreduce")
+    assert request is not None and "warning" in request[1]
+
+
+def test_stability_is_worked_out_once_for_a_switch_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training stands still meanwhile, and a switch may wait for servers for many steps."""
+    asked: list[Any] = []
+    advise = stability.advise
+    monkeypatch.setattr("gba_hvd.switching.callback.advise", lambda *a, **k: asked.append(a) or advise(*a, **k))
+    callback = GBACallback(min_stay=0, patience=1, curvature=100.0)
+    callback.lr = 1.0
+    measured(callback, SLOW, 30)
+    wish = callback.mode_request(30, "allreduce")
+    assert wish is not None and "warning" in wish[1] and len(asked) == 1
 
 
 def test_its_stance_travels_with_the_state() -> None:
     callback = GBACallback(switch_at={5: "gba"}, mode="allreduce")
-    callback.wish(5, "allreduce")
+    callback.mode_request(5, "allreduce")
     other = GBACallback(switch_at={5: "gba"}, mode="allreduce")
     other.load_state_dict(callback.state_dict())
-    assert other.mode == "gba" and other.wish(6, "gba") is None
+    assert other.mode == "gba" and other.mode_request(6, "gba") is None
 
 
 @pytest.mark.parametrize(
@@ -99,16 +125,141 @@ def test_bad_settings_are_refused_at_once(settings: dict[str, object], says: str
         GBACallback(**settings)  # type: ignore[arg-type]
 
 
-def test_a_rule_is_chosen_by_name_with_the_mode_and_told_to_all_workers() -> None:
+def test_a_rule_is_chosen_by_name_with_the_mode_and_sent_to_all_workers() -> None:
     callback = GBACallback(mode="async", rule="dana_zero")
     assert callback.rule == "dana_zero"
     assert callback.describe()["rule"] == callback.agreed["rule"] == "dana_zero"
-    assert GBACallback().rule == "none"
+    assert (callback.rule_in("async").reason, callback.rule_reason) == ("requested", "requested")
+    assert callback.rule_in("shadow").rule == "none"
+
+
+def spec(kind: Any, **settings: Any) -> dict[str, Any]:
+    return spec_of(kind([torch.nn.Parameter(torch.zeros(2))], **{"lr": 0.1, **settings}))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "rule", "reason"),
+    [
+        (spec(torch.optim.SGD, momentum=0.9), "look_ahead", "an optimizer with momentum, here SGD"),
+        (spec(torch.optim.Adam), "look_ahead", "the default of mode gba for an optimizer with momentum, here Adam"),
+        (spec(torch.optim.AdamW), "look_ahead", "here AdamW"),
+        (spec(torch.optim.SGD), "none", "the default for SGD here: look_ahead needs momentum in every group"),
+        (spec(torch.optim.Adagrad), "none", "Adagrad here: look_ahead needs momentum"),
+        (spec(torch.optim.SGD, momentum=0.9, nesterov=True), "none", "has a look-ahead of its own"),
+        (spec(torch.optim.NAdam), "none", "NAdam here, which has a look-ahead of its own"),
+        (None, "none", "an optimizer that no server can step"),
+    ],
+)
+def test_without_a_rule_gba_looks_ahead_where_the_optimizer_has_momentum(
+    optimizer: dict[str, Any] | None, rule: str, reason: str
+) -> None:
+    for settings in ({"mode": "gba"}, {"mode": "auto"}, {"mode": "allreduce", "switch_at": {5: "gba"}}):
+        callback = GBACallback(**settings)
+        if optimizer is not None:
+            callback.check_fits(optimizer)
+        assert (callback.rule, callback.describe()["rule"], callback.rule_in("gba").rule) == (rule, rule, rule)
+        assert reason in callback.rule_reason
+        assert not callback.has_rule and callback.agreed["rule"] == "none"
+        assert callback.rule_settings == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "mode", "reason"),
+    [
+        ({"mode": "async"}, "async", "the default of mode async"),
+        ({"mode": "bsp"}, "bsp", "the default of mode bsp"),
+        ({"mode": "gba", "lookahead": 0}, "gba", "in lock-step, where no gradient comes late"),
+        ({"mode": "shadow"}, "shadow", "no gradient comes late"),
+        ({"mode": "gba", "rule": "none"}, "gba", "requested"),
+        ({"mode": "auto", "rule": "none"}, "gba", "requested"),
+    ],
+)
+def test_elsewhere_or_turned_off_the_optimizer_steps_alone(settings: dict[str, Any], mode: str, reason: str) -> None:
+    callback = GBACallback(**settings)
+    callback.check_fits(spec(torch.optim.Adam))
+    assert callback.rule == callback.rule_in(mode).rule == "none"
+    assert reason in callback.rule_reason and reason in callback.rule_in(mode).reason
+
+
+def test_the_default_goes_by_the_mode_that_is_entered() -> None:
+    callback = GBACallback(mode="async", switch_at={10: "gba"})
+    callback.check_fits(spec(torch.optim.Adam))
+    assert (callback.rule, callback.rule_in("gba").rule, callback.rule_in("async").rule) == (
+        "look_ahead", "look_ahead", "none",
+    )  # fmt: skip
+
+
+def test_a_job_with_an_optimizer_that_no_server_can_step_may_have_a_callback(training: Callable[..., Any]) -> None:
+    class Own(torch.optim.Adam):
+        pass
+
+    job = training(dense=lambda p: Own(p, lr=0.1))
+    job.state.register_callbacks([callback := GBACallback(mode="allreduce")])
+    assert (callback.rule, "no server can step" in callback.rule_reason) == ("none", True)
+    other = training(dense=lambda p: Own(p, lr=0.1))
+    with pytest.raises(BadInput, match="register_optimizer"):
+        other.state.register_callbacks([GBACallback(mode="gba", rule="gap_aware")])
+
+
+def test_the_limit_that_a_switch_is_warned_of_goes_by_the_rule() -> None:
+    reasons = []
+    for rule in ("none", None):
+        callback = GBACallback(min_stay=0, patience=1, curvature=10.0, rule=rule)
+        callback.check_fits(spec(torch.optim.SGD, momentum=0.9))
+        callback.lr = 0.1
+        measured(callback, SLOW, 12)
+        request = callback.mode_request(12, "allreduce")
+        assert request is not None and request[0] == "gba"
+        reasons.append(request[1])
+    assert "warning: unstable" in reasons[0] and "momentum 0.9" in reasons[0]
+    assert "warning" not in reasons[1]
 
 
 def test_the_staleness_called_gap_aware_is_the_rule() -> None:
     assert GBACallback(staleness="gap_aware").rule == "gap_aware"
-    assert GBACallback(staleness="gap_aware", rule="staleness_lr").rule == "staleness_lr"
+    assert GBACallback(staleness="gap_aware", rule="gap_aware").rule == "gap_aware"
+
+
+def test_a_staleness_that_another_rule_would_make_void_is_refused() -> None:
+    with pytest.raises(BadInput, match="a job has one rule, got rule='staleness_lr'"):
+        GBACallback(staleness="gap_aware", rule="staleness_lr")
+
+
+def test_settings_of_a_rule_are_described_and_agreed_on() -> None:
+    callback = GBACallback(mode="async", rule="dc", rule_settings={"lambda": 0.5, "adaptive": False})
+    assert callback.rule_settings == {"lambda": 0.5, "adaptive": False}
+    assert callback.describe()["rule_settings"] == callback.rule_settings
+    assert callback.agreed["rule_settings.lambda"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {"rule": "dana_zero", "rule_settings": {"lambda": 1.0}},
+            "no setting 'lambda': only dc, dana_dc, look_ahead do",
+        ),
+        ({"rule_settings": {"lambda": 1.0}}, "are of a rule that is named"),
+        ({"rule": "none", "rule_settings": {"lambda": 1.0}}, "rule 'none' has no setting 'lambda'"),
+        ({"rule": "none", "staleness": "gap_aware"}, "a job has one rule, got rule='none'"),
+        ({"rule": "dc", "rule_settings": {"lamda": 1.0}}, "it takes lambda, adaptive, mean_square_decay"),
+        ({"rule": "dc", "rule_settings": {"lambda": 0.0}}, "with 0 the rule has no effect"),
+        ({"rule": "dc", "rule_settings": {"lambda": "2"}}, "lambda is a number"),
+        ({"rule": "dana_dc", "rule_settings": {"adaptive": 1}}, "adaptive is a bool"),
+        ({"rule": "dc", "rule_settings": {"mean_square_decay": 1.0}}, "from 0 and below 1"),
+        ({"rule": "dc", "rule_settings": {"adaptive": False, "mean_square_decay": 0.9}}, "no effect with a constant"),
+        ({"rule": "dc", "mode": "gba", "lookahead": 0}, "in lock-step no gradient comes late"),
+        ({"rule": "dc", "mode": "shadow"}, "uses no rule"),
+        ({"rule": "look_ahead", "rule_settings": {"steps": 0.0}}, "steps is a number above 0"),
+        ({"rule": "look_ahead", "mode": "gba", "lookahead": 0}, "in lock-step no gradient comes late"),
+        ({"staleness_of": "values"}, "mode 'gba' weighs gradients"),
+        ({"staleness_of": "values", "mode": "gba", "lookahead": 0}, "in lock-step no values are old"),
+        ({"warm_up_steps": 5}, "is of mode 'auto'"),
+    ],
+)
+def test_a_setting_that_would_have_no_effect_is_refused(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        GBACallback(**{"mode": "async", **settings})
 
 
 def test_a_misspelt_rule_is_refused() -> None:
@@ -122,6 +273,39 @@ def test_a_rule_that_does_not_go_with_the_jobs_optimizer_is_refused_at_registrat
     job = training(dense=lambda p: torch.optim.Adam(p, lr=0.1))
     with pytest.raises(BadInput, match=r"does not go with this optimizer.*SGD\(\.\.\., momentum=0\.9\)"):
         job.state.register_callbacks([GBACallback(mode="async", rule="dana_zero")])
+
+
+def without_dense(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "none"])
+def test_a_rule_for_a_model_without_dense_parameters_is_refused(training: Callable[..., Any], rule: str) -> None:
+    job = training(dense=without_dense)
+    with pytest.raises(BadInput, match=rf"rule '{rule}' would correct nothing in mode 'gba': .*no\s+dense parameter"):
+        job.state.register_callbacks([GBACallback(mode="gba", rule=rule)])
+
+
+def test_staleness_that_goes_by_dense_values_is_refused_without_any(training: Callable[..., Any]) -> None:
+    with pytest.raises(BadInput, match="rule 'gap_aware' would correct nothing"):
+        training(dense=without_dense).state.register_callbacks([GBACallback(staleness="gap_aware")])
+    with pytest.raises(BadInput, match=r"staleness_of='values' goes by the age of dense values.*staleness_of='token'"):
+        training(dense=without_dense).state.register_callbacks([GBACallback(mode="gba", staleness_of="values")])
+    training(dense=without_dense).state.register_callbacks([GBACallback(mode="gba", staleness="inverse")])
+
+
+@pytest.mark.parametrize("mode", SERVER_MODES)
+def test_an_average_of_rows_is_reported_where_a_step_is_one_push(mode: str) -> None:
+    assert row_average_idle(mode, "global", 3) is None
+    event = row_average_idle(mode, "contributors", 3)
+    if mode in ("gba", "bsp", "hop_bw"):
+        assert event is None
+        return
+    assert event is not None and (event.kind, event.level, event.step) == ("row_average_idle", "warning", 3)
+    assert f"row_average='contributors' has no effect in mode '{mode}'" in event.message
+    assert "leave row_average out" in event.message
 
 
 def test_in_allreduce_mode_a_rule_changes_nothing(training: Callable[..., Any], clicks: Callable[..., Any]) -> None:
@@ -216,4 +400,4 @@ def test_training_waits_for_servers_at_most_once_in_vain() -> None:
     assert callback.waits and not GBACallback(mode="gba").waits
     callback.failed(step=10, why="no server")
     assert not callback.waits and callback.paused_until == 30
-    assert callback.wish(29, "allreduce") is None and callback.wish(30, "allreduce") is not None
+    assert callback.mode_request(29, "allreduce") is None and callback.mode_request(30, "allreduce") is not None

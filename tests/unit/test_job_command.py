@@ -1,4 +1,4 @@
-"""`gba-hvd status` and `gba-hvd switch`: which job is meant, what is told of it, and a real server that answers."""
+"""`gba-hvd status` and `gba-hvd switch`: which job is meant, what is shown of it, and a real server that answers."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_job_that_ends_while_it_is_asked_is_said_to_have_ended(start: Start) -
         running_jobs.ask_status(memory.folder, timeout_s=1.0)
 
 
-# --- what is told ----------------------------------------------------------------------------------------------------
+# --- what is shown -------------------------------------------------------------------------------------------------
 
 
 def test_a_report_reads_as_sentences() -> None:
@@ -111,17 +111,17 @@ def test_a_report_reads_as_sentences() -> None:
         ("loss", "0.4321"),
         ("samples", "940 applied + 50 dropped + 10 lost = 1,000"),
         ("staleness", "mean 0.70, max 5 (0: 70%, 1: 20%, 5: 10%)"),
-        ("micro-batches", "3 under way, 1 reissued"),
+        ("micro-batches", "3 in flight, 1 reissued"),
         ("decided", "gba: worker 2 takes 6.1x the median"),
     ]
 
 
-def test_a_switch_on_its_way_is_told_with_its_reason() -> None:
+def test_a_switch_on_its_way_is_reported_with_its_reason() -> None:
     report = {"job": "ctr", "mode": "gba", "wanted": "allreduce", "reason": "worker 2 recovered"}
     assert ("on the way to", "allreduce: worker 2 recovered") in job.facts(report)
 
 
-def test_in_allreduce_the_last_decision_is_told() -> None:
+def test_in_allreduce_the_last_decision_is_reported() -> None:
     report = {"job": "ctr", "mode": "allreduce", "step": 9, "epoch": 0, "workers": 3, "last_decision": "stay: 1.0x"}
     assert job.facts(report) == [
         ("mode", "allreduce"),
@@ -194,7 +194,7 @@ def test_a_switch_that_does_not_come_is_an_error(
 
 @pytest.mark.processes
 @pytest.mark.timeout(300)
-def test_a_server_that_serves_no_step_yet_answers_and_notes_the_wish(
+def test_a_server_that_serves_no_step_yet_answers_and_notes_the_request(
     start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     memory = start("ctr")
@@ -227,7 +227,7 @@ class Operator(gba_hvd.Callback):
 
 @pytest.mark.processes
 @pytest.mark.timeout(300)
-def test_a_job_in_gba_mode_tells_its_rates_and_leaves_when_asked(tmp_path: Path) -> None:
+def test_a_job_in_gba_mode_reports_its_rates_and_leaves_when_asked(tmp_path: Path) -> None:
     operator = Operator(tmp_path)
     training = Training(tmp_path)
     training.state.register_callbacks([operator, gba_hvd.GBACallback(mode="gba", wait_s=120)])
@@ -274,13 +274,13 @@ def test_a_plain_allreduce_job_is_shown_with_its_name_and_step(
     assert words[:4] == ["click", "model", "ctr-1", "allreduce"]
     assert "2 (epoch 0: 2 of 6)" in listed["ctr-1"] and "s ago" in listed["ctr-1"]
     assert cli.main(["ps", "--json", "--dir", str(tmp_path)]) == 0
-    told = {job["job"]: job for job in json.loads(capsys.readouterr().out)}
-    mine = told["ctr-1"]
+    reported = {job["job"]: job for job in json.loads(capsys.readouterr().out)}
+    mine = reported["ctr-1"]
     assert (mine["name"], mine["mode"], mine["step"], mine["epoch"], mine["steps_of_epoch"], mine["workers"]) == (
         "click model", "allreduce", 2, 0, 6, 1,
     )  # fmt: skip
     assert mine["samples_applied"] == 32 and mine["switchable"] is False and mine["dir"] == str(tmp_path)
-    assert told["beginning"]["mode"] == "beginning"
+    assert reported["beginning"]["mode"] == "beginning"
 
     for name in (["ctr-1"], ["click model"], ["--job", "ctr-1"]):
         assert cli.main(["status", *name, "--dir", str(tmp_path)]) == 0
@@ -311,13 +311,13 @@ def test_a_job_with_a_memory_elsewhere_is_listed_and_found_by_its_id(
 
 
 @pytest.mark.processes
-def test_a_mode_that_was_asked_for_and_is_not_on_is_shown_and_told_at_the_end(
+def test_a_mode_that_was_asked_for_and_is_not_on_is_shown_and_reported_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(HostServer, "is_ready", lambda self, to_enter=False: False)
     monkeypatch.setattr(HostServer, "why_not_ready", lambda self, to_enter=False: "server 0 has not answered yet")
-    training, told = Training(tmp_path), io.StringIO()
-    training.state.register_callbacks([gba_hvd.GBACallback(mode="gba"), gba_hvd.ProgressLine(stream=told)])
+    training, reported = Training(tmp_path), io.StringIO()
+    training.state.register_callbacks([gba_hvd.GBACallback(mode="gba"), gba_hvd.ProgressLine(stream=reported)])
     training.epoch(Clicks(96))
     place = ["--dir", str(tmp_path)]
     for command in (["status", *place], ["ps", *place]):
@@ -328,7 +328,9 @@ def test_a_mode_that_was_asked_for_and_is_not_on_is_shown_and_told_at_the_end(
         "mode gba was asked for; 0 of 6 steps were in it: the companion servers were not up at the end; server 0 has"
     )
     assert [
-        line for line in told.getvalue().splitlines() if line.startswith("warning: [mode missed]") and missed in line
+        line
+        for line in reported.getvalue().splitlines()
+        if line.startswith("warning: [mode missed]") and missed in line
     ]
 
 

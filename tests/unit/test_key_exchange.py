@@ -21,20 +21,20 @@ class Wiretap:
     """Everything that crosses the network, as bytes. change: alters it, as an attacker could."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.heard = b""
+        self.received = b""
         self.change: Callable[[str, Any], Any] = lambda name, value: value
         before = Meeting.exchange
 
         def exchange(meeting: Meeting, rank: int, name: str, value: Any) -> list[Any]:
             value = self.change(name, value)
             raw = value if isinstance(value, bytes) else value.tobytes() if isinstance(value, np.ndarray) else b""
-            self.heard += raw
+            self.received += raw
             return before(meeting, rank, name, value)
 
         monkeypatch.setattr(Meeting, "exchange", exchange)
 
     def knows(self, key: bytes) -> bool:
-        return key in self.heard or key.hex().encode() in self.heard
+        return key in self.received or key.hex().encode() in self.received
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_all_ranks_hold_the_roots_key_and_a_listener_does_not(
     workers: Workers, wiretap: Wiretap, secret: bytes, size: int, root: int
 ) -> None:
     assert outcomes(workers, [secret] * size, root) == [KEY] * size
-    assert not wiretap.knows(KEY) and (size == 1 or len(wiretap.heard) >= 32 * size)
+    assert not wiretap.knows(KEY) and (size == 1 or len(wiretap.received) >= 32 * size)
 
 
 def test_the_key_of_a_job_never_crosses_the_network(
@@ -67,7 +67,7 @@ def test_the_key_of_a_job_never_crosses_the_network(
     jobs = [on_host(host) for host in "aab"]
     workers.together(jobs, lambda job: job.epoch(clicks(50)))
     assert drawn and {job.optimizer.engine.job.key for job in jobs} == {KEY}
-    assert wiretap.heard and not wiretap.knows(KEY)
+    assert wiretap.received and not wiretap.knows(KEY)
 
 
 @pytest.mark.parametrize(
@@ -84,10 +84,10 @@ def test_ranks_with_another_secret_are_named_on_all_ranks(workers: Workers, secr
             raise outcome
 
 
-def test_a_running_job_goes_on_without_a_newcomer_that_has_another_secret(workers: Workers) -> None:
-    *survivors, newcomer = outcomes(workers, [SECRET, SECRET, OTHER], is_restart=True)
-    assert isinstance(newcomer, StateMismatch)
-    assert ["going on without them" in str(outcome) for outcome in survivors] == [True, True]
+def test_a_running_job_goes_on_without_a_late_joiner_that_has_another_secret(workers: Workers) -> None:
+    *survivors, late_joiner = outcomes(workers, [SECRET, SECRET, OTHER], is_restart=True)
+    assert isinstance(late_joiner, StateMismatch)
+    assert ["continuing without them" in str(outcome) for outcome in survivors] == [True, True]
 
 
 def test_what_was_altered_on_the_way_is_noticed(workers: Workers, wiretap: Wiretap) -> None:

@@ -141,7 +141,7 @@ def test_hosts_that_do_not_have_each_shard_once_save_nothing(hosts: Callable[...
 
 
 @pytest.mark.parametrize("kept", [None, replace(state_of(), generation=3)], ids=["none", "of an asynchronous mode"])
-def test_without_a_training_state_nothing_is_saved_and_all_hear_why(hosts: Callable[..., Hosts], kept: Any) -> None:
+def test_without_a_training_state_nothing_is_saved_and_all_learn_why(hosts: Callable[..., Hosts], kept: Any) -> None:
     job = hosts()
     job.gone(0, kept)
     assert "the training state was not kept" in job.report(0).facts.why
@@ -168,7 +168,7 @@ def test_a_first_server_that_is_gone_is_not_waited_for_for_ever(hosts: Callable[
 
 def test_what_a_server_leaves_that_died_after_its_word_is_no_checkpoint(hosts: Callable[..., Hosts]) -> None:
     job = hosts()
-    final_checkpoint_hosts.tell(
+    final_checkpoint_hosts.publish(
         job.store, job.claim.epoch, final_checkpoint_hosts.SaveOrder(STEP, step=STEP)
     )  # and was killed
     job.gone(1)
@@ -221,7 +221,7 @@ def test_what_was_saved_already_is_not_saved_again(hosts: Callable[..., Hosts]) 
     assert len(job.checkpoints()) == 1
 
 
-def test_a_server_that_was_told_of_another_place_gives_no_signs_of_life(hosts: Callable[..., Hosts]) -> None:
+def test_a_server_that_was_given_another_place_renews_no_claim(hosts: Callable[..., Hosts]) -> None:
     job = hosts()
     assert job.servers[0]._keepalive.is_running and not job.servers[1]._keepalive.is_running
     held = job.servers[0].held

@@ -158,13 +158,13 @@ def test_a_worker_that_may_not_come_back_stops_in_the_background_too(
         raise error
 
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
-    told: Queue[str] = Queue()
+    reported: Queue[str] = Queue()
     mode: Any = SimpleNamespace(
-        position=SimpleNamespace(membership_epoch=1), contact=SimpleNamespace(), give_up=told.put
+        position=SimpleNamespace(membership_epoch=1), contact=SimpleNamespace(), give_up=reported.put
     )
     seat: Any = SimpleNamespace(verify=refuse)
     world_rejoin = WorldRejoin(mode, 0, lambda world: 1, seat, PATIENCE_S, Forming())
     world_rejoin.start()
-    assert told.get(timeout=PATIENCE_S) == str(error)
+    assert reported.get(timeout=PATIENCE_S) == str(error)
     world_rejoin.stop(PATIENCE_S)
-    assert not world_rejoin._thread.is_alive() and told.empty()
+    assert not world_rejoin._thread.is_alive() and reported.empty()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -17,7 +18,7 @@ LAYERS = {
         ["errors", "extras", "config", "mode_names", "callbacks", "batch", "kernels"],
         ["shm", "epoch"],
         ["embedding", "dense_gradients", "clipping", "loss_scale", "comm", "torch_optimizers", "update_rules"],
-        ["metrics", "faults", "trace", "data"],
+        ["metrics", "grouped_auc", "ranking", "accumulators", "faults", "trace", "data", "reading"],
         ["compression", "averaging"],
         ["ps"],
         ["ps.partition"],
@@ -28,7 +29,17 @@ LAYERS = {
         ["checkpoint", "switching"],
         ["membership", "tracking"],
         ["elastic"],
-        ["optimizer", "grad_scaler", "batches", "evaluation", "hogwild"],
+        [
+            "optimizer",
+            "grad_scaler",
+            "batch_keys",
+            "batches",
+            "evaluation",
+            "retrieval",
+            "losses",
+            "hogwild",
+            "convert",
+        ],
     ],
     "recovery": [
         ["errors", "old_names", "redaction", "registry", "state_codec", "rows", "policies"],
@@ -44,7 +55,7 @@ LAYERS = {
         ["process_checkpointer"],
     ],
     "gba_hvd_tools": [
-        ["signals", "virtual_hosts", "build_progress", "horovod_mends", "fuzz_server", "flood_server", "running_jobs"],
+        ["signals", "virtual_hosts", "build_progress", "running_jobs"],
         ["build_horovod", "checkpoint", "doctor", "launch", "plan", "report", "bench.harness"],
         ["simulated"],
         ["bench", "chaos"],
@@ -68,12 +79,19 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def imports(module: str) -> set[str]:
+@cache
+def nodes(module: str) -> list[ast.AST]:
+    """All nodes of a file's syntax tree."""
+    return list(ast.walk(ast.parse(MODULES[module].read_text())))
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
     """The modules of these packages that a file imports anywhere."""
     path = MODULES[module]
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(module):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -81,7 +99,7 @@ def imports(module: str) -> set[str]:
             base = ".".join([*parents, *([node.module] if node.module else [])])
             names = {f"{base}.{alias.name}" for alias in node.names}
             found |= {name if name in MODULES else base for name in names}
-    return {one for one in found if one in MODULES and one != module}
+    return frozenset(one for one in found if one in MODULES and one != module)
 
 
 def layer(module: str) -> int | None:
@@ -146,8 +164,8 @@ MODE_CLASSES = {
 def test_nobody_but_those_who_change_modes_asks_which_one_it_is():
     """`hogwild` asks for an ability, once."""
     asking = []
-    for module, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+    for module in MODULES:
+        for node in nodes(module):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
                 named = {one.id for one in ast.walk(node.args[1]) if isinstance(one, ast.Name)}
                 if named & MODE_CLASSES and not module.startswith(("gba_hvd.modes.", "gba_hvd.switching.")):
@@ -157,10 +175,10 @@ def test_nobody_but_those_who_change_modes_asks_which_one_it_is():
 
 def test_others_assign_the_world_and_the_mode_of_an_engine_and_nothing_else():
     assigned = set()
-    for module, path in MODULES.items():
+    for module in MODULES:
         if module == "gba_hvd.training.engine" or not module.startswith("gba_hvd."):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(module):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 owner = node.value
                 name = owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", "")

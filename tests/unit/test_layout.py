@@ -23,7 +23,7 @@ def test_no_two_numbers_share_a_word(tables: dict[str, tuple[int, int]], n_shard
     layout = Layout.of(tables, SLOTS, n_shards, seed=0, init_std=0.01)
     used = [(0, PAGE_WORDS)]
     for group in layout.groups:
-        for at in range(group.at, group.at + group.places * group.record, group.record):
+        for at in range(group.at, group.at + group.rows_per_shard * group.record, group.record):
             used += [(at, group.dim), (at + group.slots[0], 1), (at + group.slots[1], group.dim)]
             used += [(at + group.record - 1, 1)]
     used.sort()
@@ -45,7 +45,7 @@ def test_every_row_has_a_key_of_its_own_that_leads_back_to_it(
             key = base + row
             assert layout.locate(key, group) == (name, row)
             assert key % n_shards == row % n_shards
-            assert key // n_shards < layout.groups[group].places
+            assert key // n_shards < layout.groups[group].rows_per_shard
             seen.add((group, key))
     assert len(seen) == sum(n_rows for n_rows, _ in tables.values())
 

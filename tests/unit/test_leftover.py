@@ -15,7 +15,7 @@ import pytest
 import gba_hvd
 from gba_hvd.checkpoint.orphaned_memory import MemorySurvey, collect_state, decide_resume, found_in, survey
 from gba_hvd.errors import GbaError, ShardMemoryError
-from gba_hvd.ps.server.memory_hold import MemoryHold
+from gba_hvd.ps.server.final_checkpoint import MemoryHold
 from gba_hvd.shm import retained_state
 from gba_hvd.shm.retained_state import StateRetainer, decide_retention
 from gba_hvd.shm.shard_memory import FORMAT, ShardMemory
@@ -23,7 +23,7 @@ from gba_hvd.shm.shard_memory import FORMAT, ShardMemory
 SETTINGS = 77
 ALL = np.ones(4, dtype=bool)
 NOTHING = MemorySurvey.nothing(4)
-WHOLE = MemorySurvey(kept=8, generation=0, settings=SETTINGS, begun=8, ready=ALL)
+WHOLE = MemorySurvey(kept=8, generation=0, settings=SETTINGS, begun=8, ready=ALL, placed=np.ones(4, dtype=np.int64))
 
 
 def half(first: bool, **more: Any) -> MemorySurvey:
@@ -61,7 +61,7 @@ def test_a_job_goes_on_from_memory_that_has_everything(found: list[MemorySurvey]
         ([WHOLE], 9, "of step 8, the newest checkpoint of step 9"),
     ],
 )
-def test_what_is_not_all_there_is_told_and_not_used(found: list[MemorySurvey], saved_step: int, why: str) -> None:
+def test_what_is_not_all_there_is_reported_and_not_used(found: list[MemorySurvey], saved_step: int, why: str) -> None:
     choice = decide_resume(found, SETTINGS, saved_step)
     assert choice.rank is None
     assert why in choice.reason and bool(choice.reason) == bool(why)
@@ -71,7 +71,19 @@ def test_what_is_found_travels_as_numbers() -> None:
     for one in (WHOLE, NOTHING, half(False, settings=-(2**62))):
         again = MemorySurvey.of_row(one.row())
         assert again.ready.tolist() == one.ready.tolist()
-        assert replace(again, ready=ALL) == replace(one, ready=ALL)
+        assert again.placed.tolist() == one.placed.tolist()
+        assert replace(again, ready=ALL, placed=ALL) == replace(one, ready=ALL, placed=ALL)
+
+
+def test_a_host_that_others_went_on_without_has_nothing_to_say() -> None:
+    """All its shards were placed again since. Its state may be of a later step, if the others went back."""
+    numbers = np.full(4, 2**32)
+    others, gone = replace(WHOLE, kept=5, begun=5, placed=numbers), half(False, kept=8, begun=8)
+    for found in ([others, gone], [gone, others]):
+        choice = decide_resume(found, SETTINGS, saved_step=3)
+        assert choice.rank == found.index(others) and "of step 5" in choice.reason
+    assert decide_resume([replace(others, ready=~gone.ready), gone], SETTINGS, 3).rank is not None, "shards of its own"
+    assert decide_resume([half(True, placed=numbers), replace(gone, ready=half(True).ready)], SETTINGS, 3).rank is None
 
 
 # --- the training state in memory ------------------------------------------------------------------------------------
@@ -190,25 +202,25 @@ def test_a_server_holds_the_memory_once_when_nobody_has_lived_there_for_long_eno
 
     def is_due_at(second: float) -> bool:
         now[0] = second
-        return gasp.is_due()
+        return hold.is_due()
 
-    gasp = MemoryHold(memory.folder, 0, after_s=10.0, clock=lambda: now[0])
+    hold = MemoryHold(memory.folder, 0, after_s=10.0, clock=lambda: now[0])
     assert not is_due_at(0.0) and not is_due_at(100.0)  # somebody lives
     memory.close(remove=False)
     assert not is_due_at(101.0) and not is_due_at(110.5)
     assert is_due_at(111.5)
-    assert gasp.begin(limit_s=60.0) and gasp.is_under_way and not gasp.is_late
+    assert hold.begin(limit_s=60.0) and hold.is_active and not hold.is_late
     with open(memory.folder / "alive") as alive, pytest.raises(BlockingIOError):
         fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the keeper waits
     assert not survey(memory.folder, memory.layout, 0.1)  # and so does whoever starts the job again
     now[0] = 172.0
-    assert gasp.is_late
-    gasp.end()
-    gasp.end()
+    assert hold.is_late
+    hold.end()
+    hold.end()
     assert survey(memory.folder, memory.layout, 0.1)
     assert not is_due_at(1000.0)  # once is enough, until somebody lives there again
 
 
 def test_a_memory_that_is_gone_is_not_held(tmp_path: Path) -> None:
-    gasp = MemoryHold(tmp_path, 0, after_s=0.0)
-    assert not gasp.is_due() and not gasp.begin(limit_s=1.0)
+    hold = MemoryHold(tmp_path, 0, after_s=0.0)
+    assert not hold.is_due() and not hold.begin(limit_s=1.0)

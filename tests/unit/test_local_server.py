@@ -1,4 +1,4 @@
-"""What a lead makes of what it hears of its server; above all of one that knows nothing of the save it was given."""
+"""How a host leader handles the reports of its server; above all of one that knows nothing of the save it was given."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RUNNING, DONE = SaveStatus(1, 4, "running"), SaveStatus(1, 4, "done", SaveFacts(
 
 @pytest.fixture
 def line(tmp_path: Path) -> HostServer:
-    """Not started: what is heard is told by hand."""
+    """Not started: reports are passed in by hand."""
     return HostServer("job", b"k" * 32, tmp_path, host=0, worker=0, rank=0, look=dict)
 
 
@@ -45,43 +45,43 @@ def answered(line: HostServer, number: int, body: Any) -> None:
     line._asked_to_save(a_save(number), result)
 
 
-def heard(line: HostServer, *reports: SaveStatus) -> tuple[int, str] | None:
+def received(line: HostServer, *reports: SaveStatus) -> tuple[int, str] | None:
     for report in reports:
-        line._hear(JobPosition(saved=report))
+        line._on_position(JobPosition(saved=report))
     return None if line.saved is None else (line.saved.number, line.saved.state)
 
 
 def test_a_save_is_followed_until_its_end(line: HostServer) -> None:
-    assert heard(line, SaveStatus()) is None
+    assert received(line, SaveStatus()) is None
     answered(line, 4, Ok())
-    assert heard(line, RUNNING) == (4, "running")
-    assert heard(line, DONE) == (4, "done")
+    assert received(line, RUNNING) == (4, "running")
+    assert received(line, DONE) == (4, "done")
 
 
 def test_a_successor_that_knows_of_no_save_means_that_it_failed(line: HostServer) -> None:
     answered(line, 4, Ok())
-    assert heard(line, RUNNING, SaveStatus()) == (4, "failed")
+    assert received(line, RUNNING, SaveStatus()) == (4, "failed")
     assert line.saved is not None and "has died" in line.saved.facts.why
-    assert heard(line, SaveStatus()) == (4, "failed")
+    assert received(line, SaveStatus()) == (4, "failed")
 
 
 def test_a_successor_of_a_server_that_was_saving_in_the_mode_before_means_that_it_failed(line: HostServer) -> None:
-    line._hear(JobPosition(saved=SaveStatus(1, 36, "running")))
-    line._hear(JobPosition(saved=SaveStatus()))
+    line._on_position(JobPosition(saved=SaveStatus(1, 36, "running")))
+    line._on_position(JobPosition(saved=SaveStatus()))
     assert line.saved is not None and (line.saved.number, line.saved.state) == (36, "failed")
 
 
 def test_a_successor_after_the_end_changes_nothing(line: HostServer) -> None:
     answered(line, 4, Ok())
-    assert heard(line, RUNNING, DONE, SaveStatus()) == (4, "done")
+    assert received(line, RUNNING, DONE, SaveStatus()) == (4, "done")
 
 
-def test_a_save_that_was_refused_leaves_the_one_before_under_way(line: HostServer) -> None:
+def test_a_save_that_was_refused_leaves_the_one_before_in_flight(line: HostServer) -> None:
     answered(line, 4, Ok())
-    heard(line, RUNNING)
+    received(line, RUNNING)
     answered(line, 6, Refused(why="checkpoint 4 is still being saved"))
     assert line.saved == SaveStatus(1, 6, "failed", SaveFacts(why="checkpoint 4 is still being saved"))
-    assert heard(line, SaveStatus()) == (4, "failed")
+    assert received(line, SaveStatus()) == (4, "failed")
 
 
 def test_a_server_that_cannot_be_asked_is_a_failure(line: HostServer) -> None:
@@ -91,7 +91,7 @@ def test_a_server_that_cannot_be_asked_is_a_failure(line: HostServer) -> None:
 
 def test_a_save_may_be_of_a_last_checkpoint_and_have_no_number(line: HostServer) -> None:
     answered(line, 4, Ok())
-    assert heard(line, RUNNING, SaveStatus(1, 0, "running")) == (4, "running")
+    assert received(line, RUNNING, SaveStatus(1, 0, "running")) == (4, "running")
 
 
 @pytest.mark.parametrize(
@@ -114,23 +114,23 @@ def test_rows_were_read_or_never_will_be(line: HostServer, saved: SaveStatus | N
 def test_a_save_that_failed_stays_failed_whatever_older_reports_come_after_it(line: HostServer) -> None:
     """The server goes on to report the last save that it knows of, with each heartbeat."""
     line._client.send = lambda *_, **__: Future()  # type: ignore[method-assign]
-    heard(line, SaveStatus(1, 16, "done", SaveFacts(n_bytes=1)))
+    received(line, SaveStatus(1, 16, "done", SaveFacts(n_bytes=1)))
     line.save(a_save(26), b"")
     answered(line, 26, Refused("this save is of allreduce mode: the job switched meanwhile"))
-    assert heard(line, SaveStatus(1, 16, "done", SaveFacts(n_bytes=1))) == (26, "failed")
-    assert heard(line, SaveStatus(1, 30, "done", SaveFacts(n_bytes=1))) == (30, "done")
+    assert received(line, SaveStatus(1, 16, "done", SaveFacts(n_bytes=1))) == (26, "failed")
+    assert received(line, SaveStatus(1, 30, "done", SaveFacts(n_bytes=1))) == (30, "done")
 
 
 def test_a_server_is_ready_when_its_process_lives_and_answered_just_now(
     line: HostServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not line.is_ready() and "has not answered yet; it said: nothing" in line.why_not_ready()
-    line._hear(JobPosition(warming=True))
+    line._on_position(JobPosition(warming=True))
     assert not line.is_ready(), "no process has said that it serves"
     (tmp_path / "ps-0.address").write_text(json.dumps({"pid": os.getpid(), "control": 1, "pull": 2}))
     assert line.is_ready() and not line.is_ready(to_enter=True)
     assert line.why_not_ready() == "" and "still imports" in line.why_not_ready(to_enter=True)
-    line._hear(JobPosition())
+    line._on_position(JobPosition())
     assert line.is_ready(to_enter=True)
     later_s = time.monotonic() + 60
     monkeypatch.setattr(time, "monotonic", lambda: later_s)

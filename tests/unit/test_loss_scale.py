@@ -16,7 +16,7 @@ from gba_hvd.compression import error_feedback
 from gba_hvd.loss_scale import LossScale
 from tests.unit.test_optimizer import Reference, check_equal
 from tests.unit.test_workers import check_same
-from tests.unit.thread_world import Heard, Workers, miss_a_result
+from tests.unit.thread_world import EventLog, Workers, miss_a_result
 
 SETTINGS = {"init_scale": 2.0**10, "growth_interval": 3}
 OVERFLOWS = {
@@ -41,14 +41,14 @@ def scaled(scaler: torch.amp.GradScaler, loss: torch.Tensor, overflows: bool) ->
 
 
 class Job:
-    """A training with a scaler, whose gradients overflow where it is told."""
+    """A training with a scaler, whose gradients overflow on request."""
 
     def __init__(self, make: Callable[..., Any], overflows: set[tuple[int, int]], **settings: Any) -> None:
         self.scaler = settings.pop("scaler", None) or scaler_of()
         more = {"grad_scaler": self.scaler, **settings.pop("more", {})}
-        self.overflows, self.unscales_first, self.heard = overflows, False, Heard()
+        self.overflows, self.unscales_first, self.received = overflows, False, EventLog()
         self.job = make(more=more, scaler=self.scaler, **settings)
-        self.job.state.register_callbacks([self.heard])
+        self.job.state.register_callbacks([self.received])
         self.hooked: list[int] = []  # the steps that the hook ran after
         self.job.state.on_step(lambda: self.hooked.append(self.job.state.step))
         self.scales: list[float] = []  # after each global step, as the loop sees them
@@ -122,8 +122,8 @@ def test_steps_and_scale_are_those_of_torch_with_the_global_batch(
     account = ours.job.state.samples
     assert (account.total, account.applied, account.dropped) == (150, 150 - 16 - 16 - 2, 16 + 16 + 2)
     assert account.steps_skipped == 3 and ours.job.state.step == 12
-    assert len(ours.heard.of("overflow")) == 3
-    skipped = {event.step for event in ours.heard.of("overflow")}
+    assert len(ours.received.of("overflow")) == 3
+    skipped = {event.step for event in ours.received.of("overflow")}
     assert ours.hooked == [step for step in range(1, 13) if step not in skipped], "schedules stand still there"
 
 
@@ -162,7 +162,7 @@ def test_an_overflow_on_one_worker_skips_the_step_on_all(
 def test_who_missed_that_a_step_is_skipped_does_not_apply_it(
     workers: Workers, on_host: Any, clicks: Any, misses: int
 ) -> None:
-    """The second step overflows; one worker does not hear the result of its commit."""
+    """The second step overflows; one worker does not get the result of its commit."""
     jobs = [Job(lambda **settings: on_host("a", **settings), OVERFLOWS) for _ in range(2)]
     for one in jobs:
         one.state = one.job.state  # type: ignore[attr-defined]
@@ -227,7 +227,7 @@ def test_training_ends_when_nothing_but_overflows_comes(training: Any, clicks: A
     ours = Job(training, {(epoch, micro) for epoch in range(40) for micro in range(13)}, epoch=0)
     with pytest.raises(NonFiniteGradient, match=r"step 101 .*not finite"):
         ours.train(clicks(50), 40)
-    events = ours.heard.of("overflow")
+    events = ours.received.of("overflow")
     assert len(events) == ours.job.state.samples.steps_skipped == 100
     assert (events[0].level, events[50].level) == ("info", "warning")
     assert "lower the learning rate" in events[50].message

@@ -10,12 +10,17 @@ import numpy as np
 import pytest
 
 from gba_hvd.comm.collectives import SoloWorld
+from gba_hvd.embedding.initial_rows import InitialRows
 from gba_hvd.errors import ShardMemoryError
 from gba_hvd.membership.agreement import Agreement, ModeExitRace, RankState, agree, asynchronous_source
+from gba_hvd.membership.join import JoinResult
 from gba_hvd.membership.restore_shards import RestoredShards, restore_missing_shards
 from gba_hvd.shm.placement import Placement
 from recovery.errors import BadInput, Damaged, StoreError
-from recovery.restore import TrainingPoint
+from recovery.restore import Report, TrainingPoint
+from recovery.restore.row_loader import Age
+
+WITH_PLAIN_ROWS: Any = SimpleNamespace(tables=SimpleNamespace(initial_rows=InitialRows({}, 0.01)))
 
 
 def old(step: int, held: int = -1) -> RankState:
@@ -67,7 +72,7 @@ def within(step: int, generation: int) -> RankState:
         ([old(4), within(5, 8)], 1),  # gone for long
     ],
 )
-def test_who_tells_newcomers_of_an_asynchronous_mode(facts: list[RankState], source: int | None) -> None:
+def test_who_informs_late_joiners_of_an_asynchronous_mode(facts: list[RankState], source: int | None) -> None:
     assert asynchronous_source(facts) == source
 
 
@@ -83,7 +88,7 @@ def test_facts_travel_as_a_row_of_numbers() -> None:
     assert RankState.of_row(row) == facts
 
 
-def test_why_lost_rows_did_not_come_back_reaches_whoever_tells_it(make_tables: Any) -> None:
+def test_why_lost_rows_did_not_come_back_reaches_whoever_reports_it(make_tables: Any) -> None:
     """The lead of another host tried; rank 0 speaks."""
     memory = make_tables({"user": (20, 4)}).memory
 
@@ -104,12 +109,29 @@ def test_why_lost_rows_did_not_come_back_reaches_whoever_tells_it(make_tables: A
 
     checkpoints = SimpleNamespace(callback=SimpleNamespace(resume=True), fill=fill)
     placement = Placement((0, 0, 0), np.array([0, 0, 0]), (1,), (), ())
-    engine: Any = SimpleNamespace(participant=lambda kind: checkpoints)
+    engine: Any = SimpleNamespace(participant=lambda kind: checkpoints, model=WITH_PLAIN_ROWS)
     agreed = Agreement(7, 0, (), True, "")
     refilled = restore_missing_shards(engine, TwoHosts(), agreed, placement, here=0, leads=True, memory=memory)
     assert (refilled.rows, refilled.why_not) == (0, "the store does not answer")
     assert (refilled.manifests, refilled.skipped) == (("m-3",), ("m-4: torn",))
     assert memory.steps_of(1) == (7, 7)
+
+
+def test_the_samples_that_restored_rows_lost_are_counted_to_the_fraction(make_tables: Any) -> None:
+    """Each row's own last save counts: the mean is no whole number, and the portion lost may be small beside it."""
+    memory = make_tables({"user": (20, 4)}).memory
+    saved_samples = 156_000 / 170
+    newest: Any = SimpleNamespace(name="m-9", epoch=1, number=9, step=9)
+    chain: Any = SimpleNamespace(newest=newest)
+    report = Report(chain, 170, 0, Age(0, 0.0, 3), None, saved_samples, None, 0, 1.0, None, ())
+    checkpoints = SimpleNamespace(callback=SimpleNamespace(resume=True), fill=lambda *_: report)
+    engine: Any = SimpleNamespace(participant=lambda kind: checkpoints, model=WITH_PLAIN_ROWS)
+    placement = Placement((0, 0, 0), np.array([0, 0, 0]), (1,), (), ())
+    agreed = Agreement(12, 0, (), True, "")
+    refilled = restore_missing_shards(engine, SoloWorld(), agreed, placement, here=0, leads=True, memory=memory)
+    assert refilled.by_host == ((saved_samples, 170),)
+    joined = JoinResult("j", 0, 1, True, True, 0, 0, 0, rows_restored=170, refilled=refilled.by_host)
+    assert joined.samples_lost(1096, 340) == (1096 - saved_samples) * 170 / 340
 
 
 def refill_failing_with(error: Exception, memory: Any) -> RestoredShards:
@@ -121,7 +143,7 @@ def refill_failing_with(error: Exception, memory: Any) -> RestoredShards:
 
     checkpoints = SimpleNamespace(callback=SimpleNamespace(resume=True), fill=fill)
     placement = Placement((0, 0, 0), np.array([0, 0, 0]), (0, 1, 2), (), ())
-    engine: Any = SimpleNamespace(participant=lambda kind: checkpoints)
+    engine: Any = SimpleNamespace(participant=lambda kind: checkpoints, model=WITH_PLAIN_ROWS)
     agreed = Agreement(0, 0, (), True, "")
     return restore_missing_shards(engine, SoloWorld(), agreed, placement, here=0, leads=True, memory=memory)
 

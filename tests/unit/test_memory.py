@@ -51,7 +51,7 @@ def test_a_second_opener_sees_the_same_pages(open_memory: Open) -> None:
     assert second.marks().ready.tolist() == [0, 1, 0, 0]
 
 
-def test_marks_tell_what_is_there_and_how_far_it_is(open_memory: Open) -> None:
+def test_marks_report_what_is_there_and_how_far_it_is(open_memory: Open) -> None:
     memory = open_memory()
     for shard in range(4):
         memory.init_shard(shard, step=7)
@@ -63,7 +63,7 @@ def test_marks_tell_what_is_there_and_how_far_it_is(open_memory: Open) -> None:
     assert marks.finished.tolist() == [7, 7, 7, 8]
 
 
-def test_a_shard_that_is_placed_anew_is_not_there_until_it_is_filled(open_memory: Open) -> None:
+def test_a_shard_that_is_placed_again_is_not_there_until_it_is_filled(open_memory: Open) -> None:
     memory = open_memory()
     memory.init_shard(1, step=7)
     memory.place(1, 3)
@@ -72,7 +72,7 @@ def test_a_shard_that_is_placed_anew_is_not_there_until_it_is_filled(open_memory
     assert memory.marks().placed.tolist() == [0, 3, 0, 0]
 
 
-def test_a_shard_begins_anew_without_traces_of_before(open_memory: Open) -> None:
+def test_a_shard_starts_over_without_traces_of_before(open_memory: Open) -> None:
     memory = open_memory()
     memory.init_shard(2, step=0)
     fresh = memory.region(2)[1024:].copy()
@@ -164,7 +164,7 @@ with open(sys.argv[1], "r+") as alive:
 
 
 def test_a_second_job_of_one_name_is_refused_while_somebody_lives_in_the_memory(tmp_path: Path) -> None:
-    """It is told who, and not to remove what they train; when they have ended it takes the memory over."""
+    """The error names the first job, and advises not to remove its memory; once it has ended the second takes over."""
     mine = ShardMemory.create_or_open(tmp_path, "job", a_layout(), 30.0, "first")
     ShardMemory.create_or_open(tmp_path, "job", a_layout(), 30.0, "first").close()  # another worker of the same job
     command = [sys.executable, "-I", "-S", "-c", LIVES, str(mine.folder / "alive")]

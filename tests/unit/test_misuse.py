@@ -91,5 +91,5 @@ def test_rows_are_checked_when_looked_at(job: Any) -> None:
 
 def test_ids_that_are_no_tensor_are_refused(job: Any) -> None:
     train(*job)
-    with pytest.raises(BadInput, match="must be an int64 tensor or a Bag, got list"):
+    with pytest.raises(BadInput, match=r"ids must be a tensor of int64 or int32, or a gba_hvd\.Bag, got list"):
         job[0].tables({"a": [1, 2]})

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+import gba_hvd
 import gba_hvd.config
 import recovery
 from gba_hvd.errors import BadInput
+from gba_hvd.shm.layout import Layout
 
 
 @pytest.mark.parametrize(
@@ -28,15 +31,15 @@ def test_an_old_name_of_recovery_is_the_new_one(old: str, new: str) -> None:
     ],
 )
 def test_an_old_setting_is_the_new_one(kind: type, old: str, new: str, value: float) -> None:
-    with pytest.warns(DeprecationWarning, match=new) as told:
+    with pytest.warns(DeprecationWarning, match=new) as reported:
         config = kind(**{old: value})
-    assert [one.filename for one in told] == [__file__], "Python shows such a warning where it is the script's own"
+    assert [one.filename for one in reported] == [__file__], "Python shows such a warning where it is the script's own"
     assert getattr(config, new) == value
     with pytest.warns(DeprecationWarning, match=new):
         assert getattr(config, old) == value
-    with pytest.warns(DeprecationWarning, match=new) as told:
+    with pytest.warns(DeprecationWarning, match=new) as reported:
         assert kind.from_env({}, **{old: value}) == config
-    assert [one.filename for one in told] == [__file__]
+    assert [one.filename for one in reported] == [__file__]
     with pytest.raises(BadInput, match="give one of them"):
         kind(**{old: value, new: value})
 
@@ -54,3 +57,16 @@ def test_old_arguments_of_the_checkpoint_callback(tmp_path) -> None:
     with pytest.warns(DeprecationWarning, match="is now called"):
         callback = recovery.CheckpointCallback(tmp_path, last_gasp_s=5.0, memory_share=0.5)
     assert (callback.final_checkpoint_s, callback.retain_state_share) == (5.0, 0.5)
+
+
+def test_an_old_method_of_the_switching_callback_is_the_new_one() -> None:
+    callback = gba_hvd.GBACallback(mode="async")
+    with pytest.warns(DeprecationWarning, match="GBACallback.mode_request"):
+        assert callback.wish(1, "allreduce") == callback.mode_request(1, "allreduce") is not None
+
+
+def test_an_old_method_of_the_layout_is_the_new_one() -> None:
+    layout = Layout.of({"user": (7, 2)}, (), n_shards=3, seed=0, init_std=0.1)
+    keys = np.arange(7)
+    with pytest.warns(DeprecationWarning, match="Layout.record_starts"):
+        assert np.array_equal(layout.places(keys, layout.groups[0]), layout.record_starts(keys, layout.groups[0]))

@@ -236,7 +236,7 @@ def test_a_scheduler_on_step_runs_once_per_global_step(training: Any, clicks: An
     assert job.optimizer.param_groups[-1]["lr"] == pytest.approx(0.7 / 8)
 
 
-def test_a_newcomer_runs_step_hooks_for_the_steps_its_scheduler_has_not_seen() -> None:
+def test_a_late_joiner_runs_step_hooks_for_the_steps_its_scheduler_has_not_seen() -> None:
     seen: list[int] = []
     hooks = StepHooks()
     hooks.functions.append(lambda: seen.append(hooks.ran_until))
@@ -246,7 +246,7 @@ def test_a_newcomer_runs_step_hooks_for_the_steps_its_scheduler_has_not_seen() -
     assert seen == [5, 6]
 
 
-def test_a_scheduler_stepped_per_micro_batch_is_told(
+def test_a_scheduler_stepped_per_micro_batch_is_reported(
     training: Any, clicks: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     job, dataset = training(), clicks(40)
@@ -294,7 +294,7 @@ def poison_row(job: Any, batch: gba_hvd.Batch) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("poison", "tell", "message"),
+    ("poison", "gives_loss", "message"),
     [
         (poison_loss, True, r"micro-batch 5: loss nan is not finite"),
         (poison_loss, False, r"micro-batch 5: gradient of mlp.0.weight is not finite"),
@@ -304,7 +304,7 @@ def poison_row(job: Any, batch: gba_hvd.Batch) -> Tensor:
 )
 @pytest.mark.parametrize("zero", ["optimizer", "model"])
 def test_a_bad_number_stops_the_step_before_anything_changes(
-    training: Any, clicks: Any, poison: Any, tell: bool, message: str, zero: str
+    training: Any, clicks: Any, poison: Any, gives_loss: bool, message: str, zero: str
 ) -> None:
     job = training()
     source = gba_hvd.batches(clicks(64), job.state)
@@ -317,7 +317,7 @@ def test_a_bad_number_stops_the_step_before_anything_changes(
             getattr(job, zero).zero_grad()
             loss = poison(job, batch) if batch.index == 5 else job.loss(batch)
             loss.backward()
-            job.optimizer.step(loss=loss if tell else None)
+            job.optimizer.step(loss=loss if gives_loss else None)
 
     where = rf"step 2 \(epoch 0, step 1 of it\), {message}\."
     with pytest.raises(NonFiniteGradient, match=rf"{where} The step was not applied: the model is as after step 1"):
@@ -346,7 +346,7 @@ def test_training_can_go_on_after_a_bad_number(training: Any, clicks: Any, click
     check_equal(job, reference)
 
 
-def test_gradients_whose_sum_overflows_are_told_apart(training: Any, clicks: Any) -> None:
+def test_gradients_whose_sum_overflows_are_distinguished(training: Any, clicks: Any) -> None:
     job = training()
 
     def train() -> None:

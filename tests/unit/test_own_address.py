@@ -29,7 +29,7 @@ def of(environ: dict[str, str], source: str = "", **interfaces: str) -> str:
     )
 
 
-def test_the_interface_horovod_was_told_to_use_is_used() -> None:
+def test_the_interface_horovod_was_given_is_used() -> None:
     assert of({**SEVERAL, "HOROVOD_GLOO_IFACE": "ib0"}, eth0="10.0.0.1", ib0="fe80::1 10.1.0.1") == "10.1.0.1"
 
 
@@ -46,7 +46,7 @@ def test_one_that_cannot_be_used_is_refused_and_not_replaced_by_another(interfac
         of({**SEVERAL, "HOROVOD_GLOO_IFACE": "ib0"}, **interfaces)
 
 
-def test_else_the_way_to_the_launcher_tells_it() -> None:
+def test_else_the_way_to_the_launcher_reports_it() -> None:
     environ = {**SEVERAL, "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.1.0.9"}
     assert of(environ, "10.1.0.1", lo="127.0.0.1", docker0="172.17.0.1", eth0="10.0.0.1", eth1="10.1.0.1") == "10.1.0.1"
     assert of(environ, "192.168.7.7", lo="127.0.0.1", eth0="10.0.0.1") == "10.0.0.1", "not an address of ours"

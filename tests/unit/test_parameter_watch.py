@@ -38,12 +38,12 @@ class Model(nn.Module):
 
 class Warnings(gba_hvd.Callback):
     def __init__(self) -> None:
-        self.told: dict[str, list[str]] = {}
+        self.reported: dict[str, list[str]] = {}
 
     def on_event(self, event: gba_hvd.Event) -> None:
         if event.level == "warning":
-            assert event.kind not in self.told, "once"
-            self.told[event.kind] = event.data["parameters"]
+            assert event.kind not in self.reported, "once"
+            self.reported[event.kind] = event.data["parameters"]
 
 
 @contextmanager
@@ -56,9 +56,9 @@ def job(folder: Path, forget: str = "") -> Iterator[tuple[Model, Any, gba_hvd.el
         model = Model(tables)
         mine = [p for name, p in model.named_parameters() if not (forget and name.startswith(forget))]
         optimizer = gba_hvd.DistributedOptimizer(torch.optim.SGD(mine, lr=0.1), tables, global_batch=8, micro_batch=4)
-        state, heard = gba_hvd.elastic.TorchState(model, optimizer, epoch=0), Warnings()
-        state.register_callbacks([heard])
-        yield model, optimizer, state, heard
+        state, received = gba_hvd.elastic.TorchState(model, optimizer, epoch=0), Warnings()
+        state.register_callbacks([received])
+        yield model, optimizer, state, received
         state.close()
 
 
@@ -72,13 +72,13 @@ def train(model: Model, optimizer: Any, state: gba_hvd.elastic.TorchState, after
 
 
 def test_a_parameter_in_no_group_is_named_when_training_begins(tmp_path: Path) -> None:
-    with job(tmp_path, forget="head") as (model, optimizer, state, heard):
+    with job(tmp_path, forget="head") as (model, optimizer, state, received):
         train(model, optimizer, state)
-        assert heard.told == {"parameters_untrained": ["head.weight", "head.bias"]}
+        assert received.reported == {"parameters_untrained": ["head.weight", "head.bias"]}
 
 
 def test_a_parameter_of_a_second_optimizer_is_named(tmp_path: Path) -> None:
-    with job(tmp_path) as (model, optimizer, state, heard):
+    with job(tmp_path) as (model, optimizer, state, received):
         second = torch.optim.SGD(model.head.parameters(), lr=0.1)
 
         def step_second(n: int) -> None:
@@ -87,12 +87,12 @@ def test_a_parameter_of_a_second_optimizer_is_named(tmp_path: Path) -> None:
             second.step()
 
         train(model, optimizer, state, step_second)
-        assert heard.told == {"parameters_written": ["head.weight", "head.bias"]}
+        assert received.reported == {"parameters_written": ["head.weight", "head.bias"]}
 
 
 def test_no_false_alarm(tmp_path: Path) -> None:
     """Weights that are loaded, an average of the model, tied weights, a frozen part."""
-    with job(tmp_path, forget="head.bias") as (model, optimizer, state, heard):
+    with job(tmp_path, forget="head.bias") as (model, optimizer, state, received):
         model.head.bias.requires_grad_(False)
         average = torch.optim.swa_utils.AveragedModel(model.body)
 
@@ -102,7 +102,7 @@ def test_no_false_alarm(tmp_path: Path) -> None:
                 model.body.load_state_dict(average.module.state_dict())
 
         train(model, optimizer, state, beside)
-        assert heard.told == {}
+        assert received.reported == {}
 
 
 def test_names() -> None:

@@ -58,7 +58,7 @@ def message(keys: list[list[int]], value: float = 1.0, contributors: bool = Fals
         Push(3, 9, 4, 5),
         Push(3, 9, 4, 5, dense_step=17),
         PushDone(3, 9, 4, 5, None, 0.25, "the gradient of w is not finite"),
-        HeartbeatMsg(1, 0, 0, 123, 9, told={"step": 4}),
+        HeartbeatMsg(1, 0, 0, 123, 9, report={"step": 4}),
         Apply(9, 7, [PlannedMember(1, 2, 0.5)], 0.25, 0.1, [0.1, 0.2], 3),
     ],
 )
@@ -150,7 +150,7 @@ def test_a_damaged_message_is_refused_or_is_another_valid_one(data: st.DataObjec
         wire.decode_request(wire.open_envelope(bytes(whole[:cut]), "job"))
 
 
-def test_another_version_is_told_to_install_the_same_one_and_keeps_its_number() -> None:
+def test_another_version_is_asked_to_install_the_same_one_and_keeps_its_number() -> None:
     old = msgspec.msgpack.encode([messages.VERSION + 1, "job", 5, {"type": "Status"}])
     with pytest.raises(ProtocolError, match="same version of gba-hvd") as caught:
         wire.open_envelope(old, "job")
@@ -226,7 +226,7 @@ def test_random_words_are_refused_or_are_rows_that_exist(numbers: list[int], ext
         return
     for group, grad in zip(LAYOUT.groups, unpack(words, [g.dim + extra for g in LAYOUT.groups]), strict=True):
         assert np.isfinite(grad.values).all()
-        assert ((grad.keys >= 0) & (grad.keys < group.places * LAYOUT.n_shards)).all()
+        assert ((grad.keys >= 0) & (grad.keys < group.rows_per_shard * LAYOUT.n_shards)).all()
 
 
 @given(st.data())

@@ -42,7 +42,7 @@ class Worker:
         servers = tuple(Endpoint(host, 0, "", 0, 0) for host in (HERE, THERE))
         name = "shadow" if replica else "gba"
         session = PsSession(1, name, "job", b"", servers, (0,) * tables.layout.n_shards, (1,), "global")
-        self.told: list[Any] = []
+        self.reported: list[Any] = []
         parts = session, 7, 3, HERE, 1, tables, self.dense, 0.05
         self.mode: PsWorker
         if replica:
@@ -53,7 +53,7 @@ class Worker:
         self.mode.client.send = self._send  # type: ignore[method-assign]
 
     def _send(self, server: int, body: Any, frames: Any = (), **_: Any) -> Future[Reply]:
-        self.told.append(body)
+        self.reported.append(body)
         future: Future[Reply] = Future()
         future.set_result(Reply(Ok(), []))
         return future
@@ -83,15 +83,15 @@ def test_a_gradient_that_overflows_with_its_residual_is_refused_and_named(
 ) -> None:
     one = worker()
     one.push(2.0)
-    assert [type(body) for body in one.told] == [Push, Push, PushDone]
+    assert [type(body) for body in one.reported] == [Push, Push, PushDone]
     rest = one.exchange.feedback.rest
     rest[0] = 3e38
     before = rest.copy()
     with caplog.at_level(logging.WARNING, "gba_hvd"):
         what = one.push(3e38)
     assert what == "the sum of the gradient of w and its residual"
-    (done,) = one.told[3:]
-    assert isinstance(done, PushDone) and (done.micro, done.rejected) == (5, what), "the coordinator hears of it"
+    (done,) = one.reported[3:]
+    assert isinstance(done, PushDone) and (done.micro, done.rejected) == (5, what), "the coordinator learns of it"
     assert f"worker of rank 3, micro-batch 5: {what} is not finite" in caplog.text
     assert np.array_equal(one.exchange.feedback.rest, before)
     assert one.push(0.0) == "", "the next one takes it along"
@@ -104,7 +104,7 @@ def test_a_residual_that_is_not_finite_ends_the_worker(worker: Callable[..., Wor
     words = "worker of rank 3, micro-batch 5: the residual of w is not finite, .* newest checkpoint"
     with pytest.raises(NonFiniteResidual, match=words):
         one.push(1.0)
-    assert not one.told
+    assert not one.reported
     one.mode.flush()  # nothing is on the way
 
 
@@ -132,7 +132,7 @@ def test_a_replica_steps_with_what_is_pushed_only(worker: Callable[..., Worker],
     )
     assert one.push(2.0, drop=drop) == ""
     assert steps == ([] if drop else [2.0])
-    assert any(isinstance(body, Push) for body in one.told) is not drop
+    assert any(isinstance(body, Push) for body in one.reported) is not drop
     assert isinstance(one.mode, ReplicaWorker) and one.mode.replica.n_steps == len(steps)
 
 
@@ -155,7 +155,7 @@ def test_what_waited_for_rows_that_came_home_goes_along(make_tables: Any) -> Non
     assert waits.any()
 
 
-def test_whoever_waits_for_a_lease_hears_that_the_mode_is_given_up(worker: Callable[..., Worker]) -> None:
+def test_whoever_waits_for_a_lease_learns_that_the_mode_is_given_up(worker: Callable[..., Worker]) -> None:
     """The server that says "wait" waits itself, for one that is gone."""
     one = worker()
 

@@ -16,8 +16,10 @@ from gba_hvd import update_rules
 from gba_hvd.compression import sparse_message
 from gba_hvd.embedding.row_optimizers import build
 from gba_hvd.errors import BadInput
+from gba_hvd.ps import wire
 from gba_hvd.ps.coordinator.ledger import Ledger
 from gba_hvd.ps.coordinator.staleness import weighting
+from gba_hvd.ps.messages import Endpoint, Enter, JobPosition
 from recovery.config import Config
 from recovery.policies import SAVE_POLICIES
 from recovery.storage.open import open_store
@@ -26,6 +28,12 @@ from tests.distributions import install
 WEIGHTINGS = "gba_hvd.staleness_weightings"
 MODULE = """
 from dataclasses import dataclass
+from gba_hvd.ps.coordinator.staleness import Weighting
+
+from gba_hvd.update_rules.rule import Plain
+
+class Windowed(Plain):
+    defaults = {"window": 8}
 
 class Whole:
     def __init__(self, tolerance): pass
@@ -33,11 +41,36 @@ class Whole:
 
 class Empty: pass
 
+class Two:  # of every interface, but for its arguments
+    url = ""
+    def __init__(self, tolerance, scale): raise AssertionError("it was called")
+    def weight(self, staleness): pass
+    @classmethod
+    def start(cls, optimizer): pass
+    n_bytes = encode = decode = refused = why_not = compensated = damping = act = stepped = shown = weight
+    extra_bytes = importance = saved = restored = state_dict = load_state_dict = put = get = names = delete = weight
+
+class One(Two):
+    def __init__(self, url): raise AssertionError("it was called")
+
+class Derived(Weighting):
+    def weight(self, staleness): return 1.0
+
+class Failing(Whole):
+    def __init__(self, tolerance): raise TypeError("of its own")
+
 instance = Whole(4)
 
 class NoDataclass:
     slots = ()
     lr = 0.1
+    def update_(self, *args): pass
+
+@dataclass(frozen=True)
+class OtherFields:
+    lr: float
+    slots = ()
+    def __init__(self, rate=0.1): pass
     def update_(self, *args): pass
 
 @dataclass(frozen=True)
@@ -68,6 +101,22 @@ def test_a_name_that_is_registered_is_known_like_the_built_in_ones(register: Reg
     assert gba_hvd.GBACallback(mode="gba", staleness="mine").discipline("gba").staleness == "mine"
     with pytest.raises(BadInput, match="'mime' is not known: did you mean 'mine'"):
         weighting("mime")
+
+
+def test_a_setting_that_is_a_whole_number_comes_to_a_server_as_it_is_given(register: Register) -> None:
+    """All numbers are floats on the way."""
+    register("good", "gba_hvd.update_rules", mine="mine:Windowed")
+    settings = gba_hvd.GBACallback(mode="async", rule="mine", rule_settings={"window": 10}).rule_settings
+    enter = Enter(
+        1, [Endpoint(0, 0, "", 1, 2)], 0, [0], JobPosition(), 64, 16, 8, {"name": "async"}, "global", 0.1, [], [], {},
+        rule="mine", rule_settings=settings,
+    )  # fmt: skip
+    arrived = wire.decode_request(wire.open_envelope(wire.encode("job", 1, enter), "job"))
+    assert isinstance(arrived, Enter)
+    travelled = arrived.rule_settings
+    assert update_rules.known_settings("mine", travelled) == {"window": 10}
+    with pytest.raises(BadInput, match="window is a number, got True"):
+        update_rules.known_settings("mine", {"window": True})
 
 
 @pytest.mark.parametrize(
@@ -126,6 +175,54 @@ def test_a_class_without_the_methods_is_refused_by_every_interface(
     register("bad", group, mine="mine:Empty")
     with pytest.raises(BadInput, match=r"'mine' of mine:Empty \(bad 1.0\): expected a class .*, got Empty without"):
         ask()
+
+
+@pytest.mark.parametrize(
+    ("group", "ask", "kind", "message"),
+    [
+        (
+            WEIGHTINGS,
+            lambda: weighting("mine"),
+            "Two",
+            r"Two\(tolerance, scale\), .* Two\(tolerance\): missing .*'scale'",
+        ),
+        (WEIGHTINGS, lambda: weighting("mine"), "Derived", r"Derived\(\), .* Derived\(tolerance\): too many"),
+        (
+            "gba_hvd.compressors",
+            lambda: gba_hvd.Compression.by_name("mine"),
+            "Two",
+            r"Two\(tolerance, scale\), which cannot be called as Two\(\): missing",
+        ),
+        (
+            "gba_hvd.update_rules",
+            lambda: update_rules.known_rule("mine"),
+            "Two",
+            r"Two.start\(optimizer\), which cannot be called as start\(optimizer, dense, workers\): too many",
+        ),
+        ("recovery.stores", lambda: open_store("mine://there"), "One", r"One\(url\), .* One\(url, options\): too many"),
+        ("recovery.save_policies", lambda: Config(policy="mine"), "Two", r".* as Two\(rows\): missing .*'scale'"),
+        (
+            "gba_hvd.row_optimizers",
+            lambda: build({"class": "mine", "fields": {}}),
+            "OtherFields",
+            r"OtherFields\(rate=0.1\), which cannot be called as OtherFields\(lr=...\): .*'lr'",
+        ),
+    ],
+)
+def test_a_class_that_takes_other_arguments_is_refused_before_it_is_called(
+    register: Register, group: str, ask: Callable[[], Any], kind: str, message: str
+) -> None:
+    register("bad", group, mine=f"mine:{kind}")
+    with pytest.raises(
+        BadInput, match=rf"'mine' of mine:{kind} \(bad 1.0\): expected a class .*, got {message}.*; correct"
+    ):
+        ask()
+
+
+def test_a_type_error_of_a_class_s_own_is_not_taken_for_wrong_arguments(register: Register) -> None:
+    register("bad", WEIGHTINGS, mine="mine:Failing")
+    with pytest.raises(TypeError, match="of its own"):
+        weighting("mine")
 
 
 @pytest.mark.parametrize(

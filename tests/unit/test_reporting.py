@@ -1,4 +1,4 @@
-"""What people are told of a server."""
+"""What `gba-hvd status` reports of a server."""
 
 from __future__ import annotations
 

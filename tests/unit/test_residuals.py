@@ -39,7 +39,7 @@ def test_the_newest_push_of_a_step_says_what_waits(path: Path) -> None:
     residuals.applied([push(7, 5, rest(3, 4)), push(7, 3, rest(9, 9)), push(8, 4, rest(1, 1)), push(9, 6, None)])
     np.testing.assert_array_equal(residuals.total(), rest(4, 5))
     residuals.applied([push(7, 2, rest(0, 0))])  # an older lease that was late
-    residuals.came(7, rest(1, 2).tobytes())  # told again
+    residuals.came(7, rest(1, 2).tobytes())  # reported again
     np.testing.assert_array_equal(residuals.total(), rest(4, 5))
     residuals.forget(7)
     np.testing.assert_array_equal(residuals.total(), rest(1, 1))

@@ -1,4 +1,4 @@
-"""The thread of the rounds, with workers as threads of this process and a world that adds up or breaks as told."""
+"""The thread of the rounds, with workers as threads of this process and a world that adds up or breaks on request."""
 
 from __future__ import annotations
 
@@ -93,11 +93,12 @@ class Servers:
 class Worker:
     """A parameter of two numbers, its replica and its rounds."""
 
-    def __init__(self, values: list[float], servers: Servers, is_open: bool = True, **settings: Any) -> None:
+    def __init__(
+        self, values: list[float], servers: Servers, is_open: bool = True, began: list[float] | None = None,
+        **settings: Any,
+    ) -> None:  # fmt: skip
         self.parameter = nn.Parameter(torch.tensor(values))
         self.replica = Replica(DenseGradients([self.parameter], 0))
-        if is_open:
-            self.replica.open(0)
         self.broken: list[str] = []
         self.diverged = threading.Event()
         settings = {"algorithm": "ma", "elasticity": 1.0, "pause_s": 0.0, **settings}
@@ -106,6 +107,9 @@ class Worker:
             Averaging(**settings), self.replica, servers, broken=self.broken.append, diverged=self.diverged.set,
             traffic=self.traffic,
         )  # fmt: skip
+        if is_open:
+            self.rounds.begin_with(torch.tensor(values if began is None else began))
+            self.replica.open(0)
 
     @property
     def values(self) -> list[float]:
@@ -145,7 +149,7 @@ def stop_together(workers: list[Worker]) -> list[bool]:
     return ended
 
 
-def test_replicas_become_their_mean_and_the_servers_are_told():
+def test_replicas_become_their_mean_and_the_servers_learn_it():
     servers = Servers(2)
     workers = started([[0.0, 3.0], [4.0, 1.0], [2.0, 2.0]], servers)
     wait_for(lambda: all(worker.values == [2.0, 2.0] for worker in workers), "the mean")
@@ -175,14 +179,82 @@ def test_a_closed_replica_takes_part_without_counting_and_is_left_alone():
 
 
 @pytest.mark.parametrize("algorithm", ["ma", "bmuf"])
-def test_the_servers_hear_of_rounds_without_the_replica_of_rank_0(algorithm: str):
+def test_the_servers_learn_of_rounds_without_the_replica_of_rank_0(algorithm: str):
     """Whoever begins an epoch later than the others, or joins, opens its replica with the servers' copy."""
     servers, meeting = Servers(2), Meeting(3)
     workers = [Worker([4.0 * n] * 2, servers, is_open=n > 0, algorithm=algorithm) for n in range(3)]
     for rank, worker in enumerate(workers):
         worker.rounds.start(World(meeting, rank))
-    wait_for(lambda: servers.values.tolist() == [6.0, 6.0], "the mean of the others at the servers")
+    # bmuf: the global copy of rank 1 began with 4, and goes .9 of the way to the mean of 4 and 8
+    target = 6.0 if algorithm == "ma" else 5.8
+    wait_for(lambda: torch.allclose(servers.values, torch.tensor([target] * 2)), "the target at the servers")
     assert stop_together(workers) == [True, True, True]
+
+
+def test_the_global_copy_of_bmuf_starts_from_the_initial_model_and_survives_a_change_of_membership():
+    """w_glob is 0 at first, 0 + .5 (6 - 0) after a round, and 3 + .5 (6 - 3) after one of the next world."""
+    settings: dict[str, Any] = {"algorithm": "bmuf", "block_rate": 0.5, "began": [0.0, 0.0]}
+    servers, meeting = Servers(2), Meeting(2)
+    workers = [Worker([4.0, 4.0], servers, **settings), Worker([8.0, 8.0], servers, **settings)]
+    for rank, worker in enumerate(workers):
+        worker.rounds.start(World(meeting, rank))
+    wait_for(lambda: workers[0].values == workers[1].values == [3.0, 3.0], "half of the way to the mean")
+    for worker in workers:
+        worker.rounds.before_world_leaves(PATIENCE_S)
+    late_joiner, again = Worker([12.0, 12.0], servers, **{**settings, "began": [100.0, 100.0]}), Meeting(3)
+    late_joiner.rounds.start(World(again, 0))
+    for rank, worker in enumerate(workers):
+        worker.rounds.after_world_forms(World(again, 1 + rank))
+    workers.append(late_joiner)
+    wait_for(lambda: all(worker.values == [4.5, 4.5] for worker in workers), "the survivors' copy at all")
+    assert stop_together(workers) == [True] * 3
+
+
+def sgd_of(rank: int, parameter: nn.Parameter) -> Callable[[int], None]:
+    """One step on this rank's t-th micro-batch of a least-squares problem."""
+    data = np.random.default_rng(rank).normal(size=(30, 4, 3)).astype(np.float32)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+    def step(t: int) -> None:
+        optimizer.zero_grad()
+        x = torch.from_numpy(data[t])
+        (x[:, :2] @ parameter - x[:, 2]).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+@pytest.mark.usefixtures("nobody_is_idle")
+@pytest.mark.parametrize("n_workers", [2, 3])
+def test_plain_averaging_after_every_step_of_sgd_is_synchronous_sgd(n_workers: int):
+    """The foreground `ma` with an elasticity of 1: the mean of w - lr g_i is w - lr mean(g_i)."""
+    workers = started([[0.5, -0.5]] * n_workers, every=1, elasticity=1.0)
+
+    def train(rank: int) -> None:
+        worker = workers[rank]
+        step = sgd_of(rank, worker.parameter)
+        for t in range(30):
+            worker.rounds.begin_micro()
+            number = worker.replica.step(lambda t=t: step(t))  # type: ignore[misc]
+            worker.rounds.end_micro(number, PATIENCE_S)
+
+    threads = [threading.Thread(target=train, args=(rank,)) for rank in range(n_workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    together = nn.Parameter(torch.tensor([0.5, -0.5]))
+    for t in range(30):
+        ends = []
+        for rank in range(n_workers):
+            one = nn.Parameter(together.detach().clone())
+            sgd_of(rank, one)(t)
+            ends.append(one.grad)
+        together.data -= 0.1 * torch.stack([grad for grad in ends if grad is not None]).mean(0)
+    for worker in workers:
+        torch.testing.assert_close(worker.parameter.detach(), together.detach(), rtol=1e-5, atol=1e-6)
+    assert [worker.rounds.n_done for worker in workers] == [30] * n_workers
+    assert stop_together(workers) == [True] * n_workers
 
 
 def test_rounds_of_others_say_nothing_of_a_replica_that_was_closed():
@@ -240,7 +312,7 @@ def test_whoever_ends_alone_waits_for_nobody():
     assert worker.rounds.n_failed == 0
 
 
-def test_alone_there_is_nothing_to_mix_in_but_the_servers_hear_of_the_replica():
+def test_alone_there_is_nothing_to_mix_in_but_the_servers_learn_of_the_replica():
     servers = Servers(2)
     worker = Worker([1.0, 2.0], servers, elasticity=0.5, algorithm="easgd")
     worker.rounds.start(SoloWorld())
@@ -266,14 +338,14 @@ def test_an_elastic_round_without_a_server_is_dropped_and_tried_again():
     assert stop_together([worker, other]) == [True, True]
 
 
-def test_a_result_that_the_servers_do_not_hear_of_is_a_result_all_the_same():
+def test_a_result_that_the_servers_do_not_learn_of_is_a_result_all_the_same():
     servers = Servers(2)
     servers.fails = True
     workers = started([[0.0, 0.0], [2.0, 2.0]], servers)
     wait_for(lambda: workers[0].rounds.n_failed > 3, "failures")
     assert workers[0].values == workers[1].values == [1.0, 1.0]
-    assert "were not told" in workers[0].rounds.dropped()[0]
-    assert stop_together(workers) == [True, True], "no reason to form the world anew"
+    assert "did not reach the servers" in workers[0].rounds.dropped()[0]
+    assert stop_together(workers) == [True, True], "no reason to form the world again"
 
 
 def test_alone_no_step_waits_for_a_round():
@@ -376,14 +448,14 @@ def test_a_worker_that_has_no_micro_batch_yet_takes_part_in_the_rounds_of_the_ot
 
 
 @pytest.mark.usefixtures("nobody_is_idle")
-def test_a_foreground_round_that_is_late_is_told_and_training_goes_on():
+def test_a_foreground_round_that_is_late_is_reported_and_training_goes_on():
     workers = started([[0.0, 0.0], [4.0, 4.0]], every=1)
     workers[1].rounds.begin_micro()  # and computes for long
     workers[0].rounds.end_micro(workers[0].replica.step(lambda: None), timeout_s=0.3)
-    told = workers[0].rounds.drain_metrics()
-    assert told is not None and (told.waits_in_vain, told.rounds_dropped) == (1, 0)
+    reported = workers[0].rounds.drain_metrics()
+    assert reported is not None and (reported.waits_in_vain, reported.rounds_dropped) == (1, 0)
     assert workers[0].rounds.dropped() == [], "the round is late, it may still come"
-    assert workers[0].rounds.drain_metrics() is None, "a wait is told once"
+    assert workers[0].rounds.drain_metrics() is None, "a wait is reported once"
     workers[1].rounds.end_micro(workers[1].replica.step(lambda: None), timeout_s=PATIENCE_S)
     assert stop_together(workers) == [True, True]
 
@@ -397,31 +469,31 @@ def test_a_replica_that_is_not_finite_is_given_to_nobody():
     assert stop_together(workers) == [True, True]
 
 
-def test_what_is_told_is_of_the_rounds_since_the_last_telling():
+def test_what_is_reported_is_of_the_rounds_since_the_last_report():
     workers = started([[0.0, 0.0], [2.0, 2.0]], elasticity=0.5)
     for _ in range(10):
         workers[0].step(1.0)
     wait_for(lambda: workers[0].rounds.n_done > 5, "rounds")
-    told = workers[0].rounds.drain_metrics()
-    assert told is not None and told.rounds_per_s > 0 and told.rounds_dropped == 0
-    assert np.isfinite(told.spread)
+    reported = workers[0].rounds.drain_metrics()
+    assert reported is not None and reported.rounds_per_s > 0 and reported.rounds_dropped == 0
+    assert np.isfinite(reported.spread)
     assert stop_together(workers) == [True, True]
     workers[0].rounds.drain_metrics()
     assert workers[0].rounds.drain_metrics() is None
 
 
-def test_a_worker_whose_rounds_all_fail_tells_how_many_were_dropped_and_no_pace():
+def test_a_worker_whose_rounds_all_fail_reports_how_many_were_dropped_and_no_pace():
     servers = Servers(2)
     servers.fails = True
     (worker, other) = started([[2.0, 2.0], [2.0, 2.0]], servers, algorithm="easgd")
     wait_for(lambda: worker.rounds.n_failed, "a failure")
-    told = worker.rounds.drain_metrics()
-    assert told is not None and told.rounds_dropped >= 1 and worker.rounds.n_done == 0
-    assert (told.rounds_per_s, told.seconds_per_round, told.steps_per_round, told.spread) == (None,) * 4
+    reported = worker.rounds.drain_metrics()
+    assert reported is not None and reported.rounds_dropped >= 1 and worker.rounds.n_done == 0
+    assert (reported.rounds_per_s, reported.seconds_per_round, reported.steps_per_round, reported.spread) == (None,) * 4
     servers.fails = False
     wait_for(lambda: worker.rounds.n_done, "a round")
     again = worker.rounds.drain_metrics()
-    assert again is not None and again.rounds_per_s is not None and again.rounds_dropped >= told.rounds_dropped
+    assert again is not None and again.rounds_per_s is not None and again.rounds_dropped >= reported.rounds_dropped
     assert stop_together([worker, other]) == [True, True]
 
 
@@ -441,7 +513,7 @@ class Watched(SyncThread):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "reason"), [("easgd", "RuntimeError: no server"), ("ma", "the servers were not told of its result")]
+    ("algorithm", "reason"), [("easgd", "RuntimeError: no server"), ("ma", "its result did not reach the servers")]
 )
 def test_why_rounds_were_dropped_is_noted_and_taken_under_the_lock(algorithm: str, reason: str):
     servers, meeting = Servers(2), Meeting(2)
@@ -459,11 +531,11 @@ def test_why_rounds_were_dropped_is_noted_and_taken_under_the_lock(algorithm: st
     assert len(held) >= 3 and all(held), "one note, and the two halves of taking it"
 
 
-# --- what is told of them --------------------------------------------------------------------------------------------
+# --- what is reported of them -----------------------------------------------------------------------------------------
 
 
 def emitted(pace: dict[str, Any], dropped: list[str], rank: int = 0) -> list[Event]:
-    """What callbacks hear when a mode tells this of its rounds."""
+    """The events for these metrics of a mode's rounds."""
     events: list[Event] = []
     engine: Any = SimpleNamespace(
         emit=lambda event, only_here=False: events.append(event), world=SimpleNamespace(rank=rank),
@@ -481,7 +553,7 @@ def pace(**more: Any) -> dict[str, Any]:
     return {**nothing, "rounds_dropped": 0, "waits_in_vain": 0, **more}
 
 
-def test_the_pace_of_rounds_is_told_by_the_chief():
+def test_the_pace_of_rounds_is_reported_by_the_chief():
     well = pace(rounds_per_s=4.0, seconds_per_round=0.1, steps_per_round=5.0, spread=0.02)
     (rates,) = emitted(well, [])
     assert (rates.kind, rates.message) == (
@@ -494,7 +566,7 @@ def test_the_pace_of_rounds_is_told_by_the_chief():
     assert emitted(well, [], rank=1) == []
 
 
-def test_rounds_that_all_fail_are_counted_where_others_tell_their_pace():
+def test_rounds_that_all_fail_are_counted_where_others_report_their_pace():
     dropped, rates = emitted(pace(rounds_dropped=3), ["RuntimeError: no server"])
     assert (dropped.kind, dropped.data) == ("round_dropped", {"why": "RuntimeError: no server"})
     assert (rates.kind, rates.message) == ("rates", "no round of replicas ended well; dropped so far: 3")
@@ -502,19 +574,19 @@ def test_rounds_that_all_fail_are_counted_where_others_tell_their_pace():
 
 
 @pytest.mark.parametrize(("times", "often"), [(1, "once"), (2, "2 times")])
-def test_a_wait_in_vain_is_told_as_late_and_not_as_dropped(times: int, often: str):
+def test_a_wait_in_vain_is_reported_as_late_and_not_as_dropped(times: int, often: str):
     (late,) = emitted(pace(waits_in_vain=times), [], rank=1)
     assert (late.kind, late.data) == ("round_late", {"times": times})
-    assert late.message == f"training waited {often} for a round of replicas that did not end in 60 s, and goes on"
+    assert late.message == f"training waited {often} for a round of replicas that did not end in 60 s, and continues"
 
 
-def test_a_mode_without_rounds_tells_of_none():
+def test_a_mode_without_rounds_reports_none():
     assert emitted({}, []) == []
 
 
-def test_what_rounds_tell_has_the_names_of_the_gauges():
+def test_what_rounds_report_has_the_names_of_the_gauges():
     workers = started([[0.0, 0.0], [2.0, 2.0]])
     wait_for(lambda: workers[0].rounds.n_done, "a round")
-    told = workers[0].rounds.drain_metrics()
-    assert told is not None and asdict(told).keys() == {*gauges.ROUNDS, "waits_in_vain"}
+    reported = workers[0].rounds.drain_metrics()
+    assert reported is not None and asdict(reported).keys() == {*gauges.ROUNDS, "waits_in_vain"}
     assert stop_together(workers) == [True, True]

@@ -122,7 +122,7 @@ def test_a_host_that_joins_takes_half() -> None:
     assert placed.moves == ((2, 0, 1), (3, 0, 1))
 
 
-def test_a_host_that_is_gone_leaves_its_shards_to_begin_anew() -> None:
+def test_a_host_that_is_gone_leaves_its_shards_to_start_over() -> None:
     placed = place_shards(WorkerTopology((5,)), [holding(4, [0, 2], 7)])
     assert placed.new == (1, 3)
     assert placed.moves == ()

@@ -37,7 +37,7 @@ class Rows:
         """`width` words of every row's record, from its word `offset`."""
         out = np.empty((N_ROWS, width), dtype=np.float32)
         keys, group = np.arange(N_ROWS, dtype=np.int64) + self.base, self.group
-        kernels.gather_rows(self.flat, self.layout.places(keys, group), offset, out)
+        kernels.gather_rows(self.flat, self.layout.record_starts(keys, group), offset, out)
         return out
 
     def step(self, rows: np.ndarray, grad: np.ndarray, lr: float, step: int) -> None:

@@ -13,6 +13,7 @@ from gba_hvd import BadInput, update_rules
 from gba_hvd.torch_optimizers import build, spec_of
 from gba_hvd.update_rules.dana_slim import SlimWorker
 from gba_hvd.update_rules.dana_zero import DanaZero
+from gba_hvd.update_rules.delay_roots import limit
 from gba_hvd.update_rules.rule import ByOptimizer, NewValues, Received, Rule, Step
 from gba_hvd.update_rules.sgd_momentum import Sgd
 
@@ -63,11 +64,12 @@ class Server:
         self.step += 1
         gradient = sum((np.float32(p.share) * p.gradient for p in received), np.zeros(N, np.float32))
         answer = self.rule.act(Step(self.step, self.values, gradient, received, self.lrs, living))
+        before = self.values.copy()
         if isinstance(answer, ByOptimizer):
             self._optimizer.param_groups[0]["lr"] = answer.lrs[0]
             self._param.grad = torch.from_numpy(gradient)
             self._optimizer.step()
-            self.shown = self.values.copy()
+            self.shown = self.values + np.float32(answer.ahead) * (self.values - before)
         else:
             self.values[:], self.momentum = answer.values, answer.momentum
             self.shown = self.values.copy() if answer.shown is None else answer.shown
@@ -188,6 +190,50 @@ def test_delayed_nesterov_leaves_nadam_as_it_is() -> None:
         for server in (with_it, without):
             server.apply(pushes((0, gradient_at(server.shown))))
     np.testing.assert_array_equal(with_it.values, without.values)
+
+
+def test_looking_ahead_with_sgd_shows_what_nesterov_and_dana_zero_show_with_one_worker() -> None:
+    ours, dana = Server("look_ahead"), Server("dana_zero", [0])
+    for shown_by_ours, shown_by_dana in zip(delayed_run(ours, [0] * 30), delayed_run(dana, [0] * 30), strict=True):
+        np.testing.assert_allclose(shown_by_ours, shown_by_dana, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(ours.values, dana.values, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
+def test_looking_ahead_leaves_the_model_to_the_optimizer(kind: Any) -> None:
+    with_it, without = Server("look_ahead", kind=kind), Server("none", kind=kind)
+    for k in range(5):
+        for server in (with_it, without):
+            server.apply(pushes((0, gradient_at(START + k))))
+    np.testing.assert_array_equal(with_it.values, without.values)
+    assert not np.array_equal(with_it.shown, with_it.values)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.SGD])
+def test_looking_ahead_is_refused_where_no_momentum_carries_the_next_step_on(kind: Any) -> None:
+    settings = {"momentum": 0.0} if kind is torch.optim.SGD else {}
+    with pytest.raises(BadInput, match="look_ahead needs momentum, or betas as Adam has them"):
+        update_rules.check("look_ahead", spec(kind, **settings))
+
+
+@pytest.mark.parametrize("age", [{0: 54.0, 1: 46.0}, {0: 1.0, 1: 1.0}])
+def test_looking_ahead_is_stable_at_larger_learning_rates_where_values_are_old(age: dict[int, float]) -> None:
+    without, with_it, fresh = limit(age, MOMENTUM), limit(age, MOMENTUM, 0.9), limit({0: 1.0}, MOMENTUM)
+    assert without < fresh / 15 and with_it > fresh / 5 > 4 * without / 1.5
+    for product, ahead, is_stable in ((0.99 * with_it, 0.9, True), (1.01 * with_it, 0.9, False)):
+        assert (growth(product, age, ahead) < 1) == is_stable
+
+
+def growth(product: float, ages: dict[int, float], ahead: float) -> float:
+    """The recursion itself: by how much the largest error of the last 100 of 4000 steps exceeds that of 100 before."""
+    total = sum(ages.values())
+    w = [1.0, 1.0, 1.0]
+    for _ in range(4000):
+        used = sum(n / total * ((1 + ahead) * w[-1 - age] - ahead * w[-2 - age]) for age, n in ages.items())
+        w.append(w[-1] + MOMENTUM * (w[-1] - w[-2]) - product * used)
+        if abs(w[-1]) > 1e100:
+            return float("inf")
+    return max(map(abs, w[-100:])) / max(1e-300, *map(abs, w[-200:-100]))
 
 
 @pytest.mark.parametrize(("stale", "divisor"), [([0], 1), ([1], 1), ([6], 6), ([2, 0, 10, 4], 4)])

@@ -89,7 +89,7 @@ def read_by_a_worker(part: Partition, path: Path) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("rule", [*LOOK, "dana_slim"])
+@pytest.mark.parametrize("rule", [*LOOK, "dana_slim", "look_ahead"])
 def test_entering_and_leaving_at_once_changes_no_bit(make_part: Callable[..., Partition], rule: str) -> None:
     part = make_part(rule)
     np.testing.assert_array_equal(part.export()[1], START)
@@ -110,6 +110,45 @@ def test_workers_are_shown_the_look_ahead_and_exports_have_the_model(
     np.testing.assert_allclose(buffer_of(part), total, rtol=1e-5)
     np.testing.assert_allclose(read_by_a_worker(part, tmp_path), model - LR * MOMENTUM * total, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(read_by_a_worker(part, tmp_path), part.dense.shown)
+
+
+@pytest.mark.parametrize("rule", ["none", "look_ahead"])
+def test_look_ahead_hands_over_what_the_optimizer_alone_makes_and_shows_other_values(
+    make_part: Callable[..., Partition], tmp_path: Path, rule: str
+) -> None:
+    """A switch takes over what is exported, bit for bit; the file has what workers compute with."""
+    alone = torch.nn.Parameter(torch.from_numpy(START.copy()))
+    optimizer = torch.optim.SGD([alone], lr=LR, momentum=MOMENTUM)
+    optimizer.state[alone]["momentum_buffer"] = torch.from_numpy(BUFFER.copy())
+    part = make_part(rule)
+    np.testing.assert_array_equal(read_by_a_worker(part, tmp_path), START)  # no step was seen yet
+    for step in (1, 2, 3):
+        before = part.export()[1]
+        train(part, step, WORKERS[step % 2])
+        alone.grad = torch.from_numpy(GRADIENT.copy())
+        optimizer.step()
+    model = part.export()[1]
+    np.testing.assert_array_equal(model, alone.detach().numpy())
+    np.testing.assert_array_equal(buffer_of(part), optimizer.state[alone]["momentum_buffer"].numpy())
+    ahead = np.float32(0.9) * (model - before) if rule == "look_ahead" else np.float32(0)
+    shown = read_by_a_worker(part, tmp_path)
+    np.testing.assert_array_equal(shown, ahead + model)
+    assert (shown != model).any() == (rule == "look_ahead")
+
+
+def test_under_look_ahead_a_server_that_was_killed_shows_the_same_values(
+    make_part: Callable[..., Partition], tmp_path: Path
+) -> None:
+    part = make_part("look_ahead")
+    train(part, 1, 11)
+    model, state, shown = part.export()[1], part.export()[2], part.dense.shown.copy()
+    part.close()
+    again = make_part("look_ahead", resumed=True)
+    np.testing.assert_array_equal(again.export()[1], model)
+    assert again.export()[2] == state
+    np.testing.assert_array_equal(read_by_a_worker(again, tmp_path), shown)
+    again.dense.skip_(2)  # a step that it missed
+    np.testing.assert_array_equal(read_by_a_worker(again, tmp_path), shown)
 
 
 def test_dana_slim_shows_the_model(make_part: Callable[..., Partition], tmp_path: Path) -> None:
@@ -141,7 +180,7 @@ def test_a_server_that_was_killed_goes_on_with_the_same_sum(
     np.testing.assert_allclose(again.export()[1], model - expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_server_hears_of_the_dead_with_a_step(make_part: Callable[..., Partition]) -> None:
+def test_the_server_learns_of_the_dead_with_a_step(make_part: Callable[..., Partition]) -> None:
     part = make_part("dana_zero")
     train(part, 1, 11)
     train(part, 2, 22)
@@ -184,14 +223,14 @@ def test_an_optimizer_without_momentum_is_refused_before_anything_is_taken_over(
 
 
 def test_who_is_gone_is_forgotten_with_the_next_step(make_part: Callable[..., Partition]) -> None:
-    part, newcomer = make_part("none"), 33
+    part, late_joiner = make_part("none"), 33
     part.mirrors = DenseDeltas(Compression.topk(0.5), ["w"], [N])
-    for worker in (*WORKERS, newcomer):
+    for worker in (*WORKERS, late_joiner):
         part.mirrors.answer(worker, -1, START, 0)
     train(part, 1, 11)
-    assert [part.mirrors.step_of(worker) for worker in (*WORKERS, newcomer)] == [0, 0, 0]
+    assert [part.mirrors.step_of(worker) for worker in (*WORKERS, late_joiner)] == [0, 0, 0]
     train(part, 2, 11, living=[11])
-    assert [part.mirrors.step_of(worker) for worker in (*WORKERS, newcomer)] == [0, -1, 0]
+    assert [part.mirrors.step_of(worker) for worker in (*WORKERS, late_joiner)] == [0, -1, 0]
 
 
 def test_a_residual_counts_from_the_step_of_its_push_on_and_outlives_the_server(

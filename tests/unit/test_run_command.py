@@ -63,7 +63,7 @@ def test_a_job_with_discovery_starts_with_whom_it_finds() -> None:
         assert planned("2:8", slots, discovery="./hosts.sh").argv[2] == at_start
 
 
-def test_threads_from_the_environment_stay_and_too_many_are_told() -> None:
+def test_threads_from_the_environment_stay_and_too_many_are_reported() -> None:
     launch = planned("4", here=Here(16, "lo", frozenset({"localhost"}), "horovodrun", {"OMP_NUM_THREADS": "8"}))
     assert launch.variables == {}
     assert "would use 32 threads on 16 cores" in launch.notes[0]

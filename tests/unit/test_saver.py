@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 import gba_hvd
-from gba_hvd.ps.messages import Save, SaveAbout, SaveSettings, SaveStatus
+from gba_hvd.ps.coordinator import pending_save
+from gba_hvd.ps.coordinator.pending_save import PendingSave
+from gba_hvd.ps.messages import JobPosition, Save, SaveAbout, SaveSettings, SaveStatus
 from gba_hvd.ps.partition import saver as saver_module
 from gba_hvd.ps.partition.saver import Saver
-from gba_hvd.shm.checkpoint_rows import ShardRows
+from gba_hvd.shm.checkpoint_rows import ShardRows, schema_of
+from gba_hvd.shm.layout import Layout, SampledSpec
+from gba_hvd.shm.shard_memory import ShardMemory
 from recovery.catalog import claims
 from recovery.catalog.chains import Chain, chains
 from recovery.config import Config
 from recovery.errors import StoreError
 from recovery.restore import restore
+from recovery.selection import sampled_accesses
+from recovery.selection.importance import list_capacities
 from recovery.storage.open import open_store
 from recovery.storage.store import Store
 
@@ -112,7 +122,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], bool]
     return refuse
 
 
-def test_what_is_told_of_a_checkpoint_is_of_all_its_parts(hosts: Callable[..., Hosts]) -> None:
+def test_what_is_reported_of_a_checkpoint_is_of_all_its_parts(hosts: Callable[..., Hosts]) -> None:
     job = hosts()
     chief, peer = job.save(5)
     (chain,) = [one for one in chains(job.store) if isinstance(one, Chain)]
@@ -184,7 +194,7 @@ def test_checkpoints_of_this_job_expire_whoever_saved_them(hosts: Callable[..., 
     job.servers[0] = job.server(0)  # the one that had saved them was killed
     job.save(3)
     assert job.saved_numbers() == [3, 2]
-    job.claim = claims.claim(job.store, "job.1", lease_s=0.1)  # the world was formed anew: another epoch
+    job.claim = claims.claim(job.store, "job.1", lease_s=0.1)  # the world was formed again: another epoch
     job.servers = [job.server(part) for part in (0, 1)]
     job.save(4)
     assert job.saved_numbers() == [4, 3]
@@ -195,7 +205,7 @@ def test_rows_that_came_from_elsewhere_are_saved_whatever_their_counts_say(hosts
     rows = ShardRows(job.memory)
     before = job.save(1, n_parts=1)[0].facts.manifest
     job.memory.init_shard(1, 2)  # a lost shard that came back: its counts start over, at what was saved
-    job.claim = claims.claim(job.store, "job.1", lease_s=0.1)  # with a world that was formed anew
+    job.claim = claims.claim(job.store, "job.1", lease_s=0.1)  # with a world that was formed again
     rows.slab(0, 1).columns[0][:] = 7.0
     assert job.save(3, n_parts=1, kind="delta", parent=before)[0].state == "done"
     job.memory.init_shard(1, 9)
@@ -237,3 +247,65 @@ def test_a_save_of_a_world_that_is_no_more_is_cancelled_and_leaves_nothing(
     assert [one.state for one in job.save(6, n_parts=1)] == ["done"]
     assert not job.store.names(f"blobs/{request_epoch:06d}-00000005/")
     assert job.saved_numbers() == [6]
+
+
+def test_a_last_checkpoint_does_not_wait_for_a_step_whose_worker_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each list of sampled accesses would wait for its end, one after the other, and use the time for saving up."""
+    layout = Layout.of({"user": (3000, 4)}, (), n_shards=3, seed=1, init_std=0.1)
+    config = Config(policy="ssu")
+    capacities = list_capacities(schema_of(layout), config.row_fraction)
+    layout = replace(layout, sampled=SampledSpec(capacities, config.ssu_period))
+    memory = ShardMemory.create_or_open(tmp_path / "shm", "job", layout, grace_s=0)
+    for shard in range(3):
+        memory.init_shard(shard, 4)
+    memory.begin(np.arange(3), 5)
+
+    def is_over(step_marks: Callable[[], tuple[int, int]]) -> None:
+        finished, begun = step_marks()
+        assert finished == begun, "waits for a step that nobody finishes"
+
+    monkeypatch.setattr(sampled_accesses, "_await_step", is_over)
+    job = Hosts(tmp_path / "place", memory, policy="ssu")
+    (report,) = job.save(4, n_parts=1, about=SaveAbout(is_final=True))
+    assert report.state == "done", report.facts.why
+    for server in job.servers:
+        server.close()
+    memory.close()
+
+
+def test_a_last_checkpoint_is_made_of_a_step_that_only_a_number_of_a_save_has_reached(
+    hosts: Callable[..., Hosts],
+) -> None:
+    """The second save of step 4 had the number 5; then step 5 came, and all workers were gone."""
+    job = hosts(policy="delta")
+    job.settings = msgspec.structs.replace(job.settings, final_checkpoint_s=TIMEOUT_S)
+    job.save(4, n_parts=1)
+    job.save(5, n_parts=1, step=4)
+    (saver, _) = job.servers
+    assert saver.last_request(4, 4) is None
+    request = saver.last_request(5, 5)
+    assert request is not None and (request.number, request.step) == (6, 5)
+
+
+@pytest.mark.parametrize(("asked", "step", "number"), [(12, 12, 41), (12, 50, 50), (45, 12, 45), (40, 12, 40)])
+def test_a_chief_that_does_not_know_the_newest_number_gets_a_later_one(
+    monkeypatch: pytest.MonkeyPatch, asked: int, step: int, number: int
+) -> None:
+    """Else its checkpoint would be older than that of number 40 to whoever looks for the newest."""
+    begun: list[Save] = []
+    saver: Any = SimpleNamespace(
+        report=lambda: SaveStatus(1, 40, "done"), begin=lambda request, *more: begun.append(request)
+    )
+    part: Any = SimpleNamespace(shards=np.arange(3))
+    monkeypatch.setattr(pending_save, "part_state", lambda part: b"")
+    claim = claims.Claim(1, "job.1", "nonce")
+    pending = PendingSave(part, [], saver)  # type: ignore[arg-type]
+    request = Save(
+        epoch=1, number=asked, part=0, n_parts=1, kind="delta", parent=None, step=12, samples=0,
+        settings=SaveSettings("place", {}, Config()), claim=claim, about=SaveAbout(), first_epoch=1,
+    )  # fmt: skip
+    pending.ask(request, b"")
+    pending.begin(JobPosition(step=step, account={"applied": 96 * step}), [0])
+    assert [(one.number, one.step) for one in begun] == [(number, step)]

@@ -1,23 +1,23 @@
-"""When it is told that something waits for servers."""
+"""When it is reported that something waits for servers."""
 
 from __future__ import annotations
 
 from gba_hvd.comm.wait_notices import Patience, missing
 
 
-def told_at(patience: Patience, waits: bool = True, until_s: int = 700, from_s: int = 0) -> list[int]:
+def reported_at(patience: Patience, waits: bool = True, until_s: int = 700, from_s: int = 0) -> list[int]:
     return [s for s in range(from_s, until_s) if patience.word(waits, float(s)) is not None]
 
 
-def test_what_waits_is_told_after_some_seconds_and_then_ever_less_often() -> None:
-    assert told_at(Patience()) == [5, 60, 120, 240, 480]
+def test_what_waits_is_reported_after_some_seconds_and_then_ever_less_often() -> None:
+    assert reported_at(Patience()) == [5, 60, 120, 240, 480]
 
 
 def test_a_wait_that_is_over_is_forgotten() -> None:
     patience = Patience()
-    assert told_at(patience, until_s=4) == []
+    assert reported_at(patience, until_s=4) == []
     assert patience.word(False, 4.0) is None
-    assert told_at(patience, from_s=5, until_s=12) == [10]
+    assert reported_at(patience, from_s=5, until_s=12) == [10]
 
 
 def test_the_word_says_what_waits_for_which_hosts_and_why() -> None:
@@ -25,6 +25,6 @@ def test_the_word_says_what_waits_for_which_hosts_and_why() -> None:
     assert (event.kind, event.level, event.step) == ("server_missing", "warning", 7)
     assert event.message == (
         "mode gba and the checkpoint that is due: waiting for 61 s for the companion servers of this host, training "
-        "goes on in allreduce; server 0 of this host: no room"
+        "continues in allreduce; server 0 of this host: no room"
     )
     assert "of another host" in missing(7, ["mode gba"], 5.0, "").message

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gba_hvd.errors import BadInput
+from gba_hvd.update_rules import delay_roots
+from gba_hvd.update_rules.delay_model import expected_ages, scaled, stops_helping
 from gba_hvd.update_rules.stability import advise, best, largest_curvature, limit
 
 DELAYS = range(17)
@@ -75,45 +78,139 @@ def test_the_best_is_below_the_limit_and_more_delay_narrows_both(delay: float) -
 
 
 def test_advice_says_how_far_the_learning_rate_is_from_the_limit() -> None:
-    advice = advise(lr=0.01, curvature=4.0, staleness_mean=1.0, staleness_max=8.0)
+    advice = advise(lr=0.01, curvature=4.0, ages={1: 1})
     assert (advice.level, advice.is_stable) == ("stable", True)
-    assert advice.lr_limit == pytest.approx(0.25)
-    assert advice.lr_limit_worst == pytest.approx(0.1845 / 4, rel=1e-3)
-    assert advice.lr_best == pytest.approx(0.25 / 4)
+    assert advice.lr_limit == advice.lr_limit_worst == pytest.approx(0.25)
+    assert advice.lr_limit_plain == pytest.approx(0.25)
+    assert advice.lr_best == pytest.approx(0.25 / 4, rel=1e-4)
     assert advice.share == pytest.approx(0.04)
-    assert advice.reason == (
-        "stable: learning rate 0.01 is 0.04x the limit 0.25 at a mean staleness of 1 steps and a curvature of 4; "
-        "at the largest staleness, 8, the limit is 0.0461; fastest near 0.0625"
+    assert advice.reason.startswith(
+        "stable: learning rate 0.01 is 0.04x the limit 0.25 for dense values 1 steps old in the mean (oldest 1)"
     )
 
 
 @pytest.mark.parametrize(
-    ("lr", "level"), [(0.04, "stable"), (0.05, "near"), (0.13, "near"), (0.2499, "near"), (0.2501, "unstable")]
+    ("lr", "level"), [(0.04, "stable"), (0.12, "stable"), (0.13, "near"), (0.2499, "near"), (0.2501, "unstable")]
 )
 def test_advice_goes_from_stable_over_near_to_unstable(lr: float, level: str) -> None:
-    advice = advise(lr, curvature=4.0, staleness_mean=1.0, staleness_max=8.0)
+    advice = advise(lr, curvature=4.0, ages={1: 1})
     assert advice.level == level
     assert advice.is_stable == (level != "unstable")
     assert ("lower the learning rate" in advice.reason) == (level == "unstable")
 
 
+def test_ages_that_vary_much_are_near_the_limit_sooner() -> None:
+    ages = {0: 1, 8: 1}
+    advice = advise(0.48 * delay_roots.limit(ages), 1.0, ages)
+    assert advice.lr_limit_worst < advice.lr < 0.5 * advice.lr_limit and advice.level == "near"
+
+
+def test_in_haste_the_fastest_rate_is_left_out_where_ages_are_long() -> None:
+    """As many roots as the largest age has steps are found for it, sixty times."""
+    ages = {0: 199.0, 200: 1.0}
+    advice = advise(0.1, 1.0, ages, careful=False)
+    assert math.isnan(advice.lr_best) and "fastest" not in advice.reason
+    assert advice.lr_limit == delay_roots.limit(ages)
+    assert "fastest near" in advise(0.1, 1.0, {0: 199.0, 20: 1.0}, careful=False).reason
+
+
 def test_a_loss_that_curves_downwards_limits_nothing() -> None:
-    advice = advise(lr=10.0, curvature=-1.0, staleness_mean=3.0, staleness_max=4.0)
+    advice = advise(lr=10.0, curvature=-1.0, ages={3: 1})
     assert (advice.level, advice.share, advice.lr_limit) == ("stable", 0.0, math.inf)
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((-0.1, 1.0, 0.0, 0.0), "lr must not be negative"),
-        ((0.1, float("nan"), 0.0, 0.0), "curvature a number"),
-        ((0.1, 1.0, -1.0, 0.0), "a delay must be"),
-        ((0.1, 1.0, 3.0, 2.0), "above the largest"),
+        ((-0.1, 1.0, {0: 1}), "lr must not be negative"),
+        ((0.1, float("nan"), {0: 1}), "curvature a number"),
+        ((0.1, 1.0, {-1: 1}), "a histogram of ages"),
+        ((0.1, 1.0, {}), "a histogram of ages"),
+        ((0.1, 1.0, {1: 1}, 1.0), "momentum is a number from 0 and below 1"),
     ],
 )
-def test_advice_needs_possible_numbers(arguments: tuple[float, float, float, float], says: str) -> None:
+def test_advice_needs_possible_numbers(arguments: tuple[Any, ...], says: str) -> None:
     with pytest.raises(BadInput, match=says):
         advise(*arguments)
+
+
+# --- roots -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("delay", [0, 1, 2, 8, 40])
+def test_for_one_delay_the_roots_say_what_the_plain_formula_says(delay: int) -> None:
+    assert delay_roots.limit({delay: 3}) == pytest.approx(limit(delay), rel=1e-6)
+    assert delay_roots.fastest({delay: 1}) == pytest.approx(best(delay), rel=1e-3)
+    assert delay_roots.factor(0.9 * limit(delay), {delay: 1}) == pytest.approx(
+        slowest_mode(0.9 * limit(delay), delay), rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize(
+    "ages", [{4: 1}, {3: 1, 4: 2, 5: 1}, {0: 9, 40: 1}, {2: 5, 3: 1, 20: 1}, {0: 1, 8: 1}], ids=str
+)
+def test_at_the_limit_the_largest_root_crosses_the_unit_circle(ages: dict[int, float], momentum: float) -> None:
+    found = delay_roots.limit(ages, momentum)
+    assert delay_roots.factor(0.99 * found, ages, momentum) < 1 < delay_roots.factor(1.01 * found, ages, momentum)
+    drawn = delay_roots.mean_square_limit(ages, momentum)
+    assert drawn is not None and drawn <= found
+
+
+def test_without_delay_momentum_has_the_limit_of_heavy_ball() -> None:
+    assert delay_roots.limit({0: 1}, 0.9) == pytest.approx(2 * 1.9)
+
+
+def test_equal_means_with_different_tails_have_different_limits() -> None:
+    narrow, wide = delay_roots.limit({4: 1}), delay_roots.limit({3: 9, 13: 1})
+    assert abs(wide / narrow - 1) > 0.1
+
+
+# --- what ages to expect, and how many workers help ------------------------------------------------------------------
+
+
+def test_expected_ages_of_equal_workers() -> None:
+    assert expected_ages([1.0] * 8, 1) == pytest.approx({7: 1.0})
+    assert expected_ages([2.0] * 8, 8) == pytest.approx({0: 1 / 8, 1: 7 / 8})
+    assert expected_ages([1.0], 4) == pytest.approx({0: 1.0})
+
+
+def test_expected_ages_of_unequal_workers_are_those_of_every_chance_alone() -> None:
+    """A worker of 5 s meets 5/3, 5/4 and 1 pushes of others: 3, and one more by 2/3 and by 1/4. One of 3 s meets 3/5,
+    3/4 and 3/5."""
+    ages, pushes = expected_ages([5.0, 3.0, 4.0, 5.0], 1), 1 / 5 + 1 / 3 + 1 / 4 + 1 / 5
+    assert sum(ages.values()) == pytest.approx(1.0)
+    assert ages[5] == pytest.approx(2 / 3 * 1 / 4 * (2 / 5) / pushes)
+    assert ages[0] == pytest.approx(2 / 5 * 1 / 4 * 2 / 5 * (1 / 3) / pushes)
+
+
+def test_a_slow_worker_finds_more_steps_of_the_others() -> None:
+    ages = expected_ages([1.0, 1.0, 3.0], 1)
+    assert max(ages) == 6 and ages[6] == pytest.approx(1 / 7)
+
+
+def test_more_workers_stop_helping_at_the_limit_or_at_a_full_server() -> None:
+    def most(serve_s: float, lr: float) -> int:
+        return stops_helping([scaled(n, [0.05], 1, 4, serve_s, lr, 1.0) for n in (1, 2, 4, 8, 16, 32)])
+
+    assert most(0.0, 0.001) == 32
+    assert most(0.0, 0.1) == 16, "the learning rate sets the limit"
+    assert most(0.02, 0.001) == 4, "the server does"
+    assert scaled(4, [0.05], 1, 4, 0.02, 0.001, 1.0).is_full
+    assert most(0.0, 3.0) == 0
+
+
+def test_a_step_that_ends_at_the_minimum_is_the_fastest_there_is() -> None:
+    """One worker at lr x curvature = 1: all roots are 0."""
+    assert scaled(1, [0.05], 1, 4, 0.0, 0.1, 10.0, condition=1.0).progress == math.inf
+    usual = scaled(1, [0.05], 1, 4, 0.0, 0.1, 10.0)
+    assert usual.progress == pytest.approx(-math.log(0.99) / 0.05), "the slowest direction counts"
+
+
+def test_what_the_tolerance_drops_takes_no_part() -> None:
+    strict, mild = (scaled(8, [0.05] * 7 + [1.0], 8, tolerance, 0.0, 0.01, 1.0) for tolerance in (1, 100))
+    assert strict.dropped_share > 0 == mild.dropped_share
+    assert strict.age_mean < mild.age_mean
 
 
 def quadratic(eigenvalues: list[float], seed: int = 3) -> tuple[Callable[[], Tensor], list[Tensor]]:

@@ -143,7 +143,62 @@ def test_how_a_step_is_clipped_is_in_the_ledger_before_anything_of_it_is_applied
     assert [(one.dense_factor, one.row_factor) for one in applied] == [(pytest.approx(factor),) * 2] * 2
     assert scene.executor.applied_by(1, Applied(1)) and scene.executor.applied_by(2, Applied(1))
     assert scene.coordinator.position().grad_norm == 5.0
+    assert scene.coordinator.position().grad_norms == [(1, 5.0)], "the step after which it is, and its norm"
     assert factors_on_disk(scene) is None, "of a step that is over"
+
+
+def damping_on_disk(scene: Scene) -> Any:
+    saved = scene.records.ledger(GENERATION)
+    assert saved is not None
+    return saved["ledger"]["row_damping"]
+
+
+def test_how_rows_are_damped_is_in_the_ledger_before_a_server_sees_it(make: Callable[..., Scene]) -> None:
+    """First the damping, then the norm of what is damped, then the step; late answers count for neither."""
+    scene = make(2, max_norm=1.0, rule="gap_aware")
+    scene.part.measure = lambda request: Measured(
+        request.step, *((0.0, 0.0, [(0, 6, 1.0), (1, 6, 0.5)]) if request.damping else (9.0, 0.0))
+    )
+    scene.compute_a_step()
+    scene.executor.advance()
+    (_, asked), answer = scene.sent[-1], Measured(1, 0.0, 0.0, [(0, 2, 1.0), (1, 2, 0.1)])
+    assert isinstance(asked, Measure) and asked.damping and damping_on_disk(scene) is None
+    assert not scene.executor.measured_by(1, Measured(1, 9.0, 0.0)), "the answer to another question"
+    assert scene.executor.measured_by(1, answer)
+    scene.executor.advance()
+    expected = [1.0, pytest.approx((6 * 0.5 + 2 * 0.1) / 8)]
+    (_, asked) = scene.sent[-1]
+    assert isinstance(asked, Measure) and not asked.damping
+    assert [member.row_damping for member in asked.members] == expected == damping_on_disk(scene)
+    assert not scene.executor.measured_by(1, answer), "repeated"
+    assert scene.executor.measured_by(1, Measured(1, 0.0, 16.0))
+    scene.executor.advance()
+    (apply,) = [request for _, request in scene.sent if isinstance(request, Apply)]
+    assert [member.row_damping for member in apply.members] == expected
+    assert apply.row_factor == pytest.approx(1 / 5)
+
+
+@pytest.mark.parametrize("saved_before", [False, True], ids=["before it is known", "when it is known"])
+def test_a_successor_damps_a_decided_step_as_its_ledger_says(make: Callable[..., Scene], saved_before: bool) -> None:
+    dead = make(2, rule="gap_aware")
+    dead.part.measure = lambda request: Measured(request.step, 0.0, 0.0, [(0, 6, 0.5), (1, 6, 0.5)])
+    dead.compute_a_step()
+    dead.executor.advance()
+    if saved_before:
+        dead.executor.measured_by(1, Measured(1, 0.0, 0.0, []))
+        dead.executor.advance()
+    scene, saved = make(2, rule="gap_aware"), dead.records.ledger(GENERATION)
+    assert saved is not None
+    scene.coordinator.resume(saved)
+    scene.part.begun_and_done, scene.part.skip = (lambda step: (False, False)), lambda step: 1
+    scene.part.measure = lambda request: Measured(request.step, 0.0, 0.0, [])  # it went down with its pushes
+    scene.executor.recover(torn=0)
+    scene.executor.advance()
+    if not saved_before:
+        scene.executor.measured_by(1, Measured(1, 0.0, 0.0, [(0, 2, 0.25), (1, 2, 0.25)]))
+        scene.executor.advance()
+    (apply,) = [request for _, request in scene.sent if isinstance(request, Apply)]
+    assert [member.row_damping for member in apply.members] == [0.5 if saved_before else 0.25] * 2
 
 
 @pytest.mark.parametrize("measured", [False, True], ids=["before it is measured", "when it is measured"])
@@ -176,6 +231,26 @@ def test_a_server_that_refuses_to_measure_ends_the_steps(make: Callable[..., Sce
     scene.executor.advance()
     assert scene.executor.refused_by(1, 1, Refused("another generation"))
     assert "server 1 cannot take part in step 1: another generation" in scene.executor.failure
+
+
+@pytest.mark.parametrize("n_servers", [1, 2])
+@pytest.mark.parametrize("how", [{"max_norm": 1.0}, {"rule": "gap_aware"}], ids=["clipped", "damped"])
+def test_a_step_that_cannot_be_measured_here_ends_the_steps(
+    make: Callable[..., Scene], how: Any, n_servers: int
+) -> None:
+    """A rule that somebody registered may raise anything; without a reason the workers would wait for ever."""
+    scene = make(n_servers, **how)
+
+    def fails(request: Measure) -> Measured:
+        raise ZeroDivisionError("a rule's own")
+
+    scene.part.measure = fails
+    scene.compute_a_step()
+    scene.executor.advance()
+    assert scene.executor.failure == "step 1 could not be measured: ZeroDivisionError: a rule's own"
+    assert not scene.sent
+    assert not scene.executor.measured_by(1, Measured(1, 0.0, 0.0))
+    scene.executor.advance()
 
 
 def test_a_step_counts_when_all_servers_have_applied_it(make: Callable[[int], Scene]) -> None:
@@ -327,7 +402,7 @@ def test_a_server_that_lost_a_step_has_lost_what_came_after_it(make: Callable[[i
 
 
 def test_a_successor_of_the_coordinator_knows_which_pushes_are_void(make: Callable[[int], Scene]) -> None:
-    """The ledger says so before another server is told to discard them."""
+    """The ledger says so before another server is asked to discard them."""
     scene = make(2)
     scene.compute_a_step()
     scene.executor.advance()

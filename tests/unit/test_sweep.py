@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import multiprocessing
 import os
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from gba_hvd_tools import cli
-from gba_hvd_tools.doctor.checks import check_leftovers
+from gba_hvd_tools.doctor.checks import check_orphaned_memory
 
 from gba_hvd.shm import reaper, sweep
 from gba_hvd.shm.job_folder import job_folder
@@ -106,7 +105,7 @@ def test_a_dead_job_can_be_started_again_although_another_one_has_started(
     again.close()
 
 
-def test_clean_shows_first_and_removes_when_told(
+def test_clean_shows_first_and_removes_when_asked(
     tmp_path: Path, live: Callable[..., subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     dead, lives, watched = (job_folder(tmp_path, name) for name in ("dead", "lives", "watched"))
@@ -122,15 +121,15 @@ def test_clean_shows_first_and_removes_when_told(
     assert f"{dead}  memory of a dead job; would be removed" in shown
     assert f"{watched}  memory of a dead job; left alone: its keeper removes it after the grace period" in shown
     assert str(lives) not in shown and "somebody's" not in shown and "clean --yes" in shown
-    finding = check_leftovers(tmp_path)
+    finding = check_orphaned_memory(tmp_path)
     assert finding.status == "warning" and "gba-hvd-dead" in finding.found and "watched" not in finding.found
     assert dead.exists()
 
     assert cli.main(["clean", "--dir", str(tmp_path), "--yes", "--json"]) == 0
-    told = {Path(one["path"]).name: one["removed"] for one in json.loads(capsys.readouterr().out)["left"]}
-    assert told["gba-hvd-dead"] and not told["gba-hvd-watched"]
+    reported = {Path(one["path"]).name: one["removed"] for one in json.loads(capsys.readouterr().out)["left"]}
+    assert reported["gba-hvd-dead"] and not reported["gba-hvd-watched"]
     assert not dead.exists() and watched.exists() and lives.exists()
-    assert check_leftovers(tmp_path).status == "ok"
+    assert check_orphaned_memory(tmp_path).status == "ok"
 
 
 def test_a_server_that_lives_may_be_saving(tmp_path: Path, live: Callable[..., subprocess.Popen[str]]) -> None:
@@ -147,42 +146,31 @@ def test_a_server_that_lives_may_be_saving(tmp_path: Path, live: Callable[..., s
 
 
 SEMAPHORE = """
-import multiprocessing, sys
+import multiprocessing
 event = multiprocessing.get_context("spawn").Event()
-print("made", flush=True)
+print(event._flag._semlock.name, flush=True)
 input()
 """
-
-
-def semaphores_of(pid: int) -> set[Path]:
-    """Those that a process has mapped: by inode, as they were made under another name."""
-    inodes = {line.split()[4] for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/sem." in line}
-    found = set()
-    for path in sweep.SEMAPHORES.glob("sem.mp-*"):
-        with contextlib.suppress(FileNotFoundError):
-            if str(path.stat().st_ino) in inodes:
-                found.add(path)
-    return found
 
 
 def test_semaphores_of_a_killed_launcher_are_removed_and_those_in_use_are_not(tmp_path: Path) -> None:
     """As Horovod's launcher makes them. The process that cleans up behind it is killed, too."""
     event = multiprocessing.get_context("spawn").Event()
-    mine = semaphores_of(os.getpid())
+    mine = sweep.SEMAPHORES / f"sem.{event._flag._semlock.name[1:]}"  # type: ignore[attr-defined]
     other = subprocess.Popen([sys.executable, "-c", SEMAPHORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert other.stdout is not None and other.stdout.readline() == b"made\n"
-    made = semaphores_of(other.pid)
-    assert made and mine
+    assert other.stdout is not None
+    made = sweep.SEMAPHORES / f"sem.{other.stdout.readline().decode().strip()[1:]}"
+    assert made.exists() and mine.exists()
 
     def found() -> set[Path]:
         return {left.path for left in orphaned_memory(tmp_path)}
 
-    assert not found() & (made | mine), "their makers live"
+    assert not found() & {made, mine}, "their makers live"
     for pid in Path(f"/proc/{other.pid}/task/{other.pid}/children").read_text().split():
         os.kill(int(pid), signal.SIGKILL)
     other.kill()
     other.communicate(timeout=30)
-    assert until(lambda: made <= found()) and not found() & mine
+    assert until(lambda: made in found()) and mine not in found()
     assert cli.main(["clean", "--dir", str(tmp_path), "--yes"]) == 0
-    assert not any(path.exists() for path in made) and all(path.exists() for path in mine)
+    assert not made.exists() and mine.exists()
     assert not event.is_set()

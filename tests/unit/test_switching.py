@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 
 from gba_hvd.errors import BadInput
 from gba_hvd.mode_names import MODES, known_mode
-from gba_hvd.switching.policy import Decision, Options, Rates, RecentRates, Stance, decide, expected_drops, predicted
+from gba_hvd.switching.policy import (
+    Decision,
+    Options,
+    Rates,
+    RecentRates,
+    Stance,
+    decide,
+    expected_drops,
+    expected_old_values,
+    predicted,
+)
 
 EVEN = Rates((0.1, 0.1, 0.1, 0.1), (2, 2, 2, 2), n_micro=8, exchange_s=0.01, serve_s=0.004)
 STRAGGLER = replace(EVEN, seconds_per_micro=(0.1, 0.1, 0.6, 0.1))
@@ -89,6 +99,12 @@ def test_a_straggler_sends_the_job_to_gba_after_patience_and_the_sentence_has_th
     assert stance == Stance("gba", since_step=5, in_favour=0)
 
 
+def test_of_two_workers_the_sentence_compares_the_slower_with_the_faster() -> None:
+    two = Rates((0.1, 0.8), (4, 4), n_micro=8, exchange_s=0.01, serve_s=0.004)
+    decision, _ = decide(Stance("allreduce", 0), 9, two, Options(1.2, 1.05, patience=1, min_stay=0))
+    assert decision.reason.startswith("to gba: worker 1 takes 8.0x the time of worker 0, predicted ")
+
+
 def test_the_sentence_names_what_staleness_would_drop() -> None:
     decision, _ = decide(
         Stance("allreduce", 0), 9, replace(STRAGGLER, dropped_share=0.03), Options(1.2, 1.05, patience=1, min_stay=0)
@@ -116,7 +132,7 @@ def test_without_a_gain_the_job_stays_and_says_so() -> None:
     )
 
 
-def test_one_step_against_it_begins_the_patience_anew() -> None:
+def test_one_step_against_it_begins_the_patience_again() -> None:
     series = [STRAGGLER] * 4 + [EVEN] + [STRAGGLER] * 4
     decisions, stance = run(Stance("allreduce", 0), series, Options(1.2, 1.05, patience=5, min_stay=0))
     assert {d.mode for d in decisions} == {"allreduce"}
@@ -129,6 +145,27 @@ def test_a_mode_is_not_left_before_its_minimum_stay() -> None:
     )
     assert [d.mode for d in decisions] == ["allreduce"] * 19 + ["gba"]
     assert decisions[10].reason.endswith("but only 11 of 20 steps in allreduce")
+
+
+def test_gba_is_not_entered_before_the_warm_up_is_over_and_left_at_any_step() -> None:
+    options = Options(1.2, 1.05, patience=2, min_stay=0, warm_up_steps=30)
+    decisions, _ = run(Stance("allreduce", 0), [STRAGGLER] * 30, options)
+    assert [d.mode for d in decisions] == ["allreduce"] * 29 + ["gba"]
+    assert decisions[10].reason.endswith("but the warm-up takes 30 steps, this is 11")
+    decisions, _ = run(Stance("gba", 0), [EVEN] * 3, options)
+    assert decisions[-1].mode == "allreduce"
+
+
+@given(measured(), st.integers(0, 10))
+def test_old_values_are_a_share_and_a_larger_tolerance_admits_no_fewer(rates: Rates, tolerance: int) -> None:
+    drops = expected_old_values(rates, tolerance)
+    assert 0 <= expected_old_values(rates, tolerance + 1) <= drops <= 1 + 1e-9
+
+
+def test_the_share_of_old_values_follows_from_the_workers_cycles() -> None:
+    even = replace(EVEN, serve_s=0.0)  # 3 pushes of others meanwhile: 3 of 8 gradients see a step end
+    assert expected_old_values(even, 0) == pytest.approx(3 / 8)
+    assert expected_old_values(even, 1) == 0.0
 
 
 @pytest.mark.parametrize("mode", ["allreduce", "gba"])
@@ -183,6 +220,7 @@ def test_known_modes_are_known() -> None:
         ({"leave_gain": 0.0}, "leave_gain must be positive"),
         ({"patience": 0}, "patience must be at least 1"),
         ({"min_stay": -1}, "min_stay not negative"),
+        ({"warm_up_steps": -1}, "warm_up_steps must not be negative"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(change: dict[str, float], says: str) -> None:
@@ -223,11 +261,5 @@ def test_recent_rates_forget_workers_that_left_and_everything_after_a_switch() -
     recent = RecentRates()
     recent.add(0, 1.0)
     recent.add(1, 1.0)
-    recent.forget(1)
-    recent.forget(7)
-    assert recent.median(1) is None
-    assert recent.median(0) == 1.0
-    recent.clear()
-    assert recent.median(0) is None
     with pytest.raises(BadInput, match="at least 1"):
         RecentRates(0)

@@ -234,10 +234,10 @@ def test_an_unknown_table_is_named_with_those_there_are(make_tables: MakeTables,
 
 
 @pytest.mark.parametrize(
-    "ids", [torch.tensor([1.0]), torch.tensor([1], dtype=torch.int32), torch.tensor([[1]])], ids=str
+    "ids", [torch.tensor([1.0]), torch.tensor([1], dtype=torch.int16), torch.tensor([True])], ids=str
 )
-def test_ids_of_another_type_or_shape_are_refused(make_tables: MakeTables, ids: Tensor) -> None:
-    with pytest.raises(BadInput, match=r"table 'user': ids must be int64 \[n\], got torch"):
+def test_ids_of_another_type_are_refused(make_tables: MakeTables, ids: Tensor) -> None:
+    with pytest.raises(BadInput, match=r"table 'user': ids must be int64 or int32, got torch"):
         make_tables(SIZES)({"user": ids})
 
 
@@ -302,8 +302,8 @@ def test_tables_without_memory_say_how_to_get_it(tmp_path: Path) -> None:
 
 
 def test_an_unknown_pooling_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="table 'user': mode must be 'sum' or 'mean', got 'max'"):
-        EmbeddingTables(SIZES, gba_hvd.SGD(lr=0.1), mode="max", shard_dir=tmp_path)
+    with pytest.raises(BadInput, match="table 'user': mode must be 'sum', 'mean' or 'max', got 'min'"):
+        EmbeddingTables(SIZES, gba_hvd.SGD(lr=0.1), mode="min", shard_dir=tmp_path)
     settings: dict[str, Any] = {"mode": {"item": "median"}, "shard_dir": tmp_path}
     with pytest.raises(BadInput, match="table 'item'"):
         EmbeddingTables(SIZES, gba_hvd.SGD(lr=0.1), **settings)

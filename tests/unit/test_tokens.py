@@ -126,7 +126,7 @@ def test_a_worker_that_leaves_gives_its_leases_back_and_keeps_its_pushes() -> No
     assert job.of.leave(77) == []
 
 
-def test_outstanding_tells_what_a_worker_holds() -> None:
+def test_outstanding_reports_what_a_worker_holds() -> None:
     job = Asking(ledger())
     first, _, third = job.lease(0), job.lease(1), job.lease(0)
     assert job.of.outstanding(0) == [first, third]
@@ -228,7 +228,7 @@ def test_the_last_step_of_the_epoch_waits_for_every_micro_batch_and_may_be_short
     job.of.revoke(10)
     assert job.of.next_step() is None
     job.push(job.lease())
-    assert job.refusal() == "the last micro-batches of the epoch are under way"
+    assert job.refusal() == "the last micro-batches of the epoch are in flight"
     assert micros(job.step()) == [8, 9, 10]
     assert job.ask() == Finished()
     assert job.of.account == SampleAccount(total=42, applied=42)
@@ -257,6 +257,26 @@ def test_a_push_that_comes_three_steps_late(name: str, staleness: str, late: flo
     assert job.of.account == SampleAccount(total=64, applied=64 if late else 60, dropped=0 if late else 4)
     # The straggler's place in each step was taken by a micro-batch of the next: those are ahead, not stale.
     assert job.of.staleness_histogram == {0: 15, 3: 1}
+
+
+def test_weights_may_go_by_the_age_of_the_values_a_gradient_was_computed_with() -> None:
+    job = Asking(ledger(staleness="inverse", staleness_of="values", step=10))
+    leases = [job.lease() for _ in range(4)]
+    for lease, values_step in zip(leases, (10, 9, 7, -1), strict=True):  # -1: not known, so the token counts
+        assert job.of.accept(0, lease.micro, lease.serial, values_step=values_step) == "accepted"
+    job.of = Ledger.from_state(json.loads(json.dumps(job.of.state())))
+    plan = job.step()
+    assert weights(plan) == [1.0, 0.5, 0.25, 1.0]
+    assert [member.staleness for member in plan.members] == [0] * 4  # of the data: what is reported
+
+
+def test_with_tolerance_0_only_gradients_of_the_newest_values_count() -> None:
+    job = Asking(ledger(tolerance=0, staleness_of="values", step=10))
+    for values_step in (10, 9, 10, 10):
+        lease = job.lease()
+        job.of.accept(0, lease.micro, lease.serial, values_step=values_step)
+    assert weights(job.step()) == [1, 0, 1, 1]
+    assert job.of.account == SampleAccount(total=16, applied=12, dropped=4)
 
 
 def test_the_histogram_ends_in_a_key_for_all_that_is_staler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,7 +461,7 @@ def test_a_slow_worker_that_leaves_holds_nobody_up() -> None:
     assert job.lease(worker=0).micro == 0
 
 
-def test_a_newcomer_starts_where_the_slowest_is() -> None:
+def test_a_late_joiner_starts_where_the_slowest_is() -> None:
     job = Asking(ledger("hop_bs", slack=1))
     for worker in (0, 1):
         job.of.join(worker)
@@ -536,6 +556,8 @@ def test_an_epoch_that_ends_with_late_pushes_ends_in_a_step_that_drops_them() ->
         ({"lookahead": -1}, "lookahead must be a whole number, 0 or more, or None, got -1"),
         ({"slack": None}, "slack must be a whole number, 0 or more, got None"),
         ({"backups": True}, "backups must be a whole number, 0 or more, got True"),
+        ({"staleness_of": "rows"}, "staleness_of is 'token' or 'values', got 'rows'"),
+        ({"staleness_of": "values", "staleness": "none"}, "staleness_of='values' has no effect with staleness='none'"),
     ],
 )
 def test_bad_rules_are_refused(rules: dict[str, Any], says: str) -> None:

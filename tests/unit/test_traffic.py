@@ -5,7 +5,7 @@ from __future__ import annotations
 from gba_hvd.comm.traffic import words
 
 
-def test_bytes_are_told_with_units_by_mode_and_direction() -> None:
+def test_bytes_are_reported_with_units_by_mode_and_direction() -> None:
     n_bytes = {"sent_allreduce_header": 720, "sent_allreduce_dense": 614_660, "received_allreduce_rows": 0}
     both = {"sent_hop_bs_rows": 1_500_000, "received_hop_bs_rows": 1_500_000}
     assert words({**n_bytes, **both}) == (

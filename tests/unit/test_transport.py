@@ -27,7 +27,7 @@ Reaction = Callable[[int, Request], list[bytes] | Answer | None]
 
 
 class Stub:
-    """A server of one thread: answers each request as it is told to."""
+    """A server of one thread: answers each request as it is configured to."""
 
     def __init__(self, folder: Path, react: Reaction) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
@@ -133,7 +133,7 @@ def test_an_answer_of_another_version_ends_the_wait_and_not_the_thread(
     tmp_path: Path, stub: Callable[[Reaction], Stub]
 ) -> None:
     answers: dict[int, Any] = {1: [b"\xff\x00garbage"], 2: [b"\x94\x00\xa3\x80ob"], 3: Ok()}
-    # Once each: nobody can tell which request such an answer is to, so a second one would end the next wait.
+    # Once each: nobody can know which request such an answer is to, so a second one would end the next wait.
     client = a_client(tmp_path, stub(lambda number, request: answers.pop(number, None)))
     client.start()
     for _ in range(2):
@@ -162,7 +162,7 @@ def test_a_client_that_was_never_started_can_be_closed(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_what_kills_the_thread_is_told_to_all_requests(tmp_path: Path) -> None:
+def test_what_kills_the_thread_is_reported_to_all_requests(tmp_path: Path) -> None:
     client = a_client(tmp_path)
 
     def broken() -> HeartbeatMsg:

@@ -1,4 +1,4 @@
-"""What becomes of pushes on their way: the coordinator hears of each once, and each place is freed once."""
+"""What becomes of pushes on their way: each is reported to the coordinator once, and each place is freed once."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Coordinator:
 
     def __init__(self, answer: Any) -> None:
         self.answer = answer
-        self.told: list[PushDone] = []
+        self.reported: list[PushDone] = []
 
     def send(self, server: int, body: PushDone) -> Future[Reply]:
         assert server == 0
-        self.told.append(body)
+        self.reported.append(body)
         return answered(self.answer)
 
 
@@ -40,17 +40,17 @@ def answered(answer: Any) -> Future[Reply]:
     return future
 
 
-def push(under_way: PushWindow, answers: Sequence[Any]) -> None:
+def push(push_window: PushWindow, answers: Sequence[Any]) -> None:
     """One push, and the servers' answers to it in the order in which they come."""
-    assert under_way.acquire()
-    told = under_way.answers(len(answers), DONE)
+    assert push_window.acquire()
+    reported = push_window.answers(len(answers), DONE)
     for answer in answers:
-        answered(answer).add_done_callback(told)
+        answered(answer).add_done_callback(reported)
 
 
 def of(client: Any) -> tuple[PushWindow, list[JobPosition]]:
-    heard: list[JobPosition] = []
-    return PushWindow(client, 0.05, heard.append), heard
+    received: list[JobPosition] = []
+    return PushWindow(client, 0.05, received.append), received
 
 
 @pytest.mark.parametrize(
@@ -71,37 +71,37 @@ def of(client: Any) -> tuple[PushWindow, list[JobPosition]]:
 )
 def test_what_the_servers_answer(answers: list[Any], refused: str | None, failure: str | None) -> None:
     client = Coordinator(Ok())
-    under_way, _ = of(client)
-    push(under_way, answers)
+    push_window, _ = of(client)
+    push(push_window, answers)
     expected = [] if refused is None else [PushDone(1, 2, 3, 4, 0.5, 0.25, refused)]
-    assert client.told == expected
-    assert failure == (None if under_way.failure is None else str(under_way.failure))
-    assert under_way.drain()  # the place is free,
+    assert client.reported == expected
+    assert failure == (None if push_window.failure is None else str(push_window.failure))
+    assert push_window.drain()  # the place is free,
     with pytest.raises(ValueError, match="released too many times"):
-        under_way.release()  # and was freed once: no more than there are
+        push_window.release()  # and was freed once: no more than there are
 
 
-def test_what_the_coordinator_answers_is_heard() -> None:
+def test_what_the_coordinator_answers_is_received() -> None:
     position = JobPosition(step=9)
-    under_way, heard = of(Coordinator(Ok(position)))
-    push(under_way, [Ok()])
-    assert heard == [position] and under_way.failure is None
+    push_window, received = of(Coordinator(Ok(position)))
+    push(push_window, [Ok()])
+    assert received == [position] and push_window.failure is None
 
 
 @pytest.mark.parametrize(("answer", "words"), [(LOST, "did not answer"), (Refused("of another mode"), "of another")])
-def test_a_coordinator_that_does_not_take_the_report_is_told_later(answer: Any, words: str) -> None:
-    under_way, _ = of(Coordinator(answer))
-    push(under_way, [Ok()])
-    under_way.fail(GbaError("a later failure"))
-    assert words in str(under_way.failure)
-    assert under_way.drain()
+def test_a_coordinator_that_does_not_take_the_report_is_reported_later(answer: Any, words: str) -> None:
+    push_window, _ = of(Coordinator(answer))
+    push(push_window, [Ok()])
+    push_window.fail(GbaError("a later failure"))
+    assert words in str(push_window.failure)
+    assert push_window.drain()
 
 
 def test_a_push_waits_for_a_place_and_gives_up() -> None:
-    under_way, _ = of(Coordinator(Ok()))
+    push_window, _ = of(Coordinator(Ok()))
     for _ in range(MAX_IN_FLIGHT):
-        assert under_way.acquire()
-    assert not under_way.acquire()
-    under_way.release()
-    assert under_way.acquire()
-    assert not under_way.drain()
+        assert push_window.acquire()
+    assert not push_window.acquire()
+    push_window.release()
+    assert push_window.acquire()
+    assert not push_window.drain()

@@ -80,7 +80,7 @@ def test_any_number_of_workers_on_any_hosts_trains_the_same_model(
 @pytest.mark.parametrize(
     ("before", "after"),
     [("a", "aa"), ("a", "ab"), ("aa", "aabc"), ("ab", "baa"), ("a", "ba")],
-    ids=["a worker joins", "a host joins", "two hosts join", "ranks change", "the newcomer is rank 0"],
+    ids=["a worker joins", "a host joins", "two hosts join", "ranks change", "the late joiner is rank 0"],
 )
 def test_workers_that_join_in_the_middle_of_an_epoch_change_nothing(
     workers: Workers, on_host: Any, clicks: Any, before: str, after: str, at_step: int
@@ -167,7 +167,7 @@ def test_a_worker_that_missed_the_result_of_a_step_applies_what_it_holds(
         assert (job.state.step, job.state.samples.applied, job.state.samples.shard_steps_missed) == (8, 100, 0)
 
 
-def test_rows_that_leave_with_their_host_begin_anew_and_are_counted(
+def test_rows_that_leave_with_their_host_start_over_and_are_counted(
     workers: Workers, on_host: Any, clicks: Any
 ) -> None:
     jobs = [on_host("a"), on_host("b")]
@@ -186,7 +186,7 @@ def test_rows_that_leave_with_their_host_begin_anew_and_are_counted(
     assert jobs[0].state.step == 4
 
 
-def test_every_worker_hears_of_one_workers_bad_number(workers: Workers, on_host: Any, clicks: Any) -> None:
+def test_every_worker_learns_of_one_workers_bad_number(workers: Workers, on_host: Any, clicks: Any) -> None:
     jobs = [on_host("a"), on_host("a"), on_host("b")]
 
     def poison(job: Any) -> None:
@@ -227,14 +227,14 @@ def test_evaluating_different_data_is_noticed(workers: Workers, on_host: Any, cl
         assert "disagree about the samples to evaluate: by rank [50, 40]" in str(result)
 
 
-def test_a_newcomer_with_other_settings_does_not_end_the_job(workers: Workers, on_host: Any, clicks: Any) -> None:
+def test_a_late_joiner_with_other_settings_does_not_end_the_job(workers: Workers, on_host: Any, clicks: Any) -> None:
     old, new = on_host("a"), on_host("a", global_batch=32)
     workers.together([old], lambda job: train(job, clicks(50), 1))
     old.state.on_reset()
-    survivor, newcomer = workers.outcomes([old, new], lambda job: job.state.sync())
-    assert isinstance(newcomer, StateMismatch)
+    survivor, late_joiner = workers.outcomes([old, new], lambda job: job.state.sync())
+    assert isinstance(late_joiner, StateMismatch)
     assert not isinstance(survivor, StateMismatch)
-    assert "going on without them" in str(survivor)  # the error on which Horovod forms the world anew
+    assert "continuing without them" in str(survivor)  # the error on which Horovod forms the world again
     old.state.on_reset()
     workers.together([old], lambda job: train(job, clicks(50), 2))
     assert old.state.samples.applied == 100

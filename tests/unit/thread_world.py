@@ -63,7 +63,7 @@ class ThreadWorld:
         values.copy_(total)
 
 
-class Heard(gba_hvd.Callback):
+class EventLog(gba_hvd.Callback):
     def __init__(self) -> None:
         self.events: list[gba_hvd.Event] = []
 
@@ -78,7 +78,7 @@ class Workers:
     """`together(jobs, act)` runs `act(job)` for every worker of a world at once; worlds may change in between."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("HOROVOD_ELASTIC", "1")  # worlds form anew
+        monkeypatch.setenv("HOROVOD_ELASTIC", "1")  # worlds form again
         self._here = threading.local()
         monkeypatch.setattr(torch_state, "current_world", lambda: self._here.world)
 
@@ -114,7 +114,7 @@ class Workers:
 def miss_a_result(
     workers: Workers, jobs: list[Any], misses: int, step: int, train: Callable[[Any], Any]
 ) -> list[Exception]:
-    """All train; one worker does not hear that this step was decided, which the others apply. What they raised.
+    """All train; one worker does not learn that this step was decided, which the others apply. What they raised.
 
     Afterwards they may form a world again.
     """

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-import argparse
-from typing import TYPE_CHECKING
-
-from . import delay, import_time, launcher, model_averaging, quality, row_compression, server_start
+from . import (
+    cluster_load,
+    delay,
+    import_time,
+    launcher,
+    model_averaging,
+    quality,
+    reader,
+    row_compression,
+    server_start,
+)
 from .allreduce import command as allreduce
 from .checkpoint import command as checkpoint
 from .compression import command as compression
+from .days import command as days
+from .harness.measure import Subparsers
 from .membership import command as membership
 from .ps import command as ps
 from .recovery import command as recovery
 from .stragglers import command as gba
 from .switch import command as switch
 
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
-
 BENCHMARKS = (
-    allreduce, checkpoint, compression, delay, gba, import_time, launcher, membership, ps, quality, recovery,
-    row_compression, server_start, model_averaging, switch,
+    allreduce, checkpoint, cluster_load, compression, days, delay, gba, import_time, launcher, membership, ps, quality,
+    reader, recovery, row_compression, server_start, model_averaging, switch,
 )  # fmt: skip
 
 

@@ -18,19 +18,15 @@ from __future__ import annotations
 import argparse
 import logging
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import takewhile
-from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .harness import measure
-
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+from .harness.measure import Subparsers
 
 WORKERS = (4, 8, 16, 32, 64)
 RATES: dict[str, dict[str, tuple[float, ...]]] = {  # by optimizer, as `simulate training` calls them, and task
@@ -46,18 +42,18 @@ Losses = dict[tuple[str, int, float], list[float]]  # by rule, workers, learning
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser("delay", help="update rules under delay, simulated", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
+    parser = measure.add_benchmark(subparsers, "delay", "update rules under delay, simulated", __doc__, run)
     parser.add_argument("--workers", type=int, nargs="+", default=list(WORKERS), metavar="N")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
     parser.add_argument(
         "--optimizer", default="momentum", choices=tuple(RATES), help="momentum: SGD with (%(default)s)"
     )
+    parser.add_argument("--rules", nargs="+", metavar="RULE", help="default: all that go with the optimizer")
     parser.add_argument("--micro-batches", type=int, default=MICRO_BATCHES, help="of a run (%(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each (%(default)s)")
-    parser.set_defaults(run=run)
 
 
+@measure.benchmark
 def run(args: argparse.Namespace) -> int:
     import torch
 
@@ -68,11 +64,6 @@ def run(args: argparse.Namespace) -> int:
 
     if args.seeds < 1:
         raise BadInput(f"--seeds must be 1 or more, got {args.seeds}")
-    try:
-        measure.check_writable(args.out)
-    except measure.RunFailed as error:
-        print(f"gba-hvd: {error}", file=sys.stderr)
-        return 1
     torch.set_num_threads(1)
     logging.getLogger("gba_hvd.ps").setLevel(logging.CRITICAL)  # steps that are not finite are what is looked for
     of = Experiment(optimizer=args.optimizer).optimizer_spec()["groups"][0]
@@ -80,10 +71,11 @@ def run(args: argparse.Namespace) -> int:
         "mode": "async", "optimizer": args.optimizer, "optimizer_settings": {k: v for k, v in of.items() if k != "lr"},
         "micro_batches": args.micro_batches, "seeds": args.seeds, "holds_within": HOLDS_WITHIN,
     }  # fmt: skip
+    rules = rules_for(args.optimizer, args.rules)
     tasks: dict[str, Any] = {}
     for task in args.tasks:
-        losses, start = simulated(task, args.optimizer, args.workers, args.micro_batches, args.seeds)
-        found = summary(losses, rules_for(args.optimizer), args.workers, RATES[args.optimizer][task], start)
+        losses, start = simulated(task, args.optimizer, args.workers, args.micro_batches, args.seeds, rules)
+        found = summary(losses, rules, args.workers, RATES[args.optimizer][task], start)
         show(f"{task}, {args.optimizer}", found, args.workers)
         rows = [
             {"rule": rule, "workers": n, "lr": lr, "losses": by_seed, "loss": median(by_seed)}
@@ -96,14 +88,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def rules_for(optimizer: str) -> list[str]:
-    """The rules that go with it."""
+def rules_for(optimizer: str, asked: Sequence[str] | None = None) -> list[str]:
+    """The rules that go with it; or those that were asked for. Raises BadInput for one that does not."""
     from gba_hvd.errors import BadInput
     from gba_hvd.update_rules import RULES, check
 
     from ..simulated.experiment import Experiment
 
     spec, fit = Experiment(optimizer=optimizer).optimizer_spec(), []
+    for rule in asked or ():
+        check(rule, spec)
+    if asked:
+        return list(asked)
     for rule in RULES:
         with suppress(BadInput):
             check(rule, spec)
@@ -112,14 +108,14 @@ def rules_for(optimizer: str) -> list[str]:
 
 
 def simulated(
-    task: str, optimizer: str, workers: Sequence[int], micro_batches: int, seeds: int
+    task: str, optimizer: str, workers: Sequence[int], micro_batches: int, seeds: int, rules: Sequence[str]
 ) -> tuple[Losses, float]:
     """All final losses, also of one worker without a rule; and the loss at the start."""
     from ..simulated.experiment import MOMENTUM, Experiment, loss_at_start, run_grid
 
     losses: Losses = {}
     rates = RATES[optimizer][task]
-    for rule, n in [("none", 1), *((rule, n) for n in workers for rule in rules_for(optimizer))]:
+    for rule, n in [("none", 1), *((rule, n) for n in workers for rule in rules)]:
         is_discounted = rule == "delayed_nesterov" and optimizer == "momentum"
         own = [lr / (1 - MOMENTUM) if is_discounted else lr for lr in rates]
         settings = [

@@ -12,14 +12,10 @@ import argparse
 import json
 import subprocess
 import sys
-from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 from .harness import measure
-
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+from .harness.measure import Subparsers
 
 _ALL = "import torch; from gba_hvd import *"
 STATEMENTS = {
@@ -37,12 +33,12 @@ print(json.dumps([time.perf_counter() - wall, time.process_time() - cpu]))
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser("import-time", help="seconds that `import gba_hvd` takes", description=__doc__)
-    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    does = "seconds that `import gba_hvd` takes"
+    parser = measure.add_benchmark(subparsers, "import-time", does, __doc__, run, required=False)
     parser.add_argument("--runs", type=int, default=5)
-    parser.set_defaults(run=run)
 
 
+@measure.benchmark
 def run(args: argparse.Namespace) -> int:
     rows = [{name: seconds(statement) for name, statement in STATEMENTS.items()} for _ in range(args.runs)]
     result = {name: [round(median(row[name][i] for row in rows), 3) for i in (0, 1)] for name in STATEMENTS}

@@ -16,14 +16,10 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..launch.command_line import Asked, Here, plan
 from .harness import measure
-from .harness.measure import Row, Variant
-
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+from .harness.measure import Row, Subparsers, Variant
 
 _SCRIPTS = {"shell": "#!/bin/sh\necho localhost:1\n", "python": f"#!{sys.executable}\nprint('localhost:1')\n"}
 DISCOVERIES = ("hosts", *_SCRIPTS)
@@ -32,27 +28,20 @@ _SETTLE_S = 2.0  # from the start of the worker to the first window: the launche
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser(
-        "launcher", help="share of a core that the launcher of an idle elastic job takes", description=__doc__
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
-    parser.add_argument("--discoveries", nargs="+", choices=DISCOVERIES, default=list(DISCOVERIES), metavar="KIND")
+    does = "share of a core that the launcher of an idle elastic job takes"
+    parser = measure.add_benchmark(subparsers, "launcher", does, __doc__, run)
+    measure.add_chosen(parser, "--discoveries", DISCOVERIES, "KIND")
     parser.add_argument("--windows", type=int, default=5, help="windows of each kind of discovery; the median counts")
     parser.add_argument("--window-s", type=float, default=10.0, help="length of a window")
     parser.add_argument("--timeout", type=float, default=120, metavar="SECONDS", help="for a job to start")
-    parser.set_defaults(run=run)
 
 
+@measure.benchmark
 def run(args: argparse.Namespace) -> int:
-    try:
-        measure.check_writable(args.out)
-        about = measure.machine()
-        with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
-            variants = [variant(kind, Path(scratch)) for kind in args.discoveries]
-            rows = measure.interleave(variants, args.windows, partial(one_window, Path(scratch), args))
-    except measure.RunFailed as error:
-        print(f"gba-hvd: {error}", file=sys.stderr)
-        return 1
+    about = measure.machine()
+    with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
+        variants = [variant(kind, Path(scratch)) for kind in args.discoveries]
+        rows = measure.interleave(variants, args.windows, partial(one_window, Path(scratch), args))
     shares = {kind: share for (kind,), share in measure.medians(rows, ("discovery",), "core_share").items()}
     commands = {v.name: str(v) for v in variants}
     result = {"machine": about, "commands": commands, "window_s": args.window_s, "core_share": shares, "rows": rows}

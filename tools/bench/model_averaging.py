@@ -12,22 +12,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import quality
 from .harness import emulated_accelerators as emulated
 from .harness import measure
-from .harness.measure import Row, Variant
+from .harness.measure import Row, Subparsers, Variant
 from .stragglers import command as gba
-
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 ALGORITHMS = ("easgd", "ma", "bmuf")
 EVERY = (5, 30, 100)
@@ -52,31 +48,25 @@ COLUMNS = (
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser("shadow", help="replicas synchronised in the background", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="rows in it are kept")
+    does = "replicas synchronised in the background"
+    parser = measure.add_benchmark(subparsers, "shadow", does, __doc__, run, help="rows in it are kept")
     parser.add_argument("--service-ms", type=float, default=100.0, help="time of a micro-batch on the emulated device")
     parser.add_argument("--seconds", type=float, default=10.0, help="measured time of a run")
     parser.add_argument("--runs", type=int, default=1, help="launches of each contestant with each number of workers")
     parser.add_argument("--workers", type=int, nargs="+", default=list(WORKERS), metavar="N")
     parser.add_argument("--threads", type=int, nargs="+", default=[], metavar="N", help="more than 1, of each worker")
-    names: dict[str, Any] = {"nargs": "+", "metavar": "NAME", "choices": CONTESTANTS}
-    parser.add_argument("--contestants", default=list(CONTESTANTS), help=", ".join(CONTESTANTS), **names)
+    measure.add_chosen(parser, "--contestants", CONTESTANTS, "NAME", help=", ".join(CONTESTANTS))
     parser.add_argument("--quality", type=Path, metavar="FILE.json", help="a result of `gba-hvd bench quality`")
-    parser.set_defaults(run=run)
 
 
+@measure.benchmark
 def run(args: argparse.Namespace) -> int:
     failed: measure.RunFailed | None = None
-    try:
-        measure.check_writable(args.out)
-        check(args.workers, args.contestants, args.threads)
-        about = {"machine": measure.machine(), "settings": settings(args)}
-        before = earlier(args.out, about["settings"])
-        auc = auc_by_protocol(args.quality) if args.quality else before.auc
-        variants = {n: list(variants_of(args.contestants, n, args.threads)) for n in args.workers}
-    except measure.RunFailed as error:
-        print(f"gba-hvd: {error}", file=sys.stderr)
-        return 1
+    check(args.workers, args.contestants, args.threads)
+    about = {"machine": measure.machine(), "settings": settings(args)}
+    before = earlier(args.out, about["settings"])
+    auc = auc_by_protocol(args.quality) if args.quality else before.auc
+    variants = {n: list(variants_of(args.contestants, n, args.threads)) for n in args.workers}
     rows, commands = before.rows, before.commands
     commands |= {f"{v.name}, {n} workers": str(v) for n, some in variants.items() for v in some}
     waiting = missing(variants, args.runs, rows)
@@ -102,8 +92,8 @@ def run(args: argparse.Namespace) -> int:
     show(rows, headline(rows, auc))
     print(f"written to {args.out}")
     if failed:
-        print(f"gba-hvd: {failed}", file=sys.stderr)
-    return 1 if failed else 0
+        raise failed
+    return 0
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -200,16 +190,12 @@ def variant(name: str, workers: int, threads: int = 1) -> Variant:
     more = ("--settings", json.dumps(settings)) if settings else ()
     if threads > 1:
         name, more = f"{name}, {threads} threads", (*more, "--threads", str(threads))
-    return gba.horovodrun(name, workers, "stragglers.ours", "--mode", mode, *more)
+    return measure.horovodrun(name, workers, "bench.stragglers.ours", "--mode", mode, *more)
 
 
 def by_workers(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
     """Medians over the runs: workers -> contestant -> column."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    for column in COLUMNS:
-        for (workers, name), value in measure.medians(rows, ("workers", "mode"), column).items():
-            found.setdefault(str(workers), {}).setdefault(name, {})[column] = value
-    return found
+    return measure.by_groups(rows, "workers", "mode", COLUMNS)
 
 
 def throughput_vs_nosync(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
@@ -243,7 +229,8 @@ def auc_by_protocol(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for dataset, protocols in quality.headline(quality.rows_of(path)).items():
         for name, columns in protocols.items():
-            if name in CONTESTANTS or name in ("sync", "sync_each"):
+            known = name in CONTESTANTS or name in ("sync", "sync_each")
+            if known and columns["metric"] == "auc":  # a retrieval has recall
                 found.setdefault(name, {})[dataset] = {column: columns[column] for column in kept}
     return found
 

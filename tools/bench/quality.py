@@ -1,8 +1,18 @@
 """`gba-hvd bench quality`: what asynchronous training costs in AUC, with the same hyper-parameters in every mode.
 
-Each run is `examples/train_ctr.py` with three workers, whole epochs, and the switch (if any) in the middle. Where the
-mode is asynchronous one worker takes three times as long, so that gradients are stale. Rows already in the result file
-are kept and not run again, so a long measurement can be done in pieces.
+Of youtube_dnn, which retrieves, it is the recall@50 instead.
+
+Each run is `examples/train_ctr.py` with three workers (`--workers`), whole epochs, and the switch (if any) in the
+middle. Where the mode is asynchronous and there are several workers the last one takes three times as long, so that
+gradients are stale. Rows already in the result file are kept and not run again, so a long measurement can be done in
+pieces.
+
+`--rules` are update rules of the servers; protocols without late gradients run once, without a rule. `--sgd-lr` is SGD
+with momentum 0.9 for the dense part, which every rule goes with; several rates are a grid. `--threads` are those of
+each worker on its replica (Hogwild); protocols without replicas run once, with one thread.
+
+Delayed Nesterov discounts gradients by 1 - momentum: with SGD it gets as much more of a learning rate, as in
+`bench delay`.
 """
 
 from __future__ import annotations
@@ -17,19 +27,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .harness import measure
-from .harness.measure import Row, Variant
+from gba_hvd.embedding.row_gradients import ROW_AVERAGES
+from gba_hvd.errors import BadInput
+from gba_hvd.mode_names import REPLICA_MODES
 
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+from .harness import measure, resumable
+from .harness.measure import Row, Subparsers, Variant
 
-WORKERS = 3
-SLOW = {"kind": "slow", "worker": 2, "factor": 3.0}
+WORKERS = 3  # also of results from before rows had this entry
+SLOW = {"kind": "slow", "factor": 3.0}
+MOMENTUM = 0.9
 SEEDS = (2021, 2022, 2023)
+USUAL_AVERAGE = "global"  # also of results from before rows had this entry
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-KEY = ("dataset", "epochs", "micro_batch", "protocol", "seed")  # what distinguishes one row from another
+# What rows of before had no entry for, and what held then.
+USUAL_ENTRIES: dict[str, Any] = {
+    "row_average": USUAL_AVERAGE, "workers": WORKERS, "threads": 1, "rule": "none", "sgd_lr": None,
+}  # fmt: skip
+KEY = ("dataset", "epochs", "micro_batch", "protocol", "seed", *USUAL_ENTRIES)  # distinguishes one row from another
 
 
 @dataclass(frozen=True)
@@ -37,6 +54,7 @@ class DataSet:
     """One of the example configurations, and what is changed in it for every run alike.
 
     n_train: samples of an epoch
+    metric: of the summary, what is compared; higher is better
     """
 
     config: str
@@ -45,6 +63,7 @@ class DataSet:
     global_batch: int
     micro_batch: int
     needs_data: bool = False
+    metric: str = "auc"
 
     def steps(self, epochs: int) -> int:
         """Global steps of a run, counted in global batches."""
@@ -57,6 +76,12 @@ DATASETS = {
     "frappe": DataSet("frappe_deepfm", 16, 202_027, 4096, 512, needs_data=True),
     "synthetic": DataSet("synthetic", 3, 700_000, 2048, 256),
 }
+USUAL_DATASETS = list(DATASETS)
+DATASETS |= {
+    "din": DataSet("din", 2, 50_000, 1024, 128),
+    "dien": DataSet("dien", 3, 50_000, 1024, 128),
+    "youtube_dnn": DataSet("youtube_dnn", 3, 50_000, 1024, 128, metric="recall_at_50"),
+}
 
 
 @dataclass(frozen=True)
@@ -64,26 +89,41 @@ class Protocol:
     """The mode at the start and, from the middle of training on, another one. settings: others of `switching`.
 
     steps_alike: a global step is one micro-batch of each worker, as a local step of replicas is one micro-batch
+    at: global step of the change of mode; None: in the middle
     """
 
     mode: str
     then: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     steps_alike: bool = False
+    at: int | None = None
 
-    def overrides(self, half: int, micro_batch: int) -> list[str]:
+    @property
+    def has_delay(self) -> bool:
+        """Whether gradients of the dense part come late, so that a rule has an effect."""
+        return bool({self.mode, self.then} - {None, "allreduce", *REPLICA_MODES})
+
+    @property
+    def has_replicas(self) -> bool:
+        return self.mode in REPLICA_MODES
+
+    def overrides(self, half: int, micro_batch: int, workers: int = WORKERS) -> list[str]:
+        half = half if self.at is None else self.at
         switch = {half: self.then} if self.then else {}
         more = [f"switching.{name}={value}" for name, value in self.settings.items()]
         if self.steps_alike:
-            more.append(f"train.global_batch={WORKERS * micro_batch}")
+            more.append(f"train.global_batch={workers * micro_batch}")
         then = f"switching.switch_at={json.dumps(switch)}"
         return [f"switching.mode={self.mode}", then, "switching.wait_s=60", *more]
 
-    def faults(self, half: int) -> list[dict[str, Any]]:
+    def faults(self, half: int, workers: int = WORKERS) -> list[dict[str, Any]]:
         """A slow worker while the mode is asynchronous; in allreduce it would change nothing but the time."""
+        if workers == 1:
+            return []
+        slow, half = SLOW | {"worker": workers - 1}, half if self.at is None else self.at
         if self.mode == "allreduce":
-            return [SLOW | {"from_step": half}] if self.then else []
-        return [SLOW | {"to_step": half}] if self.then else [dict(SLOW)]
+            return [slow | {"from_step": half}] if self.then else []
+        return [slow | {"to_step": half}] if self.then else [slow]
 
 
 PROTOCOLS = {
@@ -111,21 +151,39 @@ PROTOCOLS |= {
 def protocol_of(name: str) -> Protocol:
     """By its name, with other settings of `switching` behind a colon: `shadow_ma:mixing=difference,elasticity=1`.
 
-    Raises argparse's error for another name.
+    `at` is the step of the change of mode: `sync_to_gba:at=100`. Raises argparse's error for another name.
     """
     known, _, more = name.partition(":")
+    if known == "days":
+        raise argparse.ArgumentTypeError("the protocol of days is a benchmark of its own: gba-hvd bench quality-days")
     if known not in PROTOCOLS or (more and not all("=" in one for one in more.split(","))):
         raise argparse.ArgumentTypeError(
             f"{name!r}: choose one of {', '.join(PROTOCOLS)}, or one with settings, as in shadow_bmuf:block_rate=1"
         )
     protocol = PROTOCOLS[known]
     settings = dict(one.split("=", 1) for one in more.split(",")) if more else {}
+    if (at := settings.pop("at", None)) is not None:
+        if not at.isdecimal() or int(at) < 1 or protocol.then is None:
+            changes = ", ".join(name for name, one in PROTOCOLS.items() if one.then)
+            raise argparse.ArgumentTypeError(f"{name!r}: at= is a step, 1 or more, of {changes}")
+        protocol = replace(protocol, at=int(at))
+    if "rule" in settings:
+        raise argparse.ArgumentTypeError(f"{name!r}: rules have an option of their own, --rules {settings['rule']}")
     return replace(protocol, settings={**protocol.settings, **settings})
 
 
 def _protocol_name(name: str) -> str:
     protocol_of(name)
     return name
+
+
+def _rule_name(name: str) -> str:
+    from gba_hvd.update_rules import known_rule
+
+    try:
+        return known_rule(name)
+    except BadInput as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -137,58 +195,88 @@ class Run:
     micro_batch: int
     protocol: str
     seed: int
+    row_average: str = USUAL_AVERAGE
+    workers: int = WORKERS
+    threads: int = 1
+    rule: str = "none"
+    sgd_lr: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.dataset}, micro-batches of {self.micro_batch}, {self.protocol}, seed {self.seed}"
+        row = {name: getattr(self, name) for name in KEY}
+        return f"{_title(row)}: {label(row)}, seed {self.seed}"
+
+    @property
+    def dense_overrides(self) -> list[str]:
+        """Of the optimizer of the dense part, where it is not the configuration's."""
+        if self.sgd_lr is None:
+            return []
+        lr = self.sgd_lr / (1 - MOMENTUM) if self.rule == "delayed_nesterov" else self.sgd_lr
+        return ["dense.optimizer=sgd", f"dense.momentum={MOMENTUM}", f"dense.lr={lr!r}"]
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser("quality", help="AUC of every mode, with the same settings", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="rows in it are kept")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="frappe: the folder of its files")
+    does = "AUC of every mode, with the same settings"
+    parser = measure.add_benchmark(subparsers, "quality", does, __doc__, run, help="rows in it are kept")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help="frappe: the folder of train.csv.gz, valid.csv.gz and test.csv.gz (BARS frappe_x1)",
+    )
     names: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
-    parser.add_argument("--datasets", default=list(DATASETS), choices=DATASETS, help=", ".join(DATASETS), **names)
+    of_datasets = f"{', '.join(DATASETS)} (default: {' '.join(USUAL_DATASETS)})"
+    parser.add_argument("--datasets", default=USUAL_DATASETS, choices=DATASETS, help=of_datasets, **names)
     parser.add_argument(
         "--protocols", default=USUAL, type=_protocol_name,
         help=", ".join(PROTOCOLS) + "; with other settings as in shadow_bmuf:block_rate=1", **names,
     )  # fmt: skip
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), metavar="N")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), metavar="N", help="(%(default)s)")
     parser.add_argument(
         "--epochs", type=int, help="instead of " + ", ".join(f"{d.epochs} ({n})" for n, d in DATASETS.items())
     )
     parser.add_argument("--micro-batch", type=int, metavar="N", help="samples; the global batch stays as it is")
+    parser.add_argument(
+        "--row-average", nargs="+", default=[USUAL_AVERAGE], choices=ROW_AVERAGES, metavar="HOW",
+        help=", ".join(ROW_AVERAGES) + " (%(default)s)",
+    )  # fmt: skip
+    number: dict[str, Any] = {"type": int, "nargs": "+", "metavar": "N"}
+    parser.add_argument("--workers", default=[WORKERS], help="(%(default)s)", **number)
+    parser.add_argument("--threads", default=[1], help="of each worker, for protocols with replicas", **number)
+    parser.add_argument(
+        "--rules", default=["none"], type=_rule_name, help="see docs/DELAY.md; for protocols with delay", **names
+    )
+    parser.add_argument(
+        "--sgd-lr", type=float, nargs="+", default=[None], metavar="LR",
+        help=f"learning rates of SGD with momentum {MOMENTUM} for the dense part, in place of the configuration's Adam",
+    )  # fmt: skip
     parser.add_argument("--limit-minutes", type=float, default=math.inf, help="start no further run after so long")
-    parser.add_argument("--timeout", type=float, default=900.0, metavar="SECONDS", help="for one run")
-    parser.set_defaults(run=run)
+    parser.add_argument("--timeout", type=float, default=900.0, metavar="SECONDS", help="for one run (%(default)s)")
 
 
+@measure.benchmark
 def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
-    try:
-        check(args)
-        about = measure.machine()
-        rows = rows_of(args.out)
-    except measure.RunFailed as error:
-        print(f"gba-hvd: {error}", file=sys.stderr)
-        return 1
+    check(args)
+    about = measure.machine()
+    rows = rows_of(args.out)
     failures: dict[str, str] = {}
-    waiting = missing(planned(args.datasets, args.protocols, args.seeds, args.epochs, args.micro_batch), rows)
+    axes = args.row_average, args.workers, args.threads, args.rules, args.sgd_lr
+    jobs = planned(args.datasets, args.protocols, args.seeds, args.epochs, args.micro_batch, *axes)
+    waiting = resumable.missing(jobs, rows, KEY)
     print(f"{len(rows)} rows in {args.out}, {len(waiting)} runs to do", flush=True)
-    for number, job in enumerate(waiting):
-        if time.monotonic() - started > 60 * args.limit_minutes:
-            print(f"no time left for {len(waiting) - number} runs; the same command goes on with them")
-            break
-        try:
-            row = train(job, args.data, args.timeout)
-        except measure.RunFailed as error:
-            failures[str(job)] = str(error)
-            print(f"gba-hvd: {job}: {error}", file=sys.stderr, flush=True)
-        else:
-            rows.append(row)
-            auc = "undefined" if row["auc"] is None else f"{row['auc']:.5f}"
-            print(f"{job}: AUC {auc} in {row['seconds']:.0f} s", flush=True)
+
+    def train_one(job: Run) -> None:
+        row = train(job, args.data, args.timeout)
+        rows.append(row)
+        metric = metric_of(row)
+        value = "undefined" if row[metric] is None else f"{row[metric]:.5f}"
+        print(f"{job}: {title_of(metric)} {value} in {row['seconds']:.0f} s", flush=True)
+
+    def write_all() -> None:
         write(args.out, about, rows, failures)
-    write(args.out, about, rows, failures)
+
+    resumable.run_each(waiting, train_one, write_all, failures, until=started + 60 * args.limit_minutes)
+    write_all()
     show(rows)
     print(f"written to {args.out}")
     return 1 if failures else 0
@@ -202,6 +290,18 @@ def check(args: argparse.Namespace) -> None:
     for name in ("epochs", "micro_batch"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise measure.RunFailed(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    for name in ("workers", "threads", "sgd_lr"):
+        if bad := [value for value in getattr(args, name) if value is not None and not value > 0]:
+            raise measure.RunFailed(f"--{name.replace('_', '-')} must be above 0, got {bad[0]}")
+    protocols = [protocol_of(name) for name in args.protocols]
+    if args.rules != ["none"] and not any(protocol.has_delay for protocol in protocols):
+        raise measure.RunFailed(f"--rules: no gradient is late with {' '.join(args.protocols)}; take async, or gba")
+    if args.threads != [1] and not any(protocol.has_replicas for protocol in protocols):
+        raise measure.RunFailed(
+            f"--threads: none of {' '.join(args.protocols)} has replicas; take shadow_easgd, or ma_5"
+        )
+    if "delayed_nesterov" in args.rules and any(protocol.has_delay and protocol.then for protocol in protocols):
+        raise measure.RunFailed("delayed_nesterov has a learning rate of its own, which allreduce would use, too")
     for name in args.datasets:
         if DATASETS[name].needs_data and (args.data is None or not args.data.exists()):
             raise measure.RunFailed(
@@ -215,32 +315,34 @@ def planned(
     seeds: Sequence[int],
     epochs: int | None,
     micro_batch: int | None = None,
+    row_averages: Sequence[str] = (USUAL_AVERAGE,),
+    workers: Sequence[int] = (WORKERS,),
+    threads: Sequence[int] = (1,),
+    rules: Sequence[str] = ("none",),
+    sgd_lrs: Sequence[float | None] = (None,),
 ) -> list[Run]:
-    """Seed by seed, so that what is there when time is over can be compared."""
-    return [
-        Run(dataset, epochs or of.epochs, micro_batch or of.micro_batch, protocol, seed)
+    """Seed by seed, so that what is there when time is over can be compared. What has no effect on a protocol is left
+    out of it."""
+    runs = [
+        Run(
+            dataset, epochs or of.epochs, micro_batch or of.micro_batch, name, seed, row_average, n,
+            n_threads if protocol_of(name).has_replicas else 1, rule if protocol_of(name).has_delay else "none", sgd_lr,
+        )
         for seed in seeds
         for dataset, of in ((name, DATASETS[name]) for name in datasets)
-        for protocol in protocols
-    ]
-
-
-def missing(runs: Sequence[Run], rows: Sequence[Row]) -> list[Run]:
-    """Those that have no row yet."""
-    done = {tuple(row[name] for name in KEY) for row in rows}
-    return [run for run in runs if tuple(getattr(run, name) for name in KEY) not in done]
+        for n in workers
+        for sgd_lr in sgd_lrs
+        for name in protocols
+        for n_threads in threads
+        for rule in rules
+        for row_average in row_averages
+    ]  # fmt: skip
+    return list(dict.fromkeys(runs))
 
 
 def rows_of(path: Path) -> list[Row]:
     """What earlier invocations measured. Raises RunFailed when the file is something else."""
-    if not path.exists():
-        return []
-    try:
-        rows: list[Row] = json.loads(path.read_text())["rows"]
-        for row in rows:
-            _ = [row[name] for name in KEY]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise measure.RunFailed(f"{path} is no result of this benchmark: give --out another name") from error
+    rows: list[Row] = resumable.earlier(path, KEY, usual=USUAL_ENTRIES)["rows"]
     return rows
 
 
@@ -250,18 +352,27 @@ def train(job: Run, data: Path | None, timeout_s: float) -> Row:
     protocol, half = protocol_of(job.protocol), of.steps(job.epochs) // 2
     with tempfile.TemporaryDirectory(prefix="gba-hvd-quality-") as scratch:
         faults = Path(scratch) / "faults.json"
-        faults.write_text(json.dumps({"faults": protocol.faults(half)}))
+        faults.write_text(json.dumps({"faults": protocol.faults(half, job.workers)}))
         arguments = ["--out", scratch, "--seed", str(job.seed), "--faults", str(faults)]
         if of.needs_data:
             arguments += ["--data", str(data)]
         arguments += [f"train.epochs={job.epochs}", f"train.micro_batch={job.micro_batch}"]
-        arguments += ["train.early_stop=0", "mlflow=false"]
-        arguments += protocol.overrides(half, job.micro_batch)
-        started = time.monotonic()
-        measure.launch(variant(of), arguments, log=Path(scratch) / "log", timeout_s=timeout_s)
+        arguments += [f"train.row_average={job.row_average}", "train.early_stop=0", "mlflow=false"]
+        arguments += [*protocol.overrides(half, job.micro_batch, job.workers), *job.dense_overrides]
+        arguments += [f"train.threads={job.threads}"] if job.threads > 1 else []
+        if protocol.settings.get("staleness") != "gap_aware":  # that is a rule itself
+            arguments += [f"switching.rule={job.rule}"]  # also "none": the default of gba is another
+        started, file = time.monotonic(), Path(scratch) / "summary.json"
+        try:
+            measure.launch(variant(of, job.workers), arguments, log=Path(scratch) / "log", timeout_s=timeout_s)
+        except measure.RunFailed:
+            summary = json.loads(file.read_text()) if file.exists() else {}
+            if not diverged(summary):
+                raise
+            return row_of(job, summary, time.monotonic() - started) | {of.metric: None, f"{of.metric}_last": None}
         seconds = time.monotonic() - started
         try:
-            summary = json.loads((Path(scratch) / "summary.json").read_text())
+            summary = json.loads(file.read_text())
         except FileNotFoundError as error:
             raise measure.RunFailed("ended without a summary") from error
     if summary["status"] != "FINISHED":
@@ -273,8 +384,13 @@ def train(job: Run, data: Path | None, timeout_s: float) -> Row:
     return row
 
 
-def variant(of: DataSet) -> Variant:
-    launcher = (measure.console_script("horovodrun"), "-np", str(WORKERS), "--network-interface", "lo")
+def diverged(summary: Mapping[str, Any]) -> bool:
+    """Whether a job that failed did so because gradients or values were not finite, after its first epoch began."""
+    return "not finite" in (summary.get("error") or "") and "samples_total" in summary
+
+
+def variant(of: DataSet, workers: int = WORKERS) -> Variant:
+    launcher = (measure.console_script("horovodrun"), "-np", str(workers), "--network-interface", "lo")
     script = (
         sys.executable,
         str(EXAMPLES / "train_ctr.py"),
@@ -286,21 +402,23 @@ def variant(of: DataSet) -> Variant:
 
 def row_of(job: Run, summary: Mapping[str, Any], seconds: float) -> Row:
     """What is kept of a run."""
+    metric = DATASETS[job.dataset].metric
     kept = (
-        "auc",
-        "auc_last",
-        "logloss",
-        "valid_auc",
+        metric,
+        f"{metric}_last",
+        *(["logloss"] if metric == "auc" else []),
+        f"valid_{metric}",
         "best_epoch",
-        "auc_bayes",
+        f"{metric}_bayes",
         "steps",
         "refused",
         "reissued",
         "switches",
     )
-    total, dropped = summary["samples_total"], summary["samples_dropped"]
+    total, dropped, age = summary["samples_total"], summary["samples_dropped"], summary.get("dense_age") or {}
     return {
         **{name: getattr(job, name) for name in KEY},
+        "metric": metric,
         **{name: summary.get(name) for name in kept},
         "samples_total": total,
         "samples_dropped": dropped,
@@ -308,27 +426,34 @@ def row_of(job: Run, summary: Mapping[str, Any], seconds: float) -> Row:
         "staleness_mean": summary["staleness"]["mean"],
         "staleness_max": summary["staleness"]["max"],
         "staleness": summary["staleness"]["histogram"],
+        "dense_age_mean": age.get("mean"),
+        "dense_age": age.get("histogram"),
+        f"valid_{metric}_by_epoch": [epoch.get(f"valid_{metric}") for epoch in summary.get("by_epoch", [])],
+        "samples_per_s": total / summary["seconds"] if summary.get("seconds") else None,
         "seconds": round(seconds, 1),
     }
 
 
 def headline(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, Any]]]:
-    """dataset (with its epochs) -> protocol -> means over the seeds.
+    """dataset (with its epochs, workers and so on) -> protocol (with its rule and threads) -> means over the seeds.
 
-    `auc` is that of the epoch with the best validation AUC, `auc_last` that after the last epoch; `vs_sync` is of the
-    seeds that both have. A run whose AUC was never defined (it diverged) counts in `diverged` and in no mean.
+    `elp`: example-level parallelism, samples that are computed on at once; micro-batch x threads x workers.
+    `samples_per_s`: of the training with its evaluations, on this machine. `auc` is that of the epoch with the best
+    validation AUC, `auc_last` that after the last epoch; `vs_sync` is of the seeds that both have. A run whose AUC was
+    never defined (it diverged) counts in `diverged` and in no mean. Rows of a retrieval have `recall_at_50` instead.
     """
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for name, protocol, some in _groups(rows):
         sync = [row for row in rows if _title(row) == name and row["protocol"] == "sync"]
-        stale = [row["staleness_mean"] for row in some if row["staleness_mean"] is not None]
         found.setdefault(name, {})[protocol] = {
+            "elp": some[0]["micro_batch"] * some[0].get("threads", 1) * some[0].get("workers", WORKERS),
             "seeds": len(some),
-            "diverged": sum(row["auc"] is None for row in some),
-            **_against(sync, some, "auc", ""),
-            **_against(sync, some, "auc_last", "_last"),
+            "metric": metric_of(some[0]),
+            "diverged": sum(row[metric_of(row)] is None for row in some),
+            **_against(sync, some, ""),
+            **_against(sync, some, "_last"),
             "dropped_share": mean(row["dropped_share"] for row in some),
-            "staleness_mean": mean(stale) if stale else None,
+            **{name: _mean_of(some, name) for name in ("staleness_mean", "dense_age_mean", "samples_per_s")},
             "staleness_max": max(
                 (row["staleness_max"] for row in some if row["staleness_max"] is not None), default=None
             ),
@@ -336,52 +461,93 @@ def headline(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, Any]]]:
     return found
 
 
-def _against(sync: Sequence[Row], some: Sequence[Row], column: str, suffix: str) -> dict[str, Any]:
-    """Mean AUC of some runs, and its distance from synchronous training of the same seeds."""
+def metric_of(row: Row) -> str:
+    """What is compared: "auc", also of rows from before they said it, or "recall_at_50"."""
+    return str(row.get("metric", "auc"))
+
+
+def title_of(metric: str) -> str:
+    """As a person reads it."""
+    return "AUC" if metric == "auc" else metric.replace("_at_", "@")
+
+
+def _against(sync: Sequence[Row], some: Sequence[Row], suffix: str) -> dict[str, Any]:
+    """Mean AUC (or recall) of some runs, and its distance from synchronous training of the same seeds."""
+    metric = metric_of(some[0])
+    column = f"{metric}{suffix}"
     good = {row["seed"]: row[column] for row in some if row.get(column) is not None}
     theirs = {row["seed"]: row[column] for row in sync if row.get(column) is not None}
     differences = [auc - theirs[seed] for seed, auc in good.items() if seed in theirs]
     return {
-        f"auc{suffix}": mean(good.values()) if good else None,
-        f"auc{suffix}_std": stdev(good.values()) if len(good) > 1 else None,
+        column: mean(good.values()) if good else None,
+        f"{column}_std": stdev(good.values()) if len(good) > 1 else None,
         f"vs_sync{suffix}": mean(differences) if differences else None,
         f"vs_sync{suffix}_worst": min(differences) if differences else None,
     }
 
 
+def _mean_of(rows: Sequence[Row], column: str) -> float | None:
+    known = [row[column] for row in rows if row.get(column) is not None]
+    return mean(known) if known else None
+
+
 def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Row]]]:
     """The rows of each dataset and protocol, protocols in the order of `PROTOCOLS`, then those with other settings."""
     for name in dict.fromkeys(_title(row) for row in rows):
-        for protocol in dict.fromkeys([*PROTOCOLS, *(row["protocol"] for row in rows)]):
-            some = [row for row in rows if _title(row) == name and row["protocol"] == protocol]
+        for protocol in dict.fromkeys([*PROTOCOLS, *map(label, rows)]):
+            some = [row for row in rows if _title(row) == name and label(row) == protocol]
             if some:
                 yield name, protocol, some
 
 
-def _title(row: Row) -> str:
-    return f"{row['dataset']}, {row['epochs']} epochs, micro-batches of {row['micro_batch']}"
+def _title(row: Row, workers: bool = True) -> str:
+    """What runs have in common that are compared."""
+    how, lr = row.get("row_average", USUAL_AVERAGE), row.get("sgd_lr")
+    rows = "" if how == USUAL_AVERAGE else f", row_average {how}"
+    dense = "" if lr is None else f", dense SGD with momentum {MOMENTUM} and learning rate {lr:g}"
+    n = row.get("workers", WORKERS)
+    people = f", {n} worker{'s' * (n != 1)}" if workers else ""
+    return f"{row['dataset']}, {row['epochs']} epochs, micro-batches of {row['micro_batch']}{rows}{dense}{people}"
+
+
+def label(row: Row) -> str:
+    """What is compared: the protocol, with its rule and its threads where these are not the usual ones."""
+    protocol, rule, threads = str(row["protocol"]), str(row.get("rule", "none")), int(row.get("threads", 1))
+    return protocol + f", {rule}" * (rule != "none") + f", {threads} threads" * (threads > 1)
 
 
 def write(path: Path, about: Mapping[str, Any], rows: Sequence[Row], failures: Mapping[str, str]) -> None:
     settings = {
-        "workers": WORKERS,
-        "slow_worker": SLOW,
-        "command": {name: str(variant(of)) for name, of in DATASETS.items()},
+        "slow_worker": SLOW | {"worker": "the last of several"},
+        "command": {
+            f"{name}, {n} workers": str(variant(of, n))
+            for name, of in DATASETS.items()
+            for n in sorted({WORKERS, *(row["workers"] for row in rows)})
+        },
     }
     found = {"machine": about, "settings": settings, "headline": headline(rows), "failures": failures}
     measure.write_whole(path, {**found, "rows": list(rows)})
 
 
 def show(rows: Sequence[Row]) -> None:
+    for metric in dict.fromkeys(map(metric_of, rows)):
+        show_metric(metric, [row for row in rows if metric_of(row) == metric])
+    show_parallelism(rows)
+    for line in [*best_rules(rows), *best_rates(rows)]:
+        print(line)
+
+
+def show_metric(metric: str, rows: Sequence[Row]) -> None:
     columns: dict[str, tuple[str, Callable[[Any], str]]] = {
-        "AUC": ("auc", "{:.5f}".format),
+        title_of(metric): (metric, "{:.5f}".format),
         "vs sync": ("vs_sync", "{:+.5f}".format),
         "worst": ("vs_sync_worst", "{:+.5f}".format),
-        "last": ("auc_last", "{:.5f}".format),
+        "last": (f"{metric}_last", "{:.5f}".format),
         "vs sync, last": ("vs_sync_last", "{:+.5f}".format),
         "dropped": ("dropped_share", "{:.2%}".format),
         "stale": ("staleness_mean", "{:.2f}".format),
         "most": ("staleness_max", str),
+        "age": ("dense_age_mean", "{:.2f}".format),
     }
     for name, protocols in headline(rows).items():
         table = []
@@ -389,4 +555,56 @@ def show(rows: Sequence[Row]) -> None:
             seeds = str(found["seeds"]) + (f", {found['diverged']} diverged" if found["diverged"] else "")
             values = ("-" if found[key] is None else how(found[key]) for key, how in columns.values())
             table.append((protocol, seeds, *values))
-        measure.print_table(f"test AUC on {name}, {WORKERS} workers", ("protocol", "seeds", *columns), table)
+        measure.print_table(f"test {title_of(metric)} on {name}", ("protocol", "seeds", *columns), table)
+
+
+def show_parallelism(rows: Sequence[Row]) -> None:
+    """AUC and speed against example-level parallelism, of protocols with replicas."""
+    tables: dict[str, list[tuple[int, tuple[str, ...]]]] = {}
+    for _, protocol, some in _groups([row for row in rows if protocol_of(row["protocol"]).has_replicas]):
+        (one,), found = some[:1], next(iter(headline(some).values()))[protocol]
+        metric = metric_of(one)
+        cells = [(metric, ".5f"), (f"{metric}_last", ".5f"), ("samples_per_s", ",.0f")]
+        values = ("-" if found[key] is None else format(found[key], how) for key, how in cells)
+        line = one["protocol"], *map(str, (one["workers"], one["threads"], found["elp"], found["seeds"])), *values
+        tables.setdefault(_title(one, workers=False), []).append((found["elp"], line))
+    columns = ("protocol", "workers", "threads", "ELP", "seeds", "AUC or recall", "last", "samples/s")
+    for title, lines in tables.items():
+        table = [line for _, line in sorted(lines)]
+        measure.print_table(f"replicas by example-level parallelism, {title}", columns, table)
+
+
+def best_rules(rows: Sequence[Row]) -> Iterator[str]:
+    """Which rule has the best mean AUC after the last epoch, where several were tried, over the seeds all have."""
+    found: dict[tuple[str, str], dict[str, dict[int, float | None]]] = {}
+    for row in rows:
+        of = found.setdefault((f"{_title(row)}, {row['protocol']}", title_of(metric_of(row))), {})
+        of.setdefault(row.get("rule", "none"), {})[row["seed"]] = row.get(f"{metric_of(row)}_last")
+    yield from _best(found, "rule")
+
+
+def best_rates(rows: Sequence[Row]) -> Iterator[str]:
+    """Which learning rate of a grid has the best mean AUC after the last epoch, over the seeds all have."""
+    found: dict[tuple[str, str], dict[str, dict[int, float | None]]] = {}
+    for row in rows:
+        if row.get("sgd_lr") is not None:
+            alike = f"{_title({**row, 'sgd_lr': None})}, {label(row)}"
+            of = found.setdefault((alike, title_of(metric_of(row))), {})
+            of.setdefault(f"{row['sgd_lr']:g}", {})[row["seed"]] = row.get(f"{metric_of(row)}_last")
+    yield from _best(found, "learning rate of SGD")
+
+
+def _best(found: Mapping[tuple[str, str], Mapping[str, Mapping[int, float | None]]], what: str) -> Iterator[str]:
+    """found: what is alike, and AUC or recall -> candidate -> seed -> its value; None, it diverged: no mean."""
+    for (of, title), candidates in found.items():
+        seeds = set.intersection(*map(set, candidates.values()))
+        means: dict[str, float] = {}
+        for name, by_seed in candidates.items():
+            here = [auc for seed in seeds if (auc := by_seed[seed]) is not None]
+            if seeds and len(here) == len(seeds):
+                means[name] = mean(here)
+        if len(candidates) > 1 and seeds:
+            listed = [f"{name} {means[name]:.5f}" for name in sorted(means, key=lambda name: -means[name])]
+            listed += [f"{name} diverged" for name in candidates if name not in means]
+            n = f"{len(seeds)} seed{'s' * (len(seeds) != 1)}"
+            yield f"{of}: best {what}, {title} after the last epoch, {n}: {', '.join(listed)}"

@@ -20,30 +20,22 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from .harness import measure
+from .harness.measure import Subparsers
 
 if TYPE_CHECKING:
     from gba_hvd.ps.worker.host_server import HostServer
-
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 TIMEOUT_S, _LOOK_S = 120.0, 0.01
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser(
-        "server-start", help="seconds a companion server takes to start", description=__doc__
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
+    does = "seconds a companion server takes to start"
+    parser = measure.add_benchmark(subparsers, "server-start", does, __doc__, run)
     parser.add_argument("--runs", type=int, default=5)
-    parser.set_defaults(run=run)
 
 
+@measure.benchmark
 def run(args: argparse.Namespace) -> int:
-    try:
-        measure.check_writable(args.out)
-    except measure.RunFailed as error:
-        print(f"gba-hvd: {error}", file=sys.stderr)
-        return 1
     rows = [one_start() for _ in range(args.runs)]
     result = {name: round(median(row[name] for row in rows), 2) for name in rows[0]}
     args.out.write_text(json.dumps({"about": measure.machine(), "median": result, "runs": rows}, indent=1))

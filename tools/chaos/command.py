@@ -23,15 +23,22 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     run.add_argument("--out", type=Path, default=Path(_OUT), metavar="DIR", help=f"default {_OUT}")
     run.add_argument("--keep", action="store_true", help="keep the jobs' folders; those of failures are kept anyway")
     run.add_argument("--mode", default="", choices=("gba", "shadow"), help="asynchronous mode instead of the drawn one")
+    _add_rule(run)
     run.set_defaults(run=_run)
     show = commands.add_parser("show", help="the schedule of a seed; nothing runs")
     show.add_argument("seed", type=int)
     show.add_argument("--json", action="store_true", help="only what `run --plan` reads")
     show.add_argument("--mode", default="", choices=("gba", "shadow"))
+    _add_rule(show)
     show.set_defaults(run=_show)
     summary = commands.add_parser("summary", help="a table of faults by kind, from the results in DIR")
     summary.add_argument("out", type=Path, metavar="DIR")
     summary.set_defaults(run=_summary)
+
+
+def _add_rule(parser: argparse.ArgumentParser) -> None:
+    rules = ("none", "look_ahead", "gap_aware", "dana_zero", "dana_slim")
+    parser.add_argument("--rule", default="", choices=rules, help="update rule instead of the drawn one")
 
 
 def seeds(text: str) -> range:
@@ -47,14 +54,19 @@ def seeds(text: str) -> range:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from gba_hvd.errors import BadInput
+
     from .plan import Plan, plan_of
     from .run import run_plans
 
     began = time.monotonic()
     if args.plan is not None:
+        if args.mode or args.rule:
+            raise BadInput(f"--mode and --rule choose among drawn schedules, {args.plan} has its own: leave them out")
         chosen = {args.plan.stem: Plan.load(args.plan)}
     else:
-        chosen = {f"{s:05d}": plan_of(s, args.mode) for s in (args.seeds if args.seed is None else [args.seed])}
+        numbers = args.seeds if args.seed is None else [args.seed]
+        chosen = {f"{seed:05d}": plan_of(seed, args.mode, args.rule) for seed in numbers}
     n_failed = run_plans(chosen, args.out, args.keep, again=args.seeds is None)
     print(f"{len(chosen)} schedules, {n_failed} failed, {time.monotonic() - began:.0f} s; results in {args.out}")
     return 1 if n_failed else 0
@@ -63,7 +75,7 @@ def _run(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace) -> int:
     from .plan import KINDS, plan_of
 
-    plan = plan_of(args.seed, args.mode)
+    plan = plan_of(args.seed, args.mode, args.rule)
     print(json.dumps(plan.as_json(), indent=2))
     for kind in () if args.json else dict.fromkeys(plan.kinds):
         print(f"# {kind}: {KINDS[kind]}")

@@ -90,7 +90,7 @@ def _standstills(record: Record) -> Iterator[Standstill]:
         yield Standstill(ended - begun, step, said)
 
 
-def judge(record: Record, may_fail: bool = False) -> list[str]:
+def violations(record: Record, may_fail: bool = False) -> list[str]:
     """What does not hold, a sentence each; empty: all does.
 
     may_fail: the faults may end the job; then it must say why, and leave nothing.

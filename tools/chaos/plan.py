@@ -6,12 +6,13 @@ Faults of `gba_hvd.faults` happen in the workers (`inside`), all others come fro
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from gba_hvd.embedding.row_gradients import ROW_AVERAGES
 from gba_hvd.errors import BadInput
 from gba_hvd.faults import FaultSchedule
 
@@ -31,7 +32,7 @@ INSIDE = {
 }
 LASTING = {"slow": "a worker's micro-batches take several times as long"}
 OUTSIDE = {
-    "stop_server_in_switch": "SIGSTOP to a server while a change of mode is under way",
+    "stop_server_in_switch": "SIGSTOP to a server while a change of mode is in flight",
     "host_leaves": "the launcher's list of hosts lacks one for some steps",
     "remove_file": "a file of the job's folder is gone",
     "truncate_file": "a file of the job's folder is cut to half",
@@ -51,6 +52,15 @@ OUTSIDE = {
     "neighbour": "other processes leave each of the job's a tenth of a core, in bursts",
 }
 KINDS = {**INSIDE, **LASTING, **OUTSIDE}
+# rule -> optimizers of the plan that it goes with; of what `--rule` may name
+RULES = {
+    "none": ("SGD", "momentum", "Adagrad", "Adam"),
+    "look_ahead": ("momentum", "Adam"),
+    "gap_aware": ("Adam",),
+    "dana_zero": ("momentum",),
+    "dana_slim": ("momentum",),
+}
+REPLAYED_RULES = ("none", "look_ahead")
 MAY_FAIL = ("remove_file", "truncate_file", "full_memory")  # the job may end, if it says why
 STORE = ("store_503", "store_loses", "store_stale", "store_slow")
 TRACKING = ("tracking_hangs", "tracking_500", "tracking_away")
@@ -64,6 +74,7 @@ class Plan:
     workers: at the start, 1 to 3, each under a host name of its own. apart: each name has its own memory and server, so
     that it is a host. mode: at the start; switch_at: step -> mode. inside, outside: faults, JSON values.
     tracking: None, "good", or one of the kinds `tracking_*`. replay: the job writes a trace that is computed again.
+    rule, row_average: as of `GBACallback` and `DistributedOptimizer`
     """
 
     seed: int
@@ -82,6 +93,7 @@ class Plan:
     checkpoints: str | None = None  # None, "folder", "store"
     tracking: str | None = None
     replay: bool = False
+    row_average: str = "global"
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -115,8 +127,26 @@ class Plan:
         ]
 
 
-def plan_of(seed: int, mode: str = "") -> Plan:
-    """mode: the asynchronous mode to use; by default most schedules use gba, some shadow."""
+def plan_of(seed: int, mode: str = "", rule: str = "") -> Plan:
+    """mode: the asynchronous mode to use; by default most schedules use gba, some shadow.
+
+    rule: the update rule, one of RULES; by default drawn. Raises BadInput for a rule with mode "shadow"
+    """
+    if mode == "shadow" and rule not in ("", "none"):
+        raise BadInput(f"mode 'shadow' uses no rule, got {rule!r}: leave the rule out, or choose mode 'gba'")
+    plan = _drawn(seed, mode or ("gba" if rule not in ("", "none") else ""))
+    return plan if not rule or rule == plan.rule else _with_rule(plan, rule)
+
+
+def _with_rule(plan: Plan, rule: str) -> Plan:
+    """The same faults with another rule, and with an optimizer that the rule goes with."""
+    fitting = RULES[rule]
+    optimizer = plan.optimizer if plan.optimizer in fitting else fitting[plan.seed % len(fitting)]
+    is_replayed = not plan.apart and rule in REPLAYED_RULES and "shadow" not in (plan.mode, *plan.switch_at.values())
+    return replace(plan, rule=rule, optimizer=optimizer, replay=is_replayed)
+
+
+def _drawn(seed: int, mode: str) -> Plan:
     rng = np.random.default_rng([seed, 20])
     draw = _Draw(rng)
     asynchronous = mode or ("shadow" if rng.random() < 0.2 else "gba")
@@ -141,10 +171,14 @@ def plan_of(seed: int, mode: str = "") -> Plan:
     if any(fault["kind"] == "full_disk" for fault in outside):
         checkpoints = "folder"
     replay = not apart and rule == "none" and asynchronous == "gba"
+    if asynchronous == "gba" and rule == "none" and optimizer in RULES["look_ahead"]:
+        # Of numbers of its own: what a seed's schedule had before this rule stays as it is.
+        rule = "look_ahead" if np.random.default_rng([seed, 21]).random() < 0.5 else "none"
     return Plan(
         seed, workers, asynchronous if starts_asynchronous else "allreduce", switch_at, apart, compressed, rule,
         optimizer, str(rng.choice(["SGD", "Adagrad", "RowAdagrad", "Adam"])), draw.one("easgd", "ma"),
         int(rng.choice([1, 3, 4])), inside, outside, checkpoints, tracking, replay,
+        draw.one(*ROW_AVERAGES),
     )  # fmt: skip
 
 

@@ -74,7 +74,7 @@ def run_plan(plan: Plan, folder: Path, keep: bool = False, limit_s: float = LIMI
             job.kill()
         if plan.replay and record.exit_code == 0:
             record.replay = replay(job)
-        wrong = oracle.judge(record, plan.may_fail)
+        wrong = oracle.violations(record, plan.may_fail)
         (folder / "record.json").write_text(json.dumps(record.as_json()))
         if keep or wrong:
             shutil.copytree(job.shard_dir, folder / "shm", dirs_exist_ok=True, ignore=_only_logs)

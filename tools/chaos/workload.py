@@ -106,9 +106,10 @@ def go_through_the_proxy() -> None:
 
 torch.manual_seed(3)
 dataset = Clicks(PLAN["samples"])
+ROW_LRS = {"SGD": 4.0 if PLAN["row_average"] == "global" else 1.0, "Adam": 0.02}
 tables = gba_hvd.EmbeddingTables(
     {"user": (300, 8), "item": (40, 6)},
-    optimizer=getattr(gba_hvd, PLAN["row_optimizer"])(lr={"SGD": 4.0, "Adam": 0.02}.get(PLAN["row_optimizer"], 0.1)),
+    optimizer=getattr(gba_hvd, PLAN["row_optimizer"])(lr=ROW_LRS.get(PLAN["row_optimizer"], 0.1)),
     seed=5,
     n_shards=PLAN["n_shards"],
 )
@@ -133,23 +134,23 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def compressor() -> Spec:
+def compressor(name: str) -> Spec:
     if not PLAN["compressed"]:
         return gba_hvd.Compression.none
-    return gba_hvd.Compression.dct(keep=0.3).then(gba_hvd.Compression.by_name("int8")).always()
+    return gba_hvd.Compression.by_name(name, keep=0.3).then(gba_hvd.Compression.int8).always()
 
 
 model = Model()
 optimizer: Any = gba_hvd.DistributedOptimizer(
     OPTIMIZERS[PLAN["optimizer"]](model.parameters()), tables, global_batch=PLAN["global_batch"],
-    micro_batch=PLAN["micro_batch"], named_parameters=model.named_parameters(), compression=compressor(),
-    row_compression=compressor(),
+    micro_batch=PLAN["micro_batch"], named_parameters=model.named_parameters(), compression=compressor("dct"),
+    row_compression=compressor("ternary_ef"), row_average=PLAN["row_average"],
 )  # fmt: skip
 state: Any = gba_hvd.elastic.TorchState(model, optimizer, epoch=0, aucs=[])
 switch_at = {int(step): mode for step, mode in PLAN["switch_at"].items()}
 callbacks: list[Any] = [
     Notes(),
-    gba_hvd.GBACallback(mode=PLAN["mode"], switch_at=switch_at, rule=PLAN["rule"], sync=PLAN["sync"], wait_s=60),
+    gba_hvd.GBACallback(mode=PLAN["mode"], switch_at=switch_at, rule=PLAN["rule"], sync=PLAN["sync"], wait_s=180),
     gba_hvd.FaultSchedule(map(Fault.of, PLAN["inside"]), OUT / "inside"),
 ]
 if PLAN["checkpoint_url"]:

@@ -1,36 +1,58 @@
-"""`gba-hvd advise`: how far a learning rate is from the limit that staleness sets, for a run or for figures given.
+"""`gba-hvd advise`: how far a learning rate is from the limit that old dense values set, and how many workers help.
 
-Where the figures come from is decided here; what follows from them in `gba_hvd.update_rules.stability`.
+Where the figures come from is decided here; what follows from them in `gba_hvd.update_rules`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gba_hvd.tracking.run_history import RunHistory
+    from gba_hvd.update_rules.delay_sequence import Arrivals
 
 _HOW_TO_MEASURE = (
     "measure it in the script, gba_hvd.update_rules.stability.largest_curvature(loss_fn, model.parameters()), and "
     "either report it with state.report(curvature=...) or give it here with --curvature"
 )
+_NO_MOMENTUM = "momentum is not known and taken as 0: give --momentum"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "advise",
-        help="how much staleness a learning rate bears",
+        help="how old dense values may be at a learning rate, and how many workers help",
         description="Say how far a learning rate is from the stability limit, from a run's measurements or from "
-        "figures, which win. Theory is that of plain SGD. Exit status 1 when it is unstable.",
+        "figures, which win: where the error of SGD begins to grow, with the ages of the dense values in the order in "
+        "which a run that has ended had them, else by the roots of the equation with their mean. Exit status 1 when it "
+        "is unstable. With --workers: what numbers of workers, tolerances and server times would give, and at how many "
+        "workers more of them stop helping.",
     )
     parser.add_argument("target", metavar="RUN", nargs="?", help="as for `gba-hvd report`: the run that measured it")
-    parser.add_argument("--lr", type=float, help="learning rate (default: the run's parameter lr)")
+    parser.add_argument("--lr", type=float, help="learning rate (default: the largest of the run's dense part)")
     parser.add_argument("--curvature", type=float, help="largest curvature of the loss (default: the run's metric)")
-    parser.add_argument("--staleness", type=float, metavar="MEAN", help="mean staleness in steps (default: the run's)")
-    parser.add_argument("--staleness-max", type=float, metavar="MAX", help="default: the run's, else the mean")
+    parser.add_argument("--momentum", type=float, help="of SGD (default: the run's; 0 where it is not known)")
+    parser.add_argument("--age", type=float, metavar="MEAN", help="of the dense values, in steps (default: the run's)")
+    parser.add_argument("--age-max", type=int, metavar="MAX", help="with --age; default: the mean is all there is")
+    parser.add_argument("--workers", type=int, nargs="+", metavar="N", help="work out these numbers of workers instead")
+    parser.add_argument(
+        "--micro-batch-s",
+        type=float,
+        nargs="+",
+        metavar="S",
+        help="seconds of the workers, repeated in turn; with --workers",
+    )
+    parser.add_argument("--serve-s", type=float, nargs="+", default=[0.0], help="a server's seconds for a push (0)")
+    parser.add_argument(
+        "--step", type=int, default=1, metavar="M", help="pushes of a step; 1: mode async (%(default)s)"
+    )
+    parser.add_argument(
+        "--tolerance", type=int, nargs="+", default=[4], help="steps; with --step above 1 (%(default)s)"
+    )
     parser.add_argument("--tracking-uri", metavar="URI", help="default: MLflow's own (MLFLOW_TRACKING_URI)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a sentence")
     parser.set_defaults(run=run)
@@ -38,18 +60,31 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 @dataclass(frozen=True)
 class Figures:
-    """What the advice is about; None where it is not known."""
+    """What the advice is about; None where it is not known.
+
+    ages: histogram of the dense values' ages, in steps. arrivals: the same of the newest steps, in their order
+    momentum: of SGD. optimizer: "SGD" also where it is not known. rule: of the servers; "none" where it is not known
+    lr: the largest of the run; last_lr: its newest, where a schedule moves it. betas: of Adam and its kind, as text
+    ahead: of rule look_ahead, how far, in steps
+    """
 
     lr: float | None = None
     curvature: float | None = None
-    staleness_mean: float | None = None
-    staleness_max: float | None = None
+    ages: Mapping[int, float] | None = None
+    arrivals: Arrivals | None = None
+    momentum: float | None = None
+    optimizer: str = "SGD"
+    rule: str = "none"
+    last_lr: float | None = None
+    betas: str = ""
+    ahead: float = 0.0
 
 
 def run(args: argparse.Namespace) -> int:
     from gba_hvd.errors import BadInput
     from gba_hvd.update_rules.stability import advise
 
+    _refuse_idle(args)
     measured = Figures()
     if args.target is not None:
         from gba_hvd.tracking.find_run import read
@@ -59,39 +94,152 @@ def run(args: argparse.Namespace) -> int:
         measured = figures_of(read(args.target, args.tracking_uri), needs_lr=args.lr is None)
     lr = _first(args.lr, measured.lr)
     curvature = _first(args.curvature, measured.curvature)
-    mean = _first(args.staleness, measured.staleness_mean)
-    # A mean that was given replaces the run's measurement, and its maximum with it.
-    worst = _first(args.staleness_max, measured.staleness_max if args.staleness is None else None, mean)
     if lr is None:
         raise BadInput("the learning rate is not known: give --lr" + ("" if args.target else ", or a run"))
     if curvature is None:
         raise BadInput(f"the curvature is not known: {_HOW_TO_MEASURE}")
-    if mean is None or worst is None:
-        raise BadInput("the staleness is not known: give --staleness, or a run that was in an asynchronous mode")
-    advice = advise(lr, curvature, mean, worst)
+    momentum = _first(args.momentum, measured.momentum)
+    if args.workers:
+        status = sweep(args, lr, curvature, momentum or 0.0)
+        if momentum is None and not args.json:
+            print(_NO_MOMENTUM)
+        return status
+    ages = measured.ages if args.age is None else ages_of(args.age, args.age_max)
+    if ages is None:
+        raise BadInput("the age of dense values is not known: give --age, or a run that was in an asynchronous mode")
+    arrivals = measured.arrivals if args.age is None else None
+    advice = advise(lr, curvature, ages, momentum or 0.0, arrivals=arrivals, ahead=measured.ahead)
+    lacks = [_NO_MOMENTUM] if momentum is None else []
+    if args.lr is None and measured.last_lr is not None and measured.last_lr != lr:
+        lacks.append(f"that learning rate is the largest of the run's schedule, the newest is {measured.last_lr:g}")
+    if measured.optimizer != "SGD":
+        betas = f" with betas {measured.betas}" if measured.betas else ""
+        lacks.append(f"the equation is that of SGD, the run's optimizer is {measured.optimizer}{betas}")
+    if measured.rule not in ("none", "look_ahead"):
+        lacks.append(f"the run's rule {measured.rule} is not in the equation")
+    advice = replace(advice, reason="; ".join([advice.reason, *lacks]))
     print(json.dumps(asdict(advice), indent=2) if args.json else advice.reason)
     return 0 if advice.is_stable else 1
 
 
-def figures_of(story: RunHistory, needs_lr: bool) -> Figures:
-    """What a run measured. Raises BadInput when it has several learning rates and one is needed."""
-    from gba_hvd.tracking.gauges import STALENESS_MAX, STALENESS_MEAN, mean_staleness
-
-    mean, worst = None, None
-    if histogram := story.staleness:
-        mean, worst = mean_staleness(histogram), float(max(histogram))
-    elif points := story.history.get(STALENESS_MEAN):  # it has not ended, or not well
-        mean = sum(point.value for point in points) / len(points)
-        worst = max([mean, *(point.value for point in story.history.get(STALENESS_MAX, ()))])
-    return Figures(_lr_of(story) if needs_lr else None, story.last("curvature"), mean, worst)
-
-
-def _lr_of(story: RunHistory) -> float | None:
+def _refuse_idle(args: argparse.Namespace) -> None:
+    """Raise BadInput for options that the others make void."""
     from gba_hvd.errors import BadInput
 
+    of_the_sweep = args.micro_batch_s is not None or args.serve_s != [0.0] or args.step != 1 or args.tolerance != [4]
+    if of_the_sweep and not args.workers:
+        raise BadInput(
+            "--micro-batch-s, --serve-s, --step and --tolerance are for --workers N...: give it, or not these"
+        )
+    if args.workers and (args.age is not None or args.age_max is not None):
+        raise BadInput("--workers works the ages out: leave --age and --age-max out")
+    if args.workers and args.micro_batch_s is None:
+        raise BadInput("--workers needs --micro-batch-s: what a worker takes for a micro-batch, in seconds")
+    if args.age_max is not None and args.age is None:
+        raise BadInput("--age-max is given with --age, the mean")
+    if args.step == 1 and args.tolerance != [4]:
+        raise BadInput("--tolerance has no effect with --step 1: in mode async nothing is dropped")
+
+
+def ages_of(mean: float, oldest: int | None) -> dict[int, float]:
+    """A distribution of that mean: around it, or, where the largest is known, of values 0 and the largest as well.
+
+    Raises BadInput when there is none.
+    """
+    from gba_hvd.errors import BadInput
+    from gba_hvd.update_rules.delay_roots import at_mean
+
+    found = at_mean(mean)
+    if oldest is None or oldest <= max(found):
+        if oldest is not None and mean > oldest:
+            raise BadInput(f"the mean age {mean} is above the largest, {oldest}")
+        return found
+    share = min(0.05, mean / oldest / 2)  # so many are of the largest age
+    rest = at_mean((mean - share * oldest) / (1 - share))
+    ages = {age: n * (1 - share) for age, n in rest.items()}
+    ages[oldest] = ages.get(oldest, 0.0) + share
+    return ages
+
+
+def sweep(args: argparse.Namespace, lr: float, curvature: float, momentum: float) -> int:
+    """A row for each number of workers, tolerance and server time."""
+    from gba_hvd.update_rules.delay_model import scaled, stops_helping
+
+    from ..bench.harness.measure import print_table
+
+    found = []
+    for serve_s in args.serve_s:
+        for tolerance in args.tolerance:
+            scales = [
+                scaled(n, args.micro_batch_s, args.step, tolerance, serve_s, lr, curvature, momentum)
+                for n in sorted(args.workers)
+            ]
+            found.append({"tolerance": tolerance, "serve_s": serve_s, "most_workers": stops_helping(scales),
+                          "scales": [asdict(scale) for scale in scales]})  # fmt: skip
+            if args.json:
+                continue
+            rows = [
+                (
+                    str(s.workers), f"{s.steps_per_s:.4g}", f"{s.age_mean:.2f}", f"{s.dropped_share:.1%}",
+                    f"{s.lr_limit:.3g}",
+                    f"{s.progress:.3g}" if s.progress > 0 else "unstable", "yes" if s.is_full else "",
+                )
+                for s in scales
+            ]  # fmt: skip
+            title = f"server {serve_s:g} s a push" + (f", tolerance {tolerance}" if args.step > 1 else "")
+            columns = ("workers", "steps/s", "mean age", "dropped", "lr limit", "progress/s", "server full")
+            print_table(title, columns, rows)
+            most = stops_helping(scales)
+            if not most:
+                print("no number of workers is stable")
+            elif most == max(args.workers):
+                print(f"{most} workers, the most of these, are the fastest: give larger numbers to see where it ends")
+            else:
+                print(f"more than {most} workers do not help")
+    if args.json:
+        print(json.dumps(found, indent=2))
+    return 0 if any(one["most_workers"] for one in found) else 1
+
+
+def figures_of(story: RunHistory, needs_lr: bool) -> Figures:
+    """What a run measured. Raises BadInput when it has several learning rates and one is needed."""
+    from gba_hvd.tracking.gauges import DENSE_AGE_MAX, DENSE_AGE_MEAN
+    from gba_hvd.update_rules.look_ahead import steps_of
+
+    ages: Mapping[int, float] | None = dict(story.dense_ages) or None
+    if ages is None and (points := story.history.get(DENSE_AGE_MEAN)):  # it has not ended, or not well
+        mean = sum(point.value for point in points) / len(points)
+        ages = ages_of(mean, int(max(mean, *(point.value for point in story.history.get(DENSE_AGE_MAX, points)))))
+    try:
+        momentum = float(story.params["dense_momentum"])  # of SGD, or a class of the user's that is one
+    except (KeyError, ValueError):
+        momentum = None
+    lr, last_lr = _lr_of(story) if needs_lr else (None, None)
+    rule = story.params.get("rule", "none")
+    ahead = steps_of(rule, {n: v for n, v in (("steps", story.params.get("rule_settings.steps")),) if v is not None})
+    return Figures(
+        lr, story.last("curvature"), ages, story.arrivals or None, momentum,
+        "SGD" if momentum is not None else story.params.get("optimizer", "SGD"), rule, last_lr,
+        story.params.get("dense_betas", ""), ahead,
+    )  # fmt: skip
+
+
+def _lr_of(story: RunHistory) -> tuple[float | None, float | None]:
+    """(largest, newest) learning rate of the dense part; the newest is None where no schedule moved it.
+
+    What the library recorded wins over what the script called a learning rate.
+    """
+    from gba_hvd.errors import BadInput
+    from gba_hvd.tracking.plots import DENSE_LR, SCRIPT_LRS
+
+    if DENSE_LR in story.params:
+        start = float(story.params[DENSE_LR])
+        logged = [story.history[name] for name in (DENSE_LR, *SCRIPT_LRS) if story.history.get(name)]
+        moved = [point.value for point in logged[0]] if logged else []
+        return max([start, *moved]), moved[-1] if moved else None
     rates = {}
     for name, text in story.params.items():
-        if name.rpartition(".")[2] in ("lr", "learning_rate"):
+        if name.rpartition(".")[2] in SCRIPT_LRS:
             try:
                 rates[name] = float(text)
             except ValueError:
@@ -99,7 +247,7 @@ def _lr_of(story: RunHistory) -> float | None:
     if len(set(rates.values())) > 1:
         listed = ", ".join(f"{name}={rate:g}" for name, rate in sorted(rates.items()))
         raise BadInput(f"{story.title} has several learning rates ({listed}): give the one of the dense part with --lr")
-    return next(iter(rates.values()), None)
+    return next(iter(rates.values()), None), None
 
 
 def _first(*values: float | None) -> float | None:

@@ -27,7 +27,9 @@ _COMPARED_BYTES = 256 << 20
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    checkpoint = subparsers.add_parser("checkpoint", help="list, verify, compare, export checkpoints; remove leftovers")
+    checkpoint = subparsers.add_parser(
+        "checkpoint", help="list, verify, compare, export checkpoints; remove orphaned objects"
+    )
     commands = checkpoint.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     ls = _add(commands, "ls", "all checkpoints, newest first, and whether their parts are there")
@@ -81,7 +83,9 @@ def run_ls(args: argparse.Namespace) -> int:
             listed.append({"name": found.name, "ok": False, "why": found.why})
         else:
             listed.append({**_facts(found), "chain": len(found.manifests), "ok": True})
-    return _tell(args, {"url": store.url, "checkpoints": listed}, lambda found: print_list(found["url"], listed))
+    return _print_result(
+        args, {"url": store.url, "checkpoints": listed}, lambda found: print_list(found["url"], listed)
+    )
 
 
 def run_show(args: argparse.Namespace) -> int:
@@ -112,7 +116,7 @@ def run_show(args: argparse.Namespace) -> int:
         "about": dict(manifest.about),
         "tables": tables,
     }
-    return _tell(args, shown, print_one)
+    return _print_result(args, shown, print_one)
 
 
 def run_verify(args: argparse.Namespace) -> int:
@@ -169,7 +173,7 @@ def run_diff(args: argparse.Namespace) -> int:
         "to_step": new.newest.step,
         "tables": tables,
     }
-    return _tell(args, found, print_diff)
+    return _print_result(args, found, print_diff)
 
 
 def run_gc(args: argparse.Namespace) -> int:
@@ -209,7 +213,7 @@ def run_export(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tell(args: argparse.Namespace, found: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> int:
+def _print_result(args: argparse.Namespace, found: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> int:
     if args.json:
         print(json.dumps(found, indent=2))
     else:

@@ -41,12 +41,12 @@ def run(args: argparse.Namespace) -> int:
     found = orphaned_memory(base)
     removed = [left for left in found if args.yes and not left.is_held and remove(left)]
     if args.json:
-        told = [
+        listed = [
             {"path": str(left.path), "kind": left.kind, "bytes": left.n_bytes, "held": _holder(left),
              "removed": left in removed}
             for left in found
         ]  # fmt: skip
-        print(json.dumps({"dir": str(base), "left": told}, indent=2))
+        print(json.dumps({"dir": str(base), "left": listed}, indent=2))
         return 0
     if not found:
         print(f"dead jobs have left nothing in {base}")

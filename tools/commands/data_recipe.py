@@ -106,7 +106,7 @@ def _by_hand(args: argparse.Namespace, inputs: Sequence[Path]) -> Recipe:
         label_from=args.label_from,
         ignored=tuple(ignored),
     )
-    _tell(looks, columns, recipe.not_used(names))
+    _print_findings(looks, columns, recipe.not_used(names))
     return recipe
 
 
@@ -175,7 +175,7 @@ def _of_times(looks: Looks, names: Sequence[str], times: dict[str, str]) -> Iter
             yield Categorical.of_time(name, part, format)
 
 
-def _tell(looks: Looks, columns: _Columns, not_used: Sequence[str]) -> None:
+def _print_findings(looks: Looks, columns: _Columns, not_used: Sequence[str]) -> None:
     """What was guessed, and what is left out, before anything is read."""
     if looks.format == "jsonl":
         print(f"{looks.path}: JSON, an object a line", file=sys.stderr)

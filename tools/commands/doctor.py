@@ -21,9 +21,9 @@ from ..doctor.checks import (
     check_horovod,
     check_host_name,
     check_kernels,
-    check_leftovers,
     check_machine,
     check_mlflow,
+    check_orphaned_memory,
     check_python,
     check_shard_memory,
     check_torch,
@@ -38,7 +38,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     check_machine,
     check_horovod,
     check_shard_memory,
-    check_leftovers,
+    check_orphaned_memory,
     check_host_name,
     check_allreduce,
     check_mlflow,
@@ -53,7 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "doctor",
         help="check that this machine can train",
-        description="Check this machine: one line per check, and for whatever fails what to do about it. "
+        description="Check this machine: one line per check, and for each failure what to do about it. "
         "Exit status 1 when something fails.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")

@@ -100,7 +100,7 @@ def run_switch(args: argparse.Namespace) -> int:
         return 0
     after = _wait_for(folder, mode, args.wait, args.timeout)
     if after is None:
-        print(f"still not in {mode} after {args.wait:g} s; `gba-hvd status` tells more", file=sys.stderr)
+        print(f"still not in {mode} after {args.wait:g} s; `gba-hvd status` says more", file=sys.stderr)
         return 1
     print(f"job {before['job']}: in {mode}" + (f" at step {after['step']:,}" if "step" in after else ""))
     return 0
@@ -117,8 +117,8 @@ def _refuse_without_callback(folder: Path) -> None:
     from gba_hvd.errors import BadInput
     from gba_hvd.shm import job_board
 
-    told = job_board.read(folder)
-    if told is not None and not told["switchable"]:
+    shown = job_board.read(folder)
+    if shown is not None and not shown["switchable"]:
         raise BadInput(
             f"job {with_name(folder)} cannot be switched: it was started without a gba_hvd.GBACallback, so it is in "
             "allreduce mode and stays there; start it with gba_hvd.GBACallback() among its callbacks"
@@ -144,7 +144,7 @@ def mode_words(report: Mapping[str, Any]) -> str:
 
     mode, asked = str(report.get("mode", "-")), report.get("asked")
     if mode == ENDING:
-        return "ending: the training is over, what is left is saved and told"
+        return "ending: the training is over, what is left is saved and reported"
     if not asked or asked == mode:
         return mode
     why = "its server is not up yet" if report.get("waits_for_servers") else "not entered yet"
@@ -180,9 +180,10 @@ def facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     staleness = whole_numbers(report.get("staleness"))
     if staleness:
         said.append(("staleness", staleness_words(staleness)))
-    counts = [f"{report[k]:,} {k}" for k in ("under_way", "reissued", "refused") if report.get(k)]
+    shown = {"under_way": "in flight", "reissued": "reissued", "refused": "refused"}
+    counts = [f"{report[key]:,} {label}" for key, label in shown.items() if report.get(key)]
     if counts:
-        said.append(("micro-batches", ", ".join(counts).replace("_", " ")))
+        said.append(("micro-batches", ", ".join(counts)))
     said += [("refused", text) for text in report.get("refused_gradients") or ()]
     if report.get("switchable") is False:
         said.append(("switching", "none: the job has no gba_hvd.GBACallback"))
@@ -250,7 +251,7 @@ def print_report(report: Mapping[str, Any]) -> None:
     if not listed:
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("rank", "ms per micro-batch", "micro-batches/s", "done", "last heard", "process"):
+    for heading in ("rank", "ms per micro-batch", "micro-batches/s", "done", "last seen", "process"):
         table.add_column(heading, justify="right")
     for worker in listed:
         seconds = worker["seconds"]

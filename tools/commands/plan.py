@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from recovery.schedule.failures import MeanTime
     from recovery.schedule.planner import Costs, Estimate, Objectives, Plan
 
-    from ..plan.measured_costs import Told
+    from ..plan.measured_costs import MeasuredCosts
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -81,7 +82,7 @@ def share_or_auto(text: str) -> float | str:
 _DEFAULTS = {"table_gb": 100.0, "servers": 8, "target_pls": 0.1, "policy": "mfu", "r": 0.125}
 
 
-def fill_in(args: argparse.Namespace, found: Told | None = None) -> None:
+def fill_in(args: argparse.Namespace, found: MeasuredCosts | None = None) -> None:
     """Options that were not given: as the checkpoint says, or the defaults."""
     known: dict[str, Any] = dict(_DEFAULTS)
     longest_h = math.inf
@@ -97,18 +98,25 @@ def fill_in(args: argparse.Namespace, found: Told | None = None) -> None:
 def run(args: argparse.Namespace) -> int:
     from recovery.schedule.planner import Job, plan
 
-    found_at = measured_costs.told(args)
+    found_at = measured_costs.of_arguments(args)
     fill_in(args, found_at)
-    mean = mean_time_of(args, found_at)
-    job = Job(costs_of(args, found_at), round(args.table_gb * 1e9), args.servers, mean.mean_s, total_s=30 * 86400.0)
-    objectives = objectives_of(args, price_per_gb_month=args.price, price_per_1000_puts=args.price_puts)
+    costs, mean = costs_of(args, found_at), mean_time_of(args, found_at)
+    job = Job(costs, round(args.table_gb * 1e9), args.servers, mean.mean_s, total_s=30 * 86400.0)
+    prices = {"price_per_gb_month": args.price, "price_per_1000_puts": args.price_puts}
+    strategy = "full" if args.servers == 1 else "auto"  # the loss of the only host is that of the job
+    objectives = objectives_of(args, strategy=strategy, **prices)
     found = plan(job, objectives)
     if args.json:
-        source = {} if found_at is None else {"checkpoint": found_at.checkpoint, "measured": asdict(found_at.measured)}
+        source: dict[str, Any] = {}
+        if found_at is not None:
+            source = {"checkpoint": found_at.checkpoint, "measured": asdict(found_at.measured), "pace": found_at.pace}
         print(json.dumps(as_json(found, mean, job.costs) | source, indent=2))
     else:
         if found_at is not None:
-            print(f"from {found_at.checkpoint}: {args.servers} servers, {args.table_gb:,.3g} GB of rows")
+            servers = f"{args.servers} servers" if args.servers != 1 else "1 server, whose loss is the loss of the job"
+            print(f"from {found_at.checkpoint}: {servers}, {args.table_gb:,.3g} GB of rows")
+            if found_at.pace:
+                print(f"that job saved every {pace_in_words(found_at.pace)}")
         show(found, mean, job.costs, priced=args.price > 0 or args.price_puts > 0)
     if args.plot:
         from ..plan.plot import draw
@@ -119,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def costs_of(args: argparse.Namespace, found: Told | None = None) -> Costs:
+def costs_of(args: argparse.Namespace, found: MeasuredCosts | None = None) -> Costs:
     """From a checkpoint, the file of measured costs and the options; the later ones win."""
     from recovery.errors import BadInput
     from recovery.schedule.planner import Costs
@@ -129,6 +137,11 @@ def costs_of(args: argparse.Namespace, found: Told | None = None) -> Costs:
     given = {name: getattr(args, name) for name in Costs.__dataclass_fields__}
     values |= {name: value for name, value in given.items() if value is not None}
     if "save_s" not in values:
+        if found is None and args.mtbf_hours is None and args.failures is None:
+            raise BadInput(
+                "neither how long a save takes nor the mean time between failures is known: give --save-s (or --costs) "
+                "and --mtbf-hours (or --failures), or --job or --url, a job that has measured them"
+            )
         where = "" if found is None else f" (no save of all rows was measured yet when {found.checkpoint} was made)"
         raise BadInput(f"how long a save takes is not known{where}: give --save-s, or --costs with what was measured")
     return Costs.of_mapping({"load_s": values["save_s"], "reschedule_s": 180.0} | values)
@@ -149,7 +162,7 @@ def objectives_of(args: argparse.Namespace, **more: Any) -> Objectives:
     )
 
 
-def mean_time_of(args: argparse.Namespace, found: Told | None = None) -> MeanTime:
+def mean_time_of(args: argparse.Namespace, found: MeasuredCosts | None = None) -> MeanTime:
     """Given, or estimated from observed failures with what was given as the prior."""
     from recovery.errors import BadInput
     from recovery.schedule.failures import mean_time
@@ -220,6 +233,13 @@ def show(found: Plan, mean: MeanTime, costs: Costs, priced: bool) -> None:
         lines.insert(2, f"cost: {found.cost_per_month:,.2f} per month")
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def pace_in_words(pace: Mapping[str, Any]) -> str:
+    """`30 min (planned)`, `100 steps`, `10 s or 100 steps`: what comes first."""
+    parts = [duration(pace["every_s"])] if "every_s" in pace else []
+    parts += [f"{pace['every_steps']:,} steps"] if "every_steps" in pace else []
+    return " or ".join(parts) + (" (planned)" if pace.get("is_planned") else "")
 
 
 def row(estimate: Estimate) -> tuple[str, ...]:

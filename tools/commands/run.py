@@ -29,8 +29,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="start a training script on several workers, elastic or not",
         usage="%(prog)s -np N|MIN:MAX [options] train.py [its arguments]",
         description="Start a job and print the horovodrun call that does it. -np 4 is static: it ends with its first "
-        "dead worker. -np 2:8 is elastic: it goes on with 2 to 8 workers. -np 1 is `python train.py`. "
-        "docs/RUNNING.md tells what happens when a worker or a host dies.",
+        "dead worker. -np 2:8 is elastic: it continues with 2 to 8 workers. -np 1 is `python train.py`. "
+        "docs/RUNNING.md says what happens when a worker or a host dies.",
     )
     parser.add_argument("-np", "--workers", required=True, metavar="N|MIN:MAX", help="number of workers")
     where = parser.add_mutually_exclusive_group()

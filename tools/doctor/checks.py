@@ -124,19 +124,19 @@ def check_shard_memory(
     return Finding("shard memory", "ok", f"{folder} has {free / GIB:.1f} GiB free")
 
 
-def check_leftovers(folder: Path | None = None) -> Finding:
+def check_orphaned_memory(folder: Path | None = None) -> Finding:
     """What dead jobs of this user left behind."""
     try:
         from gba_hvd.shm.sweep import orphaned_memory
     except ImportError:
-        return Finding("leftovers", "ok", "unknown without gba_hvd")
+        return Finding("orphaned memory", "ok", "unknown without gba_hvd")
     left = [one for one in orphaned_memory(shard_dir() if folder is None else folder) if not one.is_held]
     if not left:
-        return Finding("leftovers", "ok", "no dead job has left anything")
+        return Finding("orphaned memory", "ok", "no dead job has left anything")
     n_bytes = sum(one.n_bytes for one in left)
     names = ", ".join(one.path.name for one in left[:3]) + (", ..." if len(left) > 3 else "")
     found = f"dead jobs left {len(left)} things, {n_bytes / MIB:.1f} MiB: {names}"
-    return Finding("leftovers", "warning", found, "gba-hvd clean shows them, gba-hvd clean --yes removes them")
+    return Finding("orphaned memory", "warning", found, "gba-hvd clean shows them, gba-hvd clean --yes removes them")
 
 
 def network_interfaces() -> dict[str, str]:

@@ -21,8 +21,8 @@ DISCOVERY_TIMEOUT_S = 10.0
 SSH_TIMEOUT_S = 10
 MIN_KEY_BYTES = 32
 _NO_KEY_FILE = (
-    "no GBA_HVD_KEY_FILE: the workers agree on the job's key by an exchange that tells nothing to who listens; a file "
-    "that all hosts share would keep out who can alter their traffic, too"
+    "no GBA_HVD_KEY_FILE: the workers agree on the job's key by an exchange that shows nothing to an eavesdropper; a "
+    "file that all hosts share would keep out who can alter their traffic, too"
 )
 
 Runner = Callable[[list[str], float], "subprocess.CompletedProcess[str]"]

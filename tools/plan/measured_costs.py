@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Told:
-    """costs, given: plain values, as the checkpoint's `about` has them; empty: it says nothing of them."""
+class MeasuredCosts:
+    """costs, given, pace: plain values, as the checkpoint's `about` has them; empty: it says nothing of them."""
 
     checkpoint: str
     n_bytes: int
@@ -25,6 +25,7 @@ class Told:
     costs: dict[str, Any]
     given: dict[str, Any]
     measured: Measured
+    pace: dict[str, Any]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def told(args: argparse.Namespace) -> Told | None:
+def of_arguments(args: argparse.Namespace) -> MeasuredCosts | None:
     """None when neither a place nor a job was named. Raises BadInput when there is nothing to be read."""
     from recovery.errors import BadInput
 
@@ -61,7 +62,7 @@ def place_of_job(args: argparse.Namespace) -> str:
     return str(report["checkpoints"])
 
 
-def of_newest(url: str, options: list[str]) -> Told:
+def of_newest(url: str, options: list[str]) -> MeasuredCosts:
     from recovery.catalog.chains import Chain, chains
     from recovery.errors import BadInput
     from recovery.schedule.adaptive import Measured
@@ -74,13 +75,14 @@ def of_newest(url: str, options: list[str]) -> Told:
         raise BadInput(f"{store.url} has no checkpoint that is whole: nothing was measured there")
     about, measured = chain.newest.about, Measured.of_checkpoint(chain.newest)
     servers, costs = about.get("n_servers"), measured.costs()
-    return Told(
+    return MeasuredCosts(
         checkpoint=chain.newest.name,
         n_bytes=chain.newest.schema.n_bytes,
         n_servers=servers if isinstance(servers, int) and servers > 0 else 1,
         costs=_object(about.get("costs")) if costs is None else asdict(costs),
         given=_object(about.get("given")),
         measured=measured,
+        pace=_object(about.get("pace")),
     )
 
 

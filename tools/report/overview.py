@@ -130,10 +130,10 @@ def cost(story: RunHistory) -> list[Fact]:
     rates = sorted(point.value for point in story.history.get(THROUGHPUT, ()) if math.isfinite(point.value))
     if rates:
         facts.append(Fact("samples/s, median", f"{rates[len(rates) // 2]:,.0f}"))
-    told = traffic_summary.bytes_by_mode(story.events).values()
-    if told:
-        facts.append(Fact("sent by rank 0", size(sum(one["sent"] for one in told))))
-        facts.append(Fact("received by rank 0", size(sum(one["received"] for one in told))))
+    by_mode = traffic_summary.bytes_by_mode(story.events).values()
+    if by_mode:
+        facts.append(Fact("sent by rank 0", size(sum(one["sent"] for one in by_mode))))
+        facts.append(Fact("received by rank 0", size(sum(one["received"] for one in by_mode))))
     if account := story.account:
         for name in ("dropped", "lost"):
             share = account[name] / max(1, account["total"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,8 +49,8 @@ def page(story: RunHistory) -> str:
     }
     first = [overview.warnings(story), timeline.switches(story), overview.epochs(story)]
     rest = [
-        _modes(story), _staleness(story), _account(story), traffic.bytes_of_modes(story),
-        traffic.density(story), traffic.decisions(story), timeline.recoveries(story),
+        _modes(story), _staleness(story), _dense_ages(story), _gaps(story), _account(story),
+        traffic.bytes_of_modes(story), traffic.density(story), traffic.decisions(story), timeline.recoveries(story),
         timeline.checkpoints(story), timeline.events(story), _parameters(story),
     ]  # fmt: skip
     return templates.get_template("report.html").render(
@@ -116,12 +117,28 @@ def _account(story: RunHistory) -> Table | None:
 
 
 def _staleness(story: RunHistory) -> Table | None:
-    histogram = story.staleness
+    return _histogram("Staleness", story.staleness)
+
+
+def _dense_ages(story: RunHistory) -> Table | None:
+    return _histogram("Age of the dense values that gradients were computed with", story.dense_ages)
+
+
+def _gaps(story: RunHistory) -> Table | None:
+    """How far the dense values have moved since gradients were computed: `gba_hvd.ps.partition.gaps`."""
+    rows = [
+        [f"{rank}", f"{gap.pushes:,}", f"{gap.mean:.3g}", f"{gap.mean_in_steps:.2f}"]
+        for rank, gap in story.gaps.items()
+    ]
+    return table("Gap by worker", ["worker", "gradients", "mean gap (RMS)", "mean gap in usual steps"], rows, "rrrr")
+
+
+def _histogram(title: str, histogram: Mapping[int, int]) -> Table | None:
     total, most = sum(histogram.values()), max(histogram.values(), default=1)
     rows = [
         [f"{steps}", f"{n:,}", f"{n / total:.2%}", Cell(bar=round(100 * n / most, 1))] for steps, n in histogram.items()
     ]
-    return table("Staleness", ["steps", "micro-batches", "share", ""], rows, "rrrl")
+    return table(title, ["steps", "micro-batches", "share", ""], rows, "rrrl")
 
 
 def _parameters(story: RunHistory) -> Table | None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _MANY = 200  # events of a table; the rest is counted
 _MANY_CHECKPOINTS = 20  # the newest
-_SUPERSEDED = "superseded: the job went on from an earlier checkpoint; "
+_SUPERSEDED = "superseded: the job resumed from an earlier checkpoint; "
 
 
 def switches(story: RunHistory) -> Table | None:
@@ -37,15 +37,21 @@ def switches(story: RunHistory) -> Table | None:
 
 
 def recoveries(story: RunHistory) -> Table | None:
-    words = {"resumed": "the whole job", "rows_restored": "a lost host", "rows_lost": "a lost host"}
     rows = [
-        [f"{one['step']:,}", words[one["kind"]], figure(one["rows_restored"], ",.0f"),
+        [f"{one['step']:,}", _what_was_lost(one), figure(one["rows_restored"], ",.0f"),
          figure(one["rows_lost"], ",.0f"), figure(one["age"], ",.0f"), figure(one["pls"], ".5f"),
-         str(one["manifest"] or "")]
+         figure(one["pls_total"], ".5f"), figure(one["samples_redone"], ",.0f"), str(one["manifest"] or ""),
+         str(one["strategy_reason"] or "")]
         for one in story.recoveries
     ]  # fmt: skip
-    headings = ["step", "what was lost", "rows restored", "rows lost", "age, steps", "PLS", "from"]
-    return table("Recoveries", headings, rows, "rlrrrrl")
+    headings = ["step", "what was lost", "rows restored", "rows lost", "age, steps", "PLS", "PLS so far"]
+    return table("Recoveries", [*headings, "samples redone", "from", "full or partial"], rows, "rlrrrrrrll")
+
+
+def _what_was_lost(recovery: Record) -> str:
+    """A job whose workers all went back lost a host; one that resumed otherwise was lost itself."""
+    is_whole = recovery["kind"] == "resumed" and not recovery["strategy"]
+    return "the whole job" if is_whole else "a lost host"
 
 
 def checkpoints(story: RunHistory) -> Table | None:
@@ -67,7 +73,7 @@ def checkpoints(story: RunHistory) -> Table | None:
 def events(story: RunHistory) -> Table | None:
     first, resumes = story.started_ms, story.resumes
     rows = []
-    shown = _folded([event for event in story.events if _is_told_here(event)])
+    shown = _folded([event for event in story.events if _is_shown(event)])
     for event in shown[:_MANY]:
         at = "-" if first is None or "unix_s" not in event else duration(float(event["unix_s"]) - first / 1000)
         kind = str(event.get("event", "")).replace("_", " ")
@@ -78,7 +84,7 @@ def events(story: RunHistory) -> Table | None:
     return table("Membership, recovery and other events", ["after", "step", "what", "message"], rows, "rrll")
 
 
-def _is_told_here(event: Record) -> bool:
+def _is_shown(event: Record) -> bool:
     """Warnings and switches have tables of their own."""
     return event.get("event") not in ("switch", "switch_failed") and event.get("level") != "warning"
 
@@ -87,10 +93,10 @@ def _folded(events: Sequence[Record]) -> list[Record]:
     """Several checkpoints with nothing between them as one, so that they do not drown the others."""
     folded: list[Record] = []
     for kind, run in itertools.groupby(events, key=lambda event: event.get("event")):
-        told = list(run)
-        if kind == "checkpoint" and len(told) > 2:
-            n_bytes = sum(int(event.get("data", {}).get("n_bytes", 0)) for event in told)
-            text = f"{len(told):,} checkpoints until step {told[-1].get('step', 0):,}: {n_bytes / 1e6:,.1f} MB"
-            told = [{**told[0], "message": text}]
-        folded += told
+        entries = list(run)
+        if kind == "checkpoint" and len(entries) > 2:
+            n_bytes = sum(int(event.get("data", {}).get("n_bytes", 0)) for event in entries)
+            text = f"{len(entries):,} checkpoints until step {entries[-1].get('step', 0):,}: {n_bytes / 1e6:,.1f} MB"
+            entries = [{**entries[0], "message": text}]
+        folded += entries
     return folded

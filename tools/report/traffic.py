@@ -17,9 +17,9 @@ _NEWEST = 5  # decisions
 
 def bytes_of_modes(story: RunHistory) -> Table | None:
     rows = [
-        [mode, kind, size(told["sent"]), size(told["received"])]
-        for (mode, kind), told in traffic_summary.bytes_by_mode(story.events).items()
-        if told["sent"] or told["received"]
+        [mode, kind, size(n_bytes["sent"]), size(n_bytes["received"])]
+        for (mode, kind), n_bytes in traffic_summary.bytes_by_mode(story.events).items()
+        if n_bytes["sent"] or n_bytes["received"]
     ]
     return table("Bytes on the wires of rank 0", ["mode", "kind", "sent", "received"], rows, "llrr")
 
@@ -27,15 +27,15 @@ def bytes_of_modes(story: RunHistory) -> Table | None:
 def density(story: RunHistory) -> Table | None:
     by_group = traffic_summary.row_density(story.events)
     names = ["rows"] if len(by_group) == 1 else [f"rows, group {number}" for number in range(len(by_group))]
-    told = {**traffic_summary.density(story.events), **dict(zip(names, by_group, strict=True))}
-    rows = [[name, f"{share:.2%}"] for name, share in list(told.items())[:_MANY]]
-    if len(told) > _MANY:
-        rows.append([f"... and {len(told) - _MANY:,} more", ""])
+    shares = {**traffic_summary.density(story.events), **dict(zip(names, by_group, strict=True))}
+    rows = [[name, f"{share:.2%}"] for name, share in list(shares.items())[:_MANY]]
+    if len(shares) > _MANY:
+        rows.append([f"... and {len(shares) - _MANY:,} more", ""])
     return table("Density: how much of a gradient was sent last", ["tensor", "share of elements"], rows, "lr")
 
 
 def decisions(story: RunHistory) -> Table | None:
-    told = traffic_summary.decisions(story.events)
-    rows = [[f"{one.step:,}", one.compressor, one.reason] for one in reversed(told[-_NEWEST:])]
-    title = "Compression" + (f", the newest {_NEWEST} of {len(told):,} decisions" if len(told) > _NEWEST else "")
+    decided = traffic_summary.decisions(story.events)
+    rows = [[f"{one.step:,}", one.compressor, one.reason] for one in reversed(decided[-_NEWEST:])]
+    title = "Compression" + (f", the newest {_NEWEST} of {len(decided):,} decisions" if len(decided) > _NEWEST else "")
     return table(title, ["step", "compressor", "decision"], rows, "rll")

@@ -81,7 +81,7 @@ def simulate(job: Job, data: Path) -> dict[str, Any]:
     task = ClickTask(data, n_samples, job.micro_batch)
     found = train(task, setting, job.workers, draws(job))
     return {
-        "staleness": found.staleness, "lags": found.lags, **found.judged, "time": found.time, "steps": found.steps,
+        "staleness": found.staleness, "lags": found.lags, **found.scores, "time": found.time, "steps": found.steps,
         "dropped": found.dropped,
     }  # fmt: skip
 

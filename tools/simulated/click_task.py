@@ -65,7 +65,7 @@ class ClickTask:
         with torch.no_grad():
             return float(binary_cross_entropy_with_logits(self._logits(ids, dense), label))
 
-    def judge(self, values: np.ndarray) -> dict[str, float]:
+    def evaluate(self, values: np.ndarray) -> dict[str, float]:
         self._put(values)
         n, loss = len(self._held_out), 0.0
         for at in range(0, n, _N_MEASURED):

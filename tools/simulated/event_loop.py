@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -44,8 +44,10 @@ class Setting:
     optimizer:  as of `torch_optimizers.spec_of`; its groups have equal parts of the dense values
     latency:    from a worker to the server or back, in units of the mean service time
     serve:      how long the server is busy with a push, in the same units; pushes wait for each other
+    rule_settings: of the rule, see `GBACallback`
     start_over: the workers begin spread evenly over this many units of time
     points:     how often the loss is measured on the way
+    row_average: as of `DistributedOptimizer`
     """
 
     cut: EpochPlan
@@ -56,6 +58,8 @@ class Setting:
     serve: float = 0.0
     start_over: float = 0.0
     points: int = 40
+    row_average: str = "global"
+    rule_settings: Mapping[str, float | bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("latency", "serve", "start_over"):
@@ -71,7 +75,9 @@ class Outcome:
 
     curve:     (time, micro-batches done, loss), the last one at the end; a loss that diverged is infinite
     staleness: histogram in steps, by token; lags: the same by the dense values that gradients were computed with
-    applied, dropped: samples. judged: the task's score, at the end. why: of a loss that diverged
+    gaps: by worker, as of `gba_hvd.ps.partition.gaps.GapMeter.by_worker`
+    arrivals: (age, share) of the gradients of the newest steps, `gba_hvd.update_rules.delay_sequence`
+    applied, dropped: samples. scores: of the task, at the end. why: of a loss that diverged
     """
 
     curve: tuple[tuple[float, int, float], ...]
@@ -82,8 +88,10 @@ class Outcome:
     dropped: int
     time: float
     values: np.ndarray = field(repr=False)
-    judged: dict[str, float] = field(default_factory=dict)
+    scores: dict[str, float] = field(default_factory=dict)
     why: str = ""
+    gaps: dict[int, tuple[int, float, float]] = field(default_factory=dict)
+    arrivals: tuple[list[tuple[int, float]], ...] = field(default=(), repr=False)
 
     @property
     def loss(self) -> float:
@@ -117,7 +125,10 @@ class _Push:
 def train(task: Task, setting: Setting, workers: int, takes: Callable[[int], float]) -> Outcome:
     """One epoch. takes: how long the next micro-batch of a worker takes, its real time for computing left out."""
     cut = setting.cut
-    with SimulatedServer(task, cut, setting.discipline, setting.rule, setting.optimizer, workers) as server:
+    with SimulatedServer(
+        task, cut, setting.discipline, setting.rule, setting.optimizer, workers, setting.row_average,
+        setting.rule_settings,
+    ) as server:  # fmt: skip
         return _Loop(task, setting, workers, takes, server).run()
 
 
@@ -150,10 +161,11 @@ class _Loop:
             raise GbaError(f"the simulation stands still after {self._n_done} of {self._n_total} micro-batches")
         self._measure(now)
         ledger, part = server.ledger, server.part
-        judged = {} if self._why else self._task.judge(part.dense.values)
+        scores = {} if self._why else self._task.evaluate(part.dense.values)
         return Outcome(
             tuple(self._curve), dict(ledger.staleness_histogram), dict(part.lags), ledger.step,
-            ledger.account.applied, ledger.account.dropped, now, part.dense.values.copy(), judged, self._why,
+            ledger.account.applied, ledger.account.dropped, now, part.dense.values.copy(), scores, self._why,
+            dict(part.gaps.by_worker), tuple(part.arrivals),
         )  # fmt: skip
 
     def _at(self, time: float, event: Callable[[float], None]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from gba_hvd import update_rules
+from gba_hvd.embedding.row_gradients import ROW_AVERAGES
 from gba_hvd.epoch import EpochPlan
 from gba_hvd.errors import BadInput, refuse_unknown
 from gba_hvd.ps.coordinator.discipline import Discipline
@@ -48,6 +49,7 @@ class Experiment:
 
     micro_batches: of the run; micro_batch: samples in one; n_micro: micro-batches of a global batch (gba, bsp)
     spread, shape: see `service_times.Fleet`; latency, serve: see `event_loop.Setting`
+    row_average: as of `DistributedOptimizer`, for a task with tables
     """
 
     task: str = "quadratic"
@@ -66,10 +68,15 @@ class Experiment:
     tolerance: int = 4
     lookahead: int | None = None
     seed: int = 0
+    row_average: str = "global"
+    rule_settings: Mapping[str, float | bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         refuse_unknown("task", self.task, tuple(TASKS))
         refuse_unknown("optimizer", self.optimizer, OPTIMIZERS)
+        refuse_unknown("row_average", self.row_average, tuple(ROW_AVERAGES))
+        if self.row_average != "global" and self.task != "clicks":
+            raise BadInput(f"row_average={self.row_average!r}: the task {self.task!r} has no tables, use 'clicks'")
         modes.check(self.mode)
         for name in ("micro_batches", "micro_batch", "n_micro"):
             value = getattr(self, name)
@@ -80,6 +87,7 @@ class Experiment:
         self.fleet()
         self.setting()
         update_rules.check(self.rule, self.optimizer_spec())
+        update_rules.known_settings(self.rule, self.rule_settings)
 
     def fleet(self) -> Fleet:
         return Fleet(self.workers, self.spread, self.shape, self.seed)
@@ -90,7 +98,10 @@ class Experiment:
     def setting(self) -> Setting:
         cut = EpochPlan(self.micro_batches * self.micro_batch, self.n_micro * self.micro_batch, self.micro_batch)
         discipline = Discipline(self.mode, tolerance=self.tolerance, lookahead=self.lookahead)
-        return Setting(cut, discipline, self.rule, self.optimizer_spec(), self.latency, self.serve)
+        return Setting(
+            cut, discipline, self.rule, self.optimizer_spec(), self.latency, self.serve,
+            row_average=self.row_average, rule_settings=self.rule_settings,
+        )  # fmt: skip
 
 
 def run(experiment: Experiment, clicks: Path | None = None) -> Outcome:

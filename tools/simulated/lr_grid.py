@@ -41,7 +41,7 @@ class Grid(NoTables):
     def measure(self, values: np.ndarray) -> float:
         return self._first  # of all together there is nothing to say on the way
 
-    def judge(self, values: np.ndarray) -> dict[str, float]:
+    def evaluate(self, values: np.ndarray) -> dict[str, float]:
         return {str(number): loss for number, loss in enumerate(self.losses(values))}
 
     def losses(self, values: np.ndarray) -> list[float]:

@@ -18,7 +18,7 @@ import gba_hvd
 
 from ..bench.harness import emulated_accelerators as emulated
 from ..bench.harness import small_ctr
-from ..bench.stragglers.ours import Log, model_and_optimizer
+from ..bench.harness.ours_small_ctr import Log, model_and_optimizer
 from .agreement import Job
 
 

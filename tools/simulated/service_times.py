@@ -46,9 +46,9 @@ class Fleet:
         shape = 1 / self.spread**2
         return np.random.default_rng([self.seed, 0]).gamma(shape, 1 / shape, self.workers)
 
-    def draws(self) -> Callable[[int], float]:
-        """How long the next micro-batch of a worker takes. The same numbers for the same fleet."""
-        means, rng = self.means().tolist(), np.random.default_rng([self.seed, 1])
+    def draws(self, occasion: int = 1) -> Callable[[int], float]:
+        """How long the next micro-batch of a worker takes. The same numbers for the same fleet and occasion."""
+        means, rng = self.means().tolist(), np.random.default_rng([self.seed, occasion])
         if math.isinf(self.shape):
             return lambda worker: means[worker]
         return lambda worker: means[worker] * float(rng.gamma(self.shape, 1 / self.shape))

@@ -7,22 +7,22 @@ does between them is done here at once. Owns a temporary folder with the shard m
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gba_hvd.embedding.row_gradients import RowGrad, pack_by_owner
+from gba_hvd.embedding.row_gradients import RowGrad, pack_by_owner, with_contributors
 from gba_hvd.epoch import EpochPlan, SampleAccount
 from gba_hvd.errors import GbaError, NonFiniteGradient
-from gba_hvd.ps.coordinator.coordinator import weighed
+from gba_hvd.ps.coordinator.coordinator import row_damping, weighed
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.ps.coordinator.ledger import Lease, Ledger
-from gba_hvd.ps.messages import Apply, Endpoint, Enter, JobPosition, NotFinite
+from gba_hvd.ps.messages import Apply, Endpoint, Enter, JobPosition, Measure, NotFinite
 from gba_hvd.ps.partition.partition import Limits, Partition
 from gba_hvd.shm.shard_memory import ShardMemory
-from gba_hvd.update_rules import rule_class
+from gba_hvd.update_rules import damps, rule_class
 from recovery import state_codec
 
 from .tasks import Task
@@ -37,11 +37,14 @@ class SimulatedServer:
     """
 
     def __init__(
-        self, task: Task, cut: EpochPlan, discipline: Discipline, rule: str, optimizer: dict[str, Any], workers: int
-    ) -> None:
+        self, task: Task, cut: EpochPlan, discipline: Discipline, rule: str, optimizer: dict[str, Any], workers: int,
+        row_average: str = "global",
+        rule_settings: Mapping[str, float | bool] | None = None,
+    ) -> None:  # fmt: skip
         self._task, self._cut, self._rule, self._optimizer = task, cut, rule, optimizer
+        self._rule_settings = dict(rule_settings or {})
         self._workers = list(range(workers))
-        self._discipline = discipline
+        self._discipline, self._row_average = discipline, row_average
         self._lrs = [float(group["lr"]) for group in optimizer["groups"]]
         self.ledger = Ledger(cut, discipline, epoch=0, steps_done=0, step=0, account=SampleAccount())
         for worker in self._workers:
@@ -62,9 +65,10 @@ class SimulatedServer:
         enter = Enter(
             generation=1, servers=[Endpoint(0, 0, "", 0, 0)], me=0, shard_servers=[0] * layout.n_shards,
             position=JobPosition(), n_samples=self._cut.n_samples, global_batch=self._cut.global_batch,
-            micro_batch=self._cut.micro_batch, discipline=vars(self._discipline).copy(), row_average="global",
+            micro_batch=self._cut.micro_batch, discipline=vars(self._discipline).copy(), row_average=self._row_average,
             row_lr=self._task.row_optimizer.lr, lrs=self._lrs, tensors=tensors,
             optimizer=self._optimizer, workers=[(worker, worker, 0, 0) for worker in self._workers], rule=self._rule,
+            rule_settings=self._rule_settings,
         )  # fmt: skip
         frames = [self._task.start.tobytes(), state_codec.encode([{} for _ in tensors])]
         optimizer = self._task.row_optimizer
@@ -83,6 +87,8 @@ class SimulatedServer:
 
     def push(self, worker: int, lease: Lease, dense: np.ndarray, rows: Sequence[RowGrad], dense_step: int) -> int:
         """A push arrives; what it completes is applied. Returns how many steps that were."""
+        if self._row_average != "global":
+            rows = [with_contributors(grad) for grad in rows]
         message = pack_by_owner(rows, self._to_me, 1)[0]
         frames = [bytearray(dense.tobytes()), bytearray(message.tobytes())]
         try:
@@ -90,14 +96,32 @@ class SimulatedServer:
         except NotFinite as error:
             self.diverged = str(error)
             return 0
-        self.ledger.accept(worker, lease.micro, lease.serial)
+        self.ledger.accept(worker, lease.micro, lease.serial, values_step=dense_step)
         before = self.ledger.step
         while not self.diverged and (plan := self.ledger.next_step()) is not None:
-            members, scale = weighed(plan, self._cut.micro_batch, self._discipline)
+            sums = weighed(plan, self._cut.micro_batch, self._discipline, self._row_average)
+            if damps(self._rule) and sums.members:
+                asked = Measure(1, plan.step, sums.members, sums.scale, sums.dropped, sums.n_micro, damping=True)
+                self.ledger.damp(row_damping(plan, self.part.measure(asked).damping or []))
+                plan = self.ledger.decided or plan
+                sums = weighed(plan, self._cut.micro_batch, self._discipline, self._row_average)
             living = self._workers if rule_class(self._rule).knows_workers else []
             oldest = self.ledger.oldest_serial
             row_lr = self._task.row_optimizer.lr
-            applied = self.part.apply(Apply(1, plan.step, members, scale, row_lr, self._lrs, oldest, living))
+            applied = self.part.apply(
+                Apply(
+                    1,
+                    plan.step,
+                    sums.members,
+                    sums.scale,
+                    row_lr,
+                    self._lrs,
+                    oldest,
+                    living,
+                    dropped=sums.dropped,
+                    n_micro=sums.n_micro,
+                )
+            )
             if applied.failed and NonFiniteGradient.__name__ not in applied.failed:
                 raise GbaError(applied.failed)
             self.diverged = applied.failed

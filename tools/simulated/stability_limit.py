@@ -1,15 +1,17 @@
-"""The largest learning rate that is stable under a fixed delay, observed: what `gba_hvd.update_rules.stability.limit`
-predicts.
+"""The largest learning rate that is stable under delays, observed: what the adviser predicts.
 
 delay + 1 workers of constant speed, started evenly, push in turn: every gradient is `delay` steps old. They train a
 quadratic of many curvatures at once, whose elements do not know of each other; the limit lies between the largest
 curvature whose element fades and the smallest whose element grows. The prediction only says where to look.
+
+A fleet trains twice: what the adviser needs is measured in a first run, the limit is observed in a longer one, in which
+the same workers have other service times. So the prediction is of the job to come, not of the run it was taken from.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,15 +21,19 @@ from gba_hvd.epoch import EpochPlan
 from gba_hvd.errors import BadInput, GbaError
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.torch_optimizers import spec_of
+from gba_hvd.update_rules import delay_roots, delay_sequence
+from gba_hvd.update_rules.delay_model import expected_arrivals
 from gba_hvd.update_rules.stability import limit
 
 from .event_loop import Setting, train
-from .service_times import Fleet
+from .service_times import SHAPE, Fleet
 from .tasks import Quadratic
 
 DELAYS = (0, 1, 2, 4, 8, 16, 32, 64)
 _AROUND, _POINTS = 0.15, 601  # a grid of curvatures within 15 % of the prediction, half a thousandth apart
 _STEPS_PER_DELAY, _STEPS = 42, 250
+_LOST = 1e6
+_MEASURED = delay_sequence.MOST + 64  # steps of the first run; the first few have younger values
 
 
 @dataclass(frozen=True)
@@ -56,12 +62,21 @@ class _Watched(Quadratic):
         super().__init__(curvatures.tolist())
         self._third = steps // 3
         self.middle, self.end = np.zeros(len(curvatures)), np.zeros(len(curvatures))
+        self._is_lost = np.zeros(len(curvatures), bool)  # so far out that it would end the run of the others
+
+    @property
+    def grows(self) -> np.ndarray:
+        found: np.ndarray = (self.end > self.middle) | self._is_lost
+        return found
 
     def gradient(self, values: np.ndarray, micro: int) -> tuple[np.ndarray, list[RowGrad]]:
         seen = self.middle if micro < 2 * self._third else self.end
         if micro >= self._third:
             np.maximum(seen, np.abs(values), out=seen)
-        return super().gradient(values, micro)
+        slope, rows = super().gradient(values, micro)
+        self._is_lost |= np.abs(values) > _LOST
+        slope[self._is_lost] = 0.0
+        return slope, rows
 
     def measure(self, values: np.ndarray) -> float:
         return 1.0  # elements that grow are what is looked for
@@ -80,8 +95,71 @@ def observe(delay: int) -> Limit:
     late = {lag: n for lag, n in outcome.lags.items() if lag > delay or n > steps / 2}
     if list(late) != [delay]:
         raise GbaError(f"the gradients were to be {delay} steps old, they were {outcome.lags}")
-    grows = task.end > task.middle
+    grows = task.grows
     first = int(np.argmax(grows))
     if not grows.any() or first == 0 or not grows[first:].all():
         raise GbaError(f"delay {delay}: no limit within {_AROUND:.0%} of {predicted:.4g}")
     return Limit(delay, predicted, float(curvatures[first - 1]), float(curvatures[first]))
+
+
+@dataclass(frozen=True)
+class FleetLimit:
+    """lr * curvature of a fleet, predicted from what another run measured, and observed.
+
+    predicted: by `delay_sequence`, ages in their order. roots: by the mean of the ages. plain: by the formula for one
+    delay, the mean. drawn: `delay_roots.mean_square_limit`; None: not worked out. speeds: as predicted, of ages that
+    follow from the workers' mean times alone (`delay_model.expected_arrivals`). observed: the smallest that grew
+    """
+
+    workers: int
+    n_micro: int
+    momentum: float
+    spread: float
+    seed: int
+    age_mean: float
+    age_max: int
+    predicted: float
+    roots: float
+    plain: float
+    drawn: float | None
+    speeds: float
+    observed: float
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, relative to what was observed."""
+        return self.predicted / self.observed - 1
+
+
+def observe_fleet(
+    workers: int, n_micro: int = 1, momentum: float = 0.0, spread: float = 0.0, steps: int = 4000, seed: int = 0
+) -> FleetLimit:
+    """The limit of workers with gamma distributed times: ages as they come, not all the same.
+
+    n_micro: 1 is mode async, more is gba. spread: of the workers' mean speeds. steps: of the run that is observed.
+    seed: of the speeds and of all service times. Raises GbaError when no limit is found between a third of the
+    prediction by the roots and twice it.
+    """
+    mode, n = "async" if n_micro == 1 else "gba", steps * n_micro
+    optimizer = spec_of(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0, momentum=momentum))
+    setting = Setting(EpochPlan(n, n_micro, 1), Discipline(mode), "none", optimizer, start_over=1.0, points=1)
+    fleet = Fleet(workers, spread, SHAPE, seed)
+    first = replace(setting, cut=EpochPlan(_MEASURED * n_micro, n_micro, 1))
+    measured = train(Quadratic([1e-4]), first, workers, fleet.draws())
+    ages = measured.lags
+    roots = delay_roots.limit(ages, momentum)
+    curvatures = roots * np.geomspace(1 / 3, 2, 400)
+    task = _Watched(curvatures, n)
+    train(task, setting, workers, fleet.draws(occasion=2))
+    grows = task.grows
+    if not grows.any() or grows[0]:
+        raise GbaError(f"{workers} workers: no limit between {curvatures[0]:.4g} and {curvatures[-1]:.4g}")
+    mean = sum(age * count for age, count in ages.items()) / sum(ages.values())
+    drawn = delay_roots.mean_square_limit(ages, momentum)
+    observed = float(curvatures[int(np.argmax(grows))])
+    by_order = delay_sequence.stability(measured.arrivals, momentum).limit
+    by_speeds = delay_sequence.stability(expected_arrivals(fleet.means().tolist(), n_micro), momentum).limit
+    return FleetLimit(
+        workers, n_micro, momentum, spread, seed, mean, max(ages), by_order, roots, limit(mean), drawn, by_speeds,
+        observed,
+    )  # fmt: skip

@@ -35,7 +35,7 @@ class Task(Protocol):
     def measure(self, values: np.ndarray) -> float:
         """How good the model is: a loss, the less the better."""
 
-    def judge(self, values: np.ndarray) -> dict[str, float]:
+    def evaluate(self, values: np.ndarray) -> dict[str, float]:
         """More of it, at the end; rows are still there."""
 
 
@@ -55,7 +55,7 @@ class NoTables:
     def use(self, memory: ShardMemory) -> None:
         pass
 
-    def judge(self, values: np.ndarray) -> dict[str, float]:
+    def evaluate(self, values: np.ndarray) -> dict[str, float]:
         return {}
 
 

@@ -8,9 +8,12 @@ the server before any answer leaves.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from msgspec.structs import replace
 
 from gba_hvd.clipping import Clip
 from gba_hvd.epoch import EpochPlan, SampleAccount
@@ -33,6 +36,7 @@ from gba_hvd.ps.messages import (
     ReplicaSubmitted,
 )
 from gba_hvd.ps.validation import check_rates
+from gba_hvd.update_rules import damps
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class _Handed:
 _PATIENCE = 4  # a lease may take so many times what the worker's micro-batches took, however short `lease_s` is
 _REFUSED_STEPS, _REFUSED_AT_LEAST = 3, 100
 _CHIEF_S = 90.0  # so long an epoch's end waits for a world that has a rank 0
+_NORMS = 64  # of so many steps workers learn the norms: more than are made between two requests of a worker
 _MISSED_S = 1.0  # so long it waits for rank 0 before anybody looks whether that has died
 
 
@@ -58,7 +63,7 @@ class WorkerSeen:
     rank: int
     host: int
     pid: int
-    heard_s: float
+    last_seen_s: float
     silent: bool = False
     seconds: float = 0.0  # per micro-batch, recent mean
     done: int = 0
@@ -87,8 +92,10 @@ class Coordinator:
         self.world = position.membership_epoch
         self.wanted, self.reason, self.pin = "", "", False
         self.clip = Clip(enter.max_norm, enter.max_row_norm)
+        self._damps_rows = damps(enter.rule)
         self.last_loss: float | None = None
         self.last_norm: float | None = None  # of the newest step's gradient, before it was clipped
+        self._norms: deque[tuple[int, float]] = deque(maxlen=_NORMS)  # the same by step; a successor has none
         self._staleness_before = dict(position.staleness)
         self._refused_before, self._reissued_before = position.rejected, position.reissued
         self._lrs, self._row_lr, self._lrs_key = list(enter.lrs), enter.row_lr, (position.epoch, position.step)
@@ -97,7 +104,9 @@ class Coordinator:
         self.names_refused: list[str] = []
         self._refused_in_a_row = 0
         self._ending = False
-        self.lags: dict[int, int] = {}  # counted by the part of this server
+        self.lags: dict[int, int] = {}  # counted by the part of this server, as are
+        self.arrivals: Collection[list[tuple[int, float]]] = ()  # by step, of the newest steps, and
+        self.gaps: dict[int, tuple[int, float, float]] = {}  # by worker, as of `GapMeter.by_worker`
         self._chief_died_s: float | None = None  # until another worker is rank 0
         self._finished_s: float | None = None  # when a worker first learned that this epoch is over
         self._left_early: set[int] = set()  # workers that ask for the next epoch already
@@ -177,7 +186,9 @@ class Coordinator:
         """Every server has this push: "accepted", "repeated" or "revoked"."""
         if request.lrs:
             check_rates(request.lrs, len(self._enter.lrs) + 1)
-        answer = self.ledger.accept(request.worker, request.micro, request.serial, request.rejected or None)
+        answer = self.ledger.accept(
+            request.worker, request.micro, request.serial, request.rejected or None, request.dense_step
+        )
         if answer == "accepted":
             self._given.pop(request.micro, None)
             if request.lrs:
@@ -225,7 +236,7 @@ class Coordinator:
         seen = self.workers.get(request.worker)
         if seen is None:
             seen = self.workers[request.worker] = WorkerSeen(request.rank, request.host, request.pid, self._clock())
-        seen.rank, seen.heard_s, seen.silent = request.rank, self._clock(), False
+        seen.rank, seen.last_seen_s, seen.silent = request.rank, self._clock(), False
         if request.rank == 0:
             self._chief_died_s = None
         self.ledger.join(request.worker)
@@ -260,9 +271,9 @@ class Coordinator:
             return False
         chiefs = {w: seen for w, seen in self.workers.items() if seen.rank == 0 and not seen.silent}
         if worker in chiefs:
-            chiefs[worker].heard_s = now
+            chiefs[worker].last_seen_s = now
         if chiefs:
-            return all(seen.heard_s < self._finished_s for seen in chiefs.values())
+            return all(seen.last_seen_s < self._finished_s for seen in chiefs.values())
         died_s = self._chief_died_s
         return died_s is not None and now - died_s < _CHIEF_S
 
@@ -271,13 +282,13 @@ class Coordinator:
         finished_s = self._finished_s
         if finished_s is None or self._ending or self._clock() - finished_s < _MISSED_S:
             return []
-        return [w for w, seen in self.workers.items() if seen.rank == 0 and seen.heard_s < finished_s]
+        return [w for w, seen in self.workers.items() if seen.rank == 0 and seen.last_seen_s < finished_s]
 
     def fall_silent(self) -> list[int]:
         """Take the leases of workers without heartbeats; returns the silent ones, whose processes may be dead."""
         now = self._clock()
         for worker, seen in self.workers.items():
-            if not seen.silent and now - seen.heard_s > self._alive_s:
+            if not seen.silent and now - seen.last_seen_s > self._alive_s:
                 seen.silent = True
                 self.ledger.leave(worker)
         for micro, handed in list(self._given.items()):
@@ -300,23 +311,35 @@ class Coordinator:
     def decide(self) -> Apply | Measure | None:
         """The next step, if one is due; or the one that was decided before a crash.
 
-        `Measure` while a step is to be clipped and nobody knows how: `measured` comes next.
+        `Measure` while an update rule is to damp its rows, or it is to be clipped, and nobody knows how: `damped` or
+        `measured` comes next.
         """
         plan = self.ledger.decided or self.ledger.next_step()
         if plan is None:
             return None
-        members, scale = weighed(plan, self._enter.micro_batch, self.ledger.discipline)
+        enter = self._enter
+        sums = weighed(plan, enter.micro_batch, self.ledger.discipline, enter.row_average)
         losses = [(self._losses.pop(m.serial), m.n_samples) for m in plan.members if m.serial in self._losses]
         if losses:
             self.last_loss = sum(loss * n for loss, n in losses) / sum(n for _, n in losses)
-        if plan.clipped is None and members and not self.clip.is_none:
-            return Measure(self._enter.generation, plan.step, members, scale)
+        if sums.members:
+            measure = Measure(enter.generation, plan.step, sums.members, sums.scale, sums.dropped, sums.n_micro)
+            if plan.row_damping is None and self._damps_rows:
+                return replace(measure, damping=True)
+            if plan.clipped is None and not self.clip.is_none:
+                return measure
         dense_factor, row_factor, self.last_norm = plan.clipped or (1.0, 1.0, None)
         return Apply(
-            self._enter.generation, plan.step, members, scale,
+            enter.generation, plan.step, sums.members, sums.scale,
             self._row_lr, self._lrs, self.ledger.oldest_serial,
-            sorted(self.workers), dense_factor, row_factor, self.account.steps_skipped,
+            sorted(self.workers), dense_factor, row_factor, self.account.steps_skipped, sums.dropped, sums.n_micro,
         )  # fmt: skip
+
+    def damped(self, answers: Sequence[tuple[int, int, float]]) -> None:
+        """How the update rule damps the decided step's members, from every server (`Measured.damping`)."""
+        plan = self.ledger.decided
+        assert plan is not None
+        self.ledger.damp(row_damping(plan, answers))
 
     def measured(self, dense_squares: float, row_squares: float) -> None:
         """The decided step is measured, over all servers: what it is multiplied by belongs to the decision."""
@@ -331,6 +354,8 @@ class Coordinator:
             self.loss_scale.step(plan.overflowed)
         lost = sum(m.n_samples for m in plan.members if m.weight > 0 and m.micro in lost_micros)
         self.ledger.applied(step)
+        if plan.clipped is not None:
+            self._norms.append((self.ledger.step, plan.clipped[2]))
         self.account.applied -= lost
         self.account.lost += lost
         self.account.shard_steps_missed += shard_steps_missed
@@ -361,10 +386,12 @@ class Coordinator:
             account=asdict(self.account),
             staleness=self.staleness(),
             lags=dict(self.lags),
+            gaps=sorted((s.rank, *self.gaps[w], w) for w, s in self.workers.items() if w in self.gaps),
             rejected=self._refused_before + ledger.refused,
             reissued=self._reissued_before + ledger.reissued,
             loss=self.last_loss,
             grad_norm=self.last_norm,
+            grad_norms=list(self._norms),
             loss_scale=None if self.loss_scale is None else self.loss_scale.now,
             rates=sorted((s.rank, s.seconds) for s in self.workers.values() if not s.silent),
             requested_mode=self.wanted,
@@ -380,9 +407,9 @@ class Coordinator:
         moved = self.ledger.resume_order()
         if moved is None:
             return None
-        told = self.position()
-        told.remapped = {**self.moved, **{place: self.moved.get(micro, micro) for place, micro in moved.items()}}
-        return told
+        position = self.position()
+        position.remapped = {**self.moved, **{place: self.moved.get(micro, micro) for place, micro in moved.items()}}
+        return position
 
     def state(self) -> dict[str, Any]:
         """Plain values; `resume` is the inverse."""
@@ -443,12 +470,50 @@ class Coordinator:
         )
 
 
-def weighed(plan: StepPlan, micro_batch: int, discipline: Discipline) -> tuple[list[PlannedMember], float]:
-    """The members of a step that count, each with its weight, and the scale of their weighted sum."""
+def row_damping(plan: StepPlan, answers: Sequence[tuple[int, int, float]]) -> list[float]:
+    """What the row gradients of each member are multiplied by: the mean of the rule's damping over all dense elements.
+
+    answers: micro-batch, dense elements there, mean damping of these; of each server that has the push. A server
+    without dense elements has no say, unless none has any. 1 for a push that no server has.
+    """
+    found = []
+    for member in plan.members:
+        own = [(n, factor) for micro, n, factor in answers if micro == member.micro]
+        n_all = sum(n for n, _ in own)
+        if n_all:
+            found.append(sum(n * factor for n, factor in own) / n_all)
+        else:
+            found.append(sum(factor for _, factor in own) / len(own) if own else 1.0)
+    return found
+
+
+@dataclass(frozen=True)
+class WeighedStep:
+    """What servers sum in a step.
+
+    members: those that count, each with its weight. scale: of their weighted sum, which becomes a mean over `n_micro`
+    micro-batches. dropped: (micro, serial) of those that only count as contributors of rows, see `ROW_AVERAGES`
+    """
+
+    members: list[PlannedMember]
+    scale: float
+    dropped: list[tuple[int, int]]
+    n_micro: int
+
+
+def weighed(plan: StepPlan, micro_batch: int, discipline: Discipline, row_average: str) -> WeighedStep:
+    """The weights and divisors of a decided step."""
+    kept = [m for m in plan.members if m.weight > 0]
+    damping = plan.row_damping or (1.0,) * len(plan.members)
     members = [
-        PlannedMember(m.micro, m.serial, m.weight * m.n_samples / micro_batch) for m in plan.members if m.weight > 0
+        PlannedMember(m.micro, m.serial, m.weight * m.n_samples / micro_batch, factor)
+        for m, factor in zip(plan.members, damping, strict=True)
+        if m.weight > 0
     ]
-    n_samples = plan.n_samples
-    if discipline.name == "hop_bw":  # a round is the gradients it waited for
-        n_samples = sum(m.n_samples for m in plan.members if m.weight > 0) or n_samples
-    return members, micro_batch / n_samples
+    is_round = discipline.name == "hop_bw"  # a round is the gradients it waited for
+    all_of_it = kept if is_round and kept else plan.members
+    n_samples = sum(m.n_samples for m in all_of_it)
+    dropped: list[tuple[int, int]] = []
+    if row_average == "contributors" and kept and not is_round:
+        dropped = [(m.micro, m.serial) for m in plan.members if not m.weight and not m.refused]
+    return WeighedStep(members, micro_batch / n_samples, dropped, len(all_of_it))

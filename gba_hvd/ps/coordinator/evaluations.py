@@ -1,21 +1,20 @@
 """Evaluations in asynchronous modes: leased work like training, so that no worker waits for a slow or dead one.
 
 An evaluation is named by (phase, how many the phase had before); a phase is an epoch's batches, or what follows them.
-The first worker to ask gives its buffers (batch norm statistics) to all, so that one model is evaluated. Scores are
-added up as they come; a worker that asks after the end, a late joiner for example, gets the result. None of it survives
-the coordinator's process: the evaluation begins again.
+The first worker to ask gives its buffers (batch norm statistics) to all, so that one model is evaluated. What workers
+measure is added up as it comes, by `accumulators`; a worker that asks after the end, a late joiner for example, gets
+the result. None of it survives the coordinator's process: the evaluation begins again.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from gba_hvd.accumulators import DTYPES, Part, accumulator, combined
 from gba_hvd.epoch import EpochPlan, SampleAccount
-from gba_hvd.metrics import ScoreAccumulator, Scores, scores_from
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.ps.coordinator.ledger import Lease, Ledger
 from gba_hvd.ps.messages import Evaluate, EvaluationReply, LeaseGrant, Mismatch, ProtocolError, Score
@@ -29,9 +28,9 @@ class _Evaluation:
         self.request, self.buffers = request, buffers
         cut = EpochPlan(request.n_samples, request.batch, request.batch)
         self.ledger = Ledger(cut, Discipline("async"), epoch=0, steps_done=0, step=0, account=SampleAccount())
-        self.scores = ScoreAccumulator(exact_limit=request.exact_limit)
-        self.result: Scores | None = None
-        self.like_probabilities = False
+        self.measured = [accumulator(part) for part in request.parts]
+        self.result: list[dict[str, Any]] | None = None
+        self.like_probabilities: list[str] = []
 
 
 class Evaluations:
@@ -57,10 +56,12 @@ class Evaluations:
         if (theirs.n_samples, theirs.batch) != (mine.n_samples, mine.batch):
             text = f"{theirs.n_samples} samples in batches of {theirs.batch}, here {mine.n_samples} of {mine.batch}"
             raise Mismatch(f"the workers disagree about evaluation {key}: {text}")
+        if theirs.parts != mine.parts:
+            raise Mismatch(f"the workers disagree about evaluation {key}: {theirs.parts}, here {mine.parts}")
         if found.like_probabilities:
-            return EvaluationReply(like_probabilities=True), ()
+            return EvaluationReply(like_probabilities=found.like_probabilities), ()
         if found.result is not None:
-            return EvaluationReply(result=dataclasses.asdict(found.result)), ()
+            return EvaluationReply(result=found.result), ()
         answer = found.ledger.lease(request.worker, request.request)
         lease = None
         if isinstance(answer, Lease):
@@ -72,25 +73,36 @@ class Evaluations:
         found = self._evaluations.get((request.epoch, request.ordinal))
         if found is None or found.result is not None or found.like_probabilities:
             return
-        if len(frames) != 2:
-            raise ProtocolError(f"Score comes with two frames, got {len(frames)}")
-        logits, labels = array_of(frames[0], "float32", "logits"), array_of(frames[1], "float32", "labels")
+        parts = found.request.parts
         if not 0 <= request.micro < found.ledger.cut.n_steps:
             raise ProtocolError(f"batch {request.micro} of {found.ledger.cut.n_steps}")
-        if not len(logits) == len(labels) == found.ledger.cut.samples_of_micro(request.micro):
-            raise ProtocolError(f"{len(logits)} logits and {len(labels)} labels for batch {request.micro}")
-        if not np.isin(labels, (0.0, 1.0)).all():
-            raise ProtocolError("labels must be 0 or 1")
+        measured = _by_part(parts, frames)
+        for part, some in zip(parts, measured, strict=True):
+            if wrong := part.wrong(some, found.ledger.cut.samples_of_micro(request.micro)):
+                raise ProtocolError(f"batch {request.micro}, task {part.name!r}: {wrong}")
         if found.ledger.accept(request.worker, request.micro, request.serial) == "accepted":
-            found.scores.add(logits, labels)
-            if request.micro == 0 and found.request.may_be_probabilities:
-                found.like_probabilities = bool(((logits >= 0) & (logits <= 1)).all())
+            for so_far, some in zip(found.measured, measured, strict=True):
+                so_far.add(some)
+            if request.micro == 0:
+                found.like_probabilities = [
+                    part.name for part, some in zip(parts, measured, strict=True) if part.look_like_probabilities(some)
+                ]
             while (plan := found.ledger.next_step()) is not None:
                 found.ledger.applied(plan.step)
             if found.ledger.finished:
-                found.result = scores_from([found.scores.state()])
+                states = [so_far.state() for so_far in found.measured]
+                found.result = [combined(part, [state]) for part, state in zip(parts, states, strict=True)]
 
     def leave(self, worker: int) -> None:
         """A worker is silent or gone: others compute what it had."""
         for evaluation in self._evaluations.values():
             evaluation.ledger.leave(worker)
+
+
+def _by_part(parts: Sequence[Part], frames: Sequence[Any]) -> list[list[np.ndarray]]:
+    """The frames of a `Score` as arrays, of each part its own. Raises ProtocolError."""
+    n = sum(len(DTYPES[part.kind]) for part in parts)
+    if len(frames) != n:
+        raise ProtocolError(f"Score comes with {n} frames here, got {len(frames)}")
+    left = iter(frames)
+    return [[array_of(next(left), dtype, f"{part.kind}, {dtype}") for dtype in DTYPES[part.kind]] for part in parts]

@@ -42,7 +42,7 @@ class FailureDetector:
             coordinator_service.evaluations.leave(worker)
         for worker in {*silent, *coordinator.missed_chiefs()}:
             seen = coordinator.workers[worker]
-            if time.monotonic() - seen.heard_s > _GIVEN_UP * self._alive_s and seen.host != here:
+            if time.monotonic() - seen.last_seen_s > _GIVEN_UP * self._alive_s and seen.host != here:
                 coordinator_service.is_dead(
                     worker
                 )  # nobody there knows; should it live, it comes back with a heartbeat

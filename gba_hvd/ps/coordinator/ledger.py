@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal
@@ -56,13 +56,17 @@ class Drained:
 
 @dataclass(frozen=True)
 class Member:
-    """A push in a step. `weight` is f(token, k) alone, 0 for a dropped one; `staleness` is in steps, 0 or more."""
+    """A push in a step. `weight` is f alone, 0 for a dropped one; `staleness` is k - token, in steps, 0 or more.
+
+    refused: its gradient was not finite, so that no server has all of it
+    """
 
     micro: int
     serial: int
     weight: float
     n_samples: int
     staleness: int
+    refused: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class StepPlan:
 
     overflowed: a gradient was not finite, so the step is skipped, where a ledger does that
     clipped: what its dense and its row gradients are multiplied by, and its norm before; None: not known, or not asked
+    row_damping: by an update rule, of each member; None: not known, or not asked
     """
 
     step: int
@@ -78,11 +83,15 @@ class StepPlan:
     n_samples: int
     clipped: tuple[float, float, float] | None = None
     overflowed: bool = False
+    row_damping: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
 class _Work:
-    """A micro-batch in a worker's hands, or the push that came of it."""
+    """A micro-batch in a worker's hands, or the push that came of it.
+
+    values_step: the step of the dense values it was computed with; -1: not known, or not pushed yet
+    """
 
     worker: int
     request: int
@@ -90,10 +99,11 @@ class _Work:
     serial: int
     token: int
     refused: bool = False
+    values_step: int = -1
 
 
 def _fields(work: _Work) -> list[Any]:
-    return [work.worker, work.request, work.micro, work.serial, work.token, work.refused]
+    return [work.worker, work.request, work.micro, work.serial, work.token, work.refused, work.values_step]
 
 
 class Ledger:
@@ -191,12 +201,13 @@ class Ledger:
         return self._lease(work)
 
     def accept(
-        self, worker: int, micro: int, serial: int, refused: str | None = None
+        self, worker: int, micro: int, serial: int, refused: str | None = None, values_step: int = -1
     ) -> Literal["accepted", "repeated", "revoked"]:
         """Every server has the push of this lease: it will be a member of a step, if the answer is "accepted".
 
         "repeated": it was accepted before; "revoked": it came too late, the micro-batch is for others to compute.
         refused: why its gradient must not be applied (not finite); it becomes a dropped member.
+        values_step: the step of the dense values it was computed with, the oldest; -1: not known.
         """
         work = self._outstanding.get(serial)
         if work is None and 0 < serial <= self._serial and serial not in self._revoked:
@@ -205,7 +216,7 @@ class Ledger:
         if work is None or (work.worker, work.micro) != (worker, micro):
             return "revoked"
         self._take_back(work)
-        self._accepted.append(work if refused is None else replace(work, refused=True))
+        self._accepted.append(replace(work, refused=refused is not None, values_step=values_step))
         self.refused += refused is not None
         if worker in self._clock:
             self._clock[worker] += 1
@@ -241,6 +252,11 @@ class Ledger:
         """The decided step is measured: from here on this is how it is applied, even if servers die."""
         assert self._decided is not None
         self._decided = replace(self._decided, clipped=(dense_factor, row_factor, norm))
+
+    def damp(self, factors: Sequence[float]) -> None:
+        """How an update rule damps the row gradients of each member of the decided step, on every server alike."""
+        assert self._decided is not None and len(factors) == len(self._decided.members)
+        self._decided = replace(self._decided, row_damping=tuple(factors))
 
     def applied(self, step: int) -> None:
         """The decided step is applied: count its samples. Raises StateMismatch for any other step."""
@@ -294,8 +310,8 @@ class Ledger:
 
     @property
     def drained(self) -> bool:
-        under_way = self._again or self._outstanding or self._accepted or self._decided
-        return self._held and self._at_boundary and not under_way
+        in_flight = self._again or self._outstanding or self._accepted or self._decided
+        return self._held and self._at_boundary and not in_flight
 
     # A look
 
@@ -312,12 +328,12 @@ class Ledger:
     def resume_order(self) -> dict[int, int] | None:
         """How somebody else resumes from here in order: index -> the micro-batch in its place, where another.
 
-        What is not done yet stands in the places from n_resolved on. None: not now, as a step is in flight, or a place
-        has another number of samples.
+        What is not done yet stands at the positions from n_resolved on. None: not now, as a step is in flight, or a
+        place has another number of samples.
         """
         if self._decided is not None or (not self.finished and self._n_resolved % self.cut.n_micro):
             return None
-        open_ = sorted([*self._again, *(work.micro for work in self._under_way())])
+        open_ = sorted([*self._again, *(work.micro for work in self._in_flight())])
         moved = {place: micro for place, micro in enumerate(open_, self._n_resolved) if place != micro}
         samples = self.cut.samples_of_micro
         return moved if all(samples(place) == samples(micro) for place, micro in moved.items()) else None
@@ -335,8 +351,8 @@ class Ledger:
     def oldest_serial(self) -> int:
         """Pushes of leases with a smaller serial will not be members of any step to come."""
         first = islice(self._outstanding, 1)  # serials grow, so the first is the oldest
-        under_way = [*first, *(work.serial for work in self._accepted)]
-        return min(under_way, default=self._serial + 1)
+        in_flight = [*first, *(work.serial for work in self._accepted)]
+        return min(in_flight, default=self._serial + 1)
 
     def state(self) -> dict[str, Any]:
         """Plain values, for JSON or msgpack."""
@@ -363,6 +379,7 @@ class Ledger:
             "skips": self.skips,
             "overflowed": plan is not None and plan.overflowed,
             "clipped": None if plan is None or plan.clipped is None else list(plan.clipped),
+            "row_damping": None if plan is None or plan.row_damping is None else list(plan.row_damping),
             "held": self._held,
             "clock": [list(pair) for pair in self._clock.items()],
         }
@@ -393,7 +410,11 @@ class Ledger:
             members = tuple(Member(*fields) for fields in state["decided"])
             clipped = None if state["clipped"] is None else tuple(state["clipped"])
             n_samples = sum(member.n_samples for member in members)
-            ledger._decided = StepPlan(ledger.step + 1, members, n_samples, clipped, state["overflowed"])
+            damping = state.get("row_damping")
+            ledger._decided = StepPlan(
+                ledger.step + 1, members, n_samples, clipped, state["overflowed"],
+                None if damping is None else tuple(damping),
+            )  # fmt: skip
         ledger._held = state["held"]
         ledger._clock = {worker: clock for worker, clock in state["clock"]}
         return ledger
@@ -407,7 +428,7 @@ class Ledger:
         """Why this worker gets nothing now."""
         rules = self.discipline
         if self._nothing_to_hand_out:
-            return "on hold" if self._next < self._n_total else "the last micro-batches of the epoch are under way"
+            return "on hold" if self._next < self._n_total else "the last micro-batches of the epoch are in flight"
         if rules.name == "hop_bs":
             ahead = self._clock[worker] - min(self._clock.values())
             if ahead > rules.slack:
@@ -415,7 +436,7 @@ class Ledger:
         elif rules.name == "hop_bw":
             if self._decided is not None:
                 return f"step {self._decided.step} is being applied"
-            if any(self._is_fresh(work) and work.worker == worker for work in self._under_way()):
+            if any(self._is_fresh(work) and work.worker == worker for work in self._in_flight()):
                 return f"its part of step {self.step + 1} is done or in its hands"
         elif self._by_index and rules.lookahead is not None and not self._again:
             ahead = self._token(self._next) - self.step
@@ -450,11 +471,16 @@ class Ledger:
         if work.refused or (name == "hop_bw" and not self._is_fresh(work)):
             weight = 0.0
         elif name == "gba":
-            weight = self._weighting.weight(staleness)
-        return Member(work.micro, work.serial, weight, self.cut.samples_of_micro(work.micro), staleness)
+            weight = self._weighting.weight(self._age(work) if self.discipline.staleness_of == "values" else staleness)
+        n_samples = self.cut.samples_of_micro(work.micro)
+        return Member(work.micro, work.serial, weight, n_samples, staleness, work.refused)
 
     def _is_fresh(self, work: _Work) -> bool:
         return work.token == self.step
+
+    def _age(self, work: _Work) -> int:
+        """Steps since the dense values that a push was computed with; since its token where these are not known."""
+        return max(0, self.step - (work.token if work.values_step < 0 else work.values_step))
 
     # Book-keeping
 
@@ -466,7 +492,7 @@ class Ledger:
     def _nothing_to_hand_out(self) -> bool:
         return not self._again and (self._next == self._n_total or (self._held and self._at_boundary))
 
-    def _under_way(self) -> list[_Work]:
+    def _in_flight(self) -> list[_Work]:
         return [*self._outstanding.values(), *self._accepted]
 
     def _lease(self, work: _Work) -> Lease:

@@ -48,7 +48,10 @@ class PendingSave:
         request, snapshot = self._request, self._snapshot
         self._request, self._snapshot = None, b""
         facts = {"n_parts": 1 + len(self._peers), "step": position.step, "samples": position.account["applied"]}
-        request = msgspec.structs.replace(request, number=position.step, **facts)
+        number, newest = max(request.number, position.step), self._saver.report()
+        if newest.epoch == request.epoch and request.number < newest.number:  # of a chief without the newest report
+            number = max(number, newest.number + 1)
+        request = msgspec.structs.replace(request, number=number, **facts)
         living = workers if request.about.is_compressed else None
 
         def state(extras: list[bytes]) -> bytes:

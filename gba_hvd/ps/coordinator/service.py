@@ -90,7 +90,7 @@ class CoordinatorService:
     def replica_submitted(self, request: ReplicaSubmitted) -> Answer:
         before = self.coordinator.gathered
         if not self.coordinator.replica_submitted(request):
-            return Refused("other workers have not handed in their replicas yet", retry=True)
+            return Refused("other workers have not submitted their replicas yet", retry=True)
         if request.early or self.coordinator.gathered != before:
             self.save_ledger()
         if request.early:
@@ -155,7 +155,14 @@ class CoordinatorService:
     def _lease(self, request: LeaseRequest) -> Answer | None:
         if self.executor.failure:
             raise TrainingFailed(self.executor.failure)
-        return self.coordinator.ask(request)
+        answer = self.coordinator.ask(request)
+        if isinstance(answer, LeaseReply) and answer.lease is None and self._is_chief(request.worker):
+            answer.position.arrivals = list(self.coordinator.arrivals)  # once an epoch: rank 0 reports them at the end
+        return answer
+
+    def _is_chief(self, worker: int) -> bool:
+        seen = self.coordinator.workers.get(worker)
+        return seen is not None and seen.rank == 0
 
     def _answer_waiters(self) -> None:
         waiting: list[_Waiter] = []
@@ -173,4 +180,4 @@ class CoordinatorService:
         if any(isinstance(answer, LeaseReply) and answer.lease is not None for _, answer in answered):
             self.save_ledger()
         for waiter, answer in answered:
-            waiter.caller.tell(answer)
+            waiter.caller.reply(answer)

@@ -84,6 +84,7 @@ WEIGHTINGS: Registry[Weighting] = Registry(
         # By distance, not by steps: the rule `gap_aware` damps gradients where steps are applied.
         "gap_aware": lambda tolerance: Unweighted(),
     },
+    arguments=("tolerance",),
 )
 
 

@@ -6,6 +6,15 @@ Where steps are clipped, the servers are first asked how large their parts of th
 
     decided -> saved -> measured by all servers -> saved with its factors -> sent, applied, ...
 
+Where an update rule damps gradients (`gap_aware`), the rows of a push are damped alike on every server: by the mean of
+the rule's damping over the dense elements of all of them, also on a server that has none. That is asked before:
+
+    decided -> saved -> damping of each member, from all servers -> saved with the step -> [measured ->] applied, ...
+
+The coordinator computes both kinds of factors; a server sees them in `Apply` (damping also in the `Measure` of the
+norm), after they are saved in the ledger. A server that died and came back has no older values: it says that nothing is
+damped there. A push that it lost is damped as the others say.
+
 Measuring changes nothing, so a step whose factors are not in the ledger was applied nowhere: a successor has it
 measured again, by the servers that have pushes of it. A step whose factors exist is applied with these, even if servers
 died meanwhile.
@@ -49,17 +58,23 @@ class _StepInFlight:
 
 @dataclass
 class _BeingMeasured:
-    """A decided step: which other servers have not said how large it is, and the squares of those that have."""
+    """A decided step: who has not said how large it is there, or how it is damped, and what the others said."""
 
     request: Measure
     pending: set[int]
     sent_s: float
-    dense_squares: float
-    row_squares: float
+    dense_squares: float = 0.0
+    row_squares: float = 0.0
+    damping: list[tuple[int, int, float]] = field(default_factory=list)
 
     def add(self, answer: Measured) -> None:
         self.dense_squares += answer.dense_squares
         self.row_squares += answer.row_squares
+        self.damping += answer.damping or []
+
+    def is_answered_by(self, answer: Measured) -> bool:
+        """Not by one to the request before, which was repeated."""
+        return answer.step == self.request.step and (answer.damping is not None) == self.request.damping
 
 
 class StepExecutor:
@@ -73,7 +88,7 @@ class StepExecutor:
     ) -> None:
         self.coordinator, self.part, self.failure = coordinator, part, ""
         self._peers, self._records = peers, records
-        self._under_way: _StepInFlight | None = None
+        self._step_in_flight: _StepInFlight | None = None
         self._being_measured: _BeingMeasured | None = None
         self._next_save = PendingSave(part, peers, saver)
 
@@ -87,15 +102,15 @@ class StepExecutor:
             if TRACE is not None and (plan := self.coordinator.ledger.decided) is not None:
                 dropped = [(m.micro, m.serial) for m in plan.members if m.weight == 0]
                 TRACE.write("decided", generation=request.generation, step=request.step, dropped=dropped)
-            self._under_way = _StepInFlight(request, set(self._peers), time.monotonic())
-            self._send(self._under_way)
+            self._step_in_flight = _StepInFlight(request, set(self._peers), time.monotonic())
+            self._send(self._step_in_flight)
             try:
                 answer = self.part.apply(request)
             except GbaError as error:  # nothing of it was applied, nothing after it will be: workers get the reason
                 self.failure = f"step {request.step}: {error}"
-                self._under_way = None
+                self._step_in_flight = None
                 return
-            self._note(self._under_way, answer)
+            self._note(self._step_in_flight, answer)
 
     def repeat(self) -> None:
         """Send the step again where no answer came for long."""
@@ -106,7 +121,7 @@ class StepExecutor:
     def measured_by(self, index: int, answer: Measured) -> bool:
         """A server's answer. Returns whether it was the last one: `advance` applies the step."""
         step = self._being_measured
-        if step is None or answer.step != step.request.step or index not in step.pending:
+        if step is None or not step.is_answered_by(answer) or index not in step.pending:
             return False
         step.pending.discard(index)
         step.add(answer)
@@ -115,7 +130,7 @@ class StepExecutor:
 
     def applied_by(self, index: int, answer: Applied) -> bool:
         """A server's answer. Returns whether it is news."""
-        step = self._under_way
+        step = self._step_in_flight
         if step is None or answer.step != step.request.step or index not in step.pending:
             return False
         step.pending.discard(index)
@@ -133,13 +148,18 @@ class StepExecutor:
 
     @property
     def _in_flight(self) -> _StepInFlight | _BeingMeasured | None:
-        return self._under_way or self._being_measured
+        return self._step_in_flight or self._being_measured
 
     def _measure(self, request: Measure) -> None:
         if self._peers:
             self._save_ledger()  # who measures it is to find the same members in it later
-        here = self.part.measure(request)
-        step = _BeingMeasured(request, set(self._peers), time.monotonic(), here.dense_squares, here.row_squares)
+        step = _BeingMeasured(request, set(self._peers), time.monotonic())
+        try:
+            step.add(self.part.measure(request))
+        except Exception as error:  # a registered rule may raise any; nothing was sent: workers get the reason
+            log.exception("step %d could not be measured", request.step)
+            self.failure = f"step {request.step} could not be measured: {type(error).__name__}: {error}"
+            return
         self._being_measured = step
         self._send(step)
         self._note_measured(step)
@@ -147,7 +167,10 @@ class StepExecutor:
     def _note_measured(self, step: _BeingMeasured) -> None:
         if not step.pending:
             self._being_measured = None
-            self.coordinator.measured(step.dense_squares, step.row_squares)
+            if step.request.damping:
+                self.coordinator.damped(step.damping)
+            else:
+                self.coordinator.measured(step.dense_squares, step.row_squares)
 
     def _send(self, step: _StepInFlight | _BeingMeasured) -> None:
         step.sent_s = time.monotonic()
@@ -159,7 +182,7 @@ class StepExecutor:
         self.failure = self.failure or answer.failed
         if not step.pending:
             self.coordinator.applied(step.request.step, step.lost, step.missed)
-            self._under_way = None
+            self._step_in_flight = None
             if step.lost:
                 self._compute_again()
             self._save_ledger()

@@ -29,18 +29,18 @@ class ClaimKeepalive:
         self.held: DelegateClaim | None = None
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
-        self._heard_s = time.monotonic()
+        self._last_seen_s = time.monotonic()
 
     @property
     def is_running(self) -> bool:
         return self._thread is not None
 
-    def worker_heard(self) -> None:
-        self._heard_s = time.monotonic()
+    def worker_seen(self) -> None:
+        self._last_seen_s = time.monotonic()
 
     def hold(self, request: DelegateClaim) -> None:
         """Renew this claim from now on. The same claim again changes nothing."""
-        self.worker_heard()
+        self.worker_seen()
         if self.held is not None and _identity(self.held) == _identity(request):
             return
         self.held = request
@@ -63,7 +63,7 @@ class ClaimKeepalive:
             assert of is not None
             if self._ended.wait(claim.lease_s / 3):
                 return
-            if time.monotonic() - self._heard_s > _SILENT_S or of.part:
+            if time.monotonic() - self._last_seen_s > _SILENT_S or of.part:
                 continue
             try:
                 claim = claims.renew(store, claim)

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from gba_hvd.compression import dense_push, row_codec, row_push, value_codec
+from gba_hvd.compression import activation_codec, dense_push, row_codec, row_push, value_codec
+from gba_hvd.compression.activation_codec import ActivationThresholds
 from gba_hvd.compression.dense_deltas import DenseDeltas
 from gba_hvd.compression.sparse_message import BadMessage
 from gba_hvd.compression.spec import SELECTORS, Spec
 from gba_hvd.errors import BadInput
+from gba_hvd.ps import messages
 from gba_hvd.ps.messages import Compressor, Dense, ProtocolError, PullDense, PullRows, Push
 from gba_hvd.ps.partition.partition import Partition, gather
 from gba_hvd.shm.layout import Layout
@@ -28,29 +30,73 @@ def decompress_push(part: Partition, layout: Layout, request: Push, frames: Sequ
         if request.compressed:
             dense_frame = dense_push.read(dense_frame, _sizes(part), set(request.whole)).view(np.uint8).data
         if request.rows_compressed:
-            extra = int(part.enter.row_average == "contributors")
-            rows_frame = row_push.unpack(rows_frame, layout, extra, part.most_bytes).view(np.uint8).data
+            extra = int(part.enter.row_average != "global")
+            opener = activation_codec if request.rows_masked else row_push
+            opened = opener.unpack(rows_frame, layout, extra, part.most_bytes, part.enter.accesses)
+            rows_frame = opened.view(np.uint8).data
     except BadMessage as error:
         raise ProtocolError(f"a compressed push: {error}") from error
     return [dense_frame, rows_frame]
 
 
-def encode_rows(memory: ShardMemory, mine: np.ndarray, request: PullRows, frames: Sequence[Any]) -> Sequence[Any]:
+class RowPulls:
+    """What a server remembers of the rows it has sent: the thresholds of `dct_mp`. Belongs to the thread of pulls."""
+
+    def __init__(self) -> None:
+        self._thresholds: ActivationThresholds | None = None
+
+    def thresholds(self, spec: Spec, n_groups: int) -> ActivationThresholds:
+        if self._thresholds is None or self._thresholds.spec != spec:
+            self._thresholds = ActivationThresholds(spec, n_groups)
+        return self._thresholds
+
+
+def encode_rows(
+    memory: ShardMemory, mine: np.ndarray, request: PullRows, frames: Sequence[Any], pulls: RowPulls
+) -> Sequence[Any]:
     """The answer to a pull of rows, a frame for each group of tables. Raises ProtocolError."""
     if request.compressor is None:
         return gather(memory, mine, frames)
     spec, groups = _spec_of(request.compressor), memory.layout.groups
     if len(frames) != len(groups):
         raise ProtocolError(f"{len(frames)} frames of keys, expected one for each of {len(groups)} groups")
+    if spec.pools:
+        return _encode_activations(memory, mine, spec, frames, pulls)
     try:
         keys = [
-            row_codec.read_keys(frame, group.places * memory.layout.n_shards)
+            row_codec.read_keys(frame, group.rows_per_shard * memory.layout.n_shards)
             for frame, group in zip(frames, groups, strict=True)
         ]
     except BadMessage as error:
         raise ProtocolError(str(error)) from error
     found = gather(memory, mine, [one.view(np.uint8).data for one in keys])
     return [row_codec.encode_rows(one, spec) for one in found]
+
+
+def _encode_activations(
+    memory: ShardMemory, mine: np.ndarray, spec: Spec, frames: Sequence[Any], pulls: RowPulls
+) -> Sequence[Any]:
+    layout = memory.layout
+    try:
+        asked = [
+            activation_codec.read_request(frame, group.rows_per_shard * layout.n_shards)
+            for frame, group in zip(frames, layout.groups, strict=True)
+        ]
+    except BadMessage as error:
+        raise ProtocolError(str(error)) from error
+    n_bytes = sum(4 * g.dim * (len(keys) + bags.n_bags) for g, (keys, bags) in zip(layout.groups, asked, strict=True))
+    if n_bytes > messages.MAX_ANSWER_BYTES:
+        raise ProtocolError(
+            f"these activations take {n_bytes:,} bytes, the limit is {messages.MAX_ANSWER_BYTES:,}: ask for fewer"
+        )
+    single = gather(memory, mine, [keys.view(np.uint8).data for keys, _ in asked])
+    of_bags = gather(memory, mine, [bags.distinct.view(np.uint8).data for _, bags in asked])
+    thresholds, answer = pulls.thresholds(spec, len(layout.groups)), []
+    for number, (rows, pooled, (_, bags)) in enumerate(zip(single, of_bags, asked, strict=True)):
+        activations = np.concatenate([rows, bags.pool(pooled)])
+        (indices,) = thresholds.masks(number, [activations])
+        answer.append(activation_codec.encode(activations, indices, spec))
+    return answer
 
 
 def answer_pull(part: Partition, request: PullDense) -> tuple[Dense, Sequence[Any]]:
@@ -71,10 +117,10 @@ def _sizes(part: Partition) -> list[int]:
     return [math.prod(shape) for _, shape, _ in part.enter.tensors]
 
 
-def _spec_of(told: Compressor) -> Spec:
-    if told.values not in value_codec.names() or told.selector not in ("", *SELECTORS):
-        raise ProtocolError(f"no compressor: {told.selector[:80]!r}, {told.values[:80]!r}")
+def _spec_of(compressor: Compressor) -> Spec:
+    if compressor.values not in value_codec.names() or compressor.selector not in ("", *SELECTORS):
+        raise ProtocolError(f"no compressor: {compressor.selector[:80]!r}, {compressor.values[:80]!r}")
     try:
-        return Spec(told.selector, told.keep, told.refresh_every, told.drift, told.values)
+        return Spec(compressor.selector, compressor.keep, compressor.refresh_every, compressor.drift, compressor.values)
     except BadInput as error:
         raise ProtocolError(f"no compressor: {error}") from error

@@ -7,7 +7,7 @@ assumed.
 
     head    int64 [512]      magic, active = 2 * step + half, then of each half: generation, place and room of its state
     about   JSON             tensors, optimizer, dtype; never changes
-    values  [n] twice        at fixed places, so that a reader maps them once
+    values  [n] twice        at fixed offsets, so that a reader maps them once
     shown   [n] twice        only where an update rule shows workers other values than the model's
     state   two areas        placed and enlarged as the optimizer's state appears
 
@@ -62,7 +62,7 @@ class DensePart:
         self.values.flags.writeable = False
         self.shown = np.zeros(file.n, file.dtype) if file.shows else self.values
         self.step, self._plan = -1, StatePlan.of([], ())
-        self._places: dict[int, list[Tensor]] = {0: [], 1: []}
+        self._state_views: dict[int, list[Tensor]] = {0: [], 1: []}
         ends = np.cumsum([0, *(t.size for t in self.tensors)])
         self._views = [
             torch.from_numpy(flat[a:b]).view(t.shape) for t, a, b in zip(self.tensors, ends[:-1], ends[1:], strict=True)
@@ -137,10 +137,11 @@ class DensePart:
         part._load()
         return part
 
-    def step_(self, grad: np.ndarray, lrs: Sequence[float], step: int) -> None:
+    def step_(self, grad: np.ndarray, lrs: Sequence[float], step: int, ahead: float = 0.0) -> None:
         """Step the optimizer once, then publish. If anything raises, all is as after the last complete step.
 
         grad: [n], the gradient of the step. lrs: learning rate of each group. step: later than the last one.
+        ahead: where workers are shown other values, these are those after the step plus so many times the step.
         """
         self._check(step)
         if grad.shape != self._gradient.shape or grad.dtype != self._gradient.dtype:
@@ -151,6 +152,7 @@ class DensePart:
                 f"got {len(lrs)}"
             )
         try:
+            before = self._flat.copy() if self._file.shows else None
             self._gradient[:] = grad
             for group, lr in zip(self._optimizer.param_groups, lrs, strict=True):
                 group["lr"] = float(lr)
@@ -159,6 +161,10 @@ class DensePart:
             for param, view in zip(self._params, self._views, strict=True):
                 if param.data_ptr() != view.data_ptr():  # an optimizer that puts a new tensor into `param.data`
                     param.data = view.copy_(param.detach())
+            if before is not None:
+                np.subtract(self._flat, before, out=self.shown)
+                self.shown *= self.shown.dtype.type(ahead)
+                self.shown += self._flat
             self._publish(step)
         except BaseException:
             self._load()
@@ -225,7 +231,7 @@ class DensePart:
 
     def close(self) -> None:
         """Let go of the file; it stays where it is."""
-        self._places = {0: [], 1: []}
+        self._state_views = {0: [], 1: []}
         self._file.close()
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -255,7 +261,7 @@ class DensePart:
     def _publish(self, step: int) -> None:
         state = self._state()
         if self._plan.signature != (found := signature(state)):
-            self._plan, self._places = StatePlan.of(state, found), {0: [], 1: []}
+            self._plan, self._state_views = StatePlan.of(state, found), {0: [], 1: []}
         plan, file, half = self._plan, self._file, 1 - self._file.half
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
         plain = {i: other for i, e in enumerate(state) if (other := {k: v for k, v in e.items() if not is_raw(v)})}
@@ -263,17 +269,17 @@ class DensePart:
         small = plan.directory + changing
         file.begin(half)
         if file.reserve(half, plan.end + len(small)):
-            self._places = {0: [], 1: []}  # the file is mapped again
+            self._state_views = {0: [], 1: []}  # the file is mapped again
         area = file.area(half)
-        self._places[half] = self._places[half] or [
+        self._state_views[half] = self._state_views[half] or [
             area[a:b].view(kind).view(shape) for a, b, kind, shape in plan.spans
         ]
         file.values(half)[:] = self._flat
         if file.shows:
             file.shown(half)[:] = self.shown
         raw = (v for entries in state for v in entries.values() if is_raw(v))
-        for place, tensor in zip(self._places[half], raw, strict=True):
-            place.copy_(tensor)
+        for state_view, tensor in zip(self._state_views[half], raw, strict=True):
+            state_view.copy_(tensor)
         area[plan.end : plan.end + len(small)] = torch.frombuffer(bytearray(small), dtype=torch.uint8)
         head = (plan.end, len(plan.directory), len(changing))
         area[:AREA_HEAD].view(torch.int64)[:4] = torch.tensor([*head, crc_of(head, small)])

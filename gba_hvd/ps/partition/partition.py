@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ import numpy as np
 
 from gba_hvd import clipping, kernels, update_rules
 from gba_hvd.compression.dense_deltas import DenseDeltas
+from gba_hvd.embedding.accesses import count_accesses
 from gba_hvd.embedding.row_gradients import RowGrad, average_over_contributors
-from gba_hvd.embedding.row_optimizers import RowOptimizer
+from gba_hvd.embedding.row_optimizers import RowOptimizer, TableOptimizers
 from gba_hvd.errors import NonFiniteGradient
 from gba_hvd.mode_names import REPLICA_MODES
 from gba_hvd.ps import messages, validation
@@ -39,11 +41,13 @@ from gba_hvd.ps.dense_file import DenseTensor
 from gba_hvd.ps.messages import Applied, Apply, Enter, Measure, Measured, ProtocolError
 from gba_hvd.ps.partition.central_copy import CentralCopy
 from gba_hvd.ps.partition.dense_part import DensePart
+from gba_hvd.ps.partition.gaps import GapMeter
 from gba_hvd.ps.partition.push_buffer import BufferedPush, PushBuffer, merge_pushes
 from gba_hvd.ps.partition.residuals import Residuals
 from gba_hvd.ps.transport import MAX_FRAME_BYTES
 from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.trace import TRACE
+from gba_hvd.update_rules import delay_sequence
 from gba_hvd.update_rules.rule import ByOptimizer, DenseStart, Received, Rule, Step
 from recovery import state_codec
 
@@ -61,7 +65,8 @@ class Limits:
 class _Merged:
     """The gradient of a step, as the optimizers get it before clipping.
 
-    pushes: with their weights. dense: float32 [n]; rows: by group of tables, to be multiplied by `row_scale`
+    pushes: with their weights, dense gradients as the rule compensates them
+    dense: float32 [n]; rows: by group of tables, to be multiplied by `row_scale`
     """
 
     pushes: list[tuple[BufferedPush, float]]
@@ -78,7 +83,7 @@ class Partition:
         enter: Enter,
         dense: DensePart,
         memory: ShardMemory,
-        optimizer: RowOptimizer,
+        optimizer: RowOptimizer | TableOptimizers,
         limits: Limits,
         rule: Rule | None = None,
         residuals: Residuals | None = None,
@@ -87,8 +92,9 @@ class Partition:
         self.idle = True  # workers apply the steps; no shard may be touched. The owner of the partition changes it
         self.mine = np.array(enter.shard_servers) == enter.me  # bool [S]
         self.shards = np.flatnonzero(self.mine)
-        self._extra = int(enter.row_average == "contributors")
+        self._extra = int(enter.row_average != "global")
         self._dims = [group.dim + self._extra for group in memory.layout.groups]
+        self._counted = enter.accesses
         self._names = [name for name, _, _ in enter.tensors]
         self._sizes = [math.prod(shape) for _, shape, _ in enter.tensors]
         has_replicas = enter.discipline.get("name") in REPLICA_MODES
@@ -96,9 +102,12 @@ class Partition:
         self.n_dense = 0 if has_replicas else sum(self._sizes)  # numbers in a push
         self.buffer = PushBuffer()
         self.lags = dict(enter.position.lags)  # how many steps the dense values of applied pushes were old, histogram
+        # The same by step, of the newest steps.
+        self.arrivals: deque[list[tuple[int, float]]] = deque(maxlen=delay_sequence.MOST)
         if rule is None:  # after a server that died
-            rule = _rule_of(enter, dense.tensors, dense.values, dense.state(), dense.step)
+            rule = _rule_of(enter, dense.tensors, dense.values, dense.state(), dense.step, dense.shown)
         self.rule = rule
+        self.gaps = GapMeter(dense.values, dense.shown, dense.step)  # of the pushes applied since this server started
         self.mirrors: DenseDeltas | None = None  # of workers of other hosts that take differences
         self.residuals = residuals or Residuals.none(_residuals_at(dense.path), enter.generation)
         self._living: set[int] = set()  # as of the newest step
@@ -113,7 +122,7 @@ class Partition:
         frames: Sequence[Any],
         path: Path,
         memory: ShardMemory,
-        optimizer: RowOptimizer,
+        optimizer: RowOptimizer | TableOptimizers,
         limits: Limits,
     ) -> Partition:
         """Take over from the workers. Frames: dense values, optimizer state. Changes nothing when it raises."""
@@ -140,7 +149,7 @@ class Partition:
 
     @classmethod
     def resume(
-        cls, enter: Enter, path: Path, memory: ShardMemory, optimizer: RowOptimizer, limits: Limits
+        cls, enter: Enter, path: Path, memory: ShardMemory, optimizer: RowOptimizer | TableOptimizers, limits: Limits
     ) -> tuple[Partition, int]:
         """Resume where a server that died stopped. Returns the part, and how many shards were in mid-step."""
         residuals = Residuals.resume(_residuals_at(path), enter.generation)
@@ -180,17 +189,23 @@ class Partition:
         if self.buffer.n_bytes + push.n_bytes > self._limits.buffer_bytes:
             return False
         validation.check_finite(dense, self._names, self._sizes)
-        validation.check_row_message(self._memory.layout, rows, self.mine, self._extra)
+        validation.check_row_message(self._memory.layout, rows, self.mine, self._extra, self._counted)
         self.buffer.add(push)
         return True
 
     def measure(self, request: Measure) -> Measured:
-        """How large a decided step's gradient is here, of the pushes that are here. Zero where the step was missed."""
+        """How large a decided step's gradient is here, of the pushes that are here. Zero where the step was missed.
+
+        With `damping`: how the update rule damps each of them here.
+        """
         if request.step <= self.dense.step:
-            return Measured(request.step, 0.0, 0.0)
-        validation.check_members(request, self.dense.step)
+            return Measured(request.step, 0.0, 0.0, [] if request.damping else None)
+        validation.check_members(request, self.dense.step, counts=bool(self._extra))
         found = self.buffer.find((m.micro, m.serial) for m in request.members)
-        merged = self._merge(request, found)
+        if request.damping:
+            by_rule = [(push.micro, self.n_dense, self.rule.damping(push.dense_step).rows) for push in found.values()]
+            return Measured(request.step, 0.0, 0.0, by_rule)
+        merged = self._merge(request, found, list(self.buffer.find(request.dropped).values()))
         self._measured = request, merged
         return Measured(
             request.step,
@@ -206,16 +221,14 @@ class Partition:
             return Applied(request.step, [], self.skip(request.step))
         if request.step <= self.dense.step:
             return Applied(request.step)
-        validation.check_apply(request, self.dense.step, len(self.enter.lrs))
+        validation.check_apply(request, self.dense.step, len(self.enter.lrs), counts=bool(self._extra))
         for worker in self._living.difference(request.workers):
             self.forget_worker(worker)
         self._living = set(request.workers)
         found = self.buffer.take((m.micro, m.serial) for m in request.members)
+        dropped = list(self.buffer.take(request.dropped).values())
         self.buffer.discard_before(request.oldest_serial)
-        for push in found.values():
-            if push.dense_step >= 0:
-                lag = request.step - 1 - push.dense_step
-                self.lags[lag] = self.lags.get(lag, 0) + 1
+        self._count_ages(request, found)
         self.residuals.applied(found.values())
         missing = [m.micro for m in request.members if (m.micro, m.serial) not in found]
         due = self.shards[self._memory.marks().begun[self.shards] < request.step]
@@ -226,9 +239,11 @@ class Partition:
             TRACE.write(
                 "apply", generation=request.generation, step=request.step, server=self.enter.me, members=members,
                 missing=missing, scale=request.scale, lrs=request.lrs, row_lr=request.row_lr, missed=missed,
+                n_micro=request.n_micro, row_damping=[m.row_damping for m in request.members],
+                rule=self.enter.rule, rule_settings=self.enter.rule_settings,
             )  # fmt: skip
         try:
-            self._apply(request, found, due)
+            self._apply(request, found, dropped, due)
         except Exception as error:
             log.exception("step %d could not be applied", request.step)
             failed = f"step {request.step} could not be applied: {type(error).__name__}: {error}"
@@ -241,12 +256,43 @@ class Partition:
             TRACE.write("applied", step=request.step, server=self.enter.me, missed=missed, failed=failed)
         return self._last
 
-    def _merge(self, request: Apply | Measure, found: Mapping[tuple[int, int], BufferedPush]) -> _Merged:
-        pushes = [(found[m.micro, m.serial], m.weight) for m in request.members if (m.micro, m.serial) in found]
-        dense, rows = merge_pushes(pushes, self.n_dense, self._dims, self.rule.damping)
+    def _count_ages(self, request: Apply, found: Mapping[tuple[int, int], BufferedPush]) -> None:
+        """How old the dense values of a step's gradients are, and by what each is weighted in it."""
+        shares: dict[int, float] = {}
+        for member in request.members:
+            push = found.get((member.micro, member.serial))
+            if push is not None and push.dense_step >= 0:
+                lag = request.step - 1 - push.dense_step
+                self.lags[lag] = self.lags.get(lag, 0) + 1
+                shares[lag] = shares.get(lag, 0.0) + member.weight * request.scale
+        if shares:
+            self.arrivals.append(sorted(shares.items()))
+
+    def _merge(
+        self,
+        request: Apply | Measure,
+        found: Mapping[tuple[int, int], BufferedPush],
+        dropped: Sequence[BufferedPush],
+    ) -> _Merged:
+        here = [m for m in request.members if (m.micro, m.serial) in found]
+        pushes = [(found[m.micro, m.serial], m.weight) for m in here]
+        if self._central is None:
+            computed = [(push.dense_step, push.dense) for push, _ in pushes]
+            corrected = self.rule.compensated(computed, self.dense.values)
+            pushes = [(replace(push, dense=g), w) for (push, w), g in zip(pushes, corrected, strict=True)]
+        dense, rows = merge_pushes(
+            pushes,
+            self.n_dense,
+            self._dims,
+            self.rule.damping,
+            dropped if self._extra else None,
+            [m.row_damping for m in here],
+            self._counted,
+        )
         dense *= np.float32(request.scale)
         if self._extra:
-            return _Merged(pushes, dense, [average_over_contributors(grad) for grad in rows], 1.0)
+            rows = [average_over_contributors(grad) for grad in rows]
+            return _Merged(pushes, dense, rows, request.scale * request.n_micro)
         return _Merged(pushes, dense, rows, request.scale)
 
     def _as_measured(self, request: Apply, n_found: int) -> _Merged | None:
@@ -255,11 +301,18 @@ class Partition:
             return None
         (of, merged), self._measured = self._measured, None
         is_this = of.step == request.step and of.members == request.members and of.scale == request.scale
+        is_this = is_this and of.dropped == request.dropped
         return merged if is_this and len(merged.pushes) == n_found else None
 
-    def _apply(self, request: Apply, found: Mapping[tuple[int, int], BufferedPush], due: np.ndarray) -> None:
+    def _apply(
+        self,
+        request: Apply,
+        found: Mapping[tuple[int, int], BufferedPush],
+        dropped: Sequence[BufferedPush],
+        due: np.ndarray,
+    ) -> None:
         memory, layout = self._memory, self._memory.layout
-        merged = self._as_measured(request, len(found)) or self._merge(request, found)
+        merged = self._as_measured(request, len(found)) or self._merge(request, found, dropped)
         pushes, dense, rows, scale = merged.pushes, merged.dense, merged.rows, merged.row_scale * request.row_factor
         if not all(map(validation.all_finite, (dense, *(grad.values for grad in rows)))):
             raise NonFiniteGradient("the sum of finite gradients is not finite: they are far too large")
@@ -268,6 +321,7 @@ class Partition:
         for group, grad in zip(layout.groups, rows, strict=True):
             wanted = _of_shards(grad, due, layout.n_shards) if len(due) < len(self.shards) else grad
             self._optimizer.update_(memory.flat, layout, group, wanted, scale, request.row_lr, number)
+            count_accesses(memory, group, wanted, request.step)
         memory.finish(due, request.step)
         if pushes and self._central is None:
             if request.dense_factor != 1.0:
@@ -283,14 +337,16 @@ class Partition:
             Received(push.worker, weight * request.scale * request.dense_factor, _lag(push, before), push.dense)
             for push, weight in pushes
         ]
+        gaps = [(push.worker, self.gaps.of(push.dense_step)) for push, _ in pushes]
         answer = self.rule.act(Step(request.step, dense.values, gradient, received, request.lrs, request.workers))
         if isinstance(answer, ByOptimizer):
-            dense.step_(gradient, answer.lrs, request.step)
+            dense.step_(gradient, answer.lrs, request.step, answer.ahead)
         else:
             if not validation.all_finite(answer.values):
                 raise NonFiniteGradient("the values after the step are not finite: the learning rate is far too large")
             dense.put_(answer.values, answer.momentum, answer.shown, request.lrs, request.step)
         self.rule.stepped(dense.values, gradient, request.lrs, request.step)
+        self.gaps.stepped(gaps, dense.values, dense.shown, request.step)
 
     def skip(self, step: int) -> int:
         """This server missed a decided step, having lost its pushes, or part of it.
@@ -335,8 +391,7 @@ class Partition:
 
 
 def _of_shards(grad: RowGrad, shards: np.ndarray, n_shards: int) -> RowGrad:
-    wanted = np.isin(grad.keys % n_shards, shards)
-    return RowGrad(grad.keys[wanted], grad.values[wanted])
+    return grad.select(np.isin(grad.keys % n_shards, shards))
 
 
 def _residuals_at(dense: Path) -> Path:
@@ -349,10 +404,15 @@ def _lag(push: BufferedPush, before: int) -> int:
 
 
 def _rule_of(
-    enter: Enter, tensors: Sequence[DenseTensor], values: np.ndarray, state: Sequence[Mapping[str, Any]], step: int
+    enter: Enter,
+    tensors: Sequence[DenseTensor],
+    values: np.ndarray,
+    state: Sequence[Mapping[str, Any]],
+    step: int,
+    shown: np.ndarray | None = None,
 ) -> Rule:
     sizes, groups = [t.size for t in tensors], [t.group for t in tensors]
-    start = DenseStart(values, step, sizes, groups, state)
+    start = DenseStart(values, step, sizes, groups, state, enter.rule_settings, enter.lrs, shown)
     return update_rules.make(enter.rule, enter.optimizer, start, [worker for worker, *_ in enter.workers])
 
 
@@ -371,6 +431,6 @@ def gather(memory: ShardMemory, mine: np.ndarray, frames: Sequence[Any]) -> list
         keys = validation.array_of(frame, "int64", "keys")
         validation.check_keys(layout, number, keys, mine)
         rows = np.empty((len(keys), group.dim), dtype=np.float32)
-        kernels.gather_rows(memory.flat, layout.places(keys, group), 0, rows)
+        kernels.gather_rows(memory.flat, layout.record_starts(keys, group), 0, rows)
         out.append(rows)
     return out

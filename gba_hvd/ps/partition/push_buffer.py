@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gba_hvd.embedding.row_gradients import RowGrad, merge, unpack
+from gba_hvd.embedding.row_gradients import RowGrad, merge, merge_contributors, unpack
 from gba_hvd.update_rules.rule import Damping, not_damped
 
 
@@ -72,28 +72,37 @@ class PushBuffer:
         """Discard pushes of leases that will never be asked for."""
         self.take([key for key in self._pushes if key[1] < serial])
 
-    def clear(self) -> None:
-        self._pushes, self.n_bytes = {}, 0
-
 
 def merge_pushes(
     pushes: Sequence[tuple[BufferedPush, float]],
     n_dense: int,
     dims: Sequence[int],
     damping: Callable[[int], Damping] = not_damped,
+    dropped: Sequence[BufferedPush] | None = None,
+    row_damping: Sequence[float] = (),
+    counted: bool = False,
 ) -> tuple[np.ndarray, list[RowGrad]]:
     """Weighted sums over pushes: dense float32 [n_dense], and one row gradient per group of tables.
 
     A push of weight 0 takes no part: a row that only such pushes touched is not touched.
-    damping: by the step of the dense values that a push was computed with, what more it is multiplied by.
+    damping: by the step of the dense values that a push was computed with, what more its dense part is multiplied by.
+    row_damping: of each push, what more its rows are multiplied by; default 1.
+    dropped: given where a row's last column counts its contributors, which no weight changes: pushes that count there,
+    for rows that others touched, and have no other part
+    counted: pushes come with the accesses of their rows.
     """
     dense = np.zeros(n_dense, dtype=np.float32)
     parts: list[list[tuple[RowGrad, float]]] = [[] for _ in dims]
-    for push, weight in pushes:
+    for (push, weight), by_rows in zip(pushes, row_damping or [1.0] * len(pushes), strict=True):
         if weight:
-            by = damping(push.dense_step)
-            dense += np.float32(weight) * by.dense * push.dense
-            for group, grad in enumerate(unpack(push.rows, dims)):
-                parts[group].append((grad, weight * by.rows))
-    empty = [RowGrad(np.empty(0, np.int64), np.empty((0, dim), np.float32)) for dim in dims]
-    return dense, [merge(some) if some else none for some, none in zip(parts, empty, strict=True)]
+            dense += np.float32(weight) * damping(push.dense_step).dense * push.dense
+            for group, grad in enumerate(unpack(push.rows, dims, counted)):
+                parts[group].append((grad, weight * by_rows))
+    empty = [RowGrad.none(dim, counted) for dim in dims]
+    if dropped is None:
+        return dense, [merge(some) if some else none for some, none in zip(parts, empty, strict=True)]
+    unpacked = [unpack(push.rows, dims, counted) for push in dropped]
+    others = [[grads[group] for grads in unpacked] for group in range(len(dims))]
+    return dense, [
+        merge_contributors(some, more) if some else none for some, more, none in zip(parts, others, empty, strict=True)
+    ]

@@ -31,6 +31,7 @@ from recovery.catalog import claims
 from recovery.errors import BadInput, RecoveryError
 from recovery.format.manifest import to_json
 from recovery.format.row_codec import checksum
+from recovery.policies import is_lossless, lossless_kind
 from recovery.selection.selector import Selection
 from recovery.storage.open import open_store
 from recovery.storage.store import Store, epoch_of
@@ -54,6 +55,7 @@ class Saver:
     def __init__(self, memory: ShardMemory, tracker: Path) -> None:
         self._memory, self._tracker = memory, tracker
         self._meant: list[int] = []
+        self._rows = ShardRows(memory, lambda: self._meant)
         self._thread: threading.Thread | None = None
         self._cancel = threading.Event()  # of the newest save
         self._report = SaveStatus()
@@ -97,13 +99,16 @@ class Saver:
             return None
         epoch = held.claim.epoch
         is_on_top = before.state == "done" and before.epoch == epoch
-        if before.epoch == epoch and before.number >= step and (before.state == "done" or generation):
+        is_complete = before.state == "done" and is_lossless(before.facts.kind)
+        has_it = is_complete and before.facts.saved_step >= step
+        has_failed = bool(generation) and before.state != "done" and before.number >= step
+        if before.epoch == epoch and (has_it or has_failed):
             return None
         number = max(step, before.number + 1) if before.epoch == epoch else step
-        policy = held.settings.config.policy
+        kind = lossless_kind(held.settings.config.policy)
         return Save(
-            epoch=epoch, number=number, part=0, n_parts=1, kind=policy if is_on_top else "full",
-            parent=before.facts.manifest if is_on_top and policy != "full" else None, step=step, samples=samples,
+            epoch=epoch, number=number, part=0, n_parts=1, kind=kind if is_on_top else "full",
+            parent=before.facts.manifest if is_on_top and kind != "full" else None, step=step, samples=samples,
             settings=held.settings, claim=held.claim, generation=generation, first_epoch=held.first_epoch,
             about=msgspec.structs.replace(held.about, why="all workers were gone", is_final=True),
         )  # fmt: skip
@@ -176,7 +181,7 @@ class Saver:
 
     def alive(self) -> None:
         """A worker sent a heartbeat."""
-        self._keepalive.worker_heard()
+        self._keepalive.worker_seen()
         self._workers_gone = False
 
     def close(self) -> None:
@@ -223,7 +228,7 @@ class Saver:
             facts.seconds = round(time.monotonic() - started, 3)
             became: SaveState = "part" if request.part else "done"
         except Cancelled:
-            became, facts = "failed", SaveFacts(why="the world was formed anew, or the job ended")
+            became, facts = "failed", SaveFacts(why="the world was formed again, or the job ended")
         except Exception as error:
             log.exception("checkpoint %d was not saved", request.number)
             became, facts = "failed", SaveFacts(why=f"{type(error).__name__}: {error}")
@@ -234,7 +239,8 @@ class Saver:
         self, request: Save, state: Callable[[list[bytes]], bytes], extra: bytes, cancel: threading.Event
     ) -> SaveFacts:
         store, selection, active_chain = self._prepared(request.settings)
-        rows = ShardRows(self._memory, lambda: self._meant, left=_is_left(request))
+        rows = self._rows
+        rows.left = _is_left(request)
         about = msgspec.to_builtins(request.about)
         asked = (request.epoch, request.number, request.kind, request.parent, request.step, request.samples)
         place, config = SavePlace(*asked, rows.schema, about), request.settings.config
@@ -261,7 +267,9 @@ class Saver:
         self._shards = rows.shards()
         if request.part:
             self._not_yet_known = place
-            return _facts(own)
+            facts = _facts(own)
+            facts.kind, facts.saved_step = request.kind, request.step
+            return facts
         manifest, whole = commit_parts(
             store,
             selection,
@@ -304,7 +312,7 @@ class Saver:
             if self._selection is not None:
                 self._selection.close()
             self._store = _open(settings)
-            rows = ShardRows(self._memory, lambda: self._meant)
+            rows = self._rows
             counters = str(self._memory.folder.stat().st_ino)
             self._selection = Selection(rows, settings.config, tracker_path=self._tracker, counters=counters)
             self._active_chain = ActiveChain(self._store, self._selection)

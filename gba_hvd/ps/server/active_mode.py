@@ -16,17 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from gba_hvd.embedding.row_optimizers import build
+from gba_hvd.embedding.row_optimizers import TableOptimizers, build
 from gba_hvd.ps.coordinator.coordinator import Coordinator
 from gba_hvd.ps.coordinator.evaluations import Evaluations
 from gba_hvd.ps.coordinator.peers import Peers
 from gba_hvd.ps.coordinator.service import CoordinatorService
 from gba_hvd.ps.coordinator.step_executor import StepExecutor
+from gba_hvd.ps.launch import Settings
 from gba_hvd.ps.messages import Answer, Enter, Export, Exported, Leave, ProtocolError, Refused
 from gba_hvd.ps.partition.dense_part import DensePart
 from gba_hvd.ps.partition.partition import Limits, Partition
 from gba_hvd.ps.partition.saver import Saver
-from gba_hvd.ps.settings import Settings
 from gba_hvd.ps.state_files import StateFiles
 from gba_hvd.shm.shard_memory import ShardMemory
 
@@ -47,7 +47,8 @@ class ActiveMode:
         self.coordinator_service: CoordinatorService | None = None
         self.wanted: tuple[str, str] = ("", "")
         self._settings, self._memory, self._records, self._peers, self._saver = settings, memory, records, peers, saver
-        self._optimizer = build(settings.row_optimizer)
+        own = tuple(map(build, settings.own_row_optimizers))
+        self._optimizer = TableOptimizers(build(settings.row_optimizer), own)
         self._limits = Limits(settings.buffer_bytes)
         self._evaluations = Evaluations()
         self._abandoned = 0  # the newest generation that its workers gave up
@@ -92,7 +93,7 @@ class ActiveMode:
             raise ProtocolError(f"generation {request.generation} was given up by its workers: nobody is in it")
         if request.until_s and time.monotonic() > request.until_s:
             late_s = time.monotonic() - request.until_s
-            raise ProtocolError(f"Enter comes {late_s:.1f} s after its time was over: the workers went on without it")
+            raise ProtocolError(f"Enter comes {late_s:.1f} s after its time was over: the workers continued without it")
         coordinator = self._new_coordinator(request)  # what can be refused is tried before anything is changed
         dense = self._records.path("dense")
         part = Partition.begin(request, frames, dense, self._memory, self._optimizer, self._limits)
@@ -113,7 +114,7 @@ class ActiveMode:
         if request.position and self.coordinator_service is not None:
             position = self.coordinator_service.executor.resume_position()
             if position is None:
-                return Refused("a step is under way", retry=True), ()
+                return Refused("a step is in flight", retry=True), ()
         step, values, state = part.export(request.phase)
         if request.leaving and not part.idle:
             part.idle, part.mirrors = True, None
@@ -131,7 +132,7 @@ class ActiveMode:
             return
         part.idle, part.mirrors = True, None
         self._records.save_session(part.enter, idle=True)
-        log.warning("mode %s of generation %d is left: its workers went on without it", part.enter.discipline["name"],
+        log.warning("mode %s of generation %d is left: its workers continued without it", part.enter.discipline["name"],
                     generation)  # fmt: skip
 
     def bye(self, request: Leave) -> None:
@@ -163,7 +164,7 @@ class ActiveMode:
         self.coordinator_service = self._at_work(self.part, coordinator)
         self.coordinator_service.executor.recover(torn)
         self.coordinator_service.save_ledger()
-        log.warning("going on at step %d where a server that died stopped", coordinator.ledger.step)
+        log.warning("resuming at step %d where a server that died stopped", coordinator.ledger.step)
 
     def _new_coordinator(self, enter: Enter) -> Coordinator:
         settings = self._settings
@@ -173,6 +174,7 @@ class ActiveMode:
             raise ProtocolError(f"Enter: {error}") from error
 
     def _at_work(self, part: Partition, coordinator: Coordinator) -> CoordinatorService:
-        coordinator.lags = part.lags
+        coordinator.lags, coordinator.gaps = part.lags, part.gaps.by_worker
+        coordinator.arrivals = part.arrivals
         executor = StepExecutor(coordinator, part, self._peers, self._records, self._saver)
         return CoordinatorService(executor, self._evaluations, self._records)

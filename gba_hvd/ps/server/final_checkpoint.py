@@ -1,13 +1,23 @@
 """The final checkpoint, when all workers are gone: saves what is newer than the one before it, before the memory goes.
 
-`memory_hold` decides when. In an asynchronous mode all servers save; in allreduce mode the one of a single host, if the
+When: half of the grace period is left to a restart, which would find everything in memory. Then the server holds the
+memory's lock, so that the reaper waits, and releases it after the save, or when its time is over (`MemoryHold`). A
+server that dies meanwhile releases it, too.
+
+What (`FinalCheckpoint`): in an asynchronous mode all servers save; in allreduce mode the one of a single host, if the
 training state was retained in memory, or those of several hosts if they agree (`final_checkpoint_hosts`). A server that
 its coordinator does not ask only holds the memory, for as long as the save may take.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 from gba_hvd.errors import GbaError
 from gba_hvd.ps.coordinator.service import CoordinatorService
@@ -15,13 +25,76 @@ from gba_hvd.ps.messages import SaveStatus
 from gba_hvd.ps.partition.saver import Saver
 from gba_hvd.ps.server import final_checkpoint_hosts
 from gba_hvd.ps.server.active_mode import ActiveMode
-from gba_hvd.ps.server.memory_hold import MemoryHold
+from gba_hvd.ps.state_files import MARK
 from gba_hvd.shm import retained_state
 from gba_hvd.shm.retained_state import RetainedState
-from gba_hvd.shm.shard_memory import ShardMemory
+from gba_hvd.shm.shard_memory import ShardMemory, nobody_lives
 from recovery import state_codec
 
 log = logging.getLogger("gba_hvd.ps")
+_LOOK_S = 0.25
+
+
+class MemoryHold:
+    """When the memory is held for a final checkpoint. Belongs to the main thread; `end()` may be called twice."""
+
+    def __init__(self, folder: Path, index: int, after_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder, self._mark = folder, folder / MARK.replace("*", str(index))
+        self._after_s, self._limit_s, self._clock = after_s, 0.0, clock
+        self._empty_since_s: float | None = None
+        self._next_look_s = 0.0
+        self._lock: int | None = None
+        self._since_s = 0.0
+        self._is_over = False
+
+    @property
+    def is_active(self) -> bool:
+        return self._lock is not None
+
+    @property
+    def is_late(self) -> bool:
+        return self.is_active and self._clock() - self._since_s > self._limit_s
+
+    def is_due(self) -> bool:
+        """Whether nobody has lived here for long enough, and there was no last checkpoint since somebody did."""
+        if self.is_active:
+            return True
+        now = self._clock()
+        if now >= self._next_look_s:
+            self._next_look_s = now + _LOOK_S
+            try:
+                is_empty = nobody_lives(self._folder)
+            except FileNotFoundError:
+                return False
+            if not is_empty:
+                self._empty_since_s, self._is_over = None, False
+            elif self._empty_since_s is None:
+                self._empty_since_s = now
+        return self._empty_since_s is not None and now - self._empty_since_s >= self._after_s and not self._is_over
+
+    def begin(self, limit_s: float) -> bool:
+        """Hold the memory, at most for so long; False when somebody else has it just now, or it is gone."""
+        try:
+            lock = os.open(self._folder / "alive", os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            self._mark.touch()  # first: a process that finds the lock taken finds out why
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            return False
+        self._lock, self._limit_s, self._since_s = lock, limit_s, self._clock()
+        return True
+
+    def end(self) -> None:
+        """Let go. It does not begin again before somebody has lived here."""
+        if self._lock is not None:
+            self._is_over = True
+            with contextlib.suppress(FileNotFoundError):
+                self._mark.unlink()
+            os.close(self._lock)
+            self._lock = None
 
 
 class FinalCheckpoint:
@@ -29,31 +102,31 @@ class FinalCheckpoint:
 
     def __init__(self, index: int, grace_s: float, memory: ShardMemory, mode: ActiveMode, saver: Saver) -> None:
         self._index, self._memory, self._mode, self._saver = index, memory, mode, saver
-        self._gasp = MemoryHold(memory.folder, index, grace_s / 2)
+        self._memory_hold = MemoryHold(memory.folder, index, grace_s / 2)
         self._newest: SaveStatus | None = None  # what was the newest save when a last one was asked for
 
     def tick(self) -> None:
         """Hold the memory when it is time to, save once, and let go."""
-        gasp, limit_s = self._gasp, self._saver.final_checkpoint_s
-        if limit_s <= 0 or not gasp.is_due() or self._hears_workers():
+        hold, limit_s = self._memory_hold, self._saver.final_checkpoint_s
+        if limit_s <= 0 or not hold.is_due() or self._workers_are_alive():
             return
-        if not gasp.is_under_way:
-            if gasp.begin(limit_s):
+        if not hold.is_active:
+            if hold.begin(limit_s):
                 self._newest = None
                 self._saver.workers_are_gone()
             return
         report = self._saver.report()
-        if report.state == "running" and not gasp.is_late:
+        if report.state == "running" and not hold.is_late:
             return
         if self._newest is None:
             self._newest = report
             if self._ask():
                 return
-        if gasp.is_late or report != self._newest or not self._is_expected():
+        if hold.is_late or report != self._newest or not self._is_expected():
             log.warning("all workers are gone; the last checkpoint: %s %s", report.state or "none", report.facts)
-            gasp.end()
+            hold.end()
 
-    def _hears_workers(self) -> bool:
+    def _workers_are_alive(self) -> bool:
         """Those of other hosts, at the coordinator."""
         coordinator_service = self._mode.active_coordinator
         return coordinator_service is not None and any(

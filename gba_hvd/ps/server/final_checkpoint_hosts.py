@@ -1,7 +1,7 @@
 """The last checkpoint of a job in allreduce mode on several hosts: servers that do not know each other agree on it.
 
 They meet in the store, under the epoch of the claim that their workers' world had. Each holds its host's memory
-meanwhile (`memory_hold`), for `final_checkpoint_s` at most. In the order in which things become visible:
+meanwhile (`final_checkpoint`), for `final_checkpoint_s` at most. In the order in which things become visible:
 
     1. gone   every server but the first one reports that its host's workers are all gone, with no save in flight:
               a save of the first one that waits for rows that nobody asked for fails        blobs/EPOCH-last/gone-NNNN
@@ -82,16 +82,16 @@ def begin(saver: Saver, memory: ShardMemory, state: RetainedState | None) -> Non
             mine = rows_of(memory, state.step)
         except (GbaError, OSError) as error:
             with contextlib.suppress(BadInput, RecoveryError, OSError):
-                tell(store, epoch, SaveOrder(why=str(error)))
+                publish(store, epoch, SaveOrder(why=str(error)))
             raise
         request.n_parts = held.n_parts
         word = SaveOrder(request.number, request.kind, request.parent, request.step, request.samples)
-        tell(store, epoch, word)
+        publish(store, epoch, word)
 
         def whole(parts: Sequence[bytes]) -> bytes:
             clear(store, epoch)  # all have read it
-            told = [msgspec.msgpack.decode(part, type=PartInventory) for part in parts]
-            return collect_state(state.state, told, memory.layout.n_shards)
+            inventories = [msgspec.msgpack.decode(part, type=PartInventory) for part in parts]
+            return collect_state(state.state, inventories, memory.layout.n_shards)
 
         return request, mine.shards, whole, msgspec.msgpack.encode(mine)
 
@@ -129,19 +129,19 @@ def rows_of(memory: ShardMemory, step: int) -> PartInventory:
     return PartInventory(shards, missed, int((begun > finished).sum()))
 
 
-def collect_state(state: bytes, told: Sequence[PartInventory], n_shards: int) -> bytes:
-    """The training state, with the steps that shards missed in its account. told: inventories of all servers.
+def collect_state(state: bytes, inventories: Sequence[PartInventory], n_shards: int) -> bytes:
+    """The training state, with the steps that shards missed in its account. inventories: those of all servers.
 
     Raises GbaError when a server refused, or when the shards of all are not each shard once.
     """
-    if refused := [f"host {number}: {one.why}" for number, one in enumerate(told) if one.why]:
+    if refused := [f"host {number}: {one.why}" for number, one in enumerate(inventories) if one.why]:
         raise GbaError("; ".join(refused))
-    found = sorted(shard for one in told for shard in one.shards)
+    found = sorted(shard for one in inventories for shard in one.shards)
     if found != list(range(n_shards)):
         missing, twice = sorted({*range(n_shards)} - {*found}), sorted({s for s in found if found.count(s) > 1})
         raise GbaError(f"all hosts together lack shards {missing[:8]}, and have shards {twice[:8]} more than once")
     decoded = state_codec.decode(state)
-    decoded["position"]["account"]["shard_steps_missed"] += sum(one.missed for one in told)
+    decoded["position"]["account"]["shard_steps_missed"] += sum(one.missed for one in inventories)
     return state_codec.encode(decoded)
 
 
@@ -193,7 +193,7 @@ def await_order(store: Store, held: DelegateClaim, until_s: float, cancel: threa
     return word
 
 
-def tell(store: Store, epoch: int, word: SaveOrder) -> None:
+def publish(store: Store, epoch: int, word: SaveOrder) -> None:
     store.put(_word(epoch), [msgspec.json.encode(word)])
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import zmq
 
 from gba_hvd.ps.messages import ProtocolError, PullRows, Request, Rows
-from gba_hvd.ps.partition.compressed_frames import encode_rows
+from gba_hvd.ps.partition.compressed_frames import RowPulls, encode_rows
 from gba_hvd.ps.request_port import Requester, RequestPort
 from gba_hvd.ps.transport import Listener
 from gba_hvd.shm.shard_memory import ShardMemory
@@ -29,7 +29,7 @@ class PullThread:
 
     def __init__(self, listener: Listener, job: str, memory: ShardMemory, mine: Callable[[], np.ndarray]) -> None:
         self._port = RequestPort(listener, job, self._rows)
-        self._memory, self._mine = memory, mine
+        self._memory, self._mine, self._pulls = memory, mine, RowPulls()
         self._thread = threading.Thread(target=self._serve, name="pulls", daemon=True)
         self._is_over = False
 
@@ -56,10 +56,10 @@ class PullThread:
                 for socket, _ in poller.poll(_TICK_MS):
                     self._port.serve(socket)
             except Exception:
-                log.exception("the server goes on after an error that belongs to no pull")
+                log.exception("the server continues after an error that belongs to no pull")
                 time.sleep(_TICK_MS / 1000)
 
     def _rows(self, caller: Requester, request: Request, frames: list[Any]) -> tuple[Rows, Sequence[Any]]:
         if not isinstance(request, PullRows):
             raise ProtocolError(f"{type(request).__name__} does not belong to the port for pulls")
-        return Rows(), encode_rows(self._memory, self._mine(), request, frames)
+        return Rows(), encode_rows(self._memory, self._mine(), request, frames, self._pulls)

@@ -34,6 +34,7 @@ from gba_hvd.compression import kernels as compression_kernels
 from gba_hvd.ps import messages, transport
 from gba_hvd.ps.coordinator.failure_detector import FailureDetector
 from gba_hvd.ps.coordinator.peers import Peers
+from gba_hvd.ps.launch import Settings
 from gba_hvd.ps.messages import Answer, Ok, ProtocolError, Refused, Request
 from gba_hvd.ps.partition import compressed_frames
 from gba_hvd.ps.partition.checkpoint_state import part_state
@@ -44,7 +45,6 @@ from gba_hvd.ps.server.active_mode import ActiveMode
 from gba_hvd.ps.server.final_checkpoint import FinalCheckpoint
 from gba_hvd.ps.server.pull_thread import PullThread
 from gba_hvd.ps.server.status import StatusService
-from gba_hvd.ps.settings import Settings
 from gba_hvd.ps.state_files import StateFiles
 from gba_hvd.shm import job_folder as folders
 from gba_hvd.shm.layout import Layout
@@ -112,7 +112,7 @@ class Server:
                     next_tick = time.monotonic() + _TICK_MS / 1000
                     self._tick()
             except Exception:
-                log.exception("the server goes on after an error that belongs to no request")
+                log.exception("the server continues after an error that belongs to no request")
                 time.sleep(_TICK_MS / 1000)  # should it come again at once, the log must not fill the disk
         self._saver.close()
         self._pulling.join()  # sockets belong to one thread: close them when it is done

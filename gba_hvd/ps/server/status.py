@@ -24,7 +24,7 @@ class StatusService:
     def __init__(self, job: str, index: int, mode: ActiveMode, saver: Saver) -> None:
         self._job, self._index, self._mode, self._saver = job, index, mode, saver
         self.warming = False  # what an asynchronous mode needs is still being imported
-        self._told: dict[str, Any] = {}  # by the chief, in allreduce mode
+        self._reported: dict[str, Any] = {}  # by the chief, in allreduce mode
         self._decisions: list[str] = []
         self._leaving: set[int] = set()  # workers that wait for a checkpoint
 
@@ -32,8 +32,8 @@ class StatusService:
         """A worker lives; where training stands, for it."""
         self._saver.alive()
         self._mode.abandon(request.given_up)
-        if request.told:
-            self._told = dict(request.told)
+        if request.report:
+            self._reported = dict(request.report)
         coordinator_service = self._mode.active_coordinator
         if coordinator_service is None:
             wanted, reason = self._mode.wanted
@@ -65,19 +65,21 @@ class StatusService:
         report["checkpoints"] = redacted(self._saver.url)
         coordinator_service = self._mode.active_coordinator
         if coordinator_service is None:
-            return {**report, "mode": "allreduce", **self._told}
+            return {**report, "mode": "allreduce", **self._reported}
         return {**report, **_of_asynchronous(coordinator_service.coordinator)}
 
 
 def _of_asynchronous(coordinator: Coordinator) -> dict[str, Any]:
     now = time.monotonic()
+    position = msgspec.to_builtins(coordinator.position(), str_keys=True)
+    del position["arrivals"]  # the chief receives them at the end of an epoch
     return {
         "mode": coordinator.ledger.discipline.name,
-        **msgspec.to_builtins(coordinator.position(), str_keys=True),
+        **position,
         "under_way": coordinator.ledger.n_outstanding,
         "refused_gradients": coordinator.names_refused,
         "by_worker": [
-            {"rank": s.rank, "pid": s.pid, "silent_s": round(now - s.heard_s, 1), "micro_batches": s.done,
+            {"rank": s.rank, "pid": s.pid, "silent_s": round(now - s.last_seen_s, 1), "micro_batches": s.done,
              "seconds_per_micro_batch": round(s.seconds, 4)}
             for s in sorted(coordinator.workers.values(), key=lambda s: s.rank)
         ],

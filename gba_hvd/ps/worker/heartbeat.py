@@ -31,15 +31,15 @@ class Heartbeat:
         self.acknowledged_membership = 0
         self._server, self._saving_server = 0, 0  # process that answers heartbeats, and that was asked to save
         self._asked = (0, 0)  # (epoch, number) of the newest save
-        self._world_told: int | None = None  # the change of membership there was when hosts_updated was first said
+        self._reported_epoch: int | None = None  # the membership epoch when hosts_updated was first sent
         self._newest = threading.Lock()
 
     def message(self) -> HeartbeatMsg:
         """The message to send now. Heartbeats are not repeated: `hosts_updated` is sent until acknowledged."""
-        if self.hosts_updated and self._world_told is None:
-            self._world_told = self.position.membership_epoch
-        elif self._world_told is not None and self.position.membership_epoch > self._world_told:
-            self.hosts_updated, self._world_told = False, None
+        if self.hosts_updated and self._reported_epoch is None:
+            self._reported_epoch = self.position.membership_epoch
+        elif self._reported_epoch is not None and self.position.membership_epoch > self._reported_epoch:
+            self.hosts_updated, self._reported_epoch = False, None
         return HeartbeatMsg(
             self._worker, self.rank, self._host, self._pid, self._generation, self.hosts_updated, leaving=self.leaving
         )
@@ -60,12 +60,12 @@ class Heartbeat:
         if why:
             self._save_failed(why)
 
-    def _hear_of_saves(self, saved: SaveStatus, server: int) -> None:
+    def _on_save_status(self, saved: SaveStatus, server: int) -> None:
         if server and self._saving_server and server != self._saving_server:
             # A successor knows nothing of a save that waited for its moment, or that was being made.
             self._saving_server = 0
             if saved.number == 0 or (saved.epoch, saved.number) < self._asked:
-                self._save_failed("the server that was to save has died; another one goes on in its place")
+                self._save_failed("the server that was to save has died; another one has taken over")
         self._server = server or self._server
         if saved.number and (saved.epoch, saved.number) >= self._asked:
             self.saved = saved
@@ -78,9 +78,6 @@ class Heartbeat:
 
     def on_reply(self, position: JobPosition) -> None:
         """An answer, from any thread; they may come in another order than they were given in."""
-        if position.saved is not None:  # the answer to a heartbeat
-            self.somebody_leaves = position.leaving
-            self._hear_of_saves(position.saved, position.server)
         with self._newest:
             now = self.position
             if (position.epoch, position.step, position.membership_epoch) >= (
@@ -89,3 +86,6 @@ class Heartbeat:
                 now.membership_epoch,
             ):
                 self.position = position
+        if position.saved is not None:  # the answer to a heartbeat
+            self.somebody_leaves = position.leaving  # after the position: it has the step of the worker that leaves
+            self._on_save_status(position.saved, position.server)

@@ -15,19 +15,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from gba_hvd.ps import launch
+from gba_hvd.ps import launch, messages
 from gba_hvd.ps.client import Client, Reply, ServerLost
-from gba_hvd.ps.messages import (
-    DelegateClaim,
-    Endpoint,
-    HeartbeatMsg,
-    JobPosition,
-    Ok,
-    Refused,
-    Save,
-    SaveFacts,
-    SaveStatus,
-)
 from gba_hvd.shm.shard_memory import is_alive
 
 _SAVE_TIMEOUT_S = 60.0  # a server that has just been started takes some seconds
@@ -54,19 +43,19 @@ class HostServer:
         n_servers: int = 1,
     ) -> None:
         self._worker, self._rank, self._host, self._look, self._folder = worker, rank, host, look, folder
-        endpoints = [Endpoint(host, i, "", 0, 0) for i in range(n_servers)]
+        endpoints = [messages.Endpoint(host, i, "", 0, 0) for i in range(n_servers)]
         self._client = Client(job, key, endpoints, host, folder, timeout_s=10.0)
-        self._heard_s = [-math.inf] * n_servers  # when each server last answered
+        self._last_reply_s = [-math.inf] * n_servers  # when each server last answered
         self._warming = [False] * n_servers
         self._questions: dict[int, Future[Reply]] = {}  # to all but the first, which gets the heartbeats
         self._given_up = 0
         self._asked = (0, 0)  # (epoch, number) of the newest save
         self._client.beat = self._beat
-        self._client.on_position = self._hear
-        self._heard: tuple[str, str] = ("", "")
+        self._client.on_position = self._on_position
+        self._requested: tuple[str, str] = ("", "")
         self._handled: tuple[str, str] = ("", "")
-        self.saved: SaveStatus | None = None
-        self._accepted: Save | None = None  # which the server has not said the end of
+        self.saved: messages.SaveStatus | None = None
+        self._accepted: messages.Save | None = None  # which the server has not said the end of
 
     def start(self) -> None:
         self._client.start()
@@ -77,20 +66,20 @@ class HostServer:
 
     def wanted(self) -> tuple[str, str] | None:
         """(mode, reason) that an operator asked for, once."""
-        if self._heard == self._handled:
+        if self._requested == self._handled:
             return None
-        self._handled = self._heard
-        return self._heard if self._heard[0] else None
+        self._handled = self._requested
+        return self._requested if self._requested[0] else None
 
     def is_ready(self, to_enter: bool = False) -> bool:
         """Whether every server of this host is up: its process lives, and it answered just now.
 
         to_enter: and would enter a mode without having to import for it first.
         """
-        return all(self._is_up(i, to_enter) for i in range(len(self._heard_s)))
+        return all(self._is_up(i, to_enter) for i in range(len(self._last_reply_s)))
 
     def _is_up(self, server: int, to_enter: bool) -> bool:
-        if time.monotonic() - self._heard_s[server] > _FRESH_S or (to_enter and self._warming[server]):
+        if time.monotonic() - self._last_reply_s[server] > _FRESH_S or (to_enter and self._warming[server]):
             return False
         pid = launch.pid_of(self._folder, server)
         return pid is not None and is_alive(pid)
@@ -100,12 +89,12 @@ class HostServer:
         if self.folder_lost:
             return self.folder_lost
         now = time.monotonic()
-        for i, heard_s in enumerate(self._heard_s):
+        for i, reply_s in enumerate(self._last_reply_s):
             if self._is_up(i, to_enter):
                 continue
             if self._warming[i]:
                 return f"server {i} of this host still imports what a mode needs"
-            silent = "has not answered yet" if math.isinf(heard_s) else f"has not answered for {now - heard_s:.0f} s"
+            silent = "has not answered yet" if math.isinf(reply_s) else f"has not answered for {now - reply_s:.0f} s"
             words = launch.why_not_started(self._folder, i) or launch.last_words(self._folder, i)
             return f"server {i} of this host {silent}; it said: {words}"
         return ""
@@ -120,10 +109,10 @@ class HostServer:
         enter it. Said at once as well, before any save that comes later.
         """
         self._given_up = generation
-        for i in range(len(self._heard_s)):
+        for i in range(len(self._last_reply_s)):
             self._client.send(i, self._word(), timeout_s=_SAVE_TIMEOUT_S)
 
-    def save(self, request: Save, state: bytes) -> None:
+    def save(self, request: messages.Save, state: bytes) -> None:
         """Have the server save what it holds; what became of it is in `saved`."""
         self._asked = (request.epoch, request.number)
         future = self._client.send(0, request, [state], timeout_s=_SAVE_TIMEOUT_S)
@@ -132,16 +121,17 @@ class HostServer:
     def has_read(self, number: int) -> bool:
         """Whether the server has read the rows that it was asked to save, or never will."""
         saved = self.saved
-        return saved is not None and saved.number >= number and (saved.state != "running" or saved.facts.read)
+        is_of_it = saved is not None and saved.number >= number and (saved.epoch, saved.number) >= self._asked
+        return saved is not None and is_of_it and (saved.state != "running" or saved.facts.read)
 
-    def hold(self, request: DelegateClaim) -> None:
+    def hold(self, request: messages.DelegateClaim) -> None:
         """Have the server renew a claim."""
         self._client.send(0, request, timeout_s=_SAVE_TIMEOUT_S)
 
-    def _asked_to_save(self, request: Save, result: Callable[[], Reply]) -> None:
+    def _asked_to_save(self, request: messages.Save, result: Callable[[], Reply]) -> None:
         try:
             body = result().body
-            why = body.why if isinstance(body, Refused) else ""
+            why = body.why if isinstance(body, messages.Refused) else ""
         except ServerLost as error:
             why = str(error)
         if why:
@@ -149,27 +139,27 @@ class HostServer:
         else:
             self._accepted = request
 
-    def _word(self) -> HeartbeatMsg:
-        return HeartbeatMsg(
-            self._worker, self._rank, self._host, os.getpid(), 0, told=self._look(), given_up=self._given_up
+    def _word(self) -> messages.HeartbeatMsg:
+        return messages.HeartbeatMsg(
+            self._worker, self._rank, self._host, os.getpid(), 0, report=self._look(), given_up=self._given_up
         )
 
-    def _beat(self) -> HeartbeatMsg:
+    def _beat(self) -> messages.HeartbeatMsg:
         beat = self._word()
-        for i in range(1, len(self._heard_s)):
+        for i in range(1, len(self._last_reply_s)):
             if i not in self._questions or self._questions[i].done():
                 self._questions[i] = self._client.send(i, beat, timeout_s=_SAVE_TIMEOUT_S)
                 self._questions[i].add_done_callback(lambda future, i=i: self._answered(i, future))  # type: ignore[misc]
         return beat
 
     def _answered(self, server: int, future: Future[Reply]) -> None:
-        if future.exception() is None and isinstance(body := future.result().body, Ok):
-            self._heard_s[server] = time.monotonic()
+        if future.exception() is None and isinstance(body := future.result().body, messages.Ok):
+            self._last_reply_s[server] = time.monotonic()
             self._warming[server] = body.position is not None and body.position.warming
 
-    def _hear(self, position: JobPosition) -> None:
-        self._heard_s[0], self._warming[0] = time.monotonic(), position.warming
-        self._heard = (position.requested_mode, position.reason)
+    def _on_position(self, position: messages.JobPosition) -> None:
+        self._last_reply_s[0], self._warming[0] = time.monotonic(), position.warming
+        self._requested = (position.requested_mode, position.reason)
         if position.saved is None:
             return
         if position.saved.number:
@@ -185,5 +175,5 @@ class HostServer:
                 self._save_failed(begun, "the server that was saving its rows has died")
                 self._accepted = None
 
-    def _save_failed(self, request: Save | SaveStatus, why: str) -> None:
-        self.saved = SaveStatus(request.epoch, request.number, "failed", SaveFacts(why=why))
+    def _save_failed(self, request: messages.Save | messages.SaveStatus, why: str) -> None:
+        self.saved = messages.SaveStatus(request.epoch, request.number, "failed", messages.SaveFacts(why=why))

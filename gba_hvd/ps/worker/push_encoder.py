@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from gba_hvd.compression import row_push
+from gba_hvd.compression import activation_codec, row_push
 from gba_hvd.compression.dense_exchange import DenseExchange
 from gba_hvd.compression.dense_push import DensePush, Frame
 from gba_hvd.compression.row_codec import RowCoder
 from gba_hvd.embedding.row_gradients import RowGrad, merge, pack_by_owner, unpack, with_contributors
+from gba_hvd.embedding.tables import PulledRows
 from gba_hvd.ps.client import Reply
 from gba_hvd.ps.messages import Ok
 from gba_hvd.ps.worker.session import DenseParts, PsSession
@@ -71,28 +72,39 @@ class PushEncoder:
         self.slim = slim
         return frames
 
-    def rows(self, rows: Sequence[Sequence[RowGrad]]) -> list[tuple[Any, bool]]:
+    def rows(
+        self, rows: Sequence[Sequence[RowGrad]], pulled: Sequence[PulledRows | None] = ()
+    ) -> list[tuple[Any, bool]]:
         """For each server its row message, and whether that is compressed.
 
-        rows: by group, of the tables of one micro-batch
+        rows: by group, of the tables of one micro-batch. pulled: what was fetched for it of other hosts
         """
-        contributors = self._session.row_average == "contributors"
+        contributors = self._session.row_average != "global"
         grads = []
         for group, parts in zip(self._layout.groups, rows, strict=True):
-            none = RowGrad(np.empty(0, np.int64), np.empty((0, group.dim), np.float32))
-            grad = merge([(part, 1.0) for part in parts]) if parts else none
+            grad = RowGrad.none(group.dim, self._session.accesses)
+            if parts:
+                grad = merge([(part, 1.0) for part in parts])
             grads.append(with_contributors(grad) if contributors else grad)
         message, words = pack_by_owner(grads, self._shard_server, len(self._session.servers))
         messages: list[tuple[Any, bool]] = [(part, False) for part in np.split(message, np.cumsum(words)[:-1])]
         coder, widths = self._row_coder, [grad.values.shape[1] for grad in grads]
-        if coder is not None:
+        if coder is not None and coder.spec.pools:  # as they came: activations have no other way back
+            for s in self._with_residuals:
+                borrowed = [None if one is None else one.borrowed.get(s) for one in pulled]
+                if borrowed and all(one is not None for one in borrowed):
+                    mine = [one for one in borrowed if one is not None]
+                    dims = [group.dim for group in self._layout.groups]
+                    own = unpack(messages[s][0], widths, self._session.accesses)
+                    messages[s] = activation_codec.pack(own, mine, coder.spec, dims), True
+        elif coder is not None:
             with self._row_coding:  # threads that share a replica share its residuals
                 coder.begin()
                 for s in self._with_residuals:
                     is_coded = self._rows_are_coded(s)
                     if not is_coded and not coder.has_residuals:
                         continue
-                    own = unpack(messages[s][0], widths)
+                    own = unpack(messages[s][0], widths, self._session.accesses)
                     if is_coded:
                         messages[s] = row_push.pack(own, coder), True
                     else:
@@ -107,8 +119,8 @@ class PushEncoder:
         if coded is None:
             return
 
-        def answered(told: Future[Reply]) -> None:
-            if told.exception() is None and isinstance(told.result().body, Ok):
+        def answered(reply: Future[Reply]) -> None:
+            if reply.exception() is None and isinstance(reply.result().body, Ok):
                 coded.answered(server, frame, time.perf_counter() - sent_s)
 
         future.add_done_callback(answered)

@@ -30,23 +30,23 @@ class PushWindow:
 
     def __init__(self, client: Client, timeout_s: float, on_position: Callable[[JobPosition], None]) -> None:
         self._client, self._timeout_s, self._on_position = client, timeout_s, on_position
-        self._places = threading.BoundedSemaphore(MAX_IN_FLIGHT)
+        self._slots = threading.BoundedSemaphore(MAX_IN_FLIGHT)
         self.failure: Exception | None = None
 
     def acquire(self) -> bool:
         """Take a place; False when none was free in time."""
-        return self._places.acquire(timeout=self._timeout_s)
+        return self._slots.acquire(timeout=self._timeout_s)
 
     def release(self) -> None:
-        self._places.release()
+        self._slots.release()
 
     def drain(self) -> bool:
         """Wait until nothing is on the way; False when something still was after the time-out, for each push."""
         for _ in range(MAX_IN_FLIGHT):
-            if not self._places.acquire(timeout=self._timeout_s):
+            if not self._slots.acquire(timeout=self._timeout_s):
                 return False
         for _ in range(MAX_IN_FLIGHT):
-            self._places.release()
+            self._slots.release()
         return True
 
     def fail(self, error: Exception) -> None:
@@ -56,14 +56,14 @@ class PushWindow:
     def answers(self, n_servers: int, done: PushDone) -> Callable[[Future[Reply]], None]:
         """What to add to the future of each of a push's requests; `done` is reported after the last one."""
         waiting = [n_servers]
-        return lambda told: self._answered(told, waiting, done)
+        return lambda reply: self._answered(reply, waiting, done)
 
-    def _answered(self, told: Future[Reply], waiting: list[int], done: PushDone) -> None:
+    def _answered(self, reply: Future[Reply], waiting: list[int], done: PushDone) -> None:
         """One server answered (on the client's thread); after the last one it is reported to the coordinator."""
         if waiting[0] < 0:
             return  # another server settled it
         try:
-            body = told.result().body
+            body = reply.result().body
         except ServerLost as error:
             waiting[0] = -1
             self._lost(error)
@@ -82,9 +82,9 @@ class PushWindow:
     def report(self, done: PushDone) -> None:
         """Report to the coordinator; the place is free when it has answered, or cannot."""
 
-        def reported(told: Future[Reply]) -> None:
+        def reported(reply: Future[Reply]) -> None:
             try:
-                body = told.result().body
+                body = reply.result().body
                 if isinstance(body, Ok) and body.position is not None:
                     self._on_position(body.position)
                 elif isinstance(body, Refused):

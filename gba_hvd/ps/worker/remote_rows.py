@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from gba_hvd.comm.collectives import worker_lost
-from gba_hvd.compression import row_push
+from gba_hvd.compression import activation_codec, row_push
 from gba_hvd.compression.bypass import Bypass, StepTiming
 from gba_hvd.compression.row_codec import RowCoder, write_keys
 from gba_hvd.compression.sparse_message import BadMessage
+from gba_hvd.embedding.bags import BagLookups, Borrowed, PooledBag, PoolRequest, split
 from gba_hvd.embedding.row_gradients import distinct
 from gba_hvd.embedding.tables import EmbeddingTables, PulledRows
 from gba_hvd.ps.client import Client, Reply
@@ -45,20 +46,23 @@ class RemoteRows:
         self._ways = [_RemoteServer(s, coder) if far and coder is not None else None for s, far in enumerate(is_far)]
         tables.local = at_home if self.are_there else None
         tables.remote = [None] * len(tables.layout.groups)
+        tables.write_rows = None
 
     def are_coded(self, server: int) -> bool:
         """Its rows travel compressed, as of now. From any thread."""
         way = self._ways[server]
         return way is not None and way.is_coded
 
-    def fetch(self, keys: Sequence[np.ndarray], whole: bool) -> list[PulledRows | None]:
+    def fetch(self, keys: Sequence[np.ndarray], whole: bool, bags: BagLookups | None = None) -> list[PulledRows | None]:
         """Per group the keys that will be used next; what is local among them is left out.
 
-        whole: uncompressed, even where rows are compressed otherwise; no gradients follow.
+        whole: uncompressed, even where rows are compressed otherwise; no gradients follow. bags: see `EpochRun.bags`
         """
         if not self.are_there:
-            return [None] * len(keys)
+            return [None] * len(self._tables.layout.groups)
         assert self._tables.local is not None
+        if bags is not None and not whole:
+            return self._fetch_activations(keys, bags)
         layout, local = self._tables.layout, self._tables.local
         far = [distinct(k[~local[k % layout.n_shards]]) for k in keys]
         wanted, slots = [w for w, _, _ in far], [s for _, _, s in far]
@@ -77,15 +81,72 @@ class RemoteRows:
                 rows[number][owners[number] == one.server] = part
         return [PulledRows(*found) for found in zip(wanted, slots, rows, strict=True)]
 
+    def _fetch_activations(self, keys: Sequence[np.ndarray], bags: BagLookups) -> list[PulledRows | None]:
+        """Compressed ones as activations, by `activation_codec`; those of servers that are bypassed as they are."""
+        assert self._tables.local is not None and self._coder is not None
+        layout, local, n_servers = self._tables.layout, self._tables.local, len(self._session.servers)
+        is_coded = np.array([self.are_coded(s) for s in range(n_servers)])
+        owner = np.where(~local & is_coded[self._shard_server], self._shard_server, -1)
+        plain: list[list[np.ndarray]] = [[] for _ in range(n_servers)]
+        asked: list[list[tuple[np.ndarray, PoolRequest]]] = [[] for _ in range(n_servers)]
+        mine: list[list[np.ndarray]] = [[] for _ in range(n_servers)]  # by server and group: the keys of its answer
+        left: list[list[PooledBag]] = []
+        for number, group in enumerate(layout.groups):
+            shards = keys[number] % layout.n_shards
+            rows, _, _ = distinct(keys[number][~local[shards] & (owner[shards] < 0)])
+            pooled, requests, activations = split(
+                bags.bags[number], owner, n_servers, group.rows_per_shard * layout.n_shards
+            )
+            single = np.sort(distinct(bags.single[number])[0])
+            left.append(pooled)
+            for s in range(n_servers):
+                plain[s].append(np.ascontiguousarray(rows[self._shard_server[rows % layout.n_shards] == s]))
+                own = single[owner[single % layout.n_shards] == s]
+                asked[s].append((own, requests[s]))
+                mine[s].append(np.concatenate([own, activations[s]]) if is_coded[s] else plain[s][-1])
+        waits = [
+            self._ask_activations(s, mine[s], asked[s]) if is_coded[s] else self._ask(s, plain[s], whole=False)
+            for s in range(n_servers)
+            if any(map(len, mine[s]))
+        ]
+        found = [([np.empty(0, np.int64)], [np.empty((0, g.dim), np.float32)]) for g in layout.groups]
+        borrowed: list[dict[int, Borrowed]] = [{} for _ in layout.groups]
+        for one in waits:
+            for number, part in enumerate(self._take(one, layout)):
+                found[number][0].append(mine[one.server][number])
+                found[number][1].append(part)
+                if one.is_coded:
+                    request, indices = asked[one.server][number][1], one.indices[number]
+                    borrowed[number][one.server] = Borrowed(mine[one.server][number], request, indices)
+        pulled: list[PulledRows | None] = []
+        for number, (some, values) in enumerate(found):
+            all_keys = np.concatenate(some)
+            slots = distinct(all_keys)[2]
+            pulled.append(PulledRows(all_keys, slots, np.concatenate(values), left[number], borrowed[number]))
+        return pulled
+
+    def _ask_activations(
+        self, server: int, keys: list[np.ndarray], parts: Sequence[tuple[np.ndarray, PoolRequest]]
+    ) -> _PendingPull:
+        assert self._coder is not None
+        began_s = time.perf_counter()
+        frames = [activation_codec.write_request(*part) for part in parts]
+        return self._send(_PendingPull(server, keys, True, self._ways[server]), frames, began_s)
+
     def _ask(self, server: int, keys: list[np.ndarray], whole: bool) -> _PendingPull:
-        began_s, coder = time.perf_counter(), self._coder
+        began_s = time.perf_counter()
         is_coded = self.are_coded(server) and not whole
-        compressor, frames = None, list[Any](keys)
-        if is_coded and coder is not None:
-            compressor, frames = compressor_of(coder.spec), list(map(write_keys, keys))
+        frames = list(map(write_keys, keys)) if is_coded else list[Any](keys)
         asked = _PendingPull(server, keys, is_coded, None if whole else self._ways[server])
+        return self._send(asked, frames, began_s)
+
+    def _send(self, asked: _PendingPull, frames: list[Any], began_s: float) -> _PendingPull:
+        coder = self._coder
+        compressor = compressor_of(coder.spec) if asked.is_coded and coder is not None else None
         asked.codec_s = time.perf_counter() - began_s
-        asked.answer = self._client.send(server, PullRows(self._session.generation, compressor), frames, pull=True)
+        asked.answer = self._client.send(
+            asked.server, PullRows(self._session.generation, compressor), frames, pull=True
+        )
         asked.answer.add_done_callback(asked.came)
         return asked
 
@@ -100,7 +161,7 @@ class RemoteRows:
             ]
         else:
             try:
-                found = row_push.take(frames, asked.keys, layout)
+                found = self._opened(asked, frames, layout)
             except BadMessage as error:
                 raise worker_lost(f"server {asked.server} sent rows that are none: {error}") from error
         if asked.way is not None:
@@ -108,13 +169,32 @@ class RemoteRows:
             asked.way.took(asked.is_coded, wire_s, asked.codec_s + time.perf_counter() - began_s)
         return found
 
+    def _opened(self, asked: _PendingPull, frames: Sequence[Any], layout: Layout) -> list[np.ndarray]:
+        coder = self._coder
+        assert coder is not None
+        if not coder.spec.pools:
+            return row_push.take(frames, asked.keys, layout)
+        if len(frames) != len(asked.keys):
+            raise BadMessage(f"activations of {len(asked.keys)} groups were asked for, {len(frames)} frames came")
+        found = []
+        for number, (frame, keys, group) in enumerate(zip(frames, asked.keys, layout.groups, strict=True)):
+            values, indices = activation_codec.decode(frame, len(keys), group.dim)
+            coder.received(number, len(indices), values.size)
+            asked.indices.append(indices)
+            found.append(values)
+        return found
+
 
 class _PendingPull:
-    """A request for rows. wire_s: until its answer came; codec_s: writing and reading it."""
+    """A request for rows. wire_s: until its answer came; codec_s: writing and reading it.
+
+    indices: by group, which elements of activations came
+    """
 
     def __init__(self, server: int, keys: list[np.ndarray], is_coded: bool, way: _RemoteServer | None) -> None:
         self.server, self.keys, self.is_coded, self.way = server, keys, is_coded, way
         self.answer: Future[Reply] | None = None
+        self.indices: list[np.ndarray] = []
         self.codec_s = self.wire_s = 0.0
         self.sent_s = time.perf_counter()
 

@@ -50,17 +50,8 @@ from gba_hvd.dense_gradients import DenseGradients
 from gba_hvd.embedding.row_gradients import RowGrad
 from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.errors import NonFiniteGradient
+from gba_hvd.ps import messages
 from gba_hvd.ps.client import Reply
-from gba_hvd.ps.messages import (
-    Blend,
-    Export,
-    LeaseGrant,
-    LeaseReply,
-    Publish,
-    ReplicaAccepted,
-    ReplicaSubmitted,
-    SubmitReplica,
-)
 from gba_hvd.ps.worker.replies import request, wait_reply
 from gba_hvd.ps.worker.session import DenseState, PsSession
 from gba_hvd.ps.worker.worker import PsWorker
@@ -104,8 +95,8 @@ class ReplicaWorker(PsWorker):
         self.rounds.stop()
 
     def drain_metrics(self) -> tuple[dict[str, float], list[str]]:
-        told = self.rounds.drain_metrics()
-        return {} if told is None else asdict(told), self.rounds.dropped()
+        metrics = self.rounds.drain_metrics()
+        return {} if metrics is None else asdict(metrics), self.rounds.dropped()
 
     def before_world_leaves(self) -> None:
         self.rounds.before_world_leaves()
@@ -117,7 +108,7 @@ class ReplicaWorker(PsWorker):
 
     def ask(
         self, epoch: int, n_samples: int, lrs: Sequence[float], lrs_step: int, stop: Callable[[], bool]
-    ) -> LeaseReply:
+    ) -> messages.LeaseReply:
         self._epoch = epoch
         return super().ask(epoch, n_samples, lrs, lrs_step, stop)
 
@@ -125,24 +116,26 @@ class ReplicaWorker(PsWorker):
         """Before a micro-batch: the first one of an epoch finds the central copy, all others what this worker made."""
         if not self.replica.is_open:
             self.rounds.none_begun()
-            self.replica.open(2 * self._epoch, self._central_copy())
+            values = self._central_copy()
+            self.rounds.begin_with(values)
+            self.replica.open(2 * self._epoch, values)
         self.rounds.begin_micro()
         return self.position.step
 
     def push(
-        self, lease: LeaseGrant, rows: Sequence[Sequence[RowGrad]], loss: float | None, seconds: float, refused: str,
-        drop: bool = False, dense: DenseGradients | None = None,
+        self, lease: messages.LeaseGrant, rows: Sequence[Sequence[RowGrad]], loss: float | None, seconds: float,
+        refused: str, drop: bool = False, dense: DenseGradients | None = None,
     ) -> str:  # fmt: skip
         """Send the row gradients and step the replica; in the foreground, every so often, wait for a round.
 
         A push that is to be lost steps nothing: its micro-batch is computed again, and counts then.
         dense: the gradients of one of several threads that share the replica (`hogwild`); None: those of the mode
         """
-        told = super().push(lease, rows, loss, seconds, refused, drop)
+        rejected = super().push(lease, rows, loss, seconds, refused, drop)
         step_dense = self._step_dense if dense is None else partial(self._step_with, dense)
         step = None if refused or drop else self.replica.step(step_dense)
         self.rounds.end_micro(step, self._tables.config.lease_s)
-        return told
+        return rejected
 
     def _step_with(self, dense: DenseGradients) -> None:
         self._dense.take_over_(dense)
@@ -195,14 +188,14 @@ class ReplicaWorker(PsWorker):
             if own is not None:
                 self._to_servers(own.values if self.rounds.single_worker else None, self._states(), own.phase)
                 self._submit(own.values, phase, early=True)
-            request(self.client, 0, ReplicaSubmitted(self.worker, self.session.generation, phase, early=True))
+            request(self.client, 0, messages.ReplicaSubmitted(self.worker, self.session.generation, phase, early=True))
             return super().export(leaving)
         if own is not None and self._submit(own.values, phase):
             self.late_for = self._epoch
-        told = ReplicaSubmitted(self.worker, self.session.generation, phase)
+        submitted = messages.ReplicaSubmitted(self.worker, self.session.generation, phase)
         patience_s = self._tables.config.lease_s + self._timeout_s
-        wait_reply(self.client.send(0, told, timeout_s=patience_s))
-        exported = self._exported(Export(self.session.generation, leaving, phase))
+        wait_reply(self.client.send(0, submitted, timeout_s=patience_s))
+        exported = self._exported(messages.Export(self.session.generation, leaving, phase))
         if leaving:
             self._left_well = self.rounds.stop(together=True)
         return exported
@@ -222,14 +215,14 @@ class ReplicaWorker(PsWorker):
 
     def _submit(self, values: Tensor, phase: int, early: bool = False) -> bool:
         """To all servers. Returns whether it was too late for the mean of one of them."""
-        body, states = SubmitReplica(self.worker, self.session.generation, phase, early), self._states()
+        body, states = messages.SubmitReplica(self.worker, self.session.generation, phase, early), self._states()
         replies = self._send_all([(body, [part, states[s]]) for s, part in enumerate(self._split(values))])
-        return any(isinstance(reply.body, ReplicaAccepted) and reply.body.late for reply in replies)
+        return any(isinstance(reply.body, messages.ReplicaAccepted) and reply.body.late for reply in replies)
 
     # --- the central copy, for the thread of the rounds --------------------------------------------------------------
 
     def blend(self, copy: ReplicaSnapshot, number: int) -> Tensor:
-        body = Blend(self.worker, self.session.generation, number, copy.phase, self._elasticity)
+        body = messages.Blend(self.worker, self.session.generation, number, copy.phase, self._elasticity)
         replies = self._send_all([(body, [part]) for part in self._split(copy.values)])
         parts = [np.frombuffer(reply.frames[0], dtype=np.float32) for reply in replies]
         return torch.from_numpy(self._parts.joined(parts))
@@ -245,7 +238,7 @@ class ReplicaWorker(PsWorker):
             self._to_servers(copy.values, None, copy.phase)
 
     def _to_servers(self, values: Tensor | None, states: Sequence[bytes] | None, phase: int) -> None:
-        body = Publish(self.session.generation, phase)
+        body = messages.Publish(self.session.generation, phase)
         parts: Sequence[Any] = [b""] * len(self._parts) if values is None else self._split(values)
         self._send_all([(body, [part, b"" if states is None else states[s]]) for s, part in enumerate(parts)])
 

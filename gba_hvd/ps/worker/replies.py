@@ -10,10 +10,10 @@ from gba_hvd.ps.client import Client, Reply, ServerLost
 from gba_hvd.ps.messages import Refused, Request
 
 
-def wait_reply(told: Future[Reply]) -> Reply:
+def wait_reply(future: Future[Reply]) -> Reply:
     """Wait for it. Raises StateMismatch for what cannot be mended, else the error that forms the world again."""
     try:
-        reply = told.result()
+        reply = future.result()
     except ServerLost as error:
         raise worker_lost(str(error)) from error
     if isinstance(reply.body, Refused):

@@ -17,6 +17,7 @@ class PsSession(msgspec.Struct, frozen=True):
     """What all workers agree on when an asynchronous mode is entered, and what a late joiner receives.
 
     shard_servers: server of each shard; dense_servers: server of each dense tensor (indices into `servers`)
+    accesses: row gradients carry how often each row was looked up
     """
 
     generation: int
@@ -28,6 +29,7 @@ class PsSession(msgspec.Struct, frozen=True):
     dense_servers: tuple[int, ...]
     row_average: str
     rule: str = "none"
+    accesses: bool = False
 
     def remote_servers(self, host: int) -> list[bool]:
         """Of each server, whether it is on another host."""

@@ -12,35 +12,19 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from gba_hvd.accumulators import Frames, Part
 from gba_hvd.comm.collectives import World, worker_lost
 from gba_hvd.compression.dense_exchange import DenseExchange
 from gba_hvd.compression.dense_push import Frame
 from gba_hvd.compression.error_feedback import Feedback, NonFiniteResidual
 from gba_hvd.compression.row_codec import RowCoder
 from gba_hvd.dense_gradients import DenseGradients
+from gba_hvd.embedding.bags import BagLookups
 from gba_hvd.embedding.row_gradients import RowGrad
 from gba_hvd.embedding.tables import EmbeddingTables, PulledRows
 from gba_hvd.errors import GbaError, NonFiniteGradient
+from gba_hvd.ps import messages
 from gba_hvd.ps.client import Client, Reply
-from gba_hvd.ps.messages import (
-    Evaluate,
-    EvaluationReply,
-    Export,
-    JobPosition,
-    LeaseGrant,
-    LeaseReply,
-    LeaseRequest,
-    Leave,
-    Ok,
-    Push,
-    PushDone,
-    Refused,
-    Residual,
-    SaveStatus,
-    Score,
-    Status,
-    StatusReport,
-)
 from gba_hvd.ps.worker import dense_export
 from gba_hvd.ps.worker.dense_values import DenseValues
 from gba_hvd.ps.worker.heartbeat import Heartbeat
@@ -83,7 +67,8 @@ class PsWorker:
         self.outgoing = PushEncoder(
             session, host, self._parts, tables.layout, compression, row_coder, self._remote_rows.are_coded
         )
-        self._under_way = PushWindow(self.client, timeout_s, self.contact.on_reply)
+        self._rows_are_masked = row_coder is not None and row_coder.spec.pools
+        self._push_window = PushWindow(self.client, timeout_s, self.contact.on_reply)
 
     def start(self) -> None:
         self.client.start()
@@ -93,8 +78,8 @@ class PsWorker:
         """From here on the server of this host knows what this worker has not sent. Before the first lease."""
         self.saved_residual = feedback
         rest = feedback.rest.copy() if feedback.rest.any() else feedback.rest[:0]
-        told = self.client.send(self.own_server, Residual(self.worker, self.session.generation), [rest])
-        told.add_done_callback(_log_refusal)
+        pending = self.client.send(self.own_server, messages.Residual(self.worker, self.session.generation), [rest])
+        pending.add_done_callback(_log_refusal)
 
     def close(self, finished: bool = True) -> None:
         """finished: training or the mode is over; otherwise this worker alone leaves, to be replaced."""
@@ -113,10 +98,10 @@ class PsWorker:
         worker, self.client.beat = self.contact.message().worker, None  # a heartbeat would report that it is back
         deadline = time.monotonic() + patience_s
         with contextlib.suppress(Exception):  # the coordinator is gone, and with it the wait for the others
-            wait_reply(self.client.send(0, Leave(worker, finished=True), timeout_s=_ANSWER_S))
+            wait_reply(self.client.send(0, messages.Leave(worker, finished=True), timeout_s=_ANSWER_S))
             while time.monotonic() < deadline:
-                reply = wait_reply(self.client.send(0, Status(), timeout_s=_ANSWER_S)).body
-                if not isinstance(reply, StatusReport) or not reply.report.get("by_worker"):
+                reply = wait_reply(self.client.send(0, messages.Status(), timeout_s=_ANSWER_S)).body
+                if not isinstance(reply, messages.StatusReport) or not reply.report.get("by_worker"):
                     time.sleep(2 * _POLL_S)  # others must receive it, too
                     return
                 time.sleep(_POLL_S)
@@ -132,7 +117,7 @@ class PsWorker:
         """From another thread: a new world was formed."""
 
     @property
-    def position(self) -> JobPosition:
+    def position(self) -> messages.JobPosition:
         """Where the job stands, as last received by this worker."""
         return self.contact.position
 
@@ -140,7 +125,7 @@ class PsWorker:
 
     def ask(
         self, epoch: int, n_samples: int, lrs: Sequence[float], lrs_step: int, stop: Callable[[], bool]
-    ) -> LeaseReply:
+    ) -> messages.LeaseReply:
         """A lease, or "finished" or "drained". Waits while there is nothing to do but the epoch is not over.
 
         lrs: learning rates of the dense groups and of the rows, as this worker has them since step `lrs_step`.
@@ -148,10 +133,12 @@ class PsWorker:
         """
         self._raise_failure()
         self._request += 1
-        body = LeaseRequest(self.worker, self.session.generation, self._request, epoch, n_samples, list(lrs), lrs_step)
+        body = messages.LeaseRequest(
+            self.worker, self.session.generation, self._request, epoch, n_samples, list(lrs), lrs_step
+        )
         while True:
             reply = request(self.client, 0, body)
-            assert isinstance(reply.body, LeaseReply)
+            assert isinstance(reply.body, messages.LeaseReply)
             self.contact.on_reply(reply.body.position)
             if reply.body.status != "wait" or stop():
                 return reply.body
@@ -171,12 +158,14 @@ class PsWorker:
         """Some rows are on another host."""
         return self._remote_rows.are_there
 
-    def fetch_rows(self, keys: Sequence[np.ndarray], whole: bool = False) -> list[PulledRows | None]:
+    def fetch_rows(
+        self, keys: Sequence[np.ndarray], whole: bool = False, bags: BagLookups | None = None
+    ) -> list[PulledRows | None]:
         """Rows of other hosts, per group the keys that will be used next. For `use_rows`.
 
-        whole: uncompressed, even where rows are compressed otherwise; no gradients follow.
+        whole: uncompressed, even where rows are compressed otherwise; no gradients follow. bags: see `EpochRun.bags`
         """
-        return self._remote_rows.fetch(keys, whole)
+        return self._remote_rows.fetch(keys, whole, bags)
 
     def use_rows(self, rows: list[PulledRows | None]) -> None:
         self._tables.remote = rows
@@ -185,14 +174,11 @@ class PsWorker:
         """For an evaluation: as in allreduce mode, but no collective."""
         self.use_rows(self.fetch_rows(keys, whole=True))
 
-    def await_rows(self, step: int) -> None:
-        """Rows are the newest there are; nobody waits."""
-
     # --- pushes ------------------------------------------------------------------------------------------------------
 
     def push(
-        self, lease: LeaseGrant, rows: Sequence[Sequence[RowGrad]], loss: float | None, seconds: float, refused: str,
-        drop: bool = False,
+        self, lease: messages.LeaseGrant, rows: Sequence[Sequence[RowGrad]], loss: float | None, seconds: float,
+        refused: str, drop: bool = False,
     ) -> str:  # fmt: skip
         """Send the gradients of one micro-batch (dense ones from `dense.flat`) to the servers, and return.
 
@@ -203,40 +189,41 @@ class PsWorker:
         NonFiniteResidual when the residual itself is not finite: every push of this worker would be refused.
         """
         self._raise_failure()
-        if not self._under_way.acquire():
+        if not self._push_window.acquire():
             self._raise_failure()
             raise self._took_nothing()
         if drop:
-            self._under_way.release()
+            self._push_window.release()
             return ""
         step, lrs = self.rates
-        done = PushDone(
-            self.worker, self.session.generation, lease.micro, lease.serial, loss, seconds, refused, lrs, step
+        done = messages.PushDone(
+            self.worker, self.session.generation, lease.micro, lease.serial, loss, seconds, refused, lrs, step,
+            min(self._values.steps),
         )  # fmt: skip
         if refused:
-            self._under_way.report(done)
+            self._push_window.report(done)
             return ""
         try:
             dense = self._dense_frames()
-            row_messages = self.outgoing.rows(rows)
+            row_messages = self.outgoing.rows(rows, self._tables.remote)
             frames = [[d.data, message] for d, (message, _) in zip(dense, row_messages, strict=True)]
         except NonFiniteGradient as error:  # with its residual, which stays
             why = f"worker of rank {self.contact.rank}, micro-batch {lease.micro}: {error}"
             if isinstance(error, NonFiniteResidual):
-                self._under_way.release()
+                self._push_window.release()
                 raise NonFiniteResidual(why) from error
             log.warning("%s; nothing of it is sent, and the residual stays", why)
             what = str(error).removesuffix(" is not finite")
             done = msgspec.structs.replace(done, rejected=what)
-            self._under_way.report(done)
+            self._push_window.report(done)
             return what
         if self.saved_residual is not None and self.outgoing.has_residual:
             frames[self.own_server].append(self.saved_residual.rest.copy())
-        answered = self._under_way.answers(len(frames), done)
+        answered = self._push_window.answers(len(frames), done)
         for s, (sent, part) in enumerate(zip(dense, frames, strict=True)):
-            body = Push(
+            body = messages.Push(
                 self.worker, done.generation, done.micro, done.serial, self._values.steps[s], sent.coded,
-                row_messages[s][1], sent.whole,
+                row_messages[s][1], sent.whole, row_messages[s][1] and self._rows_are_masked,
             )  # fmt: skip
             future = self.client.send(s, body, part)
             self.outgoing.was_sent(future, s, sent)
@@ -249,14 +236,14 @@ class PsWorker:
 
     def give_up(self, why: str) -> None:
         """From another thread: the next request of the training thread raises this."""
-        self._under_way.fail(GbaError(why))
+        self._push_window.fail(GbaError(why))
 
     def quiesce(self) -> None:
         """Return when no thread of this worker computes a micro-batch, but for the one that asks."""
 
     def flush(self) -> None:
         """Return when nothing of this worker is on the way."""
-        if not self._under_way.drain():
+        if not self._push_window.drain():
             raise self._took_nothing()
         self._raise_failure()
 
@@ -264,7 +251,7 @@ class PsWorker:
         return worker_lost(f"the servers took no gradient for {self._timeout_s:.0f} s")
 
     def _raise_failure(self) -> None:
-        failure = self._under_way.failure
+        failure = self._push_window.failure
         if failure is not None:
             raise worker_lost(str(failure)) from failure
 
@@ -275,35 +262,22 @@ class PsWorker:
     # --- evaluations -------------------------------------------------------------------------------------------------
 
     def request_evaluation(
-        self,
-        epoch: int,
-        ordinal: int,
-        n_samples: int,
-        batch: int,
-        exact_limit: int,
-        may_be_probabilities: bool,
-        buffers: bytes,
-    ) -> tuple[EvaluationReply, list[Any]]:
+        self, epoch: int, ordinal: int, n_samples: int, batch: int, parts: Sequence[Part], buffers: bytes
+    ) -> tuple[messages.EvaluationReply, list[Any]]:
         """A lease on some samples, or the result, or neither. Frame: the buffers to score with."""
         self._request += 1
-        body = Evaluate(
-            self.worker,
-            self.session.generation,
-            self._request,
-            epoch,
-            ordinal,
-            n_samples,
-            batch,
-            exact_limit,
-            may_be_probabilities,
+        body = messages.Evaluate(
+            self.worker, self.session.generation, self._request, epoch, ordinal, n_samples, batch, list(parts)
         )
         reply = wait_reply(self.client.send(0, body, [buffers]))
-        assert isinstance(reply.body, EvaluationReply)
+        assert isinstance(reply.body, messages.EvaluationReply)
         return reply.body, reply.frames
 
-    def send_scores(self, epoch: int, ordinal: int, lease: LeaseGrant, logits: np.ndarray, labels: np.ndarray) -> None:
-        body = Score(self.worker, self.session.generation, epoch, ordinal, lease.micro, lease.serial)
-        wait_reply(self.client.send(0, body, [np.ascontiguousarray(logits), labels]))
+    def send_scores(self, epoch: int, ordinal: int, lease: messages.LeaseGrant, parts: Sequence[Frames]) -> None:
+        """What was measured on the samples of a lease, of each part its frames."""
+        body = messages.Score(self.worker, self.session.generation, epoch, ordinal, lease.micro, lease.serial)
+        frames = [np.ascontiguousarray(frame) for some in parts for frame in some]
+        wait_reply(self.client.send(0, body, frames))
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -315,10 +289,10 @@ class PsWorker:
         """The first server of this host."""
         return next(s for s, server in enumerate(self.session.servers) if server.host == self.host)
 
-    def saved_here(self) -> SaveStatus | None:
+    def saved_here(self) -> messages.SaveStatus | None:
         """What became of this host's part of the newest checkpoint."""
         reply = request(self.client, self.own_server, self.contact.question())
-        assert isinstance(reply.body, Ok)
+        assert isinstance(reply.body, messages.Ok)
         return None if reply.body.position is None else reply.body.position.saved
 
     # --- the dense state ---------------------------------------------------------------------------------------------
@@ -328,9 +302,9 @@ class PsWorker:
 
         leaving: the servers go idle; ended: all workers are at the epoch's end, or about to leave
         """
-        return self._exported(Export(self.session.generation, leaving))
+        return self._exported(messages.Export(self.session.generation, leaving))
 
-    def _exported(self, request: Export) -> dict[int, DenseState]:
+    def _exported(self, request: messages.Export) -> dict[int, DenseState]:
         self._values.forget()  # what workers compute with may be other values than the model's
         return dense_export.export_dense(self.client, request, self._parts)
 
@@ -351,6 +325,6 @@ class PsWorker:
         return found
 
 
-def _log_refusal(told: Future[Reply]) -> None:
-    if told.exception() is None and isinstance(body := told.result().body, Refused):
+def _log_refusal(pending: Future[Reply]) -> None:
+    if pending.exception() is None and isinstance(body := pending.result().body, messages.Refused):
         log.warning("a server does not know what this worker has not sent: %s", body.why)

@@ -2,9 +2,9 @@
 
     python job.py MODE
 
-Where FORMATS_HOLD_AT names a step, the worker stands still there until it is killed. It uses public names alone, so
-every version can run it. A job resumes from memory only where it saves to the same URL, so that is the same everywhere:
-whoever runs this script makes PLACE a link to a folder of its own meanwhile.
+Where FORMATS_HOLD_AT names a step, the worker makes a file `holding` there, and stands still until it is killed. It
+uses public names alone, so every version can run it. A job resumes from memory only where it saves to the same URL, so
+that is the same everywhere: whoever runs this script makes PLACE a link to a folder of its own meanwhile.
 """
 
 from __future__ import annotations
@@ -103,6 +103,8 @@ def train(state: Any, model: Any, optimizer: Any, clicks: Clicks) -> None:
     for state.epoch in range(state.epoch, N_EPOCHS):
         for batch in gba_hvd.batches(clicks, state, seed=3):
             while _HOLD_AT and (state.step >= _HOLD_AT or not Path("server-is-up").exists()):
+                if state.step >= _HOLD_AT:
+                    Path("holding").touch()
                 time.sleep(0.1)  # in the end until it is killed
             optimizer.zero_grad()
             loss = binary_cross_entropy_with_logits(model(batch), batch.label)

@@ -56,7 +56,9 @@ def make(mode: str) -> None:
             wait_for(job, "the server", lambda: any(folder.glob("memory/*/ps-0.address")))
             (folder / "server-is-up").touch()
             wait_for(job, "a checkpoint of the second epoch", lambda: newest_step(folder / "checkpoints") > 15)
-            time.sleep(2.0)  # the worker stands still, and the server has written what it had to write
+            wait_for(job, "the worker that stands still", (folder / "holding").exists)
+            # The server's thread answers in order, so what the worker sent before is applied and written.
+            wait_for(job, f"step {HOLD_AT} on the server", lambda: step_of_server(folder / "memory") >= HOLD_AT - 1)
         finally:
             kill_all_in(folder)
             job.wait()
@@ -79,6 +81,13 @@ def wait_for(job: subprocess.Popen[bytes], what: str, condition: Callable[[], bo
     while not condition():
         assert job.poll() is None and time.monotonic() < deadline, f"the job came to no {what}"
         time.sleep(0.1)
+
+
+def step_of_server(memory: Path) -> int:
+    """As `gba-hvd status` has it; -1: no server answers yet."""
+    command = [sys.executable, "-m", "gba_hvd_tools.cli", "status", "formats", "--dir", str(memory), "--json"]
+    asked = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
+    return int(json.loads(asked.stdout).get("step", -1)) if asked.returncode == 0 else -1
 
 
 def newest_step(checkpoints: Path) -> int:

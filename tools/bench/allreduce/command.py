@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..harness import measure
-from ..harness.measure import Row, Variant
+from ..harness.measure import Row, Subparsers, Variant
 from . import contestants
-
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 WORKERS = 2
 BATCHES_KEPT = 24  # per worker; cycled
@@ -31,28 +27,20 @@ PEERS = ("ours", "horovod", "torchrec")
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser("allreduce", help="samples/s beside plain Horovod and TorchRec", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
+    parser = measure.add_benchmark(subparsers, "allreduce", "samples/s beside plain Horovod and TorchRec", __doc__, run)
     parser.add_argument("--batch", type=int, nargs="+", default=[2048, 8192], help="samples per worker and step")
     parser.add_argument("--runs", type=int, default=5, help="launches of each peer at each batch size")
     parser.add_argument("--steps", type=int, help="timed steps per run")
     others = " ".join(name for name in contestants.SETTINGS if name not in PEERS)
     names = f"default: {' '.join(PEERS)}; settings that were tried besides: {others}"
-    parser.add_argument(
-        "--peers", nargs="+", default=list(PEERS), choices=contestants.SETTINGS, metavar="PEER", help=names
-    )
+    measure.add_chosen(parser, "--peers", contestants.SETTINGS, "PEER", default=list(PEERS), help=names)
     parser.add_argument("--timeout", type=float, default=180, metavar="SECONDS", help="for one run")
     parser.add_argument("--profile", action="store_true", help="also profile a run of ours at each batch size")
-    parser.set_defaults(run=run)
 
 
+@measure.benchmark
 def run(args: argparse.Namespace) -> int:
-    try:
-        measure.check_writable(args.out)
-        rows, result = compare(args)
-    except measure.RunFailed as error:
-        print(f"gba-hvd: {error}", file=sys.stderr)
-        return 1
+    rows, result = compare(args)
     measure.write_json(args.out, result)
     show(rows, result)
     print(f"written to {args.out}")

@@ -20,12 +20,18 @@ FIELDS = [f"c{i}" for i in range(dlrm.N_TABLES)]
 
 
 class Cycled:
-    """A dataset that answers with the prepared batches in turn, for any rows."""
+    """A dataset that answers with the prepared batches in turn, for any rows. parts: each batch comes in so many."""
 
-    def __init__(self, clicks: peer_worker.Clicks, n_samples: int) -> None:
+    def __init__(self, clicks: peer_worker.Clicks, n_samples: int, parts: int = 1) -> None:
+        size = clicks.label.shape[1] // parts
+        cuts = [(i, slice(at, at + size)) for i in range(len(clicks)) for at in range(0, size * parts, size)]
         self._batches = [
-            gba_hvd.Batch(dict(zip(FIELDS, clicks.ids[i], strict=True)), clicks.dense[i], clicks.label[i])
-            for i in range(len(clicks))
+            gba_hvd.Batch(
+                dict(zip(FIELDS, clicks.ids[i][:, cut].contiguous(), strict=True)),
+                clicks.dense[i][cut],
+                clicks.label[i][cut],
+            )
+            for i, cut in cuts
         ]
         self._n_samples, self._given = n_samples, 0
 
@@ -51,13 +57,16 @@ class DLRM(nn.Module):
 def main() -> None:
     parser = peer_worker.parser(__doc__)
     parser.add_argument("--profile", action="store_true", help="print a profile of rank 0's timed steps")
+    parser.add_argument("--parts", type=int, default=1, help="micro-batches that a worker's batch consists of")
+    parser.add_argument("--together", action="store_true", help="compute them at once: sync_micro_batch")
     args = parser.parse_args()
     hvd.init()
     torch.set_num_threads(1)
     torch.manual_seed(1)
     clicks = peer_worker.Clicks.load(args.clicks, hvd.rank())
     batch_size, workers = clicks.label.shape[1], hvd.size()
-    dataset = Cycled(clicks, workers * batch_size * (args.warmup + args.steps))
+    n_samples = workers * batch_size * (args.warmup + args.steps)
+    dataset = Cycled(clicks, n_samples, 1 if args.together else args.parts)
     tables = gba_hvd.EmbeddingTables(
         {field: (dlrm.N_ROWS, dlrm.DIM) for field in FIELDS},
         optimizer=gba_hvd.Adagrad(lr=dlrm.LEARNING_RATE, eps=dlrm.EPS),
@@ -67,7 +76,8 @@ def main() -> None:
         torch.optim.Adagrad(model.parameters(), lr=dlrm.LEARNING_RATE, eps=dlrm.EPS),
         tables,
         global_batch=workers * batch_size,
-        micro_batch=batch_size,
+        micro_batch=batch_size // args.parts,
+        sync_micro_batch=batch_size if args.together else None,
     )
     state = gba_hvd.elastic.TorchState(model, optimizer, epoch=0)
 
@@ -76,11 +86,12 @@ def main() -> None:
         batches = gba_hvd.batches(dataset, state)
 
         def step(i: int) -> float:
-            batch = next(batches)
-            optimizer.zero_grad()
-            loss = binary_cross_entropy_with_logits(model(batch), batch.label)
-            loss.backward()
-            optimizer.step(loss=loss)  # type: ignore[call-arg]
+            for _ in range(1 if args.together else args.parts):
+                batch = next(batches)
+                optimizer.zero_grad()
+                loss = binary_cross_entropy_with_logits(model(batch), batch.label)
+                loss.backward()
+                optimizer.step(loss=loss)  # type: ignore[call-arg]
             return loss.item()
 
         assert tables.memory is not None

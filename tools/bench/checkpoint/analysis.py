@@ -147,9 +147,4 @@ def headline(rows: Sequence[Row]) -> dict[str, Any]:
 def figures(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
     """Medians of every number: table bytes -> case -> column."""
     columns = dict.fromkeys(name for row in rows for name, value in row.items() if isinstance(value, int | float))
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    for column in columns:
-        if column not in ("run", "table_bytes"):
-            for (n, case), value in measure.medians(rows, ("table_bytes", "case"), column).items():
-                found.setdefault(str(n), {}).setdefault(case, {})[column] = value
-    return found
+    return measure.by_groups(rows, "table_bytes", "case", [c for c in columns if c not in ("run", "table_bytes")])

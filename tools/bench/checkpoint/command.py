@@ -18,46 +18,36 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..harness import measure
-from ..harness.measure import Row, RunFailed, Variant
+from ..harness.measure import Row, RunFailed, Subparsers, Variant
 from . import analysis
 from .analysis import CONTESTANTS, RESTORES, Case, cases, why_not
-
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 QUIET_S = 5.0
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser("checkpoint", help="stall, speed and memory of saves", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
+    parser = measure.add_benchmark(subparsers, "checkpoint", "stall, speed and memory of saves", __doc__, run)
     parser.add_argument("--gb", type=float, nargs="+", default=[0.5, 2, 8], help="sizes of tables and slots, 1e9 bytes")
     parser.add_argument("--changed", type=float, nargs="+", default=[0.01, 0.1], help="shares of rows that changed")
     parser.add_argument("--runs", type=int, default=3, help="measurements of each contestant at each size")
     parser.add_argument("--folder", type=Path, help="on the disk to measure (default: where temporary files go)")
-    names = list(CONTESTANTS)
-    parser.add_argument("--contestants", nargs="+", default=names, choices=names, metavar="NAME")
+    measure.add_chosen(parser, "--contestants", CONTESTANTS, "NAME")
     parser.add_argument("--timeout", type=float, default=900, metavar="SECONDS", help="for one measurement")
-    parser.set_defaults(run=run)
 
 
+@measure.benchmark
 def run(args: argparse.Namespace) -> int:
-    try:
-        measure.check_writable(args.out)
-        about = measure.machine(("torch", "numpy", "xxhash", "zstandard"))
-        pythons, skipped = interpreters(args.contestants)
-        chosen = cases([name for name in args.contestants if name in pythons], args.changed)
-        variants = {case: variant(case, pythons[case.contestant]) for case in chosen}
-        rows: list[Row] = []
-        with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-", dir=args.folder) as scratch:
-            for gb in args.gb:
-                rows += of_size(int(gb * 1e9), variants, Path(scratch), args, skipped)
-    except RunFailed as error:
-        print(f"gba-hvd: {error}", file=sys.stderr)
-        return 1
+    about = measure.machine(("torch", "numpy", "xxhash", "zstandard"))
+    pythons, skipped = interpreters(args.contestants)
+    chosen = cases([name for name in args.contestants if name in pythons], args.changed)
+    variants = {case: variant(case, pythons[case.contestant]) for case in chosen}
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-", dir=args.folder) as scratch:
+        for gb in args.gb:
+            rows += of_size(int(gb * 1e9), variants, Path(scratch), args, skipped)
     result = {
         "machine": about,
         "commands": {case.name: str(variant) for case, variant in variants.items()},
@@ -125,17 +115,14 @@ def of_size(
 
 def measured(case: Case, one: Variant, n_bytes: int, scratch: Path, args: argparse.Namespace) -> Row:
     """A save, and each way to restore it. Raises RunFailed."""
-    folder, result, log = scratch / "state", scratch / "result.json", scratch / "log"
+    folder = scratch / "state"
     folder.mkdir()
     # No more rows may change while a delta is made than it is about.
     trained = case.changed if case.contestant.endswith("_delta") else max(args.changed)
-    common = ["--bytes", n_bytes, "--trained", trained, "--quiet-s", QUIET_S]
-    common += ["--folder", folder, "--result", result]
+    common = ["--bytes", n_bytes, "--trained", trained, "--quiet-s", QUIET_S, "--folder", folder]
 
     def launched(*more: str) -> Row:
-        result.unlink(missing_ok=True)
-        measure.launch(one, [*map(str, common), *more], log=log, timeout_s=args.timeout)
-        found: Row = json.loads(result.read_text())
+        found: Row = measure.result_of(one, [*common, *more], scratch, args.timeout)
         return found
 
     try:

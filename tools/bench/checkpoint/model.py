@@ -82,9 +82,9 @@ class Training:
     def step(self) -> float:
         """One step on rows that differ; its seconds."""
         started = time.perf_counter()
-        places = (torch.arange(BATCH) + self._at) % len(self._hot[0])
+        indices = (torch.arange(BATCH) + self._at) % len(self._hot[0])
         self._at += BATCH
-        ids = torch.stack([rows[places] for rows in self._hot])
+        ids = torch.stack([rows[indices] for rows in self._hot])
         loss = nn.functional.binary_cross_entropy_with_logits(self._model(ids), self._labels)
         loss.backward()
         with self._around():

@@ -200,16 +200,16 @@ class DistributedAsync(Distributed):
         self._wait(self._begin({"warm": torch.zeros(1)}, "warm"))
 
     def save(self) -> Callable[[], object]:
-        under_way = self._begin(self._state, "state")
-        return lambda: self._wait(under_way)
+        in_flight = self._begin(self._state, "state")
+        return lambda: self._wait(in_flight)
 
     def _begin(self, state: dict[str, Any], name: str) -> Any:
         from torch.distributed.checkpoint.state_dict_saver import async_save
 
         return async_save(state, checkpoint_id=self._folder / name, no_dist=True)
 
-    def _wait(self, under_way: Any) -> None:
-        under_way.result()
+    def _wait(self, in_flight: Any) -> None:
+        in_flight.result()
         sync(self._folder)
 
 

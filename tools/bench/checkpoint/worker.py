@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("contestant")
     parser.add_argument("--bytes", type=int, required=True, help="of tables and slots")
     parser.add_argument("--changed", type=float, required=True, help="share of rows")
-    parser.add_argument("--trained", type=float, required=True, help="share of rows that training goes on changing")
+    parser.add_argument("--trained", type=float, required=True, help="share of rows that training continues to change")
     parser.add_argument("--quiet-s", type=float, required=True, help="training that is timed before the save")
     parser.add_argument("--restore", help="how; else a save is measured")
     parser.add_argument("--folder", type=Path, required=True, help="of the checkpoint")

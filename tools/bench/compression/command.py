@@ -22,14 +22,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...virtual_hosts import VirtualHosts, VirtualHostsError
 from ..harness import measure
-from ..harness.measure import Row
-
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+from ..harness.measure import Row, Subparsers
 
 DESK, HOSTS = "desk", ("h1", "h2")
 LINKS = ("100mbit", "1gbit", "unlimited")
@@ -41,8 +38,9 @@ OURS = {  # (dense, rows), see `compressors`
     "int8": ("int8", "none"),
     "topk": ("topk", "none"),
     "dct_dp": ("dct", "none"),
-    "dct_mp": ("none", "dct_rows"),
-    "dct_both": ("dct", "dct_rows"),
+    "dct_mp": ("none", "dct_mp"),
+    "ternary_ef": ("none", "ternary_ef"),
+    "both": ("dct", "ternary_ef"),
 }
 PEERS = {
     "horovod": "plain Horovod; of the DLRM 26 sparse tables (allgather), else one table, its gradient dense",
@@ -60,32 +58,29 @@ N_SAMPLES, EPOCHS = 300_000, 1  # of the quality runs
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser(
-        "compression", help="bytes, time and AUC of compressed gradients", description=__doc__
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
-    names = (*OURS, *PEERS)
-    parser.add_argument("--contestants", nargs="+", default=list(names), choices=names, metavar="NAME")
-    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=MODELS, metavar="MODEL")
-    parser.add_argument("--links", nargs="+", default=list(LINKS), choices=LINKS, metavar="LINK")
+    does = "bytes, time and AUC of compressed gradients"
+    parser = measure.add_benchmark(subparsers, "compression", does, __doc__, run)
+    measure.add_chosen(parser, "--contestants", (*OURS, *PEERS), "NAME")
+    measure.add_chosen(parser, "--models", MODELS, "MODEL", nargs="*")
+    measure.add_chosen(parser, "--links", LINKS, "LINK")
     parser.add_argument("--runs", type=int, default=1, help="launches of each contestant for speed; medians count")
     parser.add_argument("--seeds", type=int, default=1, help="quality runs of each contestant; 0 for none")
-    parser.set_defaults(run=run)
+    parser.add_argument("--always", action="store_true", help="no bypass in the runs for speed, either")
 
 
+@measure.benchmark
 def run(args: argparse.Namespace) -> int:
     speed: list[Row] = []
     quality: list[Row] = []
     failed: Exception | None = None
+    if args.runs < 1:
+        raise measure.RunFailed(f"--runs must be 1 or more, got {args.runs}")
     try:
-        measure.check_writable(args.out)
-        if args.runs < 1:
-            raise measure.RunFailed(f"--runs must be 1 or more, got {args.runs}")
         about = {"machine": measure.machine(), "settings": settings()}
         with ExitStack() as stack:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gba-hvd-bench-")))
             lab = stack.enter_context(VirtualHosts(scratch / "lab", (DESK, *HOSTS)))
-            launches = Launches(scratch, lab)
+            launches = Launches(scratch, lab, args.always)
             jobs = planned(args.models, args.links, args.contestants, args.runs)
             runs = [partial(launches.speed, speed, *job) for job in jobs]
             runs += [
@@ -137,10 +132,14 @@ def settings() -> dict[str, Any]:
 
 @dataclass
 class Launches:
-    """Runs on prepared samples, between the hosts of a lab. Owns the files in `folder`."""
+    """Runs on prepared samples, between the hosts of a lab. Owns the files in `folder`.
+
+    always: compress also where it does not pay
+    """
 
     folder: Path
     lab: VirtualHosts
+    always: bool = False
 
     def __post_init__(self) -> None:
         from ..harness import clicks, small_ctr
@@ -154,6 +153,7 @@ class Launches:
         """One launch on a link, added to the rows. Raises RunFailed."""
         warmup = WARMUP if name in UNCOMPRESSED else WARMUP_COMPRESSED
         flags = ["--model", model, "--phases", f"{link}:{warmup}:{STEPS[link]}"]
+        flags += ["--always"] if self.always and name in OURS else []
         (phase,) = self._launch(name, flags, [link])["phases"]
         rows.append({"model": model, "contestant": name, "run": number, **phase})
         print(
@@ -241,8 +241,9 @@ class Launches:
 def headline(speed: Sequence[Row], quality: Sequence[Row]) -> dict[str, Any]:
     """The figures people ask for, of the medians over the runs; without those whose contestants did not run.
 
-    bytes_ratio_dp: dense bytes of a step of `wide`, none over dct_dp; bytes_ratio_mp: of rows, gradients and keys, of
-    `dlrm`, none over dct_mp: both by our own count. bytes_ratio_wire: all that the interface carried.
+    bytes_ratio_dp: dense bytes of a step of `wide`, none over dct_dp; bytes_ratio_mp, bytes_ratio_ternary_ef: of rows,
+    gradients and keys, of `dlrm`, none over dct_mp and ternary_ef: by our own count. bytes_ratio_wire: all that the
+    interface carried.
     over_none: ours that take more than COSTS_AT_MOST of the time without compression; empty: the target is met; None:
     none of ours ran beside `none`.
     """
@@ -285,6 +286,7 @@ def headline(speed: Sequence[Row], quality: Sequence[Row]) -> dict[str, Any]:
     return {
         "bytes_ratio_dp": ratio("wide", "dct_dp", dense),
         "bytes_ratio_mp": ratio("dlrm", "dct_mp", rows),
+        "bytes_ratio_ternary_ef": ratio("dlrm", "ternary_ef", rows),
         "bytes_ratio_wire": wire,
         "auc": {name: mean(values) for name, values in aucs.items()},
         "auc_delta": {} if none_auc is None else {name: mean(values) - none_auc for name, values in aucs.items()},
@@ -316,7 +318,13 @@ def show(speed: Sequence[Row], result: Mapping[str, Any]) -> None:
             if (m, on) == (model, link)
         ]
         measure.print_table(f"{model}, {link}, {len(HOSTS)} hosts", ("contestant", "ms/step", "MB/step"), table)
-    for name in ("bytes_ratio_dp", "bytes_ratio_mp", "auc_delta", "time_saved_vs_best_uncompressed"):
+    for name in (
+        "bytes_ratio_dp",
+        "bytes_ratio_mp",
+        "bytes_ratio_ternary_ef",
+        "auc_delta",
+        "time_saved_vs_best_uncompressed",
+    ):
         print(f"{name}: {json.dumps(result[name])}")
     if result["over_none"] is not None:
         met = "" if result["over_none"] else ", none: the target is met"

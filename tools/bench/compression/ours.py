@@ -8,26 +8,16 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import gba_hvd
 
 from ..allreduce import ours
 from ..harness import dlrm, peer_worker, small_ctr
-from ..stragglers.ours import Log
+from ..harness.ours_small_ctr import Log, Model, embedding_tables
 from . import workload
 from .compressors import COMPRESSION
-
-
-class Model(nn.Module):
-    def __init__(self, tables: gba_hvd.EmbeddingTables, name: str) -> None:
-        super().__init__()
-        self.tables, self.tower = tables, small_ctr.Tower(workload.HIDDEN[name])
-
-    def forward(self, batch: gba_hvd.Batch) -> Tensor:
-        logits: Tensor = self.tower(batch.dense, self.tables.stacked(batch.ids))
-        return logits
 
 
 def main() -> None:
@@ -64,8 +54,8 @@ def main() -> None:
                     step(micro)
             scores = gba_hvd.evaluate(model, Log(small_ctr.Samples.held_out(args.data)), state, batch=5000)
             if hvd.rank() == 0:
-                told = {"_".join(key): n for key, n in state.engine.traffic.so_far().items()}
-                workload.write(args, {"auc": scores.auc, "bytes": told, "steps": state.step})
+                n_bytes = {"_".join(key): n for key, n in state.engine.traffic.so_far().items()}
+                workload.write(args, {"auc": scores.auc, "bytes": n_bytes, "steps": state.step})
             return
         source: Iterator[Any] = iter(gba_hvd.batches(dataset, state))
         workload.measure(
@@ -86,12 +76,8 @@ def model_of(args: Any) -> tuple[nn.Module, gba_hvd.EmbeddingTables, float, floa
         tables = gba_hvd.EmbeddingTables(sizes, optimizer=gba_hvd.Adagrad(lr=dlrm.LEARNING_RATE, eps=dlrm.EPS))
         return ours.DLRM(tables), tables, dlrm.LEARNING_RATE, dlrm.EPS
     lr = small_ctr.LEARNING_RATE if args.model == "small" else 0.005
-    tables = gba_hvd.EmbeddingTables(
-        {name: (rows, small_ctr.DIM) for name, rows in small_ctr.TABLES.items()},
-        optimizer=gba_hvd.Adagrad(lr=small_ctr.LEARNING_RATE, eps=small_ctr.EPS), init_std=small_ctr.INIT_STD,
-        seed=args.seed,
-    )  # fmt: skip
-    return Model(tables, args.model), tables, lr, small_ctr.EPS
+    model = Model(embedding_tables(args.seed), workload.HIDDEN[args.model])
+    return model, model.tables, lr, small_ctr.EPS
 
 
 def dataset_of(args: Any, n_samples: int) -> Any:

@@ -23,19 +23,6 @@ from ..harness.sparse_dlrm import DLRM
 from . import workload
 
 
-class Model(nn.Module):
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.table = nn.Embedding(sum(small_ctr.TABLES.values()), small_ctr.DIM)
-        nn.init.normal_(self.table.weight, std=small_ctr.INIT_STD)
-        self.first_rows = small_ctr.first_rows()
-        self.tower = small_ctr.Tower(workload.HIDDEN[name])
-
-    def forward(self, ids: Tensor, dense: Tensor) -> Tensor:
-        logits: Tensor = self.tower(dense, self.table((ids + self.first_rows).T))
-        return logits
-
-
 def main() -> None:
     parser = workload.parser(__doc__)
     parser.add_argument("--peer", required=True, choices=("horovod", "horovod_fp16", "ddp", "powersgd"))
@@ -102,7 +89,11 @@ def model_of(name: str) -> tuple[nn.Module, float, float]:
     """(model, learning rate, eps): those of our contestants."""
     if name == "dlrm":
         return DLRM(), dlrm.LEARNING_RATE, dlrm.EPS
-    return Model(name), small_ctr.LEARNING_RATE if name == "small" else 0.005, small_ctr.EPS
+    return (
+        small_ctr.OneTable(workload.HIDDEN[name]),
+        small_ctr.LEARNING_RATE if name == "small" else 0.005,
+        small_ctr.EPS,
+    )
 
 
 def samples_of(args: argparse.Namespace, rank: int, size: int) -> tuple[Iterator[tuple[Tensor, Tensor, Tensor]], int]:

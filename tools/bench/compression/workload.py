@@ -41,7 +41,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--folder", type=Path, required=True, help="where workers and benchmark meet")
     parser.add_argument("--phases", type=phases_of, default=[], help="LINK:WARMUP:STEPS,...")
-    parser.add_argument("--epochs", type=int, default=0, help="instead of phases: train so long, then judge")
+    parser.add_argument("--epochs", type=int, default=0, help="instead of phases: train so long, then evaluate")
     parser.add_argument("--seed", type=int, default=0)
     return parser
 

@@ -77,8 +77,31 @@ def even(service_s: float, measured_s: float, n_workers: int) -> Scenario:
     return Scenario("none", service_s, warm, warm + measured_s, n_workers=n_workers)
 
 
+# A day of a shared cluster: how busy it is, hour by hour, from 0 (ours alone) to 1; two peaks and a quiet night.
+LOAD_BY_HOUR = (.1, 0, 0, 0, 0, .1, .3, .6, .8, 1, 1, .9, .7, .8, 1, 1, .9, .7, .8, 1, .9, .6, .4, .2)  # fmt: skip
+# At full load micro-batches of the workers take 1 plus this times as long. Every six hours others are hit hardest.
+SEVERITY = (0.5, 1.0, 2.0, 4.0)
+
+
+def cluster_day(service_s: float, day_s: float) -> Scenario:
+    """24 hours of changing load in `day_s` seconds, after a warm-up without load."""
+    warm, hour_s = 75 * service_s, day_s / len(LOAD_BY_HOUR)
+    slow = tuple(
+        Slow(
+            worker,
+            1 + load * SEVERITY[(worker + hour // 6) % N_WORKERS],
+            warm + hour * hour_s,
+            warm + (hour + 1) * hour_s,
+        )
+        for hour, load in enumerate(LOAD_BY_HOUR)
+        for worker in range(N_WORKERS)
+        if load
+    )
+    return Scenario("cluster_day", service_s, warm, warm + day_s, slow)
+
+
 def scenarios(service_s: float, measured_s: float) -> dict[str, Scenario]:
-    """The four scenarios. `measured_s`: seconds of the steady ones that count; the one with a change takes longer.
+    """All by name. `measured_s`: seconds of the steady ones that count, and of the day; `come_and_go` takes longer.
 
     The straggler starts fast, so that an automatic mode has something to notice; that is over before speed is measured.
     """
@@ -95,6 +118,7 @@ def scenarios(service_s: float, measured_s: float) -> dict[str, Scenario]:
         ),
         "gamma": Scenario("gamma", service_s, warm, warm + measured_s, gamma=True),
         "come_and_go": Scenario("come_and_go", service_s, warm, warm + cycle, (visit,)),
+        "cluster_day": cluster_day(service_s, measured_s),
     }
 
 
@@ -172,6 +196,21 @@ class Progress:
             "dropped_share": gone / (gone + applied_then - applied),
             "measured_s": end - start,
         }
+
+    def samples_per_s(self, n_parts: int) -> list[float]:
+        """The rate of applied samples in each of `n_parts` equal parts of the measured time.
+
+        Between two steps it is taken as constant. Raises ValueError without two steps.
+        """
+        scenario = self._accelerator.scenario
+        if len(self._seen) < 2:
+            raise ValueError(f"{len(self._seen)} steps in the measured time, 2 are the least: measure for longer")
+        edges = np.linspace(scenario.warmup_s, scenario.end_s, n_parts + 1)
+        at_s, applied, _ = np.array(self._seen).T
+        ends = np.interp(edges, at_s, applied)
+        # The first and the last part have no step at their outer edge: their rate is over the time that is covered.
+        covered_s = np.diff(np.clip(edges, at_s[0], at_s[-1]))
+        return [float(n / s) if s > 0 else 0.0 for n, s in zip(np.diff(ends), covered_s, strict=True)]
 
 
 def staleness(histogram: Mapping[int, int]) -> dict[str, float]:

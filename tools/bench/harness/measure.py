@@ -1,11 +1,15 @@
-"""What all benchmarks have in common: launching, interleaving, medians, describing the machine, writing the result.
+"""What all benchmarks have in common: arguments, launching, interleaving, medians, describing the machine, the result.
 
 Plain functions; which systems are compared, and on what, is each benchmark's own file.
 """
 
 from __future__ import annotations
 
+import argparse
+import copy
+import functools
 import json
+import math
 import os
 import platform
 import shlex
@@ -18,7 +22,12 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+else:
+    Subparsers = Any
 
 Row = dict[str, Any]
 
@@ -37,6 +46,64 @@ class Variant:
 
 class RunFailed(Exception):
     """A launched run ended with an error or ran out of time."""
+
+
+def benchmark(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """For the function that runs a benchmark: --out is checked before it, and RunFailed is one line and status 1."""
+
+    @functools.wraps(run)
+    def guarded(args: argparse.Namespace) -> int:
+        try:
+            if args.out is not None:
+                check_writable(args.out)
+            return run(args)
+        except RunFailed as error:
+            print(f"gba-hvd: {error}", file=sys.stderr)
+            return 1
+
+    return guarded
+
+
+class ShowsDefaults(argparse.HelpFormatter):
+    """Help that ends with the default of each option that has one; where that is all there is to choose, with `all`."""
+
+    def _format_action(self, action: argparse.Action) -> str:
+        shown = copy.copy(action)
+        value, text = action.default, action.help or ""
+        if value == math.inf:
+            shown.default = "no limit"
+        elif isinstance(value, (list, tuple)):
+            everything = action.choices is not None and list(value) == list(action.choices)
+            shown.default = "all" if everything else " ".join(str(one) for one in value if one is not None)
+        has_default = action.option_strings and str(shown.default) not in ("None", "", "False", argparse.SUPPRESS)
+        if has_default and "%(default)s" not in text:
+            text = f"{text} (%(default)s)".strip()
+        shown.help = text or action.help
+        return super()._format_action(shown)
+
+
+def add_benchmark(
+    subparsers: Subparsers, name: str, does: str, doc: str | None, run: Callable[[argparse.Namespace], int],
+    **out: Any,
+) -> argparse.ArgumentParser:  # fmt: skip
+    """A subcommand with --out. out: what differs from usual in its declaration."""
+    parser = subparsers.add_parser(name, help=does, description=doc, formatter_class=ShowsDefaults)
+    parser.add_argument("--out", type=Path, metavar="FILE.json", **{"required": True, **out})
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_chosen(parser: argparse.ArgumentParser, name: str, choices: Iterable[str], metavar: str, **more: Any) -> None:
+    """An option that takes some of these names; all of them by default."""
+    names = list(choices)
+    parser.add_argument(name, **{"nargs": "+", "default": names, "choices": names, "metavar": metavar, **more})
+
+
+def horovodrun(name: str, workers: int, module: str, *flags: str, **env: str) -> Variant:
+    """Workers on this machine, one thread each. module: within `gba_hvd_tools`."""
+    launcher = (console_script("horovodrun"), "-np", str(workers), "-H", f"localhost:{workers}")
+    python = ("--network-interface", "lo", sys.executable, "-m", f"gba_hvd_tools.{module}")
+    return Variant(name, (*launcher, *python, *flags), {"OMP_NUM_THREADS": "1", "HOROVOD_CYCLE_TIME": "3", **env})
 
 
 def launch(variant: Variant, more: Sequence[str], *, log: Path, timeout_s: float) -> float:
@@ -58,6 +125,16 @@ def launch(variant: Variant, more: Sequence[str], *, log: Path, timeout_s: float
         said = gist(log.read_text(errors="replace"))
         raise RunFailed(f"{variant.name}: {why}\n{shlex.join(command)}\n{said}")
     return started
+
+
+def result_of(variant: Variant, more: Sequence[object], folder: Path, timeout_s: float) -> Any:
+    """Launch with `--result FILE`, in `folder`; what it wrote there, JSON. Raises RunFailed."""
+    result, log = folder / "result.json", folder / "log"
+    result.unlink(missing_ok=True)
+    launch(variant, [*map(str, more), "--result", str(result)], log=log, timeout_s=timeout_s)
+    if not result.exists():
+        raise RunFailed(f"{variant.name}: ended without a result\n{gist(log.read_text(errors='replace'))}")
+    return json.loads(result.read_text())
 
 
 def gist(log: str, n_lines: int = 30) -> str:
@@ -90,6 +167,17 @@ def medians(rows: Iterable[Row], by: Sequence[str], of: str) -> dict[tuple[Any, 
         if row.get(of) is not None:
             groups.setdefault(tuple(row[name] for name in by), []).append(row[of])
     return {key: median(values) for key, values in groups.items()}
+
+
+def by_groups(
+    rows: Sequence[Row], outer: str, inner: str, columns: Iterable[str]
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Medians over the runs: value of `outer` -> value of `inner` -> column."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for column in columns:
+        for (first, second), value in medians(rows, (outer, inner), column).items():
+            found.setdefault(str(first), {}).setdefault(second, {})[column] = value
+    return found
 
 
 def machine(packages: Sequence[str] = ("torch", "horovod", "numpy")) -> dict[str, Any]:
@@ -141,6 +229,14 @@ def check_writable(path: Path) -> None:
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         what = "is a folder" if path.is_dir() else "cannot be written"
         raise RunFailed(f"{path}: {what}; --out is the file that gets the result")
+
+
+def check_plot(path: Path | None) -> None:
+    """The same for --plot: the ending of the name is the format of the picture."""
+    if path is not None:
+        check_writable(path)
+        if path.suffix not in (".svg", ".png"):
+            raise RunFailed(f"--plot {path}: the name must end in .svg or .png")
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:

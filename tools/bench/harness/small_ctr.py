@@ -45,6 +45,22 @@ class Tower(nn.Module):
         return logits.squeeze(1)
 
 
+class OneTable(nn.Module):
+    """For peers without ours: one table for all fields; its gradient is dense."""
+
+    def __init__(self, hidden: Sequence[int] = HIDDEN) -> None:
+        super().__init__()
+        self.table = nn.Embedding(sum(TABLES.values()), DIM)
+        nn.init.normal_(self.table.weight, std=INIT_STD)
+        self.first_rows = first_rows()
+        self.tower = Tower(hidden)
+
+    def forward(self, ids: Tensor, dense: Tensor) -> Tensor:
+        """ids: int64 [8, B], dense: float32 [B, 4] -> logits [B]"""
+        logits: Tensor = self.tower(dense, self.table((ids + self.first_rows).T))
+        return logits
+
+
 def write(folder: Path, n_samples: int, seed: int = 0) -> None:
     """ids.npy int32 [n, 8], dense.npy float32 [n, 4], label.npy float32 [n], held-out samples last; about.json."""
     from gba_hvd.data import SyntheticClickLog  # here, so that the peers' workers start without ours
@@ -99,6 +115,15 @@ class Samples:
 def _files(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     ids, dense, label = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("ids", "dense", "label"))
     return ids, dense, label
+
+
+def drawn(seed: int, n: int, n_rows: Sequence[int] = tuple(TABLES.values())) -> tuple[Tensor, Tensor, Tensor]:
+    """Uniform ids int64 [8, n] below n_rows, dense float32 [n, 4], label float32 [n]."""
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, np.array(n_rows)[:, None], (len(FIELDS), n))
+    dense = rng.standard_normal((n, N_DENSE), dtype=np.float32)
+    label = (rng.random(n) < 0.25).astype(np.float32)
+    return torch.from_numpy(ids), torch.from_numpy(dense), torch.from_numpy(label)
 
 
 def first_rows() -> Tensor:

@@ -23,14 +23,11 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..harness import emulated_accelerators as emulated
 from ..harness import measure
-from ..harness.measure import Row, Variant
-
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+from ..harness.measure import Row, Subparsers, Variant
 
 CONTESTANTS = ("gba", "allreduce", "horovod")
 NAMES = ("localhost", "127.0.0.1", socket.gethostname())  # Horovod counts these as different hosts
@@ -41,36 +38,30 @@ _POLL_S = 0.05
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser(
-        "membership", help="how long a change of workers stops the others", description=__doc__
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
-    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS), metavar="NAME")
+    does = "how long a change of workers stops the others"
+    parser = measure.add_benchmark(subparsers, "membership", does, __doc__, run)
+    measure.add_chosen(parser, "--contestants", CONTESTANTS, "NAME")
     parser.add_argument("--service-ms", type=float, default=50.0, help="time of a micro-batch on the emulated device")
     parser.add_argument("--runs", type=int, default=3, help="kills of each contestant; each kills another rank")
     parser.add_argument("--timeout", type=float, default=120, metavar="SECONDS", help="for anything that is waited for")
-    parser.set_defaults(run=run)
 
 
+@measure.benchmark
 def run(args: argparse.Namespace) -> int:
     rows: list[Row] = []
     failed: measure.RunFailed | None = None
     shm = Path("/dev/shm")
-    try:
-        measure.check_writable(args.out)
-        about = measure.machine()
-        with tempfile.TemporaryDirectory(
-            prefix="gba-hvd-bench-", dir=shm if shm.is_dir() else None, ignore_cleanup_errors=True
-        ) as scratch:
-            contestants = [variant(name, discovery(Path(scratch))) for name in args.contestants]
-            launches = partial(launch, rows, Path(scratch), args.service_ms / 1000, args.timeout)
-            try:
-                measure.interleave(contestants, args.runs, launches)
-            except measure.RunFailed as error:
-                failed = error  # what was measured before it is kept
-    except measure.RunFailed as error:
-        print(f"gba-hvd: {error}", file=sys.stderr)
-        return 1
+    about = measure.machine()
+    # Not gba-hvd-...: other jobs of this machine would take the folder for memory of a dead job, and remove it.
+    with tempfile.TemporaryDirectory(
+        prefix="bench-", dir=shm if shm.is_dir() else None, ignore_cleanup_errors=True
+    ) as scratch:
+        contestants = [variant(name, discovery(Path(scratch))) for name in args.contestants]
+        launches = partial(launch, rows, Path(scratch), args.service_ms / 1000, args.timeout)
+        try:
+            measure.interleave(contestants, args.runs, launches)
+        except measure.RunFailed as error:
+            failed = error  # what was measured before it is kept
     settings = {
         "workers": len(NAMES),
         "micro_batch": emulated.MICRO_BATCH,
@@ -84,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
     show(rows)
     print(f"written to {args.out}")
     if failed:
-        print(f"gba-hvd: {failed}", file=sys.stderr)
-    return 1 if failed else 0
+        raise failed
+    return 0
 
 
 def discovery(folder: Path) -> Path:
@@ -128,7 +119,7 @@ def launch(rows: list[Row], scratch: Path, service_s: float, timeout_s: float, c
         before = set(read(folder))
         killed_s = time.monotonic()
         os.kill(dying.pid, signal.SIGKILL)
-        joined_s: float = wait("the newcomer", timeout_s, lambda: joined(read(folder), before))
+        joined_s: float = wait("the late joiner", timeout_s, lambda: joined(read(folder), before))
         survivors = before - {dying.pid}
         wait("the survivors", timeout_s, lambda: all(read(folder)[pid].ends[-1] > joined_s for pid in survivors))
         seen = read(folder)
@@ -144,7 +135,7 @@ def launch(rows: list[Row], scratch: Path, service_s: float, timeout_s: float, c
         "work_share": sum(p.n for p in found) / sum((joined_s - killed_s) / p.usual_s for p in found),
     }
     rows.append(row)
-    took = f"pause {row['pause_s']:6.3f} s  newcomer after {row['joined_after_s']:5.1f} s"
+    took = f"pause {row['pause_s']:6.3f} s  late joiner after {row['joined_after_s']:5.1f} s"
     print(f"run {number + 1}  {contestant.name:10s} {took}  {row['work_share']:.0%} of the work done", flush=True)
     return row
 
@@ -256,5 +247,5 @@ def show(rows: Sequence[Row]) -> None:
         )
         for name, seconds in found["pause_s"].items()
     ]
-    columns = ("", "pause, s", "longest, s", "newcomer after, s", "work done meanwhile")
+    columns = ("", "pause, s", "longest, s", "late joiner after, s", "work done meanwhile")
     measure.print_table("one of three workers killed and replaced, medians", columns, table)

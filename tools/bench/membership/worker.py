@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
-import numpy as np
 import torch
-from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from ..harness import emulated_accelerators as emulated
@@ -22,7 +20,6 @@ from ..harness import small_ctr
 from .command import N_MICRO
 
 SAMPLES = 1 << 40  # an epoch that nobody sees the end of
-N_ROWS = np.array(list(small_ctr.TABLES.values()))
 
 
 class Marks:
@@ -39,15 +36,6 @@ class Marks:
         self._file.write(f"{time.monotonic()}\n")
 
 
-def drawn(micro: int, n_samples: int) -> tuple[Tensor, Tensor, Tensor]:
-    """ids int64 [8, n], dense float32 [n, 4], label float32 [n]; uniform, from the number of the micro-batch."""
-    rng = np.random.default_rng(micro)
-    ids = rng.integers(0, N_ROWS[:, None], (len(N_ROWS), n_samples))
-    dense = rng.standard_normal((n_samples, small_ctr.N_DENSE), dtype=np.float32)
-    label = (rng.random(n_samples) < 0.25).astype(np.float32)
-    return torch.from_numpy(ids), torch.from_numpy(dense), torch.from_numpy(label)
-
-
 def accelerator(service_s: float) -> emulated.Accelerator:
     return emulated.Accelerator(emulated.Scenario("none", service_s, 0.0, float("inf")), 0)
 
@@ -55,34 +43,16 @@ def accelerator(service_s: float) -> emulated.Accelerator:
 def train_ours(mode: str, marks: Path, service_s: float) -> None:
     import gba_hvd
 
-    from ..stragglers.ours import Model
+    from ..harness.ours_small_ctr import Drawn, model_and_optimizer
 
-    class Clicks:
-        def __len__(self) -> int:
-            return SAMPLES
-
-        def take(self, rows: np.ndarray) -> gba_hvd.Batch:
-            ids, dense, label = drawn(int(rows[0]), len(rows))
-            return gba_hvd.Batch(dict(zip(small_ctr.FIELDS, ids, strict=True)), dense, label)
-
-    tables = gba_hvd.EmbeddingTables(
-        {name: (rows, small_ctr.DIM) for name, rows in small_ctr.TABLES.items()},
-        optimizer=gba_hvd.Adagrad(lr=small_ctr.LEARNING_RATE, eps=small_ctr.EPS),
-    )
-    model = Model(tables)
-    optimizer = gba_hvd.DistributedOptimizer(
-        torch.optim.Adagrad(model.parameters(), lr=small_ctr.LEARNING_RATE, eps=small_ctr.EPS),
-        tables,
-        global_batch=N_MICRO * emulated.MICRO_BATCH,
-        micro_batch=emulated.MICRO_BATCH,
-    )
+    model, optimizer = model_and_optimizer(N_MICRO, emulated.MICRO_BATCH)
     state = gba_hvd.elastic.TorchState(model, optimizer, epoch=0)
     state.register_callbacks([gba_hvd.GBACallback(mode=mode, wait_s=60)])
     device, noted = accelerator(service_s), Marks(marks, hvd.rank())
 
     @gba_hvd.elastic.run
     def train(state: Any) -> None:
-        for batch in gba_hvd.batches(Clicks(), state, shuffle=False):
+        for batch in gba_hvd.batches(Drawn(SAMPLES, list(small_ctr.TABLES.values())), state, shuffle=False):
             device.begin()
             optimizer.zero_grad()
             binary_cross_entropy_with_logits(model(batch), batch.label).backward()
@@ -94,9 +64,7 @@ def train_ours(mode: str, marks: Path, service_s: float) -> None:
 
 
 def train_plain(marks: Path, service_s: float) -> None:
-    from ..stragglers.plain_horovod import Model
-
-    model = Model()
+    model = small_ctr.OneTable()
     optimizer = hvd.DistributedOptimizer(
         torch.optim.Adagrad(model.parameters(), lr=small_ctr.LEARNING_RATE, eps=small_ctr.EPS),
         named_parameters=model.named_parameters(),
@@ -111,7 +79,7 @@ def train_plain(marks: Path, service_s: float) -> None:
             optimizer.zero_grad()
             for i in share:
                 device.begin()
-                ids, dense, label = drawn(state.step * N_MICRO + i, emulated.MICRO_BATCH)
+                ids, dense, label = small_ctr.drawn(state.step * N_MICRO + i, emulated.MICRO_BATCH)
                 (binary_cross_entropy_with_logits(model(ids, dense), label) / len(share)).backward()
                 device.wait()
                 if i != share[-1]:

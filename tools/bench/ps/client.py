@@ -141,7 +141,8 @@ class Ours:
 def ours(servers: int) -> Iterator[Endpoint]:
     here, elsewhere = 1, 2  # the servers' host, and the host that this client says it is on
     key = transport.new_key()
-    with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-", dir="/dev/shm") as base:
+    # Not gba-hvd-...: other jobs of this machine would take the folder for memory of a dead job, and remove it.
+    with tempfile.TemporaryDirectory(prefix="bench-", dir="/dev/shm") as base:
         tables = gba_hvd.EmbeddingTables({"t": (N_ROWS, DIM)}, gba_hvd.SGD(lr=LEARNING_RATE), shard_dir=base)
         layout = tables.layout
         tables.memory = memory = ShardMemory.create_or_open(Path(base), "bench", layout, grace_s=1.0)

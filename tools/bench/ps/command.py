@@ -13,13 +13,10 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..harness import measure
-from ..harness.measure import Row, Variant
-
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+from ..harness.measure import Row, Subparsers, Variant
 
 CONTESTANTS = {
     "ours": "the companion servers, through TCP on the loopback interface, encrypted",
@@ -33,35 +30,28 @@ N_ROWS, DIM = 1_000_000, 16
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser("ps", help="rows/s of the companion servers", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
+    parser = measure.add_benchmark(subparsers, "ps", "rows/s of the companion servers", __doc__, run)
     parser.add_argument(
         "--rows", type=int, nargs="+", default=[8192, 2048, 32768], help="rows per request; the first makes the ratios"
     )
     parser.add_argument("--seconds", type=float, default=1.0, help="time of each measurement")
     parser.add_argument("--runs", type=int, default=3, help="launches of each contestant")
-    names = list(CONTESTANTS)
-    parser.add_argument("--contestants", nargs="+", default=names, choices=names, metavar="NAME")
+    measure.add_chosen(parser, "--contestants", CONTESTANTS, "NAME")
     parser.add_argument("--timeout", type=float, default=120, metavar="SECONDS", help="for one run")
-    parser.set_defaults(run=run)
 
 
+@measure.benchmark
 def run(args: argparse.Namespace) -> int:
     variants = [variant(name, n) for name in args.contestants for n in SERVERS if name != "local" or n == 1]
     rows: list[Row] = []
-    try:
-        measure.check_writable(args.out)
-        about = measure.machine(("torch", "pyzmq", "numpy"))
-        with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
+    about = measure.machine(("torch", "pyzmq", "numpy"))
+    with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
 
-            def once(v: Variant, number: int) -> Row:
-                rows.extend(launch(v, Path(scratch), number, args))
-                return rows[-1]
+        def once(v: Variant, number: int) -> Row:
+            rows.extend(launch(v, Path(scratch), number, args))
+            return rows[-1]
 
-            measure.interleave(variants, args.runs, once)
-    except measure.RunFailed as error:
-        print(f"gba-hvd: {error}", file=sys.stderr)
-        return 1
+        measure.interleave(variants, args.runs, once)
     speed = {
         f"{name} {servers} {n} {what}": value
         for what in ("pull", "push")
@@ -90,11 +80,9 @@ def variant(name: str, servers: int) -> Variant:
 
 def launch(contestant: Variant, folder: Path, number: int, args: argparse.Namespace) -> list[Row]:
     """One run: a row for each request size and direction. Raises RunFailed."""
-    result, log = folder / "result.json", folder / "log"
-    result.unlink(missing_ok=True)
-    arguments = ["--rows", *args.rows, "--seconds", args.seconds, "--result", result]
-    measure.launch(contestant, [str(a) for a in arguments], log=log, timeout_s=args.timeout)
-    found: list[Row] = [{"run": number, **row} for row in json.loads(result.read_text())]
+    arguments = ["--rows", *args.rows, "--seconds", args.seconds]
+    measured = measure.result_of(contestant, arguments, folder, args.timeout)
+    found: list[Row] = [{"run": number, **row} for row in measured]
     speeds = ", ".join(f"{row['what']} {row['rows']}: {row['rows_per_s'] / 1e6:.2f} M/s" for row in found)
     print(f"run {number + 1}  {contestant.name:12s} {speeds}", flush=True)
     return found

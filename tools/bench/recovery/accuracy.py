@@ -38,8 +38,9 @@ STRATEGIES = {
     "cpr_mfu": emulation.CONTESTANTS["cpr_mfu"],
     "cpr_ssu": emulation.CONTESTANTS["cpr_ssu"],
 }
+PRIORITY = ("cpr_scar", "cpr_mfu", "cpr_ssu")  # every r of the interval they save the share r of the rows
 TARGET_LOSS = 0.0005
-KEY = ("dataset", "epochs", "mean_h", "strategy", "seed")  # what distinguishes one row of results from another
+R = 0.125
 _EVALUATED = 1 << 15  # samples at once
 
 
@@ -59,7 +60,7 @@ DATASETS = {
     "frappe": DataSet(epochs=12, global_batch=1024, lr=0.05, dim=10, hidden=(128, 64), needs_files=True),
     "synthetic": DataSet(epochs=1, global_batch=1024, lr=0.05, dim=8, hidden=(64, 32)),
 }
-_SYNTHETIC_TRAIN, _SYNTHETIC_TEST = 1_000_000, 100_000  # a second epoch would overfit
+SYNTHETIC_TRAIN, _SYNTHETIC_TEST = 1_000_000, 100_000  # a second epoch would overfit
 
 
 @dataclass(frozen=True)
@@ -85,21 +86,41 @@ class Log:
 
 @dataclass(frozen=True)
 class Run:
-    """One training to be done. mean_h: hours between failures of any server; 0: there is none."""
+    """One training to be done.
+
+    mean_h:  hours between failures of any server; 0: there is none
+    r, servers, target_pls: of CPR's strategies; what does not matter to a strategy has its default
+    samples: of a synthetic log; 0 for files
+    """
 
     dataset: str
     epochs: int
-    mean_h: int
+    mean_h: float
     strategy: str
     seed: int
+    r: float = R
+    servers: int = emulation.SERVERS
+    target_pls: float = emulation.TARGET_PLS
+    samples: int = 0
 
     def __str__(self) -> str:
-        title = titled(self.dataset, self.epochs)
-        return f"{title}, {self.mean_h} h between failures, {self.strategy}, seed {self.seed}"
+        title = titled(self.dataset, self.epochs, self.samples)
+        setting = f"r = {self.r:g}, {self.servers} servers, target PLS {self.target_pls:g}"
+        return f"{title}, {self.mean_h:g} h between failures, {self.strategy}, {setting}, seed {self.seed}"
 
 
-def titled(dataset: str, epochs: int) -> str:
-    return f"{dataset}, {epochs} epoch{'s' * (epochs != 1)}"
+KEY = tuple(Run.__dataclass_fields__)  # what distinguishes one row of results from another
+
+
+def complete(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of results with all of KEY; earlier versions wrote no more than the first five."""
+    samples = 0 if DATASETS[row["dataset"]].needs_files else SYNTHETIC_TRAIN
+    return {"r": R, "servers": emulation.SERVERS, "target_pls": emulation.TARGET_PLS, "samples": samples, **row}
+
+
+def titled(dataset: str, epochs: int, samples: int) -> str:
+    size = "" if samples in (0, SYNTHETIC_TRAIN) else f"{samples:,} samples, "
+    return f"{dataset}, {size}{epochs} epoch{'s' * (epochs != 1)}"
 
 
 class Model(nn.Module):
@@ -124,54 +145,81 @@ class Model(nn.Module):
 
 
 def planned(
-    datasets: Sequence[str], means_h: Sequence[int], seeds: Sequence[int], epochs: int | None = None
+    datasets: Sequence[str],
+    seeds: Sequence[int],
+    epochs: int | None = None,
+    samples: int | None = None,
+    settings: Sequence[Setting] | None = None,
 ) -> list[Run]:
-    """Seed by seed, so that what is there when time is over can be compared."""
-    runs = [
-        Run(dataset, epochs or DATASETS[dataset].epochs, 0 if strategy == "none" else mean_h, strategy, seed)
-        for seed in seeds
-        for dataset in datasets
-        for mean_h in means_h
-        for strategy in STRATEGIES
-    ]
-    return list(dict.fromkeys(runs))  # without a failure there is nothing between them
+    """Seed by seed, so that what is there when time is over can be compared. settings: `comparison` by default."""
+    runs = []
+    for seed in seeds:
+        for dataset in datasets:
+            of, size = DATASETS[dataset], 0 if DATASETS[dataset].needs_files else samples or SYNTHETIC_TRAIN
+            for one in settings or comparison():
+                runs.append(
+                    Run(
+                        dataset, epochs or of.epochs, one.mean_h, one.strategy, seed, one.r, one.servers,
+                        one.target_pls, size,
+                    )
+                )  # fmt: skip
+    return list(dict.fromkeys(runs))
 
 
-def failures(mean_h: int, n_steps: int, seed: int) -> list[tuple[int, int]]:
+@dataclass(frozen=True)
+class Setting:
+    """As of `Run`."""
+
+    strategy: str
+    mean_h: float = 0.0
+    r: float = R
+    servers: int = emulation.SERVERS
+    target_pls: float = emulation.TARGET_PLS
+
+
+def comparison(r: float = R) -> list[Setting]:
+    """All strategies, at each mean time. r is nothing to those that save all rows."""
+    found = [Setting("none")]
+    for mean_h in emulation.MEANS_H:
+        found += [Setting(name, mean_h, r if name in PRIORITY else R) for name in STRATEGIES if name != "none"]
+    return found
+
+
+def failures(mean_h: float, n_steps: int, seed: int, servers: int = emulation.SERVERS) -> list[tuple[int, int]]:
     """(step after which, server), ascending: as many as are expected in the job, at random moments."""
-    rng = np.random.default_rng([seed, mean_h])
+    rng = np.random.default_rng([seed, round(mean_h)])
     n = max(1, round(emulation.HOURS / mean_h))
     steps = np.sort(rng.integers(1, n_steps, n))
-    return list(zip(steps.tolist(), rng.integers(emulation.SERVERS, size=n).tolist(), strict=True))
+    return list(zip(steps.tolist(), rng.integers(servers, size=n).tolist(), strict=True))
 
 
-def save_every(strategy: str, mean_h: int, n_steps: int, r: float) -> int:
+def save_every(run: Run, n_steps: int) -> int:
     """Steps between two saves: what CPR's formulas say, with the job's steps for its hours."""
-    mean_s = mean_h * 3600.0
-    if strategy == "full":
+    mean_s = run.mean_h * 3600.0
+    if run.strategy == "full":
         round_s = best_full_interval_s(emulation.PRODUCTION.save_s, mean_s)
     else:
-        round_s = interval_for_pls_s(emulation.TARGET_PLS, emulation.SERVERS, mean_s)
-        round_s *= 1.0 if strategy == "cpr_full" else r
+        round_s = interval_for_pls_s(run.target_pls, run.servers, mean_s)
+        round_s *= run.r if run.strategy in PRIORITY else 1.0
     return max(1, round(round_s / (emulation.HOURS * 3600.0) * n_steps))
 
 
-def train(run: Run, log: Log, r: float) -> dict[str, Any]:
+def train(run: Run, log: Log) -> dict[str, Any]:
     """One training, with its failures; a row of results."""
     of, started = DATASETS[run.dataset], time.monotonic()
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, but then it warns
     torch.manual_seed(run.seed)
     model = Model(log.tables, log.train.dense.shape[1], of)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=of.lr)
-    rows = of_optimizer(model, optimizer, n_shards=emulation.SERVERS)
+    rows = of_optimizer(model, optimizer, n_shards=run.servers)
     per_epoch = -(-len(log.train) // of.global_batch)
     n_steps = run.epochs * per_epoch
     policy = "full" if run.strategy in ("none", "full") else run.strategy.removeprefix("cpr_")
-    todo = [] if run.strategy == "none" else failures(run.mean_h, n_steps, run.seed)
-    every = save_every(run.strategy, run.mean_h, n_steps, r)
+    todo = [] if run.strategy == "none" else failures(run.mean_h, n_steps, run.seed, run.servers)
+    every = 0 if run.strategy == "none" else save_every(run, n_steps)
     pls, again, written, n_failures = 0.0, 0, 0, 0
     saved: set[int] = set()  # steps; one that is done again is not saved again
-    config, rng = Config(job="cpr", policy=policy, row_fraction=r), np.random.default_rng(0)
+    config, rng = Config(job="cpr", policy=policy, row_fraction=run.r), np.random.default_rng(0)
     with (
         tempfile.TemporaryDirectory(prefix="gba-hvd-cpr-") as place,
         Checkpointer(place, rows, config, rng=rng) as saving,
@@ -188,7 +236,7 @@ def train(run: Run, log: Log, r: float) -> dict[str, Any]:
                 _, server = todo.pop(0)
                 n_failures += 1
                 if run.strategy == "full":
-                    before, step = step, _everything_back(model, optimizer, rows, saving)
+                    before, step = step, _everything_back(model, optimizer, rows, saving, run.servers)
                     again += before - step
                 else:
                     pls += _rows_back(rows, saving, server, step, n_steps, of.global_batch)
@@ -243,9 +291,11 @@ def _rows_back(rows: TensorRows, saving: Checkpointer, server: int, step: int, n
     return report.pls
 
 
-def _everything_back(model: Model, optimizer: torch.optim.Optimizer, rows: TensorRows, saving: Checkpointer) -> int:
+def _everything_back(
+    model: Model, optimizer: torch.optim.Optimizer, rows: TensorRows, saving: Checkpointer, servers: int
+) -> int:
     """Full recovery. Returns the step that training resumes from."""
-    for server in range(emulation.SERVERS):
+    for server in range(servers):
         _overwrite(rows, server)
     report = saving.restore()
     assert report is not None and report.state is not None
@@ -265,17 +315,17 @@ def _logits(model: Model, samples: Samples) -> np.ndarray:
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
-def opened(name: str, folder: Path | None) -> Log:
-    """Completely in memory. Raises BadInput when files are missing or wrong."""
-    return _frappe(folder) if DATASETS[name].needs_files else _synthetic()
+def opened(name: str, folder: Path | None, samples: int | None = None) -> Log:
+    """Completely in memory. samples: of a synthetic log. Raises BadInput when files are missing or wrong."""
+    return _frappe(folder) if DATASETS[name].needs_files else _synthetic(samples or SYNTHETIC_TRAIN)
 
 
-def _synthetic() -> Log:
+def _synthetic(samples: int) -> Log:
     from gba_hvd.data import SyntheticClickLog
     from gba_hvd.data.synthetic import DEFAULT_TABLES
 
-    train = SyntheticClickLog(_SYNTHETIC_TRAIN, DEFAULT_TABLES, n_dense=4, seed=0)
-    test = SyntheticClickLog(_SYNTHETIC_TEST, DEFAULT_TABLES, n_dense=4, seed=0, start=_SYNTHETIC_TRAIN)
+    train = SyntheticClickLog(samples, DEFAULT_TABLES, n_dense=4, seed=0)
+    test = SyntheticClickLog(_SYNTHETIC_TEST, DEFAULT_TABLES, n_dense=4, seed=0, start=samples)
     return Log(DEFAULT_TABLES, _taken(train), _taken(test))
 
 
@@ -307,25 +357,42 @@ def _taken(log: Any) -> Samples:
 # --- what it shows ---------------------------------------------------------------------------------------------------
 
 
-def headline(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
-    """data set -> hours between failures -> strategy -> means over the seeds; `vs_none` of seeds that have both."""
+def by_log(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The rows of each data set and length, complete with what earlier versions did not write."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        whole = complete(row)
+        found.setdefault(titled(whole["dataset"], whole["epochs"], whole["samples"]), []).append(whole)
+    return found
+
+
+def _setting_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["strategy"], row["mean_h"], row["r"], row["servers"], row["target_pls"]
+
+
+def headline(rows: Sequence[Mapping[str, Any]], r: float = R) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
+    """data set -> hours between failures -> strategy -> means over the seeds; `vs_none` of seeds that have both.
+
+    Of the comparison of strategies: r as it was asked for, 8 servers, the paper's target.
+    """
     found: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
-    for dataset, epochs in dict.fromkeys((row["dataset"], row["epochs"]) for row in rows):
-        same = [row for row in rows if (row["dataset"], row["epochs"]) == (dataset, epochs)]
-        whole = {row["seed"]: row["auc"] for row in same if row["strategy"] == "none"}
+    for title, of_log in by_log(rows).items():
+        whole = {row["seed"]: row["auc"] for row in of_log if row["strategy"] == "none"}
+        wanted = {(one.strategy, one.mean_h, one.r, one.servers, one.target_pls) for one in comparison(r)}
+        same = [row for row in of_log if _setting_of(row) in wanted]
         means_h = dict.fromkeys(row["mean_h"] for row in same if row["strategy"] != "none")
-        found[titled(dataset, epochs)] = {
-            f"{mean_h}h": {
-                strategy: _means(some, whole)
+        found[title] = {
+            f"{mean_h:g}h": {
+                strategy: means_of(some, whole)
                 for strategy in STRATEGIES
-                if (some := [r for r in same if r["strategy"] == strategy and r["mean_h"] in (0, mean_h)])
+                if (some := [o for o in same if o["strategy"] == strategy and o["mean_h"] in (0, mean_h)])
             }
             for mean_h in means_h
         }
     return found
 
 
-def _means(some: Sequence[Mapping[str, Any]], whole: Mapping[int, float]) -> dict[str, Any]:
+def means_of(some: Sequence[Mapping[str, Any]], whole: Mapping[int, float]) -> dict[str, Any]:
     apart = [row["auc"] - whole[row["seed"]] for row in some if row["seed"] in whole]
     return {
         "seeds": len(some),

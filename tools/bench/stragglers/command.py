@@ -16,14 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..harness import emulated_accelerators as emulated
 from ..harness import measure
-from ..harness.measure import Row, Variant
-
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+from ..harness.measure import Row, Subparsers, Variant
 
 MODES = ("allreduce", "gba", "auto", "async", "bsp", "hop_bs", "hop_bw")
 PEERS = {
@@ -36,27 +33,20 @@ TIMEOUT_S = 120.0  # for one run, beyond its measured time
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser("gba", help="all modes and their peers, with stragglers", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
+    parser = measure.add_benchmark(subparsers, "gba", "all modes and their peers, with stragglers", __doc__, run)
     parser.add_argument("--service-ms", type=float, default=50.0, help="time of a micro-batch on the emulated device")
     parser.add_argument("--seconds", type=float, default=5.0, help="measured time of the steady scenarios")
     parser.add_argument("--runs", type=int, default=1, help="launches of each contestant in each scenario")
-    names = (*MODES, *PEERS)
-    parser.add_argument("--modes", nargs="+", default=list(names), choices=names, metavar="MODE")
-    parser.add_argument("--scenarios", nargs="+", default=list(SCENARIOS), choices=SCENARIOS, metavar="SCENARIO")
-    parser.set_defaults(run=run)
+    measure.add_chosen(parser, "--modes", (*MODES, *PEERS), "MODE")
+    measure.add_chosen(parser, "--scenarios", SCENARIOS, "SCENARIO")
 
 
+@measure.benchmark
 def run(args: argparse.Namespace) -> int:
     rows: list[Row] = []
     failed: measure.RunFailed | None = None
-    try:
-        measure.check_writable(args.out)
-        about = measure.machine()
-        contestants = [variant(name) for name in args.modes]
-    except measure.RunFailed as error:
-        print(f"gba-hvd: {error}", file=sys.stderr)
-        return 1
+    about = measure.machine()
+    contestants = [variant(name) for name in args.modes]
     chosen = {name: emulated.scenarios(args.service_ms / 1000, args.seconds)[name] for name in args.scenarios}
     with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
         launches = Launches(Path(scratch), args.service_ms / 1000, args.seconds, list(chosen.values()))
@@ -87,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
     show(found, emulated.headline(found))
     print(f"written to {args.out}")
     if failed:
-        print(f"gba-hvd: {failed}", file=sys.stderr)
-    return 1 if failed else 0
+        raise failed
+    return 0
 
 
 def variant(name: str) -> Variant:
@@ -98,15 +88,8 @@ def variant(name: str) -> Variant:
         env = {"OMP_NUM_THREADS": "1", "TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
         return Variant(name, (sys.executable, "-W", "ignore", *launcher, "-m", f"{__package__}.torch_rpc"), env)
     if name == "horovod":
-        return horovodrun(name, emulated.N_WORKERS, "stragglers.plain_horovod")
-    return horovodrun(name, emulated.N_WORKERS, "stragglers.ours", "--mode", name)
-
-
-def horovodrun(name: str, workers: int, module: str, *flags: str) -> Variant:
-    """module: within `bench`."""
-    launcher = (measure.console_script("horovodrun"), "-np", str(workers), "-H", f"localhost:{workers}")
-    python = ("--network-interface", "lo", sys.executable, "-m", f"gba_hvd_tools.bench.{module}")
-    return Variant(name, (*launcher, *python, *flags), {"OMP_NUM_THREADS": "1", "HOROVOD_CYCLE_TIME": "3"})
+        return measure.horovodrun(name, emulated.N_WORKERS, "bench.stragglers.plain_horovod")
+    return measure.horovodrun(name, emulated.N_WORKERS, "bench.stragglers.ours", "--mode", name)
 
 
 class Launches:
@@ -124,15 +107,10 @@ class Launches:
 
     def run(self, scenario: emulated.Scenario, rows: list[Row], contestant: Variant, number: int) -> Row:
         """One launch; its row is added to `rows`. Raises RunFailed."""
-        result, log = self._folder / "result.json", self._folder / "log"
-        result.unlink(missing_ok=True)
-        arguments = ["--data", self._folder / "data", "--result", result, "--scenario", scenario.name]
+        arguments = ["--data", self._folder / "data", "--scenario", scenario.name]
         arguments += ["--service-s", self._service_s, "--measured-s", self._measured_s]
-        timeout_s = scenario.end_s + self._timeout_s
-        measure.launch(contestant, [str(a) for a in arguments], log=log, timeout_s=timeout_s)
-        if not result.exists():
-            raise measure.RunFailed(f"{contestant.name}: ended without a result\n{measure.gist(log.read_text())}")
-        row = {"scenario": scenario.name, "mode": contestant.name, "run": number, **json.loads(result.read_text())}
+        found = measure.result_of(contestant, arguments, self._folder, scenario.end_s + self._timeout_s)
+        row = {"scenario": scenario.name, "mode": contestant.name, "run": number, **found}
         rows.append(row)
         print(
             f"{scenario.name:13s} run {number + 1}  {contestant.name:10s} {row['samples_per_s']:9,.0f} samples/s  "
@@ -144,11 +122,7 @@ class Launches:
 
 def by_scenario(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
     """Medians over the runs: scenario -> mode -> column."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    for column in COLUMNS:
-        for (scenario, mode), value in measure.medians(rows, ("scenario", "mode"), column).items():
-            found.setdefault(scenario, {}).setdefault(mode, {})[column] = value
-    return found
+    return measure.by_groups(rows, "scenario", "mode", COLUMNS)
 
 
 def described(scenario: emulated.Scenario) -> dict[str, Any]:

@@ -9,58 +9,15 @@ from statistics import mean
 from typing import Any
 
 import horovod.torch as hvd
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import gba_hvd
 
 from ..harness import emulated_accelerators as emulated
 from ..harness import small_ctr
-
-
-class Log:
-    """The samples as a dataset."""
-
-    def __init__(self, samples: small_ctr.Samples) -> None:
-        self._samples = samples
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def take(self, rows: np.ndarray) -> gba_hvd.Batch:
-        ids, dense, label = self._samples.tensors(rows)
-        return gba_hvd.Batch(dict(zip(small_ctr.FIELDS, ids, strict=True)), dense, label)
-
-
-class Model(nn.Module):
-    def __init__(self, tables: gba_hvd.EmbeddingTables) -> None:
-        super().__init__()
-        self.tables = tables
-        self.tower = small_ctr.Tower()
-
-    def forward(self, batch: gba_hvd.Batch) -> Tensor:
-        logits: Tensor = self.tower(batch.dense, self.tables.stacked(batch.ids))
-        return logits
-
-
-def model_and_optimizer(n_micro: int, micro_batch: int) -> tuple[Model, torch.optim.Optimizer]:
-    """With a global batch of n_micro micro-batches."""
-    torch.manual_seed(1)
-    tables = gba_hvd.EmbeddingTables(
-        {name: (rows, small_ctr.DIM) for name, rows in small_ctr.TABLES.items()},
-        optimizer=gba_hvd.Adagrad(lr=small_ctr.LEARNING_RATE, eps=small_ctr.EPS),
-        init_std=small_ctr.INIT_STD,
-    )
-    model = Model(tables)
-    optimizer = gba_hvd.DistributedOptimizer(
-        torch.optim.Adagrad(model.parameters(), lr=small_ctr.LEARNING_RATE, eps=small_ctr.EPS),
-        tables,
-        global_batch=n_micro * micro_batch,
-        micro_batch=micro_batch,
-    )
-    return model, optimizer
+from ..harness.ours_small_ctr import Log, model_and_optimizer
 
 
 class Watch(gba_hvd.Callback):
@@ -87,6 +44,7 @@ def main() -> None:
     parser = small_ctr.parser(__doc__)
     parser.add_argument("--mode", required=True)
     parser.add_argument("--threads", type=int, default=1, help="of each worker, with an emulated accelerator each")
+    parser.add_argument("--parts", type=int, default=0, help="also samples/s in so many parts of the measured time")
     parser.add_argument("--settings", type=json.loads, default={}, help="others of GBACallback, as JSON")
     args = parser.parse_args()
     scenario = small_ctr.scenario_of(args)
@@ -121,14 +79,21 @@ def main() -> None:
                 optimizer.step()
         scores = gba_hvd.evaluate(model, Log(small_ctr.Samples.held_out(args.data)), state, batch=5000)
         if state.world.rank == 0:
-            write(args.result, progress, state, watch, scores.auc)
+            write(args.result, progress, state, watch, scores.auc, args.parts)
 
     train(state)
     hvd.shutdown()
 
 
-def write(path: Path, progress: emulated.Progress, state: gba_hvd.elastic.TorchState, watch: Watch, auc: float) -> None:
-    """What the chief measured. Staleness is that of the whole epoch."""
+def write(
+    path: Path,
+    progress: emulated.Progress,
+    state: gba_hvd.elastic.TorchState,
+    watch: Watch,
+    auc: float,
+    n_parts: int = 0,
+) -> None:
+    """What the chief measured. Staleness is that of the whole epoch. n_parts: see `--parts`"""
     stale: Mapping[int, int] = state.engine.progress.staleness or {}
     account = {name: getattr(state.samples, name) for name in ("total", "applied", "dropped", "lost")}
     result = {
@@ -136,8 +101,9 @@ def write(path: Path, progress: emulated.Progress, state: gba_hvd.elastic.TorchS
         **emulated.staleness(stale),
         "auc": auc,
         "switches": watch.switches,
-        **{name: mean(told[name] for told in watch.rounds) for name in (watch.rounds or [{}])[0]},
+        **{name: mean(rates[name] for rates in watch.rounds) for name in (watch.rounds or [{}])[0]},
         "account": account,
+        **({"by_part": progress.samples_per_s(n_parts)} if n_parts else {}),
     }
     path.write_text(json.dumps(result))
 

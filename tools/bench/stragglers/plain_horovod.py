@@ -10,24 +10,10 @@ import json
 
 import horovod.torch as hvd
 import torch
-from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from ..harness import emulated_accelerators as emulated
 from ..harness import small_ctr
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(sum(small_ctr.TABLES.values()), small_ctr.DIM)
-        nn.init.normal_(self.table.weight, std=small_ctr.INIT_STD)
-        self.first_rows = small_ctr.first_rows()
-        self.tower = small_ctr.Tower()
-
-    def forward(self, ids: Tensor, dense: Tensor) -> Tensor:
-        logits: Tensor = self.tower(dense, self.table((ids + self.first_rows).T))
-        return logits
 
 
 def main() -> None:
@@ -38,7 +24,7 @@ def main() -> None:
     torch.manual_seed(1)
     rank, size = hvd.rank(), hvd.size()
     samples = small_ctr.Samples.train(args.data, scenario.n_micro() * emulated.MICRO_BATCH)
-    model = Model()
+    model = small_ctr.OneTable()
     share = emulated.N_MICRO // size
     optimizer = hvd.DistributedOptimizer(
         torch.optim.Adagrad(model.parameters(), lr=small_ctr.LEARNING_RATE, eps=small_ctr.EPS),

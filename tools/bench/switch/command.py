@@ -8,23 +8,17 @@ in seconds and in steps (of the mode it leaves). One whole step is in it, so 1 w
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..harness import emulated_accelerators as emulated
 from ..harness import measure
-from ..harness.measure import Row
-from ..stragglers.command import horovodrun
-
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+from ..harness.measure import Row, Subparsers
 
 BYTES = (10_000_000, 100_000_000, 1_000_000_000, 4_000_000_000)
 WARM_UP = 60  # steps until the first switch: the server, started beside the training, is up by then
@@ -33,28 +27,22 @@ SWITCHES = 6  # three in each direction
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser("switch", help="seconds and steps a switch takes", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
+    parser = measure.add_benchmark(subparsers, "switch", "seconds and steps a switch takes", __doc__, run)
     parser.add_argument("--bytes", type=int, nargs="+", default=list(BYTES), help="sizes of the tables")
     parser.add_argument("--service-ms", type=float, default=50.0, help="time of a micro-batch on the emulated device")
     parser.add_argument("--runs", type=int, default=2, help="launches at each size")
     parser.add_argument("--timeout", type=float, default=300, metavar="SECONDS", help="for one run")
-    parser.set_defaults(run=run)
 
 
+@measure.benchmark
 def run(args: argparse.Namespace) -> int:
-    try:
-        measure.check_writable(args.out)
-        about = measure.machine()
-        ours = horovodrun("ours", emulated.N_WORKERS, "switch.worker")
-        rows: list[Row] = []
-        with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
-            for number in range(args.runs):
-                for n_bytes in args.bytes:
-                    rows += launch(ours, Path(scratch), n_bytes, number, args.service_ms / 1000, args.timeout)
-    except measure.RunFailed as error:
-        print(f"gba-hvd: {error}", file=sys.stderr)
-        return 1
+    about = measure.machine()
+    ours = measure.horovodrun("ours", emulated.N_WORKERS, "bench.switch.worker")
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
+        for number in range(args.runs):
+            for n_bytes in args.bytes:
+                rows += launch(ours, Path(scratch), n_bytes, number, args.service_ms / 1000, args.timeout)
     result = headline(rows)
     settings = {
         "workers": emulated.N_WORKERS,
@@ -75,13 +63,7 @@ def launch(
     ours: measure.Variant, folder: Path, n_bytes: int, number: int, service_s: float, timeout_s: float
 ) -> list[Row]:
     """One job with all its switches, each a row. Raises RunFailed."""
-    result, log = folder / "result.json", folder / "log"
-    result.unlink(missing_ok=True)
-    arguments = ["--bytes", n_bytes, "--service-s", service_s, "--result", result]
-    measure.launch(ours, [str(a) for a in arguments], log=log, timeout_s=timeout_s)
-    if not result.exists():
-        raise measure.RunFailed(f"ours: ended without a result\n{measure.gist(log.read_text())}")
-    seen = json.loads(result.read_text())
+    seen = measure.result_of(ours, ["--bytes", n_bytes, "--service-s", service_s], folder, timeout_s)
     found = switches([Step(*step) for step in seen["steps"]])
     if len(found) != SWITCHES:
         raise measure.RunFailed(f"ours: {len(found)} switches at {n_bytes} bytes, expected {SWITCHES}")

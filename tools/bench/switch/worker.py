@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
-import numpy as np
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
@@ -17,27 +16,10 @@ import gba_hvd
 
 from ..harness import emulated_accelerators as emulated
 from ..harness import small_ctr
-from ..stragglers.ours import Model
+from ..harness.ours_small_ctr import Drawn, Model
 from .command import EVERY, SWITCHES, WARM_UP
 
 N_STEPS = WARM_UP + EVERY * SWITCHES
-
-
-class Clicks:
-    """Uniform ids, so that every part of the tables is in use; drawn from the row number."""
-
-    def __init__(self, n_samples: int, n_rows: int) -> None:
-        self._n, self._n_rows = n_samples, n_rows
-
-    def __len__(self) -> int:
-        return self._n
-
-    def take(self, rows: np.ndarray) -> gba_hvd.Batch:
-        rng = np.random.default_rng(int(rows[0]))
-        ids = torch.from_numpy(rng.integers(0, self._n_rows, (len(small_ctr.FIELDS), len(rows))))
-        dense = torch.from_numpy(rng.standard_normal((len(rows), small_ctr.N_DENSE), dtype=np.float32))
-        label = torch.from_numpy((rng.random(len(rows)) < 0.25).astype(np.float32))
-        return gba_hvd.Batch(dict(zip(small_ctr.FIELDS, ids, strict=True)), dense, label)
 
 
 class Steps(gba_hvd.Callback):
@@ -79,7 +61,8 @@ def main() -> None:
 
     @gba_hvd.elastic.run
     def train(state: Any) -> None:
-        clicks = Clicks(N_STEPS * emulated.N_MICRO * emulated.MICRO_BATCH, n_rows)
+        n_samples = N_STEPS * emulated.N_MICRO * emulated.MICRO_BATCH
+        clicks = Drawn(n_samples, [n_rows] * len(small_ctr.FIELDS))
         for batch in gba_hvd.batches(clicks, state, shuffle=False):
             accelerator.begin()
             optimizer.zero_grad()

@@ -84,18 +84,11 @@ def real_run(job: Job, folder: Path) -> dict[str, Any]:
     """One job of the real system. Raises RunFailed."""
     from ...bench.harness import measure
 
-    result, log = folder / "result.json", folder / "log"
-    result.unlink(missing_ok=True)
-    launcher = (measure.console_script("horovodrun"), "-np", str(job.workers), "-H", f"localhost:{job.workers}")
-    python = ("--network-interface", "lo", sys.executable, "-m", "gba_hvd_tools.simulated.real_worker")
-    variant = measure.Variant("real", (*launcher, *python), {"OMP_NUM_THREADS": "1", "HOROVOD_CYCLE_TIME": "3"})
-    arguments = ["--data", str(folder / "data"), "--result", str(result), "--job", json.dumps(asdict(job))]
+    variant = measure.horovodrun("real", job.workers, "simulated.real_worker")
     timeout_s = job.micro_batches * job.service_s * job.slow / job.workers + _TIMEOUT_S
-    measure.launch(variant, arguments, log=log, timeout_s=timeout_s)
-    if not result.exists():
-        raise measure.RunFailed(f"ended without a result\n{measure.gist(log.read_text())}")
-    told: dict[str, Any] = json.loads(result.read_text())
-    return told
+    arguments = ["--data", folder / "data", "--job", json.dumps(asdict(job))]
+    measured: dict[str, Any] = measure.result_of(variant, arguments, folder, timeout_s)
+    return measured
 
 
 def show(

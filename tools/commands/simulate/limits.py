@@ -6,6 +6,10 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ...simulated.stability_limit import FleetLimit
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -16,6 +20,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "on it diverges. Predicted is what `gba-hvd advise` goes by.",
     )
     parser.add_argument("--delays", type=int, nargs="+", metavar="STEPS", help="default: 0, 1, 2, 4, ... 64")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="instead: fleets of workers, with the ages that come of them",
+    )
+    parser.add_argument("--step", type=int, default=1, metavar="M", help="of fleets: 1 is mode async, more is gba")
+    parser.add_argument("--momentum", type=float, default=0.0, help="of fleets: of SGD (%(default)s)")
+    parser.add_argument(
+        "--spread", type=float, default=0.0, help="of fleets: of the workers' mean speeds (%(default)s)"
+    )
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0], metavar="N", help="of fleets: of speeds and times (%(default)s)"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     parser.set_defaults(run=run)
 
@@ -23,16 +42,56 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     import torch
 
+    from gba_hvd.errors import BadInput
+
     from ...bench.harness.measure import print_table
     from ...simulated.stability_limit import DELAYS, observe
 
     torch.set_num_threads(1)
+    if args.workers and args.delays is not None:
+        raise BadInput("--delays are fixed delays, --workers are fleets: give one of them")
+    if args.workers:
+        return _fleets(args)
+    if (args.step, args.momentum, args.spread, args.seeds) != (1, 0.0, 0.0, [0]):
+        raise BadInput("--step, --momentum, --spread and --seeds are of fleets: give --workers, or leave them out")
     found = [observe(delay) for delay in (DELAYS if args.delays is None else args.delays)]
     rows = [
         (str(f.delay), f"{f.predicted:.5f}", f"{f.stable:.5f}", f"{f.unstable:.5f}", f"{f.error:+.2%}") for f in found
     ]
     columns = ("delay", "predicted", "observed: fades", "grows", "predicted / observed - 1")
     print_table("Largest stable learning rate x curvature", columns, rows)
+    if args.out:
+        args.out.write_text(json.dumps([asdict(f) | {"error": f.error} for f in found], indent=2) + "\n")
+        print(f"written to {args.out}")
+    return 0
+
+
+def _error(found: FleetLimit, predicted: float | None) -> str:
+    return "-" if predicted is None else f"{predicted / found.observed - 1:+.1%}"
+
+
+def _fleets(args: argparse.Namespace) -> int:
+    from ...bench.harness.measure import print_table
+    from ...simulated.stability_limit import observe_fleet
+
+    found = [
+        observe_fleet(n, args.step, args.momentum, args.spread, seed=seed) for n in args.workers for seed in args.seeds
+    ]
+    rows = [
+        (
+            str(f.workers), str(f.seed), f"{f.age_mean:.2f}", str(f.age_max), f"{f.predicted:.5f}",
+            f"{f.observed:.5f}", f"{f.error:+.1%}", _error(f, f.speeds), _error(f, f.roots), _error(f, f.plain),
+            _error(f, f.drawn),
+        )
+        for f in found
+    ]  # fmt: skip
+    columns = (
+        "workers", "seed", "mean age", "oldest", "predicted", "observed", "error", "by speeds alone", "by the mean",
+        "plain formula", "ages drawn",
+    )  # fmt: skip
+    setting = f"{args.step} pushes a step, momentum {args.momentum:g}, spread of speeds {args.spread:g}"
+    print_table(f"Largest stable learning rate x curvature: {setting}", columns, rows)
+    print(f"largest error: {max(abs(f.error) for f in found):.1%}; the other columns are errors, too")
     if args.out:
         args.out.write_text(json.dumps([asdict(f) | {"error": f.error} for f in found], indent=2) + "\n")
         print(f"written to {args.out}")

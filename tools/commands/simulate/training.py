@@ -34,6 +34,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 16, 64], metavar="N")
     parser.add_argument("--mode", default="async", help="gba, bsp, async, hop_bs or hop_bw (%(default)s)")
     parser.add_argument("--rule", nargs="+", default=["none", "dana_zero", "staleness_lr"], metavar="RULE")
+    parser.add_argument(
+        "--rule-settings", nargs="+", default=[], metavar="NAME=VALUE", help="of the rules that have settings: lambda=2"
+    )
     parser.add_argument("--optimizer", default="momentum", help="sgd, momentum, adam, nadam, adagrad (%(default)s)")
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--micro-batches", type=int, default=2000, help="of a run (%(default)s)")
@@ -45,6 +48,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--serve", type=float, default=0.0, help="the server's time for a push, in the same unit")
     parser.add_argument("--tolerance", type=int, default=4, help="gba: steps (%(default)s)")
     parser.add_argument("--lookahead", type=int, help="gba, bsp: steps; 0 is lock-step (no limit)")
+    parser.add_argument(
+        "--row-average", default="global", metavar="HOW", help="clicks: as of DistributedOptimizer (%(default)s)"
+    )
     parser.add_argument("--seeds", type=int, default=1, help="runs of each, with other samples, noise and speeds")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="loss over time, by workers and rule")
@@ -60,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.seeds < 1:
         raise BadInput(f"--seeds must be 1 or more, got {args.seeds}")
+    args.rule_settings = parsed_settings(args.rule, args.rule_settings)
     torch.set_num_threads(1)
     logging.getLogger("gba_hvd.ps").setLevel(logging.CRITICAL)  # steps that are not finite are in the table
     plans = [
@@ -82,14 +89,34 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _experiment(args: argparse.Namespace, workers: int, rule: str, seed: int) -> Experiment:
+    from gba_hvd.update_rules import WITH_SETTINGS
+
     from ...simulated.experiment import Experiment
 
     return Experiment(
         task=args.task, workers=workers, mode=args.mode, rule=rule, optimizer=args.optimizer, lr=args.lr,
         micro_batches=args.micro_batches, micro_batch=args.micro_batch, n_micro=args.step, spread=args.spread,
         shape=args.shape, latency=args.latency, serve=args.serve, tolerance=args.tolerance, lookahead=args.lookahead,
-        seed=seed,
+        seed=seed, row_average=args.row_average,
+        rule_settings={} if rule not in WITH_SETTINGS else args.rule_settings,
     )  # fmt: skip
+
+
+def parsed_settings(rules: Sequence[str], given: Sequence[str]) -> dict[str, float | bool]:
+    """`lambda=2 adaptive=false` as settings. Raises BadInput when they are none, or no rule has any."""
+    from gba_hvd.errors import BadInput
+    from gba_hvd.update_rules import WITH_SETTINGS
+
+    if given and not set(rules) & set(WITH_SETTINGS):
+        raise BadInput(f"--rule-settings: only {', '.join(WITH_SETTINGS)} have settings, got --rule {' '.join(rules)}")
+    found: dict[str, float | bool] = {}
+    for one in given:
+        name, _, text = one.partition("=")
+        try:
+            found[name] = text.lower() == "true" if text.lower() in ("true", "false") else float(text)
+        except ValueError as error:
+            raise BadInput(f"--rule-settings: expected NAME=VALUE with a number, true or false, got {one!r}") from error
+    return found
 
 
 def _clicks(args: argparse.Namespace, folder: Path) -> Path | None:
@@ -108,8 +135,8 @@ def simulated(plan: Sequence[Experiment], clicks: Path | None) -> Line:
 
     outcomes = [simulate(experiment, clicks) for experiment in plan]
     first, losses = outcomes[0], [outcome.loss for outcome in outcomes]
-    names = {name for outcome in outcomes for name in outcome.judged}  # what diverged has no score
-    judged = {name: median(o.judged[name] for o in outcomes if name in o.judged) for name in names}
+    names = {name for outcome in outcomes for name in outcome.scores}  # what diverged has no score
+    scores = {name: median(o.scores[name] for o in outcomes if name in o.scores) for name in names}
     return Line(
         workers=plan[0].workers,
         rule=plan[0].rule,
@@ -118,10 +145,13 @@ def simulated(plan: Sequence[Experiment], clicks: Path | None) -> Line:
         staleness_mean=mean_of(first.staleness),
         staleness_max=max(first.staleness, default=0),
         lag_mean=mean_of(first.lags),
+        gap=mean_gap(first)[0],
+        gap_in_steps=mean_gap(first)[1],
+        gap_by_worker={worker: (gap / n, in_steps / n) for worker, (n, gap, in_steps) in first.gaps.items()},
         dropped_share=first.dropped / max(1, first.dropped + first.applied),
         speed=speed(first),
         steps=first.steps,
-        judged=judged,
+        judged=scores,
         curve=list(first.curve),
         why=next((outcome.why for outcome in outcomes if outcome.why), ""),
     )
@@ -130,6 +160,12 @@ def simulated(plan: Sequence[Experiment], clicks: Path | None) -> Line:
 def mean_of(histogram: dict[int, int]) -> float:
     n = sum(histogram.values())
     return sum(key * count for key, count in histogram.items()) / n if n else 0.0
+
+
+def mean_gap(outcome: Outcome) -> tuple[float, float]:
+    """Of all pushes: the gap, and the gap in steps; 0 where there was none."""
+    n = max(1, sum(pushes for pushes, _, _ in outcome.gaps.values()))
+    return sum(gap for _, gap, _ in outcome.gaps.values()) / n, sum(steps for *_, steps in outcome.gaps.values()) / n
 
 
 def speed(outcome: Outcome) -> float:
@@ -142,18 +178,33 @@ def show(lines: Sequence[Line], args: argparse.Namespace) -> None:
     from ...bench.harness.measure import print_table
 
     extra = sorted({name for line in lines for name in line.judged})
-    columns = ("workers", "rule", "loss", *extra, "staleness", "largest", "values old", "dropped", "speed", "steps")
+    columns = (
+        "workers",
+        "rule",
+        "loss",
+        *extra,
+        "staleness",
+        "largest",
+        "values old",
+        "gap",
+        "in steps",
+        "dropped",
+        "speed",
+        "steps",
+    )
     table = [
         (
             f"{line.workers:,}", line.rule, loss_text(line.loss),
             *(f"{line.judged[n]:.4f}" if n in line.judged else "-" for n in extra),
-            f"{line.staleness_mean:.2f}", str(line.staleness_max), f"{line.lag_mean:.2f}", f"{line.dropped_share:.2%}",
+            f"{line.staleness_mean:.2f}", str(line.staleness_max), f"{line.lag_mean:.2f}",
+            f"{line.gap:.2g}", f"{line.gap_in_steps:.2f}", f"{line.dropped_share:.2%}",
             f"{line.speed:.1f}", f"{line.steps:,}",
         )
         for line in lines
     ]  # fmt: skip
     print_table(f"{args.task}, {args.mode}, {args.optimizer}, learning rate {args.lr:g}", columns, table)
     print("staleness, values old: mean steps, of the token and of the dense values; speed: micro-batches per mean time")
+    print("gap: how far the dense values have moved since they were used (root mean square), and in usual steps")
     for line in lines:
         if line.why:
             print(f"{line.workers:,} workers, {line.rule}: {json.dumps(line.why[:160])}")

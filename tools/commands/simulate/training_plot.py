@@ -19,7 +19,8 @@ _A_ROW = 3
 class Line:
     """Runs of one number of workers and one rule.
 
-    loss, judged: medians over the seeds (judged: over those that did not diverge); all else is of the first
+    gap, gap_in_steps: means over all pushes, as of `gba_hvd.ps.partition.gaps`; gap_by_worker: both, of each
+    loss, judged: medians over the seeds (judged: of the task, where it converged); all else is of the first
     """
 
     workers: int
@@ -29,6 +30,9 @@ class Line:
     staleness_mean: float
     staleness_max: int
     lag_mean: float
+    gap: float
+    gap_in_steps: float
+    gap_by_worker: dict[int, tuple[float, float]]
     dropped_share: float
     speed: float
     steps: int

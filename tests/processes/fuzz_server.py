@@ -1,6 +1,6 @@
 """A companion server of its own to throw bad messages at, and a fuzzer that does so for a given time.
 
-    python tools/fuzz_server.py [--seconds 60] [--seed 1] [--folder DIR]
+    python -m tests.processes.fuzz_server [--seconds 60] [--seed 1] [--folder DIR]
 
 The server is a real process with real shard memory. Each round sends it random bytes, corrupted and truncated messages,
 messages of other jobs and versions, impossible ids, counts and numbers, through its local socket and over TCP, with and
@@ -339,8 +339,8 @@ def bad_requests(layout: Layout, endpoints: Sequence[Endpoint]) -> dict[str, tup
         "export of a mean where there are no replicas": (Export(GENERATION, True, 3), []),
         "blend where there are no replicas": (Blend(WORKER, GENERATION, 1, 0, 0.5), [dense]),
         "publish where there are no replicas": (Publish(GENERATION, 0), [dense, b""]),
-        "hand in where there are no replicas": (SubmitReplica(WORKER, GENERATION, 1), [dense, b""]),
-        "all handed in where there are no replicas": (ReplicaSubmitted(WORKER, GENERATION, 1), []),
+        "submit where there are no replicas": (SubmitReplica(WORKER, GENERATION, 1), [dense, b""]),
+        "all submitted where there are no replicas": (ReplicaSubmitted(WORKER, GENERATION, 1), []),
         "discard of another generation": (Discard(1, 1 << 40), []),
         "rows at the wrong port": (PullRows(GENERATION), [b"", b""]),
         "apply of another generation": (Apply(1, 1, [], 1.0, 0.1, [0.1], 0), []),

@@ -1,4 +1,4 @@
-"""A job that saw everything, told to callbacks: both modes, switches with reasons, a worker that left, drops."""
+"""A job that saw everything, reported to callbacks: both modes, switches with reasons, a worker that left, drops."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ SWITCHES = {
 }
 
 
-def tell(callbacks: Iterable[Callback], n_steps: int = 400, job_id: str = "ctr-42") -> None:
+def report_job(callbacks: Iterable[Callback], n_steps: int = 400, job_id: str = "ctr-42") -> None:
     """Allreduce; from step 100 worker 2 is slow; gba from 120 to 300; worker 1 dies at 330."""
     draw = random.Random(1)
-    heard = list(callbacks)
+    listeners = list(callbacks)
     job = Job(job_id, 0, 3, 0, "h1", True, {"lr": 0.05, "global_batch": 3072, "note": "<b>not bold</b>"})
-    for callback in heard:
+    for callback in listeners:
         callback.on_job(job)
     counted: dict[int, int] = {}
     data: dict[str, Any]
@@ -39,17 +39,17 @@ def tell(callbacks: Iterable[Callback], n_steps: int = 400, job_id: str = "ctr-4
                 "seconds": {str(rank): s for rank, s in seconds},
                 "staleness": {str(s): n for s, n in counted.items()},
             }
-            data |= {"dropped": dropped, "lost": 0, "refused": 0, "reissued": int(k > 200)}
-            for callback in heard:
+            data |= {"elp": 512 * workers, "dropped": dropped, "lost": 0, "refused": 0, "reissued": int(k > 200)}
+            for callback in listeners:
                 callback.on_event(Event("rates", k, "how long the workers take", data))
         loss = 0.4 + 0.3 * math.exp(-k / 80) + draw.gauss(0, 0.01)
         record = StepRecord(
             k, k // 200, 3072, 3072 * k - dropped, 3072 / rate * draw.uniform(0.9, 1.1), workers, mode, loss
         )
-        for callback in heard:
+        for callback in listeners:
             callback.on_step(record)
         if k % 100 == 0:
-            for callback in heard:
+            for callback in listeners:
                 callback.on_metrics(k, {"valid_auc": 0.8 - 0.1 * math.exp(-k / 120)})
         events = []
         if k in SWITCHES:
@@ -57,12 +57,12 @@ def tell(callbacks: Iterable[Callback], n_steps: int = 400, job_id: str = "ctr-4
             data = {"from": was, "to": to, "seconds": 0.0123, "reason": reason}
             events.append(Event("switch", k, f"{was} -> {to}: {reason}", data))
         if k == 330:
-            events.append(Event("membership", k, "2 workers on 1 host, before 3; going on at step 330"))
+            events.append(Event("membership", k, "2 workers on 1 host, before 3; resuming at step 330"))
         if k == n_steps:
             total = 3072 * n_steps
             data = {"samples_total": total, "samples_applied": total - dropped, "samples_dropped": dropped}
             data |= {"samples_lost": 0, "restarts": 1, "staleness": {str(s): n for s, n in counted.items()}}
             events.append(Event("finished", k, "finished", data))
         for event in events:
-            for callback in heard:
+            for callback in listeners:
                 callback.on_event(event)

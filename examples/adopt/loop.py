@@ -1,0 +1,60 @@
+"""The training loop of all scripts of this folder: that of a plain script, with the lines that gba-hvd adds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from samples import Samples
+from torch import Tensor, nn
+
+import gba_hvd
+
+Batch = tuple[Any, Tensor]
+
+
+def train(
+    make_model: Callable[[], nn.Module],
+    make_samples: Callable[[int, int], Samples],
+    loss_of: Callable[[nn.Module, Batch], Tensor],
+    outputs: Callable[[nn.Module, Batch], Tensor],
+) -> None:
+    """Two epochs, and the AUC of clicks.
+
+    loss_of: mean loss of a batch. outputs: scores of a batch's clicks, float [B], in [0, 1]
+    """
+    hvd.init()
+    torch.manual_seed(1)  # the same rows on all hosts
+    model = make_model()
+    tables = gba_hvd.convert(model, gba_hvd.Adagrad(lr=0.05))
+    optimizer: Any = gba_hvd.DistributedOptimizer(
+        torch.optim.Adam(model.parameters(), lr=1e-3), tables, global_batch=512, micro_batch=128
+    )
+    state = gba_hvd.elastic.TorchState(model, optimizer, epoch=0)
+    state.register_callbacks([gba_hvd.GBACallback(mode="auto")])
+    training, validation = make_samples(20_000, 1), make_samples(5_000, 2)
+
+    @gba_hvd.elastic.run
+    def train_epochs(state: Any) -> None:
+        for state.epoch in range(state.epoch, 2):
+            for batch in gba_hvd.batches(training, state, forward=lambda batch: outputs(model, batch)):
+                optimizer.zero_grad()
+                loss = loss_of(model, batch)
+                loss.backward()
+                optimizer.step(loss=loss)
+            scores = gba_hvd.evaluate(
+                model, validation, state, batch=512, forward=lambda batch: outputs(model, batch), label=clicked,
+                activation="none",
+            )  # fmt: skip
+            if hvd.rank() == 0:
+                print(f"epoch {state.epoch}: step {state.step}, validation AUC {scores.auc:.4f}")
+
+    train_epochs(state)
+
+
+def clicked(batch: Batch) -> Tensor:
+    """The label of a batch's clicks, float32 [B]; the first of several tasks."""
+    _, label = batch
+    return label if label.ndim == 1 else label[:, 0]

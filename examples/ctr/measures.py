@@ -1,0 +1,59 @@
+"""By what a job is evaluated: AUC and log loss of clicks, or recall and NDCG of a retrieval."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+import gba_hvd
+from ctr.config import JobConfig
+from ctr.datasets import RECALL_AT, Log
+from ctr.youtube_dnn import YoutubeDNN
+from gba_hvd.batch import Batch
+from gba_hvd.data import SyntheticBehaviourLog
+
+_TITLES = {"auc": "AUC", "logloss": "log loss", "auc_exact": "AUC of all pairs"}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What an evaluation found. values: by name; the first one selects the best epoch, higher is better.
+
+    exact: the AUC is that of all pairs, not of a histogram; None: there is no AUC
+    """
+
+    values: Mapping[str, float]
+    note: str = ""
+    exact: bool | None = None
+
+
+def selects(config: JobConfig) -> str:
+    """The name of what selects the best epoch: higher is better."""
+    return f"recall_at_{RECALL_AT}" if config.model.kind == "youtube_dnn" else "auc"
+
+
+def title_of(name: str) -> str:
+    """As a person reads it."""
+    return _TITLES.get(name, name.replace("_at_", "@"))
+
+
+def evaluate_part(model: nn.Module, part: Log, state: Any) -> Measured:
+    """The measures of a part of the data; the same result on every rank."""
+    if isinstance(model, YoutubeDNN):
+        assert isinstance(part, SyntheticBehaviourLog)
+        found = gba_hvd.evaluate_retrieval(
+            model, part, part.items(), state, query_vectors=model.users, item_vectors=model.items,
+            relevant=_candidates, item_ids=_candidates, k=RECALL_AT,
+        )  # fmt: skip
+        return Measured(found.values, found.note)
+    scores = gba_hvd.evaluate(model, part, state, activation="sigmoid")
+    return Measured({"auc": scores.auc, "logloss": scores.logloss}, scores.note, scores.exact)
+
+
+def _candidates(batch: Batch) -> Tensor:
+    ids = batch.ids["candidate"]
+    assert isinstance(ids, Tensor)
+    return ids

@@ -1,0 +1,42 @@
+"""Where rows are applied: how often each was looked up, for checkpoints that save the rows that are used most.
+
+The optimizer's pass counts one for each row of a step; here the other lookups of the step are counted and, for the
+policy "ssu", sampled. Called between the marks of a step, so that a reader of rows finds counters and lists that belong
+to them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gba_hvd import kernels
+from gba_hvd.embedding.row_gradients import RowGrad
+from gba_hvd.shm.layout import Group, Layout
+from gba_hvd.shm.shard_memory import ShardMemory
+
+_ODD = 0x9E3779B97F4A7C15  # spreads numbers of steps over 64 bits
+
+
+def count_accesses(memory: ShardMemory, group: Group, grad: RowGrad, step: int) -> None:
+    """Of the rows of a gradient that was just applied; nothing where accesses are not counted."""
+    if grad.accesses is None or not len(grad.keys):
+        return
+    layout = memory.layout
+    kernels.count_more(memory.words, layout.record_starts(grad.keys, group), group.record, grad.accesses)
+    if layout.sampled is not None:
+        seed = np.uint64((layout.seed + step * _ODD) & (2**64 - 1))
+        kernels.sample_accesses(
+            memory.words, grad.keys, grad.accesses, layout.n_shards, layout.region_words, _lists(layout, group),
+            layout.sampled.period, seed,
+        )  # fmt: skip
+
+
+def _lists(layout: Layout, group: Group) -> np.ndarray:
+    """What `kernels.sample_accesses` knows of the group's tables, int64 [tables, 4]."""
+    assert layout.sampled is not None
+    rows = []
+    for table, first in zip(group.tables, group.first, strict=True):
+        number = layout.tables.index(table)
+        capacity = layout.sampled.capacities[number]
+        rows.append((first, layout.lists_at.get(number, 0), capacity, -(-layout.rows_per_shard(number) // 32)))
+    return np.array(rows, np.int64)

@@ -1,0 +1,105 @@
+"""The kinds of datasets, and the one function that all of them are read by."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import IterableDataset, default_collate
+
+from gba_hvd.errors import BadInput
+from gba_hvd.reading.settings import Collate
+
+TakeRows = Callable[[np.ndarray], Any]
+
+
+class Dataset(Protocol):
+    """Samples that can be read by number."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, rows: np.ndarray) -> Any:
+        """The samples `rows` (int64 [n], any order) as one batch with an `ids` mapping, e.g. a `gba_hvd.Batch`."""
+
+
+class MapDataset(Protocol):
+    """A map-style dataset of torch: a sample by its number; `__getitems__(numbers)`, if there is one, reads several."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class Order(Protocol):
+    """The sample at each position of one epoch."""
+
+    def rows(self, first: int, count: int) -> np.ndarray:
+        """int64 [count]: the samples at positions first, first + 1, ...; over an epoch, each sample once."""
+
+
+class OrderedDataset(Protocol):
+    """What a dataset has besides, where not every order can be read at the same cost."""
+
+    @property
+    def order_digest(self) -> int:
+        """int64, not 0: another one where `order` is another one."""
+
+    def order(self, seed: int, epoch: int) -> Order:
+        """The order of an epoch that is shuffled, by these two numbers and the data only."""
+
+
+def reads(dataset: Dataset | MapDataset, collate_fn: Collate | None = None) -> TakeRows:
+    """A function from numbers of samples, int64 [n], to a batch: `take`, or `__getitem__` and `collate_fn`.
+
+    Raises BadInput for a dataset that cannot be read by number, and for a `collate_fn` beside `take`.
+    """
+    name, found = type(dataset).__name__, any(hasattr(dataset, one) for one in ("take", "__getitem__", "__getitems__"))
+    if isinstance(dataset, IterableDataset) or not found or not hasattr(dataset, "__len__"):
+        raise BadInput(
+            f"{name} cannot be read by number: a dataset has __len__ and either take(rows) or __getitem__. "
+            "Micro-batches are handed out by their numbers, to workers that come and go. For files that are read in "
+            "sequence: gba-hvd data prepare, or gba_hvd.data.ParquetStream"
+        )
+    take = getattr(dataset, "take", None)
+    if take is not None:
+        if collate_fn is not None:
+            raise BadInput(
+                f"collate_fn would not be called: {name}.take(rows) makes a whole batch. Leave collate_fn "
+                "out, or wrap the dataset in one that has __getitem__ and no take"
+            )
+        return take  # type: ignore[no-any-return]
+    several, one = getattr(dataset, "__getitems__", None), getattr(dataset, "__getitem__", None)
+    collate = default_collate if collate_fn is None else collate_fn
+
+    def take_samples(rows: np.ndarray) -> Any:
+        numbers = rows.tolist()
+        if several is not None:
+            return collate(several(numbers))
+        assert one is not None
+        return collate([one(number) for number in numbers])
+
+    return take_samples
+
+
+def pinned(batch: Any) -> Any:
+    """The batch with its tensors in pinned memory: tensors, mappings, tuples and lists, dataclasses of these.
+
+    An object with a method `pin_memory` is asked for it; anything else stays as it is.
+    """
+    if isinstance(batch, Tensor):
+        return batch.pin_memory()
+    if hasattr(batch, "pin_memory"):
+        return batch.pin_memory()
+    if isinstance(batch, Mapping):
+        return {key: pinned(value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(pinned, batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(map(pinned, batch))
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        fields = {f.name: pinned(getattr(batch, f.name)) for f in dataclasses.fields(batch) if f.init}
+        return dataclasses.replace(batch, **fields)
+    return batch

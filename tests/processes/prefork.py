@@ -1,0 +1,254 @@
+"""Starts workers and servers by `fork` from a process that has imported torch, Horovod and the kernels already.
+
+A worker of a test trains for a second and took four to start: 1.3 s for torch, 1.3 s for what `torch.optim` imports of
+`torch._dynamo`, 0.9 s for numba and the compiled kernels. Here one process per test runner imports all that once.
+
+    horovodrun ... python prefork_client.py SOCKET worker.py     in place of     horovodrun ... python worker.py
+
+The client passes its arguments, environment, folder and standard streams on, and waits for the worker: it forwards
+signals to it, and ends as the worker ended. If the client is killed, or the process that forks, so is the worker. The
+worker is a process of its own session with its own pid; `/proc` shows the command line and the environment that it was
+started with.
+
+A worker's `sys.executable` is a script that starts a companion server in the same way, and everything else by the real
+interpreter.
+
+Nothing of `gba_hvd` is imported before the fork but the kernels, since the environment decides at import.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import gc
+import json
+import os
+import random
+import selectors
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import types
+from pathlib import Path
+from typing import Any
+
+CLIENT = Path(__file__).with_name("prefork_client.py")
+_ROOM = 64 * 1024  # bytes for the command line and the environment of a worker, each
+_MESSAGE = 256 * 1024  # bytes of the largest request
+_START_S = 300.0  # on a busy machine imports take long
+_PR_SET_PDEATHSIG = 1
+_INTERPRETER = """#!/bin/sh
+case "$1 $2" in
+    "-c "*"from gba_hvd.ps.server.server import main"*) exec {client} "$@" ;;
+    *) exec {python} "$@" ;;
+esac
+"""
+
+
+@functools.cache
+def python() -> list[str]:
+    """What stands in place of the Python interpreter in a command; starts the process to fork from at its first call.
+
+    That process ends with this one.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="prefork-"))
+    path = str(folder / "socket")
+    client = [sys.executable, "-I", "-S", str(CLIENT), path]
+    script = _INTERPRETER.format(client=shlex.join(client), python=shlex.quote(sys.executable))
+    interpreter = Path(_interpreter(path))
+    interpreter.write_text(script)
+    interpreter.chmod(0o700)
+    ready, ready_there = os.pipe()
+    alive_there, alive = os.pipe()
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD", "GBA_HVD", "TEST_PLAN"))}
+    environ |= {"OMP_NUM_THREADS": "1", "PREFORK_ROOM": " " * _ROOM}
+    server = subprocess.Popen(
+        [sys.executable, __file__, path, str(ready_there), str(alive_there), " " * _ROOM],
+        env=environ, stdin=subprocess.DEVNULL, pass_fds=[ready_there, alive_there], start_new_session=True,
+    )  # fmt: skip
+    os.close(ready_there)
+    os.close(alive_there)
+    with selectors.DefaultSelector() as selector:
+        selector.register(ready, selectors.EVENT_READ)
+        assert selector.select(_START_S) and os.read(ready, 1), "the process to fork workers from did not start"
+    os.close(ready)
+    atexit.register(lambda: (os.close(alive), server.wait(_START_S)))  # if this process is killed, `alive` closes, too
+    return client
+
+
+def interpreter() -> str:
+    """In place of `sys.executable`: it starts a companion server by a fork, everything else as ever."""
+    return _interpreter(python()[-1])
+
+
+def _interpreter(socket_path: str) -> str:
+    return str(Path(socket_path).with_name("python"))
+
+
+def _import() -> None:
+    """What takes long and does not read the environment."""
+    import horovod.torch  # noqa: F401
+    import torch
+
+    from gba_hvd import kernels
+    from gba_hvd.compression import kernels as compression_kernels
+
+    torch.set_num_threads(1)
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)  # imports torch._dynamo
+    kernels.load()
+    compression_kernels.load()
+
+
+class _Server:
+    """Forks on request. One thread, so that a fork is a complete copy."""
+
+    def __init__(self, path: str, alive: int) -> None:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(path)
+        self._listener.listen(64)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(alive, selectors.EVENT_READ, functools.partial(self._end, path))
+        self._workers: dict[int, tuple[socket.socket, int]] = {}  # by pid: the client, and the file that shows the end
+
+    def requests(self) -> dict[str, Any]:
+        """Serves until it is a new worker: then what that one is to do."""
+        while True:
+            for key, _ in self._selector.select():
+                if self._selector.get_map().get(key.fd) is not key:
+                    continue  # of a worker that one before it in this list was the end of
+                request = key.data()
+                if request is not None:
+                    return request
+
+    def _accept(self) -> dict[str, Any] | None:
+        client, _ = self._listener.accept()
+        message, streams, _, _ = socket.recv_fds(client, _MESSAGE, 3)
+        if not message:  # the client was killed before it asked
+            client.close()
+            return None
+        server, pid = os.getpid(), os.fork()
+        if pid == 0:
+            _end_with(server)
+            self._close()
+            client.close()
+            for number, stream in enumerate(streams):
+                os.dup2(stream, number)
+                os.close(stream)
+            request: dict[str, Any] = json.loads(message)
+            return request
+        for stream in streams:
+            os.close(stream)
+        with contextlib.suppress(OSError):  # it was killed meanwhile: `_client_gone` is next
+            client.send(str(pid).encode())
+        end = os.pidfd_open(pid)
+        self._workers[pid] = client, end
+        self._selector.register(client, selectors.EVENT_READ, functools.partial(self._client_gone, pid))
+        self._selector.register(end, selectors.EVENT_READ, functools.partial(self._ended, pid))
+        return None
+
+    def _client_gone(self, pid: int) -> None:
+        """Whoever killed the client wanted the worker's end."""
+        client, end = self._workers[pid]
+        self._selector.unregister(client)
+        signal.pidfd_send_signal(end, signal.SIGKILL)
+
+    def _ended(self, pid: int) -> None:
+        client, end = self._workers.pop(pid)
+        _, status = os.waitpid(pid, 0)
+        self._selector.unregister(end)
+        os.close(end)
+        if client in self._selector.get_map():
+            self._selector.unregister(client)
+        with contextlib.suppress(OSError):  # it is gone
+            client.send(str(status).encode())
+        client.close()
+
+    def _end(self, path: str) -> None:
+        """The tests are over."""
+        for _, end in self._workers.values():
+            signal.pidfd_send_signal(end, signal.SIGKILL)
+        shutil.rmtree(os.path.dirname(path))
+        os._exit(0)
+
+    def _close(self) -> None:
+        """Of the server in a worker."""
+        for key in list(self._selector.get_map().values()):
+            os.close(key.fd)
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.detach()
+        self._selector.close()
+
+
+def _end_with(parent: int) -> None:
+    """This process is killed when its parent ends, however that ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # already
+        os._exit(1)
+
+
+def _become(request: dict[str, Any], interpreter: str) -> types.CodeType:
+    """This process is now as if it had been started with the request's command, of which the code is returned."""
+    os.setsid()
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    command = [sys.executable, *request["arguments"]]
+    _show(b"".join(os.fsencode(a) + b"\0" for a in command), _place(48))
+    _show(b"".join(os.fsencode(f"{k}={v}") + b"\0" for k, v in request["environ"].items()), _place(50))
+    for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        setattr(sys, name, open(number, mode, buffering=1, closefd=False))  # noqa: SIM115
+    sys.executable = interpreter
+    code: bytes | str
+    if request["arguments"][0] == "-c":
+        _, code, *more = request["arguments"]
+        sys.argv, folder, name = ["-c", *more], "", "<string>"
+    else:
+        sys.argv = request["arguments"]
+        name = sys.argv[0]
+        code, folder = Path(name).read_bytes(), str(Path(name).parent)
+    sys.path[:1] = [folder, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    random.seed()
+    import numpy as np
+    import torch
+
+    np.random.seed()
+    torch.seed()
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    sys.modules["__main__"].__file__ = name
+    return compile(code, name, "exec")
+
+
+def _place(first: int) -> tuple[int, int]:
+    """Where in this process the kernel reads its command line (48 and 49 in `stat`) or environment (50, 51)."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()  # from the third field on
+    return int(fields[first - 3]), int(fields[first - 2])
+
+
+def _show(text: bytes, place: tuple[int, int]) -> None:
+    start, end = place
+    assert len(text) < end - start, f"{len(text)} bytes of arguments or environment, room for {end - start}"
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, text, len(text))
+
+
+def _main() -> types.CodeType:
+    path, ready, alive, _ = sys.argv[1:]
+    _import()
+    server = _Server(path, int(alive))
+    os.write(int(ready), b"1")
+    os.close(int(ready))
+    gc.collect()
+    gc.freeze()  # what was imported stays shared
+    return _become(server.requests(), _interpreter(path))
+
+
+if __name__ == "__main__":
+    _code = _main()
+    exec(_code, sys.modules["__main__"].__dict__)

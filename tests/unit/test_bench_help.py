@@ -1,0 +1,45 @@
+"""`gba-hvd bench X --help` shows the default of every option."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+import pytest
+from gba_hvd_tools import bench
+from gba_hvd_tools.bench.harness import measure
+
+
+@pytest.fixture(scope="module")
+def benchmarks() -> dict[str, argparse.ArgumentParser]:
+    parser = argparse.ArgumentParser()
+    subparsers = parser.add_subparsers()
+    for module in bench.BENCHMARKS:
+        module.add_parser(subparsers)
+    return dict(subparsers.choices)
+
+
+def test_every_default_of_every_benchmark_is_shown(benchmarks: dict[str, argparse.ArgumentParser]) -> None:
+    assert len(benchmarks) == len(bench.BENCHMARKS)
+    for name, parser in benchmarks.items():
+        shown = " ".join(parser.format_help().split())
+        for action in parser._actions:
+            if isinstance(action.default, (int, float)) and not isinstance(action.default, bool):
+                value = "no limit" if action.default == math.inf else str(action.default)
+                line = shown[shown.index(action.option_strings[0] + " ", shown.index("options:")) :]
+                assert f"({value}" in line, f"{name} {action.option_strings[0]}"
+
+
+def test_lists_are_words_and_everything_there_is_is_all() -> None:
+    parser = argparse.ArgumentParser(formatter_class=measure.ShowsDefaults)
+    parser.add_argument("--sizes", nargs="+", default=[1, 2])
+    parser.add_argument("--some", nargs="+", default=["a"], choices=("a", "b"), help="take (%(default)s)")
+    parser.add_argument("--every", nargs="+", default=["a", "b"], choices=("a", "b"))
+    parser.add_argument("--limit", type=float, default=math.inf)
+    parser.add_argument("--flag", action="store_true", help="a flag")
+    parser.add_argument("--none", help="nothing")
+    lines = [line.split() for line in parser.format_help().splitlines()]
+    ends = [" ".join(line[-2:]) for line in lines if line]
+    assert "(1 2)" in ends and "take (a)" in ends and "(no limit)" in ends
+    assert any(end.endswith("(all)") for end in ends) and any(end.endswith("flag") for end in ends)
+    assert any(end.endswith("nothing") for end in ends)

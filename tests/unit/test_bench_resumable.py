@@ -1,0 +1,97 @@
+"""Measurements in pieces: what a result file has is kept, only the rest is run, and no other file is overwritten."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from gba_hvd_tools.bench.harness.measure import RunFailed
+from gba_hvd_tools.bench.harness.resumable import earlier, missing, read, run_each
+
+
+@dataclass(frozen=True)
+class Run:
+    mode: str
+    seed: int
+
+
+RUNS = [Run("sync", 1), Run("gba", 1), Run("sync", 2)]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "result.json"
+
+
+def test_a_run_without_a_row_is_missing() -> None:
+    rows = [{"mode": "gba", "seed": 1, "auc": 0.5}]
+    assert missing(RUNS, rows, ("mode", "seed")) == [Run("sync", 1), Run("sync", 2)]
+    assert missing(RUNS, [], ("mode", "seed")) == RUNS
+
+
+def test_before_the_first_piece_there_are_no_rows(file: Path) -> None:
+    assert (earlier(file, ("mode",), {"days": 3}), read(file)) == ({"rows": []}, {})
+    file.write_text("")
+    assert (earlier(file, ("mode",), {"days": 3}), read(file)) == ({"rows": []}, {})
+
+
+def test_rows_of_earlier_versions_get_what_held_then(file: Path) -> None:
+    file.write_text(json.dumps({"rows": [{"mode": "gba"}, {"mode": "gba", "workers": 8}], "machine": {"cores": 2}}))
+    found = earlier(file, ("mode", "workers"), usual={"workers": 3})
+    assert found == {"rows": [{"mode": "gba", "workers": 3}, {"mode": "gba", "workers": 8}], "machine": {"cores": 2}}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "{}", "hello", '{"rows": [{"auc": 1}], "settings": {}}', '{"rows": [1], "settings": {}}', '{"rows": []}'],
+)
+def test_a_file_of_something_else_is_refused(file: Path, text: str) -> None:
+    file.write_text(text)
+    with pytest.raises(RunFailed, match="no result of this benchmark: give --out another name"):
+        earlier(file, ("mode",), {"days": 3})
+
+
+def test_rows_of_other_settings_are_refused_with_both_values(file: Path) -> None:
+    file.write_text(json.dumps({"rows": [], "settings": {"days": 3, "config": "x" * 100, "more": 1}}))
+    assert earlier(file, ("mode",), {"days": 3, "config": "x" * 100})["rows"] == []
+    with pytest.raises(RunFailed, match=r"other settings \(days: 3 in the file, 9 now, config\): give --out another"):
+        earlier(file, ("mode",), {"days": 9, "config": "y" * 100})
+    with pytest.raises(RunFailed, match=r"\(new: None in the file, 1 now\)"):
+        earlier(file, ("mode",), {"new": 1})
+
+
+def test_the_result_is_written_after_each_run_and_a_failure_stops_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    done: list[int] = []
+    written: list[tuple[list[int], list[str]]] = []
+    failures: dict[str, str] = {}
+
+    def run(number: int) -> None:
+        if number == 2:
+            raise RunFailed("no luck")
+        done.append(number)
+
+    run_each([1, 2, 3], run, lambda: written.append(([*done], [*failures])), failures)
+    assert written == [([1], []), ([1], ["2"]), ([1, 3], ["2"])]
+    assert failures == {"2": "no luck"}
+    assert capsys.readouterr().err == "gba-hvd: 2: no luck\n"
+
+
+def test_without_a_list_of_failures_the_first_one_ends_it() -> None:
+    done: list[int] = []
+
+    def run(number: int) -> None:
+        if number == 2:
+            raise RunFailed("no luck")
+        done.append(number)
+
+    with pytest.raises(RunFailed, match="no luck"):
+        run_each([1, 2, 3], run, lambda: None)
+    assert done == [1]
+
+
+def test_no_run_starts_when_time_is_over(capsys: pytest.CaptureFixture[str]) -> None:
+    run_each([1, 2], pytest.fail, pytest.fail, noun="trainings", until=time.monotonic() - 1)
+    assert capsys.readouterr().out == "no time left for 2 trainings; the same command continues with them\n"

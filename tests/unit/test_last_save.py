@@ -1,0 +1,87 @@
+"""Training is done in an asynchronous mode: the others wait for the chief's last save, or for the next chief."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gba_hvd.elastic import worker_saves
+from gba_hvd.elastic.worker_saves import WorkerSaves
+from gba_hvd.ps.messages import SaveFacts, SaveStatus
+
+DONE = SaveStatus(1, 22, "done", SaveFacts(kind="delta", saved_step=22))
+
+
+class Worker:
+    """Rank 1, at step 22. `looks`: what happens at each look at the job; membership 3 is what its world stands for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *looks: Callable[[Worker], None], elastic: bool = True) -> None:
+        monkeypatch.setenv("HOROVOD_ELASTIC", "1" if elastic else "0")
+        monkeypatch.setattr(worker_saves, "_LOOK_S", 0.0)
+        self.looks, self.n_looks = list(looks), 0
+        self.rejoin, self.world = SimpleNamespace(number=3), SimpleNamespace(rank=1)
+        self.contact, self.position = SimpleNamespace(saved=None), SimpleNamespace(membership_epoch=3)
+        self.servers: Any = SimpleNamespace(contact=self.contact, position=self.position)
+        checkpoints = SimpleNamespace(schedule=SimpleNamespace(in_force=lambda saved: saved))
+        self.engine: Any = SimpleNamespace(
+            world=self.world, progress=SimpleNamespace(step=22), mode=SimpleNamespace(rejoin=self.rejoin),
+            participant=lambda kind: checkpoints,
+        )  # fmt: skip
+
+    def look(self) -> None:
+        self.n_looks += 1
+        if self.looks:
+            self.looks.pop(0)(self)
+
+    def waits(self, timeout_s: float = 60.0) -> str:
+        saves = WorkerSaves(self.engine, None)  # type: ignore[arg-type]
+        saves.report_worlds = self.look
+        return saves._await_the_chief(self.servers, timeout_s)
+
+
+def saved(status: SaveStatus) -> Callable[[Worker], None]:
+    return lambda worker: setattr(worker.contact, "saved", status)
+
+
+def nothing(worker: Worker) -> None:
+    pass
+
+
+def somebody_died(worker: Worker) -> None:
+    worker.position.membership_epoch = 4
+
+
+def is_chief_now(worker: Worker) -> None:
+    worker.rejoin.number, worker.world.rank = 4, 0
+
+
+@pytest.mark.parametrize("status", [DONE, SaveStatus(1, 23, "failed")])
+def test_it_waits_until_the_last_save_is_complete_or_has_failed(
+    monkeypatch: pytest.MonkeyPatch, status: SaveStatus
+) -> None:
+    partial = SaveStatus(1, 22, "done", SaveFacts(kind="mfu", saved_step=22))
+    worker = Worker(monkeypatch, nothing, saved(SaveStatus(1, 20, "done", DONE.facts)), saved(partial), saved(status))
+    assert worker.waits() == "" and worker.n_looks == 4
+
+
+def test_it_is_the_next_chief_where_the_chief_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(monkeypatch, nothing, somebody_died, nothing, is_chief_now)
+    assert worker.waits() == "" and worker.world.rank == 0
+
+
+def test_where_no_world_forms_any_more_it_says_that_nobody_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_saves, "_NEXT_CHIEF_S", 0.0)
+    why = Worker(monkeypatch, nothing, somebody_died).waits()
+    assert "no world has formed without it" in why and "no chief that could save" in why
+
+
+def test_a_chief_that_has_other_work_to_do_holds_up_nobody_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Worker(monkeypatch).waits(timeout_s=0.01) == ""
+
+
+def test_without_an_elastic_launcher_there_is_no_next_chief(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(monkeypatch, elastic=False)
+    assert worker.waits() == "" and worker.n_looks == 0

@@ -1,0 +1,1 @@
+"""`gba-hvd bench quality-days`."""

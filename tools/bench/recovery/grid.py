@@ -1,0 +1,102 @@
+"""CPR's emulation over r, N_emb and the mean time between failures: what changes with each, the others as in the paper.
+
+A cell is one setting and one recovery, over random failures that are the same for all of them. Nothing is decided about
+how it is run: `command` keeps the cells in the result file, and those that are there are not computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from recovery.schedule.planner import Costs
+
+from . import emulation
+
+RS, SERVERS, MEANS_H = (0.0625, 0.125, 0.25, 1.0), (2, 4, 8, 18), (28, 14, 8)
+R = 0.125
+BY_R = ("cpr_scar", "cpr_mfu", "cpr_ssu")  # what depends on r
+KEY = ("recovery", "r", "servers", "mean_h", "traces", "shape", "seed")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """r: 1 for saves of all rows. traces, shape, seed: of the failures."""
+
+    recovery: str
+    r: float
+    servers: int
+    mean_h: int
+    traces: int
+    shape: float
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.recovery}, r = {self.r:g}, {self.servers} servers, {self.mean_h} h between failures"
+
+
+def cells(traces: int, shape: float, seed: int) -> list[Cell]:
+    """r varies with 8 servers, and the servers vary with r = 1/8; both at each mean time."""
+    settings = [(r, emulation.SERVERS) for r in RS] + [(R, servers) for servers in SERVERS]
+    found = []
+    for mean_h in MEANS_H:
+        for r, servers in settings:
+            found.append(Cell("cpr_full", 1.0, servers, mean_h, traces, shape, seed))
+            found += [Cell(recovery, r, servers, mean_h, traces, shape, seed) for recovery in BY_R]
+    return list(dict.fromkeys(found))
+
+
+def emulated(cell: Cell, costs: Costs) -> dict[str, Any]:
+    """A row of results."""
+    outcomes = emulation.emulated(
+        costs, cell.mean_h, cell.traces, cell.shape, cell.r, cell.seed, cell.servers, [cell.recovery]
+    )
+    found = emulation.figures(outcomes[cell.recovery], cell.servers)
+    least = emulation.least_overhead(costs, cell.mean_h, servers=cell.servers)
+    return {**asdict(cell), **found, "least_overhead_pct": 100 * least}
+
+
+def by_r(rows: Sequence[Mapping[str, Any]], mean_h: int) -> list[tuple[str, ...]]:
+    """For a table; 8 servers."""
+    mine = [row for row in rows if (row["mean_h"], row["servers"]) == (mean_h, emulation.SERVERS)]
+    return [_as_row(row, f"{row['r']:g}") for row in sorted(mine, key=_order)]
+
+
+def by_servers(rows: Sequence[Mapping[str, Any]], mean_h: int) -> list[tuple[str, ...]]:
+    """For a table; r = 1/8 where it matters."""
+    mine = [row for row in rows if row["mean_h"] == mean_h and (row["recovery"] == "cpr_full" or row["r"] == R)]
+    return [_as_row(row, f"{row['servers']}") for row in sorted(mine, key=_order)]
+
+
+def agreement(rows: Sequence[Mapping[str, Any]]) -> str:
+    """In how many cells with saves of all rows the PLS is that of the closed form."""
+    full = [row for row in rows if row["recovery"] == "cpr_full"]
+    near = sum(abs(row["pls_sigmas"]) <= 2 for row in full)
+    largest = max((abs(row["pls_sigmas"]) for row in full), default=0.0)
+    return (
+        f"PLS of saves of all rows: within two standard errors of E[PLS] in {near} of {len(full)} settings, "
+        f"at most {largest:.1f} away"
+    )
+
+
+COLUMNS = ("recovery", "", "cost %", "+-", "least %", "PLS", "+-", "E[PLS]", "accesses lost", "written")
+
+
+def _order(row: Mapping[str, Any]) -> tuple[int, int, float]:
+    return list(emulation.CONTESTANTS).index(row["recovery"]), row["servers"], row["r"]
+
+
+def _as_row(row: Mapping[str, Any], varied: str) -> tuple[str, ...]:
+    return (
+        row["recovery"],
+        varied,
+        f"{row['overhead_pct']['mean']:.3f}",
+        f"{row['overhead_pct']['standard_error']:.3f}",
+        f"{row['least_overhead_pct']:.3f}",
+        f"{row['pls']['mean']:.4f}",
+        f"{row['pls']['standard_error']:.4f}",
+        f"{row['closed_form_pls']:.4f}" if row["recovery"] == "cpr_full" else "-",
+        f"{row['updates_lost']['mean']:.4f}",
+        f"{row['written_tables']:.2f}",
+    )
