@@ -26,7 +26,17 @@ from gba_hvd.errors import BadInput, StateMismatch
 from gba_hvd.mode_names import MODES
 from gba_hvd.ps import launch
 from gba_hvd.ps.messages import JobPosition
-from gba_hvd.reading.datasets import Dataset, MapDataset, OrderedDataset, TakeRows, pinned, reads
+from gba_hvd.reading.datasets import (
+    Dataset,
+    LanedDataset,
+    LaneOrder,
+    MapDataset,
+    OrderedDataset,
+    TakeRows,
+    pinned,
+    reads,
+)
+from gba_hvd.reading.lane_readers import Announce, LaneReaders
 from gba_hvd.reading.read_ahead import ReadAhead, Share
 from gba_hvd.reading.reader_processes import ReaderProcesses
 from gba_hvd.reading.settings import Collate, ReadSettings
@@ -128,6 +138,7 @@ class _Epoch:
 
     _read: Callable[[Share], Any]
     _ahead: ReadAhead | None = None
+    _reader_of: Callable[[Share], int] | None = None
 
     def __init__(
         self,
@@ -150,7 +161,8 @@ class _Epoch:
         """Before the first micro-batch: start what reads, to be ended with `reading`."""
         order = self._order
         if order.own:
-            self._rows_at = cast(OrderedDataset, dataset).order(order.seed, order.epoch).rows
+            own = cast(OrderedDataset, dataset).order(order.seed, order.epoch, self.cut)
+            self._rows_at = own.rows
         takers: list[Callable[[Share], Any]] = [lambda share: read(self._rows(share))]
         if settings.num_workers:
             processes = ReaderProcesses(dataset, settings.collate_fn, settings.num_workers, settings.worker_init_fn)
@@ -158,9 +170,13 @@ class _Epoch:
             takers = [partial(self._read_there, processes, number) for number in range(settings.num_workers)]
         if settings.pin_memory:
             takers = [partial(_pinned, take) for take in takers]
-        self._read = takers[0]
+        if order.own and isinstance(dataset, LanedDataset):
+            announce = processes.will_read if settings.num_workers else _announce_to(dataset)
+            reading.callback(dataset.end_reading)
+            self._reader_of = LaneReaders(cast(LaneOrder, own), len(takers), self._micro_of, announce).reader_of
+        self._read = partial(self._read_here, takers[0])
         if settings.depth:
-            self._ahead = reading.enter_context(ReadAhead(takers, settings.depth))
+            self._ahead = reading.enter_context(ReadAhead(takers, settings.depth, self._reader_of))
             self._read = self._ahead.read
         if settings.num_workers:
             reading.callback(processes.close)  # first, so that no thread waits for a process that hangs
@@ -178,15 +194,24 @@ class _Epoch:
     def runs_model(self, batch: Any) -> bool:
         return self._keys.runs_model(batch)
 
+    def _read_here(self, take: Callable[[Share], Any], share: Share) -> Any:
+        if self._reader_of is not None:
+            self._reader_of(share)
+        return take(share)
+
     def _read_there(self, processes: ReaderProcesses, number: int, share: Share) -> Any:
         return processes.take(number, self._rows(share), self._seed(share))
 
     def _rows(self, share: Share) -> np.ndarray:
         """int64 [n]: the samples of some neighbouring micro-batches."""
         cut, (index, n_micro) = self.cut, share
-        micros = [self._moved.get(micro, micro) for micro in range(index, index + n_micro)]
+        micros = [self._micro_of(micro) for micro in range(index, index + n_micro)]
         rows = [self._rows_at(micro * cut.micro_batch, cut.samples_of_micro(micro)) for micro in micros]
         return rows[0] if n_micro == 1 else np.concatenate(rows)
+
+    def _micro_of(self, index: int) -> int:
+        """The micro-batch that stands at an index of the epoch."""
+        return self._moved.get(index, index)
 
     def _seed(self, share: Share) -> int:
         return table_seed(self._order.seed, f"reading micro-batch {share[0]} of epoch {self.epoch}")
@@ -233,6 +258,10 @@ class _Epoch:
 
     def leave_mode(self, position: JobPosition) -> None:
         leave_ps.leave(self._state.engine, position)
+
+
+def _announce_to(dataset: LanedDataset) -> Announce:
+    return lambda reader, now, after: dataset.will_read(now, after)
 
 
 def _pinned(read: Callable[[Share], Any], share: Share) -> Any:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
+from gba_hvd.epoch import EpochPlan
 from gba_hvd.errors import BadInput
 from gba_hvd.reading.settings import Collate
 
@@ -45,10 +47,40 @@ class OrderedDataset(Protocol):
 
     @property
     def order_digest(self) -> int:
-        """int64, not 0: another one where `order` is another one."""
+        """int64, not 0: another one where `order`, or the samples themselves, are others."""
 
-    def order(self, seed: int, epoch: int) -> Order:
-        """The order of an epoch that is shuffled, by these two numbers and the data only."""
+    def order(self, seed: int, epoch: int, plan: EpochPlan) -> Order:
+        """The order of an epoch that is shuffled, by these and the data only. plan: how it is cut in micro-batches."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Groups of samples that are needed at once, by number, in a lane: the micro-batches i of one i mod M."""
+
+    lane: int
+    window: int
+    groups: tuple[int, ...]
+
+
+class LaneOrder(Order, Protocol):
+    """An order in which each lane goes through blocks of groups, one after the other."""
+
+    def block(self, micro: int) -> Block:
+        """Where the first sample of a micro-batch lies."""
+
+    def after(self, block: Block) -> Block | None:
+        """The next one of the same lane."""
+
+
+@runtime_checkable
+class LanedDataset(Protocol):
+    """A dataset that has to decode groups of samples, and can do it ahead. Its `order` gives a `LaneOrder`."""
+
+    def will_read(self, now: Block, after: Block | None) -> None:
+        """Before samples of `now` are read in this process, which may also read `after` later. Returns at once."""
+
+    def end_reading(self) -> None:
+        """Nothing that was announced is needed any more. Returns when nothing is decoded ahead."""
 
 
 def reads(dataset: Dataset | MapDataset, collate_fn: Collate | None = None) -> TakeRows:
