@@ -58,6 +58,7 @@ class ParameterServerMode:
             given = servers.ask(epoch.epoch, epoch.n_samples, lrs, engine.progress.step, lambda: ahead.is_closed)
             if given.lease is None:
                 return given, None, []
+            epoch.expect(range(micro, micro + 1) for micro in (given.lease.micro, *given.lease.expected))
             batch = epoch.read(given.lease.micro)
             if not servers.several_hosts:
                 return given, batch, []

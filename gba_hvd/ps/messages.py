@@ -157,10 +157,13 @@ class JobPosition(Struct, tag="Position"):
 
 
 class LeaseGrant(Struct, tag="GivenLease"):
+    """expected: micro-batches that the worker will probably get next, to be read ahead; nothing is promised."""
+
     micro: int
     serial: int
     token: int
     n_samples: int
+    expected: list[int] = []
 
 
 class PlannedMember(Struct):

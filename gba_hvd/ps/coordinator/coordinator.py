@@ -161,7 +161,8 @@ class Coordinator:
             handed = self._given.get(answer.micro)
             if handed is None or handed.serial != answer.serial:
                 self._given[answer.micro] = _Handed(answer.serial, request.worker, self._clock())
-            lease = LeaseGrant(answer.micro, answer.serial, answer.token, answer.n_samples)
+            expected = ledger.expected(request.worker)
+            lease = LeaseGrant(answer.micro, answer.serial, answer.token, answer.n_samples, expected)
             return LeaseReply(self.position(), lease)
         if isinstance(answer, Finished):
             return None if self._awaits_chief(request.worker) else LeaseReply(self.position(), None, "finished")

@@ -24,6 +24,7 @@ from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.ps.coordinator.staleness import weighting
 
 MAX_STALENESS = 1000  # the histogram's last key: this staleness or more
+_FREE, _OTHERS = 2, 3  # lanes that no worker reads, and that others do
 _REVOKED_KEPT = 4096  # revoked serials remembered; a push of an older one is ignored too, as a repeated one
 
 
@@ -143,7 +144,9 @@ class Ledger:
         self._by_index = discipline.name in ("gba", "bsp")  # tokens; M pushes make a step
         self._first_step = step - steps_done
         self._n_total = -(-cut.n_samples // cut.micro_batch)
-        self._next = self._n_resolved = min(steps_done * cut.n_micro, self._n_total)
+        self._next = self._n_resolved = min(steps_done * cut.n_micro, self._n_total)  # the first of the next row
+        self._row: list[int] = []  # of the step that is being handed out: what is left, ascending
+        self._readers: dict[int, list[int]] = {}  # by lane (index mod M): the last two workers that got it, newest last
         self._again: list[int] = []  # a heap: micro-batches to be handed out again
         self._serial = last_serial
         self._outstanding: dict[int, _Work] = {}  # by serial
@@ -165,6 +168,9 @@ class Ledger:
     def leave(self, worker: int) -> list[int]:
         """The worker is gone: revoke its leases. What it pushed stays. Returns the micro-batches, ascending."""
         self._clock.pop(worker, None)
+        for readers in self._readers.values():
+            if worker in readers:
+                readers.remove(worker)
         micros = sorted(lease.micro for lease in self.outstanding(worker))
         for micro in micros:
             self.revoke(micro)
@@ -174,6 +180,8 @@ class Ledger:
 
     def lease(self, worker: int, request: int) -> Lease | Waiting | Finished | Drained:
         """A micro-batch for this worker, or why there is none. A worker may hold several.
+
+        Of those of one step a worker gets the lanes that it had before, if it can: what it reads for them is there.
 
         request: a number that the worker chose. The same one again gives the same lease as long as that is
         outstanding, for the answer may have been lost.
@@ -193,12 +201,22 @@ class Ledger:
             micro = heapq.heappop(self._again)
             self.reissued += 1
         else:
-            micro = self._next
-            self._next += 1
+            micro = self._take(worker)
         self._serial += 1
         work = _Work(worker, request, micro, self._serial, self._token(micro))
         self._hand_out(work)
         return self._lease(work)
+
+    def expected(self, worker: int, n: int = 16) -> list[int]:
+        """Micro-batches that this worker will probably get next, in this order; so many at most."""
+        rows, step = [list(self._row)], self._next
+        while step < self._n_total and len(rows) <= n:
+            rows.append(self._row_from(step))
+            step += len(rows[-1])
+        if len(self._clock) > 1:
+            rows = [[micro for micro in row if self._rank(worker, micro)[0] < _FREE] for row in rows]
+            rows[0] += [micro for micro in self._row if self._rank(worker, micro)[0] == _FREE][:1]
+        return [micro for row in rows for micro in row][:n]
 
     def accept(
         self, worker: int, micro: int, serial: int, refused: str | None = None, values_step: int = -1
@@ -311,7 +329,7 @@ class Ledger:
     @property
     def drained(self) -> bool:
         in_flight = self._again or self._outstanding or self._accepted or self._decided
-        return self._held and self._at_boundary and not in_flight
+        return self._held and not self._row and not in_flight
 
     # A look
 
@@ -333,7 +351,7 @@ class Ledger:
         """
         if self._decided is not None or (not self.finished and self._n_resolved % self.cut.n_micro):
             return None
-        open_ = sorted([*self._again, *(work.micro for work in self._in_flight())])
+        open_ = sorted([*self._again, *self._row, *(work.micro for work in self._in_flight())])
         moved = {place: micro for place, micro in enumerate(open_, self._n_resolved) if place != micro}
         samples = self.cut.samples_of_micro
         return moved if all(samples(place) == samples(micro) for place, micro in moved.items()) else None
@@ -369,6 +387,7 @@ class Ledger:
             "refused": self.refused,
             "first_step": self._first_step,
             "next": self._next,
+            "row": list(self._row),
             "n_resolved": self._n_resolved,
             "again": sorted(self._again),
             "serial": self._serial,
@@ -401,6 +420,7 @@ class Ledger:
         ledger.staleness_histogram = {key: count for key, count in state["histogram"]}
         ledger.reissued, ledger.repeated, ledger.refused = state["reissued"], state["repeated"], state["refused"]
         ledger._first_step, ledger._next, ledger._n_resolved = state["first_step"], state["next"], state["n_resolved"]
+        ledger._row = list(state["row"])
         ledger._again, ledger._serial = list(state["again"]), state["serial"]  # sorted, so a heap
         for fields in state["outstanding"]:
             ledger._hand_out(_Work(*fields))
@@ -439,7 +459,7 @@ class Ledger:
             if any(self._is_fresh(work) and work.worker == worker for work in self._in_flight()):
                 return f"its part of step {self.step + 1} is done or in its hands"
         elif self._by_index and rules.lookahead is not None and not self._again:
-            ahead = self._token(self._next) - self.step
+            ahead = self._token(self._row[0] if self._row else self._next) - self.step
             if ahead > rules.lookahead:
                 return f"the next micro-batch is {ahead} steps ahead, the lookahead is {rules.lookahead}"
         return None
@@ -485,12 +505,32 @@ class Ledger:
     # Book-keeping
 
     @property
-    def _at_boundary(self) -> bool:
-        return self._next % self.cut.n_micro == 0 or self._next == self._n_total
-
-    @property
     def _nothing_to_hand_out(self) -> bool:
-        return not self._again and (self._next == self._n_total or (self._held and self._at_boundary))
+        return not self._again and not self._row and (self._next == self._n_total or self._held)
+
+    def _take(self, worker: int) -> int:
+        """The next micro-batch for this worker, of the step that is being handed out."""
+        if not self._row:
+            self._row = self._row_from(self._next)
+            self._next += len(self._row)
+        micro = min(self._row, key=lambda one: self._rank(worker, one))
+        self._row.remove(micro)
+        readers = self._readers.setdefault(micro % self.cut.n_micro, [])
+        self._readers[micro % self.cut.n_micro] = [*(one for one in readers if one != worker), worker][-2:]
+        return micro
+
+    def _row_from(self, first: int) -> list[int]:
+        """From a micro-batch on, those of its step."""
+        return list(range(first, min((first // self.cut.n_micro + 1) * self.cut.n_micro, self._n_total)))
+
+    def _rank(self, worker: int, micro: int) -> tuple[int, int]:
+        """Whether the worker reads the lane of this micro-batch: the less, the sooner it gets it."""
+        readers = self._readers.get(micro % self.cut.n_micro, [])
+        if readers[-1:] == [worker]:
+            return 0, micro
+        if worker in readers:
+            return 1, micro
+        return (_OTHERS, -micro) if readers else (_FREE, micro)
 
     def _in_flight(self) -> list[_Work]:
         return [*self._outstanding.values(), *self._accepted]
