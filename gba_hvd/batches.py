@@ -26,6 +26,7 @@ from gba_hvd.errors import BadInput, StateMismatch
 from gba_hvd.mode_names import MODES
 from gba_hvd.ps import launch
 from gba_hvd.ps.messages import JobPosition
+from gba_hvd.reading.batch_size import check_n_samples
 from gba_hvd.reading.datasets import (
     Dataset,
     LanedDataset,
@@ -80,8 +81,9 @@ def batches(
     num_workers: processes of this worker that read; 0: it reads itself. They are forked from a process that has only
     imported torch, get a copy of the dataset in each epoch, and end with the epoch. Before each batch the generators of
     `random`, `numpy.random` and torch are seeded there by seed, epoch and micro-batch.
-    prefetch: batches read ahead of the training by each of these processes (2 when left out), or by one thread
-    (num_workers=0; none when left out). In asynchronous modes a micro-batch is read beside the one before it, always.
+    prefetch: batches read ahead of the training by each of these processes, or by one thread (num_workers=0); 2 when
+    left out. 0: the training loop reads. In asynchronous modes those that this worker will probably get are read ahead,
+    and with 0 a micro-batch is read beside the one before it.
     collate_fn: makes a batch of a list of samples of a map-style dataset; torch's `default_collate` when left out.
     pin_memory: copy the tensors of each batch to pinned memory, for GPUs. worker_init_fn: called with 0 ..
     num_workers - 1 in each reader process before it reads.
@@ -89,7 +91,8 @@ def batches(
     Raises StateMismatch when the workers' datasets or settings differ, or when an epoch that is partly done was begun
     with other samples or in another order: its position would mean nothing. Raises BadInput for settings that would
     have no effect and for a dataset that cannot be copied to reader processes; ReaderDied (a GbaError) when one of
-    these has ended; and what reading a batch raises.
+    these has ended; BadInput for a batch that has another number of samples than were asked for, where its label, its
+    ids or all its tensors show that; and what reading a batch raises.
     """
     settings = ReadSettings(num_workers, prefetch, collate_fn, pin_memory, worker_init_fn)
     read = reads(dataset, collate_fn)
@@ -187,6 +190,10 @@ class _Epoch:
 
     def read(self, index: int, n_micro: int = 1) -> Any:
         batch = self._read((index, n_micro))
+        micros = range(index, index + n_micro)
+        n_samples = sum(self.cut.samples_of_micro(self._micro_of(micro)) for micro in micros)
+        where = f"epoch {self.epoch}, micro-batch {index}" + (f" and {n_micro - 1} more" if n_micro > 1 else "")
+        check_n_samples(batch, n_samples, where, self._keys.ids_by_function(batch))
         if dataclasses.is_dataclass(batch) and not isinstance(batch, type) and hasattr(batch, "index"):
             return dataclasses.replace(batch, index=index)
         return batch
