@@ -1,5 +1,5 @@
 """Trains DeepFM, DLRM or DCN-v2 on a prepared log, raw files or a synthetic log; DIN, DIEN or YoutubeDNN on a synthetic
-behaviour log, YoutubeDNN for retrieval: its test is the recall.
+behaviour log, DIN and DIEN also on a prepared log with histories; YoutubeDNN for retrieval: its test is the recall.
 
     python examples/train_ctr.py --config examples/configs/synthetic.yaml
     horovodrun -np 2 python examples/train_ctr.py --config examples/configs/frappe_deepfm.yaml --data FOLDER
@@ -50,7 +50,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import gba_hvd
 from ctr.build import build_model, build_tables, dense_optimizer, loss_of, refuse_single_sample
-from ctr.config import JobConfig, load
+from ctr.config import OF_SEQUENCES, JobConfig, load
 from ctr.datasets import open_splits, prepared_splits
 from ctr.dry_run import try_batch
 from ctr.measures import evaluate_part, selects
@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
         ])  # fmt: skip
         faults = FaultSchedule.load(given.faults) if given.faults else FaultSchedule()
         if given.dry_run:
-            splits = prepared_splits(config.data)
+            splits = prepared_splits(config.data, config.model.kind in OF_SEQUENCES)
             if splits is not None:
                 refuse_single_sample(config, len(splits.train))
             tried = None if splits is None else try_batch(config, splits)
@@ -114,9 +114,9 @@ def run(config: JobConfig, summary: JobSummary, faults: FaultSchedule) -> None:
 
         hvd.init()
     torch.manual_seed(config.seed)
-    splits = open_splits(config.data)
+    splits = open_splits(config.data, config.model.kind in OF_SEQUENCES)
     refuse_single_sample(config, len(splits.train))
-    tables = build_tables(config, splits.train.tables)
+    tables = build_tables(config, splits.train)
     model = build_model(config, tables, splits.train)
     # The same weights everywhere, but dropout of its own on every worker.
     torch.manual_seed(config.seed + int(os.environ.get("HOROVOD_RANK", "0")))

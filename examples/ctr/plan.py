@@ -60,12 +60,15 @@ def _data(config: JobConfig, splits: Splits) -> Iterator[tuple[str, str]]:
     if splits.of_day is not None:
         yield "", "each epoch is a day with samples of its own; test samples are those of the day after"
     if config.model.kind in OF_SEQUENCES:
-        history = f"histories of up to {config.data.behaviour.max_length} clicks"
+        made = config.data.preset == "behaviour"
+        longest = config.data.behaviour.max_length if made else config.data.max_history
+        history = f"histories of up to {longest} clicks"
         yield "", f"{history}; features {', '.join(features(config))}"
         return
     multi = [name for name, ids in splits.train.take(np.arange(1)).ids.items() if isinstance(ids, Bag)]
     pooled = f"; multi-valued, pooled by {config.embedding.pooling}: {', '.join(multi)}" if multi else ""
-    yield "", f"{len(splits.train.tables)} categorical and {splits.train.n_dense} numeric fields{pooled}"
+    n_fields = len(splits.train.take(np.arange(1)).ids)
+    yield "", f"{n_fields} categorical and {splits.train.n_dense} numeric fields{pooled}"
 
 
 def _memory(config: JobConfig, rows: Mapping[str, int]) -> Iterator[tuple[str, str]]:
