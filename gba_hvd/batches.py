@@ -33,6 +33,7 @@ from gba_hvd.reading.datasets import (
     LaneOrder,
     MapDataset,
     OrderedDataset,
+    SegmentedDataset,
     TakeRows,
     pinned,
     reads,
@@ -41,18 +42,19 @@ from gba_hvd.reading.lane_readers import Announce, LaneReaders
 from gba_hvd.reading.read_ahead import ReadAhead, Share
 from gba_hvd.reading.reader_processes import ReaderProcesses
 from gba_hvd.reading.settings import Collate, ReadSettings
-from gba_hvd.shm.layout import table_seed
+from gba_hvd.shm.layout import digest, table_seed
 from gba_hvd.switching import enter_ps, leave_ps
 from gba_hvd.switching.requests import switching_of
 from gba_hvd.torch_optimizers import spec_of
 from gba_hvd.trace import TRACE
 from gba_hvd.training.engine import Engine
+from gba_hvd.training.mode import CountRun
 
 __all__ = ["Dataset", "MapDataset", "batches"]
 
 
 def batches(
-    dataset: Dataset | MapDataset,
+    dataset: Dataset | MapDataset | SegmentedDataset,
     state: TorchState,
     *,
     seed: int = 0,
@@ -71,7 +73,8 @@ def batches(
     stands. Workers without a share take part in the steps silently.
 
     dataset: has `take(rows)`, or is a map-style dataset of torch (`__getitem__`, or `__getitems__`). One that has an
-    order of its own (`OrderedDataset`) is shuffled in that.
+    order of its own (`OrderedDataset`) is shuffled in that. Or a `gba_hvd.data.ShardedStream`, whose length nobody
+    knows; the state then needs an `epoch`.
     ids: how to find the table ids in a batch, when it has neither an attribute `ids` nor a key "ids".
     forward: how the loop calls the model, such as `lambda batch: model(batch[0])`; default `model(batch)`. With several
     hosts the rows of a batch are fetched before the loop computes it. Where the ids are only known inside the model
@@ -95,45 +98,109 @@ def batches(
     ids or all its tensors show that; and what reading a batch raises.
     """
     settings = ReadSettings(num_workers, prefetch, collate_fn, pin_memory, worker_init_fn)
-    read = reads(dataset, collate_fn)
+    read = None if isinstance(dataset, SegmentedDataset) else reads(dataset, collate_fn)
     state.ensure_synced()
     if ids is not None and forward is not None:
         raise BadInput("batches(): `ids` and `forward` both say where ids come from: pass one of them")
     engine = state.engine
+    keys = BatchKeys(engine.model.tables, state.model, ids, forward, lambda: engine.n_threads > 1)
+    how = _How(seed, shuffle, settings, keys)
+    epoch = _epoch_of(state, dataset)
+    if state.finished_epoch == epoch:
+        warnings.warn(f"epoch {epoch} is done and has no batches left: advance state.epoch", stacklevel=2)
+    progress = engine.progress
+    progress.n_evaluated, progress.epoch_over = 0, False
+    if isinstance(dataset, SegmentedDataset):
+        yield from _segments(dataset, state, how, epoch)
+    else:
+        assert read is not None
+        yield from _run(dataset, read, state, how, epoch)
+    state.finished_epoch, progress.n_evaluated, progress.epoch_over = epoch, 0, True
+    engine.reports.traffic()
+
+
+@dataclasses.dataclass(frozen=True)
+class _How:
+    """What the user said of the order and of reading."""
+
+    seed: int
+    shuffle: bool
+    settings: ReadSettings
+    keys: BatchKeys
+
+
+def _epoch_of(state: TorchState, dataset: Dataset | MapDataset | SegmentedDataset) -> int:
+    """That of the state; where it has none, the one that is partly done or the next."""
+    epoch: int | None = getattr(state, "epoch", None)
+    if epoch is not None:
+        return epoch
+    if isinstance(dataset, SegmentedDataset):
+        raise BadInput(
+            f"batches(): with a {type(dataset).__name__} the state needs an epoch, since whether one is done is not "
+            "known before its samples are counted: TorchState(..., epoch=0) and `for state.epoch in range(...)`"
+        )
+    model, cursor = state.engine.model, state.engine.progress.cursor
+    n_steps = EpochPlan(len(dataset), model.global_batch, model.micro_batch).n_steps
+    return max(0, cursor.epoch) if cursor.steps_done < n_steps else cursor.epoch + 1
+
+
+def _segments(dataset: SegmentedDataset, state: TorchState, how: _How, epoch: int) -> Generator[Any, None, None]:
+    """The segments of an epoch of unknown length, from the one that the job is in."""
+    engine, model = state.engine, state.engine.model
+    n_micro, cursor = model.global_batch // model.micro_batch, engine.progress.cursor
+    first, n = cursor.segment if cursor.epoch == epoch else 0, dataset.n_segments(n_micro)
+    with contextlib.ExitStack() as reading:
+        reading.callback(dataset.end_reading)
+        following = dataset.segment(first, how.seed, epoch, n_micro, how.shuffle)
+        for number in range(first, n):
+            part = following
+            assert engine.mode is not None
+            steps_together = engine.mode.servers is None and not how.settings.num_workers
+            at = engine.world.rank, engine.world.size, model.together
+            if steps_together:
+                part.count_ahead(*at)
+            rank_of = partial(part.rank_of, together=model.together)
+            sizes = engine.mode.count(CountRun(epoch, number, len(part.shards), part.count, rank_of))
+            part.counted(sizes)
+            if number + 1 < n:
+                following = dataset.segment(number + 1, how.seed, epoch, n_micro, how.shuffle)
+                if steps_together:
+                    following.count_ahead(*at)
+            if sum(sizes):
+                yield from _run(part, reads(part, how.settings.collate_fn), state, how, epoch, number)
+
+
+def _run(
+    dataset: Dataset | MapDataset, read: TakeRows, state: TorchState, how: _How, epoch: int, segment: int = 0
+) -> Generator[Any, None, None]:
+    """The batches of an epoch of known length, or of a segment."""
+    engine = state.engine
     model, progress = engine.model, engine.progress
     cut = EpochPlan(len(dataset), model.global_batch, model.micro_batch)
-    epoch = getattr(state, "epoch", None)
-    if epoch is None:
-        done = progress.cursor.steps_done
-        epoch = max(0, progress.cursor.epoch) if done < cut.n_steps else progress.cursor.epoch + 1
-    first = progress.cursor.steps_done if progress.cursor.epoch == epoch else 0
-    has_order = shuffle and hasattr(dataset, "order") and hasattr(dataset, "order_digest")
+    first = progress.cursor.steps_done if progress.cursor.is_in(epoch, segment) else 0
+    has_order = hasattr(dataset, "order") and hasattr(dataset, "order_digest")
     own: int = cast(OrderedDataset, dataset).order_digest if has_order else 0
     assert engine.mode is not None
     if engine.mode.servers is None:  # else the coordinator checks the same
-        facts = {"samples": len(dataset), "seed": seed, "epoch": epoch, "order of the dataset": own}
-        agree_on(engine.world, "epoch", {**facts, "step of the epoch": first, "step": progress.step})
+        facts = {"samples": len(dataset), "seed": how.seed, "epoch": epoch, "order of the dataset": own}
+        agree_on(
+            engine.world, "epoch", {**facts, "segment": segment, "step of the epoch": first, "step": progress.step}
+        )
         _warn_of_idle_workers(cut, engine.world.rank, engine.world.size, model.together)
-    order = EpochOrder(len(dataset), seed, epoch, shuffle, own)
+    order = EpochOrder(len(dataset), how.seed, epoch, how.shuffle, own, segment)
     if first:
         _refuse_another_order(progress.order, order, first)
     progress.order = order
     _trace(engine, order)
     if engine.mode.servers is None and first < cut.n_steps:
         _begin_in_the_mode_asked_for(engine)
-    if state.finished_epoch == epoch:
-        warnings.warn(f"epoch {epoch} is done and has no batches left: advance state.epoch", stacklevel=2)
-    progress.n_evaluated, progress.epoch_over = 0, False
-    keys = BatchKeys(model.tables, state.model, ids, forward, lambda: engine.n_threads > 1)
     finished = first == cut.n_steps
     with contextlib.ExitStack() as reading:
-        run = _Epoch(len(dataset), state, order, cut, epoch, keys)
+        run = _Epoch(len(dataset), state, order, cut, how.keys)
         if not finished:
-            run.open(dataset, read, settings, reading)
+            run.open(dataset, read, how.settings, reading)
         while not finished:
             finished = yield from engine.mode.micro_batches(run)
-    state.finished_epoch, progress.n_evaluated, progress.epoch_over = epoch, 0, True
-    engine.reports.traffic()
 
 
 class _Epoch:
@@ -149,21 +216,21 @@ class _Epoch:
         state: TorchState,
         order: EpochOrder,
         cut: EpochPlan,
-        epoch: int,
         keys: BatchKeys,
     ) -> None:
-        self.cut, self.epoch, self.n_samples = cut, epoch, n_samples
+        self.cut, self.epoch, self.segment, self.n_samples = cut, order.epoch, order.segment, n_samples
+        self.order_digest = digest(dataclasses.asdict(order))
         self._state, self._order, self._keys = state, order, keys
         self._rows_at: Callable[[int, int], np.ndarray] = order.rows
         cursor = state.engine.progress.cursor
-        self._moved = dict(cursor.moved) if cursor.epoch == epoch else {}
+        self._moved = dict(cursor.moved) if cursor.is_in(order.epoch, order.segment) else {}
 
     def open(
         self, dataset: Dataset | MapDataset, read: TakeRows, settings: ReadSettings, reading: contextlib.ExitStack
     ) -> None:
         """Before the first micro-batch: start what reads, to be ended with `reading`."""
         order = self._order
-        if order.own:
+        if order.own and order.shuffle:
             own = cast(OrderedDataset, dataset).order(order.seed, order.epoch, self.cut)
             self._rows_at = own.rows
         takers: list[Callable[[Share], Any]] = [lambda share: read(self._rows(share))]
@@ -173,7 +240,7 @@ class _Epoch:
             takers = [partial(self._read_there, processes, number) for number in range(settings.num_workers)]
         if settings.pin_memory:
             takers = [partial(_pinned, take) for take in takers]
-        if order.own and isinstance(dataset, LanedDataset):
+        if order.own and order.shuffle and isinstance(dataset, LanedDataset):
             announce = processes.will_read if settings.num_workers else _announce_to(dataset)
             reading.callback(dataset.end_reading)
             self._reader_of = LaneReaders(cast(LaneOrder, own), len(takers), self._micro_of, announce).reader_of
@@ -192,11 +259,15 @@ class _Epoch:
         batch = self._read((index, n_micro))
         micros = range(index, index + n_micro)
         n_samples = sum(self.cut.samples_of_micro(self._micro_of(micro)) for micro in micros)
-        where = f"epoch {self.epoch}, micro-batch {index}" + (f" and {n_micro - 1} more" if n_micro > 1 else "")
+        where = f"{self._name}, micro-batch {index}" + (f" and {n_micro - 1} more" if n_micro > 1 else "")
         check_n_samples(batch, n_samples, where, self._keys.ids_by_function(batch))
         if dataclasses.is_dataclass(batch) and not isinstance(batch, type) and hasattr(batch, "index"):
             return dataclasses.replace(batch, index=index)
         return batch
+
+    @property
+    def _name(self) -> str:
+        return f"epoch {self.epoch}" + (f" segment {self.segment}" if self.segment else "")
 
     def runs_model(self, batch: Any) -> bool:
         return self._keys.runs_model(batch)
@@ -221,7 +292,7 @@ class _Epoch:
         return self._moved.get(index, index)
 
     def _seed(self, share: Share) -> int:
-        return table_seed(self._order.seed, f"reading micro-batch {share[0]} of epoch {self.epoch}")
+        return table_seed(self._order.seed, f"reading micro-batch {share[0]} of {self._name}")
 
     def keys(self, batches: list[Any]) -> list[np.ndarray]:
         return self._keys.of(batches)
@@ -313,9 +384,9 @@ def _trace(engine: Engine, order: EpochOrder) -> None:
 
 
 def _refuse_another_order(begun: EpochOrder | None, order: EpochOrder, steps_done: int) -> None:
-    if begun is None or begun.epoch != order.epoch or begun == order:
+    if begun is None or (begun.epoch, begun.segment) != (order.epoch, order.segment) or begun == order:
         return
-    names = {"n_samples": "samples", "seed": "seed", "shuffle": "shuffle", "own": "order of the dataset"}
+    names = {"n_samples": "samples", "seed": "seed", "shuffle": "shuffle", "own": "order or content of the dataset"}
     pairs = {words: (getattr(begun, name), getattr(order, name)) for name, words in names.items()}
     found = ", ".join(f"{words} {was}, here {now}" for words, (was, now) in pairs.items() if was != now)
     raise StateMismatch(

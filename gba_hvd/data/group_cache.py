@@ -54,19 +54,27 @@ class GroupCache(Generic[_Group]):
             return entry.group
 
     def announce(self, now: Block, after: Block | None) -> None:
-        """These are read now, and those of the same lane after them: decode what is not there yet."""
+        """These are read now, and those of the same lane after them: decode what is not there yet.
+
+        A lane below 0 is kept until it is announced again.
+        """
         following = () if after is None else after.groups
         with self._lock:
             self._turn += 1
             self._lanes[now.lane] = (self._turn, frozenset((*now.groups, *following)))
             oldest = self._turn - _FORGET_AFTER * len(self._lanes)
-            self._lanes = {lane: found for lane, found in self._lanes.items() if found[0] >= oldest}
+            self._lanes = {lane: found for lane, found in self._lanes.items() if lane < 0 or found[0] >= oldest}
             # From the end: the thread that reads begins with the first.
             missing = [one for one in (*reversed(now.groups), *following) if one not in self._kept]
             self._coming.extend(one for one in missing if one not in self._coming)
             if self._coming and self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="gba-hvd groups", daemon=True)
                 self._thread.start()
+
+    def release(self) -> None:
+        """The lanes from 0 on are not read any more."""
+        with self._lock:
+            self._lanes = {lane: found for lane, found in self._lanes.items() if lane < 0}
 
     def close(self) -> None:
         """Decode no further ahead; waits for the group that is being decoded. What is kept stays. May be repeated."""

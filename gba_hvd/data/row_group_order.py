@@ -40,15 +40,24 @@ class RowGroupOrder:
 
     sizes: int64 [g], the samples of each row group; samples are numbered through all groups. plan: the cutting, of as
     many samples. window: groups of a lane whose samples are shuffled together; None: so many that the windows of all
-    lanes together have 8, at least 1
+    lanes together have 8, at least 1. shuffle_groups: False where they come in a random order already
     """
 
-    def __init__(self, sizes: np.ndarray, seed: int, epoch: int, plan: EpochPlan, window: int | None = None) -> None:
+    def __init__(
+        self,
+        sizes: np.ndarray,
+        seed: int,
+        epoch: int,
+        plan: EpochPlan,
+        window: int | None = None,
+        shuffle_groups: bool = True,
+    ) -> None:
         assert int(sizes.sum()) == plan.n_samples
         self._seed, self._epoch, self._plan = seed, epoch, plan
         self._window = window or -(-8 // plan.n_micro)
-        groups = np.empty(len(sizes), dtype=np.int64)
-        kernels.shuffled(len(sizes), 0, self._key("row groups"), groups)
+        groups = np.arange(len(sizes))
+        if shuffle_groups:
+            kernels.shuffled(len(sizes), 0, self._key("row groups"), groups)
         self._lanes = [self._lane(*pieces) for pieces in _dealt(sizes, groups, plan)]
 
     def rows(self, first: int, count: int) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -83,6 +83,41 @@ class LanedDataset(Protocol):
         """Nothing that was announced is needed any more. Returns when nothing is decoded ahead."""
 
 
+@runtime_checkable
+class SegmentedDataset(Protocol):
+    """A dataset whose samples are not counted: an epoch of it is a sequence of segments."""
+
+    def n_segments(self, n_micro: int) -> int:
+        """Of an epoch, with so many micro-batches in a step."""
+
+    def segment(self, number: int, seed: int, epoch: int, n_micro: int, shuffle: bool) -> UncountedSegment:
+        """One of an epoch, from 0; by these and the data only."""
+
+    def end_reading(self) -> None:
+        """Nothing that was to be counted ahead is needed any more. Returns when nothing is read ahead."""
+
+
+class UncountedSegment(OrderedDataset, MapDataset, Protocol):
+    """A part of a `SegmentedDataset`: a dataset of known length once `counted` was called.
+
+    shards: what has to be counted
+    """
+
+    shards: Sequence[Any]
+
+    def count(self, at: int) -> int:
+        """How many samples one of its shards has."""
+
+    def rank_of(self, at: int, size: int, together: int = 1) -> int:
+        """The rank of so many workers that best counts it, as it will train it: in allreduce mode."""
+
+    def count_ahead(self, rank: int, size: int, together: int = 1) -> None:
+        """This rank will count its shards of this segment, and read them in this process. Returns at once."""
+
+    def counted(self, sizes: Sequence[int]) -> None:
+        """How many samples each of its shards has, the same on all workers."""
+
+
 def reads(dataset: Dataset | MapDataset, collate_fn: Collate | None = None) -> TakeRows:
     """A function from numbers of samples, int64 [n], to a batch: `take`, or `__getitem__` and `collate_fn`.
 
@@ -92,8 +127,8 @@ def reads(dataset: Dataset | MapDataset, collate_fn: Collate | None = None) -> T
     if isinstance(dataset, IterableDataset) or not found or not hasattr(dataset, "__len__"):
         raise BadInput(
             f"{name} cannot be read by number: a dataset has __len__ and either take(rows) or __getitem__. "
-            "Micro-batches are handed out by their numbers, to workers that come and go. For files that are read in "
-            "sequence: gba-hvd data prepare, or gba_hvd.data.ParquetStream"
+            "Micro-batches are handed out by their numbers, to workers that come and go. For what is read in sequence: "
+            "gba_hvd.data.ShardedStream(shards, read), ParquetStream, or gba-hvd data prepare"
         )
     take = getattr(dataset, "take", None)
     if take is not None:

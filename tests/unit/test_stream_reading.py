@@ -115,5 +115,5 @@ def test_an_epoch_that_began_with_other_files_is_not_resumed(tmp_path: Path, tra
     for _ in range(5):
         job.micro_step(next(batches))
     batches.close()
-    with pytest.raises(gba_hvd.StateMismatch, match="order of the dataset"):
+    with pytest.raises(gba_hvd.StateMismatch, match="order or content of the dataset"):
         next(gba_hvd.batches(write(path, np.arange(60) % 59), job.state))

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal
 
-from gba_hvd.epoch import EpochPlan, SampleAccount
+from gba_hvd.epoch import EpochPlan, SampleAccount, run_number
 from gba_hvd.errors import BadInput, StateMismatch
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.ps.coordinator.staleness import weighting
@@ -117,9 +117,10 @@ class Ledger:
     A ledger resumes in another process from its `state()`. Save that before an answer leaves: a ledger restored from
     an older one would give out a serial twice.
 
-    steps_done: steps of the epoch that are done already; step: steps applied so far in the job; account: where the
-    samples went, written here as steps are applied; last_serial: of the ledger of the epoch before; skips: a step with
-    a gradient that is not finite is skipped, with all its members; else that gradient is dropped. Raises BadInput.
+    epoch, segment: which they are. steps_done: steps of the epoch that are done already; step: steps applied so far in
+    the job; account: where the samples went, written here as steps are applied; last_serial: of the ledger before;
+    skips: a step with a gradient that is not finite is skipped, with all its members; else that gradient is dropped.
+    Raises BadInput.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class Ledger:
         discipline: Discipline,
         *,
         epoch: int,
+        segment: int = 0,
         steps_done: int,
         step: int,
         account: SampleAccount,
@@ -137,6 +139,7 @@ class Ledger:
         if not 0 <= steps_done <= cut.n_steps:
             raise BadInput(f"steps_done must be from 0 to the epoch's {cut.n_steps} steps, got {steps_done}")
         self.cut, self.discipline, self.epoch, self.step, self.account = cut, discipline, epoch, step, account
+        self.segment = segment
         self.skips = skips
         self.staleness_histogram: dict[int, int] = {}
         self.reissued = self.repeated = self.refused = 0
@@ -157,6 +160,10 @@ class Ledger:
         self._decided: StepPlan | None = None
         self._held = False
         self._clock: dict[int, int] = {}  # by known worker: micro-batches it finished
+
+    @property
+    def run(self) -> int:
+        return run_number(self.epoch, self.segment)
 
     # Workers
 
@@ -379,6 +386,7 @@ class Ledger:
             "cut": vars(self.cut).copy(),
             "discipline": vars(self.discipline).copy(),
             "epoch": self.epoch,
+            "segment": self.segment,
             "step": self.step,
             "account": vars(self.account).copy(),
             "histogram": [list(pair) for pair in sorted(self.staleness_histogram.items())],
@@ -412,6 +420,7 @@ class Ledger:
             cut,
             discipline,
             epoch=state["epoch"],
+            segment=state.get("segment", 0),
             steps_done=0,
             step=state["step"],
             account=account,
