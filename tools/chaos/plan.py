@@ -74,7 +74,9 @@ class Plan:
     workers: at the start, 1 to 3, each under a host name of its own. apart: each name has its own memory and server, so
     that it is a host. mode: at the start; switch_at: step -> mode. inside, outside: faults, JSON values.
     tracking: None, "good", or one of the kinds `tracking_*`. replay: the job writes a trace that is computed again.
-    rule, row_average: as of `GBACallback` and `DistributedOptimizer`
+    rule, row_average: as of `GBACallback` and `DistributedOptimizer`. data: "log", "parquet" (files), "shards" (that
+    are read in sequence, of unknown length). readers: reader processes of each worker. features: items seen before
+    share the table of items
     """
 
     seed: int
@@ -94,6 +96,9 @@ class Plan:
     tracking: str | None = None
     replay: bool = False
     row_average: str = "global"
+    data: str = "log"
+    readers: int = 0
+    features: bool = False
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -174,11 +179,14 @@ def _drawn(seed: int, mode: str) -> Plan:
     if asynchronous == "gba" and rule == "none" and optimizer in RULES["look_ahead"]:
         # Of numbers of its own: what a seed's schedule had before this rule stays as it is.
         rule = "look_ahead" if np.random.default_rng([seed, 21]).random() < 0.5 else "none"
+    of_data = _Draw(np.random.default_rng([seed, 22]))  # of numbers of its own, too
+    data, features = of_data.one("log", "log", "parquet", "shards"), of_data.rng.random() < 0.3
+    readers = int(of_data.one(0, 0, 1, 2))
     return Plan(
         seed, workers, asynchronous if starts_asynchronous else "allreduce", switch_at, apart, compressed, rule,
         optimizer, str(rng.choice(["SGD", "Adagrad", "RowAdagrad", "Adam"])), draw.one("easgd", "ma"),
         int(rng.choice([1, 3, 4])), inside, outside, checkpoints, tracking, replay,
-        draw.one(*ROW_AVERAGES),
+        draw.one(*ROW_AVERAGES), data, readers, features,
     )  # fmt: skip
 
 
