@@ -13,8 +13,8 @@ from torch import nn
 import gba_hvd
 from gba_hvd import BadInput
 from gba_hvd.clipping import Clip, Factors, squares
+from tests.unit.modes.test_allreduce import HOSTS, check_same, train
 from tests.unit.test_optimizer import Reference, check_equal
-from tests.unit.test_workers import HOSTS, check_same, train
 from tests.unit.thread_world import ThreadWorld, Workers, miss_a_result
 
 LIMITS = [{"max_norm": 0.1}, {"max_row_norm": 0.03}, {"max_norm": 0.08, "max_row_norm": 0.03}]

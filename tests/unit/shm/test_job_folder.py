@@ -31,7 +31,7 @@ from gba_hvd.shm.shard_memory import ShardMemory, remove_orphaned_memory
 from recovery.checkpointer import Checkpointer
 from tests.recovery.holders import two_tables
 from tests.unit.conftest import Training
-from tests.unit.test_memory import a_layout, until
+from tests.unit.shm.test_shard_memory import a_layout, until
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
@@ -295,7 +295,7 @@ import numpy as np
 from gba_hvd.errors import ShardMemoryError
 from gba_hvd.shm.shard_memory import ShardMemory
 from recovery.selection.update_tracker import NoRoom, Tracker
-from tests.unit.test_memory import a_layout
+from tests.unit.shm.test_shard_memory import a_layout
 from tests.recovery.holders import two_tables
 
 base = Path("/mnt")
@@ -350,7 +350,7 @@ def test_a_full_file_system_is_a_sentence_and_no_signal() -> None:
     """Looking at the marks of a memory that has none yet takes a page each; so does the head of the tracker's file."""
     mount = 'mount -t tmpfs -o size=256k tmpfs /mnt && exec "$@"'  # gone with the namespace
     command = ["unshare", "--mount", "sh", "-c", mount, "sh", sys.executable, "-c", IN_A_FULL_FILE_SYSTEM]
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, cwd=root)
     said = done.stdout.splitlines()
     ends = [line.split()[1] for line in said if line.split()[0] in ("marks", "dropped", "tracker", "begun")]

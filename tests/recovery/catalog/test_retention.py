@@ -190,7 +190,7 @@ def test_the_blobs_of_a_damaged_checkpoint_stay(ram: RamStore) -> None:
 
 
 def test_beside_a_checkpoint_of_a_newer_format_nothing_is_deleted(ram: RamStore) -> None:
-    from tests.recovery.test_manifest import with_checksum
+    from tests.recovery.format.test_manifest import with_checksum
 
     claim(ram, "job")
     ram.put("manifests/000001-00000000.json", [with_checksum({"format": 9, "manifest": {}})])

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from gba_hvd_tools.cli import build_parser
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 @pytest.fixture(scope="module")

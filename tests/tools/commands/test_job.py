@@ -22,7 +22,7 @@ from gba_hvd.ps.worker.host_server import HostServer
 from gba_hvd.shm import job_board
 from gba_hvd.shm.shard_memory import ShardMemory
 from tests.unit.conftest import Clicks, Training
-from tests.unit.test_memory import a_layout
+from tests.unit.shm.test_shard_memory import a_layout
 
 Start = Callable[[str], ShardMemory]
 

@@ -287,9 +287,9 @@ import sys, signal
 from pathlib import Path
 import numpy as np
 sys.path.insert(0, {here!r})
-import test_memory
+import test_shard_memory
 from gba_hvd.shm.shard_memory import ShardMemory
-memory = ShardMemory.create_or_open(Path({base!r}), "job", test_memory.a_layout(), {grace_s})
+memory = ShardMemory.create_or_open(Path({base!r}), "job", test_shard_memory.a_layout(), {grace_s})
 for shard in range(4):
     memory.init_shard(shard, 0)
 memory.begin(np.array([2]), 1)

@@ -10,7 +10,7 @@ from gba_hvd_tools.bench import cluster_load
 from gba_hvd_tools.bench.harness import emulated_accelerators as emulated
 from gba_hvd_tools.bench.harness import measure, resumable
 
-from tests.unit.test_bench_emulated import Clock
+from tests.tools.bench.test_emulated_accelerators import Clock
 
 DAY = emulated.cluster_day(0.1, 240.0)
 

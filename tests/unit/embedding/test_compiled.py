@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import gba_hvd
 from gba_hvd import Bag, EmbeddingTables, Feature, GbaError, Table
 from tests.unit.conftest import Clicks
-from tests.unit.test_tables import dense_gradients
+from tests.unit.embedding.test_tables import dense_gradients
 
 MakeTables = Callable[..., EmbeddingTables]
 SIZES: dict[str, Table | tuple[int, int]] = {"item": Table(30, 8, padding_idx=4), "user": (50, 8), "ad": (20, 3)}

@@ -20,7 +20,7 @@ from gba_hvd.reading.datasets import reads
 from gba_hvd.reading.read_ahead import ReadAhead, Share
 from gba_hvd.reading.settings import ReadSettings
 from gba_hvd.shm.shard_memory import is_alive
-from tests.unit.test_memory import until
+from tests.unit.shm.test_shard_memory import until
 
 
 class Samples(torch.utils.data.Dataset[dict[str, Any]]):

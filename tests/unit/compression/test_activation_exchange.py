@@ -30,9 +30,9 @@ from gba_hvd.ps.partition import compressed_frames
 from gba_hvd.ps.worker.push_encoder import PushEncoder
 from gba_hvd.ps.worker.remote_rows import RemoteRows
 from gba_hvd.ps.worker.session import DenseParts, PsSession
+from tests.unit.compression.test_row_exchange import rows_of, train
 from tests.unit.conftest import Clicks
-from tests.unit.test_accesses import counted
-from tests.unit.test_compression_rows import rows_of, train
+from tests.unit.embedding.test_accesses import counted
 from tests.unit.thread_world import Workers
 
 S, DIM, FIRST = 3, 4, 300  # shards; of rows; the first key of an activation

@@ -19,7 +19,7 @@ from gba_hvd.shm import reaper, sweep
 from gba_hvd.shm.job_folder import job_folder
 from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.shm.sweep import orphaned_memory
-from tests.unit.test_memory import a_layout, keepers, until
+from tests.unit.shm.test_shard_memory import a_layout, keepers, until
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
