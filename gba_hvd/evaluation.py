@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gba_hvd.accumulators import Frames, Part
 from gba_hvd.batch_keys import BatchKeys
 from gba_hvd.elastic import TorchState
 from gba_hvd.embedding.tables import Ids
 from gba_hvd.errors import BadInput, GbaError, refuse_unknown
-from gba_hvd.metrics import N_ERROR_SUMS, Scores, TaskScores, error_sums, errors_from, logits_of
+from gba_hvd.metrics.accumulators import Frames, Part
+from gba_hvd.metrics.scores import N_ERROR_SUMS, Scores, TaskScores, error_sums, errors_from, logits_of
 from gba_hvd.reading.datasets import Dataset, MapDataset, reads
 from gba_hvd.reading.settings import Collate
 from gba_hvd.training.engine import Engine

@@ -36,10 +36,10 @@ from torch import Tensor, nn
 
 from gba_hvd.averaging.shared_model import SharedModel
 from gba_hvd.batches import Dataset, batches
-from gba_hvd.dense_gradients import DenseGradients
 from gba_hvd.elastic import TorchState
 from gba_hvd.embedding.tables import PulledRows
 from gba_hvd.errors import BadInput, GbaError
+from gba_hvd.gradients.dense_gradients import DenseGradients
 from gba_hvd.training.engine import Engine
 from gba_hvd.training.mode import MicroBatch, SharesReplica
 

@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from gba_hvd import kernels
-from gba_hvd.clipping import Clip
 from gba_hvd.compression import kernels as compression_kernels
 from gba_hvd.compression.spec import Compression, Spec, dense_spec_of, row_spec_of
 from gba_hvd.embedding.tables import EmbeddingTables, join_tables
 from gba_hvd.errors import BadInput
-from gba_hvd.grad_scaler import distribute, scale_of
+from gba_hvd.gradients.clipping import Clip
 from gba_hvd.switching.mode_limits import check_modes
 from gba_hvd.training.engine import Engine
+from gba_hvd.training.grad_scaler import distribute, scale_of
 from gba_hvd.training.model import TrainedModel
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)

@@ -33,8 +33,8 @@ from gba_hvd.compression import sparse_message, value_codec
 from gba_hvd.compression.bypass import Bypass, Cost, Decision, StepTiming
 from gba_hvd.compression.error_feedback import Feedback, Span, plain_of, spans_of
 from gba_hvd.compression.spec import Spec
-from gba_hvd.dense_gradients import DenseGradients
 from gba_hvd.errors import NonFiniteGradient
+from gba_hvd.gradients.dense_gradients import DenseGradients
 
 N_NUMBERS = 5  # of each worker, with each commit: wire_s, codec_s and step_s of the step before, |residual|, not finite
 

@@ -25,14 +25,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gba_hvd import clipping, kernels
+from gba_hvd import kernels
 from gba_hvd.comm.collectives import World, worker_lost
 from gba_hvd.comm.traffic import Traffic, ring
 from gba_hvd.compression.activation_exchange import ActivationExchange
 from gba_hvd.compression.dense_exchange import DenseExchange
 from gba_hvd.compression.row_codec import RowCoder
 from gba_hvd.compression.row_exchange import RowExchange
-from gba_hvd.dense_gradients import DenseGradients
 from gba_hvd.embedding.accesses import count_accesses
 from gba_hvd.embedding.bags import BagLookups
 from gba_hvd.embedding.initial_rows import not_assignable
@@ -45,6 +44,8 @@ from gba_hvd.embedding.row_gradients import (
     unpack,
 )
 from gba_hvd.embedding.tables import EmbeddingTables, PulledRows
+from gba_hvd.gradients import clipping
+from gba_hvd.gradients.dense_gradients import DenseGradients
 from gba_hvd.shm.outbox import Outbox
 from gba_hvd.shm.placement import Placement, WorkerTopology
 from gba_hvd.training.commit_fields import CommitFields

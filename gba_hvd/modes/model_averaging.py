@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from gba_hvd.callbacks import Event
-from gba_hvd.dense_gradients import DenseGradients
+from gba_hvd.gradients.dense_gradients import DenseGradients
 from gba_hvd.modes.parameter_server import ParameterServerMode
 from gba_hvd.ps.worker.replica_worker import ReplicaWorker
 from gba_hvd.training.mode import MicroBatch

@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from gba_hvd.accumulators import Part
 from gba_hvd.errors import GbaError
+from gba_hvd.metrics.accumulators import Part
 from recovery.catalog.claims import Claim
 from recovery.config import Config
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from gba_hvd.clipping import Clip
 from gba_hvd.embedding.row_gradients import ROW_AVERAGES
 from gba_hvd.errors import BadInput
+from gba_hvd.gradients.clipping import Clip
 from gba_hvd.mode_names import REPLICA_MODES
 from gba_hvd.ps.messages import Apply, Enter, Measure, NotFinite, ProtocolError
 from gba_hvd.shm.layout import Layout

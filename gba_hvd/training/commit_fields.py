@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from gba_hvd.dense_gradients import DenseGradients
+from gba_hvd.gradients.dense_gradients import DenseGradients
 
 if TYPE_CHECKING:
     from gba_hvd.ps.worker.worker import PsWorker

@@ -18,9 +18,9 @@ from gba_hvd.comm.collectives import SoloWorld, World
 from gba_hvd.comm.traffic import Traffic
 from gba_hvd.comm.world_formation import Forming
 from gba_hvd.compression import row_exchange
-from gba_hvd.dense_gradients import DenseGradients
 from gba_hvd.errors import GbaError
 from gba_hvd.faults import FaultSchedule
+from gba_hvd.gradients.dense_gradients import DenseGradients
 from gba_hvd.ps import launch
 from gba_hvd.ps.messages import JobPosition, LeaseGrant
 from gba_hvd.training.commit_fields import CommitFields, StepParticipant

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from gba_hvd.clipping import Factors
 from gba_hvd.epoch import EpochOrder, SampleAccount
 from gba_hvd.errors import NonFiniteGradient
-from gba_hvd.loss_scale import LossScale
+from gba_hvd.gradients.clipping import Factors
+from gba_hvd.gradients.loss_scale import LossScale
 from gba_hvd.ps.messages import JobPosition
 from gba_hvd.ps.worker.host_server import HostServer
 from gba_hvd.shm.job_board import Board

@@ -13,14 +13,14 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from torch import Tensor, nn
 
-from gba_hvd.accumulators import Frames, Part
-from gba_hvd.dense_gradients import DenseGradients
 from gba_hvd.embedding.bags import BagLookups
 from gba_hvd.embedding.row_gradients import RowGrad
 from gba_hvd.epoch import EpochPlan
+from gba_hvd.gradients.dense_gradients import DenseGradients
+from gba_hvd.metrics.accumulators import Frames, Part
+from gba_hvd.metrics.ranking import Items, Queries
 from gba_hvd.ps.messages import JobPosition, LeaseGrant
 from gba_hvd.ps.worker.worker import PsWorker
-from gba_hvd.ranking import Items, Queries
 
 
 @dataclass(frozen=True)

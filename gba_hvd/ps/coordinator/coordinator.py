@@ -15,9 +15,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from gba_hvd.clipping import Clip
 from gba_hvd.epoch import EpochPlan, SampleAccount
-from gba_hvd.loss_scale import LossScale
+from gba_hvd.gradients.clipping import Clip
+from gba_hvd.gradients.loss_scale import LossScale
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.ps.coordinator.ledger import Drained, Finished, Lease, Ledger, StepPlan
 from gba_hvd.ps.messages import (

@@ -29,12 +29,13 @@ from typing import Any
 
 import numpy as np
 
-from gba_hvd import clipping, kernels, update_rules
+from gba_hvd import kernels, update_rules
 from gba_hvd.compression.dense_deltas import DenseDeltas
 from gba_hvd.embedding.accesses import count_accesses
 from gba_hvd.embedding.row_gradients import RowGrad, average_over_contributors
 from gba_hvd.embedding.row_optimizers import RowOptimizer, TableOptimizers
 from gba_hvd.errors import NonFiniteGradient
+from gba_hvd.gradients import clipping
 from gba_hvd.mode_names import REPLICA_MODES
 from gba_hvd.ps import messages, validation
 from gba_hvd.ps.dense_file import DenseTensor

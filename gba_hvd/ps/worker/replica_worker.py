@@ -46,10 +46,10 @@ from gba_hvd.comm.collectives import World
 from gba_hvd.comm.traffic import Traffic
 from gba_hvd.compression.dense_push import Frame
 from gba_hvd.compression.row_codec import RowCoder
-from gba_hvd.dense_gradients import DenseGradients
 from gba_hvd.embedding.row_gradients import RowGrad
 from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.errors import NonFiniteGradient
+from gba_hvd.gradients.dense_gradients import DenseGradients
 from gba_hvd.ps import messages
 from gba_hvd.ps.client import Reply
 from gba_hvd.ps.worker.replies import request, wait_reply

@@ -12,17 +12,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from gba_hvd.accumulators import Frames, Part
 from gba_hvd.comm.collectives import World, worker_lost
 from gba_hvd.compression.dense_exchange import DenseExchange
 from gba_hvd.compression.dense_push import Frame
 from gba_hvd.compression.error_feedback import Feedback, NonFiniteResidual
 from gba_hvd.compression.row_codec import RowCoder
-from gba_hvd.dense_gradients import DenseGradients
 from gba_hvd.embedding.bags import BagLookups
 from gba_hvd.embedding.row_gradients import RowGrad
 from gba_hvd.embedding.tables import EmbeddingTables, PulledRows
 from gba_hvd.errors import GbaError, NonFiniteGradient
+from gba_hvd.gradients.dense_gradients import DenseGradients
+from gba_hvd.metrics.accumulators import Frames, Part
 from gba_hvd.ps import messages
 from gba_hvd.ps.client import Client, Reply
 from gba_hvd.ps.worker import dense_export

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gba_hvd.averaging.replica import Replica, is_finite
-from gba_hvd.dense_gradients import DenseGradients
+from gba_hvd.gradients.dense_gradients import DenseGradients
 
 
 def made(values: list[float]) -> tuple[nn.Parameter, nn.Parameter, Replica]:

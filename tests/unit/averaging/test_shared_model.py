@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import gba_hvd
 from gba_hvd.averaging.shared_model import SharedModel
-from gba_hvd.dense_gradients import DenseGradients
+from gba_hvd.gradients.dense_gradients import DenseGradients
 from gba_hvd.ps.worker.lease_prefetch import LeasePrefetcher
 
 

@@ -21,7 +21,7 @@ from gba_hvd.averaging.sync_thread import SyncThread
 from gba_hvd.callbacks import Event
 from gba_hvd.comm.collectives import SoloWorld, WorldLeft
 from gba_hvd.comm.traffic import Traffic
-from gba_hvd.dense_gradients import DenseGradients
+from gba_hvd.gradients.dense_gradients import DenseGradients
 from gba_hvd.switching.requests import ModeRequests
 from gba_hvd.tracking import gauges
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gba_hvd.dense_gradients import DenseGradients
 from gba_hvd.embedding.row_gradients import RowGrad, distinct, merge, pack_by_owner, unpack
 from gba_hvd.errors import BadInput
+from gba_hvd.gradients.dense_gradients import DenseGradients
 
 
 def row_grad(keys: list[int], dim: int, seed: int = 0) -> RowGrad:

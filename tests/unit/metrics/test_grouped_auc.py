@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from gba_hvd.accumulators import Part, accumulator, combined
 from gba_hvd.errors import BadInput
-from gba_hvd.grouped_auc import GroupedScores, grouped_auc, grouped_auc_from
-from gba_hvd.metrics import error_sums, errors_from, exact_auc
+from gba_hvd.metrics.accumulators import Part, accumulator, combined
+from gba_hvd.metrics.grouped_auc import GroupedScores, grouped_auc, grouped_auc_from
+from gba_hvd.metrics.scores import error_sums, errors_from, exact_auc
 from gba_hvd.tracking.epochs import chooser
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gba_hvd.errors import BadInput
-from gba_hvd.ranking import (
+from gba_hvd.metrics.ranking import (
     ItemLists,
     Items,
     Queries,
@@ -74,7 +74,7 @@ def scores(parts: list[Items], queries: Queries) -> RetrievalScores:
 def test_figures_are_those_of_loops_over_all_items_however_they_are_divided(
     monkeypatch: pytest.MonkeyPatch, n_parts: int, at_once: int
 ) -> None:
-    monkeypatch.setattr("gba_hvd.ranking._AT_ONCE", at_once)
+    monkeypatch.setattr("gba_hvd.metrics.ranking._AT_ONCE", at_once)
     items, queries = some_items(), some_queries()
     part_of = np.random.default_rng(3).integers(0, n_parts, len(items.numbers))
     part_of[part_of == n_parts - 1] = 0 if n_parts > 1 else n_parts - 1  # the last part is empty

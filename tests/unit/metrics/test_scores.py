@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from gba_hvd.errors import BadInput
-from gba_hvd.metrics import ScoreAccumulator, Scores, exact_auc, logits_of, scores_from
+from gba_hvd.metrics.scores import ScoreAccumulator, Scores, exact_auc, logits_of, scores_from
 
 
 def some_scores(n: int, seed: int = 0, decimals: int = 6) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

@@ -25,8 +25,8 @@ import torch
 
 import gba_hvd
 from gba_hvd import torch_optimizers
-from gba_hvd.dense_gradients import DenseGradients
 from gba_hvd.embedding.row_gradients import RowGrad
+from gba_hvd.gradients.dense_gradients import DenseGradients
 from gba_hvd.ps import launch as companion
 from gba_hvd.ps import messages, transport
 from gba_hvd.ps.client import Client

@@ -255,7 +255,7 @@ def train(run: Run, log: Log) -> dict[str, Any]:
 
 
 def exact_auc(logits: np.ndarray, labels: np.ndarray) -> float:
-    from gba_hvd.metrics import exact_auc as auc
+    from gba_hvd.metrics.scores import exact_auc as auc
 
     return auc(logits, labels)
 

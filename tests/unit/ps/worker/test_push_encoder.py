@@ -16,9 +16,9 @@ from gba_hvd.averaging.algorithms import Averaging
 from gba_hvd.compression.dense_exchange import DenseExchange
 from gba_hvd.compression.error_feedback import NonFiniteResidual
 from gba_hvd.compression.row_codec import RowCoder
-from gba_hvd.dense_gradients import DenseGradients
 from gba_hvd.embedding.row_gradients import RowGrad, unpack
 from gba_hvd.errors import GbaError
+from gba_hvd.gradients.dense_gradients import DenseGradients
 from gba_hvd.ps.client import Reply
 from gba_hvd.ps.messages import Endpoint, JobPosition, LeaseGrant, LeaseReply, Ok, Push, PushDone
 from gba_hvd.ps.worker.push_encoder import PushEncoder

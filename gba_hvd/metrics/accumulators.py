@@ -16,8 +16,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from gba_hvd.grouped_auc import GroupedScores, grouped_auc_from
-from gba_hvd.metrics import ScoreAccumulator, ScoreState, scores_from
+from gba_hvd.metrics.grouped_auc import GroupedScores, grouped_auc_from
+from gba_hvd.metrics.scores import ScoreAccumulator, ScoreState, scores_from
 
 Kind = Literal["scores", "grouped scores", "sums"]
 Frames = Sequence[NDArray[Any]]
@@ -35,8 +35,8 @@ class Part:
     """One thing that an evaluation measures; the same on all workers.
 
     name: of the task, "" where there is one only. n_sums: numbers of kind "sums". exact_limit: of kinds with scores,
-    see `metrics`. is_masked: a batch may have fewer scores than samples.
-    may_be_probabilities: whether the outputs are logits was not said, so the first batch is looked at
+    see `metrics.scores`. is_masked: a batch may have fewer scores than samples.
+    may_be_probabilities: whether the outputs are logits is not specified, so the first batch is examined
     """
 
     kind: Kind

@@ -13,7 +13,7 @@ from torch import nn
 import gba_hvd
 from gba_hvd import BadInput, GbaError, NonFiniteGradient
 from gba_hvd.compression import error_feedback
-from gba_hvd.loss_scale import LossScale
+from gba_hvd.gradients.loss_scale import LossScale
 from tests.unit.modes.test_allreduce import check_same
 from tests.unit.test_optimizer import Reference, check_equal
 from tests.unit.thread_world import EventLog, Workers, miss_a_result

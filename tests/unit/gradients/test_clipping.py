@@ -12,7 +12,7 @@ from torch import nn
 
 import gba_hvd
 from gba_hvd import BadInput
-from gba_hvd.clipping import Clip, Factors, squares
+from gba_hvd.gradients.clipping import Clip, Factors, squares
 from tests.unit.modes.test_allreduce import HOSTS, check_same, train
 from tests.unit.test_optimizer import Reference, check_equal
 from tests.unit.thread_world import ThreadWorld, Workers, miss_a_result

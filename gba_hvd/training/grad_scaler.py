@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gba_hvd.errors import BadInput
-from gba_hvd.loss_scale import LossScale
+from gba_hvd.gradients.loss_scale import LossScale
 
 if TYPE_CHECKING:
     from gba_hvd.training.engine import Engine

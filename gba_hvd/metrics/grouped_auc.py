@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from gba_hvd.metrics import ScoreState
+from gba_hvd.metrics.scores import ScoreState
 
 
 @dataclass(frozen=True)
