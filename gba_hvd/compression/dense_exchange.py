@@ -158,9 +158,9 @@ class DenseExchange:
 
     def state(self, world: World) -> dict[str, Any]:
         """For a checkpoint: the sum of all workers' residuals. A collective."""
-        rest = torch.from_numpy(self.feedback.rest.copy())
-        world.sum_("residual", rest)
-        return {"compression": {"rest": rest.numpy(), "missing": 0}}
+        residual = torch.from_numpy(self.feedback.residual.copy())
+        world.sum_("residual", residual)
+        return {"compression": {"rest": residual.numpy(), "missing": 0}}
 
     def load_state(self, state: Mapping[str, Any]) -> int:
         """On one worker of a job that resumes from a checkpoint: it takes over all that was not sent.
@@ -265,7 +265,7 @@ class DenseExchange:
         """Gradients with their residual in half precision; what that rounds off is pending."""
         began_s = time.perf_counter()
         with np.errstate(over="ignore", invalid="ignore"):  # it is refused by name
-            wanted = np.concatenate([flat[s.at] + self.feedback.rest[s.at] for s in shape.spans])
+            wanted = np.concatenate([flat[s.at] + self.feedback.residual[s.at] for s in shape.spans])
         if not np.isfinite(wanted.sum(dtype=np.float64)):
             for span in shape.spans:
                 self.feedback.refuse_non_finite(span, flat[span.at])

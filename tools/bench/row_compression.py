@@ -411,8 +411,8 @@ class Trained:
 
         problem = self.problem
         keys, inverse = np.unique(problem.ids[:, chosen], return_inverse=True)
-        far, seen = keys % HOSTS != host, self.rows[keys]
-        seen[far] = way.pull(keys[far], seen[far])
+        is_remote, seen = keys % HOSTS != host, self.rows[keys]
+        seen[is_remote] = way.pull(keys[is_remote], seen[is_remote])
         leaf = torch.from_numpy(seen).requires_grad_()
         picked = leaf[torch.from_numpy(inverse.reshape(len(problem.ids), -1))].transpose(0, 1).flatten(1)
         self.optimizer.zero_grad()
@@ -420,7 +420,7 @@ class Trained:
         binary_cross_entropy_with_logits(logits, torch.from_numpy(problem.label[chosen])).backward()
         assert leaf.grad is not None
         grads = leaf.grad.numpy()
-        grads[far] = way.push(keys[far], grads[far])
+        grads[is_remote] = way.push(keys[is_remote], grads[is_remote])
         flat = np.concatenate([p.grad.numpy().ravel() for p in self.tower.parameters()])
         return Gradient(channel.send(flat), keys, grads)
 

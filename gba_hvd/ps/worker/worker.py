@@ -77,8 +77,8 @@ class PsWorker:
     def save_residual(self, feedback: Feedback) -> None:
         """From here on the server of this host knows what this worker has not sent. Before the first lease."""
         self.saved_residual = feedback
-        rest = feedback.rest.copy() if feedback.rest.any() else feedback.rest[:0]
-        pending = self.client.send(self.own_server, messages.Residual(self.worker, self.session.generation), [rest])
+        residual = feedback.residual.copy() if feedback.residual.any() else feedback.residual[:0]
+        pending = self.client.send(self.own_server, messages.Residual(self.worker, self.session.generation), [residual])
         pending.add_done_callback(_log_refusal)
 
     def close(self, finished: bool = True) -> None:
@@ -218,7 +218,7 @@ class PsWorker:
             self._push_window.report(done)
             return what
         if self.saved_residual is not None and self.outgoing.has_residual:
-            frames[self.own_server].append(self.saved_residual.rest.copy())
+            frames[self.own_server].append(self.saved_residual.residual.copy())
         answered = self._push_window.answers(len(frames), done)
         for s, (sent, part) in enumerate(zip(dense, frames, strict=True)):
             body = messages.Push(

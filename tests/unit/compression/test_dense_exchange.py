@@ -38,7 +38,7 @@ class Books:
     def balance(self, jobs: list[Any], lost: np.ndarray | float = 0.0) -> tuple[np.ndarray, np.ndarray]:
         """(all gradients, all that was applied and all that still waits)"""
         gradients = sum(sum(parts) for parts in self.brought.values())
-        waiting = sum(job.state.engine.model.compression.feedback.rest for job in jobs)
+        waiting = sum(job.state.engine.model.compression.feedback.residual for job in jobs)
         return np.asarray(gradients), np.asarray(sum(self.taken.values())) + waiting + lost
 
 
@@ -89,7 +89,7 @@ def test_all_gradients_are_applied_or_wait_and_replicas_stay_equal(
 ) -> None:
     jobs = [on_host(host, compression=spec.always()) for host in hosts]
     workers.together(jobs, lambda job: train(job, clicks(50), 3))
-    assert any(job.state.engine.model.compression.feedback.rest.any() for job in jobs)
+    assert any(job.state.engine.model.compression.feedback.residual.any() for job in jobs)
     check_balance(books, jobs, spec)
     check_replicas(jobs)
     assert {job.state.step for job in jobs} == {12}
@@ -128,7 +128,7 @@ def test_a_residual_that_is_not_finite_is_named_by_all_workers(
     workers.together(jobs, lambda job: train(job, clicks(50), 1))
     exchange = jobs[1].state.engine.model.compression
     span = exchange._all.spans[0]
-    exchange.feedback.rest[span.at.start] = np.nan
+    exchange.feedback.residual[span.at.start] = np.nan
     exchange.feedback._residual_is_empty = False
     before = jobs[0].all_dense()
     for job in jobs:
@@ -153,7 +153,7 @@ def test_a_gradient_that_is_refused_does_not_wait(
         job.state.sync()
         exchange = job.state.engine.model.compression
         span = exchange._all.spans[-1]
-        exchange.feedback.rest[span.at] = most
+        exchange.feedback.residual[span.at] = most
         job.state.engine.model.dense.parameters[span.tensor].register_hook(lambda grad: grad.fill_(most))
         train(job, clicks(50), 1)
 
@@ -161,11 +161,11 @@ def test_a_gradient_that_is_refused_does_not_wait(
     assert all(isinstance(outcome, NonFiniteGradient) for outcome in outcomes), outcomes
     for job in jobs:
         exchange = job.state.engine.model.compression
-        exchange.feedback.rest[:] = 0
+        exchange.feedback.residual[:] = 0
         exchange.feedback.begin()
-        exchange.feedback.flush_all(np.zeros_like(exchange.feedback.rest), exchange._all.spans)
+        exchange.feedback.flush_all(np.zeros_like(exchange.feedback.residual), exchange._all.spans)
         exchange.feedback.settle()
-        assert not exchange.feedback.rest.any()
+        assert not exchange.feedback.residual.any()
 
 
 @pytest.mark.parametrize("spec", [Compression.topk(0.01).always(), Compression.topk(0.01)], ids=["always", "bypass"])
@@ -242,19 +242,19 @@ def test_what_a_worker_that_leaves_had_not_sent_is_counted_and_late_joiners_begi
     jobs = [on_host(host, compression=spec.always()) for host in "aab"]
     jobs[0].state.register_callbacks([received])
     workers.together(jobs, lambda job: train(job, clicks(50), 1))
-    rest = jobs[1].state.engine.model.compression.feedback.rest.copy()
+    residual = jobs[1].state.engine.model.compression.feedback.residual.copy()
     changed = [jobs[2], jobs[0], on_host("c", compression=spec.always())]
     for job in jobs:
         job.state.on_reset()
         if not is_known:  # an asynchronous mode began since the last commit
             job.state.engine.model.compression.forget_known()
     workers.together(changed, lambda job: job.state.sync())
-    assert not changed[2].state.engine.model.compression.feedback.rest.any()
+    assert not changed[2].state.engine.model.compression.feedback.residual.any()
     (reported,) = received.of("residual_lost")
     assert reported.data["workers"] == 1
     assert reported.data["residual"] > 0 if is_known else reported.data["residual"] is None
     workers.together(changed, lambda job: train(job, clicks(50), 2))
-    gradients, found = books.balance(changed, lost=rest)
+    gradients, found = books.balance(changed, lost=residual)
     np.testing.assert_allclose(found, gradients, rtol=1e-4, atol=1e-6)
     assert len(received.of("residual_lost")) == 1
 
@@ -264,11 +264,11 @@ def test_a_job_that_shrinks_to_one_worker_sends_what_waited(
 ) -> None:
     jobs = [on_host(host, compression=Compression.topk(0.1).always()) for host in "aa"]
     workers.together(jobs, lambda job: train(job, clicks(50), 1))
-    rest = jobs[1].state.engine.model.compression.feedback.rest.copy()
+    residual = jobs[1].state.engine.model.compression.feedback.residual.copy()
     jobs[0].state.on_reset()
     workers.together(jobs[:1], lambda job: train(job, clicks(50), 2))
-    assert not jobs[0].state.engine.model.compression.feedback.rest.any()
-    gradients, found = books.balance(jobs[:1], lost=rest)
+    assert not jobs[0].state.engine.model.compression.feedback.residual.any()
+    gradients, found = books.balance(jobs[:1], lost=residual)
     np.testing.assert_allclose(found, gradients, rtol=1e-4, atol=1e-6)
 
 
@@ -279,8 +279,8 @@ def test_a_checkpoint_has_what_all_workers_had_not_sent(
     states = workers.together(jobs, lambda job: (train(job, clicks(50), 1), rest_of(job))[1])
     again = on_host("c", compression=Compression.topk(0.1).always()).state.engine.model.compression
     again.load_state(states[0])
-    expected = sum(job.state.engine.model.compression.feedback.rest for job in jobs)
-    assert np.array_equal(again.feedback.rest, expected) and expected.any()
+    expected = sum(job.state.engine.model.compression.feedback.residual for job in jobs)
+    assert np.array_equal(again.feedback.residual, expected) and expected.any()
 
 
 def rest_of(job: Any) -> Any:
@@ -291,11 +291,11 @@ def test_a_gradient_that_is_not_finite_stops_all_and_leaves_the_rest(
     workers: Workers, on_host: Any, clicks: Any, books: Books
 ) -> None:
     jobs = [on_host(host, compression=Compression.topk(0.2).always()) for host in "ab"]
-    rests: dict[Any, np.ndarray] = {}
+    residuals: dict[Any, np.ndarray] = {}
 
     def poison(job: Any) -> None:
         for batch in gba_hvd.batches(clicks(50), job.state):
-            rests[job] = job.state.engine.model.compression.feedback.rest.copy()
+            residuals[job] = job.state.engine.model.compression.feedback.residual.copy()
             loss = job.loss(batch) * (float("nan") if batch.index == 9 else 1.0)
             loss.backward()
             job.optimizer.step(loss=loss)
@@ -303,7 +303,7 @@ def test_a_gradient_that_is_not_finite_stops_all_and_leaves_the_rest(
     results = workers.outcomes(jobs, poison)
     assert all(isinstance(result, NonFiniteGradient) for result in results), results
     for job in jobs:
-        assert np.array_equal(job.state.engine.model.compression.feedback.rest, rests[job])
+        assert np.array_equal(job.state.engine.model.compression.feedback.residual, residuals[job])
 
 
 def test_workers_with_different_compressors_are_stopped(workers: Workers, on_host: Any, clicks: Any) -> None:
@@ -462,7 +462,8 @@ def test_a_tensor_that_is_bypassed_alone_takes_its_rest_along(
     check_replicas(jobs)
     first, second, _ = jobs[0].state.engine.model.compression._all.spans
     waiting = [
-        [job.state.engine.model.compression.feedback.rest[span.at].any() for job in jobs] for span in (first, second)
+        [job.state.engine.model.compression.feedback.residual[span.at].any() for job in jobs]
+        for span in (first, second)
     ]
     assert not any(waiting[0]) and any(waiting[1])
 

@@ -55,32 +55,32 @@ def arrived(frames: list[Frame]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-@pytest.mark.parametrize("is_far", [[True, True], [False, True], [False, False]])
-def test_all_pushes_and_the_rest_are_all_gradients(spec: Any, is_far: list[bool]) -> None:
+@pytest.mark.parametrize("is_remote", [[True, True], [False, True], [False, False]])
+def test_all_pushes_and_the_rest_are_all_gradients(spec: Any, is_remote: list[bool]) -> None:
     worker, rng = feedback(spec), np.random.default_rng(0)
-    coder = DensePush(worker, PARTS, is_far, [])
+    coder = DensePush(worker, PARTS, is_remote, [])
     gradients, sent = np.zeros(sum(SIZES)), np.zeros(sum(SIZES))
     for _ in range(20):
         grad = rng.normal(size=sum(SIZES)).astype(np.float32)
         gradients += grad
         frames = coder.frames(grad.copy())
-        assert [frame.coded for frame in frames] == is_far
+        assert [frame.coded for frame in frames] == is_remote
         sent += arrived(frames)
-    np.testing.assert_allclose(sent + worker.rest, gradients, rtol=1e-4, atol=1e-4)
-    near = [t for part, far in zip(PARTS, is_far, strict=True) for t in part if not far or SIZES[t] < 256]
-    for t in near:
-        assert not worker.rest[ENDS[t] : ENDS[t + 1]].any()
+    np.testing.assert_allclose(sent + worker.residual, gradients, rtol=1e-4, atol=1e-4)
+    local = [t for part, remote in zip(PARTS, is_remote, strict=True) for t in part if not remote or SIZES[t] < 256]
+    for t in local:
+        assert not worker.residual[ENDS[t] : ENDS[t + 1]].any()
 
 
 def test_a_push_that_is_not_sent_takes_nothing() -> None:
     worker, grad = feedback(Compression.topk(0.1)), np.ones(sum(SIZES), np.float32)
     coder = DensePush(worker, PARTS, [True, True], [])
     coder.frames(np.random.default_rng(0).normal(size=sum(SIZES)).astype(np.float32))
-    rest = worker.rest.copy()
+    residual = worker.residual.copy()
     grad[ENDS[2]] = np.inf
     with pytest.raises(NonFiniteGradient, match="t2"):
         coder.frames(grad)
-    assert np.array_equal(worker.rest, rest)
+    assert np.array_equal(worker.residual, residual)
 
 
 @pytest.mark.parametrize("network_s_per_mb", [0.0, 1e6])  # the coding is measured: nothing, or all, against it
@@ -101,7 +101,7 @@ def test_each_tensor_of_a_push_goes_the_way_that_pays(network_s_per_mb: float) -
         sent += arrived(frames)
         n_bytes = len(memoryview(frames[1].data).cast("B"))
         coder.answered(1, frames[1], 0.001 + network_s_per_mb * n_bytes / 1e6)
-    np.testing.assert_allclose(sent + worker.rest, gradients, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(sent + worker.residual, gradients, rtol=1e-4, atol=1e-4)
     (decision,) = decisions
     assert set(ways[:12]) == {True, False} and ways[13] is decision.compress is bool(network_s_per_mb)
     assert "dense gradients for server 1 go" in decision.reason and "a push takes" in decision.reason

@@ -66,8 +66,8 @@ def gradients(steps: int, dtype: type = np.float32, seed: int = 0) -> list[np.nd
 def test_all_that_was_sent_and_the_rest_are_all_gradients(spec: Spec) -> None:
     worker, made = feedback(spec), gradients(30)
     sent = sum(send(worker, grad).astype(np.float64) for grad in made)
-    assert np.abs(worker.rest).max() > 0
-    np.testing.assert_allclose(sent + worker.rest, sum(g.astype(np.float64) for g in made), rtol=1e-5, atol=2e-6)
+    assert np.abs(worker.residual).max() > 0
+    np.testing.assert_allclose(sent + worker.residual, sum(g.astype(np.float64) for g in made), rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("spec", [Compression.topk(0.05), Compression.dct(0.05, refresh_every=3)], ids=str)
@@ -78,7 +78,7 @@ def test_selectors_conserve_float64_gradients_bit_for_bit(spec: Spec) -> None:
         grad[plain_of(SIZES, range(4))[0]] = 0
     worker = feedback(spec, np.float64)
     sent = sum(send(worker, grad) for grad in made)
-    assert np.array_equal(sent + worker.rest, sum(made))
+    assert np.array_equal(sent + worker.residual, sum(made))
 
 
 @pytest.mark.parametrize(
@@ -90,13 +90,13 @@ def test_each_step_sent_and_rest_are_what_was_there(spec: Spec, dtype: type) -> 
     """With a selector alone bit for bit, whatever the gradients: only the sum of gradient and rest is rounded."""
     worker = feedback(spec, dtype)
     for grad in gradients(5, dtype):
-        wanted = grad + worker.rest
+        wanted = grad + worker.residual
         sent = send(worker, grad)
         if spec.values == "none":
-            assert np.array_equal(sent + worker.rest, wanted)
-            assert not (sent * worker.rest).any()  # every element is here or there
+            assert np.array_equal(sent + worker.residual, wanted)
+            assert not (sent * worker.residual).any()  # every element is here or there
         else:
-            np.testing.assert_allclose(sent + worker.rest, wanted, rtol=2e-7, atol=1e-12)
+            np.testing.assert_allclose(sent + worker.residual, wanted, rtol=2e-7, atol=1e-12)
 
 
 @pytest.mark.parametrize("spec", EVERYTHING, ids=str)
@@ -108,7 +108,7 @@ def test_keeping_everything_is_no_compressor(spec: Spec) -> None:
             exact[span.at][::100] = 127 / 64
         sent = send(worker, exact.astype(np.float32))
         assert np.array_equal(sent, exact)
-        assert not worker.rest.any()
+        assert not worker.residual.any()
 
 
 @pytest.mark.parametrize("selector", SELECTORS_OF_ALL, ids=str)
@@ -118,18 +118,18 @@ def test_keeping_everything_leaves_the_value_coder_alone(selector: Spec, coder: 
     chained, alone = feedback(selector.then(coder)), feedback(coder)
     for grad in gradients(5):
         assert np.array_equal(send(chained, grad), send(alone, grad))
-        assert alone.rest.any() and np.array_equal(chained.rest, alone.rest)
+        assert alone.residual.any() and np.array_equal(chained.residual, alone.residual)
 
 
 def test_a_step_that_is_computed_again_finds_the_rest_it_had() -> None:
     worker, (first, second, third) = feedback(Compression.dct(0.1).then(Compression.int8)), gradients(3)
     send(worker, first)
-    rest = worker.rest.copy()
+    residual = worker.residual.copy()
     worker.begin()
     worker.encode(second, SPANS, N_SENT, second[:0])
-    assert np.array_equal(worker.rest, rest)
+    assert np.array_equal(worker.residual, residual)
     sent = send(worker, third)
-    np.testing.assert_allclose(sent + worker.rest, rest + third, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(sent + worker.residual, residual + third, rtol=1e-6, atol=1e-7)
 
 
 def test_a_step_that_goes_whole_takes_the_rest_along() -> None:
@@ -139,7 +139,7 @@ def test_a_step_that_goes_whole_takes_the_rest_along() -> None:
     flat = second.copy()
     worker.flush_all(flat, SPANS)
     worker.settle()
-    assert not worker.rest.any() and worker.residual_size == 0
+    assert not worker.residual.any() and worker.residual_size == 0
     assert np.array_equal(flat, second + (first - sent))
     for grad in gradients(3):
         whole = grad.copy()
@@ -147,7 +147,7 @@ def test_a_step_that_goes_whole_takes_the_rest_along() -> None:
         worker.flush_all(whole, SPANS)
         worker.settle()
         assert np.array_equal(whole, grad)
-    np.testing.assert_allclose(send(worker, first) + worker.rest, first, rtol=1e-6)
+    np.testing.assert_allclose(send(worker, first) + worker.residual, first, rtol=1e-6)
 
 
 def test_the_size_of_the_rest_is_known() -> None:
@@ -156,7 +156,7 @@ def test_the_size_of_the_rest_is_known() -> None:
         for grad in gradients(4):
             send(worker, grad)
             assert worker.residual_size == pytest.approx(
-                np.abs(worker.rest).sum(dtype=np.float64), rel=1e-4, abs=1e-6
+                np.abs(worker.residual).sum(dtype=np.float64), rel=1e-4, abs=1e-6
             ), spec
 
 
@@ -176,7 +176,7 @@ def test_topk_sends_as_many_of_each_tensor_as_it_was_asked_for() -> None:
         sent = send(worker, grad)
         assert [np.count_nonzero(sent[span.at]) for span in SPANS] == [70, 300, 25]
         for span in SPANS:
-            assert np.abs(sent[span.at])[sent[span.at] != 0].min() >= np.abs(worker.rest[span.at]).max()
+            assert np.abs(sent[span.at])[sent[span.at] != 0].min() >= np.abs(worker.residual[span.at]).max()
 
 
 def test_a_threshold_is_kept_for_as_many_steps_as_asked() -> None:
@@ -234,7 +234,7 @@ def test_small_tensors_are_left_as_they_are() -> None:
 
 @pytest.mark.parametrize("spec", [Compression.dct(0.1), Compression.topk(0.1), Compression.int8], ids=str)
 @pytest.mark.parametrize(
-    ("of_grad", "of_rest", "error", "words"),
+    ("of_grad", "of_residual", "error", "words"),
     [
         (np.inf, 0.0, NonFiniteGradient, "the gradient of second is not finite"),
         (np.nan, 1.0, NonFiniteGradient, "the gradient of second is not finite"),
@@ -244,15 +244,15 @@ def test_small_tensors_are_left_as_they_are() -> None:
     ],
 )
 def test_what_is_not_finite_is_named(
-    spec: Spec, of_grad: float, of_rest: float, error: type[Exception], words: str
+    spec: Spec, of_grad: float, of_residual: float, error: type[Exception], words: str
 ) -> None:
     worker, (grad,) = feedback(spec), gradients(1)
-    grad[800], worker.rest[800] = of_grad, of_rest
-    rest = worker.rest.copy()
+    grad[800], worker.residual[800] = of_grad, of_residual
+    residual = worker.residual.copy()
     with pytest.raises(error, match=words) as caught:
         worker.encode(grad, SPANS, N_SENT, grad[:0])
     assert type(caught.value) is error
-    assert np.array_equal(worker.rest, rest, equal_nan=True)
+    assert np.array_equal(worker.residual, residual, equal_nan=True)
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
@@ -288,8 +288,8 @@ def test_values_beyond_half_precision_keep_their_rest() -> None:
     worker, grad = feedback(Compression.dct(1.0).then(Compression.fp16)), np.zeros(N, np.float32)
     grad[0], grad[1] = 1e6, 1e-9
     sent = send(worker, grad)
-    assert sent[0] == 65504 and sent[0] + worker.rest[0] == 1e6
-    assert sent[1] == 0 and worker.rest[1] == np.float32(1e-9)
+    assert sent[0] == 65504 and sent[0] + worker.residual[0] == 1e6
+    assert sent[1] == 0 and worker.residual[1] == np.float32(1e-9)
 
 
 @pytest.mark.parametrize("coder", CODERS, ids=str)
@@ -303,7 +303,7 @@ def test_the_largest_numbers_stay_numbers(coder: Spec) -> None:
 def test_numbers_too_small_for_a_scale_wait() -> None:
     worker, grad = feedback(Compression.int8), np.full(N, 1e-44, np.float32)
     assert not send(worker, grad).any()
-    assert worker.rest[0] == np.float32(1e-44)
+    assert worker.residual[0] == np.float32(1e-44)
 
 
 @pytest.mark.parametrize(
@@ -406,16 +406,16 @@ def test_bad_settings_say_what_is_expected(make: Callable[[], object], words: st
 
 
 @pytest.mark.parametrize(
-    ("rest", "words"),
+    ("residual", "words"),
     [
         (np.zeros(3, np.float32), "expected a residual of 3976 numbers"),
         (np.zeros(N, np.float64), "got float64"),
         (np.where(np.arange(N) == 800, np.nan, 0).astype(np.float32), "the residual of second is not finite"),
     ],
 )
-def test_a_residual_that_does_not_fit_is_refused(rest: np.ndarray, words: str) -> None:
+def test_a_residual_that_does_not_fit_is_refused(residual: np.ndarray, words: str) -> None:
     with pytest.raises(BadInput, match=words):
-        feedback(Compression.dct(0.1)).load(rest)
+        feedback(Compression.dct(0.1)).load(residual)
 
 
 def test_an_optimizer_refuses_what_is_no_compressor(training: Callable[..., object]) -> None:

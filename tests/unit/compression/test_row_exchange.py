@@ -122,15 +122,15 @@ def test_gradients_go_back_and_what_does_not_waits(spec: Any, extra: int, share:
 
 
 def test_what_waits_is_forgotten_where_another_row_takes_the_place() -> None:
-    rests, keys, ones = RowResiduals([4], budget_bytes=4 * 24), np.arange(100), np.ones((100, 4), np.float32)
-    rests.keep(0, keys, ones)
-    assert np.array_equal(rests.plus(0, keys, ones), ones), "it is pending"
-    rests.settle()
-    there = rests.plus(0, keys, ones)[:, 0] == 2
-    assert 1 <= there.sum() <= 4 and rests.lost == 4 * (100 - there.sum())
-    rests.keep(0, keys[there], 0 * ones[there])
-    rests.settle()
-    assert np.array_equal(rests.plus(0, keys, ones), ones) and rests.lost == 4 * (100 - there.sum())
+    residuals, keys, ones = RowResiduals([4], budget_bytes=4 * 24), np.arange(100), np.ones((100, 4), np.float32)
+    residuals.keep(0, keys, ones)
+    assert np.array_equal(residuals.plus(0, keys, ones), ones), "it is pending"
+    residuals.settle()
+    there = residuals.plus(0, keys, ones)[:, 0] == 2
+    assert 1 <= there.sum() <= 4 and residuals.lost == 4 * (100 - there.sum())
+    residuals.keep(0, keys[there], 0 * ones[there])
+    residuals.settle()
+    assert np.array_equal(residuals.plus(0, keys, ones), ones) and residuals.lost == 4 * (100 - there.sum())
 
 
 def test_rows_and_gradients_take_a_twentieth_of_the_bytes() -> None:
@@ -226,7 +226,7 @@ def test_a_step_that_is_computed_again_finds_what_waited_for_its_rows(
     send = RowExchange.send
 
     def noting(self: RowExchange, grads: Any, extra: int) -> Any:
-        far = sum(
+        remote = sum(
             float(g.values[np.isin(g.keys, lent)].sum())
             for borrowed in self._borrowed.values()
             for g, lent in zip(grads, borrowed, strict=True)
@@ -234,7 +234,7 @@ def test_a_step_that_is_computed_again_finds_what_waited_for_its_rows(
         received = send(self, grads, extra)
         arrived = sum(float(g.values.sum()) for part in received.values() for g in unpack(part, [4, 3]))
         job = next(job for job in jobs if job.state.engine.model.row_coder is self.coder)
-        books.setdefault(job, {})[job.state.step] = far, arrived  # of the last attempt
+        books.setdefault(job, {})[job.state.step] = remote, arrived  # of the last attempt
         return received
 
     monkeypatch.setattr(RowExchange, "send", noting)
@@ -242,7 +242,9 @@ def test_a_step_that_is_computed_again_finds_what_waited_for_its_rows(
     workers.together(jobs, lambda job: train(job, clicks(50), 2))
     steps = [both for of_job in books.values() for both in of_job.values()]
     assert len(steps) == 8 * len(jobs)
-    waits = sum(float(rests.sum()) for job in jobs for rests in job.state.engine.model.row_coder._residuals._residuals)
+    waits = sum(
+        float(residuals.sum()) for job in jobs for residuals in job.state.engine.model.row_coder._residuals._residuals
+    )
     assert waits and not any(job.state.engine.model.row_coder.lost for job in jobs)
     np.testing.assert_allclose(sum(a for _, a in steps) + waits, sum(g for g, _ in steps), rtol=1e-4, atol=1e-5)
     assert all(0 < density < 1 for density in jobs[0].state.engine.model.row_coder.density)
@@ -272,11 +274,11 @@ def test_all_workers_send_rows_the_way_that_pays_and_lose_nothing(
 
     def noting(self: AllreduceExchange, step: int, parts: Any, scale: float, lr: float, n_skipped: int) -> None:
         assert self.row_exchange is not None
-        coder, is_far = self.row_exchange.coder, ~self._at_home
+        coder, is_remote = self.row_exchange.coder, ~self._is_local
         for by_group in parts:
             for grad, weight in by_group:
-                far = grad.values[is_far[grad.keys % len(is_far)]]
-                gone[coder] = gone.get(coder, 0.0) + weight * float(far.sum(dtype=np.float64))
+                remote = grad.values[is_remote[grad.keys % len(is_remote)]]
+                gone[coder] = gone.get(coder, 0.0) + weight * float(remote.sum(dtype=np.float64))
         exchange(self, step, parts, scale, lr, n_skipped)
         assert self.held is not None
         for part in self.held.remote.values():
@@ -302,9 +304,9 @@ def test_all_workers_send_rows_the_way_that_pays_and_lose_nothing(
     (decision,) = received.of("compression")
     assert ("rows of other hosts go compressed" in decision.message) is pays, decision.message
     waits = sum(
-        float(rests[keys >= 0].sum(dtype=np.float64))
+        float(residuals[keys >= 0].sum(dtype=np.float64))
         for job in jobs
-        for keys, rests in zip(
+        for keys, residuals in zip(
             job.state.engine.model.row_coder._residuals._keys,
             job.state.engine.model.row_coder._residuals._residuals,
             strict=True,
@@ -334,30 +336,30 @@ def test_rows_that_go_as_they_are_take_along_what_waits() -> None:
 
 def test_a_row_that_takes_the_place_of_one_that_went_along_loses_nothing() -> None:
     """One push to two servers, compressed for one of them, whatever comes first."""
-    rests, ones = RowResiduals([4], budget_bytes=2 * 24), np.ones((1, 4), np.float32)
+    residuals, ones = RowResiduals([4], budget_bytes=2 * 24), np.ones((1, 4), np.float32)
     first, second = next(
         np.array(pair).reshape(2, 1)
         for pair in combinations(range(100), 2)
-        if len(set(rests._slots(0, np.array(pair)).tolist())) == 1
+        if len(set(residuals._slots(0, np.array(pair)).tolist())) == 1
     )
-    rests.keep(0, second, ones)
-    rests.settle()
-    rests.keep(0, first, 3 * ones)
-    assert np.array_equal(rests.taken(0, second, 0 * ones), ones)
-    rests.settle()
-    assert np.array_equal(rests.plus(0, first, 0 * ones), 3 * ones)
-    assert not rests.plus(0, second, 0 * ones).any() and rests.lost == 0
+    residuals.keep(0, second, ones)
+    residuals.settle()
+    residuals.keep(0, first, 3 * ones)
+    assert np.array_equal(residuals.taken(0, second, 0 * ones), ones)
+    residuals.settle()
+    assert np.array_equal(residuals.plus(0, first, 0 * ones), 3 * ones)
+    assert not residuals.plus(0, second, 0 * ones).any() and residuals.lost == 0
 
 
 def test_what_waits_is_counted_as_lost_where_it_is_forgotten() -> None:
-    rests, keys = RowResiduals([4]), np.arange(10)
-    rests.keep(0, keys, np.ones((10, 4), np.float32))
-    rests.settle()
-    rests.lose(0, keys[:2])
-    rests.begin()  # that step was not decided
-    assert rests.lost == 0
-    rests.clear()
-    assert rests.lost == 40 and not rests.plus(0, keys, np.zeros((10, 4), np.float32)).any()
+    residuals, keys = RowResiduals([4]), np.arange(10)
+    residuals.keep(0, keys, np.ones((10, 4), np.float32))
+    residuals.settle()
+    residuals.lose(0, keys[:2])
+    residuals.begin()  # that step was not decided
+    assert residuals.lost == 0
+    residuals.clear()
+    assert residuals.lost == 40 and not residuals.plus(0, keys, np.zeros((10, 4), np.float32)).any()
 
 
 def test_rows_of_a_job_that_shrank_to_one_host_take_along_what_waited(
@@ -376,11 +378,11 @@ def test_rows_that_come_home_take_along_what_waited(workers: Workers, on_host: A
     """A host goes, others take its shards over, and still compress what goes between them."""
     jobs = [on_host(host, row_compression=Compression.topk(0.2).always()) for host in "abc"]
     workers.together(jobs, lambda job: train(job, clicks(50), 1))
-    before = [shards_at_home(job) for job in jobs[:2]]
+    before = [is_local(job) for job in jobs[:2]]
     for job in jobs[:2]:
         job.state.on_reset()
     workers.together(jobs[:2], lambda job: job.state.sync())
-    came = [shards_at_home(job) & ~was for job, was in zip(jobs, before, strict=False)]
+    came = [is_local(job) & ~was for job, was in zip(jobs, before, strict=False)]
     waited = [
         job.state.engine.model.row_coder.has_residuals_for(shards) for job, shards in zip(jobs, came, strict=False)
     ]
@@ -388,11 +390,11 @@ def test_rows_that_come_home_take_along_what_waited(workers: Workers, on_host: A
     workers.together(jobs[:2], lambda job: train(job, clicks(50), 4))
     for job, shards in zip(jobs, came, strict=False):
         assert not job.state.engine.model.row_coder.has_residuals_for(shards)
-        assert job.state.engine.model.row_coder.has_residuals_for(~shards_at_home(job))
+        assert job.state.engine.model.row_coder.has_residuals_for(~is_local(job))
 
 
-def shards_at_home(job: Any) -> np.ndarray:
-    return np.asarray(job.state.engine.mode.exchange._at_home)
+def is_local(job: Any) -> np.ndarray:
+    return np.asarray(job.state.engine.mode.exchange._is_local)
 
 
 @pytest.mark.parametrize("selector", [Compression.topk(0.3), Compression.ternary_ef(0.3)], ids=str)

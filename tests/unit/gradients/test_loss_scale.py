@@ -185,9 +185,9 @@ def test_what_overflowed_does_not_stay_in_the_residual(
     settings = {"compression": fewer, "row_compression": fewer}
     jobs = [Job(lambda host=host, **more: on_host(host, **settings, **more), OVERFLOWS) for host in "ab"]
     workers.together(jobs, lambda one: one.train(clicks(50), 2))
-    assert any(one.job.state.engine.model.compression.feedback.rest.any() for one in jobs)
+    assert any(one.job.state.engine.model.compression.feedback.residual.any() for one in jobs)
     for one in jobs:
-        assert np.isfinite(one.job.state.engine.model.compression.feedback.rest).all()
+        assert np.isfinite(one.job.state.engine.model.compression.feedback.residual).all()
         assert np.isfinite(one.job.state.engine.model.row_coder.lost)
         assert one.job.state.samples.steps_skipped == 2
         assert all(np.isfinite(value).all() for value in one.job.all_dense().values())

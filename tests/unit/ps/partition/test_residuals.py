@@ -17,7 +17,7 @@ from recovery import state_codec
 NONE = np.empty(0, np.float32)
 
 
-def rest(*values: float) -> np.ndarray:
+def residual(*values: float) -> np.ndarray:
     return np.array(values, np.float32)
 
 
@@ -32,31 +32,33 @@ def path(tmp_path: Path) -> Path:
 
 def test_the_newest_push_of_a_step_says_what_waits(path: Path) -> None:
     residuals = Residuals.none(path, 1)
-    residuals.came(7, rest(1, 2).tobytes())
+    residuals.came(7, residual(1, 2).tobytes())
     residuals.came(8, b"")
     assert residuals.workers == [7, 8]
-    np.testing.assert_array_equal(residuals.total(), rest(1, 2))
-    residuals.applied([push(7, 5, rest(3, 4)), push(7, 3, rest(9, 9)), push(8, 4, rest(1, 1)), push(9, 6, None)])
-    np.testing.assert_array_equal(residuals.total(), rest(4, 5))
-    residuals.applied([push(7, 2, rest(0, 0))])  # an older lease that was late
-    residuals.came(7, rest(1, 2).tobytes())  # reported again
-    np.testing.assert_array_equal(residuals.total(), rest(4, 5))
+    np.testing.assert_array_equal(residuals.total(), residual(1, 2))
+    residuals.applied(
+        [push(7, 5, residual(3, 4)), push(7, 3, residual(9, 9)), push(8, 4, residual(1, 1)), push(9, 6, None)]
+    )
+    np.testing.assert_array_equal(residuals.total(), residual(4, 5))
+    residuals.applied([push(7, 2, residual(0, 0))])  # an older lease that was late
+    residuals.came(7, residual(1, 2).tobytes())  # reported again
+    np.testing.assert_array_equal(residuals.total(), residual(4, 5))
     residuals.forget(7)
-    np.testing.assert_array_equal(residuals.total(), rest(1, 1))
+    np.testing.assert_array_equal(residuals.total(), residual(1, 1))
     residuals.forget(8)
     assert residuals.total() is None and residuals.workers == []
 
 
 def test_a_successor_of_a_killed_server_has_them_and_another_mode_has_not(path: Path) -> None:
     first = Residuals.none(path, 1)
-    first.came(7, rest(1, 2).tobytes())
+    first.came(7, residual(1, 2).tobytes())
     first.came(8, b"")
-    first.applied([push(7, 5, rest(3, 4))])
+    first.applied([push(7, 5, residual(3, 4))])
     again = Residuals.resume(path, 1)  # nothing of the first one was closed
     assert again.workers == [7, 8]
-    np.testing.assert_array_equal(again.total(), rest(3, 4))
-    again.applied([push(7, 4, rest(0, 0)), push(8, 6, rest(1, 1))])
-    np.testing.assert_array_equal(Residuals.resume(path, 1).total(), rest(4, 5))
+    np.testing.assert_array_equal(again.total(), residual(3, 4))
+    again.applied([push(7, 4, residual(0, 0)), push(8, 6, residual(1, 1))])
+    np.testing.assert_array_equal(Residuals.resume(path, 1).total(), residual(4, 5))
     assert Residuals.resume(path, 2).workers == []
     assert Residuals.none(path, 2).workers == [] and not path.exists()
     assert Residuals.resume(path, 2).workers == []
@@ -64,17 +66,17 @@ def test_a_successor_of_a_killed_server_has_them_and_another_mode_has_not(path: 
 
 def test_a_memory_that_is_full_costs_the_successor_only(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     residuals = Residuals.none(path, 1)
-    residuals.came(7, rest(1, 2).tobytes())
+    residuals.came(7, residual(1, 2).tobytes())
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(SnapshotFile, "write", full)
-    residuals.applied([push(7, 5, rest(3, 4))])
-    np.testing.assert_array_equal(residuals.total(), rest(3, 4))
+    residuals.applied([push(7, 5, residual(3, 4))])
+    np.testing.assert_array_equal(residuals.total(), residual(3, 4))
     monkeypatch.undo()
-    residuals.applied([push(7, 6, rest(5, 6))])
-    np.testing.assert_array_equal(residuals.total(), rest(5, 6))
+    residuals.applied([push(7, 6, residual(5, 6))])
+    np.testing.assert_array_equal(residuals.total(), residual(5, 6))
     assert Residuals.resume(path, 1).workers == [], "rather nothing than what is old"
 
 
@@ -82,13 +84,13 @@ def test_a_memory_that_is_full_costs_the_successor_only(path: Path, monkeypatch:
     ("frame", "words"),
     [
         (b"123", "no whole number of float32"),
-        (rest(1, 2, 3).tobytes(), "a residual of 3 numbers, others have"),
-        (rest(1, np.nan).tobytes(), "not finite"),
+        (residual(1, 2, 3).tobytes(), "a residual of 3 numbers, others have"),
+        (residual(1, np.nan).tobytes(), "not finite"),
     ],
 )
 def test_what_is_no_residual_is_refused(path: Path, frame: bytes, words: str) -> None:
     residuals = Residuals.none(path, 1)
-    residuals.came(7, rest(1, 2).tobytes())
+    residuals.came(7, residual(1, 2).tobytes())
     with pytest.raises(ProtocolError, match=words):
         residuals.came(8, frame)
     assert residuals.workers == [7]
@@ -100,9 +102,9 @@ def part(workers: list[int], residual: np.ndarray | None) -> bytes:
 
 def test_a_checkpoint_has_the_sum_and_says_of_how_many_it_is_not_known() -> None:
     snapshot, position = state_codec.encode({"position": {}}), JobPosition()
-    parts = [part([7], rest(1, 2)), part([8], None), part([9], rest(3, 4))]
+    parts = [part([7], residual(1, 2)), part([8], None), part([9], residual(3, 4))]
     state = state_codec.decode(asynchronous_state(snapshot, parts, position, [7, 8, 10]))
-    np.testing.assert_array_equal(state["compression"]["rest"], rest(4, 6))
+    np.testing.assert_array_equal(state["compression"]["rest"], residual(4, 6))
     assert state["compression"]["missing"] == 1
     nothing = state_codec.decode(asynchronous_state(snapshot, parts[1:2], position, [8]))
     assert nothing["compression"] == {"rest": None, "missing": 0}

@@ -84,7 +84,7 @@ def test_a_gradient_that_overflows_with_its_residual_is_refused_and_named(
     one = worker()
     one.push(2.0)
     assert [type(body) for body in one.reported] == [Push, Push, PushDone]
-    rest = one.exchange.feedback.rest
+    rest = one.exchange.feedback.residual
     rest[0] = 3e38
     before = rest.copy()
     with caplog.at_level(logging.WARNING, "gba_hvd"):
@@ -93,14 +93,14 @@ def test_a_gradient_that_overflows_with_its_residual_is_refused_and_named(
     (done,) = one.reported[3:]
     assert isinstance(done, PushDone) and (done.micro, done.rejected) == (5, what), "the coordinator learns of it"
     assert f"worker of rank 3, micro-batch 5: {what} is not finite" in caplog.text
-    assert np.array_equal(one.exchange.feedback.rest, before)
+    assert np.array_equal(one.exchange.feedback.residual, before)
     assert one.push(0.0) == "", "the next one takes it along"
     one.mode.flush()
 
 
 def test_a_residual_that_is_not_finite_ends_the_worker(worker: Callable[..., Worker]) -> None:
     one = worker()
-    one.exchange.feedback.rest[9] = np.nan
+    one.exchange.feedback.residual[9] = np.nan
     words = "worker of rank 3, micro-batch 5: the residual of w is not finite, .* newest checkpoint"
     with pytest.raises(NonFiniteResidual, match=words):
         one.push(1.0)
@@ -114,10 +114,10 @@ def test_a_momentum_has_no_gradient_that_was_never_sent(worker: Callable[..., Wo
     one.mode.outgoing.slim = SlimWorker(sgd, np.zeros(N, np.float32), by_step=False)
     one.push(2.0)
     assert one.mode.outgoing.slim._v[0] == 2
-    one.exchange.feedback.rest[0] = 3e38
+    one.exchange.feedback.residual[0] = 3e38
     assert one.push(1e38)
     assert one.mode.outgoing.slim._v[0] == 2
-    one.exchange.feedback.rest[0] = np.nan
+    one.exchange.feedback.residual[0] = np.nan
     with pytest.raises(NonFiniteGradient):
         one.push(1.0)
     assert one.mode.outgoing.slim._v[0] == 2
