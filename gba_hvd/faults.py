@@ -407,8 +407,8 @@ def state():
     except OSError:
         return None
     return fields[0] if fields[19] == born else None
-give_up = time.monotonic() + 30
-while state() not in ("T", "t", None) and time.monotonic() < give_up:
+deadline = time.monotonic() + 30
+while state() not in ("T", "t", None) and time.monotonic() < deadline:
     time.sleep(0.01)
 until = time.monotonic() + seconds
 while state() in ("T", "t"):

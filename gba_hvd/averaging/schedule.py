@@ -23,18 +23,18 @@ _AT_LEAST_S = 0.001
 class SyncView:
     """What the thread of the rounds sees when it looks. Times are seconds on its clock.
 
-    n_workers:    of the world that stands; 0 where none does
-    ending:       "" continues, "together" stops after a round in which all want to stop, "now"
-    wanted:       training waits for a round
-    is_open:      the replica takes part in rounds
-    idle_since_s: no micro-batch is being computed since then; in the future as long as one is (`LONG_MICRO_S`)
-    not_before_s: end of the pause after the last round
-    lost_s:       since when no round can be made in this world, None where one can
+    n_workers:       of the world that is formed; 0 where none is
+    ending:          "" continues, "together" stops after a round in which all want to stop, "now"
+    round_requested: training waits for a round, see `SyncThread`
+    is_open:         the replica takes part in rounds
+    idle_since_s:    no micro-batch is being computed since then; in the future as long as one is (`LONG_MICRO_S`)
+    not_before_s:    end of the pause after the last round
+    lost_s:          since when no round can be made in this world, None where one can
     """
 
     n_workers: int
     ending: str = ""
-    wanted: bool = False
+    round_requested: bool = False
     is_open: bool = True
     idle_since_s: float = 0.0
     not_before_s: float = 0.0
@@ -74,7 +74,7 @@ def _is_due(now: float, standing: SyncView, averaging: Averaging, collective: bo
     if _follows_the_clock(standing, averaging):
         return has_rested
     is_idle = not standing.is_open or now - standing.idle_since_s > PASSIVE_AFTER_S
-    return standing.wanted or (collective and is_idle and has_rested)
+    return standing.round_requested or (collective and is_idle and has_rested)
 
 
 def _follows_the_clock(standing: SyncView, averaging: Averaging) -> bool:

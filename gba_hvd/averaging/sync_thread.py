@@ -95,7 +95,7 @@ class SyncThread:
         self._changed = threading.Condition()
         self._world: World | None = None
         self._ending = ""  # "together": after a round in which all want to stop; "now"
-        self._wanted = self._in_horovod = False
+        self._round_requested = self._in_horovod = False
         self._n_begun = self._n_waiting = 0  # micro-batches being computed; threads that wait for a round
         self._idle_since_s = 0.0
         self._lost_s: float | None = None  # when a round failed, until a new world stands
@@ -205,7 +205,7 @@ class SyncThread:
                 return
             if step % every and not self._n_waiting:
                 return
-            self._wanted = True
+            self._round_requested = True
             self._n_waiting += 1
             self._changed.notify_all()
 
@@ -245,16 +245,16 @@ class SyncThread:
     def _run(self) -> None:
         while (world := self._await_turn()) is not None:
             began_s, cpu_s = self._clock(), time.thread_time()
-            goes_on, failure, self._had_part = True, "", False
+            continues, failure, self._had_part = True, "", False
             try:
-                goes_on = self._round(world)
+                continues = self._round(world)
             except WorldLeft:
                 failure = "the world was formed again meanwhile"
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"
             took_s, cpu_s = self._clock() - began_s, time.thread_time() - cpu_s
             with self._changed:
-                self._in_horovod = self._wanted = False
+                self._in_horovod = self._round_requested = False
                 if failure:
                     self._note_failure(failure, world)
                 else:
@@ -263,7 +263,7 @@ class SyncThread:
                     is_quiet = world.size == 1 or self._averaging.algorithm == "none"
                     self._not_before_s = self._clock() + (_QUIET_S if is_quiet else rest_s)
                 self._changed.notify_all()
-            if not goes_on:
+            if not continues:
                 return
 
     def _await_turn(self) -> World | None:
@@ -273,7 +273,7 @@ class SyncThread:
                 world, now = self._world, self._clock()
                 n_workers = 0 if world is None else world.size
                 standing = SyncView(
-                    n_workers, self._ending, self._wanted, self._replica.is_open, self._idle_since_s,
+                    n_workers, self._ending, self._round_requested, self._replica.is_open, self._idle_since_s,
                     self._not_before_s, self._lost_s,
                 )  # fmt: skip
                 act, look_again_s = next_action(now, standing, self._averaging)
@@ -316,7 +316,7 @@ class SyncThread:
         numbers, is_open = message[n : n + _N_NUMBERS], message[n + _N_NUMBERS :]
         is_open[world.rank], numbers[_STOP] = float(copy is not None), float(self._ending == "together")
         numbers[_SQUARES], numbers[_N_SQUARES] = self._squares
-        world.sum_("rounds", message, given_up=lambda: self._world is not world or self._ending == "now")
+        world.sum_("rounds", message, cancelled=lambda: self._world is not world or self._ending == "now")
         self._traffic.both("dense", ring(4 * n, world.size))
         self._traffic.both("header", ring(4 * (_N_NUMBERS + world.size), world.size))
         if averaging.algorithm == "bmuf" and not self._global_is_common:
@@ -349,14 +349,14 @@ class SyncThread:
             mine = self._global
         if mine is not None:
             rounds[world.rank] = 1 + self._n_global
-        given_up = lambda: self._world is not world or self._ending == "now"  # noqa: E731
-        world.sum_("rounds of the global copy", rounds, given_up=given_up)
+        cancelled = lambda: self._world is not world or self._ending == "now"  # noqa: E731
+        world.sum_("rounds of the global copy", rounds, cancelled=cancelled)
         whose = int(rounds.argmax())
         if not rounds[whose]:
             return  # no replica was opened yet
         if whose == world.rank and mine is not None:
             values.copy_(mine)
-        world.sum_("global copy", values, given_up=given_up)
+        world.sum_("global copy", values, cancelled=cancelled)
         self._traffic.both("dense", ring(4 * len(values), world.size))
         self._traffic.both("header", ring(4 * world.size, world.size))
         with self._changed:

@@ -35,12 +35,12 @@ def world_formed(engine: Engine, joined: JoinResult, before: int | None, residua
     """
     world = engine.world
     job = Job(
-        engine.job.id, world.rank, world.size, world.local_rank, world.host, joined.leads_host, _settings(engine),
+        engine.job.id, world.rank, world.size, world.local_rank, world.host, joined.is_host_leader, _settings(engine),
         engine.job.name,
     )  # fmt: skip
     for callback in engine.callbacks:
         callback.on_job(job)
-    engine.host.board = _board(engine, joined) if joined.leads_host else None
+    engine.host.board = _board(engine, joined) if joined.is_host_leader else None
     checkpoints = checkpoints_of(engine)
     if checkpoints is not None and world.rank == 0:
         checkpoints.schedule.plan_pace(joined.n_hosts)
@@ -119,8 +119,8 @@ def ended(engine: Engine, status: str, error: BaseException | None) -> None:
     }
     facts |= _delays(engine)
     facts["arrivals"] = [[[age, round(share, 6)] for age, share in step] for step in engine.progress.arrivals]
-    if kind == "interrupted" and (goes_on := _what_goes_on(engine)):
-        facts["goes_on"] = goes_on
+    if kind == "interrupted" and (continued_by := _what_continues(engine)):
+        facts["goes_on"] = continued_by
     switching = switching_of(engine)
     if status != "FAILED" and engine.world.rank == 0 and switching is not None:
         for event in switching.asked.shortfall(engine.progress.step, _obstacle(engine)):
@@ -157,7 +157,7 @@ def _interruption(error: str) -> str:
     return error or "Ctrl-C"
 
 
-def _what_goes_on(engine: Engine) -> str:
+def _what_continues(engine: Engine) -> str:
     """Where the same command begins; empty where it starts over. On the chief."""
     checkpoints = checkpoints_of(engine)
     if checkpoints is None or not checkpoints.callback.resume or engine.world.rank != 0:

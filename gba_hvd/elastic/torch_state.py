@@ -63,10 +63,10 @@ class TorchState:
         self.model, self.optimizer, self.engine = model, optimizer, engine
         engine.job.id = engine.model.tables.config.job_id or secrets.token_hex(4)
         engine.job.name = engine.job.name if name is None else checked_job_name(name)
-        self._seat = LauncherSlot()
+        self._slot = LauncherSlot()
         self.training_state = TrainingState(engine, model, self, list(values))
         self.saving = WorkerSaves(engine, self.training_state)
-        self.late_joiners = LateJoiners(engine, self.training_state, self._seat)
+        self.late_joiners = LateJoiners(engine, self.training_state, self._slot)
         self.saving.report_worlds = self.late_joiners.report
         self._reset_callbacks: list[Callable[[], None]] = []
         self._has_state = self._synced = self._closed = False
@@ -256,8 +256,8 @@ class TorchState:
         # (Workers that all fell out of an asynchronous mode, since a server was lost, can form their world again.)
         cause = None if endings.is_elastic() else endings.cause_elsewhere(engine, _CAUSE_S)
         survives = engine.mode is not None and engine.mode.survives_world
-        goes_on = endings.is_elastic() or engine.world.size == 1 or survives
-        if cause is not None or not goes_on:
+        continues = endings.is_elastic() or engine.world.size == 1 or survives
+        if cause is not None or not continues:
             raise cause or endings.world_lost(engine)
         if endings.is_elastic() and engine.world.size > 1:
             job_events.worker_gone(engine)
@@ -267,7 +267,7 @@ class TorchState:
         engine.abandon_step()
         if engine.mode is not None:
             engine.mode.recover()
-        self._seat.verify(engine.model.tables.config.server_timeout_s)
+        self._slot.verify(engine.model.tables.config.server_timeout_s)
 
     def check_memory(self) -> None:
         """Between two steps: whether the tables' file is still what is mapped.
@@ -302,7 +302,7 @@ class TorchState:
         before, neighbours = engine.world.size if self._has_state else None, engine.host.neighbours
         engine.world = current_world()
         try:
-            self._seat.register()
+            self._slot.register()
         except OSError as error:
             raise worker_lost(f"the launcher cannot be reached: {error}") from error
         joined = membership.join(engine, engine.world, engine.job.id, self._has_state)

@@ -54,14 +54,14 @@ class WorkerSaves:
         if self._host_server is not None:
             self._host_server.close()
             self._host_server = None
-        if (requests is not None or checkpoints is not None) and joined.leads_host:
+        if (requests is not None or checkpoints is not None) and joined.is_host_leader:
             self._host_server = HostServer(
                 engine.job.id, engine.job.key, engine.folder, joined.host, engine.job.worker_id, world.rank,
                 self._status, 1 if requests is None else requests.callback.servers_per_host,
             )  # fmt: skip
             self._host_server.start()
             if requests is not None:
-                requests.operator_request = self._host_server.wanted
+                requests.operator_request = self._host_server.requested_mode
         engine.host.server, self._folder_reported = self._host_server, False
         self._part = (joined.part, joined.n_hosts)
         self._keeper = None

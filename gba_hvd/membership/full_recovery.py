@@ -103,7 +103,7 @@ def decide(engine: Engine, world: World, agreed: Agreement, placement: Placement
 
 def go_back(
     engine: Engine, world: World, agreed: Agreement, recovery: Recovery, placement: Placement,
-    holdings: Sequence[HostShards], here: int, leads: bool, memory: ShardMemory,
+    holdings: Sequence[HostShards], here: int, is_leader: bool, memory: ShardMemory,
 ) -> WentBack:  # fmt: skip
     """3 and 4. A collective. holdings: before the shards were cleared.
 
@@ -111,8 +111,8 @@ def go_back(
     """
     checkpoints = checkpoints_of(engine)
     assert checkpoints is not None
-    mine = [shard for shard, host in enumerate(placement.host) if host == here] if leads else []
-    if leads:
+    mine = [shard for shard, host in enumerate(placement.host) if host == here] if is_leader else []
+    if is_leader:
         retained_state.remove(memory.folder)  # first: it is of the rows that are about to go
         for shard in range(memory.layout.n_shards):
             memory.set_absent(shard)  # copies that were to move, too

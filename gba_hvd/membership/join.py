@@ -55,7 +55,7 @@ class JoinResult:
     job_id: str
     source: int
     n_hosts: int
-    leads_host: bool
+    is_host_leader: bool
     is_restart: bool
     shard_steps_missed: int
     rows_lost: int
@@ -104,9 +104,9 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
     _catch_up(engine, world, mine, agreed)
     members = WorkerTopology(tuple(f.host for f in facts))
     here = members.order.index(mine.host)
-    leads = members.leader_of(mine.host) == world.rank
+    is_leader = members.leader_of(mine.host) == world.rank
     engine.job.settings = mine.settings
-    job_id, agreed, taken = resume_previous_job(engine, world, agreed, job_id, leads)
+    job_id, agreed, taken = resume_previous_job(engine, world, agreed, job_id, is_leader)
     memory = all_or_none(
         world, agreed.is_restart, "open", lambda: shard_transfer.open_memory(engine, job_id, engine.job.key)
     )
@@ -114,21 +114,21 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
     if taken is None:
         shard_transfer.refuse_foreign_rows(agreed, holdings, memory)
     placement = place_shards(members, holdings)
-    if leads:
+    if is_leader:
         memory.end_old_writers({f.pid for f in facts if f.host == mine.host})
         leave_ps.retire_servers(job_id, engine.job.key, memory.folder, mine.host)
     recovery = full_recovery.decide(engine, world, agreed, placement)
     refilled, went_back, missed = RestoredShards(), None, 0
     if recovery is not None and recovery.is_full:
-        shard_transfer.reserve(world, agreed, placement, holdings, here, leads, memory)
-        went_back = full_recovery.go_back(engine, world, agreed, recovery, placement, holdings, here, leads, memory)
+        shard_transfer.reserve(world, agreed, placement, holdings, here, is_leader, memory)
+        went_back = full_recovery.go_back(engine, world, agreed, recovery, placement, holdings, here, is_leader, memory)
     else:
-        newest, missed = shard_transfer.close_torn_steps(agreed.step, placement, holdings, here, leads, memory)
-        shard_transfer.reserve(world, agreed, placement, holdings, here, leads, memory)
-        refilled = restore_missing_shards(engine, world, agreed, placement, here, leads, memory)
-        shard_transfer.move_shards(world, members, placement, here, leads, memory, newest)
+        newest, missed = shard_transfer.close_torn_steps(agreed.step, placement, holdings, here, is_leader, memory)
+        shard_transfer.reserve(world, agreed, placement, holdings, here, is_leader, memory)
+        refilled = restore_missing_shards(engine, world, agreed, placement, here, is_leader, memory)
+        shard_transfer.move_shards(world, members, placement, here, is_leader, memory, newest)
     outboxes = shard_transfer.open_outboxes(world, agreed, members, facts, memory)
-    if leads:  # all shards are filled when all outboxes are there
+    if is_leader:  # all shards are filled when all outboxes are there
         for shard, host in placement.drops:
             if host == here:
                 memory.drop(shard)
@@ -141,7 +141,7 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
         engine.traffic,
     )  # fmt: skip
     engine.mode = AllreduceMode(engine, exchange)
-    if leads and (switching_of(engine) is not None or checkpoints_of(engine) is not None):
+    if is_leader and (switching_of(engine) is not None or checkpoints_of(engine) is not None):
         _start_servers(engine, job_id)
     rows_lost = 0
     if agreed.is_restart and agreed.step and went_back is None:
@@ -149,8 +149,8 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
             sum(shard_transfer.rows_in(engine.model.tables.layout, shard) for shard in placement.new) - refilled.rows
         )
     return JoinResult(
-        job_id, agreed.source, len(members.order), leads, agreed.is_restart, missed, rows_lost, mine.host, part=here,
-        rows_restored=refilled.rows if agreed.is_restart else 0, rows_age=refilled.age,
+        job_id, agreed.source, len(members.order), is_leader, agreed.is_restart, missed, rows_lost, mine.host,
+        part=here, rows_restored=refilled.rows if agreed.is_restart else 0, rows_age=refilled.age,
         refilled=refilled.by_host, why_lost=refilled.why_not, load_s=refilled.seconds,
         restored_from=refilled.manifests, skipped=refilled.skipped,
         resumed=refilled.report, taken=taken,
@@ -245,7 +245,7 @@ def _join_asynchronous(engine: Engine, world: World, facts: list[RankState], sou
     is_new = mine.generation != session.generation
     memory = all_or_none(world, True, "open", lambda: shard_transfer.open_memory(engine, session.job, session.key))
     _refuse_hosts_without_memory(engine, world, facts, session, memory.folder)
-    leads = members.leader_of(mine.host) == world.rank
+    is_leader = members.leader_of(mine.host) == world.rank
     if is_new:
         engine.job.key = session.key
         if engine.mode is not None:
@@ -253,7 +253,7 @@ def _join_asynchronous(engine: Engine, world: World, facts: list[RankState], sou
         enter_ps.start(engine, session, world.rank, mine.host)
         assert not memory.is_closed
     number = max(f.membership for f in facts)
-    return JoinResult(session.job, source, len(members.order), leads, True, 0, 0, mine.host, True, number)
+    return JoinResult(session.job, source, len(members.order), is_leader, True, 0, 0, mine.host, True, number)
 
 
 def _refuse_hosts_without_memory(
@@ -273,8 +273,8 @@ def _refuse_hosts_without_memory(
     servers = None if engine.mode is None else engine.mode.servers
     if servers is not None:
         for rank in bare:
-            servers.client.give_up(facts[rank].host, why)
-        servers.give_up(why)
+            servers.client.abandon_host(facts[rank].host, why)
+        servers.abandon(why)
     raise worker_lost(why)
 
 

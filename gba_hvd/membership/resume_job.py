@@ -45,16 +45,16 @@ class ResumedFromMemory:
 
 
 def resume_previous_job(
-    engine: Engine, world: World, agreed: Agreement, job_id: str, leads: bool
+    engine: Engine, world: World, agreed: Agreement, job_id: str, is_leader: bool
 ) -> tuple[str, Agreement, ResumedFromMemory | None]:
     """The job's name, what is agreed on then, and what it resumes from in memory. Sets the engine's key. A collective.
 
-    job_id: this rank's, if there is no other; leads: this rank is its host's leader.
+    job_id: this rank's, if there is no other; is_leader: this rank is its host's leader.
     """
     checkpoints, taken = checkpoints_of(engine), None
     job_id, saved_step = _name_of_job(engine, world, agreed, job_id)
     if checkpoints is not None and checkpoints.callback.resume and not agreed.is_restart:
-        taken = _resume_from_memory(engine, world, job_id, leads, saved_step)
+        taken = _resume_from_memory(engine, world, job_id, is_leader, saved_step)
     if taken is not None:
         agreed = replace(agreed, step=taken.step, source=taken.source)
     if taken is not None and taken.state is not None:
@@ -66,7 +66,7 @@ def resume_previous_job(
             owner_of(engine.job.key)
         )  # before others of the host open it: a collective follows
     if checkpoints is not None:
-        _claim_location(engine, world, agreed, job_id, leads, taken)
+        _claim_location(engine, world, agreed, job_id, is_leader, taken)
     return job_id, agreed, taken
 
 
@@ -88,7 +88,7 @@ def _name_of_job(engine: Engine, world: World, agreed: Agreement, job_id: str) -
 
 
 def _resume_from_memory(
-    engine: Engine, world: World, job_id: str, leads: bool, saved_step: int
+    engine: Engine, world: World, job_id: str, is_leader: bool, saved_step: int
 ) -> ResumedFromMemory | None:
     """What a job of this name that lost all its workers left in memory, if this one can resume from it. A collective.
 
@@ -102,8 +102,10 @@ def _resume_from_memory(
     def look() -> None:
         nonlocal found, state
         limit_s = checkpoints.callback.final_checkpoint_s + _FLUSH_MARGIN_S
-        memory = tables.memory if leads else None  # open already when this process tried before and could not finish
-        if leads and memory is None and orphaned_memory.survey(folder, tables.layout, limit_s):
+        memory = (
+            tables.memory if is_leader else None
+        )  # open already when this process tried before and could not finish
+        if is_leader and memory is None and orphaned_memory.survey(folder, tables.layout, limit_s):
             memory = open_memory(engine, job_id, b"")  # of two that are started at once, the second is refused
             reaper.start(folder, tables.config.grace_s)  # the one it had may have been killed, too; two do no harm
         if memory is not None:
@@ -144,7 +146,7 @@ def _resume_from_memory(
 
 
 def _claim_location(
-    engine: Engine, world: World, agreed: Agreement, job_id: str, leads: bool, taken: ResumedFromMemory | None
+    engine: Engine, world: World, agreed: Agreement, job_id: str, is_leader: bool, taken: ResumedFromMemory | None
 ) -> None:
     """Clear what a dead job of this name left on the hosts, and claim the place for checkpoints. A collective."""
     checkpoints, tables, writer = checkpoints_of(engine), engine.model.tables, ""
@@ -155,7 +157,7 @@ def _claim_location(
     if not agreed.is_restart and taken is None:  # first: a server still running renews the claim of the dead job
 
         def clear() -> None:
-            if leads and tables.memory is None:
+            if is_leader and tables.memory is None:
                 folder, limit_s = job_folder(tables.config.shard_dir, job_id), checkpoints.callback.final_checkpoint_s
                 orphaned_memory.await_last_checkpoint(folder, limit_s + _FLUSH_MARGIN_S)
                 remove_orphaned_memory(tables.config.shard_dir, job_id)

@@ -58,7 +58,7 @@ def refuse_foreign_rows(agreed: Agreement, holdings: list[HostShards], memory: S
 
 
 def close_torn_steps(
-    step: int, placement: Placement, holdings: list[HostShards], here: int, leads: bool, memory: ShardMemory
+    step: int, placement: Placement, holdings: list[HostShards], here: int, is_leader: bool, memory: ShardMemory
 ) -> tuple[dict[int, int], int]:
     """Bring the marks of shards that missed a step up to date, where they are held now.
 
@@ -74,13 +74,13 @@ def close_torn_steps(
         begun, finished = int(holdings[host].begun[shard]), int(holdings[host].finished[shard])
         newest[shard] = max(step, begun)
         missed += newest[shard] - finished
-        if leads and host == here and newest[shard] > finished:
+        if is_leader and host == here and newest[shard] > finished:
             memory.set_ready(shard, newest[shard])
     return newest, missed
 
 
 def reserve(
-    world: World, agreed: Agreement, placement: Placement, holdings: list[HostShards], here: int, leads: bool,
+    world: World, agreed: Agreement, placement: Placement, holdings: list[HostShards], here: int, is_leader: bool,
     memory: ShardMemory,
 ) -> None:  # fmt: skip
     """Each host's leader makes room for the shards that come to it, and numbers this placement. A collective."""
@@ -89,7 +89,7 @@ def reserve(
     number = 1 + max(int(holding.placed.max()) for holding in holdings)
 
     def make_room() -> None:
-        if leads and incoming:
+        if is_leader and incoming:
             memory.reserve(incoming)
             for shard in incoming:
                 memory.place(shard, number)
@@ -102,7 +102,7 @@ def move_shards(
     members: WorkerTopology,
     placement: Placement,
     here: int,
-    leads: bool,
+    is_leader: bool,
     memory: ShardMemory,
     newest: dict[int, int],
 ) -> None:
@@ -121,7 +121,7 @@ def move_shards(
             received, _ = world.alltoall("move", words, splits)
             if world.rank == receiver:
                 region[at : at + len(received)] = received
-        if leads and here == target:
+        if is_leader and here == target:
             memory.set_ready(shard, newest[shard])
 
 

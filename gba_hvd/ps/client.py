@@ -153,7 +153,7 @@ class Client:
             pending.fail(ServerLost(f"{what}: {over}"))
         return pending.future
 
-    def give_up(self, host: int, why: str) -> None:
+    def abandon_host(self, host: int, why: str) -> None:
         """No server of this host will answer any more: requests to them fail from now on, and need not wait."""
         self._gone = self._gone | {s: why for s, endpoint in enumerate(self.servers) if endpoint.host == host}
 

@@ -303,7 +303,8 @@ class HeartbeatMsg(Struct, tag="Beat"):
     hosts_updated: bool = False
     leaving: bool = False  # once a checkpoint is there
     report: dict[str, Any] = msgspec.field(name="told", default_factory=dict)
-    given_up: int = 0  # generation of a mode that the workers of this host continue without: nobody is in it
+    # Generation of a mode that the workers of this host continue without: no worker is in it.
+    abandoned: int = msgspec.field(name="given_up", default=0)
 
 
 class Evaluate(Struct):
@@ -538,7 +539,7 @@ class Save(SavePlan, kw_only=True):
     settings: SaveSettings
     claim: Claim
     generation: int = 0
-    supersedes: bool = False  # the requester has given up the save in flight: it is cancelled
+    supersedes: bool = False  # the requester has abandoned the save in flight: it is cancelled
 
 
 Request = (

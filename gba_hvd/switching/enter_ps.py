@@ -62,10 +62,10 @@ def enter(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
     here.exchange.await_rows(engine.progress.step)
     members, n = here.exchange.members, switching.servers_per_host
     host = members.hosts[world.rank]
-    leads = members.leader_of(host) == world.rank
+    is_leader = members.leader_of(host) == world.rank
     failure = ""
     own: list[Endpoint] = []
-    if leads:
+    if is_leader:
         try:
             _refuse_what_servers_cannot_do(engine, switching, mode)
             _await_own(engine, switching, mode)
@@ -77,7 +77,7 @@ def enter(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
     session = None
     if len(servers) == n * len(members.order):
         session = _session(engine, switching, here, mode, servers, generation)
-        if leads:
+        if is_leader:
             try:
                 _enter(engine, switching, session, own, workers, n_samples)
             except (GbaError, OSError) as error:
@@ -87,7 +87,7 @@ def enter(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
         text = failure or "a server of another host could not take over (the log of its workers says why)"
         if engine.host.server is not None:
             engine.host.server.abandon(generation)
-        if leads and session is not None and not failure:
+        if is_leader and session is not None and not failure:
             _leave(engine, session, own)
         here.exchange.resume()
         switching.failed(engine.progress.step, text)
@@ -291,7 +291,7 @@ def _enter(
 
 
 def _say_that_all_wait(engine: Engine, mode: str, silent: list[int], patience_s: float) -> None:
-    """All workers stand while a server takes over: a hanging one is reported long before it is given up."""
+    """All workers stand while a server takes over: a hanging one is reported long before its time-out."""
     text = (
         f"training stands, on all workers, and waits for server {' and '.join(map(str, silent))} of this host to enter "
         f"mode {mode}: no answer for {_SAY_AFTER_S:.0f} s, {patience_s:.0f} s at most (GBA_HVD_SERVER_TIMEOUT_S)"

@@ -119,7 +119,7 @@ class MLflowCallback(Callback):
         was_chief = self._job is not None and self._job.is_chief
         self._job = job
         self._since = _Interval()
-        if not (job.is_chief or (job.leads_host and self._system_every_s)) and self._writer is None:
+        if not (job.is_chief or (job.is_host_leader and self._system_every_s)) and self._writer is None:
             return
         if job.is_chief and not was_chief:
             self._stamp = f"{_now_ms()}:{job.host}:{os.getpid()}"
@@ -127,7 +127,7 @@ class MLflowCallback(Callback):
             {
                 "kind": "job",
                 **{"job_id": metric_key(job.job_id), "rank": job.rank, "size": job.size, "host": job.host},
-                **{"chief": job.is_chief, "leads_host": job.leads_host, "stamp": self._stamp, "ms": _now_ms()},
+                **{"chief": job.is_chief, "leads_host": job.is_host_leader, "stamp": self._stamp, "ms": _now_ms()},
                 **{
                     "experiment": self._experiment,
                     "tracking_uri": self._tracking_uri,

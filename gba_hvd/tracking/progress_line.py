@@ -72,7 +72,7 @@ class ProgressLine(Callback):
         self._warnings: dict[str, Warned] = {}  # by kind, the newest
         self._memberships = 0
         self._interrupted = ""  # by whom
-        self._stopped_early = self._goes_on = ""
+        self._stopped_early = self._continued_by = ""
         self._started_s = clock()
         self._first_step = 0
         self._first_step_s: float | None = None
@@ -123,7 +123,7 @@ class ProgressLine(Callback):
         if event.kind == "stopped_early":
             self._stopped_early = event.message
         if event.data.get("goes_on"):
-            self._goes_on = str(event.data["goes_on"])
+            self._continued_by = str(event.data["goes_on"])
         if event.kind == "switch":
             self._switches.append(f"{event.data.get('to', '?')} at step {event.step:,}")
         if event.kind == "checkpoint":
@@ -183,7 +183,7 @@ class ProgressLine(Callback):
         if self._job is not None and self._job.name:
             word = f"{self._job.name}: {word}"
         lines = [f"{word}: {steps:,} step{'s' * (steps != 1)} in {_duration(self._clock() - self._started_s)}, {times}"]
-        lines += [line for line in (self._stopped_early, self._goes_on) if line]
+        lines += [line for line in (self._stopped_early, self._continued_by) if line]
         if all(key in self._account for key in _ACCOUNT):
             total, applied, dropped, lost = (int(self._account[key]) for key in _ACCOUNT)
             lines.append(f"samples: {applied:,} applied + {dropped:,} dropped + {lost:,} lost = {total:,}")

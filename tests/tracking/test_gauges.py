@@ -192,7 +192,7 @@ def test_no_point_is_the_mean_of_two_modes(quiet: MLflowCallback):
 
 
 def test_a_worker_that_becomes_chief_reports_no_old_readings(quiet: MLflowCallback):
-    quiet.on_job(job("j", rank=1, size=2, leads_host=False))
+    quiet.on_job(job("j", rank=1, size=2, is_host_leader=False))
     quiet.on_event(rates(5, seconds={"0": 0.01}))
     quiet.on_event(event("membership", 6))
     quiet.on_job(job("j"))

@@ -90,7 +90,7 @@ class Coordinator:
             self.ledger.join(worker)
         self.moved = dict(position.remapped)
         self.world = position.membership_epoch
-        self.wanted, self.reason, self.pin = "", "", False
+        self.requested_mode, self.reason, self.pin = "", "", False
         self.clip = Clip(enter.max_norm, enter.max_row_norm)
         self._damps_rows = damps(enter.rule)
         self.last_loss: float | None = None
@@ -133,7 +133,7 @@ class Coordinator:
         if request.epoch > ledger.epoch:
             if not ledger.finished and not self._all_left_early(request.worker):
                 return None  # others still work on the epoch before
-            if self.wanted not in ("", "auto"):
+            if self.requested_mode not in ("", "auto"):
                 return LeaseReply(self.position(epoch=request.epoch, steps_done=0), None, "drained")
             new = self._ledger(request.epoch, request.n_samples, 0, ledger.step, ledger.last_serial)
             self._staleness_before = self.staleness()
@@ -302,7 +302,7 @@ class Coordinator:
 
     def request_mode(self, mode: str, reason: str, pin: bool) -> None:
         """Somebody asks for another mode: stop at the next step boundary."""
-        self.wanted, self.reason, self.pin = mode, reason, pin
+        self.requested_mode, self.reason, self.pin = mode, reason, pin
         if mode != "auto":  # the chief decides again, that is all
             self.ledger.hold()
 
@@ -394,7 +394,7 @@ class Coordinator:
             grad_norms=list(self._norms),
             loss_scale=None if self.loss_scale is None else self.loss_scale.now,
             rates=sorted((s.rank, s.seconds) for s in self.workers.values() if not s.silent),
-            requested_mode=self.wanted,
+            requested_mode=self.requested_mode,
             reason=self.reason,
             pinned=self.pin,
             failure=self._failure(),
@@ -418,7 +418,7 @@ class Coordinator:
             "n_samples": self.ledger.cut.n_samples,
             "workers": [[w, s.rank, s.host, s.pid] for w, s in self.workers.items()],
             "world": self.world,
-            "wanted": self.wanted,
+            "wanted": self.requested_mode,
             "reason": self.reason,
             "pin": self.pin,
             "staleness": self._staleness_before,
@@ -440,7 +440,7 @@ class Coordinator:
         if self.workers and all(seen.rank for seen in self.workers.values()):
             # Rank 0 had died. If another worker is by now, its next heartbeat says so.
             self._chief_died_s = self._clock()
-        self.world, self.wanted, self.reason = state["world"], state["wanted"], state["reason"]
+        self.world, self.requested_mode, self.reason = state["world"], state["wanted"], state["reason"]
         self.pin = state["pin"]
         self._staleness_before = {int(k): v for k, v in state["staleness"].items()}
         self._refused_before, self._reissued_before = state["refused"], state["reissued"]

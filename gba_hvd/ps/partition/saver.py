@@ -137,7 +137,7 @@ class Saver:
         if self._thread is not None and self._thread.is_alive():
             if request.epoch == self._report.epoch and not request.supersedes:
                 raise GbaError(f"checkpoint {self._report.number} is still being saved")
-            self._cancel.set()  # of a world that is no more, or given up
+            self._cancel.set()  # of a world that is gone, or abandoned
         self._cancel = threading.Event()
         if self.held is None or self.held.claim.nonce != request.claim.nonce:  # this world was reported just now
             place = (request.part, request.n_parts) if not request.generation else (0, 0)

@@ -37,7 +37,7 @@ class ActiveMode:
     """Belongs to the server's main thread; `mine` may be asked by others.
 
     part, coordinating: of the newest mode, also when it is over; None: there was none, or this is not server 0
-    wanted: (mode, reason) that somebody asks for while the workers apply the steps
+    requested_mode: (mode, reason) that an operator asks for while the workers apply the steps
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class ActiveMode:
     ) -> None:
         self.part: Partition | None = None
         self.coordinator_service: CoordinatorService | None = None
-        self.wanted: tuple[str, str] = ("", "")
+        self.requested_mode: tuple[str, str] = ("", "")
         self._settings, self._memory, self._records, self._peers, self._saver = settings, memory, records, peers, saver
         own = tuple(map(build, settings.own_row_optimizers))
         self._optimizer = TableOptimizers(build(settings.row_optimizer), own)
         self._limits = Limits(settings.buffer_bytes)
         self._evaluations = Evaluations()
-        self._abandoned = 0  # the newest generation that its workers gave up
+        self._abandoned = 0  # the newest generation that its workers abandoned
         self._everywhere = np.ones(memory.layout.n_shards, dtype=bool)
 
     @property
@@ -90,7 +90,7 @@ class ActiveMode:
         if self.part is not None and self.part.enter.generation == request.generation:
             return
         if request.generation == self._abandoned:
-            raise ProtocolError(f"generation {request.generation} was given up by its workers: nobody is in it")
+            raise ProtocolError(f"generation {request.generation} was abandoned by its workers: no worker is in it")
         if request.until_s and time.monotonic() > request.until_s:
             late_s = time.monotonic() - request.until_s
             raise ProtocolError(f"Enter comes {late_s:.1f} s after its time was over: the workers continued without it")
@@ -101,7 +101,7 @@ class ActiveMode:
             self.part.close()
         part.idle = self.idle  # as the one before, until all is written down
         self.part, self.coordinator_service = part, self._at_work(part, coordinator) if request.me == 0 else None
-        self.wanted = ("", "")
+        self.requested_mode = ("", "")
         self._peers.connect(request)
         if self.coordinator_service is not None:
             self.coordinator_service.save_ledger()

@@ -31,14 +31,14 @@ class StatusService:
     def beat(self, request: HeartbeatMsg) -> JobPosition:
         """A worker lives; where training stands, for it."""
         self._saver.alive()
-        self._mode.abandon(request.given_up)
+        self._mode.abandon(request.abandoned)
         if request.report:
             self._reported = dict(request.report)
         coordinator_service = self._mode.active_coordinator
         if coordinator_service is None:
-            wanted, reason = self._mode.wanted
+            mode, reason = self._mode.requested_mode
             return JobPosition(
-                requested_mode=wanted,
+                requested_mode=mode,
                 reason=reason,
                 saved=self._saver.report(),
                 server=os.getpid(),
@@ -58,7 +58,7 @@ class StatusService:
         if coordinator_service is not None:
             coordinator_service.request_mode(request)
         else:
-            self._mode.wanted = (request.mode, request.reason)
+            self._mode.requested_mode = (request.mode, request.reason)
 
     def status(self) -> dict[str, Any]:
         report: dict[str, Any] = {"job": self._job, "server": self._index, "decisions": self._decisions}

@@ -48,7 +48,7 @@ class HostServer:
         self._last_reply_s = [-math.inf] * n_servers  # when each server last answered
         self._warming = [False] * n_servers
         self._questions: dict[int, Future[Reply]] = {}  # to all but the first, which gets the heartbeats
-        self._given_up = 0
+        self._abandoned = 0
         self._asked = (0, 0)  # (epoch, number) of the newest save
         self._client.beat = self._beat
         self._client.on_position = self._on_position
@@ -64,7 +64,7 @@ class HostServer:
         self._client.beat = None  # no goodbye: the worker stays in the job
         self._client.close()
 
-    def wanted(self) -> tuple[str, str] | None:
+    def requested_mode(self) -> tuple[str, str] | None:
         """(mode, reason) that an operator asked for, once."""
         if self._requested == self._handled:
             return None
@@ -108,7 +108,7 @@ class HostServer:
         """The workers continued in allreduce mode without this mode: each heartbeat says so, servers leave it or never
         enter it. Said at once as well, before any save that comes later.
         """
-        self._given_up = generation
+        self._abandoned = generation
         for i in range(len(self._last_reply_s)):
             self._client.send(i, self._word(), timeout_s=_SAVE_TIMEOUT_S)
 
@@ -141,7 +141,7 @@ class HostServer:
 
     def _word(self) -> messages.HeartbeatMsg:
         return messages.HeartbeatMsg(
-            self._worker, self._rank, self._host, os.getpid(), 0, report=self._look(), given_up=self._given_up
+            self._worker, self._rank, self._host, os.getpid(), 0, report=self._look(), abandoned=self._abandoned
         )
 
     def _beat(self) -> messages.HeartbeatMsg:

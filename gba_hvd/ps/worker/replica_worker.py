@@ -264,7 +264,7 @@ class ReplicaWorker(PsWorker):
         if self._is_elastic:
             self.contact.hosts_updated = True  # the coordinator learns of it, and all form the world again
         else:
-            self.give_up(why)
+            self.abandon(why)
 
     def _replica_diverged(self) -> None:
         self._diverged = True

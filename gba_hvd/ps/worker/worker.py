@@ -234,7 +234,7 @@ class PsWorker:
         """For each server its dense slice. Raises NonFiniteGradient."""
         return self.outgoing.dense(self._dense.flat.detach().cpu().numpy(), max(self._values.steps))
 
-    def give_up(self, why: str) -> None:
+    def abandon(self, why: str) -> None:
         """From another thread: the next request of the training thread raises this."""
         self._push_window.fail(GbaError(why))
 

@@ -43,7 +43,7 @@ class Meeting:
         self._sum, self._n, self._round = torch.zeros(0), 0, 0
         self._result = torch.zeros(0)
 
-    def add(self, values: Tensor, given_up: Callable[[], bool]) -> None:
+    def add(self, values: Tensor, cancelled: Callable[[], bool]) -> None:
         with self._changed:
             mine = self._round
             self._sum = values.clone() if self._n == 0 else self._sum + values
@@ -54,7 +54,7 @@ class Meeting:
             while self._round == mine:
                 if self.broken:
                     raise RuntimeError("a worker was lost")
-                if given_up():
+                if cancelled():
                     raise WorldLeft("left")
                 self._changed.wait(0.005)
             values.copy_(self._result)
@@ -65,9 +65,9 @@ class World(SoloWorld):
         super().__init__()
         self._meeting, self.rank, self.size = meeting, rank, meeting.size
 
-    def sum_(self, name: str, values: Tensor, given_up: Callable[[], bool] | None = None) -> None:
-        assert given_up is not None
-        self._meeting.add(values, given_up)
+    def sum_(self, name: str, values: Tensor, cancelled: Callable[[], bool] | None = None) -> None:
+        assert cancelled is not None
+        self._meeting.add(values, cancelled)
 
 
 class Servers:

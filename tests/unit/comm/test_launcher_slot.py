@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gba_hvd.comm.launcher_slot import LauncherSlot, may_go_on
+from gba_hvd.comm.launcher_slot import LauncherSlot, may_continue
 from gba_hvd.comm.world_formation import Forming
 from gba_hvd.elastic.world_rejoin import WorldRejoin
 from gba_hvd.errors import LauncherUnreachable, WorkerEvicted
@@ -45,7 +45,7 @@ class Launcher(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.values: dict[str, bytes] = {}
 
-    def seat(self, host: str = "h1", elastic: str = "1") -> LauncherSlot:
+    def slot(self, host: str = "h1", elastic: str = "1") -> LauncherSlot:
         """Of a worker process of this host."""
         where = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self.server_port)}
         return LauncherSlot({**where, "HOROVOD_ELASTIC": elastic, "HOROVOD_HOSTNAME": host, "HOROVOD_LOCAL_RANK": "0"})
@@ -74,7 +74,7 @@ def launcher() -> Iterator[Launcher]:
 
 
 def test_a_worker_that_stood_still_while_it_was_replaced_does_not_take_the_other_ones_seat(launcher: Launcher) -> None:
-    late, new = launcher.seat(), launcher.seat()
+    late, new = launcher.slot(), launcher.slot()
     new.register()
     with pytest.raises(WorkerEvicted, match="another worker"):
         late.register()
@@ -86,21 +86,21 @@ def test_a_worker_that_stood_still_while_it_was_replaced_does_not_take_the_other
     [("me", True, "no world since"), (None, False, "without it"), ("you", False, "another worker")],
 )
 def test_only_a_mark_of_its_own_lets_a_worker_go_on(found: str | None, allowed: bool, words: str) -> None:
-    decision, why = may_go_on("me", found)
+    decision, why = may_continue("me", found)
     assert decision is allowed
     assert words in why
 
 
 def test_a_survivor_goes_on_through_worlds_it_takes_part_in(launcher: Launcher) -> None:
-    seat = launcher.seat()
+    slot = launcher.slot()
     for _ in range(3):
-        seat.register()
-        seat.verify(PATIENCE_S)
+        slot.register()
+        slot.verify(PATIENCE_S)
         launcher.form_a_world()
 
 
 def test_a_worker_that_the_others_went_on_without_is_given_up(launcher: Launcher) -> None:
-    here, away = launcher.seat("h1"), launcher.seat("h2")
+    here, away = launcher.slot("h1"), launcher.slot("h2")
     here.register()
     away.register()
     here.verify(PATIENCE_S)
@@ -112,7 +112,7 @@ def test_a_worker_that_the_others_went_on_without_is_given_up(launcher: Launcher
 
 
 def test_a_worker_whose_place_was_given_to_another_is_given_up(launcher: Launcher) -> None:
-    old, new = launcher.seat("h2"), launcher.seat("h2")
+    old, new = launcher.slot("h2"), launcher.slot("h2")
     old.register()
     launcher.form_a_world()
     new.register()
@@ -122,31 +122,31 @@ def test_a_worker_whose_place_was_given_to_another_is_given_up(launcher: Launche
 
 
 def test_a_world_that_could_not_be_formed_may_be_asked_for_again(launcher: Launcher) -> None:
-    seat = launcher.seat()
-    seat.register()
-    seat.verify(PATIENCE_S)
+    slot = launcher.slot()
+    slot.register()
+    slot.verify(PATIENCE_S)
     launcher.form_a_world()
-    seat.verify(PATIENCE_S)  # it was let in, and the others died before it had left its mark
+    slot.verify(PATIENCE_S)  # it was let in, and the others died before it had left its mark
 
 
 def test_a_launcher_that_is_gone_is_waited_for_so_long_and_no_longer() -> None:
     with Launcher() as server:
-        seat = server.seat()
+        slot = server.slot()
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        seat.register()
+        slot.register()
         server.shutdown()
         thread.join()
     with pytest.raises(LauncherUnreachable, match=r"was not reached for 0.3 s .* This worker ends"):
-        seat.verify(0.3)
+        slot.verify(0.3)
     with pytest.raises(OSError, match="refused"):
-        seat.register()
+        slot.register()
 
 
 def test_without_an_elastic_launcher_nothing_is_asked(launcher: Launcher) -> None:
-    for seat in (launcher.seat(elastic="0"), LauncherSlot({})):
-        seat.register()
-        seat.verify(0.1)
+    for slot in (launcher.slot(elastic="0"), LauncherSlot({})):
+        slot.register()
+        slot.verify(0.1)
     assert not launcher.values
 
 
@@ -160,10 +160,10 @@ def test_a_worker_that_may_not_come_back_stops_in_the_background_too(
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     reported: Queue[str] = Queue()
     mode: Any = SimpleNamespace(
-        position=SimpleNamespace(membership_epoch=1), contact=SimpleNamespace(), give_up=reported.put
+        position=SimpleNamespace(membership_epoch=1), contact=SimpleNamespace(), abandon=reported.put
     )
-    seat: Any = SimpleNamespace(verify=refuse)
-    world_rejoin = WorldRejoin(mode, 0, lambda world: 1, seat, PATIENCE_S, Forming())
+    slot: Any = SimpleNamespace(verify=refuse)
+    world_rejoin = WorldRejoin(mode, 0, lambda world: 1, slot, PATIENCE_S, Forming())
     world_rejoin.start()
     assert reported.get(timeout=PATIENCE_S) == str(error)
     world_rejoin.stop(PATIENCE_S)

@@ -80,7 +80,7 @@ def test_callbacks_follow_a_run_from_beginning_to_end(training: Any, clicks: Any
         "end FINISHED None",
     ]
     (reported,) = diary.jobs
-    assert (reported.rank, reported.size, reported.leads_host, reported.is_chief) == (0, 1, True, True)
+    assert (reported.rank, reported.size, reported.is_host_leader, reported.is_chief) == (0, 1, True, True)
     assert reported.job_id == job.state.job_id
     assert reported.settings["tables"] == {"user": [20, 4], "item": [7, 3]}
     assert (reported.settings["global_batch"], reported.settings["optimizer"]) == (16, "SGD")

@@ -111,7 +111,7 @@ def test_why_lost_rows_did_not_come_back_reaches_whoever_reports_it(make_tables:
     placement = Placement((0, 0, 0), np.array([0, 0, 0]), (1,), (), ())
     engine: Any = SimpleNamespace(participant=lambda kind: checkpoints, model=WITH_PLAIN_ROWS)
     agreed = Agreement(7, 0, (), True, "")
-    refilled = restore_missing_shards(engine, TwoHosts(), agreed, placement, here=0, leads=True, memory=memory)
+    refilled = restore_missing_shards(engine, TwoHosts(), agreed, placement, here=0, is_leader=True, memory=memory)
     assert (refilled.rows, refilled.why_not) == (0, "the store does not answer")
     assert (refilled.manifests, refilled.skipped) == (("m-3",), ("m-4: torn",))
     assert memory.steps_of(1) == (7, 7)
@@ -128,7 +128,7 @@ def test_the_samples_that_restored_rows_lost_are_counted_to_the_fraction(make_ta
     engine: Any = SimpleNamespace(participant=lambda kind: checkpoints, model=WITH_PLAIN_ROWS)
     placement = Placement((0, 0, 0), np.array([0, 0, 0]), (1,), (), ())
     agreed = Agreement(12, 0, (), True, "")
-    refilled = restore_missing_shards(engine, SoloWorld(), agreed, placement, here=0, leads=True, memory=memory)
+    refilled = restore_missing_shards(engine, SoloWorld(), agreed, placement, here=0, is_leader=True, memory=memory)
     assert refilled.by_host == ((saved_samples, 170),)
     joined = JoinResult("j", 0, 1, True, True, 0, 0, 0, rows_restored=170, refilled=refilled.by_host)
     assert joined.samples_lost(1096, 340) == (1096 - saved_samples) * 170 / 340
@@ -145,7 +145,7 @@ def refill_failing_with(error: Exception, memory: Any) -> RestoredShards:
     placement = Placement((0, 0, 0), np.array([0, 0, 0]), (0, 1, 2), (), ())
     engine: Any = SimpleNamespace(participant=lambda kind: checkpoints, model=WITH_PLAIN_ROWS)
     agreed = Agreement(0, 0, (), True, "")
-    return restore_missing_shards(engine, SoloWorld(), agreed, placement, here=0, leads=True, memory=memory)
+    return restore_missing_shards(engine, SoloWorld(), agreed, placement, here=0, is_leader=True, memory=memory)
 
 
 @pytest.mark.parametrize("error", [StoreError("planned"), Damaged("planned"), BadInput("planned")], ids=repr)

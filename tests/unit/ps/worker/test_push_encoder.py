@@ -160,7 +160,7 @@ def test_whoever_waits_for_a_lease_learns_that_the_mode_is_given_up(worker: Call
     one = worker()
 
     def wait(server: int, body: Any, frames: Any = (), **_: Any) -> Future[Reply]:
-        one.mode.give_up("a host came back without the shards it held")
+        one.mode.abandon("a host came back without the shards it held")
         future: Future[Reply] = Future()
         future.set_result(Reply(LeaseReply(JobPosition(), status="wait"), []))
         return future
