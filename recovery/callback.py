@@ -97,7 +97,7 @@ class CheckpointCallback:
             one_host, self.config = self.config.policy, replace(self.config, policy=PLANNED_POLICY)
         if recovery == "full" and not is_lossless(self.config.policy):
             raise BadInput(
-                f"recovery='full' goes back to checkpoints that leave out no change; those of policy "
+                f"recovery='full' rolls back to checkpoints that leave out no change; those of policy "
                 f"{self.config.policy!r} leave out rows, so they would be of no use. Use policy='delta' (or 'full'), "
                 "or another recovery"
             )

@@ -74,8 +74,8 @@ class ProcessCheckpointer:
             ...                                              # as with a Checkpointer
 
     The child imports the script it belongs to: all that the script does must be under `if __name__ == "__main__":`.
-    Entering starts the child and waits until it has claimed the place, which takes some seconds; after that everything
-    is as the `Checkpointer` says. `on_event` is called in a thread of this process.
+    Entering starts the child and waits until it has claimed the location, which takes some seconds; after that
+    everything is as the `Checkpointer` says. `on_event` is called in a thread of this process.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class ProcessCheckpointer:
         return asked.child
 
     def _started(self) -> Child:
-        """Start a child, and wait until it has the place. Raises what keeps it from that."""
+        """Start a child, and wait until it has claimed the location. Raises what keeps it from that."""
         self._child = child = Child(self._start, self._begin, self._on_message, self._over)
         try:
             ready = child.ready.result()

@@ -380,7 +380,7 @@ class Checkpoint:
     target_pls: float = setting(0.1, "of a plan: tolerable portion of lost samples")
     longest_s: float = setting(3600.0, "of a plan: at most so long between two saves")
     recovery: str = setting(
-        "auto", "when a host is lost: full (all go back), partial (its rows come back), auto (by the estimate)"
+        "auto", "when a host is lost: full (all roll back), partial (its rows come back), auto (by the estimate)"
     )
     resume: bool = setting(True, "resume from the newest checkpoint there", off="false")
     takeover: bool = setting(False, "write there although another job does", off="false")

@@ -55,8 +55,8 @@ def read_events(file: Path) -> list[dict[str, Any]]:
 def recovery_summary(events: list[dict[str, Any]]) -> dict[str, Any]:
     """checkpoints: how many were saved and how many failed, and the newest; recoveries: each with
 
-    kind: `resumed` (the whole job resumed from a checkpoint, or went back to one), `rows_restored` or `rows_lost` (of a
-        lost host)
+    kind: `resumed` (the whole job resumed from a checkpoint, or rolled back to one), `rows_restored` or
+        `rows_lost` (of a lost host)
     step: at which the job resumed; rows_restored, rows_lost: rows; pls: portion of lost samples, None if not known;
         pls_total: by all recoveries so far
     strategy, strategy_reason, overhead_full, overhead_partial: of a lost host, the choice between full and partial

@@ -11,7 +11,7 @@ in allreduce mode, after the commit of step k said that one is due:
                   all parts and writes the manifest
     4. follow     the chief receives the result with the heartbeats, and reports it to the callbacks
 
-A crash before the manifest leaves the checkpoint before in force. The claim on the place is renewed whenever the
+A crash before the manifest leaves the checkpoint before in force. The claim on the location is renewed whenever the
 world was formed again with other hosts, so a host that was cut off is fenced.
 """
 
@@ -68,7 +68,7 @@ def checkpoints_of(engine: Engine) -> JobCheckpoints | None:
 
 @dataclass(frozen=True)
 class CompleteCheckpoint:
-    """A checkpoint that all of a job can go back to. state: the training state, as `TrainingState.resume` takes it.
+    """A checkpoint that all of a job can roll back to. state: the training state, as `TrainingState.resume` takes it.
 
     passed_over: newer ones that could not be used, and why
     """
@@ -110,9 +110,9 @@ class JobCheckpoints(StepParticipant):
         self._epochs: list[int] = []  # of all claims of this job, oldest first
         self._resumed_epoch = 0  # of the checkpoint that the job resumed from
         # Of each full recovery (epoch, number, last epoch before): checkpoints after that one, up to that epoch, are of
-        # training that the job has gone back on. No row comes from them any more.
-        self._gone_back: list[tuple[int, int, int]] = []
-        self._is_claimed = False  # the newest attempt to claim the place was successful
+        # training that the job has rolled back. No row comes from them any more.
+        self._rolled_back: list[tuple[int, int, int]] = []
+        self._is_claimed = False  # the newest attempt to claim the location was successful
         self.schedule = SaveSchedule(engine, callback)
         # (epoch, number) of the newest save of which all know that this host's part failed
         self._part_reported = (0, -1)
@@ -147,11 +147,11 @@ class JobCheckpoints(StepParticipant):
         except BadInput as error:  # it is part of the name of a folder that may be removed
             raise BadInput(
                 f"the newest checkpoint in {redacted(self.callback.url)} names a job that there cannot be: {error}. It "
-                "was not written by gba_hvd, or was changed: name another place, or delete that manifest"
+                "was not written by gba_hvd, or was changed: name another location, or delete that manifest"
             ) from error
 
     def claim_location(self, job: str, writer: str = "") -> None:
-        """Claim the place for this job. On the chief. writer: of a claim of this job's that is known to be dead.
+        """Claim the location for this job. On the chief. writer: of a claim of this job's that is known to be dead.
 
         Raises BadInput when the store cannot be used, or another job writes there. Later on, a store that cannot be
         reached is no reason to stop: saves fail, and are reported, until it can be reached.
@@ -168,7 +168,7 @@ class JobCheckpoints(StepParticipant):
                 others = self._others_since(self._claim)
             except (BadInput, RecoveryError) as error:
                 self._is_claimed = False
-                self.schedule.report_failure(f"the place for checkpoints was not claimed again: {error}")
+                self.schedule.report_failure(f"the checkpoint location was not claimed again: {error}")
                 return
         self._is_claimed = True
         now, before = self._claim.epoch, self._epochs[-1] if self._epochs else 0
@@ -180,7 +180,7 @@ class JobCheckpoints(StepParticipant):
             text = (
                 f"another job has claimed {self.store.url} since this one did (this one had epoch {before}, has "
                 f"{now}): this job continues to save there, but deletes no checkpoint from before, and uses none of "
-                "the other's. Give each job a place of its own; `gba-hvd checkpoint gc` removes what nobody needs"
+                "the other's. Give each job a location of its own; `gba-hvd checkpoint gc` removes what nobody needs"
             )
             facts = {"before": before, "now": now}
             self._engine.emit(Event("place_shared", self._engine.progress.step, text, facts, level="warning"))
@@ -197,25 +197,25 @@ class JobCheckpoints(StepParticipant):
         return any(writers.get(epoch) != {claim.writer} for epoch in between)
 
     def _is_of_this_job(self, epoch: int, number: int) -> bool:
-        """Whether rows may come from a checkpoint: of this job, or before what it resumed from; not gone back on."""
+        """Whether rows may come from a checkpoint: of this job, or before what it resumed from; not rolled back."""
         is_own = epoch in self._epochs or epoch <= self._resumed_epoch
-        is_void = any(epoch <= last and (epoch, number) > (at, of) for at, of, last in self._gone_back)
+        is_void = any(epoch <= last and (epoch, number) > (at, of) for at, of, last in self._rolled_back)
         return is_own and not is_void
 
     def location(self) -> dict[str, Any]:
-        """What the host leaders know of the place: plain values."""
-        place = {"first_epoch": self.first_epoch, "epochs": self._epochs, "resumed_epoch": self._resumed_epoch}
-        return {**place, "gone_back": [list(one) for one in self._gone_back]} if self._gone_back else place
+        """What the host leaders know of the checkpoint location: plain values."""
+        location = {"first_epoch": self.first_epoch, "epochs": self._epochs, "resumed_epoch": self._resumed_epoch}
+        return {**location, "gone_back": [list(one) for one in self._rolled_back]} if self._rolled_back else location
 
-    def load_location(self, place: Mapping[str, Any]) -> None:
-        self.first_epoch, self._epochs = place["first_epoch"], list(place["epochs"])
-        self._resumed_epoch = place["resumed_epoch"]
-        self._gone_back = [(int(at), int(of), int(last)) for at, of, last in place.get("gone_back", ())]
-        self._note_gone_back()
+    def load_location(self, location: Mapping[str, Any]) -> None:
+        self.first_epoch, self._epochs = location["first_epoch"], list(location["epochs"])
+        self._resumed_epoch = location["resumed_epoch"]
+        self._rolled_back = [(int(at), int(of), int(last)) for at, of, last in location.get("gone_back", ())]
+        self._note_rolled_back()
 
-    def _note_gone_back(self) -> None:
-        if self._gone_back:
-            self.schedule.void_before(max(last for _, _, last in self._gone_back) + 1)
+    def _note_rolled_back(self) -> None:
+        if self._rolled_back:
+            self.schedule.void_before(max(last for _, _, last in self._rolled_back) + 1)
 
     def fill(self, memory: ShardMemory, shards: Sequence[int], now: TrainingPoint | None) -> Report | None:
         """Bring shards back from the newest good checkpoint; None when there is none. Nobody may use them meanwhile.
@@ -237,7 +237,7 @@ class JobCheckpoints(StepParticipant):
         damaged: manifests to pass over. Raises BadInput or RecoveryError saying why there is none.
         """
         if not self._is_claimed:
-            raise BadInput("the place for checkpoints could not be claimed: a save in flight might still change it")
+            raise BadInput("the checkpoint location could not be claimed: a save in flight might still change it")
         passed_over = []
         for chain in chains(self.store, self._is_of_this_job):
             if isinstance(chain, Skipped):
@@ -258,7 +258,7 @@ class JobCheckpoints(StepParticipant):
         raise NotFound(f"{redacted(self.store.url)} has no checkpoint of this job that leaves out no change{why}")
 
     def decide_recovery(self, n_lost: int, stood_s: float) -> tuple[RecoveryDecision, CompleteCheckpoint | None]:
-        """What the survivors do about so many shards that went down with a host, and the checkpoint to go back to.
+        """What the survivors do about so many shards that went down with a host, and the checkpoint to roll back to.
 
         stood_s: seconds since the last step. On the rank whose state the others get, which owns the decision.
         """
@@ -303,14 +303,14 @@ class JobCheckpoints(StepParticipant):
             raise Damaged(f"{manifest} cannot be restored any more")
         return report
 
-    def gone_back_to(self, epoch: int, number: int) -> None:
+    def rolled_back_to(self, epoch: int, number: int) -> None:
         """Full recovery, on the rank whose state the others get: checkpoints after this one are void from now on."""
-        self._gone_back.append((epoch, number, self._epochs[-1] - 1))
-        self._note_gone_back()
+        self._rolled_back.append((epoch, number, self._epochs[-1] - 1))
+        self._note_rolled_back()
 
-    def went_back(self, step: int) -> None:
+    def rolled_back(self, step: int) -> None:
         self._part_reported, self._due, self.waiting = (0, -1), False, []
-        self.schedule.went_back(step)
+        self.schedule.rolled_back(step)
 
     def delegate_claim(self, line: HostServer, part: int, n_parts: int) -> None:
         """Run on each host leader. Report the new world to the server; the chief's also renews the claim."""

@@ -111,7 +111,7 @@ def decide_resume(found: Sequence[MemorySurvey], settings: int, saved_step: int)
 def _without_outdated(found: Sequence[MemorySurvey]) -> list[MemorySurvey]:
     """Nothing, for hosts all of whose shards others took over: the job continued without them.
 
-    What they have may be of a later step than the others' if the job went back to a checkpoint meanwhile.
+    What they have may be of a later step than the others' if the job rolled back to a checkpoint meanwhile.
     """
     newest = np.max([one.placed * one.ready for one in found], axis=0)
     current = [one.ready & (one.placed == newest) for one in found]

@@ -58,7 +58,7 @@ class SaveSchedule:
         self._measured = Measured()
         self._since_s: float | None = None  # when this worker began to count the time that is observed
         self._pace: IntervalPlan | None = None  # on the chief
-        self._since_epoch = 0  # what was saved under claims before this is of training that was gone back on
+        self._since_epoch = 0  # what was saved under claims before this is of training that was rolled back
 
     def resume(self, step: int, measured: Measured) -> None:
         """The job resumes from a checkpoint of this step, or from memory."""
@@ -82,7 +82,7 @@ class SaveSchedule:
         """The plan in force; on the chief, and where the interval is planned."""
         return self._pace
 
-    def went_back_to(self, samples_lost: float, load_s: float, stood_s: float) -> None:
+    def rolled_back_to(self, samples_lost: float, load_s: float, stood_s: float) -> None:
         """Full recovery, on the rank whose state the others get. samples_lost: by all recoveries, at the checkpoint.
 
         load_s: for loading all rows; stood_s: since the last step, the loading included.
@@ -95,7 +95,7 @@ class SaveSchedule:
         """Reports of saves under claims before this one are ignored from now on."""
         self._since_epoch = epoch
 
-    def went_back(self, step: int) -> None:
+    def rolled_back(self, step: int) -> None:
         """The job is at this step again."""
         self._reported, self._last_failure, self._failed_s = SaveStatus(), "", -math.inf
         self._asked_s, self._asked_number, self._asked_step, self._leave_step = None, -1, -1, None
@@ -104,7 +104,7 @@ class SaveSchedule:
         self.callback.began(step, time.monotonic())
 
     def in_force(self, saved: SaveStatus | None) -> SaveStatus | None:
-        """What became of a save; None where it is of training that the job has gone back on."""
+        """What became of a save; None where it is of training that the job has rolled back."""
         return None if saved is None or (saved.number and saved.epoch < self._since_epoch) else saved
 
     # --- how often, and what -----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Training that survives changes of membership without going back: `TorchState`, and `run` around the user's loop.
+"""Training that survives changes of membership without rolling back: `TorchState`, and `run` around the user's loop.
 
 Horovod's elastic loop calls `sync` at the start and after every change, `restore` after a failure, `on_reset` after the
 world was formed again. Horovod's own state copies the model at every commit and rolls everyone back to it. This one

@@ -31,7 +31,7 @@ def world_formed(engine: Engine, joined: JoinResult, before: int | None, residua
     """Report to all callbacks this worker's place in the job, and what became of the job.
 
     before: workers in the world that this worker was in, if it was in one.
-    residuals_missing: in the checkpoint that the job resumes from, or went back to: of so many workers
+    residuals_missing: in the checkpoint that the job resumes from, or rolled back to: of so many workers
     """
     world = engine.world
     job = Job(
@@ -268,10 +268,10 @@ def _residuals_that_no_checkpoint_has(engine: Engine, missing: int) -> Iterator[
         yield Event("row_residual_lost", step, text, level="warning")
 
 
-def _went_back(engine: Engine, facts: dict[str, Any]) -> Event:
+def _rolled_back(engine: Engine, facts: dict[str, Any]) -> Event:
     """Full recovery: of the same kind as a restart, since all that readers do about steps made again is the same."""
     text = (
-        f"full recovery: all workers went back from step {facts['from_step']:,} to {facts['manifest']}, "
+        f"full recovery: all workers rolled back from step {facts['from_step']:,} to {facts['manifest']}, "
         f"{facts['rows_restored']:,} rows in {facts['seconds']:.1f} s; {facts['samples_redone']:,} samples are trained "
         f"again, each counts once; {facts['strategy_reason']}"
     )
@@ -294,10 +294,10 @@ def _of_a_change(engine: Engine, joined: JoinResult, before: int | None, residua
         text = f"{joined.shard_steps_missed} shards missed a step that their worker died in"
         yield Event("shard_steps_missed", step, text, facts, level="warning")
     if engine.rollback.unreported is not None:
-        yield _went_back(engine, engine.rollback.unreported)
+        yield _rolled_back(engine, engine.rollback.unreported)
         yield from _residuals_that_no_checkpoint_has(engine, residuals_missing)
     loss, lost = _portion_lost(engine, joined)
-    if joined.decision is not None and joined.went_back is None:
+    if joined.decision is not None and joined.rolled_back is None:
         loss |= joined.decision.event_data()
         lost += f"; {joined.decision.reason}"
     if joined.rows_restored:

@@ -20,7 +20,7 @@ from gba_hvd.comm.collectives import current_world, hosts_updated, worker_lost
 from gba_hvd.comm.launcher_slot import LauncherSlot
 from gba_hvd.comm.world_formation import END_WAITS, end_waits
 from gba_hvd.config import checked_job_name
-from gba_hvd.elastic import endings, job_events, went_back
+from gba_hvd.elastic import endings, job_events, rollback
 from gba_hvd.elastic.late_joiners import LateJoiners
 from gba_hvd.elastic.training_state import TrainingState
 from gba_hvd.elastic.worker_saves import WorkerSaves
@@ -118,8 +118,8 @@ class TorchState:
                     raise BadInput("one CheckpointCallback saves a job, a second one came")
                 if self.engine.model.tables.memory is not None:
                     raise BadInput(
-                        "register the CheckpointCallback before state.sync() and the first batch: it claims its place, "
-                        "resumes and says what the tables' memory counts when the world first forms"
+                        "register the CheckpointCallback before state.sync() and the first batch: it claims a location,"
+                        " resumes and determines what the tables' memory counts when the world first forms"
                     )
                 self.engine.register(JobCheckpoints(self.engine, callback))
             if isinstance(callback, GBACallback):
@@ -328,8 +328,8 @@ class TorchState:
     def _come_to_one_state(self, joined: JoinResult) -> None:
         """In allreduce mode, when the rows are in place: the part of `sync` that is not of the memory. A collective."""
         engine, checkpoints, n_before = self.engine, checkpoints_of(self.engine), self.engine.rollback.number
-        if joined.went_back is not None and joined.went_back.state is not None:  # on the source
-            went_back.load(engine, self.training_state, joined)
+        if joined.rolled_back is not None and joined.rolled_back.state is not None:  # on the source
+            rollback.load(engine, self.training_state, joined)
         left = joined.resumed or joined.taken  # by a job that is no more
         if left is not None and left.state is not None:  # on the source
             self.training_state.resume(state_codec.decode(left.state))
@@ -345,7 +345,7 @@ class TorchState:
             )
         self.training_state.share(joined.source)
         if engine.rollback.number > n_before and engine.world.rank != joined.source:
-            went_back.forget(engine)
+            rollback.forget(engine)
         if checkpoints is not None:
             checkpoints.world_formed(rows_moved=True)
         if engine.model.compression is not None:

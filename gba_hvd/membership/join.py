@@ -16,7 +16,7 @@ from gba_hvd.comm.key_exchange import share_key, shared_secret
 from gba_hvd.errors import StateMismatch
 from gba_hvd.membership import full_recovery, shard_transfer
 from gba_hvd.membership.agreement import Agreement, ModeExitRace, RankState, agree, asynchronous_source
-from gba_hvd.membership.full_recovery import WentBack
+from gba_hvd.membership.full_recovery import RolledBack
 from gba_hvd.membership.restore_shards import RestoredShards, restore_missing_shards
 from gba_hvd.membership.resume_job import ResumedFromMemory, resume_previous_job
 from gba_hvd.modes.allreduce import AllreduceMode
@@ -49,7 +49,7 @@ class JoinResult:
     over the rows, each by its own last save), and how many rows. restored_from: the manifests; skipped: newer
     checkpoints that could not be used, and why.
     resumed: the checkpoint a new job resumes from; taken: what it resumes from in memory
-    decision: about a lost host's rows; went_back: the checkpoint that all go back to, with full recovery
+    decision: about a lost host's rows; rolled_back: the checkpoint that all roll back to, with full recovery
     """
 
     job_id: str
@@ -73,7 +73,7 @@ class JoinResult:
     resumed: Report | None = None
     taken: ResumedFromMemory | None = None
     decision: RecoveryDecision | None = None
-    went_back: WentBack | None = None
+    rolled_back: RolledBack | None = None
 
     def samples_lost(self, applied: int, n_rows: int) -> float:
         """Of a lost host's rows, when so many were applied: mean over all `n_rows` rows of the model.
@@ -118,10 +118,12 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
         memory.end_old_writers({f.pid for f in facts if f.host == mine.host})
         leave_ps.retire_servers(job_id, engine.job.key, memory.folder, mine.host)
     recovery = full_recovery.decide(engine, world, agreed, placement)
-    refilled, went_back, missed = RestoredShards(), None, 0
+    refilled, rolled_back, missed = RestoredShards(), None, 0
     if recovery is not None and recovery.is_full:
         shard_transfer.reserve(world, agreed, placement, holdings, here, is_leader, memory)
-        went_back = full_recovery.go_back(engine, world, agreed, recovery, placement, holdings, here, is_leader, memory)
+        rolled_back = full_recovery.roll_back(
+            engine, world, agreed, recovery, placement, holdings, here, is_leader, memory
+        )
     else:
         newest, missed = shard_transfer.close_torn_steps(agreed.step, placement, holdings, here, is_leader, memory)
         shard_transfer.reserve(world, agreed, placement, holdings, here, is_leader, memory)
@@ -144,7 +146,7 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
     if is_leader and (switching_of(engine) is not None or checkpoints_of(engine) is not None):
         _start_servers(engine, job_id)
     rows_lost = 0
-    if agreed.is_restart and agreed.step and went_back is None:
+    if agreed.is_restart and agreed.step and rolled_back is None:
         rows_lost = (
             sum(shard_transfer.rows_in(engine.model.tables.layout, shard) for shard in placement.new) - refilled.rows
         )
@@ -154,7 +156,7 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
         refilled=refilled.by_host, why_lost=refilled.why_not, load_s=refilled.seconds,
         restored_from=refilled.manifests, skipped=refilled.skipped,
         resumed=refilled.report, taken=taken,
-        decision=None if recovery is None else recovery.decision, went_back=went_back,
+        decision=None if recovery is None else recovery.decision, rolled_back=rolled_back,
     )  # fmt: skip
 
 
@@ -216,7 +218,8 @@ def _start_servers(engine: Engine, job_id: str) -> None:
     folder, tables = engine.folder, engine.model.tables
     launch.write_settings(
         folder, job_id, engine.job.key, tables.layout, tables.optimizer,
-        alive_s=tables.config.heartbeat_timeout_s, lease_s=tables.config.lease_s, grace_s=tables.config.grace_s,
+        heartbeat_timeout_s=tables.config.heartbeat_timeout_s, lease_s=tables.config.lease_s,
+        grace_s=tables.config.grace_s,
         own_row_optimizers=[launch.describe_optimizer(one) for one in tables.optimizers.own],
     )  # fmt: skip
     switching = switching_of(engine)

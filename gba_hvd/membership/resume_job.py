@@ -1,11 +1,12 @@
-"""What a new job resumes from: a checkpoint, or what a job that lost all its workers left in memory. And its place.
+"""What a new job resumes from: a checkpoint, or the orphaned memory of a job. It also claims its checkpoint location.
 
     1. name      the source looks whether there is a checkpoint to resume from, and all take its job's name
     2. memory    what is in memory under that name, if this job can resume from it; else that is let go
     3. key       what the job's servers and workers prove themselves with, from the source
-    4. place     what a dead job left on the hosts is cleared, and the place for checkpoints is claimed
+    4. location  what a dead job left on the hosts is cleared, and the checkpoint location is claimed
 
-A job that continues with survivors has name, key and place already: it shares them with late joiners, and claims again.
+A job that continues with survivors has name, key and location already: it shares them with late joiners, and claims
+again.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ def _resume_from_memory(
 def _claim_location(
     engine: Engine, world: World, agreed: Agreement, job_id: str, is_leader: bool, taken: ResumedFromMemory | None
 ) -> None:
-    """Clear what a dead job of this name left on the hosts, and claim the place for checkpoints. A collective."""
+    """Clear what a dead job of this name left on the hosts, and claim the checkpoint location. A collective."""
     checkpoints, tables, writer = checkpoints_of(engine), engine.model.tables, ""
     assert checkpoints is not None
     if taken is not None and taken.state is not None:
@@ -165,7 +166,7 @@ def _claim_location(
         all_or_none(world, False, "clear", clear)
     is_source = world.rank == agreed.source
     act = (lambda: checkpoints.claim_location(job_id, writer)) if is_source else (lambda: None)
-    all_or_none(world, agreed.is_restart, "use", act, "the place for checkpoints")
+    all_or_none(world, agreed.is_restart, "use", act, "the checkpoint location")
     location = world.broadcast(
         "place", json.dumps(checkpoints.location()).encode() if is_source else None, agreed.source
     )

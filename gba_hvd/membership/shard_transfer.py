@@ -65,12 +65,12 @@ def close_torn_steps(
     A shard whose worker died while applying a step has the step partly; one whose worker died before has it not.
     Returns (shard -> the step of its marks now, how many steps shards missed over all hosts).
     """
-    holder = {shard: source for shard, source, _ in placement.moves}
+    source_of = {shard: source for shard, source, _ in placement.moves}
     newest, missed = {}, 0
     for shard, home in enumerate(placement.host):
         if shard in placement.new:
             continue
-        host = holder.get(shard, home)
+        host = source_of.get(shard, home)
         begun, finished = int(holdings[host].begun[shard]), int(holdings[host].finished[shard])
         newest[shard] = max(step, begun)
         missed += newest[shard] - finished

@@ -131,10 +131,10 @@ class ParameterServerMode:
         grads = engine.take_gradients(micro, loss)
         if grads.not_finite:
             engine.reports.rejected(micro.index, grads.not_finite)
-        if refused := self.servers.push(
+        if rejected := self.servers.push(
             lease, grads.rows, grads.loss, grads.seconds, grads.not_finite, self._before_push()
         ):
-            engine.reports.rejected(lease.micro, refused)
+            engine.reports.rejected(lease.micro, rejected)
         engine.reports.compression()
         engine.model.dense.zero_()
 

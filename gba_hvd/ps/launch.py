@@ -48,6 +48,10 @@ main(Path(folder), index)
 """
 
 
+_STORED = {"heartbeat_timeout_s": "alive_s"}  # names in `ps.json` that differ from those of the fields
+_PYTHON = {stored: name for name, stored in _STORED.items()}
+
+
 @dataclass(frozen=True)
 class Settings:
     """What a server starts with: `ps.json` in the job's folder, written by the worker that starts it.
@@ -55,7 +59,8 @@ class Settings:
     layout: `Layout.describe`. row_optimizer: `describe_optimizer`; own_row_optimizers: of tables with one of their own,
     by number from 1 on. address: the IP address to listen at.
 
-    alive_s: after so long without a heartbeat a worker's leases go to others; lease_s: how long one may take
+    heartbeat_timeout_s: after so long without a heartbeat a worker's leases go to others; lease_s: how long one may
+    take
     buffer_bytes: of pushes that wait for their step, at most; grace_s: what the memory outlives the workers by
     sys_path: where the script finds its modules: the server looks there, too, after its own
     """
@@ -64,7 +69,7 @@ class Settings:
     layout: dict[str, Any]
     row_optimizer: dict[str, Any]
     address: str
-    alive_s: float = 2.0
+    heartbeat_timeout_s: float = 2.0
     lease_s: float = 60.0
     buffer_bytes: int = 4 << 30
     grace_s: float = 20.0
@@ -73,7 +78,12 @@ class Settings:
 
     @classmethod
     def read(cls, folder: Path) -> Settings:
-        return cls(**json.loads((folder / "ps.json").read_text()))
+        stored = json.loads((folder / "ps.json").read_text())
+        return cls(**{_PYTHON.get(name, name): value for name, value in stored.items()})
+
+    def write(self, file: Path) -> None:
+        values = dataclasses.asdict(self)
+        file.write_text(json.dumps({_STORED.get(name, name): value for name, value in values.items()}))
 
 
 def write_settings(folder: Path, job: str, key: bytes, layout: Layout, optimizer: RowOptimizer, **more: Any) -> None:
@@ -88,7 +98,7 @@ def write_settings(folder: Path, job: str, key: bytes, layout: Layout, optimizer
         file.write(key)
     (folder / f"key.{mine}").rename(folder / "key")
     fresh = folder / f"ps.json.{mine}"
-    fresh.write_text(json.dumps(dataclasses.asdict(settings)))
+    settings.write(fresh)
     fresh.rename(folder / "ps.json")  # last: from here on a server can start
 
 

@@ -445,7 +445,7 @@ def _refuse_if_used(folder: Path, alive_fd: int, what: str = "") -> None:
         finally:
             fcntl.flock(alive_fd, fcntl.LOCK_SH)  # a change of the lock that is refused has lost it
     else:
-        pids = sorted(holders(folder / "alive") - {os.getpid()})
+        pids = sorted(lock_owners(folder / "alive") - {os.getpid()})
         who = f" (process{'es' if len(pids) > 1 else ''} {', '.join(map(str, pids))})" if pids else ""
         raise ShardMemoryError(
             f"a running job{who} uses {folder}{what}: a job that is to run beside it needs a name of its own, by "
@@ -456,7 +456,7 @@ def _refuse_if_used(folder: Path, alive_fd: int, what: str = "") -> None:
         raise FileNotFoundError(folder)
 
 
-def holders(path: Path) -> set[int]:
+def lock_owners(path: Path) -> set[int]:
     """Processes of this machine that hold a lock on this file, as far as they can be seen from here."""
     inode, found = os.stat(path).st_ino, set()
     with contextlib.suppress(OSError):

@@ -316,7 +316,7 @@ class GBACallback(Callback):
         return self.mode_request(step, current)
 
     def pin(self, mode: str) -> None:
-        """Be in this mode from now on; "auto" goes back to deciding by measurements."""
+        """Be in this mode from now on; "auto" returns to deciding by measurements."""
         self.mode, self._request = known_mode(mode), None
         self.asked.now = mode
 
@@ -417,7 +417,7 @@ class GBACallback(Callback):
         if mode in ("allreduce", "gba"):
             self._stance = Stance(mode, step)
 
-    def went_back(self, step: int) -> None:
+    def rolled_back(self, step: int) -> None:
         """The job is at this earlier step again (full recovery): what `switch_at` has after it comes again.
 
         What an operator asked for stays, unless a change of `switch_at` came after it, which is undone.
@@ -428,7 +428,7 @@ class GBACallback(Callback):
             self.pin(self.switch_at[due[-1]] if due else self._first_mode)
         self._stance = replace(self._stance, since_step=min(step, self._stance.since_step))
         self._not_before = min(self._not_before, step + self._pause)
-        self.asked.went_back(step)
+        self.asked.rolled_back(step)
 
     def on_job(self, job: Any) -> None:
         self._recent = RecentRates()  # ranks may mean other workers now

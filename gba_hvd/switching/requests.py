@@ -51,9 +51,9 @@ class ModeRequests(StepParticipant):
         self._seen_step, self._asked_s = -1, 0.0  # step last looked at, when the coordinator was asked
         self._rates_s = self._rounds_s = time.perf_counter()  # when they were reported
 
-    def went_back(self, step: int) -> None:
+    def rolled_back(self, step: int) -> None:
         self._requested, self._seen_step, self.waiting = None, min(self._seen_step, step), []
-        self.callback.went_back(step)
+        self.callback.rolled_back(step)
 
     @property
     def waits_to_enter(self) -> bool:

@@ -61,8 +61,8 @@ class StepParticipant:
     def mode_entered(self) -> None:
         """An asynchronous mode has begun."""
 
-    def went_back(self, step: int) -> None:
-        """The job went back to the checkpoint of `step` (full recovery): what is known of later steps is void."""
+    def rolled_back(self, step: int) -> None:
+        """The job rolled back to the checkpoint of `step` (full recovery): what is known of later steps is void."""
 
     @property
     def waits_to_enter(self) -> bool:

@@ -184,12 +184,12 @@ class Engine:
         self.model.dense.clear_total_()
         self.model.tables.drop_gradients()
 
-    def went_back(self) -> None:
+    def rolled_back(self) -> None:
         """The job is at an earlier step than before, that of a checkpoint; on every worker, between two steps."""
         self.abandon_step()
         self.signals.requested_mode = None
         for participant in self.participants:
-            participant.went_back(self.progress.step)
+            participant.rolled_back(self.progress.step)
 
     # --- reports -----------------------------------------------------------------------------------------------------
 

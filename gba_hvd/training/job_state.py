@@ -64,7 +64,7 @@ class LocalHost:
 
 @dataclass
 class Rollback:
-    """Full recoveries of this job: all workers go back to a checkpoint while the job runs.
+    """Full recoveries of this job: all workers roll back to a checkpoint while the job runs.
 
     number: how many are behind the state that this worker has; a state that has more of them is the newer one, of
     any step. decision: the one that was agreed on and is not complete on this worker, as plain values; None: there

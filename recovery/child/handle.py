@@ -41,7 +41,7 @@ Start = Callable[[Begin], tuple[Connection, Process]]
 class Child:
     """One process, the pipe to it, and the thread that reads it. ended: what it raised in the end.
 
-    ready: when it has the place; or why it never will.
+    ready: when it has claimed the location; or why it never will.
     """
 
     def __init__(

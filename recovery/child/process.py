@@ -3,7 +3,7 @@
 What is said (-> to this process, <- by it):
 
     Begin           ->    where, what and how; of the memory, the handles
-                    <-    Ready: the place is claimed
+                    <-    Ready: the location is claimed
     Save, its state ->
                     <-    ReadAll, in strict mode: the last row was read
                     <-    Event, "saved" or "failed": the answer

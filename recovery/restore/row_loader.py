@@ -75,10 +75,10 @@ def runs(blobs: Sequence[Blob], wanted: Callable[[Section], bool], most_bytes: i
 class Filling:
     """One attempt at one chain."""
 
-    def __init__(self, store: Store, holder: RowSource, asked: tuple[int, ...], chain: Chain, config: Config) -> None:
-        self._store, self._holder, self._asked = store, holder, frozenset(asked)
+    def __init__(self, store: Store, source: RowSource, asked: tuple[int, ...], chain: Chain, config: Config) -> None:
+        self._store, self._source, self._asked = store, source, frozenset(asked)
         self._chain, self._config = chain, config
-        schema = holder.schema
+        schema = source.schema
         self._written: dict[tuple[int, int], np.ndarray] | None = None
         if len(chain.manifests) > 1:
             self._written = {
@@ -128,7 +128,7 @@ class Filling:
     def _go_through(self, number: int, pool: ThreadPoolExecutor) -> None:
         manifest = self._chain.manifests[number]
         n_shards = manifest.schema.n_shards
-        mine = self._holder.schema.n_shards
+        mine = self._source.schema.n_shards
         reach = [any(into in self._asked for into, _, _ in spread(s, n_shards, mine)) for s in range(n_shards)]
         in_flight: dict[Future[None], int] = {}
         try:
@@ -155,7 +155,7 @@ class Filling:
         data = read(self._store, run.blob, run.sections[0].start, run.n_bytes)
         rows_of_step: dict[int, int] = {}
         for section, piece in run.pieces(data):
-            table = self._holder.schema.tables[section.table]
+            table = self._source.schema.tables[section.table]
             indices, records = row_codec.decode_rows(
                 piece, section, table, manifest.schema.n_shards, f"{manifest.name}: {run.blob}"
             )
@@ -169,7 +169,7 @@ class Filling:
 
     def _scatter(self, section: Section, saved_in: int, indices: np.ndarray, records: np.ndarray) -> int:
         """Write the rows that nothing newer has written into the shards asked for; returns how many."""
-        n_shards, n = self._holder.schema.n_shards, 0
+        n_shards, n = self._source.schema.n_shards, 0
         for into, start, stride in spread(section.shard, saved_in, n_shards):
             if into not in self._asked:
                 continue
@@ -189,7 +189,7 @@ class Filling:
         return n
 
     def _write(self, table: int, shard: int, indices: RowIndices, records: np.ndarray) -> int:
-        slab = self._holder.slab(table, shard)
+        slab = self._source.slab(table, shard)
         if self._written is not None:
             written = self._written[table, shard]
             new = ~written[indices]

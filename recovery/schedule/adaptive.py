@@ -207,7 +207,7 @@ def plan_interval(
     # Without a first partial save it would never be known how small they are.
     is_whole = found.kind == "full" and measured.delta_share is not None
     kind = "full" if is_whole else _kind_for(strategy, given, n_servers)
-    recovered = "a lost one is recovered alone" if strategy == "partial" else "with a lost one all go back"
+    recovered = "a lost one is recovered alone" if strategy == "partial" else "with a lost one all roll back"
     hosts = "one host: its loss is the job's" if n_servers == 1 else f"{n_servers} hosts: {recovered}"
     expected = found.expected
     said = [

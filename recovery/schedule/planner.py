@@ -46,7 +46,7 @@ class Estimate:
 class Plan:
     """What to do from now on, and why.
 
-    strategy:   "full": after a failure everything goes back to the last save; "partial": only what was lost does
+    strategy:   "full": after a failure everything rolls back to the last save; "partial": only what was lost does
     kind:       "full", "delta", "mfu", "ssu", "scar": what is saved every `interval_s`
     r:          the share of rows of one save; 1 for full and delta
     full, partial: what each strategy is expected to cost

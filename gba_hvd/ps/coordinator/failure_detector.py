@@ -15,14 +15,14 @@ from gba_hvd.shm.shard_memory import is_alive
 
 _ASK_AGAIN_S = 1.0
 _LATE_TICK_S = 1.0  # after such a pause of this server, nobody is called silent for one tick
-_GIVEN_UP = 10  # a worker of another host that is silent for so many times `alive_s` counts as dead
+_DEAD_AFTER = 10  # a worker of another host that is silent for so many times `heartbeat_timeout_s` counts as dead
 
 
 class FailureDetector:
     """Belongs to the server's main thread."""
 
-    def __init__(self, peers: Peers, alive_s: float) -> None:
-        self._peers, self._alive_s = peers, alive_s
+    def __init__(self, peers: Peers, heartbeat_timeout_s: float) -> None:
+        self._peers, self._heartbeat_timeout_s = peers, heartbeat_timeout_s
         self._looked_s = time.monotonic()
         self._asked_s: dict[int, float] = {}  # by worker: when its host's server was last asked
 
@@ -42,7 +42,7 @@ class FailureDetector:
             coordinator_service.evaluations.leave(worker)
         for worker in {*silent, *coordinator.missed_chiefs()}:
             seen = coordinator.workers[worker]
-            if time.monotonic() - seen.last_seen_s > _GIVEN_UP * self._alive_s and seen.host != here:
+            if time.monotonic() - seen.last_seen_s > _DEAD_AFTER * self._heartbeat_timeout_s and seen.host != here:
                 coordinator_service.is_dead(
                     worker
                 )  # nobody there knows; should it live, it comes back with a heartbeat

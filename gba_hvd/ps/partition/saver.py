@@ -35,7 +35,7 @@ from recovery.policies import is_lossless, lossless_kind
 from recovery.selection.selector import Selection
 from recovery.storage.open import open_store
 from recovery.storage.store import Store, epoch_of
-from recovery.write.multipart import SavePlace, await_part, commit_parts, discard, list_name, save_part
+from recovery.write.multipart import SaveTarget, await_part, commit_parts, discard, list_name, save_part
 from recovery.write.section_pipeline import Buffers, Cancelled, PartResult
 
 log = logging.getLogger("gba_hvd.ps")
@@ -64,7 +64,7 @@ class Saver:
         self._active_chain: ActiveChain | None = None
         self._buffers: Buffers | None = None
         self._settings: SaveSettings | None = None  # of the newest save
-        self._not_yet_known: SavePlace | None = None  # which the newest save of this part belongs to
+        self._not_yet_known: SaveTarget | None = None  # which the newest save of this part belongs to
         self._shards: list[int] = []  # of the newest save
         self._keepalive = ClaimKeepalive()
         self._workers_gone = False  # none is left to ask other servers for their parts
@@ -140,9 +140,9 @@ class Saver:
             self._cancel.set()  # of a world that is gone, or abandoned
         self._cancel = threading.Event()
         if self.held is None or self.held.claim.nonce != request.claim.nonce:  # this world was reported just now
-            place = (request.part, request.n_parts) if not request.generation else (0, 0)
+            part_of = (request.part, request.n_parts) if not request.generation else (0, 0)
             if request.part == 0 or not request.generation:
-                self.hold(DelegateClaim(request.claim, request.settings, request.about, request.first_epoch, *place))
+                self.hold(DelegateClaim(request.claim, request.settings, request.about, request.first_epoch, *part_of))
         self._report = SaveStatus(request.epoch, request.number, "running")
         work = (request, list(shards), state, extra, self._cancel, self._thread)
         self._thread = threading.Thread(target=self._run, args=work, name="saver", daemon=True)
@@ -243,7 +243,7 @@ class Saver:
         rows.left = _is_left(request)
         about = msgspec.to_builtins(request.about)
         asked = (request.epoch, request.number, request.kind, request.parent, request.step, request.samples)
-        place, config = SavePlace(*asked, rows.schema, about), request.settings.config
+        target, config = SaveTarget(*asked, rows.schema, about), request.settings.config
 
         def on_read() -> None:
             if not cancel.is_set():
@@ -253,7 +253,7 @@ class Saver:
             rows,
             selection,
             store,
-            place,
+            target,
             # In asynchronous modes there is no step that all rows could be of.
             replace(config, strict=config.strict and not request.generation),
             part=request.part,
@@ -266,21 +266,21 @@ class Saver:
         )
         self._shards = rows.shards()
         if request.part:
-            self._not_yet_known = place
+            self._not_yet_known = target
             facts = _facts(own)
             facts.kind, facts.saved_step = request.kind, request.step
             return facts
         manifest, whole = commit_parts(
             store,
             selection,
-            place,
-            self._parts(store, place, request, own, cancel),
+            target,
+            self._parts(store, target, request, own, cancel),
             lambda parts: state([part.extra for part in parts]),
             lambda: claims.check(store, request.claim),
             verify=config.verify,
         )
         try:
-            store.delete([list_name(place.prefix, part) for part in range(1, request.n_parts)])
+            store.delete([list_name(target.prefix, part) for part in range(1, request.n_parts)])
             active_chain.expire(range(request.first_epoch, request.epoch + 1), config.keep)
         except (BadInput, RecoveryError, OSError):
             log.warning("expired checkpoints were not deleted; that is tried again", exc_info=True)
@@ -290,7 +290,7 @@ class Saver:
         return facts
 
     def _parts(
-        self, store: Store, place: SavePlace, request: Save, own: PartResult, cancel: threading.Event
+        self, store: Store, target: SaveTarget, request: Save, own: PartResult, cancel: threading.Event
     ) -> Iterator[PartResult]:
         """This part and those of the other servers, which are waited for."""
         yield own
@@ -298,7 +298,7 @@ class Saver:
         until_s = self._last_until_s if _is_left(request) else time.monotonic() + patience_s
         for part in range(1, request.n_parts):
             why = (lambda: "") if _is_left(request) else partial(self._why_in_vain, store, request.epoch, part)
-            yield await_part(store, place.prefix, part, until_s=until_s, cancel=cancel, why_in_vain=why)
+            yield await_part(store, target.prefix, part, until_s=until_s, cancel=cancel, why_in_vain=why)
 
     def _why_in_vain(self, store: Store, epoch: int, part: int) -> str:
         """A server reports that its workers are gone when it saves nothing any more."""
@@ -338,7 +338,7 @@ class Saver:
             return False
         return selection.is_valid_for(parent)
 
-    def _discard_if_in_vain(self, last: SavePlace, part: int) -> None:
+    def _discard_if_in_vain(self, last: SaveTarget, part: int) -> None:
         """Delete what this part has saved, perhaps too late, of a manifest that is not there."""
         assert self._store is not None
         with contextlib.suppress(BadInput, RecoveryError, OSError):

@@ -25,7 +25,7 @@ from gba_hvd.ps.coordinator.step_executor import StepExecutor
 from gba_hvd.ps.launch import Settings
 from gba_hvd.ps.messages import Answer, Enter, Export, Exported, Leave, ProtocolError, Refused
 from gba_hvd.ps.partition.dense_part import DensePart
-from gba_hvd.ps.partition.partition import Limits, Partition
+from gba_hvd.ps.partition.partition import Partition
 from gba_hvd.ps.partition.saver import Saver
 from gba_hvd.ps.state_files import StateFiles
 from gba_hvd.shm.shard_memory import ShardMemory
@@ -49,7 +49,7 @@ class ActiveMode:
         self._settings, self._memory, self._records, self._peers, self._saver = settings, memory, records, peers, saver
         own = tuple(map(build, settings.own_row_optimizers))
         self._optimizer = TableOptimizers(build(settings.row_optimizer), own)
-        self._limits = Limits(settings.buffer_bytes)
+        self._buffer_bytes = settings.buffer_bytes
         self._evaluations = Evaluations()
         self._abandoned = 0  # the newest generation that its workers abandoned
         self._everywhere = np.ones(memory.layout.n_shards, dtype=bool)
@@ -96,7 +96,7 @@ class ActiveMode:
             raise ProtocolError(f"Enter comes {late_s:.1f} s after its time was over: the workers continued without it")
         coordinator = self._new_coordinator(request)  # what can be refused is tried before anything is changed
         dense = self._records.path("dense")
-        part = Partition.begin(request, frames, dense, self._memory, self._optimizer, self._limits)
+        part = Partition.begin(request, frames, dense, self._memory, self._optimizer, self._buffer_bytes)
         if self.part is not None:
             self.part.close()
         part.idle = self.idle  # as the one before, until all is written down
@@ -151,9 +151,9 @@ class ActiveMode:
         enter, idle = session
         dense = self._records.path("dense")
         if idle:
-            self.part = Partition(enter, DensePart.open(dense), self._memory, self._optimizer, self._limits)
+            self.part = Partition(enter, DensePart.open(dense), self._memory, self._optimizer, self._buffer_bytes)
             return
-        self.part, torn = Partition.resume(enter, dense, self._memory, self._optimizer, self._limits)
+        self.part, torn = Partition.resume(enter, dense, self._memory, self._optimizer, self._buffer_bytes)
         self.part.idle = False
         self._peers.connect(enter)
         if enter.me != 0:
@@ -169,7 +169,9 @@ class ActiveMode:
     def _new_coordinator(self, enter: Enter) -> Coordinator:
         settings = self._settings
         try:
-            return Coordinator(enter, alive_s=settings.alive_s, lease_s=settings.lease_s, clock=time.monotonic)
+            return Coordinator(
+                enter, heartbeat_timeout_s=settings.heartbeat_timeout_s, lease_s=settings.lease_s, clock=time.monotonic
+            )
         except TypeError as error:  # a discipline or an account with names that it does not have
             raise ProtocolError(f"Enter: {error}") from error
 

@@ -12,7 +12,7 @@ meanwhile (`final_checkpoint`), for `final_checkpoint_s` at most. In the order i
 
 Before 4 nothing counts, and the checkpoint before stays in force: a server or a host that dies, a host whose workers
 live, rows that are of other steps than the training state (`rows_of`), a store that fails. Workers that continue
-without a host have claimed the place again, so its server stops at the next look at the claims. What a crash leaves:
+without a host have claimed the location again, so its server stops at the next look at the claims. What a crash leaves:
 objects under the epoch that nothing refers to; `recovery.catalog.retention.gc` finds them.
 """
 

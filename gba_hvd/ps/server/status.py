@@ -77,7 +77,7 @@ def _of_asynchronous(coordinator: Coordinator) -> dict[str, Any]:
         "mode": coordinator.ledger.discipline.name,
         **position,
         "under_way": coordinator.ledger.n_outstanding,
-        "refused_gradients": coordinator.names_refused,
+        "refused_gradients": coordinator.rejected_gradients,
         "by_worker": [
             {"rank": s.rank, "pid": s.pid, "silent_s": round(now - s.last_seen_s, 1), "micro_batches": s.done,
              "seconds_per_micro_batch": round(s.seconds, 4)}

@@ -178,11 +178,11 @@ class PsWorker:
 
     def push(
         self, lease: messages.LeaseGrant, rows: Sequence[Sequence[RowGrad]], loss: float | None, seconds: float,
-        refused: str, drop: bool = False,
+        rejected: str, drop: bool = False,
     ) -> str:  # fmt: skip
         """Send the gradients of one micro-batch (dense ones from `dense.flat`) to the servers, and return.
 
-        refused: what was not finite; then nothing is sent but that. drop: lose it, as a fault would.
+        rejected: what was not finite; then nothing is sent but that. drop: lose it, as a fault would.
         Waits only while `MAX_IN_FLIGHT` earlier pushes are on the way.
 
         Returns what is not finite with the residual added, and still to be reported, or nothing. Raises
@@ -197,10 +197,10 @@ class PsWorker:
             return ""
         step, lrs = self.rates
         done = messages.PushDone(
-            self.worker, self.session.generation, lease.micro, lease.serial, loss, seconds, refused, lrs, step,
+            self.worker, self.session.generation, lease.micro, lease.serial, loss, seconds, rejected, lrs, step,
             min(self._values.steps),
         )  # fmt: skip
-        if refused:
+        if rejected:
             self._push_window.report(done)
             return ""
         try:

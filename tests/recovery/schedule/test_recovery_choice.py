@@ -126,7 +126,7 @@ def test_a_plan_for_several_hosts_takes_the_strategy_that_costs_less() -> None:
     assert (partial.plan.strategy, full.plan.strategy) == ("partial", "full")
     assert full.interval_s < partial.interval_s
     assert "4 hosts: a lost one is recovered alone" in partial.reason and "full recovery would take" in partial.reason
-    assert "4 hosts: with a lost one all go back" in full.reason and "partial recovery would take" in full.reason
+    assert "4 hosts: with a lost one all roll back" in full.reason and "partial recovery would take" in full.reason
     assert plan_interval(CHEAP, replace(GIVEN, strategy="partial"), 10**9, 4).plan.strategy == "partial"
 
 
@@ -151,7 +151,7 @@ def test_the_setting_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         CheckpointCallback("place", recovery="whole")
     assert CheckpointCallback("place", recovery="full").config.policy == "delta"
     for policy in ("mfu", "ssu", "scar"):
-        with pytest.raises(BadInput, match="recovery='full' goes back to checkpoints that leave out no change"):
+        with pytest.raises(BadInput, match="recovery='full' rolls back to checkpoints that leave out no change"):
             CheckpointCallback("place", recovery="full", policy=policy)
     monkeypatch.setenv("RECOVERY_POLICY", "mfu")
     with pytest.raises(BadInput, match="recovery='full'"):

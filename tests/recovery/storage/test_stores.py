@@ -63,7 +63,7 @@ def test_a_path_and_a_file_url_are_the_same_place(tmp_path: Path) -> None:
     ("url", "said"),
     [
         ("s4://bucket/job", "protocol 's4' is not known"),
-        ("s3://", "names no place"),
+        ("s3://", "names no location"),
         ("gs://bucket/job", "pip install gcsfs"),
         ("sftp://host/job", "pip install paramiko"),
     ],

@@ -21,7 +21,7 @@ from recovery.storage.store import blob_prefix
 from recovery.torch_rows.tensor_rows import RowParts, TensorRows
 from recovery.write import writer
 from recovery.write.consistent_read import ReadResult
-from recovery.write.multipart import SavePlace, commit_parts
+from recovery.write.multipart import SaveTarget, commit_parts
 from recovery.write.section_pipeline import Buffers, Cancelled, PartResult, SectionPipeline
 from recovery.write.writer import save_rows
 from tests.recovery.holders import train, two_tables, values
@@ -39,9 +39,9 @@ def save(
 
 def committed(rows: TensorRows, store: RamStore, blobs: Sequence[Blob], **what: object) -> str:
     about: dict[str, Any] = {"state": b"dense", "fence": lambda: None, **what}
-    place = SavePlace(1, 1, "full", None, 3, 30, rows.schema)
+    target = SaveTarget(1, 1, "full", None, 3, 30, rows.schema)
     manifest, _ = commit_parts(
-        store, Selection(rows, SMALL), place, [PartResult(tuple(blobs))], lambda parts: about["state"], about["fence"],
+        store, Selection(rows, SMALL), target, [PartResult(tuple(blobs))], lambda parts: about["state"], about["fence"],
         unix_clock=lambda: 1.5,
     )  # fmt: skip
     return manifest.name

@@ -304,7 +304,7 @@ def test_what_diverged_has_no_score(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     outcomes = [bad, replace(good, scores={"auc": 0.8}), bad]
     monkeypatch.setattr("gba_hvd_tools.simulated.experiment.run", lambda experiment, clicks: outcomes.pop())
     line = training.simulated([Experiment()] * 3, None)
-    assert line.judged == {"auc": 0.8} and line.loss == math.inf
+    assert line.scores == {"auc": 0.8} and line.loss == math.inf
     outcomes = [bad]
     diverged = training.simulated([Experiment()], None)
     training.show([line, diverged], argparse.Namespace(task="clicks", mode="gba", optimizer="sgd", lr=1.0))

@@ -120,7 +120,7 @@ def test_after_going_back_a_save_of_before_counts_no_more_and_a_failed_part_of_a
     chief = Chief()
     assert chief.saves("delta", "done", step=20) == 20
     chief.schedule.void_before(2)
-    chief.schedule.went_back(5)
+    chief.schedule.rolled_back(5)
     assert chief.schedule.in_force(saved(20, "delta", step=20)) is None
     chief.schedule.asked(chief.schedule.next_number(5), 5)
     chief.schedule.part_failed()
@@ -137,6 +137,6 @@ def test_a_second_lost_host_adds_to_the_samples_of_the_first_and_a_return_takes_
     assert schedule.samples_lost == 40 + (60 * 10 + 700 * 5) / 50
     resumed = Measured.of_mapping(json.loads(json.dumps(asdict(schedule.seen()))))
     assert (resumed.samples_lost, len(resumed.failures_s)) == (schedule.samples_lost, 2), "as a checkpoint has it"
-    schedule.went_back_to(40.0, 1.0, 3.0)
+    schedule.rolled_back_to(40.0, 1.0, 3.0)
     schedule.host_was_lost(None, None, second.samples_lost(700, 50))
     assert schedule.samples_lost == 40 + (60 * 10 + 700 * 5) / 50, "the second loss was gone back on, then came again"

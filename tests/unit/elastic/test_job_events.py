@@ -180,7 +180,9 @@ def test_full_recovery_is_told_once_as_a_return_to_a_checkpoint() -> None:
     rollback = Rollback(1, unreported=facts)
     _, (_, back) = reported(replace(CHANGED, decision=CHOSEN), checkpoints=True, rollback=rollback)
     assert (back.kind, back.step, back.data) == ("resumed", 7, facts)
-    assert "all workers went back from step 12 to m-3, 50 rows in 0.2 s; 480 samples are trained again" in back.message
+    assert (
+        "all workers rolled back from step 12 to m-3, 50 rows in 0.2 s; 480 samples are trained again" in back.message
+    )
     assert back.message.endswith("full: as asked")
     assert reported(CHANGED, checkpoints=True, rollback=rollback)[0][2:] == ["membership"], "it is told once"
     rollback.unreported = facts | {"skipped": ["m-4: torn"]}
@@ -318,8 +320,8 @@ def test_an_interrupted_job_says_where_the_same_command_goes_on(
         participant=found.get, world=SimpleNamespace(rank=0), folder=tmp_path,
         progress=SimpleNamespace(step=955), model=SimpleNamespace(tables=SimpleNamespace(config=config)),
     )  # fmt: skip
-    assert job_events._what_goes_on(engine) == words
+    assert job_events._what_continues(engine) == words
     checkpoints.callback.resume = False
-    assert job_events._what_goes_on(engine) == "", "it starts over"
+    assert job_events._what_continues(engine) == "", "it starts over"
     found.clear()
-    assert job_events._what_goes_on(engine) == ""
+    assert job_events._what_continues(engine) == ""

@@ -20,7 +20,7 @@ from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.ps.coordinator.ledger import Member, StepPlan
 from gba_hvd.ps.coordinator.staleness import weighting
 from gba_hvd.ps.messages import Apply, Endpoint, Enter, JobPosition, ProtocolError
-from gba_hvd.ps.partition.partition import Limits, Partition, gather
+from gba_hvd.ps.partition.partition import Partition, gather
 from gba_hvd.shm.layout import Layout
 from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.torch_optimizers import spec_of
@@ -82,7 +82,7 @@ class Servers:
                 bytearray(np.zeros(2 * len(sizes), np.float32).tobytes()),
                 state_codec.encode([{} for _ in sizes]),
             ]
-            self.parts.append(Partition.begin(enter, frames, folder / f"dense{me}", self.memory, optimizer, Limits()))
+            self.parts.append(Partition.begin(enter, frames, folder / f"dense{me}", self.memory, optimizer, 1 << 32))
         self.row_average = row_average
 
     def rows(self) -> np.ndarray:
@@ -163,7 +163,7 @@ def test_a_gradient_that_was_refused_is_in_no_buffer(servers: Callable[..., Serv
     some = servers(1, "contributors")
     before = some.rows()
     some.push(0, 1, {0: 1.0})
-    some.step(1, [Member(0, 1, 1.0, B, 0), Member(1, 2, 0.0, B, 0, refused=True)])
+    some.step(1, [Member(0, 1, 1.0, B, 0), Member(1, 2, 0.0, B, 0, rejected=True)])
     # The global batch's mean has half of it; among two micro-batches, one contains the row.
     assert (some.rows() - before)[0] == pytest.approx(-ROW_LR * 1.0)
 

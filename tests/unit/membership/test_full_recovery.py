@@ -84,10 +84,10 @@ def test_a_worker_that_takes_over_a_state_forgets_what_it_had_decided() -> None:
 
 def test_samples_that_are_trained_again_count_once() -> None:
     saved, now = SampleAccount(total=768, applied=768), SampleAccount(total=1096, applied=1090, dropped=6, redone=50)
-    saved.gone_back(now)
+    saved.rolled_back(now)
     assert (saved.total, saved.applied + saved.dropped + saved.lost, saved.redone) == (768, 768, 50 + 328)
     same = SampleAccount(total=10, applied=10)
-    same.gone_back(SampleAccount(total=10, applied=10))
+    same.rolled_back(SampleAccount(total=10, applied=10))
     assert same.redone == 0
 
 
@@ -169,7 +169,7 @@ def test_a_job_whose_place_was_not_claimed_again_does_not_go_back(
 def test_no_row_comes_from_a_checkpoint_that_was_gone_back_on(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     base, *_ = place.save(1, "full", "mfu")
     place.job.claim_location("job")  # the world of the survivors
-    place.job.gone_back_to(base.epoch, base.number)
+    place.job.rolled_back_to(base.epoch, base.number)
     report = place.job.fill(None, [0], TrainingPoint(3))  # type: ignore[arg-type]
     assert report is not None and report.manifest.name == base.name
     place.save(2, "full", "mfu")  # after the recovery
@@ -186,8 +186,8 @@ def test_reports_of_saves_from_before_are_ignored(place: Place) -> None:
     schedule.poll(before)
     assert [event.kind for event in place.events] == ["checkpoint"] and schedule.has(9)
     place.job.claim_location("job")
-    place.job.gone_back_to(1, 8)
-    place.job.went_back(8)
+    place.job.rolled_back_to(1, 8)
+    place.job.rolled_back(8)
     assert not schedule.has(9) and schedule.in_force(before) is None
     schedule.poll(before)
     assert len(place.events) == 1
@@ -211,11 +211,11 @@ def test_a_retained_state_of_later_steps_is_removed(tmp_path: Path) -> None:
 def test_changes_of_mode_after_the_checkpoint_come_again() -> None:
     callback = GBACallback(mode="allreduce", switch_at={5: "gba", 10: "async"})
     assert [callback.mode_request(step, "allreduce") is None for step in (4, 5, 10)] == [True, False, False]
-    callback.went_back(7)
+    callback.rolled_back(7)
     assert callback.mode == "gba" and callback.mode_request(8, "gba") is None
     request = callback.mode_request(10, "gba")
     assert request is not None and request[0] == "async"
-    callback.went_back(3)
+    callback.rolled_back(3)
     assert callback.mode == "allreduce" and callback.mode_request(4, "allreduce") is None
 
 
@@ -223,14 +223,14 @@ def test_what_an_operator_asked_for_stays() -> None:
     callback = GBACallback(mode="allreduce", switch_at={5: "gba"})
     callback.mode_request(5, "allreduce")
     callback.pin("async")
-    callback.went_back(8)
+    callback.rolled_back(8)
     assert callback.mode == "async"
 
 
 def test_a_switch_is_tried_again_as_soon_as_after_any_failure() -> None:
     callback = GBACallback(mode="gba")
     callback.failed(100, "no server")
-    callback.went_back(50)
+    callback.rolled_back(50)
     assert 50 < callback.paused_until < 100
 
 
@@ -238,7 +238,7 @@ def test_steps_that_come_again_do_not_count_twice_as_asked_for() -> None:
     asked = AskedMode("gba", {})
     for step in (1, 2, 3):
         asked.step(step, "allreduce")
-    asked.went_back(1)
+    asked.rolled_back(1)
     asked.step(2, "gba")
     (told,) = asked.shortfall(10, "")
     assert (told.data["steps_in_it"], told.data["steps_asked"]) == (1, 4)

@@ -16,7 +16,7 @@ from gba_hvd import SGD, BadInput, update_rules
 from gba_hvd.embedding.row_gradients import RowGrad, pack_by_owner
 from gba_hvd.ps.messages import Apply, Endpoint, Enter, JobPosition, PlannedMember
 from gba_hvd.ps.partition.gaps import SAMPLED, GapMeter
-from gba_hvd.ps.partition.partition import Limits, Partition
+from gba_hvd.ps.partition.partition import Partition
 from gba_hvd.shm.layout import Layout
 from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.torch_optimizers import spec_of
@@ -52,10 +52,10 @@ def make_part(tmp_path: Path) -> Any:
             0.1, [LR], [("w", [N], 0)], spec(momentum), workers, rule, settings,
         )  # fmt: skip
         if resumed:
-            made.append(Partition.resume(enter, tmp_path / "dense", memory, optimizer, Limits())[0])
+            made.append(Partition.resume(enter, tmp_path / "dense", memory, optimizer, 1 << 32)[0])
             return made[-1]
         frames = [bytearray(START.astype(np.float32).tobytes()), state_codec.encode([{}])]
-        made.append(Partition.begin(enter, frames, tmp_path / "dense", memory, optimizer, Limits()))
+        made.append(Partition.begin(enter, frames, tmp_path / "dense", memory, optimizer, 1 << 32))
         return made[-1]
 
     yield make

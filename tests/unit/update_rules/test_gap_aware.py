@@ -18,7 +18,7 @@ from gba_hvd.ps.coordinator.coordinator import row_damping, weighed
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.ps.coordinator.ledger import Member, StepPlan
 from gba_hvd.ps.messages import Apply, Endpoint, Enter, JobPosition, Measure, PlannedMember
-from gba_hvd.ps.partition.partition import Limits, Partition, gather
+from gba_hvd.ps.partition.partition import Partition, gather
 from gba_hvd.ps.partition.push_buffer import BufferedPush, merge_pushes
 from gba_hvd.shm.layout import Layout
 from gba_hvd.shm.shard_memory import ShardMemory
@@ -210,13 +210,13 @@ def make_part(tmp_path: Path) -> Iterator[Callable[..., Partition]]:
         )  # fmt: skip
         path = tmp_path / f"ps-{len(made) - resumed}.dense"
         if resumed:
-            part, _ = Partition.resume(enter, path, memory, row_optimizer, Limits())
+            part, _ = Partition.resume(enter, path, memory, row_optimizer, 1 << 32)
         else:
             memory.reserve([0, 1, 2])
             for shard in range(3):
                 memory.init_shard(shard, 0)
             frames = [frame(np.zeros(N, np.float32)), state_codec.encode([{}, {}])]
-            part = Partition.begin(enter, frames, path, memory, row_optimizer, Limits())
+            part = Partition.begin(enter, frames, path, memory, row_optimizer, 1 << 32)
         made.append(part)
         return part
 
@@ -319,7 +319,7 @@ class Fleet:
             )  # fmt: skip
             frames = [frame(values), state_codec.encode([{} for _ in tensors])]
             path = folder / f"dense{me}"
-            self.parts.append(Partition.begin(self.enter, frames, path, self.memory, optimizer, Limits()))
+            self.parts.append(Partition.begin(self.enter, frames, path, self.memory, optimizer, 1 << 32))
 
     def step(self, number: int, dense_steps: list[int]) -> list[float]:
         """A step of pushes computed with the values of these steps; what their rows were multiplied by."""

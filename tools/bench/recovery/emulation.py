@@ -23,9 +23,9 @@ TARGET_PLS = 0.1
 TARGET_OVERHEAD = 0.005
 WHERE_FULL_COSTS = 0.08
 CONTESTANTS = {
-    "full": "everything goes back to the last save; interval sqrt(2 O_save T_fail)",
-    "naive": "only the lost server goes back; full recovery's interval",
-    "cpr_full": "only the lost server goes back; interval from the target PLS, all rows at each save",
+    "full": "everything rolls back to the last save; interval sqrt(2 O_save T_fail)",
+    "naive": "only the lost server rolls back; full recovery's interval",
+    "cpr_full": "only the lost server rolls back; interval from the target PLS, all rows at each save",
     "cpr_scar": "the same interval; every r of it the share r of rows that changed most in L2",
     "cpr_mfu": "... that were accessed most often since they were saved",
     "cpr_ssu": "... that are in a list of sub-sampled accesses",

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...simulated.output import json_values, loss_text
 
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"drawn in {args.plot}")
     if args.out:
         settings = {key: str(v) if isinstance(v, Path) else v for key, v in vars(args).items() if key != "run"}
-        write_json(args.out, {"settings": settings, "results": json_values([asdict(line) for line in lines])})
+        write_json(args.out, {"settings": settings, "results": json_values([_stored(line) for line in lines])})
         print(f"written to {args.out}")
     return 0
 
@@ -151,7 +151,7 @@ def simulated(plan: Sequence[Experiment], clicks: Path | None) -> Line:
         dropped_share=first.dropped / max(1, first.dropped + first.applied),
         speed=speed(first),
         steps=first.steps,
-        judged=scores,
+        scores=scores,
         curve=list(first.curve),
         why=next((outcome.why for outcome in outcomes if outcome.why), ""),
     )
@@ -174,10 +174,16 @@ def speed(outcome: Outcome) -> float:
     return done / time if time else 0.0
 
 
+def _stored(line: Line) -> dict[str, Any]:
+    """A line under the names of the results file, where the scores have another one."""
+    values = asdict(line)
+    return {"judged" if name == "scores" else name: value for name, value in values.items()}
+
+
 def show(lines: Sequence[Line], args: argparse.Namespace) -> None:
     from ...bench.harness.measure import print_table
 
-    extra = sorted({name for line in lines for name in line.judged})
+    extra = sorted({name for line in lines for name in line.scores})
     columns = (
         "workers",
         "rule",
@@ -195,7 +201,7 @@ def show(lines: Sequence[Line], args: argparse.Namespace) -> None:
     table = [
         (
             f"{line.workers:,}", line.rule, loss_text(line.loss),
-            *(f"{line.judged[n]:.4f}" if n in line.judged else "-" for n in extra),
+            *(f"{line.scores[n]:.4f}" if n in line.scores else "-" for n in extra),
             f"{line.staleness_mean:.2f}", str(line.staleness_max), f"{line.lag_mean:.2f}",
             f"{line.gap:.2g}", f"{line.gap_in_steps:.2f}", f"{line.dropped_share:.2%}",
             f"{line.speed:.1f}", f"{line.steps:,}",

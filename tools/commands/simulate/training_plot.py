@@ -20,7 +20,7 @@ class Line:
     """Runs of one number of workers and one rule.
 
     gap, gap_in_steps: means over all pushes, as of `gba_hvd.ps.partition.gaps`; gap_by_worker: both, of each
-    loss, judged: medians over the seeds (judged: of the task, where it converged); all else is of the first
+    loss, scores: medians over the seeds (scores: of the task, where it converged); all else is of the first
     """
 
     workers: int
@@ -36,7 +36,7 @@ class Line:
     dropped_share: float
     speed: float
     steps: int
-    judged: dict[str, float]
+    scores: dict[str, float]
     curve: list[tuple[float, int, float]]
     why: str
 

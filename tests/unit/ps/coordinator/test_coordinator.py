@@ -45,7 +45,7 @@ def an_enter(**changes: Any) -> Enter:
 
 
 def a_coordinator(clock: Clock, **changes: Any) -> Coordinator:
-    return Coordinator(an_enter(**changes), alive_s=ALIVE_S, lease_s=LEASE_S, clock=clock)
+    return Coordinator(an_enter(**changes), heartbeat_timeout_s=ALIVE_S, lease_s=LEASE_S, clock=clock)
 
 
 def ask(worker: int, request: int, epoch: int = 0, **changes: Any) -> LeaseRequest:
@@ -248,7 +248,7 @@ def test_a_refused_gradient_is_dropped_counted_and_named() -> None:
     assert [m.micro for m in step.members] == [1]
     coordinator.applied(step.step, set(), 0)
     assert (coordinator.account.applied, coordinator.account.dropped) == (8, 8)
-    assert coordinator.names_refused == ["worker 1, micro-batch 0: the gradient of w is not finite"]
+    assert coordinator.rejected_gradients == ["worker 1, micro-batch 0: the gradient of w is not finite"]
     assert coordinator.position().rejected == 1
 
 

@@ -54,7 +54,7 @@ class Scene:
             GENERATION, servers, 0, [0], JobPosition(account=vars(SampleAccount())), 64, 2 * MICRO_BATCH, MICRO_BATCH,
             {"name": "gba"}, "global", 0.1, [0.5], [], {}, workers=[(WORKER, 0, 0, 1)], **limits,
         )  # fmt: skip
-        self.coordinator = Coordinator(enter, alive_s=1e6, lease_s=1e6, clock=lambda: 0.0)
+        self.coordinator = Coordinator(enter, heartbeat_timeout_s=1e6, lease_s=1e6, clock=lambda: 0.0)
         self.records, self._folder = StateFiles(folder, 0), folder
         self.log: list[tuple[str, int, bool]] = []
         self.sent: list[tuple[int, Request]] = []

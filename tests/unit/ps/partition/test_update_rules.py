@@ -15,7 +15,7 @@ from gba_hvd.embedding.row_gradients import RowGrad, pack_by_owner
 from gba_hvd.ps.dense_file import DenseReader
 from gba_hvd.ps.messages import Apply, Endpoint, Enter, JobPosition, PlannedMember
 from gba_hvd.ps.partition.checkpoint_state import part_state
-from gba_hvd.ps.partition.partition import Limits, Partition
+from gba_hvd.ps.partition.partition import Partition
 from gba_hvd.shm.layout import Layout
 from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.torch_optimizers import spec_of
@@ -52,11 +52,11 @@ def make_part(tmp_path: Path) -> Iterator[Callable[..., Partition]]:
             0.1, [LR], [("w", [2, 3], 0)], spec, workers, rule,
         )  # fmt: skip
         if resumed:
-            made.append(Partition.resume(enter, tmp_path / "dense", memory, row_optimizer, Limits())[0])
+            made.append(Partition.resume(enter, tmp_path / "dense", memory, row_optimizer, 1 << 32)[0])
         else:
             state = state_codec.encode([{"momentum_buffer": torch.from_numpy(BUFFER.reshape(2, 3))}])
             made.append(
-                Partition.begin(enter, [frame(START), state], tmp_path / "dense", memory, row_optimizer, Limits())
+                Partition.begin(enter, [frame(START), state], tmp_path / "dense", memory, row_optimizer, 1 << 32)
             )
         return made[-1]
 

@@ -1,4 +1,4 @@
-"""Full recovery: what a worker takes over of the checkpoint that all go back to, and what it forgets.
+"""Full recovery: what a worker takes over of the checkpoint that all roll back to, and what it forgets.
 
 `membership.full_recovery` has the order; this is its last part, on one worker, when all rows are as of the checkpoint.
 """
@@ -22,15 +22,15 @@ def load(engine: Engine, state: TrainingState, joined: JoinResult) -> None:
     apart (`SampleAccount.redone`). What is of the running job stays: its claim, what it measured, the mode that an
     operator or the script asks for.
     """
-    back, checkpoints, progress = joined.went_back, checkpoints_of(engine), engine.progress
+    back, checkpoints, progress = joined.rolled_back, checkpoints_of(engine), engine.progress
     assert back is not None and back.state is not None and checkpoints is not None and joined.decision is not None
     before, step, restarts = copy(progress.account), progress.step, progress.restarts
     forget_residuals(engine)
     state.resume(state_codec.decode(back.state))
-    progress.account.gone_back(before)
+    progress.account.rolled_back(before)
     progress.restarts = restarts
-    checkpoints.gone_back_to(back.epoch, back.number)
-    checkpoints.schedule.went_back_to(back.samples_lost, back.seconds, engine.reports.seconds_since_step)
+    checkpoints.rolled_back_to(back.epoch, back.number)
+    checkpoints.schedule.rolled_back_to(back.samples_lost, back.seconds, engine.reports.seconds_since_step)
     engine.rollback.number, engine.rollback.decision = engine.rollback.number + 1, None
     # One that was complete and that was not reported is reported with this one.
     earlier = engine.rollback.unreported or {"from_step": step, "samples_redone": 0}
@@ -43,13 +43,13 @@ def load(engine: Engine, state: TrainingState, joined: JoinResult) -> None:
         "pls": 0.0, "pls_total": back.samples_lost / total, "total_samples": total, **joined.decision.event_data(),
     }  # fmt: skip
     engine.rollback.unreported = facts
-    engine.went_back()
+    engine.rolled_back()
 
 
 def forget(engine: Engine) -> None:
     """On every other worker that had a state, when it has the source's."""
     forget_residuals(engine)
-    engine.went_back()
+    engine.rolled_back()
 
 
 def forget_residuals(engine: Engine) -> None:
