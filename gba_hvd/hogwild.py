@@ -103,7 +103,7 @@ def _shared_replica(engine: Engine) -> SharesReplica | None:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _MicroBatchWork:
     """One micro-batch for one thread."""
 
     micro: MicroBatch
@@ -124,7 +124,7 @@ class _Threads:
         self._mode: SharesReplica | None = None  # that the threads train in
         self._threads: list[threading.Thread] = []
         self._models: list[SharedModel] = []
-        self._jobs: deque[_Job] = deque()
+        self._jobs: deque[_MicroBatchWork] = deque()
         self._busy: set[int] = set()  # threads that compute
         self._ending = self._warned = self.compute_failed = False
         self._error: BaseException | None = None
@@ -140,7 +140,7 @@ class _Threads:
                 raise
         self._mode, mode.await_threads = mode, self.quiesce
         with self._changed:
-            self._jobs.append(_Job(mode.hand_to_thread(), batch, self._engine.model.tables.remote))
+            self._jobs.append(_MicroBatchWork(mode.hand_to_thread(), batch, self._engine.model.tables.remote))
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._error is not None or len(self._busy) + len(self._jobs) < self._n)
         self._report()
@@ -238,7 +238,7 @@ class _Threads:
         assert self._mode is not None
         return self._mode.submit_from_thread(micro, loss, dense)
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> _MicroBatchWork | None:
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._ending or self._error is not None)
             if not self._jobs or self._error is not None:
@@ -253,7 +253,7 @@ class _Threads:
                 self._rejected.append((micro, rejected))
             self._changed.notify_all()
 
-    def _computed(self, job: _Job, model: SharedModel) -> Tensor | float | None:
+    def _computed(self, job: _MicroBatchWork, model: SharedModel) -> Tensor | float | None:
         model.clear()
         loss = self._compute(model.module, job.batch)
         if not model.has_gradient:

@@ -41,7 +41,7 @@ import numpy as np
 
 from recovery.child import process
 from recovery.child.handle import Child, ChildDied, Start
-from recovery.child.process import Answer, Begin, ReadAll, Restore, Save
+from recovery.child.process import Answer, Begin, ChildSave, ReadAll, Restore
 from recovery.config import Config
 from recovery.errors import BadInput
 from recovery.events import Event, EventReporter, Handle
@@ -60,7 +60,7 @@ _LEAVE_S = 120.0  # beyond close_timeout_s, for what cannot be cancelled: an obj
 class _Asked:
     """What is to be done next, or in flight. child: whom it was sent to."""
 
-    message: Save | Restore
+    message: ChildSave | Restore
     future: Future[Any]
     request: SaveRequest | None = None  # of a save
     child: Child | None = None
@@ -178,7 +178,7 @@ class ProcessCheckpointer:
     def _begin_save(self, request: SaveRequest) -> None:
         self._number += 1
         what = (request.step, request.samples, request.kind, request.about, request.state is not None)
-        self._ask(_Asked(Save(self._number, *what), request.handle.future, request))
+        self._ask(_Asked(ChildSave(self._number, *what), request.handle.future, request))
 
     def restore(self, shards: Sequence[int] | None = None, *, now: TrainingPoint | None = None) -> Report | None:
         """As `Checkpointer.restore`. Nobody else may use the rows until this returns."""

@@ -76,7 +76,7 @@ class _Host:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class LinkTraffic:
     """What went through a host's link so far, by the counters of its interface; bytes of Ethernet frames."""
 
     sent_bytes: int
@@ -174,12 +174,12 @@ class VirtualHosts:
         for host in self._hosts.values():
             self._limit(host, rate)
 
-    def traffic(self, name: str) -> Traffic:
+    def traffic(self, name: str) -> LinkTraffic:
         """What a host has sent and received."""
         port = f"p{self._hosts[name].number}"
         (link,) = json.loads(self._at_switch("ip", "-json", "-statistics", "link", "show", "dev", port))
         counters = link["stats64"]  # seen from the switch
-        return Traffic(counters["rx"]["bytes"], counters["tx"]["bytes"])
+        return LinkTraffic(counters["rx"]["bytes"], counters["tx"]["bytes"])
 
     # --- on a host ---------------------------------------------------------------------------------------------------
 

@@ -41,7 +41,7 @@ class SyncView:
     lost_s: float | None = None
 
 
-class Action(NamedTuple):
+class SyncAction(NamedTuple):
     """What to do now: make a round, end, ask for another world, or wait and look again after so long."""
 
     act: Literal["round", "end", "ask for a world", "wait"]
@@ -53,18 +53,18 @@ def is_collective(n_workers: int, averaging: Averaging) -> bool:
     return averaging.is_collective and n_workers > 1
 
 
-def next_action(now: float, standing: SyncView, averaging: Averaging) -> Action:
+def next_action(now: float, standing: SyncView, averaging: Averaging) -> SyncAction:
     """What is due at `now`."""
     collective = is_collective(standing.n_workers, averaging)
     if standing.ending == "now" or (standing.ending and not collective):
-        return Action("end")
+        return SyncAction("end")
     if standing.n_workers and _is_due(now, standing, averaging, collective):
-        return Action("round")
+        return SyncAction("round")
     if standing.lost_s is not None and now > standing.lost_s + ASK_AGAIN_S and standing.is_open:
-        return Action("ask for a world")
+        return SyncAction("ask for a world")
     if standing.n_workers and _follows_the_clock(standing, averaging):
-        return Action("wait", max(_AT_LEAST_S, standing.not_before_s - now))
-    return Action("wait", _SOON_S)
+        return SyncAction("wait", max(_AT_LEAST_S, standing.not_before_s - now))
+    return SyncAction("wait", _SOON_S)
 
 
 def _is_due(now: float, standing: SyncView, averaging: Averaging, collective: bool) -> bool:

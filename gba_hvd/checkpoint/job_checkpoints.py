@@ -48,7 +48,7 @@ from recovery.policies import counts_accesses
 from recovery.redaction import redacted
 from recovery.restore import Report, TrainingPoint, restore
 from recovery.restore.inspect import read_state
-from recovery.schedule.adaptive import Measured
+from recovery.schedule.adaptive import JobMeasurements
 from recovery.schedule.recovery_choice import RecoveryDecision, Situation, choose_recovery
 from recovery.selection.importance import list_capacities
 from recovery.storage.open import open_store
@@ -275,7 +275,7 @@ class JobCheckpoints(StepParticipant):
         except (BadInput, RecoveryError) as error:
             why_not = "" if given.strategy == "partial" else str(error)
         if newest is not None:  # a chief that was lost with its host left there what it had measured
-            left = Measured.of_checkpoint(newest)
+            left = JobMeasurements.of_checkpoint(newest)
             if left.observed_s > measured.observed_s:
                 step_s = left.observed_s / max(1, newest.step)
             measured = measured.with_those_of(left)
@@ -328,7 +328,7 @@ class JobCheckpoints(StepParticipant):
     def resume_point(self, report: Report) -> None:
         """The whole job was restored. On the chief."""
         self._resumed_epoch = report.manifest.epoch
-        measured = Measured.of_checkpoint(report.manifest)
+        measured = JobMeasurements.of_checkpoint(report.manifest)
         if self._died_before:
             measured = measured.lost(measured.observed_s)
         self.schedule.resume(report.step, replace(measured, load_s=report.seconds))
@@ -336,7 +336,7 @@ class JobCheckpoints(StepParticipant):
     def resume_from_memory(self, state: Mapping[str, Any], step: int) -> str:
         """Restore this class's retained `state`, in a job that lost all its workers. Returns the writer's name."""
         self.load_location(state["place"])
-        measured = Measured.of_mapping(state["measured"])
+        measured = JobMeasurements.of_mapping(state["measured"])
         self.schedule.resume(min(step, max(0, self.schedule.saved_step)), measured.lost(measured.observed_s))
         return "" if state["claim"] is None else str(state["claim"]["writer"])
 
@@ -482,7 +482,7 @@ class JobCheckpoints(StepParticipant):
     def load_state(self, state: dict[str, Any]) -> None:
         self._claim = None if state["claim"] is None else claims.Claim(**state["claim"])
         self.load_location(state["place"])
-        self.schedule.load_measured(Measured.of_mapping(state["measured"]))
+        self.schedule.load_measured(JobMeasurements.of_mapping(state["measured"]))
 
     def world_formed(self, rows_moved: bool) -> None:
         """Discard what was in flight; a rank that is not the chief now has no knowledge of coming saves.

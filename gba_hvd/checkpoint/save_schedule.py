@@ -22,7 +22,7 @@ from recovery.callback import CheckpointCallback
 from recovery.errors import StoreError
 from recovery.policies import is_lossless, lossless_kind
 from recovery.schedule import planner
-from recovery.schedule.adaptive import IntervalPlan, Measured, plan_interval
+from recovery.schedule.adaptive import IntervalPlan, JobMeasurements, plan_interval
 
 _FORGET_S = 90.0  # a save without any report for so long: the mode changed, or its server hangs
 _AGE_EVERY_S, _LATE_AT = 2.0, 2.0  # how often the newest one's age is reported; how many intervals are too many
@@ -55,17 +55,17 @@ class SaveSchedule:
         self._late, self._age_reported_s = Patience(), 0.0
         self._last_failure, self._failed_s = "", -math.inf
         self._leave_step: int | None = None  # of an asynchronous mode, where it was reported
-        self._measured = Measured()
+        self._measured = JobMeasurements()
         self._since_s: float | None = None  # when this worker began to count the time that is observed
         self._pace: IntervalPlan | None = None  # on the chief
         self._since_epoch = 0  # what was saved under claims before this is of training that was rolled back
 
-    def resume(self, step: int, measured: Measured) -> None:
+    def resume(self, step: int, measured: JobMeasurements) -> None:
         """The job resumes from a checkpoint of this step, or from memory."""
         self.callback.began(step, time.monotonic())
         self._measured = measured
 
-    def load_measured(self, measured: Measured) -> None:
+    def load_measured(self, measured: JobMeasurements) -> None:
         """By another worker, which was the chief."""
         self._measured, self._since_s = measured, None
 
@@ -109,7 +109,7 @@ class SaveSchedule:
 
     # --- how often, and what -----------------------------------------------------------------------------------------
 
-    def seen(self) -> Measured:
+    def seen(self) -> JobMeasurements:
         """What was measured, with the time until now."""
         now = time.monotonic()
         if self._since_s is None:
@@ -120,7 +120,7 @@ class SaveSchedule:
 
     @property
     def samples_lost(self) -> float:
-        """By all recoveries so far, see `Measured.samples_lost`."""
+        """By all recoveries so far, see `JobMeasurements.samples_lost`."""
         return self._measured.samples_lost
 
     def host_was_lost(self, load_s: float | None, stood_s: float | None, samples_lost: float) -> None:

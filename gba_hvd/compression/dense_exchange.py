@@ -30,8 +30,8 @@ from torch import Tensor
 from gba_hvd.comm.collectives import World
 from gba_hvd.comm.traffic import Traffic, ring
 from gba_hvd.compression import sparse_message, value_codec
-from gba_hvd.compression.bypass import Bypass, Cost, Decision, StepTiming
-from gba_hvd.compression.error_feedback import Feedback, Span, plain_of, spans_of
+from gba_hvd.compression.bypass import Bypass, BypassDecision, Cost, StepTiming
+from gba_hvd.compression.error_feedback import Feedback, TensorSpan, plain_of, spans_of
 from gba_hvd.compression.spec import Spec
 from gba_hvd.errors import NonFiniteGradient
 from gba_hvd.gradients.dense_gradients import DenseGradients
@@ -46,10 +46,10 @@ class _Shape:
     n: elements of `spans`. flushed: tensors that could be compressed, and are not
     """
 
-    spans: list[Span]
+    spans: list[TensorSpan]
     n: int
     plain: list[slice]
-    flushed: list[Span]
+    flushed: list[TensorSpan]
 
 
 class DenseExchange:
@@ -65,7 +65,7 @@ class DenseExchange:
         self._all = self._shape(())
         self._candidates = [span.tensor for span in self._all.spans]
         self._itemsize = dense.total.element_size()
-        self.decisions: list[Decision] = []
+        self.decisions: list[BypassDecision] = []
         self.not_finite = ""
         self._known: list[float] = []  # by rank, the sum of |residual| when the last step was begun; empty: not known
         self._rank, self._size = -1, 0  # this worker's place in the world that was formed last

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from gba_hvd.compression import sparse_message
-from gba_hvd.compression.bypass import Bypass, Cost, Decision, StepTiming
-from gba_hvd.compression.error_feedback import Feedback, Span, plain_of, spans_of
+from gba_hvd.compression.bypass import Bypass, BypassDecision, Cost, StepTiming
+from gba_hvd.compression.error_feedback import Feedback, TensorSpan, plain_of, spans_of
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,11 @@ class DensePush:
     """
 
     def __init__(
-        self, feedback: Feedback, parts: Sequence[Sequence[int]], is_remote: Sequence[bool], decisions: list[Decision]
+        self,
+        feedback: Feedback,
+        parts: Sequence[Sequence[int]],
+        is_remote: Sequence[bool],
+        decisions: list[BypassDecision],
     ) -> None:
         self._feedback, self._parts, self._is_remote = feedback, [list(part) for part in parts], list(is_remote)
         self._candidates = [spans_of(feedback.sizes, part)[0] for part in parts]
@@ -103,7 +107,7 @@ class DensePush:
             if decision is not None and decision.changed:
                 self._decisions.append(decision)
 
-    def _cost(self, span: Span) -> Cost:
+    def _cost(self, span: TensorSpan) -> Cost:
         t = span.tensor
         return Cost(
             float(self._feedback.encode_s[t]), max(0.0, 4 * self._feedback.sizes[t] - self._feedback.sent_bytes[t])

@@ -30,7 +30,7 @@ class NonFiniteResidual(NonFiniteGradient):
 
 
 @dataclass(frozen=True)
-class Span:
+class TensorSpan:
     """One tensor's elements within a flat array, and within a message."""
 
     tensor: int
@@ -39,7 +39,7 @@ class Span:
     stop: int
 
 
-def spans_of(sizes: Sequence[int], tensors: Sequence[int], whole: Collection[int] = ()) -> tuple[list[Span], int]:
+def spans_of(sizes: Sequence[int], tensors: Sequence[int], whole: Collection[int] = ()) -> tuple[list[TensorSpan], int]:
     """The tensors that are compressed, of some that lie in a flat array at their offsets; and their elements together.
 
     sizes: of all tensors of the flat array. Those under MIN_ELEMENTS, and `whole`, are left out: they travel as they
@@ -49,7 +49,7 @@ def spans_of(sizes: Sequence[int], tensors: Sequence[int], whole: Collection[int
     spans, n = [], 0
     for t in tensors:
         if sizes[t] >= MIN_ELEMENTS and t not in whole:
-            spans.append(Span(t, slice(int(ends[t]), int(ends[t + 1])), n, n + sizes[t]))
+            spans.append(TensorSpan(t, slice(int(ends[t]), int(ends[t + 1])), n, n + sizes[t]))
             n += sizes[t]
     return spans, n
 
@@ -89,7 +89,7 @@ class Feedback:
         """A step: `encode` and `flush` follow for every tensor of it, then `settle`, if it is decided."""
         self._next_size = 0.0
 
-    def encode(self, flat: np.ndarray, spans: Sequence[Span], n: int, plain: np.ndarray) -> bytes:
+    def encode(self, flat: np.ndarray, spans: Sequence[TensorSpan], n: int, plain: np.ndarray) -> bytes:
         """A message with what is sent of these tensors. flat: [n of all], this step's gradients; not changed.
 
         spans, n: as of `spans_of`. plain: [m], what travels with them as it is.
@@ -124,19 +124,19 @@ class Feedback:
         self.sent_bytes[tensors] = shares * len(sent)
         return sent
 
-    def flush_all(self, flat: np.ndarray, spans: Sequence[Span]) -> None:
+    def flush_all(self, flat: np.ndarray, spans: Sequence[TensorSpan]) -> None:
         """As `flush` for the tensors of a step that is sent uncompressed. Costs nothing while nothing waits."""
         if not (self._residual_is_empty and self._next_is_empty):
             self.flush(flat, spans)
             self._next_is_empty = True
 
-    def flush(self, flat: np.ndarray, spans: Sequence[Span]) -> None:
+    def flush(self, flat: np.ndarray, spans: Sequence[TensorSpan]) -> None:
         """flat += residual for these tensors: they are sent uncompressed."""
         for span in spans:
             flat[span.at] += self.residual[span.at]
             self._next[span.at] = 0
 
-    def sent(self, flat: np.ndarray, spans: Sequence[Span], seen: np.ndarray) -> None:
+    def sent(self, flat: np.ndarray, spans: Sequence[TensorSpan], seen: np.ndarray) -> None:
         """These tensors were sent by the caller, as `seen` [n of the spans] after adding the residual."""
         self._next_is_empty = False
         for span in spans:
@@ -173,7 +173,7 @@ class Feedback:
 
     # -----------------------------------------------------------------------------------------------------------------
 
-    def _select(self, span: Span, grad: np.ndarray, residual: np.ndarray, pending: np.ndarray, done: int) -> int:
+    def _select(self, span: TensorSpan, grad: np.ndarray, residual: np.ndarray, pending: np.ndarray, done: int) -> int:
         thresholds = self.thresholds
         if thresholds.is_due(span.tensor):
             _add(grad, residual, pending)
@@ -187,7 +187,7 @@ class Feedback:
         thresholds.sent(span.tensor, n, len(grad))
         return int(n)
 
-    def _keep_rounding(self, spans: Sequence[Span], counts: Sequence[int], error: np.ndarray) -> None:
+    def _keep_rounding(self, spans: Sequence[TensorSpan], counts: Sequence[int], error: np.ndarray) -> None:
         at = 0
         for span, count in zip(spans, counts, strict=True):
             pending, mine = self._next[span.at], error[at : at + count]
@@ -198,7 +198,7 @@ class Feedback:
             at += count
         self._next_size += float(np.abs(error).sum(dtype=np.float64))
 
-    def refuse_non_finite(self, span: Span, grad: np.ndarray) -> None:
+    def refuse_non_finite(self, span: TensorSpan, grad: np.ndarray) -> None:
         """Raises if this tensor's gradient and residual are not finite together, and says which of them it is."""
         name, residual = self.names[span.tensor], self.residual[span.at]
         if not np.isfinite(residual).all():

@@ -42,7 +42,7 @@ from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.training.engine import Engine
 from recovery.errors import BadInput, Damaged, NotFound, RecoveryError
 from recovery.restore import Report
-from recovery.schedule.adaptive import Measured
+from recovery.schedule.adaptive import JobMeasurements
 from recovery.schedule.recovery_choice import RecoveryDecision
 
 _LOWER_BITS = 32  # of a placement number; other changes of the placement count one by one
@@ -66,7 +66,7 @@ class RolledBack:
     """All shards are as of a checkpoint. rows: of them; age: in steps, mean, against the checkpoint's step.
 
     seconds: of the host that took longest. skipped: checkpoints that could not be used, and why.
-    state, samples_lost: on the source: the training state, and by all recoveries until the checkpoint (`Measured`)
+    state, samples_lost: on the source: the training state, and samples lost in all recoveries (`JobMeasurements`)
     """
 
     manifest: str
@@ -153,7 +153,7 @@ def roll_back(
     newest = found.manifest
     return RolledBack(
         name, newest.epoch, newest.number, step, rows, mean_age, seconds, (*found.passed_over, *reasons), found.state,
-        Measured.of_checkpoint(newest).samples_lost,
+        JobMeasurements.of_checkpoint(newest).samples_lost,
     )  # fmt: skip
 
 

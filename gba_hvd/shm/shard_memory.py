@@ -69,7 +69,7 @@ class Marks:
     placed: np.ndarray
 
 
-class InitialRows(Protocol):
+class InitialRowSource(Protocol):
     """Where rows start, in tables that do not start as the layout says."""
 
     def std(self, table: str) -> float | None:
@@ -88,7 +88,7 @@ class ShardMemory:
 
     def __init__(self, folder: Path, layout: Layout, alive_fd: int | None, mapped: mmap.mmap, inode: int) -> None:
         self.folder, self.layout, self._inode = folder, layout, inode
-        self.initial: InitialRows | None = None
+        self.initial: InitialRowSource | None = None
         self._alive_fd: int | None = alive_fd
         self._map = mapped
         self.flat = np.frombuffer(mapped, dtype=np.float32)

@@ -21,7 +21,7 @@ from mlflow.entities import Metric, Param, Run, RunStatus, RunTag
 from mlflow.exceptions import MlflowException
 
 from gba_hvd.tracking.delivery import may_report
-from gba_hvd.tracking.records import Batch, Point, Record, merge_events
+from gba_hvd.tracking.records import LogBatch, Point, Record, merge_events
 from gba_hvd.tracking.recovery_records import RESUMED_FROM, Resume, in_force, is_superseded, pointers, resumes_of_points
 from gba_hvd.tracking.run_history import RunHistory
 from recovery.redaction import redacted
@@ -59,7 +59,7 @@ class JobRun:
             return None
         return stage == "active"
 
-    def send(self, batch: Batch) -> list[str]:
+    def send(self, batch: LogBatch) -> list[str]:
         """Log a batch. Parameters the run has already are left alone; returns the names of those that differ now."""
         params = {key: text for key, text in batch.params.items() if key not in self._params}
         changed = [key for key, text in batch.params.items() if self._params.get(key, text) != text]

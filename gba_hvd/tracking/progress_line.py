@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from gba_hvd.callbacks import Callback, Event, Job, StepRecord
 from gba_hvd.errors import BadInput
 from gba_hvd.tracking import gauges
-from gba_hvd.tracking.epochs import Measured, better, chooser
+from gba_hvd.tracking.epochs import MeasuredTogether, better, chooser
 from gba_hvd.tracking.gauges import DROPPED, STALENESS_MEAN, staleness_words, whole_numbers
 from gba_hvd.tracking.open_warnings import ends, is_over_at_once
 from gba_hvd.tracking.recovery_records import is_recovery, place_of
@@ -61,8 +61,8 @@ class ProgressLine(Callback):
         self._job: Job | None = None
         self._record: StepRecord | None = None
         self._rate = Rate()
-        self._newest: Measured | None = None  # metrics, those of one step together
-        self._best: Measured | None = None  # by validation
+        self._newest: MeasuredTogether | None = None  # metrics, those of one step together
+        self._best: MeasuredTogether | None = None  # by validation
         self._gauges: dict[str, float] = {}
         self._readings = gauges.Readings()
         self._account: dict[str, Any] = {}
@@ -104,7 +104,9 @@ class ProgressLine(Callback):
         if numbers:
             before, epoch = self._newest, self._record.epoch if self._record else None
             same = before is not None and before.step == step
-            self._newest = before.plus(numbers) if before is not None and same else Measured(step, epoch, numbers)
+            self._newest = (
+                before.plus(numbers) if before is not None and same else MeasuredTogether(step, epoch, numbers)
+            )
             if better(self._newest, self._best) or (self._best is not None and self._best.step == step):
                 self._best = self._newest
         if self._is_speaker() and metrics:
@@ -212,7 +214,7 @@ class ProgressLine(Callback):
         return {**state, "switches": list(self._switches)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._newest, self._best = Measured.of(state.get("newest")), Measured.of(state.get("best"))
+        self._newest, self._best = MeasuredTogether.of(state.get("newest")), MeasuredTogether.of(state.get("best"))
         self._switches = list(state.get("switches", self._switches))  # checkpoints of older versions have none
 
     def _end_line(self) -> None:

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from recovery.child.process import Begin, Ended, Leave, Ready
+from recovery.child.process import Begin, EndChild, Ended, Ready
 from recovery.errors import RecoveryError
 
 _START_S = 300.0  # until the first message: Python and torch are loaded from a disk that may be slow
@@ -71,7 +71,7 @@ class Child:
     def end(self, within_s: float = _END_S) -> bool:
         """Ask it to leave, and wait; False: it did not, and was killed."""
         with contextlib.suppress(OSError):  # it has ended
-            self.send(Leave())
+            self.send(EndChild())
         self._reader.join(within_s)
         if not self._reader.is_alive():
             return True

@@ -72,7 +72,7 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Save:
+class ChildSave:
     """number: of the request. with_state: the next message is its bytes, which are not copied for the pipe."""
 
     number: int
@@ -100,7 +100,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Leave:
+class EndChild:
     pass
 
 
@@ -168,20 +168,22 @@ def _checkpointer(begin: Begin, say: _Saying) -> Checkpointer:
     )
 
 
-def _asked(connection: Connection, is_alone: Callable[[], bool]) -> Iterator[Save | Restore]:
+def _asked(connection: Connection, is_alone: Callable[[], bool]) -> Iterator[ChildSave | Restore]:
     with contextlib.suppress(EOFError, OSError):
         while True:
             while not connection.poll(_LOOK_S):
                 if is_alone():
                     return
             asked = connection.recv()
-            if isinstance(asked, Leave):
+            if isinstance(asked, EndChild):
                 return
             yield asked
 
 
-def _do(asked: Save | Restore, checkpoints: Checkpointer, connection: Connection, say: _Saying, strict: bool) -> None:
-    if isinstance(asked, Save):
+def _do(
+    asked: ChildSave | Restore, checkpoints: Checkpointer, connection: Connection, say: _Saying, strict: bool
+) -> None:
+    if isinstance(asked, ChildSave):
         state = connection.recv_bytes() if asked.with_state else None
         checkpoints.wait()
         checkpoints.save(asked.step, asked.samples, state, kind=asked.kind, about=asked.about)

@@ -15,11 +15,11 @@ from recovery.config import Config
 from recovery.errors import BadInput, Damaged, NotFound
 from recovery.format.manifest import Manifest, difference
 from recovery.restore.inspect import read_state
-from recovery.restore.row_loader import Age, Filling, Run, runs
+from recovery.restore.row_loader import Age, Filling
 from recovery.rows import RowSource
 from recovery.storage.store import Store
 
-__all__ = ["Age", "Report", "Run", "TrainingPoint", "restore", "runs"]
+__all__ = ["Age", "Report", "TrainingPoint", "restore"]
 
 
 @dataclass(frozen=True)

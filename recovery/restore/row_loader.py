@@ -36,7 +36,7 @@ class Age:
 
 
 @dataclass(frozen=True)
-class Run:
+class SectionRun:
     """Consecutive sections of a blob, read at once."""
 
     blob: str
@@ -58,18 +58,18 @@ class Run:
             yield section, data[section.start - start : section.start - start + section.n_bytes]
 
 
-def runs(blobs: Sequence[Blob], wanted: Callable[[Section], bool], most_bytes: int) -> Iterator[Run]:
+def runs(blobs: Sequence[Blob], wanted: Callable[[Section], bool], most_bytes: int) -> Iterator[SectionRun]:
     """The wanted sections, neighbours together as long as they are not more than `most_bytes`."""
     for blob in blobs:
         run: list[Section] = []
         for section in blob.sections:
             if run and (not wanted(section) or sum(s.n_bytes for s in run) + section.n_bytes > most_bytes):
-                yield Run(blob.name, tuple(run))
+                yield SectionRun(blob.name, tuple(run))
                 run = []
             if wanted(section):
                 run.append(section)
         if run:
-            yield Run(blob.name, tuple(run))
+            yield SectionRun(blob.name, tuple(run))
 
 
 class Filling:
@@ -151,7 +151,7 @@ class Filling:
             del in_flight[future]
             future.result()
 
-    def _read(self, number: int, manifest: Manifest, run: Run) -> None:
+    def _read(self, number: int, manifest: Manifest, run: SectionRun) -> None:
         data = read(self._store, run.blob, run.sections[0].start, run.n_bytes)
         rows_of_step: dict[int, int] = {}
         for section, piece in run.pieces(data):

@@ -18,8 +18,8 @@ from typing import Any
 
 from recovery.policies import is_lossless
 from recovery.schedule import planner
-from recovery.schedule.adaptive import TOTAL_S, Goals, IntervalPlan, Measured, plan_interval
-from recovery.schedule.costs import Job
+from recovery.schedule.adaptive import TOTAL_S, Goals, IntervalPlan, JobMeasurements, plan_interval
+from recovery.schedule.costs import JobProfile
 
 _NOTHING = "nothing was measured yet"
 
@@ -77,7 +77,7 @@ class Situation:
     why_not_full: str = ""
 
 
-def choose_recovery(measured: Measured, given: Goals, now: Situation) -> RecoveryDecision:
+def choose_recovery(measured: JobMeasurements, given: Goals, now: Situation) -> RecoveryDecision:
     """How to recover. measured: with the failure at hand."""
     asked = given.strategy
     full, partial, source = _estimates(measured, given, now)
@@ -115,14 +115,14 @@ def choose_recovery(measured: Measured, given: Goals, now: Situation) -> Recover
 
 
 def _estimates(
-    measured: Measured, given: Goals, now: Situation
+    measured: JobMeasurements, given: Goals, now: Situation
 ) -> tuple[planner.Estimate | None, planner.Estimate | None, str]:
     """(full, partial, what they follow from)."""
     costs = measured.costs()
     if costs is None:
         return None, None, _NOTHING
     between = measured.between_failures(given.mtbf_h)
-    job = Job(costs, now.n_bytes, now.n_servers, between.mean_s, TOTAL_S)
+    job = JobProfile(costs, now.n_bytes, now.n_servers, between.mean_s, TOTAL_S)
     objectives = given.objectives("auto")
     if now.every_s is None:
         plan = plan_interval(measured, given, now.n_bytes, max(2, now.n_servers), now.pace).plan

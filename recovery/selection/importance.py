@@ -44,7 +44,7 @@ class Histogram:
 
 
 @dataclass(frozen=True)
-class Threshold:
+class ImportanceThreshold:
     """Take the rows above `key`, and of those at it the first `quotas[i]` in the i-th shard."""
 
     key: int
@@ -67,13 +67,13 @@ def histogram(importance: np.ndarray) -> Histogram:
     return Histogram(found[unchanged:], n_rows[unchanged:])
 
 
-def threshold(histograms: Sequence[Histogram], k: int) -> Threshold:
+def threshold(histograms: Sequence[Histogram], k: int) -> ImportanceThreshold:
     """What to take in each shard so that it is the k most important rows of all; fewer if fewer have changed."""
     if k < 0:
         raise BadInput(f"the number of rows to take must not be negative, got {k}")
     none, n_changed = (0,) * len(histograms), sum(int(shard.n_rows.sum()) for shard in histograms)
     if k == 0 or n_changed <= k:
-        return Threshold(_N_KEYS, none, 0) if k == 0 else Threshold(0, none, n_changed)
+        return ImportanceThreshold(_N_KEYS, none, 0) if k == 0 else ImportanceThreshold(0, none, n_changed)
     keys, at = np.unique(np.concatenate([shard.keys for shard in histograms]), return_inverse=True)
     n_rows = np.zeros(len(keys), np.int64)
     np.add.at(n_rows, at, np.concatenate([shard.n_rows for shard in histograms]))
@@ -84,7 +84,7 @@ def threshold(histograms: Sequence[Histogram], k: int) -> Threshold:
     for shard in histograms:
         quotas.append(min(left, int(shard.n_rows[shard.keys == key].sum())))
         left -= quotas[-1]
-    return Threshold(key, tuple(quotas), k)
+    return ImportanceThreshold(key, tuple(quotas), k)
 
 
 def at_least(importance: np.ndarray, key: int, quota: int) -> np.ndarray:

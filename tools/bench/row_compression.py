@@ -48,7 +48,7 @@ KEY = ("dataset", "mode", "rule", "seed")
 
 
 @dataclass(frozen=True)
-class Run:
+class CompressionRun:
     """One training to be done."""
 
     seed: int
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
         _dlrm_ratios(rules, ratios, Path(scratch))
     write()
-    runs = [Run(*of) for of in product(range(args.seeds), args.datasets, args.modes, rules)]
+    runs = [CompressionRun(*of) for of in product(range(args.seeds), args.datasets, args.modes, rules)]
     for run in resumable.missing(runs, rows, KEY):
         problem = problem_of(run.dataset, args.data, args.samples, args.epochs)
         equal = same_run(rows, run.dataset, run.mode, run.rule, run.seed, problem.n_steps)

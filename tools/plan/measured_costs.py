@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from recovery.schedule.adaptive import Measured
+    from recovery.schedule.adaptive import JobMeasurements
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class MeasuredCosts:
     n_servers: int
     costs: dict[str, Any]
     given: dict[str, Any]
-    measured: Measured
+    measured: JobMeasurements
     pace: dict[str, Any]
 
 
@@ -65,7 +65,7 @@ def location_of_job(args: argparse.Namespace) -> str:
 def of_newest(url: str, options: list[str]) -> MeasuredCosts:
     from recovery.catalog.chains import Chain, chains
     from recovery.errors import BadInput
-    from recovery.schedule.adaptive import Measured
+    from recovery.schedule.adaptive import JobMeasurements
 
     from ..checkpoint.store_argument import store_of
 
@@ -73,7 +73,7 @@ def of_newest(url: str, options: list[str]) -> MeasuredCosts:
     chain = next((one for one in chains(store) if isinstance(one, Chain)), None)
     if chain is None:
         raise BadInput(f"{store.url} has no checkpoint that is whole: nothing was measured there")
-    about, measured = chain.newest.about, Measured.of_checkpoint(chain.newest)
+    about, measured = chain.newest.about, JobMeasurements.of_checkpoint(chain.newest)
     servers, costs = about.get("n_servers"), measured.costs()
     return MeasuredCosts(
         checkpoint=chain.newest.name,

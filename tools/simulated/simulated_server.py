@@ -25,7 +25,7 @@ from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.update_rules import damps, rule_class
 from recovery import state_codec
 
-from .tasks import Task
+from .tasks import SimulatedTask
 
 _NO_LIMIT = 1 << 50  # bytes of pushes that wait for their step
 
@@ -37,7 +37,8 @@ class SimulatedServer:
     """
 
     def __init__(
-        self, task: Task, cut: EpochPlan, discipline: Discipline, rule: str, optimizer: dict[str, Any], workers: int,
+        self, task: SimulatedTask, cut: EpochPlan, discipline: Discipline, rule: str, optimizer: dict[str, Any],
+        workers: int,
         row_average: str = "global",
         rule_settings: Mapping[str, float | bool] | None = None,
     ) -> None:  # fmt: skip

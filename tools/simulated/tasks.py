@@ -19,7 +19,7 @@ from gba_hvd.shm.layout import Layout
 from gba_hvd.shm.shard_memory import ShardMemory
 
 
-class Task(Protocol):
+class SimulatedTask(Protocol):
     """A model: `n` dense values, and tables in the shard memory that it is given."""
 
     layout: Layout

@@ -17,7 +17,7 @@ from recovery.schedule.adaptive import (
     FIRST_INTERVAL_S,
     LEAST_STALL_SHARE,
     Goals,
-    Measured,
+    JobMeasurements,
     plan_interval,
 )
 from recovery.schedule.costs import Costs
@@ -28,12 +28,12 @@ GIVEN = Goals("delta", 0.125, mtbf_h=28.0, longest_s=100 * HOUR_S)
 BYTES = 10**9
 
 
-def seen(**figures: float) -> Measured:
-    return replace(Measured(), **figures)
+def seen(**figures: float) -> JobMeasurements:
+    return replace(JobMeasurements(), **figures)
 
 
 def test_until_a_save_was_measured_the_interval_is_a_fixed_one():
-    found = plan_interval(Measured(), GIVEN, BYTES, 2)
+    found = plan_interval(JobMeasurements(), GIVEN, BYTES, 2)
     assert (found.interval_s, found.kind, found.plan) == (FIRST_INTERVAL_S, "delta", None)
     assert "until a save was measured" in found.reason
 
@@ -95,7 +95,7 @@ def test_failures_that_happen_shorten_the_interval():
 
 
 def test_bursts_of_failures_are_reported_where_there_are_enough_of_them():
-    measured = Measured()
+    measured = JobMeasurements()
     for hour in (1.0, 1.1, 1.2, 20.0, 20.1, 20.3, 60.0, 60.1, 60.2, 60.3):
         measured = measured.lost(hour * HOUR_S)
     assert "gamma law of shape 0." in measured.between_failures(None).reason
@@ -111,19 +111,19 @@ def test_what_was_not_seen_is_assumed_and_the_sentence_says_so():
 
 
 def test_costs_are_what_was_measured():
-    measured = Measured().saved("full", 20.0, 1000, 0).saved("delta", 3.0, 100, 1000)
+    measured = JobMeasurements().saved("full", 20.0, 1000, 0).saved("delta", 3.0, 100, 1000)
     measured = replace(measured, stall_s=4.0, load_s=7.0, partial_load_s=2.0, reschedule_s=11.0)
     assert measured.costs() == Costs(20.0, 7.0, 11.0, 2.0, stall_share=0.2, delta_share=0.1, partial_stall_s=4.0)
-    assert Measured().costs() is None
+    assert JobMeasurements().costs() is None
     assert seen(save_s=1.0, stall_s=5.0).costs().stall_share == 1.0
 
 
 def test_what_was_measured_survives_a_checkpoint():
-    measured = replace(Measured().saved("full", 20.0, 1000, 0), stall_s=4.0).lost(50.0).lost(80.0)
+    measured = replace(JobMeasurements().saved("full", 20.0, 1000, 0), stall_s=4.0).lost(50.0).lost(80.0)
     reported = json.loads(json.dumps(measured.about()))
-    assert Measured.of_mapping(reported["measured"]) == measured
+    assert JobMeasurements.of_mapping(reported["measured"]) == measured
     assert Costs.of_mapping(reported["costs"]) == measured.costs()
-    assert "costs" not in Measured().about()
+    assert "costs" not in JobMeasurements().about()
 
 
 def test_a_checkpoint_of_all_rows_says_what_it_took_itself():
@@ -132,14 +132,14 @@ def test_a_checkpoint_of_all_rows_says_what_it_took_itself():
         return Manifest(1, 2, kind, None, 5, 50, 0.0, schema, (), None, about)
 
     reported = seen(save_s=20.0, load_s=4.0).about()
-    assert Measured.of_checkpoint(manifest("full", save_s=30.0, **reported)) == seen(save_s=30.0, load_s=4.0)
-    assert Measured.of_checkpoint(manifest("delta", save_s=3.0, **reported)) == seen(save_s=20.0, load_s=4.0)
-    assert Measured.of_checkpoint(manifest("full", save_s="x", measured=7)) == Measured()
+    assert JobMeasurements.of_checkpoint(manifest("full", save_s=30.0, **reported)) == seen(save_s=30.0, load_s=4.0)
+    assert JobMeasurements.of_checkpoint(manifest("delta", save_s=3.0, **reported)) == seen(save_s=20.0, load_s=4.0)
+    assert JobMeasurements.of_checkpoint(manifest("full", save_s="x", measured=7)) == JobMeasurements()
 
 
 @pytest.mark.parametrize("nonsense", [{"save_s": "ten"}, {"save_s": -1}, {"save_s": True}, {"failures_s": 3}, {"x": 1}])
 def test_what_makes_no_sense_counts_as_not_seen(nonsense):
-    assert Measured.of_mapping(nonsense) == Measured()
+    assert JobMeasurements.of_mapping(nonsense) == JobMeasurements()
 
 
 @pytest.mark.parametrize(
@@ -188,11 +188,11 @@ def test_where_nobody_names_a_policy_several_hosts_save_what_is_used_most_and_on
     monkeypatch.delenv("RECOVERY_POLICY", raising=False)
     callback = CheckpointCallback("place")
     assert (callback.config.policy, callback.given.one_host) == ("mfu", "delta")
-    for measured in (Measured(), seen(save_s=60.0)):
+    for measured in (JobMeasurements(), seen(save_s=60.0)):
         kinds = [plan_interval(measured, callback.given, BYTES, n).kind for n in (1, 2)]
         assert kinds == ["delta", "mfu"]
     assert CheckpointCallback("place", policy="scar").given.one_host is None
-    assert plan_interval(Measured(), CheckpointCallback("place", policy="mfu").given, BYTES, 1).kind == "mfu"
+    assert plan_interval(JobMeasurements(), CheckpointCallback("place", policy="mfu").given, BYTES, 1).kind == "mfu"
     assert CheckpointCallback("place", every_s=60).config.policy == "delta"
     monkeypatch.setenv("RECOVERY_POLICY", "full")
     assert CheckpointCallback("place").config.policy == "full"

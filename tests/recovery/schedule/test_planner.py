@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recovery.errors import BadInput
-from recovery.schedule.planner import ChainSize, Costs, Job, Objectives, estimate, next_kind, plan
+from recovery.schedule.planner import ChainSize, Costs, JobProfile, Objectives, estimate, next_kind, plan
 
 same = settings(derandomize=True, database=None, deadline=None)  # examples, however busy the machine is
 
 H = 3600.0
 GB = 10**9
 CPR = Objectives(rebase_at=math.inf)  # as the paper's formulas count saves
-JOB = Job(
+JOB = JobProfile(
     Costs(save_s=360, load_s=60, reschedule_s=180), 100 * GB, n_servers=8, between_failures_s=28 * H, total_s=56 * H
 )
 
@@ -161,11 +161,11 @@ def test_a_change_that_lasts_is_followed():
 )
 def test_every_plan_is_possible_and_within_its_target(save_s, load_s, stall, n_servers, between_s, target):
     costs = Costs(save_s, load_s, 10.0, stall_share=stall)
-    found = plan(Job(costs, GB, n_servers, between_s, 1e6), replace(CPR, target_pls=target))
+    found = plan(JobProfile(costs, GB, n_servers, between_s, 1e6), replace(CPR, target_pls=target))
     assert found.expected.round_s >= save_s
     assert found.partial.pls <= target * 1.001 or found.partial.round_s == save_s
     assert found.full.overhead <= estimate(
-        Job(costs, GB, n_servers, between_s, 1e6), "full", found.full.round_s * 1.5, CPR
+        JobProfile(costs, GB, n_servers, between_s, 1e6), "full", found.full.round_s * 1.5, CPR
     ).overhead * (1 + 1e-9)
 
 

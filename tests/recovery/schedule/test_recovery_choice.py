@@ -11,16 +11,16 @@ import pytest
 from recovery.callback import CheckpointCallback
 from recovery.errors import BadInput
 from recovery.schedule import formulas
-from recovery.schedule.adaptive import Goals, Measured, plan_interval
+from recovery.schedule.adaptive import Goals, JobMeasurements, plan_interval
 from recovery.schedule.recovery_choice import RecoveryDecision, Situation, choose_recovery
 
 HOUR_S = 3600.0
 GIVEN = Goals("delta", 0.125, mtbf_h=28.0)
-SEEN = replace(Measured(), save_s=60.0, load_s=30.0, partial_load_s=10.0, reschedule_s=20.0)
+SEEN = replace(JobMeasurements(), save_s=60.0, load_s=30.0, partial_load_s=10.0, reschedule_s=20.0)
 NOW = Situation(n_bytes=10**9, n_servers=4, every_s=600.0, age_s=300.0, age_steps=100)
 
 
-def chosen(seen: Measured = SEEN, given: Goals = GIVEN, **now: Any) -> RecoveryDecision:
+def chosen(seen: JobMeasurements = SEEN, given: Goals = GIVEN, **now: Any) -> RecoveryDecision:
     return choose_recovery(seen, given, replace(NOW, **now))
 
 
@@ -49,7 +49,10 @@ def test_saves_that_the_user_asked_for_do_not_hide_what_a_failure_costs() -> Non
 
 
 def test_a_chief_that_was_lost_left_what_it_had_measured_in_its_checkpoint() -> None:
-    survivor, left = replace(Measured(), observed_s=50.0, load_s=1.0), replace(SEEN, observed_s=40.0, samples_lost=7.0)
+    survivor, left = (
+        replace(JobMeasurements(), observed_s=50.0, load_s=1.0),
+        replace(SEEN, observed_s=40.0, samples_lost=7.0),
+    )
     for merged in (survivor.with_those_of(left), left.with_those_of(survivor)):
         assert merged == replace(survivor, save_s=60.0, partial_load_s=10.0, reschedule_s=20.0)
 
@@ -72,7 +75,7 @@ def test_what_the_user_asks_for_wins_and_both_estimates_are_told(asked: str) -> 
     found = chosen(given=replace(GIVEN, strategy=asked))
     assert found.strategy == asked and found.reason.startswith(f"{asked}: it was asked for")
     assert found.full == chosen().full and found.partial == chosen().partial
-    unmeasured = chosen(Measured(), replace(GIVEN, strategy=asked))
+    unmeasured = chosen(JobMeasurements(), replace(GIVEN, strategy=asked))
     assert (unmeasured.strategy, unmeasured.full) == (asked, None)
     assert unmeasured.reason.endswith("nothing was measured yet")
 
@@ -98,7 +101,7 @@ def test_what_was_not_measured_is_assumed_and_said() -> None:
     own = "; assumed: loading a lost host's rows takes as long as loading all)"
     assert own in chosen(replace(SEEN, partial_load_s=None)).reason
     assert "; assumed: " not in chosen().reason
-    assert chosen(Measured()).reason == "partial: nothing was measured yet, so full recovery cannot be estimated"
+    assert chosen(JobMeasurements()).reason == "partial: nothing was measured yet, so full recovery cannot be estimated"
 
 
 def test_saves_that_leave_out_rows_make_complete_ones_rarer() -> None:
@@ -117,7 +120,7 @@ def test_a_planned_interval_is_estimated_as_planned() -> None:
     assert "at planned intervals of" in found.reason
 
 
-CHEAP = replace(Measured(), save_s=0.005, load_s=0.005, reschedule_s=180.0)
+CHEAP = replace(JobMeasurements(), save_s=0.005, load_s=0.005, reschedule_s=180.0)
 
 
 def test_a_plan_for_several_hosts_takes_the_strategy_that_costs_less() -> None:
@@ -136,7 +139,7 @@ def test_saves_for_full_recovery_leave_out_no_change(policy: str, one_host: str 
     given = replace(GIVEN, policy=policy, one_host=one_host)
     assert plan_interval(CHEAP, given, 10**9, 4).kind == kind
     assert plan_interval(SEEN, given, 10**9, 4).kind == policy
-    assert plan_interval(Measured(), replace(given, strategy="full"), 10**9, 4).kind == kind
+    assert plan_interval(JobMeasurements(), replace(given, strategy="full"), 10**9, 4).kind == kind
 
 
 def test_a_decision_travels_as_plain_values() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from recovery.schedule.failures import Gamma, failure_times
-from recovery.schedule.planner import Costs, Job, Objectives, plan
+from recovery.schedule.planner import Costs, JobProfile, Objectives, plan
 from recovery.simulation.simulated_rows import RowModel, SimulatedRows
 from recovery.simulation.simulation import Mean, SimulatedJob, mean_of, simulate
 
@@ -17,7 +17,7 @@ H = 3600.0
 YEAR_S = 365 * 24 * H
 CPR = Objectives(rebase_at=math.inf)
 COSTS = Costs(save_s=360, load_s=60, reschedule_s=180)
-JOB = Job(COSTS, 10**9, n_servers=8, between_failures_s=28 * H, total_s=56 * H)
+JOB = JobProfile(COSTS, 10**9, n_servers=8, between_failures_s=28 * H, total_s=56 * H)
 FRESH = SimulatedJob(JOB, CPR, settled=False, replan_s=None)
 
 
@@ -79,7 +79,7 @@ def test_the_same_seed_gives_the_same_operation():
 @pytest.mark.parametrize("n_servers", [8, 1000])
 def test_a_year_agrees_with_the_closed_forms(n_servers, strategy, shape):
     law = Gamma(shape, 5000 * H)
-    job = Job(COSTS, 10**9, n_servers, law.mean_s / n_servers, YEAR_S)
+    job = JobProfile(COSTS, 10**9, n_servers, law.mean_s / n_servers, YEAR_S)
     world = SimulatedJob(job, replace(CPR, strategy=strategy), replan_s=None)
     outcomes = []
     for repeat in range(24 if n_servers == 8 else 12):
@@ -92,7 +92,7 @@ def test_a_year_agrees_with_the_closed_forms(n_servers, strategy, shape):
 
 def test_with_all_rows_at_each_save_the_updates_lost_are_the_lost_samples():
     law = Gamma(1.0, 5000 * H)
-    job = Job(COSTS, 10**9, 16, law.mean_s / 16, YEAR_S)
+    job = JobProfile(COSTS, 10**9, 16, law.mean_s / 16, YEAR_S)
     world = SimulatedJob(job, replace(CPR, strategy="partial", policy="full"), RowModel(16, 100), replan_s=None)
     outcomes = []
     for repeat in range(24):

@@ -49,7 +49,7 @@ def test_the_rate_by_part_is_of_applied_samples_within_it():
     clock = Clock()
     scenario = emulated.Scenario("x", 1.0, warmup_s=10.0, end_s=20.0)
     accelerator = emulated.Accelerator(scenario, 0, clock=clock, sleep=clock.sleep)
-    progress = emulated.Progress(accelerator)
+    progress = emulated.EmulatedProgress(accelerator)
     accelerator.begin()
     for at_s, applied in ((5, 50), (10, 100), (15, 200), (17.5, 400), (20, 600), (25, 9999)):
         clock.now = 100.0 + at_s
@@ -59,7 +59,7 @@ def test_the_rate_by_part_is_of_applied_samples_within_it():
 
 
 def test_a_day_without_two_steps_has_no_rates():
-    progress = emulated.Progress(emulated.Accelerator(DAY, 0))
+    progress = emulated.EmulatedProgress(emulated.Accelerator(DAY, 0))
     with pytest.raises(ValueError, match="0 steps in the measured time"):
         progress.samples_per_s(24)
 

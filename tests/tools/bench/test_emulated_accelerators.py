@@ -79,7 +79,7 @@ def test_real_compute_counts_towards_the_service_time():
 def test_speed_is_of_applied_samples_within_the_measured_time():
     clock = Clock()
     device = accelerator(emulated.Scenario("none", 0.1, 1.0, 3.0), 0, clock)
-    progress = emulated.Progress(device)
+    progress = emulated.EmulatedProgress(device)
     device.begin()
     for at, applied, dropped in [(0.5, 7, 0), (1.0, 100, 10), (2.0, 300, 60), (2.5, 400, 110), (3.5, 9000, 999)]:
         clock.now = 100.0 + at
@@ -122,7 +122,7 @@ def test_the_scenario_in_the_result_is_plain_json():
 
 def test_a_switch_is_timed_from_its_decision_to_the_first_step_of_the_new_mode():
     times = [(k, "allreduce" if k <= 5 or k > 12 else "gba", 0.1 * k + (0.05 if k > 5 else 0.0)) for k in range(1, 16)]
-    found = switch.switches([switch.Step(*t) for t in times], every=5)
+    found = switch.switches([switch.SwitchStep(*t) for t in times], every=5)
     assert [(row["from"], row["to"], row["step"], row["steps_until"]) for row in found] == [
         ("allreduce", "gba", 5, 1),
         ("gba", "allreduce", 10, 3),

@@ -11,7 +11,7 @@ from gba_hvd_tools import cli, running_jobs
 from gba_hvd_tools.commands.plan import pace_in_words
 
 from recovery import CheckpointCallback, Checkpointer, Config
-from recovery.schedule.adaptive import Goals, Measured
+from recovery.schedule.adaptive import Goals, JobMeasurements
 from tests.recovery.holders import two_tables
 
 FIGURES = ["--save-s", "360", "--load-s", "60", "--mtbf-hours", "28"]
@@ -89,7 +89,7 @@ def save_with(place, about):
 
 
 def test_figures_come_from_what_a_checkpoint_says_was_measured(tmp_path, capsys):
-    measured = Measured().saved("full", 20.0, 1000, 0).saved("delta", 3.0, 100, 1000).lost(7200.0)
+    measured = JobMeasurements().saved("full", 20.0, 1000, 0).saved("delta", 3.0, 100, 1000).lost(7200.0)
     measured = replace(measured, load_s=9.0)
     given = Goals("delta", 0.25, mtbf_h=10.0, target_pls=0.05, longest_s=1800.0)
     pace = CheckpointCallback("/nowhere", every_s=1200.0, every_steps=500).pace

@@ -18,8 +18,8 @@ from gba_hvd_tools.bench.harness import small_ctr
 from gba_hvd_tools.commands.simulate import agreement as agreement_command
 from gba_hvd_tools.commands.simulate import training
 from gba_hvd_tools.simulated import agreement
-from gba_hvd_tools.simulated.agreement import Job, compared, distance, draws, together
-from gba_hvd_tools.simulated.event_loop import Outcome, Setting, train
+from gba_hvd_tools.simulated.agreement import JobSettings, compared, distance, draws, together
+from gba_hvd_tools.simulated.event_loop import Setting, TrainingOutcome, train
 from gba_hvd_tools.simulated.experiment import Experiment, run, run_grid
 from gba_hvd_tools.simulated.service_times import Fleet
 from gba_hvd_tools.simulated.stability_limit import observe, observe_fleet
@@ -39,7 +39,9 @@ def sgd(lr: float, **settings: Any) -> dict[str, Any]:
     return spec_of(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr, **settings))
 
 
-def trained(discipline: Discipline, workers: int, micro_batches: int = 60, lr: float = 0.1, **setting: Any) -> Outcome:
+def trained(
+    discipline: Discipline, workers: int, micro_batches: int = 60, lr: float = 0.1, **setting: Any
+) -> TrainingOutcome:
     """A quadratic, by equal workers that start evenly spread."""
     setting = {"rule": "none", "optimizer": sgd(lr), "start_over": 1.0, **setting}
     made = Setting(EpochPlan(micro_batches, 4, 1), discipline, **setting)
@@ -157,7 +159,7 @@ def test_speeds_have_the_mean_and_the_spread_asked_for() -> None:
 def test_a_simulated_worker_draws_what_its_emulated_accelerator_draws() -> None:
     from gba_hvd_tools.bench.harness.emulated_accelerators import Accelerator
 
-    job, now, slept = Job(2, slow=3.0), [0.0], []
+    job, now, slept = JobSettings(2, slow=3.0), [0.0], []
     draw = draws(job)
 
     def sleep(seconds: float) -> None:
@@ -269,7 +271,7 @@ def test_what_cannot_be_simulated_is_refused(settings: dict[str, Any], what: str
 
 @pytest.mark.parametrize("mode", REPLICA_MODES)
 def test_modes_with_replicas_are_refused_and_the_others_named(mode: str) -> None:
-    for made in (Experiment, partial(Job, 2)):
+    for made in (Experiment, partial(JobSettings, 2)):
         with pytest.raises(BadInput, match=f"'{mode}' cannot be simulated: .* one of gba, bsp, async, hop_bs, hop_bw"):
             made(mode=mode)
 
@@ -283,7 +285,7 @@ def test_modes_with_replicas_are_refused_and_the_others_named(mode: str) -> None
 )
 def test_a_job_that_cannot_be_compared_is_refused(settings: dict[str, Any], what: str) -> None:
     with pytest.raises(BadInput, match=what):
-        Job(2, **settings)
+        JobSettings(2, **settings)
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
@@ -324,7 +326,7 @@ def test_real_jobs_of_every_setting_are_compared_with_one_simulation(
 
     jobs: list[tuple[int, str, str]] = []
 
-    def real_run(job: Job, folder: Path) -> dict[str, Any]:
+    def real_run(job: JobSettings, folder: Path) -> dict[str, Any]:
         jobs.append((job.workers, job.mode, job.rule))
         return outcome_of({"0": len(jobs), "1": 1}, 10.0 + len(jobs))
 

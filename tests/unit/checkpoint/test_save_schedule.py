@@ -15,7 +15,7 @@ from gba_hvd.checkpoint.save_schedule import SaveSchedule
 from gba_hvd.membership import JoinResult
 from gba_hvd.ps.messages import JobPosition, SaveFacts, SaveState, SaveStatus
 from recovery import CheckpointCallback
-from recovery.schedule.adaptive import Measured
+from recovery.schedule.adaptive import JobMeasurements
 
 
 class Chief:
@@ -135,7 +135,7 @@ def test_a_second_lost_host_adds_to_the_samples_of_the_first_and_a_return_takes_
     assert schedule.samples_lost == (100 * 20) / 50
     schedule.host_was_lost(1.0, 2.0, second.samples_lost(700, 50))
     assert schedule.samples_lost == 40 + (60 * 10 + 700 * 5) / 50
-    resumed = Measured.of_mapping(json.loads(json.dumps(asdict(schedule.seen()))))
+    resumed = JobMeasurements.of_mapping(json.loads(json.dumps(asdict(schedule.seen()))))
     assert (resumed.samples_lost, len(resumed.failures_s)) == (schedule.samples_lost, 2), "as a checkpoint has it"
     schedule.rolled_back_to(40.0, 1.0, 3.0)
     schedule.host_was_lost(None, None, second.samples_lost(700, 50))

@@ -12,7 +12,7 @@ import pytest
 from gba_hvd import Compression
 from gba_hvd.compression import dense_push, row_push, sparse_message
 from gba_hvd.compression import row_codec as coding
-from gba_hvd.compression.bypass import Decision
+from gba_hvd.compression.bypass import BypassDecision
 from gba_hvd.compression.dense_deltas import DenseDeltas
 from gba_hvd.compression.dense_push import DensePush, Frame
 from gba_hvd.compression.error_feedback import Feedback, spans_of
@@ -90,7 +90,7 @@ def test_each_tensor_of_a_push_goes_the_way_that_pays(network_s_per_mb: float) -
         np.random.default_rng(0),
         [],
     )
-    decisions: list[Decision] = []
+    decisions: list[BypassDecision] = []
     coder = DensePush(worker, PARTS, [False, True], decisions)
     gradients, sent = np.zeros(sum(SIZES)), np.zeros(sum(SIZES))
     for _ in range(40):

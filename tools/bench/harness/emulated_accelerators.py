@@ -164,7 +164,7 @@ class Accelerator:
             self._sleep(left)
 
 
-class Progress:
+class EmulatedProgress:
     """What the chief saw, step by step, within the measured time."""
 
     def __init__(self, accelerator: Accelerator) -> None:

@@ -11,9 +11,9 @@ import numpy as np
 
 from recovery.schedule.failures import Gamma, failure_times
 from recovery.schedule.formulas import expected_pls_of_job, interval_for_pls_s, least_partial_overhead_s
-from recovery.schedule.planner import Costs, Job, Objectives, estimates
+from recovery.schedule.planner import Costs, JobProfile, Objectives, estimates
 from recovery.simulation.simulated_rows import RowModel
-from recovery.simulation.simulation import Mean, Outcome, SimulatedJob, mean_of, simulate
+from recovery.simulation.simulation import Mean, SimulatedJob, SimulationOutcome, mean_of, simulate
 
 HOURS, SERVERS, TABLE_BYTES = 56, 8, 100 * 10**9
 _ROWS = 16_000  # of the model of what is accessed
@@ -36,11 +36,11 @@ CONTESTANTS = {
 def emulated(
     costs: Costs, mean_h: float, n_traces: int, shape: float, r: float, seed: int, servers: int = SERVERS,
     contestants: Collection[str] = tuple(CONTESTANTS),
-) -> dict[str, list[Outcome]]:  # fmt: skip
+) -> dict[str, list[SimulationOutcome]]:  # fmt: skip
     """The contestants on the same random failures; one outcome for each trace."""
     mean_s = mean_h * 3600.0
-    job = Job(costs, TABLE_BYTES, servers, mean_s, HOURS * 3600.0)
-    found: dict[str, list[Outcome]] = {name: [] for name in CONTESTANTS if name in contestants}
+    job = JobProfile(costs, TABLE_BYTES, servers, mean_s, HOURS * 3600.0)
+    found: dict[str, list[SimulationOutcome]] = {name: [] for name in CONTESTANTS if name in contestants}
     for number in range(n_traces):
         trace = job_failures(Gamma(shape, mean_s), job.total_s, np.random.default_rng([seed, number]), servers)
         for which, name in enumerate(CONTESTANTS):
@@ -64,7 +64,7 @@ def row_model(servers: int = SERVERS) -> RowModel:
     return RowModel(n_servers=servers, rows_per_server=_ROWS // servers, updates_per_row_h=0.1)
 
 
-def objectives_of(contestant: str, job: Job, r: float) -> Objectives:
+def objectives_of(contestant: str, job: JobProfile, r: float) -> Objectives:
     """What distinguishes a contestant from the others. CPR overwrites rows in its one checkpoint: never a new base."""
     cpr = Objectives(strategy="partial", policy="full", target_pls=TARGET_PLS, r=r, rebase_at=math.inf)
     if contestant == "full":
@@ -83,7 +83,7 @@ def job_failures(law: Gamma, until_s: float, rng: np.random.Generator, servers: 
     return trace
 
 
-def figures(outcomes: Sequence[Outcome], servers: int = SERVERS) -> dict[str, Any]:
+def figures(outcomes: Sequence[SimulationOutcome], servers: int = SERVERS) -> dict[str, Any]:
     """Means and standard errors; `updates_lost` is 0 where nothing but time is lost."""
     return {
         "overhead_pct": as_json(mean_of(outcomes, lambda o: 100 * o.overhead)),
@@ -98,7 +98,7 @@ def figures(outcomes: Sequence[Outcome], servers: int = SERVERS) -> dict[str, An
     }
 
 
-def expected_pls(outcome: Outcome, servers: int) -> float:
+def expected_pls(outcome: SimulationOutcome, servers: int) -> float:
     """CPR's E[PLS] for the first plan of a job as long as this one."""
     plan = outcome.plans[0][1]
     if plan.strategy == "full":

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from ...simulated.output import json_values, loss_text
 
 if TYPE_CHECKING:
-    from ...simulated.event_loop import Outcome
+    from ...simulated.event_loop import TrainingOutcome
     from ...simulated.experiment import Experiment
-    from .training_plot import Line
+    from .training_plot import TrainingLine
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -128,16 +128,16 @@ def _clicks(args: argparse.Namespace, folder: Path) -> Path | None:
     return folder / "data"
 
 
-def simulated(plan: Sequence[Experiment], clicks: Path | None) -> Line:
+def simulated(plan: Sequence[Experiment], clicks: Path | None) -> TrainingLine:
     """The runs of one number of workers and one rule."""
     from ...simulated.experiment import run as simulate
-    from .training_plot import Line
+    from .training_plot import TrainingLine
 
     outcomes = [simulate(experiment, clicks) for experiment in plan]
     first, losses = outcomes[0], [outcome.loss for outcome in outcomes]
     names = {name for outcome in outcomes for name in outcome.scores}  # what diverged has no score
     scores = {name: median(o.scores[name] for o in outcomes if name in o.scores) for name in names}
-    return Line(
+    return TrainingLine(
         workers=plan[0].workers,
         rule=plan[0].rule,
         loss=median(losses),
@@ -162,25 +162,25 @@ def mean_of(histogram: dict[int, int]) -> float:
     return sum(key * count for key, count in histogram.items()) / n if n else 0.0
 
 
-def mean_gap(outcome: Outcome) -> tuple[float, float]:
+def mean_gap(outcome: TrainingOutcome) -> tuple[float, float]:
     """Of all pushes: the gap, and the gap in steps; 0 where there was none."""
     n = max(1, sum(pushes for pushes, _, _ in outcome.gaps.values()))
     return sum(gap for _, gap, _ in outcome.gaps.values()) / n, sum(steps for *_, steps in outcome.gaps.values()) / n
 
 
-def speed(outcome: Outcome) -> float:
+def speed(outcome: TrainingOutcome) -> float:
     """Micro-batches per unit of time: what so many workers of the mean speed do alone, if nothing holds them up."""
     time, done, _ = outcome.curve[-1]
     return done / time if time else 0.0
 
 
-def _stored(line: Line) -> dict[str, Any]:
+def _stored(line: TrainingLine) -> dict[str, Any]:
     """A line under the names of the results file, where the scores have another one."""
     values = asdict(line)
     return {"judged" if name == "scores" else name: value for name, value in values.items()}
 
 
-def show(lines: Sequence[Line], args: argparse.Namespace) -> None:
+def show(lines: Sequence[TrainingLine], args: argparse.Namespace) -> None:
     from ...bench.harness.measure import print_table
 
     extra = sorted({name for line in lines for name in line.scores})

@@ -16,7 +16,7 @@ _A_ROW = 3
 
 
 @dataclass(frozen=True)
-class Line:
+class TrainingLine:
     """Runs of one number of workers and one rule.
 
     gap, gap_in_steps: means over all pushes, as of `gba_hvd.ps.partition.gaps`; gap_by_worker: both, of each
@@ -41,7 +41,7 @@ class Line:
     why: str
 
 
-def draw(lines: Sequence[Line], title: str, file: Path) -> None:
+def draw(lines: Sequence[TrainingLine], title: str, file: Path) -> None:
     """Write it; the name's ending says the format. Raises BadInput when it cannot be written."""
     with extra("plots", "matplotlib", "plots need"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
