@@ -31,7 +31,7 @@ from gba_hvd.callbacks import Event
 from gba_hvd.checkpoint.save_schedule import SaveSchedule
 from gba_hvd.config import checked_job_id
 from gba_hvd.errors import BadInput
-from gba_hvd.ps.messages import DelegateClaim, Save, SaveAbout, SavePlan, SaveSettings
+from gba_hvd.ps.messages import DelegateClaim, Save, SaveAbout, SavePace, SavePlan, SaveSettings
 from gba_hvd.ps.worker.host_server import HostServer
 from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.shm.checkpoint_rows import ShardRows, schema_of
@@ -422,9 +422,10 @@ class JobCheckpoints(StepParticipant):
             global_batch=engine.model.global_batch,
             micro_batch=engine.model.micro_batch,
             n_servers=self.schedule.n_hosts,
-            given=asdict(self.callback.given),
-            pace=self.callback.pace,
-            **self.schedule.seen().about(),
+            given=self.callback.given,
+            measured=self.schedule.seen(),
+            costs=self.schedule.seen().costs(),
+            pace=SavePace(**self.callback.pace),
             compression=self._compressor,
         )
 

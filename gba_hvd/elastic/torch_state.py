@@ -61,8 +61,10 @@ class TorchState:
         if not isinstance(engine, Engine):
             raise BadInput("TorchState needs an optimizer made by gba_hvd.DistributedOptimizer")
         self.model, self.optimizer, self.engine = model, optimizer, engine
-        engine.job.id = engine.model.tables.config.job_id or secrets.token_hex(4)
-        engine.job.name = engine.job.name if name is None else checked_job_name(name)
+        engine.identify(
+            id=engine.model.tables.config.job_id or secrets.token_hex(4),
+            name=engine.job.name if name is None else checked_job_name(name),
+        )
         self._slot = LauncherSlot()
         self.training_state = TrainingState(engine, model, self, list(values))
         self.saving = WorkerSaves(engine, self.training_state)
@@ -278,7 +280,7 @@ class TorchState:
         engine, memory = self.engine, self.engine.model.tables.memory
         if memory is None or self._memory_trouble or not (trouble := memory.trouble()):
             return
-        if memory.is_cut_short or (engine.mode is not None and engine.mode.servers is not None):
+        if memory.is_cut_short or (engine.mode is not None and not engine.mode.steps_together):
             raise ShardMemoryError(trouble)
         self._memory_trouble = trouble
         text = f"{trouble}. Training continues with what is mapped, until a worker comes, goes or dies"
@@ -306,7 +308,7 @@ class TorchState:
         except OSError as error:
             raise worker_lost(f"the launcher cannot be reached: {error}") from error
         joined = membership.join(engine, engine.world, engine.job.id, self._has_state)
-        engine.job.id = joined.job_id
+        engine.identify(id=joined.job_id)
         if engine.faults is not None and engine.faults.folder is None:
             engine.faults.record_in(engine.folder / "faults")
         if joined.asynchronous:

@@ -180,7 +180,7 @@ def _filled(
         return (checkpoints.fill_from(memory, mine, name) if mine else None), "", _FILLED
     except (Damaged, NotFound) as error:
         return None, f"{name}: {error}", _DAMAGED
-    except (BadInput, RecoveryError, GbaError, OSError) as error:
+    except (GbaError, OSError) as error:
         return None, f"{name}: {type(error).__name__}: {error}", _FAILED
 
 

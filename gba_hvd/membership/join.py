@@ -105,7 +105,7 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
     members = WorkerTopology(tuple(f.host for f in facts))
     here = members.order.index(mine.host)
     is_leader = members.leader_of(mine.host) == world.rank
-    engine.job.settings = mine.settings
+    engine.identify(settings=mine.settings)
     job_id, agreed, taken = resume_previous_job(engine, world, agreed, job_id, is_leader)
     memory = all_or_none(
         world, agreed.is_restart, "open", lambda: shard_transfer.open_memory(engine, job_id, engine.job.key)
@@ -250,7 +250,7 @@ def _join_asynchronous(engine: Engine, world: World, facts: list[RankState], sou
     _refuse_hosts_without_memory(engine, world, facts, session, memory.folder)
     is_leader = members.leader_of(mine.host) == world.rank
     if is_new:
-        engine.job.key = session.key
+        engine.identify(key=session.key)
         if engine.mode is not None:
             engine.mode.close()
         enter_ps.start(engine, session, world.rank, mine.host)

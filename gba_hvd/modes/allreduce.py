@@ -38,6 +38,7 @@ class AllreduceMode:
     """
 
     name = "allreduce"
+    steps_together = True
     servers = None
     survives_world = False
 

@@ -1,5 +1,7 @@
 """The modes where every worker trains a replica of the dense part: `shadow`, and `easgd`, `ma`, `bmuf`.
 
+Between two synchronisations a worker steps its replica alone, as in local SGD.
+
 What a worker and the servers send each other, and what each crash leaves behind, is in `ps.worker.replica_worker`.
 """
 

@@ -37,6 +37,7 @@ class ParameterServerMode:
     idle: the allreduce mode that was left for this one, as long as its world stands
     """
 
+    steps_together = False
     survives_world = True
 
     def __init__(self, engine: Engine, servers: PsWorker, idle: AllreduceMode | None = None) -> None:

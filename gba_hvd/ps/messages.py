@@ -1,8 +1,8 @@
-"""What workers and servers send each other: the messages, their encoding, and the checks before anything is stored.
+"""The messages between workers and servers, as typed structs.
 
-A message is a msgpack header and, where it carries numbers, raw frames. Headers are decoded into typed structs, so a
-wrong field is refused by the decoder; frames are checked here against the tables, before anything is stored.
-Numbered by who speaks:
+A message is a msgpack header and, where it carries numbers, raw frames. `wire` encodes and decodes them, so that a
+wrong field is refused by the decoder; `validation` checks frames against the tables, before anything is stored.
+Numbered by sender:
 
     1. a host leader                   Enter             here is your part of the dense parameters; serve these shards
     2. any worker                      LeaseRequest, PullRows, PullDense, Push, PushDone, HeartbeatMsg, Evaluate, Score,
@@ -25,6 +25,8 @@ from gba_hvd.errors import GbaError
 from gba_hvd.metrics.accumulators import Part
 from recovery.catalog.claims import Claim
 from recovery.config import Config
+from recovery.schedule.adaptive import Goals, JobMeasurements
+from recovery.schedule.costs import Costs
 
 VERSION = 1
 MAX_HEADER_BYTES = 16 << 20  # `Enter` names every dense tensor; all other headers are small
@@ -174,7 +176,10 @@ class PlannedMember(Struct):
 
 
 class Enter(Struct):
-    """Serve `shards` and these dense tensors from `position` on. Frames: values, optimizer state (state_codec)."""
+    """Serve these dense tensors from `position` on, and the shards that `shard_servers` gives to server `me`.
+
+    Frames: values, optimizer state (state_codec).
+    """
 
     generation: int
     servers: list[Endpoint]
@@ -469,11 +474,18 @@ class SaveSettings(msgspec.Struct):
     final_checkpoint_s: float = msgspec.field(name="last_gasp_s", default=0.0)
 
 
+class SavePace(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """How often the job saves: see `CheckpointCallback.pace`."""
+
+    is_planned: bool
+    every_s: float | None = None
+    every_steps: int | None = None
+
+
 class SaveAbout(msgspec.Struct, omit_defaults=True):
     """What a manifest says about the job, for people and for the job that resumes from it: `Manifest.about`.
 
-    why: this checkpoint was made, and is of its kind. n_servers: hosts. given, measured, costs: see
-    `recovery.schedule.adaptive`. pace: see `CheckpointCallback.pace`. is_final: nobody was left to ask for it.
+    why: this checkpoint was made, and is of its kind. n_servers: hosts. is_final: saved when no worker was left.
     torn_shards: were in the middle of a step
     """
 
@@ -483,10 +495,10 @@ class SaveAbout(msgspec.Struct, omit_defaults=True):
     global_batch: int = 0
     micro_batch: int = 0
     n_servers: int = 0
-    given: dict[str, Any] = {}
-    measured: dict[str, Any] = {}
-    costs: dict[str, Any] = {}
-    pace: dict[str, Any] = {}
+    given: Goals | None = None
+    measured: JobMeasurements | None = None
+    costs: Costs | None = None
+    pace: SavePace | None = None
     compression: str = ""
     is_final: bool = msgspec.field(name="last_gasp", default=False)
     torn_shards: int = 0

@@ -5,9 +5,9 @@ that serves it; everybody on the host reads. A worker's death leaves the file as
 
 Order in which things become visible. A shard's `ready` mark is written after its rows are initialised. Around each
 step the serving worker writes `begun = k`, changes the rows, writes `finished = k`. A reader of step k waits for
-`finished >= k`. So a crash leaves one of: begun == finished (complete), begun > finished (the step is partly in this
-shard). The marks are aligned 64-bit stores; their order relies on x86-64's total store order (an assumption stated in
-DESIGN.md).
+`finished >= k`: the two marks are a seqlock. So a crash leaves one of: begun == finished (complete), begun > finished
+(the step is partly in this shard). The marks are aligned 64-bit stores; their order relies on x86-64's total store
+order (an assumption stated in DESIGN.md).
 
 One host. `memory.json` names the host that has the memory, see `shm.host_identity`.
 

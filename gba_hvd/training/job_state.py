@@ -17,9 +17,11 @@ from gba_hvd.shm.job_board import Board
 from gba_hvd.training.step_hooks import StepHooks
 
 
-@dataclass
+@dataclass(frozen=True)
 class JobIdentity:
-    """id: the job's name in folders and stores, the same on all workers and through restarts; name: what people say.
+    """Which job this is. Replaced by `Engine.identify` alone, as a whole.
+
+    id: the job's name in folders and stores, the same on all workers and through restarts; name: what people call it.
 
     key: secret of the job, for its servers. settings: fingerprint of what all workers agree on, see `membership`
     """

@@ -191,12 +191,16 @@ class Rejoin(Protocol):
 
 
 class Mode(Protocol):
-    """name: of `mode_names`. servers: the conversation with the servers that train, None where workers step together.
+    """name: of `mode_names`. servers: the conversation with the servers that train, None where there are none.
+
+    steps_together: all workers make the same step at the same time, and meet in collectives; else servers lease
+    micro-batches to each worker for itself.
 
     rejoin: where the world is formed again beside the training
     """
 
     name: str
+    steps_together: bool
 
     @property
     def servers(self) -> PsWorker | None: ...

@@ -171,11 +171,6 @@ class JobMeasurements:
             return found
         return replace(found, reason=f"{found.reason}; gamma law of shape {law.shape:.2f}")
 
-    def about(self) -> dict[str, Any]:
-        """For the `about` of a checkpoint: `gba-hvd plan --url` and the next job read it."""
-        costs = self.costs()
-        return {"measured": asdict(self), **({} if costs is None else {"costs": asdict(costs)})}
-
 
 @dataclass(frozen=True)
 class IntervalPlan:

@@ -6,10 +6,12 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from gba_hvd_tools import cli, running_jobs
 from gba_hvd_tools.commands.plan import pace_in_words
 
+from gba_hvd.ps.messages import SaveAbout, SavePace
 from recovery import CheckpointCallback, Checkpointer, Config
 from recovery.schedule.adaptive import Goals, JobMeasurements
 from tests.recovery.holders import two_tables
@@ -93,7 +95,10 @@ def test_figures_come_from_what_a_checkpoint_says_was_measured(tmp_path, capsys)
     measured = replace(measured, load_s=9.0)
     given = Goals("delta", 0.25, mtbf_h=10.0, target_pls=0.05, longest_s=1800.0)
     pace = CheckpointCallback("/nowhere", every_s=1200.0, every_steps=500).pace
-    n_bytes = save_with(tmp_path, {**measured.about(), "given": asdict(given), "n_servers": 3, "pace": pace})
+    about = SaveAbout(
+        measured=measured, costs=measured.costs(), given=given, n_servers=3, pace=SavePace(**pace)
+    )  # as a job with servers writes it
+    n_bytes = save_with(tmp_path, msgspec.to_builtins(about))
     assert cli.main(["plan", "--url", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["costs"] | {"save_s": 20.0} == asdict(measured.costs())

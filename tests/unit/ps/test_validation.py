@@ -29,12 +29,15 @@ from gba_hvd.ps.messages import (
     Refused,
     Save,
     SaveAbout,
+    SavePace,
     SaveSettings,
     SaveStatus,
 )
 from gba_hvd.shm.layout import Layout
 from recovery.catalog.claims import Claim
 from recovery.config import Config
+from recovery.schedule.adaptive import Goals
+from recovery.schedule.costs import Costs
 
 LAYOUT = Layout.of({"user": (20, 3), "item": (5, 3), "wide": (7, 5)}, (), n_shards=4, seed=1, init_std=0.1)
 ALL = np.ones(4, dtype=bool)
@@ -74,7 +77,12 @@ def test_an_answer_comes_through_as_it_was() -> None:
 
 
 CLAIM = {"epoch": 3, "writer": "job.1", "nonce": "0011aabb", "signs": 0, "lease_s": 1.0}
-ABOUT = {"job": "clicks", "mode": "gba", "compression": "none", "given": {"policy": "mfu"}}
+COSTS = {"save_s": 2.0, "load_s": 1.0, "reschedule_s": 30.0, "partial_load_s": None, "stall_share": 1.0,
+         "delta_share": None, "partial_stall_s": None}  # fmt: skip
+GIVEN = {"policy": "mfu", "r": 0.25, "mtbf_h": None, "target_pls": 0.1, "longest_s": 3600.0, "one_host": None,
+         "strategy": "auto"}  # fmt: skip
+ABOUT = {"job": "clicks", "mode": "gba", "compression": "none", "given": GIVEN, "costs": COSTS,
+         "pace": {"is_planned": True, "every_s": 60.0}}  # fmt: skip
 SETTINGS = {"url": "/place", "storage_options": {"key": "x"}, "config": {"policy": "mfu", "keep_last": 5}}
 ASKED = {"epoch": 3, "number": 8, "part": 0, "n_parts": 2, "kind": "full", "parent": None, "step": 8, "samples": 64}
 
@@ -88,7 +96,14 @@ ASKED = {"epoch": 3, "number": 8, "part": 0, "n_parts": 2, "kind": "full", "pare
                 **ASKED,  # type: ignore[arg-type]
                 settings=SaveSettings("/place", {"key": "x"}, Config(policy="mfu", keep_last=5)),
                 claim=Claim(3, "job.1", "0011aabb", lease_s=1.0),
-                about=SaveAbout(job="clicks", mode="gba", compression="none", given={"policy": "mfu"}),
+                about=SaveAbout(
+                    job="clicks",
+                    mode="gba",
+                    compression="none",
+                    given=Goals("mfu", 0.25),
+                    pace=SavePace(every_s=60.0, is_planned=True),
+                    costs=Costs(2.0, 1.0, 30.0),
+                ),
             ),
         ),
         (
