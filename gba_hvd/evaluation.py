@@ -245,9 +245,9 @@ def _checked(tasks: Mapping[str, Task], **of_one_task: Any) -> dict[str, Task]:
 def _part(name: str, task: Task, activation: Activation | None, exact_limit: int) -> Part:
     if task.rates:
         return Part("sums", name, n_sums=N_ERROR_SUMS)
-    unsaid = (task.activation or activation) is None
+    not_specified = (task.activation or activation) is None
     kind: Literal["scores", "grouped scores"] = "scores" if task.group is None else "grouped scores"
-    return Part(kind, name, 0, exact_limit, task.where is not None, unsaid)
+    return Part(kind, name, 0, exact_limit, task.where is not None, not_specified)
 
 
 # --- the columns of a task -------------------------------------------------------------------------------------------

@@ -290,8 +290,8 @@ def _patch_python(target: Target, native: Path, cache: Path) -> Path:
 def _run_wheel(command: list[str]) -> None:
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode != 0:
-        said = (done.stderr or done.stdout).strip()[-1500:]
-        raise BuildError(f"`{' '.join(command[1:4])}` failed; is the package `wheel` installed? It said:\n{said}")
+        output = (done.stderr or done.stdout).strip()[-1500:]
+        raise BuildError(f"`{' '.join(command[1:4])}` failed; is the package `wheel` installed? It said:\n{output}")
 
 
 def _keep(made: Path, folder: Path, by: str) -> Path:

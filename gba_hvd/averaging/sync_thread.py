@@ -63,7 +63,7 @@ class SyncMetrics:
     """What became of the rounds since the last report.
 
     spread:        RMS distance of replicas from their mean; for easgd, of this worker's from the central copy
-    waits_in_vain: how often training waited for a round that did not end in time; nothing was dropped
+    useless_waits: how often training waited for a round that did not end in time; nothing was dropped
 
     The first four are None where none that had this replica in it ended well.
     """
@@ -73,7 +73,7 @@ class SyncMetrics:
     steps_per_round: float | None
     spread: float | None
     rounds_dropped: int  # so far
-    waits_in_vain: int
+    useless_waits: int
 
 
 class SyncThread:
@@ -113,7 +113,7 @@ class SyncThread:
         self._had_part = False  # this replica was in the round
         self._reported = (clock(), 0, 0)  # when, and n_own and n_failed then
         self._dropped: list[str] = []
-        self._n_in_vain = 0  # since the last report
+        self._n_useless_waits = 0  # since the last report
         self._thread = threading.Thread(target=self._run, name="gba-hvd rounds", daemon=True)
 
     # --- life --------------------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class SyncThread:
 
             try:
                 if not self._changed.wait_for(over, timeout_s):
-                    self._n_in_vain += 1
+                    self._n_useless_waits += 1
             finally:
                 self._n_waiting -= 1
 
@@ -229,15 +229,15 @@ class SyncThread:
         with self._changed:
             (then, own, failed), now = self._reported, self._clock()
             ended_well = self._n_own > own
-            if now <= then or not (ended_well or self.n_failed > failed or self._n_in_vain):
+            if now <= then or not (ended_well or self.n_failed > failed or self._n_useless_waits):
                 return None
             self._reported = (now, self._n_own, self.n_failed)
-            in_vain, self._n_in_vain = self._n_in_vain, 0
+            useless_waits, self._n_useless_waits = self._n_useless_waits, 0
             if not ended_well:
-                return SyncMetrics(None, None, None, None, self.n_failed, in_vain)
+                return SyncMetrics(None, None, None, None, self.n_failed, useless_waits)
             return SyncMetrics(
                 (self._n_own - own) / (now - then), sum(self._seconds) / len(self._seconds),
-                sum(self._steps) / len(self._steps), self._spread, self.n_failed, in_vain,
+                sum(self._steps) / len(self._steps), self._spread, self.n_failed, useless_waits,
             )  # fmt: skip
 
     # --- this thread -------------------------------------------------------------------------------------------------

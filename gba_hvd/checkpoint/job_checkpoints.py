@@ -118,7 +118,7 @@ class JobCheckpoints(StepParticipant):
         self._part_reported = (0, -1)
         self.waiting: list[str] = []  # a checkpoint that is due, where servers are not up
         self._due = False
-        self.somebody_leaves = False  # all workers know of it, and save first
+        self.worker_leaves = False  # all workers know of it, and save first
         self._died_before = False  # the job that this one resumes from did not end in peace
 
     # --- at the start, and after a change of hosts -------------------------------------------------------------------
@@ -388,7 +388,7 @@ class JobCheckpoints(StepParticipant):
 
     def after_commit(self, agreed: Sequence[float]) -> None:
         """What is due waits for servers that are not up; training does not."""
-        self._due, self.somebody_leaves = agreed[0] > 0 and not agreed[3], agreed[1] > 0
+        self._due, self.worker_leaves = agreed[0] > 0 and not agreed[3], agreed[1] > 0
         self.waiting = ["the checkpoint that is due"] if agreed[0] > 0 and agreed[3] else []
         if agreed[2] > 0 and self._engine.world.rank == 0:
             self.schedule.part_failed()
@@ -490,5 +490,5 @@ class JobCheckpoints(StepParticipant):
 
         rows_moved: shards may be elsewhere, or have started over: the next save takes all rows
         """
-        self._due, self.somebody_leaves, self.waiting = False, False, []
+        self._due, self.worker_leaves, self.waiting = False, False, []
         self.schedule.world_formed(forget=rows_moved or self._engine.world.rank != 0)

@@ -33,7 +33,7 @@ from gba_hvd.ps.worker.session import place_dense
 from gba_hvd.shm import retained_state
 from gba_hvd.shm.layout import Layout
 from gba_hvd.shm.retained_state import RetainedState
-from gba_hvd.shm.shard_memory import ShardMemory, is_of, nobody_lives
+from gba_hvd.shm.shard_memory import ShardMemory, is_of, no_process_lives
 from recovery import state_codec
 
 _LOOK_S = 0.1
@@ -126,7 +126,7 @@ def survey(folder: Path, layout: Layout, timeout_s: float) -> bool:
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            if nobody_lives(folder):
+            if no_process_lives(folder):
                 return is_of(folder, layout)
         except FileNotFoundError:
             return False

@@ -180,7 +180,7 @@ class SaveSchedule:
 
     def is_due_before_a_leave(self, mode: PsWorker) -> bool:
         """Whether a checkpoint is due because a worker is being preempted."""
-        if not (mode.contact.somebody_leaves or self._engine.signals.preempt_deadline_s is not None):
+        if not (mode.contact.worker_leaves or self._engine.signals.preempt_deadline_s is not None):
             self._leave_step = None
             return False
         if self._leave_step is None:

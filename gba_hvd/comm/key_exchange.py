@@ -78,10 +78,10 @@ def share_key(world: World, name: str, key: bytes | None, root: int, secret: byt
         return key
     private = X25519PrivateKey.generate()
     mine = private.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
-    said = [row.tobytes() for row in world.gather_bytes(f"{name}.public", mine + _tag(secret, world.rank, mine))]
-    publics = [each[:_KEY_BYTES] for each in said]
-    agrees = [_tag(secret, rank, each[:_KEY_BYTES]) == each[_KEY_BYTES:] for rank, each in enumerate(said)]
-    _refuse_other_secrets(world, root, [len(each) > _KEY_BYTES for each in said], agrees, is_restart)
+    published = [row.tobytes() for row in world.gather_bytes(f"{name}.public", mine + _tag(secret, world.rank, mine))]
+    publics = [each[:_KEY_BYTES] for each in published]
+    agrees = [_tag(secret, rank, each[:_KEY_BYTES]) == each[_KEY_BYTES:] for rank, each in enumerate(published)]
+    _refuse_other_secrets(world, root, [len(each) > _KEY_BYTES for each in published], agrees, is_restart)
     sealed = b""
     if world.rank == root:
         assert key is not None and len(key) == _KEY_BYTES

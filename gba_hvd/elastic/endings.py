@@ -177,7 +177,7 @@ class ExitWatch:
         raise SystemExit(code)
 
 
-def show_ends_briefly(said_by_others: Callable[[], bool]) -> None:
+def show_ends_briefly(reported_by_others: Callable[[], bool]) -> None:
     """Ctrl-C and SIGTERM are no errors: Python shows no traceback of them, but one line, unless others say it.
 
     Of a refused input it shows one traceback, which ends with the sentence, and not that of the error behind it: the
@@ -192,7 +192,7 @@ def show_ends_briefly(said_by_others: Callable[[], bool]) -> None:
             error.__suppress_context__, error.__cause__ = True, None
         if not issubclass(kind, KeyboardInterrupt):
             shown_before(kind, error, trace)
-        elif not said_by_others():
+        elif not reported_by_others():
             print(f"interrupted by {error or 'Ctrl-C'}", file=sys.stderr, flush=True)
 
     show.by_gba_hvd = True  # type: ignore[attr-defined]

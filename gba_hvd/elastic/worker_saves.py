@@ -95,7 +95,7 @@ class WorkerSaves:
         if engine.world.rank == 0 and self._host_server is not None:
             checkpoints.schedule.poll(self._host_server.saved)
             checkpoints.schedule.look_at_age(self._host_server.why_not_ready)
-        if checkpoints.somebody_leaves:
+        if checkpoints.worker_leaves:
             self._save_and_leave()
         elif checkpoints.is_due:
             self._save()
@@ -118,7 +118,7 @@ class WorkerSaves:
         """Some workers are preempted: all wait for a checkpoint, then those workers leave. A collective."""
         engine, checkpoints = self._engine, checkpoints_of(self._engine)
         assert checkpoints is not None
-        checkpoints.somebody_leaves = False
+        checkpoints.worker_leaves = False
         text = "a worker is being preempted (SIGTERM): first a checkpoint of this step"
         engine.emit(Event("preempted", engine.progress.step, text, {}))
         if why := self._save_last(checkpoints.callback.preemption_s or _PREEMPTION_S):

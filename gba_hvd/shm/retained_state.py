@@ -54,10 +54,10 @@ class RetentionDecision:
 def decide_retention(write_s: Sequence[float], step_s: Sequence[float], share: float) -> RetentionDecision:
     """Seconds of the newest writes, and from one to the next. share: what writing may take of them."""
     took_s, of_s = median(write_s), median(step_s)
-    said = f"keeping the training state in memory takes {1000 * took_s:.1f} ms of a step's {1000 * of_s:.1f} ms"
+    reported = f"keeping the training state in memory takes {1000 * took_s:.1f} ms of a step's {1000 * of_s:.1f} ms"
     if took_s <= share * of_s:
-        return RetentionDecision(True, f"{said}, at most {share:.0%} are allowed")
-    why = f"{said}, more than the {share:.0%} allowed (CheckpointCallback(retain_state_share={share:g}))"
+        return RetentionDecision(True, f"{reported}, at most {share:.0%} are allowed")
+    why = f"{reported}, more than the {share:.0%} allowed (CheckpointCallback(retain_state_share={share:g}))"
     return RetentionDecision(
         False, f"{why}: a restart will begin at the newest checkpoint; a larger share keeps it, and costs that"
     )

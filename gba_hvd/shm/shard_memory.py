@@ -51,7 +51,7 @@ _OPEN_TRIES = 5
 _MACHINES = ("x86_64", "AMD64")
 _END_TIMEOUT_S = 10.0
 _LOOKS, _LOOK_S = 10, 0.02
-_NOBODY = -1
+_NO_PROCESS = -1
 _ROOM = (
     "name a larger folder with GBA_HVD_SHARD_DIR (a disk will do), or enlarge /dev/shm (mount -o remount,size=..., "
     "docker run --shm-size=...)"
@@ -324,7 +324,7 @@ class ShardMemory:
 
     def release(self, shards: np.ndarray) -> None:
         """This process leaves these shards as they are for now; who waits for a step on them need not wait longer."""
-        self._writer[shards] = _NOBODY
+        self._writer[shards] = _NO_PROCESS
 
     def end_old_writers(self, members: set[int]) -> None:
         """End workers of this host that served shards and that the world has moved on without.
@@ -467,7 +467,7 @@ def lock_owners(path: Path) -> set[int]:
     return found
 
 
-def nobody_lives(folder: Path) -> bool:
+def no_process_lives(folder: Path) -> bool:
     """Whether no worker holds the memory of this folder.
 
     Raises FileNotFoundError when it is gone, ShardMemoryError when it cannot be trusted.

@@ -47,7 +47,7 @@ from gba_hvd.update_rules.dana_slim import SlimWorker
 from gba_hvd.update_rules.sgd_momentum import Sgd, buffer_of
 from recovery import state_codec
 
-_LOOK_S, _SAY_AFTER_S = 0.05, 3.0
+_LOOK_S, _REPORT_AFTER_S = 0.05, 3.0
 _LEAVE_TIMEOUT_S = 5.0
 
 
@@ -168,7 +168,7 @@ def _await_own(engine: Engine, switching: GBACallback, mode: str) -> None:
     line, wait_s, began_s = engine.host.server, switching.wait_s, time.monotonic()
     if line is None or not switching.waits:
         return
-    has_said = False
+    has_reported = False
     while not line.is_ready(to_enter=True):
         passed_s = time.monotonic() - began_s
         why = line.folder_lost or launch.why_not_started(engine.folder, 0)
@@ -176,8 +176,8 @@ def _await_own(engine: Engine, switching: GBACallback, mode: str) -> None:
             raise GbaError(
                 f"the companion servers of this host were not up in {passed_s:.0f} s: {line.why_not_ready()}"
             )
-        if not has_said and passed_s > _SAY_AFTER_S:
-            has_said = True
+        if not has_reported and passed_s > _REPORT_AFTER_S:
+            has_reported = True
             text = (
                 f"training stands and waits for the companion servers of this host, to enter mode {mode}, for "
                 f"{wait_s:.0f} s at most (wait_s)"
@@ -280,9 +280,9 @@ def _enter(
         indices = [i for i, server in enumerate(session.servers) if server.host == host]
         with ThreadPoolExecutor(len(indices)) as pool:
             entering = {pool.submit(enter, me): me for me in indices}
-            if late := wait(entering, _SAY_AFTER_S).not_done:
+            if late := wait(entering, _REPORT_AFTER_S).not_done:
                 silent = sorted(session.servers[entering[one]].index for one in late)
-                _say_that_all_wait(engine, session.mode, silent, patience_s)
+                _report_that_all_wait(engine, session.mode, silent, patience_s)
             for one in entering:
                 one.result()
     finally:
@@ -290,13 +290,13 @@ def _enter(
         client.close()
 
 
-def _say_that_all_wait(engine: Engine, mode: str, silent: list[int], patience_s: float) -> None:
+def _report_that_all_wait(engine: Engine, mode: str, silent: list[int], patience_s: float) -> None:
     """All workers stand while a server takes over: a hanging one is reported long before its time-out."""
     text = (
         f"training stands, on all workers, and waits for server {' and '.join(map(str, silent))} of this host to enter "
-        f"mode {mode}: no answer for {_SAY_AFTER_S:.0f} s, {patience_s:.0f} s at most (GBA_HVD_SERVER_TIMEOUT_S)"
+        f"mode {mode}: no answer for {_REPORT_AFTER_S:.0f} s, {patience_s:.0f} s at most (GBA_HVD_SERVER_TIMEOUT_S)"
     )
-    data = {"waiting": [f"mode {mode}"], "seconds": _SAY_AFTER_S}
+    data = {"waiting": [f"mode {mode}"], "seconds": _REPORT_AFTER_S}
     engine.emit(Event("server_missing", engine.progress.step, text, data, level="warning"), only_here=True)
 
 

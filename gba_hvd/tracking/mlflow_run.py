@@ -103,7 +103,7 @@ class JobRun:
         if run.info.status != "RUNNING":
             self._client.update_run(self.run_id, status="RUNNING")
 
-    def speaks(self) -> bool:
+    def may_report(self) -> bool:
         return bool(self._client.get_run(self.run_id).data.tags.get(CHIEF_TAG) == self._stamp)
 
     def put_text(self, path: str, text: str) -> None:

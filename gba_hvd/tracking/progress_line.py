@@ -94,7 +94,7 @@ class ProgressLine(Callback):
         else:
             self._rate = Rate()  # of the mode that was entered; its first record has the time that entering took
         self._record = record
-        if self._is_speaker() and now >= self._next_s:
+        if self._reports() and now >= self._next_s:
             self._next_s = now + self._every_s
             self._show(now)
 
@@ -109,7 +109,7 @@ class ProgressLine(Callback):
             )
             if better(self._newest, self._best) or (self._best is not None and self._best.step == step):
                 self._best = self._newest
-        if self._is_speaker() and metrics:
+        if self._reports() and metrics:
             self._print(f"step {step:,}  {_numbers(metrics)}")
 
     def on_event(self, event: Event) -> None:
@@ -138,22 +138,22 @@ class ProgressLine(Callback):
         if event.level == "warning":  # the log has its text
             self._warnings[event.kind] = Warned(event, event.step if is_over_at_once(event.kind, event.data) else None)
             self._end_line()
-        elif self._is_speaker() and event.kind not in ("finished", "interrupted"):  # the summary begins with these
+        elif self._reports() and event.kind not in ("finished", "interrupted"):  # the summary begins with these
             self._print(f"[{event.kind.replace('_', ' ')}] step {event.step:,}: {event.message}")
 
     def on_end(self, status: str, error: BaseException | None) -> None:
         if self._ended:
             return
         self._ended = True
-        reports_error = self._is_speaker() or type(error).__name__ not in _CONSEQUENCES
+        reports_error = self._reports() or type(error).__name__ not in _CONSEQUENCES
         if status in ("FAILED", "NOT_SAVED") and error is not None and reports_error:
             for line in failure_lines(error, self._job, self._record):
                 self._print(line)
-        if self._is_speaker():
+        if self._reports():
             for line in self._summary(status):
                 self._print(line)
 
-    def _is_speaker(self) -> bool:
+    def _reports(self) -> bool:
         return self._job is None or self._job.is_chief
 
     def _show(self, now: float) -> None:

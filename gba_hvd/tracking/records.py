@@ -178,7 +178,7 @@ def merge_events(*logs: Iterable[Record]) -> list[Record]:
     kept: dict[tuple[Any, ...], Record] = {}
     for event in merged:
         # Every worker reports a switch, each with the seconds it took there; not all know the reason.
-        said = None if event.get("event") == "switch" else event.get("message")
+        reported = None if event.get("event") == "switch" else event.get("message")
         n_resumed = bisect(resumed_s, float(event.get("unix_s", math.inf)))
-        kept.setdefault((n_resumed, event.get("event"), event.get("step"), said), event)
+        kept.setdefault((n_resumed, event.get("event"), event.get("step"), reported), event)
     return sorted(kept.values(), key=lambda event: float(event.get("unix_s", math.inf)))

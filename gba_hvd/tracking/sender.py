@@ -111,7 +111,7 @@ class Sender:
             self._put_events()
             self._next_events_s = now + EVENTS_EVERY_S
         if self.orphaned:
-            if self.job is not None and self.job["chief"] and self._call(lambda run: run.speaks()):
+            if self.job is not None and self.job["chief"] and self._call(lambda run: run.may_report()):
                 self._finish("FAILED", _GONE)
             self._set(done=True)
 
@@ -128,7 +128,7 @@ class Sender:
                 if self._events_waiting:
                     self._put_events()
                 status = record["status"]
-                if status and self._call(lambda run: run.speaks()):
+                if status and self._call(lambda run: run.may_report()):
                     self._finish(status, record["reason"])
                 self._set(done=True)
         self._set(offset=line.end, sent=self.status.sent + 1)

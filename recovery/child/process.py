@@ -138,7 +138,7 @@ def _main(connection: Connection, begin: Begin) -> None:
 
 def serve(connection: Connection, begin: Begin, is_alone: Callable[[], bool]) -> None:
     """Serve requests until one asks to leave. single_worker: the parent is gone; a fork of it may hold the pipe."""
-    say, ended = _Saying(connection), Ended(None)
+    say, ended = _Replies(connection), Ended(None)
     with _living(say, begin.silence_s / 6):
         try:
             with _checkpointer(begin, say) as checkpoints:
@@ -153,7 +153,7 @@ def serve(connection: Connection, begin: Begin, is_alone: Callable[[], bool]) ->
     connection.close()
 
 
-def _checkpointer(begin: Begin, say: _Saying) -> Checkpointer:
+def _checkpointer(begin: Begin, say: _Replies) -> Checkpointer:
     return Checkpointer(
         begin.url,
         begin.rows,
@@ -181,7 +181,7 @@ def _asked(connection: Connection, is_alone: Callable[[], bool]) -> Iterator[Chi
 
 
 def _do(
-    asked: ChildSave | Restore, checkpoints: Checkpointer, connection: Connection, say: _Saying, strict: bool
+    asked: ChildSave | Restore, checkpoints: Checkpointer, connection: Connection, say: _Replies, strict: bool
 ) -> None:
     if isinstance(asked, ChildSave):
         state = connection.recv_bytes() if asked.with_state else None
@@ -197,7 +197,7 @@ def _do(
         say(Answer(_portable(error)))
 
 
-class _Saying:
+class _Replies:
     """The pipe as seen by several threads. When nobody reads any more, saving continues."""
 
     def __init__(self, connection: Connection) -> None:
@@ -209,7 +209,7 @@ class _Saying:
 
 
 @contextlib.contextmanager
-def _living(say: _Saying, every_s: float) -> Iterator[None]:
+def _living(say: _Replies, every_s: float) -> Iterator[None]:
     over = threading.Event()
 
     def live() -> None:

@@ -105,9 +105,9 @@ class Filling:
         total = 0.0
         for (number, step), n in self._restored.items():
             saves = self._chain.manifests
-            speaks = max((i for i in range(number + 1, len(saves)) if saves[i].kind == "delta"), default=number)
-            save = saves[speaks]
-            later = step - save.step if speaks == number else 0
+            from_save = max((i for i in range(number + 1, len(saves)) if saves[i].kind == "delta"), default=number)
+            save = saves[from_save]
+            later = step - save.step if from_save == number else 0
             total += n * (save.samples + later * save.samples / max(1, save.step))
         return total / max(1, self.n_rows)
 

@@ -205,7 +205,7 @@ def plan_interval(
     recovered = "a lost one is recovered alone" if strategy == "partial" else "with a lost one all roll back"
     hosts = "one host: its loss is the job's" if n_servers == 1 else f"{n_servers} hosts: {recovered}"
     expected = found.expected
-    said = [
+    reason = [
         f"{kind} saves every {found.interval_s:,.0f} s ({hosts})",
         f"{expected.overhead:.2%} of training time expected for saving and recovering",
         f"{_other(found)}" if n_servers > 1 and asked == "auto" else "",
@@ -214,7 +214,7 @@ def plan_interval(
         between.reason,
         "assumed: " + ", ".join(measured.assumed()) if measured.assumed() else "",
     ]
-    return IntervalPlan(found.interval_s, kind, "; ".join(part for part in said if part), found)
+    return IntervalPlan(found.interval_s, kind, "; ".join(part for part in reason if part), found)
 
 
 def _kind_for(strategy: str, given: Goals, n_servers: int) -> str:

@@ -155,10 +155,13 @@ def next_kind(chain: ChainSize, wanted: str, rebase_at: float = 1.0) -> tuple[st
     if not chain.trusted:
         return "full", "full: what was saved is not known for sure, so all rows are saved once more"
     total = chain.partial_bytes + chain.next_bytes
-    said = f"{total / 1e6:,.1f} MB of partial saves on a base of {chain.base_bytes / 1e6:,.1f} MB"
+    reason = f"{total / 1e6:,.1f} MB of partial saves on a base of {chain.base_bytes / 1e6:,.1f} MB"
     if total > rebase_at * chain.base_bytes:
-        return "full", f"full: {said} would be more than {rebase_at:g} times the base, a new one is cheaper to restore"
-    return wanted, f"{wanted}: {said}"
+        return (
+            "full",
+            f"full: {reason} would be more than {rebase_at:g} times the base, a new one is cheaper to restore",
+        )
+    return wanted, f"{wanted}: {reason}"
 
 
 def picked(job: JobProfile, objectives: Objectives, now: RecoveryPlan | None = None) -> Objectives:

@@ -223,7 +223,7 @@ def await_part(
     *,
     until_s: float,
     cancel: threading.Event,
-    why_in_vain: Callable[[], str],
+    why_not: Callable[[], str],
 ) -> PartResult:
     """What another writer saved; returns when its list is there.
 
@@ -232,7 +232,7 @@ def await_part(
     """
     name, began_s = list_name(prefix, part), time.monotonic()
     while name not in store.names(name):
-        if (why := why_in_vain()) and name not in store.names(name):
+        if (why := why_not()) and name not in store.names(name):
             raise StoreError(why)
         if (now := time.monotonic()) > until_s:
             raise StoreError(f"the writer of part {part} has not saved its rows in {now - began_s:.0f} s")

@@ -53,7 +53,7 @@ class FaultyRun:
     def claim(self, stamp: str) -> None:
         self.calls.append("claim")
 
-    def speaks(self) -> bool:
+    def may_report(self) -> bool:
         return True
 
     def put_text(self, path: str, text: str) -> None:

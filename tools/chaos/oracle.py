@@ -86,8 +86,8 @@ def _standstills(record: Record) -> Iterator[Standstill]:
     if record.limit is not None or record.exit_code != 0:
         marks.append((record.ended, -1))  # it never resumed
     for (begun, step), (ended, _) in pairwise(marks):
-        said = tuple(text for at, _, text in record.words if begun < at < ended)
-        yield Standstill(ended - begun, step, said)
+        words = tuple(text for at, _, text in record.words if begun < at < ended)
+        yield Standstill(ended - begun, step, words)
 
 
 def violations(record: Record, may_fail: bool = False) -> list[str]:

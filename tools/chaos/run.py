@@ -104,20 +104,20 @@ def _carry_out(job: ChaosJob, outside: Outside, limit_s: float) -> Record:
     record = Record(plan.as_json(), total=EPOCHS * SAMPLES, checkpoint_s=CHECKPOINT_S if plan.checkpoints else None)
     job.start()
     record.started = job.started_s
-    said, step = 0, 0
+    offset, step = 0, 0
     deadline = time.monotonic() + limit_s
     while job.exit_code is None and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
         now = job.last_step()
         step = max(step, now)
         outside.look(step)
-        said = _listen(job, record, said)
+        offset = _listen(job, record, offset)
     if job.exit_code is None:
         record.limit = limit_s
         job.kill()
     record.exit_code, record.ended = job.exit_code, time.time()
     outside.end()
-    _listen(job, record, said)
+    _listen(job, record, offset)
     until = time.monotonic() + (APART_GRACE_S if plan.apart else GRACE_S) + END_S
     while (alive := job.processes()) and time.monotonic() < until:
         time.sleep(0.2)
@@ -129,17 +129,17 @@ def _carry_out(job: ChaosJob, outside: Outside, limit_s: float) -> Record:
     return record
 
 
-def _listen(job: ChaosJob, record: Record, said: int) -> int:
+def _listen(job: ChaosJob, record: Record, offset: int) -> int:
     """Add what was logged since; times are of when it was found."""
     with open(job.log_file, "rb") as file:
-        file.seek(said)
+        file.seek(offset)
         whole, newline, _ = file.read().rpartition(b"\n")
     if not newline:
-        return said
+        return offset
     for line in whole.decode(errors="replace").splitlines():
         level = "error" if "Error" in line else "warning" if "warn" in line.lower() else "info"
         record.words.append((time.time(), level, line[:300]))
-    return said + len(whole) + 1
+    return offset + len(whole) + 1
 
 
 def _collect(job: ChaosJob, record: Record) -> None:

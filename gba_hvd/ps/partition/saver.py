@@ -297,10 +297,10 @@ class Saver:
         patience_s = max(_PARTS_LEAST_S, min(5 * own.seconds, _PARTS_MOST_S))
         until_s = self._last_until_s if _is_left(request) else time.monotonic() + patience_s
         for part in range(1, request.n_parts):
-            why = (lambda: "") if _is_left(request) else partial(self._why_in_vain, store, request.epoch, part)
-            yield await_part(store, target.prefix, part, until_s=until_s, cancel=cancel, why_in_vain=why)
+            why = (lambda: "") if _is_left(request) else partial(self._why_not_committed, store, request.epoch, part)
+            yield await_part(store, target.prefix, part, until_s=until_s, cancel=cancel, why_not=why)
 
-    def _why_in_vain(self, store: Store, epoch: int, part: int) -> str:
+    def _why_not_committed(self, store: Store, epoch: int, part: int) -> str:
         """A server reports that its workers are gone when it saves nothing any more."""
         gone = f"{last_prefix(epoch)}gone-{part:04d}"
         if self._workers_gone and gone in store.names(gone):
@@ -332,13 +332,13 @@ class Saver:
                 selection.commit(parent)
             else:
                 selection.abandon()
-                self._discard_if_in_vain(last, request.part)
+                self._discard_if_failed(last, request.part)
             self._not_yet_known = None
         if parent is None or epoch_of(parent) != request.epoch or self._shards not in ([], self._meant):
             return False
         return selection.is_valid_for(parent)
 
-    def _discard_if_in_vain(self, last: SaveTarget, part: int) -> None:
+    def _discard_if_failed(self, last: SaveTarget, part: int) -> None:
         """Delete what this part has saved, perhaps too late, of a manifest that is not there."""
         assert self._store is not None
         with contextlib.suppress(BadInput, RecoveryError, OSError):

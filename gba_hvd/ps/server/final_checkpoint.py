@@ -28,7 +28,7 @@ from gba_hvd.ps.server.active_mode import ActiveMode
 from gba_hvd.ps.state_files import MARK
 from gba_hvd.shm import retained_state
 from gba_hvd.shm.retained_state import RetainedState
-from gba_hvd.shm.shard_memory import ShardMemory, nobody_lives
+from gba_hvd.shm.shard_memory import ShardMemory, no_process_lives
 from recovery import state_codec
 
 log = logging.getLogger("gba_hvd.ps")
@@ -63,7 +63,7 @@ class MemoryHold:
         if now >= self._next_look_s:
             self._next_look_s = now + _LOOK_S
             try:
-                is_empty = nobody_lives(self._folder)
+                is_empty = no_process_lives(self._folder)
             except FileNotFoundError:
                 return False
             if not is_empty:

@@ -47,7 +47,7 @@ class Writers:
 
     def other(self, until_s: float) -> PartResult:
         prefix, never = self.target.prefix, threading.Event()
-        return await_part(self.store, prefix, 1, until_s=until_s, cancel=never, why_in_vain=lambda: "")
+        return await_part(self.store, prefix, 1, until_s=until_s, cancel=never, why_not=lambda: "")
 
     def save(self, fence: Callable[[], None] = lambda: None) -> None:
         def state(parts: Sequence[PartResult]) -> bytes:

@@ -453,7 +453,7 @@ def test_a_foreground_round_that_is_late_is_reported_and_training_goes_on():
     workers[1].rounds.begin_micro()  # and computes for long
     workers[0].rounds.end_micro(workers[0].replica.step(lambda: None), timeout_s=0.3)
     reported = workers[0].rounds.drain_metrics()
-    assert reported is not None and (reported.waits_in_vain, reported.rounds_dropped) == (1, 0)
+    assert reported is not None and (reported.useless_waits, reported.rounds_dropped) == (1, 0)
     assert workers[0].rounds.dropped() == [], "the round is late, it may still come"
     assert workers[0].rounds.drain_metrics() is None, "a wait is reported once"
     workers[1].rounds.end_micro(workers[1].replica.step(lambda: None), timeout_s=PATIENCE_S)
@@ -550,7 +550,7 @@ def emitted(pace: dict[str, Any], dropped: list[str], rank: int = 0) -> list[Eve
 
 def pace(**more: Any) -> dict[str, Any]:
     nothing = dict.fromkeys(("rounds_per_s", "seconds_per_round", "steps_per_round", "spread"))
-    return {**nothing, "rounds_dropped": 0, "waits_in_vain": 0, **more}
+    return {**nothing, "rounds_dropped": 0, "useless_waits": 0, **more}
 
 
 def test_the_pace_of_rounds_is_reported_by_the_chief():
@@ -575,7 +575,7 @@ def test_rounds_that_all_fail_are_counted_where_others_report_their_pace():
 
 @pytest.mark.parametrize(("times", "often"), [(1, "once"), (2, "2 times")])
 def test_a_wait_in_vain_is_reported_as_late_and_not_as_dropped(times: int, often: str):
-    (late,) = emitted(pace(waits_in_vain=times), [], rank=1)
+    (late,) = emitted(pace(useless_waits=times), [], rank=1)
     assert (late.kind, late.data) == ("round_late", {"times": times})
     assert late.message == f"training waited {often} for a round of replicas that did not end in 60 s, and continues"
 
@@ -588,5 +588,5 @@ def test_what_rounds_report_has_the_names_of_the_gauges():
     workers = started([[0.0, 0.0], [2.0, 2.0]])
     wait_for(lambda: workers[0].rounds.n_done, "a round")
     reported = workers[0].rounds.drain_metrics()
-    assert reported is not None and asdict(reported).keys() == {*gauges.ROUNDS, "waits_in_vain"}
+    assert reported is not None and asdict(reported).keys() == {*gauges.ROUNDS, "useless_waits"}
     assert stop_together(workers) == [True, True]

@@ -76,7 +76,7 @@ def test_the_failure_of_an_earlier_save_is_not_that_of_the_one_that_is_waited_fo
 def test_what_failed_before_a_worker_leaves_is_made_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     chief = Chief()
     chief.engine.signals = SimpleNamespace(preempt_deadline_s=None)
-    mode: Any = SimpleNamespace(contact=SimpleNamespace(somebody_leaves=True, position=JobPosition(step=5)))
+    mode: Any = SimpleNamespace(contact=SimpleNamespace(worker_leaves=True, position=JobPosition(step=5)))
     assert chief.schedule.is_due_before_a_leave(mode)
     chief.saves("delta", "failed", why="the store is away")
     assert not chief.schedule.is_due_before_a_leave(mode)
@@ -89,7 +89,7 @@ def test_what_failed_before_a_worker_leaves_is_made_again_after_a_while(monkeypa
 def test_a_checkpoint_of_the_step_before_is_none_of_the_step_at_which_a_worker_leaves() -> None:
     chief = Chief()
     chief.engine.signals = SimpleNamespace(preempt_deadline_s=None)
-    mode: Any = SimpleNamespace(contact=SimpleNamespace(somebody_leaves=True, position=JobPosition(step=5)))
+    mode: Any = SimpleNamespace(contact=SimpleNamespace(worker_leaves=True, position=JobPosition(step=5)))
     chief.saves("mfu", "done")
     assert chief.saves("delta", "done") == 6
     chief.engine.progress.step = 6
@@ -102,7 +102,7 @@ def test_who_leaves_may_be_a_step_ahead_of_the_chief() -> None:
     chief = Chief()
     chief.engine.signals = SimpleNamespace(preempt_deadline_s=None)
     chief.saves("delta", "done")
-    mode: Any = SimpleNamespace(contact=SimpleNamespace(somebody_leaves=True, position=JobPosition(step=6)))
+    mode: Any = SimpleNamespace(contact=SimpleNamespace(worker_leaves=True, position=JobPosition(step=6)))
     assert chief.schedule.is_due_before_a_leave(mode)
 
 

@@ -22,13 +22,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         value = self.server.values.get(self.path)
-        self._say(404 if value is None else 200, value or b"")
+        self._log(404 if value is None else 200, value or b"")
 
     def do_PUT(self) -> None:
         self.server.values[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
-        self._say(200)
+        self._log(200)
 
-    def _say(self, status: int, body: bytes = b"") -> None:
+    def _log(self, status: int, body: bytes = b"") -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

@@ -406,7 +406,7 @@ def means_of(some: Sequence[Mapping[str, Any]], whole: Mapping[int, float]) -> d
 
 def verdict(found: Mapping[str, Mapping[str, Mapping[str, Mapping[str, Any]]]]) -> list[str]:
     """Whether MFU and SSU stay within the target of no failure, in the mean over the seeds."""
-    said = []
+    lines = []
     for title, by_mean in found.items():
         for mean_h, of in by_mean.items():
             for strategy in ("cpr_mfu", "cpr_ssu"):
@@ -414,5 +414,5 @@ def verdict(found: Mapping[str, Mapping[str, Mapping[str, Mapping[str, Any]]]]) 
                 if apart is not None:
                     meets = "meets" if apart >= -TARGET_LOSS else "misses"
                     text = f"{title}, {mean_h}: {strategy} {apart:+.5f} AUC against no failure"
-                    said.append(f"{text}, {meets} the target of {TARGET_LOSS}")
-    return said
+                    lines.append(f"{text}, {meets} the target of {TARGET_LOSS}")
+    return lines

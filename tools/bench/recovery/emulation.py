@@ -110,16 +110,16 @@ def expected_pls(outcome: SimulationOutcome, servers: int) -> float:
 
 def pls_agreement(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Where all rows are saved at once, the measured PLS is to be the closed form's; elsewhere it has none to be."""
-    said = []
+    lines = []
     for mean, rows in found.items():
         for name in ("naive", "cpr_full"):
             row = rows[name]
             agrees = "agrees with" if abs(row["pls_sigmas"]) <= 2 else "DIFFERS from"
-            said.append(
+            lines.append(
                 f"{mean}, {name}: PLS {row['pls']['mean']:.4f} +- {row['pls']['standard_error']:.4f} {agrees} E[PLS] "
                 f"{row['closed_form_pls']:.4f} ({row['pls_sigmas']:+.1f} standard errors)"
             )
-    return said
+    return lines
 
 
 def as_json(mean: Mean) -> dict[str, float]:
@@ -133,17 +133,17 @@ def by_mean_time(found: Mapping[str, Mapping[str, Any]], column: str) -> dict[st
 
 def verdict(found: Mapping[str, Mapping[str, Any]], costs: Costs) -> list[str]:
     """What it shows, and which of it follows from the costs alone."""
-    said = []
+    lines = []
     for mean, rows in found.items():
         full = rows["full"]["overhead_pct"]["mean"]
         worst = max(row["overhead_pct"]["mean"] for name, row in rows.items() if name.startswith("cpr_"))
         ours = rows["planned"]["overhead_pct"]["mean"]
         claim = f"{mean}: full recovery costs {full:.2f} %, CPR at most {worst:.2f} %, as planned here {ours:.2f} %"
         if rows["full"]["closed_form_overhead_pct"] < 100 * WHERE_FULL_COSTS:
-            said.append(f"{claim}: the target is for where full recovery costs 8 % or more")
+            lines.append(f"{claim}: the target is for where full recovery costs 8 % or more")
         else:
-            said.append(f"{claim}: CPR {'meets' if worst <= 100 * TARGET_OVERHEAD else 'misses'} the target of 0.5 %")
-    return [*said, *(bound(costs, mean_h) for mean_h in MEANS_H), assumption(costs)]
+            lines.append(f"{claim}: CPR {'meets' if worst <= 100 * TARGET_OVERHEAD else 'misses'} the target of 0.5 %")
+    return [*lines, *(bound(costs, mean_h) for mean_h in MEANS_H), assumption(costs)]
 
 
 def bound(costs: Costs, mean_h: float) -> str:

@@ -187,17 +187,21 @@ def cells(line: RecoveryLine) -> tuple[str, ...]:
 
 def growth(lines: list[RecoveryLine]) -> list[str]:
     """How overhead and PLS grow from the fewest to the most servers, in words."""
-    said = []
+    conclusions = []
     for strategy in dict.fromkeys(line.strategy for line in lines):
         of_strategy = sorted((line for line in lines if line.strategy == strategy), key=lambda line: line.servers)
         few, many = of_strategy[0], of_strategy[-1]
         if few.servers < many.servers:
             summary = f"{strategy}: {few.servers:,} to {many.servers:,} servers: overhead {percent(few.overhead)} % to "
             summary += f"{percent(many.overhead)} %"
-            said.append(summary + (f", PLS {few.pls.value:.3g} to {many.pls.value:.3g}" if many.pls_expected else ""))
+            conclusions.append(
+                summary + (f", PLS {few.pls.value:.3g} to {many.pls.value:.3g}" if many.pls_expected else "")
+            )
     if any(line.overhead.value > 0.2 for line in lines):
-        said.append("overheads above 20 % are too low: no failure comes while work is done again, or servers replaced")
-    return said
+        conclusions.append(
+            "overheads above 20 % are too low: no failure comes while work is done again, or servers replaced"
+        )
+    return conclusions
 
 
 def percent(mean: Mean) -> str:

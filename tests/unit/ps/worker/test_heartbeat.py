@@ -57,9 +57,9 @@ def test_only_answers_to_heartbeats_report_checkpoints_and_workers_that_leave() 
     ours, saved = contact(), SaveStatus(1, 30, "done")
     ours.on_reply(JobPosition(saved=saved, leaving=True))
     ours.on_reply(JobPosition(step=1))  # to a push
-    assert (ours.saved, ours.somebody_leaves) == (saved, True)
+    assert (ours.saved, ours.worker_leaves) == (saved, True)
     ours.on_reply(JobPosition(step=2, saved=SaveStatus()))
-    assert (ours.saved, ours.somebody_leaves) == (saved, False)
+    assert (ours.saved, ours.worker_leaves) == (saved, False)
 
 
 def answer(body: Any) -> Future[Reply]:
