@@ -367,7 +367,7 @@ def _mask(where: Any, n: int, at: _Position) -> Tensor:
 
 
 def _described(value: Any) -> str:
-    """What somebody gave, in words."""
+    """A value that was passed, in words."""
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)}"
     if isinstance(value, Mapping):
@@ -380,7 +380,7 @@ def _task_scores(task: Task, plain: Mapping[str, Any]) -> TaskScores:
         values, n, note = errors_from(plain["sums"])
         return TaskScores({metric: values[metric] for metric in task.metrics}, n, note=note)
     values = {metric: plain[metric] for metric in task.metrics}
-    if "gauc" in values and math.isnan(plain["logloss"]):  # some logits are NaN: nothing is said about the rest
+    if "gauc" in values and math.isnan(plain["logloss"]):  # some logits are NaN: the other metrics are, too
         values["gauc"] = math.nan
     note = plain["note"] if any(map(math.isnan, values.values())) else ""
     if not note and math.isnan(values.get("gauc", 0.0)):

@@ -291,7 +291,7 @@ class FaultSchedule(Callback):
             pid = (server_pids or {}).get(fault.host, 0)
             if pid == 0 or _born(pid) is None:
                 return False
-        # Recorded first: nobody can do it after a kill.
+        # Recorded first: it cannot be done after a kill.
         if self._claim(fault, pid, step) is None:
             return False
         if fault.kind == "raise":

@@ -34,7 +34,7 @@ class CheckpointCallback:
         None: not known, then it is of the samples so far, which overstates it.
     retain_state_share: the training state is retained in memory beside the rows while that takes at most this share of
         a step, so that a job that lost all its workers, but not its host, resumes with nothing lost; 0: never.
-    final_checkpoint_s: for how long the servers may hold that memory for a final checkpoint when nobody resumes; 0: not
+    final_checkpoint_s: for how long the servers may hold that memory for a final checkpoint when no job resumes; 0: not
                         at all.
     preemption_s: on SIGTERM the workers finish the step, have a checkpoint made and leave, at the latest after so many
         seconds; None: they leave at once.
@@ -109,7 +109,7 @@ class CheckpointCallback:
 
     @property
     def is_planned(self) -> bool:
-        """Whether nobody said how often to save."""
+        """Whether the interval is planned, since none was configured."""
         return self.every_s is None and self.every_steps is None
 
     @property
@@ -152,7 +152,7 @@ class CheckpointCallback:
         """The newest checkpoint has this step; it may be a little later than what was asked for."""
         self._last_step = max(self._last_step, step)
 
-    # What a callback of a training loop has; this one only speaks when asked.
+    # The hooks of a callback of a training loop; this one only answers calls.
 
     def on_job(self, job: Any) -> None:
         pass

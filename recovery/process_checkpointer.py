@@ -181,7 +181,7 @@ class ProcessCheckpointer:
         self._ask(_Asked(ChildSave(self._number, *what), request.handle.future, request))
 
     def restore(self, shards: Sequence[int] | None = None, *, now: TrainingPoint | None = None) -> Report | None:
-        """As `Checkpointer.restore`. Nobody else may use the rows until this returns."""
+        """As `Checkpointer.restore`. No other thread may use the rows until this returns."""
         self._require_inside()
         self._requests.wait()
         asked = _Asked(Restore(None if shards is None else tuple(shards), now), Future())

@@ -333,6 +333,6 @@ def _wait(condition: Any, what: str, process: subprocess.Popen[bytes] | None = N
         if process is not None and process.poll() is not None:
             raise VirtualHostsError(f"{what} did not come up: its first process ended with status {process.returncode}")
         if time.monotonic() > deadline:
-            raise VirtualHostsError(f"waited {_START_TIMEOUT_S:.0f} s in vain for {what}")
+            raise VirtualHostsError(f"waited {_START_TIMEOUT_S:.0f} s without success for {what}")
         time.sleep(0.01)
     return value

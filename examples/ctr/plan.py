@@ -25,7 +25,7 @@ MADE_UP = {"behaviour": "synthetic behaviour log"}
 
 
 def plan(config: JobConfig, splits: Splits | None, faults: Sequence[Fault] = (), tried: str | None = None) -> str:
-    """The plan of a job; without `splits` (not prepared yet) what can be said without them.
+    """The plan of a job; without `splits` (not prepared yet) as far as it is known then.
 
     tried: what came of one batch, if one was tried
     """

@@ -1,4 +1,4 @@
-"""What became of a job's checkpoints, and what came back from them: kept in OUT/recovery.jsonl, for the summary.
+"""The outcome of a job's checkpoints, and what was restored from them: kept in OUT/recovery.jsonl, for the summary.
 
 A file, because only the chief gets events of checkpoints: when it is lost the next one continues to write, and so does
 the chief of a job that was started again.

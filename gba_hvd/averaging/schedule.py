@@ -2,7 +2,7 @@
 
 In the background rounds follow one another, with a pause between. In the foreground (`Averaging.every`) the training
 thread asks for them; a worker that has no micro-batch takes part in those of the others, and so does one that has been
-computing a single one for very long, so that nobody waits for it.
+computing a single one for very long, so that no worker waits for it.
 """
 
 from __future__ import annotations

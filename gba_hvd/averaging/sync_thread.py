@@ -4,7 +4,7 @@
 
 Who owns what. This thread alone talks to Horovod about rounds and keeps the global copy of bmuf; the replica has a lock
 of its own (`replica`), held for the copy and for the mixing; `_changed` guards the flags that other threads set. The
-training threads (one, or those of `hogwild`) are waited for by nobody in here, and wait for a round only where `every`
+training threads (one, or those of `hogwild`) are never waited for in here, and wait for a round only where `every`
 says so.
 
 A round of ma and bmuf is one allreduce of every worker's thread. With the replica go some numbers: of each rank whether
@@ -60,7 +60,7 @@ class CentralCopyClient(Protocol):
 
 @dataclass(frozen=True)
 class SyncMetrics:
-    """What became of the rounds since the last report.
+    """Metrics of the rounds since the last report.
 
     spread:        RMS distance of replicas from their mean; for easgd, of this worker's from the central copy
     useless_waits: how often training waited for a round that did not end in time; nothing was dropped
@@ -80,7 +80,7 @@ class SyncThread:
     """Start with `start(world)`; `stop()` may be called twice.
 
     broken: called with a sentence when no round can come any more in this world. diverged: called when the replica is
-    not finite any more; it is given to nobody.
+    not finite any more; no worker receives it.
     n_done: rounds that ended well, also without this replica; n_failed: those that were dropped, or not reported to
     the servers.
     """
@@ -225,7 +225,7 @@ class SyncThread:
         return dropped
 
     def drain_metrics(self) -> SyncMetrics | None:
-        """What became of the rounds since this was asked last; None if there were none, and none was waited for."""
+        """Metrics of the rounds since the last call; None if there were none, and none was waited for."""
         with self._changed:
             (then, own, failed), now = self._reported, self._clock()
             ended_well = self._n_own > own

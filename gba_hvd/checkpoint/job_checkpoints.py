@@ -1,9 +1,9 @@
 """Checkpoints as a job sees them: who saves what, under which claim, and resuming from one.
 
-How often, what is due and what became of it: `save_schedule`.
+How often, what is due and its outcome: `save_schedule`.
 
 The rows are saved by the companion servers, in their processes; each host's leader asks its own. The order of one save
-in allreduce mode, after the commit of step k said that one is due:
+in allreduce mode, after the commit of step k agreed that one is due:
 
     1. broadcast  the chief sends its save plan to all ranks: epoch of its claim, number k, kind, parent
     2. ask        each host's leader asks its server; the chief's request has the training state, as of step k
@@ -180,7 +180,7 @@ class JobCheckpoints(StepParticipant):
             text = (
                 f"another job has claimed {self.store.url} since this one did (this one had epoch {before}, has "
                 f"{now}): this job continues to save there, but deletes no checkpoint from before, and uses none of "
-                "the other's. Give each job a location of its own; `gba-hvd checkpoint gc` removes what nobody needs"
+                "the other's. Give each job a location of its own; `gba-hvd checkpoint gc` removes what no job needs"
             )
             facts = {"before": before, "now": now}
             self._engine.emit(Event("place_shared", self._engine.progress.step, text, facts, level="warning"))
@@ -188,7 +188,7 @@ class JobCheckpoints(StepParticipant):
     def _others_since(self, claim: claims.Claim) -> bool:
         """Whether epochs between this job's last claim and this one are another's, as far as the claims say.
 
-        A chief that died may have claimed in the job's name, and reported it to nobody.
+        A chief that died may have claimed in the job's name, and not reported it.
         """
         writers: dict[int, set[str]] = {}
         for seen in claims.claims_of(self.store.names("claims/")):
@@ -218,7 +218,7 @@ class JobCheckpoints(StepParticipant):
             self.schedule.void_before(max(last for _, _, last in self._rolled_back) + 1)
 
     def fill(self, memory: ShardMemory, shards: Sequence[int], now: TrainingPoint | None) -> Report | None:
-        """Bring shards back from the newest good checkpoint; None when there is none. Nobody may use them meanwhile.
+        """Bring shards back from the newest good checkpoint; None: there is none. No process may use them meanwhile.
 
         now: where the job is, if it continues: then only rows come back, of its own checkpoints and of what it resumed
         from, else also the state. Raises as `recovery.restore.restore`.

@@ -122,7 +122,7 @@ def _without_outdated(found: Sequence[MemorySurvey]) -> list[MemorySurvey]:
 
 
 def survey(folder: Path, layout: Layout, timeout_s: float) -> bool:
-    """Whether a memory of this model is in the folder that nobody lives in. Waits for a server's last checkpoint."""
+    """Whether a memory of this model is in a folder that no process lives in. Waits for a server's final save."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:

@@ -1,6 +1,6 @@
-"""How often a job saves, what is due, what is in flight, and what became of it.
+"""How often a job saves, what is due, what is in flight, and its outcome.
 
-How often and what, unless the user said so, is planned from what was measured (`recovery.schedule.adaptive`); the chief
+How often and what, unless configured, is planned from what was measured (`recovery.schedule.adaptive`); the chief
 plans again with every save and every change of hosts. Who asks which server to save is decided in `job_checkpoints`.
 """
 
@@ -104,7 +104,7 @@ class SaveSchedule:
         self.callback.began(step, time.monotonic())
 
     def in_force(self, saved: SaveStatus | None) -> SaveStatus | None:
-        """What became of a save; None where it is of training that the job has rolled back."""
+        """The status of a save; None where it is of training that the job has rolled back."""
         return None if saved is None or (saved.number and saved.epoch < self._since_epoch) else saved
 
     # --- how often, and what -----------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class SaveSchedule:
         self._measured = replace(self._measured, stall_s=seconds)
 
     def plan_pace(self, n_hosts: int) -> None:
-        """On the chief, whenever something new is known: how often to save from now on, unless the user said so."""
+        """On the chief, whenever something new is known: how often to save from now on, unless configured."""
         self.n_hosts = n_hosts
         if not self.callback.is_planned:
             return
@@ -190,7 +190,7 @@ class SaveSchedule:
         has_failed = time.monotonic() - self._failed_s < _AGAIN_S  # just now
         return not is_saved and not has_failed and self._asked_s is None
 
-    # --- what was asked for, and what became of it -------------------------------------------------------------------
+    # --- what was asked for, and its outcome -------------------------------------------------------------------------
 
     def asked(self, number: int, step: int) -> None:
         """A checkpoint of this step was asked for just now."""

@@ -203,7 +203,7 @@ def _horovod() -> Any:
 
 
 def worker_lost(message: str) -> Exception:
-    """The error on which Horovod's elastic loop re-forms the world. It shows nobody the message, so that is logged."""
+    """The error on which Horovod's elastic loop re-forms the world. It does not show the message, so that is logged."""
     logging.getLogger("gba_hvd").warning(message)
     if "horovod.torch" in sys.modules:
         from horovod.common.exceptions import HorovodInternalError

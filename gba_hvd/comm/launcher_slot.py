@@ -7,7 +7,7 @@ been let into a world, and looks for it before it asks for a place in the next o
 it forms a world, which it does only when every worker of the last one has asked, or was evicted. Decided here: a mark
 that is gone, or another's, means that this worker was evicted (fencing). It ends; its host may send a new one.
 
-What a crash leaves: a mark that nobody looks for. Before the mark is left there is no world to come back from.
+What a crash leaves: a mark that no worker looks for. Before the mark is left there is no world to come back from.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Whether compressing pays: a pure function of what the steps took, equal on all workers, with a sentence why.
 
 Each worker's seconds of a step travel with the commit of the next one (of rows: with its own). Of the time on the wire
-the shortest counts (who comes last waits for nobody), of the time for encoding and decoding the longest. When a world
+the shortest counts (the last rank does not wait), of the time for encoding and decoding the longest. When a world
 has formed, a few steps are sent both ways. What the wire took longer for the bytes that compressing saves is its
 bandwidth; each tensor whose encoding and decoding takes longer than its saved bytes would is bypassed, and all of them
 if those left do not pay. Later the other way is tried again, the more seldom the more it costs: trying takes half a

@@ -10,7 +10,7 @@ fp16 without a selector has no messages: an allreduce of half-precision numbers 
 without compression carries the residual as well, so nothing waits for ever.
 
 Who owns what: `error_feedback` and the counters outlive the world, `bypass` is new in each. What a crash leaves:
-before 3, nobody has the step and every survivor's residual is as it was; after 3, it is settled by who saw the
+before 3, no worker has the step and every survivor's residual is as it was; after 3, it is settled by who saw the
 result, and by who learns of it later (`AllreduceExchange.apply_held`). That of a dead worker is lost, and counted.
 """
 
@@ -55,7 +55,7 @@ class _Shape:
 class DenseExchange:
     """One worker's part. Belongs to the training thread.
 
-    decisions: what `bypass` decided since somebody last looked. not_finite: of the last step, whose gradient and
+    decisions: what `bypass` decided since the last report. not_finite: of the last step, whose gradient and
     residual were not, if any
     """
 

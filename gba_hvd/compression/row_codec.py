@@ -66,7 +66,7 @@ class RowCoder:
     """One worker's way of writing gradients of rows, and of what it did not send of them. Not thread-safe.
 
     density: by group of tables, the share of gradient elements that was sent last
-    decisions: whether to compress rows, since somebody last looked
+    decisions: whether to compress rows, since the last report
     """
 
     def __init__(self, spec: Spec, dims: Sequence[int]) -> None:

@@ -97,7 +97,7 @@ def _convert(raw: RawRows, recipe: Recipe, flaws: dict[int, str]) -> CheckedRows
 
 @contextmanager
 def _column(raw: RawRows, name: str) -> Iterator[None]:
-    """A Parquet column may have any type; what Arrow cannot convert is said with its name."""
+    """A Parquet column may have any type; what Arrow cannot convert is an error that names it."""
     try:
         yield
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:

@@ -63,9 +63,9 @@ def explained(engine: Engine, error: BaseException) -> BaseException:
 
 
 def world_lost(engine: Engine) -> WorldLost:
-    """A collective failed where nobody forms the world again, and no worker of this host is the cause."""
+    """A collective failed where no launcher forms the world again, and no worker of this host is the cause."""
     return WorldLost(
-        f"a worker of this world of {engine.world.size} was lost, and without an elastic launcher nobody replaces it: "
+        f"a worker of this world of {engine.world.size} was lost, and without an elastic launcher it is not replaced: "
         f"this worker ends after step {engine.progress.step}. The log of the worker that ended first says why. "
         f"{_WHAT_TO_DO}"
     )
@@ -96,7 +96,7 @@ def _ended_first(engine: Engine) -> WorldLost | None:
             continue
         ended = "was killed, or died without a word" if note is None else f"ended first ({note['why']})"
         text = (
-            f"rank {rank} (process {pid}) {ended}, and without an elastic launcher nobody replaces it: "
+            f"rank {rank} (process {pid}) {ended}, and without an elastic launcher it is not replaced: "
             f"this worker ends after step {engine.progress.step}"
         )
         if note is None or note["status"] != "KILLED":

@@ -28,7 +28,7 @@ log = logging.getLogger("gba_hvd")
 
 
 def world_formed(engine: Engine, joined: JoinResult, before: int | None, residuals_missing: int = 0) -> None:
-    """Report to all callbacks this worker's place in the job, and what became of the job.
+    """Report to all callbacks this worker's place in the job, and the job's changes.
 
     before: workers in the world that this worker was in, if it was in one.
     residuals_missing: in the checkpoint that the job resumes from, or rolled back to: of so many workers
@@ -314,7 +314,7 @@ def _of_a_change(engine: Engine, joined: JoinResult, before: int | None, residua
         why = "no checkpoint was configured" if checkpoints_of(engine) is None else "no checkpoint has them"
         why = joined.why_lost or why
         text = f"{joined.rows_lost:,} rows went down with their host and are reinitialised; {why}"
-        if not joined.rows_restored:  # else it was said of both together
+        if not joined.rows_restored:  # else one event reports both
             facts |= loss
             text += "" if joined.decision is None else f"; {joined.decision.reason}"
         yield Event("rows_lost", step, text, {**facts, "why": why}, level="warning")
@@ -323,7 +323,7 @@ def _of_a_change(engine: Engine, joined: JoinResult, before: int | None, residua
 def _portion_lost(engine: Engine, joined: JoinResult) -> tuple[dict[str, Any], str]:
     """CPR's portion of lost samples, and in words: by this recovery, and by all so far. Empty without checkpoints.
 
-    Each row from its own last save; of all samples of the planned training, or, where nobody said how many that are, of
+    Each row from its own last save; of all samples of the planned training, or, where that number is not configured, of
     those so far.
     """
     account, checkpoints = engine.progress.account, checkpoints_of(engine)

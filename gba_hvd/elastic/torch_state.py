@@ -163,7 +163,7 @@ class TorchState:
             callback.on_metrics(self.step, metrics)
 
     def ensure_synced(self) -> None:
-        """Sync now if nobody has (a loop without `elastic.run`). A collective."""
+        """Sync now if the loop has not (a loop without `elastic.run`). A collective."""
         if not self._synced:
             self.sync()
 

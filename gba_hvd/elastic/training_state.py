@@ -25,8 +25,8 @@ class TrainingState:
     """One worker's. Belongs to the training thread; the thread that meets late joiners reads `snapshot`.
 
     owner, names: the object whose attributes of these names are the user's values.
-    snapshot: encoded, as of where the asynchronous mode began to hand out the epoch's batches; empty where nobody would
-    ask for it. residuals_missing: in the checkpoint that this job resumes from: of so many workers.
+    snapshot: encoded, as of where the asynchronous mode began to hand out the epoch's batches; empty where no worker
+    would ask for it. residuals_missing: in the checkpoint that this job resumes from: of so many workers.
     """
 
     def __init__(self, engine: Engine, model: nn.Module, owner: object, names: list[str]) -> None:

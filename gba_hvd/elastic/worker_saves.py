@@ -87,7 +87,7 @@ class WorkerSaves:
     # --- allreduce mode ----------------------------------------------------------------------------------------------
 
     def save_if_due(self) -> None:
-        """Between two steps: have a checkpoint made if the last commit said so. A collective then."""
+        """Between two steps: have a checkpoint made if the last commit agreed on one. A collective then."""
         engine, checkpoints = self._engine, checkpoints_of(self._engine)
         self._report_lost_folder()
         if checkpoints is None:
@@ -238,7 +238,7 @@ class WorkerSaves:
         """Wait until the chief's last save is complete or has failed, in an asynchronous mode. On the others.
 
         A chief that dies before leaves it to another worker: returns as soon as this one is the chief. Returns why
-        nobody will save where no world forms any more; empty also where the chief lives and has not saved in
+        no server will save where no world forms any more; empty also where the chief lives and has not saved in
         `timeout_s`: then it may have other work to do.
         """
         engine, checkpoints, mode = self._engine, checkpoints_of(self._engine), self._engine.mode

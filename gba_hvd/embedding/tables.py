@@ -451,7 +451,8 @@ class EmbeddingTables(nn.Module):
         """Of the forward passes since gradients were taken: in how many micro-batches each row is, by group.
 
         The batch has n_samples, the samples of several micro-batches one after the other. Values: float32 [n, 1].
-        Raises BadInput for a pass with another number of samples, where that cannot be said. Needs `notes_samples`.
+        Raises BadInput for a pass with another number of samples, where that cannot be determined. Needs
+        `notes_samples`.
         """
         n_micro = -(-n_samples // micro_batch)
         found: list[list[np.ndarray]] = [[np.empty(0, np.int64)] for _ in self.layout.groups]

@@ -71,7 +71,7 @@ class DenseGradients:
             p.grad = view
 
     def collect_(self) -> None:
-        """Bring the micro-batch's gradient to `flat`, also where `p.grad` is None or a tensor of somebody else's."""
+        """Bring the micro-batch's gradient to `flat`, also where `p.grad` is None or a tensor of other code."""
         for p, view in zip(self._parameters, self._views, strict=True):
             if p.grad is not view:
                 view.zero_() if p.grad is None else view.copy_(p.grad)

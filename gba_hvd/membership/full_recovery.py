@@ -51,7 +51,7 @@ _FILLED, _DAMAGED, _FAILED = range(3)
 
 @dataclass(frozen=True)
 class Recovery:
-    """What is done about shards that nobody holds. checkpoint: on the source, if all roll back to it."""
+    """What is done about shards that no host holds. checkpoint: on the source, if all roll back to it."""
 
     decision: RecoveryDecision
     checkpoint: CompleteCheckpoint | None = None

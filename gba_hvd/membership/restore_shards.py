@@ -1,4 +1,4 @@
-"""Shards that nobody holds: filled from the newest checkpoint, or with initial rows."""
+"""Shards that no host holds: filled from the newest checkpoint, or with initial rows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def restore_missing_shards(
     is_leader: bool,
     memory: ShardMemory,
 ) -> RestoredShards:
-    """Shards nobody holds: from the newest checkpoint, by each host's leader; without one, initial rows. A
+    """Shards that no host holds: from the newest checkpoint, by each host's leader; without one, initial rows. A
     collective."""
     checkpoints, initial = checkpoints_of(engine), engine.model.tables.initial_rows
     mine = [shard for shard in placement.new if placement.host[shard] == here] if is_leader else []

@@ -21,7 +21,7 @@ _CHUNK_WORDS = 4 << 20  # of a shard that moves to another host, per message
 
 
 def open_memory(engine: Engine, job_id: str, key: bytes) -> ShardMemory:
-    """key: the job's, which another job of the same name does not have; empty: nobody may live in the memory yet."""
+    """key: the job's, which another job of the same name does not have; empty: no process may live in it yet."""
     tables = engine.model.tables
     folder = job_folder(tables.config.shard_dir, job_id)
     if tables.memory is not None and (tables.memory.folder != folder or tables.memory.is_closed):

@@ -60,7 +60,7 @@ class Part:
         return "" if np.isin(frames[1], (0, 1)).all() else "labels must be 0 or 1"
 
     def look_like_probabilities(self, frames: Frames) -> bool:
-        """Of the first batch: nothing was said about the outputs, and all lie in [0, 1]."""
+        """Whether all outputs of the first batch lie in [0, 1], where it is not specified what they are."""
         if not self.may_be_probabilities or not len(frames[0]):
             return False
         return bool(((frames[0] >= 0) & (frames[0] <= 1)).all())

@@ -12,7 +12,7 @@ One step, on every rank:
                gradients go round just before it and are held as well (`compression.dense_exchange`)
     5. apply   dense parameters everywhere, rows by the ranks that serve them
 
-A worker that dies before 4 leaves a step that nobody applied; it is computed again. A worker that dies after 4 costs
+A worker that dies before 4 leaves a step that no worker applied; it is computed again. A worker that dies after 4 costs
 its own shards at most this step. A survivor that misses the result of 4 still holds its row gradients and applies them
 as soon as it learns that the step was decided, and with which factor (`elastic`).
 """
@@ -61,7 +61,7 @@ class HeldRows:
     own: this rank's gradients, in a world of one; remote: what ranks of other hosts sent, by rank. What ranks of this
     host left is still in their outboxes. scale makes the step's gradient of the sum of all, or of its average.
     n_skipped: steps before this one that were not applied.
-    merged: the gradients to apply, per group, once somebody has asked for them
+    merged: the gradients to apply, per group, once they were asked for
     """
 
     step: int

@@ -204,7 +204,7 @@ class ParameterServerMode:
         return RankFacts(-1, self.servers.session.generation, self.servers.contact.acknowledged_membership)
 
     def settle(self, catches_up: bool, row_factor: float, step: int) -> bool:
-        """Nothing is held here. Survivors of such a mode stand at different steps, and nobody was left behind."""
+        """Nothing is held here. Survivors of such a mode stand at different steps, and none was left behind."""
         return False
 
     def on_hosts_updated(self) -> None:

@@ -29,7 +29,7 @@ from gba_hvd.ps.messages import Answer, Endpoint, HeartbeatMsg, JobPosition, Lea
 log = logging.getLogger("gba_hvd")
 _RESEND_S = 1.0
 _RESEND_MOST_S = 8.0
-_TRY_AGAIN_S = 0.2  # after a server said: later
+_TRY_AGAIN_S = 0.2  # after a server asked to try again
 _BEAT_S = 0.3
 _POLL_S = 0.1
 # What the frames behind a header are, by `traffic`'s kinds; the last kind counts for all that follow.
@@ -69,7 +69,7 @@ class _Pending:
     deadline_s: float
     resend_s: float = 0.0
     pause_s: float = _RESEND_S
-    why_not: str = ""  # what the server said when it put this request off
+    why_not: str = ""  # the server's reason for putting this request off
 
     def answer(self, reply: Reply) -> None:
         if not self.future.done():

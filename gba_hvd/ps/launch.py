@@ -143,7 +143,7 @@ def ensure_running(folder: Path, index: int) -> bool:
 def why_not_started(folder: Path, index: int) -> str:
     """Why the newest server could not start; empty if it could, or has not had time to."""
     try:
-        return (folder / f"ps-{index}.failed").read_text() or "it said nothing"
+        return (folder / f"ps-{index}.failed").read_text() or "it wrote no message"
     except FileNotFoundError:
         return ""
 
@@ -162,7 +162,8 @@ def endpoint(folder: Path, index: int, host: int, timeout_s: float) -> Endpoint:
         except (FileNotFoundError, KeyError, TypeError, ValueError):  # not there yet, or damaged
             if time.monotonic() > deadline:
                 raise GbaError(
-                    f"the companion server did not start within {timeout_s:.0f} s; it said: {last_words(folder, index)}"
+                    f"the companion server did not start within {timeout_s:.0f} s; its last lines: "
+                    f"{last_words(folder, index)}"
                 ) from None
             time.sleep(0.02)
 
@@ -176,7 +177,7 @@ def folder_lost(folder: Path, opened: int) -> str:
     except FileNotFoundError:
         what = "was removed"
     return (
-        f"the job's folder {folder} {what}, so no companion server can start on this host. Where nobody did that by "
+        f"the job's folder {folder} {what}, so no companion server can start on this host. If no person did that by "
         "hand, systemd removes what a user has in /dev/shm when the user logs out: `loginctl enable-linger`, or set "
         "GBA_HVD_SHARD_DIR. Workers that run keep their tables; stop the job and start it again"
     )

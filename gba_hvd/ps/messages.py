@@ -86,7 +86,7 @@ class SaveFacts(msgspec.Struct, omit_defaults=True):
     """Figures of a save. No tag, and what is not known is left out: so it is written as a plain map.
 
     why: it failed. read: this server has read its rows.
-    rows, n_bytes (in the store), raw_bytes (before encoding), torn (pieces read in vain), worst_error (of a weight,
+    rows, n_bytes (in the store), raw_bytes (before encoding), torn (pieces read again), worst_error (of a weight,
     through quantisation), seconds: of this server's part; of all parts when the checkpoint is "done". Then also:
     manifest: its name; checksum: of the manifest; saved_step: as in the manifest
     """
@@ -113,7 +113,7 @@ class SaveFacts(msgspec.Struct, omit_defaults=True):
 
 
 class SaveStatus(Struct, tag="Saved"):
-    """What became of the newest checkpoint: "running", "done", "failed", or "part": this server's part of it is saved.
+    """Status of the newest checkpoint: "running", "done", "failed", or "part": this server's part of it is saved.
 
     All zero: there was none.
     """
@@ -141,7 +141,7 @@ class JobPosition(Struct, tag="Position"):
     grad_norm: float | None = None  # the same, where steps are clipped: before that
     grad_norms: list[tuple[int, float]] = []  # the same of the newest steps, oldest first: `step` after it, norm
     rates: list[tuple[int, float]] = []  # of each living worker: rank, seconds per micro-batch
-    requested_mode: str = msgspec.field(name="wanted", default="")  # the mode somebody asked for, with the reason
+    requested_mode: str = msgspec.field(name="wanted", default="")  # the requested mode, with the reason
     reason: str = ""
     pinned: bool = msgspec.field(name="pin", default=False)  # an operator asked for it: stay there
     failure: str = ""  # training cannot continue
@@ -387,7 +387,7 @@ class SubmitReplica(Struct, tag="HandIn"):
 
 
 class ReplicaSubmitted(Struct, tag="HandedIn"):
-    """To the coordinator: every server has what this worker had. Answered when all living workers have said so.
+    """To the coordinator: every server has what this worker had. Answered when all living workers have sent it.
 
     early: as of `SubmitReplica`; answered at once
     """
@@ -433,7 +433,7 @@ class Apply(Struct):
     workers: list[int] = []  # who lives, by id: for rules that need it, and that discard state of workers that are gone
     dense_factor: float = 1.0  # what clipping multiplies the gradients by
     row_factor: float = 1.0
-    n_skipped: int = 0  # steps before this one that nobody applied, for a row optimizer that counts
+    n_skipped: int = 0  # steps before this one that were not applied, for a row optimizer that counts
     dropped: list[tuple[int, int]] = []  # micro, serial: too stale, and still contributors of the rows they contain
     n_micro: int = 0  # micro-batches that `scale` makes a mean over; needed where rows are averaged over contributors
 
@@ -605,8 +605,8 @@ class LeaseReply(Struct, tag="Given"):
 class EvaluationReply(Struct, tag="Judged"):
     """The answer to `Evaluate`: a lease, or the result (`accumulators.combined`, by part), or neither: ask again soon.
 
-    like_probabilities: the evaluation is refused: nobody said that the outputs of these tasks are logits, and the first
-    ones lie in [0, 1]
+    like_probabilities: the evaluation is refused: it is not specified that the outputs of these tasks are logits, and
+    the first ones lie in [0, 1]
     """
 
     lease: LeaseGrant | None = None

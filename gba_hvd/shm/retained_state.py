@@ -1,7 +1,7 @@
 """The training state beside the rows, in the job's folder: what a job whose workers are all gone resumes from.
 
 The chief writes it, in allreduce mode between two steps, in an asynchronous mode when the mode starts (its servers hold
-what changes from there on). Nobody reads it while a worker lives. A write becomes visible completely or not at all, see
+what changes from there on). It is not read while a worker lives. A write becomes visible completely or not at all, see
 `snapshot_file`. It comes after the rows of its step are applied and before those of the next are touched, so wherever
 all processes are killed, the rows are as of the retained step, or one step further, wholly or partly: that step is then
 computed again, and shards that have had it skip it (`AllreduceExchange.apply_held`).

@@ -15,8 +15,8 @@ Life. Every process that has the memory open holds a shared lock on the file `al
 process dies, however it dies. The last one out removes the folder; after a crash `shm.reaper` does.
 
 Whose it is. The file `owner` has a fingerprint of the job that opened it, which two jobs of one name do not share. It
-is read and written under the lock `door`: a job finds its own, or a memory that nobody lives in, or is refused. A crash
-leaves the fingerprint of a job that has ended; the next one writes its own over it.
+is read and written under the lock `door`: a job finds its own, or a memory that no process lives in, or is refused. A
+crash leaves the fingerprint of a job that has ended; the next one writes its own over it.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class ShardMemory:
     ) -> ShardMemory:
         """Open the job's memory on this host, or make it (without any shard in it yet).
 
-        owner: the job's fingerprint; "": nobody at all may live in the memory; None: not asked.
+        owner: the job's fingerprint; "": no process may live in the memory; None: not asked.
         Raises ShardMemoryError when the folder cannot be written, cannot be trusted, or another job lives in it, or
         left it.
         """
@@ -248,7 +248,7 @@ class ShardMemory:
     def init_shard(self, shard: int, step: int, ready: bool = True) -> None:
         """Give every row of a shard its initial value, zero slots and counters, as of `step`.
 
-        ready: False leaves it absent, for somebody who fills it before `set_ready`.
+        ready: False leaves it absent, for a caller that fills it before `set_ready`.
         """
         layout, start, initial = self.layout, shard * self.layout.region_words, self.initial
         self._ready[shard] = 0
@@ -274,7 +274,7 @@ class ShardMemory:
         self._ready[shard] = _READY  # last: from here on the shard exists
 
     def place(self, shard: int, number: int) -> None:
-        """This host is given a shard, which somebody fills next. number: larger than that of any other copy."""
+        """This host is given a shard, which is filled next. number: larger than that of any other copy."""
         self._ready[shard] = 0  # first: an old copy must not pass for the new one
         self._placed[shard] = number
 
@@ -366,7 +366,7 @@ class ShardMemory:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     reaper.remove(self.folder)
         except (BlockingIOError, FileNotFoundError):
-            pass  # somebody else still uses it, or has removed it
+            pass  # another process still uses it, or has removed it
         finally:
             os.close(fd)
 
@@ -482,9 +482,9 @@ def no_process_lives(folder: Path) -> bool:
 
 
 def remove_orphaned_memory(base: Path, job_id: str) -> None:
-    """Remove the memory of a job of this name that nobody lives in any more, before its reaper would.
+    """Remove the memory of a job of this name that no process lives in any more, before its reaper would.
 
-    Its companion server ends when the folder is gone. A memory that somebody lives in is left alone. Raises
+    Its companion server ends when the folder is gone. A memory that a process lives in is left alone. Raises
     ShardMemoryError when it cannot be trusted, or is of another machine.
     """
     folder = job_folder(base, job_id)
@@ -523,7 +523,7 @@ def difference(theirs: dict[str, Any], mine: dict[str, Any]) -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Running or stopped; a zombie that nobody has waited for is dead."""
+    """Running or stopped; a zombie that was not waited for is dead."""
     try:
         state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

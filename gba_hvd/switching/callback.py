@@ -67,8 +67,8 @@ class GBACallback(Callback):
     every:      local steps between the rounds of the modes "easgd", "ma", "bmuf", which training waits for
     servers_per_host: companion processes on each host; shards and dense parameters are spread over them
     wait_s:     how long training stands still when a mode is to be entered and the servers are not up (after the first
-                time in vain it does not wait again); 0: never, allreduce continues until they are. By default 60 with
-                `required`, else 0
+                time without success it does not wait again); 0: never, allreduce continues until they are. By default
+                60 with `required`, else 0
     required:   a mode that was asked for and cannot be entered fails the job, with the servers' own words; otherwise
                 the job continues in allreduce and warns
 
@@ -291,7 +291,7 @@ class GBACallback(Callback):
             )
 
     def overdue(self, step: int) -> list[int]:
-        """Steps of `switch_at` up to this one for which nobody requested a change. On the chief."""
+        """Steps of `switch_at` up to this one for which no change was requested. On the chief."""
         return [at for at in sorted(self.switch_at) if self._handled < at <= step]
 
     # --- asked by the engine of the chief ----------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 After the commit of step k requested it, and showed that the servers of all hosts are up (they are started and started
 again beside training, by `host_server`); every rank runs every line:
 
-    1. wait     until the rows of this host are as of step k; for servers that are not up only if the user said so
+    1. wait     until the rows of this host are as of step k; for servers that are not up only if that is configured
     2. gather   where the servers listen
     3. enter    each host leader gives its servers their part of the dense parameters and optimizer state, as of k;
                 they take it until a given time only
@@ -11,7 +11,8 @@ again beside training, by `host_server`); every rank runs every line:
                 is the commit of the switch: a worker that dies before it leaves a job that is still in allreduce mode
 
 A server that is stopped within 3 and wakes after 4 finds an `Enter` that is void. One that has carried it out, and
-whose answer came too late, learns from each heartbeat of its host leader which generation nobody is in, and leaves it.
+whose answer came too late, learns from each heartbeat of its host leader which generation no worker is in, and leaves
+it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether a job was in the mode that it was asked to be in, and what is said of that at its end. No socket, no clock.
+"""Whether a job was in the mode that it was asked to be in, and what its end reports of that. No socket, no clock.
 
 "auto" and "allreduce" ask for nothing: with both a job that stays in allreduce is where it should be.
 """

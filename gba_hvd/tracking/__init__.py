@@ -19,7 +19,8 @@ The way of a record to MLflow, and which process owns what:
 
 What each crash leaves behind:
 
-- Worker killed: complete lines are in the spool; its sender delivers them, within 30 s, and if that worker still speaks
+- Worker killed: complete lines are in the spool; its sender delivers them, within 30 s, and if that worker still
+reports
   for the run marks it FAILED. A survivor that becomes chief sets it RUNNING again, in the same run.
 - Sender killed between a batch and its status line: the batch is sent again. A point has the time of its writing, and
   MLflow's SQL stores keep a point (key, step, time, value) once; with the legacy file store the batch is there twice.

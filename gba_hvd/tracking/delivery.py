@@ -1,4 +1,4 @@
-"""What to do when MLflow does not take a record, how long to wait, and who speaks for a run.
+"""What to do when MLflow does not take a record, how long to wait, and which process reports for a run.
 
 Decisions only, each with its reason; `sender.py` carries them out.
 """
@@ -46,14 +46,14 @@ def decide(error: BaseException, run_is_active: bool | None) -> DeliveryVerdict:
 
 
 def backoff_s(failures: int, ending: bool) -> float:
-    """0.5 s, doubled per failure up to 30 s; at the end of a job, when somebody waits, up to 1 s."""
+    """0.5 s, doubled per failure up to 30 s; at the end of a job, when a person waits, up to 1 s."""
     return float(min(0.5 * 2 ** min(failures, 10), 1.0 if ending else 30.0))
 
 
 def may_report(own: str, current: str | None) -> bool:
-    """Whether the process with stamp `own` speaks for the run that is tagged with `current`.
+    """Whether the process with stamp `own` reports for the run that is tagged with `current`.
 
-    A stamp is "<ms since 1970 at which it became chief>:<spool name>". The latest chief speaks; earlier ones only
+    A stamp is "<ms since 1970 at which it became chief>:<spool name>". The latest chief reports; earlier ones only
     deliver what they still hold.
     """
     if not current or own == current:

@@ -232,7 +232,7 @@ class ProgressLine(Callback):
             stream.write(text)
             stream.flush()
         except (OSError, ValueError):
-            pass  # nobody reads any more, or the disk is full; training continues
+            pass  # the reader is gone, or the disk is full; training continues
 
 
 @dataclass

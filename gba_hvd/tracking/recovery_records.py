@@ -2,8 +2,8 @@
 
 When a whole job resumes from the checkpoint of step k, or all its workers roll back there (full recovery), what the
 records hold of later steps is of training that was lost. MLflow can neither delete nor change a point, so a point of
-the metric `resumed_from_step` speaks for all of them: its value is k, its time is when the job resumed. A point of a
-step above k and of an earlier time is *superseded*. This is one small point however many it speaks of; no later resume
+the metric `resumed_from_step` covers all of them: its value is k, its time is when the job resumed. A point of a
+step above k and of an earlier time is *superseded*. This is one small point however many it covers; no later resume
 overwrites it, as it would a tag; it comes in order with the points around it; and readers with other tools can apply
 the same rule. Readers here leave superseded points out.
 

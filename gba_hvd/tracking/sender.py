@@ -26,7 +26,7 @@ HEARTBEAT_TAG = "gba_hvd.heartbeat"  # unix time of the last heartbeat of the ch
 HEARTBEAT_EVERY_S = 30.0
 EVENTS_EVERY_S = 10.0
 ARTIFACT_ATTEMPTS = 3
-_GONE = "the process that spoke for the job ended without saying how (killed, or out of memory?)"
+_GONE = "the process that reported for the job ended without reporting its end (killed, or out of memory?)"
 
 
 class Blocked(Exception):
@@ -48,8 +48,8 @@ class Sender:
         self.status = replace(read_status(spool), problem=None, stopped=False)
         self.job: Record | None = None
         self.orphaned = False  # the worker is gone, nothing will be added
-        self._has_end = False  # the worker has said so, and waits
-        self.late = False  # and long ago: nobody else is at work for this job
+        self._has_end = False  # the worker has written it, and waits
+        self.late = False  # and long ago: no other process is at work for this job
         self._run: JobRun | None = None
         self._failures = 0
         self._artifact_failures = 0

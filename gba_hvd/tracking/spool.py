@@ -142,7 +142,7 @@ def unsent(path: Path) -> int:
 
 
 def left_behind(folder: Path, own: Path | None, quiet_s: float = 60.0) -> list[Path]:
-    """Spools in a folder that nobody is at work on: unsent, not locked by a sender, and not touched for a while."""
+    """Spools in a folder that no process is at work on: unsent, not locked by a sender, and not touched for a while."""
     found = []
     for path in sorted(folder.glob("*.jsonl")):
         try:

@@ -152,7 +152,7 @@ def check(store: Store, claim: Claim) -> None:
     _require_newest(store, seen, claim)
     if claim.name not in {one.name for one in seen}:
         raise StoreError(
-            f"{store.url}: the claim {claim.name} is not listed; the listing is old, or somebody removed it"
+            f"{store.url}: the claim {claim.name} is not listed; the listing is old, or the claim was removed"
         )
 
 

@@ -111,4 +111,4 @@ class Child:
 def _how(exitcode: int | None) -> str:
     if exitcode is None or exitcode >= 0:
         return f"ended (exit status {exitcode})"
-    return f"was killed ({signal.Signals(-exitcode).name}); if nobody did that, memory may have run out"
+    return f"was killed ({signal.Signals(-exitcode).name}); if no person did that, memory may have run out"

@@ -1,6 +1,6 @@
 """The process that saves for another one: a `Checkpointer` on memory that both map, with requests through a pipe.
 
-What is said (-> to this process, <- by it):
+Messages (-> to this process, <- from it):
 
     Begin           ->    where, what and how; of the memory, the handles
                     <-    Ready: the location is claimed
@@ -44,7 +44,7 @@ from recovery.restore import TrainingPoint
 from recovery.storage.store import Store
 from recovery.torch_rows.row_memory import RowMemory
 
-_SPAWN = multiprocessing.get_context("spawn")  # a fork of a process with threads may find locks that nobody opens
+_SPAWN = multiprocessing.get_context("spawn")  # a fork of a process with threads may find locks that are never released
 _LOOK_S = 1.0
 
 
@@ -198,7 +198,7 @@ def _do(
 
 
 class _Replies:
-    """The pipe as seen by several threads. When nobody reads any more, saving continues."""
+    """The pipe as seen by several threads. When the reader is gone, saving continues."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._lock = connection, threading.Lock()
@@ -226,7 +226,7 @@ def _living(say: _Replies, every_s: float) -> Iterator[None]:
 
 
 def _portable(error: BaseException) -> BaseException:
-    """The error, as far as it can be sent; of one that nobody raised on purpose, also where it was raised."""
+    """The error, as far as it can be sent; of one that was not raised on purpose, also where it was raised."""
     try:
         sent: BaseException = pickle.loads(pickle.dumps(error))
         if type(sent) is type(error) and str(sent) == str(error):

@@ -84,8 +84,8 @@ def restore(
 ) -> Report | None:
     """Fill shards of the row source (None: all that are here) from the newest good checkpoint; None: there is none.
 
-    Nobody else may use these shards meanwhile. Other shards are not touched. Beside the budget, a chain with partial
-    saves takes one byte a row.
+    No other thread may use these shards meanwhile. Other shards are not touched. Beside the budget, a chain with
+    partial saves takes one byte a row.
 
     is_wanted: by the epoch it was written under and its number; the others are as if they were not there.
     only: this checkpoint and no other, by the name of its manifest.

@@ -98,7 +98,7 @@ class Filling:
     def saved_samples(self) -> float:
         """Mean over the rows: how many samples had been applied when each was itself saved last.
 
-        A save of all that changed ("delta") also speaks for the rows that it leaves out, also where later saves leave
+        A save of all that changed ("delta") covers the rows that it leaves out as well, also where later saves leave
         rows out. Rows that were read some steps after their save began count as saved then, at the mean number of
         samples per step so far.
         """

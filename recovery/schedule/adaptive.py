@@ -32,7 +32,7 @@ LEAST_STALL_SHARE = 0.05
 TOTAL_S = 30 * 86400.0  # of training, for overheads as shares of it
 
 
-PLANNED_POLICY = "mfu"  # with several hosts, where nobody names one
+PLANNED_POLICY = "mfu"  # with several hosts, where none is configured
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,7 @@ class _Operation:
             self._round, self._in_round = self._now, 0
 
     def _present(self, rows: SimulatedRows) -> SimulatedRows:
-        """The rows, after all updates until now; nobody looks at them in between."""
+        """The rows, after all updates until now; they are not used in between."""
         rows.pass_time(self._now - self._rows_at)
         self._rows_at = self._now
         return rows

@@ -59,7 +59,7 @@ ATTEMPT: ContextVar[Attempt | None] = ContextVar("the attempt this thread is at"
 
 
 def stop_if_cancelled(what: str) -> None:
-    """Raises Transient when nobody waits any more: what is written then may be other bytes by now."""
+    """Raises Transient when no caller waits any more: what is written then may be other bytes by now."""
     attempt = ATTEMPT.get()
     if attempt is not None and attempt.is_cancelled:
         raise Transient(f"{what}: cancelled, it took too long")

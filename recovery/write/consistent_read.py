@@ -39,7 +39,7 @@ class Busy(RecoveryError, TimeoutError):
 class ReadResult:
     """n_rows: how many of the rows asked for were copied, the first ones, at least one: all are of step `step`.
 
-    n_torn: pieces that were copied in vain.
+    n_torn: pieces that had to be copied again.
     """
 
     n_rows: int
@@ -92,5 +92,5 @@ def read(
                 + ("its writer died or failed in the middle of it" if n_torn == 0 else "leave pauses between steps")
             )
         if pause(_PAUSE_S):
-            deadline = None  # nobody looked meanwhile
+            deadline = None  # not looked at meanwhile
     return ReadResult(done, step, n_torn)

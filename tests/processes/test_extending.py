@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.recovery.lock_owners import train, two_tables
 
 from gba_hvd.faults import FaultSchedule
 from recovery import Config, ProcessCheckpointer, open_store
@@ -17,6 +16,7 @@ from recovery.format.manifest import from_json
 from recovery.storage.store import manifest_names
 from tests.distributions import install
 from tests.extending import Example, examples
+from tests.recovery.holders import train, two_tables
 
 from .cluster import GRACE_S, cluster, wait_for
 

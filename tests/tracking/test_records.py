@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gba_hvd.tracking import delivery
-from gba_hvd.tracking.delivery import DeliveryAction, decide
+from gba_hvd.tracking.delivery import DeliveryAction, decide, may_report
 from gba_hvd.tracking.records import (
     MAX_METRICS,
     MAX_TOTAL,
@@ -136,7 +136,7 @@ def test_waiting_grows_and_stays_bounded():
 
 
 @pytest.mark.parametrize(
-    ("own", "current", "speaks"),
+    ("own", "current", "expected"),
     [
         ("200:h1:7", None, True),
         ("200:h1:7", "200:h1:7", True),
@@ -145,5 +145,5 @@ def test_waiting_grows_and_stays_bounded():
         ("1000:h1:7", "999:h2:3", True),
     ],
 )
-def test_the_latest_chief_speaks_for_the_run(own: str, current: str | None, may_report: bool):
-    assert may_report(own, current) is may_report
+def test_the_latest_chief_speaks_for_the_run(own: str, current: str | None, expected: bool):
+    assert may_report(own, current) is expected

@@ -44,7 +44,7 @@ OUTSIDE = {
     "store_slow": "each call of the store takes half a second longer",
     "tracking_hangs": "the tracking server accepts connections and never answers",
     "tracking_500": "the tracking server answers 500",
-    "tracking_away": "nobody listens at the tracking server's address",
+    "tracking_away": "no server listens at the tracking address",
     "network_delay": "everything between two hosts arrives late",
     "network_loss": "pieces between two hosts arrive much later, as after a retransmission",
     "network_cut": "nothing passes between two hosts for a while",
@@ -198,7 +198,7 @@ class _Draw:
 
 def _inside(draw: _Draw, workers: int, pace: int) -> list[dict[str, Any]]:
     rng, faults = draw.rng, FaultSchedule().serve(seconds=SERVE_S)
-    # Never all of them: somebody must have the state.
+    # Never all of them: one must have the state.
     for rank in rng.choice(workers, size=min(workers - 1, int(rng.integers(0, 3))), replace=False):
         faults = faults.kill(worker=int(rank), at_step=draw.step(pace))
     for _ in range(int(rng.integers(0, 2))):

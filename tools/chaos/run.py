@@ -95,7 +95,7 @@ def _tracking(plan: FaultPlan, folder: Path, stack: contextlib.ExitStack) -> str
         server = services.BadTracking(hangs=plan.tracking == "tracking_hangs")
         stack.callback(server.close)
         return server.uri
-    with socket.create_server(("127.0.0.1", 0)) as closed:  # nobody listens there when it is closed
+    with socket.create_server(("127.0.0.1", 0)) as closed:  # no process listens there when it is closed
         return f"http://127.0.0.1:{closed.getsockname()[1]}"
 
 

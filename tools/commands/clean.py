@@ -1,6 +1,6 @@
 """`gba-hvd clean`: shows what dead jobs of this user left on this host, and removes it if asked to.
 
-What counts as left, and that nobody alive holds it, is decided in `gba_hvd.shm.sweep`.
+What counts as left, and that no living process holds it, is decided in `gba_hvd.shm.sweep`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for left in found:
         done = "removed" if left in removed else f"left alone: {_held_by(left)}" if left.is_held else ""
-        done = done or ("left alone: somebody has come to use it" if args.yes else "would be removed")
+        done = done or ("left alone: a process has come to use it" if args.yes else "would be removed")
         print(f"{left.n_bytes / 2**20:>10,.1f} MiB  {left.path}  {_WORDS[left.kind]}; {done}")
     if not args.yes and not all(left.is_held for left in found):
         print("gba-hvd clean --yes removes them")

@@ -113,7 +113,7 @@ def run_switch(args: argparse.Namespace) -> int:
 
 
 def _refuse_without_callback(folder: Path) -> None:
-    """Raises BadInput where nobody would receive a request for another mode."""
+    """Raises BadInput where no server would receive a request for another mode."""
     from gba_hvd.errors import BadInput
     from gba_hvd.shm import job_board
 

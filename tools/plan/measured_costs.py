@@ -1,6 +1,6 @@
 """What a checkpoint location, or a running job, reports of its costs: from the newest complete checkpoint there.
 
-Where figures are found; what is made of them is said in `commands.plan`.
+Finds figures; `commands.plan` uses them.
 """
 
 from __future__ import annotations

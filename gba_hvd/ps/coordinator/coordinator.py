@@ -41,7 +41,7 @@ from gba_hvd.update_rules import damps
 
 @dataclass(frozen=True)
 class _Handed:
-    """A lease in somebody's hands, and since when."""
+    """A lease that a worker holds, and since when."""
 
     serial: int
     worker: int
@@ -209,7 +209,7 @@ class Coordinator:
     def replica_submitted(self, request: ReplicaSubmitted) -> bool:
         """This worker submitted its replica. Whether all have: those that live, and are not at it for too long.
 
-        One that left its loop early is not waited for by others, waits for nobody, and gives back its leases.
+        One that left its loop early is not waited for, does not wait for others, and gives back its leases.
         """
         phase, now = request.phase, self._clock()
         self._handed[request.worker] = max(phase, self._handed.get(request.worker, -1))
@@ -245,7 +245,7 @@ class Coordinator:
             self.world += 1
 
     def bye(self, worker: int) -> None:
-        """Training is over for this worker, so it is for all: nobody is let in any more."""
+        """Training is over for this worker, so it is for all: no worker is let in any more."""
         self.ledger.leave(worker)
         self.workers.pop(worker, None)
         self._ending = True
@@ -304,7 +304,7 @@ class Coordinator:
         return [worker for worker, seen in self.workers.items() if seen.silent]
 
     def request_mode(self, mode: str, reason: str, pin: bool) -> None:
-        """Somebody asks for another mode: stop at the next step boundary."""
+        """Another mode is requested: stop at the next step boundary."""
         self.requested_mode, self.reason, self.pin = mode, reason, pin
         if mode != "auto":  # the chief decides again, that is all
             self.ledger.hold()
@@ -314,8 +314,8 @@ class Coordinator:
     def decide(self) -> Apply | Measure | None:
         """The next step, if one is due; or the one that was decided before a crash.
 
-        `Measure` while an update rule is to damp its rows, or it is to be clipped, and nobody knows how: `damped` or
-        `measured` comes next.
+        `Measure` while an update rule is to damp its rows, or it is to be clipped, and the factors are not known yet:
+        `damped` or `measured` comes next.
         """
         plan = self.ledger.decided or self.ledger.next_step()
         if plan is None:

@@ -14,7 +14,7 @@ from gba_hvd.ps.messages import ProbeProcess
 from gba_hvd.shm.shard_memory import is_alive
 
 _ASK_AGAIN_S = 1.0
-_LATE_TICK_S = 1.0  # after such a pause of this server, nobody is called silent for one tick
+_LATE_TICK_S = 1.0  # after such a pause of this server, no worker counts as silent for one tick
 _DEAD_AFTER = 10  # a worker of another host that is silent for so many times `heartbeat_timeout_s` counts as dead
 
 
@@ -27,7 +27,7 @@ class FailureDetector:
         self._asked_s: dict[int, float] = {}  # by worker: when its host's server was last asked
 
     def check(self, coordinator_service: CoordinatorService | None) -> None:
-        """Called in every tick, also while there is nobody to look after (None)."""
+        """Called in every tick, also while there are no workers to look after (None)."""
         now, before = time.monotonic(), self._looked_s
         self._looked_s = now
         if coordinator_service is None:
@@ -45,7 +45,7 @@ class FailureDetector:
             if time.monotonic() - seen.last_seen_s > _DEAD_AFTER * self._heartbeat_timeout_s and seen.host != here:
                 coordinator_service.is_dead(
                     worker
-                )  # nobody there knows; should it live, it comes back with a heartbeat
+                )  # no server of that host answers; should it live, it comes back with a heartbeat
             elif seen.host != here and time.monotonic() - self._asked_s.get(worker, 0.0) > _ASK_AGAIN_S:
                 self._asked_s[worker] = time.monotonic()
                 server = self._peers.of_host(seen.host)

@@ -326,7 +326,7 @@ class Ledger:
         return self.cut.n_steps if self.finished else self._n_resolved // self.cut.n_micro
 
     def resume_order(self) -> dict[int, int] | None:
-        """How somebody else resumes from here in order: index -> the micro-batch in its place, where another.
+        """How training resumes from here in order: index -> the micro-batch in its place, where another.
 
         What is not done yet stands at the positions from n_resolved on. None: not now, as a step is in flight, or a
         place has another number of samples.

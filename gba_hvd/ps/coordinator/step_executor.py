@@ -213,7 +213,7 @@ class StepExecutor:
     # --- after a server that died ------------------------------------------------------------------------------------
 
     def recover(self, torn: int) -> None:
-        """What became of the pushes and of a decided step that the dead server held. torn: shards it left in mid-step.
+        """Recover the pushes and the decided step that a dead server held. torn: shards it left in mid-step.
 
         With other servers, the step stays decided: it is sent to all of them again.
         """

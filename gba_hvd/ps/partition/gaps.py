@@ -53,7 +53,7 @@ class GapMeter:
     def stepped(
         self, pushes: Iterable[tuple[int, tuple[float, float] | None]], values: np.ndarray, shown: np.ndarray, step: int
     ) -> None:
-        """A step is applied: its pushes as (worker, what `of` said before), and the values after it."""
+        """A step is applied: its pushes as (worker, the result of `of`), and the values after it."""
         for worker, found in pushes:
             if found is not None and all(map(math.isfinite, found)):
                 n, gap, in_steps = self.by_worker.get(worker, (0, 0.0, 0.0))

@@ -90,7 +90,7 @@ class Saver:
         return 0 if self.held is None else self.held.n_parts
 
     def last_request(self, step: int, samples: int, generation: int = 0) -> Save | None:
-        """A save of what is newer than the last one, when nobody is left to ask for it; None: nothing is to be done.
+        """A save of what is newer than the last one, when no worker is left to ask for it; None: nothing is to be done.
 
         In allreduce mode its number is one that nothing was saved under, also where the newest save failed.
         """
@@ -119,7 +119,7 @@ class Saver:
         return 0.0 if self._known_settings is None else self._known_settings.final_checkpoint_s
 
     def report(self) -> SaveStatus:
-        """What became of the newest save."""
+        """Status of the newest save."""
         return self._report
 
     def begin(
@@ -171,11 +171,11 @@ class Saver:
         self._thread.start()
 
     def workers_are_gone(self) -> None:
-        """Until `alive`: a save in flight does not wait for parts that nobody was left to ask for."""
+        """Until `alive`: a save in flight does not wait for parts that no worker was left to ask for."""
         self._workers_gone = True
 
     def hold(self, request: DelegateClaim) -> None:
-        """Renew this claim, until another one comes or `close`, while somebody calls `alive` every now and then."""
+        """Renew this claim, until another one comes or `close`, while `alive` is called every now and then."""
         self.alive()
         self._keepalive.hold(request)
 

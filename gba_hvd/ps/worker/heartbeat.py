@@ -16,7 +16,7 @@ class Heartbeat:
     """One worker's. Written by several threads: `message` and `on_reply` run on the client's, one other sets each flag.
 
     rank: of the worker, in the world it is in now.
-    position: the newest that was received. saved: what became of the newest checkpoint.
+    position: the newest that was received. saved: status of the newest checkpoint.
     hosts_updated: Horovod notified this worker; somebody_leaves: some worker is preempted; leaving: this one is, and
     the chief is to have a checkpoint made first.
     acknowledged_membership: the change of membership that this worker knew of when it last formed a world

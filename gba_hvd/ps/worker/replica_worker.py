@@ -7,7 +7,7 @@ Leases, rows and the account are those of mode `async`: every push is a step. No
 nothing is read before a micro-batch. The servers hold the central copy, which serves those that have no replica of the
 present: evaluations within an epoch, late joiners, checkpoints.
 
-The replicas become one where somebody looks at the model: at an epoch's end, and when the mode is left. Each worker
+The replicas become one where the model is used: at an epoch's end, and when the mode is left. Each worker
 
     1. closes   its replica: rounds leave it alone
     2. submits  the replica and the optimizer's state, to all servers
@@ -273,6 +273,6 @@ class ReplicaWorker(PsWorker):
         if self._diverged:
             raise NonFiniteGradient(
                 f"the replica of rank {self.contact.rank} is not finite any more, after {self.replica.n_steps} local "
-                "steps; it was given to nobody. Lower the learning rate, or look at the data"
+                "steps; no worker received it. Lower the learning rate, or look at the data"
             )
         super()._raise_failure()

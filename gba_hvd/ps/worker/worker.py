@@ -290,7 +290,7 @@ class PsWorker:
         return next(s for s, server in enumerate(self.session.servers) if server.host == self.host)
 
     def saved_here(self) -> messages.SaveStatus | None:
-        """What became of this host's part of the newest checkpoint."""
+        """Status of this host's part of the newest checkpoint."""
         reply = request(self.client, self.own_server, self.contact.question())
         assert isinstance(reply.body, messages.Ok)
         return None if reply.body.position is None else reply.body.position.saved

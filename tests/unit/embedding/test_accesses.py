@@ -131,7 +131,7 @@ def test_a_push_of_a_row_that_nobody_looked_up_is_refused() -> None:
     mine, to_me = np.ones(2, bool), np.zeros(2, np.int32)
     good = pack_by_owner([a_grad([5, 0], [1, 2])], to_me, 1)[0]
     validation.check_row_message(layout, good, mine, 0, counted=True)
-    with pytest.raises(ProtocolError, match="nobody looked up"):
+    with pytest.raises(ProtocolError, match="was not looked up"):
         validation.check_row_message(layout, pack_by_owner([a_grad([5], [0])], to_me, 1)[0], mine, 0, counted=True)
     with pytest.raises(ProtocolError, match="words too many"):
         validation.check_row_message(layout, good, mine, 0)

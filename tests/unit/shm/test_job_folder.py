@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from gba_hvd_tools import cli
 from gba_hvd_tools.doctor.checks import check_machine
-from tests.recovery.lock_owners import two_tables
 
 import gba_hvd
 import recovery
@@ -30,6 +29,7 @@ from gba_hvd.shm.host_identity import Host
 from gba_hvd.shm.job_folder import job_folder
 from gba_hvd.shm.shard_memory import ShardMemory, remove_orphaned_memory
 from recovery.checkpointer import Checkpointer
+from tests.recovery.holders import two_tables
 from tests.unit.conftest import Training
 from tests.unit.shm.test_shard_memory import a_layout, until
 

@@ -19,7 +19,7 @@ from ..harness import emulated_accelerators as emulated
 from ..harness import small_ctr
 from .command import N_MICRO
 
-SAMPLES = 1 << 40  # an epoch that nobody sees the end of
+SAMPLES = 1 << 40  # an epoch that never ends
 
 
 class WorkerMarks:

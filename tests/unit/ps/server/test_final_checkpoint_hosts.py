@@ -153,16 +153,16 @@ def test_without_a_training_state_nothing_is_saved_and_all_learn_why(hosts: Call
 def test_a_host_whose_workers_live_is_not_waited_for_longer_than_half_of_the_time(hosts: Callable[..., Hosts]) -> None:
     job = hosts(final_checkpoint_s=0.5)
     job.gone(0, state_of())
-    assert "servers of hosts [1] of 2 have not said that their workers are gone" in job.report(0).facts.why
+    assert "servers of hosts [1] of 2 have not reported that their workers are gone" in job.report(0).facts.why
     job.gone(1)  # too late
-    assert "have not said" in job.report(1).facts.why
+    assert "have not reported" in job.report(1).facts.why
     assert not job.checkpoints()
 
 
 def test_a_first_server_that_is_gone_is_not_waited_for_for_ever(hosts: Callable[..., Hosts]) -> None:
     job = hosts(final_checkpoint_s=0.5)
     job.gone(1)
-    assert "the server of the first host has not said what to save" in job.report(1).facts.why
+    assert "the server of the first host has sent no order to save" in job.report(1).facts.why
     assert not job.store.names(f"blobs/{job.claim.epoch:06d}-last/")
 
 
