@@ -255,7 +255,7 @@ def _part(name: str, task: Task, activation: Activation | None, exact_limit: int
 
 @dataclass(frozen=True)
 class _Position:
-    """Of a task among all. name: "" where there is one that has none."""
+    """The part of one task. name: "" where there is one that has none."""
 
     name: str
     index: int

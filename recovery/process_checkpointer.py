@@ -140,7 +140,7 @@ class ProcessCheckpointer:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that saves; None: there is none now."""
+        """Process id of the child that saves; None: there is none now."""
         child = self._child
         return child.pid if child is not None else None
 

@@ -68,7 +68,7 @@ class Target:
 
     @property
     def native_key(self) -> str:
-        """Of the wheel with the compiled part as it should be, and Horovod's own Python files."""
+        """Key of the wheel with the compiled part as it should be, and Horovod's own Python files."""
         patches = [patch.read_bytes() for patch in patches_of("native")]
         recipe = repr((SDIST_SHA256, patches, sorted(BUILD_FLAGS.items()), self.cxx_standard, *_compiler_settings()))
         return f"native-{HOROVOD_VERSION}-torch-{self.torch}-{self.python_tag}-{_digest(recipe)}"

@@ -164,7 +164,7 @@ class SaveSchedule:
         return planner.next_kind(self._chain, wanted)
 
     def next_number(self, step: int) -> int:
-        """Of a save of this step: the step, but for one that was saved before, with changes left out, or failed.
+        """Number of a save of this step: the step, but for one that was saved before, with changes left out, or failed.
 
         No number comes twice: the blobs of two saves would bear the same names, and a server takes the second request
         for the first one again.

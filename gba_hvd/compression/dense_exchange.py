@@ -120,7 +120,9 @@ class DenseExchange:
         self._last = any(chosen), took
 
     def _costs(self, world: World) -> list[Cost]:
-        """Of each tensor that can be compressed, the same on all workers. A collective, before a step's commit."""
+        """The costs of each tensor that can be compressed, the same on all workers. A collective, before a step's
+        commit.
+        """
         codec_s = [median(self._codec_s[t] or [0.0]) for t in self._candidates]
         sums = torch.tensor([codec_s, self.feedback.sent_bytes[self._candidates].tolist()], dtype=torch.float64)
         world.sum_("compression.costs", sums)

@@ -448,7 +448,7 @@ class EmbeddingTables(nn.Module):
         return grads
 
     def contributors(self, micro_batch: int, n_samples: int) -> list[RowGrad]:
-        """Of the forward passes since gradients were taken: in how many micro-batches each row is, by group.
+        """In how many micro-batches of the forward passes since the last gradients each row is, by group.
 
         The batch has n_samples, the samples of several micro-batches one after the other. Values: float32 [n, 1].
         Raises BadInput for a pass with another number of samples, where that cannot be determined. Needs

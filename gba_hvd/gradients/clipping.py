@@ -62,7 +62,7 @@ class Clip:
 
 @dataclass(frozen=True)
 class Factors:
-    """Of one step. norm: of its gradient, dense and rows together, before clipping."""
+    """Factors of one step. norm: of its gradient, dense and rows together, before clipping."""
 
     dense: float = 1.0
     rows: float = 1.0

@@ -76,7 +76,7 @@ class JoinResult:
     rolled_back: RolledBack | None = None
 
     def samples_lost(self, applied: int, n_rows: int) -> float:
-        """Of a lost host's rows, when so many were applied: mean over all `n_rows` rows of the model.
+        """Samples lost with a lost host's rows, when so many were applied: mean over all `n_rows` rows of the model.
 
         Rows that no checkpoint has lost all.
         """

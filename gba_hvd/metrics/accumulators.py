@@ -119,7 +119,7 @@ def accumulator(part: Part) -> Accumulator:
 
 
 def combined(part: Part, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of the states of all workers, as plain values that JSON takes: those of `Scores`, of `GroupedAuc`, or `sums`."""
+    """The result of all workers' states, as plain values: those of `Scores`, of `GroupedAuc`, or `sums`."""
     if part.kind == "sums":
         return {"sums": np.sum([s["sums"] for s in states], axis=0).tolist()}
     scores: list[ScoreState] = [s["scores"] if part.kind == "grouped scores" else s for s in states]

@@ -56,7 +56,7 @@ class GroupedScores:
 
 
 def grouped_auc_from(states: Sequence[ScoreState]) -> GroupedAuc:
-    """Of all workers' samples together; it does not depend on how the samples were divided."""
+    """GAUC of all workers' samples together, however the samples were divided."""
     logits, labels, groups = (np.concatenate([s[name] for s in states]) for name in ("logits", "labels", "groups"))
     return grouped_auc(logits, labels, groups)
 

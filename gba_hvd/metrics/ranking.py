@@ -207,7 +207,7 @@ def n_query_sums(k: Sequence[int]) -> int:
 
 
 def retrieval_scores_from(sums: Sequence[float], k: Sequence[int], n_items: int) -> RetrievalScores:
-    """Of the sums over all queries."""
+    """Scores from the sums over all queries."""
     n, n_left_out, n_unknown, n_bad = (round(value) for value in sums[:_HEADER_SUMS])
     note = ""
     if n_bad:

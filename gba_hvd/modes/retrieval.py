@@ -66,7 +66,7 @@ def _load(reader: SampleReader, first: int, exchange: AllreduceExchange) -> Any:
 
 
 def _gathered(world: World, what: str, mine: Any) -> list[Any]:
-    """Of every rank, in rank order. A collective."""
+    """The values of all ranks, in rank order. A collective."""
     parts = world.gather_bytes(f"retrieval.{what}", state_codec.encode(mine))
     return [state_codec.decode(part.tobytes()) for part in parts]
 

@@ -119,7 +119,7 @@ class StateRetainer:
 
 
 def remove(folder: Path) -> None:
-    """Of what is retained in a job's folder, nothing is to be resumed from any more."""
+    """Remove the training state retained in a job's folder: no job may resume from it any more."""
     with contextlib.suppress(FileNotFoundError):
         (folder / _NAME).unlink()
 

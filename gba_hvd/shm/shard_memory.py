@@ -61,7 +61,9 @@ _READY = 0x6762612D72656479  # "gba-redy"
 
 @dataclass(frozen=True)
 class Marks:
-    """Of every shard: is it here, the last steps begun and finished on it, when it was placed here. int64 [S] each."""
+    """Marks of every shard: is it here, the last steps begun and finished on it, when it was placed here. int64 [S]
+    each.
+    """
 
     ready: np.ndarray
     begun: np.ndarray

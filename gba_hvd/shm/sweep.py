@@ -52,7 +52,7 @@ class OrphanedMemory:
 
 
 def orphaned_memory(base: Path, semaphores: Path = SEMAPHORES) -> list[OrphanedMemory]:
-    """Of this user, in this base; the semaphores lie in one place for any base."""
+    """Orphaned memory of this user, in this base; the semaphores lie in one place for any base."""
     found = []
     for path in sorted(base.glob(f"{folders.PREFIX}*")):
         with contextlib.suppress(OSError):  # it went, or is another user's

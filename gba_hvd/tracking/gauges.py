@@ -119,7 +119,7 @@ def gaps_by_rank(gaps: Mapping[str, Sequence[float]] | None) -> dict[int, tuple[
 
 
 def mean_staleness(histogram: Mapping[int, int]) -> float:
-    """Of a histogram that is not empty."""
+    """Mean of a histogram that is not empty."""
     return sum(steps * n for steps, n in histogram.items()) / sum(histogram.values())
 
 

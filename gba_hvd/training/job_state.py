@@ -79,7 +79,7 @@ class Rollback:
 
     @property
     def agreed_number(self) -> int:
-        """Of the recoveries that this worker knows to have been agreed on."""
+        """Number of recoveries that this worker knows to have been agreed on."""
         return self.number + (self.decision is not None)
 
     def shared(self) -> dict[str, Any]:

@@ -221,10 +221,10 @@ class Mode(Protocol):
 
     @property
     def batches_in_step(self) -> int:
-        """Of the step at hand, over all workers, who agree on it; 0 where servers lease micro-batches."""
+        """Batches in the step at hand, over all workers, which agree on it; 0 where servers lease micro-batches."""
 
     def evaluate(self, job: EvaluationRun) -> list[dict[str, Any]]:
-        """Of each part what `accumulators.combined` makes of all samples; the same on all workers."""
+        """The result of each part (`accumulators.combined`) over all samples; the same on all workers."""
 
     def retrieve(self, job: RetrievalRun) -> list[float]:
         """The sums over all queries, see `ranking.query_sums`; the same on all workers."""

@@ -64,7 +64,7 @@ class GapAware(Plain):
         return cls(dense.values, dense.step, dense.group_of_elements(), measures=measures)
 
     def damping(self, dense_step: int) -> Damping:
-        """Of a push computed with the values of step `dense_step`; none when that is negative (not known)."""
+        """Damping of a push computed with the values of step `dense_step`; none when that is negative (not known)."""
         step, used = next((k for k in reversed(self._kept) if k[0] <= dense_step), self._kept[0])
         newest, now = self._kept[-1]
         if dense_step < 0 or step == newest or not len(now):

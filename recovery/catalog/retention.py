@@ -142,7 +142,7 @@ def _age(manifest: Manifest) -> tuple[int, int]:
 
 
 def _first_of_each(periods: Mapping[str, int]) -> set[str]:
-    """Of names, oldest first: the first one of every period."""
+    """The first name of every period. periods: by name, oldest first."""
     first: dict[int, str] = {}
     for name, period in periods.items():
         first.setdefault(period, name)

@@ -28,7 +28,7 @@ from recovery.storage.store import Store, read
 
 @dataclass(frozen=True)
 class Age:
-    """Of the rows that came back, in steps. Negative: a row is younger than the step it is compared with."""
+    """Age of the restored rows, in steps. Negative: a row is younger than the step it is compared with."""
 
     least: int
     mean: float
@@ -48,7 +48,7 @@ class SectionRun:
 
     @property
     def cost_bytes(self) -> int:
-        """Of memory: what is read, and the largest section twice (decompressed, dequantised)."""
+        """Memory it takes: what is read, and the largest section twice (decompressed, dequantised)."""
         return self.n_bytes + 2 * max(section.raw_bytes for section in self.sections)
 
     def pieces(self, data: memoryview) -> Iterator[tuple[Section, memoryview]]:

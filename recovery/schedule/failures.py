@@ -126,5 +126,5 @@ def trigamma(x: float) -> float:
 
 
 def _quantile(shape: float, z: float) -> float:
-    """Of a gamma distribution with scale 1, at the normal quantile z (Wilson and Hilferty)."""
+    """The quantile of a gamma distribution with scale 1, at the normal quantile z (Wilson and Hilferty)."""
     return shape * max(1 - 1 / (9 * shape) + z / (3 * math.sqrt(shape)), 1e-3) ** 3

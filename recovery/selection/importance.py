@@ -53,7 +53,7 @@ class ImportanceThreshold:
 
 
 def histogram(importance: np.ndarray) -> Histogram:
-    """Of one shard's rows. importance: [n], unsigned integers or float32; NaN counts as the largest."""
+    """Histogram of one shard's rows. importance: [n], unsigned integers or float32; NaN counts as the largest."""
     if len(importance) <= _PIECE // 8:  # sorting a few rows is faster than going through all keys there may be
         pieces = [np.unique(keys, return_counts=True) for _, keys in _pieces(importance)]
         found, n_rows = pieces[0] if pieces else (np.empty(0, np.int64), np.empty(0, np.int64))
@@ -145,7 +145,7 @@ def extra_bytes(policy: str, n_rows: int, record_bytes: int, r: float) -> int:
 
 
 def list_capacities(schema: Schema, r: float) -> tuple[int, ...]:
-    """Of each table, how many rows of a shard the list of "ssu" holds; 0 for those that every save takes whole."""
+    """How many rows of a shard the list of "ssu" holds, by table; 0 for those that every save takes whole."""
     small = small_tables(schema)
     return tuple(
         0 if number in small else n_taken("ssu", table.rows_in(0, schema.n_shards), r)

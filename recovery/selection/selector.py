@@ -27,7 +27,7 @@ _Importance = Callable[[int, int, slice], np.ndarray]
 
 
 class Selection:
-    """Of the shards that a row source has. The writer's thread owns it."""
+    """Selects rows of the shards that a row source has. The writer's thread owns it."""
 
     def __init__(
         self,

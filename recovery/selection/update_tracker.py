@@ -43,7 +43,7 @@ class NoRoom(RecoveryError, OSError):
 
 
 class Tracker:
-    """Of all shards; those that the row source has not take no memory. Not thread-safe: the writer's thread owns it.
+    """Tracks shards; those that the row source has not take no memory. Not thread-safe: the writer's thread owns it.
 
     path: a file that survives this process; None: ordinary memory.
     counters: names the memory whose counters are meant; another name, and a tracker found in the file is worth nothing.
@@ -89,7 +89,7 @@ class Tracker:
             self._write_header(None)
 
     def _take_space(self, shards: Collection[int] | None = None) -> None:
-        """Of the shards that are here, from the file system: a write to a page without space would kill the process."""
+        """Reserve space in the file system for shards: a write to a page without space would kill the process."""
         if self._path is None:
             return
         with open(self._path, "r+b") as file:

@@ -46,7 +46,7 @@ class RetryPolicy:
             raise BadInput(f"pauses must not be negative, got {self.first_pause_s} to {self.longest_pause_s} s")
 
     def limit_s(self, n_bytes: int) -> float:
-        """Of one attempt that moves so many bytes."""
+        """Time limit of one attempt that moves so many bytes."""
         return min(self.timeout_s + n_bytes / self.least_bytes_s, threading.TIMEOUT_MAX)
 
     def pause_s(self, failed: int) -> float:

@@ -172,7 +172,7 @@ def age_of(name: str) -> tuple[int, int] | None:
 
 
 def manifest_names(store: Store) -> list[str]:
-    """Of all checkpoints, oldest first. Other objects there are passed over."""
+    """Names of all manifests, oldest first. Other objects there are passed over."""
     found = [(age, name) for name in store.names("manifests/") if (age := age_of(name)) is not None]
     return [name for _, name in sorted(found)]
 

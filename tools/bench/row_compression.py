@@ -171,7 +171,7 @@ def specs_of(rule: str) -> tuple[Spec, Spec]:
 
 
 def plain_bytes(n: int, dim: int) -> int:
-    """Of n rows without compression: keys, rows, keys again, gradients."""
+    """Bytes of n rows without compression: keys, rows, keys again, gradients."""
     return n * 2 * (8 + 4 * dim)
 
 
@@ -277,7 +277,7 @@ class Problem:
 
     @property
     def n_steps(self) -> int:
-        """Of each host: how often a threshold is asked for."""
+        """How often each host asks for a threshold."""
         return self.epochs * ((len(self.label) - self.held_out) // self.batch // HOSTS)
 
 
@@ -337,7 +337,9 @@ def train(problem: Problem, rule: str, mode: str, seed: int) -> dict[str, float]
 
 @dataclass(frozen=True)
 class Gradient:
-    """Of one host's batch, as it arrives: dense float32 [n]; of distinct rows, keys int64 [m], float32 [m, dim]."""
+    """Gradient of one host's batch, as it arrives: dense float32 [n]; of distinct rows, keys int64 [m], float32 [m,
+    dim].
+    """
 
     dense: np.ndarray
     keys: np.ndarray

@@ -118,7 +118,7 @@ class FaultPlan:
 
     @property
     def kinds(self) -> list[str]:
-        """Of all faults, one entry for each."""
+        """Kinds of all faults, one entry for each."""
         tracking = [self.tracking] if self.tracking in TRACKING else []
         return [
             *(f["kind"] for f in self.inside if f["kind"] != "serve"),

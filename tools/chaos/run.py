@@ -31,7 +31,7 @@ _MEMORY_MB, _DISK_MB = 64, 16
 
 @dataclass(frozen=True)
 class ScheduleOutcome:
-    """Of one schedule. skipped: why it cannot run here."""
+    """Outcome of one schedule. skipped: why it cannot run here."""
 
     record: Record
     wrong: list[str]

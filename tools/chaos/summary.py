@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass
 class SummaryLine:
-    """Of one kind: planned and fired, schedules with it that ended as they should (survived) of those that fired it.
+    """Counts of one kind: planned and fired, schedules with it that ended well (survived) of those that fired it.
 
     lost: samples lost in schedules that fired it; wait_s: longest time without a step in them
     """

@@ -87,7 +87,7 @@ def simulate(job: JobSettings, data: Path) -> dict[str, Any]:
 
 
 def optimizer_spec() -> dict[str, Any]:
-    """Of the optimizer that the emulated benchmarks train with (`torch_optimizers.spec_of`)."""
+    """Description of the optimizer that the emulated benchmarks train with (`torch_optimizers.spec_of`)."""
     import torch
 
     from gba_hvd.torch_optimizers import spec_of

@@ -30,7 +30,9 @@ class SimulatedTask(Protocol):
         """Rows are read from here."""
 
     def gradient(self, values: np.ndarray, micro: int) -> tuple[np.ndarray, list[RowGrad]]:
-        """Of micro-batch `micro` at these dense values and the rows as they are: float32 [n], one RowGrad per group."""
+        """Gradient of micro-batch `micro` at these dense values and the rows as they are: float32 [n], one RowGrad per
+        group.
+        """
 
     def measure(self, values: np.ndarray) -> float:
         """How good the model is: a loss, the less the better."""

@@ -23,7 +23,7 @@ SAMPLED = 65_536
 
 
 class GapMeter:
-    """Of one server's dense part. Not thread-safe: belongs to the partition.
+    """Measures the gaps of one server's dense part. Not thread-safe: belongs to the partition.
 
     values, shown: float32 [n], the model as of `step`, and what workers are shown.
     by_worker: pushes so far, the sum of their gaps, and the sum of their gaps in steps, by worker

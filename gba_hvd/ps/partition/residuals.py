@@ -49,7 +49,7 @@ class Residuals:
 
     @classmethod
     def none(cls, path: Path, generation: int) -> Residuals:
-        """Of a mode that begins."""
+        """No residuals: a mode begins."""
         path.unlink(missing_ok=True)
         return cls(path, generation)
 

@@ -86,7 +86,7 @@ class Saver:
 
     @property
     def n_hosts(self) -> int:
-        """Of that world; 0: not known, to a server that was started again."""
+        """Number of hosts in that world; 0: not known, to a server that was started again."""
         return 0 if self.held is None else self.held.n_parts
 
     def last_request(self, step: int, samples: int, generation: int = 0) -> Save | None:
@@ -348,7 +348,7 @@ class Saver:
 
 
 def last_prefix(epoch: int) -> str:
-    """Of the names of all objects by which hosts agree on a last checkpoint (`final_checkpoint_hosts`)."""
+    """Prefix of the names of all objects by which hosts agree on a final checkpoint (`final_checkpoint_hosts`)."""
     return f"blobs/{epoch:06d}-last/"
 
 

@@ -38,7 +38,7 @@ class ContestantSaver(Protocol):
 
     @property
     def pid(self) -> int | None:
-        """Of a process of its own that saves."""
+        """Process id of a child that saves."""
 
     @property
     def kept_bytes(self) -> int:

@@ -163,7 +163,7 @@ def mean_of(histogram: dict[int, int]) -> float:
 
 
 def mean_gap(outcome: TrainingOutcome) -> tuple[float, float]:
-    """Of all pushes: the gap, and the gap in steps; 0 where there was none."""
+    """Mean gap of all pushes, and in steps; 0 where there was none."""
     n = max(1, sum(pushes for pushes, _, _ in outcome.gaps.values()))
     return sum(gap for _, gap, _ in outcome.gaps.values()) / n, sum(steps for *_, steps in outcome.gaps.values()) / n
 
