@@ -1,7 +1,7 @@
 """Distributed evaluation: every worker evaluates its part of a dataset, all get the same metrics.
 
 Decided here: which output and which label belong to a task, and what is measured of them. How the work is divided is
-the mode's business (`modes.evaluation`), how figures come of it that of `metrics` and `grouped_auc`.
+the task of the mode (`modes.evaluation`), the arithmetic that of `metrics`.
 """
 
 from __future__ import annotations

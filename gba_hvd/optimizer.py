@@ -1,6 +1,6 @@
 """`DistributedOptimizer`: the user's torch optimizer, stepping once per global batch.
 
-Each call of `step()` takes in one micro-batch; what becomes of it is the engine's business.
+Each call of `step()` takes in one micro-batch; the engine and its mode make global steps of them.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class CheckpointCallback:
 
     @property
     def pace(self) -> dict[str, Any]:
-        """How often a checkpoint is due now, as the checkpoint itself says it: plain values.
+        """How often a checkpoint is due now, as the checkpoint itself has it: plain values.
 
         every_s, every_steps: where there is one, and it is finite; is_planned: it is the plan's
         """

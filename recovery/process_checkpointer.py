@@ -10,14 +10,14 @@ the child sends.
 
 In which order things become visible. The training thread marks a step begun, writes rows, marks it finished; the child
 relies on the order of these stores, see `consistent_read`. A state is encoded before `save` returns, then sent; the
-child begins to read rows when it has it completely. A handle is done when the child says so, which is after the
+child begins to read rows when it has it completely. A handle is done when the child reports it, which is after the
 manifest is in the store. A request is answered before the next one is sent, so the child never has two.
 
 What a crash leaves.
 
  - The child, before the manifest is written: the last checkpoint stays in force, beside blobs that nothing refers to.
    After it: the new checkpoint, although its handle failed. The next save starts another child. It takes the place of
-   the dead one's claim, or is Fenced if anybody else has claimed since; it does not know what changed, so it saves a
+   the dead one's claim, or is Fenced if another writer has claimed since; it does not know what changed, so it saves a
    base, unless a `tracker_path` kept that. While it restores: the rows are worth nothing, and `restore` raises.
  - This process: the pipe ends. The child finishes the save in flight, gives back its claim and ends. If a step was
    in flight as well, rows are half written: the save finds no moment to read them in, and fails after `busy_timeout_s`.

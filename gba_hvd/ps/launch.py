@@ -59,8 +59,7 @@ class Settings:
     layout: `Layout.describe`. row_optimizer: `describe_optimizer`; own_row_optimizers: of tables with one of their own,
     by number from 1 on. address: the IP address to listen at.
 
-    heartbeat_timeout_s: after so long without a heartbeat a worker's leases go to others; lease_s: how long one may
-    take
+    heartbeat_timeout_s: after so long without a heartbeat a worker's leases go to others; lease_s: its longest use
     buffer_bytes: of pushes that wait for their step, at most; grace_s: what the memory outlives the workers by
     sys_path: where the script finds its modules: the server looks there, too, after its own
     """

@@ -105,6 +105,10 @@ PROSE = {
     r"(?:a|its|the|each) lead|leads of (?:all )?hosts": "a host has a host leader",
     r"\|rest\||rests": "what compression did not send is a residual",
     r"newcomers?|leftovers?|last gasp|under way": "late joiner, orphaned memory, final checkpoint, in flight",
+    r"nobody|somebody": "name what does not, or does: no process, no worker, another job, a user",
+    r"said|spoke|speaks for": "programs report, log, raise; one process reports for a job",
+    r"what became of|in vain": "a save has an outcome, a status; without success, for nothing",
+    r"given up|gave up": "evicted, abandoned, cancelled, timed out",
 }
 
 

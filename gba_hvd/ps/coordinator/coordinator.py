@@ -41,7 +41,7 @@ from gba_hvd.update_rules import damps
 
 @dataclass(frozen=True)
 class _Handed:
-    """A lease that a worker holds, and since when."""
+    """An outstanding lease, and since when."""
 
     serial: int
     worker: int

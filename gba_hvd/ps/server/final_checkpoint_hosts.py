@@ -5,9 +5,9 @@ meanwhile (`final_checkpoint`), for `final_checkpoint_s` at most. In the order i
 
     1. gone   every server but the first one reports that its host's workers are all gone, with no save in flight:
               a save of the first one that waits for rows not asked for fails                blobs/EPOCH-last/gone-NNNN
-    2. word   the first one, which has the training state, waits for them, for half of the time, and says what is to be
-              saved, or why nothing is                                                     blobs/EPOCH-last/word
-    3. save   each saves the rows of its host (`saver`), and with its list says of which steps they are
+    2. word   the first one, which has the training state, waits for them, for half of the time, and publishes what is
+              to be saved, or why nothing is                                                     blobs/EPOCH-last/word
+    3. save   each saves the rows of its host (`saver`), and states in its list of which steps they are
     4. check  the first one: every shard has come, from one host; then the manifest is written, last
 
 Before 4 nothing counts, and the checkpoint before stays in force: a server or a host that dies, a host whose workers
