@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from gba_hvd_tools import cli
-from gba_hvd_tools.chaos.data import Clicks
+from gba_hvd_tools.chaos.data import ChaosClicks
 
 from recovery.catalog.chains import Chain, chains
 from recovery.format.row_codec import checksum
@@ -238,7 +238,7 @@ def test_every_lookup_of_a_row_is_counted_where_what_is_used_most_is_saved(
         (job.out / "saved once").touch()
         assert job.wait(PATIENCE_S) == 0, job.log()
         assert job.result()["applied"] == 2000
-        found, clicks = job.accesses(), Clicks(1000)
+        found, clicks = job.accesses(), ChaosClicks(1000)
         assert np.array_equal(found["user"], 2 * np.bincount(clicks.user, minlength=300))
         assert np.array_equal(found["item"], 2 * np.bincount(clicks.item, minlength=40))
         kinds = [saved["kind"] for saved in events(job, "checkpoint")]
