@@ -73,8 +73,8 @@ def batches(
     stands. Workers without a share take part in the steps silently.
 
     dataset: has `take(rows)`, or is a map-style dataset of torch (`__getitem__`, or `__getitems__`). One that has an
-    order of its own (`OrderedDataset`) is shuffled in that. Or a `gba_hvd.data.ShardedStream`, whose length nobody
-    knows; the state then needs an `epoch`.
+    order of its own (`OrderedDataset`) is shuffled in that. Or a `gba_hvd.data.ShardedStream`, whose length is not
+    known; the state then needs an `epoch`.
     ids: how to find the table ids in a batch, when it has neither an attribute `ids` nor a key "ids".
     forward: how the loop calls the model, such as `lambda batch: model(batch[0])`; default `model(batch)`. With several
     hosts the rows of a batch are fetched before the loop computes it. Where the ids are only known inside the model
@@ -121,7 +121,7 @@ def batches(
 
 @dataclasses.dataclass(frozen=True)
 class _How:
-    """What the user said of the order and of reading."""
+    """How the user wants samples ordered and read."""
 
     seed: int
     shuffle: bool
@@ -155,7 +155,7 @@ def _segments(dataset: SegmentedDataset, state: TorchState, how: _How, epoch: in
         for number in range(first, n):
             part = following
             assert engine.mode is not None
-            steps_together = engine.mode.servers is None and not how.settings.num_workers
+            steps_together = engine.mode.steps_together and not how.settings.num_workers
             at = engine.world.rank, engine.world.size, model.together
             if steps_together:
                 part.count_ahead(*at)
@@ -181,7 +181,7 @@ def _run(
     has_order = hasattr(dataset, "order") and hasattr(dataset, "order_digest")
     own: int = cast(OrderedDataset, dataset).order_digest if has_order else 0
     assert engine.mode is not None
-    if engine.mode.servers is None:  # else the coordinator checks the same
+    if engine.mode.steps_together:  # else the coordinator checks the same
         facts = {"samples": len(dataset), "seed": how.seed, "epoch": epoch, "order of the dataset": own}
         agree_on(
             engine.world, "epoch", {**facts, "segment": segment, "step of the epoch": first, "step": progress.step}
@@ -192,7 +192,7 @@ def _run(
         _refuse_another_order(progress.order, order, first)
     progress.order = order
     _trace(engine, order)
-    if engine.mode.servers is None and first < cut.n_steps:
+    if engine.mode.steps_together and first < cut.n_steps:
         _begin_in_the_mode_asked_for(engine)
     finished = first == cut.n_steps
     with contextlib.ExitStack() as reading:

@@ -1,6 +1,6 @@
 """Decoded groups of samples: each decoded once while it is kept, and ahead of its first sample where that is known.
 
-Who reads announces the blocks of groups it is at, one for each lane (`row_group_order`). What is announced is kept and
+A reader announces the blocks of groups it is at, one for each lane (`row_group_order`). What is announced is kept and
 decoded in a thread beside; of all else the groups used last are kept.
 """
 
@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 from gba_hvd.reading.datasets import Block
 
 _UNANNOUNCED = 8  # groups that are kept where none are announced
-_FORGET_AFTER = 8  # a lane that was not announced while all others were so often is read by somebody else now
+_FORGET_AFTER = 8  # a lane that was not announced while all others were so often is read by another process now
 
 _Group = TypeVar("_Group")
 
@@ -98,7 +98,7 @@ class GroupCache(Generic[_Group]):
 
     def _run(self) -> None:
         while (number := self._next()) is not None:
-            with contextlib.suppress(Exception):  # who needs the group decodes it again, and raises
+            with contextlib.suppress(Exception):  # `get` of this group decodes it again, and raises
                 self.get(number)
 
     def _next(self) -> int | None:

@@ -16,7 +16,7 @@ Share = tuple[int, int]
 """The first micro-batch of a batch, and how many neighbours it has."""
 
 
-class _Job:
+class _PendingRead:
     """A batch to be read. reader: by which one; None: any. Fields are written under the lock of its owner."""
 
     def __init__(self, share: Share, reader: int | None) -> None:
@@ -44,8 +44,8 @@ class ReadAhead:
         self._readers, self._depth, self._reader_of = readers, depth, reader_of
         self._changed = threading.Condition()
         self._coming: Iterator[Share] = iter(())
-        self._ahead: deque[_Job] = deque()  # in the order in which they are expected
-        self._waiting: deque[_Job] = deque()  # for a thread
+        self._ahead: deque[_PendingRead] = deque()  # in the order in which they are expected
+        self._waiting: deque[_PendingRead] = deque()  # for a thread
         self._threads: list[threading.Thread] = []
         self._closed = False
 
@@ -96,8 +96,8 @@ class ReadAhead:
             thread.join()
         self._threads = []
 
-    def _job(self, share: Share) -> _Job:
-        job = _Job(share, None if self._reader_of is None else self._reader_of(share))
+    def _job(self, share: Share) -> _PendingRead:
+        job = _PendingRead(share, None if self._reader_of is None else self._reader_of(share))
         self._waiting.append(job)
         return job
 
@@ -106,7 +106,7 @@ class ReadAhead:
             self._ahead.append(self._job(share))
         self._changed.notify_all()
 
-    def _drop(self, jobs: Iterable[_Job]) -> None:
+    def _drop(self, jobs: Iterable[_PendingRead]) -> None:
         for job in jobs:
             job.dropped, job.batch = True, None
         self._waiting = deque(job for job in self._waiting if not job.dropped)
@@ -123,8 +123,8 @@ class ReadAhead:
                     job.batch, job.error, job.done = batch, error, True
                     self._changed.notify_all()
 
-    def _next(self, number: int) -> _Job | None:
-        def mine() -> _Job | None:
+    def _next(self, number: int) -> _PendingRead | None:
+        def mine() -> _PendingRead | None:
             return next((job for job in self._waiting if job.reader in (None, number)), None)
 
         with self._changed:

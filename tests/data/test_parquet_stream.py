@@ -18,7 +18,7 @@ from gba_hvd.data import ParquetStream, parquet_stream
 from gba_hvd.data.row_group_order import RowGroupOrder
 from gba_hvd.epoch import EpochPlan
 from gba_hvd.reading.datasets import Block
-from tests.unit.test_memory import until
+from tests.unit.shm.test_shard_memory import until
 
 SIZES = ([30, 30, 17], [30, 1])  # rows of the row groups of two files
 

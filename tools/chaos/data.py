@@ -16,7 +16,7 @@ from gba_hvd.data import ParquetStream, ShardedStream
 FILES, ROW_GROUP, SHARDS, IN_SEGMENT = 3, 50, 20, 8
 
 
-class Clicks:
+class ChaosClicks:
     """n samples: two fields of 300 users and 40 items, two dense numbers that mean nothing, a label.
 
     features: also "seen", two items of each user's past, of the table of items
@@ -42,7 +42,7 @@ class Clicks:
         return gba_hvd.Batch(ids, torch.from_numpy(self.dense[rows]), torch.from_numpy(self.label[rows]))
 
 
-def files_of(clicks: Clicks, folder: Path) -> ParquetStream:
+def files_of(clicks: ChaosClicks, folder: Path) -> ParquetStream:
     """The same in Parquet files, written if they are not there."""
     if not folder.exists():
         columns = {"user": clicks.user, "item": clicks.item, "x": clicks.dense[:, 0], "y": clicks.dense[:, 1]}
@@ -55,7 +55,7 @@ def files_of(clicks: Clicks, folder: Path) -> ParquetStream:
     return ParquetStream(str(folder), ids=ids, dense=["x", "y"], label="click")
 
 
-def shards_of(clicks: Clicks) -> ShardedStream:
+def shards_of(clicks: ChaosClicks) -> ShardedStream:
     """The same in shards of any size, some of them empty. `collate_fn` is then `lambda rows: clicks.take(rows)`."""
     limits = shard_limits(len(clicks))
     rows = {f"shard-{number}": range(*limit) for number, limit in enumerate(limits)}
