@@ -216,14 +216,17 @@ class Ledger:
 
     def expected(self, worker: int, n: int = 16) -> list[int]:
         """Micro-batches that this worker will probably get next, in this order; so many at most."""
-        rows, step = [list(self._row)], self._next
-        while step < self._n_total and len(rows) <= n:
-            rows.append(self._row_from(step))
-            step += len(rows[-1])
-        if len(self._clock) > 1:
-            rows = [[micro for micro in row if self._rank(worker, micro)[0] < _FREE] for row in rows]
-            rows[0] += [micro for micro in self._row if self._rank(worker, micro)[0] == _FREE][:1]
-        return [micro for row in rows for micro in row][:n]
+        of_step, is_alone = self.cut.n_micro, len(self._clock) < 2
+        lanes = [lane for lane in range(of_step) if is_alone or worker in self._readers.get(lane, ())]
+        mine = set(lanes)
+        found = [micro for micro in self._row if micro % of_step in mine]
+        if not is_alone:
+            found += [micro for micro in self._row if not self._readers.get(micro % of_step)][:1]
+        first = self._next
+        while lanes and first < self._n_total and len(found) < n:
+            found += [first + lane for lane in lanes if first + lane < self._n_total]
+            first += of_step
+        return found[:n]
 
     def accept(
         self, worker: int, micro: int, serial: int, rejected: str | None = None, values_step: int = -1
