@@ -32,12 +32,12 @@ import numpy as np
 from gba_hvd import kernels
 from gba_hvd.errors import BadInput
 from recovery.old_names import warn
+from recovery.rows import NO_KEY as NO_KEY  # of an entry that no id has; the id of this number has no key
 from recovery.selection.sampled_accesses import n_words
 
 PAGE_WORDS = 1024  # 4 KiB of float32 words
 _LINE_WORDS = 16  # groups start on a cache line
 BUCKET = 16  # entries of a hashed table among which a key is looked for; each key has two such buckets
-NO_KEY = -(2**63)  # of an entry that no id has; the id of this number has no key
 STATS = 16  # int64 numbers that a vocabulary keeps of itself, see `shm.vocabulary.Stat`
 _COUNTERS = 4  # of the filter, for each entry
 
