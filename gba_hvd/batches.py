@@ -121,6 +121,7 @@ def batches(
             finished = yield from engine.mode.micro_batches(run)
     state.finished_epoch, progress.n_evaluated, progress.epoch_over = epoch, 0, True
     engine.reports.traffic()
+    engine.reports.vocabularies(now=True)
 
 
 class _Epoch:

@@ -16,6 +16,7 @@ from gba_hvd.callbacks import Event, Job
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.comm.world_formation import Wait, stands
 from gba_hvd.elastic import endings
+from gba_hvd.embedding.features import Table
 from gba_hvd.membership import JoinResult
 from gba_hvd.shm import retained_state
 from gba_hvd.shm.job_board import Board
@@ -189,9 +190,11 @@ def _settings(engine: Engine) -> dict[str, Any]:
     switching, checkpoints = switching_of(engine), checkpoints_of(engine)
     tables = engine.model.tables
     own = {t.name: repr(tables.optimizers.of(t.optimizer)) for t in tables.layout.tables if t.optimizer}
+    hashed = {name: _hashed(table) for name, table in tables.tables.items() if table.keys}
     of_the_mode = {"mode": "allreduce"} if switching is None else switching.describe()
     return {
         "tables": {t.name: [t.n_rows, t.dim] for t in engine.model.tables.layout.tables},
+        **({"hashed_tables": hashed} if hashed else {}),
         "n_shards": engine.model.tables.layout.n_shards,
         "global_batch": engine.model.global_batch,
         "micro_batch": engine.model.micro_batch,
@@ -207,6 +210,11 @@ def _settings(engine: Engine) -> dict[str, Any]:
         **{name: value for name, value in of_the_mode.items() if value is not None},
         **({} if switching is None else {"rule_reason": switching.rule_reason}),
     }
+
+
+def _hashed(table: Table) -> dict[str, Any]:
+    named = ("keys", "capacity", "admit_after", "evict", "evict_after_steps", "fallback_rows")
+    return {name: value for name in named if (value := getattr(table, name)) is not None}
 
 
 def _dense_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -243,6 +251,8 @@ def _of_a_start(engine: Engine, joined: JoinResult, residuals_missing: int) -> I
     if (report := joined.resumed) is not None:
         name = report.manifest.name
         text = f"resuming at step {step} from {name}: {report.n_rows:,} rows in {report.seconds:.1f} s"
+        if report.n_without_room:
+            text += f"; {report.n_without_room:,} ids, the least used, have no row any more: fewer rows are here"
         skipped = [f"{one.name}: {one.why}" for one in report.skipped]
         facts = {"manifest": name, "rows_restored": report.n_rows, "rows_lost": report.n_lost, "age": report.age.mean}
         facts |= {"seconds": report.seconds, "skipped": skipped, **_delays(engine)}

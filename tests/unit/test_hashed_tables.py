@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gba_hvd_tools.commands.job import facts
 
 import gba_hvd
 from gba_hvd import BadInput, Bag, GbaError, Table
+from gba_hvd.shm import job_board
 from gba_hvd.shm.checkpoint_rows import ShardRows
 from gba_hvd.shm.layout import keys_of_ids
+from gba_hvd.tracking import gauges
 from recovery.config import Config
 from recovery.errors import BadInput as NotThisCheckpoint
 from recovery.restore import restore
@@ -21,7 +24,7 @@ from recovery.selection.selector import Selection
 from recovery.storage.open import open_store
 from recovery.write.multipart import SavePlace, commit_parts, save_part
 from tests.unit.conftest import Clicks
-from tests.unit.thread_world import Workers
+from tests.unit.thread_world import EventLog, Workers
 
 USERS = Table(dim=4, keys="hash64", capacity=300, admit_after=2, evict="lfu", fallback_rows=10)
 
@@ -302,3 +305,25 @@ def test_a_chain_gives_each_id_its_newest_row_and_one_entry(make_tables: Any, tm
     grown = filled(make_tables, n=0, capacity=640, evict="lfu")
     restore(open_store(url), ShardRows(grown.memory, filling=True))
     assert grown.vocabulary("t").tolist() == ids.tolist()
+
+
+# --- what is reported ------------------------------------------------------------------------------------------------
+
+
+def test_vocabularies_are_gauges_a_line_of_status_and_an_event_where_a_table_is_full(training: Any) -> None:
+    job, log = training(tables={"user": Table(dim=4, keys="hash64", capacity=16), "item": (7, 3)}, epoch=0), EventLog()
+    job.state.register_callbacks([log])
+    dataset = RawClicks()
+    dataset.user = np.random.default_rng(0).integers(0, 2**60, len(dataset))
+    job.epoch(dataset)
+    (full,) = log.of("table_full")
+    assert full.data["table"] == "user" and "it evicts nothing" in full.message and full.level == "warning"
+    last = [event.data["vocabulary"]["user"] for event in log.of("rates") if "vocabulary" in event.data][-1]
+    assert last["size"] == len(job.tables.vocabulary("user")) <= last["capacity"] == 48
+    assert last["lookups"] == 200 and last["no_room"] > 0 and 0 < last["missed_share"] <= 1
+    values = gauges.Readings().take({"vocabulary": {"user: raw": last}})
+    assert values["job/vocabulary/user_ raw/size"] == last["size"]
+    shown = job_board.read(job.state.engine.folder)
+    assert shown is not None and shown["vocabulary"]["user"] == last
+    words = f"{last['size']} of 48 rows taken on this host, 0 evicted, {last['no_room']:,} times no room; "
+    assert ("ids of user", words + f"{last['missed_share']:.1%} of lookups without a row") in facts(shown)
