@@ -161,7 +161,7 @@ class Vocabulary:
         self._age(shards, step)
 
     def admit(self, keys: np.ndarray, step: int) -> np.ndarray:
-        """Rows for keys whatever the filter says: int64 [n], a fallback row where there is no room. keys: distinct"""
+        """Rows for keys, not asking the filter: int64 [n], a fallback row where there is no room. keys: distinct"""
         ordered = np.sort(keys)
         self._admit(ordered, self.rows(ordered), np.ones(len(ordered), np.uint32), step, 1)
         return self.rows(keys)
@@ -179,7 +179,7 @@ class Vocabulary:
         vocabulary_kernels.init_records(
             self._flat, self._words, starts, ids_of(new), self._group.record, self._group.dim, self._seed, self._std
         )
-        # Last: whoever finds a key finds a complete record.
+        # Last: a reader that finds a key finds a complete record.
         vocabulary_kernels.publish_keys(self._longs, new, entries, *self._geometry, self._stats_at, self._keys_at)
 
     def _age(self, shards: np.ndarray, step: int) -> None:

@@ -250,7 +250,7 @@ class Filling:
         return n
 
     def _share(self, table: int, row: int, was: Table, saved_in: int, record: np.ndarray) -> int:
-        """Where a shared row starts anew, by its number among all; returns in how many rows."""
+        """Write a shared row, by its number among all, to those that continue it; returns how many."""
         schema, n = self._holder.schema, 0
         now = schema.tables[table]
         entries = now.n_rows // schema.n_shards - now.shared_rows

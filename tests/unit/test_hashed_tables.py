@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gba_hvd_tools import cli
 from gba_hvd_tools.commands.job import facts
+from safetensors.torch import load_file
 
 import gba_hvd
 from gba_hvd import BadInput, Bag, GbaError, Table
@@ -327,3 +329,32 @@ def test_vocabularies_are_gauges_a_line_of_status_and_an_event_where_a_table_is_
     assert shown is not None and shown["vocabulary"]["user"] == last
     words = f"{last['size']} of 48 rows taken on this host, 0 evicted, {last['no_room']:,} times no room; "
     assert ("ids of user", words + f"{last['missed_share']:.1%} of lookups without a row") in facts(shown)
+
+
+# --- tools -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_export_has_the_id_of_every_row(make_tables: Any, tmp_path: Path) -> None:
+    tables, url = filled(make_tables), str(tmp_path / "store")
+    save_all(tables, url)
+    assert cli.main(["checkpoint", "export", url, "--out", str(tmp_path / "rows.safetensors")]) == 0
+    found = load_file(tmp_path / "rows.safetensors")
+    ids, rows = found["t/id"].numpy(), found["t"].numpy()
+    assert set(found) == {"plain", "plain/sum", "t", "t/sum", "t/id"}
+    mine = ids != -(2**63)
+    assert sorted(ids[mine].tolist()) == tables.vocabulary("t").tolist()
+    assert np.array_equal(rows[mine], tables.rows("t", ids[mine]))
+
+
+def test_checkpoints_of_hashed_tables_of_different_sizes_are_not_compared_row_by_row(
+    make_tables: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = str(tmp_path / "store")
+    tables = [filled(make_tables), filled(make_tables, capacity=400)]
+    for number, one in enumerate(tables, 1):
+        rows = ShardRows(one.memory)
+        saved(rows, Selection(rows, Config()), url, Config(), number)
+    names = sorted(open_store(url).names("manifests/"))
+    assert cli.main(["checkpoint", "diff", url, *names]) == 1
+    assert "hashed tables or the shards have another size" in capsys.readouterr().err
+    assert cli.main(["checkpoint", "verify", url]) == 0
