@@ -14,16 +14,22 @@ from gba_hvd.embedding.row_gradients import RowGrad, merge
 from gba_hvd.embedding.row_optimizers import RowOptimizer, TableOptimizers
 from gba_hvd.shm.layout import Group
 from gba_hvd.shm.shard_memory import ShardMemory
+from gba_hvd.shm.vocabulary import Vocabulary
 
 
 def by_row(memory: ShardMemory, group: Group, grad: RowGrad) -> RowGrad:
     """The gradient of rows that the optimizers get. grad: by key, of shards that are here"""
     vocabulary = memory.vocabulary(group)
-    if vocabulary is None:
-        return grad
-    rows = RowGrad(vocabulary.rows(grad.keys), grad.values, grad.accesses)
-    nothing = RowGrad.none(grad.values.shape[1], grad.accesses is not None)
-    return merge([(rows, 1.0), (nothing, 1.0)])
+    return grad if vocabulary is None else _by_row(vocabulary, grad, vocabulary.rows(grad.keys))
+
+
+def _by_row(vocabulary: Vocabulary, grad: RowGrad, rows: np.ndarray) -> RowGrad:
+    """rows: int64 [n], of the gradient's keys"""
+    found = RowGrad(rows, grad.values, grad.accesses)
+    is_shared = rows >= vocabulary.n_own_rows
+    if not is_shared.any():
+        return found
+    return merge([(found.select(~is_shared), 1.0), (found.select(is_shared), 1.0)])
 
 
 def apply_rows(
@@ -42,13 +48,17 @@ def apply_rows(
 
     scale, lr: see `RowOptimizer.update_`; number: of this step among those that were not skipped
     """
-    rows = by_row(memory, group, grad)
+    vocabulary = memory.vocabulary(group)
+    if vocabulary is None:
+        optimizer.update_(memory.flat, memory.layout, group, grad, scale, lr, number)
+        count_accesses(memory, group, grad, step)
+        return
+    assert grad.accesses is not None  # tables with a hashed one count them
+    found = vocabulary.rows(grad.keys)
+    rows = _by_row(vocabulary, grad, found)
     optimizer.update_(memory.flat, memory.layout, group, rows, scale, lr, number)
     count_accesses(memory, group, rows, step)
-    vocabulary = memory.vocabulary(group)
-    if vocabulary is not None:
-        assert grad.accesses is not None  # tables with a hashed one count them
-        vocabulary.looked_up(grad.keys, grad.accesses, shards, step)
+    vocabulary.looked_up(grad.keys, found, grad.accesses, shards, step)
 
 
 def write_rows(memory: ShardMemory, group: Group, keys: np.ndarray, values: np.ndarray, step: int) -> int:

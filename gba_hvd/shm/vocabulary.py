@@ -79,6 +79,7 @@ class Vocabulary:
         self._filter_at = 4 * place.filter
         self._geometry = layout.n_shards, self._region
         std = layout.init_std if self.spec.std is None else self.spec.std
+        self.n_own_rows = self.spec.entries * layout.n_shards  # rows below are those of ids, those above are shared
         self._seed, self._std = np.uint64(table_seed(layout.seed, group.tables[0].name)), np.float32(std)
 
     # --- readers -----------------------------------------------------------------------------------------------------
@@ -94,7 +95,7 @@ class Vocabulary:
 
     def has(self, keys: np.ndarray) -> np.ndarray:
         """bool [n], whether keys have a row of their own."""
-        found: np.ndarray = self.rows(keys) < self.spec.entries * self._layout.n_shards
+        found: np.ndarray = self.rows(keys) < self.n_own_rows
         return found
 
     def gather(self, keys: np.ndarray, offset: int, out: np.ndarray) -> None:
@@ -145,29 +146,30 @@ class Vocabulary:
 
     # --- the writer of a shard ---------------------------------------------------------------------------------------
 
-    def looked_up(self, keys: np.ndarray, accesses: np.ndarray, shards: np.ndarray, step: int) -> None:
+    def looked_up(
+        self, keys: np.ndarray, rows: np.ndarray, accesses: np.ndarray, shards: np.ndarray, step: int
+    ) -> None:
         """After a step was applied to these shards: count its lookups, admit and evict.
 
-        keys: int64 [n], distinct, of these shards; accesses: uint32 [n]
+        keys: int64 [n], distinct, of these shards; rows: where they are; accesses: uint32 [n]
         """
-        order = np.argsort(keys)
-        keys, accesses = keys[order], accesses[order]
-        rows = self.rows(keys)
         vocabulary_kernels.note_lookups(
             self._longs, self._words, keys, rows, accesses, step, *self._geometry, self._stats_at, self._uses_at,
             self.spec.entries,
         )  # fmt: skip
-        self._admit(keys, rows, accesses, step, self.spec.admit_after)
+        new = np.flatnonzero(rows >= self.n_own_rows)
+        if len(new):
+            self._admit(keys[new], rows[new], accesses[new], step, self.spec.admit_after)
         self._age(shards, step)
 
     def admit(self, keys: np.ndarray, step: int) -> np.ndarray:
         """Rows for keys, not asking the filter: int64 [n], a fallback row where there is no room. keys: distinct"""
-        ordered = np.sort(keys)
-        self._admit(ordered, self.rows(ordered), np.ones(len(ordered), np.uint32), step, 1)
+        self._admit(keys, self.rows(keys), np.ones(len(keys), np.uint32), step, 1)
         return self.rows(keys)
 
     def _admit(self, keys: np.ndarray, rows: np.ndarray, accesses: np.ndarray, step: int, admit_after: int) -> None:
-        spec = self.spec
+        spec, order = self.spec, np.argsort(keys)
+        keys, rows, accesses = keys[order], rows[order], accesses[order]
         new, entries = np.empty_like(keys), np.empty_like(keys)
         n = vocabulary_kernels.choose_entries(
             self._longs, self._words, self._small, keys, rows, accesses, step, *self._geometry, self._stats_at,
@@ -210,7 +212,7 @@ class Vocabulary:
         """
         rows = self.admit(keys_of_ids(ids), step)
         name, dim = self._group.tables[0].name, self._group.dim
-        if (missing := np.count_nonzero(rows >= self.spec.entries * self._layout.n_shards)) > 0:
+        if (missing := np.count_nonzero(rows >= self.n_own_rows)) > 0:
             raise ShardMemoryError(
                 f"table {name!r}: {missing} of {len(ids)} assigned ids found no room among the "
                 f"{self.spec.entries} entries of their shard: raise its capacity to a tenth more than there are ids"

@@ -16,6 +16,11 @@ from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.shm.vocabulary import VocabularyStats
 
 _EVERY_S = 5.0
+_WHY = {
+    None: "it evicts nothing",
+    "ttl": "all ids in reach were looked up within evict_after_steps",
+    "lfu": "all ids in reach were looked up in the same step, for which the table is small",
+}
 
 
 class VocabularyWatch:
@@ -53,8 +58,7 @@ class VocabularyWatch:
         for name, stats in self._before.items():
             if not stats.no_room:
                 continue
-            evict = self._tables.tables[name].evict
-            why = "it evicts nothing" if evict is None else "none of those with a row may go yet"
+            why = _WHY[self._tables.tables[name].evict]
             text = (
                 f"table {name!r} has {stats.size:,} ids in {stats.capacity:,} rows of this host, and new ids found no "
                 f"room: {why}. They keep the shared rows, and are counted (no_room). Raise its capacity, which a "

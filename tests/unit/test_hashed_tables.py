@@ -216,7 +216,7 @@ def filled(make_tables: Any, n: int = 150, **settings: Any) -> Any:
     vocabulary, rows = tables.memory.vocabulary(group), np.arange(n)
     for step in (1, 2):
         some = keys_of_ids(rows[: n if step == 1 else n // 2])
-        vocabulary.looked_up(some, np.full(len(some), 1, np.uint32), np.arange(n_shards), step)
+        vocabulary.looked_up(some, vocabulary.rows(some), np.full(len(some), 1, np.uint32), np.arange(n_shards), step)
     rows = rows[vocabulary.has(keys_of_ids(rows))]
     starts = tables.memory.record_starts(keys_of_ids(rows), group).astype(np.int64)
     tables.memory.flat[starts[:, None] + np.arange(6)] = np.repeat(rows[:, None], 6, axis=1)
@@ -295,7 +295,7 @@ def test_a_chain_gives_each_id_its_newest_row_and_one_entry(make_tables: Any, tm
     selection, url, parent = Selection(rows, config), str(tmp_path / "store"), None
     for number in range(1, 5):
         keys = keys_of_ids(np.arange(40 * number, 40 * number + 60))
-        vocabulary.looked_up(keys, np.full(60, number, np.uint32), np.arange(4), 10 * number)
+        vocabulary.looked_up(keys, vocabulary.rows(keys), np.full(60, number, np.uint32), np.arange(4), 10 * number)
         parent = saved(rows, selection, url, config, number, parent)
     after = filled(make_tables, n=0, capacity=64, evict="lfu")
     restore(open_store(url), ShardRows(after.memory, filling=True))

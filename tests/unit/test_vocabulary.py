@@ -32,7 +32,7 @@ def look_up(vocabulary: Vocabulary, ids: dict[int, int] | list[int], step: int) 
     """A step in which these ids were looked up so often."""
     counted = ids if isinstance(ids, dict) else dict.fromkeys(ids, 1)
     keys, accesses = keys_of_ids(np.array(list(counted), np.int64)), np.array(list(counted.values()), np.uint32)
-    vocabulary.looked_up(keys, accesses, np.arange(vocabulary._layout.n_shards), step)
+    vocabulary.looked_up(keys, vocabulary.rows(keys), accesses, np.arange(vocabulary._layout.n_shards), step)
 
 
 def has(vocabulary: Vocabulary, ids: list[int]) -> list[bool]:
