@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from gba_hvd_tools.chaos import data
+from gba_hvd_tools.chaos.data import raw_ids
 from torch import Tensor, nn
 
 import gba_hvd
@@ -59,19 +60,6 @@ class ParquetClicks(ParquetStream):
         for number, part in enumerate(np.array_split(np.arange(n), n_files)):
             pq.write_table(table.take(pa.array(part)), folder / f"part-{number}.parquet", row_group_size=row_group)
         return f"file://{folder}/*.parquet"
-
-
-class RawClicks(Clicks):
-    """Users have 64-bit ids, half of them negative."""
-
-    def take(self, rows: np.ndarray) -> NamedBatch:
-        batch = super().take(rows)
-        ids = {**batch.ids, "user": torch.from_numpy(raw_ids(self.user[rows]))}
-        return NamedBatch(ids, batch.dense, batch.label, rows=batch.rows)
-
-
-def raw_ids(users: np.ndarray) -> np.ndarray:
-    return (users - 150) * 61_440_000_000_000_001
 
 
 class Model(nn.Module):
@@ -202,8 +190,7 @@ class Training:
         state = gba_hvd.elastic.TorchState(model, optimizer, **values)
         if plan.get("lr_decay"):
             state.on_step(state.scheduler.step)
-        kind_of_data = FeatureClicks if has_features else RawClicks if "hashed" in plan else Clicks
-        dataset = kind_of_data(plan.get("samples", 1000))
+        dataset = (FeatureClicks if has_features else Clicks)(plan.get("samples", 1000), raw="hashed" in plan)
         return cls(dataset, tables, model, optimizer, state, scaler)
 
     def loss(self, batch: gba_hvd.Batch) -> Tensor:

@@ -74,7 +74,7 @@ class Plan:
     workers: at the start, 1 to 3, each under a host name of its own. apart: each name has its own memory and server, so
     that it is a host. mode: at the start; switch_at: step -> mode. inside, outside: faults, JSON values.
     tracking: None, "good", or one of the kinds `tracking_*`. replay: the job writes a trace that is computed again.
-    rule, row_average: as of `GBACallback` and `DistributedOptimizer`
+    rule, row_average: as of `GBACallback` and `DistributedOptimizer`. hashed: users are in a hashed table
     """
 
     seed: int
@@ -94,6 +94,7 @@ class Plan:
     tracking: str | None = None
     replay: bool = False
     row_average: str = "global"
+    hashed: bool = False
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -143,7 +144,7 @@ def _with_rule(plan: Plan, rule: str) -> Plan:
     fitting = RULES[rule]
     optimizer = plan.optimizer if plan.optimizer in fitting else fitting[plan.seed % len(fitting)]
     is_replayed = not plan.apart and rule in REPLAYED_RULES and "shadow" not in (plan.mode, *plan.switch_at.values())
-    return replace(plan, rule=rule, optimizer=optimizer, replay=is_replayed)
+    return replace(plan, rule=rule, optimizer=optimizer, replay=is_replayed, hashed=plan.hashed and not is_replayed)
 
 
 def _drawn(seed: int, mode: str) -> Plan:
@@ -174,11 +175,12 @@ def _drawn(seed: int, mode: str) -> Plan:
     if asynchronous == "gba" and rule == "none" and optimizer in RULES["look_ahead"]:
         # Of numbers of its own: what a seed's schedule had before this rule stays as it is.
         rule = "look_ahead" if np.random.default_rng([seed, 21]).random() < 0.5 else "none"
+    hashed = not replay and np.random.default_rng([seed, 22]).random() < 0.5  # of numbers of its own, too
     return Plan(
         seed, workers, asynchronous if starts_asynchronous else "allreduce", switch_at, apart, compressed, rule,
         optimizer, str(rng.choice(["SGD", "Adagrad", "RowAdagrad", "Adam"])), draw.one("easgd", "ma"),
         int(rng.choice([1, 3, 4])), inside, outside, checkpoints, tracking, replay,
-        draw.one(*ROW_AVERAGES),
+        draw.one(*ROW_AVERAGES), hashed,
     )  # fmt: skip
 
 
