@@ -151,7 +151,7 @@ def _hashed_or_plain(name: str, table: Table) -> Table:
             "tables.assign sets the rows of ids that are known"
         )
     padding = table.padding_idx
-    if padding is not None and not (isinstance(padding, int) and NO_KEY < padding < -NO_KEY):
+    if padding is not None and not (_is_whole(padding, NO_KEY + 1) and padding < -NO_KEY):
         raise BadInput(f"table {name!r}: padding_idx must be an id, an int64 other than -2**63, got {padding!r}")
     assert table.capacity is not None
     return replace(table, fallback_rows=table.fallback_rows or max(1, table.capacity // 100))

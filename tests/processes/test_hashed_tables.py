@@ -95,9 +95,12 @@ def assert_is_a_vocabulary(job: Cluster) -> None:
     assert 20 < len(ids) == len(np.unique(ids)) < 150
 
 
-def test_a_host_that_was_lost_gets_its_ids_and_rows_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "policy", ["mfu", *(pytest.param(policy, marks=pytest.mark.variant) for policy in ("delta", "ssu", "scar"))]
+)
+def test_a_host_that_was_lost_gets_its_ids_and_rows_back(tmp_path: Path, policy: str) -> None:
     """Out of a chain of partial saves."""
-    plan = saving(tmp_path, policy="mfu", total_samples=4000, recovery="partial")
+    plan = saving(tmp_path, policy=policy, total_samples=4000, recovery="partial")
     plan |= {"holds": HOLDS, "wait_at_step": 36, **FEW}
     with cluster(tmp_path, **plan, own_memory_per_name=True, epochs=4, sleep_s=0.05) as job:
         job.start_elastic(TWO, cooldown_s=600)
@@ -110,7 +113,7 @@ def test_a_host_that_was_lost_gets_its_ids_and_rows_back(tmp_path: Path) -> None
         assert job.wait(PATIENCE_S) == 0, job.log()
         job.assert_nothing_left()
         assert back["rows_restored"] > 0 and back["rows_lost"] == 0
-        assert {saved["kind"] for saved in events(job, "checkpoint")} >= {"full", "mfu"}
+        assert {saved["kind"] for saved in events(job, "checkpoint")} >= {"full", policy}
         job.assert_every_sample_once(epochs=4)
         assert_is_a_vocabulary(job)
 

@@ -105,6 +105,13 @@ def test_every_form_of_ids_works_and_padding_is_left_out(make_tables: Any) -> No
     assert not tables.admitted("t", [big, 5]).any() and tables.vocabulary("t").tolist() == []
 
 
+def test_a_compiled_model_looks_up_raw_ids(make_tables: Any) -> None:
+    tables = make_tables({"t": Table(dim=4, keys="hash64", capacity=500)})
+    ids = {"t": torch.tensor([2**62, -3, 2**62])}
+    compiled = torch.compile(lambda ids: tables(ids)["t"] * 2, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(ids), tables(ids)["t"] * 2)
+
+
 def test_a_table_of_numbered_rows_has_no_vocabulary(make_tables: Any) -> None:
     with pytest.raises(BadInput, match="table 't' is not hashed: its ids are 0 to 9"):
         make_tables({"t": (10, 4)}).vocabulary("t")
