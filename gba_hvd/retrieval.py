@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from gba_hvd.accumulators import Frames, Part
 from gba_hvd.batch import Bag
 from gba_hvd.batch_keys import BatchKeys
 from gba_hvd.elastic import TorchState
 from gba_hvd.embedding.tables import Ids
 from gba_hvd.errors import BadInput
 from gba_hvd.evaluation import reader, ready_engine
-from gba_hvd.ranking import (
+from gba_hvd.metrics.accumulators import Frames, Part
+from gba_hvd.metrics.ranking import (
     ItemLists,
     Items,
     Queries,

@@ -31,7 +31,7 @@ class Column:
 
 
 KEY = Column("key", 2, exact=True)
-"""Of a keyed table: whose row it is, int64."""
+"""Of a keyed table: the key that the row belongs to, int64."""
 USES = Column("uses", 2, exact=True)
 """Of a keyed table: how often the key was used, and when last, uint32 each; the newer of two rows of a key counts."""
 NO_KEY = -(2**63)
@@ -133,7 +133,7 @@ class RowSource(Protocol):
 
 
 class KeyedRowSource(RowSource, Protocol):
-    """A row source that has keyed tables. Called for shards that nobody else uses yet."""
+    """A row source that has keyed tables. Called for shards that no other process uses yet."""
 
     def clear(self, table: int, shard: int) -> None:
         """No key has a row; shared rows are as they start."""
@@ -200,7 +200,7 @@ def _whole(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
 Choice = Callable[[int, int], RowIndices]
 
 
-def everything(holder: RowSource) -> Choice:
+def everything(source: RowSource) -> Choice:
     """All rows of the row source."""
-    schema = holder.schema
+    schema = source.schema
     return lambda table, shard: slice(0, schema.tables[table].rows_in(shard, schema.n_shards))

@@ -6,7 +6,7 @@ Two files in the job's folder, written by the host's leader, in every mode and w
     progress   where it stands; a page that is mapped, so a step costs one small copy and no call of the system.
                Its second half has, as JSON, what is known of the vocabularies of hashed tables
 
-They are for people. A reader may meet a page that is being written; nobody decides anything by it.
+They are for people. A reader may meet a page that is being written; nothing is decided by it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 In each shard, beside the records, in this order (`shm.layout.VocabularyPlace`):
 
     stats    int64 [STATS]         what the shard counts of itself (`Stat`)
-    keys     int64 [rows]          whose record it is, by the record's number; NO_KEY: nobody's
+    keys     int64 [rows]          the key that each record belongs to; NO_KEY: none
     uses     uint32 [rows, 2]      lookups of the key, halved now and then; the step of the last one, plus 1
     filter   uint8 [n_counters]    lookups of keys without an entry, a count-min sketch of two hashes
 
@@ -112,7 +112,7 @@ class Vocabulary:
             out[moved[:n]] = again
 
     def keys(self, shard: int) -> np.ndarray:
-        """int64 [rows], a view: whose each record of a shard is."""
+        """int64 [rows], a view: the key of each record of a shard, or NO_KEY."""
         start = shard * self._region + self._keys_at
         return self._longs[start : start + self.spec.rows]
 
@@ -192,7 +192,7 @@ class Vocabulary:
             spec.evict_after_steps, _HALVED_AFTER * spec.entries, self._group.at, self._group.record,
         )  # fmt: skip
 
-    # --- shards that nobody reads yet --------------------------------------------------------------------------------
+    # --- shards that no process reads yet ----------------------------------------------------------------------------
 
     def clear(self, shard: int) -> None:
         """No key has an entry; fallback rows get their initial values. The rest of the region is zeros."""

@@ -84,7 +84,7 @@ def find_rows(
 def find_moved(
     longs: Any, keys: Any, rows: Any, n_shards: int, region: int, keys_at: int, entries: int, moved: Any
 ) -> int:
-    """moved: the positions of the keys whose entry, found before, is another's by now. Returns how many."""
+    """moved: the positions of the keys whose entry, found before, has another key by now. Returns how many."""
     n = 0
     for i in range(len(keys)):
         shard, place = rows[i] % n_shards, rows[i] // n_shards
@@ -266,7 +266,7 @@ def insert_entries(
     longs: Any, words: Any, keys: Any, uses: Any, shard: int, region: int, stats_at: int, keys_at: int, uses_at: int,
     entries: int, evicts: int, rows: Any,
 ) -> int:  # fmt: skip
-    """Give keys of one shard, which nobody reads, entries: rows[i] = the place in the shard, -1: none.
+    """Give keys of one shard, which no process reads, entries: rows[i] = the place in the shard, -1: none.
 
     A key that is there keeps the newer use. Of a full bucket the least used gives way, if that is less used than the
     key; uses: uint32 [n, 2]. Returns how many keys, these or others, have no entry for lack of room. evicts: 0: then a

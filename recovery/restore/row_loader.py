@@ -35,7 +35,7 @@ from recovery.storage.store import Store, read
 
 @dataclass(frozen=True)
 class Age:
-    """Of the rows that came back, in steps. Negative: a row is younger than the step it is compared with."""
+    """Age of the restored rows, in steps. Negative: a row is younger than the step it is compared with."""
 
     least: int
     mean: float
@@ -43,7 +43,7 @@ class Age:
 
 
 @dataclass(frozen=True)
-class Run:
+class SectionRun:
     """Consecutive sections of a blob, read at once."""
 
     blob: str
@@ -55,7 +55,7 @@ class Run:
 
     @property
     def cost_bytes(self) -> int:
-        """Of memory: what is read, and the largest section twice (decompressed, dequantised)."""
+        """Memory it takes: what is read, and the largest section twice (decompressed, dequantised)."""
         return self.n_bytes + 2 * max(section.raw_bytes for section in self.sections)
 
     def pieces(self, data: memoryview) -> Iterator[tuple[Section, memoryview]]:
@@ -65,27 +65,27 @@ class Run:
             yield section, data[section.start - start : section.start - start + section.n_bytes]
 
 
-def runs(blobs: Sequence[Blob], wanted: Callable[[Section], bool], most_bytes: int) -> Iterator[Run]:
+def runs(blobs: Sequence[Blob], wanted: Callable[[Section], bool], most_bytes: int) -> Iterator[SectionRun]:
     """The wanted sections, neighbours together as long as they are not more than `most_bytes`."""
     for blob in blobs:
         run: list[Section] = []
         for section in blob.sections:
             if run and (not wanted(section) or sum(s.n_bytes for s in run) + section.n_bytes > most_bytes):
-                yield Run(blob.name, tuple(run))
+                yield SectionRun(blob.name, tuple(run))
                 run = []
             if wanted(section):
                 run.append(section)
         if run:
-            yield Run(blob.name, tuple(run))
+            yield SectionRun(blob.name, tuple(run))
 
 
 class Filling:
     """One attempt at one chain."""
 
-    def __init__(self, store: Store, holder: RowSource, asked: tuple[int, ...], chain: Chain, config: Config) -> None:
-        self._store, self._holder, self._asked = store, holder, frozenset(asked)
+    def __init__(self, store: Store, source: RowSource, asked: tuple[int, ...], chain: Chain, config: Config) -> None:
+        self._store, self._source, self._asked = store, source, frozenset(asked)
         self._chain, self._config = chain, config
-        schema = holder.schema
+        schema = source.schema
         self._written: dict[tuple[int, int], np.ndarray] | None = None
         if len(chain.manifests) > 1:
             self._written = {
@@ -119,16 +119,16 @@ class Filling:
     def saved_samples(self) -> float:
         """Mean over the rows: how many samples had been applied when each was itself saved last.
 
-        A save of all that changed ("delta") also speaks for the rows that it leaves out, also where later saves leave
+        A save of all that changed ("delta") covers the rows that it leaves out as well, also where later saves leave
         rows out. Rows that were read some steps after their save began count as saved then, at the mean number of
         samples per step so far.
         """
         total = 0.0
         for (number, step), n in self._restored.items():
             saves = self._chain.manifests
-            speaks = max((i for i in range(number + 1, len(saves)) if saves[i].kind == "delta"), default=number)
-            save = saves[speaks]
-            later = step - save.step if speaks == number else 0
+            from_save = max((i for i in range(number + 1, len(saves)) if saves[i].kind == "delta"), default=number)
+            save = saves[from_save]
+            later = step - save.step if from_save == number else 0
             total += n * (save.samples + later * save.samples / max(1, save.step))
         return total / max(1, self.n_rows)
 
@@ -144,12 +144,12 @@ class Filling:
     @property
     def n_asked(self) -> int:
         """The rows of the shards asked for, as far as they can be known before."""
-        schema = self._holder.schema
+        schema = self._source.schema
         tables = [table for number, table in enumerate(schema.tables) if number not in self._regrouped]
         return self.n_regrouped + sum(t.rows_in(shard, schema.n_shards) for t in tables for shard in self._asked)
 
     def run(self) -> None:
-        keyed = cast(KeyedRowSource, self._holder)
+        keyed = cast(KeyedRowSource, self._source)
         for number, shard in product(self._regrouped, self._asked):
             keyed.clear(number, shard)
         # Where keys find room depends on the order in which they come.
@@ -157,14 +157,14 @@ class Filling:
         with ThreadPoolExecutor(readers, "recovery-read") as pool:
             for number in reversed(range(len(self._chain.manifests))):
                 self._go_through(number, pool)  # one after the other: the newer one wins
-        for number, table in enumerate(self._holder.schema.tables):
+        for number, table in enumerate(self._source.schema.tables):
             for shard in self._asked if table.is_keyed and number not in self._regrouped else ():
                 keyed.settle(number, shard)
 
     def _go_through(self, number: int, pool: ThreadPoolExecutor) -> None:
         manifest = self._chain.manifests[number]
         n_shards = manifest.schema.n_shards
-        mine = self._holder.schema.n_shards
+        mine = self._source.schema.n_shards
         reach = [any(into in self._asked for into, _, _ in spread(s, n_shards, mine)) for s in range(n_shards)]
 
         def is_wanted(section: Section) -> bool:
@@ -191,7 +191,7 @@ class Filling:
             del in_flight[future]
             future.result()
 
-    def _read(self, number: int, manifest: Manifest, run: Run) -> None:
+    def _read(self, number: int, manifest: Manifest, run: SectionRun) -> None:
         data = read(self._store, run.blob, run.sections[0].start, run.n_bytes)
         rows_of_step: dict[int, int] = {}
         for section, piece in run.pieces(data):
@@ -212,7 +212,7 @@ class Filling:
 
     def _scatter(self, section: Section, saved_in: int, indices: np.ndarray, records: np.ndarray) -> int:
         """Write the rows that nothing newer has written into the shards asked for; returns how many."""
-        n_shards, n = self._holder.schema.n_shards, 0
+        n_shards, n = self._source.schema.n_shards, 0
         for into, start, stride in spread(section.shard, saved_in, n_shards):
             if into not in self._asked:
                 continue
@@ -237,11 +237,11 @@ class Filling:
         new = ~seen[indices]
         seen[indices] = True
         indices, records = indices[new], records[new]
-        keys, n_shards, n = was.keys(records), self._holder.schema.n_shards, 0
+        keys, n_shards, n = was.keys(records), self._source.schema.n_shards, 0
         for shard in self._asked:
             mine = (keys != NO_KEY) & (keys % n_shards == shard)
             if mine.any():
-                written, without = cast(KeyedRowSource, self._holder).insert(section.table, shard, records[mine])
+                written, without = cast(KeyedRowSource, self._source).insert(section.table, shard, records[mine])
                 n, self.n_without_room = n + written, self.n_without_room + without
         entries = was.n_rows // saved_in - was.shared_rows
         for index, record in zip(indices[indices >= entries], records[indices >= entries], strict=True):
@@ -251,18 +251,18 @@ class Filling:
 
     def _share(self, table: int, row: int, was: Table, saved_in: int, record: np.ndarray) -> int:
         """Write a shared row, by its number among all, to those that continue it; returns how many."""
-        schema, n = self._holder.schema, 0
+        schema, n = self._source.schema, 0
         now = schema.tables[table]
         entries = now.n_rows // schema.n_shards - now.shared_rows
         for target in range(row, now.shared_rows * schema.n_shards, was.shared_rows * saved_in):
             if target % schema.n_shards in self._asked:
                 at = entries + target // schema.n_shards
-                write_rows(self._holder.slab(table, target % schema.n_shards), slice(at, at + 1), record[None])
+                write_rows(self._source.slab(table, target % schema.n_shards), slice(at, at + 1), record[None])
                 n += 1
         return n
 
     def _write(self, table: int, shard: int, indices: RowIndices, records: np.ndarray) -> int:
-        slab = self._holder.slab(table, shard)
+        slab = self._source.slab(table, shard)
         if self._written is not None:
             written = self._written[table, shard]
             new = ~written[indices]

@@ -37,7 +37,7 @@ from gba_hvd.faults import Fault, _continue_later  # noqa: E402
 from gba_hvd.ps import launch  # noqa: E402
 from gba_hvd.switching import enter_ps, leave_ps  # noqa: E402
 
-from .data import Clicks, raw_ids  # noqa: E402
+from .data import ChaosClicks, raw_ids  # noqa: E402
 
 _notes = os.open(OUT / f"{socket.gethostname()}-{os.getpid()}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
@@ -105,7 +105,7 @@ def go_through_the_proxy() -> None:
 
 
 torch.manual_seed(3)
-dataset = Clicks(PLAN["samples"], raw=PLAN["hashed"])
+dataset = ChaosClicks(PLAN["samples"], raw=PLAN["hashed"])
 ROW_LRS = {"SGD": 4.0 if PLAN["row_average"] == "global" else 1.0, "Adam": 0.02}
 # Room for nearly all of the 300: some are turned away or evicted.
 users = gba_hvd.Table(dim=8, keys="hash64", capacity=288, evict="lfu") if PLAN["hashed"] else gba_hvd.Table(300, 8)
@@ -117,7 +117,7 @@ tables = gba_hvd.EmbeddingTables(
 )
 
 
-class Model(torch.nn.Module):
+class ChaosModel(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tables, self.linear = tables, torch.nn.Linear(8 + 6 + 2, 1)
@@ -142,7 +142,7 @@ def compressor(name: str) -> Spec:
     return gba_hvd.Compression.by_name(name, keep=0.3).then(gba_hvd.Compression.int8).always()
 
 
-model = Model()
+model = ChaosModel()
 optimizer: Any = gba_hvd.DistributedOptimizer(
     OPTIMIZERS[PLAN["optimizer"]](model.parameters()), tables, global_batch=PLAN["global_batch"],
     micro_batch=PLAN["micro_batch"], named_parameters=model.named_parameters(), compression=compressor("dct"),

@@ -1,7 +1,7 @@
 """Writes a checkpoint as one file of plain tensors: safetensors, or a `state_dict` for torch.load.
 
 Names are those of the model: a table's weights have its own name, its slots are `TABLE/SLOT`. A hashed table has its
-ids beside that, `TABLE/id`, -2**63 for rows that are nobody's or shared. What was saved beside the
+ids beside that, `TABLE/id`, -2**63 for rows that belong to no id or are shared. What was saved beside the
 rows and is a tensor comes along: the model's under its name, all other under `state/...`. Tables are read one after the
 other, straight into the mapped file, so that none has to fit into memory.
 """
@@ -39,7 +39,7 @@ _OF_ROWS: dict[int, np.dtype[Any]] = {
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedFiles:
     """not_saved: rows that the checkpoint does not have, by table; they are zero. left_out: of the state, and why."""
 
     n_tensors: int
@@ -56,7 +56,7 @@ def export(
     *,
     weights_only: bool = False,
     on_bytes: Callable[[int], object] = lambda n: None,
-) -> Exported:
+) -> ExportedFiles:
     """Write the file, all or nothing. Raises Damaged when the checkpoint is, BadInput when the file cannot be made."""
     from gba_hvd.shm.layout import ids_of
     from recovery.errors import BadInput, StoreError
@@ -99,7 +99,7 @@ def export(
     finally:
         with contextlib.suppress(OSError):
             fresh.unlink()
-    return Exported(len(shapes) + len(dense), out.stat().st_size, not_saved, left_out)
+    return ExportedFiles(len(shapes) + len(dense), out.stat().st_size, not_saved, left_out)
 
 
 def column_names(manifest: Manifest) -> list[list[str]]:
