@@ -16,10 +16,10 @@ from gba_hvd.callbacks import Event, Job
 from gba_hvd.checkpoint.job_checkpoints import checkpoints_of
 from gba_hvd.comm.world_formation import Wait, stands
 from gba_hvd.elastic import endings
-from gba_hvd.embedding.features import Table
 from gba_hvd.membership import JoinResult
 from gba_hvd.shm import retained_state
 from gba_hvd.shm.job_board import Board
+from gba_hvd.shm.layout import HashedSpec
 from gba_hvd.switching.requests import ModeRequests, switching_of
 from gba_hvd.training.engine import Engine
 from gba_hvd.training.parameter_watch import names_in_words
@@ -190,7 +190,7 @@ def _settings(engine: Engine) -> dict[str, Any]:
     switching, checkpoints = switching_of(engine), checkpoints_of(engine)
     tables = engine.model.tables
     own = {t.name: repr(tables.optimizers.of(t.optimizer)) for t in tables.layout.tables if t.optimizer}
-    hashed = {name: _hashed(table) for name, table in tables.tables.items() if table.keys}
+    hashed = {t.name: _hashed(t.hashed, tables.layout.n_shards) for t in tables.layout.tables if t.hashed is not None}
     of_the_mode = {"mode": "allreduce"} if switching is None else switching.describe()
     return {
         "tables": {t.name: [t.n_rows, t.dim] for t in engine.model.tables.layout.tables},
@@ -212,9 +212,9 @@ def _settings(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _hashed(table: Table) -> dict[str, Any]:
-    named = ("keys", "capacity", "admit_after", "evict", "evict_after_steps", "fallback_rows")
-    return {name: value for name in named if (value := getattr(table, name)) is not None}
+def _hashed(spec: HashedSpec, n_shards: int) -> dict[str, Any]:
+    found = {"capacity": n_shards * spec.entries, "fallback_rows": n_shards * spec.fallback}
+    return {**found, "admit_after": spec.admit_after, "evict": spec.evict, "evict_after_steps": spec.evict_after_steps}
 
 
 def _dense_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
