@@ -344,6 +344,8 @@ class FaultSchedule(Callback):
                     os.write(fd, json.dumps({**asdict(firing), "fault": fault.entry()}).encode())
                 finally:
                     os.close(fd)
+                self._known[number] = firing  # who made the file carries it out, also if another thread has read it
+                return fault
             if self._known.setdefault(number, firing) is firing:
                 return fault
         return None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ...simulated.output import json_values, loss_text
+from ...simulated.output import json_values, loss_text, silent_servers
 
 if TYPE_CHECKING:
     from ...simulated.event_loop import TrainingOutcome
@@ -68,13 +67,13 @@ def run(args: argparse.Namespace) -> int:
         raise BadInput(f"--seeds must be 1 or more, got {args.seeds}")
     args.rule_settings = parsed_settings(args.rule, args.rule_settings)
     torch.set_num_threads(1)
-    logging.getLogger("gba_hvd.ps").setLevel(logging.CRITICAL)  # steps that are not finite are in the table
     plans = [
         [_experiment(args, n, rule, seed) for seed in range(args.seeds)] for n in args.workers for rule in args.rule
     ]
     with tempfile.TemporaryDirectory(prefix="gba-hvd-simulate-") as scratch:
         folder = _clicks(args, Path(scratch))
-        lines = [simulated(plan, folder) for plan in plans]
+        with silent_servers():
+            lines = [simulated(plan, folder) for plan in plans]
     show(lines, args)
     if args.plot:
         from .training_plot import draw
