@@ -48,6 +48,9 @@ class Table:
     looked up least, lookups of long ago counting less, of 32. "ttl": one that was not looked up for more than
     `evict_after_steps` steps; such ids also go while there is room.
     Which ids have a row depends on the data alone, not on the number of workers.
+
+    `EmbeddingTables` raises BadInput for a table that cannot be: n_rows or dim below 1, a padding_idx out of range,
+    options that do not go together.
     """
 
     n_rows: int = 0
@@ -80,6 +83,8 @@ class Feature:
 
     pooling: how the ids of a sample become one row of the result: "sum", "mean" or "max", as in `nn.EmbeddingBag`;
     a sample without ids gives zeros. None: they do not, every id has a row of its own, as in `nn.Embedding`.
+
+    `EmbeddingTables` raises BadInput for an unknown table or pooling.
     """
 
     table: str

@@ -115,6 +115,9 @@ class EmbeddingTables(nn.Module):
 
     The tables are no `nn.Parameter`s: they are shared by all workers of a host and are not in `state_dict()`.
     Rows are float32. Initial rows are normal(0, init_std) and depend on (seed, table, row) only.
+
+    Raises BadInput for tables, features, modes or settings that do not fit together, by name; a call raises it for ids
+    of unknown features, of a wrong dtype or shape, or out of range.
     """
 
     def __init__(
@@ -502,6 +505,7 @@ class EmbeddingTables(nn.Module):
             c.rows.grad = None
 
     def drop_gradients(self) -> None:
+        """Discard the row gradients of this thread's forward passes."""
         self._passes.captured = []
 
     # --- rows from elsewhere ---------------------------------------------------------------------------------------
