@@ -117,6 +117,7 @@ def batches(
         yield from _run(dataset, read, state, how, epoch)
     state.finished_epoch, progress.n_evaluated, progress.epoch_over = epoch, 0, True
     engine.reports.traffic()
+    engine.reports.vocabularies(now=True)
 
 
 @dataclasses.dataclass(frozen=True)

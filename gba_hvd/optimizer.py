@@ -18,6 +18,7 @@ from gba_hvd.compression.spec import Compression, Spec, dense_spec_of, row_spec_
 from gba_hvd.embedding.tables import EmbeddingTables, join_tables
 from gba_hvd.errors import BadInput
 from gba_hvd.gradients.clipping import Clip
+from gba_hvd.shm import vocabulary_kernels
 from gba_hvd.switching.mode_limits import check_modes
 from gba_hvd.training.engine import Engine
 from gba_hvd.training.grad_scaler import distribute, scale_of
@@ -161,6 +162,13 @@ def DistributedOptimizer(
     kernels.load()
     if not all(spec.is_none for spec in specs):
         compression_kernels.load()
+    if hashed := [name for name, table in tables.tables.items() if table.keys]:
+        if specs[1].pools:
+            raise BadInput(
+                f"row_compression=dct_mp names what is pooled on other hosts by numbers above those of all rows, and "
+                f"table {hashed[0]!r} has keys='hash64', whose ids take all numbers: use another row_compression"
+            )
+        vocabulary_kernels.load()
     model = TrainedModel(
         optimizer, tables, names, global_batch, micro_batch, row_average, *specs, clip, loss_scale,
         sync_micro_batch,

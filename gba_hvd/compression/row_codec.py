@@ -31,17 +31,23 @@ from gba_hvd.embedding.row_gradients import RowGrad
 _BACK = struct.Struct("<BxxxIII")  # kind of indices, bytes of them, rows, bytes of values
 
 
+def ascending(keys: np.ndarray) -> np.ndarray:
+    """int64 [n] in the order that keys are written in: as unsigned numbers, for those of hashed tables may be
+    negative."""
+    return np.sort(keys.view(np.uint64)).view(np.int64)
+
+
 def write_keys(keys: np.ndarray) -> bytes:
-    """int64 [n], ascending and distinct."""
+    """int64 [n], distinct and `ascending`."""
     out = np.empty(10 * len(keys), np.uint8)
     return out[: kernels.write_varints(keys, out)].tobytes()
 
 
 def read_keys(data: Any, limit: int) -> np.ndarray:
-    """int64 [n], ascending, distinct, each below limit. Raises BadMessage otherwise."""
+    """int64 [n], `ascending`, distinct, each below limit as an unsigned number. Raises BadMessage otherwise."""
     data = np.frombuffer(data, np.uint8).copy()
     keys = np.empty(n_keys(data), np.int64)
-    if kernels.read_varints(data, limit, keys) != len(keys):
+    if limit < 1 or kernels.read_varints(data, np.uint64(limit - 1), keys) != len(keys):
         raise BadMessage(f"{len(data)} bytes of row keys are no ascending keys below {limit}")
     return keys
 

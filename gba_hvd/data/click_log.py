@@ -36,6 +36,9 @@ class ClickLog:
     features:    the table of each field; `Batch.ids` has one entry for each
     n_dense:     width of `Batch.dense`
     description: JSON values that say what this is
+
+    `open` raises BadInput for a dataset that is missing, cut or damaged; `take` raises IndexError for rows out of
+    range.
     """
 
     def __init__(

@@ -19,6 +19,7 @@ from gba_hvd.elastic import endings
 from gba_hvd.membership import JoinResult
 from gba_hvd.shm import retained_state
 from gba_hvd.shm.job_board import Board
+from gba_hvd.shm.layout import HashedSpec
 from gba_hvd.switching.requests import ModeRequests, switching_of
 from gba_hvd.training.engine import Engine
 from gba_hvd.training.parameter_watch import names_in_words
@@ -189,9 +190,11 @@ def _settings(engine: Engine) -> dict[str, Any]:
     switching, checkpoints = switching_of(engine), checkpoints_of(engine)
     tables = engine.model.tables
     own = {t.name: repr(tables.optimizers.of(t.optimizer)) for t in tables.layout.tables if t.optimizer}
+    hashed = {t.name: _hashed(t.hashed, tables.layout.n_shards) for t in tables.layout.tables if t.hashed is not None}
     of_the_mode = {"mode": "allreduce"} if switching is None else switching.describe()
     return {
         "tables": {t.name: [t.n_rows, t.dim] for t in engine.model.tables.layout.tables},
+        **({"hashed_tables": hashed} if hashed else {}),
         "n_shards": engine.model.tables.layout.n_shards,
         "global_batch": engine.model.global_batch,
         "micro_batch": engine.model.micro_batch,
@@ -207,6 +210,11 @@ def _settings(engine: Engine) -> dict[str, Any]:
         **{name: value for name, value in of_the_mode.items() if value is not None},
         **({} if switching is None else {"rule_reason": switching.rule_reason}),
     }
+
+
+def _hashed(spec: HashedSpec, n_shards: int) -> dict[str, Any]:
+    found = {"capacity": n_shards * spec.entries, "fallback_rows": n_shards * spec.fallback}
+    return {**found, "admit_after": spec.admit_after, "evict": spec.evict, "evict_after_steps": spec.evict_after_steps}
 
 
 def _dense_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -243,6 +251,8 @@ def _of_a_start(engine: Engine, joined: JoinResult, residuals_missing: int) -> I
     if (report := joined.resumed) is not None:
         name = report.manifest.name
         text = f"resuming at step {step} from {name}: {report.n_rows:,} rows in {report.seconds:.1f} s"
+        if report.n_without_room:
+            text += f"; {report.n_without_room:,} ids, the least used, have no row any more: fewer rows are here"
         skipped = [f"{one.name}: {one.why}" for one in report.skipped]
         facts = {"manifest": name, "rows_restored": report.n_rows, "rows_lost": report.n_lost, "age": report.age.mean}
         facts |= {"seconds": report.seconds, "skipped": skipped, **_delays(engine)}

@@ -39,8 +39,9 @@ from gba_hvd.embedding.pooling import Pooling, pool, stack
 from gba_hvd.embedding.row_gradients import RowGrad, distinct
 from gba_hvd.embedding.row_optimizers import RowOptimizer
 from gba_hvd.errors import BadInput, GbaError
-from gba_hvd.shm.layout import Group, Layout
+from gba_hvd.shm.layout import Group, Layout, keys_of_ids
 from gba_hvd.shm.shard_memory import ShardMemory
+from gba_hvd.shm.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,9 @@ class EmbeddingTables(nn.Module):
 
     The tables are no `nn.Parameter`s: they are shared by all workers of a host and are not in `state_dict()`.
     Rows are float32. Initial rows are normal(0, init_std) and depend on (seed, table, row) only.
+
+    Raises BadInput for tables, features, modes or settings that do not fit together, by name; a call raises it for ids
+    of unknown features, of a wrong dtype or shape, or out of range.
     """
 
     def __init__(
@@ -137,12 +141,15 @@ class EmbeddingTables(nn.Module):
         refuse_unused_modes(features, mode)
         self.optimizers, numbers = optimizers_of(optimizer, self.tables)
         shapes = {name: (table.n_rows, table.dim) for name, table in self.tables.items()}
-        own_slots = tuple(one.slots for one in self.optimizers.own)
-        self.layout = Layout.of(shapes, optimizer.slots, self.config.n_shards, seed, init_std, numbers, own_slots)
+        own_slots, n_shards_ = tuple(one.slots for one in self.optimizers.own), self.config.n_shards
+        specs = {name: table.hashed_spec(n_shards_) for name, table in self.tables.items()}
+        hashed = {name: spec for name, spec in specs.items() if spec is not None}
+        self.layout = Layout.of(shapes, optimizer.slots, n_shards_, seed, init_std, numbers, own_slots, hashed)
         self.initial_rows = InitialRows(self.tables, init_std)
         self._sources = {name: self._source(name, feature) for name, feature in self.features.items()}
         self.memory: ShardMemory | None = None
-        self.counts_accesses = False  # each row's, in every micro-batch: for checkpoints that save what is used most
+        # Lookups of each row, in every micro-batch: for admission, and for checkpoints that save what is used most.
+        self.counts_accesses = bool(hashed)
         self.local: np.ndarray | None = None  # bool [S]: shards of this host; None when all are
         # Sets rows (group, keys, values) in the memory, between steps; None: it cannot be done here.
         self.write_rows: Callable[[int, np.ndarray, np.ndarray], None] | None = None
@@ -159,10 +166,14 @@ class EmbeddingTables(nn.Module):
     def _source(self, name: str, feature: Feature) -> Source:
         group, first_key = self.layout.place_of_table[feature.table]
         table = self.tables[feature.table]
-        return Source(name, feature.table, group, first_key, table.n_rows, feature.pooling, table.padding_idx)
+        padding = None if table.padding_idx is None else first_key + table.padding_idx
+        if table.keys and table.padding_idx is not None:
+            padding = int(keys_of_ids(np.array([table.padding_idx]))[0])
+        return Source(name, feature.table, group, first_key, table.n_rows, feature.pooling, padding)
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{t.name}: {t.n_rows:,} x {t.dim}" for t in self.layout.tables)
+        shapes = {n: f"{t.n_rows:,}" if not t.keys else f"up to {t.capacity:,}" for n, t in self.tables.items()}
+        return ", ".join(f"{name}: {shapes[name]} x {table.dim}" for name, table in self.tables.items())
 
     def __getstate__(self) -> dict[str, Any]:
         """Neither `copy.deepcopy` nor pickle can copy memory that other processes write."""
@@ -301,7 +312,7 @@ class EmbeddingTables(nn.Module):
             isinstance(column, Tensor) and column.ndim == 1 and len(column) != len(columns[0]) for column in columns
         ):
             raise BadInput(f"stacked(): all fields need {len(columns[0])} ids, got {[len(c) for c in columns]}")
-        has_padding = any(source.padding_idx is not None for source in sources)
+        has_padding = any(source.padding_key is not None for source in sources)
         if len(columns) != len(ids) or has_padding or len({source.group for source in sources}) > 1:
             return self._stacked_pooled(ids)
         keys, batch = np.empty(sum(len(column) for column in columns), np.int64), len(columns[0])
@@ -333,8 +344,9 @@ class EmbeddingTables(nn.Module):
         keys = np.empty(sum(column.numel() for _, column in columns), np.int64)
         at = 0
         for name, column in columns:
-            table = next(t for t in self.layout.groups[group].tables if t.name == name)
-            source = Source(name, name, group, self.layout.place_of_table[name][1], table.n_rows, None, None)
+            source = Source(
+                name, name, group, self.layout.place_of_table[name][1], self.tables[name].n_rows, None, None
+            )
             fill_keys(source, column, keys[at : at + column.numel()])
             at += column.numel()
         return keys
@@ -409,12 +421,12 @@ class EmbeddingTables(nn.Module):
         assert self.memory is not None
         layout = self.layout
         if self.local is None:
-            kernels.gather_rows(self.memory.flat, layout.record_starts(keys, group), 0, out)
+            self.memory.gather(keys, group, 0, out)
             return
         here = self.local[keys % layout.n_shards]
         local_at, remote_at = np.flatnonzero(here), np.flatnonzero(~here)
         rows = np.empty((len(local_at), group.dim), dtype=np.float32)
-        kernels.gather_rows(self.memory.flat, layout.record_starts(keys[local_at], group), 0, rows)
+        self.memory.gather(keys[local_at], group, 0, rows)
         out[local_at] = rows
         if len(remote_at):
             remote, index = self.remote[group_number], np.empty(len(remote_at), dtype=np.int32)
@@ -455,7 +467,8 @@ class EmbeddingTables(nn.Module):
         `notes_samples`.
         """
         n_micro = -(-n_samples // micro_batch)
-        found: list[list[np.ndarray]] = [[np.empty(0, np.int64)] for _ in self.layout.groups]
+        keys: list[list[np.ndarray]] = [[np.empty(0, np.int64)] for _ in self.layout.groups]
+        micro: list[list[np.ndarray]] = [[np.empty(0, np.int64)] for _ in self.layout.groups]
         for c in self._passes.captured:
             if c.rows.grad is None:
                 continue
@@ -465,11 +478,14 @@ class EmbeddingTables(nn.Module):
                     f"{n_samples}: with sync_micro_batch and rows averaged over contributors the tables must see which "
                     "micro-batch each id belongs to. Leave sync_micro_batch out, or use row_average='global'"
                 )
-            found[c.group].append(c.keys[c.ids] * n_micro + c.samples // micro_batch)
+            keys[c.group].append(c.keys[c.ids])
+            micro[c.group].append(c.samples // micro_batch)
         counts = []
-        for pairs in found:
-            keys, n = np.unique(np.unique(np.concatenate(pairs)) // n_micro, return_counts=True)
-            counts.append(RowGrad(keys, n.astype(np.float32)[:, None]))
+        for some, numbers in zip(keys, micro, strict=True):
+            distinct_keys, which = np.unique(np.concatenate(some), return_inverse=True)
+            pairs = np.unique(which * n_micro + np.concatenate(numbers))
+            n = np.bincount(pairs // n_micro, minlength=len(distinct_keys))
+            counts.append(RowGrad(distinct_keys, n.astype(np.float32)[:, None]))
         return counts
 
     @property
@@ -489,6 +505,7 @@ class EmbeddingTables(nn.Module):
             c.rows.grad = None
 
     def drop_gradients(self) -> None:
+        """Discard the row gradients of this thread's forward passes."""
         self._passes.captured = []
 
     # --- rows from elsewhere ---------------------------------------------------------------------------------------
@@ -513,7 +530,7 @@ class EmbeddingTables(nn.Module):
             raise not_assignable()
         found, rows = checked_rows(table, self.tables[table], ids, values)
         group, first_key = self.layout.place_of_table[table]
-        self.write_rows(group, first_key + found, rows)
+        self.write_rows(group, keys_of_ids(found) if self.tables[table].keys else first_key + found, rows)
 
     def assign_from(self, name: str, url: str) -> None:
         """As `assign`, from a file: a path or any fsspec URL that every host can read.
@@ -572,8 +589,40 @@ class EmbeddingTables(nn.Module):
         }
         per_row, offset = slots.get(what, (False, 0))
         out = np.empty((len(keys), 1 if per_row else group.dim), dtype=np.float32)
-        kernels.gather_rows(self.memory.flat, layout.record_starts(keys, group), offset, out)
+        self.memory.gather(keys, group, offset, out)
         return out[:, 0] if per_row else out
+
+    def admitted(self, table: str, ids: Any) -> np.ndarray:
+        """bool [n], which ids of a hashed table have a row of their own; others share one. Of shards of this host.
+
+        table: its name, or that of a feature; ids: whole numbers [n]. Raises BadInput for a table that is not hashed.
+        """
+        table = self.table_of(table)
+        if self._joined:
+            return self._joined[0].admitted(table, ids)
+        vocabulary = self._vocabulary(table)
+        group, _ = self.layout.place_of_table[table]
+        return vocabulary.has(self.keys_of(group, [(table, torch.as_tensor(ids, dtype=torch.int64))]))
+
+    def vocabulary(self, table: str) -> np.ndarray:
+        """int64 [n], ascending: the ids of a hashed table that have a row of their own, in the shards of this host.
+
+        With several hosts, all ids are the union over one worker of each host; a checkpoint has them as well
+        (`gba-hvd checkpoint export`). Raises BadInput for a table that is not hashed.
+        """
+        table = self.table_of(table)
+        if self._joined:
+            return self._joined[0].vocabulary(table)
+        assert self.memory is not None
+        return self._vocabulary(table).ids(self.memory.ready())
+
+    def _vocabulary(self, table: str) -> Vocabulary:
+        assert self.memory is not None
+        group, _ = self.layout.place_of_table[table]
+        found = self.memory.vocabulary(self.layout.groups[group])
+        if found is None:
+            raise BadInput(f"table {table!r} is not hashed: its ids are 0 to {self.tables[table].n_rows - 1}")
+        return found
 
 
 def join_tables(parts: Sequence[EmbeddingTables]) -> EmbeddingTables:

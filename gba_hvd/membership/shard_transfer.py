@@ -17,6 +17,7 @@ from gba_hvd.shm.placement import HostShards, Placement, WorkerTopology
 from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.training.engine import Engine
 
+_MOST_IDS = 1 << 22  # without a row, in one worker's part of a step
 _CHUNK_WORDS = 4 << 20  # of a shard that moves to another host, per message
 
 
@@ -132,8 +133,10 @@ def open_outboxes(
     if world.size == 1:
         return {}
     folder, layout = memory.folder, memory.layout
-    # Every row: its key and gradient, and a word each for contributors and accesses.
-    n_words = sum(layout.n_shards * g.rows_per_shard * (2 + g.dim + 2) + 2 * world.size for g in layout.groups)
+    # Every row: its key and gradient, and a word each for contributors and accesses. Ids of a hashed table may be more
+    # than its rows.
+    most = [layout.n_shards * g.rows_per_shard + (g.hashed is not None) * _MOST_IDS for g in layout.groups]
+    n_words = sum(n * (2 + g.dim + 2) + 2 * world.size for n, g in zip(most, layout.groups, strict=True))
     own, number = all_or_none(
         world, agreed.is_restart, "make room for messages in", lambda: Outbox.create(folder, n_words)
     )

@@ -32,7 +32,7 @@ from gba_hvd.compression.activation_exchange import ActivationExchange
 from gba_hvd.compression.dense_exchange import DenseExchange
 from gba_hvd.compression.row_codec import RowCoder
 from gba_hvd.compression.row_exchange import RowExchange
-from gba_hvd.embedding.accesses import count_accesses
+from gba_hvd.embedding.apply_rows import apply_rows, by_row, write_rows
 from gba_hvd.embedding.bags import BagLookups
 from gba_hvd.embedding.initial_rows import not_assignable
 from gba_hvd.embedding.row_gradients import (
@@ -44,6 +44,7 @@ from gba_hvd.embedding.row_gradients import (
     unpack,
 )
 from gba_hvd.embedding.tables import EmbeddingTables, PulledRows
+from gba_hvd.errors import GbaError
 from gba_hvd.gradients import clipping
 from gba_hvd.gradients.dense_gradients import DenseGradients
 from gba_hvd.shm.outbox import Outbox
@@ -134,12 +135,15 @@ class AllreduceExchange:
             raise not_assignable()
         layout, group = self._tables.layout, self._tables.layout.groups[group_number]
         mine = np.isin(keys % layout.n_shards, self._mine)
-        starts = layout.record_starts(keys[mine], group)
-        places = starts.astype(np.int64)
-        self._memory.flat[places[:, None] + np.arange(group.dim)] = values[mine]
-        kernels.count_more(self._memory.words, starts, group.record, np.full(len(starts), 2, np.uint32))  # they changed
+        step = int(self._memory.marks().finished[self._mine].max(initial=0))
+        missing = write_rows(self._memory, group, keys[mine], values[mine], step)
         if self._world.size > 1:
-            self._world.gather("rows assigned", np.array([len(keys)], dtype=np.int64))
+            missing = int(self._world.gather("rows assigned", np.array([missing], dtype=np.int64)).sum())
+        if missing:
+            raise GbaError(
+                f"table {group.tables[0].name!r}: {missing} of {len(keys)} assigned ids found no room; the others have "
+                "their rows. Raise its capacity"
+            )
 
     def await_rows(self, step: int) -> None:
         """Return when every row of this host is as after `step`."""
@@ -176,7 +180,7 @@ class AllreduceExchange:
             asked, n_asked = alltoall(f"pull.keys.{number}", wanted[order].view(np.float32), 2 * np.diff(start))
             asked_keys = np.ascontiguousarray(asked).view(np.int64)
             rows = np.empty((len(asked_keys), group.dim), dtype=np.float32)
-            kernels.gather_rows(self._memory.flat, layout.record_starts(asked_keys, group), 0, rows)
+            self._memory.gather(asked_keys, group, 0, rows)
             self._traffic.count("sent", "header", 8 * len(wanted))
             self._traffic.count("received", "header", 8 * len(asked_keys))
             self._traffic.count("sent", "rows", rows.nbytes)
@@ -244,7 +248,9 @@ class AllreduceExchange:
         if self._world.size > 1 and not self.several_hosts:
             self._world.gather("rows posted", np.array([self.held.step], dtype=np.int64))
         grads, scale = self._merged(self.held)
-        return clipping.squares(grad.values for grad in grads) * scale**2
+        groups = self._tables.layout.groups
+        rows = (by_row(self._memory, group, grad) for group, grad in zip(groups, grads, strict=True))
+        return clipping.squares(grad.values for grad in rows) * scale**2
 
     def commit(self, dense: DenseGradients, fields: CommitFields) -> None:
         """Sum the dense gradients and the numbers that travel with them over all ranks. Returning means: decided."""
@@ -283,8 +289,10 @@ class AllreduceExchange:
         for group, grad in zip(layout.groups, grads, strict=True):
             if len(due) < len(self._mine):
                 grad = grad.select(np.isin(grad.keys % layout.n_shards, due))  # noqa: PLW2901
-            self._tables.optimizers.update_(memory.flat, layout, group, grad, scale * factor, held.lr, number)
-            count_accesses(memory, group, grad, held.step)
+            apply_rows(
+                memory, self._tables.optimizers, group, grad, due, scale=scale * factor, lr=held.lr, number=number,
+                step=held.step,
+            )  # fmt: skip
         memory.finish(due, held.step)
 
     def skip_held(self) -> None:

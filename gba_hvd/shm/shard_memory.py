@@ -43,7 +43,8 @@ from gba_hvd.shm import job_folder as folders
 from gba_hvd.shm import reaper, sweep
 from gba_hvd.shm.host_identity import Host, take_from
 from gba_hvd.shm.job_folder import job_folder
-from gba_hvd.shm.layout import PAGE_WORDS, Layout, table_seed
+from gba_hvd.shm.layout import PAGE_WORDS, Group, Layout, table_seed
+from gba_hvd.shm.vocabulary import Vocabulary
 
 log = logging.getLogger("gba_hvd")
 FORMAT = 2
@@ -95,6 +96,7 @@ class ShardMemory:
         self._map = mapped
         self.flat = np.frombuffer(mapped, dtype=np.float32)
         self.words = np.frombuffer(mapped, dtype=np.uint32)
+        self._vocabularies = {g.at: Vocabulary(self.flat, layout, g) for g in layout.groups if g.hashed is not None}
         marks = np.frombuffer(mapped, dtype=np.int64).reshape(layout.n_shards, layout.region_words // 2)
         self._ready, self._begun, self._finished = marks[:, 0], marks[:, 1], marks[:, 2]
         self._writer, self._placed = marks[:, 3], marks[:, 4]
@@ -210,6 +212,32 @@ class ShardMemory:
             )
         return ""
 
+    # --- rows ------------------------------------------------------------------------------------------------------
+
+    def vocabulary(self, group: Group) -> Vocabulary | None:
+        """Which ids have rows, in a hashed table; None in other groups."""
+        return self._vocabularies.get(group.at)
+
+    def record_starts(self, keys: np.ndarray, group: Group) -> np.ndarray:
+        """uint64 [n]: the word at which each key's record starts, in a shard that is not being written."""
+        vocabulary = self.vocabulary(group)
+        return self.layout.record_starts(keys if vocabulary is None else vocabulary.rows(keys), group)
+
+    def gather(self, keys: np.ndarray, group: Group, offset: int, out: np.ndarray) -> None:
+        """out[i] = the words of the record of keys[i] from `offset` on. out: float32 [n, width]
+
+        A record that another process writes meanwhile may be half old and half new; it is never that of another key.
+        """
+        vocabulary = self.vocabulary(group)
+        if vocabulary is None:
+            kernels.gather_rows(self.flat, self.layout.record_starts(keys, group), offset, out)
+        else:
+            vocabulary.gather(keys, offset, out)
+
+    def count_changed(self, starts: np.ndarray, group: Group) -> None:
+        """Records were written that no gradient touched: a checkpoint of what changed takes them."""
+        kernels.count_more(self.words, starts, group.record, np.full(len(starts), 2, np.uint32))
+
     # --- shards ----------------------------------------------------------------------------------------------------
 
     def marks(self) -> Marks:
@@ -256,6 +284,11 @@ class ShardMemory:
         self._ready[shard] = 0
         self.flat[start + PAGE_WORDS : start + layout.region_words] = 0.0
         for group in layout.groups:
+            if (vocabulary := self.vocabulary(group)) is not None:
+                vocabulary.clear(shard)
+                for ids, rows in () if initial is None else initial.rows(group.tables[0].name, shard, layout.n_shards):
+                    vocabulary.fill(ids, rows, step)
+                continue
             for table, first in zip(group.tables, group.first, strict=True):
                 seed = np.uint64(table_seed(layout.seed, table.name))
                 at = start + group.at + first * group.record

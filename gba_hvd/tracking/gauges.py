@@ -7,6 +7,7 @@ progress line shows two of them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ REISSUED = "job/micro_batches_reissued"
 CHECKPOINT_AGE_S = "job/checkpoint_age_s"  # of the newest good checkpoint; since the start where there is none
 CHECKPOINT_AGE_STEPS = "job/checkpoint_age_steps"
 ELP = "job/elp"  # example-level parallelism (ShadowSync): samples computed on at once, batch x threads x workers
+VOCABULARY = "job/vocabulary/"  # of a hashed table, of the chief's host: TABLE/size and the others of _OF_VOCABULARY
+_OF_VOCABULARY = ("size", "capacity", "admitted", "evicted", "no_room", "missed_share", "filled")
 _COUNTS = {"dropped": DROPPED, "lost": LOST, "refused": REJECTED, "reissued": REISSUED}
 _COUNTS |= {"elp": ELP, "checkpoint_age_s": CHECKPOINT_AGE_S, "checkpoint_age_steps": CHECKPOINT_AGE_STEPS}
 ROUNDS = {
@@ -35,6 +38,11 @@ ROUNDS = {
 _PACE = "job/ms_per_micro_batch/rank_"
 GAP, GAP_IN_STEPS = "job/gap/rank_", "job/gap_in_steps/rank_"  # see `gba_hvd.ps.partition.gaps`; since the one before
 _MEANS = (STALENESS_MEAN, DENSE_AGE_MEAN)
+
+
+def vocabulary_of(table: str, name: str) -> str:
+    """Name of a gauge of a table, in the characters that MLflow takes."""
+    return f"{VOCABULARY}{re.sub(r'[^A-Za-z0-9_. -]', '_', table)}/{name}"
 
 
 def pace_of(rank: int) -> str:
@@ -77,6 +85,8 @@ class Readings:
             dropped, lost:     samples; refused, reissued: micro-batches; all since the job began
             checkpoint_age_s, checkpoint_age_steps: of the newest good checkpoint
             elp:               samples computed on at once
+            vocabulary:        {table: {"size": ids with a row, "capacity", "admitted", "evicted", "no_room": ids that
+                               found none, "missed_share" of lookups without a row, "filled" share of the filter}}
         the keys of ROUNDS
         """
         values = {pace_of(int(rank)): 1000 * float(s) for rank, s in data.get("seconds", {}).items() if s > 0}
@@ -85,6 +95,8 @@ class Readings:
             values |= {STALENESS_MEAN: mean_staleness(fresh), STALENESS_MAX: float(max(fresh))}
         if fresh := self._fresh("lags", data):
             values |= {DENSE_AGE_MEAN: mean_staleness(fresh), DENSE_AGE_MAX: float(max(fresh))}
+        for table, found in data.get("vocabulary", {}).items():
+            values |= {vocabulary_of(table, name): float(found[name]) for name in _OF_VOCABULARY if name in found}
         return values | self._fresh_gaps(data)
 
     def _fresh(self, key: str, data: Mapping[str, Any]) -> dict[int, int]:

@@ -84,7 +84,8 @@ def mode_spans(points: Sequence[Point], events: Sequence[Record]) -> list[ModeSp
 def draw_plots(history: History, events: Sequence[Record], title: str, folder: Path, form: str = "png") -> list[Path]:
     """Write the pictures there is something to show in, as `png` or `svg`. Needs matplotlib.
 
-    learning_curves, throughput; in runs that measured it also workers (their pace), rounds of replicas and staleness
+    learning_curves, throughput; in runs that measured it also workers (their pace), vocabulary (of hashed tables),
+    rounds of replicas and staleness
     """
     drawn: list[tuple[str, bool, Callable[[Path], Path]]] = [
         (
@@ -95,6 +96,7 @@ def draw_plots(history: History, events: Sequence[Record], title: str, folder: P
         ("throughput", bool(history.get(THROUGHPUT)), lambda file: _throughput(history, events, title, file)),
         ("workers", bool(_paces(history)), lambda file: _workers(history, events, title, file)),
         ("rounds", bool(_recorded(history, _ROUNDS)), lambda file: _rounds(history, events, title, file)),
+        ("vocabulary", bool(_vocabularies(history)), lambda file: _vocabulary(history, events, title, file)),
         (
             "staleness",
             bool(history.get(gauges.STALENESS_MEAN) or last_staleness(events)),
@@ -174,6 +176,17 @@ def _rounds(history: History, events: Sequence[Record], title: str, file: Path) 
     return _save(figure, axes, file)
 
 
+def _vocabulary(history: History, events: Sequence[Record], title: str, file: Path) -> Path:
+    panels = _vocabularies(history)
+    figure, axes = _figure(title, rows=len(panels))
+    for axis, panel in zip(axes, panels, strict=True):
+        _over_time(axis, panel, history)
+    _shade_modes(axes, history, events)
+    _mark_events(axes, events)
+    _legend_above(axes[0])
+    return _save(figure, axes, file)
+
+
 def _staleness(history: History, events: Sequence[Record], title: str, file: Path) -> Path:
     histogram, panels = last_staleness(events), _recorded(history, [*_DELAYS, *_gaps(history)])
     figure, axes = _figure(title, rows=len(panels) + bool(histogram), shared=False)
@@ -223,6 +236,20 @@ def _gaps(history: History) -> list[_Panel]:
         names = {f"{kind}{rank}": f"worker {rank}" if len(ranks) <= 16 else None for rank in ranks}
         panels.append(_Panel(label, names, form=form))
     return panels
+
+
+def _vocabularies(history: History) -> list[_Panel]:
+    """A line for each hashed table."""
+    kinds = (
+        ("size", "ids with a row", True), ("missed_share", "share of lookups without a row", False),
+        ("evicted", "evicted so far", True), ("no_room", "found no room so far", True),
+    )  # fmt: skip
+    panels = []
+    for kind, label, counts in kinds:
+        keys = sorted(key for key in history if key.startswith(gauges.VOCABULARY) and key.endswith(f"/{kind}"))
+        lines = {key: key.removeprefix(gauges.VOCABULARY).removesuffix(f"/{kind}") for key in keys}
+        panels.append(_Panel(label, lines, counts, "{x:.2f}"))
+    return _recorded(history, panels)
 
 
 def _recorded(history: History, panels: Sequence[_Panel]) -> list[_Panel]:

@@ -97,7 +97,7 @@ class TrainedModel:
             for grad in grads:
                 if (key := grad.non_finite()) is not None:
                     layout = self.tables.layout
-                    if key >= layout.groups[group].rows_per_shard * layout.n_shards:
+                    if key >= layout.key_limit(layout.groups[group]):
                         return "gradient of values that another host has pooled"
                     table, row = layout.locate(key, group)
                     return f"gradient of row {row} of table {table!r}"

@@ -43,6 +43,7 @@ class Report:
         and rows restored over all rows in place of 1 / N_emb. None: not known.
     state: the bytes saved beside the rows; None: not asked for, or there were none.
     skipped: newer checkpoints that could not be used, and why.
+    n_without_room: keys of keyed tables that have no row any more, since fewer rows are here than were saved.
     """
 
     chain: Chain
@@ -56,17 +57,21 @@ class Report:
     seconds: float
     state: bytes | None
     skipped: tuple[Skipped, ...]
+    n_without_room: int = 0
 
     @property
     def manifest(self) -> Manifest:
+        """The restored checkpoint's manifest."""
         return self.chain.newest
 
     @property
     def step(self) -> int:
+        """The step of the restored checkpoint's state."""
         return self.manifest.step
 
     @property
     def samples(self) -> int:
+        """Samples that were applied when the restored checkpoint was made."""
         return self.manifest.samples
 
 
@@ -97,7 +102,6 @@ def restore(
     asked = tuple(source.shards() if shards is None else shards)
     if absent := sorted(set(asked) - set(source.shards())):
         raise BadInput(f"shards {absent} are not here; this row source has {list(source.shards())}")
-    n_asked = sum(table.rows_in(shard, schema.n_shards) for table in schema.tables for shard in asked)
     skipped: list[Skipped] = []
     for chain in chains(store, is_wanted) if only is None else [open_chain(store, only)]:
         if isinstance(chain, Skipped):
@@ -122,7 +126,10 @@ def restore(
         n_rows, age = filling.n_rows, filling.age(now.step if now else newest.step)
         n_bytes = filling.n_bytes + (newest.state.n_bytes if newest.state and with_state else 0)
         seconds, saved = clock() - started, filling.saved_samples
-        return Report(chain, n_rows, n_asked - n_rows, age, since, saved, pls, n_bytes, seconds, state, tuple(skipped))
+        return Report(
+            chain, n_rows, filling.n_asked - n_rows, age, since, saved, pls, n_bytes, seconds, state, tuple(skipped),
+            filling.n_without_room,
+        )  # fmt: skip
     if skipped:
         raise Damaged(
             f"{store.url} has no checkpoint that is whole: " + "; ".join(f"{s.name}: {s.why}" for s in skipped)

@@ -6,6 +6,10 @@ can be counted exactly.
 
 Shards of a checkpoint (row r in shard r mod S) go into any number of shards S'. The rows of a section that go into one
 shard of S' are S' / gcd(S, S') indices apart, and come to lie S / gcd(S, S') indices apart: slices, no index arrays.
+
+Rows of a keyed table go back to their places where it has as many shards and rows as it had; else each key is inserted
+where there is room for it. Row g of the shared ones, of all shards together, starts as the saved one g mod their
+number: with a multiple of them, that is the very row that its keys shared.
 """
 
 from __future__ import annotations
@@ -15,14 +19,17 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import product
+from typing import cast
 
 import numpy as np
 
 from recovery.catalog.chains import Chain
 from recovery.config import Config
+from recovery.errors import BadInput
 from recovery.format import row_codec
 from recovery.format.manifest import Blob, Manifest, Section
-from recovery.rows import RowIndices, RowSource, write_rows
+from recovery.rows import NO_KEY, KeyedRowSource, RowIndices, RowSource, Table, write_rows
 from recovery.storage.store import Store, read
 
 
@@ -86,6 +93,20 @@ class Filling:
                 for number, table in enumerate(schema.tables)
                 for shard in asked
             }
+        saved = chain.newest.schema
+        self._regrouped = {  # keyed tables whose rows do not go back to their places
+            number
+            for number, (was, now) in enumerate(zip(saved.tables, schema.tables, strict=True))
+            if now.is_keyed and (saved.n_shards, was) != (schema.n_shards, now)
+        }
+        if self._regrouped and any(manifest.schema != saved for manifest in chain.manifests):
+            raise BadInput(f"{chain.newest.name}: its chain has keyed tables of several sizes; none of it can be used")
+        self._seen = {  # by the shard they were saved in
+            (number, shard): np.zeros(saved.tables[number].rows_in(shard, saved.n_shards), np.bool_)
+            for number in self._regrouped
+            for shard in range(saved.n_shards)
+        }
+        self.n_regrouped, self.n_without_room = 0, 0
         self._lock = threading.Lock()
         self._restored: dict[tuple[int, int], int] = {}  # rows by (number of the save in the chain, step they are of)
         self.n_bytes = 0
@@ -120,19 +141,38 @@ class Filling:
         mean = sum((now - step) * n for step, n in steps.items()) / self.n_rows
         return Age(now - max(steps), mean, now - min(steps))
 
+    @property
+    def n_asked(self) -> int:
+        """The rows of the shards asked for, as far as they can be known before."""
+        schema = self._source.schema
+        tables = [table for number, table in enumerate(schema.tables) if number not in self._regrouped]
+        return self.n_regrouped + sum(t.rows_in(shard, schema.n_shards) for t in tables for shard in self._asked)
+
     def run(self) -> None:
-        with ThreadPoolExecutor(self._config.readers, "recovery-read") as pool:
+        keyed = cast(KeyedRowSource, self._source)
+        for number, shard in product(self._regrouped, self._asked):
+            keyed.clear(number, shard)
+        # Where keys find room depends on the order in which they come.
+        readers = 1 if self._regrouped else self._config.readers
+        with ThreadPoolExecutor(readers, "recovery-read") as pool:
             for number in reversed(range(len(self._chain.manifests))):
                 self._go_through(number, pool)  # one after the other: the newer one wins
+        for number, table in enumerate(self._source.schema.tables):
+            for shard in self._asked if table.is_keyed and number not in self._regrouped else ():
+                keyed.settle(number, shard)
 
     def _go_through(self, number: int, pool: ThreadPoolExecutor) -> None:
         manifest = self._chain.manifests[number]
         n_shards = manifest.schema.n_shards
         mine = self._source.schema.n_shards
         reach = [any(into in self._asked for into, _, _ in spread(s, n_shards, mine)) for s in range(n_shards)]
+
+        def is_wanted(section: Section) -> bool:
+            return reach[section.shard] or section.table in self._regrouped
+
         in_flight: dict[Future[None], int] = {}
         try:
-            for run in runs(manifest.blobs, lambda section: reach[section.shard], self._config.section_bytes):
+            for run in runs(manifest.blobs, is_wanted, self._config.section_bytes):
                 while in_flight and sum(in_flight.values()) + run.cost_bytes > self._config.budget_bytes:
                     self._wait(in_flight)
                 while len(in_flight) > 2 * self._config.readers:
@@ -155,11 +195,14 @@ class Filling:
         data = read(self._store, run.blob, run.sections[0].start, run.n_bytes)
         rows_of_step: dict[int, int] = {}
         for section, piece in run.pieces(data):
-            table = self._source.schema.tables[section.table]
+            table = manifest.schema.tables[section.table]
             indices, records = row_codec.decode_rows(
                 piece, section, table, manifest.schema.n_shards, f"{manifest.name}: {run.blob}"
             )
-            n = self._scatter(section, manifest.schema.n_shards, indices, records)
+            if section.table in self._regrouped:
+                n = self._regroup(section, manifest.schema.n_shards, indices, records)
+            else:
+                n = self._scatter(section, manifest.schema.n_shards, indices, records)
             rows_of_step[section.step] = rows_of_step.get(section.step, 0) + n
         with self._lock:
             self.n_bytes += run.n_bytes
@@ -186,6 +229,36 @@ class Filling:
                 target = (section.shard + saved_in * indices[chosen]) // n_shards
             if len(mine):
                 n += self._write(section.table, into, target, mine)
+        return n
+
+    def _regroup(self, section: Section, saved_in: int, indices: np.ndarray, records: np.ndarray) -> int:
+        """As `_scatter`, of a keyed table whose rows find other places. One thread."""
+        seen, was = self._seen[section.table, section.shard], self._chain.newest.schema.tables[section.table]
+        new = ~seen[indices]
+        seen[indices] = True
+        indices, records = indices[new], records[new]
+        keys, n_shards, n = was.keys(records), self._source.schema.n_shards, 0
+        for shard in self._asked:
+            mine = (keys != NO_KEY) & (keys % n_shards == shard)
+            if mine.any():
+                written, without = cast(KeyedRowSource, self._source).insert(section.table, shard, records[mine])
+                n, self.n_without_room = n + written, self.n_without_room + without
+        entries = was.n_rows // saved_in - was.shared_rows
+        for index, record in zip(indices[indices >= entries], records[indices >= entries], strict=True):
+            n += self._share(section.table, int(index - entries) * saved_in + section.shard, was, saved_in, record)
+        self.n_regrouped += n
+        return n
+
+    def _share(self, table: int, row: int, was: Table, saved_in: int, record: np.ndarray) -> int:
+        """Write a shared row, by its number among all, to those that continue it; returns how many."""
+        schema, n = self._source.schema, 0
+        now = schema.tables[table]
+        entries = now.n_rows // schema.n_shards - now.shared_rows
+        for target in range(row, now.shared_rows * schema.n_shards, was.shared_rows * saved_in):
+            if target % schema.n_shards in self._asked:
+                at = entries + target // schema.n_shards
+                write_rows(self._source.slab(table, target % schema.n_shards), slice(at, at + 1), record[None])
+                n += 1
         return n
 
     def _write(self, table: int, shard: int, indices: RowIndices, records: np.ndarray) -> int:

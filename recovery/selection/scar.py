@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from recovery.rows import RowIndices, RowSource
+from recovery.rows import KEY, RowIndices, RowSource
 from recovery.selection.importance import l2_change
 
 
@@ -21,9 +21,15 @@ class Scar:
 
     def importance(self, table: int, shard: int, rows: slice) -> np.ndarray:
         far = np.zeros(rows.stop - rows.start, np.float32)
-        columns = self._rows.slab(table, shard).columns
+        columns, about = self._rows.slab(table, shard).columns, self._rows.schema.tables[table]
+        left = sum(column.width for column in about.columns if not column.exact)
         for now, kept in zip(columns, self._copies(table, shard), strict=True):
-            far += l2_change(now[rows], kept[rows])
+            if left:
+                far += l2_change(now[rows], kept[rows])
+                left -= now.shape[1]
+            elif now.shape[1] == KEY.width:  # another key's row now
+                far[(now[rows].view(np.uint32) != kept[rows].view(np.uint32)).any(axis=1)] = np.inf
+                break
         return far
 
     def saved(self, table: int, shard: int, indices: RowIndices, records: np.ndarray, counts: np.ndarray) -> None:

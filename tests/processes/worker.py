@@ -64,6 +64,7 @@ from gba_hvd.ps import launch  # noqa: E402
 from gba_hvd.ps.worker.replica_worker import ReplicaWorker  # noqa: E402
 from gba_hvd.ps.worker.worker import PsWorker  # noqa: E402
 from gba_hvd.shm.shard_memory import ShardMemory, is_alive  # noqa: E402
+from gba_hvd.shm.vocabulary import Vocabulary  # noqa: E402
 from gba_hvd.switching import enter_ps  # noqa: E402
 from recovery.callback import CheckpointCallback  # noqa: E402
 
@@ -168,6 +169,7 @@ def hosts_updated() -> Exception:
 torch_state.hosts_updated = hosts_updated
 around(AllreduceExchange, "commit", None, lambda _: die("after commit", state.step + 1))
 around(ShardMemory, "begin", None, lambda _: die("in apply", state.step + 1))
+around(Vocabulary, "looked_up", None, lambda _: die("in vocabulary", state.step + 1))
 around(ShardMemory, "finish", None, lambda _: die("after apply", state.step + 1))
 around(ReplicaWorker, "export", lambda _: die("before submitting", state.epoch), None)
 around(

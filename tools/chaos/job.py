@@ -63,7 +63,7 @@ class ChaosJob:
         }  # fmt: skip
         self.plan_file.write_text(json.dumps(facts))
         if self.plan.data == "parquet":
-            files_of(ChaosClicks(SAMPLES, self.plan.features), self.folder / "clicks")
+            files_of(ChaosClicks(SAMPLES, self.plan.features, self.plan.hashed), self.folder / "clicks")
         self.set_hosts(NAMES[: self.plan.workers])
         script = self.folder / "discover.sh"
         script.write_text(f"#!/bin/sh\ncat {self.hosts_file}\n")

@@ -165,6 +165,8 @@ def _model(record: Record) -> Iterator[str]:
     result = record.result
     if result is None:
         return
+    if result.get("doubtful_ids"):
+        yield f"the vocabulary has ids with two rows, or that nobody looked up: {result['doubtful_ids'][:5]}"
     if not result["finite"]:
         yield "the model has values that are not finite"
     if not result["aucs"] or not max(result["aucs"]) >= LEAST_AUC:

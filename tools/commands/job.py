@@ -177,6 +177,8 @@ def facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     if account:
         parts = [f"{account.get(k, 0):,} {k}" for k in ("applied", "dropped", "lost")]
         lines.append(("samples", f"{' + '.join(parts)} = {account.get('total', 0):,}"))
+    for table, found in (report.get("vocabulary") or {}).items():
+        lines.append((f"ids of {table}", _vocabulary_words(found)))
     staleness = whole_numbers(report.get("staleness"))
     if staleness:
         lines.append(("staleness", staleness_words(staleness)))
@@ -191,6 +193,12 @@ def facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines.append(("last decision", str(report["last_decision"])))
     lines += [("decided", text) for text in report.get("decisions") or ()]
     return lines
+
+
+def _vocabulary_words(found: Mapping[str, Any]) -> str:
+    words = f"{found['size']:,} of {found['capacity']:,} rows taken on this host, {found['evicted']:,} evicted"
+    turned_away = f", {found['no_room']:,} times no room" if found["no_room"] else ""
+    return f"{words}{turned_away}; {found['missed_share']:.1%} of lookups without a row"
 
 
 def workers(report: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -26,10 +26,11 @@ _PICTURES = {
     "learning_curves": "Learning curves",
     "throughput": "Throughput and workers",
     "workers": "Pace of every worker: lower is faster",
+    "vocabulary": "Ids that hashed tables have rows for, on the chief's host",
     "rounds": "Rounds that keep the replicas of the dense parameters together, as rank 0 saw them",
     "staleness": "Staleness, and what it cost",
 }
-_ON_THE_GROUND = ("throughput", "workers", "rounds")  # pictures with modes and events drawn into them
+_ON_THE_GROUND = ("throughput", "workers", "rounds", "vocabulary")  # pictures with modes and events drawn into them
 _STATUS = {"FINISHED": "good", "RUNNING": "busy"}
 
 

@@ -22,16 +22,16 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gba_hvd import kernels, update_rules
+from gba_hvd import update_rules
 from gba_hvd.compression.dense_deltas import DenseDeltas
-from gba_hvd.embedding.accesses import count_accesses
+from gba_hvd.embedding.apply_rows import apply_rows, by_row
 from gba_hvd.embedding.row_gradients import RowGrad, average_over_contributors
 from gba_hvd.embedding.row_optimizers import RowOptimizer, TableOptimizers
 from gba_hvd.errors import NonFiniteGradient
@@ -205,7 +205,7 @@ class Partition:
         return Measured(
             request.step,
             clipping.squares([merged.dense]),
-            clipping.squares(grad.values for grad in merged.rows) * merged.row_scale**2,
+            clipping.squares(self._values_by_row(merged.rows)) * merged.row_scale**2,
         )
 
     def apply(self, request: Apply) -> Applied:
@@ -250,6 +250,10 @@ class Partition:
         if TRACE is not None:
             TRACE.write("applied", step=request.step, server=self.enter.me, missed=missed, failed=failed)
         return self._last
+
+    def _values_by_row(self, grads: Sequence[RowGrad]) -> Iterator[np.ndarray]:
+        for group, grad in zip(self._memory.layout.groups, grads, strict=True):
+            yield by_row(self._memory, group, grad).values
 
     def _count_ages(self, request: Apply, found: Mapping[tuple[int, int], BufferedPush]) -> None:
         """How old the dense values of a step's gradients are, and by what each is weighted in it."""
@@ -315,8 +319,10 @@ class Partition:
         memory.begin(due, request.step)
         for group, grad in zip(layout.groups, rows, strict=True):
             wanted = _of_shards(grad, due, layout.n_shards) if len(due) < len(self.shards) else grad
-            self._optimizer.update_(memory.flat, layout, group, wanted, scale, request.row_lr, number)
-            count_accesses(memory, group, wanted, request.step)
+            apply_rows(
+                memory, self._optimizer, group, wanted, due, scale=scale, lr=request.row_lr, number=number,
+                step=request.step,
+            )  # fmt: skip
         memory.finish(due, request.step)
         if pushes and self._central is None:
             if request.dense_factor != 1.0:
@@ -426,6 +432,6 @@ def gather(memory: ShardMemory, mine: np.ndarray, frames: Sequence[Any]) -> list
         keys = validation.array_of(frame, "int64", "keys")
         validation.check_keys(layout, number, keys, mine)
         rows = np.empty((len(keys), group.dim), dtype=np.float32)
-        kernels.gather_rows(memory.flat, layout.record_starts(keys, group), 0, rows)
+        memory.gather(keys, group, 0, rows)
         out.append(rows)
     return out

@@ -16,7 +16,7 @@ import numpy as np
 from gba_hvd.comm.collectives import worker_lost
 from gba_hvd.compression import activation_codec, row_push
 from gba_hvd.compression.bypass import Bypass, StepTiming
-from gba_hvd.compression.row_codec import RowCoder, write_keys
+from gba_hvd.compression.row_codec import RowCoder, ascending, write_keys
 from gba_hvd.compression.sparse_message import BadMessage
 from gba_hvd.embedding.bags import BagLookups, Borrowed, PooledBag, PoolRequest, split
 from gba_hvd.embedding.row_gradients import distinct
@@ -69,7 +69,7 @@ class RemoteRows:
         remote = [distinct(k[~local[k % layout.n_shards]]) for k in keys]
         wanted, slots = [w for w, _, _ in remote], [s for _, _, s in remote]
         if not whole and any(map(self.are_coded, range(len(self._ways)))):  # compressed keys are ascending
-            wanted = [np.sort(w) for w in wanted]
+            wanted = [ascending(w) for w in wanted]
             slots = [distinct(w)[2] for w in wanted]
         owners = [self._shard_server[w % layout.n_shards] for w in wanted]
         asked = []

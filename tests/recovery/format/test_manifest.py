@@ -13,7 +13,7 @@ import xxhash
 
 from recovery.errors import BadInput, Damaged
 from recovery.format.manifest import Blob, Manifest, Section, StateBlob, difference, from_json, to_json
-from recovery.rows import Column, Schema, Table
+from recovery.rows import KEY, USES, Column, Schema, Table
 
 SCHEMA = Schema(
     (Table("user", 100, (Column("weight", 4), Column("sum", 4))), Table("item", 10, (Column("weight", 4),))), 3
@@ -55,7 +55,39 @@ def test_a_manifest_comes_back_as_it_was() -> None:
     assert to_json(from_json(data, NAME)) == data
     base = replace(MANIFEST, kind="full", parent=None, state=None, about={}, blobs=())
     assert from_json(to_json(base), NAME) == base
-    assert data == with_checksum({"format": 1, "manifest": msgspec.to_builtins(MANIFEST)})
+    body = msgspec.to_builtins(MANIFEST)
+    body["schema"]["tables"] = [
+        {"name": t.name, "n_rows": t.n_rows, "columns": [{"name": c.name, "width": c.width} for c in t.columns]}
+        for t in SCHEMA.tables
+    ]
+    assert data == with_checksum({"format": 1, "manifest": body})
+
+
+def test_only_a_keyed_table_says_what_it_shares_and_which_columns_are_exact() -> None:
+    keyed = Table("by key", 4 * 35, (Column("weights", 4), KEY, USES), shared_rows=3)
+    manifest = replace(MANIFEST, schema=Schema((SCHEMA.tables[0], keyed), 4), blobs=(), state=None)
+    data = to_json(manifest)
+    assert from_json(data, NAME) == manifest and to_json(from_json(data, NAME)) == data
+    plain, saved = json.loads(data)["manifest"]["schema"]["tables"]
+    assert "shared_rows" not in plain and saved["shared_rows"] == 3
+    assert [column.get("exact", False) for column in saved["columns"]] == [False, True, True]
+
+
+@pytest.mark.parametrize("n_rows", [4 * 35 + 1, 4 * 3])
+def test_a_keyed_table_without_rows_for_keys_in_each_shard_makes_no_sense(n_rows: int) -> None:
+    keyed = Table("by key", n_rows, (Column("weights", 4), KEY, USES), shared_rows=3)
+    data = to_json(replace(MANIFEST, schema=Schema((keyed,), 4), blobs=(), state=None))
+    with pytest.raises(Damaged, match="by key"):
+        from_json(data, NAME)
+
+
+def test_keyed_tables_may_differ_in_size_and_not_in_kind() -> None:
+    small, large = (Table("t", n, (Column("weights", 4), KEY, USES), shared_rows=1) for n in (68, 132))
+    assert not difference(Schema((small,), 4), Schema((large,), 2))
+    plain = Table("t", 68, (Column("weights", 4),))
+    assert difference(Schema((small,), 4), Schema((plain,), 4)) == [
+        "table 't' was saved with rows by key, here it has 68 numbered rows"
+    ]
 
 
 def test_every_flipped_bit_is_noticed() -> None:

@@ -17,6 +17,7 @@ from gba_hvd.elastic import job_events
 from gba_hvd.epoch import SampleAccount
 from gba_hvd.membership import JoinResult
 from gba_hvd.membership.resume_job import ResumedFromMemory
+from gba_hvd.shm.layout import TableSpec
 from gba_hvd.switching.requests import ModeRequests
 from gba_hvd.training.job_state import JobIdentity, LocalHost, Rollback
 from recovery.schedule.recovery_choice import RecoveryDecision
@@ -24,7 +25,8 @@ from recovery.schedule.recovery_choice import RecoveryDecision
 STARTED = JoinResult("j", 0, 1, True, False, 0, 0, host=1)
 CHANGED = replace(STARTED, is_restart=True, n_hosts=2)
 RESUMED: Any = SimpleNamespace(
-    manifest=SimpleNamespace(name="m-3"), n_rows=2000, n_lost=0, seconds=1.5, age=SimpleNamespace(mean=0.5),
+    manifest=SimpleNamespace(name="m-3"), n_rows=2000, n_lost=0, n_without_room=0, seconds=1.5,
+    age=SimpleNamespace(mean=0.5),
     skipped=[SimpleNamespace(name="m-4", why="torn")],
 )  # fmt: skip
 
@@ -48,7 +50,7 @@ def reported(
         events.append(event)
 
     tables = SimpleNamespace(layout=SimpleNamespace(
-        tables=[SimpleNamespace(name="t", n_rows=50, dim=4, optimizer=0)], n_shards=3, n_rows=50
+        tables=[TableSpec("t", 50, 4)], n_shards=3, n_rows=50
     ))  # fmt: skip
     tables.optimizer = "rows"
     engine: Any = SimpleNamespace(

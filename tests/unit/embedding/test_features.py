@@ -210,7 +210,7 @@ def bags(draw: st.DrawFn) -> list[list[int]]:
 def test_bags_jagged_and_padded_ids_are_the_same_lookup(
     samples: list[list[int]], pooling: str | None, padding: int | None
 ) -> None:
-    source = Source("f", "t", 0, 40, 8, pooling, padding)
+    source = Source("f", "t", 0, 40, 8, pooling, None if padding is None else 40 + padding)
     lengths = [len(one) for one in samples]
     values = torch.tensor([x for one in samples for x in one], dtype=torch.int64)
     cuts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int64)
