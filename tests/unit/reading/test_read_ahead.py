@@ -289,6 +289,7 @@ def test_what_is_sent_arrives_as_it_was():
 DRAWS = """
 import os, pathlib, random, signal, sys
 import numpy as np, torch
+import gba_hvd
 from gba_hvd.errors import GbaError
 from gba_hvd.reading.reader_processes import ReaderProcesses, ReaderDied
 
@@ -303,6 +304,7 @@ class Draws:
     def __len__(self):
         return 10
     def take(self, rows):
+        assert gba_hvd.Batch is not None  # a class of the script refers to the package
         if rows[0] == 7:
             os.kill(os.getpid(), signal.SIGKILL)
         if rows[0] == 8:
