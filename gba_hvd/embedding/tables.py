@@ -150,7 +150,7 @@ class EmbeddingTables(nn.Module):
         self.pools_bags = False  # rows of bags on other hosts are pooled there: their weights get no gradient
         self._not_pooled = tuple(name for name, feature in self.features.items() if feature.pooling is None)
         self._joined: tuple[EmbeddingTables, ...] = ()  # the tables that these have become a part of
-        self._handle, self._anchor = compiled.register(self), torch.zeros((), requires_grad=True)
+        self._handle, self._anchor = compiled.register(self)
         self._common = Passes([None] * len(self.layout.groups))
         self._apart: dict[int, Passes] = {}  # by thread, of those that keep theirs to themselves
         self._recorders: dict[int, LookupRecorder] = {}  # by thread
@@ -175,7 +175,7 @@ class EmbeddingTables(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._handle = compiled.register(self)
+        self._handle, self._anchor = compiled.register(self)
 
     # --- threads ---------------------------------------------------------------------------------------------------
 
@@ -255,6 +255,10 @@ class EmbeddingTables(nn.Module):
         for captured in self._passes.captured[first:]:
             captured.compiled.append(done)
         return done, [results[name] for name in ids]
+
+    def open_passes(self) -> Iterator[CompiledPass]:
+        """See `compiled.LooksUp`."""
+        return (done for captured in self._passes.captured for done in captured.compiled)
 
     def width_of(self, feature: str) -> tuple[int, bool]:
         """(dimension, whether it is pooled)."""

@@ -82,6 +82,29 @@ def test_passes_of_a_compiled_model_add_up_and_can_be_cleared(make_tables: MakeT
     assert tables.take_gradients() == [[]]
 
 
+def test_gradients_that_are_asked_for_by_name_train_no_rows_of_a_compiled_model(make_tables: MakeTables) -> None:
+    """As GradNorm and PCGrad do: `torch.autograd.grad` for some parameters, `backward()` for the step."""
+    tables, linear = make_tables({"user": (50, 8), "ad": (20, 3)}), nn.Linear(11, 2)
+
+    def losses(ids: dict[str, Tensor]) -> Tensor:
+        rows = tables(ids)
+        return linear(torch.cat([rows["user"], rows["ad"]], 1)).square().mean(0)
+
+    found: list[Any] = []
+    ids = {"user": torch.tensor([1, 2, 2]), "ad": torch.tensor([3, 3, 0])}
+    for run in (losses, torch.compile(losses, backend="aot_eager", fullgraph=True)):
+        first, second = run(ids)
+        for loss in (first, second):
+            torch.autograd.grad(loss, linear.weight, retain_graph=True)
+        assert all(captured.rows.grad is None for captured in tables.captured)
+        second.backward(retain_graph=True, inputs=[linear.bias])
+        assert all(captured.rows.grad is None for captured in tables.captured)
+        (first + 3 * second).backward(retain_graph=True)
+        first.backward()
+        found.append(dense_gradients(tables))
+    torch.testing.assert_close(found[1], found[0])
+
+
 @pytest.mark.parametrize("padding", [None, 4])
 def test_weights_of_bags_get_their_gradient_from_a_compiled_model(make_tables: MakeTables, padding: int | None) -> None:
     tables = make_tables({"item": Table(30, 8, padding_idx=padding)})
