@@ -1,7 +1,8 @@
 """Trains models of `nn.Embedding` modules in shared tables, one job after the other, each in each mode of the plan.
 
 A model is a module, or an object in one, with `make_model`, `make_samples`, `loss_of` and `outputs` as the scripts of
-`examples/adopt` have them. Each worker writes what it has at the end: dense parameters, and the rows of its host.
+`examples/adopt` have them, and their `TASKS` if it has several. Each worker writes what it has at the end: dense
+parameters, and the rows of its host.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def train(name: str, mode: str) -> None:
     assert set(outputs) <= {mode}, outputs
     scores = gba_hvd.evaluate(
         model, samples, state, batch=50, forward=lambda batch: adopted.outputs(model, batch),
-        label=lambda batch: batch[1].reshape(len(batch[1]), -1)[:, 0], activation="none",
+        tasks=getattr(adopted, "TASKS", {"click": gba_hvd.Task(label=lambda batch: batch[1])}), activation="none",
     )  # fmt: skip
     arrays = {f"dense.{name}": p.detach().numpy() for name, p in model.named_parameters()}
     for table in tables.layout.tables:
@@ -76,7 +77,7 @@ def train(name: str, mode: str) -> None:
         rows = np.full((table.n_rows, table.dim), np.nan, np.float32)
         rows[here] = tables.rows(table.name, ids[here])
         arrays[f"rows.{table.name}"] = rows
-    arrays["auc"], arrays["step"] = np.array(scores.auc), np.array(state.step)
+    arrays["auc"], arrays["step"] = np.array([found["auc"] for found in scores.values()]), np.array(state.step)
     np.savez(OUT / f"{name.replace(':', '.')}-{mode}-{state.world.rank}.npz", **arrays)
     state.close()
 
