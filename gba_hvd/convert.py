@@ -31,6 +31,7 @@ def convert(
     *,
     optimizers: Mapping[str, RowOptimizer] = MappingProxyType({}),
     keep: Sequence[str] = (),
+    prefix: str = "",
     n_shards: int | None = None,
     shard_dir: Any = None,
 ) -> EmbeddingTables:
@@ -60,6 +61,10 @@ def convert(
     another module, is frozen, parametrised or not float32, it has `max_norm` or `scale_grad_by_freq`, or a `forward`
     of its own. Each message says what to do. Nothing is changed then.
     """
+
+    def named(path: str) -> str:
+        return f"{prefix}.{path}" if prefix else path
+
     found = dict(_selected(model, keep))
     if not found:
         raise BadInput(
@@ -77,22 +82,23 @@ def convert(
     sizes: dict[str, Table] = {}
     features: dict[str, Feature] = {}
     for some in by_weight.values():
-        table, first = next(iter(some.items()))
+        path, first = next(iter(some.items()))
+        table = named(path)
         _refuse_different_padding(some)
         own = optimizers.get(table)
         sizes[table] = Table(first.num_embeddings, first.embedding_dim, optimizer=own, padding_idx=first.padding_idx)
         for path, module in some.items():
-            features[path] = Feature(table, module.mode if isinstance(module, nn.EmbeddingBag) else None)
+            features[named(path)] = Feature(table, module.mode if isinstance(module, nn.EmbeddingBag) else None)
     if unknown := [name for name in optimizers if name not in sizes]:
         raise BadInput(f"convert: optimizers name {unknown[0]!r}, which is no table; the tables are {', '.join(sizes)}")
     tables = EmbeddingTables(sizes, optimizer, features=features, n_shards=n_shards, shard_dir=shard_dir)
     tables.looks_up_inside = True
     for some in by_weight.values():
-        table, first = next(iter(some.items()))
-        weight = cast(nn.Parameter, first.weight)
+        path, first = next(iter(some.items()))
+        table, weight = named(path), cast(nn.Parameter, first.weight)
         tables.assign(table, np.arange(first.num_embeddings), weight.detach().cpu().numpy())
         for path, module in some.items():
-            _become(module, tables, path)
+            _become(module, tables, named(path))
         _retire(weight, table)
     return tables
 
@@ -285,7 +291,7 @@ def _refuse_different_padding(modules: Mapping[str, nn.Embedding | nn.EmbeddingB
         )
 
 
-def _become(module: nn.Embedding | nn.EmbeddingBag, tables: EmbeddingTables, path: str) -> None:
+def _become(module: nn.Embedding | nn.EmbeddingBag, tables: EmbeddingTables, feature: str) -> None:
     weight, kind = module.weight.detach(), type(module)
     ours: type[nn.Module] = ConvertedEmbedding if isinstance(module, nn.Embedding) else ConvertedEmbeddingBag
     if isinstance(module, nn.Embedding):
@@ -296,7 +302,7 @@ def _become(module: nn.Embedding | nn.EmbeddingBag, tables: EmbeddingTables, pat
     module.__class__ = ours if kind in (nn.Embedding, nn.EmbeddingBag) else type(kind.__name__, (ours, kind), {})
     # Not as a submodule: the tables have no parameters or buffers, and are not copied, moved or saved with the model.
     object.__setattr__(module, "tables", tables)
-    object.__setattr__(module, "feature", path)
+    object.__setattr__(module, "feature", feature)
 
 
 def _retire(weight: nn.Parameter, table: str) -> None:

@@ -24,7 +24,7 @@ class Table:
     """An embedding table of `n_rows` rows of `dim` float32 weights.
 
     optimizer: of these rows; None: that of `EmbeddingTables(optimizer=)`. Its learning rate is scheduled with that
-    one's, in proportion.
+    one's, or with the first table's where there is none, in proportion.
     init: where rows start. None: normal(0, `init_std` of the tables); a float: normal(0, init); a function of ids,
     numpy int64 [n] -> float32 [n, dim], numpy or a tensor. It depends on the ids only, and runs on the hosts that hold
     them.
@@ -64,13 +64,15 @@ def _table_of(name: str, table: Any) -> Table:
         if not isinstance(table, (tuple, list)) or len(table) != 2:
             raise BadInput(f"table {name!r}: expected (rows, dim) or gba_hvd.Table(rows, dim, ...), got {table!r}")
         table = Table(*table)
+    if not (_is_whole(table.n_rows) and _is_whole(table.dim)):
+        raise BadInput(f"table {name!r}: rows and dim must be whole numbers, got {table.n_rows!r} and {table.dim!r}")
     n_rows, dim, padding = int(table.n_rows), int(table.dim), table.padding_idx
     if padding is not None:
-        if isinstance(padding, bool) or not isinstance(padding, int) or not -n_rows <= padding < n_rows:
+        if not _is_whole(padding) or not -n_rows <= padding < n_rows:
             raise BadInput(
                 f"table {name!r}: padding_idx must be one of its rows, {-n_rows} to {n_rows - 1}, got {padding!r}"
             )
-        padding %= n_rows
+        padding = int(padding) % n_rows
     if not (table.optimizer is None or callable(getattr(table.optimizer, "update_", None))):
         raise BadInput(
             f"table {name!r}: optimizer must be a row optimizer, such as gba_hvd.Adam(1e-3), got {table.optimizer!r}"
@@ -82,6 +84,11 @@ def _table_of(name: str, table: Any) -> Table:
             f"table {name!r}: init must be a standard deviation of at least 0, or a function of ids, got {init!r}"
         )
     return Table(n_rows, dim, table.optimizer, init, padding)
+
+
+def _is_whole(value: Any) -> bool:
+    """Of Python or numpy."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def features_of(
@@ -129,6 +136,24 @@ def poolings_of(tables: Mapping[str, Table], mode: str | Mapping[str, str]) -> d
         if pooling not in POOLINGS:
             raise BadInput(f"table {name!r}: mode must be 'sum', 'mean' or 'max', got {pooling!r}")
     return poolings
+
+
+def default_optimizer(given: RowOptimizer | None, tables: Mapping[str, Table]) -> RowOptimizer:
+    """That of the tables that name none: the one given, else the first table's where all name their own.
+
+    Raises BadInput where some have none.
+    """
+    if given is not None:
+        return given
+    without = [name for name, table in tables.items() if table.optimizer is None]
+    if without:
+        raise BadInput(
+            f"no optimizer for table {', '.join(map(repr, without))}: pass EmbeddingTables(optimizer=...) for tables "
+            "that name none, such as gba_hvd.RowAdagrad(lr=0.05), or gba_hvd.Table(rows, dim, optimizer=...) for each"
+        )
+    first = next(iter(tables.values())).optimizer
+    assert first is not None
+    return first
 
 
 def optimizers_of(default: RowOptimizer, tables: Mapping[str, Table]) -> tuple[TableOptimizers, dict[str, int]]:

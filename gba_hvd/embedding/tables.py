@@ -25,6 +25,7 @@ from gba_hvd.embedding.compiled import CompiledPass
 from gba_hvd.embedding.features import (
     Feature,
     Table,
+    default_optimizer,
     features_of,
     optimizers_of,
     poolings_of,
@@ -112,14 +113,20 @@ class EmbeddingTables(nn.Module):
     A row that several features of a call look up is fetched once and gets one gradient. A table that no feature names
     has a feature of its own name.
 
+    optimizer: of the rows of tables that name none; it may be left out where every table names one.
+    seed, init_std: of the initial rows, normal(0, init_std). They depend on (seed, table, row) only.
+    mode: as above. n_shards, shard_dir: of the shard memory; default: $GBA_HVD_N_SHARDS, $GBA_HVD_SHARD_DIR, or those
+    of `Config`.
+    Raises BadInput for tables, features and modes that do not go together, and for a table without an optimizer.
+
     The tables are no `nn.Parameter`s: they are shared by all workers of a host and are not in `state_dict()`.
-    Rows are float32. Initial rows are normal(0, init_std) and depend on (seed, table, row) only.
+    Rows are float32.
     """
 
     def __init__(
         self,
         tables: Mapping[str, Table | tuple[int, int]],
-        optimizer: RowOptimizer,
+        optimizer: RowOptimizer | None = None,
         *,
         features: Mapping[str, Feature | str] | None = None,
         seed: int = 0,
@@ -130,15 +137,15 @@ class EmbeddingTables(nn.Module):
     ) -> None:
         super().__init__()
         self.config = Config.from_env(n_shards=n_shards, shard_dir=shard_dir)
-        self.optimizer = optimizer
         self.tables = tables_of(tables)
+        self.optimizer = default_optimizer(optimizer, self.tables)
         self.mode = poolings_of(self.tables, mode)
         self.features = features_of(self.tables, features, self.mode)
         refuse_unused_modes(features, mode)
-        self.optimizers, numbers = optimizers_of(optimizer, self.tables)
+        self.optimizers, numbers = optimizers_of(self.optimizer, self.tables)
         shapes = {name: (table.n_rows, table.dim) for name, table in self.tables.items()}
         own_slots = tuple(one.slots for one in self.optimizers.own)
-        self.layout = Layout.of(shapes, optimizer.slots, self.config.n_shards, seed, init_std, numbers, own_slots)
+        self.layout = Layout.of(shapes, self.optimizer.slots, self.config.n_shards, seed, init_std, numbers, own_slots)
         self.initial_rows = InitialRows(self.tables, init_std)
         self._sources = {name: self._source(name, feature) for name, feature in self.features.items()}
         self.memory: ShardMemory | None = None
@@ -598,7 +605,10 @@ def join_tables(parts: Sequence[EmbeddingTables]) -> EmbeddingTables:
             raise BadInput("these EmbeddingTables belong to an optimizer already: give all of them to one optimizer")
         for what, named, all_named in (("table", part.tables, tables), ("feature", part.features, features)):
             if twice := [name for name in named if name in all_named]:
-                raise BadInput(f"two EmbeddingTables have a {what} named {twice[0]!r}: rename one of them")
+                raise BadInput(
+                    f"two EmbeddingTables have a {what} named {twice[0]!r}: rename one of them, which for those of "
+                    "gba_hvd.convert is its prefix="
+                )
         mine, theirs = (
             {"seed": one.layout.seed, "n_shards": one.layout.n_shards, "shard_dir": str(one.config.shard_dir)}
             for one in (first, part)

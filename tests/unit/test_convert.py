@@ -175,6 +175,27 @@ def test_a_table_may_have_an_optimizer_of_its_own(convert: Convert) -> None:
         convert(TwoTowers(), optimizers={"same_item": own})
 
 
+def test_towers_that_are_converted_one_by_one_have_tables_of_different_names(tmp_path: Path) -> None:
+    def towers(*prefixes: str) -> tuple[list[nn.Module], list[gba_hvd.EmbeddingTables]]:
+        models: list[nn.Module] = [TwoTowers() for _ in prefixes]
+        return models, [
+            gba_hvd.convert(model, gba_hvd.SGD(lr=0.1), shard_dir=tmp_path, prefix=prefix)
+            for model, prefix in zip(models, prefixes, strict=True)
+        ]
+
+    def optimizer(models: list[nn.Module], tables: list[gba_hvd.EmbeddingTables]) -> Any:
+        sgd = torch.optim.SGD(nn.ModuleList(models).parameters(), lr=0.1)
+        return gba_hvd.DistributedOptimizer(sgd, tables, global_batch=4, micro_batch=2)
+
+    with pytest.raises(BadInput, match=r"a table named 'user': rename one of them, which .* is its prefix="):
+        optimizer(*towers("", ""))
+    whole = optimizer(*towers("left", "right")).engine.model.tables
+    assert list(whole.features) == ["left.user", "left.item.0", "right.user", "right.item.0"]
+    own = gba_hvd.Adagrad(lr=0.2)
+    named = gba_hvd.convert(TwoTowers(), own, optimizers={"a.user": gba_hvd.Adam(0.1)}, prefix="a", shard_dir=tmp_path)
+    assert named.tables["a.user"].optimizer == gba_hvd.Adam(0.1)
+
+
 def test_a_module_that_is_the_model_has_a_table(convert: Convert) -> None:
     tables = convert(nn.Embedding(9, 4))
     assert [t.name for t in tables.layout.tables] == ["embedding"]
