@@ -114,7 +114,7 @@ def look_up(handle: int, anchor: Tensor, ids: Ids, not_pooled: tuple[str, ...]) 
                 forms.append(_BAG)
             else:
                 forms.append(_LEARNT if value.weights.requires_grad and torch.is_grad_enabled() else _WEIGHTED)
-                weights.append(value.weights)
+                weights.append(value.weights.float())
         elif value.is_nested:
             nested: Any = value
             forms.append(_JAGGED)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gba_hvd import kernels
 from gba_hvd.config import Config
@@ -36,6 +36,7 @@ from gba_hvd.embedding.initial_rows import AssignedRows, InitialRows, checked_ro
 from gba_hvd.embedding.lookup_recorder import LookupRecorder
 from gba_hvd.embedding.lookups import Ids as Ids
 from gba_hvd.embedding.lookups import Lookup, Source, fill_keys, look_up, pooled_elsewhere, same_ids
+from gba_hvd.embedding.module_dtype import FollowsDtype
 from gba_hvd.embedding.pooling import Pooling, pool, stack
 from gba_hvd.embedding.row_gradients import RowGrad, distinct
 from gba_hvd.embedding.row_optimizers import RowOptimizer
@@ -91,7 +92,7 @@ class Passes:
     captured: list[Captured] = field(default_factory=list)
 
 
-class EmbeddingTables(nn.Module):
+class EmbeddingTables(FollowsDtype):
     """Named embedding tables that live in shard memory, trained by a row optimizer.
 
     Called with ids by feature, like a keyed `nn.EmbeddingBag`:
@@ -120,7 +121,8 @@ class EmbeddingTables(nn.Module):
     Raises BadInput for tables, features and modes that do not go together, and for a table without an optimizer.
 
     The tables are no `nn.Parameter`s: they are shared by all workers of a host and are not in `state_dict()`.
-    Rows are float32.
+    Rows are float32 in memory. Lookups return float32, or the `dtype` of a model that is in another one
+    (`model.bfloat16()`), as `nn.Embedding` would; under autocast they return float32. Gradients of rows are float32.
     """
 
     def __init__(
@@ -225,7 +227,7 @@ class EmbeddingTables(nn.Module):
     # --- forward ---------------------------------------------------------------------------------------------------
 
     def forward(self, ids: Ids) -> dict[str, Tensor]:
-        """Embeddings float32 by feature, for the features named in `ids`.
+        """Embeddings by feature, for the features named in `ids`; float32, or the `dtype` of the model.
 
         ids: by feature, one of
             int64 or int32 [B]       one id for each sample
@@ -239,16 +241,16 @@ class EmbeddingTables(nn.Module):
         """
         if self._joined:
             self._refuse_unknown(ids)
-            joined: dict[str, Tensor] = self._joined[0](ids)
-            return joined
-        if torch.compiler.is_compiling() and ids:
-            return compiled.look_up(self._handle, self._anchor, ids, self._not_pooled)
-        _refuse_tracing()
-        out = {
-            one.source.feature: one.result(pool(rows, one.weights, index, one.offsets, one.pooling))
-            for one, rows, index in self._fetched(ids, torch.is_grad_enabled())
-        }
-        return {name: out[name] for name in ids}
+            out: dict[str, Tensor] = self._joined[0](ids)
+        elif torch.compiler.is_compiling() and ids:
+            out = compiled.look_up(self._handle, self._anchor, ids, self._not_pooled)
+        else:
+            _refuse_tracing()
+            out = {
+                one.source.feature: one.result(pool(rows, one.weights, index, one.offsets, one.pooling))
+                for one, rows, index in self._fetched(ids, torch.is_grad_enabled())
+            }
+        return {name: out[name].to(self.dtype) for name in ids}
 
     def compiled_pass(self, ids: Ids, train: bool, weights_train: bool) -> tuple[CompiledPass, list[Tensor]]:
         """See `compiled.LooksUp`."""
@@ -290,13 +292,13 @@ class EmbeddingTables(nn.Module):
                 at += len(one.keys)
 
     def stacked(self, ids: Ids) -> Tensor:
-        """Embeddings float32 [B, F, dim] of the F features in `ids`, in that order; all of one dimension.
+        """Embeddings [B, F, dim] of the F features in `ids`, in that order; all of one dimension.
 
         The fast path for single-valued features: one gather for all. Features of several ids are pooled.
         """
         if self._joined:
             self._refuse_unknown(ids)
-            return self._joined[0].stacked(ids)
+            return self._joined[0].stacked(ids).to(self.dtype)
         if torch.compiler.is_compiling():
             return self._stacked_pooled(ids)
         _refuse_tracing()
@@ -320,7 +322,7 @@ class EmbeddingTables(nn.Module):
             fill_keys(source, column, keys[number * batch : (number + 1) * batch])
         cuts = [np.arange(batch + 1)] * len(columns)
         rows, index = self._fetch(sources[0].group, keys, cuts, torch.is_grad_enabled())
-        return stack(rows, index, len(columns), batch)
+        return stack(rows, index, len(columns), batch).to(self.dtype)
 
     def _stacked_pooled(self, ids: Ids) -> Tensor:
         found = self(ids)

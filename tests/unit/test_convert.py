@@ -125,6 +125,60 @@ def test_the_last_offset_is_the_number_of_ids(convert: Convert) -> None:
         model["m"](ids(9), torch.tensor([0, 4, 7]))
 
 
+class Mixed(nn.Module):
+    """An embedding with a padding row that is not zero, and weighted bags, into a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.bag = nn.Embedding(9, 4, padding_idx=2), nn.EmbeddingBag(9, 4, mode="sum")
+        nn.init.normal_(self.one.weight)
+        self.weights, self.out = nn.Parameter(torch.rand(3, 2)), nn.Linear(8, 3)
+
+    def forward(self, one: Tensor, bag: Tensor) -> Tensor:
+        return self.out(torch.cat([self.one(one), self.bag(bag, per_sample_weights=self.weights)], dim=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("compile_", [False, True])
+def test_a_model_in_another_dtype_gets_its_rows_in_that(
+    convert: Convert, dtype: torch.dtype, order: str, compile_: bool
+) -> None:
+    torch._dynamo.reset()
+    model = Mixed().to(dtype) if order == "before" else Mixed()
+    plain = copy.deepcopy(model).to(dtype)
+    tables = convert(model)
+    model.to(dtype)
+    run: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if compile_ else model
+    args = torch.tensor([2, 5, 5]), torch.tensor([[1, 2], [3, 3], [4, 8]])
+    out, theirs = run(*args), plain(*args)
+    tolerance = {"rtol": 2e-2, "atol": 2e-2}  # of torch's, which rounds the rows, and adds up gradients rounded
+    torch.testing.assert_close(out, theirs, **tolerance)  # the dtype, too
+    for one in (out, theirs):
+        one.float().square().sum().backward()
+    assert tables.captured[0].rows.dtype == torch.float32
+    found = {"one": torch.zeros(9, 4), "bag": torch.zeros(9, 4)}
+    for group, grads in enumerate(tables.take_gradients()):
+        for grad in grads:
+            for key, value in zip(grad.keys, grad.values, strict=True):
+                owner, row = tables.layout.locate(int(key), group)
+                found[owner][row] += torch.from_numpy(value)
+    torch.testing.assert_close(found["one"], plain.one.weight.grad.float(), **tolerance)
+    torch.testing.assert_close(found["bag"], plain.bag.weight.grad.float(), **tolerance)
+    torch.testing.assert_close(model.weights.grad, plain.weights.grad, **tolerance)
+    assert tables.rows("one", [5]).dtype == np.float32
+    assert model.float().one(torch.tensor([5])).dtype == torch.float32
+
+
+def test_rows_of_a_converted_model_stay_float32_under_autocast(convert: Convert) -> None:
+    model = Mixed()
+    convert(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model.one(torch.tensor([1])).dtype == torch.float32
+        out = model(torch.tensor([2, 5, 5]), torch.tensor([[1, 2], [3, 3], [4, 8]]))
+    assert out.dtype == torch.bfloat16
+
+
 class TwoTowers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
