@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from gba_hvd.accumulators import Frames, Part
-from gba_hvd.batch_keys import BatchKeys
+from gba_hvd.batch_keys import BatchKeys, FindIds
 from gba_hvd.elastic import TorchState
-from gba_hvd.embedding.tables import Ids
 from gba_hvd.errors import BadInput, GbaError, refuse_unknown
 from gba_hvd.metrics import N_ERROR_SUMS, Scores, TaskScores, error_sums, errors_from, logits_of
 from gba_hvd.reading.datasets import Dataset, MapDataset, reads
@@ -101,7 +100,7 @@ def evaluate(
     *,
     batch: int | None = None,
     collate_fn: Collate | None = None,
-    ids: Callable[[Any], Ids] | None = None,
+    ids: FindIds | None = None,
     forward: Callable[[Any], Any] | None = None,
     label: Column | None = None,
     activation: Activation | None = None,
@@ -115,7 +114,7 @@ def evaluate(
     *,
     batch: int | None = None,
     collate_fn: Collate | None = None,
-    ids: Callable[[Any], Ids] | None = None,
+    ids: FindIds | None = None,
     forward: Callable[[Any], Any] | None = None,
     label: Column | None = None,
     activation: Activation | None = None,
@@ -127,7 +126,7 @@ def evaluate(
 def evaluate(
     model: nn.Module, dataset: Dataset | MapDataset, state: TorchState, *, batch: int | None = None,
     collate_fn: Collate | None = None,
-    ids: Callable[[Any], Ids] | None = None, forward: Callable[[Any], Any] | None = None,
+    ids: FindIds | None = None, forward: Callable[[Any], Any] | None = None,
     activation: Activation | None = None, exact_limit: int = 5_000_000, tasks: Mapping[str, Task],
 ) -> dict[str, TaskScores]: ...  # fmt: skip
 def evaluate(
@@ -137,7 +136,7 @@ def evaluate(
     *,
     batch: int | None = None,
     collate_fn: Collate | None = None,
-    ids: Callable[[Any], Ids] | None = None,
+    ids: FindIds | None = None,
     forward: Callable[[Any], Any] | None = None,
     label: Column | None = None,
     activation: Activation | None = None,

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from gba_hvd.accumulators import Frames, Part
 from gba_hvd.batch import Bag
-from gba_hvd.batch_keys import BatchKeys
+from gba_hvd.batch_keys import BatchKeys, FindIds
 from gba_hvd.elastic import TorchState
-from gba_hvd.embedding.tables import Ids
 from gba_hvd.errors import BadInput
 from gba_hvd.evaluation import reader, ready_engine
 from gba_hvd.ranking import (
@@ -44,7 +43,7 @@ def evaluate_retrieval(
     item_ids: Callable[[Any], Tensor] | None = None,
     k: int | Sequence[int] = (10, 100),
     batch: int | None = None,
-    ids: Callable[[Any], Ids] | None = None,
+    ids: FindIds | None = None,
 ) -> RetrievalScores:
     """Recall@k and NDCG@k of ranking all items for each query (user) by dot products; the same result on every rank.
 
@@ -102,7 +101,7 @@ def evaluate_retrieval(
 
 
 def _keys(
-    engine: Engine, model: nn.Module, ids: Callable[[Any], Ids] | None, vectors: Callable[[Any], Tensor]
+    engine: Engine, model: nn.Module, ids: FindIds | None, vectors: Callable[[Any], Tensor]
 ) -> Callable[[list[Any]], list[np.ndarray]]:
     """The rows that batches use: by their ids, and where they have none by a pass of what computes their vectors."""
     by_ids, by_pass = (BatchKeys(engine.model.tables, model, ids, forward) for forward in (None, vectors))

@@ -7,7 +7,6 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
-from samples import Samples
 from torch import Tensor, nn
 
 import gba_hvd
@@ -23,14 +22,15 @@ CLICKS_AND_PURCHASES = {
 
 def train(
     make_model: Callable[[], nn.Module],
-    make_samples: Callable[[int, int], Samples],
+    make_samples: Callable[[int, int], Any],
     loss_of: Callable[[nn.Module, Batch], Tensor],
     outputs: Callable[[nn.Module, Batch], Tensor],
     tasks: Mapping[str, gba_hvd.Task] = CLICKS,
 ) -> None:
     """Two epochs, and the AUC of each task.
 
-    loss_of: mean loss of a batch. outputs: of a batch, probabilities float [B], or [B, T] of T tasks
+    make_samples: a dataset of as many samples, from a seed. loss_of: mean loss of a batch. outputs: of a batch,
+    probabilities float [B], or [B, T] of T tasks
     """
     hvd.init()
     torch.manual_seed(1)  # the same rows on all hosts

@@ -33,6 +33,7 @@ from gba_hvd.embedding.features import (
     tables_of,
 )
 from gba_hvd.embedding.initial_rows import AssignedRows, InitialRows, checked_rows, not_assignable
+from gba_hvd.embedding.keyed_jagged import AnyIds, by_feature
 from gba_hvd.embedding.lookup_recorder import LookupRecorder
 from gba_hvd.embedding.lookups import Ids as Ids
 from gba_hvd.embedding.lookups import Lookup, Source, fill_keys, look_up, pooled_elsewhere, same_ids
@@ -226,19 +227,21 @@ class EmbeddingTables(FollowsDtype):
 
     # --- forward ---------------------------------------------------------------------------------------------------
 
-    def forward(self, ids: Ids) -> dict[str, Tensor]:
+    def forward(self, ids: AnyIds) -> dict[str, Tensor]:
         """Embeddings by feature, for the features named in `ids`; float32, or the `dtype` of the model.
 
         ids: by feature, one of
             int64 or int32 [B]       one id for each sample
             int64 or int32 [B, L]    L of them, with the table's `padding_idx` where a sample has fewer
             `Bag` of B samples, or a jagged nested tensor [B, j] (torch.nested, layout=torch.jagged)
+        or all of them in a `KeyedJaggedTensor` of TorchRec, whose keys are features: each is a `Bag`.
         A pooled feature gives [B, dim]. One that is not (`Feature(table, pooling=None)`) takes tensors of any shape
         and gives ids.shape + [dim], zeros where padding is, and a jagged nested tensor [B, j, dim] of a Bag or a
         nested tensor.
         Raises BadInput for an unknown feature, ids of another dtype or shape, an id outside its table, offsets that do
         not cut the values, and weights of a Bag where they would be ignored.
         """
+        ids = by_feature(ids)
         if self._joined:
             self._refuse_unknown(ids)
             out: dict[str, Tensor] = self._joined[0](ids)
@@ -291,11 +294,12 @@ class EmbeddingTables(FollowsDtype):
                 yield one, rows, index[at : at + len(one.keys)]
                 at += len(one.keys)
 
-    def stacked(self, ids: Ids) -> Tensor:
+    def stacked(self, ids: AnyIds) -> Tensor:
         """Embeddings [B, F, dim] of the F features in `ids`, in that order; all of one dimension.
 
         The fast path for single-valued features: one gather for all. Features of several ids are pooled.
         """
+        ids = by_feature(ids)
         if self._joined:
             self._refuse_unknown(ids)
             return self._joined[0].stacked(ids).to(self.dtype)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
 import re
 import subprocess
@@ -17,16 +15,18 @@ import pytest
 import torch
 from torch import nn
 
+from tests import public_models
+from tests.public_models import EXAMPLES, PACKAGES
+
 from . import adoptable
 from .cluster import PATIENT, Cluster, cluster
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(1500)]
 
-HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
-EXAMPLES, PACKAGES = ROOT / "examples" / "adopt", ROOT / ".peers" / "models"
+HERE = Path(__file__).parent
 PLAN = {"samples": 8 * 48, "global_batch": 48, "micro_batch": 16, "seed": 3}  # eight steps of three micro-batches
 SMALL = ["adoptable:HISTORY", "adoptable:BAGS", "adoptable:ONE_TABLE"]
-PUBLIC = ["deepfm", "dcn", "din", "dien", "youtube_dnn", "dssm", "mmoe", "esmm"]
+PUBLIC = ["deepfm", "dcn", "din", "dien", "youtube_dnn", "dssm", "mmoe", "esmm", "dlrm"]
 WORLDS: dict[str, Callable[[Cluster], None]] = {
     "one worker": lambda job: job.start_alone(),
     "two workers": lambda job: job.start_static(2),
@@ -98,15 +98,9 @@ def test_small_models_train_as_in_plain_torch(tmp_path: Path, world: str) -> Non
 
 @pytest.fixture
 def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Where the public models are. Without them the test fails: a skipped one would say that they train."""
-    path, before = [str(EXAMPLES), str(PACKAGES)], set(sys.modules)
-    monkeypatch.setattr(sys, "path", [*path, *sys.path])
-    missing = [name for name in ("deepctr_torch", "torchfm", "torch_rechub") if importlib.util.find_spec(name) is None]
-    if missing:
-        pytest.fail(
-            f"{', '.join(missing)} not found; `make setup` installs public models for tests, and so does pip install "
-            f"--no-deps --target {PACKAGES.relative_to(ROOT)} -r requirements-models.txt"
-        )
+    """Where the public models are."""
+    before = set(sys.modules)
+    path = public_models.add_to_path(monkeypatch, EXAMPLES)
     yield path
     for name in set(sys.modules) - before:  # `features`, `samples` and others are of these examples only
         if str(EXAMPLES) in str(getattr(sys.modules[name], "__file__", "")):
@@ -117,7 +111,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def test_public_models_train_as_in_plain_torch(tmp_path: Path, packages: list[str], world: str) -> None:
     job = train(tmp_path, world, PUBLIC, packages)
     for name in PUBLIC:
-        check(job, name, importlib.import_module(name))
+        check(job, name, public_models.load(name))
 
 
 def test_a_script_trains_as_it_stands(tmp_path: Path, packages: list[str]) -> None:
