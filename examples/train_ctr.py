@@ -172,17 +172,20 @@ def run(config: JobConfig, summary: JobSummary, faults: FaultSchedule) -> None:
             parts = splits.of_epoch(state.epoch)
             model.train()
             if config.train.threads > 1:
-                gba_hvd.hogwild(parts.train, state, compute, n_threads=config.train.threads, seed=config.seed)
+                n_threads = config.train.threads
+                gba_hvd.hogwild(
+                    parts.train, state, compute, n_threads=n_threads, seed=config.seed, **config.data.reading
+                )
             else:
-                for batch in gba_hvd.batches(parts.train, state, seed=config.seed):
+                for batch in gba_hvd.batches(parts.train, state, seed=config.seed, **config.data.reading):
                     optimizer.zero_grad()
                     loss = compute(model, batch)
                     optimizer.step(loss=loss)
-            valid = evaluate_part(model, parts.valid, state)
+            valid = evaluate_part(model, parts.valid, state, config.data.reading)
             gain = valid.values[by] > state.best.get(f"valid_{by}", 0.0)
             is_last = state.epoch + 1 == config.train.epochs
             is_tested = gain or is_last or splits.of_day is not None  # each day has a test part of its own
-            test = evaluate_part(model, parts.test, state) if is_tested else None
+            test = evaluate_part(model, parts.test, state, config.data.reading) if is_tested else None
             # Nothing below talks to other workers, so each survivor of a failure has done all of it or none.
             if valid.note and state.world.rank == 0:
                 print(f"validation: {valid.note}", flush=True)

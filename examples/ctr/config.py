@@ -27,6 +27,7 @@ from gba_hvd.epoch import micro_batches_together
 from gba_hvd.errors import BadInput
 from gba_hvd.mode_names import REPLICA_MODES
 from gba_hvd.ps.coordinator.discipline import Discipline
+from gba_hvd.reading.settings import ReadSettings
 from gba_hvd.switching.policy import Options
 from recovery.callback import CheckpointCallback
 from recovery.config import Config as Saving
@@ -128,6 +129,12 @@ class Data:
     )
     min_count: int = setting(0, "rarer values share a row; 0: as the preset has it")
     hash_rows: int = setting(0, "hash every field into so many rows; 0: as the preset has it")
+    num_workers: int = setting(0, "processes of each worker that read batches, of training and evaluation", off="0")
+    prefetch: int | None = setting(
+        None,
+        "batches that each of these, or a thread, reads ahead; null: as `gba_hvd.batches` and `evaluate` do",
+        off="0",
+    )
     synthetic: Synthetic = field(default_factory=Synthetic)
     behaviour: Behaviour = field(default_factory=Behaviour)
 
@@ -145,6 +152,15 @@ class Data:
             not (self.hash_rows and self.min_count),
             "data.hash_rows and data.min_count: choose one, a hash has no vocabulary",
         )
+        try:
+            ReadSettings(**self.reading)
+        except BadInput as error:
+            raise BadInput(f"data.{error}") from error
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """How batches are read, as `gba_hvd.batches` and `evaluate` take it."""
+        return {"num_workers": self.num_workers, "prefetch": self.prefetch}
 
     def changed(self, name: str) -> bool:
         """Whether a setting differs from its default."""

@@ -40,16 +40,17 @@ def title_of(name: str) -> str:
     return _TITLES.get(name, name.replace("_at_", "@"))
 
 
-def evaluate_part(model: nn.Module, part: Log, state: Any) -> Measured:
-    """The measures of a part of the data; the same result on every rank."""
+def evaluate_part(model: nn.Module, part: Log, state: Any, reading: Mapping[str, Any]) -> Measured:
+    """The measures of a part of the data; the same result on every rank. reading: how batches are read"""
     if isinstance(model, YoutubeDNN):
         assert isinstance(part, SyntheticBehaviourLog)
         found = gba_hvd.evaluate_retrieval(
             model, part, part.items(), state, query_vectors=model.users, item_vectors=model.items,
             relevant=_candidates, item_ids=_candidates, k=RECALL_AT,
+            **reading,
         )  # fmt: skip
         return Measured(found.values, found.note)
-    scores = gba_hvd.evaluate(model, part, state, activation="sigmoid")
+    scores = gba_hvd.evaluate(model, part, state, activation="sigmoid", **reading)
     return Measured({"auc": scores.auc, "logloss": scores.logloss}, scores.note, scores.exact)
 
 

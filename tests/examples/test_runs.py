@@ -66,7 +66,7 @@ def train(folder: Path, workers: int, *settings: str) -> dict[str, Any]:
 
 
 def test_two_workers_reach_what_one_reaches(tmp_path: Path) -> None:
-    alone, together = train(tmp_path, 1), train(tmp_path, 2)
+    alone, together = train(tmp_path, 1), train(tmp_path, 2, "data.num_workers=1")
     assert (alone["workers"], together["workers"]) == (1, 2)
     assert together["auc"] == pytest.approx(alone["auc"], abs=1e-4)
     assert together["logloss"] == pytest.approx(alone["logloss"], abs=1e-4)
