@@ -97,7 +97,7 @@ def batches(
     has_order = shuffle and hasattr(dataset, "order") and hasattr(dataset, "order_digest")
     own: int = cast(OrderedDataset, dataset).order_digest if has_order else 0
     assert engine.mode is not None
-    if engine.mode.servers is None:  # else the coordinator checks the same
+    if engine.mode.steps_together:  # else the coordinator checks the same
         facts = {"samples": len(dataset), "seed": seed, "epoch": epoch, "order of the dataset": own}
         agree_on(engine.world, "epoch", {**facts, "step of the epoch": first, "step": progress.step})
         _warn_of_idle_workers(cut, engine.world.rank, engine.world.size, model.together)
@@ -106,7 +106,7 @@ def batches(
         _refuse_another_order(progress.order, order, first)
     progress.order = order
     _trace(engine, order)
-    if engine.mode.servers is None and first < cut.n_steps:
+    if engine.mode.steps_together and first < cut.n_steps:
         _begin_in_the_mode_asked_for(engine)
     if state.finished_epoch == epoch:
         warnings.warn(f"epoch {epoch} is done and has no batches left: advance state.epoch", stacklevel=2)

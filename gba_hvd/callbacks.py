@@ -1,7 +1,7 @@
 """What a running job reports to the outside: steps, metrics, events.
 
 Data flows one way, from the training loop to the callbacks; a callback never changes training by what it returns.
-MLflow tracking, the progress line and (later) mode switching are callbacks.
+MLflow tracking, the progress line, mode switching and checkpoints are callbacks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from recovery.old_names import accepts
 
+
+@accepts(leads_host="is_host_leader")
 @dataclass(frozen=True)
 class Job:
     """Where this process stands in the job. Callbacks receive it at the start and after every change of membership.
@@ -25,13 +28,13 @@ class Job:
     size: int
     local_rank: int
     host: str
-    leads_host: bool  # exactly one worker per host
+    is_host_leader: bool  # exactly one worker per host
     settings: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
 
     @property
     def is_chief(self) -> bool:
-        """Exactly one worker per job: the one that speaks for it."""
+        """Exactly one worker per job, with rank 0: the one that reports for the job."""
         return self.rank == 0
 
 

@@ -1,7 +1,7 @@
 """Distributed evaluation: every worker evaluates its part of a dataset, all get the same metrics.
 
 Decided here: which output and which label belong to a task, and what is measured of them. How the work is divided is
-the mode's business (`modes.evaluation`), how figures come of it that of `metrics` and `grouped_auc`.
+the task of the mode (`modes.evaluation`), the arithmetic that of `metrics`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gba_hvd.accumulators import Frames, Part
 from gba_hvd.batch_keys import BatchKeys, FindIds
 from gba_hvd.elastic import TorchState
 from gba_hvd.errors import BadInput, refuse_unknown
 from gba_hvd.evaluation_reader import open_reader, read_settings, ready_engine
-from gba_hvd.metrics import N_ERROR_SUMS, Scores, TaskScores, error_sums, errors_from, logits_of
+from gba_hvd.metrics.accumulators import Frames, Part
+from gba_hvd.metrics.scores import N_ERROR_SUMS, Scores, TaskScores, error_sums, errors_from, logits_of
 from gba_hvd.reading.datasets import Dataset, MapDataset
 from gba_hvd.reading.settings import Collate
 from gba_hvd.training.mode import EvaluationRun
@@ -228,9 +228,9 @@ def _checked(tasks: Mapping[str, Task], **of_one_task: Any) -> dict[str, Task]:
 def _part(name: str, task: Task, activation: Activation | None, exact_limit: int) -> Part:
     if task.rates:
         return Part("sums", name, n_sums=N_ERROR_SUMS)
-    unsaid = (task.activation or activation) is None
+    not_specified = (task.activation or activation) is None
     kind: Literal["scores", "grouped scores"] = "scores" if task.group is None else "grouped scores"
-    return Part(kind, name, 0, exact_limit, task.where is not None, unsaid)
+    return Part(kind, name, 0, exact_limit, task.where is not None, not_specified)
 
 
 # --- the columns of a task -------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def _part(name: str, task: Task, activation: Activation | None, exact_limit: int
 
 @dataclass(frozen=True)
 class _Position:
-    """Of a task among all. name: "" where there is one that has none."""
+    """The part of one task. name: "" where there is one that has none."""
 
     name: str
     index: int
@@ -350,7 +350,7 @@ def _mask(where: Any, n: int, at: _Position) -> Tensor:
 
 
 def _described(value: Any) -> str:
-    """What somebody gave, in words."""
+    """A value that was passed, in words."""
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)}"
     if isinstance(value, Mapping):
@@ -363,7 +363,7 @@ def _task_scores(task: Task, plain: Mapping[str, Any]) -> TaskScores:
         values, n, note = errors_from(plain["sums"])
         return TaskScores({metric: values[metric] for metric in task.metrics}, n, note=note)
     values = {metric: plain[metric] for metric in task.metrics}
-    if "gauc" in values and math.isnan(plain["logloss"]):  # some logits are NaN: nothing is said about the rest
+    if "gauc" in values and math.isnan(plain["logloss"]):  # some logits are NaN: the other metrics are, too
         values["gauc"] = math.nan
     note = plain["note"] if any(map(math.isnan, values.values())) else ""
     if not note and math.isnan(values.get("gauc", 0.0)):

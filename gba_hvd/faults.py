@@ -291,7 +291,7 @@ class FaultSchedule(Callback):
             pid = (server_pids or {}).get(fault.host, 0)
             if pid == 0 or _born(pid) is None:
                 return False
-        # Recorded first: nobody can do it after a kill.
+        # Recorded first: it cannot be done after a kill.
         if self._claim(fault, pid, step) is None:
             return False
         if fault.kind == "raise":
@@ -334,6 +334,8 @@ class FaultSchedule(Callback):
                     os.write(fd, json.dumps({**asdict(firing), "fault": fault.entry()}).encode())
                 finally:
                     os.close(fd)
+                self._known[number] = firing  # who made the file carries it out, also if another thread has read it
+                return fault
             if self._known.setdefault(number, firing) is firing:
                 return fault
         return None
@@ -407,8 +409,8 @@ def state():
     except OSError:
         return None
     return fields[0] if fields[19] == born else None
-give_up = time.monotonic() + 30
-while state() not in ("T", "t", None) and time.monotonic() < give_up:
+deadline = time.monotonic() + 30
+while state() not in ("T", "t", None) and time.monotonic() < deadline:
     time.sleep(0.01)
 until = time.monotonic() + seconds
 while state() in ("T", "t"):

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gba_hvd.accumulators import Frames, Part
 from gba_hvd.batch import Bag
 from gba_hvd.batch_keys import BatchKeys, FindIds
 from gba_hvd.callbacks import Event
 from gba_hvd.elastic import TorchState
 from gba_hvd.errors import BadInput
 from gba_hvd.evaluation_reader import open_reader, read_settings, ready_engine
-from gba_hvd.ranking import (
+from gba_hvd.metrics.accumulators import Frames, Part
+from gba_hvd.metrics.ranking import (
     ItemLists,
     Items,
     Queries,

@@ -23,7 +23,7 @@ _LEAST_BUDGET = 1 << 20
 @dataclass(frozen=True)
 class Config:
     """
-    job:              name of the job that writes: one of the same name takes over at once. None: a name nobody else has
+    job:              name of the job that writes: one of the same name takes over at once. None: a unique name
     policy:           which rows a save takes once there is a base: full, delta, mfu, ssu, scar, or a registered one
     r:                share of a table's rows that mfu, ssu, scar and registered policies take
     ssu_period:       ssu looks at every so-manieth access

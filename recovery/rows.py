@@ -153,7 +153,7 @@ def _whole(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
 Choice = Callable[[int, int], RowIndices]
 
 
-def everything(holder: RowSource) -> Choice:
+def everything(source: RowSource) -> Choice:
     """All rows of the row source."""
-    schema = holder.schema
+    schema = source.schema
     return lambda table, shard: slice(0, schema.tables[table].rows_in(shard, schema.n_shards))

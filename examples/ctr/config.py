@@ -19,12 +19,12 @@ import yaml
 
 from gba_hvd import GBACallback
 from gba_hvd.averaging.algorithms import Averaging
-from gba_hvd.clipping import Clip
 from gba_hvd.compression import Compression, Spec
 from gba_hvd.compression.spec import dense_spec_of, row_spec_of
 from gba_hvd.data import SyntheticBehaviourLog
 from gba_hvd.epoch import micro_batches_together
 from gba_hvd.errors import BadInput
+from gba_hvd.gradients.clipping import Clip
 from gba_hvd.mode_names import REPLICA_MODES
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.reading.settings import ReadSettings
@@ -396,7 +396,7 @@ class Checkpoint:
     target_pls: float = setting(0.1, "of a plan: tolerable portion of lost samples")
     longest_s: float = setting(3600.0, "of a plan: at most so long between two saves")
     recovery: str = setting(
-        "auto", "when a host is lost: full (all go back), partial (its rows come back), auto (by the estimate)"
+        "auto", "when a host is lost: full (all roll back), partial (its rows come back), auto (by the estimate)"
     )
     resume: bool = setting(True, "resume from the newest checkpoint there", off="false")
     takeover: bool = setting(False, "write there although another job does", off="false")

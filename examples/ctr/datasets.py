@@ -32,7 +32,7 @@ from gba_hvd.data import (
     prepare,
 )
 from gba_hvd.data.presets import PRESETS
-from gba_hvd.data.splits import Progress
+from gba_hvd.data.splits import PrepareProgress
 from gba_hvd.data.store import MANIFEST, read_manifest
 from gba_hvd.errors import BadInput
 
@@ -258,10 +258,10 @@ def _one_at_a_time(store: Path) -> Iterator[None]:
         yield
 
 
-def _print_progress(every_s: float = 5.0) -> Callable[[Progress], None]:
+def _print_progress(every_s: float = 5.0) -> Callable[[PrepareProgress], None]:
     next_s = time.monotonic() + every_s
 
-    def show(progress: Progress) -> None:
+    def show(progress: PrepareProgress) -> None:
         nonlocal next_s
         if time.monotonic() >= next_s:
             next_s = time.monotonic() + every_s

@@ -13,10 +13,10 @@ from ctr.config import OF_SEQUENCES, Checkpoint, Dense, JobConfig, Switching
 from ctr.datasets import Splits
 from ctr.measures import selects, title_of
 from gba_hvd.batch import Bag
-from gba_hvd.clipping import Clip
 from gba_hvd.config import Config
 from gba_hvd.epoch import EpochPlan, shares
 from gba_hvd.faults import Fault
+from gba_hvd.gradients.clipping import Clip
 from gba_hvd.shm.layout import Layout
 from gba_hvd.torch_optimizers import spec_of
 from recovery.redaction import redacted
@@ -25,7 +25,7 @@ MADE_UP = {"behaviour": "synthetic behaviour log"}
 
 
 def plan(config: JobConfig, splits: Splits | None, faults: Sequence[Fault] = (), tried: str | None = None) -> str:
-    """The plan of a job; without `splits` (not prepared yet) what can be said without them.
+    """The plan of a job; without `splits` (not prepared yet) as far as it is known then.
 
     tried: what came of one batch, if one was tried
     """

@@ -24,7 +24,9 @@ def _of_floats(signature: str) -> Sequence[str]:
 
 
 @_compiled(*_of_floats("int64(T[::1], T[::1], T, int64, T[::1], int32[::1], T[::1], float64[::1])"))
-def add_and_select(grad: Any, rest: Any, least: Any, base: int, out: Any, indices: Any, values: Any, size: Any) -> int:
+def add_and_select(
+    grad: Any, residual: Any, least: Any, base: int, out: Any, indices: Any, values: Any, size: Any
+) -> int:
     """out = grad + residual; elements with |out| >= least (and not 0) move to `values`, with their indices.
 
     indices: int32, room for len(grad); base is added to each. size[0]: the sum of |out| before the move.
@@ -34,7 +36,7 @@ def add_and_select(grad: Any, rest: Any, least: Any, base: int, out: Any, indice
     for lo in range(0, len(grad), _BLOCK):
         hi = min(lo + _BLOCK, len(grad))
         for i in range(lo, hi):
-            out[i] = grad[i] + rest[i]
+            out[i] = grad[i] + residual[i]
         for i in range(lo, hi):
             x = out[i]
             a = abs(x)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from gba_hvd.compression import index_codec, kernels, sparse_message, value_codec
-from gba_hvd.compression.bypass import Decision
+from gba_hvd.compression.bypass import BypassDecision
 from gba_hvd.compression.row_residuals import RowResiduals
 from gba_hvd.compression.sparse_message import BadMessage
 from gba_hvd.compression.spec import Spec
@@ -66,7 +66,7 @@ class RowCoder:
     """One worker's way of writing gradients of rows, and of what it did not send of them. Not thread-safe.
 
     density: by group of tables, the share of gradient elements that was sent last
-    decisions: whether to compress rows, since somebody last looked
+    decisions: whether to compress rows, since the last report
     """
 
     def __init__(self, spec: Spec, dims: Sequence[int]) -> None:
@@ -74,7 +74,7 @@ class RowCoder:
         self._thresholds = Thresholds(spec, len(self._dims))
         self._residuals = RowResiduals(dims)
         self._selected = np.zeros((len(self._dims), 2), np.int64)  # since `begin`: elements sent, of so many
-        self.decisions: list[Decision] = []
+        self.decisions: list[BypassDecision] = []
 
     @property
     def density(self) -> list[float]:

@@ -99,7 +99,7 @@ class RowExchange:
         After the coder's `begin`.
         The result is as from `row_gradients.pack_by_owner`. A collective.
         """
-        far, dims = {}, [group.dim for group in self._tables.layout.groups]
+        remote, dims = {}, [group.dim for group in self._tables.layout.groups]
         counted = any(grad.accesses is not None for grad in grads)
         grads = [with_access_column(grad) for grad in grads]
         given_back = {rank: self._given_back(rank, grads) for rank in self._remote}
@@ -110,8 +110,8 @@ class RowExchange:
             if counted:
                 back = [without_access_column(grad) for grad in back]
             everything = np.zeros(len(self._server), dtype=np.int32)  # all of it is for this rank
-            far[rank], _ = pack_by_owner(back, everything, 1)
-        return far
+            remote[rank], _ = pack_by_owner(back, everything, 1)
+        return remote
 
     # --- whether it pays ---------------------------------------------------------------------------------------------
 

@@ -110,7 +110,7 @@ class InitialRows:
         return not self._assigned and not any(callable(table.init) for table in self._tables.values())
 
     def digest(self) -> int:
-        """Of all assigned rows; signed 64 bits."""
+        """Checksum of all assigned rows; signed 64 bits."""
         digests = [rows.digest() for some in self._assigned.values() for rows in some]
         return int(np.uint64(xxhash.xxh3_64_intdigest(np.array(digests, np.int64).tobytes())).view(np.int64))
 

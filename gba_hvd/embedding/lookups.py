@@ -83,7 +83,7 @@ class Lookup:
 
     @property
     def shape_of_rows(self) -> tuple[int, ...]:
-        """Of the result without its last dimension; [n] of a ragged one."""
+        """Shape of the result without its last dimension; [n] of a ragged one."""
         return self.shape if self.ragged is None else (len(self.offsets) - 1,)
 
     def result(self, rows: Tensor) -> Tensor:

@@ -150,8 +150,8 @@ class TableOptimizers:
             )
 
 
-# Where the optimizers of this module are said to be, on disk and in messages: a name that outlives the layout of the
-# package, the one that earlier versions wrote, and today's.
+# The module under which the optimizers of this file are stored, on disk and in messages: a name that outlives the
+# layout of the package, the one that earlier versions wrote, and today's.
 PUBLIC_MODULE = "gba_hvd"
 _HERE = (PUBLIC_MODULE, "gba_hvd.row_optimizers", __name__)
 

@@ -429,22 +429,22 @@ class EmbeddingTables(FollowsDtype):
             kernels.gather_rows(self.memory.flat, layout.record_starts(keys, group), 0, out)
             return
         here = self.local[keys % layout.n_shards]
-        near, far = np.flatnonzero(here), np.flatnonzero(~here)
-        rows = np.empty((len(near), group.dim), dtype=np.float32)
-        kernels.gather_rows(self.memory.flat, layout.record_starts(keys[near], group), 0, rows)
-        out[near] = rows
-        if len(far):
-            remote, index = self.remote[group_number], np.empty(len(far), dtype=np.int32)
-            missing = 0 if remote is None else kernels.find_keys(keys[far], remote.slots, remote.keys, index)
+        local_at, remote_at = np.flatnonzero(here), np.flatnonzero(~here)
+        rows = np.empty((len(local_at), group.dim), dtype=np.float32)
+        kernels.gather_rows(self.memory.flat, layout.record_starts(keys[local_at], group), 0, rows)
+        out[local_at] = rows
+        if len(remote_at):
+            remote, index = self.remote[group_number], np.empty(len(remote_at), dtype=np.int32)
+            missing = 0 if remote is None else kernels.find_keys(keys[remote_at], remote.slots, remote.keys, index)
             if remote is None or missing >= 0:
-                table, row = layout.locate(int(keys[far][max(missing, 0)]), group_number)
+                table, row = layout.locate(int(keys[remote_at][max(missing, 0)]), group_number)
                 raise GbaError(
                     f"row {row} of table {table!r} lives on another host and was not fetched: ids must come from the "
                     "batch's `ids` (pass ids=... to gba_hvd.batches when your batches keep them elsewhere), or be "
                     "looked up by its `forward` each time it gets this batch"
                     + (", and bags unchanged: with row_compression=dct_mp they are pooled there" * self.pools_bags)
                 )
-            out[far] = remote.values[index]
+            out[remote_at] = remote.values[index]
 
     def _refuse_unknown(self, ids: Mapping[str, Any]) -> None:
         unknown = [name for name in ids if name not in self._sources]
@@ -465,10 +465,11 @@ class EmbeddingTables(FollowsDtype):
         return grads
 
     def contributors(self, micro_batch: int, n_samples: int) -> list[RowGrad]:
-        """Of the forward passes since gradients were taken: in how many micro-batches each row is, by group.
+        """In how many micro-batches of the forward passes since the last gradients each row is, by group.
 
         The batch has n_samples, the samples of several micro-batches one after the other. Values: float32 [n, 1].
-        Raises BadInput for a pass with another number of samples, where that cannot be said. Needs `notes_samples`.
+        Raises BadInput for a pass with another number of samples, where that cannot be determined. Needs
+        `notes_samples`.
         """
         n_micro = -(-n_samples // micro_batch)
         found: list[list[np.ndarray]] = [[np.empty(0, np.int64)] for _ in self.layout.groups]

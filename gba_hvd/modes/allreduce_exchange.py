@@ -12,7 +12,7 @@ One step, on every rank:
                gradients go round just before it and are held as well (`compression.dense_exchange`)
     5. apply   dense parameters everywhere, rows by the ranks that serve them
 
-A worker that dies before 4 leaves a step that nobody applied; it is computed again. A worker that dies after 4 costs
+A worker that dies before 4 leaves a step that no worker applied; it is computed again. A worker that dies after 4 costs
 its own shards at most this step. A survivor that misses the result of 4 still holds its row gradients and applies them
 as soon as it learns that the step was decided, and with which factor (`elastic`).
 """
@@ -25,14 +25,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gba_hvd import clipping, kernels
+from gba_hvd import kernels
 from gba_hvd.comm.collectives import World, worker_lost
 from gba_hvd.comm.traffic import Traffic, ring
 from gba_hvd.compression.activation_exchange import ActivationExchange
 from gba_hvd.compression.dense_exchange import DenseExchange
 from gba_hvd.compression.row_codec import RowCoder
 from gba_hvd.compression.row_exchange import RowExchange
-from gba_hvd.dense_gradients import DenseGradients
 from gba_hvd.embedding.accesses import count_accesses
 from gba_hvd.embedding.bags import BagLookups
 from gba_hvd.embedding.initial_rows import not_assignable
@@ -45,6 +44,8 @@ from gba_hvd.embedding.row_gradients import (
     unpack,
 )
 from gba_hvd.embedding.tables import EmbeddingTables, PulledRows
+from gba_hvd.gradients import clipping
+from gba_hvd.gradients.dense_gradients import DenseGradients
 from gba_hvd.shm.outbox import Outbox
 from gba_hvd.shm.placement import Placement, WorkerTopology
 from gba_hvd.training.commit_fields import CommitFields
@@ -60,7 +61,7 @@ class HeldRows:
     own: this rank's gradients, in a world of one; remote: what ranks of other hosts sent, by rank. What ranks of this
     host left is still in their outboxes. scale makes the step's gradient of the sum of all, or of its average.
     n_skipped: steps before this one that were not applied.
-    merged: the gradients to apply, per group, once somebody has asked for them
+    merged: the gradients to apply, per group, once they were asked for
     """
 
     step: int
@@ -98,9 +99,9 @@ class AllreduceExchange:
         self._server = placement.rank
         self._by_contributors = row_average != "global"
         self._dims = [group.dim + self._by_contributors for group in tables.layout.groups]
-        self._at_home = np.array(placement.host) == members.order.index(members.hosts[world.rank])
+        self._is_local = np.array(placement.host) == members.order.index(members.hosts[world.rank])
         self._mine = np.flatnonzero(placement.rank == world.rank)
-        self._on_this_host = np.flatnonzero(self._at_home)
+        self._on_this_host = np.flatnonzero(self._is_local)
         self.several_hosts = len(members.order) > 1  # the same on every rank: it decides which collectives are run
         self._row_coder = row_coder
         self.row_exchange: RowExchange | None = None
@@ -113,13 +114,13 @@ class AllreduceExchange:
 
     def resume(self) -> None:
         """Serve this rank's shards, from the start or after an asynchronous mode."""
-        self._tables.local = self._at_home if self.several_hosts else None
+        self._tables.local = self._is_local if self.several_hosts else None
         self._tables.remote = [None] * len(self._dims)
         self._tables.write_rows = self.write_rows
         self._memory.claim(self._mine)
         coder = self._row_coder
         self._has_local_residuals = coder is not None and coder.has_residuals_for(
-            self._at_home
+            self._is_local
         )  # with shards of lost hosts
         if self.row_exchange is not None:
             self.row_exchange.resume()
@@ -168,8 +169,8 @@ class AllreduceExchange:
         assert self._tables.local is not None
         layout, size = self._tables.layout, self._world.size
         for number, group in enumerate(layout.groups):
-            far = keys[number][~self._tables.local[keys[number] % layout.n_shards]]
-            wanted, _, slots = distinct(far)
+            remote = keys[number][~self._tables.local[keys[number] % layout.n_shards]]
+            wanted, _, slots = distinct(remote)
             start, order = np.empty(size + 1, dtype=np.int64), np.empty(len(wanted), dtype=np.int32)
             kernels.order_by_owner(wanted, layout.n_shards, self._server, start, order)
             asked, n_asked = alltoall(f"pull.keys.{number}", wanted[order].view(np.float32), 2 * np.diff(start))
@@ -203,26 +204,26 @@ class AllreduceExchange:
             is_coded = exchange is not None and exchange.compresses
             if not is_coded or self._has_local_residuals:
                 with nullcontext() if exchange is None else exchange.measured():
-                    grads = coder.whole(grads, self._at_home if is_coded else None)
+                    grads = coder.whole(grads, self._is_local if is_coded else None)
         if self._world.size == 1:
             self.held = HeldRows(step, grads, {}, scale, lr, n_skipped)
             return
         message, words = pack_by_owner(grads, self._server, self._world.size)
         by_rank = np.split(message, np.cumsum(words)[:-1])
         if self.several_hosts:  # with dct_mp other hosts' messages may be longer than all rows, for which there is room
-            near = [part if rank in self._outboxes else part[:0] for rank, part in enumerate(by_rank)]
-            message, words = _joined(near)
+            local_parts = [part if rank in self._outboxes else part[:0] for rank, part in enumerate(by_rank)]
+            message, words = _joined(local_parts)
         self._outboxes[self._world.rank].post(step, message, words)
-        far: dict[int, np.ndarray] = {}
+        remote: dict[int, np.ndarray] = {}
         if exchange is not None:
             with exchange.measured():
                 if exchange.compresses:
-                    far = exchange.send(grads, int(self._by_contributors))
+                    remote = exchange.send(grads, int(self._by_contributors))
                 else:
-                    far = self._send_whole(by_rank, exchange.alltoall)
+                    remote = self._send_whole(by_rank, exchange.alltoall)
         elif self.several_hosts:
-            far = self._send_whole(by_rank, self._world.alltoall)
-        self.held = HeldRows(step, [], far, scale, lr, n_skipped)
+            remote = self._send_whole(by_rank, self._world.alltoall)
+        self.held = HeldRows(step, [], remote, scale, lr, n_skipped)
 
     def _send_whole(self, parts: Sequence[np.ndarray], alltoall: Alltoall) -> dict[int, np.ndarray]:
         """parts: by rank; those of this host stay."""
@@ -272,7 +273,7 @@ class AllreduceExchange:
         if self._row_coder is not None:
             self._row_coder.settle()
             if self._has_local_residuals and held.step % _LOOK_AGAIN == 0:
-                self._has_local_residuals = self._row_coder.has_residuals_for(self._at_home)
+                self._has_local_residuals = self._row_coder.has_residuals_for(self._is_local)
         memory, layout = self._memory, self._tables.layout
         # A shard that has begun this step has had it: from a worker that died, before the step was computed again.
         due = self._mine[memory.marks().begun[self._mine] < held.step]

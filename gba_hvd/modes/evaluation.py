@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gba_hvd.accumulators import Accumulator, Frames, Part, accumulator, combined
 from gba_hvd.comm.collectives import World, agree_on
 from gba_hvd.errors import BadInput
+from gba_hvd.metrics.accumulators import Accumulator, Frames, Part, accumulator, combined
 from gba_hvd.modes.allreduce_exchange import AllreduceExchange
 from gba_hvd.ps.messages import LeaseGrant
 from gba_hvd.ps.worker.worker import PsWorker

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from gba_hvd.comm.collectives import World, agree_on
+from gba_hvd.metrics.ranking import Best, ItemLists, Items, Queries, all_numbers, best, merge, n_query_sums, query_sums
 from gba_hvd.modes.allreduce_exchange import AllreduceExchange
 from gba_hvd.modes.evaluation import evaluating, firsts_of_rank, share_buffers
-from gba_hvd.ranking import Best, ItemLists, Items, Queries, all_numbers, best, merge, n_query_sums, query_sums
 from gba_hvd.training.mode import RetrievalRun, SampleReader
 from recovery import state_codec
 
@@ -68,7 +68,7 @@ def _load(reader: SampleReader, first: int, exchange: AllreduceExchange) -> Any:
 
 
 def _gathered(world: World, what: str, mine: Any) -> list[Any]:
-    """Of every rank, in rank order. A collective."""
+    """The values of all ranks, in rank order. A collective."""
     parts = world.gather_bytes(f"retrieval.{what}", state_codec.encode(mine))
     return [state_codec.decode(part.tobytes()) for part in parts]
 

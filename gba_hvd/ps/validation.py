@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from gba_hvd.clipping import Clip
 from gba_hvd.embedding.row_gradients import ROW_AVERAGES
 from gba_hvd.errors import BadInput
+from gba_hvd.gradients.clipping import Clip
 from gba_hvd.mode_names import REPLICA_MODES
 from gba_hvd.ps.messages import Apply, Enter, Measure, NotFinite, ProtocolError
 from gba_hvd.shm.layout import Layout
@@ -72,7 +72,7 @@ def check_row_message(layout: Layout, message: np.ndarray, mine: np.ndarray, ext
         if extra and (values.reshape(n, group.dim + extra)[:, group.dim :] != 1.0).any():
             raise ProtocolError(f"row gradients of dimension {group.dim}: a micro-batch contributes once to a row")
         if counted and not message[at + 2 + n * (width - 1) : at + 2 + n * width].view(np.uint32).all():
-            raise ProtocolError(f"row gradients of dimension {group.dim}: a row that nobody looked up has no gradient")
+            raise ProtocolError(f"row gradients of dimension {group.dim}: a row that was not looked up has no gradient")
         at += 2 + n * width
     if at != len(message):
         raise ProtocolError(f"row gradients: {len(message) - at} words too many")

@@ -161,7 +161,7 @@ class _Launcher:
                 pid = self._ask({"number": number}, [end.fileno(), memory])
                 if pid is not None:
                     return pid
-                self._end()  # somebody ended it: another one
+                self._end()  # it was ended from outside: start another one
         raise GbaError("no reader process can be started: the process that forks them ends at once; see its output")
 
     def status_of(self, pid: int) -> int | None:

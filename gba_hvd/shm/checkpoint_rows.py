@@ -35,7 +35,8 @@ class ShardRows:
     """A `recovery.rows.RowSource`. mine: the shards meant, asked for whenever it matters; by default all that are
     ready.
 
-    filling: nobody uses these shards yet; otherwise one that leaves this host while it is read raises ShardMemoryError.
+    filling: no process uses these shards yet; otherwise one that leaves this host while it is read raises
+    ShardMemoryError.
     left: who wrote them is gone, so a step that was begun and not finished never will be: the rows are as they are.
     """
 

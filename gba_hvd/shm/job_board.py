@@ -5,7 +5,7 @@ Two files in the job's folder, written by the host's leader, in every mode and w
     job.json   what the job is; replaced completely when a world has formed
     progress   where it stands; a page that is mapped, so a step costs one small copy and no call of the system
 
-They are for people. A reader may meet a page that is being written; nobody decides anything by it.
+They are for people. A reader may meet a page that is being written; nothing is decided by it.
 """
 
 from __future__ import annotations

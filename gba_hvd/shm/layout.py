@@ -171,7 +171,7 @@ class Layout:
 
     @property
     def n_rows(self) -> int:
-        """Of all tables together."""
+        """Rows of all tables together."""
         return sum(table.n_rows for table in self.tables)
 
     @property

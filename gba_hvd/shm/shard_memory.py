@@ -5,9 +5,9 @@ that serves it; everybody on the host reads. A worker's death leaves the file as
 
 Order in which things become visible. A shard's `ready` mark is written after its rows are initialised. Around each
 step the serving worker writes `begun = k`, changes the rows, writes `finished = k`. A reader of step k waits for
-`finished >= k`. So a crash leaves one of: begun == finished (complete), begun > finished (the step is partly in this
-shard). The marks are aligned 64-bit stores; their order relies on x86-64's total store order (an assumption stated in
-DESIGN.md).
+`finished >= k`: the two marks are a seqlock. So a crash leaves one of: begun == finished (complete), begun > finished
+(the step is partly in this shard). The marks are aligned 64-bit stores; their order relies on x86-64's total store
+order (an assumption stated in DESIGN.md).
 
 One host. `memory.json` names the host that has the memory, see `shm.host_identity`.
 
@@ -15,8 +15,8 @@ Life. Every process that has the memory open holds a shared lock on the file `al
 process dies, however it dies. The last one out removes the folder; after a crash `shm.reaper` does.
 
 Whose it is. The file `owner` has a fingerprint of the job that opened it, which two jobs of one name do not share. It
-is read and written under the lock `door`: a job finds its own, or a memory that nobody lives in, or is refused. A crash
-leaves the fingerprint of a job that has ended; the next one writes its own over it.
+is read and written under the lock `door`: a job finds its own, or a memory that no process lives in, or is refused. A
+crash leaves the fingerprint of a job that has ended; the next one writes its own over it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _OPEN_TRIES = 5
 _MACHINES = ("x86_64", "AMD64")
 _END_TIMEOUT_S = 10.0
 _LOOKS, _LOOK_S = 10, 0.02
-_NOBODY = -1
+_NO_PROCESS = -1
 _ROOM = (
     "name a larger folder with GBA_HVD_SHARD_DIR (a disk will do), or enlarge /dev/shm (mount -o remount,size=..., "
     "docker run --shm-size=...)"
@@ -61,7 +61,9 @@ _READY = 0x6762612D72656479  # "gba-redy"
 
 @dataclass(frozen=True)
 class Marks:
-    """Of every shard: is it here, the last steps begun and finished on it, when it was placed here. int64 [S] each."""
+    """Marks of every shard: is it here, the last steps begun and finished on it, when it was placed here. int64 [S]
+    each.
+    """
 
     ready: np.ndarray
     begun: np.ndarray
@@ -69,7 +71,7 @@ class Marks:
     placed: np.ndarray
 
 
-class InitialRows(Protocol):
+class InitialRowSource(Protocol):
     """Where rows start, in tables that do not start as the layout says."""
 
     def std(self, table: str) -> float | None:
@@ -88,7 +90,7 @@ class ShardMemory:
 
     def __init__(self, folder: Path, layout: Layout, alive_fd: int | None, mapped: mmap.mmap, inode: int) -> None:
         self.folder, self.layout, self._inode = folder, layout, inode
-        self.initial: InitialRows | None = None
+        self.initial: InitialRowSource | None = None
         self._alive_fd: int | None = alive_fd
         self._map = mapped
         self.flat = np.frombuffer(mapped, dtype=np.float32)
@@ -103,7 +105,7 @@ class ShardMemory:
     ) -> ShardMemory:
         """Open the job's memory on this host, or make it (without any shard in it yet).
 
-        owner: the job's fingerprint; "": nobody at all may live in the memory; None: not asked.
+        owner: the job's fingerprint; "": no process may live in the memory; None: not asked.
         Raises ShardMemoryError when the folder cannot be written, cannot be trusted, or another job lives in it, or
         left it.
         """
@@ -248,7 +250,7 @@ class ShardMemory:
     def init_shard(self, shard: int, step: int, ready: bool = True) -> None:
         """Give every row of a shard its initial value, zero slots and counters, as of `step`.
 
-        ready: False leaves it absent, for somebody who fills it before `set_ready`.
+        ready: False leaves it absent, for a caller that fills it before `set_ready`.
         """
         layout, start, initial = self.layout, shard * self.layout.region_words, self.initial
         self._ready[shard] = 0
@@ -274,7 +276,7 @@ class ShardMemory:
         self._ready[shard] = _READY  # last: from here on the shard exists
 
     def place(self, shard: int, number: int) -> None:
-        """This host is given a shard, which somebody fills next. number: larger than that of any other copy."""
+        """This host is given a shard, which is filled next. number: larger than that of any other copy."""
         self._ready[shard] = 0  # first: an old copy must not pass for the new one
         self._placed[shard] = number
 
@@ -324,7 +326,7 @@ class ShardMemory:
 
     def release(self, shards: np.ndarray) -> None:
         """This process leaves these shards as they are for now; who waits for a step on them need not wait longer."""
-        self._writer[shards] = _NOBODY
+        self._writer[shards] = _NO_PROCESS
 
     def end_old_writers(self, members: set[int]) -> None:
         """End workers of this host that served shards and that the world has moved on without.
@@ -366,7 +368,7 @@ class ShardMemory:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     reaper.remove(self.folder)
         except (BlockingIOError, FileNotFoundError):
-            pass  # somebody else still uses it, or has removed it
+            pass  # another process still uses it, or has removed it
         finally:
             os.close(fd)
 
@@ -445,7 +447,7 @@ def _refuse_if_used(folder: Path, alive_fd: int, what: str = "") -> None:
         finally:
             fcntl.flock(alive_fd, fcntl.LOCK_SH)  # a change of the lock that is refused has lost it
     else:
-        pids = sorted(holders(folder / "alive") - {os.getpid()})
+        pids = sorted(lock_owners(folder / "alive") - {os.getpid()})
         who = f" (process{'es' if len(pids) > 1 else ''} {', '.join(map(str, pids))})" if pids else ""
         raise ShardMemoryError(
             f"a running job{who} uses {folder}{what}: a job that is to run beside it needs a name of its own, by "
@@ -456,7 +458,7 @@ def _refuse_if_used(folder: Path, alive_fd: int, what: str = "") -> None:
         raise FileNotFoundError(folder)
 
 
-def holders(path: Path) -> set[int]:
+def lock_owners(path: Path) -> set[int]:
     """Processes of this machine that hold a lock on this file, as far as they can be seen from here."""
     inode, found = os.stat(path).st_ino, set()
     with contextlib.suppress(OSError):
@@ -467,7 +469,7 @@ def holders(path: Path) -> set[int]:
     return found
 
 
-def nobody_lives(folder: Path) -> bool:
+def no_process_lives(folder: Path) -> bool:
     """Whether no worker holds the memory of this folder.
 
     Raises FileNotFoundError when it is gone, ShardMemoryError when it cannot be trusted.
@@ -482,9 +484,9 @@ def nobody_lives(folder: Path) -> bool:
 
 
 def remove_orphaned_memory(base: Path, job_id: str) -> None:
-    """Remove the memory of a job of this name that nobody lives in any more, before its reaper would.
+    """Remove the memory of a job of this name that no process lives in any more, before its reaper would.
 
-    Its companion server ends when the folder is gone. A memory that somebody lives in is left alone. Raises
+    Its companion server ends when the folder is gone. A memory that a process lives in is left alone. Raises
     ShardMemoryError when it cannot be trusted, or is of another machine.
     """
     folder = job_folder(base, job_id)
@@ -523,7 +525,7 @@ def difference(theirs: dict[str, Any], mine: dict[str, Any]) -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Running or stopped; a zombie that nobody has waited for is dead."""
+    """Running or stopped; a zombie that was not waited for is dead."""
     try:
         state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

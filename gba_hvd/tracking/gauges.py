@@ -18,12 +18,12 @@ DENSE_AGE_MEAN = "job/dense_age_mean"  # steps; of the dense values that gradien
 DENSE_AGE_MAX = "job/dense_age_max"
 DROPPED = "job/samples_dropped"  # these four: so far in the job
 LOST = "job/samples_lost"
-REFUSED = "job/micro_batches_refused"
+REJECTED = "job/micro_batches_refused"
 REISSUED = "job/micro_batches_reissued"
 CHECKPOINT_AGE_S = "job/checkpoint_age_s"  # of the newest good checkpoint; since the start where there is none
 CHECKPOINT_AGE_STEPS = "job/checkpoint_age_steps"
 ELP = "job/elp"  # example-level parallelism (ShadowSync): samples computed on at once, batch x threads x workers
-_COUNTS = {"dropped": DROPPED, "lost": LOST, "refused": REFUSED, "reissued": REISSUED}
+_COUNTS = {"dropped": DROPPED, "lost": LOST, "refused": REJECTED, "reissued": REISSUED}
 _COUNTS |= {"elp": ELP, "checkpoint_age_s": CHECKPOINT_AGE_S, "checkpoint_age_steps": CHECKPOINT_AGE_STEPS}
 ROUNDS = {
     "rounds_per_s": "job/rounds_per_s",  # of workers that keep replicas of the dense parameters
@@ -119,7 +119,7 @@ def gaps_by_rank(gaps: Mapping[str, Sequence[float]] | None) -> dict[int, tuple[
 
 
 def mean_staleness(histogram: Mapping[int, int]) -> float:
-    """Of a histogram that is not empty."""
+    """Mean of a histogram that is not empty."""
     return sum(steps * n for steps, n in histogram.items()) / sum(histogram.values())
 
 

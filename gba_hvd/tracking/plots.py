@@ -36,7 +36,7 @@ History = Mapping[str, Sequence[Point]]
 
 
 @dataclass(frozen=True)
-class Span:
+class ModeSpan:
     """Steps (first, last] spent in one mode."""
 
     first: int
@@ -52,7 +52,7 @@ def _is_quality(key: str) -> bool:
     return "auc" in key.lower() and not key.startswith("system/")
 
 
-def mode_spans(points: Sequence[Point], events: Sequence[Record]) -> list[Span]:
+def mode_spans(points: Sequence[Point], events: Sequence[Record]) -> list[ModeSpan]:
     """When the job was in which mode, from the points of the metric `mode` and the events of its switches.
 
     A point has the mode of the steps before it, an event the exact step of a change; an event that was lost with a
@@ -65,7 +65,7 @@ def mode_spans(points: Sequence[Point], events: Sequence[Record]) -> list[Span]:
         if event.get("event") == "switch":
             reported.append((int(event.get("step", 0)), 1, str(event.get("data", {}).get("to"))))
             last = max(last, reported[-1][0])
-    spans: list[Span] = []
+    spans: list[ModeSpan] = []
     begun, mode, before = 0, None, 0
     for step, is_change, now in sorted(reported):
         if mode is None and is_change:
@@ -73,11 +73,11 @@ def mode_spans(points: Sequence[Point], events: Sequence[Record]) -> list[Span]:
         if mode is not None and now != mode:
             changed = step if is_change else before
             if changed > begun:
-                spans.append(Span(begun, changed, mode))
+                spans.append(ModeSpan(begun, changed, mode))
             begun = changed
         mode, before = now, step
     if mode is not None and last > begun:
-        spans.append(Span(begun, last, mode))
+        spans.append(ModeSpan(begun, last, mode))
     return spans
 
 
@@ -203,7 +203,7 @@ _DELAYS = (
     _Panel("staleness (steps)", {gauges.STALENESS_MEAN: "mean", gauges.STALENESS_MAX: "largest"}),
     _Panel("age of dense values (steps)", {gauges.DENSE_AGE_MEAN: "mean", gauges.DENSE_AGE_MAX: "largest"}),
     _Panel("samples so far", {gauges.DROPPED: "dropped", gauges.LOST: "lost"}, counts=True),
-    _Panel("micro-batches so far", {gauges.REFUSED: "refused", gauges.REISSUED: "handed out again"}, counts=True),
+    _Panel("micro-batches so far", {gauges.REJECTED: "refused", gauges.REISSUED: "handed out again"}, counts=True),
     _Panel("samples at once (ELP)", {gauges.ELP: None}, counts=True),
 )
 _ROUNDS = (

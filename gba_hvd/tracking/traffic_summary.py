@@ -23,7 +23,7 @@ class TrafficSummary:
 
 
 def bytes_by_mode(events: Iterable[Record]) -> dict[tuple[str, str], dict[str, int]]:
-    """Of the whole job: (mode, kind) -> {"sent": bytes, "received": bytes}, in the order in which they first came.
+    """Bytes of the whole job: (mode, kind) -> {"sent": bytes, "received": bytes}, in order of first appearance.
 
     Where two workers report the end of the same epoch, because one became chief after the other, the first counts.
     """

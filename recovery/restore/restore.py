@@ -15,11 +15,11 @@ from recovery.config import Config
 from recovery.errors import BadInput, Damaged, NotFound
 from recovery.format.manifest import Manifest, difference
 from recovery.restore.inspect import read_state
-from recovery.restore.row_loader import Age, Filling, Run, runs
+from recovery.restore.row_loader import Age, Filling
 from recovery.rows import RowSource
 from recovery.storage.store import Store
 
-__all__ = ["Age", "Report", "Run", "TrainingPoint", "restore", "runs"]
+__all__ = ["Age", "Report", "TrainingPoint", "restore"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Report:
 
 def restore(
     store: Store,
-    holder: RowSource,
+    source: RowSource,
     shards: Sequence[int] | None = None,
     *,
     config: Config | None = None,
@@ -84,8 +84,8 @@ def restore(
 ) -> Report | None:
     """Fill shards of the row source (None: all that are here) from the newest good checkpoint; None: there is none.
 
-    Nobody else may use these shards meanwhile. Other shards are not touched. Beside the budget, a chain with partial
-    saves takes one byte a row.
+    No other thread may use these shards meanwhile. Other shards are not touched. Beside the budget, a chain with
+    partial saves takes one byte a row.
 
     is_wanted: by the epoch it was written under and its number; the others are as if they were not there.
     only: this checkpoint and no other, by the name of its manifest.
@@ -93,10 +93,10 @@ def restore(
     Raises BadInput when the checkpoint is of another model or of a newer version of this program, Damaged when there
     are checkpoints but no good one (the shards are then worth nothing), StoreError when the store fails.
     """
-    started, schema = clock(), holder.schema
-    asked = tuple(holder.shards() if shards is None else shards)
-    if absent := sorted(set(asked) - set(holder.shards())):
-        raise BadInput(f"shards {absent} are not here; this holder has {list(holder.shards())}")
+    started, schema = clock(), source.schema
+    asked = tuple(source.shards() if shards is None else shards)
+    if absent := sorted(set(asked) - set(source.shards())):
+        raise BadInput(f"shards {absent} are not here; this row source has {list(source.shards())}")
     n_asked = sum(table.rows_in(shard, schema.n_shards) for table in schema.tables for shard in asked)
     skipped: list[Skipped] = []
     for chain in chains(store, is_wanted) if only is None else [open_chain(store, only)]:
@@ -109,7 +109,7 @@ def restore(
                 raise BadInput(f"{manifest.name} is a checkpoint of another model: {'; '.join(differences)}")
         try:
             state = read_state(store, newest) if with_state else None
-            filling = Filling(store, holder, asked, chain, config or Config())
+            filling = Filling(store, source, asked, chain, config or Config())
             filling.run()
         except (Damaged, NotFound) as error:
             skipped.append(Skipped(newest.name, str(error)))

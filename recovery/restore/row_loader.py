@@ -28,7 +28,7 @@ from recovery.storage.store import Store, read
 
 @dataclass(frozen=True)
 class Age:
-    """Of the rows that came back, in steps. Negative: a row is younger than the step it is compared with."""
+    """Age of the restored rows, in steps. Negative: a row is younger than the step it is compared with."""
 
     least: int
     mean: float
@@ -36,7 +36,7 @@ class Age:
 
 
 @dataclass(frozen=True)
-class Run:
+class SectionRun:
     """Consecutive sections of a blob, read at once."""
 
     blob: str
@@ -48,7 +48,7 @@ class Run:
 
     @property
     def cost_bytes(self) -> int:
-        """Of memory: what is read, and the largest section twice (decompressed, dequantised)."""
+        """Memory it takes: what is read, and the largest section twice (decompressed, dequantised)."""
         return self.n_bytes + 2 * max(section.raw_bytes for section in self.sections)
 
     def pieces(self, data: memoryview) -> Iterator[tuple[Section, memoryview]]:
@@ -58,27 +58,27 @@ class Run:
             yield section, data[section.start - start : section.start - start + section.n_bytes]
 
 
-def runs(blobs: Sequence[Blob], wanted: Callable[[Section], bool], most_bytes: int) -> Iterator[Run]:
+def runs(blobs: Sequence[Blob], wanted: Callable[[Section], bool], most_bytes: int) -> Iterator[SectionRun]:
     """The wanted sections, neighbours together as long as they are not more than `most_bytes`."""
     for blob in blobs:
         run: list[Section] = []
         for section in blob.sections:
             if run and (not wanted(section) or sum(s.n_bytes for s in run) + section.n_bytes > most_bytes):
-                yield Run(blob.name, tuple(run))
+                yield SectionRun(blob.name, tuple(run))
                 run = []
             if wanted(section):
                 run.append(section)
         if run:
-            yield Run(blob.name, tuple(run))
+            yield SectionRun(blob.name, tuple(run))
 
 
 class Filling:
     """One attempt at one chain."""
 
-    def __init__(self, store: Store, holder: RowSource, asked: tuple[int, ...], chain: Chain, config: Config) -> None:
-        self._store, self._holder, self._asked = store, holder, frozenset(asked)
+    def __init__(self, store: Store, source: RowSource, asked: tuple[int, ...], chain: Chain, config: Config) -> None:
+        self._store, self._source, self._asked = store, source, frozenset(asked)
         self._chain, self._config = chain, config
-        schema = holder.schema
+        schema = source.schema
         self._written: dict[tuple[int, int], np.ndarray] | None = None
         if len(chain.manifests) > 1:
             self._written = {
@@ -98,16 +98,16 @@ class Filling:
     def saved_samples(self) -> float:
         """Mean over the rows: how many samples had been applied when each was itself saved last.
 
-        A save of all that changed ("delta") also speaks for the rows that it leaves out, also where later saves leave
+        A save of all that changed ("delta") covers the rows that it leaves out as well, also where later saves leave
         rows out. Rows that were read some steps after their save began count as saved then, at the mean number of
         samples per step so far.
         """
         total = 0.0
         for (number, step), n in self._restored.items():
             saves = self._chain.manifests
-            speaks = max((i for i in range(number + 1, len(saves)) if saves[i].kind == "delta"), default=number)
-            save = saves[speaks]
-            later = step - save.step if speaks == number else 0
+            from_save = max((i for i in range(number + 1, len(saves)) if saves[i].kind == "delta"), default=number)
+            save = saves[from_save]
+            later = step - save.step if from_save == number else 0
             total += n * (save.samples + later * save.samples / max(1, save.step))
         return total / max(1, self.n_rows)
 
@@ -128,7 +128,7 @@ class Filling:
     def _go_through(self, number: int, pool: ThreadPoolExecutor) -> None:
         manifest = self._chain.manifests[number]
         n_shards = manifest.schema.n_shards
-        mine = self._holder.schema.n_shards
+        mine = self._source.schema.n_shards
         reach = [any(into in self._asked for into, _, _ in spread(s, n_shards, mine)) for s in range(n_shards)]
         in_flight: dict[Future[None], int] = {}
         try:
@@ -151,11 +151,11 @@ class Filling:
             del in_flight[future]
             future.result()
 
-    def _read(self, number: int, manifest: Manifest, run: Run) -> None:
+    def _read(self, number: int, manifest: Manifest, run: SectionRun) -> None:
         data = read(self._store, run.blob, run.sections[0].start, run.n_bytes)
         rows_of_step: dict[int, int] = {}
         for section, piece in run.pieces(data):
-            table = self._holder.schema.tables[section.table]
+            table = self._source.schema.tables[section.table]
             indices, records = row_codec.decode_rows(
                 piece, section, table, manifest.schema.n_shards, f"{manifest.name}: {run.blob}"
             )
@@ -169,7 +169,7 @@ class Filling:
 
     def _scatter(self, section: Section, saved_in: int, indices: np.ndarray, records: np.ndarray) -> int:
         """Write the rows that nothing newer has written into the shards asked for; returns how many."""
-        n_shards, n = self._holder.schema.n_shards, 0
+        n_shards, n = self._source.schema.n_shards, 0
         for into, start, stride in spread(section.shard, saved_in, n_shards):
             if into not in self._asked:
                 continue
@@ -189,7 +189,7 @@ class Filling:
         return n
 
     def _write(self, table: int, shard: int, indices: RowIndices, records: np.ndarray) -> int:
-        slab = self._holder.slab(table, shard)
+        slab = self._source.slab(table, shard)
         if self._written is not None:
             written = self._written[table, shard]
             new = ~written[indices]

@@ -113,7 +113,7 @@ class TensorRows:
     def touched(self, table: str, ids: Tensor | np.ndarray) -> None:
         """Say which rows the coming step changes (or the one in flight). A row that is named n times had n accesses.
 
-        ids: int64 [n]: those that the batch looks up, repeated ones included. Said before the step, it is counted when
+        ids: int64 [n]: those that the batch looks up, repeated ones included. Given before the step, it is counted when
         the step begins: a count marks a change, and a save between the two would take the row for saved.
         """
         if table not in self.tables:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from gba_hvd_tools import cli
-from gba_hvd_tools.chaos.data import Clicks
+from gba_hvd_tools.chaos.data import ChaosClicks
 
 from recovery.catalog.chains import Chain, chains
 from recovery.format.row_codec import checksum
@@ -238,7 +238,7 @@ def test_every_lookup_of_a_row_is_counted_where_what_is_used_most_is_saved(
         (job.out / "saved once").touch()
         assert job.wait(PATIENCE_S) == 0, job.log()
         assert job.result()["applied"] == 2000
-        found, clicks = job.accesses(), Clicks(1000)
+        found, clicks = job.accesses(), ChaosClicks(1000)
         assert np.array_equal(found["user"], 2 * np.bincount(clicks.user, minlength=300))
         assert np.array_equal(found["item"], 2 * np.bincount(clicks.item, minlength=40))
         kinds = [saved["kind"] for saved in events(job, "checkpoint")]
@@ -250,16 +250,19 @@ def test_every_lookup_of_a_row_is_counted_where_what_is_used_most_is_saved(
     "policy", ["mfu", *(pytest.param(policy, marks=pytest.mark.variant) for policy in ("delta", "ssu", "scar"))]
 )
 def test_a_lost_host_gets_its_rows_back_and_no_sample_is_lost(tmp_path: Path, policy: str) -> None:
-    plan = saving(tmp_path, policy=policy, total_samples=4000, recovery="partial")
-    plan |= {"holds": HOLDS, "wait_at_step": 36}
-    with cluster(tmp_path, **plan, own_memory_per_name=True, epochs=4, sleep_s=0.05) as job:
+    plan = saving(tmp_path, policy=policy, every_steps=4, total_samples=4000, recovery="partial")
+    # At step 11 the second checkpoint, of step 8, is steps old, and the third one is not due yet.
+    plan |= {"holds": {"1": "servers", "6": "saved once", "11": "killed"}, "wait_at_step": 36}
+    with cluster(tmp_path, **plan, own_memory_per_name=True, epochs=4) as job:
         # Who was started again on that host before the others had noticed would find all rows in its memory.
         job.start_elastic(TWO, cooldown_s=600)
         let_go(job, n_servers=2)
         wait_for_two_checkpoints(job)
+        wait_for(lambda: len(list(job.out.glob("held-by-killed-*"))) == 2, "both workers at step 11", PATIENCE_S)
         killed = job.processes_of_name(TWO[1])
         job.kill(killed)
         shutil.rmtree(job.shard_dir / TWO[1])
+        (job.out / "killed").touch()
         back = wait_for(lambda: events(job, "rows_restored"), "the rows' return", PATIENCE_S)[0]
         (job.out / "go").touch()
         assert job.wait(PATIENCE_S) == 0, job.log()

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from gba_hvd.grouped_auc import grouped_auc
-from gba_hvd.metrics import exact_auc
+from gba_hvd.metrics.grouped_auc import grouped_auc
+from gba_hvd.metrics.scores import exact_auc
 
 from .cluster import NAMES, Cluster, cluster
 from .workload import Clicks

@@ -31,7 +31,7 @@ class NamedBatch(gba_hvd.Batch):
     rows: tuple[int, ...] = ()
 
 
-class Clicks(data.Clicks):
+class Clicks(data.ChaosClicks):
     """What the chaos jobs learn, in batches that know which samples they hold."""
 
     def take(self, rows: np.ndarray) -> NamedBatch:

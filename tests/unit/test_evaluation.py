@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import gba_hvd
 from gba_hvd import BadInput, Bag, StateMismatch, Task
 from gba_hvd.errors import GbaError
-from gba_hvd.grouped_auc import grouped_auc
-from gba_hvd.metrics import exact_auc
+from gba_hvd.metrics.grouped_auc import grouped_auc
+from gba_hvd.metrics.scores import exact_auc
 from tests.unit.thread_world import EventLog, Workers
 
 

@@ -462,7 +462,7 @@ def headline(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def metric_of(row: Row) -> str:
-    """What is compared: "auc", also of rows from before they said it, or "recall_at_50"."""
+    """What is compared: "auc", also of rows that do not name it, or "recall_at_50"."""
     return str(row.get("metric", "auc"))
 
 

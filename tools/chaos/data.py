@@ -8,7 +8,7 @@ import torch
 import gba_hvd
 
 
-class Clicks:
+class ChaosClicks:
     """n samples: two fields of 300 users and 40 items, two dense numbers that mean nothing, a label."""
 
     def __init__(self, n: int) -> None:

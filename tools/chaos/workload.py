@@ -37,7 +37,7 @@ from gba_hvd.faults import Fault, _continue_later  # noqa: E402
 from gba_hvd.ps import launch  # noqa: E402
 from gba_hvd.switching import enter_ps, leave_ps  # noqa: E402
 
-from .data import Clicks  # noqa: E402
+from .data import ChaosClicks  # noqa: E402
 
 _notes = os.open(OUT / f"{socket.gethostname()}-{os.getpid()}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
@@ -105,7 +105,7 @@ def go_through_the_proxy() -> None:
 
 
 torch.manual_seed(3)
-dataset = Clicks(PLAN["samples"])
+dataset = ChaosClicks(PLAN["samples"])
 ROW_LRS = {"SGD": 4.0 if PLAN["row_average"] == "global" else 1.0, "Adam": 0.02}
 tables = gba_hvd.EmbeddingTables(
     {"user": (300, 8), "item": (40, 6)},
@@ -115,7 +115,7 @@ tables = gba_hvd.EmbeddingTables(
 )
 
 
-class Model(torch.nn.Module):
+class ChaosModel(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tables, self.linear = tables, torch.nn.Linear(8 + 6 + 2, 1)
@@ -140,7 +140,7 @@ def compressor(name: str) -> Spec:
     return gba_hvd.Compression.by_name(name, keep=0.3).then(gba_hvd.Compression.int8).always()
 
 
-model = Model()
+model = ChaosModel()
 optimizer: Any = gba_hvd.DistributedOptimizer(
     OPTIMIZERS[PLAN["optimizer"]](model.parameters()), tables, global_batch=PLAN["global_batch"],
     micro_batch=PLAN["micro_batch"], named_parameters=model.named_parameters(), compression=compressor("dct"),

@@ -33,7 +33,7 @@ _DTYPES = {
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedFiles:
     """not_saved: rows that the checkpoint does not have, by table; they are zero. left_out: of the state, and why."""
 
     n_tensors: int
@@ -50,7 +50,7 @@ def export(
     *,
     weights_only: bool = False,
     on_bytes: Callable[[int], object] = lambda n: None,
-) -> Exported:
+) -> ExportedFiles:
     """Write the file, all or nothing. Raises Damaged when the checkpoint is, BadInput when the file cannot be made."""
     from recovery.errors import BadInput, StoreError
     from recovery.restore.inspect import read_rows
@@ -86,7 +86,7 @@ def export(
     finally:
         with contextlib.suppress(OSError):
             fresh.unlink()
-    return Exported(len(shapes) + len(dense), out.stat().st_size, not_saved, left_out)
+    return ExportedFiles(len(shapes) + len(dense), out.stat().st_size, not_saved, left_out)
 
 
 def column_names(manifest: Manifest) -> list[list[str]]:

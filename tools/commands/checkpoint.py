@@ -1,6 +1,6 @@
-"""`gba-hvd checkpoint`: look at the checkpoints of a place, check them, compare, tidy up, take one elsewhere.
+"""`gba-hvd checkpoint`: look at the checkpoints of a location, check them, compare, tidy up, take one elsewhere.
 
-Which checkpoint is meant and what is said about it; what is true of one is decided in `recovery`.
+Which checkpoint is meant, and how it is shown; its properties are determined in `recovery`.
 """
 
 from __future__ import annotations

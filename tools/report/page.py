@@ -75,7 +75,7 @@ def _times(story: RunHistory) -> list[str]:
 
 
 def _pictures(story: RunHistory) -> list[dict[str, str]]:
-    """Each with its caption, which speaks of colours and lines where there are any."""
+    """Each with its caption, which explains colours and lines where there are any."""
     with tempfile.TemporaryDirectory(prefix="gba-hvd-") as folder:
         files = draw_plots(story.history, story.events, "", Path(folder), form="svg")
         drawn = {file.stem: base64.b64encode(file.read_bytes()).decode() for file in files}

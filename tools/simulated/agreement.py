@@ -29,7 +29,7 @@ SCORES = ("auc", "log_loss", "time", "steps", "dropped")
 
 
 @dataclass(frozen=True)
-class Job:
+class JobSettings:
     """Raises BadInput.
 
     slow: the last worker takes so many times as long. latency_s: of a message, as the simulation has it.
@@ -64,7 +64,7 @@ class Job:
         return emulated.Scenario("agreement", self.service_s, 0.0, endless, slow, gamma=True, n_workers=self.workers)
 
 
-def simulate(job: Job, data: Path) -> dict[str, Any]:
+def simulate(job: JobSettings, data: Path) -> dict[str, Any]:
     """The same figures as a real job's."""
     from .click_task import ClickTask
     from .event_loop import Setting, train
@@ -87,7 +87,7 @@ def simulate(job: Job, data: Path) -> dict[str, Any]:
 
 
 def optimizer_spec() -> dict[str, Any]:
-    """Of the optimizer that the emulated benchmarks train with (`torch_optimizers.spec_of`)."""
+    """Description of the optimizer that the emulated benchmarks train with (`torch_optimizers.spec_of`)."""
     import torch
 
     from gba_hvd.torch_optimizers import spec_of
@@ -126,7 +126,7 @@ def together(histograms: Sequence[Mapping[Any, int]]) -> dict[int, int]:
     return dict(total)
 
 
-def draws(job: Job) -> Callable[[int], float]:
+def draws(job: JobSettings) -> Callable[[int], float]:
     """Service times in units of the mean, the numbers that the emulated accelerators of the real workers draw."""
     scenario, shape = job.scenario(), emulated.GAMMA_SHAPE
     rngs = [np.random.default_rng([job.seed, worker]) for worker in range(job.workers)]

@@ -20,10 +20,10 @@ from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.torch_optimizers import spec_of
 
 from . import modes
-from .event_loop import Outcome, Setting, train
+from .event_loop import Setting, TrainingOutcome, train
 from .lr_grid import Grid, with_rates
 from .service_times import SHAPE, Fleet
-from .tasks import Logistic, Quadratic, Task
+from .tasks import Logistic, Quadratic, SimulatedTask
 
 TASKS = {
     "quadratic": "1/2 sum h x^2, 50 curvatures h from 0.01 to 1, noisy gradients",
@@ -104,7 +104,7 @@ class Experiment:
         )  # fmt: skip
 
 
-def run(experiment: Experiment, clicks: Path | None = None) -> Outcome:
+def run(experiment: Experiment, clicks: Path | None = None) -> TrainingOutcome:
     """clicks: folder of samples for the task of that name (`small_ctr.write`)."""
     return train(_task(experiment, clicks), experiment.setting(), experiment.workers, experiment.fleet().draws())
 
@@ -125,7 +125,7 @@ def loss_at_start(experiment: Experiment) -> float:
     return task.measure(task.start)
 
 
-def _task(experiment: Experiment, clicks: Path | None) -> Task:
+def _task(experiment: Experiment, clicks: Path | None) -> SimulatedTask:
     if experiment.task == "quadratic":
         return Quadratic(np.geomspace(0.01, 1.0, 50).tolist(), noise=0.1, seed=experiment.seed)
     samples = experiment.micro_batches * experiment.micro_batch

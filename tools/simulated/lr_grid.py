@@ -15,7 +15,7 @@ import numpy as np
 
 from gba_hvd.embedding.row_gradients import RowGrad
 
-from .tasks import NoTables, Task, no_rows
+from .tasks import NoTables, SimulatedTask, no_rows
 
 _LOST = 1e3  # a loss of so many times the first one is not looked at again
 
@@ -23,7 +23,7 @@ _LOST = 1e3  # a loss of so many times the first one is not looked at again
 class Grid(NoTables):
     """n_copies of a task without tables. `losses(values)` are those of the copies, infinite where one diverged."""
 
-    def __init__(self, task: Task, n_copies: int) -> None:
+    def __init__(self, task: SimulatedTask, n_copies: int) -> None:
         self._task, self._n = task, n_copies
         self.start = np.tile(task.start, n_copies)
         self._bound = _LOST * max(1.0, float(np.abs(task.start).max(initial=0.0)))

@@ -29,12 +29,13 @@ from typing import Any
 
 import numpy as np
 
-from gba_hvd import clipping, kernels, update_rules
+from gba_hvd import kernels, update_rules
 from gba_hvd.compression.dense_deltas import DenseDeltas
 from gba_hvd.embedding.accesses import count_accesses
 from gba_hvd.embedding.row_gradients import RowGrad, average_over_contributors
 from gba_hvd.embedding.row_optimizers import RowOptimizer, TableOptimizers
 from gba_hvd.errors import NonFiniteGradient
+from gba_hvd.gradients import clipping
 from gba_hvd.mode_names import REPLICA_MODES
 from gba_hvd.ps import messages, validation
 from gba_hvd.ps.dense_file import DenseTensor
@@ -52,13 +53,6 @@ from gba_hvd.update_rules.rule import ByOptimizer, DenseStart, Received, Rule, S
 from recovery import state_codec
 
 log = logging.getLogger("gba_hvd.ps")
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a server holds at most. buffer_bytes: pushes that wait for their step."""
-
-    buffer_bytes: int = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -84,11 +78,12 @@ class Partition:
         dense: DensePart,
         memory: ShardMemory,
         optimizer: RowOptimizer | TableOptimizers,
-        limits: Limits,
+        buffer_bytes: int,
         rule: Rule | None = None,
         residuals: Residuals | None = None,
     ) -> None:
-        self.enter, self.dense, self._memory, self._optimizer, self._limits = enter, dense, memory, optimizer, limits
+        self.enter, self.dense, self._memory, self._optimizer = enter, dense, memory, optimizer
+        self._buffer_bytes = buffer_bytes  # of pushes that wait for their step, at most
         self.idle = True  # workers apply the steps; no shard may be touched. The owner of the partition changes it
         self.mine = np.array(enter.shard_servers) == enter.me  # bool [S]
         self.shards = np.flatnonzero(self.mine)
@@ -123,7 +118,7 @@ class Partition:
         path: Path,
         memory: ShardMemory,
         optimizer: RowOptimizer | TableOptimizers,
-        limits: Limits,
+        buffer_bytes: int,
     ) -> Partition:
         """Take over from the workers. Frames: dense values, optimizer state. Changes nothing when it raises."""
         if len(frames) != 2:
@@ -143,17 +138,17 @@ class Partition:
         rule = _rule_of(enter, tensors, values, state, enter.position.step)
         shown = rule.shown(values, enter.lrs)
         dense = DensePart.create(path, tensors, enter.optimizer, values, state, enter.position.step, shown=shown)
-        part = cls(enter, dense, memory, optimizer, limits, rule)
+        part = cls(enter, dense, memory, optimizer, buffer_bytes, rule)
         memory.claim(part.shards)
         return part
 
     @classmethod
     def resume(
-        cls, enter: Enter, path: Path, memory: ShardMemory, optimizer: RowOptimizer | TableOptimizers, limits: Limits
+        cls, enter: Enter, path: Path, memory: ShardMemory, optimizer: RowOptimizer | TableOptimizers, buffer_bytes: int
     ) -> tuple[Partition, int]:
         """Resume where a server that died stopped. Returns the part, and how many shards were in mid-step."""
         residuals = Residuals.resume(_residuals_at(path), enter.generation)
-        part = cls(enter, DensePart.open(path), memory, optimizer, limits, residuals=residuals)
+        part = cls(enter, DensePart.open(path), memory, optimizer, buffer_bytes, residuals=residuals)
         marks = memory.marks()
         torn = [int(s) for s in part.shards if marks.begun[s] > marks.finished[s]]
         for shard in torn:
@@ -165,7 +160,7 @@ class Partition:
     @property
     def most_bytes(self) -> int:
         """That the row gradients of one push may take, opened: as much as those that come as they are."""
-        return min(MAX_FRAME_BYTES, self._limits.buffer_bytes)
+        return min(MAX_FRAME_BYTES, self._buffer_bytes)
 
     def begun_and_done(self, step: int) -> tuple[bool, bool]:
         """Whether anything of this step, and whether all of it, was applied here."""
@@ -186,7 +181,7 @@ class Partition:
             raise ProtocolError(f"a dense gradient of {len(dense)} numbers, expected {self.n_dense}")
         residual = self.residuals.check(frames[2]) if len(frames) == 3 else None
         push = BufferedPush(micro, serial, dense, rows, dense_step, worker, residual)
-        if self.buffer.n_bytes + push.n_bytes > self._limits.buffer_bytes:
+        if self.buffer.n_bytes + push.n_bytes > self._buffer_bytes:
             return False
         validation.check_finite(dense, self._names, self._sizes)
         validation.check_row_message(self._memory.layout, rows, self.mine, self._extra, self._counted)

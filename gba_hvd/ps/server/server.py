@@ -82,7 +82,7 @@ class Server:
             self._poller.register(socket, zmq.POLLIN)
 
         self._folder_id = os.stat(folder).st_ino
-        self._failure_detector = FailureDetector(self._peers, settings.alive_s)
+        self._failure_detector = FailureDetector(self._peers, settings.heartbeat_timeout_s)
         self._ended = False
         self._warm_up = threading.Thread(target=self._import_optimizers, name="warm-up", daemon=True)
         if self._records.session() is not None:  # a mode that resumes needs them at once

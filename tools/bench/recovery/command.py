@@ -146,7 +146,7 @@ def measure_accuracy(args: argparse.Namespace, document: dict[str, Any], started
         name: accuracy.opened(name, args.data, args.samples) for name in dict.fromkeys(run.dataset for run in waiting)
     }
 
-    def train(run: accuracy.Run) -> None:
+    def train(run: accuracy.AccuracyRun) -> None:
         row = accuracy.train(run, logs[run.dataset])
         rows.append(row)
         document["auc"] = accuracy.headline(rows, args.r)

@@ -15,22 +15,28 @@ from typing import Any
 from recovery.schedule.formulas import expected_pls_of_job, interval_for_pls_s
 
 from . import emulation
-from .accuracy import PRIORITY, R, Setting, by_log, means_of
+from .accuracy import PRIORITY, AccuracySetting, R, by_log, means_of
 from .grid import RS, SERVERS
 
 CURVE_H = 3.5  # hours between failures
 CURVE = (0.8, 0.4, 0.2, 0.1, 0.05, 0.025, 0.0125)  # target PLS; the interval is 56 hours times it: few saves first
 OTHERS_H = 14
 MEANS_H = (28, 14, 8)
-NONE = Setting("none")
-EXPERIMENTS: dict[str, list[Setting]] = {
-    "pls": [NONE, *(Setting(name, CURVE_H, target_pls=pls) for name in ("cpr_full", "cpr_mfu") for pls in CURVE)],
-    "r": [NONE, *(Setting(name, OTHERS_H, r) for r in RS for name in PRIORITY)],
+NONE = AccuracySetting("none")
+EXPERIMENTS: dict[str, list[AccuracySetting]] = {
+    "pls": [
+        NONE,
+        *(AccuracySetting(name, CURVE_H, target_pls=pls) for name in ("cpr_full", "cpr_mfu") for pls in CURVE),
+    ],
+    "r": [NONE, *(AccuracySetting(name, OTHERS_H, r) for r in RS for name in PRIORITY)],
     "servers": [
         NONE,
-        *(Setting(name, OTHERS_H, servers=n) for n in SERVERS for name in ("cpr_full", "cpr_mfu", "cpr_ssu")),
+        *(AccuracySetting(name, OTHERS_H, servers=n) for n in SERVERS for name in ("cpr_full", "cpr_mfu", "cpr_ssu")),
     ],
-    "mtbf": [NONE, *(Setting(name, mean_h) for mean_h in MEANS_H for name in ("cpr_full", "cpr_mfu", "cpr_ssu"))],
+    "mtbf": [
+        NONE,
+        *(AccuracySetting(name, mean_h) for mean_h in MEANS_H for name in ("cpr_full", "cpr_mfu", "cpr_ssu")),
+    ],
 }
 TITLES = {
     "pls": ("target PLS", f"portion of lost samples, {CURVE_H:g} h between failures"),
@@ -67,7 +73,7 @@ def table(experiment: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[
     return found
 
 
-def expected_pls(setting: Setting) -> float | None:
+def expected_pls(setting: AccuracySetting) -> float | None:
     """E[PLS] of saves of all rows in a job of this length; the number of failures is given here."""
     if setting.strategy != "cpr_full":
         return None
@@ -103,7 +109,7 @@ def no_more_than(worst: float, lines: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"{line['recovery']} at {line['varied']:g}" for line in lines if line["vs_none"] < -worst]
 
 
-def _is(row: Mapping[str, Any], setting: Setting) -> bool:
+def _is(row: Mapping[str, Any], setting: AccuracySetting) -> bool:
     """Where r is nothing to a strategy, rows have the default."""
     wanted = setting if setting.strategy in PRIORITY else replace(setting, r=R)
     return all(row[name] == getattr(wanted, name) for name in ("strategy", "mean_h", "r", "servers", "target_pls"))
