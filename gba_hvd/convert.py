@@ -179,13 +179,16 @@ class ConvertedEmbeddingBag(_Converted, nn.EmbeddingBag):  # type: ignore[overri
             starts = self._on_cpu(offsets).long()
         values, weights = ids.reshape(-1), None if weights is None else weights.reshape(-1).cpu()
         if offsets is not None and self.include_last_offset:
-            if not len(starts) or int(starts[-1]) != len(values):
-                raise BadInput(
-                    f"{self.feature}: with include_last_offset the last offset must be the number of ids, "
-                    f"{len(values)}; got {starts[-1:].tolist()}"
-                )
+            self._check_last(starts, len(values))
             starts = starts[:-1]
         return self._rows(Bag(values, starts, weights)).to(input.device)
+
+    def _check_last(self, starts: Tensor, n: int) -> None:
+        what = f"{self.feature}: with include_last_offset the last offset must be the number of ids"
+        if torch.compiler.is_compiling():  # a check in the graph: a decision by a value would break it
+            torch._assert_async(starts[-1] == n, what)
+        elif not len(starts) or int(starts[-1]) != n:
+            raise BadInput(f"{what}, {n}; got {starts[-1:].tolist()}")
 
 
 class _RetiredWeight(nn.Parameter):

@@ -22,6 +22,7 @@ OUT = Path(PLAN["out"])
 host = os.environ.get("HOROVOD_HOSTNAME", "alone") if PLAN.get("own_memory_per_name") else ""
 os.environ["GBA_HVD_SHARD_DIR"] = str(Path(PLAN["shard_dir"]) / host)  # two names of one machine count as two hosts
 Path(os.environ["GBA_HVD_SHARD_DIR"]).mkdir(parents=True, exist_ok=True)
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(OUT / "compiled")
 sys.path[:0] = PLAN["path"]
 
 if PLAN.get("horovod", True):
@@ -58,14 +59,15 @@ def train(name: str, mode: str) -> None:
     state = gba_hvd.elastic.TorchState(model, optimizer, epoch=0)
     if mode == "gba":
         state.register_callbacks([gba_hvd.GBACallback(mode="gba", lookahead=0, wait_s=180.0)])
-    outputs = []
-    for batch in gba_hvd.batches(samples, state, shuffle=False, forward=lambda batch: adopted.outputs(model, batch)):
+    run = torch.compile(model, backend=PLAN["compile"], fullgraph=True) if PLAN.get("compile") else model
+    modes = set()
+    for batch in gba_hvd.batches(samples, state, shuffle=False, forward=lambda batch: adopted.outputs(run, batch)):
         optimizer.zero_grad()
-        loss = adopted.loss_of(model, batch)
+        loss = adopted.loss_of(run, batch)
         loss.backward()
         optimizer.step(loss=loss)
-        outputs.append(state.engine.mode.name)
-    assert set(outputs) <= {mode}, outputs
+        modes.add(state.engine.mode.name)
+    assert modes <= {mode}, modes
     scores = gba_hvd.evaluate(
         model, samples, state, batch=50, forward=lambda batch: adopted.outputs(model, batch),
         tasks=getattr(adopted, "TASKS", {"click": gba_hvd.Task(label=lambda batch: batch[1])}), activation="none",

@@ -79,8 +79,8 @@ def check(job: Cluster, name: str, adopted: Any) -> None:
             np.testing.assert_allclose(ours[key], plain[key], rtol=1e-5, atol=1e-5, err_msg=f"{name}, {mode}: {key}")
 
 
-def train(folder: Path, world: str, models: list[str], path: list[str]) -> Cluster:
-    settings = {"models": models, "path": path, "spread_weights": models == PUBLIC}
+def train(folder: Path, world: str, models: list[str], path: list[str], **more: Any) -> Cluster:
+    settings = {"models": models, "path": path, "spread_weights": models == PUBLIC, **more}
     settings |= {"own_memory_per_name": world == "two hosts", "horovod": world != "one worker"}
     with cluster(folder, PATIENT, script="adopt_worker.py", **PLAN, **settings) as job:
         WORLDS[world](job)
@@ -93,6 +93,21 @@ def train(folder: Path, world: str, models: list[str], path: list[str]) -> Clust
 def test_small_models_train_as_in_plain_torch(tmp_path: Path, world: str) -> None:
     job = train(tmp_path, world, SMALL, [str(HERE)])
     for name in SMALL:
+        check(job, name, getattr(adoptable, name.partition(":")[2]))
+
+
+@pytest.mark.parametrize(
+    ("world", "backend", "models"),
+    [
+        ("two hosts", "aot_eager", SMALL[:2]),
+        pytest.param("two workers", "inductor", SMALL, marks=pytest.mark.variant),
+        pytest.param("two hosts", "inductor", SMALL, marks=pytest.mark.variant),
+    ],
+)
+def test_compiled_models_train_as_in_plain_torch(tmp_path: Path, world: str, backend: str, models: list[str]) -> None:
+    """Without a graph break, in allreduce and with servers. On two hosts compiled passes also record what to fetch."""
+    job = train(tmp_path, world, models, [str(HERE)], compile=backend)
+    for name in models:
         check(job, name, getattr(adoptable, name.partition(":")[2]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.nn.utils import parametrize
 import gba_hvd
 from gba_hvd import BadInput, StateMismatch
 from gba_hvd.shm.shard_memory import ShardMemory
+from tests.processes import adoptable
 
 Convert = Callable[..., gba_hvd.EmbeddingTables]
 
@@ -168,6 +170,59 @@ def test_a_model_in_another_dtype_gets_its_rows_in_that(
     torch.testing.assert_close(model.weights.grad, plain.weights.grad, **tolerance)
     assert tables.rows("one", [5]).dtype == np.float32
     assert model.float().one(torch.tensor([5])).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "adopted", [adoptable.HISTORY, adoptable.BAGS, adoptable.ONE_TABLE], ids=["history", "bags", "one"]
+)
+def test_converted_models_compile_without_a_graph_break(convert: Convert, adopted: adoptable.Adoptable) -> None:
+    torch._dynamo.reset()
+    model, batch = adopted.make_model(), adopted.make_samples(16, 1).take(np.arange(16))
+    tables = convert(model)
+    explained = torch._dynamo.explain(model)(batch[0])
+    assert (explained.graph_count, explained.graph_break_count) == (1, 0), explained.break_reasons
+    tables.drop_gradients()
+    found: list[Any] = []
+    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        loss = adopted.loss_of(run, batch)
+        loss.backward()
+        found.append((loss, [captured.rows.grad for captured in tables.captured]))
+        tables.drop_gradients()
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_last_offset_that_is_not_the_number_of_ids_is_noticed_in_a_compiled_model(convert: Convert) -> None:
+    torch._dynamo.reset()
+    model = nn.ModuleDict({"m": nn.EmbeddingBag(9, 4, mode="sum", include_last_offset=True)})
+    convert(model)
+    compiled = torch.compile(model["m"], backend="aot_eager", fullgraph=True)
+    assert compiled(ids(9), torch.tensor([0, 4, 9])).shape == (2, 4)
+    with pytest.raises(RuntimeError, match="m: with include_last_offset the last offset must be the number of ids"):
+        compiled(ids(9), torch.tensor([0, 4, 7]))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile's default backend needs a C++ compiler")
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore")  # what torch's compiler warns of
+def test_a_converted_model_trains_with_the_default_backend_of_torch_compile(
+    convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    torch._dynamo.reset()
+    model = Mixed()
+    tables = convert(model)
+    args = torch.tensor([2, 5, 5]), torch.tensor([[1, 2], [3, 3], [4, 8]])
+    found: list[Any] = []
+    with torch._inductor.config.patch(compile_threads=1):  # type: ignore[attr-defined]
+        for run in (model, torch.compile(model, fullgraph=True)):
+            model.zero_grad()
+            out = run(*args)
+            torch.autograd.grad(out.sum(), model.out.weight, retain_graph=True)  # trains no rows
+            (out**2).sum().backward()
+            rows = [captured.rows.grad for captured in tables.captured]
+            found.append((out, rows, [p.grad for p in model.parameters()]))
+            tables.drop_gradients()
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_rows_of_a_converted_model_stay_float32_under_autocast(convert: Convert) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.unit.embedding.test_tables import dense_gradients
 from torch import Tensor, nn
 
 import gba_hvd
@@ -18,6 +17,7 @@ from gba_hvd.batch_keys import BatchKeys
 from gba_hvd.embedding.keyed_jagged import by_feature
 from tests import public_models
 from tests.unit.conftest import Clicks
+from tests.unit.embedding.test_tables import dense_gradients
 
 MakeTables = Callable[..., EmbeddingTables]
 
