@@ -464,7 +464,7 @@ class JobConfig:
         )
 
     def _check_sequences(self) -> None:
-        """Models of sequences read the behaviour log, and no others do."""
+        """Models of sequences read the behaviour log, and no others do; youtube_dnn also reads Frappe, without them."""
         kind, made, reads = self.model.kind, self.data.behaviour, self.data.preset == "behaviour"
         if kind not in OF_SEQUENCES:
             _require(
@@ -473,11 +473,18 @@ class JobConfig:
                 f"is {kind}; for {kind} set data.preset=synthetic or another log",
             )
             return
+        _require(
+            self.embedding.pooling == "mean",
+            f"embedding.pooling: {kind} has a pooling of its own, got {self.embedding.pooling}; leave it out",
+        )
+        if kind == "youtube_dnn" and self.data.preset == "frappe":
+            return
         found = f"data.preset is {self.data.preset!r}" + f" and data.dir {self.data.dir}" * bool(self.data.dir)
         _require(
             reads,
             f"model.kind: {kind} reads a history of clicks, which only data.preset=behaviour has, but {found}; Frappe "
-            "and Criteo have no sequences: use deepfm, dlrm or dcn for them",
+            "and Criteo have no sequences: use deepfm, dlrm or dcn for them (youtube_dnn finds the app of a user and a "
+            "moment with data.preset=frappe)",
         )
         target = "next_item" if kind == "youtube_dnn" else "click"
         _require(
@@ -491,10 +498,6 @@ class JobConfig:
             f"{str(made.negatives).lower()} with model.kind {kind}; set it to {str(negatives).lower()}"
             + ", or model.auxiliary=0"
             * negatives,
-        )
-        _require(
-            self.embedding.pooling == "mean",
-            f"embedding.pooling: {kind} has a pooling of its own, got {self.embedding.pooling}; leave it out",
         )
 
     def as_dict(self) -> dict[str, Any]:
