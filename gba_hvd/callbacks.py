@@ -40,7 +40,11 @@ class Job:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One applied global step, as every worker saw it."""
+    """One applied global step, as this worker saw it; `Callback.on_step` receives it on every worker.
+
+    In allreduce mode there is one for each step. In asynchronous modes a worker learns of several steps at once: then
+    `step`, `samples_applied` and `epoch` are those of the newest, `seconds` is the time since its last record.
+    """
 
     step: int  # number of optimizer applications so far, this one included
     epoch: int
@@ -83,13 +87,17 @@ class Callback:
     `load_state_dict` runs before `on_job` there.
     """
 
-    def on_job(self, job: Job) -> None: ...
+    def on_job(self, job: Job) -> None:
+        """This process is in the job: called when the first world has formed, and after each change of membership."""
 
-    def on_step(self, record: StepRecord) -> None: ...
+    def on_step(self, record: StepRecord) -> None:
+        """A global step was applied. In asynchronous modes one record may stand for several steps."""
 
-    def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics of this step were reported, by name: by the script (`TorchState.report`), or bytes on the wires."""
 
-    def on_event(self, event: Event) -> None: ...
+    def on_event(self, event: Event) -> None:
+        """Something worth keeping happened; see `Event`."""
 
     def on_end(self, status: str, error: BaseException | None) -> None:
         """`status` is "FINISHED", "NOT_SAVED" (all steps are done, the checkpoint of the last one failed), "FAILED" or

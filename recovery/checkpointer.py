@@ -42,7 +42,7 @@ class Checkpointer:
         with Checkpointer("s3://bucket/job", rows, Config(job="job", policy="mfu")) as checkpoints:
             report = checkpoints.restore()
             ...
-            handle = checkpoints.save(step, samples, {"model": dense, "optimizer": rest})   # returns at once
+            handle = checkpoints.save(step, samples, {"model": dense, "optimizer": slots})   # returns at once
 
     Entering claims the location and starts two threads: one that saves, and one that renews the claim. Leaving waits
     for the save in flight, stops them, and raises what a thread died of, if one did.
@@ -87,10 +87,12 @@ class Checkpointer:
 
     @property
     def url(self) -> str:
+        """Where checkpoints are saved, without credentials."""
         return self._store.url
 
     @property
     def claim(self) -> Claim | None:
+        """The claim on the location; None before entering."""
         return self._claim
 
     @property

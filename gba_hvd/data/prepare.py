@@ -102,7 +102,10 @@ def prepare(
 ) -> dict[str, Any]:
     """Write a dataset that `ClickLog.open(out, split)` reads; returns its manifest.
 
-    `max_bad_rows` below 1 is a share of the rows, from 1 up a number of rows. After `BadInput`, `out` is as it was.
+    `max_bad_rows` below 1 is a share of the rows, from 1 up a number of rows.
+
+    Raises BadInput for input that the recipe does not fit, for more bad rows than allowed, and for an `out` that is in
+    use; MissingPackage without pyarrow. Then `out` is as it was.
     """
     out = Path(out).absolute()
     _check_free(out, overwrite)

@@ -31,6 +31,8 @@ class Table:
     padding_idx: a row that stands for "no value" (negative: counted from the end, as in `nn.Embedding`). It is never
     fetched and gets no gradient: it gives zeros where rows are not pooled, and is absent from the sum, the mean's count
     and the maximum where they are.
+
+    `EmbeddingTables` raises BadInput for a table that cannot be: n_rows or dim below 1, a padding_idx out of range.
     """
 
     n_rows: int
@@ -46,6 +48,8 @@ class Feature:
 
     pooling: how the ids of a sample become one row of the result: "sum", "mean" or "max", as in `nn.EmbeddingBag`;
     a sample without ids gives zeros. None: they do not, every id has a row of its own, as in `nn.Embedding`.
+
+    `EmbeddingTables` raises BadInput for an unknown table or pooling.
     """
 
     table: str

@@ -75,7 +75,10 @@ class _Rule:
 
 @dataclass(frozen=True)
 class SGD(_Rule):
-    """w -= lr * g"""
+    """w -= lr * g, for the rows that a step touches (`torch.optim.SGD` without momentum). No slots: 4 bytes a weight.
+
+    lr: learning rate, 0 or more. weight_decay: its share of w is added to g (L2), of these rows alone.
+    """
 
     slots: ClassVar[tuple[SlotSpec, ...]] = ()
 

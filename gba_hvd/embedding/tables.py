@@ -119,11 +119,13 @@ class EmbeddingTables(FollowsDtype):
     seed, init_std: of the initial rows, normal(0, init_std). They depend on (seed, table, row) only.
     mode: as above. n_shards, shard_dir: of the shard memory; default: $GBA_HVD_N_SHARDS, $GBA_HVD_SHARD_DIR, or those
     of `Config`.
-    Raises BadInput for tables, features and modes that do not go together, and for a table without an optimizer.
 
     The tables are no `nn.Parameter`s: they are shared by all workers of a host and are not in `state_dict()`.
     Rows are float32 in memory. Lookups return float32, or the `dtype` of a model that is in another one
     (`model.bfloat16()`), as `nn.Embedding` would; under autocast they return float32. Gradients of rows are float32.
+
+    Raises BadInput for tables, features, modes or settings that do not fit together, by name, and for a table without
+    an optimizer; a call raises it for ids of unknown features, of a wrong dtype or shape, or out of range.
     """
 
     def __init__(
@@ -506,6 +508,7 @@ class EmbeddingTables(FollowsDtype):
             c.rows.grad = None
 
     def drop_gradients(self) -> None:
+        """Discard the row gradients of this thread's forward passes."""
         self._passes.captured = []
 
     # --- rows from elsewhere ---------------------------------------------------------------------------------------

@@ -166,6 +166,9 @@ class GBACallback(Callback):
         self._not_before, self._pause = 0, _PAUSE_STEPS
 
     def discipline(self, mode: str) -> Discipline:
+        """How the coordinator hands out work and makes steps in this mode, with the rule and weighting of this
+        callback.
+        """
         return Discipline(name=mode, **self._rules)
 
     @property

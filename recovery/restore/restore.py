@@ -59,14 +59,17 @@ class Report:
 
     @property
     def manifest(self) -> Manifest:
+        """The restored checkpoint's manifest."""
         return self.chain.newest
 
     @property
     def step(self) -> int:
+        """The step of the restored checkpoint's state."""
         return self.manifest.step
 
     @property
     def samples(self) -> int:
+        """Samples that were applied when the restored checkpoint was made."""
         return self.manifest.samples
 
 

@@ -24,16 +24,6 @@ def full_overhead_s(
     return save_s * total_s / every_s + (load_s + every_s / 2 + reschedule_s) * total_s / between_s
 
 
-def partial_overhead_s(
-    save_s: float, load_s: float, reschedule_s: float, every_s: float, between_s: float, total_s: float
-) -> float:
-    """Seconds lost to saving and failures when only the lost server rolls back to the last save.
-
-    O = O_save * T_total / T_save + (O_load + O_res) * T_total / T_fail
-    """
-    return save_s * total_s / every_s + (load_s + reschedule_s) * total_s / between_s
-
-
 def best_full_interval_s(save_s: float, between_s: float) -> float:
     """The interval at which `full_overhead_s` is least: T_save* = sqrt(2 * O_save * T_fail)."""
     return math.sqrt(2 * save_s * between_s)

@@ -27,15 +27,10 @@ import numpy as np
 import xxhash
 
 from recovery.errors import RecoveryError
-from recovery.rows import RowIndices, RowSource, Schema
+from recovery.rows import RowIndices, RowSource
 
 _HEADER_BYTES = 4096
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-
-
-def tracker_bytes(schema: Schema) -> int:
-    """Memory for all shards."""
-    return 4 * schema.n_rows
 
 
 class NoRoom(RecoveryError, OSError):
@@ -75,11 +70,6 @@ class Tracker:
     def is_valid_for(self, manifest: str | None) -> bool:
         """Whether this manifest, with its chain, has every row whose `since` is 0."""
         return manifest is not None and manifest == self._valid_for
-
-    @property
-    def pending_bytes(self) -> int:
-        """What the save in flight keeps until its commit."""
-        return sum(4 * len(counts) + getattr(indices, "nbytes", 0) for _, _, indices, counts in self._pending)
 
     def begin(self, full: bool) -> None:
         self._take_space()

@@ -83,15 +83,19 @@ class TensorRows:
 
     @property
     def last_step(self) -> int:
+        """The last step that was finished; -1 or the restored step before the first."""
         return self.memory.finished
 
     def shards(self) -> Sequence[int]:
+        """The shards that are here: all of them, in ascending order."""
         return self.memory.shards()
 
     def slab(self, table: int, shard: int) -> RowView:
+        """Rows of a table in a shard, as views of the tensors."""
         return self.memory.slab(table, shard)
 
     def step_marks(self, shard: int) -> tuple[int, int]:
+        """(finished, begun): the last steps finished and begun on a shard; readers use them as a seqlock."""
         return self.memory.step_marks(shard)
 
     @contextlib.contextmanager

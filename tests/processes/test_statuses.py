@@ -113,7 +113,7 @@ def run_of(uri: str, job: Cluster) -> Run:
 @pytest.mark.parametrize(
     ("do", "rank", "said"),
     [
-        ("kill", 1, r"was killed, or died without a word, and without an elastic launcher nobody replaces it"),
+        ("kill", 1, r"was killed, or died without a word, and without an elastic launcher it is not replaced"),
         pytest.param("kill", 0, "", marks=pytest.mark.variant),  # the chief: its sender says so
         ("raise", 1, r"ended first (RuntimeError: planned failure)"),
     ],

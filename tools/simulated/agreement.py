@@ -22,7 +22,7 @@ from gba_hvd.errors import BadInput
 from gba_hvd.ps.coordinator.discipline import Discipline
 
 from ..bench.harness import emulated_accelerators as emulated
-from . import modes
+from .experiment import check_mode
 
 HISTOGRAMS = ("staleness", "lags")
 SCORES = ("auc", "log_loss", "time", "steps", "dropped")
@@ -55,7 +55,7 @@ class JobSettings:
             )
         EpochPlan(self.micro_batches * self.micro_batch, self.n_micro * self.micro_batch, self.micro_batch)
         Discipline(self.mode, tolerance=self.tolerance)
-        modes.check(self.mode)
+        check_mode(self.mode)
         update_rules.check(self.rule, optimizer_spec())
 
     def scenario(self) -> emulated.Scenario:

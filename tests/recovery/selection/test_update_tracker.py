@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recovery.selection.update_tracker import Tracker, tracker_bytes
+from recovery.selection.update_tracker import Tracker
 from recovery.torch_rows.tensor_rows import TensorRows
 from tests.recovery.holders import two_tables
 
@@ -33,10 +33,6 @@ def saved(tracker: Tracker, rows: TensorRows, manifest: str | None, full: bool =
         tracker.record(table, 0, slice(0, n), rows.slab(table, 0).counts)
     if manifest:
         tracker.commit(manifest)
-
-
-def test_it_takes_four_bytes_a_row(rows: TensorRows) -> None:
-    assert tracker_bytes(rows.schema) == 4 * (6 + 11)
 
 
 def test_updates_since_the_last_save_are_counted(rows: TensorRows) -> None:
@@ -73,7 +69,6 @@ def test_a_partial_save_that_fails_changes_nothing(rows: TensorRows) -> None:
     touch(rows, 1)
     tracker.begin(full=False)
     tracker.record(0, 0, np.array([1]), rows.slab(0, 0).counts[[1]])
-    assert tracker.pending_bytes == 8
     tracker.rollback()
     assert tracker.updates_since_save(0, 0).tolist() == [0, 1, 0, 0, 0, 0]
     assert tracker.is_valid_for(MANIFEST)

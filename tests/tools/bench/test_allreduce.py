@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from gba_hvd_tools.bench.allreduce import command as allreduce
-from gba_hvd_tools.bench.allreduce import contestants
 from gba_hvd_tools.bench.harness import clicks, dlrm, measure, peer_worker
 
 SMAPS = """\
@@ -129,10 +128,10 @@ def test_the_dense_model_interacts_every_pair_once():
     assert dlrm.DenseDLRM()(torch.randn(3, dlrm.N_DENSE), torch.randn(3, dlrm.N_TABLES, dlrm.DIM)).shape == (3,)
 
 
-@pytest.mark.parametrize("name", [name for name in contestants.SETTINGS if not name.startswith("torchrec")])
+@pytest.mark.parametrize("name", [name for name in allreduce.SETTINGS if not name.startswith("torchrec")])
 def test_every_horovod_setting_has_a_launch_with_one_thread_per_worker(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(measure, "console_script", lambda script: f"/bin/{script}")
-    variant = contestants.variant(name, workers=2)
+    variant = allreduce.variant(name, workers=2)
     assert variant.command[:5] == ("/bin/horovodrun", "-np", "2", "-H", "localhost:2")
     assert variant.env["OMP_NUM_THREADS"] == "1"
 

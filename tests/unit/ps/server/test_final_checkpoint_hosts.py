@@ -223,8 +223,8 @@ def test_what_was_saved_already_is_not_saved_again(hosts: Callable[..., Hosts]) 
 
 def test_a_server_that_was_given_another_place_renews_no_claim(hosts: Callable[..., Hosts]) -> None:
     job = hosts()
-    assert job.servers[0]._keepalive.is_running and not job.servers[1]._keepalive.is_running
+    assert job.servers[0]._keepalive._thread is not None and job.servers[1]._keepalive._thread is None
     held = job.servers[0].held
     assert held is not None
     job.servers[1].hold(DelegateClaim(held.claim, held.settings, part=0, n_parts=1))  # it is the chief's now
-    assert job.servers[1]._keepalive.is_running and job.servers[1].n_hosts == 1
+    assert job.servers[1]._keepalive._thread is not None and job.servers[1].n_hosts == 1
