@@ -17,11 +17,12 @@ from torch import nn
 
 from gba_hvd.elastic import rng_state
 from gba_hvd.embedding.bags import BagLookups
+from gba_hvd.embedding.keyed_jagged import AnyIds, by_feature
 from gba_hvd.embedding.lookup_recorder import AllRecorded, PassLength
 from gba_hvd.embedding.tables import EmbeddingTables, Ids, keys_by_group
 from gba_hvd.errors import BadInput, GbaError
 
-FindIds = Callable[[Any], Ids]
+FindIds = Callable[[Any], AnyIds]
 Forward = Callable[[Any], Any]
 
 
@@ -50,7 +51,7 @@ class BatchKeys:
 
     def ids_by_function(self, batch: Any) -> Ids | None:
         """What `ids` of `gba_hvd.batches` finds in a batch, if there is such a function."""
-        return None if self._ids is None else self._ids(batch)
+        return None if self._ids is None else by_feature(self._ids(batch))
 
     def of(self, batches: Sequence[Any]) -> list[np.ndarray]:
         """Per group of tables int64 [n].
@@ -80,8 +81,7 @@ class BatchKeys:
         return self._tables.bag_lookups([self._ids_of(batch) for batch in batches])
 
     def _ids_of(self, batch: Any) -> Ids:
-        ids: Ids = _ids_in(batch) if self._ids is None else self._ids(batch)
-        return ids
+        return by_feature(_ids_in(batch) if self._ids is None else self._ids(batch))
 
     def _recorded(self, batch: Any) -> list[list[np.ndarray]]:
         length = self._length[self._model.training]

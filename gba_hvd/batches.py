@@ -16,11 +16,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from gba_hvd.batch_keys import BatchKeys
+from gba_hvd.batch_keys import BatchKeys, FindIds
 from gba_hvd.comm.collectives import agree_on
 from gba_hvd.elastic import TorchState
 from gba_hvd.embedding.bags import BagLookups
-from gba_hvd.embedding.tables import Ids
 from gba_hvd.epoch import EpochOrder, EpochPlan
 from gba_hvd.errors import BadInput, StateMismatch
 from gba_hvd.mode_names import MODES
@@ -59,7 +58,7 @@ def batches(
     *,
     seed: int = 0,
     shuffle: bool = True,
-    ids: Callable[[Any], Ids] | None = None,
+    ids: FindIds | None = None,
     forward: Callable[[Any], Any] | None = None,
     num_workers: int = 0,
     prefetch: int | None = None,
@@ -75,7 +74,8 @@ def batches(
     dataset: has `take(rows)`, or is a map-style dataset of torch (`__getitem__`, or `__getitems__`). One that has an
     order of its own (`OrderedDataset`) is shuffled in that. Or a `gba_hvd.data.ShardedStream`, whose length is not
     known; the state then needs an `epoch`.
-    ids: how to find the table ids in a batch, when it has neither an attribute `ids` nor a key "ids".
+    ids: how to find the table ids in a batch, when it has neither an attribute `ids` nor a key "ids": a mapping, or a
+    `KeyedJaggedTensor` of TorchRec, as the tables take them.
     forward: how the loop calls the model, such as `lambda batch: model(batch[0])`; default `model(batch)`. With several
     hosts the rows of a batch are fetched before the loop computes it. Where the ids are only known inside the model
     (one that `convert` changed, or batches without `ids`), this forward pass runs once more before that, to record

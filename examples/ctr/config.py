@@ -27,6 +27,7 @@ from gba_hvd.errors import BadInput
 from gba_hvd.gradients.clipping import Clip
 from gba_hvd.mode_names import REPLICA_MODES
 from gba_hvd.ps.coordinator.discipline import Discipline
+from gba_hvd.reading.settings import ReadSettings
 from gba_hvd.switching.policy import Options
 from recovery.callback import CheckpointCallback
 from recovery.config import Config as Saving
@@ -129,6 +130,12 @@ class Data:
     min_count: int = setting(0, "rarer values share a row; 0: as the preset has it")
     hash_rows: int = setting(0, "hash every field into so many rows; 0: as the preset has it")
     max_history: int = setting(50, "clicks that din and dien read of a history in a store, the newest")
+    num_workers: int = setting(0, "processes of each worker that read batches, of training and evaluation", off="0")
+    prefetch: int | None = setting(
+        None,
+        "batches that each of these, or a thread, reads ahead; null: as `gba_hvd.batches` and `evaluate` do",
+        off="0",
+    )
     synthetic: Synthetic = field(default_factory=Synthetic)
     behaviour: Behaviour = field(default_factory=Behaviour)
 
@@ -147,6 +154,15 @@ class Data:
             not (self.hash_rows and self.min_count),
             "data.hash_rows and data.min_count: choose one, a hash has no vocabulary",
         )
+        try:
+            ReadSettings(**self.reading)
+        except BadInput as error:
+            raise BadInput(f"data.{error}") from error
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """How batches are read, as `gba_hvd.batches` and `evaluate` take it."""
+        return {"num_workers": self.num_workers, "prefetch": self.prefetch}
 
     def changed(self, name: str) -> bool:
         """Whether a setting differs from its default."""
@@ -449,8 +465,16 @@ class JobConfig:
             "set switching.mode to one of these, or leave it at 1",
         )
 
+    @property
+    def reads_sequences(self) -> bool:
+        """Whether the model reads histories of clicks."""
+        return self.model.kind in OF_SEQUENCES and not (
+            self.model.kind == "youtube_dnn" and self.data.preset == "frappe"
+        )
+
     def _check_sequences(self) -> None:
-        """Models of sequences read the behaviour log, which no others do; din and dien also stores with histories."""
+        """Models of sequences read the behaviour log, which no others do; din and dien also stores with histories,
+        youtube_dnn also Frappe, without histories."""
         kind, made, reads = self.model.kind, self.data.behaviour, self.data.preset == "behaviour"
         reads_store = kind in ("din", "dien") and not self.data.preset and bool(self.data.dir)
         _require(
@@ -476,12 +500,14 @@ class JobConfig:
                 "store does not have; set model.auxiliary=0",
             )
             return
+        if not self.reads_sequences:
+            return
         found = f"data.preset is {self.data.preset!r}" + f" and data.dir {self.data.dir}" * bool(self.data.dir)
         _require(
             reads,
             f"model.kind: {kind} reads a history of clicks, which data.preset=behaviour has (din and dien also read "
             f"prepared stores: data.dir alone), but {found}; Frappe and Criteo have no sequences: use deepfm, dlrm or "
-            "dcn for them",
+            "dcn for them (youtube_dnn finds the app of a user and a moment with data.preset=frappe)",
         )
         target = "next_item" if kind == "youtube_dnn" else "click"
         _require(

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ctr.chosen_items import ChosenItems
 from ctr.config import Behaviour, Data, Synthetic
 from ctr.sequences import SequenceLog
 from gba_hvd.data import (
@@ -39,7 +40,7 @@ from gba_hvd.errors import BadInput
 
 SPLITS = ("train", "valid", "test")
 RECALL_AT = 50  # items that a retrieval is evaluated with
-Log = ClickLog | SequenceLog | SyntheticClickLog | SyntheticBehaviourLog
+Log = ClickLog | ChosenItems | SequenceLog | SyntheticClickLog | SyntheticBehaviourLog
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,16 @@ def prepared_splits(data: Data, of_sequences: bool = False) -> Splits | None:
         return _synthetic(data)
     store, _ = store_of(data)
     return _opened(store, data, of_sequences) if (store / MANIFEST).is_file() else None
+
+
+def as_read_by(kind: str, splits: Splits) -> Splits:
+    """The log as a model of this kind reads it: youtube_dnn the chosen items of a click log, others all samples."""
+    if kind != "youtube_dnn" or not isinstance(splits.train, ClickLog):
+        return splits
+    train, valid, test = (
+        ChosenItems(part) for part in (splits.train, splits.valid, splits.test) if isinstance(part, ClickLog)
+    )
+    return Splits(train, valid, test)
 
 
 def is_behaviour(data: Data) -> bool:

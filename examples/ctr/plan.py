@@ -9,7 +9,7 @@ import numpy as np
 from torch import nn
 
 from ctr.build import dense_optimizer, features, row_optimizer, table_shapes
-from ctr.config import OF_SEQUENCES, Checkpoint, Dense, JobConfig, Switching
+from ctr.config import Checkpoint, Dense, JobConfig, Switching
 from ctr.datasets import Splits
 from ctr.measures import selects, title_of
 from gba_hvd.batch import Bag
@@ -59,7 +59,7 @@ def _data(config: JobConfig, splits: Splits) -> Iterator[tuple[str, str]]:
     yield "data", f"{config.data.dir or MADE_UP.get(config.data.preset, 'synthetic log')}: {samples} samples"
     if splits.of_day is not None:
         yield "", "each epoch is a day with samples of its own; test samples are those of the day after"
-    if config.model.kind in OF_SEQUENCES:
+    if config.reads_sequences:
         made = config.data.preset == "behaviour"
         longest = config.data.behaviour.max_length if made else config.data.max_history
         history = f"histories of up to {longest} clicks"
@@ -67,6 +67,8 @@ def _data(config: JobConfig, splits: Splits) -> Iterator[tuple[str, str]]:
         return
     multi = [name for name, ids in splits.train.take(np.arange(1)).ids.items() if isinstance(ids, Bag)]
     pooled = f"; multi-valued, pooled by {config.embedding.pooling}: {', '.join(multi)}" if multi else ""
+    if config.model.kind == "youtube_dnn":
+        yield "", "samples with label 1 only; the item is found by all other fields"
     n_fields = len(splits.train.take(np.arange(1)).ids)
     yield "", f"{n_fields} categorical and {splits.train.n_dense} numeric fields{pooled}"
 

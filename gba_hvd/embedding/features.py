@@ -29,7 +29,7 @@ class Table:
         Table(dim=16, keys="hash64", capacity=10**8, admit_after=3, evict="lfu")
 
     optimizer: of these rows; None: that of `EmbeddingTables(optimizer=)`. Its learning rate is scheduled with that
-    one's, in proportion.
+    one's, or with the first table's where there is none, in proportion.
     init: where rows start. None: normal(0, `init_std` of the tables); a float: normal(0, init); a function of ids,
     numpy int64 [n] -> float32 [n, dim], numpy or a tensor. It depends on the ids only, and runs on the hosts that hold
     them.
@@ -104,9 +104,11 @@ def _table_of(name: str, given: Any) -> Table:
             raise BadInput(f"table {name!r}: expected (rows, dim) or gba_hvd.Table(rows, dim, ...), got {given!r}")
         given = Table(*given)
     table = _hashed_or_plain(name, given)
+    if not (_is_whole(table.n_rows) and _is_whole(table.dim)):
+        raise BadInput(f"table {name!r}: rows and dim must be whole numbers, got {table.n_rows!r} and {table.dim!r}")
     n_rows, dim, padding = int(table.n_rows), int(table.dim), table.padding_idx
     if padding is not None and table.keys is None:
-        if isinstance(padding, bool) or not isinstance(padding, int) or not -n_rows <= padding < n_rows:
+        if not _is_whole(padding) or not -n_rows <= padding < n_rows:
             raise BadInput(
                 f"table {name!r}: padding_idx must be one of its rows, {-n_rows} to {n_rows - 1}, got {padding!r}"
             )
@@ -121,7 +123,7 @@ def _table_of(name: str, given: Any) -> Table:
         raise BadInput(
             f"table {name!r}: init must be a standard deviation of at least 0, or a function of ids, got {init!r}"
         )
-    return replace(table, n_rows=n_rows, dim=dim, padding_idx=padding)
+    return replace(table, n_rows=n_rows, dim=dim, padding_idx=None if padding is None else int(padding))
 
 
 def _hashed_or_plain(name: str, table: Table) -> Table:
@@ -159,11 +161,18 @@ def _hashed_or_plain(name: str, table: Table) -> Table:
     if padding is not None and not (_is_whole(padding, NO_KEY + 1) and padding < -NO_KEY):
         raise BadInput(f"table {name!r}: padding_idx must be an id, an int64 other than -2**63, got {padding!r}")
     assert table.capacity is not None
-    return replace(table, fallback_rows=table.fallback_rows or max(1, table.capacity // 100))
+    capacity, after = int(table.capacity), table.evict_after_steps
+    return replace(
+        table, capacity=capacity, admit_after=int(table.admit_after),
+        fallback_rows=int(table.fallback_rows or max(1, capacity // 100)),
+        evict_after_steps=None if after is None else int(after),
+    )  # fmt: skip
 
 
-def _is_whole(number: Any, least: int) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= least
+def _is_whole(value: Any, least: int | None = None) -> bool:
+    """Of Python or numpy; `least` or more."""
+    is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    return is_whole and (least is None or value >= least)
 
 
 def features_of(
@@ -211,6 +220,24 @@ def poolings_of(tables: Mapping[str, Table], mode: str | Mapping[str, str]) -> d
         if pooling not in POOLINGS:
             raise BadInput(f"table {name!r}: mode must be 'sum', 'mean' or 'max', got {pooling!r}")
     return poolings
+
+
+def default_optimizer(given: RowOptimizer | None, tables: Mapping[str, Table]) -> RowOptimizer:
+    """That of the tables that name none: the one given, else the first table's where all name their own.
+
+    Raises BadInput where some have none.
+    """
+    if given is not None:
+        return given
+    without = [name for name, table in tables.items() if table.optimizer is None]
+    if without:
+        raise BadInput(
+            f"no optimizer for table {', '.join(map(repr, without))}: pass EmbeddingTables(optimizer=...) for tables "
+            "that name none, such as gba_hvd.RowAdagrad(lr=0.05), or gba_hvd.Table(rows, dim, optimizer=...) for each"
+        )
+    first = next(iter(tables.values())).optimizer
+    assert first is not None
+    return first
 
 
 def optimizers_of(default: RowOptimizer, tables: Mapping[str, Table]) -> tuple[TableOptimizers, dict[str, int]]:

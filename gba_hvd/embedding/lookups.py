@@ -20,6 +20,7 @@ from gba_hvd.errors import BadInput
 
 Ids = Mapping[str, Tensor | Bag]
 _DTYPES = (torch.int64, torch.int32)
+HALF = (torch.bfloat16, torch.float16)  # what weights may be, beside float32
 
 
 @dataclass(frozen=True)
@@ -130,14 +131,15 @@ def _of_bag(source: Source, bag: Bag) -> Lookup:
         raise BadInput(f"{source}: offsets must be int64 [B], got {_what(bag.offsets)}")
     n = values.numel()
     if weights is not None:
-        if weights.dtype != torch.float32 or weights.shape != (n,):
-            raise BadInput(f"{source}: weights must be float32 [{n}], got {_what(weights)}")
+        if weights.dtype not in (torch.float32, *HALF) or weights.shape != (n,):
+            raise BadInput(f"{source}: weights must be float32 [{n}], or bfloat16 or float16, got {_what(weights)}")
         if source.pooling in (None, "max"):
             how = "is not pooled" if source.pooling is None else "is pooled by its maximum"
             raise BadInput(
                 f"{source} {how}, so the weights of its Bag would be ignored: leave them out, or pool by "
                 "'sum' or 'mean'"
             )
+        weights = weights.float()
     cuts = np.append(bag.offsets.numpy(), n).astype(np.int64, copy=False)
     ragged = torch.from_numpy(cuts) if source.pooling is None else None
     return _ragged(source, values, cuts, weights, ragged)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gba_hvd import kernels
 from gba_hvd.config import Config
@@ -25,6 +25,7 @@ from gba_hvd.embedding.compiled import CompiledPass
 from gba_hvd.embedding.features import (
     Feature,
     Table,
+    default_optimizer,
     features_of,
     optimizers_of,
     poolings_of,
@@ -32,9 +33,11 @@ from gba_hvd.embedding.features import (
     tables_of,
 )
 from gba_hvd.embedding.initial_rows import AssignedRows, InitialRows, checked_rows, not_assignable
+from gba_hvd.embedding.keyed_jagged import AnyIds, by_feature
 from gba_hvd.embedding.lookup_recorder import LookupRecorder
 from gba_hvd.embedding.lookups import Ids as Ids
 from gba_hvd.embedding.lookups import Lookup, Source, fill_keys, look_up, pooled_elsewhere, same_ids
+from gba_hvd.embedding.module_dtype import FollowsDtype
 from gba_hvd.embedding.pooling import Pooling, pool, stack
 from gba_hvd.embedding.row_gradients import RowGrad, distinct
 from gba_hvd.embedding.row_optimizers import RowOptimizer
@@ -91,7 +94,7 @@ class Passes:
     captured: list[Captured] = field(default_factory=list)
 
 
-class EmbeddingTables(nn.Module):
+class EmbeddingTables(FollowsDtype):
     """Named embedding tables that live in shard memory, trained by a row optimizer.
 
     Called with ids by feature, like a keyed `nn.EmbeddingBag`:
@@ -113,17 +116,23 @@ class EmbeddingTables(nn.Module):
     A row that several features of a call look up is fetched once and gets one gradient. A table that no feature names
     has a feature of its own name.
 
-    The tables are no `nn.Parameter`s: they are shared by all workers of a host and are not in `state_dict()`.
-    Rows are float32. Initial rows are normal(0, init_std) and depend on (seed, table, row) only.
+    optimizer: of the rows of tables that name none; it may be left out where every table names one.
+    seed, init_std: of the initial rows, normal(0, init_std). They depend on (seed, table, row) only.
+    mode: as above. n_shards, shard_dir: of the shard memory; default: $GBA_HVD_N_SHARDS, $GBA_HVD_SHARD_DIR, or those
+    of `Config`.
 
-    Raises BadInput for tables, features, modes or settings that do not fit together, by name; a call raises it for ids
-    of unknown features, of a wrong dtype or shape, or out of range.
+    The tables are no `nn.Parameter`s: they are shared by all workers of a host and are not in `state_dict()`.
+    Rows are float32 in memory. Lookups return float32, or the `dtype` of a model that is in another one
+    (`model.bfloat16()`), as `nn.Embedding` would; under autocast they return float32. Gradients of rows are float32.
+
+    Raises BadInput for tables, features, modes or settings that do not fit together, by name, and for a table without
+    an optimizer; a call raises it for ids of unknown features, of a wrong dtype or shape, or out of range.
     """
 
     def __init__(
         self,
         tables: Mapping[str, Table | tuple[int, int]],
-        optimizer: RowOptimizer,
+        optimizer: RowOptimizer | None = None,
         *,
         features: Mapping[str, Feature | str] | None = None,
         seed: int = 0,
@@ -134,17 +143,17 @@ class EmbeddingTables(nn.Module):
     ) -> None:
         super().__init__()
         self.config = Config.from_env(n_shards=n_shards, shard_dir=shard_dir)
-        self.optimizer = optimizer
         self.tables = tables_of(tables)
+        self.optimizer = default_optimizer(optimizer, self.tables)
         self.mode = poolings_of(self.tables, mode)
         self.features = features_of(self.tables, features, self.mode)
         refuse_unused_modes(features, mode)
-        self.optimizers, numbers = optimizers_of(optimizer, self.tables)
+        self.optimizers, numbers = optimizers_of(self.optimizer, self.tables)
         shapes = {name: (table.n_rows, table.dim) for name, table in self.tables.items()}
         own_slots, n_shards_ = tuple(one.slots for one in self.optimizers.own), self.config.n_shards
         specs = {name: table.hashed_spec(n_shards_) for name, table in self.tables.items()}
         hashed = {name: spec for name, spec in specs.items() if spec is not None}
-        self.layout = Layout.of(shapes, optimizer.slots, n_shards_, seed, init_std, numbers, own_slots, hashed)
+        self.layout = Layout.of(shapes, self.optimizer.slots, n_shards_, seed, init_std, numbers, own_slots, hashed)
         self.initial_rows = InitialRows(self.tables, init_std)
         self._sources = {name: self._source(name, feature) for name, feature in self.features.items()}
         self.memory: ShardMemory | None = None
@@ -157,7 +166,7 @@ class EmbeddingTables(nn.Module):
         self.pools_bags = False  # rows of bags on other hosts are pooled there: their weights get no gradient
         self._not_pooled = tuple(name for name, feature in self.features.items() if feature.pooling is None)
         self._joined: tuple[EmbeddingTables, ...] = ()  # the tables that these have become a part of
-        self._handle, self._anchor = compiled.register(self), torch.zeros((), requires_grad=True)
+        self._handle, self._anchor = compiled.register(self)
         self._common = Passes([None] * len(self.layout.groups))
         self._apart: dict[int, Passes] = {}  # by thread, of those that keep theirs to themselves
         self._recorders: dict[int, LookupRecorder] = {}  # by thread
@@ -186,7 +195,7 @@ class EmbeddingTables(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._handle = compiled.register(self)
+        self._handle, self._anchor = compiled.register(self)
 
     # --- threads ---------------------------------------------------------------------------------------------------
 
@@ -228,31 +237,33 @@ class EmbeddingTables(nn.Module):
 
     # --- forward ---------------------------------------------------------------------------------------------------
 
-    def forward(self, ids: Ids) -> dict[str, Tensor]:
-        """Embeddings float32 by feature, for the features named in `ids`.
+    def forward(self, ids: AnyIds) -> dict[str, Tensor]:
+        """Embeddings by feature, for the features named in `ids`; float32, or the `dtype` of the model.
 
         ids: by feature, one of
             int64 or int32 [B]       one id for each sample
             int64 or int32 [B, L]    L of them, with the table's `padding_idx` where a sample has fewer
             `Bag` of B samples, or a jagged nested tensor [B, j] (torch.nested, layout=torch.jagged)
+        or all of them in a `KeyedJaggedTensor` of TorchRec, whose keys are features: each is a `Bag`.
         A pooled feature gives [B, dim]. One that is not (`Feature(table, pooling=None)`) takes tensors of any shape
         and gives ids.shape + [dim], zeros where padding is, and a jagged nested tensor [B, j, dim] of a Bag or a
         nested tensor.
         Raises BadInput for an unknown feature, ids of another dtype or shape, an id outside its table, offsets that do
         not cut the values, and weights of a Bag where they would be ignored.
         """
+        ids = by_feature(ids)
         if self._joined:
             self._refuse_unknown(ids)
-            joined: dict[str, Tensor] = self._joined[0](ids)
-            return joined
-        if torch.compiler.is_compiling() and ids:
-            return compiled.look_up(self._handle, self._anchor, ids, self._not_pooled)
-        _refuse_tracing()
-        out = {
-            one.source.feature: one.result(pool(rows, one.weights, index, one.offsets, one.pooling))
-            for one, rows, index in self._fetched(ids, torch.is_grad_enabled())
-        }
-        return {name: out[name] for name in ids}
+            out: dict[str, Tensor] = self._joined[0](ids)
+        elif torch.compiler.is_compiling() and ids:
+            out = compiled.look_up(self._handle, self._anchor, ids, self._not_pooled)
+        else:
+            _refuse_tracing()
+            out = {
+                one.source.feature: one.result(pool(rows, one.weights, index, one.offsets, one.pooling))
+                for one, rows, index in self._fetched(ids, torch.is_grad_enabled())
+            }
+        return {name: out[name].to(self.dtype) for name in ids}
 
     def compiled_pass(self, ids: Ids, train: bool, weights_train: bool) -> tuple[CompiledPass, list[Tensor]]:
         """See `compiled.LooksUp`."""
@@ -266,6 +277,10 @@ class EmbeddingTables(nn.Module):
         for captured in self._passes.captured[first:]:
             captured.compiled.append(done)
         return done, [results[name] for name in ids]
+
+    def open_passes(self) -> Iterator[CompiledPass]:
+        """See `compiled.LooksUp`."""
+        return (done for captured in self._passes.captured for done in captured.compiled)
 
     def width_of(self, feature: str) -> tuple[int, bool]:
         """(dimension, whether it is pooled)."""
@@ -289,14 +304,15 @@ class EmbeddingTables(nn.Module):
                 yield one, rows, index[at : at + len(one.keys)]
                 at += len(one.keys)
 
-    def stacked(self, ids: Ids) -> Tensor:
-        """Embeddings float32 [B, F, dim] of the F features in `ids`, in that order; all of one dimension.
+    def stacked(self, ids: AnyIds) -> Tensor:
+        """Embeddings [B, F, dim] of the F features in `ids`, in that order; all of one dimension.
 
         The fast path for single-valued features: one gather for all. Features of several ids are pooled.
         """
+        ids = by_feature(ids)
         if self._joined:
             self._refuse_unknown(ids)
-            return self._joined[0].stacked(ids)
+            return self._joined[0].stacked(ids).to(self.dtype)
         if torch.compiler.is_compiling():
             return self._stacked_pooled(ids)
         _refuse_tracing()
@@ -320,7 +336,7 @@ class EmbeddingTables(nn.Module):
             fill_keys(source, column, keys[number * batch : (number + 1) * batch])
         cuts = [np.arange(batch + 1)] * len(columns)
         rows, index = self._fetch(sources[0].group, keys, cuts, torch.is_grad_enabled())
-        return stack(rows, index, len(columns), batch)
+        return stack(rows, index, len(columns), batch).to(self.dtype)
 
     def _stacked_pooled(self, ids: Ids) -> Tensor:
         found = self(ids)
@@ -644,7 +660,10 @@ def join_tables(parts: Sequence[EmbeddingTables]) -> EmbeddingTables:
             raise BadInput("these EmbeddingTables belong to an optimizer already: give all of them to one optimizer")
         for what, named, all_named in (("table", part.tables, tables), ("feature", part.features, features)):
             if twice := [name for name in named if name in all_named]:
-                raise BadInput(f"two EmbeddingTables have a {what} named {twice[0]!r}: rename one of them")
+                raise BadInput(
+                    f"two EmbeddingTables have a {what} named {twice[0]!r}: rename one of them, which for those of "
+                    "gba_hvd.convert is its prefix="
+                )
         mine, theirs = (
             {"seed": one.layout.seed, "n_shards": one.layout.n_shards, "shard_dir": str(one.config.shard_dir)}
             for one in (first, part)

@@ -20,7 +20,7 @@ from gba_hvd.errors import BadInput
 
 _NO_ITEM = np.iinfo(np.int64).max  # fills up a list of fewer than k items
 _AT_ONCE = 1 << 22  # scores in memory
-_HEADER_SUMS = 4
+_HEADER_SUMS = 5
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class RetrievalScores:
     recall, ndcg: by k, means over the queries; NaN where `note` says why
     n: queries that count; n_left_out: queries without a relevant item, which do not. n_items: that were ranked
     n_unknown: relevant items, over all queries, that are not among the items; these count as not found
+    n_seen: relevant items that the query has also seen; these are not ranked, so they count as not found
     """
 
     recall: Mapping[int, float]
@@ -38,6 +39,7 @@ class RetrievalScores:
     n_left_out: int
     n_items: int
     n_unknown: int
+    n_seen: int = 0
     note: str = ""
 
     @property
@@ -175,8 +177,9 @@ def merge(parts: Sequence[Best], k: int) -> Best:
 def query_sums(
     found: Best, queries: Queries, known: NDArray[np.int64], k: Sequence[int], all_finite: bool
 ) -> NDArray[np.float64]:
-    """float64 [4 + 2 n_k]: queries that count, queries left out, relevant items that are not known, queries whose
-    vectors, or whose items', are not finite; then the sums of recall@k and of NDCG@k over the queries.
+    """float64 [5 + 2 n_k]: queries that count, queries left out, relevant items that are not known, queries whose
+    vectors, or whose items', are not finite, relevant items that were seen; then over the queries the sums of recall@k
+    and of NDCG@k.
 
     known: the numbers of all items, ascending; all_finite: the items' vectors are. With R relevant items, some of them
     at the ranks r <= k, from 1:
@@ -193,6 +196,7 @@ def query_sums(
             continue
         sums[0] += 1
         sums[2] += int((~_are_in(known, relevant)).sum())
+        sums[4] += int(np.isin(relevant, queries.seen.of(query)).sum())
         is_hit = np.isin(found.numbers[query], relevant) & (found.numbers[query] != _NO_ITEM)
         for at, limit in enumerate(k):
             hits = is_hit[:limit]
@@ -208,7 +212,7 @@ def n_query_sums(k: Sequence[int]) -> int:
 
 def retrieval_scores_from(sums: Sequence[float], k: Sequence[int], n_items: int) -> RetrievalScores:
     """Scores from the sums over all queries."""
-    n, n_left_out, n_unknown, n_bad = (round(value) for value in sums[:_HEADER_SUMS])
+    n, n_left_out, n_unknown, n_bad, n_seen = (round(value) for value in sums[:_HEADER_SUMS])
     note = ""
     if n_bad:
         note = f"vectors of items or of {n_bad} of {n + n_left_out} queries are not finite: the model has diverged"
@@ -216,4 +220,4 @@ def retrieval_scores_from(sums: Sequence[float], k: Sequence[int], n_items: int)
         note = f"none of {n_left_out} queries has a relevant item"
     means = [math.nan if note else value / n for value in sums[_HEADER_SUMS:]]
     recall, ndcg = dict(zip(k, means[: len(k)], strict=True)), dict(zip(k, means[len(k) :], strict=True))
-    return RetrievalScores(recall, ndcg, n, n_left_out, n_items, n_unknown, note)
+    return RetrievalScores(recall, ndcg, n, n_left_out, n_items, n_unknown, n_seen, note)

@@ -35,9 +35,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """
 
     def reducer_override(self, obj: Any) -> Any:
-        is_of_its_own = isinstance(obj, ModuleType) and type(obj) is not ModuleType
-        if is_of_its_own and sys.modules.get(obj.__name__) is obj:
-            return importlib.import_module, (obj.__name__,)
+        if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
+            name = obj.__name__
+            if sys.modules.get(name) is obj:
+                return importlib.import_module, (name,)
         if (
             type(obj) is torch.Tensor
             and obj.device.type == "cpu"

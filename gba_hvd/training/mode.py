@@ -21,6 +21,7 @@ from gba_hvd.metrics.accumulators import Frames, Part
 from gba_hvd.metrics.ranking import Items, Queries
 from gba_hvd.ps.messages import JobPosition, LeaseGrant
 from gba_hvd.ps.worker.worker import PsWorker
+from gba_hvd.reading.read_ahead import ReadAhead
 
 
 @dataclass(frozen=True)
@@ -144,18 +145,32 @@ class SampleReader:
     """A dataset that is read in order, a forward pass at a time.
 
     take: samples by number, int64 [n], as one batch for the user. batch: samples in one forward pass. keys: the rows
-    that some batches use, per group of tables int64 [n]
+    that some batches use, per group of tables int64 [n]. ahead: what reads up to `depth` batches before they are
+    needed; None: nothing
     """
 
     take: Callable[[np.ndarray], Any]
     n_samples: int
     batch: int
     keys: Callable[[list[Any]], list[np.ndarray]]
+    ahead: ReadAhead | None = None
+    depth: int = 0
+
+    def expect(self, firsts: Iterable[int]) -> None:
+        """The batches that begin with these samples come next, in this order."""
+        if self.ahead is not None:
+            self.ahead.expect(
+                (first, min(self.batch, self.n_samples - first)) for first in firsts if first < self.n_samples
+            )
 
     def rows(self, first: int, n: int) -> Any:
         """Samples `first` to `first + n`, as far as there are any; None past the end."""
-        numbers = np.arange(first, min(first + n, self.n_samples), dtype=np.int64)
-        return self.take(numbers) if len(numbers) else None
+        n = min(n, self.n_samples - first)
+        if n <= 0:
+            return None
+        if self.ahead is not None:
+            return self.ahead.read((first, n))
+        return self.take(np.arange(first, first + n, dtype=np.int64))
 
     @property
     def n_batches(self) -> int:

@@ -94,6 +94,19 @@ def test_evaluations_in_asynchronous_modes_are_those_of_all_samples_at_once(
         check(job, workers, mode)
 
 
+@pytest.mark.parametrize(
+    ("mode", "workers", "reading"),
+    [("allreduce", 2, {"num_workers": 1}), ("gba", 3, {"num_workers": 1, "prefetch": 1}), ("gba", 2, {"prefetch": 3})],
+)
+def test_evaluations_that_read_ahead_find_the_same(
+    tmp_path: Path, mode: str, workers: int, reading: dict[str, int]
+) -> None:
+    more = {} if mode == "allreduce" else {"gba": {"mode": mode}}
+    with cluster(tmp_path, evaluation_reading=reading, **more, **SHORT) as job:
+        job.run(lambda: job.start_static(workers))
+        check(job, workers, mode)
+
+
 @pytest.mark.parametrize("mode", ["allreduce", "gba"])
 def test_evaluations_use_rows_of_other_hosts(tmp_path: Path, mode: str) -> None:
     plan = {**SHORT, "own_memory_per_name": True, **({} if mode == "allreduce" else {"gba": {"mode": mode}})}

@@ -450,7 +450,11 @@ def train(state: gba_hvd.elastic.TorchState) -> None:
         state.aucs = [*state.aucs, scores.auc]
         state.report(auc=scores.auc)
         if PLAN.get("evaluates_more"):
-            note(evaluation=evaluated(training), rank=state.world.rank, mode=state.engine.mode.name)
+            note(
+                evaluation=evaluated(training, **PLAN.get("evaluation_reading", {})),
+                rank=state.world.rank,
+                mode=state.engine.mode.name,
+            )
     if books is not None:
         books.close()
     if state.world.rank == 0:

@@ -34,6 +34,7 @@ LAYERS = {
             "batch_keys",
             "batches",
             "evaluation",
+            "evaluation_reader",
             "retrieval",
             "losses",
             "hogwild",

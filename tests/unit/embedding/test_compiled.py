@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import gba_hvd
 from gba_hvd import Bag, EmbeddingTables, Feature, GbaError, Table
+from gba_hvd.embedding.tables import join_tables
 from tests.unit.conftest import Clicks
 from tests.unit.embedding.test_tables import dense_gradients
 
@@ -47,7 +48,7 @@ class Model(nn.Module):
     def forward(self, ids: dict[str, Tensor | Bag]) -> Tensor:
         rows = self.tables(ids)
         parts = [rows["history"].sum(1), rows["best"], rows["shown"], rows["words"], rows["user"]]
-        return self.linear(torch.cat(parts, 1).to(self.linear.weight.dtype)).squeeze(1)
+        return self.linear(torch.cat(parts, 1)).squeeze(1)
 
 
 def test_a_compiled_model_has_no_graph_break_and_trains_as_the_eager_one(make_tables: MakeTables) -> None:
@@ -80,6 +81,29 @@ def test_passes_of_a_compiled_model_add_up_and_can_be_cleared(make_tables: MakeT
     with torch.no_grad():
         compiled(torch.tensor([5, 6]))
     assert tables.take_gradients() == [[]]
+
+
+def test_gradients_that_are_asked_for_by_name_train_no_rows_of_a_compiled_model(make_tables: MakeTables) -> None:
+    """As GradNorm and PCGrad do: `torch.autograd.grad` for some parameters, `backward()` for the step."""
+    tables, linear = make_tables({"user": (50, 8), "ad": (20, 3)}), nn.Linear(11, 2)
+
+    def losses(ids: dict[str, Tensor]) -> Tensor:
+        rows = tables(ids)
+        return linear(torch.cat([rows["user"], rows["ad"]], 1)).square().mean(0)
+
+    found: list[Any] = []
+    ids = {"user": torch.tensor([1, 2, 2]), "ad": torch.tensor([3, 3, 0])}
+    for run in (losses, torch.compile(losses, backend="aot_eager", fullgraph=True)):
+        first, second = run(ids)
+        for loss in (first, second):
+            torch.autograd.grad(loss, linear.weight, retain_graph=True)
+        assert all(captured.rows.grad is None for captured in tables.captured)
+        second.backward(retain_graph=True, inputs=[linear.bias])
+        assert all(captured.rows.grad is None for captured in tables.captured)
+        (first + 3 * second).backward(retain_graph=True)
+        first.backward()
+        found.append(dense_gradients(tables))
+    torch.testing.assert_close(found[1], found[0])
 
 
 @pytest.mark.parametrize("padding", [None, 4])
@@ -188,15 +212,49 @@ def test_rows_stay_float32_under_autocast(make_tables: MakeTables, dtype: torch.
     torch.testing.assert_close(gradient[9], 2 * model.linear.weight.detach()[0, -8:], atol=1e-2, rtol=1e-2)
 
 
-def test_a_model_in_bfloat16_casts_the_rows_that_it_gets(make_tables: MakeTables) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("compile_", [False, True])
+def test_a_model_in_another_dtype_gets_its_rows_in_that(
+    make_tables: MakeTables, dtype: torch.dtype, compile_: bool
+) -> None:
     tables = make_tables(SIZES, features=FEATURES)
-    model = Model(tables).bfloat16()
-    assert tables(IDS)["user"].dtype == torch.float32
+    model = Model(tables)
+    whole = model(IDS)
+    whole.sum().backward()
+    expected = dense_gradients(tables)
+    model.to(dtype)
+    assert {rows.dtype for rows in tables(IDS).values()} == {dtype}
+    assert tables.stacked({"shown": IDS["shown"], "user": IDS["user"]}).dtype == dtype
     tables.drop_gradients()
-    out = model(IDS)
-    assert out.dtype == torch.bfloat16
+    run: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if compile_ else model
+    out = run(IDS)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.float(), whole, atol=1e-2, rtol=1e-2)
     out.sum().backward()
-    assert dense_gradients(tables)["user"].dtype == torch.float32
+    torch.testing.assert_close(dense_gradients(tables), expected, atol=1e-2, rtol=1e-2)  # float32
+    model.float()
+    assert tables(IDS)["user"].dtype == torch.float32
+
+
+def test_jagged_rows_weights_of_bags_and_joined_tables_of_a_model_in_bfloat16(
+    make_tables: MakeTables, tmp_path: Path
+) -> None:
+    tables = make_tables(SIZES, features=FEATURES).bfloat16()
+    rows: Any = tables({"history": Bag(torch.tensor([1, 2, 3]), torch.tensor([0, 2]))})["history"]
+    assert rows.is_nested and rows.dtype == torch.bfloat16
+    (rows.values() * 2).sum().backward()
+    assert dense_gradients(tables)["item"][2].tolist() == [2.0] * 8
+    weights = torch.tensor([1.0, 2.0], dtype=torch.bfloat16, requires_grad=True)
+    tables({"words": Bag(torch.tensor([1, 2]), torch.tensor([0]), weights)})["words"].sum().backward()
+    assert weights.grad is not None and weights.grad.dtype == torch.bfloat16
+
+    parts = [EmbeddingTables({name: (5, 2)}, gba_hvd.SGD(lr=0.1), shard_dir=tmp_path) for name in "ab"]
+    whole = join_tables(parts)
+    parts[1].half()
+    with whole.recording():
+        assert [part({name: torch.tensor([1])})[name].dtype for part, name in zip(parts, "ab", strict=True)] == [
+            torch.float32, torch.float16,
+        ]  # fmt: skip
 
 
 # --- in a job --------------------------------------------------------------------------------------------------------
@@ -208,12 +266,12 @@ def trained(folder: Path, dtype: torch.dtype, compile_: bool = False) -> tuple[T
         {"user": (20, 4), "item": (7, 3)}, gba_hvd.SGD(lr=0.5), seed=2, n_shards=2, shard_dir=folder
     )
     torch.manual_seed(3)
-    linear = nn.Linear(9, 1).to(dtype)
-    model = nn.ModuleList([tables, linear])
+    linear = nn.Linear(9, 1)
+    model = nn.ModuleList([tables, linear]).to(dtype)
 
     def logits(ids: dict[str, Tensor | Bag], dense: Tensor) -> Tensor:
         rows = tables(ids)
-        return linear(torch.cat([rows["user"], rows["item"], dense], 1).to(dtype)).float().squeeze(1)
+        return linear(torch.cat([rows["user"], rows["item"], dense.to(dtype)], 1)).float().squeeze(1)
 
     run: Any = torch.compile(logits, backend="aot_eager", fullgraph=True) if compile_ else logits
     optimizer = gba_hvd.DistributedOptimizer(

@@ -269,6 +269,9 @@ def test_features_that_do_not_fit_the_tables(tmp_path: Path, features: dict[str,
         (Table(5, 2, padding_idx=5), "table 't': padding_idx must be one of its rows, -5 to 4, got 5"),
         (Table(5, 2, padding_idx=-6), "table 't': padding_idx must be one of its rows"),
         (Table(5, 2, padding_idx=True), "table 't': padding_idx must be one of its rows"),
+        (Table(5, 2, padding_idx=1.0), "table 't': padding_idx must be one of its rows"),  # type: ignore[arg-type]
+        (Table(10.7, 4), "table 't': rows and dim must be whole numbers, got 10.7 and 4"),  # type: ignore[arg-type]
+        ((5, True), "table 't': rows and dim must be whole numbers, got 5 and True"),
         ((5,), r"table 't': expected \(rows, dim\) or gba_hvd.Table"),
         (5, r"table 't': expected \(rows, dim\) or gba_hvd.Table"),
     ],
@@ -289,6 +292,21 @@ def test_a_mode_that_no_feature_would_use_is_refused(tmp_path: Path) -> None:
 def test_a_negative_padding_idx_counts_from_the_end(tmp_path: Path) -> None:
     tables = EmbeddingTables({"t": Table(5, 2, padding_idx=-1)}, gba_hvd.SGD(lr=0.1), shard_dir=tmp_path)
     assert tables.tables["t"].padding_idx == 4
+
+
+def test_numbers_of_a_table_may_be_those_of_numpy(tmp_path: Path) -> None:
+    table: Any = Table(np.int64(5), np.int32(2), padding_idx=np.int64(0))
+    tables = EmbeddingTables({"t": table}, gba_hvd.SGD(lr=0.1), shard_dir=tmp_path)
+    assert tables.tables["t"] == Table(5, 2, padding_idx=0)
+
+
+def test_no_optimizer_is_needed_where_every_table_names_its_own(tmp_path: Path) -> None:
+    own = {"a": Table(5, 2, gba_hvd.Adam(lr=0.1)), "b": Table(5, 2, gba_hvd.SGD(lr=0.2))}
+    tables = EmbeddingTables(own, shard_dir=tmp_path)
+    assert tables.optimizer == gba_hvd.Adam(lr=0.1)
+    assert tables.optimizers.own == (gba_hvd.SGD(lr=0.2),)
+    with pytest.raises(BadInput, match="no optimizer for table 'c', 'd': pass EmbeddingTables"):
+        EmbeddingTables({**own, "c": (5, 2), "d": (6, 2)}, shard_dir=tmp_path)
 
 
 @pytest.mark.parametrize(

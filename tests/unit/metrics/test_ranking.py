@@ -85,6 +85,8 @@ def test_figures_are_those_of_loops_over_all_items_however_they_are_divided(
         assert (found.recall[k], found.ndcg[k]) == (pytest.approx(recall, rel=1e-12), pytest.approx(ndcg, rel=1e-12))
         assert (found.n, found.n_left_out) == (n, 17 - n)
     assert found.n_items == 23 and found.n_unknown > 0 and 0 < found.recall[10] < 1 and found.note == ""
+    both = [set(queries.relevant.of(i).tolist()) & set(queries.seen.of(i).tolist()) for i in range(17)]
+    assert found.n_seen == sum(map(len, both)) > 0
     assert list(found.values) == [f"{name}_at_{k}" for name in ("recall", "ndcg") for k in K]
 
 
