@@ -150,6 +150,7 @@ def _segments(dataset: SegmentedDataset, state: TorchState, how: _How, epoch: in
     engine, model = state.engine, state.engine.model
     n_micro, cursor = model.global_batch // model.micro_batch, engine.progress.cursor
     first, n = cursor.segment if cursor.epoch == epoch else 0, dataset.n_segments(n_micro)
+    n_samples = 0
     with contextlib.ExitStack() as reading:
         reading.callback(dataset.end_reading)
         following = dataset.segment(first, how.seed, epoch, n_micro, how.shuffle)
@@ -163,12 +164,15 @@ def _segments(dataset: SegmentedDataset, state: TorchState, how: _How, epoch: in
             rank_of = partial(part.rank_of, together=model.together)
             sizes = engine.mode.count(CountRun(epoch, number, len(part.shards), part.count, rank_of))
             part.counted(sizes)
+            n_samples += sum(sizes)
             if number + 1 < n:
                 following = dataset.segment(number + 1, how.seed, epoch, n_micro, how.shuffle)
                 if steps_together:
                     following.count_ahead(*at)
             if sum(sizes):
                 yield from _run(part, reads(part, how.settings.collate_fn), state, how, epoch, number)
+    if first == 0 and not n_samples:
+        warnings.warn(f"epoch {epoch}: no shard of the {type(dataset).__name__} has a sample", stacklevel=3)
 
 
 def _run(

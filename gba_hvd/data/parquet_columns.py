@@ -27,7 +27,8 @@ def is_list(kind: pa.DataType) -> bool:
 def type_of(schema: pa.Schema, column: str, url: str) -> pa.DataType:
     """Raises BadInput for a column that is not there."""
     if column not in schema.names:
-        raise BadInput(f"ParquetStream: {url} has no column {column!r}; it has {', '.join(schema.names)}")
+        in_path = f"; {column}=... in its path is no column here" if f"/{column}=" in url else ""
+        raise BadInput(f"ParquetStream: {url} has no column {column!r}; it has {', '.join(schema.names)}{in_path}")
     return schema.field(column).type
 
 
@@ -43,7 +44,10 @@ def check_ids(schema: pa.Schema, column: str, url: str) -> None:
 def check_numbers(schema: pa.Schema, column: str, url: str) -> None:
     kind = type_of(schema, column, url)
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
-        raise BadInput(f"ParquetStream: {url}: column {column!r} has {kind}, expected numbers")
+        raise BadInput(
+            f"ParquetStream: {url}: column {column!r} has {kind}, expected numbers. Write it as float32, or "
+            "use gba-hvd data prepare, which also reads times (--timestamp)"
+        )
 
 
 def ids_of(column: pa.ChunkedArray, where: str) -> Ids:

@@ -72,8 +72,13 @@ def refuse_change(file: ParquetFile, options: Options) -> None:
     """Raises BadInput when the file is not the one whose footer was read."""
     try:
         now = _version(_info(file.url, options))
-    except OSError as error:
+    except FileNotFoundError as error:
         raise BadInput(f"{file.url}: the file is gone since the stream was opened: {error}. {_WHAT_TO_DO}") from error
+    except Exception as error:  # of any kind: a store has its own
+        raise BadInput(
+            f"{file.url}: its store failed while the file was read: {type(error).__name__}: {error}. Once it answers, "
+            "start the job again: with checkpoints it resumes"
+        ) from error
     if now != file.version:
         raise BadInput(
             f"{file.url}: the file has changed since the stream was opened (size and version were "
@@ -82,8 +87,9 @@ def refuse_change(file: ParquetFile, options: Options) -> None:
 
 
 _WHAT_TO_DO = (
-    "Put the file back as it was and start the job again: it resumes. Files that others write while a job reads belong "
-    "under new names; to train on the new ones, start over (resume=False, or another url for checkpoints)"
+    "Put the file back as it was and start the job again: with checkpoints it resumes. Files that others write while "
+    "a job reads belong under new names; to train on the new ones, start over (resume=False, or another url for "
+    "checkpoints)"
 )
 
 
@@ -102,6 +108,18 @@ def _version(info: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _expanded(url: str, options: Options) -> list[str]:
     """The files that a URL stands for."""
+    try:
+        return _found(url, options)
+    except BadInput:
+        raise
+    except Exception as error:  # of any kind: a store has its own
+        raise BadInput(
+            f"ParquetStream: the files of {url} cannot be listed: {type(error).__name__}: {error}. Address, "
+            "credentials and the like are options of its fsspec file system: storage_options"
+        ) from error
+
+
+def _found(url: str, options: Options) -> list[str]:
     if url.endswith(_SUFFIXES) and not set("*?[") & set(url):
         return [url]
     fs, path = fsspec.core.url_to_fs(url, **options)
@@ -129,7 +147,7 @@ def _opened(url: str, options: Options) -> ParquetFile:
             footer = opened.read(metadata.serialized_size)
             opened.seek(0)
             head = str(tag).encode() if tag else opened.read(_HEAD)
-    except (OSError, pa.ArrowInvalid, ImportError, ValueError) as error:
+    except Exception as error:  # of any kind: a store has its own
         raise BadInput(f"ParquetStream: {url} cannot be read as Parquet: {type(error).__name__}: {error}") from error
     plain = url.partition("?")[0]  # without a signature, which is another one each day
     facts = f"{plain} {info['size']} ".encode() + head + footer

@@ -8,7 +8,8 @@ the worker of its lane. Who counts what, and when, is in DESIGN.md, section "Str
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -109,10 +110,11 @@ class ShardedStream:
     def _counted(self, shard: int) -> int:
         if shard not in self._counts:
             name = self._shards[shard]
-            if self._count is not None:
-                n = self._count(name)
+            if self._count is None and shard in self._kept:
+                n = len(self._samples.get(shard))
             else:
-                n = len(self._samples.get(shard)) if shard in self._kept else sum(1 for _ in self._read(name))
+                with _errors_name("count" if self._count else "read", name):
+                    n = self._count(name) if self._count else sum(1 for _ in self._read(name))
             if not isinstance(n, int | np.integer) or n < 0:
                 raise BadInput(
                     f"ShardedStream: count({self._shards[shard]!r}) is a number of samples, 0 or more, got {n!r}"
@@ -121,7 +123,19 @@ class ShardedStream:
         return self._counts[shard]
 
     def _decoded(self, shard: int) -> list[Any]:
-        return list(self._read(self._shards[shard]))
+        with _errors_name("read", self._shards[shard]):
+            return list(self._read(self._shards[shard]))
+
+
+@contextlib.contextmanager
+def _errors_name(function: str, shard: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of any kind: it is the user's function
+        raise BadInput(
+            f"ShardedStream: {function}({shard!r}) failed: {type(error).__name__}: {error}. Mend the shard, or leave "
+            "out in `read` what is bad in it, each time the same"
+        ) from error
 
 
 class Segment:

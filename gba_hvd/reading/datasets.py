@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from gba_hvd.epoch import EpochPlan
 from gba_hvd.errors import BadInput
@@ -124,6 +124,16 @@ def reads(dataset: Dataset | MapDataset, collate_fn: Collate | None = None) -> T
     Raises BadInput for a dataset that cannot be read by number, and for a `collate_fn` beside `take`.
     """
     name, found = type(dataset).__name__, any(hasattr(dataset, one) for one in ("take", "__getitem__", "__getitems__"))
+    if isinstance(dataset, SegmentedDataset):
+        raise BadInput(
+            f"how many samples a {name} has is not known, and only gba_hvd.batches can do without: evaluate a dataset "
+            "of known length, such as a list of some of its samples"
+        )
+    if isinstance(dataset, DataLoader):
+        raise BadInput(
+            "a DataLoader cuts the batches of one process: pass its dataset, and its num_workers and collate_fn as "
+            "arguments; the sizes of batches are global_batch and micro_batch of the optimizer"
+        )
     if isinstance(dataset, IterableDataset) or not found or not hasattr(dataset, "__len__"):
         raise BadInput(
             f"{name} cannot be read by number: a dataset has __len__ and either take(rows) or __getitem__. "

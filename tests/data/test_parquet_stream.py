@@ -179,7 +179,7 @@ def test_it_travels_to_another_process_without_what_it_has_read(files: list[str]
         ({"ids": ["usr"]}, "has no column 'usr'; it has user, words"),
         ({"ids": ["price"]}, "column 'price' has double, and ids are whole numbers"),
         ({"ids": "user"}, "ids and dense are lists of columns"),
-        ({"label": "words"}, "column 'words' has list"),
+        ({"label": "words"}, r"column 'words' has list<.*>, expected numbers\. Write it as float32"),
         ({"window": 0}, "window and cached_groups must be 1 or more"),
     ],
 )
@@ -198,6 +198,14 @@ def test_missing_values_and_files_are_refused(tmp_path: Path):
         stream(str(tmp_path / "text.parquet"))
     with pytest.raises(gba_hvd.BadInput, match="no file matches"):
         stream(f"{tmp_path}/*.pq")
+    with pytest.raises(gba_hvd.BadInput, match=r"the files of nowhere://bucket/\* cannot be listed: ValueError"):
+        stream("nowhere://bucket/*")
+    (tmp_path / "day=1").mkdir()
+    path.rename(tmp_path / "day=1" / "holes.parquet")
+    with pytest.raises(
+        gba_hvd.BadInput, match=r"has no column 'day'; it has .*; day=\.\.\. in its path is no column here"
+    ):
+        stream(f"{tmp_path}/day=1", ids=["day"])
 
 
 # --- the files are still the same ------------------------------------------------------------------------------------

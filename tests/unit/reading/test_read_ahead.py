@@ -264,6 +264,8 @@ def test_datasets_that_cannot_be_read_by_number_and_functions_beside_take_are_re
         reads(x for x in range(3))  # type: ignore[arg-type]
     with pytest.raises(gba_hvd.BadInput, match="collate_fn would not be called"):
         reads(clicks(50), collate_fn=list)
+    with pytest.raises(gba_hvd.BadInput, match="a DataLoader cuts the batches of one process: pass its dataset"):
+        reads(torch.utils.data.DataLoader([1, 2]))  # type: ignore[arg-type]
 
 
 # --- what is sent between processes ----------------------------------------------------------------------------------

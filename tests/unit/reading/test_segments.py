@@ -153,10 +153,32 @@ def test_a_shard_with_another_number_of_samples_than_counted_is_refused(training
         train(training(epoch=0), data)
 
 
-def test_a_stream_without_any_sample_is_an_empty_epoch(training: Callable[..., Any]):
+def test_a_stream_without_any_sample_is_an_empty_epoch_with_a_warning(training: Callable[..., Any]):
     job, shards = training(epoch=0), Shards([0, 0, 0])
-    assert train(job, ShardedStream(shards.names, shards.read, segment=1)) == []
+    with pytest.warns(UserWarning, match="epoch 0: no shard of the ShardedStream has a sample"):
+        assert train(job, ShardedStream(shards.names, shards.read, segment=1)) == []
     assert job.state.samples.total == 0
+
+
+@pytest.mark.parametrize("how", [{}, {"prefetch": 0}, {"num_workers": 1}])
+def test_a_shard_that_cannot_be_read_is_named(training: Callable[..., Any], how: dict[str, Any]):
+    def read(name: str) -> Iterator[Any]:
+        yield from Shards([5]).read("shard-0")
+        if name == "shard-1":
+            raise EOFError("half a line")
+
+    with pytest.raises(gba_hvd.BadInput, match=r"read\('shard-1'\) failed: EOFError: half a line"):
+        train(training(epoch=0), ShardedStream(["shard-0", "shard-1"], read), **how)
+    counted = ShardedStream(["shard-0", "shard-1"], read, count={"shard-0": 5}.__getitem__)
+    with pytest.raises(gba_hvd.BadInput, match=r"count\('shard-1'\) failed: KeyError"):
+        train(training(epoch=0), counted, **how)
+
+
+def test_only_datasets_of_known_length_are_evaluated(training: Callable[..., Any]):
+    job, shards = training(epoch=0), Shards(SIZES)
+    stream = ShardedStream(shards.names, shards.read)
+    with pytest.raises(gba_hvd.BadInput, match="how many samples a ShardedStream has is not known"):
+        gba_hvd.evaluate(job.model, stream, job.state)  # type: ignore[arg-type]
 
 
 def test_leaving_the_loop_ends_what_reads_ahead(training: Callable[..., Any]):
