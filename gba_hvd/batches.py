@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 import warnings
 from collections.abc import Callable, Generator, Iterable
 from functools import partial
@@ -17,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 
 from gba_hvd.batch_keys import BatchKeys, FindIds
+from gba_hvd.callbacks import Event
 from gba_hvd.comm.collectives import agree_on
 from gba_hvd.elastic import TorchState
 from gba_hvd.embedding.bags import BagLookups
@@ -50,6 +52,8 @@ from gba_hvd.training.engine import Engine
 from gba_hvd.training.mode import CountRun
 
 __all__ = ["Dataset", "MapDataset", "batches"]
+
+_SLOW_COUNT_S = 5.0  # a wait for the counts of a segment that is reported
 
 
 def batches(
@@ -162,7 +166,11 @@ def _segments(dataset: SegmentedDataset, state: TorchState, how: _How, epoch: in
             if steps_together:
                 part.count_ahead(*at)
             rank_of = partial(part.rank_of, together=model.together)
+            where, began_s = f"epoch {epoch}, segment {number + 1} of {n}", time.perf_counter()
+            text = f"{where}: {len(part.shards)} shards are counted before they are trained"
+            engine.reports.once(Event("counting", engine.progress.step, text))
             sizes = engine.mode.count(CountRun(epoch, number, len(part.shards), part.count, rank_of))
+            _report_slow_count(engine, where, sizes, began_s)
             part.counted(sizes)
             n_samples += sum(sizes)
             if number + 1 < n:
@@ -173,6 +181,16 @@ def _segments(dataset: SegmentedDataset, state: TorchState, how: _How, epoch: in
                 yield from _run(part, reads(part, how.settings.collate_fn), state, how, epoch, number)
     if first == 0 and not n_samples:
         warnings.warn(f"epoch {epoch}: no shard of the {type(dataset).__name__} has a sample", stacklevel=3)
+
+
+def _report_slow_count(engine: Engine, where: str, sizes: list[int], began_s: float) -> None:
+    waited_s = time.perf_counter() - began_s
+    if waited_s >= _SLOW_COUNT_S:
+        text = (
+            f"{where}: training waited {waited_s:.0f} s until {len(sizes)} shards with {sum(sizes):,} samples were "
+            "counted; `count` of the stream, if it can tell without reading, makes that shorter"
+        )
+        engine.emit(Event("counted", engine.progress.step, text, {"seconds": waited_s, "samples": sum(sizes)}))
 
 
 def _run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import gba_hvd
 from gba_hvd.data import ShardedStream
 from gba_hvd.epoch import EpochPlan
 from gba_hvd.reading.datasets import reads
+from tests.unit.thread_world import EventLog
 
 SIZES = [13, 0, 30, 7, 22, 1, 18, 40, 5, 0]
 
@@ -101,6 +103,21 @@ def test_the_order_depends_on_the_seed_and_not_on_how_it_is_counted(training: Ca
         data = ShardedStream(shards.names, shards.read, count=shards.count if counts else None, segment=4)
         orders.append(train(training(epoch=0), data, seed=seed))
     assert orders[0] == orders[1] != orders[2]
+
+
+def test_counting_is_reported_once_and_each_time_that_it_is_slow(
+    training: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+):
+    for slow_s, n_slow in ((1e9, 0), (0.0, 4)):
+        monkeypatch.setattr(sys.modules["gba_hvd.batches"], "_SLOW_COUNT_S", slow_s)
+        job, shards, reported = training(epoch=0), Shards(SIZES), EventLog()
+        job.state.register_callbacks([reported])
+        train(job, ShardedStream(shards.names, shards.read, segment=3))
+        (counting,) = reported.of("counting")
+        assert counting.message == "epoch 0, segment 1 of 4: 3 shards are counted before they are trained"
+        found = reported.of("counted")
+        assert len(found) == n_slow
+    assert sum(event.data["samples"] for event in found) == sum(SIZES)
 
 
 @pytest.mark.parametrize("n_workers", [2, 3])
