@@ -215,6 +215,8 @@ def _run(
         _refuse_another_order(progress.order, order, first)
     progress.order = order
     _trace(engine, order)
+    if order.own and order.shuffle and segment == 0 and isinstance(dataset, LanedDataset):
+        _warn_of_few_groups(engine, dataset.n_groups, cut.n_micro, how.settings.num_workers)
     if engine.mode.steps_together and first < cut.n_steps:
         _begin_in_the_mode_asked_for(engine)
     finished = first == cut.n_steps
@@ -416,6 +418,16 @@ def _refuse_another_order(begun: EpochOrder | None, order: EpochOrder, steps_don
         f"epoch {order.epoch} stands at step {steps_done} of what was begun with {found}: what is done and what is not "
         "cannot be determined any more. Use the same data, or start over (resume=False, or another url for checkpoints)"
     )
+
+
+def _warn_of_few_groups(engine: Engine, n_groups: int, n_micro: int, num_workers: int) -> None:
+    if n_groups < n_micro and engine.world.size * max(1, num_workers) > 1:
+        text = (
+            f"the samples are in {n_groups} row groups or shards, and a step has {n_micro} micro-batches: with fewer "
+            f"than {n_micro}, several workers (or reader processes) decode the same ones. Write smaller ones, such as "
+            "with row_group_size= of pyarrow, or put more shards in a segment"
+        )
+        engine.reports.once(Event("few_row_groups", engine.progress.step, text, level="warning"))
 
 
 def _warn_of_idle_workers(cut: EpochPlan, rank: int, size: int, together: int = 1) -> None:

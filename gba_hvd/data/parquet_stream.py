@@ -121,6 +121,11 @@ class ParquetStream:
         return RowGroupOrder(self._sizes, seed, epoch, plan, self._window)
 
     @property
+    def n_groups(self) -> int:
+        """Row groups that have samples."""
+        return len(self._sizes)
+
+    @property
     def order_digest(self) -> int:
         """A number, int64, that is another one where the files, their content or the window are others."""
         return digest({"files": [file.digest for file in self._files], "window": self._window})

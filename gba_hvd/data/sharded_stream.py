@@ -194,6 +194,10 @@ class Segment:
         return RowGroupOrder(self._sizes, seed, epoch, plan, self._stream._window or 1, shuffle_groups=False)
 
     @property
+    def n_groups(self) -> int:
+        return int(np.count_nonzero(self._sizes))
+
+    @property
     def order_digest(self) -> int:
         names = [self._stream._shards[shard] for shard in self.shards]
         return digest({"shards": names, "sizes": self._sizes.tolist(), "window": self._stream._window})

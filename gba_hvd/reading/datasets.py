@@ -76,6 +76,9 @@ class LaneOrder(Order, Protocol):
 class LanedDataset(Protocol):
     """A dataset that has to decode groups of samples, and can do it ahead. Its `order` gives a `LaneOrder`."""
 
+    @property
+    def n_groups(self) -> int: ...
+
     def will_read(self, now: Block, after: Block | None) -> None:
         """Before samples of `now` are read in this process, which may also read `after` later. Returns at once."""
 

@@ -136,6 +136,18 @@ def test_each_worker_counts_the_shards_of_its_lanes(training: Callable[..., Any]
     assert sum(read.values()) == 16, read
 
 
+@pytest.mark.parametrize(("n_workers", "n_shards", "n_warned"), [(1, 1, 0), (2, 16, 0), (2, 1, 1)])
+def test_workers_that_read_the_same_shards_are_warned_of(
+    training: Callable[..., Any], workers: Any, n_workers: int, n_shards: int, n_warned: int
+):
+    jobs, shards, reported = [training(epoch=0) for _ in range(n_workers)], Shards([100] * n_shards), EventLog()
+    jobs[0].state.register_callbacks([reported])
+    workers.together(jobs, lambda job: train(job, ShardedStream(shards.names, shards.read)))
+    warned = reported.of("few_row_groups")
+    assert len(warned) == n_warned
+    assert all("the samples are in 1 row groups or shards" in event.message for event in warned)
+
+
 def test_an_epoch_resumes_in_the_segment_where_it_stands(training: Callable[..., Any]):
     whole, shards = training(epoch=0), Shards(SIZES)
     expected = train(whole, ShardedStream(shards.names, shards.read, segment=3))
