@@ -44,6 +44,11 @@ class Table:
     def record_bytes(self) -> int:
         return 4 * self.width
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of a record, without optimizer slots."""
+        return 4 * self.columns[0].width
+
     def rows_in(self, shard: int, n_shards: int) -> int:
         """How many rows a shard has."""
         return len(range(shard, self.n_rows, n_shards))
