@@ -22,6 +22,7 @@ from typing import Any, Literal
 import msgspec
 
 from gba_hvd.accumulators import Part
+from gba_hvd.comm.traffic import NOTHING, Sums
 from gba_hvd.errors import GbaError
 from recovery.catalog.claims import Claim
 from recovery.config import Config
@@ -132,6 +133,7 @@ class JobPosition(Struct, tag="Position"):
     staleness: dict[int, int] = {}  # histogram over applied and dropped micro-batches
     lags: dict[int, int] = {}  # as staleness, but of the dense values that gradients were computed with (server 0)
     arrivals: list[list[tuple[int, float]]] = []  # the same by step, for the chief: with "finished", "drained"
+    traffic: dict[str, Sums] = {}  # bytes on the wires of all workers, by mode
     gaps: list[tuple[int, int, float, float, int]] = []  # rank, as of `GapMeter.by_worker` (server 0), worker
     rejected: int = msgspec.field(name="refused", default=0)
     reissued: int = 0
@@ -278,6 +280,7 @@ class PushDone(Struct, tag="Done"):
 
     lrs: as of `LeaseRequest`, when the gradients were computed; so a step is applied with rates as new as its gradients
     dense_step: of the dense values it was computed with, of several servers the oldest; -1: not known
+    traffic: bytes on this worker's wires since it came into the mode
     """
 
     worker: int
@@ -290,6 +293,7 @@ class PushDone(Struct, tag="Done"):
     lrs: list[float] = []
     lrs_step: int = -1
     dense_step: int = -1
+    traffic: Sums = NOTHING
 
 
 class HeartbeatMsg(Struct, tag="Beat"):

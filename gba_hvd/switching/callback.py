@@ -18,6 +18,7 @@ from gba_hvd.epoch import shares
 from gba_hvd.errors import BadInput
 from gba_hvd.mode_names import REPLICA_MODES, known_mode
 from gba_hvd.ps.coordinator.discipline import Discipline, StalenessOf
+from gba_hvd.switching.decision_reports import DecisionReports
 from gba_hvd.switching.policy import (
     Decision,
     Options,
@@ -163,6 +164,7 @@ class GBACallback(Callback):
         self._handled = -1  # the newest step of `switch_at` that has come
         self.late: tuple[int, int] | None = None  # of `switch_at`: when a change was due, and when it is requested
         self.last: Decision | None = None
+        self.decisions = DecisionReports(patience)
         self._not_before, self._pause = 0, _PAUSE_STEPS
 
     def discipline(self, mode: str) -> Discipline:
@@ -387,6 +389,7 @@ class GBACallback(Callback):
             rates = replace(rates, dropped_share=dropped)
         decision, stance = decide(self._stance, step, rates, self.options)
         self.last = decision
+        self.decisions.add(decision)
         if decision.mode != current:
             if self._request is None or self._request[0] != decision.mode:
                 self._warned = self._warning(rates) if decision.mode == "gba" else ""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from gba_hvd.callbacks import Event
+from gba_hvd.comm.traffic import sent_received
 from gba_hvd.mode_names import MODE_NUMBERS
 from gba_hvd.ps.messages import SwitchTo
 from gba_hvd.ps.worker.worker import PsWorker
@@ -49,7 +50,7 @@ class ModeRequests(StepParticipant):
         self.waiting: list[str] = []
         self._requested: tuple[str, str] | None = None
         self._seen_step, self._asked_s = -1, 0.0  # step last looked at, when the coordinator was asked
-        self._rates_s = self._rounds_s = time.perf_counter()  # when they were reported
+        self._rates_s = self._rounds_s = self._decision_s = time.perf_counter()  # when they were reported
 
     def went_back(self, step: int) -> None:
         self._requested, self._seen_step, self.waiting = None, min(self._seen_step, step), []
@@ -122,6 +123,7 @@ class ModeRequests(StepParticipant):
         self.callback.measured_allreduce(step, list(micro_batch_s), step_s, n_micro, together, is_sample)
         if self._engine.world.rank == 0:
             self._report_rates({str(rank): round(s, 5) for rank, s in enumerate(micro_batch_s) if s})
+            self._report_decision()
 
     # --- asynchronous modes ------------------------------------------------------------------------------------------
 
@@ -145,6 +147,7 @@ class ModeRequests(StepParticipant):
                 seconds = [seconds for _, seconds in position.rates]
                 of_step = engine.model.global_batch // engine.model.micro_batch
                 callback.measured_async(step, seconds, of_step, waited_s, engine.model.together)
+                self._report_decision()
         if position.requested_mode == "auto" and callback.mode != "auto":
             callback.pin("auto")
         request = callback.mode_request(step, servers.name)
@@ -204,6 +207,22 @@ class ModeRequests(StepParticipant):
         staleness = {str(k): n for k, n in sorted(progress.staleness.items())}
         data = {"seconds": seconds, **counts, "reissued": progress.reissued, "staleness": staleness}
         data["elp"] = self._engine.elp
+        if self.callback.mode == "auto" and self.callback.last is not None:
+            data["gain"] = self.callback.last.gain
         data["lags"] = {str(k): n for k, n in sorted(progress.lags.items())}
+        data["bytes_sent"], data["bytes_received"] = sent_received(progress.traffic)
         data["gaps"] = {str(rank): list(found) for rank, found in progress.gaps.items()}
         self._engine.emit(Event("rates", progress.step, f"seconds per micro-batch by worker: {words}", data))
+
+    def _report_decision(self) -> None:
+        """From the chief, in mode "auto": what was decided and why, where that is news.
+
+        Decisions to stay every few seconds at most.
+        """
+        now = time.perf_counter()
+        decision = self.callback.decisions.take(stays_too=now - self._decision_s >= _RATES_EVERY_S)
+        if decision is None:
+            return
+        self._decision_s = now
+        data = {"mode": decision.mode, "gain": round(decision.gain, 4), "kind": decision.kind}
+        self._engine.emit(Event("decision", self._engine.progress.step, decision.reason, data))

@@ -22,8 +22,11 @@ REFUSED = "job/micro_batches_refused"
 REISSUED = "job/micro_batches_reissued"
 CHECKPOINT_AGE_S = "job/checkpoint_age_s"  # of the newest good checkpoint; since the start where there is none
 CHECKPOINT_AGE_STEPS = "job/checkpoint_age_steps"
+BYTES_SENT, BYTES_RECEIVED = "job/bytes_sent", "job/bytes_received"  # so far, on the wires of all workers
+GAIN = "job/predicted_gain"  # in mode auto: how many times as fast as allreduce gba is predicted to be
 ELP = "job/elp"  # example-level parallelism (ShadowSync): samples computed on at once, batch x threads x workers
 _COUNTS = {"dropped": DROPPED, "lost": LOST, "refused": REFUSED, "reissued": REISSUED}
+_COUNTS |= {"bytes_sent": BYTES_SENT, "bytes_received": BYTES_RECEIVED, "gain": GAIN}
 _COUNTS |= {"elp": ELP, "checkpoint_age_s": CHECKPOINT_AGE_S, "checkpoint_age_steps": CHECKPOINT_AGE_STEPS}
 ROUNDS = {
     "rounds_per_s": "job/rounds_per_s",  # of workers that keep replicas of the dense parameters
@@ -77,6 +80,8 @@ class Readings:
             dropped, lost:     samples; refused, reissued: micro-batches; all since the job began
             checkpoint_age_s, checkpoint_age_steps: of the newest good checkpoint
             elp:               samples computed on at once
+            bytes_sent, bytes_received: of all workers, so far
+            gain:              predicted, of gba over allreduce
         the keys of ROUNDS
         """
         values = {pace_of(int(rank)): 1000 * float(s) for rank, s in data.get("seconds", {}).items() if s > 0}

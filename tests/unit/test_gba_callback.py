@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,17 @@ import pytest
 import torch
 
 from gba_hvd import BadInput, GBACallback
+from gba_hvd.callbacks import Event
 from gba_hvd.mode_names import SERVER_MODES
 from gba_hvd.switching import callback as callback_module
+from gba_hvd.switching import requests
+from gba_hvd.switching.decision_reports import DecisionReports
 from gba_hvd.switching.mode_limits import row_average_idle
-from gba_hvd.switching.policy import Rates, expected_old_values
+from gba_hvd.switching.policy import Decision, Rates, expected_old_values
 from gba_hvd.torch_optimizers import spec_of
+from gba_hvd.tracking import gauges
+from gba_hvd.training.job_state import Progress
+from gba_hvd.training.step_hooks import StepHooks
 from gba_hvd.update_rules import RULES, stability
 
 EVEN, SLOW = [0.1, 0.1, 0.1], [0.1, 0.1, 0.6]
@@ -401,3 +408,53 @@ def test_training_waits_for_servers_at_most_once_in_vain() -> None:
     callback.failed(step=10, why="no server")
     assert not callback.waits and callback.paused_until == 30
     assert callback.mode_request(29, "allreduce") is None and callback.mode_request(30, "allreduce") is not None
+
+
+def test_each_decision_says_of_what_kind_its_reason_is() -> None:
+    callback, kinds = GBACallback(min_stay=14, patience=3, warm_up_steps=18), []
+    for step in range(20):
+        measured(callback, EVEN if step < 2 else SLOW, 1, step)
+        assert callback.last is not None
+        kinds.append(callback.last.kind)
+    assert kinds == sorted(kinds, key=["gain", "patience", "min_stay", "warm_up", "switch"].index)
+    assert len(set(kinds)) == 5
+    assert callback.last.is_switch and callback.last.gain > 1.05
+
+
+def test_the_chief_reports_the_predicted_gain_and_decisions_that_are_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "_RATES_EVERY_S", 0.0)
+    events: list[Event] = []
+    progress = Progress(None, StepHooks())
+    engine: Any = SimpleNamespace(
+        world=SimpleNamespace(rank=0), model=SimpleNamespace(together=1), progress=progress, elp=12, emit=events.append
+    )
+    participant = requests.ModeRequests(engine, GBACallback(patience=3, min_stay=9))
+    for progress.step in range(1, 16):
+        participant.after_step(SLOW, 1.3, 6, 1)
+    decided = [event for event in events if event.kind == "decision"]
+    assert [(event.data["mode"], event.data["kind"]) for event in decided] == [
+        ("allreduce", "min_stay"), ("gba", "switch")
+    ]  # fmt: skip
+    assert decided[0].message.startswith("stay in allreduce: worker 2 takes 6.0x the median")
+    gain = decided[-1].data["gain"]
+    assert gain > 2
+    read = gauges.Readings().take([event for event in events if event.kind == "rates"][-1].data)
+    assert read[gauges.GAIN] == pytest.approx(gain, abs=1e-3)
+    engine.world.rank, n = 1, len(events)
+    participant.after_step(SLOW, 1.3, 6, 1)
+    assert len(events) == n
+
+
+def test_a_decision_is_reported_when_its_kind_is_another_one_and_has_lasted() -> None:
+    reports = DecisionReports(patience=3)
+    taken = []
+    for kind in (*["gain"] * 4, "patience", "patience", *["gain"] * 4, *["min_stay"] * 5, "switch", "switch"):
+        reports.add(Decision("gba" if kind == "switch" else "allreduce", kind, 1.2, kind))
+        taken.append(decision.kind if (decision := reports.take(stays_too=True)) is not None else "")
+    assert taken == ["", "", "gain", *[""] * 9, "min_stay", "", "", "switch", ""]
+    reports.add(Decision("gba", "fast", 1.2, "gain"))
+    assert reports.take(stays_too=True) is None  # not for long enough
+    for _ in range(2):
+        reports.add(Decision("gba", "fast", 1.2, "gain"))
+    assert reports.take(stays_too=False) is None  # not now
+    assert reports.take(stays_too=True) == Decision("gba", "fast", 1.2, "gain")

@@ -27,9 +27,10 @@ _PICTURES = {
     "throughput": "Throughput and workers",
     "workers": "Pace of every worker: lower is faster",
     "rounds": "Rounds that keep the replicas of the dense parameters together, as rank 0 saw them",
+    "gain": "How many times as fast as allreduce gba was predicted to be",
     "staleness": "Staleness, and what it cost",
 }
-_ON_THE_GROUND = ("throughput", "workers", "rounds")  # pictures with modes and events drawn into them
+_ON_THE_GROUND = ("throughput", "workers", "rounds", "gain")  # pictures with modes and events drawn into them
 _STATUS = {"FINISHED": "good", "RUNNING": "busy"}
 
 
@@ -47,7 +48,7 @@ def page(story: RunHistory) -> str:
         "What happened": overview.what_happened(story),
         "What it cost": overview.cost(story),
     }
-    first = [overview.warnings(story), timeline.switches(story), overview.epochs(story)]
+    first = [overview.warnings(story), timeline.switches(story), timeline.decisions(story), overview.epochs(story)]
     rest = [
         _modes(story), _staleness(story), _dense_ages(story), _gaps(story), _account(story),
         traffic.bytes_of_modes(story), traffic.density(story), traffic.decisions(story), timeline.recoveries(story),

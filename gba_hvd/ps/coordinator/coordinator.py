@@ -16,6 +16,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from gba_hvd.clipping import Clip
+from gba_hvd.comm.traffic import NOTHING, Sums, added
 from gba_hvd.epoch import EpochPlan, SampleAccount
 from gba_hvd.loss_scale import LossScale
 from gba_hvd.ps.coordinator.discipline import Discipline
@@ -107,6 +108,8 @@ class Coordinator:
         self.lags: dict[int, int] = {}  # counted by the part of this server, as are
         self.arrivals: Collection[list[tuple[int, float]]] = ()  # by step, of the newest steps, and
         self.gaps: dict[int, tuple[int, float, float]] = {}  # by worker, as of `GapMeter.by_worker`
+        self._traffic_before = dict(position.traffic)
+        self._traffic: dict[int, Sums] = {}  # by worker, of those that are gone, too; a successor has those that live
         self._chief_died_s: float | None = None  # until another worker is rank 0
         self._finished_s: float | None = None  # when a worker first learned that this epoch is over
         self._left_early: set[int] = set()  # workers that ask for the next epoch already
@@ -186,6 +189,9 @@ class Coordinator:
         """Every server has this push: "accepted", "repeated" or "revoked"."""
         if request.lrs:
             check_rates(request.lrs, len(self._enter.lrs) + 1)
+        self._traffic[request.worker] = max(
+            self._traffic.get(request.worker, NOTHING), request.traffic
+        )  # both only grow
         answer = self.ledger.accept(
             request.worker, request.micro, request.serial, request.rejected or None, request.dense_step
         )
@@ -375,6 +381,12 @@ class Coordinator:
             total[key] = total.get(key, 0) + count
         return total
 
+    def _all_traffic(self) -> dict[str, Sums]:
+        sums, mode = NOTHING, self._enter.discipline["name"]
+        for of_worker in self._traffic.values():
+            sums = added(sums, of_worker)
+        return {**self._traffic_before, mode: added(self._traffic_before.get(mode, NOTHING), sums)}
+
     def position(self, epoch: int | None = None, steps_done: int | None = None, done: bool = False) -> JobPosition:
         ledger = self.ledger
         if done:  # an epoch that is over
@@ -386,6 +398,7 @@ class Coordinator:
             account=asdict(self.account),
             staleness=self.staleness(),
             lags=dict(self.lags),
+            traffic=self._all_traffic(),
             gaps=sorted((s.rank, *self.gaps[w], w) for w, s in self.workers.items() if w in self.gaps),
             rejected=self._refused_before + ledger.refused,
             reissued=self._reissued_before + ledger.reissued,
