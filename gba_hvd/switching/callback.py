@@ -64,7 +64,8 @@ class GBACallback(Callback):
                 gba where the learning rate is predicted unstable at the expected age of dense values is then warned of
                 in the reason
     sync:       what "shadow" runs in the background: "easgd", "ma", "bmuf"; "none" to compare
-    elasticity, block_rate, mixing, pause_s: see `gba_hvd.averaging.algorithms.Averaging`
+    elasticity, block_rate, mixing, pause_s: see `gba_hvd.averaging.algorithms.Averaging`. elasticity=None: 1 in the
+                modes "ma" and "bmuf", which is plain averaging, else 0.5
     every:      local steps between the rounds of the modes "easgd", "ma", "bmuf", which training waits for
     servers_per_host: companion processes on each host; shards and dense parameters are spread over them
     wait_s:     how long training stands still when a mode is to be entered and the servers are not up (after the first
@@ -99,7 +100,7 @@ class GBACallback(Callback):
         curvature: float | None = None,
         servers_per_host: int = 1,
         sync: str = "easgd",
-        elasticity: float = 0.5,
+        elasticity: float | None = None,
         block_rate: float = 0.9,
         mixing: str = "interpolate",
         every: int = 30,
@@ -150,7 +151,9 @@ class GBACallback(Callback):
                 f"warm_up_steps={warm_up_steps} is of mode 'auto', which decides by measurements, mode {self.mode!r} "
                 f"does not: leave it out, or mode='allreduce', switch_at={{{warm_up_steps}: {self.mode!r}}}"
             )
-        self._background = Averaging(sync, elasticity, block_rate, mixing, None, pause_s)
+        self._elasticity = elasticity
+        share = Averaging.elasticity if elasticity is None else elasticity
+        self._background = Averaging(sync, share, block_rate, mixing, None, pause_s)
         self._every = replace(self._background, every=every).every
         self.options = Options(enter_gain, leave_gain, patience, min_stay, warm_up_steps)
         self._stance = Stance("allreduce", 0)
@@ -225,13 +228,17 @@ class GBACallback(Callback):
         """How replicas are synchronised in one of `mode_names.REPLICA_MODES`."""
         if mode == "shadow":
             return self._background
-        return replace(self._background, algorithm=mode, every=self._every)
+        foreground = replace(self._background, algorithm=mode, every=self._every)
+        is_plain = self._elasticity is None and foreground.is_collective
+        return replace(foreground, elasticity=1.0) if is_plain else foreground
 
     def describe(self) -> dict[str, Any]:
-        """The settings by the names of their arguments, as it was made with them; a default rule by its name."""
+        """The settings by the names of their arguments, as it was made with them; defaults are of its mode."""
         switch_at = {str(step): mode for step, mode in self.switch_at.items()}
         rounds = self.rounds
         rounds["sync"] = rounds.pop("algorithm")
+        replicas = [mode for mode in (self._asked_for, *self.switch_at.values()) if mode in REPLICA_MODES]
+        rounds["elasticity"] = self.averaging(replicas[0]).elasticity if replicas else self._background.elasticity
         more = {"switch_at": switch_at, "servers_per_host": self.servers_per_host, "curvature": self.curvature}
         more |= {"wait_s": self.wait_s, "required": self.required}
         more |= {"rule_settings": dict(self.rule_settings)}
@@ -260,7 +267,10 @@ class GBACallback(Callback):
     @property
     def rounds(self) -> dict[str, Any]:
         """What all workers' rounds must have in common."""
-        return {**asdict(self._background), "every": self._every}
+        rounds = {**asdict(self._background), "every": self._every}
+        # Memory of earlier versions has the background's where none was asked for; so the default keeps that number.
+        is_asked = self._elasticity == Averaging.elasticity
+        return rounds | {"elasticity": f"{self._elasticity}, as asked for"} if is_asked else rounds
 
     def _refuse_an_idle_rule(self) -> None:
         """Every worker steps its replica at once: a rule is of use only where another mode is planned for later."""

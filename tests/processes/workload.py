@@ -154,7 +154,7 @@ class Training:
     def of(cls, plan: dict[str, Any], more_users: int = 0, **values: Any) -> Training:
         torch.manual_seed(plan.get("torch_seed", 3))
         module, _, kind = plan.get("row_optimizer", "Adagrad").rpartition(":")
-        row_optimizer = getattr(importlib.import_module(module or "gba_hvd"), kind)(lr=0.05)
+        row_optimizer = getattr(importlib.import_module(module or "gba_hvd"), kind)(lr=plan.get("row_lr", 0.05))
         has_features = bool(plan.get("features"))
         tables = (
             feature_tables(plan, row_optimizer)

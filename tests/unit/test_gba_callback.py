@@ -349,6 +349,16 @@ def test_shadow_runs_in_the_background_and_its_counterparts_every_k_steps() -> N
     assert (foreground.algorithm, foreground.every, foreground.elasticity) == ("ma", 5, 0.25)
 
 
+def test_averaging_in_the_foreground_is_plain_unless_an_elasticity_is_asked_for() -> None:
+    modes = ("shadow", "easgd", "ma", "bmuf")
+    shares = [GBACallback(sync="ma").averaging(mode).elasticity for mode in modes]
+    assert shares == [0.5, 0.5, 1.0, 1.0]
+    asked = GBACallback(mode="ma", elasticity=0.5)
+    assert {asked.averaging(mode).elasticity for mode in modes} == {0.5}
+    assert asked.rounds != GBACallback(mode="ma").rounds, "such workers must not form one world"
+    assert [GBACallback(mode=mode).describe()["elasticity"] for mode in ("shadow", "ma")] == [0.5, 1.0]
+
+
 def test_workers_whose_rounds_differ_do_not_describe_themselves_alike() -> None:
     assert GBACallback(sync="ma").describe() != GBACallback(sync="easgd").describe()
     assert GBACallback(every=5).rounds != GBACallback(every=6).rounds
