@@ -33,7 +33,7 @@ from gba_hvd.switching.requested_mode import AskedMode
 from gba_hvd.update_rules import check, known_rule, known_settings, look_ahead
 from gba_hvd.update_rules.default_rule import RuleChoice, choose
 from gba_hvd.update_rules.delay_model import expected_ages, expected_arrivals
-from gba_hvd.update_rules.sgd_momentum import momentum_of
+from gba_hvd.update_rules.momentum import Momentum
 from gba_hvd.update_rules.stability import advise
 from recovery.old_names import warn
 
@@ -62,7 +62,7 @@ class GBACallback(Callback):
     switch_at:  modes to change to at given global steps, e.g. {1000: "gba"}
     curvature:  largest curvature of the loss (`gba_hvd.update_rules.stability.largest_curvature`), if known: entering
                 gba where the learning rate is predicted unstable at the expected age of dense values is then warned of
-                in the reason
+                in the reason. With Adam and its kind, that of the preconditioned loss
     sync:       what "shadow" runs in the background: "easgd", "ma", "bmuf"; "none" to compare
     elasticity, block_rate, mixing, pause_s: see `gba_hvd.averaging.algorithms.Averaging`. elasticity=None: 1 in the
                 modes "ma" and "bmuf", which is plain averaging, else 0.5
@@ -139,7 +139,7 @@ class GBACallback(Callback):
             raise BadInput(f"servers_per_host must be at least 1, got {servers_per_host}")
         self.servers_per_host, self.curvature = servers_per_host, curvature
         self.lr = 0.0  # the largest of the dense groups, set by the engine
-        self.momentum = 0.0  # of plain SGD's momentum, set with the optimizer; other optimizers: 0
+        self.momentum = Momentum()  # set with the optimizer
         self._rules: dict[str, Any] = {
             "staleness": staleness, "tolerance": tolerance, "staleness_of": staleness_of, "lookahead": lookahead,
             "slack": slack, "backups": backups,
@@ -201,7 +201,7 @@ class GBACallback(Callback):
         """
         if self.requested_rule is not None:
             check(self.requested_rule, optimizer)
-        self._optimizer, self._has_dense, self.momentum = optimizer, has_dense, momentum_of(optimizer)
+        self._optimizer, self._has_dense, self.momentum = optimizer, has_dense, Momentum.of(optimizer)
 
     def rule_in(self, mode: str) -> RuleChoice:
         """The update rule of an asynchronous mode, for the optimizer of which note was taken."""
@@ -414,7 +414,10 @@ class GBACallback(Callback):
         cycles = [t + rates.serve_s for t in rates.seconds_per_micro]
         ages, arrivals = expected_ages(cycles, rates.n_micro), expected_arrivals(cycles, rates.n_micro)
         ahead = look_ahead.steps_of(self.rule_in("gba").rule, self.rule_settings)
-        advice = advise(self.lr, self.curvature, ages, self.momentum, careful=False, arrivals=arrivals, ahead=ahead)
+        advice = advise(
+            self.lr, self.curvature, ages, self.momentum.value, careful=False, arrivals=arrivals, ahead=ahead,
+            dampening=self.momentum.dampening,
+        )  # fmt: skip
         return "" if advice.is_stable else f"; warning: {advice.reason}"
 
     def failed(self, step: int, why: str) -> None:

@@ -222,6 +222,21 @@ def test_the_limit_that_a_switch_is_warned_of_goes_by_the_rule() -> None:
     assert "warning" not in reasons[1]
 
 
+def test_of_adam_the_warning_goes_by_its_first_moment_and_the_look_ahead() -> None:
+    """The equation has the momentum that the rule looks ahead with; Adam's steps are 1 - beta of plain momentum's."""
+    limits = {}
+    for rule in ("none", None):
+        for lr in np.geomspace(0.01, 10, 40):
+            callback = GBACallback(curvature=10.0, rule=rule)
+            callback.check_fits(spec(torch.optim.Adam))
+            callback.lr = float(lr)
+            if said := callback._warning(Rates(tuple(SLOW), (2, 2, 2), 6, 0.001, 0.003)):
+                limits[rule] = lr
+                assert "momentum 0.9, dampening 0.9" in said
+                break
+    assert limits[None] > 2 * limits["none"]
+
+
 def test_the_staleness_called_gap_aware_is_the_rule() -> None:
     assert GBACallback(staleness="gap_aware").rule == "gap_aware"
     assert GBACallback(staleness="gap_aware", rule="gap_aware").rule == "gap_aware"
