@@ -178,7 +178,7 @@ def test_options_without_effect_are_refused(
         ({"dense_momentum": "high"}, ["momentum is not known and taken as 0: give --momentum"]),
         ({"optimizer": "Adagrad"}, ["momentum is not known", "is that of SGD, the run's optimizer is Adagrad"]),
         (
-            {"optimizer": "Adam", "dense_betas": "[0.9, 0.999]"},
+            {"lr": "0.01", "optimizer": "Adam", "dense_betas": "[0.9, 0.999]"},
             ["momentum 0.9, dampening 0.9", "of the preconditioned"],
         ),
         ({"lr": "0.05", "dense_momentum": "0.5", "dense_dampening": "0.5"}, ["momentum 0.5, dampening 0.5"]),
