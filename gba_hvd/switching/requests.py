@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gba_hvd.callbacks import Event
 from gba_hvd.comm.traffic import sent_received
-from gba_hvd.mode_names import MODE_NUMBERS
+from gba_hvd.mode_names import MODE_NUMBERS, REPLICA_MODES
 from gba_hvd.ps.messages import SwitchTo
 from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.switching.callback import GBACallback
@@ -148,6 +148,7 @@ class ModeRequests(StepParticipant):
                 of_step = engine.model.global_batch // engine.model.micro_batch
                 callback.measured_async(step, seconds, of_step, waited_s, engine.model.together)
                 self._report_decision()
+            self._report_unstable_rate(servers, waited_s)
         if position.requested_mode == "auto" and callback.mode != "auto":
             callback.pin("auto")
         request = callback.mode_request(step, servers.name)
@@ -213,6 +214,19 @@ class ModeRequests(StepParticipant):
         data["bytes_sent"], data["bytes_received"] = sent_received(progress.traffic)
         data["gaps"] = {str(rank): list(found) for rank, found in progress.gaps.items()}
         self._engine.emit(Event("rates", progress.step, f"seconds per micro-batch by worker: {words}", data))
+
+    def _report_unstable_rate(self, servers: PsWorker, waited_s: float) -> None:
+        """On the chief, where a curvature is known, once in a mode: the learning rate is predicted unstable in it."""
+        engine, rates = self._engine, servers.position.rates
+        if servers.name in REPLICA_MODES or len(rates) != engine.world.size:
+            return
+        self.callback.lr = max(engine.model.dense_lrs, default=0.0)
+        of_step = engine.model.global_batch // engine.model.micro_batch
+        why = self.callback.unstable_rate(servers.name, [seconds for _, seconds in rates], of_step, waited_s)
+        if why:
+            data = {"mode": servers.name}
+            text = f"mode {servers.name}, with the workers' speeds in it: {why}"
+            engine.emit(Event("rate_unstable", engine.progress.step, text, data, level="warning"))
 
     def _report_decision(self) -> None:
         """From the chief, in mode "auto": what was decided and why, where that is news.

@@ -193,6 +193,9 @@ def test_where_nobody_names_a_policy_several_hosts_save_what_is_used_most_and_on
         assert kinds == ["delta", "mfu"]
     assert CheckpointCallback("place", policy="scar").given.one_host is None
     assert plan_interval(Measured(), CheckpointCallback("place", policy="mfu").given, BYTES, 1).kind == "mfu"
+    assert CheckpointCallback("place", row_fraction=0.25).given.r == 0.25
+    with pytest.raises(BadInput, match=r"row_fraction=0\.25 has no effect with policy='delta'"):
+        CheckpointCallback("place", every_s=60, row_fraction=0.25)
     assert CheckpointCallback("place", every_s=60).config.policy == "delta"
     monkeypatch.setenv("RECOVERY_POLICY", "full")
     assert CheckpointCallback("place").config.policy == "full"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -15,7 +13,9 @@ from recovery.selection.selector import Selection
 from recovery.torch_rows.tensor_rows import TensorRows
 from tests.recovery.holders import train, two_tables
 
-CONFIG = Config(policy="mfu", row_fraction=0.02)
+
+def config_of(policy: str) -> Config:
+    return Config(policy=policy) if policy in ("full", "delta") else Config(policy=policy, row_fraction=0.02)
 
 
 def noted(selection: Selection, rows: TensorRows, kind: str) -> dict[tuple[int, int], RowIndices]:
@@ -32,7 +32,7 @@ def noted(selection: Selection, rows: TensorRows, kind: str) -> dict[tuple[int, 
 
 def based(policy: str, n_shards: int = 2) -> tuple[Selection, TensorRows]:
     rows = two_tables(n_shards)
-    selection = Selection(rows, replace(CONFIG, policy=policy), rng=np.random.default_rng(0))
+    selection = Selection(rows, config_of(policy), rng=np.random.default_rng(0))
     noted(selection, rows, "full")
     selection.commit("base")
     return selection, rows
@@ -70,7 +70,7 @@ def test_scar_compares_weights_and_no_optimizer_slots(as_one_array: bool) -> Non
     rows = two_tables(2)
     if as_one_array:
         rows = _Records(rows)  # type: ignore[assignment]
-    selection = Selection(rows, replace(CONFIG, policy="scar"))
+    selection = Selection(rows, config_of("scar"))
     noted(selection, rows, "full")
     selection.commit("base")
     slab = rows.slab(0, 0)
@@ -124,7 +124,7 @@ def test_after_a_failed_save_the_copies_of_scar_are_of_no_use() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_it_says_how_much_memory_it_takes(policy: str) -> None:
     rows = two_tables(1)
-    selection = Selection(rows, replace(CONFIG, policy=policy))
+    selection = Selection(rows, config_of(policy))
     each = {"full": 0, "delta": 4 * 5011, "mfu": 4 * 5011, "scar": 5000 * 16 + 11 * 8}
     assert selection.n_bytes == each.get(policy, selection.n_bytes)
     assert (selection.n_bytes == 0) == (policy == "full")
@@ -136,7 +136,7 @@ def test_ssu_needs_a_holder_that_samples_accesses() -> None:
             self.schema, self.slab, self.step_marks, self.shards = rows.schema, rows.slab, rows.step_marks, rows.shards
 
     with pytest.raises(BadInput, match="use mfu"):
-        Selection(Silent(two_tables()), replace(CONFIG, policy="ssu"))
+        Selection(Silent(two_tables()), config_of("ssu"))
 
 
 def test_a_kind_that_is_not_the_policy_is_refused() -> None:
