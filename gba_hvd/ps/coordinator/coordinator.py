@@ -97,7 +97,7 @@ class Coordinator:
         self.last_loss: float | None = None
         self.last_norm: float | None = None  # of the newest step's gradient, before it was clipped
         self._norms: deque[tuple[int, float]] = deque(maxlen=_NORMS)  # the same by step; a successor has none
-        self._staleness_before = dict(position.staleness)
+        self._staleness_before, self._lags_before = dict(position.staleness), dict(position.lags)
         self._refused_before, self._reissued_before = position.rejected, position.reissued
         self._lrs, self._row_lr, self._lrs_key = list(enter.lrs), enter.row_lr, (position.epoch, position.step)
         self._losses: dict[int, float] = {}
@@ -105,8 +105,8 @@ class Coordinator:
         self.names_refused: list[str] = []
         self._refused_in_a_row = 0
         self._ending = False
-        self.lags: dict[int, int] = {}  # counted by the part of this server, as are
-        self.arrivals: Collection[list[tuple[int, float]]] = ()  # by step, of the newest steps, and
+        # Both counted by the part of this server: by step, of the newest steps, and
+        self.arrivals: Collection[list[tuple[int, float]]] = ()
         self.gaps: dict[int, tuple[int, float, float]] = {}  # by worker, as of `GapMeter.by_worker`
         self._traffic_before = dict(position.traffic)
         self._traffic: dict[int, Sums] = {}  # by worker, of those that are gone, too; a successor has those that live
@@ -139,7 +139,7 @@ class Coordinator:
             if self.wanted not in ("", "auto"):
                 return LeaseReply(self.position(epoch=request.epoch, steps_done=0), None, "drained")
             new = self._ledger(request.epoch, request.n_samples, 0, ledger.step, ledger.last_serial)
-            self._staleness_before = self.staleness()
+            self._staleness_before, self._lags_before = self.staleness(), self.lags()
             self._refused_before += ledger.refused
             self._reissued_before += ledger.reissued
             self.ledger = ledger = new
@@ -376,10 +376,11 @@ class Coordinator:
     # --- a look ------------------------------------------------------------------------------------------------------
 
     def staleness(self) -> dict[int, int]:
-        total = dict(self._staleness_before)
-        for key, count in self.ledger.staleness_histogram.items():
-            total[key] = total.get(key, 0) + count
-        return total
+        return _together(self._staleness_before, self.ledger.staleness_histogram)
+
+    def lags(self) -> dict[int, int]:
+        """The same of the dense values that gradients were computed with; of several servers, the oldest."""
+        return _together(self._lags_before, self.ledger.age_histogram)
 
     def _all_traffic(self) -> dict[str, Sums]:
         sums, mode = NOTHING, self._enter.discipline["name"]
@@ -397,7 +398,7 @@ class Coordinator:
             steps_done=ledger.steps_done if steps_done is None else steps_done,
             account=asdict(self.account),
             staleness=self.staleness(),
-            lags=dict(self.lags),
+            lags=self.lags(),
             traffic=self._all_traffic(),
             gaps=sorted((s.rank, *self.gaps[w], w) for w, s in self.workers.items() if w in self.gaps),
             rejected=self._refused_before + ledger.refused,
@@ -435,6 +436,7 @@ class Coordinator:
             "reason": self.reason,
             "pin": self.pin,
             "staleness": self._staleness_before,
+            "lags": self._lags_before,
             "refused": self._refused_before,
             "reissued": self._reissued_before,
             "lrs": [*self._lrs, self._row_lr],
@@ -456,6 +458,7 @@ class Coordinator:
         self.world, self.wanted, self.reason = state["world"], state["wanted"], state["reason"]
         self.pin = state["pin"]
         self._staleness_before = {int(k): v for k, v in state["staleness"].items()}
+        self._lags_before = {int(k): v for k, v in state.get("lags", {}).items()}
         self._refused_before, self._reissued_before = state["refused"], state["reissued"]
         self._given = {
             micro: _Handed(serial, worker, self._clock())
@@ -481,6 +484,14 @@ class Coordinator:
             last_serial=last_serial,
             skips=self.loss_scale is not None,
         )
+
+
+def _together(before: Mapping[int, int], now: Mapping[int, int]) -> dict[int, int]:
+    """Two histograms as one."""
+    total = dict(before)
+    for key, count in now.items():
+        total[key] = total.get(key, 0) + count
+    return total
 
 
 def row_damping(plan: StepPlan, answers: Sequence[tuple[int, int, float]]) -> list[float]:
