@@ -177,7 +177,7 @@ def _protocol_name(name: str) -> str:
     return name
 
 
-def _rule_name(name: str) -> str:
+def rule_name(name: str) -> str:
     from gba_hvd.update_rules import known_rule
 
     try:
@@ -243,7 +243,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--workers", default=[WORKERS], help="(%(default)s)", **number)
     parser.add_argument("--threads", default=[1], help="of each worker, for protocols with replicas", **number)
     parser.add_argument(
-        "--rules", default=["none"], type=_rule_name, help="see docs/DELAY.md; for protocols with delay", **names
+        "--rules", default=["none"], type=rule_name, help="see docs/DELAY.md; for protocols with delay", **names
     )
     parser.add_argument(
         "--sgd-lr", type=float, nargs="+", default=[None], metavar="LR",
