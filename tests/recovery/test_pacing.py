@@ -178,6 +178,12 @@ def test_a_planned_interval_counts_from_the_last_save():
     assert not callback.due(1, 141.0)  # the same step is not saved twice
 
 
+def test_no_interval_is_longer_than_was_asked_for_before_a_save_was_measured_either():
+    assert plan_interval(Measured(), GIVEN, BYTES, 2).interval_s == FIRST_INTERVAL_S
+    found = plan_interval(Measured(), replace(GIVEN, longest_s=20.0), BYTES, 2)
+    assert (found.interval_s, found.reason) == (20.0, "every 20 s until a save was measured")
+
+
 def test_given_is_plain_values():
     assert json.loads(json.dumps(asdict(GIVEN))) == asdict(GIVEN)
 
