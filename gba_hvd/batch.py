@@ -13,7 +13,9 @@ class Bag:
 
     values:  int64 or int32 [n]
     offsets: int64 or int32 [B]  where each sample's values start
-    weights: float32 [n], of a feature that is pooled by "sum" or "mean"; or None
+    weights: float32 (or bfloat16, float16) [n], of a feature that is pooled by "sum" or "mean"; or None
+
+    A lookup raises BadInput for other dtypes, and for offsets or weights that do not fit the values.
     """
 
     values: Tensor

@@ -17,11 +17,12 @@ from torch import nn
 
 from gba_hvd.elastic import rng_state
 from gba_hvd.embedding.bags import BagLookups
+from gba_hvd.embedding.keyed_jagged import AnyIds, by_feature
 from gba_hvd.embedding.lookup_recorder import AllRecorded, PassLength
 from gba_hvd.embedding.tables import EmbeddingTables, Ids, keys_by_group
 from gba_hvd.errors import BadInput, GbaError
 
-FindIds = Callable[[Any], Ids]
+FindIds = Callable[[Any], AnyIds]
 Forward = Callable[[Any], Any]
 
 
@@ -76,8 +77,7 @@ class BatchKeys:
         return self._tables.bag_lookups([self._ids_of(batch) for batch in batches])
 
     def _ids_of(self, batch: Any) -> Ids:
-        ids: Ids = _ids_in(batch) if self._ids is None else self._ids(batch)
-        return ids
+        return by_feature(_ids_in(batch) if self._ids is None else self._ids(batch))
 
     def _recorded(self, batch: Any) -> list[list[np.ndarray]]:
         length = self._length[self._model.training]

@@ -16,11 +16,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from gba_hvd.batch_keys import BatchKeys
+from gba_hvd.batch_keys import BatchKeys, FindIds
 from gba_hvd.comm.collectives import agree_on
 from gba_hvd.elastic import TorchState
 from gba_hvd.embedding.bags import BagLookups
-from gba_hvd.embedding.tables import Ids
 from gba_hvd.epoch import EpochOrder, EpochPlan
 from gba_hvd.errors import BadInput, StateMismatch
 from gba_hvd.mode_names import MODES
@@ -46,7 +45,7 @@ def batches(
     *,
     seed: int = 0,
     shuffle: bool = True,
-    ids: Callable[[Any], Ids] | None = None,
+    ids: FindIds | None = None,
     forward: Callable[[Any], Any] | None = None,
     num_workers: int = 0,
     prefetch: int | None = None,
@@ -61,7 +60,8 @@ def batches(
 
     dataset: has `take(rows)`, or is a map-style dataset of torch (`__getitem__`, or `__getitems__`). One that has an
     order of its own (`OrderedDataset`) is shuffled in that.
-    ids: how to find the table ids in a batch, when it has neither an attribute `ids` nor a key "ids".
+    ids: how to find the table ids in a batch, when it has neither an attribute `ids` nor a key "ids": a mapping, or a
+    `KeyedJaggedTensor` of TorchRec, as the tables take them.
     forward: how the loop calls the model, such as `lambda batch: model(batch[0])`; default `model(batch)`. With several
     hosts the rows of a batch are fetched before the loop computes it. Where the ids are only known inside the model
     (one that `convert` changed, or batches without `ids`), this forward pass runs once more before that, to record
@@ -97,7 +97,7 @@ def batches(
     has_order = shuffle and hasattr(dataset, "order") and hasattr(dataset, "order_digest")
     own: int = cast(OrderedDataset, dataset).order_digest if has_order else 0
     assert engine.mode is not None
-    if engine.mode.servers is None:  # else the coordinator checks the same
+    if engine.mode.steps_together:  # else the coordinator checks the same
         facts = {"samples": len(dataset), "seed": seed, "epoch": epoch, "order of the dataset": own}
         agree_on(engine.world, "epoch", {**facts, "step of the epoch": first, "step": progress.step})
         _warn_of_idle_workers(cut, engine.world.rank, engine.world.size, model.together)
@@ -106,7 +106,7 @@ def batches(
         _refuse_another_order(progress.order, order, first)
     progress.order = order
     _trace(engine, order)
-    if engine.mode.servers is None and first < cut.n_steps:
+    if engine.mode.steps_together and first < cut.n_steps:
         _begin_in_the_mode_asked_for(engine)
     if state.finished_epoch == epoch:
         warnings.warn(f"epoch {epoch} is done and has no batches left: advance state.epoch", stacklevel=2)
@@ -121,6 +121,7 @@ def batches(
             finished = yield from engine.mode.micro_batches(run)
     state.finished_epoch, progress.n_evaluated, progress.epoch_over = epoch, 0, True
     engine.reports.traffic()
+    engine.reports.vocabularies(now=True)
 
 
 class _Epoch:

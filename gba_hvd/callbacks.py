@@ -1,7 +1,7 @@
 """What a running job reports to the outside: steps, metrics, events.
 
 Data flows one way, from the training loop to the callbacks; a callback never changes training by what it returns.
-MLflow tracking, the progress line and (later) mode switching are callbacks.
+MLflow tracking, the progress line, mode switching and checkpoints are callbacks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from recovery.old_names import accepts
 
+
+@accepts(leads_host="is_host_leader")
 @dataclass(frozen=True)
 class Job:
     """Where this process stands in the job. Callbacks receive it at the start and after every change of membership.
@@ -25,19 +28,23 @@ class Job:
     size: int
     local_rank: int
     host: str
-    leads_host: bool  # exactly one worker per host
+    is_host_leader: bool  # exactly one worker per host
     settings: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
 
     @property
     def is_chief(self) -> bool:
-        """Exactly one worker per job: the one that speaks for it."""
+        """Exactly one worker per job, with rank 0: the one that reports for the job."""
         return self.rank == 0
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One applied global step, as every worker saw it."""
+    """One applied global step, as this worker saw it; `Callback.on_step` receives it on every worker.
+
+    In allreduce mode there is one for each step. In asynchronous modes a worker learns of several steps at once: then
+    `step`, `samples_applied` and `epoch` are those of the newest, `seconds` is the time since its last record.
+    """
 
     step: int  # number of optimizer applications so far, this one included
     epoch: int
@@ -80,13 +87,17 @@ class Callback:
     `load_state_dict` runs before `on_job` there.
     """
 
-    def on_job(self, job: Job) -> None: ...
+    def on_job(self, job: Job) -> None:
+        """This process is in the job: called when the first world has formed, and after each change of membership."""
 
-    def on_step(self, record: StepRecord) -> None: ...
+    def on_step(self, record: StepRecord) -> None:
+        """A global step was applied. In asynchronous modes one record may stand for several steps."""
 
-    def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics of this step were reported, by name: by the script (`TorchState.report`), or bytes on the wires."""
 
-    def on_event(self, event: Event) -> None: ...
+    def on_event(self, event: Event) -> None:
+        """Something worth keeping happened; see `Event`."""
 
     def on_end(self, status: str, error: BaseException | None) -> None:
         """`status` is "FINISHED", "NOT_SAVED" (all steps are done, the checkpoint of the last one failed), "FAILED" or

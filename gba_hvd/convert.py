@@ -18,6 +18,8 @@ from torch.nn.utils import parametrize
 
 from gba_hvd.batch import Bag
 from gba_hvd.embedding.features import Feature, Table
+from gba_hvd.embedding.lookups import HALF
+from gba_hvd.embedding.module_dtype import FollowsDtype
 from gba_hvd.embedding.row_optimizers import RowOptimizer
 from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.errors import BadInput
@@ -31,6 +33,7 @@ def convert(
     *,
     optimizers: Mapping[str, RowOptimizer] = MappingProxyType({}),
     keep: Sequence[str] = (),
+    prefix: str = "",
     n_shards: int | None = None,
     shard_dir: Any = None,
 ) -> EmbeddingTables:
@@ -40,8 +43,9 @@ def convert(
         tables    = gba_hvd.convert(model, gba_hvd.RowAdagrad(lr=0.05))
         optimizer = gba_hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=1e-3), tables, ...)
 
-    Afterwards the modules take the same arguments and return the same values, float32, on the device of their ids. Each
-    table is called like the path of its module (`embedding.embed_dict.item`); modules that share a weight share a
+    Afterwards the modules take the same arguments and return the same values, on the device of their ids and in the
+    dtype of the model: rows of a model in bfloat16 or float16, before or after convert, are float32 in memory only.
+    Each table is called like the path of its module (`embedding.embed_dict.item`); modules that share a weight share a
     table, of the first one's path. Rows start from the modules' weights, those of rank 0; a checkpoint that is
     resumed wins. `model.parameters()` and `state_dict()` have the rows no more: make the optimizer, and load a
     `state_dict`, in that order: load, convert, optimizer.
@@ -57,9 +61,13 @@ def convert(
     one for `EmbeddingTables`, whose rows are made where they are stored.
 
     Raises BadInput where the model has no such module, or one that cannot be converted: its weight is also used by
-    another module, is frozen, parametrised or not float32, it has `max_norm` or `scale_grad_by_freq`, or a `forward`
+    another module, is frozen, parametrised or float64, it has `max_norm` or `scale_grad_by_freq`, or a `forward`
     of its own. Each message says what to do. Nothing is changed then.
     """
+
+    def named(path: str) -> str:
+        return f"{prefix}.{path}" if prefix else path
+
     found = dict(_selected(model, keep))
     if not found:
         raise BadInput(
@@ -77,27 +85,28 @@ def convert(
     sizes: dict[str, Table] = {}
     features: dict[str, Feature] = {}
     for some in by_weight.values():
-        table, first = next(iter(some.items()))
+        path, first = next(iter(some.items()))
+        table = named(path)
         _refuse_different_padding(some)
         own = optimizers.get(table)
         sizes[table] = Table(first.num_embeddings, first.embedding_dim, optimizer=own, padding_idx=first.padding_idx)
         for path, module in some.items():
-            features[path] = Feature(table, module.mode if isinstance(module, nn.EmbeddingBag) else None)
+            features[named(path)] = Feature(table, module.mode if isinstance(module, nn.EmbeddingBag) else None)
     if unknown := [name for name in optimizers if name not in sizes]:
         raise BadInput(f"convert: optimizers name {unknown[0]!r}, which is no table; the tables are {', '.join(sizes)}")
     tables = EmbeddingTables(sizes, optimizer, features=features, n_shards=n_shards, shard_dir=shard_dir)
     tables.looks_up_inside = True
     for some in by_weight.values():
-        table, first = next(iter(some.items()))
-        weight = cast(nn.Parameter, first.weight)
-        tables.assign(table, np.arange(first.num_embeddings), weight.detach().cpu().numpy())
+        path, first = next(iter(some.items()))
+        table, weight = named(path), cast(nn.Parameter, first.weight)
+        tables.assign(table, np.arange(first.num_embeddings), weight.detach().float().cpu().numpy())
         for path, module in some.items():
-            _become(module, tables, path)
+            _become(module, tables, named(path))
         _retire(weight, table)
     return tables
 
 
-class _Converted:
+class _Converted(FollowsDtype):
     """What both kinds of converted modules have in common: a feature of `tables`, of the path of the module."""
 
     feature: str
@@ -113,10 +122,10 @@ class _Converted:
                 f"the state_dict has {prefix}weight, and the rows of that module are in shared tables by now: "
                 "call model.load_state_dict() before gba_hvd.convert(model, ...)"
             )
-        super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[misc]
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _rows(self, ids: Tensor | Bag) -> Tensor:
-        return self.tables({self.feature: ids})[self.feature]  # type: ignore[no-any-return]
+        return self.tables({self.feature: ids})[self.feature].to(self.dtype)  # type: ignore[no-any-return]
 
     def _on_cpu(self, ids: Tensor) -> Tensor:
         if not isinstance(ids, Tensor):
@@ -127,13 +136,16 @@ class _Converted:
 class ConvertedEmbedding(_Converted, nn.Embedding):  # type: ignore[override]
     """An `nn.Embedding` whose rows are in shared memory; `convert` makes it.
 
-    padding_row: what positions with `padding_idx` return, float32 [dim]; None: zeros
+    padding_row: what positions with `padding_idx` return, [dim]; None: zeros
     """
 
     padding_row: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """float32 [*, dim] of int64 or int32 [*]. Positions with `padding_idx` fetch no row and get no gradient."""
+        """[*, dim], in the dtype of the model, of int64 or int32 [*].
+
+        Positions with `padding_idx` fetch no row and get no gradient.
+        """
         ids = self._on_cpu(input)
         rows = self._rows(ids).to(input.device)
         if self.padding_row is None or self.padding_idx is None:
@@ -146,9 +158,9 @@ class ConvertedEmbeddingBag(_Converted, nn.EmbeddingBag):  # type: ignore[overri
     """An `nn.EmbeddingBag` whose rows are in shared memory; `convert` makes it."""
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        """float32 [B, dim] of int64 or int32 [B, L], or [n] with `offsets` [B], as `nn.EmbeddingBag` takes them.
+        """[B, dim], in the dtype of the model, of int64 or int32 [B, L], or [n] with `offsets` [B].
 
-        per_sample_weights: float32, of the shape of `input`; with mode "sum"
+        per_sample_weights: float32, bfloat16 or float16, of the shape of `input`; with mode "sum"
         """
         ids, weights = self._on_cpu(input), per_sample_weights
         if weights is not None and (weights.shape != ids.shape or self.mode != "sum"):
@@ -167,13 +179,16 @@ class ConvertedEmbeddingBag(_Converted, nn.EmbeddingBag):  # type: ignore[overri
             starts = self._on_cpu(offsets).long()
         values, weights = ids.reshape(-1), None if weights is None else weights.reshape(-1).cpu()
         if offsets is not None and self.include_last_offset:
-            if not len(starts) or int(starts[-1]) != len(values):
-                raise BadInput(
-                    f"{self.feature}: with include_last_offset the last offset must be the number of ids, "
-                    f"{len(values)}; got {starts[-1:].tolist()}"
-                )
+            self._check_last(starts, len(values))
             starts = starts[:-1]
         return self._rows(Bag(values, starts, weights)).to(input.device)
+
+    def _check_last(self, starts: Tensor, n: int) -> None:
+        what = f"{self.feature}: with include_last_offset the last offset must be the number of ids"
+        if torch.compiler.is_compiling():  # a check in the graph: a decision by a value would break it
+            torch._assert_async(starts[-1] == n, what)
+        elif not len(starts) or int(starts[-1]) != n:
+            raise BadInput(f"{what}, {n}; got {starts[-1:].tolist()}")
 
 
 class _RetiredWeight(nn.Parameter):
@@ -242,7 +257,7 @@ def _why_not(module: nn.Embedding | nn.EmbeddingBag) -> str:
     weight = module.weight
     if weight.is_meta:
         return "its weight is on the meta device and has no values: initialise it first"
-    if weight.dtype != torch.float32:
+    if weight.dtype not in (torch.float32, *HALF):
         return f"its weight is {weight.dtype}, and rows are float32: convert model.float()"
     if not weight.requires_grad:
         return "its weight is frozen, and rows of tables are trained: set weight.requires_grad_(True)"
@@ -285,7 +300,7 @@ def _refuse_different_padding(modules: Mapping[str, nn.Embedding | nn.EmbeddingB
         )
 
 
-def _become(module: nn.Embedding | nn.EmbeddingBag, tables: EmbeddingTables, path: str) -> None:
+def _become(module: nn.Embedding | nn.EmbeddingBag, tables: EmbeddingTables, feature: str) -> None:
     weight, kind = module.weight.detach(), type(module)
     ours: type[nn.Module] = ConvertedEmbedding if isinstance(module, nn.Embedding) else ConvertedEmbeddingBag
     if isinstance(module, nn.Embedding):
@@ -296,7 +311,8 @@ def _become(module: nn.Embedding | nn.EmbeddingBag, tables: EmbeddingTables, pat
     module.__class__ = ours if kind in (nn.Embedding, nn.EmbeddingBag) else type(kind.__name__, (ours, kind), {})
     # Not as a submodule: the tables have no parameters or buffers, and are not copied, moved or saved with the model.
     object.__setattr__(module, "tables", tables)
-    object.__setattr__(module, "feature", path)
+    object.__setattr__(module, "feature", feature)
+    object.__setattr__(module, "dtype", weight.dtype)
 
 
 def _retire(weight: nn.Parameter, table: str) -> None:

@@ -92,10 +92,10 @@ class SampleAccount:
     steps_skipped: int = (
         0  # steps that no worker applied since gradients overflowed (`loss_scale`): samples are dropped
     )
-    redone: int = 0  # of no sum: trained once, and again after the job went back to a checkpoint (full recovery)
+    redone: int = 0  # of no sum: trained once, and again after the job rolled back to a checkpoint (full recovery)
 
-    def gone_back(self, now: SampleAccount) -> None:
-        """This is a checkpoint's, and the job that stood at `now` goes back to it: what came since is counted again."""
+    def rolled_back(self, now: SampleAccount) -> None:
+        """Count again what came since: this is a checkpoint's account, and the job rolls back to it from `now`."""
         self.redone = now.redone + max(0, now.total - self.total)
 
 

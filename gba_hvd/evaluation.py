@@ -1,7 +1,7 @@
 """Distributed evaluation: every worker evaluates its part of a dataset, all get the same metrics.
 
 Decided here: which output and which label belong to a task, and what is measured of them. How the work is divided is
-the mode's business (`modes.evaluation`), how figures come of it that of `metrics` and `grouped_auc`.
+the task of the mode (`modes.evaluation`), the arithmetic that of `metrics`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gba_hvd.accumulators import Frames, Part
-from gba_hvd.batch_keys import BatchKeys
+from gba_hvd.batch_keys import BatchKeys, FindIds
 from gba_hvd.elastic import TorchState
-from gba_hvd.embedding.tables import Ids
-from gba_hvd.errors import BadInput, GbaError, refuse_unknown
-from gba_hvd.metrics import N_ERROR_SUMS, Scores, TaskScores, error_sums, errors_from, logits_of
-from gba_hvd.reading.datasets import Dataset, MapDataset, reads
+from gba_hvd.errors import BadInput, refuse_unknown
+from gba_hvd.evaluation_reader import open_reader, read_settings, ready_engine
+from gba_hvd.metrics.accumulators import Frames, Part
+from gba_hvd.metrics.scores import N_ERROR_SUMS, Scores, TaskScores, error_sums, errors_from, logits_of
+from gba_hvd.reading.datasets import Dataset, MapDataset
 from gba_hvd.reading.settings import Collate
-from gba_hvd.training.engine import Engine
-from gba_hvd.training.mode import EvaluationRun, SampleReader
+from gba_hvd.training.mode import EvaluationRun
 
 Activation = Literal["sigmoid", "none"]
 Metric = Literal["auc", "logloss", "gauc", "mse", "rmse", "mae"]
@@ -101,7 +100,9 @@ def evaluate(
     *,
     batch: int | None = None,
     collate_fn: Collate | None = None,
-    ids: Callable[[Any], Ids] | None = None,
+    num_workers: int = 0,
+    prefetch: int | None = None,
+    ids: FindIds | None = None,
     forward: Callable[[Any], Any] | None = None,
     label: Column | None = None,
     activation: Activation | None = None,
@@ -115,7 +116,9 @@ def evaluate(
     *,
     batch: int | None = None,
     collate_fn: Collate | None = None,
-    ids: Callable[[Any], Ids] | None = None,
+    num_workers: int = 0,
+    prefetch: int | None = None,
+    ids: FindIds | None = None,
     forward: Callable[[Any], Any] | None = None,
     label: Column | None = None,
     activation: Activation | None = None,
@@ -127,7 +130,9 @@ def evaluate(
 def evaluate(
     model: nn.Module, dataset: Dataset | MapDataset, state: TorchState, *, batch: int | None = None,
     collate_fn: Collate | None = None,
-    ids: Callable[[Any], Ids] | None = None, forward: Callable[[Any], Any] | None = None,
+    num_workers: int = 0,
+    prefetch: int | None = None,
+    ids: FindIds | None = None, forward: Callable[[Any], Any] | None = None,
     activation: Activation | None = None, exact_limit: int = 5_000_000, tasks: Mapping[str, Task],
 ) -> dict[str, TaskScores]: ...  # fmt: skip
 def evaluate(
@@ -137,7 +142,9 @@ def evaluate(
     *,
     batch: int | None = None,
     collate_fn: Collate | None = None,
-    ids: Callable[[Any], Ids] | None = None,
+    num_workers: int = 0,
+    prefetch: int | None = None,
+    ids: FindIds | None = None,
     forward: Callable[[Any], Any] | None = None,
     label: Column | None = None,
     activation: Activation | None = None,
@@ -159,7 +166,8 @@ def evaluate(
 
     forward: a batch's outputs, where they are not `model(batch)`: `lambda batch: model(batch[0])`. With several hosts
     it also finds a batch's ids, as in `batches`, unless `ids` is given.
-    dataset, collate_fn: as `batches` takes them.
+    dataset, collate_fn, num_workers: as `batches` takes them. prefetch: batches read ahead of the evaluation by each
+    of the processes (2 when left out), or by one thread (num_workers=0; none when left out).
     label: of a batch, its labels [B]; default: its attribute `label`, or entry "label".
     activation: what makes probabilities of the model's outputs: "sigmoid", they are logits; "none", they are
     probabilities. When it is not given, they are taken for logits, and BadInput is raised on all workers if all outputs
@@ -196,38 +204,13 @@ def evaluate(
         ]
 
     assert engine.mode is not None
-    samples = reader(engine, dataset, batch, BatchKeys(engine.model.tables, model, ids, forward).of, collate_fn)
-    found = engine.mode.evaluate(EvaluationRun(model, samples, parts, measure))
+    keys = BatchKeys(engine.model.tables, model, ids, forward).of
+    with open_reader(engine, dataset, batch, keys, read_settings(num_workers, prefetch, collate_fn)) as samples:
+        found = engine.mode.evaluate(EvaluationRun(model, samples, parts, measure))
     if tasks is None and metrics is None:
         return Scores(**found[0])
     scores = {name: _task_scores(task, plain) for (name, task), plain in zip(chosen.items(), found, strict=True)}
     return scores if tasks is not None else scores[""]
-
-
-def ready_engine(state: TorchState, caller: str) -> Engine:
-    """The engine of a job that has a world. Raises GbaError within a step, where workers with uneven shares would wait
-    for each other.
-    """
-    state.ensure_synced()
-    if state.engine.is_within_step:
-        raise GbaError(f"{caller} only between steps: workers with uneven shares would wait for each other")
-    return state.engine
-
-
-def reader(
-    engine: Engine,
-    dataset: Dataset | MapDataset,
-    batch: int | None,
-    keys: Callable[[list[Any]], list[np.ndarray]],
-    collate_fn: Collate | None = None,
-) -> SampleReader:
-    """batch: samples of a forward pass, default `micro_batch`. keys: the rows that some batches use."""
-    size = engine.model.micro_batch if batch is None else batch
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise BadInput(f"batch must be a whole number of samples, 1 or more, got {batch!r}")
-    if not len(dataset):
-        raise BadInput("the dataset has no samples")
-    return SampleReader(reads(dataset, collate_fn), len(dataset), size, keys)
 
 
 def _checked(tasks: Mapping[str, Task], **of_one_task: Any) -> dict[str, Task]:
@@ -245,9 +228,9 @@ def _checked(tasks: Mapping[str, Task], **of_one_task: Any) -> dict[str, Task]:
 def _part(name: str, task: Task, activation: Activation | None, exact_limit: int) -> Part:
     if task.rates:
         return Part("sums", name, n_sums=N_ERROR_SUMS)
-    unsaid = (task.activation or activation) is None
+    not_specified = (task.activation or activation) is None
     kind: Literal["scores", "grouped scores"] = "scores" if task.group is None else "grouped scores"
-    return Part(kind, name, 0, exact_limit, task.where is not None, unsaid)
+    return Part(kind, name, 0, exact_limit, task.where is not None, not_specified)
 
 
 # --- the columns of a task -------------------------------------------------------------------------------------------
@@ -255,7 +238,7 @@ def _part(name: str, task: Task, activation: Activation | None, exact_limit: int
 
 @dataclass(frozen=True)
 class _Position:
-    """Of a task among all. name: "" where there is one that has none."""
+    """The part of one task. name: "" where there is one that has none."""
 
     name: str
     index: int
@@ -367,7 +350,7 @@ def _mask(where: Any, n: int, at: _Position) -> Tensor:
 
 
 def _described(value: Any) -> str:
-    """What somebody gave, in words."""
+    """A value that was passed, in words."""
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)}"
     if isinstance(value, Mapping):
@@ -380,7 +363,7 @@ def _task_scores(task: Task, plain: Mapping[str, Any]) -> TaskScores:
         values, n, note = errors_from(plain["sums"])
         return TaskScores({metric: values[metric] for metric in task.metrics}, n, note=note)
     values = {metric: plain[metric] for metric in task.metrics}
-    if "gauc" in values and math.isnan(plain["logloss"]):  # some logits are NaN: nothing is said about the rest
+    if "gauc" in values and math.isnan(plain["logloss"]):  # some logits are NaN: the other metrics are, too
         values["gauc"] = math.nan
     note = plain["note"] if any(map(math.isnan, values.values())) else ""
     if not note and math.isnan(values.get("gauc", 0.0)):

@@ -1,4 +1,4 @@
-"""Packages that only some features need: what is missing is said with the command that installs it."""
+"""Packages that only some features need: an error for a missing one names the command that installs it."""
 
 from __future__ import annotations
 

@@ -190,9 +190,11 @@ class FaultSchedule(Callback):
     # Building
 
     def serve(self, seconds: float) -> FaultSchedule:
+        """Emulate an accelerator: every micro-batch of every worker takes at least `seconds`."""
         return self._and("serve", seconds=seconds)
 
     def slow(self, worker: int, factor: float, from_step: int = 0, to_step: int | None = None) -> FaultSchedule:
+        """Micro-batches of this worker take `factor` times as long, from `from_step` until before `to_step`."""
         return self._and("slow", worker=worker, factor=factor, from_step=from_step, to_step=to_step)
 
     def gamma(
@@ -204,29 +206,37 @@ class FaultSchedule(Callback):
         from_step: int = 0,
         to_step: int | None = None,
     ) -> FaultSchedule:
+        """Multiply service times by `factor` times draws from Gamma(shape, 1/shape), mean 1; None: all workers."""
         return self._and(
             "gamma", worker=worker, shape=shape, factor=factor, seed=seed, from_step=from_step, to_step=to_step
         )
 
     def kill(self, worker: int, at_step: int) -> FaultSchedule:
+        """Send SIGKILL to the worker of this rank when the job is at `at_step`, once."""
         return self._and("kill", worker=worker, at_step=at_step)
 
     def stop(self, worker: int, at_step: int, seconds: float) -> FaultSchedule:
+        """Send SIGSTOP to the worker of this rank at `at_step`, and SIGCONT `seconds` later, once."""
         return self._and("stop", worker=worker, at_step=at_step, seconds=seconds)
 
     def raise_(self, worker: int, at_step: int) -> FaultSchedule:
+        """Raise `InjectedFault` in the worker of this rank at `at_step`, once."""
         return self._and("raise", worker=worker, at_step=at_step)
 
     def kill_server(self, host: int, at_step: int) -> FaultSchedule:
+        """Send SIGKILL to the companion server of host number `host` at `at_step`, once."""
         return self._and("kill_server", host=host, at_step=at_step)
 
     def stop_server(self, host: int, at_step: int, seconds: float) -> FaultSchedule:
+        """Send SIGSTOP to the companion server of host number `host` at `at_step`, SIGCONT `seconds` later, once."""
         return self._and("stop_server", host=host, at_step=at_step, seconds=seconds)
 
     def drop_push(self, worker: int, at_step: int) -> FaultSchedule:
+        """In an asynchronous mode: do not send one push of the worker of this rank, at `at_step`; its lease expires."""
         return self._and("drop_push", worker=worker, at_step=at_step)
 
     def delay_push(self, worker: int, at_step: int, seconds: float) -> FaultSchedule:
+        """In an asynchronous mode: send one push of the worker of this rank `seconds` late, at `at_step`."""
         return self._and("delay_push", worker=worker, at_step=at_step, seconds=seconds)
 
     def _and(self, kind: str, **values: Any) -> FaultSchedule:
@@ -291,7 +301,7 @@ class FaultSchedule(Callback):
             pid = (server_pids or {}).get(fault.host, 0)
             if pid == 0 or _born(pid) is None:
                 return False
-        # Recorded first: nobody can do it after a kill.
+        # Recorded first: it cannot be done after a kill.
         if self._claim(fault, pid, step) is None:
             return False
         if fault.kind == "raise":
@@ -334,6 +344,8 @@ class FaultSchedule(Callback):
                     os.write(fd, json.dumps({**asdict(firing), "fault": fault.entry()}).encode())
                 finally:
                     os.close(fd)
+                self._known[number] = firing  # who made the file carries it out, also if another thread has read it
+                return fault
             if self._known.setdefault(number, firing) is firing:
                 return fault
         return None
@@ -407,8 +419,8 @@ def state():
     except OSError:
         return None
     return fields[0] if fields[19] == born else None
-give_up = time.monotonic() + 30
-while state() not in ("T", "t", None) and time.monotonic() < give_up:
+deadline = time.monotonic() + 30
+while state() not in ("T", "t", None) and time.monotonic() < deadline:
     time.sleep(0.01)
 until = time.monotonic() + seconds
 while state() in ("T", "t"):

@@ -36,10 +36,10 @@ from torch import Tensor, nn
 
 from gba_hvd.averaging.shared_model import SharedModel
 from gba_hvd.batches import Dataset, batches
-from gba_hvd.dense_gradients import DenseGradients
 from gba_hvd.elastic import TorchState
 from gba_hvd.embedding.tables import PulledRows
 from gba_hvd.errors import BadInput, GbaError
+from gba_hvd.gradients.dense_gradients import DenseGradients
 from gba_hvd.training.engine import Engine
 from gba_hvd.training.mode import MicroBatch, SharesReplica
 
@@ -103,7 +103,7 @@ def _shared_replica(engine: Engine) -> SharesReplica | None:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _MicroBatchWork:
     """One micro-batch for one thread."""
 
     micro: MicroBatch
@@ -124,11 +124,11 @@ class _Threads:
         self._mode: SharesReplica | None = None  # that the threads train in
         self._threads: list[threading.Thread] = []
         self._models: list[SharedModel] = []
-        self._jobs: deque[_Job] = deque()
+        self._jobs: deque[_MicroBatchWork] = deque()
         self._busy: set[int] = set()  # threads that compute
         self._ending = self._warned = self.compute_failed = False
         self._error: BaseException | None = None
-        self._refused: list[tuple[int, str]] = []  # to be reported by the calling thread
+        self._rejected: list[tuple[int, str]] = []  # to be reported by the calling thread
 
     def hand(self, batch: Any, mode: SharesReplica) -> None:
         """Give the micro-batch that was begun to a thread; return when another is free. Raises what one raised."""
@@ -140,7 +140,7 @@ class _Threads:
                 raise
         self._mode, mode.await_threads = mode, self.quiesce
         with self._changed:
-            self._jobs.append(_Job(mode.hand_to_thread(), batch, self._engine.model.tables.remote))
+            self._jobs.append(_MicroBatchWork(mode.hand_to_thread(), batch, self._engine.model.tables.remote))
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._error is not None or len(self._busy) + len(self._jobs) < self._n)
         self._report()
@@ -202,8 +202,8 @@ class _Threads:
 
     def _report(self) -> None:
         with self._changed:
-            refused, self._refused = self._refused, []
-        for micro, bad in refused:
+            rejected, self._rejected = self._rejected, []
+        for micro, bad in rejected:
             self._engine.reports.rejected(micro, bad)
         self._engine.reports.compression()
         if self._error is not None:
@@ -238,7 +238,7 @@ class _Threads:
         assert self._mode is not None
         return self._mode.submit_from_thread(micro, loss, dense)
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> _MicroBatchWork | None:
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._ending or self._error is not None)
             if not self._jobs or self._error is not None:
@@ -246,14 +246,14 @@ class _Threads:
             self._busy.add(threading.get_ident())
             return self._jobs.popleft()
 
-    def _note_done(self, micro: int, refused: str) -> None:
+    def _note_done(self, micro: int, rejected: str) -> None:
         with self._changed:
             self._busy.discard(threading.get_ident())
-            if refused:
-                self._refused.append((micro, refused))
+            if rejected:
+                self._rejected.append((micro, rejected))
             self._changed.notify_all()
 
-    def _computed(self, job: _Job, model: SharedModel) -> Tensor | float | None:
+    def _computed(self, job: _MicroBatchWork, model: SharedModel) -> Tensor | float | None:
         model.clear()
         loss = self._compute(model.module, job.batch)
         if not model.has_gradient:

@@ -142,6 +142,20 @@ def fill_keys(ids: Any, base: int, n_rows: int, out: Any) -> int:
     return bad
 
 
+@_compiled("int64(int64[::1], int64[::1])")
+def fill_hashed_keys(ids: Any, out: Any) -> int:
+    """`shm.layout.keys_of_ids`; the position of the first id that has no key, or -1."""
+    sign = np.uint64(1) << np.uint64(63)
+    for i in range(len(ids)):
+        x = np.uint64(ids[i]) ^ sign
+        if x == np.uint64(0):
+            return i
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        out[i] = np.int64((x ^ (x >> np.uint64(31))) ^ sign)
+    return -1
+
+
 @_compiled("int64(int64[::1], int32[::1], int64[::1], int32[::1])")
 def number_distinct(keys: Any, slots: Any, distinct: Any, number: Any) -> int:
     """Number the distinct keys in order of first appearance: keys[i] == distinct[number[i]]. Returns how many.

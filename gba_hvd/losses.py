@@ -57,7 +57,7 @@ def in_batch_softmax(
 
     users, items: float [B, d]; row i of both belongs to sample i.
     item_ids: int64 [B]. Samples with the same item are no negatives of each other: they are left out of the sum over j.
-    log_q: float [B], logarithm of the probability that a sample has the item, such as its share of the training
+    log_q: float [B], finite: logarithm of the probability that a sample has the item, such as its share of the training
     samples. Without it all items count alike.
     temperature: more than 0.
     negatives: "micro_batch", the items of this batch. "global", in allreduce mode, those of all workers' batches of the
@@ -72,22 +72,24 @@ def in_batch_softmax(
     asynchronous modes, in steps that measure single micro-batches (one in 20 with a `GBACallback`), and in a short last
     step of an epoch that leaves workers idle; the log says each of these once.
 
-    Raises BadInput for tensors of other shapes or types.
+    Logits and loss are float32, of vectors in half precision and under autocast, too; float64 of float64.
+
+    Raises BadInput for tensors of other shapes or types, and a log_q that is not finite.
     """
     refuse_unknown("negatives", negatives, ("micro_batch", "global"))
     _check_pair(users, items)
     _check_temperature(temperature)
-    ids = None if item_ids is None else _column(item_ids, len(items), "item_ids", whole=True)
-    correction = None if log_q is None else _column(log_q, len(items), "log_q")
-    if negatives == "micro_batch":
-        if state is not None:
-            raise BadInput('in_batch_softmax: state= has no effect with negatives="micro_batch"; leave it out')
-        return _softmax(_logits(users, items, correction, temperature), ids)
-    if state is None:
+    ids = None if item_ids is None else _shaped(item_ids, [[len(items)]], "item_ids", whole=True)
+    correction = None if log_q is None else _log_q(log_q, [[len(items)]], "log_q")
+    if negatives == "micro_batch" and state is not None:
+        raise BadInput('in_batch_softmax: state= has no effect with negatives="micro_batch"; leave it out')
+    if negatives == "global" and state is None:
         raise BadInput('in_batch_softmax: negatives="global" needs state=, the TorchState of the job')
-    if not _is_global(state.engine, len(users)):
-        return _softmax(_logits(users, items, correction, temperature), ids)
-    return _global_softmax(state.engine, _Part(users, items, ids, correction), temperature)
+    users, items = _widened(users), _widened(items)
+    with torch.autocast(users.device.type, enabled=False):
+        if state is None or not _is_global(state.engine, len(users)):
+            return _softmax(_logits(users, items, correction, temperature), ids)
+        return _global_softmax(state.engine, _Part(users, items, ids, correction), temperature)
 
 
 def sampled_softmax(
@@ -111,10 +113,13 @@ def sampled_softmax(
     negatives: float [S, d], the same for all users, or [B, S, d].
     item_ids, negative_ids: int64 [B], and [S] or [B, S]: a negative that is the user's own item is left out of the sum.
     log_q, negative_log_q: float [B], and [S] or [B, S]: logarithm of the probability with which the sampler draws the
-    item, or of how often it is expected among the negatives. Without both, the sampler is taken to be uniform.
+    item, or of how often it is expected among the negatives; finite. Without both, the sampler is taken to be uniform.
     temperature: more than 0.
 
-    Raises BadInput for tensors of other shapes or types, and for one of a pair without the other.
+    Logits and loss are float32, of vectors in half precision and under autocast, too; float64 of float64.
+
+    Raises BadInput for tensors of other shapes or types, for one of a pair without the other, and for a log_q that is
+    not finite.
     """
     _check_pair(users, items)
     _check_temperature(temperature)
@@ -130,16 +135,20 @@ def sampled_softmax(
         if (one is None) != (other is None):
             first = "item_ids" if name == "ids" else "log_q"
             raise BadInput(f"{first} and negative_{name} are needed together, got one of them")
-    positive = (users * items).sum(1) / temperature
-    dots = users @ negatives.T if negatives.ndim == 2 else torch.einsum("bd,bsd->bs", users, negatives)
-    negative = dots / temperature
-    if log_q is not None and negative_log_q is not None:
-        positive = positive - _column(log_q, n, "log_q")
-        negative = negative - _of_negatives(negative_log_q, shapes, "negative_log_q", whole=False)
+    own_q = None if log_q is None else _log_q(log_q, [[n]], "log_q")
+    other_q = None if negative_log_q is None else _log_q(negative_log_q, shapes, "negative_log_q")
+    users, items, negatives = _widened(users), _widened(items), _widened(negatives)
+    with torch.autocast(users.device.type, enabled=False):
+        positive = (users * items).sum(1) / temperature
+        dots = users @ negatives.T if negatives.ndim == 2 else torch.einsum("bd,bsd->bs", users, negatives)
+        negative = dots / temperature
+    if own_q is not None and other_q is not None:
+        positive = positive - own_q
+        negative = negative - other_q
     if item_ids is not None and negative_ids is not None:
-        own = _column(item_ids, n, "item_ids", whole=True)[:, None]
-        is_own = own == _of_negatives(negative_ids, shapes, "negative_ids", whole=True)
-        negative = negative.masked_fill(is_own, -torch.inf)
+        others = _shaped(negative_ids, shapes, "negative_ids", whole=True)
+        own = _shaped(item_ids, [[n]], "item_ids", whole=True)
+        negative = negative.masked_fill(own[:, None] == others, -torch.inf)
     logits = torch.cat([positive[:, None], negative], dim=1)
     return functional.cross_entropy(logits, torch.zeros(n, dtype=torch.int64, device=logits.device))
 
@@ -343,17 +352,24 @@ def _check_temperature(temperature: Any) -> None:
         raise BadInput(f"temperature must be a finite number, more than 0, got {temperature!r}")
 
 
-def _column(value: Any, n: int, name: str, whole: bool = False) -> Tensor:
-    return _shaped(value, [[n]], name, whole)
+def _widened(vectors: Tensor) -> Tensor:
+    """At least float32: sums of bfloat16 lose digits of the loss, and float16 overflows at a low temperature."""
+    return vectors.to(torch.promote_types(vectors.dtype, torch.float32))
 
 
-def _of_negatives(value: Any, shapes: list[list[int]], name: str, whole: bool) -> Tensor:
-    """[1, S] or [B, S]"""
-    found = _shaped(value, shapes, name, whole)
-    return found[None, :] if found.ndim == 1 else found
+def _log_q(value: Any, shapes: list[list[int]], name: str) -> Tensor:
+    found = _widened(_shaped(value, shapes, name))
+    is_bad = ~torch.isfinite(found)
+    if is_bad.any():
+        at = is_bad.nonzero()[0].tolist()
+        raise BadInput(
+            f"{name} must be finite, got {found[tuple(at)].item()} at position {at}: the logarithm of an item's share "
+            "of 0 is -inf; give an item that was never counted the share of one sample"
+        )
+    return found
 
 
-def _shaped(value: Any, shapes: list[list[int]], name: str, whole: bool) -> Tensor:
+def _shaped(value: Any, shapes: list[list[int]], name: str, whole: bool = False) -> Tensor:
     is_tensor = isinstance(value, Tensor)
     is_whole = is_tensor and not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool
     if not is_tensor or (not is_whole if whole else not value.is_floating_point()) or list(value.shape) not in shapes:

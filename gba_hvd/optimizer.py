@@ -1,6 +1,6 @@
 """`DistributedOptimizer`: the user's torch optimizer, stepping once per global batch.
 
-Each call of `step()` takes in one micro-batch; what becomes of it is the engine's business.
+Each call of `step()` takes in one micro-batch; the engine and its mode make global steps of them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from gba_hvd import kernels
-from gba_hvd.clipping import Clip
 from gba_hvd.compression import kernels as compression_kernels
 from gba_hvd.compression.spec import Compression, Spec, dense_spec_of, row_spec_of
 from gba_hvd.embedding.tables import EmbeddingTables, join_tables
 from gba_hvd.errors import BadInput
-from gba_hvd.grad_scaler import distribute, scale_of
+from gba_hvd.gradients.clipping import Clip
+from gba_hvd.shm import vocabulary_kernels
 from gba_hvd.switching.mode_limits import check_modes
 from gba_hvd.training.engine import Engine
+from gba_hvd.training.grad_scaler import distribute, scale_of
 from gba_hvd.training.model import TrainedModel
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
@@ -161,6 +162,13 @@ def DistributedOptimizer(
     kernels.load()
     if not all(spec.is_none for spec in specs):
         compression_kernels.load()
+    if hashed := [name for name, table in tables.tables.items() if table.keys]:
+        if specs[1].pools:
+            raise BadInput(
+                f"row_compression=dct_mp names what is pooled on other hosts by numbers above those of all rows, and "
+                f"table {hashed[0]!r} has keys='hash64', whose ids take all numbers: use another row_compression"
+            )
+        vocabulary_kernels.load()
     model = TrainedModel(
         optimizer, tables, names, global_batch, micro_batch, row_average, *specs, clip, loss_scale,
         sync_micro_batch,

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
-from gba_hvd.accumulators import Frames, Part
 from gba_hvd.batch import Bag
-from gba_hvd.batch_keys import BatchKeys
+from gba_hvd.batch_keys import BatchKeys, FindIds
+from gba_hvd.callbacks import Event
 from gba_hvd.elastic import TorchState
-from gba_hvd.embedding.tables import Ids
 from gba_hvd.errors import BadInput
-from gba_hvd.evaluation import reader, ready_engine
-from gba_hvd.ranking import (
+from gba_hvd.evaluation_reader import open_reader, read_settings, ready_engine
+from gba_hvd.metrics.accumulators import Frames, Part
+from gba_hvd.metrics.ranking import (
     ItemLists,
     Items,
     Queries,
@@ -27,8 +30,16 @@ from gba_hvd.ranking import (
     retrieval_scores_from,
 )
 from gba_hvd.reading.datasets import Dataset, MapDataset
+from gba_hvd.reading.settings import Collate
 from gba_hvd.training.engine import Engine
 from gba_hvd.training.mode import EvaluationRun, Pull, RetrievalRun, SampleReader
+
+FindLists = Callable[[Any], Tensor | Bag]
+_SEEN = (
+    "evaluate_retrieval(): {:,} relevant items are also in `seen`, so they are not ranked and count as not found: "
+    "leave items that a query should find out of what it has seen"
+)
+_warned: WeakSet[Engine] = WeakSet()  # of relevant items that were seen, once each
 
 
 def evaluate_retrieval(
@@ -39,12 +50,16 @@ def evaluate_retrieval(
     *,
     query_vectors: Callable[[Any], Tensor],
     item_vectors: Callable[[Any], Tensor],
-    relevant: Callable[[Any], Tensor | Bag],
-    seen: Callable[[Any], Tensor | Bag] | None = None,
+    relevant: FindLists,
+    seen: FindLists | None = None,
     item_ids: Callable[[Any], Tensor] | None = None,
     k: int | Sequence[int] = (10, 100),
     batch: int | None = None,
-    ids: Callable[[Any], Ids] | None = None,
+    padding: int = -1,
+    collate_fn: Collate | None = None,
+    num_workers: int = 0,
+    prefetch: int | None = None,
+    ids: FindIds | None = None,
 ) -> RetrievalScores:
     """Recall@k and NDCG@k of ranking all items for each query (user) by dot products; the same result on every rank.
 
@@ -57,14 +72,20 @@ def evaluate_retrieval(
     queries, items: datasets as `batches` takes them; the second has each item once.
     query_vectors, item_vectors: of a batch, float [B, d]. They are called in the model's evaluation mode, without
     gradients; scale vectors to length 1 there for cosine similarity.
-    relevant: of a batch of queries, the items that each should find: int64 [B], one each, or a `Bag` of any number. A
-    query without any is left out and counted.
-    seen: the same, items that are not ranked for the query, such as those of its training samples.
+    relevant: of a batch of queries, the items that each should find: int64 [B], one each; int64 [B, L] with `padding`
+    where a query has fewer; a `Bag` or a jagged nested tensor of any number. A query without any is left out and
+    counted.
+    seen: the same, items that are not ranked for the query, such as those of its training samples. A relevant item that
+    was seen counts as not found, since it cannot be; `n_seen` counts these, and the event `relevant_seen` warns of
+    them. Where users return to items, leave such items out of `seen`.
+    padding: stands for no item in [B, L].
     item_ids: of a batch of items, their ids, int64 [B], which `relevant` and `seen` name. Default: an item's position
     in the dataset.
     k: lengths of the lists.
     batch: queries, or items, of a forward pass; default `micro_batch`. ids: as in `batches`; where a batch has
     none, `query_vectors` or `item_vectors` finds them, as `forward` does there.
+    collate_fn, num_workers, prefetch: as `evaluate` takes them, for each of the two datasets; `collate_fn` for those
+    without `take`.
 
     Recall@k is the share of a query's relevant items that are among the k best, NDCG@k has gain 1 for each of these;
     both are means over the queries. Items of equal score are in the order of their ids (`ranking`).
@@ -73,12 +94,11 @@ def evaluate_retrieval(
     are merged. In asynchronous modes workers take parts of the queries as they come, and each of them computes and
     holds the vectors of all items (4 d bytes an item). Where and how to call it: as `evaluate`.
 
-    Raises BadInput for an item that is in the dataset twice, and for vectors or ids of another shape or type.
+    Raises BadInput for an item that is in the dataset twice, vectors, ids or lists of another shape or type, and
+    offsets of a Bag that do not begin at 0.
     """
     engine = ready_engine(state, "evaluate_retrieval()")
     lengths = _checked((k,) if isinstance(k, int) else tuple(k))
-    all_items = reader(engine, items, batch, _keys(engine, model, ids, item_vectors))
-    all_queries = reader(engine, queries, batch, _keys(engine, model, ids, query_vectors))
 
     def items_of(loaded: Any, first: int) -> Items:
         vectors = _vectors(item_vectors(loaded), "item_vectors")
@@ -92,17 +112,30 @@ def evaluate_retrieval(
     def queries_of(loaded: Any) -> Queries:
         vectors = _vectors(query_vectors(loaded), "query_vectors")
         n = len(vectors)
-        excluded = ItemLists.none(n) if seen is None else _lists(seen(loaded), n, "seen")
-        return Queries(vectors, _lists(relevant(loaded), n, "relevant"), excluded)
+        excluded = ItemLists.none(n) if seen is None else _lists(seen(loaded), n, "seen", padding)
+        return Queries(vectors, _lists(relevant(loaded), n, "relevant", padding), excluded)
 
-    alone = _evaluation(model, all_items, all_queries, items_of, queries_of, lengths)
-    assert engine.mode is not None
-    found = engine.mode.retrieve(RetrievalRun(model, all_items, all_queries, items_of, queries_of, lengths, alone))
-    return retrieval_scores_from(found, lengths, len(items))
+    takes_both = hasattr(items, "take") and hasattr(queries, "take")  # then there is nothing to collate: refused
+    with contextlib.ExitStack() as stack:
+
+        def opened(dataset: Dataset | MapDataset, find: Callable[[Any], Tensor]) -> SampleReader:
+            collate = None if hasattr(dataset, "take") and not takes_both else collate_fn
+            settings = read_settings(num_workers, prefetch, collate)
+            return stack.enter_context(open_reader(engine, dataset, batch, _keys(engine, model, ids, find), settings))
+
+        all_items, all_queries = opened(items, item_vectors), opened(queries, query_vectors)
+        alone = _evaluation(model, all_items, all_queries, items_of, queries_of, lengths)
+        assert engine.mode is not None
+        found = engine.mode.retrieve(RetrievalRun(model, all_items, all_queries, items_of, queries_of, lengths, alone))
+    scores = retrieval_scores_from(found, lengths, len(items))
+    if scores.n_seen and engine not in _warned:
+        _warned.add(engine)
+        engine.emit(Event("relevant_seen", engine.progress.step, _SEEN.format(scores.n_seen), level="warning"))
+    return scores
 
 
 def _keys(
-    engine: Engine, model: nn.Module, ids: Callable[[Any], Ids] | None, vectors: Callable[[Any], Tensor]
+    engine: Engine, model: nn.Module, ids: FindIds | None, vectors: Callable[[Any], Tensor]
 ) -> Callable[[list[Any]], list[np.ndarray]]:
     """The rows that batches use: by their ids, and where they have none by a pass of what computes their vectors."""
     by_ids, by_pass = (BatchKeys(engine.model.tables, model, ids, forward) for forward in (None, vectors))
@@ -125,6 +158,7 @@ def _evaluation(
     held: list[Items] = []
 
     def prepare(pull: Pull) -> None:
+        items.expect(range(0, items.n_samples, items.batch))
         parts = []
         for first in range(0, items.n_samples, items.batch):
             loaded = items.rows(first, items.batch)
@@ -170,24 +204,41 @@ def _whole_numbers(value: Any, name: str) -> np.ndarray:
     return np.asarray(value.cpu().numpy(), dtype=np.int64)
 
 
-def _lists(value: Any, n: int, name: str) -> ItemLists:
-    """One list for each of n queries, from one item each or a `Bag`."""
+def _lists(value: Any, n: int, name: str, padding: int) -> ItemLists:
+    """One list for each of n queries: of one item each, of padded ones, of a `Bag` or a jagged tensor."""
     if isinstance(value, Bag):
         if value.weights is not None:
             raise BadInput(
                 f"evaluate_retrieval(): the weights of a Bag from {name} would have no effect: leave them out"
             )
-        lists = ItemLists(_whole_numbers(value.values, name), _whole_numbers(value.offsets, f"offsets of {name}"))
-        bounds = [0, *lists.offsets.tolist(), len(lists.values)]
-        if bounds != sorted(bounds):
+        found = ItemLists(_whole_numbers(value.values, name), _whole_numbers(value.offsets, f"offsets of {name}"))
+        bounds = [*found.offsets.tolist(), len(found.values)]
+        if bounds[0] != 0 or bounds != sorted(bounds):
             raise BadInput(
-                f"evaluate_retrieval(): offsets of {name} must ascend from 0 to at most the number of values"
+                f"evaluate_retrieval(): offsets of {name} must ascend from 0 to at most the number of values, "
+                f"{len(found.values)}, got {bounds[:-1]}"
             )
+    elif isinstance(value, Tensor) and value.is_nested:
+        if value.layout != torch.jagged or value.ndim != 2:
+            raise BadInput(
+                f"evaluate_retrieval(): nested {name} must be [B, j] with layout torch.jagged, got {value.layout} with "
+                f"{value.ndim} dimensions"
+            )
+        parts: Any = value.unbind()
+        found = _concatenated([_whole_numbers(part, name) for part in parts])
+    elif isinstance(value, Tensor) and value.ndim == 2:
+        rows = _whole_numbers(value.reshape(-1), name).reshape(value.shape)
+        found = _concatenated([row[row != padding] for row in rows])
     else:
         values = _whole_numbers(value, name)
-        lists = ItemLists(values, np.arange(len(values), dtype=np.int64))
-    if len(lists.offsets) != n:
+        found = ItemLists(values, np.arange(len(values), dtype=np.int64))
+    if len(found.offsets) != n:
         raise BadInput(
-            f"evaluate_retrieval(): {name} has {len(lists.offsets)} queries, query_vectors {n}, of one batch"
+            f"evaluate_retrieval(): {name} has {len(found.offsets)} queries, query_vectors {n}, of one batch"
         )
-    return lists
+    return found
+
+
+def _concatenated(lists: Sequence[np.ndarray]) -> ItemLists:
+    starts = np.cumsum([0, *map(len, lists)])[:-1].astype(np.int64)
+    return ItemLists(np.concatenate([np.empty(0, np.int64), *lists]), starts)

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gba_hvd.errors import BadInput
+from gba_hvd.shm.layout import ids_of
 
 if TYPE_CHECKING:
     from gba_hvd.embedding.tables import EmbeddingTables
@@ -57,6 +58,9 @@ class Trace:
         for captured in tables.captured:
             group = tables.layout.groups[captured.group]
             indices, values = captured.keys // tables.layout.n_shards, captured.rows.detach().numpy()
+            if group.hashed is not None:
+                used[group.tables[0].name] = {"rows": ids_of(captured.keys), "values": values}
+                continue
             for table, first in zip(group.tables, group.first, strict=True):
                 rows = captured.keys - first * tables.layout.n_shards
                 mine = (indices >= first) & (rows < table.n_rows)

@@ -1,4 +1,4 @@
-"""What a run knows of the checkpoints at its place: the chain in force, what comes next, which ones expire.
+"""What a run knows of the checkpoints at its location: the chain in force, what comes next, which ones expire.
 
 Not thread-safe: one thread at a time restores or saves.
 """

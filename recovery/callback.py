@@ -33,7 +33,7 @@ class CheckpointCallback:
         None: not known, then it is of the samples so far, which overstates it.
     retain_state_share: the training state is retained in memory beside the rows while that takes at most this share of
         a step, so that a job that lost all its workers, but not its host, resumes with nothing lost; 0: never.
-    final_checkpoint_s: for how long the servers may hold that memory for a final checkpoint when nobody resumes; 0: not
+    final_checkpoint_s: for how long the servers may hold that memory for a final checkpoint when no job resumes; 0: not
                         at all.
     preemption_s: on SIGTERM the workers finish the step, have a checkpoint made and leave, at the latest after so many
         seconds; None: they leave at once.
@@ -96,7 +96,7 @@ class CheckpointCallback:
         self.config = Config.from_env(**settings)
         if recovery == "full" and not is_lossless(self.config.policy):
             raise BadInput(
-                f"recovery='full' goes back to checkpoints that leave out no change; those of policy "
+                f"recovery='full' rolls back to checkpoints that leave out no change; those of policy "
                 f"{self.config.policy!r} leave out rows, so they would be of no use. Use policy='delta' (or 'full'), "
                 "or another recovery"
             )
@@ -108,12 +108,12 @@ class CheckpointCallback:
 
     @property
     def is_planned(self) -> bool:
-        """Whether nobody said how often to save."""
+        """Whether the interval is planned, since none was configured."""
         return self.every_s is None and self.every_steps is None
 
     @property
     def pace(self) -> dict[str, Any]:
-        """How often a checkpoint is due now, as the checkpoint itself says it: plain values.
+        """How often a checkpoint is due now, as the checkpoint itself has it: plain values.
 
         every_s, every_steps: where there is one, and it is finite; is_planned: it is the plan's
         """
@@ -151,7 +151,7 @@ class CheckpointCallback:
         """The newest checkpoint has this step; it may be a little later than what was asked for."""
         self._last_step = max(self._last_step, step)
 
-    # What a callback of a training loop has; this one only speaks when asked.
+    # The hooks of a callback of a training loop; this one only answers calls.
 
     def on_job(self, job: Any) -> None:
         pass

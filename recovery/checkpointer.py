@@ -30,7 +30,7 @@ from recovery.save_requests import SaveRequest, SaveRequests
 from recovery.selection.selector import Selection
 from recovery.storage.open import open_store
 from recovery.storage.store import Store, check
-from recovery.write.multipart import SavePlace, commit_parts, save_part
+from recovery.write.multipart import SaveTarget, commit_parts, save_part
 from recovery.write.section_pipeline import Buffers
 
 __all__ = ["Checkpointer", "Event", "Handle", "Saved", "StillSaving"]
@@ -42,9 +42,9 @@ class Checkpointer:
         with Checkpointer("s3://bucket/job", rows, Config(job="job", policy="mfu")) as checkpoints:
             report = checkpoints.restore()
             ...
-            handle = checkpoints.save(step, samples, {"model": dense, "optimizer": rest})   # returns at once
+            handle = checkpoints.save(step, samples, {"model": dense, "optimizer": slots})   # returns at once
 
-    Entering claims the place and starts two threads: one that saves, and one that renews the claim. Leaving waits
+    Entering claims the location and starts two threads: one that saves, and one that renews the claim. Leaving waits
     for the save in flight, stops them, and raises what a thread died of, if one did.
 
     One thread calls save and restore. `on_event` is called in the thread in which something happens.
@@ -87,10 +87,12 @@ class Checkpointer:
 
     @property
     def url(self) -> str:
+        """Where checkpoints are saved, without credentials."""
         return self._store.url
 
     @property
     def claim(self) -> Claim | None:
+        """The claim on the location; None before entering."""
         return self._claim
 
     @property
@@ -213,12 +215,12 @@ class Checkpointer:
         parent = None if kind == "full" or self._active_chain.chain is None else self._active_chain.chain.newest.name
         self._number += 1  # a save that is tried again takes another number, so its blobs other names
         what = (kind, parent, request.step, request.samples, self._rows.schema, request.about)
-        place = SavePlace(self._claim.epoch, self._number, *what)
+        target = SaveTarget(self._claim.epoch, self._number, *what)
         written = save_part(
             self._rows,
             self._selection,
             self._store,
-            place,
+            target,
             self._config,
             cancel=self._cancel,
             on_read=lambda: self._requests.all_read(request),
@@ -228,7 +230,7 @@ class Checkpointer:
         manifest, _ = commit_parts(
             self._store,
             self._selection,
-            place,
+            target,
             [written],
             lambda parts: request.state,
             self._still_mine,

@@ -34,9 +34,9 @@ _IDLE: dict[str, tuple[Callable[[str], bool], str]] = {  # setting: the policies
 @dataclass(frozen=True)
 class Config:
     """
-    job:              name of the job that writes: one of the same name takes over at once. None: a name nobody else has
+    job:              name of the job that writes: one of the same name takes over at once. None: a unique name
     policy:           which rows a save takes once there is a base: full, delta, mfu, ssu, scar, or a registered one
-    r:                share of a table's rows that mfu, ssu, scar and registered policies take
+    row_fraction:     share of a table's rows that mfu, ssu, scar and registered policies take
     ssu_period:       ssu looks at every so-manieth access
     budget_bytes:     memory for all rows in flight while saving, or restoring (beside the buffers that saves keep); not
                       what the policy needs, nor the list of sections (half a kilobyte for each)
@@ -133,6 +133,7 @@ class Config:
 
     @property
     def keep(self) -> Keep:
+        """Which checkpoints of this run do not expire. Raises BadInput when that would be none."""
         return Keep(self.keep_last, self.keep_every_steps, self.keep_every_s)
 
     @property

@@ -31,7 +31,7 @@ class Damaged(RecoveryError):
 
 
 class Fenced(RecoveryError):
-    """Another writer has taken over this place; what this one would write must not be believed."""
+    """Another writer has taken over this location; what this one writes from now on is ignored."""
 
 
 def refuse_unknown(what: str, name: object, among: Sequence[str]) -> None:

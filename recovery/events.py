@@ -71,6 +71,7 @@ class Handle:
         self.read_all = threading.Event()
 
     def done(self) -> bool:
+        """Whether the save is durable, or has failed; `result` does not wait then."""
         return self.future.done()
 
     def result(self, timeout_s: float | None = None) -> Saved:

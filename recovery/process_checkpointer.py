@@ -10,14 +10,14 @@ the child sends.
 
 In which order things become visible. The training thread marks a step begun, writes rows, marks it finished; the child
 relies on the order of these stores, see `consistent_read`. A state is encoded before `save` returns, then sent; the
-child begins to read rows when it has it completely. A handle is done when the child says so, which is after the
+child begins to read rows when it has it completely. A handle is done when the child reports it, which is after the
 manifest is in the store. A request is answered before the next one is sent, so the child never has two.
 
 What a crash leaves.
 
  - The child, before the manifest is written: the last checkpoint stays in force, beside blobs that nothing refers to.
    After it: the new checkpoint, although its handle failed. The next save starts another child. It takes the place of
-   the dead one's claim, or is Fenced if anybody else has claimed since; it does not know what changed, so it saves a
+   the dead one's claim, or is Fenced if another writer has claimed since; it does not know what changed, so it saves a
    base, unless a `tracker_path` kept that. While it restores: the rows are worth nothing, and `restore` raises.
  - This process: the pipe ends. The child finishes the save in flight, gives back its claim and ends. If a step was
    in flight as well, rows are half written: the save finds no moment to read them in, and fails after `busy_timeout_s`.
@@ -41,7 +41,7 @@ import numpy as np
 
 from recovery.child import process
 from recovery.child.handle import Child, ChildDied, Start
-from recovery.child.process import Answer, Begin, ReadAll, Restore, Save
+from recovery.child.process import Answer, Begin, ChildSave, ReadAll, Restore
 from recovery.config import Config
 from recovery.errors import BadInput
 from recovery.events import Event, EventReporter, Handle
@@ -60,7 +60,7 @@ _LEAVE_S = 120.0  # beyond close_timeout_s, for what cannot be cancelled: an obj
 class _Asked:
     """What is to be done next, or in flight. child: whom it was sent to."""
 
-    message: Save | Restore
+    message: ChildSave | Restore
     future: Future[Any]
     request: SaveRequest | None = None  # of a save
     child: Child | None = None
@@ -74,8 +74,8 @@ class ProcessCheckpointer:
             ...                                              # as with a Checkpointer
 
     The child imports the script it belongs to: all that the script does must be under `if __name__ == "__main__":`.
-    Entering starts the child and waits until it has claimed the place, which takes some seconds; after that everything
-    is as the `Checkpointer` says. `on_event` is called in a thread of this process.
+    Entering starts the child and waits until it has claimed the location, which takes some seconds; after that
+    everything is as the `Checkpointer` says. `on_event` is called in a thread of this process.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class ProcessCheckpointer:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that saves; None: there is none now."""
+        """Process id of the child that saves; None: there is none now."""
         child = self._child
         return child.pid if child is not None else None
 
@@ -178,10 +178,10 @@ class ProcessCheckpointer:
     def _begin_save(self, request: SaveRequest) -> None:
         self._number += 1
         what = (request.step, request.samples, request.kind, request.about, request.state is not None)
-        self._ask(_Asked(Save(self._number, *what), request.handle.future, request))
+        self._ask(_Asked(ChildSave(self._number, *what), request.handle.future, request))
 
     def restore(self, shards: Sequence[int] | None = None, *, now: TrainingPoint | None = None) -> Report | None:
-        """As `Checkpointer.restore`. Nobody else may use the rows until this returns."""
+        """As `Checkpointer.restore`. No other thread may use the rows until this returns."""
         self._require_inside()
         self._requests.wait()
         asked = _Asked(Restore(None if shards is None else tuple(shards), now), Future())
@@ -223,7 +223,7 @@ class ProcessCheckpointer:
         return asked.child
 
     def _started(self) -> Child:
-        """Start a child, and wait until it has the place. Raises what keeps it from that."""
+        """Start a child, and wait until it has claimed the location. Raises what keeps it from that."""
         self._child = child = Child(self._start, self._begin, self._on_message, self._over)
         try:
             ready = child.ready.result()

@@ -2,6 +2,9 @@
 
 A table is cut in S shards: row r is in shard r mod S, at place r div S. A row is saved and restored as one record: its
 weights, then its optimizer slots, column after column.
+
+In a *keyed* table rows belong to keys, signed 64-bit numbers: a key is in shard key mod S, at a place that a column
+says. Some rows at the end of each shard belong to no key; keys without a row share them.
 """
 
 from __future__ import annotations
@@ -17,23 +20,41 @@ from recovery.errors import BadInput
 
 @dataclass(frozen=True)
 class Column:
-    """Some float32 numbers that every row of a table has: its weights, or one slot of its optimizer."""
+    """Some float32 numbers that every row of a table has: its weights, or one slot of its optimizer.
+
+    exact: other bits in the place of these numbers, such as a key; they come after those that are numbers
+    """
 
     name: str
     width: int
+    exact: bool = False
+
+
+KEY = Column("key", 2, exact=True)
+"""Of a keyed table: the key that the row belongs to, int64."""
+USES = Column("uses", 2, exact=True)
+"""Of a keyed table: how often the key was used, and when last, uint32 each; the newer of two rows of a key counts."""
+NO_KEY = -(2**63)
 
 
 @dataclass(frozen=True)
 class Table:
-    """One table: name, number of rows, and columns (the weights first)."""
+    """One table: name, number of rows, and columns (the weights first).
+
+    shared_rows: of a keyed table, the rows of each shard that belong to no key; 0: it is not keyed. Its columns end
+    with KEY and USES
+    """
 
     name: str
     n_rows: int
     columns: tuple[Column, ...]
+    shared_rows: int = 0
 
     def __post_init__(self) -> None:
         if self.n_rows < 1 or not self.columns or any(column.width < 1 for column in self.columns):
             raise BadInput(f"table {self.name!r} needs rows and columns, got {self.n_rows} rows, {self.columns}")
+        if self.shared_rows < 0 or bool(self.shared_rows) != (self.columns[-2:] == (KEY, USES)):
+            raise BadInput(f"table {self.name!r}: {self.shared_rows} shared rows with {self.columns}")
 
     @property
     def width(self) -> int:
@@ -45,9 +66,13 @@ class Table:
         return 4 * self.width
 
     @property
-    def weight_bytes(self) -> int:
-        """Of a record, without optimizer slots."""
-        return 4 * self.columns[0].width
+    def is_keyed(self) -> bool:
+        return self.shared_rows > 0
+
+    def keys(self, records: np.ndarray) -> np.ndarray:
+        """int64 [n], of records [n, width] of a keyed table."""
+        found: np.ndarray = np.ascontiguousarray(records[:, -KEY.width - USES.width : -USES.width]).view(np.int64)
+        return found[:, 0]
 
     def rows_in(self, shard: int, n_shards: int) -> int:
         """How many rows a shard has."""
@@ -107,6 +132,23 @@ class RowSource(Protocol):
         """(finished, begun), read in this order: the last steps finished and begun on a shard."""
 
 
+class KeyedRowSource(RowSource, Protocol):
+    """A row source that has keyed tables. Called for shards that no other process uses yet."""
+
+    def clear(self, table: int, shard: int) -> None:
+        """No key has a row; shared rows are as they start."""
+
+    def insert(self, table: int, shard: int, records: np.ndarray) -> tuple[int, int]:
+        """Find rows for the keys of some records, which belong in this shard, and write them.
+
+        Returns (how many were written, how many keys have no row for lack of room). Of a key that has a row, the one
+        used last stays. Raises BadInput where no key may be left without one.
+        """
+
+    def settle(self, table: int, shard: int) -> None:
+        """All rows were written, place by place: of a key that has two, the one used last stays."""
+
+
 # --- some rows of one table in one shard -----------------------------------------------------------------------------
 
 RowIndices = slice | np.ndarray
@@ -158,7 +200,7 @@ def _whole(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
 Choice = Callable[[int, int], RowIndices]
 
 
-def everything(holder: RowSource) -> Choice:
+def everything(source: RowSource) -> Choice:
     """All rows of the row source."""
-    schema = holder.schema
+    schema = source.schema
     return lambda table, shard: slice(0, schema.tables[table].rows_in(shard, schema.n_shards))

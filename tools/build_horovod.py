@@ -68,7 +68,7 @@ class Target:
 
     @property
     def native_key(self) -> str:
-        """Of the wheel with the compiled part as it should be, and Horovod's own Python files."""
+        """Key of the wheel with the compiled part as it should be, and Horovod's own Python files."""
         patches = [patch.read_bytes() for patch in patches_of("native")]
         recipe = repr((SDIST_SHA256, patches, sorted(BUILD_FLAGS.items()), self.cxx_standard, *_compiler_settings()))
         return f"native-{HOROVOD_VERSION}-torch-{self.torch}-{self.python_tag}-{_digest(recipe)}"
@@ -128,7 +128,7 @@ def apply_patches(source: Path, std: int, patches: Sequence[Path]) -> None:
         if done.returncode != 0:
             raise BuildError(
                 f"{patch.name} does not apply in {source}; the patches are written for Horovod {HOROVOD_VERSION}, "
-                f"adapt {patch}. git said:\n{done.stderr.decode(errors='replace').strip()}"
+                f"adapt {patch}. git's message:\n{done.stderr.decode(errors='replace').strip()}"
             )
 
 
@@ -244,7 +244,7 @@ def fetch_sdist(python: str, folder: Path) -> Path:
     sdist = folder / f"horovod-{HOROVOD_VERSION}.tar.gz"
     if fetched.returncode != 0 or not sdist.is_file():
         raise BuildError(
-            f"cannot download horovod-{HOROVOD_VERSION}.tar.gz; is the package index reachable? pip said:\n"
+            f"cannot download horovod-{HOROVOD_VERSION}.tar.gz; is the package index reachable? pip's message:\n"
             + (fetched.stderr or fetched.stdout).strip()[-1500:]
         )
     check_sha256(sdist)
@@ -290,8 +290,8 @@ def _patch_python(target: Target, native: Path, cache: Path) -> Path:
 def _run_wheel(command: list[str]) -> None:
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode != 0:
-        said = (done.stderr or done.stdout).strip()[-1500:]
-        raise BuildError(f"`{' '.join(command[1:4])}` failed; is the package `wheel` installed? It said:\n{said}")
+        output = (done.stderr or done.stdout).strip()[-1500:]
+        raise BuildError(f"`{' '.join(command[1:4])}` failed; is the package `wheel` installed? Its message:\n{output}")
 
 
 def _keep(made: Path, folder: Path, by: str) -> Path:

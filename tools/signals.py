@@ -1,4 +1,4 @@
-"""How a command ends when somebody ends it: SIGTERM is handled as Ctrl-C is, so nothing of it stays behind.
+"""How a command ends from outside: SIGTERM is handled as Ctrl-C is, so nothing of it stays behind.
 
 Needs nothing but the standard library: `build_horovod` runs before anything is installed.
 """

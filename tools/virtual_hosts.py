@@ -76,7 +76,7 @@ class _Host:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class LinkTraffic:
     """What went through a host's link so far, by the counters of its interface; bytes of Ethernet frames."""
 
     sent_bytes: int
@@ -174,12 +174,12 @@ class VirtualHosts:
         for host in self._hosts.values():
             self._limit(host, rate)
 
-    def traffic(self, name: str) -> Traffic:
+    def traffic(self, name: str) -> LinkTraffic:
         """What a host has sent and received."""
         port = f"p{self._hosts[name].number}"
         (link,) = json.loads(self._at_switch("ip", "-json", "-statistics", "link", "show", "dev", port))
         counters = link["stats64"]  # seen from the switch
-        return Traffic(counters["rx"]["bytes"], counters["tx"]["bytes"])
+        return LinkTraffic(counters["rx"]["bytes"], counters["tx"]["bytes"])
 
     # --- on a host ---------------------------------------------------------------------------------------------------
 
@@ -333,6 +333,6 @@ def _wait(condition: Any, what: str, process: subprocess.Popen[bytes] | None = N
         if process is not None and process.poll() is not None:
             raise VirtualHostsError(f"{what} did not come up: its first process ended with status {process.returncode}")
         if time.monotonic() > deadline:
-            raise VirtualHostsError(f"waited {_START_TIMEOUT_S:.0f} s in vain for {what}")
+            raise VirtualHostsError(f"waited {_START_TIMEOUT_S:.0f} s without success for {what}")
         time.sleep(0.01)
     return value

@@ -1,4 +1,4 @@
-"""Deep & Cross Network of torchfm. Needs `pip install --no-deps torchfm==0.7.0`.
+"""Deep & Cross Network of torchfm. Needs `pip install --no-deps -r requirements-models.txt`.
 
 gba-hvd run -np 2 examples/adopt/dcn.py
 """

@@ -1,4 +1,4 @@
-"""DeepFM of deepctr-torch. Needs `pip install --no-deps deepctr-torch==0.3.0 tqdm`.
+"""DeepFM of deepctr-torch. Needs `pip install --no-deps -r requirements-models.txt`.
 
 gba-hvd run -np 2 examples/adopt/deepfm.py
 """

@@ -1,4 +1,4 @@
-"""Deep Interest Evolution Network of torch-rechub. Needs `pip install --no-deps torch-rechub==0.9.0 tqdm`.
+"""Deep Interest Evolution Network of torch-rechub. Needs `pip install --no-deps -r requirements-models.txt`.
 
 gba-hvd run -np 2 examples/adopt/dien.py
 """

@@ -1,4 +1,4 @@
-"""Deep Interest Network of torch-rechub. Needs `pip install --no-deps torch-rechub==0.9.0 tqdm`.
+"""Deep Interest Network of torch-rechub. Needs `pip install --no-deps -r requirements-models.txt`.
 
 gba-hvd run -np 2 examples/adopt/din.py
 """

@@ -1,4 +1,4 @@
-"""Entire Space Multi-Task Model of torch-rechub. Needs `pip install --no-deps torch-rechub==0.9.0 tqdm`.
+"""Entire Space Multi-Task Model of torch-rechub. Needs `pip install --no-deps -r requirements-models.txt`.
 
 gba-hvd run -np 2 examples/adopt/esmm.py
 """
@@ -10,6 +10,8 @@ import loop
 from mmoe import make_samples
 from torch import Tensor, nn
 from torch_rechub.models.multi_task import ESMM
+
+TASKS = loop.CLICKS_AND_PURCHASES
 
 
 def make_model() -> nn.Module:
@@ -24,13 +26,12 @@ def make_model() -> nn.Module:
 
 def outputs(model: nn.Module, batch: loop.Batch) -> Tensor:
     probabilities: Tensor = model(batch[0])  # [B, 3]: bought if clicked, clicked, bought
-    return probabilities[:, 1]
+    return probabilities[:, 1:]
 
 
 def loss_of(model: nn.Module, batch: loop.Batch) -> Tensor:
-    x, label = batch
-    return nn.functional.binary_cross_entropy(model(x)[:, 1:], label)
+    return nn.functional.binary_cross_entropy(outputs(model, batch), batch[1])
 
 
 if __name__ == "__main__":
-    loop.train(make_model, make_samples, loss_of, outputs)
+    loop.train(make_model, make_samples, loss_of, outputs, TASKS)

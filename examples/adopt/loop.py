@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import horovod.torch as hvd
 import torch
-from samples import Samples
 from torch import Tensor, nn
 
 import gba_hvd
 
 Batch = tuple[Any, Tensor]
+CLICKS = {"click": gba_hvd.Task(label=lambda batch: batch[1])}
+# Of models that also score purchases: outputs and labels are [B, 2].
+CLICKS_AND_PURCHASES = {
+    "click": gba_hvd.Task(label=lambda batch: batch[1][:, 0]),
+    "purchase": gba_hvd.Task(label=lambda batch: batch[1][:, 1]),
+}
 
 
 def train(
     make_model: Callable[[], nn.Module],
-    make_samples: Callable[[int, int], Samples],
+    make_samples: Callable[[int, int], Any],
     loss_of: Callable[[nn.Module, Batch], Tensor],
     outputs: Callable[[nn.Module, Batch], Tensor],
+    tasks: Mapping[str, gba_hvd.Task] = CLICKS,
 ) -> None:
-    """Two epochs, and the AUC of clicks.
+    """Two epochs, and the AUC of each task.
 
-    loss_of: mean loss of a batch. outputs: scores of a batch's clicks, float [B], in [0, 1]
+    make_samples: a dataset of as many samples, from a seed. loss_of: mean loss of a batch. outputs: of a batch,
+    probabilities float [B], or [B, T] of T tasks
     """
     hvd.init()
     torch.manual_seed(1)  # the same rows on all hosts
@@ -45,16 +52,11 @@ def train(
                 loss.backward()
                 optimizer.step(loss=loss)
             scores = gba_hvd.evaluate(
-                model, validation, state, batch=512, forward=lambda batch: outputs(model, batch), label=clicked,
+                model, validation, state, batch=512, forward=lambda batch: outputs(model, batch), tasks=tasks,
                 activation="none",
             )  # fmt: skip
             if hvd.rank() == 0:
-                print(f"epoch {state.epoch}: step {state.step}, validation AUC {scores.auc:.4f}")
+                aucs = ", ".join(f"{task} {found['auc']:.4f}" for task, found in scores.items())
+                print(f"epoch {state.epoch}: step {state.step}, validation AUC: {aucs}")
 
     train_epochs(state)
-
-
-def clicked(batch: Batch) -> Tensor:
-    """The label of a batch's clicks, float32 [B]; the first of several tasks."""
-    _, label = batch
-    return label if label.ndim == 1 else label[:, 0]

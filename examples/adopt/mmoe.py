@@ -1,4 +1,4 @@
-"""Multi-gate Mixture-of-Experts of torch-rechub. Needs `pip install --no-deps torch-rechub==0.9.0 tqdm`.
+"""Multi-gate Mixture-of-Experts of torch-rechub. Needs `pip install --no-deps -r requirements-models.txt`.
 
 gba-hvd run -np 2 examples/adopt/mmoe.py
 """
@@ -11,6 +11,8 @@ import torch
 from samples import Samples, impressions
 from torch import Tensor, nn
 from torch_rechub.models.multi_task import MMOE
+
+TASKS = loop.CLICKS_AND_PURCHASES
 
 
 def make_samples(n: int, seed: int) -> Samples:
@@ -32,13 +34,12 @@ def make_model() -> nn.Module:
 
 def outputs(model: nn.Module, batch: loop.Batch) -> Tensor:
     probabilities: Tensor = model(batch[0])  # [B, 2]
-    return probabilities[:, 0]
+    return probabilities
 
 
 def loss_of(model: nn.Module, batch: loop.Batch) -> Tensor:
-    x, label = batch
-    return nn.functional.binary_cross_entropy(model(x), label)
+    return nn.functional.binary_cross_entropy(outputs(model, batch), batch[1])
 
 
 if __name__ == "__main__":
-    loop.train(make_model, make_samples, loss_of, outputs)
+    loop.train(make_model, make_samples, loss_of, outputs, TASKS)

@@ -1,4 +1,4 @@
-"""YoutubeDNN of torch-rechub. Needs `pip install --no-deps torch-rechub==0.9.0 tqdm`.
+"""YoutubeDNN of torch-rechub. Needs `pip install --no-deps -r requirements-models.txt`.
 
 gba-hvd run -np 2 examples/adopt/youtube_dnn.py
 """
@@ -19,7 +19,6 @@ def make_model() -> nn.Module:
         item_features=[features.item()],
         neg_item_feature=[features.items("negatives")],
         user_params={"dims": [32, features.DIM]},
-        temperature=0.1,
     )
     return model
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import gba_hvd
-from ctr.config import OF_SEQUENCES, Dense, Embedding, JobConfig
+from ctr.chosen_items import ITEM, ChosenItems
+from ctr.config import Dense, Embedding, JobConfig, Model
 from ctr.datasets import Log
 from ctr.dcn import DCNv2
 from ctr.deepfm import DeepFM
@@ -53,7 +54,7 @@ def table_shapes(config: JobConfig, rows: Mapping[str, int]) -> dict[str, tuple[
 def build_tables(
     config: JobConfig, rows: Mapping[str, int], kind: type[gba_hvd.EmbeddingTables] = gba_hvd.EmbeddingTables
 ) -> gba_hvd.EmbeddingTables:
-    of_sequences = config.model.kind in OF_SEQUENCES
+    of_sequences = config.data.preset == "behaviour"
     padding = dict.fromkeys(("item", "category"), PADDING) if of_sequences else {}
     return kind(
         {
@@ -96,6 +97,9 @@ def build_model(config: JobConfig, tables: gba_hvd.EmbeddingTables, log: Log) ->
     model, n_dense = config.model, log.n_dense
     if isinstance(log, SyntheticBehaviourLog):
         return build_sequence_model(config, tables, log)
+    if isinstance(log, ChosenItems):
+        of_user = [name for name in log.tables if name != ITEM]
+        return YoutubeDNN(tables, log_shares(log), of_user=of_user, of_item=[ITEM], **two_towers(model))
     shared: dict[str, Any] = {
         "n_dense": n_dense, "hidden": model.hidden, "batch_norm": model.batch_norm, "dropout": model.dropout,
     }  # fmt: skip
@@ -117,11 +121,17 @@ def build_sequence_model(
     shared: dict[str, Any] = {"hidden": model.hidden, "batch_norm": model.batch_norm, "dropout": model.dropout}
     if model.kind == "dien":
         return DIEN(tables, auxiliary=model.auxiliary, **shared)
-    return YoutubeDNN(tables, log_shares(log), temperature=model.temperature, **shared)
+    return YoutubeDNN(tables, log_shares(log), **two_towers(model))
 
 
-def log_shares(log: SyntheticBehaviourLog) -> Tensor:
-    """float32 [n_items + 1]: the logarithm of each item's share of the next clicks; of padding that of 1e-12."""
+def two_towers(model: Model) -> dict[str, Any]:
+    """Settings of YoutubeDNN."""
+    names = ("hidden", "temperature", "batch_norm", "dropout")
+    return {name: getattr(model, name) for name in names}
+
+
+def log_shares(log: SyntheticBehaviourLog | ChosenItems) -> Tensor:
+    """float32 [n_items + 1]: the logarithm of each item's share of the clicks; of one that has none, that of 1e-12."""
     return torch.from_numpy(np.log(np.maximum(log.popularity(), 1e-12))).float()
 
 

@@ -19,14 +19,15 @@ import yaml
 
 from gba_hvd import GBACallback
 from gba_hvd.averaging.algorithms import Averaging
-from gba_hvd.clipping import Clip
 from gba_hvd.compression import Compression, Spec
 from gba_hvd.compression.spec import dense_spec_of, row_spec_of
 from gba_hvd.data import SyntheticBehaviourLog
 from gba_hvd.epoch import micro_batches_together
 from gba_hvd.errors import BadInput
+from gba_hvd.gradients.clipping import Clip
 from gba_hvd.mode_names import REPLICA_MODES
 from gba_hvd.ps.coordinator.discipline import Discipline
+from gba_hvd.reading.settings import ReadSettings
 from gba_hvd.switching.policy import Options
 from recovery.callback import CheckpointCallback
 from recovery.config import Config as Saving
@@ -128,6 +129,12 @@ class Data:
     )
     min_count: int = setting(0, "rarer values share a row; 0: as the preset has it")
     hash_rows: int = setting(0, "hash every field into so many rows; 0: as the preset has it")
+    num_workers: int = setting(0, "processes of each worker that read batches, of training and evaluation", off="0")
+    prefetch: int | None = setting(
+        None,
+        "batches that each of these, or a thread, reads ahead; null: as `gba_hvd.batches` and `evaluate` do",
+        off="0",
+    )
     synthetic: Synthetic = field(default_factory=Synthetic)
     behaviour: Behaviour = field(default_factory=Behaviour)
 
@@ -145,6 +152,15 @@ class Data:
             not (self.hash_rows and self.min_count),
             "data.hash_rows and data.min_count: choose one, a hash has no vocabulary",
         )
+        try:
+            ReadSettings(**self.reading)
+        except BadInput as error:
+            raise BadInput(f"data.{error}") from error
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """How batches are read, as `gba_hvd.batches` and `evaluate` take it."""
+        return {"num_workers": self.num_workers, "prefetch": self.prefetch}
 
     def changed(self, name: str) -> bool:
         """Whether a setting differs from its default."""
@@ -382,7 +398,7 @@ class Checkpoint:
     target_pls: float = setting(0.1, "of a plan: tolerable portion of lost samples")
     longest_s: float = setting(3600.0, "of a plan: at most so long between two saves")
     recovery: str = setting(
-        "auto", "when a host is lost: full (all go back), partial (its rows come back), auto (by the estimate)"
+        "auto", "when a host is lost: full (all roll back), partial (its rows come back), auto (by the estimate)"
     )
     resume: bool = setting(True, "resume from the newest checkpoint there", off="false")
     takeover: bool = setting(False, "write there although another job does", off="false")
@@ -450,7 +466,7 @@ class JobConfig:
         )
 
     def _check_sequences(self) -> None:
-        """Models of sequences read the behaviour log, and no others do."""
+        """Models of sequences read the behaviour log, and no others do; youtube_dnn also reads Frappe, without them."""
         kind, made, reads = self.model.kind, self.data.behaviour, self.data.preset == "behaviour"
         if kind not in OF_SEQUENCES:
             _require(
@@ -459,11 +475,18 @@ class JobConfig:
                 f"is {kind}; for {kind} set data.preset=synthetic or another log",
             )
             return
+        _require(
+            self.embedding.pooling == "mean",
+            f"embedding.pooling: {kind} has a pooling of its own, got {self.embedding.pooling}; leave it out",
+        )
+        if kind == "youtube_dnn" and self.data.preset == "frappe":
+            return
         found = f"data.preset is {self.data.preset!r}" + f" and data.dir {self.data.dir}" * bool(self.data.dir)
         _require(
             reads,
             f"model.kind: {kind} reads a history of clicks, which only data.preset=behaviour has, but {found}; Frappe "
-            "and Criteo have no sequences: use deepfm, dlrm or dcn for them",
+            "and Criteo have no sequences: use deepfm, dlrm or dcn for them (youtube_dnn finds the app of a user and a "
+            "moment with data.preset=frappe)",
         )
         target = "next_item" if kind == "youtube_dnn" else "click"
         _require(
@@ -477,10 +500,6 @@ class JobConfig:
             f"{str(made.negatives).lower()} with model.kind {kind}; set it to {str(negatives).lower()}"
             + ", or model.auxiliary=0"
             * negatives,
-        )
-        _require(
-            self.embedding.pooling == "mean",
-            f"embedding.pooling: {kind} has a pooling of its own, got {self.embedding.pooling}; leave it out",
         )
 
     def as_dict(self) -> dict[str, Any]:

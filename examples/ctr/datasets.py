@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ctr.chosen_items import ChosenItems
 from ctr.config import Behaviour, Data, Synthetic
 from gba_hvd.data import (
     ClickLog,
@@ -32,13 +33,13 @@ from gba_hvd.data import (
     prepare,
 )
 from gba_hvd.data.presets import PRESETS
-from gba_hvd.data.splits import Progress
+from gba_hvd.data.splits import PrepareProgress
 from gba_hvd.data.store import MANIFEST, read_manifest
 from gba_hvd.errors import BadInput
 
 SPLITS = ("train", "valid", "test")
 RECALL_AT = 50  # items that a retrieval is evaluated with
-Log = ClickLog | SyntheticClickLog | SyntheticBehaviourLog
+Log = ClickLog | ChosenItems | SyntheticClickLog | SyntheticBehaviourLog
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,16 @@ def prepared_splits(data: Data) -> Splits | None:
         return _synthetic(data)
     store, _ = store_of(data)
     return _opened(store) if (store / MANIFEST).is_file() else None
+
+
+def as_read_by(kind: str, splits: Splits) -> Splits:
+    """The log as a model of this kind reads it: youtube_dnn the chosen items of a click log, others all samples."""
+    if kind != "youtube_dnn" or not isinstance(splits.train, ClickLog):
+        return splits
+    train, valid, test = (
+        ChosenItems(part) for part in (splits.train, splits.valid, splits.test) if isinstance(part, ClickLog)
+    )
+    return Splits(train, valid, test)
 
 
 def is_behaviour(data: Data) -> bool:
@@ -258,10 +269,10 @@ def _one_at_a_time(store: Path) -> Iterator[None]:
         yield
 
 
-def _print_progress(every_s: float = 5.0) -> Callable[[Progress], None]:
+def _print_progress(every_s: float = 5.0) -> Callable[[PrepareProgress], None]:
     next_s = time.monotonic() + every_s
 
-    def show(progress: Progress) -> None:
+    def show(progress: PrepareProgress) -> None:
         nonlocal next_s
         if time.monotonic() >= next_s:
             next_s = time.monotonic() + every_s

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 import gba_hvd
+from ctr.chosen_items import ChosenItems
 from ctr.config import JobConfig
 from ctr.datasets import RECALL_AT, Log
 from ctr.youtube_dnn import YoutubeDNN
-from gba_hvd.batch import Batch
 from gba_hvd.data import SyntheticBehaviourLog
 
 _TITLES = {"auc": "AUC", "logloss": "log loss", "auc_exact": "AUC of all pairs"}
@@ -40,20 +40,15 @@ def title_of(name: str) -> str:
     return _TITLES.get(name, name.replace("_at_", "@"))
 
 
-def evaluate_part(model: nn.Module, part: Log, state: Any) -> Measured:
-    """The measures of a part of the data; the same result on every rank."""
+def evaluate_part(model: nn.Module, part: Log, state: Any, reading: Mapping[str, Any]) -> Measured:
+    """The measures of a part of the data; the same result on every rank. reading: how batches are read"""
     if isinstance(model, YoutubeDNN):
-        assert isinstance(part, SyntheticBehaviourLog)
+        assert isinstance(part, SyntheticBehaviourLog | ChosenItems)
         found = gba_hvd.evaluate_retrieval(
             model, part, part.items(), state, query_vectors=model.users, item_vectors=model.items,
-            relevant=_candidates, item_ids=_candidates, k=RECALL_AT,
+            relevant=model.item_ids, item_ids=model.item_ids, k=RECALL_AT,
+            **reading,
         )  # fmt: skip
         return Measured(found.values, found.note)
-    scores = gba_hvd.evaluate(model, part, state, activation="sigmoid")
+    scores = gba_hvd.evaluate(model, part, state, activation="sigmoid", **reading)
     return Measured({"auc": scores.auc, "logloss": scores.logloss}, scores.note, scores.exact)
-
-
-def _candidates(batch: Batch) -> Tensor:
-    ids = batch.ids["candidate"]
-    assert isinstance(ids, Tensor)
-    return ids

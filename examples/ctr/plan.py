@@ -9,14 +9,14 @@ import numpy as np
 from torch import nn
 
 from ctr.build import dense_optimizer, features, row_optimizer, table_shapes
-from ctr.config import OF_SEQUENCES, Checkpoint, Dense, JobConfig, Switching
+from ctr.config import Checkpoint, Dense, JobConfig, Switching
 from ctr.datasets import Splits
 from ctr.measures import selects, title_of
 from gba_hvd.batch import Bag
-from gba_hvd.clipping import Clip
 from gba_hvd.config import Config
 from gba_hvd.epoch import EpochPlan, shares
 from gba_hvd.faults import Fault
+from gba_hvd.gradients.clipping import Clip
 from gba_hvd.shm.layout import Layout
 from gba_hvd.torch_optimizers import spec_of
 from recovery.redaction import redacted
@@ -25,7 +25,7 @@ MADE_UP = {"behaviour": "synthetic behaviour log"}
 
 
 def plan(config: JobConfig, splits: Splits | None, faults: Sequence[Fault] = (), tried: str | None = None) -> str:
-    """The plan of a job; without `splits` (not prepared yet) what can be said without them.
+    """The plan of a job; without `splits` (not prepared yet) as far as it is known then.
 
     tried: what came of one batch, if one was tried
     """
@@ -59,12 +59,14 @@ def _data(config: JobConfig, splits: Splits) -> Iterator[tuple[str, str]]:
     yield "data", f"{config.data.dir or MADE_UP.get(config.data.preset, 'synthetic log')}: {samples} samples"
     if splits.of_day is not None:
         yield "", "each epoch is a day with samples of its own; test samples are those of the day after"
-    if config.model.kind in OF_SEQUENCES:
+    if config.data.preset == "behaviour":
         history = f"histories of up to {config.data.behaviour.max_length} clicks"
         yield "", f"{history}; features {', '.join(features(config))}"
         return
     multi = [name for name, ids in splits.train.take(np.arange(1)).ids.items() if isinstance(ids, Bag)]
     pooled = f"; multi-valued, pooled by {config.embedding.pooling}: {', '.join(multi)}" if multi else ""
+    if config.model.kind == "youtube_dnn":
+        yield "", "samples with label 1 only; the item is found by all other fields"
     yield "", f"{len(splits.train.tables)} categorical and {splits.train.n_dense} numeric fields{pooled}"
 
 

@@ -1,4 +1,4 @@
-"""What became of a job's checkpoints, and what came back from them: kept in OUT/recovery.jsonl, for the summary.
+"""The outcome of a job's checkpoints, and what was restored from them: kept in OUT/recovery.jsonl, for the summary.
 
 A file, because only the chief gets events of checkpoints: when it is lost the next one continues to write, and so does
 the chief of a job that was started again.
@@ -55,8 +55,8 @@ def read_events(file: Path) -> list[dict[str, Any]]:
 def recovery_summary(events: list[dict[str, Any]]) -> dict[str, Any]:
     """checkpoints: how many were saved and how many failed, and the newest; recoveries: each with
 
-    kind: `resumed` (the whole job resumed from a checkpoint, or went back to one), `rows_restored` or `rows_lost` (of a
-        lost host)
+    kind: `resumed` (the whole job resumed from a checkpoint, or rolled back to one), `rows_restored` or
+        `rows_lost` (of a lost host)
     step: at which the job resumed; rows_restored, rows_lost: rows; pls: portion of lost samples, None if not known;
         pls_total: by all recoveries so far
     strategy, strategy_reason, overhead_full, overhead_partial: of a lost host, the choice between full and partial

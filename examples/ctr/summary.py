@@ -102,7 +102,7 @@ class JobSummary(Callback):
         self.warnings, self.warnings_left_out = list(state["warnings"]), int(state["warnings_left_out"])
 
     def write(self, status: str = "RUNNING", error: BaseException | None = None) -> None:
-        """On the chief. A file that cannot be written is said, and stops no training."""
+        """On the chief. A file that cannot be written is logged, and stops no training."""
         if not self._chief:
             return
         text = json.dumps(self.values(status, error), indent=2) + "\n"

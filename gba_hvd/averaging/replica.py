@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gba_hvd.averaging.algorithms import add_difference_, interpolate_
-from gba_hvd.dense_gradients import DenseGradients
+from gba_hvd.gradients.dense_gradients import DenseGradients
 
 
 @dataclass(frozen=True)

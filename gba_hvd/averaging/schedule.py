@@ -2,7 +2,7 @@
 
 In the background rounds follow one another, with a pause between. In the foreground (`Averaging.every`) the training
 thread asks for them; a worker that has no micro-batch takes part in those of the others, and so does one that has been
-computing a single one for very long, so that nobody waits for it.
+computing a single one for very long, so that no worker waits for it.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ _AT_LEAST_S = 0.001
 class SyncView:
     """What the thread of the rounds sees when it looks. Times are seconds on its clock.
 
-    n_workers:    of the world that stands; 0 where none does
-    ending:       "" continues, "together" stops after a round in which all want to stop, "now"
-    wanted:       training waits for a round
-    is_open:      the replica takes part in rounds
-    idle_since_s: no micro-batch is being computed since then; in the future as long as one is (`LONG_MICRO_S`)
-    not_before_s: end of the pause after the last round
-    lost_s:       since when no round can be made in this world, None where one can
+    n_workers:       of the world that is formed; 0 where none is
+    ending:          "" continues, "together" stops after a round in which all want to stop, "now"
+    round_requested: training waits for a round, see `SyncThread`
+    is_open:         the replica takes part in rounds
+    idle_since_s:    no micro-batch is being computed since then; in the future as long as one is (`LONG_MICRO_S`)
+    not_before_s:    end of the pause after the last round
+    lost_s:          since when no round can be made in this world, None where one can
     """
 
     n_workers: int
     ending: str = ""
-    wanted: bool = False
+    round_requested: bool = False
     is_open: bool = True
     idle_since_s: float = 0.0
     not_before_s: float = 0.0
     lost_s: float | None = None
 
 
-class Action(NamedTuple):
+class SyncAction(NamedTuple):
     """What to do now: make a round, end, ask for another world, or wait and look again after so long."""
 
     act: Literal["round", "end", "ask for a world", "wait"]
@@ -53,18 +53,18 @@ def is_collective(n_workers: int, averaging: Averaging) -> bool:
     return averaging.is_collective and n_workers > 1
 
 
-def next_action(now: float, standing: SyncView, averaging: Averaging) -> Action:
+def next_action(now: float, standing: SyncView, averaging: Averaging) -> SyncAction:
     """What is due at `now`."""
     collective = is_collective(standing.n_workers, averaging)
     if standing.ending == "now" or (standing.ending and not collective):
-        return Action("end")
+        return SyncAction("end")
     if standing.n_workers and _is_due(now, standing, averaging, collective):
-        return Action("round")
+        return SyncAction("round")
     if standing.lost_s is not None and now > standing.lost_s + ASK_AGAIN_S and standing.is_open:
-        return Action("ask for a world")
+        return SyncAction("ask for a world")
     if standing.n_workers and _follows_the_clock(standing, averaging):
-        return Action("wait", max(_AT_LEAST_S, standing.not_before_s - now))
-    return Action("wait", _SOON_S)
+        return SyncAction("wait", max(_AT_LEAST_S, standing.not_before_s - now))
+    return SyncAction("wait", _SOON_S)
 
 
 def _is_due(now: float, standing: SyncView, averaging: Averaging, collective: bool) -> bool:
@@ -74,7 +74,7 @@ def _is_due(now: float, standing: SyncView, averaging: Averaging, collective: bo
     if _follows_the_clock(standing, averaging):
         return has_rested
     is_idle = not standing.is_open or now - standing.idle_since_s > PASSIVE_AFTER_S
-    return standing.wanted or (collective and is_idle and has_rested)
+    return standing.round_requested or (collective and is_idle and has_rested)
 
 
 def _follows_the_clock(standing: SyncView, averaging: Averaging) -> bool:

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from gba_hvd.dense_gradients import DenseGradients
 from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.errors import BadInput
+from gba_hvd.gradients.dense_gradients import DenseGradients
 
 
 class SharedModel:

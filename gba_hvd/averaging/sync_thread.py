@@ -4,7 +4,7 @@
 
 Who owns what. This thread alone talks to Horovod about rounds and keeps the global copy of bmuf; the replica has a lock
 of its own (`replica`), held for the copy and for the mixing; `_changed` guards the flags that other threads set. The
-training threads (one, or those of `hogwild`) are waited for by nobody in here, and wait for a round only where `every`
+training threads (one, or those of `hogwild`) are never waited for in here, and wait for a round only where `every`
 says so.
 
 A round of ma and bmuf is one allreduce of every worker's thread. With the replica go some numbers: of each rank whether
@@ -60,10 +60,10 @@ class CentralCopyClient(Protocol):
 
 @dataclass(frozen=True)
 class SyncMetrics:
-    """What became of the rounds since the last report.
+    """Metrics of the rounds since the last report.
 
     spread:        RMS distance of replicas from their mean; for easgd, of this worker's from the central copy
-    waits_in_vain: how often training waited for a round that did not end in time; nothing was dropped
+    useless_waits: how often training waited for a round that did not end in time; nothing was dropped
 
     The first four are None where none that had this replica in it ended well.
     """
@@ -73,14 +73,14 @@ class SyncMetrics:
     steps_per_round: float | None
     spread: float | None
     rounds_dropped: int  # so far
-    waits_in_vain: int
+    useless_waits: int
 
 
 class SyncThread:
     """Start with `start(world)`; `stop()` may be called twice.
 
     broken: called with a sentence when no round can come any more in this world. diverged: called when the replica is
-    not finite any more; it is given to nobody.
+    not finite any more; no worker receives it.
     n_done: rounds that ended well, also without this replica; n_failed: those that were dropped, or not reported to
     the servers.
     """
@@ -95,7 +95,7 @@ class SyncThread:
         self._changed = threading.Condition()
         self._world: World | None = None
         self._ending = ""  # "together": after a round in which all want to stop; "now"
-        self._wanted = self._in_horovod = False
+        self._round_requested = self._in_horovod = False
         self._n_begun = self._n_waiting = 0  # micro-batches being computed; threads that wait for a round
         self._idle_since_s = 0.0
         self._lost_s: float | None = None  # when a round failed, until a new world stands
@@ -113,7 +113,7 @@ class SyncThread:
         self._had_part = False  # this replica was in the round
         self._reported = (clock(), 0, 0)  # when, and n_own and n_failed then
         self._dropped: list[str] = []
-        self._n_in_vain = 0  # since the last report
+        self._n_useless_waits = 0  # since the last report
         self._thread = threading.Thread(target=self._run, name="gba-hvd rounds", daemon=True)
 
     # --- life --------------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class SyncThread:
                 return
             if step % every and not self._n_waiting:
                 return
-            self._wanted = True
+            self._round_requested = True
             self._n_waiting += 1
             self._changed.notify_all()
 
@@ -214,7 +214,7 @@ class SyncThread:
 
             try:
                 if not self._changed.wait_for(over, timeout_s):
-                    self._n_in_vain += 1
+                    self._n_useless_waits += 1
             finally:
                 self._n_waiting -= 1
 
@@ -225,19 +225,19 @@ class SyncThread:
         return dropped
 
     def drain_metrics(self) -> SyncMetrics | None:
-        """What became of the rounds since this was asked last; None if there were none, and none was waited for."""
+        """Metrics of the rounds since the last call; None if there were none, and none was waited for."""
         with self._changed:
             (then, own, failed), now = self._reported, self._clock()
             ended_well = self._n_own > own
-            if now <= then or not (ended_well or self.n_failed > failed or self._n_in_vain):
+            if now <= then or not (ended_well or self.n_failed > failed or self._n_useless_waits):
                 return None
             self._reported = (now, self._n_own, self.n_failed)
-            in_vain, self._n_in_vain = self._n_in_vain, 0
+            useless_waits, self._n_useless_waits = self._n_useless_waits, 0
             if not ended_well:
-                return SyncMetrics(None, None, None, None, self.n_failed, in_vain)
+                return SyncMetrics(None, None, None, None, self.n_failed, useless_waits)
             return SyncMetrics(
                 (self._n_own - own) / (now - then), sum(self._seconds) / len(self._seconds),
-                sum(self._steps) / len(self._steps), self._spread, self.n_failed, in_vain,
+                sum(self._steps) / len(self._steps), self._spread, self.n_failed, useless_waits,
             )  # fmt: skip
 
     # --- this thread -------------------------------------------------------------------------------------------------
@@ -245,16 +245,16 @@ class SyncThread:
     def _run(self) -> None:
         while (world := self._await_turn()) is not None:
             began_s, cpu_s = self._clock(), time.thread_time()
-            goes_on, failure, self._had_part = True, "", False
+            continues, failure, self._had_part = True, "", False
             try:
-                goes_on = self._round(world)
+                continues = self._round(world)
             except WorldLeft:
                 failure = "the world was formed again meanwhile"
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"
             took_s, cpu_s = self._clock() - began_s, time.thread_time() - cpu_s
             with self._changed:
-                self._in_horovod = self._wanted = False
+                self._in_horovod = self._round_requested = False
                 if failure:
                     self._note_failure(failure, world)
                 else:
@@ -263,7 +263,7 @@ class SyncThread:
                     is_quiet = world.size == 1 or self._averaging.algorithm == "none"
                     self._not_before_s = self._clock() + (_QUIET_S if is_quiet else rest_s)
                 self._changed.notify_all()
-            if not goes_on:
+            if not continues:
                 return
 
     def _await_turn(self) -> World | None:
@@ -273,7 +273,7 @@ class SyncThread:
                 world, now = self._world, self._clock()
                 n_workers = 0 if world is None else world.size
                 standing = SyncView(
-                    n_workers, self._ending, self._wanted, self._replica.is_open, self._idle_since_s,
+                    n_workers, self._ending, self._round_requested, self._replica.is_open, self._idle_since_s,
                     self._not_before_s, self._lost_s,
                 )  # fmt: skip
                 act, look_again_s = next_action(now, standing, self._averaging)
@@ -316,7 +316,7 @@ class SyncThread:
         numbers, is_open = message[n : n + _N_NUMBERS], message[n + _N_NUMBERS :]
         is_open[world.rank], numbers[_STOP] = float(copy is not None), float(self._ending == "together")
         numbers[_SQUARES], numbers[_N_SQUARES] = self._squares
-        world.sum_("rounds", message, given_up=lambda: self._world is not world or self._ending == "now")
+        world.sum_("rounds", message, cancelled=lambda: self._world is not world or self._ending == "now")
         self._traffic.both("dense", ring(4 * n, world.size))
         self._traffic.both("header", ring(4 * (_N_NUMBERS + world.size), world.size))
         if averaging.algorithm == "bmuf" and not self._global_is_common:
@@ -349,14 +349,14 @@ class SyncThread:
             mine = self._global
         if mine is not None:
             rounds[world.rank] = 1 + self._n_global
-        given_up = lambda: self._world is not world or self._ending == "now"  # noqa: E731
-        world.sum_("rounds of the global copy", rounds, given_up=given_up)
+        cancelled = lambda: self._world is not world or self._ending == "now"  # noqa: E731
+        world.sum_("rounds of the global copy", rounds, cancelled=cancelled)
         whose = int(rounds.argmax())
         if not rounds[whose]:
             return  # no replica was opened yet
         if whose == world.rank and mine is not None:
             values.copy_(mine)
-        world.sum_("global copy", values, given_up=given_up)
+        world.sum_("global copy", values, cancelled=cancelled)
         self._traffic.both("dense", ring(4 * len(values), world.size))
         self._traffic.both("header", ring(4 * world.size, world.size))
         with self._changed:

@@ -1,1 +1,1 @@
-"""Checkpoints of a job: when they are due, what became of them, and resuming from them."""
+"""Checkpoints of a job: when they are due, their outcome, and resuming from them."""

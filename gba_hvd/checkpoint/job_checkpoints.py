@@ -1,9 +1,9 @@
 """Checkpoints as a job sees them: who saves what, under which claim, and resuming from one.
 
-How often, what is due and what became of it: `save_schedule`.
+How often, what is due and its outcome: `save_schedule`.
 
 The rows are saved by the companion servers, in their processes; each host's leader asks its own. The order of one save
-in allreduce mode, after the commit of step k said that one is due:
+in allreduce mode, after the commit of step k agreed that one is due:
 
     1. broadcast  the chief sends its save plan to all ranks: epoch of its claim, number k, kind, parent
     2. ask        each host's leader asks its server; the chief's request has the training state, as of step k
@@ -11,7 +11,7 @@ in allreduce mode, after the commit of step k said that one is due:
                   all parts and writes the manifest
     4. follow     the chief receives the result with the heartbeats, and reports it to the callbacks
 
-A crash before the manifest leaves the checkpoint before in force. The claim on the place is renewed whenever the
+A crash before the manifest leaves the checkpoint before in force. The claim on the location is renewed whenever the
 world was formed again with other hosts, so a host that was cut off is fenced.
 """
 
@@ -31,7 +31,7 @@ from gba_hvd.callbacks import Event
 from gba_hvd.checkpoint.save_schedule import SaveSchedule
 from gba_hvd.config import checked_job_id
 from gba_hvd.errors import BadInput
-from gba_hvd.ps.messages import DelegateClaim, Save, SaveAbout, SavePlan, SaveSettings
+from gba_hvd.ps.messages import DelegateClaim, Save, SaveAbout, SavePace, SavePlan, SaveSettings
 from gba_hvd.ps.worker.host_server import HostServer
 from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.shm.checkpoint_rows import ShardRows, schema_of
@@ -48,7 +48,7 @@ from recovery.policies import counts_accesses
 from recovery.redaction import redacted
 from recovery.restore import Report, TrainingPoint, restore
 from recovery.restore.inspect import read_state
-from recovery.schedule.adaptive import Measured
+from recovery.schedule.adaptive import JobMeasurements
 from recovery.schedule.recovery_choice import RecoveryDecision, Situation, choose_recovery
 from recovery.selection.importance import list_capacities
 from recovery.storage.open import open_store
@@ -68,7 +68,7 @@ def checkpoints_of(engine: Engine) -> JobCheckpoints | None:
 
 @dataclass(frozen=True)
 class CompleteCheckpoint:
-    """A checkpoint that all of a job can go back to. state: the training state, as `TrainingState.resume` takes it.
+    """A checkpoint that all of a job can roll back to. state: the training state, as `TrainingState.resume` takes it.
 
     passed_over: newer ones that could not be used, and why
     """
@@ -110,15 +110,15 @@ class JobCheckpoints(StepParticipant):
         self._epochs: list[int] = []  # of all claims of this job, oldest first
         self._resumed_epoch = 0  # of the checkpoint that the job resumed from
         # Of each full recovery (epoch, number, last epoch before): checkpoints after that one, up to that epoch, are of
-        # training that the job has gone back on. No row comes from them any more.
-        self._gone_back: list[tuple[int, int, int]] = []
-        self._is_claimed = False  # the newest attempt to claim the place was successful
+        # training that the job has rolled back. No row comes from them any more.
+        self._rolled_back: list[tuple[int, int, int]] = []
+        self._is_claimed = False  # the newest attempt to claim the location was successful
         self.schedule = SaveSchedule(engine, callback)
         # (epoch, number) of the newest save of which all know that this host's part failed
         self._part_reported = (0, -1)
         self.waiting: list[str] = []  # a checkpoint that is due, where servers are not up
         self._due = False
-        self.somebody_leaves = False  # all workers know of it, and save first
+        self.worker_leaves = False  # all workers know of it, and save first
         self._died_before = False  # the job that this one resumes from did not end in peace
 
     # --- at the start, and after a change of hosts -------------------------------------------------------------------
@@ -147,11 +147,11 @@ class JobCheckpoints(StepParticipant):
         except BadInput as error:  # it is part of the name of a folder that may be removed
             raise BadInput(
                 f"the newest checkpoint in {redacted(self.callback.url)} names a job that there cannot be: {error}. It "
-                "was not written by gba_hvd, or was changed: name another place, or delete that manifest"
+                "was not written by gba_hvd, or was changed: name another location, or delete that manifest"
             ) from error
 
     def claim_location(self, job: str, writer: str = "") -> None:
-        """Claim the place for this job. On the chief. writer: of a claim of this job's that is known to be dead.
+        """Claim the location for this job. On the chief. writer: of a claim of this job's that is known to be dead.
 
         Raises BadInput when the store cannot be used, or another job writes there. Later on, a store that cannot be
         reached is no reason to stop: saves fail, and are reported, until it can be reached.
@@ -168,7 +168,7 @@ class JobCheckpoints(StepParticipant):
                 others = self._others_since(self._claim)
             except (BadInput, RecoveryError) as error:
                 self._is_claimed = False
-                self.schedule.report_failure(f"the place for checkpoints was not claimed again: {error}")
+                self.schedule.report_failure(f"the checkpoint location was not claimed again: {error}")
                 return
         self._is_claimed = True
         now, before = self._claim.epoch, self._epochs[-1] if self._epochs else 0
@@ -180,7 +180,7 @@ class JobCheckpoints(StepParticipant):
             text = (
                 f"another job has claimed {self.store.url} since this one did (this one had epoch {before}, has "
                 f"{now}): this job continues to save there, but deletes no checkpoint from before, and uses none of "
-                "the other's. Give each job a place of its own; `gba-hvd checkpoint gc` removes what nobody needs"
+                "the other's. Give each job a location of its own; `gba-hvd checkpoint gc` removes what no job needs"
             )
             facts = {"before": before, "now": now}
             self._engine.emit(Event("place_shared", self._engine.progress.step, text, facts, level="warning"))
@@ -188,7 +188,7 @@ class JobCheckpoints(StepParticipant):
     def _others_since(self, claim: claims.Claim) -> bool:
         """Whether epochs between this job's last claim and this one are another's, as far as the claims say.
 
-        A chief that died may have claimed in the job's name, and reported it to nobody.
+        A chief that died may have claimed in the job's name, and not reported it.
         """
         writers: dict[int, set[str]] = {}
         for seen in claims.claims_of(self.store.names("claims/")):
@@ -197,28 +197,28 @@ class JobCheckpoints(StepParticipant):
         return any(writers.get(epoch) != {claim.writer} for epoch in between)
 
     def _is_of_this_job(self, epoch: int, number: int) -> bool:
-        """Whether rows may come from a checkpoint: of this job, or before what it resumed from; not gone back on."""
+        """Whether rows may come from a checkpoint: of this job, or before what it resumed from; not rolled back."""
         is_own = epoch in self._epochs or epoch <= self._resumed_epoch
-        is_void = any(epoch <= last and (epoch, number) > (at, of) for at, of, last in self._gone_back)
+        is_void = any(epoch <= last and (epoch, number) > (at, of) for at, of, last in self._rolled_back)
         return is_own and not is_void
 
     def location(self) -> dict[str, Any]:
-        """What the host leaders know of the place: plain values."""
-        place = {"first_epoch": self.first_epoch, "epochs": self._epochs, "resumed_epoch": self._resumed_epoch}
-        return {**place, "gone_back": [list(one) for one in self._gone_back]} if self._gone_back else place
+        """What the host leaders know of the checkpoint location: plain values."""
+        location = {"first_epoch": self.first_epoch, "epochs": self._epochs, "resumed_epoch": self._resumed_epoch}
+        return {**location, "gone_back": [list(one) for one in self._rolled_back]} if self._rolled_back else location
 
-    def load_location(self, place: Mapping[str, Any]) -> None:
-        self.first_epoch, self._epochs = place["first_epoch"], list(place["epochs"])
-        self._resumed_epoch = place["resumed_epoch"]
-        self._gone_back = [(int(at), int(of), int(last)) for at, of, last in place.get("gone_back", ())]
-        self._note_gone_back()
+    def load_location(self, location: Mapping[str, Any]) -> None:
+        self.first_epoch, self._epochs = location["first_epoch"], list(location["epochs"])
+        self._resumed_epoch = location["resumed_epoch"]
+        self._rolled_back = [(int(at), int(of), int(last)) for at, of, last in location.get("gone_back", ())]
+        self._note_rolled_back()
 
-    def _note_gone_back(self) -> None:
-        if self._gone_back:
-            self.schedule.void_before(max(last for _, _, last in self._gone_back) + 1)
+    def _note_rolled_back(self) -> None:
+        if self._rolled_back:
+            self.schedule.void_before(max(last for _, _, last in self._rolled_back) + 1)
 
     def fill(self, memory: ShardMemory, shards: Sequence[int], now: TrainingPoint | None) -> Report | None:
-        """Bring shards back from the newest good checkpoint; None when there is none. Nobody may use them meanwhile.
+        """Bring shards back from the newest good checkpoint; None: there is none. No process may use them meanwhile.
 
         now: where the job is, if it continues: then only rows come back, of its own checkpoints and of what it resumed
         from, else also the state. Raises as `recovery.restore.restore`.
@@ -237,7 +237,7 @@ class JobCheckpoints(StepParticipant):
         damaged: manifests to pass over. Raises BadInput or RecoveryError saying why there is none.
         """
         if not self._is_claimed:
-            raise BadInput("the place for checkpoints could not be claimed: a save in flight might still change it")
+            raise BadInput("the checkpoint location could not be claimed: a save in flight might still change it")
         passed_over = []
         for chain in chains(self.store, self._is_of_this_job):
             if isinstance(chain, Skipped):
@@ -258,7 +258,7 @@ class JobCheckpoints(StepParticipant):
         raise NotFound(f"{redacted(self.store.url)} has no checkpoint of this job that leaves out no change{why}")
 
     def decide_recovery(self, n_lost: int, stood_s: float) -> tuple[RecoveryDecision, CompleteCheckpoint | None]:
-        """What the survivors do about so many shards that went down with a host, and the checkpoint to go back to.
+        """What the survivors do about so many shards that went down with a host, and the checkpoint to roll back to.
 
         stood_s: seconds since the last step. On the rank whose state the others get, which owns the decision.
         """
@@ -275,7 +275,7 @@ class JobCheckpoints(StepParticipant):
         except (BadInput, RecoveryError) as error:
             why_not = "" if given.strategy == "partial" else str(error)
         if newest is not None:  # a chief that was lost with its host left there what it had measured
-            left = Measured.of_checkpoint(newest)
+            left = JobMeasurements.of_checkpoint(newest)
             if left.observed_s > measured.observed_s:
                 step_s = left.observed_s / max(1, newest.step)
             measured = measured.with_those_of(left)
@@ -303,14 +303,14 @@ class JobCheckpoints(StepParticipant):
             raise Damaged(f"{manifest} cannot be restored any more")
         return report
 
-    def gone_back_to(self, epoch: int, number: int) -> None:
+    def rolled_back_to(self, epoch: int, number: int) -> None:
         """Full recovery, on the rank whose state the others get: checkpoints after this one are void from now on."""
-        self._gone_back.append((epoch, number, self._epochs[-1] - 1))
-        self._note_gone_back()
+        self._rolled_back.append((epoch, number, self._epochs[-1] - 1))
+        self._note_rolled_back()
 
-    def went_back(self, step: int) -> None:
+    def rolled_back(self, step: int) -> None:
         self._part_reported, self._due, self.waiting = (0, -1), False, []
-        self.schedule.went_back(step)
+        self.schedule.rolled_back(step)
 
     def delegate_claim(self, line: HostServer, part: int, n_parts: int) -> None:
         """Run on each host leader. Report the new world to the server; the chief's also renews the claim."""
@@ -328,7 +328,7 @@ class JobCheckpoints(StepParticipant):
     def resume_point(self, report: Report) -> None:
         """The whole job was restored. On the chief."""
         self._resumed_epoch = report.manifest.epoch
-        measured = Measured.of_checkpoint(report.manifest)
+        measured = JobMeasurements.of_checkpoint(report.manifest)
         if self._died_before:
             measured = measured.lost(measured.observed_s)
         self.schedule.resume(report.step, replace(measured, load_s=report.seconds))
@@ -336,7 +336,7 @@ class JobCheckpoints(StepParticipant):
     def resume_from_memory(self, state: Mapping[str, Any], step: int) -> str:
         """Restore this class's retained `state`, in a job that lost all its workers. Returns the writer's name."""
         self.load_location(state["place"])
-        measured = Measured.of_mapping(state["measured"])
+        measured = JobMeasurements.of_mapping(state["measured"])
         self.schedule.resume(min(step, max(0, self.schedule.saved_step)), measured.lost(measured.observed_s))
         return "" if state["claim"] is None else str(state["claim"]["writer"])
 
@@ -388,7 +388,7 @@ class JobCheckpoints(StepParticipant):
 
     def after_commit(self, agreed: Sequence[float]) -> None:
         """What is due waits for servers that are not up; training does not."""
-        self._due, self.somebody_leaves = agreed[0] > 0 and not agreed[3], agreed[1] > 0
+        self._due, self.worker_leaves = agreed[0] > 0 and not agreed[3], agreed[1] > 0
         self.waiting = ["the checkpoint that is due"] if agreed[0] > 0 and agreed[3] else []
         if agreed[2] > 0 and self._engine.world.rank == 0:
             self.schedule.part_failed()
@@ -422,9 +422,10 @@ class JobCheckpoints(StepParticipant):
             global_batch=engine.model.global_batch,
             micro_batch=engine.model.micro_batch,
             n_servers=self.schedule.n_hosts,
-            given=asdict(self.callback.given),
-            pace=self.callback.pace,
-            **self.schedule.seen().about(),
+            given=self.callback.given,
+            measured=self.schedule.seen(),
+            costs=self.schedule.seen().costs(),
+            pace=SavePace(**self.callback.pace),
             compression=self._compressor,
         )
 
@@ -482,12 +483,12 @@ class JobCheckpoints(StepParticipant):
     def load_state(self, state: dict[str, Any]) -> None:
         self._claim = None if state["claim"] is None else claims.Claim(**state["claim"])
         self.load_location(state["place"])
-        self.schedule.load_measured(Measured.of_mapping(state["measured"]))
+        self.schedule.load_measured(JobMeasurements.of_mapping(state["measured"]))
 
     def world_formed(self, rows_moved: bool) -> None:
         """Discard what was in flight; a rank that is not the chief now has no knowledge of coming saves.
 
         rows_moved: shards may be elsewhere, or have started over: the next save takes all rows
         """
-        self._due, self.somebody_leaves, self.waiting = False, False, []
+        self._due, self.worker_leaves, self.waiting = False, False, []
         self.schedule.world_formed(forget=rows_moved or self._engine.world.rank != 0)

@@ -33,7 +33,7 @@ from gba_hvd.ps.worker.session import place_dense
 from gba_hvd.shm import retained_state
 from gba_hvd.shm.layout import Layout
 from gba_hvd.shm.retained_state import RetainedState
-from gba_hvd.shm.shard_memory import ShardMemory, is_of, nobody_lives
+from gba_hvd.shm.shard_memory import ShardMemory, is_of, no_process_lives
 from recovery import state_codec
 
 _LOOK_S = 0.1
@@ -111,7 +111,7 @@ def decide_resume(found: Sequence[MemorySurvey], settings: int, saved_step: int)
 def _without_outdated(found: Sequence[MemorySurvey]) -> list[MemorySurvey]:
     """Nothing, for hosts all of whose shards others took over: the job continued without them.
 
-    What they have may be of a later step than the others' if the job went back to a checkpoint meanwhile.
+    What they have may be of a later step than the others' if the job rolled back to a checkpoint meanwhile.
     """
     newest = np.max([one.placed * one.ready for one in found], axis=0)
     current = [one.ready & (one.placed == newest) for one in found]
@@ -122,11 +122,11 @@ def _without_outdated(found: Sequence[MemorySurvey]) -> list[MemorySurvey]:
 
 
 def survey(folder: Path, layout: Layout, timeout_s: float) -> bool:
-    """Whether a memory of this model is in the folder that nobody lives in. Waits for a server's last checkpoint."""
+    """Whether a memory of this model is in a folder that no process lives in. Waits for a server's final save."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            if nobody_lives(folder):
+            if no_process_lives(folder):
                 return is_of(folder, layout)
         except FileNotFoundError:
             return False

@@ -1,6 +1,6 @@
-"""How often a job saves, what is due, what is in flight, and what became of it.
+"""How often a job saves, what is due, what is in flight, and its outcome.
 
-How often and what, unless the user said so, is planned from what was measured (`recovery.schedule.adaptive`); the chief
+How often and what, unless configured, is planned from what was measured (`recovery.schedule.adaptive`); the chief
 plans again with every save and every change of hosts. Who asks which server to save is decided in `job_checkpoints`.
 """
 
@@ -22,7 +22,7 @@ from recovery.callback import CheckpointCallback
 from recovery.errors import StoreError
 from recovery.policies import is_lossless, lossless_kind
 from recovery.schedule import planner
-from recovery.schedule.adaptive import IntervalPlan, Measured, plan_interval
+from recovery.schedule.adaptive import IntervalPlan, JobMeasurements, plan_interval
 
 _FORGET_S = 90.0  # a save without any report for so long: the mode changed, or its server hangs
 _AGE_EVERY_S, _LATE_AT = 2.0, 2.0  # how often the newest one's age is reported; how many intervals are too many
@@ -55,17 +55,17 @@ class SaveSchedule:
         self._late, self._age_reported_s = Patience(), 0.0
         self._last_failure, self._failed_s = "", -math.inf
         self._leave_step: int | None = None  # of an asynchronous mode, where it was reported
-        self._measured = Measured()
+        self._measured = JobMeasurements()
         self._since_s: float | None = None  # when this worker began to count the time that is observed
         self._pace: IntervalPlan | None = None  # on the chief
-        self._since_epoch = 0  # what was saved under claims before this is of training that was gone back on
+        self._since_epoch = 0  # what was saved under claims before this is of training that was rolled back
 
-    def resume(self, step: int, measured: Measured) -> None:
+    def resume(self, step: int, measured: JobMeasurements) -> None:
         """The job resumes from a checkpoint of this step, or from memory."""
         self.callback.began(step, time.monotonic())
         self._measured = measured
 
-    def load_measured(self, measured: Measured) -> None:
+    def load_measured(self, measured: JobMeasurements) -> None:
         """By another worker, which was the chief."""
         self._measured, self._since_s = measured, None
 
@@ -82,7 +82,7 @@ class SaveSchedule:
         """The plan in force; on the chief, and where the interval is planned."""
         return self._pace
 
-    def went_back_to(self, samples_lost: float, load_s: float, stood_s: float) -> None:
+    def rolled_back_to(self, samples_lost: float, load_s: float, stood_s: float) -> None:
         """Full recovery, on the rank whose state the others get. samples_lost: by all recoveries, at the checkpoint.
 
         load_s: for loading all rows; stood_s: since the last step, the loading included.
@@ -95,7 +95,7 @@ class SaveSchedule:
         """Reports of saves under claims before this one are ignored from now on."""
         self._since_epoch = epoch
 
-    def went_back(self, step: int) -> None:
+    def rolled_back(self, step: int) -> None:
         """The job is at this step again."""
         self._reported, self._last_failure, self._failed_s = SaveStatus(), "", -math.inf
         self._asked_s, self._asked_number, self._asked_step, self._leave_step = None, -1, -1, None
@@ -104,12 +104,12 @@ class SaveSchedule:
         self.callback.began(step, time.monotonic())
 
     def in_force(self, saved: SaveStatus | None) -> SaveStatus | None:
-        """What became of a save; None where it is of training that the job has gone back on."""
+        """The status of a save; None where it is of training that the job has rolled back."""
         return None if saved is None or (saved.number and saved.epoch < self._since_epoch) else saved
 
     # --- how often, and what -----------------------------------------------------------------------------------------
 
-    def seen(self) -> Measured:
+    def seen(self) -> JobMeasurements:
         """What was measured, with the time until now."""
         now = time.monotonic()
         if self._since_s is None:
@@ -120,7 +120,7 @@ class SaveSchedule:
 
     @property
     def samples_lost(self) -> float:
-        """By all recoveries so far, see `Measured.samples_lost`."""
+        """By all recoveries so far, see `JobMeasurements.samples_lost`."""
         return self._measured.samples_lost
 
     def host_was_lost(self, load_s: float | None, stood_s: float | None, samples_lost: float) -> None:
@@ -141,7 +141,7 @@ class SaveSchedule:
         self._measured = replace(self._measured, stall_s=seconds)
 
     def plan_pace(self, n_hosts: int) -> None:
-        """On the chief, whenever something new is known: how often to save from now on, unless the user said so."""
+        """On the chief, whenever something new is known: how often to save from now on, unless configured."""
         self.n_hosts = n_hosts
         if not self.callback.is_planned:
             return
@@ -164,7 +164,7 @@ class SaveSchedule:
         return planner.next_kind(self._chain, wanted)
 
     def next_number(self, step: int) -> int:
-        """Of a save of this step: the step, but for one that was saved before, with changes left out, or failed.
+        """Number of a save of this step: the step, but for one that was saved before, with changes left out, or failed.
 
         No number comes twice: the blobs of two saves would bear the same names, and a server takes the second request
         for the first one again.
@@ -180,7 +180,7 @@ class SaveSchedule:
 
     def is_due_before_a_leave(self, mode: PsWorker) -> bool:
         """Whether a checkpoint is due because a worker is being preempted."""
-        if not (mode.contact.somebody_leaves or self._engine.signals.preempt_deadline_s is not None):
+        if not (mode.contact.worker_leaves or self._engine.signals.preempt_deadline_s is not None):
             self._leave_step = None
             return False
         if self._leave_step is None:
@@ -190,7 +190,7 @@ class SaveSchedule:
         has_failed = time.monotonic() - self._failed_s < _AGAIN_S  # just now
         return not is_saved and not has_failed and self._asked_s is None
 
-    # --- what was asked for, and what became of it -------------------------------------------------------------------
+    # --- what was asked for, and its outcome -------------------------------------------------------------------------
 
     def asked(self, number: int, step: int) -> None:
         """A checkpoint of this step was asked for just now."""

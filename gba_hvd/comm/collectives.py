@@ -33,7 +33,7 @@ log = logging.getLogger("gba_hvd")
 
 
 class WorldLeft(GbaError):
-    """An operation was given up, because its world is about to be left."""
+    """An operation was cancelled, because its world is about to be left."""
 
 
 class World(Protocol):
@@ -56,10 +56,10 @@ class World(Protocol):
     def gather_bytes(self, name: str, data: bytes) -> list[np.ndarray]:
         """Every rank's bytes, uint8 [n] of its own length each, in rank order."""
 
-    def sum_(self, name: str, values: Tensor, given_up: Callable[[], bool] | None = None) -> None:
+    def sum_(self, name: str, values: Tensor, cancelled: Callable[[], bool] | None = None) -> None:
         """Sum over the ranks, in place.
 
-        given_up: of a sum in the background: asked now and then, true raises WorldLeft. Horovod's world must be left
+        cancelled: of a sum in the background: called now and then, true raises WorldLeft. Horovod's world must be left
         before an operation of this name comes again.
         """
 
@@ -85,7 +85,7 @@ class SoloWorld:
     def gather_bytes(self, name: str, data: bytes) -> list[np.ndarray]:
         return [np.frombuffer(data, np.uint8)]
 
-    def sum_(self, name: str, values: Tensor, given_up: Callable[[], bool] | None = None) -> None:
+    def sum_(self, name: str, values: Tensor, cancelled: Callable[[], bool] | None = None) -> None:
         pass
 
 
@@ -136,20 +136,20 @@ class HorovodWorld:
             at = end
         return parts
 
-    def sum_(self, name: str, values: Tensor, given_up: Callable[[], bool] | None = None) -> None:
+    def sum_(self, name: str, values: Tensor, cancelled: Callable[[], bool] | None = None) -> None:
         local = values.cpu()  # the same tensor on a CPU; our Horovod is built for CPU tensors
-        self._wait(self._hvd.allreduce_async_(local, op=self._hvd.Sum, name=f"gba_hvd.{name}"), given_up)
+        self._wait(self._hvd.allreduce_async_(local, op=self._hvd.Sum, name=f"gba_hvd.{name}"), cancelled)
         if local is not values:
             values.copy_(local)
 
-    def _wait(self, handle: Any, given_up: Callable[[], bool] | None = None) -> Any:
+    def _wait(self, handle: Any, cancelled: Callable[[], bool] | None = None) -> Any:
         """The result of an operation. Horovod's own wait spins: it takes the core from whom it waits for."""
         asked_s = time.perf_counter()
         while not self._hvd.poll(handle):
-            if given_up is not None and given_up():  # Horovod keeps the tensors until the next world is initialised
+            if cancelled is not None and cancelled():  # Horovod keeps the tensors until the next world is initialised
                 raise WorldLeft("this worker leaves the world")
             waited_s = time.perf_counter() - asked_s
-            time.sleep(min(max(_POLL_S, waited_s / 20), _PATIENT_POLL_S) if given_up is None else _PATIENT_POLL_S)
+            time.sleep(min(max(_POLL_S, waited_s / 20), _PATIENT_POLL_S) if cancelled is None else _PATIENT_POLL_S)
         return self._hvd.synchronize(handle)
 
 
@@ -203,7 +203,7 @@ def _horovod() -> Any:
 
 
 def worker_lost(message: str) -> Exception:
-    """The error on which Horovod's elastic loop re-forms the world. It shows nobody the message, so that is logged."""
+    """The error on which Horovod's elastic loop re-forms the world. It does not show the message, so that is logged."""
     logging.getLogger("gba_hvd").warning(message)
     if "horovod.torch" in sys.modules:
         from horovod.common.exceptions import HorovodInternalError
@@ -228,7 +228,7 @@ def hosts_updated() -> Exception:
 def all_or_none(
     world: World, is_restart: bool, name: str, act: Callable[[], T], what: str = "its host's shard memory"
 ) -> T:
-    """Do something that may fail on one rank, and stop on all: nobody is left waiting for a worker that gave up.
+    """Do something that may fail on one rank, and stop on all: no rank is left waiting for a worker that failed.
 
     name: of what is done, also of the collective. Raises the rank's own error there, elsewhere one that names the rank.
     The survivors of a running job do not fail with a late joiner: they form a world without it.

@@ -10,7 +10,7 @@ Horovod's connections are not encrypted, so an eavesdropper must learn nothing. 
     4. each     decrypts its own
 
 What that promises. Who only listens learns nothing, nor later from a worker's memory: the private halves are gone.
-Who can alter Horovod's traffic learns nothing and can give nobody a key while the shared secret is secret; without
+Who can alter Horovod's traffic learns nothing and can give no worker a key while the shared secret is secret; without
 one, such an attacker can stand between root and worker and read the key. (And can alter gradients, with or without:
 Horovod's own traffic is not authenticated.)
 """
@@ -70,18 +70,18 @@ def share_key(world: World, name: str, key: bytes | None, root: int, secret: byt
     """The root's key, on every rank. A collective.
 
     key: 32 bytes, on the root. secret: of `shared_secret`. is_restart: ranks that agree with the root continue without
-    those that do not. Raises StateMismatch on all ranks when their secrets differ, or when somebody altered what was
-    sent.
+    those that do not. Raises StateMismatch on all ranks when their secrets differ, or when a third party altered what
+    was sent.
     """
     if world.size == 1:
         assert key is not None
         return key
     private = X25519PrivateKey.generate()
     mine = private.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
-    said = [row.tobytes() for row in world.gather_bytes(f"{name}.public", mine + _tag(secret, world.rank, mine))]
-    publics = [each[:_KEY_BYTES] for each in said]
-    agrees = [_tag(secret, rank, each[:_KEY_BYTES]) == each[_KEY_BYTES:] for rank, each in enumerate(said)]
-    _refuse_other_secrets(world, root, [len(each) > _KEY_BYTES for each in said], agrees, is_restart)
+    published = [row.tobytes() for row in world.gather_bytes(f"{name}.public", mine + _tag(secret, world.rank, mine))]
+    publics = [each[:_KEY_BYTES] for each in published]
+    agrees = [_tag(secret, rank, each[:_KEY_BYTES]) == each[_KEY_BYTES:] for rank, each in enumerate(published)]
+    _refuse_other_secrets(world, root, [len(each) > _KEY_BYTES for each in published], agrees, is_restart)
     sealed = b""
     if world.rank == root:
         assert key is not None and len(key) == _KEY_BYTES
@@ -99,7 +99,7 @@ def share_key(world: World, name: str, key: bytes | None, root: int, secret: byt
         return cipher.decrypt(_NONCE, sealed[n * world.rank : n * (world.rank + 1)], None)
     except (InvalidTag, ValueError) as error:
         raise StateMismatch(
-            f"the job's key, which rank {root} sent to rank {world.rank}, was altered on the way: somebody changes "
+            f"the job's key, which rank {root} sent to rank {world.rank}, was altered on the way: another party alters "
             "Horovod's traffic; use a network that others cannot write to, and GBA_HVD_KEY_FILE"
         ) from error
 

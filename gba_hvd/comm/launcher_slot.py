@@ -1,13 +1,13 @@
-"""A worker's seat with the launcher of an elastic job: whether it may take part in the next world.
+"""A worker's slot with the launcher of an elastic job: whether it may take part in the next world.
 
 Horovod's launcher identifies workers by host and number on the host, not by process. A worker that was cut off while
 the others formed a world without it could come back, ask for its rank, and pass for a worker that the launcher starts
 or even for the survivor that it waits for. So each worker leaves its mark in the launcher's key-value store when it has
 been let into a world, and looks for it before it asks for a place in the next one. The launcher empties the store when
-it forms a world, which it does only when every worker of the last one has asked, or was given up. Decided here: a mark
-that is gone, or another's, means that this worker was given up. It ends; its host may send a new one.
+it forms a world, which it does only when every worker of the last one has asked, or was evicted. Decided here: a mark
+that is gone, or another's, means that this worker was evicted (fencing). It ends; its host may send a new one.
 
-What a crash leaves: a mark that nobody looks for. Before the mark is left there is no world to come back from.
+What a crash leaves: a mark that no worker looks for. Before the mark is left there is no world to come back from.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SCOPE = "gba_hvd"
 _REQUEST_S, _PAUSE_S = 3.0, 0.2
 
 
-def may_go_on(mark: str, found: str | None) -> tuple[bool, str]:
+def may_continue(mark: str, found: str | None) -> tuple[bool, str]:
     """Whether the worker that left `mark` may ask for a place in the next world, and why. found: None is nothing."""
     if found == mark:
         return True, "the launcher has formed no world since"
@@ -58,7 +58,7 @@ class LauncherSlot:
         found = self._ask("GET")
         if found not in (None, self.mark):
             raise WorkerEvicted(
-                f"this worker was given up while it was away: {may_go_on(self.mark, found)[1]}. It ends"
+                f"this worker was evicted while it was away: {may_continue(self.mark, found)[1]}. It ends"
             )
         self._ask("PUT", self.mark.encode())
         self._taken = True
@@ -73,7 +73,7 @@ class LauncherSlot:
         deadline = self._clock() + timeout_s
         while True:
             try:
-                allowed, why = may_go_on(self.mark, self._ask("GET"))
+                allowed, why = may_continue(self.mark, self._ask("GET"))
             except OSError as error:
                 if self._clock() > deadline:
                     address, port = self._launcher
@@ -85,7 +85,7 @@ class LauncherSlot:
                 continue
             if not allowed:
                 raise WorkerEvicted(
-                    f"this worker was given up while it was away: {why}. It ends, and nothing of its state is used; "
+                    f"this worker was evicted while it was away: {why}. It ends, and nothing of its state is used; "
                     "the launcher may start a new one here"
                 )
             self._taken = False

@@ -69,14 +69,14 @@ def words(n_bytes: Mapping[str, int]) -> str:
         mode, _, kind = rest.rpartition("_")  # modes such as hop_bs have a _ of their own
         if n:
             by_mode.setdefault(mode, {}).setdefault(direction, {})[kind] = n
-    said = []
+    lines = []
     for mode, directions in by_mode.items():
         sent, received = directions.get("sent", {}), directions.get("received", {})
         parts = [f"sent {_kinds(sent)}"] if sent else []
         if received:
             parts.append("received as much" if received == sent else f"received {_kinds(received)}")
-        said.append(f"{mode}: {', '.join(parts)}")
-    return "; ".join(said)
+        lines.append(f"{mode}: {', '.join(parts)}")
+    return "; ".join(lines)
 
 
 def words_of_all(sent: int, received: int) -> str:

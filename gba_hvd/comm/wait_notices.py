@@ -1,6 +1,6 @@
 """What training logs while something waits for companion servers that are not up, and when. No socket, no clock.
 
-Training never waits for them, unless the user said so (`GBACallback(wait_s=...)`): allreduce continues, and a mode that
+Training never waits for them, unless configured (`GBACallback(wait_s=...)`): allreduce continues, and a mode that
 was asked for, or a checkpoint that is due, comes when the servers of all hosts answer. All workers know of that at the
 same step, from numbers that travel with the commit.
 """

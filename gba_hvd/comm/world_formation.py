@@ -1,4 +1,4 @@
-"""How long workers wait for a world that forms, and what is said of it. No Horovod here; nothing is decided by it.
+"""How long workers wait for a world that forms, and when that is reported. No Horovod here; nothing is decided by it.
 
 Horovod forms worlds in a call that cannot be interrupted, in allreduce mode in the training thread. So what is reported
 of a world that was late comes when it stands; in asynchronous modes, where another thread waits, also meanwhile.

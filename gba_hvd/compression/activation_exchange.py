@@ -67,7 +67,7 @@ class ActivationExchange(RowExchange):
 
     def send(self, grads: Sequence[RowGrad], extra: int) -> dict[int, np.ndarray]:
         """As `RowExchange.send`: of what was borrowed, the elements that were sent."""
-        far, groups = {}, self._tables.layout.groups
+        remote, groups = {}, self._tables.layout.groups
         counted = any(grad.accesses is not None for grad in grads)
         given_back = {
             rank: sections(
@@ -81,8 +81,8 @@ class ActivationExchange(RowExchange):
         for rank, data in self._swap("rows", "rows", given_back).items():
             parts = zip(split(data, len(groups)), self._given.pop(rank), groups, strict=True)
             back = [coding.read_back(part, lent, group.dim, extra, counted) for part, lent, group in parts]
-            far[rank], _ = pack_by_owner(back, np.zeros(len(self._server), dtype=np.int32), 1)
-        return far
+            remote[rank], _ = pack_by_owner(back, np.zeros(len(self._server), dtype=np.int32), 1)
+        return remote
 
     def _lend(self, questions: dict[int, np.ndarray]) -> dict[int, bytes]:
         """By rank, what it asked for; kept with its mask until the gradients come."""

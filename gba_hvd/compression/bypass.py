@@ -1,7 +1,7 @@
 """Whether compressing pays: a pure function of what the steps took, equal on all workers, with a sentence why.
 
 Each worker's seconds of a step travel with the commit of the next one (of rows: with its own). Of the time on the wire
-the shortest counts (who comes last waits for nobody), of the time for encoding and decoding the longest. When a world
+the shortest counts (the last rank does not wait), of the time for encoding and decoding the longest. When a world
 has formed, a few steps are sent both ways. What the wire took longer for the bytes that compressing saves is its
 bandwidth; each tensor whose encoding and decoding takes longer than its saved bytes would is bypassed, and all of them
 if those left do not pay. Later the other way is tried again, the more seldom the more it costs: trying takes half a
@@ -46,7 +46,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TensorVerdict:
     """About one tensor."""
 
     compress: bool
@@ -54,7 +54,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Decision:
+class BypassDecision:
     """compress: anything, from now on. bypassed: tensors that go as they are all the same, and why. changed: it is
     another decision than before.
     """
@@ -65,13 +65,13 @@ class Decision:
     bypassed: dict[str, str] = field(default_factory=dict)
 
 
-def choose(costs: Sequence[Cost], s_per_byte: float) -> list[Verdict]:
+def choose(costs: Sequence[Cost], s_per_byte: float) -> list[TensorVerdict]:
     """Which tensors to compress, at a measured bandwidth: those whose saved bytes would take longer than the coding."""
     verdicts = []
     for cost in costs:
         saved_s = cost.saved_bytes * s_per_byte
         reason = f"{1000 * cost.codec_s:.2f} ms to compress, {1000 * saved_s:.2f} ms for the bytes saved"
-        verdicts.append(Verdict(cost.codec_s < saved_s, reason))
+        verdicts.append(TensorVerdict(cost.codec_s < saved_s, reason))
     return verdicts
 
 
@@ -109,7 +109,7 @@ class Bypass:
         """The next step that is seen leads to a decision: `saw` must be given the costs."""
         return len(self._ahead) == 1
 
-    def saw(self, compressed: bool, took: Sequence[StepTiming], costs: Sequence[Cost] = ()) -> Decision | None:
+    def saw(self, compressed: bool, took: Sequence[StepTiming], costs: Sequence[Cost] = ()) -> BypassDecision | None:
         """What a step took on every worker. Returns the decision where one was made.
 
         costs: of each tensor, as of the newest step that compressed it; empty: all tensors share their fate.
@@ -142,7 +142,7 @@ class Bypass:
         times = ([all_ for _, all_ in self._took[way]] for way in (True, False))
         return sum(float(np.subtract(*np.percentile(some, (75, 25)))) for some in times) / 2
 
-    def _decide(self, costs: Sequence[Cost]) -> Decision:
+    def _decide(self, costs: Sequence[Cost]) -> BypassDecision:
         (packed_wire, packed), (plain_wire, plain) = (
             (median(wire for wire, _ in self._took[way]), median(all_ for _, all_ in self._took[way]))
             for way in (True, False)
@@ -174,4 +174,4 @@ class Bypass:
             more = [f"{len(bypassed) - _NAMED} more"] if len(bypassed) > _NAMED else []
             reason += f"; {len(bypassed)} of {len(self._names)} tensors go as they are: {', '.join(named + more)}"
         changed = first or before != (self._compress, self._chosen)
-        return Decision(self._compress, reason, changed, bypassed if self._compress else {})
+        return BypassDecision(self._compress, reason, changed, bypassed if self._compress else {})

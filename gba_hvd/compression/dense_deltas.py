@@ -6,7 +6,7 @@ with the step it has. What becomes of a request that is repeated:
 
     it has the step the last answer led to     a new difference
     it has the step the last answer began at   the same answer again: it was lost
-    it has an older one                        the same; nobody waits for it: the request comes late
+    it has an older one                        the same; no worker waits for it: the request comes late
     anything else, or a server that restarted  all values, and the mirror starts over
 
 Where every element travels as it is there are no differences, only values: so the worker has them bit for bit.

@@ -10,7 +10,7 @@ fp16 without a selector has no messages: an allreduce of half-precision numbers 
 without compression carries the residual as well, so nothing waits for ever.
 
 Who owns what: `error_feedback` and the counters outlive the world, `bypass` is new in each. What a crash leaves:
-before 3, nobody has the step and every survivor's residual is as it was; after 3, it is settled by who saw the
+before 3, no worker has the step and every survivor's residual is as it was; after 3, it is settled by who saw the
 result, and by who learns of it later (`AllreduceExchange.apply_held`). That of a dead worker is lost, and counted.
 """
 
@@ -30,11 +30,11 @@ from torch import Tensor
 from gba_hvd.comm.collectives import World
 from gba_hvd.comm.traffic import Traffic, ring
 from gba_hvd.compression import sparse_message, value_codec
-from gba_hvd.compression.bypass import Bypass, Cost, Decision, StepTiming
-from gba_hvd.compression.error_feedback import Feedback, Span, plain_of, spans_of
+from gba_hvd.compression.bypass import Bypass, BypassDecision, Cost, StepTiming
+from gba_hvd.compression.error_feedback import Feedback, TensorSpan, plain_of, spans_of
 from gba_hvd.compression.spec import Spec
-from gba_hvd.dense_gradients import DenseGradients
 from gba_hvd.errors import NonFiniteGradient
+from gba_hvd.gradients.dense_gradients import DenseGradients
 
 N_NUMBERS = 5  # of each worker, with each commit: wire_s, codec_s and step_s of the step before, |residual|, not finite
 
@@ -46,16 +46,16 @@ class _Shape:
     n: elements of `spans`. flushed: tensors that could be compressed, and are not
     """
 
-    spans: list[Span]
+    spans: list[TensorSpan]
     n: int
     plain: list[slice]
-    flushed: list[Span]
+    flushed: list[TensorSpan]
 
 
 class DenseExchange:
     """One worker's part. Belongs to the training thread.
 
-    decisions: what `bypass` decided since somebody last looked. not_finite: of the last step, whose gradient and
+    decisions: what `bypass` decided since the last report. not_finite: of the last step, whose gradient and
     residual were not, if any
     """
 
@@ -65,7 +65,7 @@ class DenseExchange:
         self._all = self._shape(())
         self._candidates = [span.tensor for span in self._all.spans]
         self._itemsize = dense.total.element_size()
-        self.decisions: list[Decision] = []
+        self.decisions: list[BypassDecision] = []
         self.not_finite = ""
         self._known: list[float] = []  # by rank, the sum of |residual| when the last step was begun; empty: not known
         self._rank, self._size = -1, 0  # this worker's place in the world that was formed last
@@ -120,7 +120,9 @@ class DenseExchange:
         self._last = any(chosen), took
 
     def _costs(self, world: World) -> list[Cost]:
-        """Of each tensor that can be compressed, the same on all workers. A collective, before a step's commit."""
+        """The costs of each tensor that can be compressed, the same on all workers. A collective, before a step's
+        commit.
+        """
         codec_s = [median(self._codec_s[t] or [0.0]) for t in self._candidates]
         sums = torch.tensor([codec_s, self.feedback.sent_bytes[self._candidates].tolist()], dtype=torch.float64)
         world.sum_("compression.costs", sums)
@@ -158,9 +160,9 @@ class DenseExchange:
 
     def state(self, world: World) -> dict[str, Any]:
         """For a checkpoint: the sum of all workers' residuals. A collective."""
-        rest = torch.from_numpy(self.feedback.rest.copy())
-        world.sum_("residual", rest)
-        return {"compression": {"rest": rest.numpy(), "missing": 0}}
+        residual = torch.from_numpy(self.feedback.residual.copy())
+        world.sum_("residual", residual)
+        return {"compression": {"rest": residual.numpy(), "missing": 0}}
 
     def load_state(self, state: Mapping[str, Any]) -> int:
         """On one worker of a job that resumes from a checkpoint: it takes over all that was not sent.
@@ -265,7 +267,7 @@ class DenseExchange:
         """Gradients with their residual in half precision; what that rounds off is pending."""
         began_s = time.perf_counter()
         with np.errstate(over="ignore", invalid="ignore"):  # it is refused by name
-            wanted = np.concatenate([flat[s.at] + self.feedback.rest[s.at] for s in shape.spans])
+            wanted = np.concatenate([flat[s.at] + self.feedback.residual[s.at] for s in shape.spans])
         if not np.isfinite(wanted.sum(dtype=np.float64)):
             for span in shape.spans:
                 self.feedback.refuse_non_finite(span, flat[span.at])

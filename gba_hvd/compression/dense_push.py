@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from gba_hvd.compression import sparse_message
-from gba_hvd.compression.bypass import Bypass, Cost, Decision, StepTiming
-from gba_hvd.compression.error_feedback import Feedback, Span, plain_of, spans_of
+from gba_hvd.compression.bypass import Bypass, BypassDecision, Cost, StepTiming
+from gba_hvd.compression.error_feedback import Feedback, TensorSpan, plain_of, spans_of
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,18 @@ class Frame:
 class DensePush:
     """One worker's dense frames, and the decision which tensors to compress. Belongs to the training thread.
 
-    parts: by server, the tensors it holds; is_far: by server, whether it is on another host: only those are compressed.
+    parts: by server, the tensors it holds; is_remote: by server, whether it is on another host. Only those compress.
     Uses the worker's feedback, which outlives the mode. decisions: what is decided is added there
     """
 
     def __init__(
-        self, feedback: Feedback, parts: Sequence[Sequence[int]], is_far: Sequence[bool], decisions: list[Decision]
+        self,
+        feedback: Feedback,
+        parts: Sequence[Sequence[int]],
+        is_remote: Sequence[bool],
+        decisions: list[BypassDecision],
     ) -> None:
-        self._feedback, self._parts, self._is_far = feedback, [list(part) for part in parts], list(is_far)
+        self._feedback, self._parts, self._is_remote = feedback, [list(part) for part in parts], list(is_remote)
         self._candidates = [spans_of(feedback.sizes, part)[0] for part in parts]
         self._bypass = [
             Bypass([feedback.names[span.tensor] for span in spans], feedback.spec.is_forced,
@@ -69,7 +73,7 @@ class DensePush:
         feedback.begin()
         frames: list[Frame] = []
         for s, (part, candidates, slices) in enumerate(zip(self._parts, self._candidates, self._slices, strict=True)):
-            chosen = self._bypass[s].tensors_next() if self._is_far[s] else ()
+            chosen = self._bypass[s].tensors_next() if self._is_remote[s] else ()
             if not any(chosen):
                 feedback.flush(flat, candidates)
                 frames.append(Frame(_together(flat, slices)))
@@ -86,7 +90,7 @@ class DensePush:
 
     def answered(self, server: int, frame: Frame, seconds: float) -> None:
         """A server has taken this frame, after so long. From any thread."""
-        if self._is_far[server] and self._candidates[server]:
+        if self._is_remote[server] and self._candidates[server]:
             now = time.perf_counter()
             self._timings.append(
                 (server, frame.coded, StepTiming(seconds, frame.encode_s, now - self._answered_s[server]))
@@ -103,7 +107,7 @@ class DensePush:
             if decision is not None and decision.changed:
                 self._decisions.append(decision)
 
-    def _cost(self, span: Span) -> Cost:
+    def _cost(self, span: TensorSpan) -> Cost:
         t = span.tensor
         return Cost(
             float(self._feedback.encode_s[t]), max(0.0, 4 * self._feedback.sizes[t] - self._feedback.sent_bytes[t])

@@ -30,7 +30,7 @@ class NonFiniteResidual(NonFiniteGradient):
 
 
 @dataclass(frozen=True)
-class Span:
+class TensorSpan:
     """One tensor's elements within a flat array, and within a message."""
 
     tensor: int
@@ -39,7 +39,7 @@ class Span:
     stop: int
 
 
-def spans_of(sizes: Sequence[int], tensors: Sequence[int], whole: Collection[int] = ()) -> tuple[list[Span], int]:
+def spans_of(sizes: Sequence[int], tensors: Sequence[int], whole: Collection[int] = ()) -> tuple[list[TensorSpan], int]:
     """The tensors that are compressed, of some that lie in a flat array at their offsets; and their elements together.
 
     sizes: of all tensors of the flat array. Those under MIN_ELEMENTS, and `whole`, are left out: they travel as they
@@ -49,7 +49,7 @@ def spans_of(sizes: Sequence[int], tensors: Sequence[int], whole: Collection[int
     spans, n = [], 0
     for t in tensors:
         if sizes[t] >= MIN_ELEMENTS and t not in whole:
-            spans.append(Span(t, slice(int(ends[t]), int(ends[t + 1])), n, n + sizes[t]))
+            spans.append(TensorSpan(t, slice(int(ends[t]), int(ends[t + 1])), n, n + sizes[t]))
             n += sizes[t]
     return spans, n
 
@@ -63,7 +63,7 @@ def plain_of(sizes: Sequence[int], tensors: Sequence[int], whole: Collection[int
 class Feedback:
     """One worker's residual of every dense tensor. Not thread-safe: belongs to the training thread.
 
-    rest: [n], as of the last decided step; thresholds: which elements are selected, and how dense they were
+    residual: [n], as of the last decided step; thresholds: which elements are selected, and how dense they were
     encode_s, sent_bytes: float64 [tensors], of each tensor's newest message
     """
 
@@ -77,7 +77,7 @@ class Feedback:
         if n > sparse_message.MOST_ELEMENTS:
             most = sparse_message.MOST_ELEMENTS
             raise BadInput(f"{n:,} dense parameters are more than a message can number ({most:,})")
-        self.rest, self._next = np.zeros(n, dtype), np.zeros(n, dtype)
+        self.residual, self._next = np.zeros(n, dtype), np.zeros(n, dtype)
         self.thresholds = Thresholds(spec, len(self.sizes))
         self._indices, self._values = np.empty(n, np.int32), np.empty(n, dtype)
         self._size = np.zeros(1)
@@ -89,7 +89,7 @@ class Feedback:
         """A step: `encode` and `flush` follow for every tensor of it, then `settle`, if it is decided."""
         self._next_size = 0.0
 
-    def encode(self, flat: np.ndarray, spans: Sequence[Span], n: int, plain: np.ndarray) -> bytes:
+    def encode(self, flat: np.ndarray, spans: Sequence[TensorSpan], n: int, plain: np.ndarray) -> bytes:
         """A message with what is sent of these tensors. flat: [n of all], this step's gradients; not changed.
 
         spans, n: as of `spans_of`. plain: [m], what travels with them as it is.
@@ -100,13 +100,13 @@ class Feedback:
         counts: list[int] = []
         began_s = [time.perf_counter()]
         for span in spans:
-            grad, rest, pending = flat[span.at], self.rest[span.at], self._next[span.at]
+            grad, residual, pending = flat[span.at], self.residual[span.at], self._next[span.at]
             if not self.spec.selector:
-                _add(grad, rest, pending)
+                _add(grad, residual, pending)
                 self._values[span.start : span.stop] = pending
                 counts.append(len(grad))
             else:
-                counts.append(self._select(span, grad, rest, pending, count))
+                counts.append(self._select(span, grad, residual, pending, count))
             count += counts[-1]
             began_s.append(time.perf_counter())
         what = self._values[:count]
@@ -124,70 +124,70 @@ class Feedback:
         self.sent_bytes[tensors] = shares * len(sent)
         return sent
 
-    def flush_all(self, flat: np.ndarray, spans: Sequence[Span]) -> None:
+    def flush_all(self, flat: np.ndarray, spans: Sequence[TensorSpan]) -> None:
         """As `flush` for the tensors of a step that is sent uncompressed. Costs nothing while nothing waits."""
         if not (self._residual_is_empty and self._next_is_empty):
             self.flush(flat, spans)
             self._next_is_empty = True
 
-    def flush(self, flat: np.ndarray, spans: Sequence[Span]) -> None:
+    def flush(self, flat: np.ndarray, spans: Sequence[TensorSpan]) -> None:
         """flat += residual for these tensors: they are sent uncompressed."""
         for span in spans:
-            flat[span.at] += self.rest[span.at]
+            flat[span.at] += self.residual[span.at]
             self._next[span.at] = 0
 
-    def sent(self, flat: np.ndarray, spans: Sequence[Span], seen: np.ndarray) -> None:
+    def sent(self, flat: np.ndarray, spans: Sequence[TensorSpan], seen: np.ndarray) -> None:
         """These tensors were sent by the caller, as `seen` [n of the spans] after adding the residual."""
         self._next_is_empty = False
         for span in spans:
             pending = self._next[span.at]
-            np.add(flat[span.at], self.rest[span.at], out=pending)
+            np.add(flat[span.at], self.residual[span.at], out=pending)
             pending -= seen[span.start : span.stop]
             self._next_size += float(np.abs(pending).sum(dtype=np.float64))
 
     def settle(self) -> None:
         """The step is decided: what was sent of it counts."""
-        self.rest, self._next = self._next, self.rest
+        self.residual, self._next = self._next, self.residual
         self._residual_is_empty, self._next_is_empty = self._next_is_empty, self._residual_is_empty
         self.residual_size = self._next_size
 
-    def load(self, rest: np.ndarray) -> None:
+    def load(self, residual: np.ndarray) -> None:
         """Begin with this residual, [n]. Raises BadInput when it does not fit or is not finite."""
-        if rest.shape != self.rest.shape or rest.dtype != self.rest.dtype:
+        if residual.shape != self.residual.shape or residual.dtype != self.residual.dtype:
             raise BadInput(
-                f"expected a residual of {len(self.rest)} numbers of {self.rest.dtype}, got {rest.dtype} "
-                f"{list(rest.shape)}: is it of another model?"
+                f"expected a residual of {len(self.residual)} numbers of {self.residual.dtype}, got {residual.dtype} "
+                f"{list(residual.shape)}: is it of another model?"
             )
         at = 0
         for name, size in zip(self.names, self.sizes, strict=True):
-            if not np.isfinite(rest[at : at + size]).all():
+            if not np.isfinite(residual[at : at + size]).all():
                 raise BadInput(f"the residual of {name} is not finite: leave the residual out, or resume from an "
                                "older checkpoint")  # fmt: skip
             at += size
-        self.rest[:], self._residual_is_empty = rest, False
-        self.residual_size = float(np.abs(rest).sum(dtype=np.float64))
+        self.residual[:], self._residual_is_empty = residual, False
+        self.residual_size = float(np.abs(residual).sum(dtype=np.float64))
 
     def clear(self) -> None:
         """Discard the residual."""
-        self.rest[:], self.residual_size, self._residual_is_empty = 0, 0.0, True
+        self.residual[:], self.residual_size, self._residual_is_empty = 0, 0.0, True
 
     # -----------------------------------------------------------------------------------------------------------------
 
-    def _select(self, span: Span, grad: np.ndarray, rest: np.ndarray, pending: np.ndarray, done: int) -> int:
+    def _select(self, span: TensorSpan, grad: np.ndarray, residual: np.ndarray, pending: np.ndarray, done: int) -> int:
         thresholds = self.thresholds
         if thresholds.is_due(span.tensor):
-            _add(grad, rest, pending)
+            _add(grad, residual, pending)
             thresholds.find(span.tensor, pending)
         least = grad.dtype.type(thresholds.least(span.tensor))
         indices, values = self._indices[done:], self._values[done:]
-        n = kernels.add_and_select(grad, rest, least, span.start, pending, indices, values, self._size)
+        n = kernels.add_and_select(grad, residual, least, span.start, pending, indices, values, self._size)
         if not np.isfinite(self._size[0]):
             self.refuse_non_finite(span, grad)
         self._next_size += float(self._size[0])
         thresholds.sent(span.tensor, n, len(grad))
         return int(n)
 
-    def _keep_rounding(self, spans: Sequence[Span], counts: Sequence[int], error: np.ndarray) -> None:
+    def _keep_rounding(self, spans: Sequence[TensorSpan], counts: Sequence[int], error: np.ndarray) -> None:
         at = 0
         for span, count in zip(spans, counts, strict=True):
             pending, mine = self._next[span.at], error[at : at + count]
@@ -198,10 +198,10 @@ class Feedback:
             at += count
         self._next_size += float(np.abs(error).sum(dtype=np.float64))
 
-    def refuse_non_finite(self, span: Span, grad: np.ndarray) -> None:
+    def refuse_non_finite(self, span: TensorSpan, grad: np.ndarray) -> None:
         """Raises if this tensor's gradient and residual are not finite together, and says which of them it is."""
-        name, rest = self.names[span.tensor], self.rest[span.at]
-        if not np.isfinite(rest).all():
+        name, residual = self.names[span.tensor], self.residual[span.at]
+        if not np.isfinite(residual).all():
             raise NonFiniteResidual(
                 f"the residual of {name} is not finite, so no gradient of it can be sent any more: resume from the "
                 "newest checkpoint, or without the residual (`clear`)"
@@ -209,12 +209,12 @@ class Feedback:
         if not np.isfinite(grad).all():
             raise NonFiniteGradient(f"the gradient of {name} is not finite")
         self._next_is_empty = False
-        if not np.isfinite(_add(grad, rest, self._next[span.at])).all():
+        if not np.isfinite(_add(grad, residual, self._next[span.at])).all():
             raise NonFiniteGradient(f"the sum of the gradient of {name} and its residual is not finite")
 
 
-def _add(grad: np.ndarray, rest: np.ndarray, out: np.ndarray) -> np.ndarray:
+def _add(grad: np.ndarray, residual: np.ndarray, out: np.ndarray) -> np.ndarray:
     """out = grad + residual. What overflows is refused by name, so numpy need not warn of it."""
     with np.errstate(over="ignore", invalid="ignore"):
-        np.add(grad, rest, out=out)
+        np.add(grad, residual, out=out)
     return out

@@ -24,7 +24,9 @@ def _of_floats(signature: str) -> Sequence[str]:
 
 
 @_compiled(*_of_floats("int64(T[::1], T[::1], T, int64, T[::1], int32[::1], T[::1], float64[::1])"))
-def add_and_select(grad: Any, rest: Any, least: Any, base: int, out: Any, indices: Any, values: Any, size: Any) -> int:
+def add_and_select(
+    grad: Any, residual: Any, least: Any, base: int, out: Any, indices: Any, values: Any, size: Any
+) -> int:
     """out = grad + residual; elements with |out| >= least (and not 0) move to `values`, with their indices.
 
     indices: int32, room for len(grad); base is added to each. size[0]: the sum of |out| before the move.
@@ -34,7 +36,7 @@ def add_and_select(grad: Any, rest: Any, least: Any, base: int, out: Any, indice
     for lo in range(0, len(grad), _BLOCK):
         hi = min(lo + _BLOCK, len(grad))
         for i in range(lo, hi):
-            out[i] = grad[i] + rest[i]
+            out[i] = grad[i] + residual[i]
         for i in range(lo, hi):
             x = out[i]
             a = abs(x)
@@ -158,11 +160,11 @@ def read_bits(bits: Any, n: int, indices: Any) -> int:
 
 @_compiled("int64(int64[::1], uint8[::1])")
 def write_varints(keys: Any, out: Any) -> int:
-    """Ascending distinct keys; out has 10 bytes for each. Returns the bytes written."""
-    at, last = 0, np.int64(-1)
+    """Distinct keys, ascending as unsigned numbers; out has 10 bytes for each. Returns the bytes written."""
+    at, least = 0, np.uint64(0)
     for i in range(len(keys)):
-        gap = np.uint64(keys[i] - last - 1)
-        last = keys[i]
+        gap = np.uint64(keys[i]) - least
+        least = np.uint64(keys[i]) + np.uint64(1)
         while gap >= np.uint64(128):
             out[at] = np.uint8((gap & np.uint64(127)) | np.uint64(128))
             gap >>= np.uint64(7)
@@ -172,26 +174,26 @@ def write_varints(keys: Any, out: Any) -> int:
     return at
 
 
-@_compiled("int64(uint8[::1], int64, int64[::1])")
-def read_varints(data: Any, limit: int, keys: Any) -> int:
-    """Fill keys; returns how many, -1 when one is not below limit or the bytes end within one."""
-    found, last = 0, np.int64(-1)
+@_compiled("int64(uint8[::1], uint64, int64[::1])")
+def read_varints(data: Any, most: np.uint64, keys: Any) -> int:
+    """Fill keys; returns how many, -1 when one is above `most` or the bytes end within one."""
+    found, least, is_full = 0, np.uint64(0), False
     gap, shift = np.uint64(0), np.uint64(0)
     for i in range(len(data)):
         byte = np.uint64(data[i])
-        if shift > np.uint64(56):
+        if is_full or shift > np.uint64(63) or (shift == np.uint64(63) and byte > np.uint64(1)):
             return -1
         gap |= (byte & np.uint64(127)) << shift
         if byte >= np.uint64(128):
             shift += np.uint64(7)
             continue
-        if gap >= np.uint64(limit):
+        if gap > most - least:
             return -1
-        last += np.int64(gap) + 1
-        if last >= limit:
-            return -1
-        keys[found] = last
+        least += gap
+        keys[found] = np.int64(least)
         found += 1
+        is_full = least == most
+        least += np.uint64(1)
         gap, shift = np.uint64(0), np.uint64(0)
     return found if shift == 0 else -1
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from gba_hvd.compression import index_codec, kernels, sparse_message, value_codec
-from gba_hvd.compression.bypass import Decision
+from gba_hvd.compression.bypass import BypassDecision
 from gba_hvd.compression.row_residuals import RowResiduals
 from gba_hvd.compression.sparse_message import BadMessage
 from gba_hvd.compression.spec import Spec
@@ -31,17 +31,23 @@ from gba_hvd.embedding.row_gradients import RowGrad
 _BACK = struct.Struct("<BxxxIII")  # kind of indices, bytes of them, rows, bytes of values
 
 
+def ascending(keys: np.ndarray) -> np.ndarray:
+    """int64 [n] in the order that keys are written in: as unsigned numbers, for those of hashed tables may be
+    negative."""
+    return np.sort(keys.view(np.uint64)).view(np.int64)
+
+
 def write_keys(keys: np.ndarray) -> bytes:
-    """int64 [n], ascending and distinct."""
+    """int64 [n], distinct and `ascending`."""
     out = np.empty(10 * len(keys), np.uint8)
     return out[: kernels.write_varints(keys, out)].tobytes()
 
 
 def read_keys(data: Any, limit: int) -> np.ndarray:
-    """int64 [n], ascending, distinct, each below limit. Raises BadMessage otherwise."""
+    """int64 [n], `ascending`, distinct, each below limit as an unsigned number. Raises BadMessage otherwise."""
     data = np.frombuffer(data, np.uint8).copy()
     keys = np.empty(n_keys(data), np.int64)
-    if kernels.read_varints(data, limit, keys) != len(keys):
+    if limit < 1 or kernels.read_varints(data, np.uint64(limit - 1), keys) != len(keys):
         raise BadMessage(f"{len(data)} bytes of row keys are no ascending keys below {limit}")
     return keys
 
@@ -66,7 +72,7 @@ class RowCoder:
     """One worker's way of writing gradients of rows, and of what it did not send of them. Not thread-safe.
 
     density: by group of tables, the share of gradient elements that was sent last
-    decisions: whether to compress rows, since somebody last looked
+    decisions: whether to compress rows, since the last report
     """
 
     def __init__(self, spec: Spec, dims: Sequence[int]) -> None:
@@ -74,7 +80,7 @@ class RowCoder:
         self._thresholds = Thresholds(spec, len(self._dims))
         self._residuals = RowResiduals(dims)
         self._selected = np.zeros((len(self._dims), 2), np.int64)  # since `begin`: elements sent, of so many
-        self.decisions: list[Decision] = []
+        self.decisions: list[BypassDecision] = []
 
     @property
     def density(self) -> list[float]:

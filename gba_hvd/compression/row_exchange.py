@@ -19,7 +19,6 @@ from contextlib import contextmanager
 import numpy as np
 from torch import Tensor
 
-from gba_hvd import kernels
 from gba_hvd.comm.collectives import World
 from gba_hvd.comm.traffic import Traffic
 from gba_hvd.compression import row_codec as coding
@@ -67,7 +66,7 @@ class RowExchange:
         """
         tables, layout = self._tables, self._tables.layout
         assert tables.local is not None and tables.memory is not None
-        wanted = [np.sort(distinct(k[~tables.local[k % layout.n_shards]])[0]) for k in keys]
+        wanted = [coding.ascending(distinct(k[~tables.local[k % layout.n_shards]])[0]) for k in keys]
         owners = [self._server[w % layout.n_shards] for w in wanted]
         asked = {r: [w[o == r] for w, o in zip(wanted, owners, strict=True)] for r in self._remote}
         questions = {r: coding.sections(list(map(coding.write_keys, asked[r]))) for r in self._remote}
@@ -75,9 +74,9 @@ class RowExchange:
         for rank, data in self._swap("pull.keys", "header", questions).items():
             parts, self._lent[rank] = [], []
             for group, part in zip(layout.groups, coding.split(data, len(layout.groups)), strict=True):
-                theirs = coding.read_keys(part, group.rows_per_shard * layout.n_shards)
+                theirs = coding.read_keys(part, layout.key_limit(group))
                 rows = np.empty((len(theirs), group.dim), dtype=np.float32)
-                kernels.gather_rows(tables.memory.flat, layout.record_starts(theirs, group), 0, rows)
+                tables.memory.gather(theirs, group, 0, rows)
                 parts.append(coding.encode_rows(rows, self.coder.spec))
                 self._lent[rank].append(theirs)
             answers[rank] = coding.sections(parts)
@@ -99,7 +98,7 @@ class RowExchange:
         After the coder's `begin`.
         The result is as from `row_gradients.pack_by_owner`. A collective.
         """
-        far, dims = {}, [group.dim for group in self._tables.layout.groups]
+        remote, dims = {}, [group.dim for group in self._tables.layout.groups]
         counted = any(grad.accesses is not None for grad in grads)
         grads = [with_access_column(grad) for grad in grads]
         given_back = {rank: self._given_back(rank, grads) for rank in self._remote}
@@ -110,8 +109,8 @@ class RowExchange:
             if counted:
                 back = [without_access_column(grad) for grad in back]
             everything = np.zeros(len(self._server), dtype=np.int32)  # all of it is for this rank
-            far[rank], _ = pack_by_owner(back, everything, 1)
-        return far
+            remote[rank], _ = pack_by_owner(back, everything, 1)
+        return remote
 
     # --- whether it pays ---------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ def pack(grads: Sequence[RowGrad], coder: RowCoder) -> bytes:
     """Row gradients for one server, by group. Between `coder.begin` and `coder.settle`."""
     parts = []
     for group, grad in enumerate(grads):
-        order = np.argsort(grad.keys)
+        order = np.argsort(grad.keys.view(np.uint64))
         ascending = with_access_column(grad.select(order))
         parts += [coding.write_keys(ascending.keys), coder.write(group, ascending)]
     return coding.sections(parts)
@@ -40,7 +40,7 @@ def unpack(data: Any, layout: Layout, extra: int, most_bytes: int, counted: bool
         raise BadMessage(f"gradients of rows that take {4 * sum(words):,} bytes when opened, {most_bytes:,} may come")
     grads = []
     for group, keys_data, values_data in zip(layout.groups, parts[::2], parts[1::2], strict=True):
-        keys = coding.read_keys(keys_data, group.rows_per_shard * layout.n_shards)
+        keys = coding.read_keys(keys_data, layout.key_limit(group))
         grad = coding.read(values_data, keys, group.dim, more)
         grads.append(without_access_column(grad) if counted else grad)
     opened, _ = pack_by_owner(grads, np.zeros(layout.n_shards, dtype=np.int32), 1)

@@ -14,7 +14,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gba_hvd.shm.layout import NO_KEY
+
 _BUDGET_BYTES = 64 << 20
+_FREE = NO_KEY  # in place of a key
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio: spreads near keys
 
 
@@ -25,7 +28,7 @@ class RowResiduals:
         room = [max(2, budget_bytes // len(dims) // (8 + 4 * dim)) for dim in dims]
         self._bits = [n.bit_length() - 1 for n in room]
         self._dims = list(dims)
-        self._keys: list[np.ndarray | None] = [None] * len(dims)  # int64 [slots], -1: free; made when first used
+        self._keys: list[np.ndarray | None] = [None] * len(dims)  # int64 [slots]; made when first used
         self._residuals: list[np.ndarray] = [np.empty((0, dim), np.float32) for dim in dims]
         self._pending: list[tuple[int, np.ndarray, np.ndarray | None]] = []  # None: nothing waits for these any more
         self._losing = 0.0
@@ -38,7 +41,7 @@ class RowResiduals:
 
     def wait_for(self, shards: np.ndarray) -> bool:
         """Something waits for rows of these shards, bool [S]."""
-        return any(known is not None and shards[known[known >= 0] % len(shards)].any() for known in self._keys)
+        return any(known is not None and shards[known[known != _FREE] % len(shards)].any() for known in self._keys)
 
     def begin(self) -> None:
         """A step: `plus` and `keep` follow, or `taken`; then `settle` if it is decided."""
@@ -82,17 +85,17 @@ class RowResiduals:
         """Discard all residuals; they are lost."""
         for group, known in enumerate(self._keys):
             if known is not None:
-                self.lost += float(np.abs(self._residuals[group][known >= 0]).sum(dtype=np.float64))
-                known[:] = -1
+                self.lost += float(np.abs(self._residuals[group][known != _FREE]).sum(dtype=np.float64))
+                known[:] = _FREE
         self.begin()
 
     def _put(self, group: int, keys: np.ndarray, residuals: np.ndarray) -> None:
         if self._keys[group] is None:
-            self._keys[group] = np.full(1 << self._bits[group], -1, np.int64)
+            self._keys[group] = np.full(1 << self._bits[group], _FREE, np.int64)
             self._residuals[group] = np.zeros((1 << self._bits[group], self._dims[group]), np.float32)
         known, at = self._keys[group], self._slots(group, keys)
         assert known is not None
-        others = at[(known[at] != keys) & (known[at] >= 0)]
+        others = at[(known[at] != keys) & (known[at] != _FREE)]
         self.lost += float(np.abs(self._residuals[group][np.unique(others)]).sum(dtype=np.float64))
         known[at], self._residuals[group][at] = keys, residuals
         beaten = known[at] != keys  # two of these rows have one place
@@ -102,7 +105,7 @@ class RowResiduals:
         known = self._keys[group]
         if known is not None:
             at = self._slots(group, keys)
-            known[at[known[at] == keys]] = -1
+            known[at[known[at] == keys]] = _FREE
 
     def _slots(self, group: int, keys: np.ndarray) -> np.ndarray:
         hashed = (keys.astype(np.uint64) * _GOLDEN) >> np.uint64(64 - self._bits[group])

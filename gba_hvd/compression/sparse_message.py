@@ -70,7 +70,7 @@ def write(
     """A message, and the values as its reader will see them.
 
     where: int32 [k] ascending, None: all n. what: [k], float32 or float64. plain: [m] of the same dtype.
-    chunk: int8, ternary: how many values share a scale. sees: False where nobody asks what the reader will see
+    chunk: int8, ternary: how many values share a scale. sees: False where what the reader will see is not needed
     """
     assert n <= MOST_ELEMENTS
     kind, at = (index_codec.ALL, b"") if where is None else index_codec.encode(where, n)

@@ -32,7 +32,7 @@ class ValueCoder(Protocol):
     """
 
     def n_bytes(self, n: int, chunk: int) -> int:
-        """Of n encoded values."""
+        """Bytes that n encoded values take."""
 
     def encode(self, values: np.ndarray, chunk: int) -> bytes:
         """float32 [n] -> n_bytes(n, chunk) bytes."""

@@ -54,7 +54,7 @@ class Values:
 
 
 @dataclass(frozen=True)
-class Rows:
+class CheckedRows:
     """n sound rows. numeric: float64 [n] by column, NaN where missing."""
 
     positions: npt.NDArray[np.int64]
@@ -65,13 +65,13 @@ class Rows:
     def __len__(self) -> int:
         return len(self.label)
 
-    def keep(self, mask: npt.NDArray[np.bool_]) -> Rows:
+    def keep(self, mask: npt.NDArray[np.bool_]) -> CheckedRows:
         numeric = {name: values[mask] for name, values in self.numeric.items()}
         categorical = {name: values.keep(mask) for name, values in self.categorical.items()}
-        return Rows(self.positions[mask], self.label[mask], numeric, categorical)
+        return CheckedRows(self.positions[mask], self.label[mask], numeric, categorical)
 
 
-def check_rows(raw: RawRows, recipe: Recipe, bad: BadRows) -> Rows:
+def check_rows(raw: RawRows, recipe: Recipe, bad: BadRows) -> CheckedRows:
     """Rows with a flaw are reported once, with their first flaw, and left out."""
     flaws: dict[int, str] = {}
     rows = _convert(raw, recipe, flaws)
@@ -82,7 +82,7 @@ def check_rows(raw: RawRows, recipe: Recipe, bad: BadRows) -> Rows:
     return _convert(sound, recipe, {})
 
 
-def _convert(raw: RawRows, recipe: Recipe, flaws: dict[int, str]) -> Rows:
+def _convert(raw: RawRows, recipe: Recipe, flaws: dict[int, str]) -> CheckedRows:
     numeric, categorical = {}, {}
     with _column(raw, recipe.label):
         label = _label(raw.columns[recipe.label], recipe, flaws)
@@ -92,12 +92,12 @@ def _convert(raw: RawRows, recipe: Recipe, flaws: dict[int, str]) -> Rows:
     for c in recipe.categorical:
         with _column(raw, c.column):
             categorical[c.name] = _values(raw, c, flaws)
-    return Rows(raw.positions, label, numeric, categorical)
+    return CheckedRows(raw.positions, label, numeric, categorical)
 
 
 @contextmanager
 def _column(raw: RawRows, name: str) -> Iterator[None]:
-    """A Parquet column may have any type; what Arrow cannot convert is said with its name."""
+    """A Parquet column may have any type; what Arrow cannot convert is an error that names it."""
     try:
         yield
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:

@@ -35,6 +35,9 @@ class ClickLog:
     tables:      rows of each table, in the order of the fields
     n_dense:     width of `Batch.dense`
     description: JSON values that say what this is
+
+    `open` raises BadInput for a dataset that is missing, cut or damaged; `take` raises IndexError for rows out of
+    range.
     """
 
     def __init__(

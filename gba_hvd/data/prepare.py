@@ -22,11 +22,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from gba_hvd.data.bad_rows import DEFAULT_LIMIT
-from gba_hvd.data.checked_rows import Rows
+from gba_hvd.data.checked_rows import CheckedRows
 from gba_hvd.data.encoding import Encoder, Scaler, ScalerFit, VocabularyEncoder, VocabularyFit, fixed_encoder
 from gba_hvd.data.recipe import Recipe, SplitFiles, SplitShares, encoding_to_json
 from gba_hvd.data.sources import BLOCK_BYTES
-from gba_hvd.data.splits import TRAIN, Input, Progress
+from gba_hvd.data.splits import TRAIN, Input, PrepareProgress
 from gba_hvd.data.store import MANIFEST, ROWS_PER_PART, DatasetLayout, EncodedRows, SplitWriter, sync, write_manifest
 from gba_hvd.errors import BadInput
 from recovery.storage.rename import exchange
@@ -40,7 +40,7 @@ class Encoders:
     numeric: dict[str, Scaler]
     distinct: dict[str, int]
 
-    def encode(self, rows: Rows, recipe: Recipe) -> EncodedRows:
+    def encode(self, rows: CheckedRows, recipe: Recipe) -> EncodedRows:
         n = len(rows)
         ids = {c.name: self.fields[c.name].encode(rows.categorical[c.name]) for c in recipe.categorical}
         single = [ids[c.name] for c in recipe.categorical if not c.multi_valued]
@@ -54,7 +54,7 @@ class Encoders:
         )
 
 
-def _lengths(rows: Rows, name: str) -> npt.NDArray[np.int64]:
+def _lengths(rows: CheckedRows, name: str) -> npt.NDArray[np.int64]:
     lengths = rows.categorical[name].lengths
     assert lengths is not None
     return lengths
@@ -96,13 +96,16 @@ def prepare(
     *,
     overwrite: bool = False,
     max_bad_rows: float = DEFAULT_LIMIT,
-    on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
     rows_per_part: int = ROWS_PER_PART,
     block_bytes: int = BLOCK_BYTES,
 ) -> dict[str, Any]:
     """Write a dataset that `ClickLog.open(out, split)` reads; returns its manifest.
 
-    `max_bad_rows` below 1 is a share of the rows, from 1 up a number of rows. After `BadInput`, `out` is as it was.
+    `max_bad_rows` below 1 is a share of the rows, from 1 up a number of rows.
+
+    Raises BadInput for input that the recipe does not fit, for more bad rows than allowed, and for an `out` that is in
+    use; MissingPackage without pyarrow. Then `out` is as it was.
     """
     out = Path(out).absolute()
     _check_free(out, overwrite)

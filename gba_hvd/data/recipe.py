@@ -91,6 +91,7 @@ class Categorical:
 
     @property
     def multi_valued(self) -> bool:
+        """Whether a row may have several values: a list, or text with a separator."""
         return self.is_list or self.separator is not None
 
 
@@ -166,6 +167,7 @@ class Recipe:
         return self.delimiter or ("\t" if self.format == "tsv" else ",")
 
     def to_json(self) -> dict[str, Any]:
+        """The recipe as plain JSON values, as the manifest of a prepared dataset has it."""
         fields = [asdict(c) | {"encoding": encoding_to_json(c.encoding)} for c in self.categorical]
         numeric = [asdict(n) for n in self.numeric]
         text: dict[str, Any] = {"delimiter": self.between} if self.is_text else {}
@@ -180,7 +182,10 @@ def encoding_to_json(encoding: Encoding) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SplitFiles:
-    """Each split from its own files or folders."""
+    """Each split from files or folders of its own: `SplitFiles({"train": [Path("day_0")], "test": [Path("day_1")]})`.
+
+    files: by split, in the order in which they are read; `prepare` raises BadInput for one that is not there.
+    """
 
     files: Mapping[str, Sequence[Path]]
 

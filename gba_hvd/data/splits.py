@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gba_hvd.data.bad_rows import BadRows
-from gba_hvd.data.checked_rows import Rows, check_rows
+from gba_hvd.data.checked_rows import CheckedRows, check_rows
 from gba_hvd.data.hashing import hash_integers, stream_key, unit_interval
 from gba_hvd.data.raw_rows import columns_of, count_rows, read_rows
 from gba_hvd.data.recipe import Recipe, SplitFiles, SplitShares, require_columns
@@ -23,7 +23,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Progress:
+class PrepareProgress:
     """How far `prepare` is. Bytes are of the input files on disk."""
 
     phase: str  # "counting", "fitting", "writing"
@@ -41,7 +41,7 @@ class Input:
         recipe: Recipe,
         source: SplitFiles | SplitShares,
         max_bad_rows: float,
-        on_progress: Callable[[Progress], None],
+        on_progress: Callable[[PrepareProgress], None],
         block_bytes: int,
     ) -> None:
         self._recipe, self._source, self._max_bad_rows = recipe, source, max_bad_rows
@@ -70,10 +70,10 @@ class Input:
         for path in files:
             rows += count_rows(path, self._recipe)
             done += path.stat().st_size
-            self._on_progress(Progress("counting", done, _size(files), rows, 0))
+            self._on_progress(PrepareProgress("counting", done, _size(files), rows, 0))
         return rows
 
-    def read(self, phase: str, only: str | None, bad: BadRows) -> Iterator[tuple[Rows, dict[str, Mask]]]:
+    def read(self, phase: str, only: str | None, bad: BadRows) -> Iterator[tuple[CheckedRows, dict[str, Mask]]]:
         """Rows, and for each split that has some of them, which. `only` leaves out files of other splits.
 
         Raises `BadInput` when too many rows were malformed, at the end too.
@@ -89,11 +89,11 @@ class Input:
                 rows = check_rows(raw, self._recipe, bad)
                 yield rows, self._cut(rows) if self._shares is not None else {split: np.ones(len(rows), dtype=bool)}
                 done = before + finished + raw.read_bytes
-                self._on_progress(Progress(phase, done, total, bad.rows_read, bad.count))
+                self._on_progress(PrepareProgress(phase, done, total, bad.rows_read, bad.count))
             before += _size(files)
         bad.check(at_end=True)
 
-    def _cut(self, rows: Rows) -> dict[str, Mask]:
+    def _cut(self, rows: CheckedRows) -> dict[str, Mask]:
         assert self._shares is not None
         split_of = assign(rows.positions, self._shares, self._total_rows)
         masks = {split: split_of == i for i, split in enumerate(self._shares.shares)}

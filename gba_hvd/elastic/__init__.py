@@ -1,4 +1,4 @@
-"""Training that survives changes of membership without going back: `TorchState`, and `run` around the user's loop.
+"""Training that survives changes of membership without rolling back: `TorchState`, and `run` around the user's loop.
 
 Horovod's elastic loop calls `sync` at the start and after every change, `restore` after a failure, `on_reset` after the
 world was formed again. Horovod's own state copies the model at every commit and rolls everyone back to it. This one
@@ -10,8 +10,8 @@ training resumes.
     1. gather  who has state, of which step, which step's row gradients it holds, which memory it maps
     2. agree   the newest step wins; a rank that missed its result applies the row gradients it holds
     3. open    the memory of each host, gather what it holds, place the shards (`shm.placement`)
-    4. fill    shards nobody holds get initial rows, shards that change host are copied, then old copies are dropped
-    5. send    dense state, position, account, callbacks' state from one rank that has the newest step
+    4. fill    shards that no host holds get initial rows, shards that change host are copied, then old copies are
+    dropped 5. send    dense state, position, account, callbacks' state from one rank that has the newest step
 
 A crash anywhere in it ends the others' collectives with an error and Horovod starts it again; 2 and 4 are safe to
 repeat, since the step marks in shard memory record what was done.

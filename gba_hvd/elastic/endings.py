@@ -63,9 +63,9 @@ def explained(engine: Engine, error: BaseException) -> BaseException:
 
 
 def world_lost(engine: Engine) -> WorldLost:
-    """A collective failed where nobody forms the world again, and no worker of this host is the cause."""
+    """A collective failed where no launcher forms the world again, and no worker of this host is the cause."""
     return WorldLost(
-        f"a worker of this world of {engine.world.size} was lost, and without an elastic launcher nobody replaces it: "
+        f"a worker of this world of {engine.world.size} was lost, and without an elastic launcher it is not replaced: "
         f"this worker ends after step {engine.progress.step}. The log of the worker that ended first says why. "
         f"{_WHAT_TO_DO}"
     )
@@ -96,7 +96,7 @@ def _ended_first(engine: Engine) -> WorldLost | None:
             continue
         ended = "was killed, or died without a word" if note is None else f"ended first ({note['why']})"
         text = (
-            f"rank {rank} (process {pid}) {ended}, and without an elastic launcher nobody replaces it: "
+            f"rank {rank} (process {pid}) {ended}, and without an elastic launcher it is not replaced: "
             f"this worker ends after step {engine.progress.step}"
         )
         if note is None or note["status"] != "KILLED":
@@ -177,7 +177,7 @@ class ExitWatch:
         raise SystemExit(code)
 
 
-def show_ends_briefly(said_by_others: Callable[[], bool]) -> None:
+def show_ends_briefly(reported_by_others: Callable[[], bool]) -> None:
     """Ctrl-C and SIGTERM are no errors: Python shows no traceback of them, but one line, unless others say it.
 
     Of a refused input it shows one traceback, which ends with the sentence, and not that of the error behind it: the
@@ -192,7 +192,7 @@ def show_ends_briefly(said_by_others: Callable[[], bool]) -> None:
             error.__suppress_context__, error.__cause__ = True, None
         if not issubclass(kind, KeyboardInterrupt):
             shown_before(kind, error, trace)
-        elif not said_by_others():
+        elif not reported_by_others():
             print(f"interrupted by {error or 'Ctrl-C'}", file=sys.stderr, flush=True)
 
     show.by_gba_hvd = True  # type: ignore[attr-defined]

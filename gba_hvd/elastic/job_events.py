@@ -19,6 +19,7 @@ from gba_hvd.elastic import endings
 from gba_hvd.membership import JoinResult
 from gba_hvd.shm import retained_state
 from gba_hvd.shm.job_board import Board
+from gba_hvd.shm.layout import HashedSpec
 from gba_hvd.switching.requests import ModeRequests, switching_of
 from gba_hvd.training.engine import Engine
 from gba_hvd.training.parameter_watch import names_in_words
@@ -28,19 +29,19 @@ log = logging.getLogger("gba_hvd")
 
 
 def world_formed(engine: Engine, joined: JoinResult, before: int | None, residuals_missing: int = 0) -> None:
-    """Report to all callbacks this worker's place in the job, and what became of the job.
+    """Report to all callbacks this worker's place in the job, and the job's changes.
 
     before: workers in the world that this worker was in, if it was in one.
-    residuals_missing: in the checkpoint that the job resumes from, or went back to: of so many workers
+    residuals_missing: in the checkpoint that the job resumes from, or rolled back to: of so many workers
     """
     world = engine.world
     job = Job(
-        engine.job.id, world.rank, world.size, world.local_rank, world.host, joined.leads_host, _settings(engine),
+        engine.job.id, world.rank, world.size, world.local_rank, world.host, joined.is_host_leader, _settings(engine),
         engine.job.name,
     )  # fmt: skip
     for callback in engine.callbacks:
         callback.on_job(job)
-    engine.host.board = _board(engine, joined) if joined.leads_host else None
+    engine.host.board = _board(engine, joined) if joined.is_host_leader else None
     checkpoints = checkpoints_of(engine)
     if checkpoints is not None and world.rank == 0:
         checkpoints.schedule.plan_pace(joined.n_hosts)
@@ -119,8 +120,8 @@ def ended(engine: Engine, status: str, error: BaseException | None) -> None:
     }
     facts |= _delays(engine)
     facts["arrivals"] = [[[age, round(share, 6)] for age, share in step] for step in engine.progress.arrivals]
-    if kind == "interrupted" and (goes_on := _what_goes_on(engine)):
-        facts["goes_on"] = goes_on
+    if kind == "interrupted" and (continued_by := _what_continues(engine)):
+        facts["goes_on"] = continued_by
     switching = switching_of(engine)
     if status != "FAILED" and engine.world.rank == 0 and switching is not None:
         for event in switching.asked.shortfall(engine.progress.step, _obstacle(engine)):
@@ -157,7 +158,7 @@ def _interruption(error: str) -> str:
     return error or "Ctrl-C"
 
 
-def _what_goes_on(engine: Engine) -> str:
+def _what_continues(engine: Engine) -> str:
     """Where the same command begins; empty where it starts over. On the chief."""
     checkpoints = checkpoints_of(engine)
     if checkpoints is None or not checkpoints.callback.resume or engine.world.rank != 0:
@@ -189,9 +190,11 @@ def _settings(engine: Engine) -> dict[str, Any]:
     switching, checkpoints = switching_of(engine), checkpoints_of(engine)
     tables = engine.model.tables
     own = {t.name: repr(tables.optimizers.of(t.optimizer)) for t in tables.layout.tables if t.optimizer}
+    hashed = {t.name: _hashed(t.hashed, tables.layout.n_shards) for t in tables.layout.tables if t.hashed is not None}
     of_the_mode = {"mode": "allreduce"} if switching is None else switching.describe()
     return {
         "tables": {t.name: [t.n_rows, t.dim] for t in engine.model.tables.layout.tables},
+        **({"hashed_tables": hashed} if hashed else {}),
         "n_shards": engine.model.tables.layout.n_shards,
         "global_batch": engine.model.global_batch,
         "micro_batch": engine.model.micro_batch,
@@ -207,6 +210,11 @@ def _settings(engine: Engine) -> dict[str, Any]:
         **{name: value for name, value in of_the_mode.items() if value is not None},
         **({} if switching is None else {"rule_reason": switching.rule_reason}),
     }
+
+
+def _hashed(spec: HashedSpec, n_shards: int) -> dict[str, Any]:
+    found = {"capacity": n_shards * spec.entries, "fallback_rows": n_shards * spec.fallback}
+    return {**found, "admit_after": spec.admit_after, "evict": spec.evict, "evict_after_steps": spec.evict_after_steps}
 
 
 def _dense_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -245,6 +253,8 @@ def _of_a_start(engine: Engine, joined: JoinResult, residuals_missing: int) -> I
     if (report := joined.resumed) is not None:
         name = report.manifest.name
         text = f"resuming at step {step} from {name}: {report.n_rows:,} rows in {report.seconds:.1f} s"
+        if report.n_without_room:
+            text += f"; {report.n_without_room:,} ids, the least used, have no row any more: fewer rows are here"
         skipped = [f"{one.name}: {one.why}" for one in report.skipped]
         facts = {"manifest": name, "rows_restored": report.n_rows, "rows_lost": report.n_lost, "age": report.age.mean}
         facts |= {"seconds": report.seconds, "skipped": skipped, **_delays(engine)}
@@ -270,10 +280,10 @@ def _residuals_that_no_checkpoint_has(engine: Engine, missing: int) -> Iterator[
         yield Event("row_residual_lost", step, text, level="warning")
 
 
-def _went_back(engine: Engine, facts: dict[str, Any]) -> Event:
+def _rolled_back(engine: Engine, facts: dict[str, Any]) -> Event:
     """Full recovery: of the same kind as a restart, since all that readers do about steps made again is the same."""
     text = (
-        f"full recovery: all workers went back from step {facts['from_step']:,} to {facts['manifest']}, "
+        f"full recovery: all workers rolled back from step {facts['from_step']:,} to {facts['manifest']}, "
         f"{facts['rows_restored']:,} rows in {facts['seconds']:.1f} s; {facts['samples_redone']:,} samples are trained "
         f"again, each counts once; {facts['strategy_reason']}"
     )
@@ -296,10 +306,10 @@ def _of_a_change(engine: Engine, joined: JoinResult, before: int | None, residua
         text = f"{joined.shard_steps_missed} shards missed a step that their worker died in"
         yield Event("shard_steps_missed", step, text, facts, level="warning")
     if engine.rollback.unreported is not None:
-        yield _went_back(engine, engine.rollback.unreported)
+        yield _rolled_back(engine, engine.rollback.unreported)
         yield from _residuals_that_no_checkpoint_has(engine, residuals_missing)
     loss, lost = _portion_lost(engine, joined)
-    if joined.decision is not None and joined.went_back is None:
+    if joined.decision is not None and joined.rolled_back is None:
         loss |= joined.decision.event_data()
         lost += f"; {joined.decision.reason}"
     if joined.rows_restored:
@@ -316,7 +326,7 @@ def _of_a_change(engine: Engine, joined: JoinResult, before: int | None, residua
         why = "no checkpoint was configured" if checkpoints_of(engine) is None else "no checkpoint has them"
         why = joined.why_lost or why
         text = f"{joined.rows_lost:,} rows went down with their host and are reinitialised; {why}"
-        if not joined.rows_restored:  # else it was said of both together
+        if not joined.rows_restored:  # else one event reports both
             facts |= loss
             text += "" if joined.decision is None else f"; {joined.decision.reason}"
         yield Event("rows_lost", step, text, {**facts, "why": why}, level="warning")
@@ -325,7 +335,7 @@ def _of_a_change(engine: Engine, joined: JoinResult, before: int | None, residua
 def _portion_lost(engine: Engine, joined: JoinResult) -> tuple[dict[str, Any], str]:
     """CPR's portion of lost samples, and in words: by this recovery, and by all so far. Empty without checkpoints.
 
-    Each row from its own last save; of all samples of the planned training, or, where nobody said how many that are, of
+    Each row from its own last save; of all samples of the planned training, or, where that number is not configured, of
     those so far.
     """
     account, checkpoints = engine.progress.account, checkpoints_of(engine)

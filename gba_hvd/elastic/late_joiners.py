@@ -29,8 +29,8 @@ from recovery import state_codec
 class LateJoiners:
     """One worker's part. Belongs to the training thread, all but `_meet`, which adds to `_met` only."""
 
-    def __init__(self, engine: Engine, state: TrainingState, seat: LauncherSlot) -> None:
-        self._engine, self._state, self._seat = engine, state, seat
+    def __init__(self, engine: Engine, state: TrainingState, slot: LauncherSlot) -> None:
+        self._engine, self._state, self._slot = engine, state, slot
         # By the background thread, for the training thread: workers that are gone and the residuals they had; how long
         # the world took to form; the other workers of this host before, by rank.
         self._met: list[
@@ -48,7 +48,7 @@ class LateJoiners:
         assert mode is not None and mode.servers is not None
         if mode.rejoin is None:
             patience_s = engine.model.tables.config.server_timeout_s
-            rejoin = WorldRejoin(mode.servers, number, self._meet, self._seat, patience_s, engine.forming)
+            rejoin = WorldRejoin(mode.servers, number, self._meet, self._slot, patience_s, engine.forming)
             mode.rejoin = rejoin
             rejoin.start()
 

@@ -44,7 +44,7 @@ def unchanged() -> Iterator[None]:
 
 
 def gather(world: World) -> list[dict[str, Any]]:
-    """Of every worker, in the order of ranks. A collective."""
+    """Gather the states of all workers, in the order of ranks. A collective."""
     return [state_codec.decode(one.tobytes()) for one in world.gather_bytes("random", state_codec.encode(capture()))]
 
 

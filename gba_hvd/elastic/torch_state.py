@@ -20,7 +20,7 @@ from gba_hvd.comm.collectives import current_world, hosts_updated, worker_lost
 from gba_hvd.comm.launcher_slot import LauncherSlot
 from gba_hvd.comm.world_formation import END_WAITS, end_waits
 from gba_hvd.config import checked_job_name
-from gba_hvd.elastic import endings, job_events, went_back
+from gba_hvd.elastic import endings, job_events, rollback
 from gba_hvd.elastic.late_joiners import LateJoiners
 from gba_hvd.elastic.training_state import TrainingState
 from gba_hvd.elastic.worker_saves import WorkerSaves
@@ -61,12 +61,14 @@ class TorchState:
         if not isinstance(engine, Engine):
             raise BadInput("TorchState needs an optimizer made by gba_hvd.DistributedOptimizer")
         self.model, self.optimizer, self.engine = model, optimizer, engine
-        engine.job.id = engine.model.tables.config.job_id or secrets.token_hex(4)
-        engine.job.name = engine.job.name if name is None else checked_job_name(name)
-        self._seat = LauncherSlot()
+        engine.identify(
+            id=engine.model.tables.config.job_id or secrets.token_hex(4),
+            name=engine.job.name if name is None else checked_job_name(name),
+        )
+        self._slot = LauncherSlot()
         self.training_state = TrainingState(engine, model, self, list(values))
         self.saving = WorkerSaves(engine, self.training_state)
-        self.late_joiners = LateJoiners(engine, self.training_state, self._seat)
+        self.late_joiners = LateJoiners(engine, self.training_state, self._slot)
         self.saving.report_worlds = self.late_joiners.report
         self._reset_callbacks: list[Callable[[], None]] = []
         self._has_state = self._synced = self._closed = False
@@ -118,8 +120,8 @@ class TorchState:
                     raise BadInput("one CheckpointCallback saves a job, a second one came")
                 if self.engine.model.tables.memory is not None:
                     raise BadInput(
-                        "register the CheckpointCallback before state.sync() and the first batch: it claims its place, "
-                        "resumes and says what the tables' memory counts when the world first forms"
+                        "register the CheckpointCallback before state.sync() and the first batch: it claims a location,"
+                        " resumes and determines what the tables' memory counts when the world first forms"
                     )
                 self.engine.register(JobCheckpoints(self.engine, callback))
             if isinstance(callback, GBACallback):
@@ -161,7 +163,7 @@ class TorchState:
             callback.on_metrics(self.step, metrics)
 
     def ensure_synced(self) -> None:
-        """Sync now if nobody has (a loop without `elastic.run`). A collective."""
+        """Sync now if the loop has not (a loop without `elastic.run`). A collective."""
         if not self._synced:
             self.sync()
 
@@ -256,8 +258,8 @@ class TorchState:
         # (Workers that all fell out of an asynchronous mode, since a server was lost, can form their world again.)
         cause = None if endings.is_elastic() else endings.cause_elsewhere(engine, _CAUSE_S)
         survives = engine.mode is not None and engine.mode.survives_world
-        goes_on = endings.is_elastic() or engine.world.size == 1 or survives
-        if cause is not None or not goes_on:
+        continues = endings.is_elastic() or engine.world.size == 1 or survives
+        if cause is not None or not continues:
             raise cause or endings.world_lost(engine)
         if endings.is_elastic() and engine.world.size > 1:
             job_events.worker_gone(engine)
@@ -267,7 +269,7 @@ class TorchState:
         engine.abandon_step()
         if engine.mode is not None:
             engine.mode.recover()
-        self._seat.verify(engine.model.tables.config.server_timeout_s)
+        self._slot.verify(engine.model.tables.config.server_timeout_s)
 
     def check_memory(self) -> None:
         """Between two steps: whether the tables' file is still what is mapped.
@@ -278,7 +280,7 @@ class TorchState:
         engine, memory = self.engine, self.engine.model.tables.memory
         if memory is None or self._memory_trouble or not (trouble := memory.trouble()):
             return
-        if memory.is_cut_short or (engine.mode is not None and engine.mode.servers is not None):
+        if memory.is_cut_short or (engine.mode is not None and not engine.mode.steps_together):
             raise ShardMemoryError(trouble)
         self._memory_trouble = trouble
         text = f"{trouble}. Training continues with what is mapped, until a worker comes, goes or dies"
@@ -302,11 +304,11 @@ class TorchState:
         before, neighbours = engine.world.size if self._has_state else None, engine.host.neighbours
         engine.world = current_world()
         try:
-            self._seat.register()
+            self._slot.register()
         except OSError as error:
             raise worker_lost(f"the launcher cannot be reached: {error}") from error
         joined = membership.join(engine, engine.world, engine.job.id, self._has_state)
-        engine.job.id = joined.job_id
+        engine.identify(id=joined.job_id)
         if engine.faults is not None and engine.faults.folder is None:
             engine.faults.record_in(engine.folder / "faults")
         if joined.asynchronous:
@@ -328,8 +330,8 @@ class TorchState:
     def _come_to_one_state(self, joined: JoinResult) -> None:
         """In allreduce mode, when the rows are in place: the part of `sync` that is not of the memory. A collective."""
         engine, checkpoints, n_before = self.engine, checkpoints_of(self.engine), self.engine.rollback.number
-        if joined.went_back is not None and joined.went_back.state is not None:  # on the source
-            went_back.load(engine, self.training_state, joined)
+        if joined.rolled_back is not None and joined.rolled_back.state is not None:  # on the source
+            rollback.load(engine, self.training_state, joined)
         left = joined.resumed or joined.taken  # by a job that is no more
         if left is not None and left.state is not None:  # on the source
             self.training_state.resume(state_codec.decode(left.state))
@@ -345,7 +347,7 @@ class TorchState:
             )
         self.training_state.share(joined.source)
         if engine.rollback.number > n_before and engine.world.rank != joined.source:
-            went_back.forget(engine)
+            rollback.forget(engine)
         if checkpoints is not None:
             checkpoints.world_formed(rows_moved=True)
         if engine.model.compression is not None:

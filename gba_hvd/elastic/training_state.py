@@ -24,13 +24,13 @@ from recovery import state_codec
 class TrainingState:
     """One worker's. Belongs to the training thread; the thread that meets late joiners reads `snapshot`.
 
-    holder, names: the object whose attributes of these names are the user's values.
-    snapshot: encoded, as of where the asynchronous mode began to hand out the epoch's batches; empty where nobody would
-    ask for it. residuals_missing: in the checkpoint that this job resumes from: of so many workers.
+    owner, names: the object whose attributes of these names are the user's values.
+    snapshot: encoded, as of where the asynchronous mode began to hand out the epoch's batches; empty where no worker
+    would ask for it. residuals_missing: in the checkpoint that this job resumes from: of so many workers.
     """
 
-    def __init__(self, engine: Engine, model: nn.Module, holder: object, names: list[str]) -> None:
-        self._engine, self._model, self._holder, self.names = engine, model, holder, names
+    def __init__(self, engine: Engine, model: nn.Module, owner: object, names: list[str]) -> None:
+        self._engine, self._model, self._owner, self.names = engine, model, owner, names
         self.snapshot = b""
         self.residuals_missing = 0
         self._random_left: dict[str, Any] | None = None  # by the job that this one resumes from, until all have it
@@ -41,7 +41,7 @@ class TrainingState:
         """As a checkpoint has it."""
         engine, values = self._engine, {}
         for name in self.names:
-            value = getattr(self._holder, name)
+            value = getattr(self._owner, name)
             values[name] = value.state_dict() if hasattr(value, "state_dict") else value
         return {
             "model": dict(self._model.state_dict()),
@@ -100,10 +100,10 @@ class TrainingState:
         for name, value in state["values"].items():
             if name not in self.names:
                 continue  # of a checkpoint; this script has it no more
-            if hasattr(getattr(self._holder, name), "load_state_dict"):
-                getattr(self._holder, name).load_state_dict(value)
+            if hasattr(getattr(self._owner, name), "load_state_dict"):
+                getattr(self._owner, name).load_state_dict(value)
             else:
-                setattr(self._holder, name, value)
+                setattr(self._owner, name, value)
         engine.progress.load_state_dict(state["position"])
         saved = list(state["callbacks"])
         for callback in engine.callbacks:  # by kind: a job that resumes from a checkpoint may have other callbacks

@@ -54,14 +54,14 @@ class WorkerSaves:
         if self._host_server is not None:
             self._host_server.close()
             self._host_server = None
-        if (requests is not None or checkpoints is not None) and joined.leads_host:
+        if (requests is not None or checkpoints is not None) and joined.is_host_leader:
             self._host_server = HostServer(
                 engine.job.id, engine.job.key, engine.folder, joined.host, engine.job.worker_id, world.rank,
                 self._status, 1 if requests is None else requests.callback.servers_per_host,
             )  # fmt: skip
             self._host_server.start()
             if requests is not None:
-                requests.operator_request = self._host_server.wanted
+                requests.operator_request = self._host_server.requested_mode
         engine.host.server, self._folder_reported = self._host_server, False
         self._part = (joined.part, joined.n_hosts)
         self._keeper = None
@@ -87,7 +87,7 @@ class WorkerSaves:
     # --- allreduce mode ----------------------------------------------------------------------------------------------
 
     def save_if_due(self) -> None:
-        """Between two steps: have a checkpoint made if the last commit said so. A collective then."""
+        """Between two steps: have a checkpoint made if the last commit agreed on one. A collective then."""
         engine, checkpoints = self._engine, checkpoints_of(self._engine)
         self._report_lost_folder()
         if checkpoints is None:
@@ -95,7 +95,7 @@ class WorkerSaves:
         if engine.world.rank == 0 and self._host_server is not None:
             checkpoints.schedule.poll(self._host_server.saved)
             checkpoints.schedule.look_at_age(self._host_server.why_not_ready)
-        if checkpoints.somebody_leaves:
+        if checkpoints.worker_leaves:
             self._save_and_leave()
         elif checkpoints.is_due:
             self._save()
@@ -118,7 +118,7 @@ class WorkerSaves:
         """Some workers are preempted: all wait for a checkpoint, then those workers leave. A collective."""
         engine, checkpoints = self._engine, checkpoints_of(self._engine)
         assert checkpoints is not None
-        checkpoints.somebody_leaves = False
+        checkpoints.worker_leaves = False
         text = "a worker is being preempted (SIGTERM): first a checkpoint of this step"
         engine.emit(Event("preempted", engine.progress.step, text, {}))
         if why := self._save_last(checkpoints.callback.preemption_s or _PREEMPTION_S):
@@ -238,7 +238,7 @@ class WorkerSaves:
         """Wait until the chief's last save is complete or has failed, in an asynchronous mode. On the others.
 
         A chief that dies before leaves it to another worker: returns as soon as this one is the chief. Returns why
-        nobody will save where no world forms any more; empty also where the chief lives and has not saved in
+        no server will save where no world forms any more; empty also where the chief lives and has not saved in
         `timeout_s`: then it may have other work to do.
         """
         engine, checkpoints, mode = self._engine, checkpoints_of(self._engine), self._engine.mode

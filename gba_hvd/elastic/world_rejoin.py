@@ -29,7 +29,7 @@ class WorldRejoin:
     """Start with `start()`; `stop()` waits for an attempt in flight (at most so long) and may be called twice.
 
     number: the membership that the present world stands for; meet: what all ranks of a new world run, returns the
-    number they agree on; seat: this worker's; timeout_s: longest wait for the launcher, each time; forming: receives
+    number they agree on; slot: this worker's; timeout_s: longest wait for the launcher, each time; forming: receives
     how long a world takes to form (`meet` ends that).
     """
 
@@ -38,11 +38,11 @@ class WorldRejoin:
         mode: PsWorker,
         number: int,
         meet: Callable[[World], int],
-        seat: LauncherSlot,
+        slot: LauncherSlot,
         timeout_s: float,
         forming: Forming,
     ) -> None:
-        self.number, self._mode, self._meet, self._seat, self._timeout_s = number, mode, meet, seat, timeout_s
+        self.number, self._mode, self._meet, self._slot, self._timeout_s = number, mode, meet, slot, timeout_s
         self._forming = forming
         self.n_formed = 0
         self._stop = threading.Event()
@@ -74,23 +74,23 @@ class WorldRejoin:
                 try:
                     # What is received from here on may concern a host that has no place in the world that forms now.
                     self._mode.contact.acknowledged_membership = self._mode.position.membership_epoch
-                    self._seat.verify(self._timeout_s)
+                    self._slot.verify(self._timeout_s)
                     self._mode.before_world_leaves()
                     initialise_again(self._forming)
-                    self._seat.register()
+                    self._slot.register()
                     world = current_world()
                     self.number = self._meet(world)
                     self.n_formed += 1
                     self._mode.after_world_forms(world)
                     pause_s = _TRY_AGAIN_S
                 except (WorkerEvicted, LauncherUnreachable) as error:
-                    self._mode.give_up(str(error))
+                    self._mode.abandon(str(error))
                     return
                 except Exception as error:
                     self._forming.broke_up(error)
                     log.warning("the world was not formed (%s: %s); trying again", type(error).__name__, error)
                     if "has been removed" in str(error):  # this host has no place in the job any more
-                        self._mode.give_up(str(error))
+                        self._mode.abandon(str(error))
                         return
                     self._stop.wait(pause_s)
                     pause_s = min(2 * pause_s, _TRY_AGAIN_AT_MOST_S)

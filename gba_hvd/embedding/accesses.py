@@ -18,7 +18,7 @@ _ODD = 0x9E3779B97F4A7C15  # spreads numbers of steps over 64 bits
 
 
 def count_accesses(memory: ShardMemory, group: Group, grad: RowGrad, step: int) -> None:
-    """Of the rows of a gradient that was just applied; nothing where accesses are not counted."""
+    """Count the accesses to the rows of a gradient that was just applied, where accesses are counted."""
     if grad.accesses is None or not len(grad.keys):
         return
     layout = memory.layout

@@ -1,7 +1,9 @@
 """Lookups under `torch.compile`: one operator with a fake implementation, so that the compiler need not look inside.
 
 Rows are no tensors of the graph. What makes the compiler call the backward operator is the *anchor*, a scalar that asks
-for a gradient and always gets zero; the gradients of rows go where those of an eager pass go, to its captured rows.
+for a gradient and always gets zero. The gradients of rows go where those of an eager pass go, to its captured rows, and
+when these go there: once the backward pass accumulates the gradient of its leaves. `torch.autograd.grad` of other
+inputs runs the operator as well, since a compiled graph has one backward, and accumulates nothing.
 Eager passes do not come here: autograd functions cost less than an operator.
 """
 
@@ -10,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,9 +34,18 @@ class CompiledPass:
     pooling, and the leaf that collects the gradient of its rows."""
 
     parts: list[tuple[Lookup, Pooling, Tensor]] = field(default_factory=list)
+    _received: tuple[int, list[Tensor]] | None = None
 
-    def receive(self, grads: list[Tensor]) -> None:
-        for (_, pooling, leaf), grad in zip(self.parts, grads, strict=True):
+    def receive(self, grads: list[Tensor], backward: int) -> None:
+        """Store the gradients of what the pass returned until `accumulate`. backward: number of the backward pass"""
+        self._received = backward, grads
+
+    def accumulate(self, backward: int) -> None:
+        """Add what this backward pass has brought to the gradients of the leaves."""
+        received, self._received = self._received, None
+        if received is None or received[0] != backward:
+            return
+        for (_, pooling, leaf), grad in zip(self.parts, received[1], strict=True):
             of_rows = pooling.rows_gradient(grad.reshape(-1, leaf.shape[1]))
             leaf.grad = of_rows if leaf.grad is None else leaf.grad.add_(of_rows)
 
@@ -51,17 +62,33 @@ class LooksUp(Protocol):
     def width_of(self, feature: str) -> tuple[int, bool]:
         """(dimension, whether it is pooled). Raises BadInput for an unknown feature."""
 
+    def open_passes(self) -> Iterable[CompiledPass]:
+        """This thread's, whose gradients were not taken or dropped."""
+
 
 _tables: weakref.WeakValueDictionary[int, LooksUp] = weakref.WeakValueDictionary()
 _passes: weakref.WeakValueDictionary[int, CompiledPass] = weakref.WeakValueDictionary()
 
 
-def register(tables: LooksUp) -> int:
-    """A number by which the operators find these tables while they live."""
+def register(tables: LooksUp) -> tuple[int, Tensor]:
+    """A number by which the operators find these tables while they live, and their anchor."""
     _define()
     number = next(_numbers)
     _tables[number] = tables
-    return number
+    anchor = torch.zeros((), requires_grad=True)
+    anchor.register_post_accumulate_grad_hook(functools.partial(_accumulate, number))
+    return number, anchor
+
+
+def _accumulate(handle: int, anchor: Tensor) -> None:
+    backward, tables = _backward_pass(), _tables.get(handle)
+    for done in [] if tables is None else tables.open_passes():
+        done.accumulate(backward)
+
+
+def _backward_pass() -> int:
+    """The number of the backward pass that runs."""
+    return torch._C._current_graph_task_id()
 
 
 def look_up(handle: int, anchor: Tensor, ids: Ids, not_pooled: tuple[str, ...]) -> dict[str, Tensor]:
@@ -87,7 +114,7 @@ def look_up(handle: int, anchor: Tensor, ids: Ids, not_pooled: tuple[str, ...]) 
                 forms.append(_BAG)
             else:
                 forms.append(_LEARNT if value.weights.requires_grad and torch.is_grad_enabled() else _WEIGHTED)
-                weights.append(value.weights)
+                weights.append(value.weights.float())
         elif value.is_nested:
             nested: Any = value
             forms.append(_JAGGED)
@@ -169,7 +196,7 @@ def _define() -> None:
         done = _passes.get(int(number))
         if done is None:  # its gradients were taken or dropped meanwhile
             return [torch.zeros_like(anchor), *map(torch.zeros_like, weights)]
-        done.receive(grads)
+        done.receive(grads, _backward_pass())
         learnt = [i for i, form in enumerate(forms) if form == _LEARNT]
         of_weights = [_weights_gradient(*done.parts[i][:2], grads[i], w) for i, w in zip(learnt, weights, strict=True)]
         return [torch.zeros_like(anchor), *of_weights]

@@ -8,36 +8,73 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 
 from gba_hvd.embedding.row_optimizers import RowOptimizer, TableOptimizers
 from gba_hvd.errors import BadInput
+from gba_hvd.shm.layout import NO_KEY, HashedSpec
 
 POOLINGS = ("sum", "mean", "max")
+_HASHED_ONLY = ("capacity", "admit_after", "evict", "evict_after_steps", "fallback_rows")
+_MOST_ADMIT_AFTER = 255
 
 
 @dataclass(frozen=True)
 class Table:
-    """An embedding table of `n_rows` rows of `dim` float32 weights.
+    """An embedding table of `n_rows` rows of `dim` float32 weights, or a hashed one, whose vocabulary grows:
+
+        Table(dim=16, keys="hash64", capacity=10**8, admit_after=3, evict="lfu")
 
     optimizer: of these rows; None: that of `EmbeddingTables(optimizer=)`. Its learning rate is scheduled with that
-    one's, in proportion.
+    one's, or with the first table's where there is none, in proportion.
     init: where rows start. None: normal(0, `init_std` of the tables); a float: normal(0, init); a function of ids,
     numpy int64 [n] -> float32 [n, dim], numpy or a tensor. It depends on the ids only, and runs on the hosts that hold
     them.
     padding_idx: a row that stands for "no value" (negative: counted from the end, as in `nn.Embedding`). It is never
     fetched and gets no gradient: it gives zeros where rows are not pooled, and is absent from the sum, the mean's count
     and the maximum where they are.
+
+    keys: "hash64": ids are any int64 but -2**63, such as raw ids or hashes of strings (int32 ones do as well). An id
+    gets a row of its own, with the initial values of row `id`, after the step in which it was looked up for training
+    the `admit_after`-th time (lookups of long ago count less). Until then it shares a row with others that have none.
+    With it, in place of `n_rows`:
+    capacity: how many ids may have a row, of all hosts together; rounded up to 16 a shard. From 90 % on some new ids
+    find no room. admit_after: 1 to 255. fallback_rows: shared by ids without a row, by hash; None: a hundredth of
+    `capacity`.
+    evict: which id makes room for a new one. None: none does, new ids keep the shared rows. "lfu": the one that was
+    looked up least, lookups of long ago counting less, of 32. "ttl": one that was not looked up for more than
+    `evict_after_steps` steps; such ids also go while there is room.
+    Which ids have a row depends on the data alone, not on the number of workers.
+
+    `EmbeddingTables` raises BadInput for a table that cannot be: n_rows or dim below 1, a padding_idx out of range,
+    options that do not go together.
     """
 
-    n_rows: int
-    dim: int
+    n_rows: int = 0
+    dim: int = 0
     optimizer: RowOptimizer | None = None
     init: float | Callable[[np.ndarray], Any] | None = None
     padding_idx: int | None = None
+    keys: str | None = None
+    capacity: int | None = None
+    admit_after: int = 1
+    evict: str | None = None
+    evict_after_steps: int | None = None
+    fallback_rows: int | None = None
+
+    def hashed_spec(self, n_shards: int) -> HashedSpec | None:
+        """What a hashed table has in each shard."""
+        if self.keys is None:
+            return None
+        assert self.capacity is not None and self.fallback_rows is not None
+        std = None if self.init is None else float(cast(Any, self.init))
+        return HashedSpec.of(
+            self.capacity, self.fallback_rows, n_shards, admit_after=self.admit_after, evict=self.evict or "",
+            evict_after_steps=self.evict_after_steps or 0, std=std,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -46,6 +83,8 @@ class Feature:
 
     pooling: how the ids of a sample become one row of the result: "sum", "mean" or "max", as in `nn.EmbeddingBag`;
     a sample without ids gives zeros. None: they do not, every id has a row of its own, as in `nn.Embedding`.
+
+    `EmbeddingTables` raises BadInput for an unknown table or pooling.
     """
 
     table: str
@@ -59,14 +98,17 @@ def tables_of(tables: Mapping[str, Table | tuple[int, int]]) -> dict[str, Table]
     return {name: _table_of(name, table) for name, table in tables.items()}
 
 
-def _table_of(name: str, table: Any) -> Table:
-    if not isinstance(table, Table):
-        if not isinstance(table, (tuple, list)) or len(table) != 2:
-            raise BadInput(f"table {name!r}: expected (rows, dim) or gba_hvd.Table(rows, dim, ...), got {table!r}")
-        table = Table(*table)
+def _table_of(name: str, given: Any) -> Table:
+    if not isinstance(given, Table):
+        if not isinstance(given, (tuple, list)) or len(given) != 2:
+            raise BadInput(f"table {name!r}: expected (rows, dim) or gba_hvd.Table(rows, dim, ...), got {given!r}")
+        given = Table(*given)
+    table = _hashed_or_plain(name, given)
+    if not (_is_whole(table.n_rows) and _is_whole(table.dim)):
+        raise BadInput(f"table {name!r}: rows and dim must be whole numbers, got {table.n_rows!r} and {table.dim!r}")
     n_rows, dim, padding = int(table.n_rows), int(table.dim), table.padding_idx
-    if padding is not None:
-        if isinstance(padding, bool) or not isinstance(padding, int) or not -n_rows <= padding < n_rows:
+    if padding is not None and table.keys is None:
+        if not _is_whole(padding) or not -n_rows <= padding < n_rows:
             raise BadInput(
                 f"table {name!r}: padding_idx must be one of its rows, {-n_rows} to {n_rows - 1}, got {padding!r}"
             )
@@ -81,7 +123,56 @@ def _table_of(name: str, table: Any) -> Table:
         raise BadInput(
             f"table {name!r}: init must be a standard deviation of at least 0, or a function of ids, got {init!r}"
         )
-    return Table(n_rows, dim, table.optimizer, init, padding)
+    return replace(table, n_rows=n_rows, dim=dim, padding_idx=None if padding is None else int(padding))
+
+
+def _hashed_or_plain(name: str, table: Table) -> Table:
+    """With the number of fallback rows, where it is hashed. Raises BadInput for options that do not go together."""
+    given = {one: getattr(table, one) for one in _HASHED_ONLY if getattr(table, one) != getattr(Table, one)}
+    if table.keys is None:
+        if given:
+            raise BadInput(f"table {name!r}: {', '.join(given)} would have no effect without keys='hash64'")
+        return table
+    if table.keys != "hash64":
+        raise BadInput(f"table {name!r}: keys must be 'hash64', or left out for ids from 0 to n_rows - 1")
+    if table.n_rows or not table.dim:
+        raise BadInput(f"table {name!r}: with keys='hash64' give dim and capacity, and no n_rows; got {table!r}")
+    if not _is_whole(table.capacity, 1):
+        raise BadInput(f"table {name!r}: keys='hash64' needs capacity=, the number of ids that have a row, at least 1")
+    if not _is_whole(table.admit_after, 1) or table.admit_after > _MOST_ADMIT_AFTER:
+        raise BadInput(
+            f"table {name!r}: admit_after must be from 1 to {_MOST_ADMIT_AFTER} lookups, got {table.admit_after!r}"
+        )
+    if table.evict not in (None, "lfu", "ttl"):
+        raise BadInput(f"table {name!r}: evict must be 'lfu', 'ttl' or None, got {table.evict!r}")
+    if table.evict == "ttl" and not _is_whole(table.evict_after_steps, 1):
+        raise BadInput(f"table {name!r}: evict='ttl' needs evict_after_steps=, at least 1")
+    if table.evict != "ttl" and table.evict_after_steps is not None:
+        raise BadInput(f"table {name!r}: evict_after_steps would have no effect without evict='ttl'")
+    if table.fallback_rows is not None and not _is_whole(table.fallback_rows, 1):
+        raise BadInput(f"table {name!r}: fallback_rows must be at least 1, got {table.fallback_rows!r}")
+    if callable(table.init):
+        raise BadInput(
+            f"table {name!r}: rows of ids that come up in training are made where gradients are applied, in "
+            "asynchronous modes by servers, which do not have your function: init must be a standard deviation, or "
+            "tables.assign sets the rows of ids that are known"
+        )
+    padding = table.padding_idx
+    if padding is not None and not (_is_whole(padding, NO_KEY + 1) and padding < -NO_KEY):
+        raise BadInput(f"table {name!r}: padding_idx must be an id, an int64 other than -2**63, got {padding!r}")
+    assert table.capacity is not None
+    capacity, after = int(table.capacity), table.evict_after_steps
+    return replace(
+        table, capacity=capacity, admit_after=int(table.admit_after),
+        fallback_rows=int(table.fallback_rows or max(1, capacity // 100)),
+        evict_after_steps=None if after is None else int(after),
+    )  # fmt: skip
+
+
+def _is_whole(value: Any, least: int | None = None) -> bool:
+    """Of Python or numpy; `least` or more."""
+    is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    return is_whole and (least is None or value >= least)
 
 
 def features_of(
@@ -129,6 +220,24 @@ def poolings_of(tables: Mapping[str, Table], mode: str | Mapping[str, str]) -> d
         if pooling not in POOLINGS:
             raise BadInput(f"table {name!r}: mode must be 'sum', 'mean' or 'max', got {pooling!r}")
     return poolings
+
+
+def default_optimizer(given: RowOptimizer | None, tables: Mapping[str, Table]) -> RowOptimizer:
+    """That of the tables that name none: the one given, else the first table's where all name their own.
+
+    Raises BadInput where some have none.
+    """
+    if given is not None:
+        return given
+    without = [name for name, table in tables.items() if table.optimizer is None]
+    if without:
+        raise BadInput(
+            f"no optimizer for table {', '.join(map(repr, without))}: pass EmbeddingTables(optimizer=...) for tables "
+            "that name none, such as gba_hvd.RowAdagrad(lr=0.05), or gba_hvd.Table(rows, dim, optimizer=...) for each"
+        )
+    first = next(iter(tables.values())).optimizer
+    assert first is not None
+    return first
 
 
 def optimizers_of(default: RowOptimizer, tables: Mapping[str, Table]) -> tuple[TableOptimizers, dict[str, int]]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from gba_hvd.embedding.features import Table
 from gba_hvd.errors import BadInput, GbaError
 from gba_hvd.extras import extra
+from gba_hvd.shm.layout import NO_KEY, keys_of_ids
 from recovery.redaction import redacted
 
 _CHUNK = 1 << 16
@@ -61,7 +62,7 @@ class AssignedRows:
         """(ids int64 [k], values float32 [k, dim]) of a shard's rows."""
         ids, values = self.read()
         if self._by_shard is None or self._by_shard[0] != n_shards:
-            shards = ids % n_shards
+            shards = (keys_of_ids(ids) if self._shape.keys else ids) % n_shards
             order = np.argsort(shards, kind="stable")
             self._by_shard = n_shards, order, np.searchsorted(shards[order], np.arange(n_shards + 1))
         _, order, start = self._by_shard
@@ -110,7 +111,7 @@ class InitialRows:
         return not self._assigned and not any(callable(table.init) for table in self._tables.values())
 
     def digest(self) -> int:
-        """Of all assigned rows; signed 64 bits."""
+        """Checksum of all assigned rows; signed 64 bits."""
         digests = [rows.digest() for some in self._assigned.values() for rows in some]
         return int(np.uint64(xxhash.xxh3_64_intdigest(np.array(digests, np.int64).tobytes())).view(np.int64))
 
@@ -137,7 +138,7 @@ class InitialRows:
             self._probe(table, ids)
             for at in range(0, len(ids), _CHUNK):
                 yield ids[at : at + _CHUNK], self._computed(table, ids[at : at + _CHUNK])
-        if about.padding_idx is not None and about.padding_idx % n_shards == shard:
+        if about.padding_idx is not None and not about.keys and about.padding_idx % n_shards == shard:
             yield np.array([about.padding_idx]), np.zeros((1, about.dim), np.float32)
         for rows in self._assigned.get(table, ()):
             some, values = rows.of_shard(shard, n_shards)
@@ -168,8 +169,10 @@ def checked_rows(table: str, shape: Table, ids: Any, values: Any) -> tuple[np.nd
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
         raise BadInput(f"table {table!r}: ids must be whole numbers [n], got {found.dtype} {list(found.shape)}")
     found = found.astype(np.int64)
+    if shape.keys and (found == NO_KEY).any():
+        raise BadInput(f"table {table!r}: id {NO_KEY} has no row")
     outside = np.flatnonzero((found < 0) | (found >= shape.n_rows))
-    if len(outside):
+    if len(outside) and not shape.keys:
         raise BadInput(
             f"table {table!r} has rows 0 to {shape.n_rows - 1}, got id {found[outside[0]]} at position {outside[0]} of "
             "the rows to assign"

@@ -20,13 +20,15 @@ from gba_hvd.errors import BadInput
 
 Ids = Mapping[str, Tensor | Bag]
 _DTYPES = (torch.int64, torch.int32)
+HALF = (torch.bfloat16, torch.float16)  # what weights may be, beside float32
 
 
 @dataclass(frozen=True)
 class Source:
     """A feature, and where its rows are: those of a table with keys first_key to first_key + n_rows - 1.
 
-    group: of tables, by number. pooling: None: not pooled. padding_idx: an id that is left out
+    n_rows: 0: the table is hashed, and any id has a key. group: of tables, by number. pooling: None: not pooled.
+    padding_key: of the id that is left out
     """
 
     feature: str
@@ -35,7 +37,7 @@ class Source:
     first_key: int
     n_rows: int
     pooling: str | None
-    padding_idx: int | None
+    padding_key: int | None
 
     def __str__(self) -> str:
         return f"table {self.table!r}" if self.feature == self.table else f"feature {self.feature!r} of {self.table!r}"
@@ -82,7 +84,7 @@ class Lookup:
 
     @property
     def shape_of_rows(self) -> tuple[int, ...]:
-        """Of the result without its last dimension; [n] of a ragged one."""
+        """Shape of the result without its last dimension; [n] of a ragged one."""
         return self.shape if self.ragged is None else (len(self.offsets) - 1,)
 
     def result(self, rows: Tensor) -> Tensor:
@@ -129,14 +131,15 @@ def _of_bag(source: Source, bag: Bag) -> Lookup:
         raise BadInput(f"{source}: offsets must be int64 [B], got {_what(bag.offsets)}")
     n = values.numel()
     if weights is not None:
-        if weights.dtype != torch.float32 or weights.shape != (n,):
-            raise BadInput(f"{source}: weights must be float32 [{n}], got {_what(weights)}")
+        if weights.dtype not in (torch.float32, *HALF) or weights.shape != (n,):
+            raise BadInput(f"{source}: weights must be float32 [{n}], or bfloat16 or float16, got {_what(weights)}")
         if source.pooling in (None, "max"):
             how = "is not pooled" if source.pooling is None else "is pooled by its maximum"
             raise BadInput(
                 f"{source} {how}, so the weights of its Bag would be ignored: leave them out, or pool by "
                 "'sum' or 'mean'"
             )
+        weights = weights.float()
     cuts = np.append(bag.offsets.numpy(), n).astype(np.int64, copy=False)
     ragged = torch.from_numpy(cuts) if source.pooling is None else None
     return _ragged(source, values, cuts, weights, ragged)
@@ -181,9 +184,9 @@ def _keys(source: Source, ids: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """(keys int64 [n] of the ids that are no padding, int64 [len(ids) + 1]: how many of them come before each id)"""
     keys = np.empty(ids.numel(), np.int64)
     fill_keys(source, ids, keys)
-    if source.padding_idx is None:
+    if source.padding_key is None:
         return keys, np.arange(len(keys) + 1)
-    kept = keys != source.first_key + source.padding_idx
+    kept = keys != source.padding_key
     offsets = np.zeros(len(keys) + 1, np.int64)
     np.cumsum(kept, out=offsets[1:])
     return keys[kept], offsets
@@ -193,6 +196,13 @@ def fill_keys(source: Source, ids: Tensor, out: np.ndarray) -> None:
     """The keys of ids [n], padding among them. Raises BadInput for ids of another dtype and an id outside the table."""
     _check(source, ids, "ids must be int64 or int32")
     numbers = np.ascontiguousarray(ids.numpy(), np.int64)
+    if not source.n_rows:
+        if (bad := kernels.fill_hashed_keys(numbers, out)) >= 0:
+            raise BadInput(
+                f"{source}: id {numbers[bad]} at position {bad} of the micro-batch stands for no value in int64 data, "
+                "and has no row: map it to another id, or name that as padding_idx"
+            )
+        return
     bad = kernels.fill_keys(numbers, source.first_key, source.n_rows, out)
     if bad >= 0:
         raise BadInput(
@@ -204,7 +214,8 @@ def fill_keys(source: Source, ids: Tensor, out: np.ndarray) -> None:
 
 def _check(source: Source, numbers: Tensor, expected: str) -> None:
     if numbers.dtype not in _DTYPES or numbers.layout != torch.strided:
-        raise BadInput(f"{source}: {expected}, got {_what(numbers)}")
+        viewed = "; view hashes as int64: ids.view(torch.int64)" if numbers.dtype == torch.uint64 else ""
+        raise BadInput(f"{source}: {expected}, got {_what(numbers)}{viewed}")
     if numbers.device.type != "cpu":
         raise BadInput(
             f"{source}: ids must be on the CPU, where the tables are, got {numbers.device}: leave them out of what "

@@ -31,7 +31,7 @@ class RowGrad:
 
     @classmethod
     def none(cls, width: int, counted: bool = False) -> RowGrad:
-        """Of no row."""
+        """A gradient of no row."""
         accesses = np.empty(0, np.uint32) if counted else None
         return cls(np.empty(0, np.int64), np.empty((0, width), np.float32), accesses)
 

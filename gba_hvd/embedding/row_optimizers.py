@@ -75,7 +75,10 @@ class _Rule:
 
 @dataclass(frozen=True)
 class SGD(_Rule):
-    """w -= lr * g"""
+    """w -= lr * g, for the rows that a step touches (`torch.optim.SGD` without momentum). No slots: 4 bytes a weight.
+
+    lr: learning rate, 0 or more. weight_decay: its share of w is added to g (L2), of these rows alone.
+    """
 
     slots: ClassVar[tuple[SlotSpec, ...]] = ()
 
@@ -150,8 +153,8 @@ class TableOptimizers:
             )
 
 
-# Where the optimizers of this module are said to be, on disk and in messages: a name that outlives the layout of the
-# package, the one that earlier versions wrote, and today's.
+# The module under which the optimizers of this file are stored, on disk and in messages: a name that outlives the
+# layout of the package, the one that earlier versions wrote, and today's.
 PUBLIC_MODULE = "gba_hvd"
 _HERE = (PUBLIC_MODULE, "gba_hvd.row_optimizers", __name__)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gba_hvd import kernels
 from gba_hvd.config import Config
@@ -25,6 +25,7 @@ from gba_hvd.embedding.compiled import CompiledPass
 from gba_hvd.embedding.features import (
     Feature,
     Table,
+    default_optimizer,
     features_of,
     optimizers_of,
     poolings_of,
@@ -32,15 +33,18 @@ from gba_hvd.embedding.features import (
     tables_of,
 )
 from gba_hvd.embedding.initial_rows import AssignedRows, InitialRows, checked_rows, not_assignable
+from gba_hvd.embedding.keyed_jagged import AnyIds, by_feature
 from gba_hvd.embedding.lookup_recorder import LookupRecorder
 from gba_hvd.embedding.lookups import Ids as Ids
 from gba_hvd.embedding.lookups import Lookup, Source, fill_keys, look_up, pooled_elsewhere, same_ids
+from gba_hvd.embedding.module_dtype import FollowsDtype
 from gba_hvd.embedding.pooling import Pooling, pool, stack
 from gba_hvd.embedding.row_gradients import RowGrad, distinct
 from gba_hvd.embedding.row_optimizers import RowOptimizer
 from gba_hvd.errors import BadInput, GbaError
-from gba_hvd.shm.layout import Group, Layout
+from gba_hvd.shm.layout import Group, Layout, keys_of_ids
 from gba_hvd.shm.shard_memory import ShardMemory
+from gba_hvd.shm.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ class Passes:
     captured: list[Captured] = field(default_factory=list)
 
 
-class EmbeddingTables(nn.Module):
+class EmbeddingTables(FollowsDtype):
     """Named embedding tables that live in shard memory, trained by a row optimizer.
 
     Called with ids by feature, like a keyed `nn.EmbeddingBag`:
@@ -112,14 +116,23 @@ class EmbeddingTables(nn.Module):
     A row that several features of a call look up is fetched once and gets one gradient. A table that no feature names
     has a feature of its own name.
 
+    optimizer: of the rows of tables that name none; it may be left out where every table names one.
+    seed, init_std: of the initial rows, normal(0, init_std). They depend on (seed, table, row) only.
+    mode: as above. n_shards, shard_dir: of the shard memory; default: $GBA_HVD_N_SHARDS, $GBA_HVD_SHARD_DIR, or those
+    of `Config`.
+
     The tables are no `nn.Parameter`s: they are shared by all workers of a host and are not in `state_dict()`.
-    Rows are float32. Initial rows are normal(0, init_std) and depend on (seed, table, row) only.
+    Rows are float32 in memory. Lookups return float32, or the `dtype` of a model that is in another one
+    (`model.bfloat16()`), as `nn.Embedding` would; under autocast they return float32. Gradients of rows are float32.
+
+    Raises BadInput for tables, features, modes or settings that do not fit together, by name, and for a table without
+    an optimizer; a call raises it for ids of unknown features, of a wrong dtype or shape, or out of range.
     """
 
     def __init__(
         self,
         tables: Mapping[str, Table | tuple[int, int]],
-        optimizer: RowOptimizer,
+        optimizer: RowOptimizer | None = None,
         *,
         features: Mapping[str, Feature | str] | None = None,
         seed: int = 0,
@@ -130,19 +143,22 @@ class EmbeddingTables(nn.Module):
     ) -> None:
         super().__init__()
         self.config = Config.from_env(n_shards=n_shards, shard_dir=shard_dir)
-        self.optimizer = optimizer
         self.tables = tables_of(tables)
+        self.optimizer = default_optimizer(optimizer, self.tables)
         self.mode = poolings_of(self.tables, mode)
         self.features = features_of(self.tables, features, self.mode)
         refuse_unused_modes(features, mode)
-        self.optimizers, numbers = optimizers_of(optimizer, self.tables)
+        self.optimizers, numbers = optimizers_of(self.optimizer, self.tables)
         shapes = {name: (table.n_rows, table.dim) for name, table in self.tables.items()}
-        own_slots = tuple(one.slots for one in self.optimizers.own)
-        self.layout = Layout.of(shapes, optimizer.slots, self.config.n_shards, seed, init_std, numbers, own_slots)
+        own_slots, n_shards_ = tuple(one.slots for one in self.optimizers.own), self.config.n_shards
+        specs = {name: table.hashed_spec(n_shards_) for name, table in self.tables.items()}
+        hashed = {name: spec for name, spec in specs.items() if spec is not None}
+        self.layout = Layout.of(shapes, self.optimizer.slots, n_shards_, seed, init_std, numbers, own_slots, hashed)
         self.initial_rows = InitialRows(self.tables, init_std)
         self._sources = {name: self._source(name, feature) for name, feature in self.features.items()}
         self.memory: ShardMemory | None = None
-        self.counts_accesses = False  # each row's, in every micro-batch: for checkpoints that save what is used most
+        # Lookups of each row, in every micro-batch: for admission, and for checkpoints that save what is used most.
+        self.counts_accesses = bool(hashed)
         self.local: np.ndarray | None = None  # bool [S]: shards of this host; None when all are
         # Sets rows (group, keys, values) in the memory, between steps; None: it cannot be done here.
         self.write_rows: Callable[[int, np.ndarray, np.ndarray], None] | None = None
@@ -150,7 +166,7 @@ class EmbeddingTables(nn.Module):
         self.pools_bags = False  # rows of bags on other hosts are pooled there: their weights get no gradient
         self._not_pooled = tuple(name for name, feature in self.features.items() if feature.pooling is None)
         self._joined: tuple[EmbeddingTables, ...] = ()  # the tables that these have become a part of
-        self._handle, self._anchor = compiled.register(self), torch.zeros((), requires_grad=True)
+        self._handle, self._anchor = compiled.register(self)
         self._common = Passes([None] * len(self.layout.groups))
         self._apart: dict[int, Passes] = {}  # by thread, of those that keep theirs to themselves
         self._recorders: dict[int, LookupRecorder] = {}  # by thread
@@ -159,10 +175,14 @@ class EmbeddingTables(nn.Module):
     def _source(self, name: str, feature: Feature) -> Source:
         group, first_key = self.layout.place_of_table[feature.table]
         table = self.tables[feature.table]
-        return Source(name, feature.table, group, first_key, table.n_rows, feature.pooling, table.padding_idx)
+        padding = None if table.padding_idx is None else first_key + table.padding_idx
+        if table.keys and table.padding_idx is not None:
+            padding = int(keys_of_ids(np.array([table.padding_idx]))[0])
+        return Source(name, feature.table, group, first_key, table.n_rows, feature.pooling, padding)
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{t.name}: {t.n_rows:,} x {t.dim}" for t in self.layout.tables)
+        shapes = {n: f"{t.n_rows:,}" if not t.keys else f"up to {t.capacity:,}" for n, t in self.tables.items()}
+        return ", ".join(f"{name}: {shapes[name]} x {table.dim}" for name, table in self.tables.items())
 
     def __getstate__(self) -> dict[str, Any]:
         """Neither `copy.deepcopy` nor pickle can copy memory that other processes write."""
@@ -175,7 +195,7 @@ class EmbeddingTables(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._handle = compiled.register(self)
+        self._handle, self._anchor = compiled.register(self)
 
     # --- threads ---------------------------------------------------------------------------------------------------
 
@@ -217,31 +237,33 @@ class EmbeddingTables(nn.Module):
 
     # --- forward ---------------------------------------------------------------------------------------------------
 
-    def forward(self, ids: Ids) -> dict[str, Tensor]:
-        """Embeddings float32 by feature, for the features named in `ids`.
+    def forward(self, ids: AnyIds) -> dict[str, Tensor]:
+        """Embeddings by feature, for the features named in `ids`; float32, or the `dtype` of the model.
 
         ids: by feature, one of
             int64 or int32 [B]       one id for each sample
             int64 or int32 [B, L]    L of them, with the table's `padding_idx` where a sample has fewer
             `Bag` of B samples, or a jagged nested tensor [B, j] (torch.nested, layout=torch.jagged)
+        or all of them in a `KeyedJaggedTensor` of TorchRec, whose keys are features: each is a `Bag`.
         A pooled feature gives [B, dim]. One that is not (`Feature(table, pooling=None)`) takes tensors of any shape
         and gives ids.shape + [dim], zeros where padding is, and a jagged nested tensor [B, j, dim] of a Bag or a
         nested tensor.
         Raises BadInput for an unknown feature, ids of another dtype or shape, an id outside its table, offsets that do
         not cut the values, and weights of a Bag where they would be ignored.
         """
+        ids = by_feature(ids)
         if self._joined:
             self._refuse_unknown(ids)
-            joined: dict[str, Tensor] = self._joined[0](ids)
-            return joined
-        if torch.compiler.is_compiling() and ids:
-            return compiled.look_up(self._handle, self._anchor, ids, self._not_pooled)
-        _refuse_tracing()
-        out = {
-            one.source.feature: one.result(pool(rows, one.weights, index, one.offsets, one.pooling))
-            for one, rows, index in self._fetched(ids, torch.is_grad_enabled())
-        }
-        return {name: out[name] for name in ids}
+            out: dict[str, Tensor] = self._joined[0](ids)
+        elif torch.compiler.is_compiling() and ids:
+            out = compiled.look_up(self._handle, self._anchor, ids, self._not_pooled)
+        else:
+            _refuse_tracing()
+            out = {
+                one.source.feature: one.result(pool(rows, one.weights, index, one.offsets, one.pooling))
+                for one, rows, index in self._fetched(ids, torch.is_grad_enabled())
+            }
+        return {name: out[name].to(self.dtype) for name in ids}
 
     def compiled_pass(self, ids: Ids, train: bool, weights_train: bool) -> tuple[CompiledPass, list[Tensor]]:
         """See `compiled.LooksUp`."""
@@ -255,6 +277,10 @@ class EmbeddingTables(nn.Module):
         for captured in self._passes.captured[first:]:
             captured.compiled.append(done)
         return done, [results[name] for name in ids]
+
+    def open_passes(self) -> Iterator[CompiledPass]:
+        """See `compiled.LooksUp`."""
+        return (done for captured in self._passes.captured for done in captured.compiled)
 
     def width_of(self, feature: str) -> tuple[int, bool]:
         """(dimension, whether it is pooled)."""
@@ -278,14 +304,15 @@ class EmbeddingTables(nn.Module):
                 yield one, rows, index[at : at + len(one.keys)]
                 at += len(one.keys)
 
-    def stacked(self, ids: Ids) -> Tensor:
-        """Embeddings float32 [B, F, dim] of the F features in `ids`, in that order; all of one dimension.
+    def stacked(self, ids: AnyIds) -> Tensor:
+        """Embeddings [B, F, dim] of the F features in `ids`, in that order; all of one dimension.
 
         The fast path for single-valued features: one gather for all. Features of several ids are pooled.
         """
+        ids = by_feature(ids)
         if self._joined:
             self._refuse_unknown(ids)
-            return self._joined[0].stacked(ids)
+            return self._joined[0].stacked(ids).to(self.dtype)
         if torch.compiler.is_compiling():
             return self._stacked_pooled(ids)
         _refuse_tracing()
@@ -301,7 +328,7 @@ class EmbeddingTables(nn.Module):
             isinstance(column, Tensor) and column.ndim == 1 and len(column) != len(columns[0]) for column in columns
         ):
             raise BadInput(f"stacked(): all fields need {len(columns[0])} ids, got {[len(c) for c in columns]}")
-        has_padding = any(source.padding_idx is not None for source in sources)
+        has_padding = any(source.padding_key is not None for source in sources)
         if len(columns) != len(ids) or has_padding or len({source.group for source in sources}) > 1:
             return self._stacked_pooled(ids)
         keys, batch = np.empty(sum(len(column) for column in columns), np.int64), len(columns[0])
@@ -309,7 +336,7 @@ class EmbeddingTables(nn.Module):
             fill_keys(source, column, keys[number * batch : (number + 1) * batch])
         cuts = [np.arange(batch + 1)] * len(columns)
         rows, index = self._fetch(sources[0].group, keys, cuts, torch.is_grad_enabled())
-        return stack(rows, index, len(columns), batch)
+        return stack(rows, index, len(columns), batch).to(self.dtype)
 
     def _stacked_pooled(self, ids: Ids) -> Tensor:
         found = self(ids)
@@ -333,8 +360,9 @@ class EmbeddingTables(nn.Module):
         keys = np.empty(sum(column.numel() for _, column in columns), np.int64)
         at = 0
         for name, column in columns:
-            table = next(t for t in self.layout.groups[group].tables if t.name == name)
-            source = Source(name, name, group, self.layout.place_of_table[name][1], table.n_rows, None, None)
+            source = Source(
+                name, name, group, self.layout.place_of_table[name][1], self.tables[name].n_rows, None, None
+            )
             fill_keys(source, column, keys[at : at + column.numel()])
             at += column.numel()
         return keys
@@ -409,25 +437,25 @@ class EmbeddingTables(nn.Module):
         assert self.memory is not None
         layout = self.layout
         if self.local is None:
-            kernels.gather_rows(self.memory.flat, layout.record_starts(keys, group), 0, out)
+            self.memory.gather(keys, group, 0, out)
             return
         here = self.local[keys % layout.n_shards]
-        near, far = np.flatnonzero(here), np.flatnonzero(~here)
-        rows = np.empty((len(near), group.dim), dtype=np.float32)
-        kernels.gather_rows(self.memory.flat, layout.record_starts(keys[near], group), 0, rows)
-        out[near] = rows
-        if len(far):
-            remote, index = self.remote[group_number], np.empty(len(far), dtype=np.int32)
-            missing = 0 if remote is None else kernels.find_keys(keys[far], remote.slots, remote.keys, index)
+        local_at, remote_at = np.flatnonzero(here), np.flatnonzero(~here)
+        rows = np.empty((len(local_at), group.dim), dtype=np.float32)
+        self.memory.gather(keys[local_at], group, 0, rows)
+        out[local_at] = rows
+        if len(remote_at):
+            remote, index = self.remote[group_number], np.empty(len(remote_at), dtype=np.int32)
+            missing = 0 if remote is None else kernels.find_keys(keys[remote_at], remote.slots, remote.keys, index)
             if remote is None or missing >= 0:
-                table, row = layout.locate(int(keys[far][max(missing, 0)]), group_number)
+                table, row = layout.locate(int(keys[remote_at][max(missing, 0)]), group_number)
                 raise GbaError(
                     f"row {row} of table {table!r} lives on another host and was not fetched: ids must come from the "
                     "batch's `ids` (pass ids=... to gba_hvd.batches when your batches keep them elsewhere), or be "
                     "looked up by its `forward` each time it gets this batch"
                     + (", and bags unchanged: with row_compression=dct_mp they are pooled there" * self.pools_bags)
                 )
-            out[far] = remote.values[index]
+            out[remote_at] = remote.values[index]
 
     def _refuse_unknown(self, ids: Mapping[str, Any]) -> None:
         unknown = [name for name in ids if name not in self._sources]
@@ -448,13 +476,15 @@ class EmbeddingTables(nn.Module):
         return grads
 
     def contributors(self, micro_batch: int, n_samples: int) -> list[RowGrad]:
-        """Of the forward passes since gradients were taken: in how many micro-batches each row is, by group.
+        """In how many micro-batches of the forward passes since the last gradients each row is, by group.
 
         The batch has n_samples, the samples of several micro-batches one after the other. Values: float32 [n, 1].
-        Raises BadInput for a pass with another number of samples, where that cannot be said. Needs `notes_samples`.
+        Raises BadInput for a pass with another number of samples, where that cannot be determined. Needs
+        `notes_samples`.
         """
         n_micro = -(-n_samples // micro_batch)
-        found: list[list[np.ndarray]] = [[np.empty(0, np.int64)] for _ in self.layout.groups]
+        keys: list[list[np.ndarray]] = [[np.empty(0, np.int64)] for _ in self.layout.groups]
+        micro: list[list[np.ndarray]] = [[np.empty(0, np.int64)] for _ in self.layout.groups]
         for c in self._passes.captured:
             if c.rows.grad is None:
                 continue
@@ -464,11 +494,14 @@ class EmbeddingTables(nn.Module):
                     f"{n_samples}: with sync_micro_batch and rows averaged over contributors the tables must see which "
                     "micro-batch each id belongs to. Leave sync_micro_batch out, or use row_average='global'"
                 )
-            found[c.group].append(c.keys[c.ids] * n_micro + c.samples // micro_batch)
+            keys[c.group].append(c.keys[c.ids])
+            micro[c.group].append(c.samples // micro_batch)
         counts = []
-        for pairs in found:
-            keys, n = np.unique(np.unique(np.concatenate(pairs)) // n_micro, return_counts=True)
-            counts.append(RowGrad(keys, n.astype(np.float32)[:, None]))
+        for some, numbers in zip(keys, micro, strict=True):
+            distinct_keys, which = np.unique(np.concatenate(some), return_inverse=True)
+            pairs = np.unique(which * n_micro + np.concatenate(numbers))
+            n = np.bincount(pairs // n_micro, minlength=len(distinct_keys))
+            counts.append(RowGrad(distinct_keys, n.astype(np.float32)[:, None]))
         return counts
 
     @property
@@ -488,6 +521,7 @@ class EmbeddingTables(nn.Module):
             c.rows.grad = None
 
     def drop_gradients(self) -> None:
+        """Discard the row gradients of this thread's forward passes."""
         self._passes.captured = []
 
     # --- rows from elsewhere ---------------------------------------------------------------------------------------
@@ -512,7 +546,7 @@ class EmbeddingTables(nn.Module):
             raise not_assignable()
         found, rows = checked_rows(table, self.tables[table], ids, values)
         group, first_key = self.layout.place_of_table[table]
-        self.write_rows(group, first_key + found, rows)
+        self.write_rows(group, keys_of_ids(found) if self.tables[table].keys else first_key + found, rows)
 
     def assign_from(self, name: str, url: str) -> None:
         """As `assign`, from a file: a path or any fsspec URL that every host can read.
@@ -571,8 +605,40 @@ class EmbeddingTables(nn.Module):
         }
         per_row, offset = slots.get(what, (False, 0))
         out = np.empty((len(keys), 1 if per_row else group.dim), dtype=np.float32)
-        kernels.gather_rows(self.memory.flat, layout.record_starts(keys, group), offset, out)
+        self.memory.gather(keys, group, offset, out)
         return out[:, 0] if per_row else out
+
+    def admitted(self, table: str, ids: Any) -> np.ndarray:
+        """bool [n], which ids of a hashed table have a row of their own; others share one. Of shards of this host.
+
+        table: its name, or that of a feature; ids: whole numbers [n]. Raises BadInput for a table that is not hashed.
+        """
+        table = self.table_of(table)
+        if self._joined:
+            return self._joined[0].admitted(table, ids)
+        vocabulary = self._vocabulary(table)
+        group, _ = self.layout.place_of_table[table]
+        return vocabulary.has(self.keys_of(group, [(table, torch.as_tensor(ids, dtype=torch.int64))]))
+
+    def vocabulary(self, table: str) -> np.ndarray:
+        """int64 [n], ascending: the ids of a hashed table that have a row of their own, in the shards of this host.
+
+        With several hosts, all ids are the union over one worker of each host; a checkpoint has them as well
+        (`gba-hvd checkpoint export`). Raises BadInput for a table that is not hashed.
+        """
+        table = self.table_of(table)
+        if self._joined:
+            return self._joined[0].vocabulary(table)
+        assert self.memory is not None
+        return self._vocabulary(table).ids(self.memory.ready())
+
+    def _vocabulary(self, table: str) -> Vocabulary:
+        assert self.memory is not None
+        group, _ = self.layout.place_of_table[table]
+        found = self.memory.vocabulary(self.layout.groups[group])
+        if found is None:
+            raise BadInput(f"table {table!r} is not hashed: its ids are 0 to {self.tables[table].n_rows - 1}")
+        return found
 
 
 def join_tables(parts: Sequence[EmbeddingTables]) -> EmbeddingTables:
@@ -594,7 +660,10 @@ def join_tables(parts: Sequence[EmbeddingTables]) -> EmbeddingTables:
             raise BadInput("these EmbeddingTables belong to an optimizer already: give all of them to one optimizer")
         for what, named, all_named in (("table", part.tables, tables), ("feature", part.features, features)):
             if twice := [name for name in named if name in all_named]:
-                raise BadInput(f"two EmbeddingTables have a {what} named {twice[0]!r}: rename one of them")
+                raise BadInput(
+                    f"two EmbeddingTables have a {what} named {twice[0]!r}: rename one of them, which for those of "
+                    "gba_hvd.convert is its prefix="
+                )
         mine, theirs = (
             {"seed": one.layout.seed, "n_shards": one.layout.n_shards, "shard_dir": str(one.config.shard_dir)}
             for one in (first, part)

@@ -1,7 +1,8 @@
 """Who has the newest step, and who sends late joiners the mode: pure functions of what every rank reports.
 
-A job may go back to a checkpoint while it runs (`full_recovery`). States are therefore compared by the number of such
-recoveries behind them first, and by their step only then: of two states, the one that went back more often is newer.
+A job may roll back to a checkpoint while it runs (`full_recovery`). States are therefore compared by the number of such
+recoveries behind them first, and by their step only then: of two states, the one that was rolled back more often is
+newer.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Agreement:
 
 
 def agree(facts: Sequence[RankState]) -> Agreement:
-    """The newest step wins, among the states with most full recoveries behind them. Nobody goes back by this.
+    """The newest step wins, among the states with most full recoveries behind them. No rank rolls back by this.
 
     Seeing a step's result means that every worker holds its row gradients, so the survivors are at most one step apart
     and the one behind can apply what it holds. A rank further behind was gone for longer and starts as a late joiner.

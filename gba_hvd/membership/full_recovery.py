@@ -1,4 +1,4 @@
-"""Full or partial recovery of a lost host, decided once; and full recovery in a running job: all go back together.
+"""Full or partial recovery of a lost host, decided once; and full recovery in a running job: all roll back together.
 
 The rank whose state the others get (`Agreement.source`) decides, by `recovery.schedule.recovery_choice`, when the world
 of the survivors forms and shards are missing. Partial recovery is in `restore_shards`. The order of a full one:
@@ -10,7 +10,7 @@ of the survivors forms and shards are missing. Partial recovery is in `restore_s
                  the shards of a later step is not believed
     4. fill      each host leader fills all shards that are placed on its host, from the one manifest that the source
                  names; when all hosts have done so, the shards are marked as of the checkpoint's step
-    5. go back   the source loads the training state and counts the recovery (`Rollback.number`), then `elastic` sends
+    5. roll back the source loads the training state and counts the recovery (`Rollback.number`), then `elastic` sends
                  its state to all; a rank that has it forgets the decision
 
 A crash before 2 is complete: no row was touched. A rank that has the decision makes the next world carry it out; if
@@ -42,7 +42,7 @@ from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.training.engine import Engine
 from recovery.errors import BadInput, Damaged, NotFound, RecoveryError
 from recovery.restore import Report
-from recovery.schedule.adaptive import Measured
+from recovery.schedule.adaptive import JobMeasurements
 from recovery.schedule.recovery_choice import RecoveryDecision
 
 _LOWER_BITS = 32  # of a placement number; other changes of the placement count one by one
@@ -51,7 +51,7 @@ _FILLED, _DAMAGED, _FAILED = range(3)
 
 @dataclass(frozen=True)
 class Recovery:
-    """What is done about shards that nobody holds. checkpoint: on the source, if all go back to it."""
+    """What is done about shards that no host holds. checkpoint: on the source, if all roll back to it."""
 
     decision: RecoveryDecision
     checkpoint: CompleteCheckpoint | None = None
@@ -62,11 +62,11 @@ class Recovery:
 
 
 @dataclass(frozen=True)
-class WentBack:
+class RolledBack:
     """All shards are as of a checkpoint. rows: of them; age: in steps, mean, against the checkpoint's step.
 
     seconds: of the host that took longest. skipped: checkpoints that could not be used, and why.
-    state, samples_lost: on the source: the training state, and by all recoveries until the checkpoint (`Measured`)
+    state, samples_lost: on the source: the training state, and samples lost in all recoveries (`JobMeasurements`)
     """
 
     manifest: str
@@ -101,18 +101,18 @@ def decide(engine: Engine, world: World, agreed: Agreement, placement: Placement
     return Recovery(decision, mine[1])
 
 
-def go_back(
+def roll_back(
     engine: Engine, world: World, agreed: Agreement, recovery: Recovery, placement: Placement,
-    holdings: Sequence[HostShards], here: int, leads: bool, memory: ShardMemory,
-) -> WentBack:  # fmt: skip
+    holdings: Sequence[HostShards], here: int, is_leader: bool, memory: ShardMemory,
+) -> RolledBack:  # fmt: skip
     """3 and 4. A collective. holdings: before the shards were cleared.
 
     Raises RecoveryFailed on all ranks where no checkpoint can be read any more.
     """
     checkpoints = checkpoints_of(engine)
     assert checkpoints is not None
-    mine = [shard for shard, host in enumerate(placement.host) if host == here] if leads else []
-    if leads:
+    mine = [shard for shard, host in enumerate(placement.host) if host == here] if is_leader else []
+    if is_leader:
         retained_state.remove(memory.folder)  # first: it is of the rows that are about to go
         for shard in range(memory.layout.n_shards):
             memory.set_absent(shard)  # copies that were to move, too
@@ -149,11 +149,11 @@ def go_back(
         memory.set_ready(shard, step)
     mean_age, seconds = float(everyone[:, 2].sum() / max(1, rows)), float(everyone[:, 3].max()) / 1e6
     if found is None:  # not the source
-        return WentBack(name, 0, 0, step, rows, mean_age, seconds)
+        return RolledBack(name, 0, 0, step, rows, mean_age, seconds)
     newest = found.manifest
-    return WentBack(
+    return RolledBack(
         name, newest.epoch, newest.number, step, rows, mean_age, seconds, (*found.passed_over, *reasons), found.state,
-        Measured.of_checkpoint(newest).samples_lost,
+        JobMeasurements.of_checkpoint(newest).samples_lost,
     )  # fmt: skip
 
 
@@ -180,7 +180,7 @@ def _filled(
         return (checkpoints.fill_from(memory, mine, name) if mine else None), "", _FILLED
     except (Damaged, NotFound) as error:
         return None, f"{name}: {error}", _DAMAGED
-    except (BadInput, RecoveryError, GbaError, OSError) as error:
+    except (GbaError, OSError) as error:
         return None, f"{name}: {type(error).__name__}: {error}", _FAILED
 
 
@@ -188,6 +188,6 @@ def _failed(why: str, reasons: list[str]) -> RecoveryFailed:
     causes = "; ".join([why, *reasons])
     return RecoveryFailed(
         f"full recovery was begun and no checkpoint could be read to its end: {causes}. The rows in memory are of no "
-        "use. See that the place for checkpoints can be read, and start the same command again: it resumes from the "
+        "use. See that the checkpoint location can be read, and start the same command again: it resumes from the "
         "newest checkpoint that is whole"
     )

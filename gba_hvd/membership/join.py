@@ -16,7 +16,7 @@ from gba_hvd.comm.key_exchange import share_key, shared_secret
 from gba_hvd.errors import StateMismatch
 from gba_hvd.membership import full_recovery, shard_transfer
 from gba_hvd.membership.agreement import Agreement, ModeExitRace, RankState, agree, asynchronous_source
-from gba_hvd.membership.full_recovery import WentBack
+from gba_hvd.membership.full_recovery import RolledBack
 from gba_hvd.membership.restore_shards import RestoredShards, restore_missing_shards
 from gba_hvd.membership.resume_job import ResumedFromMemory, resume_previous_job
 from gba_hvd.modes.allreduce import AllreduceMode
@@ -49,13 +49,13 @@ class JoinResult:
     over the rows, each by its own last save), and how many rows. restored_from: the manifests; skipped: newer
     checkpoints that could not be used, and why.
     resumed: the checkpoint a new job resumes from; taken: what it resumes from in memory
-    decision: about a lost host's rows; went_back: the checkpoint that all go back to, with full recovery
+    decision: about a lost host's rows; rolled_back: the checkpoint that all roll back to, with full recovery
     """
 
     job_id: str
     source: int
     n_hosts: int
-    leads_host: bool
+    is_host_leader: bool
     is_restart: bool
     shard_steps_missed: int
     rows_lost: int
@@ -73,10 +73,10 @@ class JoinResult:
     resumed: Report | None = None
     taken: ResumedFromMemory | None = None
     decision: RecoveryDecision | None = None
-    went_back: WentBack | None = None
+    rolled_back: RolledBack | None = None
 
     def samples_lost(self, applied: int, n_rows: int) -> float:
-        """Of a lost host's rows, when so many were applied: mean over all `n_rows` rows of the model.
+        """Samples lost with a lost host's rows, when so many were applied: mean over all `n_rows` rows of the model.
 
         Rows that no checkpoint has lost all.
         """
@@ -104,9 +104,9 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
     _catch_up(engine, world, mine, agreed)
     members = WorkerTopology(tuple(f.host for f in facts))
     here = members.order.index(mine.host)
-    leads = members.leader_of(mine.host) == world.rank
-    engine.job.settings = mine.settings
-    job_id, agreed, taken = resume_previous_job(engine, world, agreed, job_id, leads)
+    is_leader = members.leader_of(mine.host) == world.rank
+    engine.identify(settings=mine.settings)
+    job_id, agreed, taken = resume_previous_job(engine, world, agreed, job_id, is_leader)
     memory = all_or_none(
         world, agreed.is_restart, "open", lambda: shard_transfer.open_memory(engine, job_id, engine.job.key)
     )
@@ -114,21 +114,23 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
     if taken is None:
         shard_transfer.refuse_foreign_rows(agreed, holdings, memory)
     placement = place_shards(members, holdings)
-    if leads:
+    if is_leader:
         memory.end_old_writers({f.pid for f in facts if f.host == mine.host})
         leave_ps.retire_servers(job_id, engine.job.key, memory.folder, mine.host)
     recovery = full_recovery.decide(engine, world, agreed, placement)
-    refilled, went_back, missed = RestoredShards(), None, 0
+    refilled, rolled_back, missed = RestoredShards(), None, 0
     if recovery is not None and recovery.is_full:
-        shard_transfer.reserve(world, agreed, placement, holdings, here, leads, memory)
-        went_back = full_recovery.go_back(engine, world, agreed, recovery, placement, holdings, here, leads, memory)
+        shard_transfer.reserve(world, agreed, placement, holdings, here, is_leader, memory)
+        rolled_back = full_recovery.roll_back(
+            engine, world, agreed, recovery, placement, holdings, here, is_leader, memory
+        )
     else:
-        newest, missed = shard_transfer.close_torn_steps(agreed.step, placement, holdings, here, leads, memory)
-        shard_transfer.reserve(world, agreed, placement, holdings, here, leads, memory)
-        refilled = restore_missing_shards(engine, world, agreed, placement, here, leads, memory)
-        shard_transfer.move_shards(world, members, placement, here, leads, memory, newest)
+        newest, missed = shard_transfer.close_torn_steps(agreed.step, placement, holdings, here, is_leader, memory)
+        shard_transfer.reserve(world, agreed, placement, holdings, here, is_leader, memory)
+        refilled = restore_missing_shards(engine, world, agreed, placement, here, is_leader, memory)
+        shard_transfer.move_shards(world, members, placement, here, is_leader, memory, newest)
     outboxes = shard_transfer.open_outboxes(world, agreed, members, facts, memory)
-    if leads:  # all shards are filled when all outboxes are there
+    if is_leader:  # all shards are filled when all outboxes are there
         for shard, host in placement.drops:
             if host == here:
                 memory.drop(shard)
@@ -141,20 +143,20 @@ def join(engine: Engine, world: World, job_id: str, has_state: bool) -> JoinResu
         engine.traffic,
     )  # fmt: skip
     engine.mode = AllreduceMode(engine, exchange)
-    if leads and (switching_of(engine) is not None or checkpoints_of(engine) is not None):
+    if is_leader and (switching_of(engine) is not None or checkpoints_of(engine) is not None):
         _start_servers(engine, job_id)
     rows_lost = 0
-    if agreed.is_restart and agreed.step and went_back is None:
+    if agreed.is_restart and agreed.step and rolled_back is None:
         rows_lost = (
             sum(shard_transfer.rows_in(engine.model.tables.layout, shard) for shard in placement.new) - refilled.rows
         )
     return JoinResult(
-        job_id, agreed.source, len(members.order), leads, agreed.is_restart, missed, rows_lost, mine.host, part=here,
-        rows_restored=refilled.rows if agreed.is_restart else 0, rows_age=refilled.age,
+        job_id, agreed.source, len(members.order), is_leader, agreed.is_restart, missed, rows_lost, mine.host,
+        part=here, rows_restored=refilled.rows if agreed.is_restart else 0, rows_age=refilled.age,
         refilled=refilled.by_host, why_lost=refilled.why_not, load_s=refilled.seconds,
         restored_from=refilled.manifests, skipped=refilled.skipped,
         resumed=refilled.report, taken=taken,
-        decision=None if recovery is None else recovery.decision, went_back=went_back,
+        decision=None if recovery is None else recovery.decision, rolled_back=rolled_back,
     )  # fmt: skip
 
 
@@ -216,7 +218,8 @@ def _start_servers(engine: Engine, job_id: str) -> None:
     folder, tables = engine.folder, engine.model.tables
     launch.write_settings(
         folder, job_id, engine.job.key, tables.layout, tables.optimizer,
-        alive_s=tables.config.heartbeat_timeout_s, lease_s=tables.config.lease_s, grace_s=tables.config.grace_s,
+        heartbeat_timeout_s=tables.config.heartbeat_timeout_s, lease_s=tables.config.lease_s,
+        grace_s=tables.config.grace_s,
         own_row_optimizers=[launch.describe_optimizer(one) for one in tables.optimizers.own],
     )  # fmt: skip
     switching = switching_of(engine)
@@ -245,15 +248,15 @@ def _join_asynchronous(engine: Engine, world: World, facts: list[RankState], sou
     is_new = mine.generation != session.generation
     memory = all_or_none(world, True, "open", lambda: shard_transfer.open_memory(engine, session.job, session.key))
     _refuse_hosts_without_memory(engine, world, facts, session, memory.folder)
-    leads = members.leader_of(mine.host) == world.rank
+    is_leader = members.leader_of(mine.host) == world.rank
     if is_new:
-        engine.job.key = session.key
+        engine.identify(key=session.key)
         if engine.mode is not None:
             engine.mode.close()
         enter_ps.start(engine, session, world.rank, mine.host)
         assert not memory.is_closed
     number = max(f.membership for f in facts)
-    return JoinResult(session.job, source, len(members.order), leads, True, 0, 0, mine.host, True, number)
+    return JoinResult(session.job, source, len(members.order), is_leader, True, 0, 0, mine.host, True, number)
 
 
 def _refuse_hosts_without_memory(
@@ -273,8 +276,8 @@ def _refuse_hosts_without_memory(
     servers = None if engine.mode is None else engine.mode.servers
     if servers is not None:
         for rank in bare:
-            servers.client.give_up(facts[rank].host, why)
-        servers.give_up(why)
+            servers.client.abandon_host(facts[rank].host, why)
+        servers.abandon(why)
     raise worker_lost(why)
 
 

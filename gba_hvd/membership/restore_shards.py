@@ -1,4 +1,4 @@
-"""Shards that nobody holds: filled from the newest checkpoint, or with initial rows."""
+"""Shards that no host holds: filled from the newest checkpoint, or with initial rows."""
 
 from __future__ import annotations
 
@@ -38,14 +38,20 @@ class RestoredShards:
 
 
 def restore_missing_shards(
-    engine: Engine, world: World, agreed: Agreement, placement: Placement, here: int, leads: bool, memory: ShardMemory
+    engine: Engine,
+    world: World,
+    agreed: Agreement,
+    placement: Placement,
+    here: int,
+    is_leader: bool,
+    memory: ShardMemory,
 ) -> RestoredShards:
-    """Shards nobody holds: from the newest checkpoint, by each host's leader; without one, initial rows. A
+    """Shards that no host holds: from the newest checkpoint, by each host's leader; without one, initial rows. A
     collective."""
     checkpoints, initial = checkpoints_of(engine), engine.model.tables.initial_rows
-    mine = [shard for shard in placement.new if placement.host[shard] == here] if leads else []
+    mine = [shard for shard in placement.new if placement.host[shard] == here] if is_leader else []
     if placement.new and initial.assigned:
-        _refuse_different_rows(world, agreed, initial, leads)
+        _refuse_different_rows(world, agreed, initial, is_leader)
     if checkpoints is None or not placement.new or not (agreed.is_restart or checkpoints.callback.resume):
         if initial.is_plain:
             mine = [shard for shard in placement.new if placement.rank[shard] == world.rank]
@@ -111,10 +117,12 @@ def restore_missing_shards(
     return replace(found, report=report if world.rank == agreed.source else None)
 
 
-def _refuse_different_rows(world: World, agreed: Agreement, initial: InitialRows, leads: bool) -> None:
+def _refuse_different_rows(world: World, agreed: Agreement, initial: InitialRows, is_leader: bool) -> None:
     """Each host's leader fills its shards with the rows that it was given: they must be the same. A collective."""
-    own = all_or_none(world, agreed.is_restart, "read the assigned", lambda: initial.digest() if leads else 0, "rows")
-    everyone = world.gather("assigned rows", np.array([leads, own], dtype=np.int64))
+    own = all_or_none(
+        world, agreed.is_restart, "read the assigned", lambda: initial.digest() if is_leader else 0, "rows"
+    )
+    everyone = world.gather("assigned rows", np.array([is_leader, own], dtype=np.int64))
     ranks = np.flatnonzero(everyone[:, 0])
     differing = [int(rank) for rank in ranks if everyone[rank, 1] != everyone[ranks[0], 1]]
     if differing:

@@ -1,11 +1,12 @@
-"""What a new job resumes from: a checkpoint, or what a job that lost all its workers left in memory. And its place.
+"""What a new job resumes from: a checkpoint, or the orphaned memory of a job. It also claims its checkpoint location.
 
     1. name      the source looks whether there is a checkpoint to resume from, and all take its job's name
     2. memory    what is in memory under that name, if this job can resume from it; else that is let go
     3. key       what the job's servers and workers prove themselves with, from the source
-    4. place     what a dead job left on the hosts is cleared, and the place for checkpoints is claimed
+    4. location  what a dead job left on the hosts is cleared, and the checkpoint location is claimed
 
-A job that continues with survivors has name, key and place already: it shares them with late joiners, and claims again.
+A job that continues with survivors has name, key and location already: it shares them with late joiners, and claims
+again.
 """
 
 from __future__ import annotations
@@ -45,28 +46,28 @@ class ResumedFromMemory:
 
 
 def resume_previous_job(
-    engine: Engine, world: World, agreed: Agreement, job_id: str, leads: bool
+    engine: Engine, world: World, agreed: Agreement, job_id: str, is_leader: bool
 ) -> tuple[str, Agreement, ResumedFromMemory | None]:
     """The job's name, what is agreed on then, and what it resumes from in memory. Sets the engine's key. A collective.
 
-    job_id: this rank's, if there is no other; leads: this rank is its host's leader.
+    job_id: this rank's, if there is no other; is_leader: this rank is its host's leader.
     """
     checkpoints, taken = checkpoints_of(engine), None
     job_id, saved_step = _name_of_job(engine, world, agreed, job_id)
     if checkpoints is not None and checkpoints.callback.resume and not agreed.is_restart:
-        taken = _resume_from_memory(engine, world, job_id, leads, saved_step)
+        taken = _resume_from_memory(engine, world, job_id, is_leader, saved_step)
     if taken is not None:
         agreed = replace(agreed, step=taken.step, source=taken.source)
     if taken is not None and taken.state is not None:
-        engine.job.key = orphaned_memory.key_of(job_folder(engine.model.tables.config.shard_dir, job_id))
+        engine.identify(key=orphaned_memory.key_of(job_folder(engine.model.tables.config.shard_dir, job_id)))
     mine = (engine.job.key or new_key()) if world.rank == agreed.source else None
-    engine.job.key = share_key(world, "key", mine, agreed.source, shared_secret(), agreed.is_restart)
+    engine.identify(key=share_key(world, "key", mine, agreed.source, shared_secret(), agreed.is_restart))
     if taken is not None and engine.model.tables.memory is not None:
         engine.model.tables.memory.give_to(
             owner_of(engine.job.key)
         )  # before others of the host open it: a collective follows
     if checkpoints is not None:
-        _claim_location(engine, world, agreed, job_id, leads, taken)
+        _claim_location(engine, world, agreed, job_id, is_leader, taken)
     return job_id, agreed, taken
 
 
@@ -88,7 +89,7 @@ def _name_of_job(engine: Engine, world: World, agreed: Agreement, job_id: str) -
 
 
 def _resume_from_memory(
-    engine: Engine, world: World, job_id: str, leads: bool, saved_step: int
+    engine: Engine, world: World, job_id: str, is_leader: bool, saved_step: int
 ) -> ResumedFromMemory | None:
     """What a job of this name that lost all its workers left in memory, if this one can resume from it. A collective.
 
@@ -102,8 +103,10 @@ def _resume_from_memory(
     def look() -> None:
         nonlocal found, state
         limit_s = checkpoints.callback.final_checkpoint_s + _FLUSH_MARGIN_S
-        memory = tables.memory if leads else None  # open already when this process tried before and could not finish
-        if leads and memory is None and orphaned_memory.survey(folder, tables.layout, limit_s):
+        memory = (
+            tables.memory if is_leader else None
+        )  # open already when this process tried before and could not finish
+        if is_leader and memory is None and orphaned_memory.survey(folder, tables.layout, limit_s):
             memory = open_memory(engine, job_id, b"")  # of two that are started at once, the second is refused
             reaper.start(folder, tables.config.grace_s)  # the one it had may have been killed, too; two do no harm
         if memory is not None:
@@ -144,9 +147,9 @@ def _resume_from_memory(
 
 
 def _claim_location(
-    engine: Engine, world: World, agreed: Agreement, job_id: str, leads: bool, taken: ResumedFromMemory | None
+    engine: Engine, world: World, agreed: Agreement, job_id: str, is_leader: bool, taken: ResumedFromMemory | None
 ) -> None:
-    """Clear what a dead job of this name left on the hosts, and claim the place for checkpoints. A collective."""
+    """Clear what a dead job of this name left on the hosts, and claim the checkpoint location. A collective."""
     checkpoints, tables, writer = checkpoints_of(engine), engine.model.tables, ""
     assert checkpoints is not None
     if taken is not None and taken.state is not None:
@@ -155,7 +158,7 @@ def _claim_location(
     if not agreed.is_restart and taken is None:  # first: a server still running renews the claim of the dead job
 
         def clear() -> None:
-            if leads and tables.memory is None:
+            if is_leader and tables.memory is None:
                 folder, limit_s = job_folder(tables.config.shard_dir, job_id), checkpoints.callback.final_checkpoint_s
                 orphaned_memory.await_last_checkpoint(folder, limit_s + _FLUSH_MARGIN_S)
                 remove_orphaned_memory(tables.config.shard_dir, job_id)
@@ -163,7 +166,7 @@ def _claim_location(
         all_or_none(world, False, "clear", clear)
     is_source = world.rank == agreed.source
     act = (lambda: checkpoints.claim_location(job_id, writer)) if is_source else (lambda: None)
-    all_or_none(world, agreed.is_restart, "use", act, "the place for checkpoints")
+    all_or_none(world, agreed.is_restart, "use", act, "the checkpoint location")
     location = world.broadcast(
         "place", json.dumps(checkpoints.location()).encode() if is_source else None, agreed.source
     )

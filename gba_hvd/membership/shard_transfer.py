@@ -17,11 +17,12 @@ from gba_hvd.shm.placement import HostShards, Placement, WorkerTopology
 from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.training.engine import Engine
 
+_MOST_IDS = 1 << 22  # without a row, in one worker's part of a step
 _CHUNK_WORDS = 4 << 20  # of a shard that moves to another host, per message
 
 
 def open_memory(engine: Engine, job_id: str, key: bytes) -> ShardMemory:
-    """key: the job's, which another job of the same name does not have; empty: nobody may live in the memory yet."""
+    """key: the job's, which another job of the same name does not have; empty: no process may live in it yet."""
     tables = engine.model.tables
     folder = job_folder(tables.config.shard_dir, job_id)
     if tables.memory is not None and (tables.memory.folder != folder or tables.memory.is_closed):
@@ -58,29 +59,29 @@ def refuse_foreign_rows(agreed: Agreement, holdings: list[HostShards], memory: S
 
 
 def close_torn_steps(
-    step: int, placement: Placement, holdings: list[HostShards], here: int, leads: bool, memory: ShardMemory
+    step: int, placement: Placement, holdings: list[HostShards], here: int, is_leader: bool, memory: ShardMemory
 ) -> tuple[dict[int, int], int]:
     """Bring the marks of shards that missed a step up to date, where they are held now.
 
     A shard whose worker died while applying a step has the step partly; one whose worker died before has it not.
     Returns (shard -> the step of its marks now, how many steps shards missed over all hosts).
     """
-    holder = {shard: source for shard, source, _ in placement.moves}
+    source_of = {shard: source for shard, source, _ in placement.moves}
     newest, missed = {}, 0
     for shard, home in enumerate(placement.host):
         if shard in placement.new:
             continue
-        host = holder.get(shard, home)
+        host = source_of.get(shard, home)
         begun, finished = int(holdings[host].begun[shard]), int(holdings[host].finished[shard])
         newest[shard] = max(step, begun)
         missed += newest[shard] - finished
-        if leads and host == here and newest[shard] > finished:
+        if is_leader and host == here and newest[shard] > finished:
             memory.set_ready(shard, newest[shard])
     return newest, missed
 
 
 def reserve(
-    world: World, agreed: Agreement, placement: Placement, holdings: list[HostShards], here: int, leads: bool,
+    world: World, agreed: Agreement, placement: Placement, holdings: list[HostShards], here: int, is_leader: bool,
     memory: ShardMemory,
 ) -> None:  # fmt: skip
     """Each host's leader makes room for the shards that come to it, and numbers this placement. A collective."""
@@ -89,7 +90,7 @@ def reserve(
     number = 1 + max(int(holding.placed.max()) for holding in holdings)
 
     def make_room() -> None:
-        if leads and incoming:
+        if is_leader and incoming:
             memory.reserve(incoming)
             for shard in incoming:
                 memory.place(shard, number)
@@ -102,7 +103,7 @@ def move_shards(
     members: WorkerTopology,
     placement: Placement,
     here: int,
-    leads: bool,
+    is_leader: bool,
     memory: ShardMemory,
     newest: dict[int, int],
 ) -> None:
@@ -121,7 +122,7 @@ def move_shards(
             received, _ = world.alltoall("move", words, splits)
             if world.rank == receiver:
                 region[at : at + len(received)] = received
-        if leads and here == target:
+        if is_leader and here == target:
             memory.set_ready(shard, newest[shard])
 
 
@@ -132,8 +133,10 @@ def open_outboxes(
     if world.size == 1:
         return {}
     folder, layout = memory.folder, memory.layout
-    # Every row: its key and gradient, and a word each for contributors and accesses.
-    n_words = sum(layout.n_shards * g.rows_per_shard * (2 + g.dim + 2) + 2 * world.size for g in layout.groups)
+    # Every row: its key and gradient, and a word each for contributors and accesses. Ids of a hashed table may be more
+    # than its rows.
+    most = [layout.n_shards * g.rows_per_shard + (g.hashed is not None) * _MOST_IDS for g in layout.groups]
+    n_words = sum(n * (2 + g.dim + 2) + 2 * world.size for n, g in zip(most, layout.groups, strict=True))
     own, number = all_or_none(
         world, agreed.is_restart, "make room for messages in", lambda: Outbox.create(folder, n_words)
     )

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gba_hvd.clipping import Factors, squares
 from gba_hvd.embedding.row_gradients import RowGrad, merge, with_contributors
 from gba_hvd.epoch import EpochPlan
 from gba_hvd.errors import GbaError, NonFiniteGradient, StateMismatch
-from gba_hvd.loss_scale import SKIPPED
+from gba_hvd.gradients.clipping import Factors, squares
+from gba_hvd.gradients.loss_scale import SKIPPED
 from gba_hvd.modes import evaluation, retrieval
 from gba_hvd.modes.allreduce_exchange import AllreduceExchange
 from gba_hvd.trace import TRACE
@@ -38,6 +38,7 @@ class AllreduceMode:
     """
 
     name = "allreduce"
+    steps_together = True
     servers = None
     survives_world = False
 

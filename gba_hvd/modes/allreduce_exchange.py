@@ -12,7 +12,7 @@ One step, on every rank:
                gradients go round just before it and are held as well (`compression.dense_exchange`)
     5. apply   dense parameters everywhere, rows by the ranks that serve them
 
-A worker that dies before 4 leaves a step that nobody applied; it is computed again. A worker that dies after 4 costs
+A worker that dies before 4 leaves a step that no worker applied; it is computed again. A worker that dies after 4 costs
 its own shards at most this step. A survivor that misses the result of 4 still holds its row gradients and applies them
 as soon as it learns that the step was decided, and with which factor (`elastic`).
 """
@@ -25,15 +25,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gba_hvd import clipping, kernels
+from gba_hvd import kernels
 from gba_hvd.comm.collectives import World, worker_lost
 from gba_hvd.comm.traffic import Traffic, ring
 from gba_hvd.compression.activation_exchange import ActivationExchange
 from gba_hvd.compression.dense_exchange import DenseExchange
 from gba_hvd.compression.row_codec import RowCoder
 from gba_hvd.compression.row_exchange import RowExchange
-from gba_hvd.dense_gradients import DenseGradients
-from gba_hvd.embedding.accesses import count_accesses
+from gba_hvd.embedding.apply_rows import apply_rows, by_row, write_rows
 from gba_hvd.embedding.bags import BagLookups
 from gba_hvd.embedding.initial_rows import not_assignable
 from gba_hvd.embedding.row_gradients import (
@@ -45,6 +44,9 @@ from gba_hvd.embedding.row_gradients import (
     unpack,
 )
 from gba_hvd.embedding.tables import EmbeddingTables, PulledRows
+from gba_hvd.errors import GbaError
+from gba_hvd.gradients import clipping
+from gba_hvd.gradients.dense_gradients import DenseGradients
 from gba_hvd.shm.outbox import Outbox
 from gba_hvd.shm.placement import Placement, WorkerTopology
 from gba_hvd.training.commit_fields import CommitFields
@@ -60,7 +62,7 @@ class HeldRows:
     own: this rank's gradients, in a world of one; remote: what ranks of other hosts sent, by rank. What ranks of this
     host left is still in their outboxes. scale makes the step's gradient of the sum of all, or of its average.
     n_skipped: steps before this one that were not applied.
-    merged: the gradients to apply, per group, once somebody has asked for them
+    merged: the gradients to apply, per group, once they were asked for
     """
 
     step: int
@@ -98,9 +100,9 @@ class AllreduceExchange:
         self._server = placement.rank
         self._by_contributors = row_average != "global"
         self._dims = [group.dim + self._by_contributors for group in tables.layout.groups]
-        self._at_home = np.array(placement.host) == members.order.index(members.hosts[world.rank])
+        self._is_local = np.array(placement.host) == members.order.index(members.hosts[world.rank])
         self._mine = np.flatnonzero(placement.rank == world.rank)
-        self._on_this_host = np.flatnonzero(self._at_home)
+        self._on_this_host = np.flatnonzero(self._is_local)
         self.several_hosts = len(members.order) > 1  # the same on every rank: it decides which collectives are run
         self._row_coder = row_coder
         self.row_exchange: RowExchange | None = None
@@ -113,13 +115,13 @@ class AllreduceExchange:
 
     def resume(self) -> None:
         """Serve this rank's shards, from the start or after an asynchronous mode."""
-        self._tables.local = self._at_home if self.several_hosts else None
+        self._tables.local = self._is_local if self.several_hosts else None
         self._tables.remote = [None] * len(self._dims)
         self._tables.write_rows = self.write_rows
         self._memory.claim(self._mine)
         coder = self._row_coder
         self._has_local_residuals = coder is not None and coder.has_residuals_for(
-            self._at_home
+            self._is_local
         )  # with shards of lost hosts
         if self.row_exchange is not None:
             self.row_exchange.resume()
@@ -133,12 +135,15 @@ class AllreduceExchange:
             raise not_assignable()
         layout, group = self._tables.layout, self._tables.layout.groups[group_number]
         mine = np.isin(keys % layout.n_shards, self._mine)
-        starts = layout.record_starts(keys[mine], group)
-        places = starts.astype(np.int64)
-        self._memory.flat[places[:, None] + np.arange(group.dim)] = values[mine]
-        kernels.count_more(self._memory.words, starts, group.record, np.full(len(starts), 2, np.uint32))  # they changed
+        step = int(self._memory.marks().finished[self._mine].max(initial=0))
+        missing = write_rows(self._memory, group, keys[mine], values[mine], step)
         if self._world.size > 1:
-            self._world.gather("rows assigned", np.array([len(keys)], dtype=np.int64))
+            missing = int(self._world.gather("rows assigned", np.array([missing], dtype=np.int64)).sum())
+        if missing:
+            raise GbaError(
+                f"table {group.tables[0].name!r}: {missing} of {len(keys)} assigned ids found no room; the others have "
+                "their rows. Raise its capacity"
+            )
 
     def await_rows(self, step: int) -> None:
         """Return when every row of this host is as after `step`."""
@@ -168,14 +173,14 @@ class AllreduceExchange:
         assert self._tables.local is not None
         layout, size = self._tables.layout, self._world.size
         for number, group in enumerate(layout.groups):
-            far = keys[number][~self._tables.local[keys[number] % layout.n_shards]]
-            wanted, _, slots = distinct(far)
+            remote = keys[number][~self._tables.local[keys[number] % layout.n_shards]]
+            wanted, _, slots = distinct(remote)
             start, order = np.empty(size + 1, dtype=np.int64), np.empty(len(wanted), dtype=np.int32)
             kernels.order_by_owner(wanted, layout.n_shards, self._server, start, order)
             asked, n_asked = alltoall(f"pull.keys.{number}", wanted[order].view(np.float32), 2 * np.diff(start))
             asked_keys = np.ascontiguousarray(asked).view(np.int64)
             rows = np.empty((len(asked_keys), group.dim), dtype=np.float32)
-            kernels.gather_rows(self._memory.flat, layout.record_starts(asked_keys, group), 0, rows)
+            self._memory.gather(asked_keys, group, 0, rows)
             self._traffic.count("sent", "header", 8 * len(wanted))
             self._traffic.count("received", "header", 8 * len(asked_keys))
             self._traffic.count("sent", "rows", rows.nbytes)
@@ -203,26 +208,26 @@ class AllreduceExchange:
             is_coded = exchange is not None and exchange.compresses
             if not is_coded or self._has_local_residuals:
                 with nullcontext() if exchange is None else exchange.measured():
-                    grads = coder.whole(grads, self._at_home if is_coded else None)
+                    grads = coder.whole(grads, self._is_local if is_coded else None)
         if self._world.size == 1:
             self.held = HeldRows(step, grads, {}, scale, lr, n_skipped)
             return
         message, words = pack_by_owner(grads, self._server, self._world.size)
         by_rank = np.split(message, np.cumsum(words)[:-1])
         if self.several_hosts:  # with dct_mp other hosts' messages may be longer than all rows, for which there is room
-            near = [part if rank in self._outboxes else part[:0] for rank, part in enumerate(by_rank)]
-            message, words = _joined(near)
+            local_parts = [part if rank in self._outboxes else part[:0] for rank, part in enumerate(by_rank)]
+            message, words = _joined(local_parts)
         self._outboxes[self._world.rank].post(step, message, words)
-        far: dict[int, np.ndarray] = {}
+        remote: dict[int, np.ndarray] = {}
         if exchange is not None:
             with exchange.measured():
                 if exchange.compresses:
-                    far = exchange.send(grads, int(self._by_contributors))
+                    remote = exchange.send(grads, int(self._by_contributors))
                 else:
-                    far = self._send_whole(by_rank, exchange.alltoall)
+                    remote = self._send_whole(by_rank, exchange.alltoall)
         elif self.several_hosts:
-            far = self._send_whole(by_rank, self._world.alltoall)
-        self.held = HeldRows(step, [], far, scale, lr, n_skipped)
+            remote = self._send_whole(by_rank, self._world.alltoall)
+        self.held = HeldRows(step, [], remote, scale, lr, n_skipped)
 
     def _send_whole(self, parts: Sequence[np.ndarray], alltoall: Alltoall) -> dict[int, np.ndarray]:
         """parts: by rank; those of this host stay."""
@@ -243,7 +248,9 @@ class AllreduceExchange:
         if self._world.size > 1 and not self.several_hosts:
             self._world.gather("rows posted", np.array([self.held.step], dtype=np.int64))
         grads, scale = self._merged(self.held)
-        return clipping.squares(grad.values for grad in grads) * scale**2
+        groups = self._tables.layout.groups
+        rows = (by_row(self._memory, group, grad) for group, grad in zip(groups, grads, strict=True))
+        return clipping.squares(grad.values for grad in rows) * scale**2
 
     def commit(self, dense: DenseGradients, fields: CommitFields) -> None:
         """Sum the dense gradients and the numbers that travel with them over all ranks. Returning means: decided."""
@@ -272,7 +279,7 @@ class AllreduceExchange:
         if self._row_coder is not None:
             self._row_coder.settle()
             if self._has_local_residuals and held.step % _LOOK_AGAIN == 0:
-                self._has_local_residuals = self._row_coder.has_residuals_for(self._at_home)
+                self._has_local_residuals = self._row_coder.has_residuals_for(self._is_local)
         memory, layout = self._memory, self._tables.layout
         # A shard that has begun this step has had it: from a worker that died, before the step was computed again.
         due = self._mine[memory.marks().begun[self._mine] < held.step]
@@ -282,8 +289,10 @@ class AllreduceExchange:
         for group, grad in zip(layout.groups, grads, strict=True):
             if len(due) < len(self._mine):
                 grad = grad.select(np.isin(grad.keys % layout.n_shards, due))  # noqa: PLW2901
-            self._tables.optimizers.update_(memory.flat, layout, group, grad, scale * factor, held.lr, number)
-            count_accesses(memory, group, grad, held.step)
+            apply_rows(
+                memory, self._tables.optimizers, group, grad, due, scale=scale * factor, lr=held.lr, number=number,
+                step=held.step,
+            )  # fmt: skip
         memory.finish(due, held.step)
 
     def skip_held(self) -> None:

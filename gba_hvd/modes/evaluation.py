@@ -6,6 +6,7 @@ import contextlib
 import json
 import time
 import zlib
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gba_hvd.accumulators import Accumulator, Frames, Part, accumulator, combined
 from gba_hvd.comm.collectives import World, agree_on
 from gba_hvd.errors import BadInput
+from gba_hvd.metrics.accumulators import Accumulator, Frames, Part, accumulator, combined
 from gba_hvd.modes.allreduce_exchange import AllreduceExchange
+from gba_hvd.ps.messages import LeaseGrant
 from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.training.mode import EvaluationRun, SampleReader
 from recovery import state_codec
@@ -37,6 +39,7 @@ def together(job: EvaluationRun, world: World, exchange: AllreduceExchange, step
     so_far = [accumulator(part) for part in parts]
     share_buffers(world, job.model)
     exchange.await_rows(step)
+    samples.expect(firsts_of_rank(samples, world))
     with evaluating(job.model):
         for first in range(0, samples.n_batches, world.size):
             loaded = samples.rows((first + world.rank) * samples.batch, samples.batch)
@@ -51,13 +54,14 @@ def together(job: EvaluationRun, world: World, exchange: AllreduceExchange, step
 
 
 def by_leases(job: EvaluationRun, servers: PsWorker, phase: int, ordinal: int) -> list[dict[str, Any]]:
-    """Each worker measures what it gets leases for, with the buffers of the first worker that asks.
+    """Each worker measures what it gets leases for, with the buffers of the first worker that asks. Where it reads
+    ahead, it has as many leases more.
 
     phase, ordinal: which evaluation it is, the same on all workers
     """
     model, samples = job.model, job.samples
     own = {name: value.clone() for name, value in model.named_buffers()}
-    is_prepared = job.prepare is None
+    is_prepared, leases = job.prepare is None, deque[LeaseGrant]()
 
     def pull(reader: SampleReader, batches: list[Any]) -> None:
         servers.pull(reader.keys(batches) if servers.several_hosts else [])
@@ -65,25 +69,36 @@ def by_leases(job: EvaluationRun, servers: PsWorker, phase: int, ordinal: int) -
     try:
         with evaluating(model), servers.evaluation_values():
             while True:
-                found, frames = servers.request_evaluation(
-                    phase, ordinal, samples.n_samples, samples.batch, job.parts, state_codec.encode(own)
-                )
-                if found.like_probabilities:
-                    _refuse_probabilities(found.like_probabilities)
-                if found.result is not None:
-                    return found.result
-                if found.lease is None:
+                found = None
+                while len(leases) <= samples.depth and (found is None or found.lease is not None):
+                    found, frames = servers.request_evaluation(
+                        phase, ordinal, samples.n_samples, samples.batch, job.parts, state_codec.encode(own)
+                    )
+                    if found.like_probabilities:
+                        _refuse_probabilities(found.like_probabilities)
+                    if found.result is not None:
+                        return found.result
+                    if found.lease is not None:
+                        _load_buffers(model, state_codec.decode(bytes(frames[0])))
+                        leases.append(found.lease)
+                if not leases:
                     time.sleep(_ASK_AGAIN_S)
                     continue
-                _load_buffers(model, state_codec.decode(bytes(frames[0])))
+                samples.expect([lease.micro * samples.batch for lease in leases])
                 if job.prepare is not None and not is_prepared:
                     job.prepare(pull)
                     is_prepared = True
-                loaded = samples.rows(found.lease.micro * samples.batch, found.lease.n_samples)
+                lease = leases.popleft()
+                loaded = samples.rows(lease.micro * samples.batch, lease.n_samples)
                 pull(samples, [loaded])
-                servers.send_scores(phase, ordinal, found.lease, job.measure(loaded))
+                servers.send_scores(phase, ordinal, lease, job.measure(loaded))
     finally:
         _load_buffers(model, own)
+
+
+def firsts_of_rank(samples: SampleReader, world: World) -> Iterator[int]:
+    """The first sample of each batch that this rank reads where workers go in rounds."""
+    return (batch * samples.batch for batch in range(world.rank, samples.n_batches, world.size))
 
 
 @contextlib.contextmanager

@@ -1,5 +1,7 @@
 """The modes where every worker trains a replica of the dense part: `shadow`, and `easgd`, `ma`, `bmuf`.
 
+Between two synchronisations a worker steps its replica alone, as in local SGD.
+
 What a worker and the servers send each other, and what each crash leaves behind, is in `ps.worker.replica_worker`.
 """
 
@@ -11,7 +13,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from gba_hvd.callbacks import Event
-from gba_hvd.dense_gradients import DenseGradients
+from gba_hvd.gradients.dense_gradients import DenseGradients
 from gba_hvd.modes.parameter_server import ParameterServerMode
 from gba_hvd.ps.worker.replica_worker import ReplicaWorker
 from gba_hvd.training.mode import MicroBatch

@@ -37,6 +37,7 @@ class ParameterServerMode:
     idle: the allreduce mode that was left for this one, as long as its world stands
     """
 
+    steps_together = False
     survives_world = True
 
     def __init__(self, engine: Engine, servers: PsWorker, idle: AllreduceMode | None = None) -> None:
@@ -131,10 +132,10 @@ class ParameterServerMode:
         grads = engine.take_gradients(micro, loss)
         if grads.not_finite:
             engine.reports.rejected(micro.index, grads.not_finite)
-        if refused := self.servers.push(
+        if rejected := self.servers.push(
             lease, grads.rows, grads.loss, grads.seconds, grads.not_finite, self._before_push()
         ):
-            engine.reports.rejected(lease.micro, refused)
+            engine.reports.rejected(lease.micro, rejected)
         engine.reports.compression()
         engine.model.dense.zero_()
 
@@ -203,7 +204,7 @@ class ParameterServerMode:
         return RankFacts(-1, self.servers.session.generation, self.servers.contact.acknowledged_membership)
 
     def settle(self, catches_up: bool, row_factor: float, step: int) -> bool:
-        """Nothing is held here. Survivors of such a mode stand at different steps, and nobody was left behind."""
+        """Nothing is held here. Survivors of such a mode stand at different steps, and none was left behind."""
         return False
 
     def on_hosts_updated(self) -> None:

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from gba_hvd.comm.collectives import World, agree_on
+from gba_hvd.metrics.ranking import Best, ItemLists, Items, Queries, all_numbers, best, merge, n_query_sums, query_sums
 from gba_hvd.modes.allreduce_exchange import AllreduceExchange
-from gba_hvd.modes.evaluation import evaluating, share_buffers
-from gba_hvd.ranking import Best, ItemLists, Items, Queries, all_numbers, best, merge, n_query_sums, query_sums
+from gba_hvd.modes.evaluation import evaluating, firsts_of_rank, share_buffers
 from gba_hvd.training.mode import RetrievalRun, SampleReader
 from recovery import state_codec
 
@@ -36,6 +36,8 @@ def together(job: RetrievalRun, world: World, exchange: AllreduceExchange, step:
     share_buffers(world, job.model)
     exchange.await_rows(step)
     sums, k = np.zeros(n_query_sums(job.k)), max(job.k)
+    job.items.expect(firsts_of_rank(job.items, world))
+    job.queries.expect(firsts_of_rank(job.queries, world))
     with evaluating(job.model):
         parts = []
         for first in range(0, job.items.n_batches, world.size):
@@ -66,7 +68,7 @@ def _load(reader: SampleReader, first: int, exchange: AllreduceExchange) -> Any:
 
 
 def _gathered(world: World, what: str, mine: Any) -> list[Any]:
-    """Of every rank, in rank order. A collective."""
+    """The values of all ranks, in rank order. A collective."""
     parts = world.gather_bytes(f"retrieval.{what}", state_codec.encode(mine))
     return [state_codec.decode(part.tobytes()) for part in parts]
 

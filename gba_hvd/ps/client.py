@@ -29,7 +29,7 @@ from gba_hvd.ps.messages import Answer, Endpoint, HeartbeatMsg, JobPosition, Lea
 log = logging.getLogger("gba_hvd")
 _RESEND_S = 1.0
 _RESEND_MOST_S = 8.0
-_TRY_AGAIN_S = 0.2  # after a server said: later
+_TRY_AGAIN_S = 0.2  # after a server asked to try again
 _BEAT_S = 0.3
 _POLL_S = 0.1
 # What the frames behind a header are, by `traffic`'s kinds; the last kind counts for all that follow.
@@ -69,7 +69,7 @@ class _Pending:
     deadline_s: float
     resend_s: float = 0.0
     pause_s: float = _RESEND_S
-    why_not: str = ""  # what the server said when it put this request off
+    why_not: str = ""  # the server's reason for putting this request off
 
     def answer(self, reply: Reply) -> None:
         if not self.future.done():
@@ -153,7 +153,7 @@ class Client:
             pending.fail(ServerLost(f"{what}: {over}"))
         return pending.future
 
-    def give_up(self, host: int, why: str) -> None:
+    def abandon_host(self, host: int, why: str) -> None:
         """No server of this host will answer any more: requests to them fail from now on, and need not wait."""
         self._gone = self._gone | {s: why for s, endpoint in enumerate(self.servers) if endpoint.host == host}
 
@@ -209,7 +209,7 @@ class Client:
                 if now >= next_look:
                     next_look = now + _POLL_S
                     self._look_after(sockets, pending, now)
-            self._say_goodbye(sockets)
+            self._send_leave(sockets)
         except BaseException as error:
             over = f"the client's thread died of {type(error).__name__}: {error}"
             log.exception("the thread that talks to the servers died")
@@ -296,18 +296,18 @@ class Client:
                 request.fail(ServerLost(f"server {request.server} is gone, and {why}"))
             elif now > request.deadline_s:
                 del pending[number]
-                request.fail(ServerLost(self._in_vain(request)))
+                request.fail(ServerLost(self._fail_pending(request)))
             elif now > request.resend_s:
                 self._post(sockets, request)
 
-    def _in_vain(self, request: _Pending) -> str:
+    def _fail_pending(self, request: _Pending) -> str:
         endpoint = self.servers[request.server]
-        said = f"server {request.server} did not answer {request.what}"
+        text = f"server {request.server} did not answer {request.what}"
         if request.why_not:
             return f"server {request.server} did not take {request.what}: {request.why_not}"
         if endpoint.host == self._here:
-            return f"{said}; its log: {launch.last_words(self._folder, endpoint.index)}"
-        return f"{said}; it should listen at {endpoint.address}:{endpoint.pull if request.pull else endpoint.control}"
+            return f"{text}; its log: {launch.last_words(self._folder, endpoint.index)}"
+        return f"{text}; it should listen at {endpoint.address}:{endpoint.pull if request.pull else endpoint.control}"
 
     def _send_beat(self, sockets: dict[tuple[int, bool], Any]) -> None:
         if not self.folder_lost:
@@ -320,7 +320,7 @@ class Client:
         except zmq.Again:
             return
 
-    def _say_goodbye(self, sockets: dict[tuple[int, bool], Any]) -> None:
+    def _send_leave(self, sockets: dict[tuple[int, bool], Any]) -> None:
         if self.beat is not None:
             message = wire.encode(self._job, 0, Leave(self.beat().worker, self.finished))
             try:

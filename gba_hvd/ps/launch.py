@@ -48,6 +48,10 @@ main(Path(folder), index)
 """
 
 
+_STORED = {"heartbeat_timeout_s": "alive_s"}  # names in `ps.json` that differ from those of the fields
+_PYTHON = {stored: name for name, stored in _STORED.items()}
+
+
 @dataclass(frozen=True)
 class Settings:
     """What a server starts with: `ps.json` in the job's folder, written by the worker that starts it.
@@ -55,7 +59,7 @@ class Settings:
     layout: `Layout.describe`. row_optimizer: `describe_optimizer`; own_row_optimizers: of tables with one of their own,
     by number from 1 on. address: the IP address to listen at.
 
-    alive_s: after so long without a heartbeat a worker's leases go to others; lease_s: how long one may take
+    heartbeat_timeout_s: after so long without a heartbeat a worker's leases go to others; lease_s: its longest use
     buffer_bytes: of pushes that wait for their step, at most; grace_s: what the memory outlives the workers by
     sys_path: where the script finds its modules: the server looks there, too, after its own
     """
@@ -64,7 +68,7 @@ class Settings:
     layout: dict[str, Any]
     row_optimizer: dict[str, Any]
     address: str
-    alive_s: float = 2.0
+    heartbeat_timeout_s: float = 2.0
     lease_s: float = 60.0
     buffer_bytes: int = 4 << 30
     grace_s: float = 20.0
@@ -73,7 +77,12 @@ class Settings:
 
     @classmethod
     def read(cls, folder: Path) -> Settings:
-        return cls(**json.loads((folder / "ps.json").read_text()))
+        stored = json.loads((folder / "ps.json").read_text())
+        return cls(**{_PYTHON.get(name, name): value for name, value in stored.items()})
+
+    def write(self, file: Path) -> None:
+        values = dataclasses.asdict(self)
+        file.write_text(json.dumps({_STORED.get(name, name): value for name, value in values.items()}))
 
 
 def write_settings(folder: Path, job: str, key: bytes, layout: Layout, optimizer: RowOptimizer, **more: Any) -> None:
@@ -88,7 +97,7 @@ def write_settings(folder: Path, job: str, key: bytes, layout: Layout, optimizer
         file.write(key)
     (folder / f"key.{mine}").rename(folder / "key")
     fresh = folder / f"ps.json.{mine}"
-    fresh.write_text(json.dumps(dataclasses.asdict(settings)))
+    settings.write(fresh)
     fresh.rename(folder / "ps.json")  # last: from here on a server can start
 
 
@@ -133,7 +142,7 @@ def ensure_running(folder: Path, index: int) -> bool:
 def why_not_started(folder: Path, index: int) -> str:
     """Why the newest server could not start; empty if it could, or has not had time to."""
     try:
-        return (folder / f"ps-{index}.failed").read_text() or "it said nothing"
+        return (folder / f"ps-{index}.failed").read_text() or "it wrote no message"
     except FileNotFoundError:
         return ""
 
@@ -152,7 +161,8 @@ def endpoint(folder: Path, index: int, host: int, timeout_s: float) -> Endpoint:
         except (FileNotFoundError, KeyError, TypeError, ValueError):  # not there yet, or damaged
             if time.monotonic() > deadline:
                 raise GbaError(
-                    f"the companion server did not start within {timeout_s:.0f} s; it said: {last_words(folder, index)}"
+                    f"the companion server did not start within {timeout_s:.0f} s; its last lines: "
+                    f"{last_words(folder, index)}"
                 ) from None
             time.sleep(0.02)
 
@@ -166,7 +176,7 @@ def folder_lost(folder: Path, opened: int) -> str:
     except FileNotFoundError:
         what = "was removed"
     return (
-        f"the job's folder {folder} {what}, so no companion server can start on this host. Where nobody did that by "
+        f"the job's folder {folder} {what}, so no companion server can start on this host. If no person did that by "
         "hand, systemd removes what a user has in /dev/shm when the user logs out: `loginctl enable-linger`, or set "
         "GBA_HVD_SHARD_DIR. Workers that run keep their tables; stop the job and start it again"
     )

@@ -1,8 +1,8 @@
-"""What workers and servers send each other: the messages, their encoding, and the checks before anything is stored.
+"""The messages between workers and servers, as typed structs.
 
-A message is a msgpack header and, where it carries numbers, raw frames. Headers are decoded into typed structs, so a
-wrong field is refused by the decoder; frames are checked here against the tables, before anything is stored.
-Numbered by who speaks:
+A message is a msgpack header and, where it carries numbers, raw frames. `wire` encodes and decodes them, so that a
+wrong field is refused by the decoder; `validation` checks frames against the tables, before anything is stored.
+Numbered by sender:
 
     1. a host leader                   Enter             here is your part of the dense parameters; serve these shards
     2. any worker                      LeaseRequest, PullRows, PullDense, Push, PushDone, HeartbeatMsg, Evaluate, Score,
@@ -21,11 +21,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from gba_hvd.accumulators import Part
 from gba_hvd.comm.traffic import NOTHING, Sums
 from gba_hvd.errors import GbaError
+from gba_hvd.metrics.accumulators import Part
 from recovery.catalog.claims import Claim
 from recovery.config import Config
+from recovery.schedule.adaptive import Goals, JobMeasurements
+from recovery.schedule.costs import Costs
 
 VERSION = 1
 MAX_HEADER_BYTES = 16 << 20  # `Enter` names every dense tensor; all other headers are small
@@ -85,7 +87,7 @@ class SaveFacts(msgspec.Struct, omit_defaults=True):
     """Figures of a save. No tag, and what is not known is left out: so it is written as a plain map.
 
     why: it failed. read: this server has read its rows.
-    rows, n_bytes (in the store), raw_bytes (before encoding), torn (pieces read in vain), worst_error (of a weight,
+    rows, n_bytes (in the store), raw_bytes (before encoding), torn (pieces read again), worst_error (of a weight,
     through quantisation), seconds: of this server's part; of all parts when the checkpoint is "done". Then also:
     manifest: its name; checksum: of the manifest; saved_step: as in the manifest
     """
@@ -112,7 +114,7 @@ class SaveFacts(msgspec.Struct, omit_defaults=True):
 
 
 class SaveStatus(Struct, tag="Saved"):
-    """What became of the newest checkpoint: "running", "done", "failed", or "part": this server's part of it is saved.
+    """Status of the newest checkpoint: "running", "done", "failed", or "part": this server's part of it is saved.
 
     All zero: there was none.
     """
@@ -141,7 +143,7 @@ class JobPosition(Struct, tag="Position"):
     grad_norm: float | None = None  # the same, where steps are clipped: before that
     grad_norms: list[tuple[int, float]] = []  # the same of the newest steps, oldest first: `step` after it, norm
     rates: list[tuple[int, float]] = []  # of each living worker: rank, seconds per micro-batch
-    requested_mode: str = msgspec.field(name="wanted", default="")  # the mode somebody asked for, with the reason
+    requested_mode: str = msgspec.field(name="wanted", default="")  # the requested mode, with the reason
     reason: str = ""
     pinned: bool = msgspec.field(name="pin", default=False)  # an operator asked for it: stay there
     failure: str = ""  # training cannot continue
@@ -176,7 +178,10 @@ class PlannedMember(Struct):
 
 
 class Enter(Struct):
-    """Serve `shards` and these dense tensors from `position` on. Frames: values, optimizer state (state_codec)."""
+    """Serve these dense tensors from `position` on, and the shards that `shard_servers` gives to server `me`.
+
+    Frames: values, optimizer state (state_codec).
+    """
 
     generation: int
     servers: list[Endpoint]
@@ -307,7 +312,8 @@ class HeartbeatMsg(Struct, tag="Beat"):
     hosts_updated: bool = False
     leaving: bool = False  # once a checkpoint is there
     report: dict[str, Any] = msgspec.field(name="told", default_factory=dict)
-    given_up: int = 0  # generation of a mode that the workers of this host continue without: nobody is in it
+    # Generation of a mode that the workers of this host continue without: no worker is in it.
+    abandoned: int = msgspec.field(name="given_up", default=0)
 
 
 class Evaluate(Struct):
@@ -385,7 +391,7 @@ class SubmitReplica(Struct, tag="HandIn"):
 
 
 class ReplicaSubmitted(Struct, tag="HandedIn"):
-    """To the coordinator: every server has what this worker had. Answered when all living workers have said so.
+    """To the coordinator: every server has what this worker had. Answered when all living workers have sent it.
 
     early: as of `SubmitReplica`; answered at once
     """
@@ -431,7 +437,7 @@ class Apply(Struct):
     workers: list[int] = []  # who lives, by id: for rules that need it, and that discard state of workers that are gone
     dense_factor: float = 1.0  # what clipping multiplies the gradients by
     row_factor: float = 1.0
-    n_skipped: int = 0  # steps before this one that nobody applied, for a row optimizer that counts
+    n_skipped: int = 0  # steps before this one that were not applied, for a row optimizer that counts
     dropped: list[tuple[int, int]] = []  # micro, serial: too stale, and still contributors of the rows they contain
     n_micro: int = 0  # micro-batches that `scale` makes a mean over; needed where rows are averaged over contributors
 
@@ -472,11 +478,18 @@ class SaveSettings(msgspec.Struct):
     final_checkpoint_s: float = msgspec.field(name="last_gasp_s", default=0.0)
 
 
+class SavePace(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """How often the job saves: see `CheckpointCallback.pace`."""
+
+    is_planned: bool
+    every_s: float | None = None
+    every_steps: int | None = None
+
+
 class SaveAbout(msgspec.Struct, omit_defaults=True):
     """What a manifest says about the job, for people and for the job that resumes from it: `Manifest.about`.
 
-    why: this checkpoint was made, and is of its kind. n_servers: hosts. given, measured, costs: see
-    `recovery.schedule.adaptive`. pace: see `CheckpointCallback.pace`. is_final: nobody was left to ask for it.
+    why: this checkpoint was made, and is of its kind. n_servers: hosts. is_final: saved when no worker was left.
     torn_shards: were in the middle of a step
     """
 
@@ -486,10 +499,10 @@ class SaveAbout(msgspec.Struct, omit_defaults=True):
     global_batch: int = 0
     micro_batch: int = 0
     n_servers: int = 0
-    given: dict[str, Any] = {}
-    measured: dict[str, Any] = {}
-    costs: dict[str, Any] = {}
-    pace: dict[str, Any] = {}
+    given: Goals | None = None
+    measured: JobMeasurements | None = None
+    costs: Costs | None = None
+    pace: SavePace | None = None
     compression: str = ""
     is_final: bool = msgspec.field(name="last_gasp", default=False)
     torn_shards: int = 0
@@ -542,7 +555,7 @@ class Save(SavePlan, kw_only=True):
     settings: SaveSettings
     claim: Claim
     generation: int = 0
-    supersedes: bool = False  # the requester has given up the save in flight: it is cancelled
+    supersedes: bool = False  # the requester has abandoned the save in flight: it is cancelled
 
 
 Request = (
@@ -596,8 +609,8 @@ class LeaseReply(Struct, tag="Given"):
 class EvaluationReply(Struct, tag="Judged"):
     """The answer to `Evaluate`: a lease, or the result (`accumulators.combined`, by part), or neither: ask again soon.
 
-    like_probabilities: the evaluation is refused: nobody said that the outputs of these tasks are logits, and the first
-    ones lie in [0, 1]
+    like_probabilities: the evaluation is refused: it is not specified that the outputs of these tasks are logits, and
+    the first ones lie in [0, 1]
     """
 
     lease: LeaseGrant | None = None

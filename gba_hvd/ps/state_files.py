@@ -30,7 +30,7 @@ def path_of(folder: Path, index: int, name: str) -> Path:
 
 
 class StateFiles:
-    """Of one server. Belongs to its main thread."""
+    """The state files of one server. Belongs to its main thread."""
 
     def __init__(self, folder: Path, index: int) -> None:
         self._folder, self._index = folder, index

@@ -115,7 +115,7 @@ class Listener:
         self.tcp.heartbeat_ivl, self.tcp.heartbeat_timeout = 5000, 30000
         self.tcp.curve_server = True
         self.tcp.zap_domain = _DOMAIN
-        self.tcp.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody gets in while there is no gate
+        self.tcp.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no peer gets in while there is no gate
         self.tcp.curve_publickey, self.tcp.curve_secretkey = key_pair(key, "server")
         self.port: int = port
         try:

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from gba_hvd.clipping import Clip
 from gba_hvd.embedding.row_gradients import ROW_AVERAGES
 from gba_hvd.errors import BadInput
+from gba_hvd.gradients.clipping import Clip
 from gba_hvd.mode_names import REPLICA_MODES
 from gba_hvd.ps.messages import Apply, Enter, Measure, NotFinite, ProtocolError
-from gba_hvd.shm.layout import Layout
+from gba_hvd.shm.layout import NO_KEY, Layout
 
 
 def array_of(frame: Any, dtype: str, what: str) -> np.ndarray:
@@ -30,6 +30,11 @@ def check_keys(layout: Layout, group: int, keys: np.ndarray, mine: np.ndarray) -
     if len(keys) == 0:
         return
     spec = layout.groups[group]
+    if spec.hashed is not None:
+        if (keys == NO_KEY).any():
+            raise ProtocolError(f"table {spec.tables[0].name!r}: {NO_KEY} is no key")
+        _refuse_foreign(layout, keys, mine)
+        return
     if keys.min() < 0 or keys.max() >= spec.rows_per_shard * layout.n_shards:
         raise ProtocolError(
             f"tables of dimension {spec.dim}: keys {keys.min()} to {keys.max()}, "
@@ -43,6 +48,10 @@ def check_keys(layout: Layout, group: int, keys: np.ndarray, mine: np.ndarray) -
         at = beyond[0]
         found = spec.tables[table[at]]
         raise ProtocolError(f"table {found.name!r} has rows 0 to {found.n_rows - 1}, got {rows[at]}")
+    _refuse_foreign(layout, keys, mine)
+
+
+def _refuse_foreign(layout: Layout, keys: np.ndarray, mine: np.ndarray) -> None:
     foreign = np.flatnonzero(~mine[keys % layout.n_shards])
     if len(foreign):
         raise ProtocolError(f"shard {keys[foreign[0]] % layout.n_shards} is not served here")
@@ -72,7 +81,7 @@ def check_row_message(layout: Layout, message: np.ndarray, mine: np.ndarray, ext
         if extra and (values.reshape(n, group.dim + extra)[:, group.dim :] != 1.0).any():
             raise ProtocolError(f"row gradients of dimension {group.dim}: a micro-batch contributes once to a row")
         if counted and not message[at + 2 + n * (width - 1) : at + 2 + n * width].view(np.uint32).all():
-            raise ProtocolError(f"row gradients of dimension {group.dim}: a row that nobody looked up has no gradient")
+            raise ProtocolError(f"row gradients of dimension {group.dim}: a row that was not looked up has no gradient")
         at += 2 + n * width
     if at != len(message):
         raise ProtocolError(f"row gradients: {len(message) - at} words too many")

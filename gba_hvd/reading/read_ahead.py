@@ -16,7 +16,7 @@ Share = tuple[int, int]
 """The first micro-batch of a batch, and how many neighbours it has."""
 
 
-class _Job:
+class _PendingRead:
     """A batch to be read. Fields are written under the lock of its owner."""
 
     def __init__(self, share: Share) -> None:
@@ -41,8 +41,8 @@ class ReadAhead:
         self._readers, self._depth = readers, depth
         self._changed = threading.Condition()
         self._coming: Iterator[Share] = iter(())
-        self._ahead: deque[_Job] = deque()  # in the order in which they are expected
-        self._waiting: deque[_Job] = deque()  # for a thread
+        self._ahead: deque[_PendingRead] = deque()  # in the order in which they are expected
+        self._waiting: deque[_PendingRead] = deque()  # for a thread
         self._threads: list[threading.Thread] = []
         self._closed = False
 
@@ -60,7 +60,7 @@ class ReadAhead:
     def expect(self, coming: Iterable[Share]) -> None:
         """From now on these come, in this order; evaluated as far as is read ahead. What else was read is dropped."""
         with self._changed:
-            left, kept = iter(coming), deque[_Job]()
+            left, kept = iter(coming), deque[_PendingRead]()
             while self._ahead:
                 share = next(left, None)
                 if share != self._ahead[0].share:
@@ -78,7 +78,7 @@ class ReadAhead:
                 job = self._ahead.popleft()
             else:
                 self._drop()
-                job, self._coming = _Job(share), iter(())
+                job, self._coming = _PendingRead(share), iter(())
                 self._waiting.appendleft(job)
             self._fill()
             self._changed.wait_for(lambda: job.done or self._closed)
@@ -98,7 +98,7 @@ class ReadAhead:
 
     def _fill(self) -> None:
         while len(self._ahead) < self._depth and (share := next(self._coming, None)) is not None:
-            job = _Job(share)
+            job = _PendingRead(share)
             self._ahead.append(job)
             self._waiting.append(job)
         self._changed.notify_all()
@@ -121,7 +121,7 @@ class ReadAhead:
                     job.batch, job.error, job.done = batch, error, True
                     self._changed.notify_all()
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> _PendingRead | None:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             return None if self._closed else self._waiting.popleft()

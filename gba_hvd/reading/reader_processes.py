@@ -130,7 +130,7 @@ def _in_memory(dataset: Any, collate_fn: Any, init: Any) -> int:
         data = frames.joined(frames.packed((dataset, collate_fn, init)))
     except Exception as error:
         raise BadInput(
-            f"batches(): the dataset ({type(dataset).__name__}), collate_fn and worker_init_fn must be copied to "
+            f"the dataset ({type(dataset).__name__}), collate_fn and worker_init_fn must be copied to "
             f"reader processes, and cannot be: {type(error).__name__}: {error}. Open files, connections and locks when "
             "they are first used, not in __init__; or set num_workers=0 and prefetch=2, which reads ahead in a thread"
         ) from error
@@ -161,7 +161,7 @@ class _Launcher:
                 pid = self._ask({"number": number}, [end.fileno(), memory])
                 if pid is not None:
                     return pid
-                self._end()  # somebody ended it: another one
+                self._end()  # it was ended from outside: start another one
         raise GbaError("no reader process can be started: the process that forks them ends at once; see its output")
 
     def status_of(self, pid: int) -> int | None:

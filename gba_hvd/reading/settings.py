@@ -31,26 +31,24 @@ class ReadSettings:
 
     def __post_init__(self) -> None:
         if not _is_count(self.num_workers):
-            raise BadInput(f"batches(): num_workers must be a whole number, 0 or more, got {self.num_workers!r}")
+            raise BadInput(f"num_workers must be a whole number, 0 or more, got {self.num_workers!r}")
         if self.prefetch is not None and not _is_count(self.prefetch):
-            raise BadInput(f"batches(): prefetch must be a whole number, 0 or more, got {self.prefetch!r}")
+            raise BadInput(f"prefetch must be a whole number, 0 or more, got {self.prefetch!r}")
         if self.prefetch == 0 and self.num_workers:
             raise BadInput(
-                f"batches(): num_workers={self.num_workers} with prefetch=0: reader processes work ahead of the "
+                f"num_workers={self.num_workers} with prefetch=0: reader processes work ahead of the "
                 "training or not at all. Leave prefetch out (2), or num_workers"
             )
         if self.worker_init_fn is not None and not self.num_workers:
             raise BadInput(
-                "batches(): worker_init_fn is called in reader processes, and num_workers=0 starts none. Set "
+                "worker_init_fn is called in reader processes, and num_workers=0 starts none. Set "
                 "num_workers, or leave worker_init_fn out"
             )
         for name in ("collate_fn", "worker_init_fn"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
-                raise BadInput(f"batches(): {name} must be a function, got {getattr(self, name)!r}")
+                raise BadInput(f"{name} must be a function, got {getattr(self, name)!r}")
         if self.pin_memory and not torch.cuda.is_available():
-            raise BadInput(
-                "batches(): pin_memory=True is for copies to a GPU, and torch finds none here. Leave pin_memory out"
-            )
+            raise BadInput("pin_memory=True is for copies to a GPU, and torch finds none here. Leave pin_memory out")
 
     @property
     def n_readers(self) -> int:

@@ -7,14 +7,19 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from gba_hvd.errors import ShardMemoryError
-from gba_hvd.shm.layout import Layout, SampledSpec
+from gba_hvd.shm.layout import Group, Layout, SampledSpec
 from gba_hvd.shm.shard_memory import ShardMemory
-from recovery.rows import Column, RowView, Schema, Table
+from gba_hvd.shm.vocabulary import Vocabulary
+from recovery.errors import BadInput
+from recovery.rows import KEY, USES, Column, RowView, Schema, Table
 from recovery.selection.sampled_accesses import SampledAccesses, n_words
 
 
 def schema_of(layout: Layout) -> Schema:
-    """The tables with a column for the weights and one for each slot, in the order of a record."""
+    """The tables with a column for the weights and one for each slot, in the order of a record.
+
+    Hashed tables are keyed ones.
+    """
     return Schema(
         tuple(
             Table(
@@ -23,7 +28,9 @@ def schema_of(layout: Layout) -> Schema:
                 (
                     Column("weights", table.dim),
                     *(Column(s.name, 1 if s.per_row else table.dim) for s in layout.slots_of(table)),
+                    *(() if table.hashed is None else (KEY, USES)),
                 ),
+                0 if table.hashed is None else table.hashed.fallback,
             )
             for table in layout.tables
         ),
@@ -35,7 +42,8 @@ class ShardRows:
     """A `recovery.rows.RowSource`. mine: the shards meant, asked for whenever it matters; by default all that are
     ready.
 
-    filling: nobody uses these shards yet; otherwise one that leaves this host while it is read raises ShardMemoryError.
+    filling: no process uses these shards yet; otherwise one that leaves this host while it is read raises
+    ShardMemoryError.
     left: who wrote them is gone, so a step that was begun and not finished never will be: the rows are as they are.
     """
 
@@ -61,7 +69,39 @@ class ShardRows:
         start = shard * layout.region_words + group.at + key // layout.n_shards * group.record
         records = self._memory.flat[start : start + n * group.record].reshape(n, group.record)
         counts = self._memory.words[start : start + n * group.record].reshape(n, group.record)[:, -1]
-        return RowView((records[:, :-1],), counts)
+        if (vocabulary := self._memory.vocabulary(group)) is None:
+            return RowView((records[:, :-1],), counts)
+        keys, uses = vocabulary.keys(shard)[:, None].view(np.float32), vocabulary.uses(shard).view(np.float32)
+        return RowView((records[:, :-1], keys, uses), counts)
+
+    def clear(self, table: int, shard: int) -> None:
+        vocabulary, _ = self._vocabulary(table)
+        vocabulary.clear(shard)
+
+    def insert(self, table: int, shard: int, records: np.ndarray) -> tuple[int, int]:
+        vocabulary, group = self._vocabulary(table)
+        about, layout = self.schema.tables[table], self._memory.layout
+        uses = np.ascontiguousarray(records[:, -USES.width :]).view(np.uint32)
+        rows, without = vocabulary.insert(shard, about.keys(records), uses)
+        if without and not vocabulary.spec.evict:
+            raise BadInput(
+                f"table {about.name!r}: {without} ids of the checkpoint find no room in shard {shard}, which has "
+                f"{vocabulary.spec.entries} rows for ids, and the table evicts nothing: raise capacity, or set evict"
+            )
+        there = rows >= 0
+        starts = shard * layout.region_words + group.at + rows[there] * group.record
+        self._memory.flat[starts[:, None] + np.arange(group.record - 1)] = records[there, : group.record - 1]
+        return int(np.count_nonzero(there)), without
+
+    def settle(self, table: int, shard: int) -> None:
+        self._vocabulary(table)[0].settle(shard)
+
+    def _vocabulary(self, table: int) -> tuple[Vocabulary, Group]:
+        layout = self._memory.layout
+        group = layout.groups[layout.place_of_table[layout.tables[table].name][0]]
+        found = self._memory.vocabulary(group)
+        assert found is not None
+        return found, group
 
     def sampled_accesses(
         self, capacities: Sequence[int], period: int, rng: np.random.Generator | None = None

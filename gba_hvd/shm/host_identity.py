@@ -1,8 +1,8 @@
 """What counts as one host, and whose a memory is.
 
 Two hosts on one folder would each count its shards as theirs, and give the other's rows away when the world changes.
-So `memory.json` names the host that has the memory; a process that opens it from another one is refused while somebody
-lives in it. Where nobody does (locks are the kernel's):
+So `memory.json` names the host that has the memory; a process that opens it from another one is refused while a process
+lives in it. Where none does (locks are the kernel's):
 
     of the same kernel                      it is taken over, rows and all: a container was started again
     of an earlier boot of this machine      it is removed: on a disk, pages may be missing
@@ -66,7 +66,7 @@ class Host:
 
 
 def take_from(theirs: Host, mine: Host, folder: Path, alive_fd: int) -> None:
-    """Take a memory of another host over, if nobody lives in it. Called with the door locked and `alive` held.
+    """Take a memory of another host over, if no process lives in it. Called with the door locked and `alive` held.
 
     Raises ShardMemoryError where it must be left alone; FileNotFoundError where it was of an earlier boot, and is gone.
     """
@@ -90,7 +90,7 @@ def take_from(theirs: Host, mine: Host, folder: Path, alive_fd: int) -> None:
 
 
 def _is_alone(alive_fd: int) -> bool:
-    """Whether nobody but this process holds the memory. It holds it shared before and after."""
+    """Whether no other process holds the memory. It holds it shared before and after."""
     for _ in range(_ALONE_TRIES):
         try:
             fcntl.flock(alive_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -3,9 +3,10 @@
 Two files in the job's folder, written by the host's leader, in every mode and with any callbacks:
 
     job.json   what the job is; replaced completely when a world has formed
-    progress   where it stands; a page that is mapped, so a step costs one small copy and no call of the system
+    progress   where it stands; a page that is mapped, so a step costs one small copy and no call of the system.
+               Its second half has, as JSON, what is known of the vocabularies of hashed tables
 
-They are for people. A reader may meet a page that is being written; nobody decides anything by it.
+They are for people. A reader may meet a page that is being written; nothing is decided by it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 from recovery.redaction import redacted
 
 _PAGE = 4096
+_VOCABULARY_AT = 512
 _PROGRESS = struct.Struct("<4sqqqqqdd16s16s?")
 _MAGIC = b"gba2"
 ENDING = "ending"  # in place of the mode
@@ -83,6 +85,12 @@ class Board:
         words = (mode.encode(), asked.encode(), waits)
         self._page[: _PROGRESS.size] = _PROGRESS.pack(_MAGIC, *numbers, value, time.time(), *words)
 
+    def show_vocabulary(self, found: dict[str, Any]) -> None:
+        """By hashed table, numbers; nothing is shown of more tables than there is room for."""
+        text = json.dumps(found).encode()
+        if len(text) <= _PAGE - _VOCABULARY_AT:
+            self._page[_VOCABULARY_AT:_PAGE] = text.ljust(_PAGE - _VOCABULARY_AT, b"\0")
+
     def ends(self) -> None:
         """The training is over; what remains is to report it and to save."""
         fields = list(_PROGRESS.unpack_from(self._page))
@@ -107,6 +115,9 @@ def read(folder: Path) -> dict[str, Any] | None:
                 report |= {"epoch": epoch, "steps_done": done, "steps_of_epoch": of_epoch, "samples_applied": samples}
             if not math.isnan(loss):
                 report["loss"] = loss
+            if text := page[_VOCABULARY_AT:].rstrip(b"\0"):
+                with contextlib.suppress(ValueError):  # it is being written
+                    report["vocabulary"] = json.loads(text)
     return report
 
 

@@ -1,12 +1,12 @@
 """The job's folder on a host: its name, and whether it may be trusted.
 
-A server imports what a file of this folder names, and workers write where its links point. So nobody but the job's user
+A server imports what a file of this folder names, and workers write where its links point. So only the job's user
 (and root) may be able to change an entry of it. That holds where three things do, and they are checked by every process
 before it opens the first file:
 
-    the folder     is a directory and no link, belongs to this user, and is closed to all others: nobody puts a file in
-    its base       cannot be written by others, or is sticky (as /dev/shm is): nobody puts another folder in its place
-    its name       is a job's: `x/../../y` names no folder that is ours to remove
+    the folder     is a directory and no link, belongs to this user, and is closed to all others: no other user puts a
+    file in its base       cannot be written by others, or is sticky (as /dev/shm is): no other user puts a folder in
+    its place its name       is a job's: `x/../../y` names no folder that is ours to remove
 
 The owner of the base is trusted.
 """
@@ -43,7 +43,7 @@ def make(folder: Path) -> None:
 
 
 def check(folder: Path) -> None:
-    """Raises ShardMemoryError where somebody else could change what is in the folder; FileNotFoundError: it is gone."""
+    """Raises ShardMemoryError where another user could change what is in the folder; FileNotFoundError: it is gone."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -88,7 +88,7 @@ def _distrust(folder: Path, about: os.stat_result) -> str:
 
 
 def _check_base(base: Path) -> None:
-    """Raises ShardMemoryError where others can rename what is in the base. A user's private group is nobody else."""
+    """Raises ShardMemoryError where others can rename what is in the base. A user's private group is allowed."""
     about = os.stat(base)
     others = about.st_mode & stat.S_IWOTH
     group = about.st_mode & stat.S_IWGRP and not _is_private(about.st_gid)

@@ -3,13 +3,18 @@
 A host's memory is S equal regions, one per shard, whether the host holds the shard or not (absent regions are holes and
 take no space):
 
-    region s:  [ marks, one page ][ per group of tables, a record for each row: weights | optimizer slots | counter ]
+    region s:  [ marks, one page ][ per group of tables, a record for each row: weights | optimizer slots | counter;
+                 of a hashed table also its vocabulary (`shm.vocabulary`) ]
                [ per table that has one, the list of sampled accesses (`recovery.selection.sampled_accesses`) ]
 
 Tables of one dimension and one optimizer form a *group*. In a group the tables stand one after the other, each padded
 to the same number of rows in every shard, so that a row has a single number, its **key**:
 
     key = n_shards * first[table] + row      key % n_shards = its shard      key // n_shards = its place in the shard
+
+A *hashed* table (`Table(keys="hash64")`) is a group of its own. Its keys are 64-bit ids, mixed by a bijection, so that
+key % n_shards spreads them over the shards; which row a key has, its shard's vocabulary says. Only what reads or writes
+records translates keys to rows; everywhere else a key of a hashed table is a key like any other.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -27,20 +32,60 @@ import numpy as np
 from gba_hvd import kernels
 from gba_hvd.errors import BadInput
 from recovery.old_names import warn
+from recovery.rows import NO_KEY as NO_KEY  # of an entry that no id has; the id of this number has no key
 from recovery.selection.sampled_accesses import n_words
 
 PAGE_WORDS = 1024  # 4 KiB of float32 words
 _LINE_WORDS = 16  # groups start on a cache line
+BUCKET = 16  # entries of a hashed table among which a key is looked for; each key has two such buckets
+STATS = 16  # int64 numbers that a vocabulary keeps of itself, see `shm.vocabulary.Stat`
+_COUNTERS = 4  # of the filter, for each entry
+
+
+@dataclass(frozen=True)
+class HashedSpec:
+    """What a hashed table has in each shard, and which ids it admits and evicts.
+
+    entries: rows that ids may have, a multiple of BUCKET; fallback: rows that ids without an entry share
+    admit_after: lookups until an id is admitted. evict: "lfu", "ttl" or "": nothing is evicted
+    evict_after_steps: with "ttl"; otherwise 0. std: of initial rows; None: `Layout.init_std`
+    """
+
+    entries: int
+    fallback: int
+    admit_after: int = 1
+    evict: str = ""
+    evict_after_steps: int = 0
+    std: float | None = None
+
+    @classmethod
+    def of(cls, capacity: int, fallback_rows: int, n_shards: int, **settings: Any) -> HashedSpec:
+        """capacity, fallback_rows: of all shards together; both are rounded up."""
+        return cls(-(-capacity // (n_shards * BUCKET)) * BUCKET, -(-fallback_rows // n_shards), **settings)
+
+    @property
+    def rows(self) -> int:
+        """Of a shard."""
+        return self.entries + self.fallback
+
+    @property
+    def n_counters(self) -> int:
+        """Of the filter that counts lookups of ids without an entry, a byte each."""
+        return _COUNTERS * self.entries if self.admit_after > 1 else 0
 
 
 @dataclass(frozen=True)
 class TableSpec:
-    """One embedding table: its name, number of rows, dimension, and which of the tables' optimizers steps it."""
+    """One embedding table: its name, number of rows, dimension, and which of the tables' optimizers steps it.
+
+    hashed: of a table whose ids are any 64-bit numbers; `n_rows` are its records, entries and fallback rows
+    """
 
     name: str
     n_rows: int
     dim: int
     optimizer: int = 0
+    hashed: HashedSpec | None = None
 
     def __post_init__(self) -> None:
         if self.n_rows < 1 or self.dim < 1:
@@ -56,8 +101,26 @@ class SlotSpec:
 
 
 @dataclass(frozen=True)
+class VocabularyPlace:
+    """Where the parts of a hashed table's vocabulary start in a region, in words.
+
+    stats: int64 [STATS]; keys: int64 [rows]; uses: uint32 [rows, 2], see `shm.vocabulary`; filter: uint8 [n_counters];
+    end: behind it
+    """
+
+    stats: int
+    keys: int
+    uses: int
+    filter: int
+    end: int
+
+
+@dataclass(frozen=True)
 class Group:
-    """The tables of one dimension and one optimizer, and where their numbers stand, in words."""
+    """The tables of one dimension and one optimizer, and where their numbers stand, in words.
+
+    vocabulary: of a hashed table, which is a group of its own
+    """
 
     dim: int
     tables: tuple[TableSpec, ...]
@@ -67,6 +130,16 @@ class Group:
     record: int  # words of one row: weights, slots, and the access counter last
     slots: tuple[int, ...]  # where each slot starts in a record
     optimizer: int = 0  # by number, of the tables' optimizers
+    vocabulary: VocabularyPlace | None = None
+
+    @property
+    def hashed(self) -> HashedSpec | None:
+        return self.tables[0].hashed
+
+    @property
+    def end(self) -> int:
+        """The word of a region behind all that is the group's."""
+        return self.vocabulary.end if self.vocabulary else self.at + self.rows_per_shard * self.record
 
 
 @dataclass(frozen=True)
@@ -103,11 +176,20 @@ class Layout:
         init_std: float,
         optimizers: Mapping[str, int] = MappingProxyType({}),
         own_slots: tuple[tuple[SlotSpec, ...], ...] = (),
+        hashed: Mapping[str, HashedSpec] = MappingProxyType({}),
     ) -> Layout:
-        """optimizers: by table, its number where it is not 0; own_slots: of optimizers 1, 2, ..."""
+        """optimizers: by table, its number where it is not 0; own_slots: of optimizers 1, 2, ...
+
+        hashed: those of the tables that are; their number of rows follows from it
+        """
         if not tables:
             raise BadInput("EmbeddingTables needs at least one table: {'name': (rows, dim)}")
-        specs = tuple(TableSpec(n, int(r), int(d), optimizers.get(n, 0)) for n, (r, d) in tables.items())
+        n_rows = {name: int(n) for name, (n, _) in tables.items()}
+        n_rows |= {name: n_shards * spec.rows for name, spec in hashed.items()}
+        specs = tuple(
+            TableSpec(name, n_rows[name], int(dim), optimizers.get(name, 0), hashed.get(name))
+            for name, (_, dim) in tables.items()
+        )
         return cls(specs, slots, n_shards, seed, init_std, None, own_slots)
 
     @classmethod
@@ -118,6 +200,7 @@ class Layout:
         layout = cls.of(
             tables, _read_slots(description["slots"]), description["n_shards"], description["seed"],
             description["init_std"], own["tables"], tuple(map(_read_slots, own["slots"])),
+            {name: HashedSpec(**spec) for name, spec in description.get("hashed", {}).items()},
         )  # fmt: skip
         if (sampled := description.get("sampled")) is None:
             return layout
@@ -127,8 +210,9 @@ class Layout:
     def groups(self) -> tuple[Group, ...]:
         at = PAGE_WORDS
         groups = []
-        for dim, optimizer in dict.fromkeys((t.dim, t.optimizer) for t in self.tables):
-            tables = tuple(t for t in self.tables if (t.dim, t.optimizer) == (dim, optimizer))
+        for kind in dict.fromkeys(map(_kind, self.tables)):
+            tables = tuple(t for t in self.tables if _kind(t) == kind)
+            dim, optimizer, hashed = tables[0].dim, tables[0].optimizer, tables[0].hashed
             first, n_rows = [], 0
             for table in tables:
                 first.append(n_rows)
@@ -138,8 +222,9 @@ class Layout:
                 slots.append(record)
                 record += 1 if slot.per_row else dim
             record += 1  # the access counter
-            groups.append(Group(dim, tables, tuple(first), n_rows, at, record, tuple(slots), optimizer))
-            at = -(-(at + n_rows * record) // _LINE_WORDS) * _LINE_WORDS
+            place = None if hashed is None else _vocabulary(_aligned(at + n_rows * record), hashed)
+            groups.append(Group(dim, tables, tuple(first), n_rows, at, record, tuple(slots), optimizer, place))
+            at = _aligned(groups[-1].end)
         return tuple(groups)
 
     def slots_of(self, table: TableSpec) -> tuple[SlotSpec, ...]:
@@ -149,8 +234,7 @@ class Layout:
     @cached_property
     def lists_at(self) -> dict[int, int]:
         """Number of a table -> the word of a region at which its list starts, of those that have one."""
-        last, found = self.groups[-1], {}
-        at = last.at + last.rows_per_shard * last.record
+        at, found = self.groups[-1].end, {}
         for number, capacity in enumerate(() if self.sampled is None else self.sampled.capacities):
             if capacity:
                 found[number] = at
@@ -163,7 +247,7 @@ class Layout:
 
     @cached_property
     def region_words(self) -> int:
-        end = self.groups[-1].at + self.groups[-1].rows_per_shard * self.groups[-1].record
+        end = self.groups[-1].end
         for number, at in self.lists_at.items():
             assert self.sampled is not None
             end = at + n_words(self.rows_per_shard(number), self.sampled.capacities[number])
@@ -171,7 +255,7 @@ class Layout:
 
     @property
     def n_rows(self) -> int:
-        """Of all tables together."""
+        """Rows of all tables together."""
         return sum(table.n_rows for table in self.tables)
 
     @property
@@ -202,6 +286,7 @@ class Layout:
         if self.own_slots:
             own = {t.name: t.optimizer for t in self.tables if t.optimizer}
             optimizers = {"optimizers": {"tables": own, "slots": list(map(_write_slots, self.own_slots))}}
+        hashed = {t.name: asdict(t.hashed) for t in self.tables if t.hashed is not None}
         return {
             "tables": {t.name: [t.n_rows, t.dim] for t in self.tables},
             "slots": _write_slots(self.slots),
@@ -209,14 +294,22 @@ class Layout:
             "seed": self.seed,
             "init_std": self.init_std,
             **sampled,
-            **optimizers,  # (memory and checkpoints of earlier versions name neither)
+            **optimizers,
+            **({"hashed": hashed} if hashed else {}),  # (memory and checkpoints of earlier versions name none of these)
         }
 
     def record_starts(self, keys: np.ndarray, group: Group) -> np.ndarray:
-        """uint64 [n]: the word of the host's memory at which each key's record starts."""
+        """uint64 [n]: the word of the host's memory at which each key's record starts.
+
+        Of a hashed table, keys are those of its rows: `shm.shard_memory.ShardMemory.rows_of`.
+        """
         out = np.empty(len(keys), dtype=np.uint64)
         kernels.place_records(keys, self.n_shards, self.region_words, group.at, group.record, out)
         return out
+
+    def key_limit(self, group: Group) -> int:
+        """Keys of the group, as unsigned numbers, are below it."""
+        return 2**64 if group.hashed is not None else group.rows_per_shard * self.n_shards
 
     def places(self, keys: np.ndarray, group: Group) -> np.ndarray:
         """The old name of `record_starts`, for row optimizers of other distributions. Warns."""
@@ -224,10 +317,55 @@ class Layout:
         return self.record_starts(keys, group)
 
     def locate(self, key: int, group: int) -> tuple[str, int]:
-        """(table name, row) of a key, for messages."""
+        """(table name, row) of a key, for messages; of a hashed table, its id."""
         in_shard, spec = key // self.n_shards, self.groups[group]
+        if spec.hashed is not None:
+            return spec.tables[0].name, int(ids_of(np.array([key]))[0])
         index = max(i for i, first in enumerate(spec.first) if first <= in_shard)
         return spec.tables[index].name, key - spec.first[index] * self.n_shards
+
+
+def _kind(table: TableSpec) -> tuple[int, int, str | None]:
+    """What the tables of a group have in common."""
+    return table.dim, table.optimizer, None if table.hashed is None else table.name
+
+
+def _aligned(word: int) -> int:
+    return -(-word // _LINE_WORDS) * _LINE_WORDS
+
+
+def _vocabulary(at: int, hashed: HashedSpec) -> VocabularyPlace:
+    keys = at + 2 * STATS
+    uses = _aligned(keys + 2 * hashed.rows)
+    counters = _aligned(uses + 2 * hashed.rows)
+    return VocabularyPlace(at, keys, uses, counters, counters + -(-hashed.n_counters // 4))
+
+
+_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of splitmix64's finaliser, and what undoes them
+_BACK_1, _BACK_2 = pow(_MIX_1, -1, 2**64), pow(_MIX_2, -1, 2**64)
+_SIGN = np.uint64(2**63)
+
+
+def keys_of_ids(ids: np.ndarray) -> np.ndarray:
+    """int64 [n], the keys of a hashed table's ids (int64 [n]): a bijection, under which NO_KEY stays what it is."""
+    x = ids.astype(np.int64).view(np.uint64) ^ _SIGN
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(_MIX_1)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(_MIX_2)
+    x ^= x >> np.uint64(31)
+    return (x ^ _SIGN).view(np.int64)
+
+
+def ids_of(keys: np.ndarray) -> np.ndarray:
+    """int64 [n], the ids of a hashed table's keys: the inverse of `keys_of_ids`."""
+    x = keys.astype(np.int64).view(np.uint64) ^ _SIGN
+    x ^= x >> np.uint64(31) ^ x >> np.uint64(62)
+    x *= np.uint64(_BACK_2)
+    x ^= x >> np.uint64(27) ^ x >> np.uint64(54)
+    x *= np.uint64(_BACK_1)
+    x ^= x >> np.uint64(30) ^ x >> np.uint64(60)
+    return (x ^ _SIGN).view(np.int64)
 
 
 def _write_slots(slots: tuple[SlotSpec, ...]) -> dict[str, str]:

@@ -53,6 +53,11 @@ class Outbox:
         """
         half, header = self._half(step)
         need = 4 * (_HEADER_WORDS + len(message))
+        if need > 4 * self._half_words:
+            raise ShardMemoryError(
+                f"{need} bytes of row gradients of one worker in one step, {4 * self._half_words} were planned for: "
+                "use a smaller global batch"
+            )
         if need > self._reserved[step % 2]:
             try:
                 with open(self._path, "r+b") as file:

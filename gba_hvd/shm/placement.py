@@ -53,7 +53,7 @@ class Placement:
 
     host:   shard -> host (index into `WorkerTopology.order`)
     server: int32 [S], shard -> rank
-    new:    shards that nobody holds; their host gives them initial rows
+    new:    shards that no host holds; their host gives them initial rows
     moves:  (shard, from host, to host): copied before training resumes
     drops:  (shard, host): copies that are not the shard's home
     """

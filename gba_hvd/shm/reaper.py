@@ -6,8 +6,8 @@ the rows; so a small process of its own watches. It leaves the launcher's proces
 SIGTERM and SIGHUP go to all processes of a service or a batch job that is stopped. The reaper is the one that must
 stay: it ignores them. While it lives it holds a shared lock on `keeper`; where none does, `shm.sweep` starts one.
 
-Every worker holds a shared lock on `alive`. When the reaper can have it exclusively, nobody lives; when that stays so
-for the grace period it removes the folder and ends. When the folder goes away, it ends too.
+Every worker holds a shared lock on `alive`. When the reaper can have it exclusively, no process lives; when that stays
+so for the grace period it removes the folder and ends. When the folder goes away, it ends too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def start(folder: Path, grace_s: float) -> None:
 
 
 def keep(folder: Path, grace_s: float) -> None:
-    """Watch until the folder is gone, removing it once nobody has lived for `grace_s`."""
+    """Watch until the folder is gone, removing it once no process has lived for `grace_s`."""
     empty_since = None
     while True:
         time.sleep(_PERIOD_S)

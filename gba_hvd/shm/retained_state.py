@@ -1,7 +1,7 @@
 """The training state beside the rows, in the job's folder: what a job whose workers are all gone resumes from.
 
 The chief writes it, in allreduce mode between two steps, in an asynchronous mode when the mode starts (its servers hold
-what changes from there on). Nobody reads it while a worker lives. A write becomes visible completely or not at all, see
+what changes from there on). It is not read while a worker lives. A write becomes visible completely or not at all, see
 `snapshot_file`. It comes after the rows of its step are applied and before those of the next are touched, so wherever
 all processes are killed, the rows are as of the retained step, or one step further, wholly or partly: that step is then
 computed again, and shards that have had it skip it (`AllreduceExchange.apply_held`).
@@ -54,10 +54,10 @@ class RetentionDecision:
 def decide_retention(write_s: Sequence[float], step_s: Sequence[float], share: float) -> RetentionDecision:
     """Seconds of the newest writes, and from one to the next. share: what writing may take of them."""
     took_s, of_s = median(write_s), median(step_s)
-    said = f"keeping the training state in memory takes {1000 * took_s:.1f} ms of a step's {1000 * of_s:.1f} ms"
+    reported = f"keeping the training state in memory takes {1000 * took_s:.1f} ms of a step's {1000 * of_s:.1f} ms"
     if took_s <= share * of_s:
-        return RetentionDecision(True, f"{said}, at most {share:.0%} are allowed")
-    why = f"{said}, more than the {share:.0%} allowed (CheckpointCallback(retain_state_share={share:g}))"
+        return RetentionDecision(True, f"{reported}, at most {share:.0%} are allowed")
+    why = f"{reported}, more than the {share:.0%} allowed (CheckpointCallback(retain_state_share={share:g}))"
     return RetentionDecision(
         False, f"{why}: a restart will begin at the newest checkpoint; a larger share keeps it, and costs that"
     )
@@ -119,7 +119,7 @@ class StateRetainer:
 
 
 def remove(folder: Path) -> None:
-    """Of what is retained in a job's folder, nothing is to be resumed from any more."""
+    """Remove the training state retained in a job's folder: no job may resume from it any more."""
     with contextlib.suppress(FileNotFoundError):
         (folder / _NAME).unlink()
 

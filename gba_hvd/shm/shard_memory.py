@@ -5,9 +5,9 @@ that serves it; everybody on the host reads. A worker's death leaves the file as
 
 Order in which things become visible. A shard's `ready` mark is written after its rows are initialised. Around each
 step the serving worker writes `begun = k`, changes the rows, writes `finished = k`. A reader of step k waits for
-`finished >= k`. So a crash leaves one of: begun == finished (complete), begun > finished (the step is partly in this
-shard). The marks are aligned 64-bit stores; their order relies on x86-64's total store order (an assumption stated in
-DESIGN.md).
+`finished >= k`: the two marks are a seqlock. So a crash leaves one of: begun == finished (complete), begun > finished
+(the step is partly in this shard). The marks are aligned 64-bit stores; their order relies on x86-64's total store
+order (an assumption stated in DESIGN.md).
 
 One host. `memory.json` names the host that has the memory, see `shm.host_identity`.
 
@@ -15,8 +15,8 @@ Life. Every process that has the memory open holds a shared lock on the file `al
 process dies, however it dies. The last one out removes the folder; after a crash `shm.reaper` does.
 
 Whose it is. The file `owner` has a fingerprint of the job that opened it, which two jobs of one name do not share. It
-is read and written under the lock `door`: a job finds its own, or a memory that nobody lives in, or is refused. A crash
-leaves the fingerprint of a job that has ended; the next one writes its own over it.
+is read and written under the lock `door`: a job finds its own, or a memory that no process lives in, or is refused. A
+crash leaves the fingerprint of a job that has ended; the next one writes its own over it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ from gba_hvd.shm import job_folder as folders
 from gba_hvd.shm import reaper, sweep
 from gba_hvd.shm.host_identity import Host, take_from
 from gba_hvd.shm.job_folder import job_folder
-from gba_hvd.shm.layout import PAGE_WORDS, Layout, table_seed
+from gba_hvd.shm.layout import PAGE_WORDS, Group, Layout, table_seed
+from gba_hvd.shm.vocabulary import Vocabulary
 
 log = logging.getLogger("gba_hvd")
 FORMAT = 2
@@ -51,7 +52,7 @@ _OPEN_TRIES = 5
 _MACHINES = ("x86_64", "AMD64")
 _END_TIMEOUT_S = 10.0
 _LOOKS, _LOOK_S = 10, 0.02
-_NOBODY = -1
+_NO_PROCESS = -1
 _ROOM = (
     "name a larger folder with GBA_HVD_SHARD_DIR (a disk will do), or enlarge /dev/shm (mount -o remount,size=..., "
     "docker run --shm-size=...)"
@@ -61,7 +62,9 @@ _READY = 0x6762612D72656479  # "gba-redy"
 
 @dataclass(frozen=True)
 class Marks:
-    """Of every shard: is it here, the last steps begun and finished on it, when it was placed here. int64 [S] each."""
+    """Marks of every shard: is it here, the last steps begun and finished on it, when it was placed here. int64 [S]
+    each.
+    """
 
     ready: np.ndarray
     begun: np.ndarray
@@ -69,7 +72,7 @@ class Marks:
     placed: np.ndarray
 
 
-class InitialRows(Protocol):
+class InitialRowSource(Protocol):
     """Where rows start, in tables that do not start as the layout says."""
 
     def std(self, table: str) -> float | None:
@@ -88,11 +91,12 @@ class ShardMemory:
 
     def __init__(self, folder: Path, layout: Layout, alive_fd: int | None, mapped: mmap.mmap, inode: int) -> None:
         self.folder, self.layout, self._inode = folder, layout, inode
-        self.initial: InitialRows | None = None
+        self.initial: InitialRowSource | None = None
         self._alive_fd: int | None = alive_fd
         self._map = mapped
         self.flat = np.frombuffer(mapped, dtype=np.float32)
         self.words = np.frombuffer(mapped, dtype=np.uint32)
+        self._vocabularies = {g.at: Vocabulary(self.flat, layout, g) for g in layout.groups if g.hashed is not None}
         marks = np.frombuffer(mapped, dtype=np.int64).reshape(layout.n_shards, layout.region_words // 2)
         self._ready, self._begun, self._finished = marks[:, 0], marks[:, 1], marks[:, 2]
         self._writer, self._placed = marks[:, 3], marks[:, 4]
@@ -103,7 +107,7 @@ class ShardMemory:
     ) -> ShardMemory:
         """Open the job's memory on this host, or make it (without any shard in it yet).
 
-        owner: the job's fingerprint; "": nobody at all may live in the memory; None: not asked.
+        owner: the job's fingerprint; "": no process may live in the memory; None: not asked.
         Raises ShardMemoryError when the folder cannot be written, cannot be trusted, or another job lives in it, or
         left it.
         """
@@ -208,6 +212,32 @@ class ShardMemory:
             )
         return ""
 
+    # --- rows ------------------------------------------------------------------------------------------------------
+
+    def vocabulary(self, group: Group) -> Vocabulary | None:
+        """Which ids have rows, in a hashed table; None in other groups."""
+        return self._vocabularies.get(group.at)
+
+    def record_starts(self, keys: np.ndarray, group: Group) -> np.ndarray:
+        """uint64 [n]: the word at which each key's record starts, in a shard that is not being written."""
+        vocabulary = self.vocabulary(group)
+        return self.layout.record_starts(keys if vocabulary is None else vocabulary.rows(keys), group)
+
+    def gather(self, keys: np.ndarray, group: Group, offset: int, out: np.ndarray) -> None:
+        """out[i] = the words of the record of keys[i] from `offset` on. out: float32 [n, width]
+
+        A record that another process writes meanwhile may be half old and half new; it is never that of another key.
+        """
+        vocabulary = self.vocabulary(group)
+        if vocabulary is None:
+            kernels.gather_rows(self.flat, self.layout.record_starts(keys, group), offset, out)
+        else:
+            vocabulary.gather(keys, offset, out)
+
+    def count_changed(self, starts: np.ndarray, group: Group) -> None:
+        """Records were written that no gradient touched: a checkpoint of what changed takes them."""
+        kernels.count_more(self.words, starts, group.record, np.full(len(starts), 2, np.uint32))
+
     # --- shards ----------------------------------------------------------------------------------------------------
 
     def marks(self) -> Marks:
@@ -248,12 +278,17 @@ class ShardMemory:
     def init_shard(self, shard: int, step: int, ready: bool = True) -> None:
         """Give every row of a shard its initial value, zero slots and counters, as of `step`.
 
-        ready: False leaves it absent, for somebody who fills it before `set_ready`.
+        ready: False leaves it absent, for a caller that fills it before `set_ready`.
         """
         layout, start, initial = self.layout, shard * self.layout.region_words, self.initial
         self._ready[shard] = 0
         self.flat[start + PAGE_WORDS : start + layout.region_words] = 0.0
         for group in layout.groups:
+            if (vocabulary := self.vocabulary(group)) is not None:
+                vocabulary.clear(shard)
+                for ids, rows in () if initial is None else initial.rows(group.tables[0].name, shard, layout.n_shards):
+                    vocabulary.fill(ids, rows, step)
+                continue
             for table, first in zip(group.tables, group.first, strict=True):
                 seed = np.uint64(table_seed(layout.seed, table.name))
                 at = start + group.at + first * group.record
@@ -274,7 +309,7 @@ class ShardMemory:
         self._ready[shard] = _READY  # last: from here on the shard exists
 
     def place(self, shard: int, number: int) -> None:
-        """This host is given a shard, which somebody fills next. number: larger than that of any other copy."""
+        """This host is given a shard, which is filled next. number: larger than that of any other copy."""
         self._ready[shard] = 0  # first: an old copy must not pass for the new one
         self._placed[shard] = number
 
@@ -324,7 +359,7 @@ class ShardMemory:
 
     def release(self, shards: np.ndarray) -> None:
         """This process leaves these shards as they are for now; who waits for a step on them need not wait longer."""
-        self._writer[shards] = _NOBODY
+        self._writer[shards] = _NO_PROCESS
 
     def end_old_writers(self, members: set[int]) -> None:
         """End workers of this host that served shards and that the world has moved on without.
@@ -366,7 +401,7 @@ class ShardMemory:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     reaper.remove(self.folder)
         except (BlockingIOError, FileNotFoundError):
-            pass  # somebody else still uses it, or has removed it
+            pass  # another process still uses it, or has removed it
         finally:
             os.close(fd)
 
@@ -445,7 +480,7 @@ def _refuse_if_used(folder: Path, alive_fd: int, what: str = "") -> None:
         finally:
             fcntl.flock(alive_fd, fcntl.LOCK_SH)  # a change of the lock that is refused has lost it
     else:
-        pids = sorted(holders(folder / "alive") - {os.getpid()})
+        pids = sorted(lock_owners(folder / "alive") - {os.getpid()})
         who = f" (process{'es' if len(pids) > 1 else ''} {', '.join(map(str, pids))})" if pids else ""
         raise ShardMemoryError(
             f"a running job{who} uses {folder}{what}: a job that is to run beside it needs a name of its own, by "
@@ -456,7 +491,7 @@ def _refuse_if_used(folder: Path, alive_fd: int, what: str = "") -> None:
         raise FileNotFoundError(folder)
 
 
-def holders(path: Path) -> set[int]:
+def lock_owners(path: Path) -> set[int]:
     """Processes of this machine that hold a lock on this file, as far as they can be seen from here."""
     inode, found = os.stat(path).st_ino, set()
     with contextlib.suppress(OSError):
@@ -467,7 +502,7 @@ def holders(path: Path) -> set[int]:
     return found
 
 
-def nobody_lives(folder: Path) -> bool:
+def no_process_lives(folder: Path) -> bool:
     """Whether no worker holds the memory of this folder.
 
     Raises FileNotFoundError when it is gone, ShardMemoryError when it cannot be trusted.
@@ -482,9 +517,9 @@ def nobody_lives(folder: Path) -> bool:
 
 
 def remove_orphaned_memory(base: Path, job_id: str) -> None:
-    """Remove the memory of a job of this name that nobody lives in any more, before its reaper would.
+    """Remove the memory of a job of this name that no process lives in any more, before its reaper would.
 
-    Its companion server ends when the folder is gone. A memory that somebody lives in is left alone. Raises
+    Its companion server ends when the folder is gone. A memory that a process lives in is left alone. Raises
     ShardMemoryError when it cannot be trusted, or is of another machine.
     """
     folder = job_folder(base, job_id)
@@ -523,7 +558,7 @@ def difference(theirs: dict[str, Any], mine: dict[str, Any]) -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Running or stopped; a zombie that nobody has waited for is dead."""
+    """Running or stopped; a zombie that was not waited for is dead."""
     try:
         state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

@@ -1,10 +1,10 @@
 """What dead jobs of this user left on a host, and removing it: nothing that anybody alive holds.
 
-Whether somebody holds a thing the kernel says, across containers; so no process is looked for by its
+The kernel knows whether a process holds a thing, across containers; so no process is looked for by its
 number. What is left, and by whom:
 
     gba-hvd-<job>             all workers and the reaper were killed. Held: `alive`, `keeper` or a `ps-N.lock` is locked
-    gba-hvd-<job>.gone-<pid>  the process that removed it was killed meanwhile. Nobody opens a folder of such a name
+    gba-hvd-<job>.gone-<pid>  the process that removed it was killed meanwhile. No process opens a folder of such a name
     sem.mp-*                  Horovod's launcher and the process that cleans up behind it were killed. Held: it is open
                               or mapped somewhere, so there is no write lease on it to be had. Python gives these names
 
@@ -52,7 +52,7 @@ class OrphanedMemory:
 
 
 def orphaned_memory(base: Path, semaphores: Path = SEMAPHORES) -> list[OrphanedMemory]:
-    """Of this user, in this base; the semaphores lie in one place for any base."""
+    """Orphaned memory of this user, in this base; the semaphores lie in one place for any base."""
     found = []
     for path in sorted(base.glob(f"{folders.PREFIX}*")):
         with contextlib.suppress(OSError):  # it went, or is another user's
@@ -70,7 +70,7 @@ def orphaned_memory(base: Path, semaphores: Path = SEMAPHORES) -> list[OrphanedM
 
 
 def remove(left: OrphanedMemory) -> bool:
-    """Whether it was removed: somebody may have come to live there meanwhile."""
+    """Whether it was removed: a process may have come to live there meanwhile."""
     try:
         if left.kind == "semaphore":
             if not _is_abandoned(left.path):
@@ -90,7 +90,7 @@ def remove(left: OrphanedMemory) -> bool:
 
 
 def sweep(base: Path, grace_s: float) -> list[OrphanedMemory]:
-    """When a job starts: remove what nobody can want, and have the memory of dead jobs removed after a grace period."""
+    """When a job starts: remove what no job can use, and have the memory of dead jobs removed after a grace period."""
     swept = []
     for left in orphaned_memory(base):
         with contextlib.suppress(OSError):
@@ -110,7 +110,7 @@ def _is_held(file: Path) -> bool:
 
 @contextlib.contextmanager
 def _locked(folder: Path, name: str) -> Iterator[bool]:
-    """Hold the lock of a file alone, if nobody else has it; a file that is not there is held by nobody."""
+    """Hold the lock of a file alone, if no other process has it; a file that is not there is held by none."""
     try:
         fd = os.open(folder / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -136,7 +136,7 @@ def _is_abandoned(semaphore: Path) -> bool:
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # who opens it now must not end this process by the usual signal
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-    except OSError:  # in use; or a file system without leases, where nobody can know
+    except OSError:  # in use; or a file system without leases, where it cannot be known
         return False
     finally:
         os.close(fd)

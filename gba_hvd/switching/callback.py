@@ -72,8 +72,8 @@ class GBACallback(Callback):
     every:      local steps between the rounds of the modes "easgd", "ma", "bmuf", which training waits for
     servers_per_host: companion processes on each host; shards and dense parameters are spread over them
     wait_s:     how long training stands still when a mode is to be entered and the servers are not up (after the first
-                time in vain it does not wait again); 0: never, allreduce continues until they are. By default 60 with
-                `required`, else 0
+                time without success it does not wait again); 0: never, allreduce continues until they are. By default
+                60 with `required`, else 0
     required:   a mode that was asked for and cannot be entered fails the job, with the servers' own words; otherwise
                 the job continues in allreduce and warns
 
@@ -175,6 +175,9 @@ class GBACallback(Callback):
         self._not_before, self._pause = 0, _PAUSE_STEPS
 
     def discipline(self, mode: str) -> Discipline:
+        """How the coordinator hands out work and makes steps in this mode, with the rule and weighting of this
+        callback.
+        """
         return Discipline(name=mode, **self._rules)
 
     @property
@@ -332,7 +335,7 @@ class GBACallback(Callback):
             )
 
     def overdue(self, step: int) -> list[int]:
-        """Steps of `switch_at` up to this one for which nobody requested a change. On the chief."""
+        """Steps of `switch_at` up to this one for which no change was requested. On the chief."""
         return [at for at in sorted(self.switch_at) if self._handled < at <= step]
 
     # --- asked by the engine of the chief ----------------------------------------------------------------------------
@@ -357,7 +360,7 @@ class GBACallback(Callback):
         return self.mode_request(step, current)
 
     def pin(self, mode: str) -> None:
-        """Be in this mode from now on; "auto" goes back to deciding by measurements."""
+        """Be in this mode from now on; "auto" returns to deciding by measurements."""
         self.mode, self._request = known_mode(mode), None
         self.asked.now = mode
 
@@ -475,7 +478,7 @@ class GBACallback(Callback):
         if mode in ("allreduce", "gba"):
             self._stance = Stance(mode, step)
 
-    def went_back(self, step: int) -> None:
+    def rolled_back(self, step: int) -> None:
         """The job is at this earlier step again (full recovery): what `switch_at` has after it comes again.
 
         What an operator asked for stays, unless a change of `switch_at` came after it, which is undone.
@@ -486,7 +489,7 @@ class GBACallback(Callback):
             self.pin(self.switch_at[due[-1]] if due else self._first_mode)
         self._stance = replace(self._stance, since_step=min(step, self._stance.since_step))
         self._not_before = min(self._not_before, step + self._pause)
-        self.asked.went_back(step)
+        self.asked.rolled_back(step)
 
     def on_job(self, job: Any) -> None:
         self._recent = RecentRates()  # ranks may mean other workers now

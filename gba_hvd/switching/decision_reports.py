@@ -1,4 +1,4 @@
-"""Which decisions of mode "auto" are reported: there is one for each step, and most say what the one before said."""
+"""Decides which decisions of mode "auto" are reported: there is one for each step, mostly the same as before."""
 
 from __future__ import annotations
 

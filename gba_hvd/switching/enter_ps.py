@@ -3,7 +3,7 @@
 After the commit of step k requested it, and showed that the servers of all hosts are up (they are started and started
 again beside training, by `host_server`); every rank runs every line:
 
-    1. wait     until the rows of this host are as of step k; for servers that are not up only if the user said so
+    1. wait     until the rows of this host are as of step k; for servers that are not up only if that is configured
     2. gather   where the servers listen
     3. enter    each host leader gives its servers their part of the dense parameters and optimizer state, as of k;
                 they take it until a given time only
@@ -11,7 +11,8 @@ again beside training, by `host_server`); every rank runs every line:
                 is the commit of the switch: a worker that dies before it leaves a job that is still in allreduce mode
 
 A server that is stopped within 3 and wakes after 4 finds an `Enter` that is void. One that has carried it out, and
-whose answer came too late, learns from each heartbeat of its host leader which generation nobody is in, and leaves it.
+whose answer came too late, learns from each heartbeat of its host leader which generation no worker is in, and leaves
+it.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from gba_hvd.update_rules.dana_slim import SlimWorker
 from gba_hvd.update_rules.sgd_momentum import Sgd, buffer_of
 from recovery import state_codec
 
-_LOOK_S, _SAY_AFTER_S = 0.05, 3.0
+_LOOK_S, _REPORT_AFTER_S = 0.05, 3.0
 _LEAVE_TIMEOUT_S = 5.0
 
 
@@ -62,10 +63,10 @@ def enter(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
     here.exchange.await_rows(engine.progress.step)
     members, n = here.exchange.members, switching.servers_per_host
     host = members.hosts[world.rank]
-    leads = members.leader_of(host) == world.rank
+    is_leader = members.leader_of(host) == world.rank
     failure = ""
     own: list[Endpoint] = []
-    if leads:
+    if is_leader:
         try:
             _refuse_what_servers_cannot_do(engine, switching, mode)
             _await_own(engine, switching, mode)
@@ -77,7 +78,7 @@ def enter(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
     session = None
     if len(servers) == n * len(members.order):
         session = _session(engine, switching, here, mode, servers, generation)
-        if leads:
+        if is_leader:
             try:
                 _enter(engine, switching, session, own, workers, n_samples)
             except (GbaError, OSError) as error:
@@ -87,7 +88,7 @@ def enter(engine: Engine, mode: str, reason: str, n_samples: int) -> bool:
         text = failure or "a server of another host could not take over (the log of its workers says why)"
         if engine.host.server is not None:
             engine.host.server.abandon(generation)
-        if leads and session is not None and not failure:
+        if is_leader and session is not None and not failure:
             _leave(engine, session, own)
         here.exchange.resume()
         switching.failed(engine.progress.step, text)
@@ -170,7 +171,7 @@ def _await_own(engine: Engine, switching: GBACallback, mode: str) -> None:
     line, wait_s, began_s = engine.host.server, switching.wait_s, time.monotonic()
     if line is None or not switching.waits:
         return
-    has_said = False
+    has_reported = False
     while not line.is_ready(to_enter=True):
         passed_s = time.monotonic() - began_s
         why = line.folder_lost or launch.why_not_started(engine.folder, 0)
@@ -178,8 +179,8 @@ def _await_own(engine: Engine, switching: GBACallback, mode: str) -> None:
             raise GbaError(
                 f"the companion servers of this host were not up in {passed_s:.0f} s: {line.why_not_ready()}"
             )
-        if not has_said and passed_s > _SAY_AFTER_S:
-            has_said = True
+        if not has_reported and passed_s > _REPORT_AFTER_S:
+            has_reported = True
             text = (
                 f"training stands and waits for the companion servers of this host, to enter mode {mode}, for "
                 f"{wait_s:.0f} s at most (wait_s)"
@@ -282,9 +283,9 @@ def _enter(
         indices = [i for i, server in enumerate(session.servers) if server.host == host]
         with ThreadPoolExecutor(len(indices)) as pool:
             entering = {pool.submit(enter, me): me for me in indices}
-            if late := wait(entering, _SAY_AFTER_S).not_done:
+            if late := wait(entering, _REPORT_AFTER_S).not_done:
                 silent = sorted(session.servers[entering[one]].index for one in late)
-                _say_that_all_wait(engine, session.mode, silent, patience_s)
+                _report_that_all_wait(engine, session.mode, silent, patience_s)
             for one in entering:
                 one.result()
     finally:
@@ -292,13 +293,13 @@ def _enter(
         client.close()
 
 
-def _say_that_all_wait(engine: Engine, mode: str, silent: list[int], patience_s: float) -> None:
-    """All workers stand while a server takes over: a hanging one is reported long before it is given up."""
+def _report_that_all_wait(engine: Engine, mode: str, silent: list[int], patience_s: float) -> None:
+    """All workers stand while a server takes over: a hanging one is reported long before its time-out."""
     text = (
         f"training stands, on all workers, and waits for server {' and '.join(map(str, silent))} of this host to enter "
-        f"mode {mode}: no answer for {_SAY_AFTER_S:.0f} s, {patience_s:.0f} s at most (GBA_HVD_SERVER_TIMEOUT_S)"
+        f"mode {mode}: no answer for {_REPORT_AFTER_S:.0f} s, {patience_s:.0f} s at most (GBA_HVD_SERVER_TIMEOUT_S)"
     )
-    data = {"waiting": [f"mode {mode}"], "seconds": _SAY_AFTER_S}
+    data = {"waiting": [f"mode {mode}"], "seconds": _REPORT_AFTER_S}
     engine.emit(Event("server_missing", engine.progress.step, text, data, level="warning"), only_here=True)
 
 

@@ -82,7 +82,7 @@ def retire_servers(job: str, key: bytes, folder: Path, host: int) -> None:
     for session in folder.glob("ps-*.session"):
         index = int(session.name.removeprefix("ps-").removesuffix(".session"))
         stored = msgspec.msgpack.decode(session.read_bytes())
-        session.unlink()  # first, so that a successor that somebody starts meanwhile does not find it
+        session.unlink()  # first, so that a successor that is started meanwhile does not find it
         pid = launch.pid_of(folder, index)
         if not stored["idle"] and pid is not None and is_alive(pid):
             client = Client(job, key, [Endpoint(host, index, "", 0, 0)], host, folder, _LEAVE_TIMEOUT_S)

@@ -101,7 +101,7 @@ def options_idle(callback: GBACallback, mode: str, step: int) -> Event | None:
 
 
 def hooks_of(engine: Engine) -> list[str]:
-    """The step hooks that somebody registered on the optimizer itself, by name."""
+    """The step hooks that were registered on the optimizer itself, by name."""
     optimizer = engine.model.optimizer
     hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
     return [getattr(hook, "__qualname__", type(hook).__qualname__) for hook in hooks]

@@ -89,7 +89,7 @@ def predicted(rates: Rates) -> tuple[float, float]:
     """Micro-batches/s in (allreduce, gba).
 
     allreduce: M / (sync_share max_w(n_w t_w) + t_exchange): all wait for the slowest.
-    gba:       sum_w 1 / (t_w + t_ps), less what staleness drops: nobody waits.
+    gba:       sum_w 1 / (t_w + t_ps), less what staleness drops: no worker waits.
     """
     slowest_s = max(n * t for n, t in zip(rates.shares, rates.seconds_per_micro, strict=True))
     return rates.n_micro / (rates.sync_share * slowest_s + rates.exchange_s), sum(_push_rates(rates)) * (

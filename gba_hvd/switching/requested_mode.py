@@ -1,4 +1,4 @@
-"""Whether a job was in the mode that it was asked to be in, and what is said of that at its end. No socket, no clock.
+"""Whether a job was in the mode that it was asked to be in, and what its end reports of that. No socket, no clock.
 
 "auto" and "allreduce" ask for nothing: with both a job that stays in allreduce is where it should be.
 """
@@ -42,7 +42,7 @@ class AskedMode:
             self._inside[mode] = self._inside.get(mode, 0) + n
             self._first.setdefault(mode, step)
 
-    def went_back(self, step: int) -> None:
+    def rolled_back(self, step: int) -> None:
         """The job is at this earlier step again: the next step that is reported counts as one."""
         self._seen, self._handled = None, min(self._handled, step - 1)
 

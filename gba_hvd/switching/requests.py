@@ -52,9 +52,9 @@ class ModeRequests(StepParticipant):
         self._seen_step, self._asked_s = -1, 0.0  # step last looked at, when the coordinator was asked
         self._rates_s = self._rounds_s = self._decision_s = time.perf_counter()  # when they were reported
 
-    def went_back(self, step: int) -> None:
+    def rolled_back(self, step: int) -> None:
         self._requested, self._seen_step, self.waiting = None, min(self._seen_step, step), []
-        self.callback.went_back(step)
+        self.callback.rolled_back(step)
 
     @property
     def waits_to_enter(self) -> bool:
@@ -184,10 +184,13 @@ class ModeRequests(StepParticipant):
             text = f"a round of replicas was dropped, training continues: {why}"
             engine.emit(Event("round_dropped", step, text, {"why": why}, level="warning"), only_here=True)
         metrics = {name: value for name, value in pace.items() if value is not None}  # none ended well: no pace
-        if in_vain := int(metrics.pop("waits_in_vain", 0)):
-            often, limit_s = f"{in_vain} times" if in_vain > 1 else "once", engine.model.tables.config.lease_s
+        if useless_waits := int(metrics.pop("useless_waits", 0)):
+            often, limit_s = (
+                f"{useless_waits} times" if useless_waits > 1 else "once",
+                engine.model.tables.config.lease_s,
+            )
             text = f"training waited {often} for a round of replicas that did not end in {limit_s:.0f} s, and continues"
-            engine.emit(Event("round_late", step, text, {"times": in_vain}, level="warning"), only_here=True)
+            engine.emit(Event("round_late", step, text, {"times": useless_waits}, level="warning"), only_here=True)
         if metrics and engine.world.rank == 0:
             text = f"no round of replicas ended well; dropped so far: {metrics.get('rounds_dropped', 0)}"
             if "rounds_per_s" in metrics:

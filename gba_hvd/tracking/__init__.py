@@ -19,8 +19,8 @@ The way of a record to MLflow, and which process owns what:
 
 What each crash leaves behind:
 
-- Worker killed: complete lines are in the spool; its sender delivers them, within 30 s, and if that worker still speaks
-  for the run marks it FAILED. A survivor that becomes chief sets it RUNNING again, in the same run.
+- Worker killed: complete lines are in the spool; its sender delivers them, within 30 s, and marks the run FAILED if
+  that worker still reported for it. A survivor that becomes chief sets it RUNNING again, in the same run.
 - Sender killed between a batch and its status line: the batch is sent again. A point has the time of its writing, and
   MLflow's SQL stores keep a point (key, step, time, value) once; with the legacy file store the batch is there twice.
 - Server down: the spool grows, on disk (up to a limit, then counted as lost). At the end it stays if it cannot be sent,

@@ -1,4 +1,4 @@
-"""What to do when MLflow does not take a record, how long to wait, and who speaks for a run.
+"""What to do when MLflow does not take a record, how long to wait, and which process reports for a run.
 
 Decisions only, each with its reason; `sender.py` carries them out.
 """
@@ -9,15 +9,15 @@ import enum
 from dataclasses import dataclass
 
 
-class Action(enum.Enum):
+class DeliveryAction(enum.Enum):
     RETRY = "retry"  # the record is good, the server is not: later
     DROP = "drop"  # this record will never be taken: count it, report it, continue
     STOP = "stop"  # nothing will be taken until a person acts: keep the spool
 
 
 @dataclass(frozen=True)
-class Verdict:
-    action: Action
+class DeliveryVerdict:
+    action: DeliveryAction
     reason: str
 
 
@@ -26,7 +26,7 @@ _REFUSED = frozenset(
 )
 
 
-def decide(error: BaseException, run_is_active: bool | None) -> Verdict:
+def decide(error: BaseException, run_is_active: bool | None) -> DeliveryVerdict:
     """What an exception of an MLflow call means for the record that was being sent.
 
     `run_is_active`: None when not known (the server could not be asked).
@@ -35,23 +35,25 @@ def decide(error: BaseException, run_is_active: bool | None) -> Verdict:
     """
     what = first_line(error)
     if run_is_active is False:
-        return Verdict(Action.STOP, f"the run was deleted in MLflow (`mlflow runs restore` brings it back): {what}")
+        return DeliveryVerdict(
+            DeliveryAction.STOP, f"the run was deleted in MLflow (`mlflow runs restore` brings it back): {what}"
+        )
     if isinstance(error, ModuleNotFoundError):
-        return Verdict(Action.STOP, f"{what}: pip install {error.name}")
+        return DeliveryVerdict(DeliveryAction.STOP, f"{what}: pip install {error.name}")
     if getattr(error, "error_code", None) in _REFUSED:
-        return Verdict(Action.DROP, what)
-    return Verdict(Action.RETRY, what)
+        return DeliveryVerdict(DeliveryAction.DROP, what)
+    return DeliveryVerdict(DeliveryAction.RETRY, what)
 
 
 def backoff_s(failures: int, ending: bool) -> float:
-    """0.5 s, doubled per failure up to 30 s; at the end of a job, when somebody waits, up to 1 s."""
+    """0.5 s, doubled per failure up to 30 s; at the end of a job, when a person waits, up to 1 s."""
     return float(min(0.5 * 2 ** min(failures, 10), 1.0 if ending else 30.0))
 
 
 def may_report(own: str, current: str | None) -> bool:
-    """Whether the process with stamp `own` speaks for the run that is tagged with `current`.
+    """Whether the process with stamp `own` reports for the run that is tagged with `current`.
 
-    A stamp is "<ms since 1970 at which it became chief>:<spool name>". The latest chief speaks; earlier ones only
+    A stamp is "<ms since 1970 at which it became chief>:<spool name>". The latest chief reports; earlier ones only
     deliver what they still hold.
     """
     if not current or own == current:

@@ -19,21 +19,21 @@ _LOWER = ("logloss", "log_loss", "loss", "nll", "rmse", "mse", "mae", "error")
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredTogether:
     """What was reported at one step. epoch: counted from 0, as the training loop does; None when not known."""
 
     step: int
     epoch: int | None
     values: Mapping[str, float] = field(default_factory=dict)
 
-    def plus(self, values: Mapping[str, float]) -> Measured:
-        return Measured(self.step, self.epoch, {**self.values, **values})
+    def plus(self, values: Mapping[str, float]) -> MeasuredTogether:
+        return MeasuredTogether(self.step, self.epoch, {**self.values, **values})
 
     def as_dict(self) -> dict[str, Any]:
         return {"step": self.step, "epoch": self.epoch, "values": dict(self.values)}
 
     @classmethod
-    def of(cls, values: Mapping[str, Any] | None) -> Measured | None:
+    def of(cls, values: Mapping[str, Any] | None) -> MeasuredTogether | None:
         return None if values is None else cls(int(values["step"]), values["epoch"], dict(values["values"]))
 
     @property
@@ -65,7 +65,7 @@ def chooser(names: Iterable[str]) -> tuple[str, bool] | None:
     return name, order < len(_HIGHER)
 
 
-def better(new: Measured, best: Measured | None) -> bool:
+def better(new: MeasuredTogether, best: MeasuredTogether | None) -> bool:
     """Whether `new` is better than the best so far, by the validation metric of `new`. Of equals the earlier stays."""
     by = chooser(new.values)
     if by is None:
@@ -78,9 +78,9 @@ def better(new: Measured, best: Measured | None) -> bool:
     return new.values[name] > best.values[name] if more else new.values[name] < best.values[name]
 
 
-def best_of(measured: Iterable[Measured]) -> Measured | None:
+def best_of(measured: Iterable[MeasuredTogether]) -> MeasuredTogether | None:
     """The best by validation; None when no validation metric was reported."""
-    best: Measured | None = None
+    best: MeasuredTogether | None = None
     for one in measured:
         if better(one, best):
             best = one

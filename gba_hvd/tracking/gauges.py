@@ -7,6 +7,7 @@ progress line shows two of them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,14 +19,16 @@ DENSE_AGE_MEAN = "job/dense_age_mean"  # steps; of the dense values that these w
 DENSE_AGE_MAX = "job/dense_age_max"
 DROPPED = "job/samples_dropped"  # these four: so far in the job
 LOST = "job/samples_lost"
-REFUSED = "job/micro_batches_refused"
+REJECTED = "job/micro_batches_refused"
 REISSUED = "job/micro_batches_reissued"
 CHECKPOINT_AGE_S = "job/checkpoint_age_s"  # of the newest good checkpoint; since the start where there is none
 CHECKPOINT_AGE_STEPS = "job/checkpoint_age_steps"
 BYTES_SENT, BYTES_RECEIVED = "job/bytes_sent", "job/bytes_received"  # so far, on the wires of all workers
 GAIN = "job/predicted_gain"  # in mode auto: how many times as fast as allreduce gba is predicted to be
 ELP = "job/elp"  # example-level parallelism (ShadowSync): samples computed on at once, batch x threads x workers
-_COUNTS = {"dropped": DROPPED, "lost": LOST, "refused": REFUSED, "reissued": REISSUED}
+VOCABULARY = "job/vocabulary/"  # of a hashed table, of the chief's host: TABLE/size and the others of _OF_VOCABULARY
+_OF_VOCABULARY = ("size", "capacity", "admitted", "evicted", "no_room", "missed_share", "filled")
+_COUNTS = {"dropped": DROPPED, "lost": LOST, "refused": REJECTED, "reissued": REISSUED}
 _COUNTS |= {"bytes_sent": BYTES_SENT, "bytes_received": BYTES_RECEIVED, "gain": GAIN}
 _COUNTS |= {"elp": ELP, "checkpoint_age_s": CHECKPOINT_AGE_S, "checkpoint_age_steps": CHECKPOINT_AGE_STEPS}
 ROUNDS = {
@@ -38,6 +41,11 @@ ROUNDS = {
 _PACE = "job/ms_per_micro_batch/rank_"
 GAP, GAP_IN_STEPS = "job/gap/rank_", "job/gap_in_steps/rank_"  # see `gba_hvd.ps.partition.gaps`; since the one before
 _MEANS = (STALENESS_MEAN, DENSE_AGE_MEAN)
+
+
+def vocabulary_of(table: str, name: str) -> str:
+    """Name of a gauge of a table, in the characters that MLflow takes."""
+    return f"{VOCABULARY}{re.sub(r'[^A-Za-z0-9_. -]', '_', table)}/{name}"
 
 
 def pace_of(rank: int) -> str:
@@ -82,6 +90,8 @@ class Readings:
             elp:               samples computed on at once
             bytes_sent, bytes_received: of all workers, so far
             gain:              predicted, of gba over allreduce
+            vocabulary:        {table: {"size": ids with a row, "capacity", "admitted", "evicted", "no_room": ids that
+                               found none, "missed_share" of lookups without a row, "filled" share of the filter}}
         the keys of ROUNDS
         """
         values = {pace_of(int(rank)): 1000 * float(s) for rank, s in data.get("seconds", {}).items() if s > 0}
@@ -90,6 +100,8 @@ class Readings:
             values |= {STALENESS_MEAN: mean_staleness(fresh), STALENESS_MAX: float(max(fresh))}
         if fresh := self._fresh("lags", data):
             values |= {DENSE_AGE_MEAN: mean_staleness(fresh), DENSE_AGE_MAX: float(max(fresh))}
+        for table, found in data.get("vocabulary", {}).items():
+            values |= {vocabulary_of(table, name): float(found[name]) for name in _OF_VOCABULARY if name in found}
         return values | self._fresh_gaps(data)
 
     def _fresh(self, key: str, data: Mapping[str, Any]) -> dict[int, int]:
@@ -124,7 +136,7 @@ def gaps_by_rank(gaps: Mapping[str, Sequence[float]] | None) -> dict[int, tuple[
 
 
 def mean_staleness(histogram: Mapping[int, int]) -> float:
-    """Of a histogram that is not empty."""
+    """Mean of a histogram that is not empty."""
     return sum(steps * n for steps, n in histogram.items()) / sum(histogram.values())
 
 

@@ -119,7 +119,7 @@ class MLflowCallback(Callback):
         was_chief = self._job is not None and self._job.is_chief
         self._job = job
         self._since = _Interval()
-        if not (job.is_chief or (job.leads_host and self._system_every_s)) and self._writer is None:
+        if not (job.is_chief or (job.is_host_leader and self._system_every_s)) and self._writer is None:
             return
         if job.is_chief and not was_chief:
             self._stamp = f"{_now_ms()}:{job.host}:{os.getpid()}"
@@ -127,7 +127,7 @@ class MLflowCallback(Callback):
             {
                 "kind": "job",
                 **{"job_id": metric_key(job.job_id), "rank": job.rank, "size": job.size, "host": job.host},
-                **{"chief": job.is_chief, "leads_host": job.leads_host, "stamp": self._stamp, "ms": _now_ms()},
+                **{"chief": job.is_chief, "leads_host": job.is_host_leader, "stamp": self._stamp, "ms": _now_ms()},
                 **{
                     "experiment": self._experiment,
                     "tracking_uri": self._tracking_uri,
@@ -199,7 +199,7 @@ class MLflowCallback(Callback):
             try:
                 values[key] = float(value)
             except (TypeError, ValueError):
-                _say(f"metric {key!r} is {type(value).__name__} {value!r}, not a number: not logged")
+                _log(f"metric {key!r} is {type(value).__name__} {value!r}, not a number: not logged")
         if self._epoch is not None and any(is_quality(key) for key in values):
             values.setdefault("epoch", self._epoch)  # so that it is known which one was evaluated
         for record in metrics_records(step, _now_ms(), values):
@@ -294,21 +294,21 @@ class MLflowCallback(Callback):
         problem = self._writer.problem or (status.problem if self._job and self._job.is_chief else None)
         if problem != self._reported_problem:
             self._reported_problem = problem
-            _say(f"records wait in {self._writer.path}: {problem}" if problem else "records are being sent again")
+            _log(f"records wait in {self._writer.path}: {problem}" if problem else "records are being sent again")
 
     def _start_sender(self) -> None:
         assert self._writer is not None
         try:
             self._sender = SenderProcess(self._writer.path)
         except (OSError, subprocess.SubprocessError) as error:
-            _say(f"the process that sends records cannot be started: {error}; {how_to_send(self._writer.path)}")
+            _log(f"the process that sends records cannot be started: {error}; {how_to_send(self._writer.path)}")
 
     def _wait_for_sender(self, status: str) -> None:
         """Until all is sent, at most `flush_timeout_s`. What ends this worker meanwhile does not end the sender."""
         assert self._writer is not None
         path = self._writer.path
         if status != "FINISHED":
-            _say(
+            _log(
                 f"sending the last records, at most {self._flush_timeout_s:.0f} s; should {path} still be there "
                 f"a minute from now, {how_to_send(path)}"
             )
@@ -334,7 +334,7 @@ class MLflowCallback(Callback):
         self._run_id = delivered.run_id or self._run_id
         if lost:
             print(log_path(path).read_text()[-4000:], file=sys.stderr)
-            _say(
+            _log(
                 f"{lost} values were not recorded"
                 + (f": {self._writer.problem}" if self._writer.problem else ", see above")
             )
@@ -347,8 +347,8 @@ class MLflowCallback(Callback):
             return
         n_unsent = unsent(path)
         why = delivered.problem or f"no answer within {self._flush_timeout_s:.0f} s; see {log_path(path)}"
-        _say(f"NOT everything reached MLflow ({n_unsent:,} records did not): {why}")
-        _say(f"they are kept in {path}; {how_to_send(path)}")
+        _log(f"NOT everything reached MLflow ({n_unsent:,} records did not): {why}")
+        _log(f"they are kept in {path}; {how_to_send(path)}")
 
     def _report_left_behind(self) -> None:
         """Say which earlier jobs have records here that were never sent."""
@@ -356,7 +356,7 @@ class MLflowCallback(Callback):
         if found:
             which = found[0] if len(found) == 1 else self._spool_dir
             jobs = "an earlier job" if len(found) == 1 else f"{len(found)} workers of earlier jobs"
-            _say(f"records of {jobs} never reached MLflow and wait in {which}; {how_to_send(which)}")
+            _log(f"records of {jobs} never reached MLflow and wait in {which}; {how_to_send(which)}")
 
 
 class _Interval:
@@ -414,7 +414,7 @@ def job_name(environ: Mapping[str, str] = os.environ) -> str:
     return environ.get("GBA_HVD_JOB_NAME") or script or "python"
 
 
-def _say(message: str) -> None:
+def _log(message: str) -> None:
     print(f"MLflow: {message}", file=sys.stderr, flush=True)
 
 

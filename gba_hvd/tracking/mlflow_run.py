@@ -21,13 +21,13 @@ from mlflow.entities import Metric, Param, Run, RunStatus, RunTag
 from mlflow.exceptions import MlflowException
 
 from gba_hvd.tracking.delivery import may_report
-from gba_hvd.tracking.records import Batch, Point, Record, merge_events
+from gba_hvd.tracking.records import LogBatch, Point, Record, merge_events
 from gba_hvd.tracking.recovery_records import RESUMED_FROM, Resume, in_force, is_superseded, pointers, resumes_of_points
 from gba_hvd.tracking.run_history import RunHistory
 from recovery.redaction import redacted
 
 JOB_TAG = "gba_hvd.job_id"
-CHIEF_TAG = "gba_hvd.chief"  # stamp of the process that speaks for the run, see delivery.may_report
+CHIEF_TAG = "gba_hvd.chief"  # stamp of the process that reports for the run, see delivery.may_report
 REASON_TAG = "gba_hvd.status_reason"
 SUPERSEDED_TAG = "gba_hvd.superseded_by"
 EVENTS_FILE = "events.jsonl"
@@ -52,14 +52,14 @@ class JobRun:
         self._resumes: list[Resume] | None = None
 
     def is_active(self) -> bool | None:
-        """False when somebody deleted the run, None when the server cannot be asked."""
+        """False when the run was deleted, None when the server cannot be asked."""
         try:
             stage: str = self._client.get_run(self.run_id).info.lifecycle_stage
         except Exception:  # any failure to ask is the same answer: not known
             return None
         return stage == "active"
 
-    def send(self, batch: Batch) -> list[str]:
+    def send(self, batch: LogBatch) -> list[str]:
         """Log a batch. Parameters the run has already are left alone; returns the names of those that differ now."""
         params = {key: text for key, text in batch.params.items() if key not in self._params}
         changed = [key for key, text in batch.params.items() if self._params.get(key, text) != text]
@@ -94,7 +94,7 @@ class JobRun:
         return any(not is_superseded(replace(point, ms=ms), resumes) for ms in known)
 
     def claim(self, stamp: str) -> None:
-        """Become the process that speaks for the run, unless a later chief already does; then the run is running."""
+        """Become the process that reports for the run, unless a later chief already does; then the run is running."""
         self._stamp = stamp
         run = self._client.get_run(self.run_id)
         if not may_report(self._stamp, run.data.tags.get(CHIEF_TAG)):
@@ -103,7 +103,7 @@ class JobRun:
         if run.info.status != "RUNNING":
             self._client.update_run(self.run_id, status="RUNNING")
 
-    def speaks(self) -> bool:
+    def may_report(self) -> bool:
         return bool(self._client.get_run(self.run_id).data.tags.get(CHIEF_TAG) == self._stamp)
 
     def put_text(self, path: str, text: str) -> None:
@@ -270,7 +270,7 @@ def _database_file(uri: str) -> Path | None:
 
 @contextlib.contextmanager
 def _one_at_a_time(database: Path | None, must_exist: bool) -> Iterator[None]:
-    """MLflow creates the tables of a new SQLite file without asking whether somebody else is doing so: take turns.
+    """MLflow creates the tables of a new SQLite file without checking whether another process does so: take turns.
 
     The lock is on the folder, so it leaves no file behind and stays clear of SQLite's own locks.
     """

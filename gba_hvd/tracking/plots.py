@@ -36,7 +36,7 @@ History = Mapping[str, Sequence[Point]]
 
 
 @dataclass(frozen=True)
-class Span:
+class ModeSpan:
     """Steps (first, last] spent in one mode."""
 
     first: int
@@ -52,7 +52,7 @@ def _is_quality(key: str) -> bool:
     return "auc" in key.lower() and not key.startswith("system/")
 
 
-def mode_spans(points: Sequence[Point], events: Sequence[Record]) -> list[Span]:
+def mode_spans(points: Sequence[Point], events: Sequence[Record]) -> list[ModeSpan]:
     """When the job was in which mode, from the points of the metric `mode` and the events of its switches.
 
     A point has the mode of the steps before it, an event the exact step of a change; an event that was lost with a
@@ -65,7 +65,7 @@ def mode_spans(points: Sequence[Point], events: Sequence[Record]) -> list[Span]:
         if event.get("event") == "switch":
             reported.append((int(event.get("step", 0)), 1, str(event.get("data", {}).get("to"))))
             last = max(last, reported[-1][0])
-    spans: list[Span] = []
+    spans: list[ModeSpan] = []
     begun, mode, before = 0, None, 0
     for step, is_change, now in sorted(reported):
         if mode is None and is_change:
@@ -73,19 +73,19 @@ def mode_spans(points: Sequence[Point], events: Sequence[Record]) -> list[Span]:
         if mode is not None and now != mode:
             changed = step if is_change else before
             if changed > begun:
-                spans.append(Span(begun, changed, mode))
+                spans.append(ModeSpan(begun, changed, mode))
             begun = changed
         mode, before = now, step
     if mode is not None and last > begun:
-        spans.append(Span(begun, last, mode))
+        spans.append(ModeSpan(begun, last, mode))
     return spans
 
 
 def draw_plots(history: History, events: Sequence[Record], title: str, folder: Path, form: str = "png") -> list[Path]:
     """Write the pictures there is something to show in, as `png` or `svg`. Needs matplotlib.
 
-    learning_curves, throughput; in runs that measured it also workers (their pace), rounds of replicas, gain (predicted
-    in mode "auto") and staleness
+    learning_curves, throughput; in runs that measured it also workers (their pace), vocabulary (of hashed tables),
+    rounds of replicas, gain (predicted in mode "auto") and staleness
     """
     drawn: list[tuple[str, bool, Callable[[Path], Path]]] = [
         (
@@ -97,6 +97,7 @@ def draw_plots(history: History, events: Sequence[Record], title: str, folder: P
         ("workers", bool(_paces(history)), lambda file: _workers(history, events, title, file)),
         ("rounds", bool(_recorded(history, _ROUNDS)), lambda file: _rounds(history, events, title, file)),
         ("gain", bool(history.get(gauges.GAIN)), lambda file: _gain(history, events, title, file)),
+        ("vocabulary", bool(_vocabularies(history)), lambda file: _vocabulary(history, events, title, file)),
         (
             "staleness",
             bool(history.get(gauges.STALENESS_MEAN) or last_staleness(events)),
@@ -186,6 +187,17 @@ def _gain(history: History, events: Sequence[Record], title: str, file: Path) ->
     return _save(figure, axes, file)
 
 
+def _vocabulary(history: History, events: Sequence[Record], title: str, file: Path) -> Path:
+    panels = _vocabularies(history)
+    figure, axes = _figure(title, rows=len(panels))
+    for axis, panel in zip(axes, panels, strict=True):
+        _over_time(axis, panel, history)
+    _shade_modes(axes, history, events)
+    _mark_events(axes, events)
+    _legend_above(axes[0])
+    return _save(figure, axes, file)
+
+
 def _staleness(history: History, events: Sequence[Record], title: str, file: Path) -> Path:
     histogram, panels = last_staleness(events), _recorded(history, [*_DELAYS, *_gaps(history)])
     figure, axes = _figure(title, rows=len(panels) + bool(histogram), shared=False)
@@ -215,7 +227,7 @@ _DELAYS = (
     _Panel("staleness (steps)", {gauges.STALENESS_MEAN: "mean", gauges.STALENESS_MAX: "largest"}),
     _Panel("age of dense values (steps)", {gauges.DENSE_AGE_MEAN: "mean", gauges.DENSE_AGE_MAX: "largest"}),
     _Panel("samples so far", {gauges.DROPPED: "dropped", gauges.LOST: "lost"}, counts=True),
-    _Panel("micro-batches so far", {gauges.REFUSED: "refused", gauges.REISSUED: "handed out again"}, counts=True),
+    _Panel("micro-batches so far", {gauges.REJECTED: "refused", gauges.REISSUED: "handed out again"}, counts=True),
     _Panel("samples at once (ELP)", {gauges.ELP: None}, counts=True),
 )
 _ROUNDS = (
@@ -235,6 +247,20 @@ def _gaps(history: History) -> list[_Panel]:
         names = {f"{kind}{rank}": f"worker {rank}" if len(ranks) <= 16 else None for rank in ranks}
         panels.append(_Panel(label, names, form=form))
     return panels
+
+
+def _vocabularies(history: History) -> list[_Panel]:
+    """A line for each hashed table."""
+    kinds = (
+        ("size", "ids with a row", True), ("missed_share", "share of lookups without a row", False),
+        ("evicted", "evicted so far", True), ("no_room", "found no room so far", True),
+    )  # fmt: skip
+    panels = []
+    for kind, label, counts in kinds:
+        keys = sorted(key for key in history if key.startswith(gauges.VOCABULARY) and key.endswith(f"/{kind}"))
+        lines = {key: key.removeprefix(gauges.VOCABULARY).removesuffix(f"/{kind}") for key in keys}
+        panels.append(_Panel(label, lines, counts, "{x:.2f}"))
+    return _recorded(history, panels)
 
 
 def _recorded(history: History, panels: Sequence[_Panel]) -> list[_Panel]:

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from gba_hvd.callbacks import Callback, Event, Job, StepRecord
 from gba_hvd.errors import BadInput
 from gba_hvd.tracking import gauges
-from gba_hvd.tracking.epochs import Measured, better, chooser
+from gba_hvd.tracking.epochs import MeasuredTogether, better, chooser
 from gba_hvd.tracking.gauges import DROPPED, STALENESS_MEAN, staleness_words, whole_numbers
 from gba_hvd.tracking.open_warnings import ends, is_over_at_once
 from gba_hvd.tracking.recovery_records import is_recovery, place_of
@@ -60,8 +60,8 @@ class ProgressLine(Callback):
         self._job: Job | None = None
         self._record: StepRecord | None = None
         self._rate = Rate()
-        self._newest: Measured | None = None  # metrics, those of one step together
-        self._best: Measured | None = None  # by validation
+        self._newest: MeasuredTogether | None = None  # metrics, those of one step together
+        self._best: MeasuredTogether | None = None  # by validation
         self._gauges: dict[str, float] = {}
         self._readings = gauges.Readings()
         self._account: dict[str, Any] = {}
@@ -71,7 +71,7 @@ class ProgressLine(Callback):
         self._warnings: dict[str, Warned] = {}  # by kind, the newest
         self._memberships = 0
         self._interrupted = ""  # by whom
-        self._stopped_early = self._goes_on = ""
+        self._stopped_early = self._continued_by = ""
         self._started_s = clock()
         self._first_step = 0
         self._first_step_s: float | None = None
@@ -93,7 +93,7 @@ class ProgressLine(Callback):
         else:
             self._rate = Rate()  # of the mode that was entered; its first record has the time that entering took
         self._record = record
-        if self._is_speaker() and now >= self._next_s:
+        if self._reports() and now >= self._next_s:
             self._next_s = now + self._every_s
             self._show(now)
 
@@ -103,10 +103,12 @@ class ProgressLine(Callback):
         if numbers:
             before, epoch = self._newest, self._record.epoch if self._record else None
             same = before is not None and before.step == step
-            self._newest = before.plus(numbers) if before is not None and same else Measured(step, epoch, numbers)
+            self._newest = (
+                before.plus(numbers) if before is not None and same else MeasuredTogether(step, epoch, numbers)
+            )
             if better(self._newest, self._best) or (self._best is not None and self._best.step == step):
                 self._best = self._newest
-        if self._is_speaker() and metrics:
+        if self._reports() and metrics:
             self._print(f"step {step:,}  {_numbers(metrics)}")
 
     def on_event(self, event: Event) -> None:
@@ -122,7 +124,7 @@ class ProgressLine(Callback):
         if event.kind == "stopped_early":
             self._stopped_early = event.message
         if event.data.get("goes_on"):
-            self._goes_on = str(event.data["goes_on"])
+            self._continued_by = str(event.data["goes_on"])
         if event.kind == "switch":
             self._switches.append(f"{event.data.get('to', '?')} at step {event.step:,}")
         if event.kind == "checkpoint":
@@ -135,22 +137,22 @@ class ProgressLine(Callback):
         if event.level == "warning":  # the log has its text
             self._warnings[event.kind] = Warned(event, event.step if is_over_at_once(event.kind, event.data) else None)
             self._end_line()
-        elif self._is_speaker() and event.kind not in _NO_LINES:
+        elif self._reports() and event.kind not in _NO_LINES:
             self._print(f"[{event.kind.replace('_', ' ')}] step {event.step:,}: {event.message}")
 
     def on_end(self, status: str, error: BaseException | None) -> None:
         if self._ended:
             return
         self._ended = True
-        reports_error = self._is_speaker() or type(error).__name__ not in _CONSEQUENCES
+        reports_error = self._reports() or type(error).__name__ not in _CONSEQUENCES
         if status in ("FAILED", "NOT_SAVED") and error is not None and reports_error:
             for line in failure_lines(error, self._job, self._record):
                 self._print(line)
-        if self._is_speaker():
+        if self._reports():
             for line in self._summary(status):
                 self._print(line)
 
-    def _is_speaker(self) -> bool:
+    def _reports(self) -> bool:
         return self._job is None or self._job.is_chief
 
     def _show(self, now: float) -> None:
@@ -182,7 +184,7 @@ class ProgressLine(Callback):
         if self._job is not None and self._job.name:
             word = f"{self._job.name}: {word}"
         lines = [f"{word}: {steps:,} step{'s' * (steps != 1)} in {_duration(self._clock() - self._started_s)}, {times}"]
-        lines += [line for line in (self._stopped_early, self._goes_on) if line]
+        lines += [line for line in (self._stopped_early, self._continued_by) if line]
         if all(key in self._account for key in _ACCOUNT):
             total, applied, dropped, lost = (int(self._account[key]) for key in _ACCOUNT)
             lines.append(f"samples: {applied:,} applied + {dropped:,} dropped + {lost:,} lost = {total:,}")
@@ -211,7 +213,7 @@ class ProgressLine(Callback):
         return {**state, "switches": list(self._switches)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._newest, self._best = Measured.of(state.get("newest")), Measured.of(state.get("best"))
+        self._newest, self._best = MeasuredTogether.of(state.get("newest")), MeasuredTogether.of(state.get("best"))
         self._switches = list(state.get("switches", self._switches))  # checkpoints of older versions have none
 
     def _end_line(self) -> None:
@@ -229,7 +231,7 @@ class ProgressLine(Callback):
             stream.write(text)
             stream.flush()
         except (OSError, ValueError):
-            pass  # nobody reads any more, or the disk is full; training continues
+            pass  # the reader is gone, or the disk is full; training continues
 
 
 @dataclass

@@ -8,7 +8,7 @@ Plain functions over plain values: no file, no clock, no MLflow. A record is one
     tags      {"values"}
     event     {"event", "step", "message", "data", "unix_s"}
     artifact  {"path", "text"}
-    end       {"status", "reason"}            the last record; status is null unless this process speaks for the job
+    end       {"status", "reason"}            the last record; status is null unless this process reports for the job
 
 `job`, `artifact` and `end` are carried out one by one; runs of the others are packed.
 """
@@ -35,7 +35,7 @@ _ONE_BY_ONE = frozenset({"job", "artifact", "end"})
 
 
 @dataclass(frozen=True)
-class Line:
+class SpoolLine:
     """One spool record and the file offset just behind it."""
 
     end: int
@@ -53,7 +53,7 @@ class Point:
 
 
 @dataclass
-class Batch:
+class LogBatch:
     """What one `log_batch` call carries; `end` is the spool offset it brings us to."""
 
     end: int
@@ -65,7 +65,7 @@ class Batch:
     def __len__(self) -> int:
         return len(self.points) + len(self.params) + len(self.tags)
 
-    def takes(self, other: Batch) -> bool:
+    def takes(self, other: LogBatch) -> bool:
         """Whether both together are still within MLflow's limits (params cannot change, so a repeated key waits)."""
         return (
             len(self) + len(other) <= MAX_TOTAL
@@ -75,7 +75,7 @@ class Batch:
             and not self.params.keys() & other.params.keys()
         )
 
-    def add(self, other: Batch) -> None:
+    def add(self, other: LogBatch) -> None:
         self.end = other.end
         self.points += other.points
         self.params |= other.params
@@ -83,9 +83,9 @@ class Batch:
         self.has_event |= other.has_event
 
 
-def pack(lines: Sequence[Line]) -> Iterator[Batch | Line]:
-    """Group lines into batches, in order; a record that must be carried out alone comes as its `Line`."""
-    batch: Batch | None = None
+def pack(lines: Sequence[SpoolLine]) -> Iterator[LogBatch | SpoolLine]:
+    """Group lines into batches, in order; a record that must be carried out alone comes as its `SpoolLine`."""
+    batch: LogBatch | None = None
     for line in lines:
         if line.record.get("kind") in _ONE_BY_ONE:
             if batch is not None:
@@ -105,11 +105,11 @@ def pack(lines: Sequence[Line]) -> Iterator[Batch | Line]:
         yield batch
 
 
-def halves(batch: Batch) -> tuple[Batch, Batch] | None:
+def halves(batch: LogBatch) -> tuple[LogBatch, LogBatch] | None:
     """Split a refused batch to find what was wrong with it; None when there is nothing left to split."""
     if len(batch) < 2:
         return None
-    first, second = Batch(batch.end), Batch(batch.end)
+    first, second = LogBatch(batch.end), LogBatch(batch.end)
     n = len(batch) // 2
     for i, point in enumerate(batch.points):
         (first if i < n else second).points.append(point)
@@ -120,9 +120,9 @@ def halves(batch: Batch) -> tuple[Batch, Batch] | None:
     return first, second
 
 
-def _as_batch(line: Line) -> Batch:
+def _as_batch(line: SpoolLine) -> LogBatch:
     record = line.record
-    batch = Batch(line.end)
+    batch = LogBatch(line.end)
     match record.get("kind"):
         case "metrics":
             ms, step = int(record["ms"]), int(record["step"])
@@ -178,7 +178,7 @@ def merge_events(*logs: Iterable[Record]) -> list[Record]:
     kept: dict[tuple[Any, ...], Record] = {}
     for event in merged:
         # Every worker reports a switch, each with the seconds it took there; not all know the reason.
-        said = None if event.get("event") == "switch" else event.get("message")
+        reported = None if event.get("event") == "switch" else event.get("message")
         n_resumed = bisect(resumed_s, float(event.get("unix_s", math.inf)))
-        kept.setdefault((n_resumed, event.get("event"), event.get("step"), said), event)
+        kept.setdefault((n_resumed, event.get("event"), event.get("step"), reported), event)
     return sorted(kept.values(), key=lambda event: float(event.get("unix_s", math.inf)))

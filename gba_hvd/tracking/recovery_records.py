@@ -1,9 +1,9 @@
 """Checkpoints and recoveries, as records have them: their metrics, the pointers to them, and what was superseded.
 
-When a whole job resumes from the checkpoint of step k, or all its workers go back there (full recovery), what the
+When a whole job resumes from the checkpoint of step k, or all its workers roll back there (full recovery), what the
 records hold of later steps is of training that was lost. MLflow can neither delete nor change a point, so a point of
-the metric `resumed_from_step` speaks for all of them: its value is k, its time is when the job resumed. A point of a
-step above k and of an earlier time is *superseded*. This is one small point however many it speaks of; no later resume
+the metric `resumed_from_step` covers all of them: its value is k, its time is when the job resumed. A point of a
+step above k and of an earlier time is *superseded*. This is one small point however many it covers; no later resume
 overwrites it, as it would a tag; it comes in order with the points around it; and readers with other tools can apply
 the same rule. Readers here leave superseded points out.
 
@@ -19,7 +19,7 @@ from typing import Any
 from gba_hvd.tracking.records import Point, Record
 
 RESUMED_FROM = "resumed_from_step"
-FULL_RECOVERY = "recovery_full"  # 1: all workers went back; 0: only the lost rows came back
+FULL_RECOVERY = "recovery_full"  # 1: all workers rolled back; 0: only the lost rows came back
 CHECKPOINT_TAG = "gba_hvd.checkpoint"  # where the newest one is
 KINDS = ("resumed", "rows_restored", "rows_lost")  # of events that are recoveries
 _OF_CHECKPOINT = {

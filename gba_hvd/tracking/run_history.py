@@ -14,8 +14,8 @@ from typing import Any
 
 from gba_hvd.errors import BadInput
 from gba_hvd.tracking import gauges, recovery_records, traffic_summary
-from gba_hvd.tracking.epochs import Measured, best_of, is_quality
-from gba_hvd.tracking.plots import MODE, THROUGHPUT, Span, last_staleness, mode_spans
+from gba_hvd.tracking.epochs import MeasuredTogether, best_of, is_quality
+from gba_hvd.tracking.plots import MODE, THROUGHPUT, ModeSpan, last_staleness, mode_spans
 from gba_hvd.tracking.records import Point, Record, merge_events
 from gba_hvd.tracking.spool import all_records
 
@@ -87,12 +87,12 @@ class RunHistory:
         return {rank: Gap(n, gap / n, steps / n) for rank, (n, gap, steps, _) in found.items() if n}
 
     @property
-    def measured(self) -> list[Measured]:
+    def measured(self) -> list[MeasuredTogether]:
         """Quality at each step at which it was measured, with the epoch that ended there."""
         return measured_of(self.history)
 
     @property
-    def best(self) -> Measured | None:
+    def best(self) -> MeasuredTogether | None:
         """The best epoch by validation."""
         return best_of(self.measured)
 
@@ -108,7 +108,7 @@ class RunHistory:
         return seconds
 
     @property
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[ModeSpan]:
         return mode_spans(self.history.get(MODE, ()), self.events)
 
     @property
@@ -201,7 +201,7 @@ def from_files(path: Path) -> RunHistory:
     )
 
 
-def measured_of(history: Mapping[str, Sequence[Point]]) -> list[Measured]:
+def measured_of(history: Mapping[str, Sequence[Point]]) -> list[MeasuredTogether]:
     """Metrics of quality by step; the epoch is that of the newest point of `epoch` until there."""
     values: dict[int, dict[str, float]] = {}
     for key in history:
@@ -210,7 +210,7 @@ def measured_of(history: Mapping[str, Sequence[Point]]) -> list[Measured]:
                 values.setdefault(point.step, {})[key] = point.value
     epochs = [(point.step, int(point.value)) for point in history.get("epoch", ())]
     return [
-        Measured(step, next((epoch for at, epoch in reversed(epochs) if at <= step), None), values[step])
+        MeasuredTogether(step, next((epoch for at, epoch in reversed(epochs) if at <= step), None), values[step])
         for step in sorted(values)
     ]
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gba_hvd.tracking import delivery
-from gba_hvd.tracking.delivery import Action, first_line
-from gba_hvd.tracking.records import Batch, Line, Record, halves, pack
+from gba_hvd.tracking.delivery import DeliveryAction, first_line
+from gba_hvd.tracking.records import LogBatch, Record, SpoolLine, halves, pack
 from gba_hvd.tracking.spool import all_records, read_lines, read_status, write_status
 from recovery.redaction import redacted
 
@@ -26,7 +26,7 @@ HEARTBEAT_TAG = "gba_hvd.heartbeat"  # unix time of the last heartbeat of the ch
 HEARTBEAT_EVERY_S = 30.0
 EVENTS_EVERY_S = 10.0
 ARTIFACT_ATTEMPTS = 3
-_GONE = "the process that spoke for the job ended without saying how (killed, or out of memory?)"
+_GONE = "the process that reported for the job ended without reporting its end (killed, or out of memory?)"
 
 
 class Blocked(Exception):
@@ -48,8 +48,8 @@ class Sender:
         self.status = replace(read_status(spool), problem=None, stopped=False)
         self.job: Record | None = None
         self.orphaned = False  # the worker is gone, nothing will be added
-        self._has_end = False  # the worker has said so, and waits
-        self.late = False  # and long ago: nobody else is at work for this job
+        self._has_end = False  # the worker has written it, and waits
+        self.late = False  # and long ago: no other process is at work for this job
         self._run: JobRun | None = None
         self._failures = 0
         self._artifact_failures = 0
@@ -97,7 +97,7 @@ class Sender:
     def _deliver(self, now: float) -> None:
         while not self.status.done and (lines := read_lines(self.spool, self.status.offset)):
             for item in pack(lines):
-                if isinstance(item, Batch):
+                if isinstance(item, LogBatch):
                     self._send(item)
                     self._events_waiting |= item.has_event
                 else:
@@ -111,11 +111,11 @@ class Sender:
             self._put_events()
             self._next_events_s = now + EVENTS_EVERY_S
         if self.orphaned:
-            if self.job is not None and self.job["chief"] and self._call(lambda run: run.speaks()):
+            if self.job is not None and self.job["chief"] and self._call(lambda run: run.may_report()):
                 self._finish("FAILED", _GONE)
             self._set(done=True)
 
-    def _carry_out(self, line: Line) -> None:
+    def _carry_out(self, line: SpoolLine) -> None:
         record = line.record
         match record["kind"]:
             case "job":
@@ -128,17 +128,17 @@ class Sender:
                 if self._events_waiting:
                     self._put_events()
                 status = record["status"]
-                if status and self._call(lambda run: run.speaks()):
+                if status and self._call(lambda run: run.may_report()):
                     self._finish(status, record["reason"])
                 self._set(done=True)
         self._set(offset=line.end, sent=self.status.sent + 1)
 
-    def _send(self, batch: Batch) -> None:
+    def _send(self, batch: LogBatch) -> None:
         sent = self._sent_of(batch) if len(batch) else 0
         dropped = len(batch) - sent
         self._set(offset=batch.end, sent=self.status.sent + sent, dropped=self.status.dropped + dropped)
 
-    def _sent_of(self, batch: Batch) -> int:
+    def _sent_of(self, batch: LogBatch) -> int:
         """Send a batch, halving a refused one until the refused values stand alone. Returns how many were taken."""
         try:
             changed = self._run_now().send(batch)
@@ -146,7 +146,7 @@ class Sender:
             raise
         except Exception as error:
             verdict = self._verdict_on(error)
-            if verdict.action is not Action.DROP:
+            if verdict.action is not DeliveryAction.DROP:
                 raise _as_signal(verdict) from error
             parts = halves(batch)
             if parts is not None:
@@ -168,7 +168,7 @@ class Sender:
             verdict = self._verdict_on(error)
             if (
                 artifact is not None
-                and verdict.action is Action.RETRY
+                and verdict.action is DeliveryAction.RETRY
                 and self._run is not None
                 and self._run.is_active()
             ):
@@ -176,8 +176,8 @@ class Sender:
                 self._artifact_failures += 1
                 if self._artifact_failures >= ARTIFACT_ATTEMPTS:
                     self._artifact_failures = 0
-                    verdict = delivery.Verdict(Action.DROP, verdict.reason)
-            if verdict.action is not Action.DROP:
+                    verdict = delivery.DeliveryVerdict(DeliveryAction.DROP, verdict.reason)
+            if verdict.action is not DeliveryAction.DROP:
                 raise _as_signal(verdict) from error
             say(f"MLflow refused {artifact or 'a change of the run'}, dropped: {verdict.reason}")
             self._set(dropped=self.status.dropped + 1)
@@ -209,7 +209,7 @@ class Sender:
         may_be_replaced = self.job["size"] > 1 and self.job.get("elastic", True)
         return bool(self.job["chief"]) and not (self.orphaned and may_be_replaced and not self.late)
 
-    def _verdict_on(self, error: Exception) -> delivery.Verdict:
+    def _verdict_on(self, error: Exception) -> delivery.DeliveryVerdict:
         active = None
         if self._run is not None and getattr(error, "error_code", None) is not None:
             active = self._run.is_active()
@@ -238,7 +238,7 @@ class Sender:
         except Exception as error:  # any error: the record of the run is complete, only the pictures are missing
             say(f"no plots: {first_line(error)}")
 
-    def _note(self, line: Line) -> None:
+    def _note(self, line: SpoolLine) -> None:
         record = line.record
         behind_us = line.end <= self.status.offset  # delivered by an earlier sender of this spool
         match record.get("kind"):
@@ -262,8 +262,8 @@ class Sender:
             write_status(self.spool, self.status)
 
 
-def _as_signal(verdict: delivery.Verdict) -> Exception:
-    return Stopped(verdict.reason) if verdict.action is Action.STOP else Blocked(verdict.reason)
+def _as_signal(verdict: delivery.DeliveryVerdict) -> Exception:
+    return Stopped(verdict.reason) if verdict.action is DeliveryAction.STOP else Blocked(verdict.reason)
 
 
 def _without_kind(record: Record) -> Record:

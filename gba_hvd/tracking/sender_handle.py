@@ -44,8 +44,8 @@ class SenderProcess:
         package = str(Path(__file__).resolve().parent.parent)
         me = Owner.this_process()
         command = [sys.executable, "-P", "-c", _START, package, str(spool), "--parent", str(me.pid), str(me.created_s)]
-        # Its own session, so that Ctrl-C reaches it through us only; its own log, because a launcher waits until nobody
-        # holds a worker's output any more, and the sender may live a few seconds longer than a killed worker.
+        # Its own session, so that Ctrl-C reaches it through us only; its own log, because a launcher waits until no
+        # process holds a worker's output any more, and the sender may live a few seconds longer than a killed worker.
         with open(os.open(log_path(spool), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as log:
             started = subprocess.run(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
@@ -93,7 +93,7 @@ class Owner:
             return cls(pid, -1.0)
 
     def is_gone(self) -> bool:
-        """Ended, also when nobody has taken note of it yet (a zombie)."""
+        """Ended, also when it was not waited for yet (a zombie)."""
         try:
             process = psutil.Process(self.pid)
             return process.create_time() != self.created_s or process.status() == psutil.STATUS_ZOMBIE

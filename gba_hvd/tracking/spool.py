@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from gba_hvd.tracking.records import Line, Record
+from gba_hvd.tracking.records import Record, SpoolLine
 
 _CHUNK_BYTES = 1 << 18
 _OPEN_TRIES = 10
@@ -110,17 +110,17 @@ def _opened(path: Path) -> int:
     raise FileNotFoundError(f"{path.parent} disappeared {_OPEN_TRIES} times while {path.name} was being made there")
 
 
-def read_lines(path: Path, offset: int) -> list[Line]:
+def read_lines(path: Path, offset: int) -> list[SpoolLine]:
     """The next complete records from `offset`, about 256 KiB of them; what is no JSON object is a `broken` record."""
     with path.open("rb") as file:
         file.seek(offset)
         data = file.read(_CHUNK_BYTES)
         while b"\n" not in data and (more := file.read(_CHUNK_BYTES)):
             data += more
-    lines: list[Line] = []
+    lines: list[SpoolLine] = []
     for raw in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
         offset += len(raw)
-        lines.append(Line(offset, _parse(raw)))
+        lines.append(SpoolLine(offset, _parse(raw)))
     return lines
 
 
@@ -142,7 +142,7 @@ def unsent(path: Path) -> int:
 
 
 def left_behind(folder: Path, own: Path | None, quiet_s: float = 60.0) -> list[Path]:
-    """Spools in a folder that nobody is at work on: unsent, not locked by a sender, and not touched for a while."""
+    """Spools in a folder that no process is at work on: unsent, not locked by a sender, and not touched for a while."""
     found = []
     for path in sorted(folder.glob("*.jsonl")):
         try:

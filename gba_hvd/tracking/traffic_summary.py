@@ -24,7 +24,7 @@ class TrafficSummary:
 
 
 def bytes_by_mode(events: Iterable[Record]) -> dict[tuple[str, str], dict[str, int]]:
-    """Of the whole job and all workers: (mode, kind) -> {"sent": bytes, "received": bytes}."""
+    """Bytes of the whole job and all workers: (mode, kind) -> {"sent": bytes, "received": bytes}."""
     found: dict[tuple[str, str], dict[str, int]] = {}
     for name, n_bytes in _newest_traffic(events).get("all_workers", {}).items():
         direction, _, rest = name.partition("_")

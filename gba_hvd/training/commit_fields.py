@@ -12,12 +12,13 @@ made once for each world:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from gba_hvd.dense_gradients import DenseGradients
+from gba_hvd.gradients.dense_gradients import DenseGradients
 
 if TYPE_CHECKING:
     from gba_hvd.ps.worker.worker import PsWorker
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
 STEP = ("samples", "loss", "loss_weight", "hosts_updated", "n_bad", "bad_micro", "rates", "row_squares")
 
 
-class StepParticipant:
+class StepParticipant(ABC):
     """Something that all workers agree on by the commits of steps. The same on every worker; one of each kind.
+
+    A subclass says how many numbers it has on a commit; a hook that it does not override does nothing.
 
     order: of their numbers on a commit, and in which they read it. waiting: in words, what was agreed on and waits
     for servers that are not up; waits_to_enter: it is a mode; measures_micro_batches: it needs to know how long single
@@ -38,9 +41,9 @@ class StepParticipant:
     waiting: Sequence[str] = ()
     measures_micro_batches = False
 
+    @abstractmethod
     def n_fields(self) -> int:
         """How many numbers it has on a commit."""
-        raise NotImplementedError
 
     def before_commit(self, fields: Tensor) -> None:
         """Write this worker's share, zeros so far, of what is summed over the workers."""
@@ -61,8 +64,8 @@ class StepParticipant:
     def mode_entered(self) -> None:
         """An asynchronous mode has begun."""
 
-    def went_back(self, step: int) -> None:
-        """The job went back to the checkpoint of `step` (full recovery): what is known of later steps is void."""
+    def rolled_back(self, step: int) -> None:
+        """The job rolled back to the checkpoint of `step` (full recovery): what is known of later steps is void."""
 
     @property
     def waits_to_enter(self) -> bool:

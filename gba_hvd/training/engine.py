@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -18,9 +19,9 @@ from gba_hvd.comm.collectives import SoloWorld, World
 from gba_hvd.comm.traffic import Traffic
 from gba_hvd.comm.world_formation import Forming
 from gba_hvd.compression import row_exchange
-from gba_hvd.dense_gradients import DenseGradients
 from gba_hvd.errors import GbaError
 from gba_hvd.faults import FaultSchedule
+from gba_hvd.gradients.dense_gradients import DenseGradients
 from gba_hvd.ps import launch
 from gba_hvd.ps.messages import JobPosition, LeaseGrant
 from gba_hvd.training.commit_fields import CommitFields, StepParticipant
@@ -61,6 +62,10 @@ class Engine:
         self._micro: MicroBatch | None = None
         self._lay_out()
 
+    def identify(self, **changes: Any) -> None:
+        """Replace fields of the job's identity, as the workers have agreed on them."""
+        self.job = replace(self.job, **changes)
+
     def compute_in(self, n_threads: int) -> None:
         """So many threads of this worker compute micro-batches at once from now on."""
         self.n_threads = n_threads
@@ -68,8 +73,8 @@ class Engine:
     @property
     def elp(self) -> int:
         """Example-level parallelism (ShadowSync): samples that the job computes on at once, all workers being alike."""
-        has_servers = self.mode is not None and self.mode.servers is not None
-        batch = self.model.micro_batch * (1 if has_servers else self.model.together)
+        steps_together = self.mode is None or self.mode.steps_together
+        batch = self.model.micro_batch * (self.model.together if steps_together else 1)
         return batch * self.n_threads * self._world.size
 
     # --- the world, and who takes part in its commits ----------------------------------------------------------------
@@ -186,12 +191,12 @@ class Engine:
         self.model.dense.clear_total_()
         self.model.tables.drop_gradients()
 
-    def went_back(self) -> None:
+    def rolled_back(self) -> None:
         """The job is at an earlier step than before, that of a checkpoint; on every worker, between two steps."""
         self.abandon_step()
         self.signals.requested_mode = None
         for participant in self.participants:
-            participant.went_back(self.progress.step)
+            participant.rolled_back(self.progress.step)
 
     # --- reports -----------------------------------------------------------------------------------------------------
 

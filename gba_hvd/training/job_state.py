@@ -7,20 +7,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from gba_hvd.clipping import Factors
 from gba_hvd.comm.traffic import Sums, larger
 from gba_hvd.epoch import EpochOrder, SampleAccount
 from gba_hvd.errors import NonFiniteGradient
-from gba_hvd.loss_scale import LossScale
+from gba_hvd.gradients.clipping import Factors
+from gba_hvd.gradients.loss_scale import LossScale
 from gba_hvd.ps.messages import JobPosition
 from gba_hvd.ps.worker.host_server import HostServer
 from gba_hvd.shm.job_board import Board
 from gba_hvd.training.step_hooks import StepHooks
 
 
-@dataclass
+@dataclass(frozen=True)
 class JobIdentity:
-    """id: the job's name in folders and stores, the same on all workers and through restarts; name: what people say.
+    """Which job this is. Replaced by `Engine.identify` alone, as a whole.
+
+    id: the job's name in folders and stores, the same on all workers and through restarts; name: what people call it.
 
     key: secret of the job, for its servers. settings: fingerprint of what all workers agree on, see `membership`
     """
@@ -65,7 +67,7 @@ class LocalHost:
 
 @dataclass
 class Rollback:
-    """Full recoveries of this job: all workers go back to a checkpoint while the job runs.
+    """Full recoveries of this job: all workers roll back to a checkpoint while the job runs.
 
     number: how many are behind the state that this worker has; a state that has more of them is the newer one, of
     any step. decision: the one that was agreed on and is not complete on this worker, as plain values; None: there
@@ -78,7 +80,7 @@ class Rollback:
 
     @property
     def agreed_number(self) -> int:
-        """Of the recoveries that this worker knows to have been agreed on."""
+        """Number of recoveries that this worker knows to have been agreed on."""
         return self.number + (self.decision is not None)
 
     def shared(self) -> dict[str, Any]:

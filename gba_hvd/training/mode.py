@@ -13,14 +13,15 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from torch import Tensor, nn
 
-from gba_hvd.accumulators import Frames, Part
-from gba_hvd.dense_gradients import DenseGradients
 from gba_hvd.embedding.bags import BagLookups
 from gba_hvd.embedding.row_gradients import RowGrad
 from gba_hvd.epoch import EpochPlan
+from gba_hvd.gradients.dense_gradients import DenseGradients
+from gba_hvd.metrics.accumulators import Frames, Part
+from gba_hvd.metrics.ranking import Items, Queries
 from gba_hvd.ps.messages import JobPosition, LeaseGrant
 from gba_hvd.ps.worker.worker import PsWorker
-from gba_hvd.ranking import Items, Queries
+from gba_hvd.reading.read_ahead import ReadAhead
 
 
 @dataclass(frozen=True)
@@ -124,18 +125,32 @@ class SampleReader:
     """A dataset that is read in order, a forward pass at a time.
 
     take: samples by number, int64 [n], as one batch for the user. batch: samples in one forward pass. keys: the rows
-    that some batches use, per group of tables int64 [n]
+    that some batches use, per group of tables int64 [n]. ahead: what reads up to `depth` batches before they are
+    needed; None: nothing
     """
 
     take: Callable[[np.ndarray], Any]
     n_samples: int
     batch: int
     keys: Callable[[list[Any]], list[np.ndarray]]
+    ahead: ReadAhead | None = None
+    depth: int = 0
+
+    def expect(self, firsts: Iterable[int]) -> None:
+        """The batches that begin with these samples come next, in this order."""
+        if self.ahead is not None:
+            self.ahead.expect(
+                (first, min(self.batch, self.n_samples - first)) for first in firsts if first < self.n_samples
+            )
 
     def rows(self, first: int, n: int) -> Any:
         """Samples `first` to `first + n`, as far as there are any; None past the end."""
-        numbers = np.arange(first, min(first + n, self.n_samples), dtype=np.int64)
-        return self.take(numbers) if len(numbers) else None
+        n = min(n, self.n_samples - first)
+        if n <= 0:
+            return None
+        if self.ahead is not None:
+            return self.ahead.read((first, n))
+        return self.take(np.arange(first, first + n, dtype=np.int64))
 
     @property
     def n_batches(self) -> int:
@@ -191,12 +206,16 @@ class Rejoin(Protocol):
 
 
 class Mode(Protocol):
-    """name: of `mode_names`. servers: the conversation with the servers that train, None where workers step together.
+    """name: of `mode_names`. servers: the conversation with the servers that train, None where there are none.
+
+    steps_together: all workers make the same step at the same time, and meet in collectives; else servers lease
+    micro-batches to each worker for itself.
 
     rejoin: where the world is formed again beside the training
     """
 
     name: str
+    steps_together: bool
 
     @property
     def servers(self) -> PsWorker | None: ...
@@ -217,10 +236,10 @@ class Mode(Protocol):
 
     @property
     def batches_in_step(self) -> int:
-        """Of the step at hand, over all workers, who agree on it; 0 where servers lease micro-batches."""
+        """Batches in the step at hand, over all workers, which agree on it; 0 where servers lease micro-batches."""
 
     def evaluate(self, job: EvaluationRun) -> list[dict[str, Any]]:
-        """Of each part what `accumulators.combined` makes of all samples; the same on all workers."""
+        """The result of each part (`accumulators.combined`) over all samples; the same on all workers."""
 
     def retrieve(self, job: RetrievalRun) -> list[float]:
         """The sums over all queries, see `ranking.query_sums`; the same on all workers."""

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from gba_hvd.clipping import Clip
 from gba_hvd.compression import Compression, Spec
 from gba_hvd.compression.dense_exchange import DenseExchange
 from gba_hvd.compression.row_codec import RowCoder
-from gba_hvd.dense_gradients import DenseGradients
 from gba_hvd.embedding.row_gradients import ROW_AVERAGES, RowGrad
 from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.epoch import EpochPlan, micro_batches_together
 from gba_hvd.errors import BadInput, refuse_unknown
-from gba_hvd.loss_scale import LossScale
+from gba_hvd.gradients.clipping import Clip
+from gba_hvd.gradients.dense_gradients import DenseGradients
+from gba_hvd.gradients.loss_scale import LossScale
 from gba_hvd.ps.worker.session import DenseState
 from gba_hvd.torch_optimizers import put_state
 from gba_hvd.training.parameter_watch import ParameterWatch
@@ -97,7 +97,7 @@ class TrainedModel:
             for grad in grads:
                 if (key := grad.non_finite()) is not None:
                     layout = self.tables.layout
-                    if key >= layout.groups[group].rows_per_shard * layout.n_shards:
+                    if key >= layout.key_limit(layout.groups[group]):
                         return "gradient of values that another host has pooled"
                     table, row = layout.locate(key, group)
                     return f"gradient of row {row} of table {table!r}"

@@ -1,4 +1,4 @@
-"""Parameters that the distributed optimizer does not train, and values that somebody else writes between its steps.
+"""Parameters that the distributed optimizer does not train, and values that other code writes between its steps.
 
 Decided here: who is named. Torch counts the in-place changes of every tensor, so nothing is read. A change is no alarm
 by itself: weights are loaded. Only a parameter that changes between our steps several times in a row has another

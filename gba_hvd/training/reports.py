@@ -17,6 +17,7 @@ from gba_hvd.training.commit_fields import StepParticipant
 from gba_hvd.training.job_state import LocalHost, Passed, Progress
 from gba_hvd.training.model import TrainedModel
 from gba_hvd.training.parameter_watch import names_in_words
+from gba_hvd.training.vocabulary_watch import VocabularyWatch, in_words
 
 log = logging.getLogger("gba_hvd")
 
@@ -40,8 +41,10 @@ class Reports:
         self._model, self._progress, self._host, self._world = model, progress, host, world
         self._participants, self._traffic = participants, traffic
         self._server_patience = Patience()
+        self._vocabularies = VocabularyWatch(model.tables)
         self._n_rejected = 0
         self._reported: set[str] = set()  # kinds of events, see `once`
+        self._full: set[str] = set()  # tables of which it was reported
         self._ended_s = time.perf_counter()
 
     def emit(self, event: Event, only_here: bool = False) -> None:
@@ -92,6 +95,24 @@ class Reports:
             self._host.board.show(*at, progress.cursor.steps_done, progress.n_steps, applied, loss, mode, asked, waits)
         for callback in self.callbacks:
             callback.on_step(record)
+        self.vocabularies()
+
+    def vocabularies(self, now: bool = False) -> None:
+        """Every few seconds, or now: on the board of each host, and from the chief as gauges; once, of a full table."""
+        if self._host.board is None and self._world().rank != 0:
+            return
+        if not (found := self._vocabularies.look(now)):
+            return
+        if self._host.board is not None:
+            self._host.board.show_vocabulary(found)
+        if self._world().rank != 0:
+            return
+        self.emit(Event("rates", self._progress.step, in_words(found), {"vocabulary": found}))
+        for name, text in self._vocabularies.full():
+            if name not in self._full:
+                self._full.add(name)
+                data = {"table": name, "no_room": found[name]["no_room"]}
+                self.emit(Event("table_full", self._progress.step, text, data, level="warning"))
 
     def passed(
         self,

@@ -96,7 +96,7 @@ def _by_worker(pushes: Sequence[Received]) -> dict[int, tuple[float, np.ndarray]
 
 
 def _inherited(v: dict[int, np.ndarray], living: Sequence[int]) -> dict[int, np.ndarray]:
-    """The momenta, those of workers that are gone divided among the living; all of them if nobody is known to live."""
+    """The momenta, those of workers that are gone divided among the living; all of them if none is known to live."""
     gone = [worker for worker in v if worker not in set(living)] if living else []
     kept = {worker: own for worker, own in v.items() if worker not in gone}
     for worker in gone:

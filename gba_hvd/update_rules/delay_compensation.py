@@ -9,7 +9,7 @@ approximated by the diagonal of the gradient's outer product with itself. Elemen
 
 The user's optimizer takes the step with g~. A gradient that was computed with the newest values stays as it is, bit for
 bit. Ours, for steps of several pushes: each push is corrected by its own distance; s is updated once in a step, with
-the mean of their g^2. Rows are not corrected: nobody keeps the old ones.
+the mean of their g^2. Rows are not corrected: the old ones are not kept.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def histogram(arrivals: Arrivals) -> dict[int, float]:
 
 
 def stability(arrivals: Arrivals, momentum: float = 0.0, ahead: float = 0.0) -> Stability:
-    """Of a sequence. ahead: as of `delay_roots.limit`. Raises BadInput when it is none.
+    """Stability of a sequence. ahead: as of `delay_roots.limit`. Raises BadInput when it is none.
 
     The limit is searched from below on a grid of 3 %, then within a thousandth; a range narrower than the grid in which
     the error grows, and above which it shrinks again, can be missed.

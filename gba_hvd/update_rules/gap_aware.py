@@ -11,7 +11,7 @@ leaves a gradient as it is, bit for bit. Decided here from numbers alone; the se
 
 An optimizer that rescales its gradients takes steps of another length than lr * |v|, so theirs are measured.
 Ours, not the paper's: the rows of a push are multiplied by the mean of 1 / (1 + gap / C) over the dense elements of all
-servers, for nobody keeps the old rows (`ps.coordinator.step_executor` says how servers agree on it); weight decay
+servers, since old rows are not kept (`ps.coordinator.step_executor` says how servers agree on it); weight decay
 happens at the server, with the newest values, and needs no correction.
 """
 
@@ -64,7 +64,7 @@ class GapAware(Plain):
         return cls(dense.values, dense.step, dense.group_of_elements(), measures=measures)
 
     def damping(self, dense_step: int) -> Damping:
-        """Of a push computed with the values of step `dense_step`; none when that is negative (not known)."""
+        """Damping of a push computed with the values of step `dense_step`; none when that is negative (not known)."""
         step, used = next((k for k in reversed(self._kept) if k[0] <= dense_step), self._kept[0])
         newest, now = self._kept[-1]
         if dense_step < 0 or step == newest or not len(now):

@@ -164,7 +164,7 @@ class Rule(Protocol):
         """
 
     def damping(self, dense_step: int) -> Damping:
-        """Of a push computed with the values of step `dense_step`; that is negative when it is not known."""
+        """The damping of a push computed with the values of step `dense_step`, which is negative when not known."""
 
     def act(self, step: Step) -> ByOptimizer | NewValues:
         """What becomes of the step. Changes nothing that counts before `stepped`."""

@@ -1,7 +1,7 @@
-"""Who may write to a place: one writer at a time, and one that was cut off is not believed when it comes back.
+"""Who may write to a checkpoint location: one writer at a time; one that was cut off is fenced when it returns.
 
-A writer claims a place under an epoch: a number that nobody else has. Manifests are named and ordered by (epoch,
-number), so all that an old writer still writes is older than anything of its successor.
+A writer claims a location under an epoch, the fencing token: a number that no other writer has. Manifests are named and
+ordered by (epoch, number), so all that an old writer still writes is older than anything of its successor.
 
 What is written, by whom. Objects `claims/EPOCH-WRITER.NONCE/N`, by the claimant only: N = 000000 is the claim, larger
 ones are lease renewals, `closed` says that the writer left in peace. Nothing is ever changed, so nothing more is asked
@@ -96,10 +96,10 @@ def claim(
     sleep: Callable[[float], None] = time.sleep,
     nonce: Callable[[], str] = lambda: secrets.token_hex(4),
 ) -> Claim:
-    """Claim a place for `writer`, the job's name.
+    """Claim a location for `writer`, the job's name.
 
     May wait for `lease_s` (theirs, if it is longer) to learn whether another writer is alive.
-    takeover: do not ask, fence it. after: the claim of a process that died, whose place this one takes.
+    takeover: do not ask, fence it. after: the claim of a process that died, which this one supersedes.
 
     Raises BadInput when another job writes here, Fenced when another process has written here since `after`.
     """
@@ -132,7 +132,7 @@ def claim(
             store.delete([f"{mine.name}/000000"])
             raise BadInput(
                 f"{store.url} was claimed by job {first.writer!r}{_where(store, first)} at the same moment: "
-                "it continues, this one does not; give each job a place of its own"
+                "it continues, this one does not; give each job a checkpoint location of its own"
             )
         mine = replace(mine, epoch=mine.epoch + 1)
 
@@ -152,7 +152,7 @@ def check(store: Store, claim: Claim) -> None:
     _require_newest(store, seen, claim)
     if claim.name not in {one.name for one in seen}:
         raise StoreError(
-            f"{store.url}: the claim {claim.name} is not listed; the listing is old, or somebody removed it"
+            f"{store.url}: the claim {claim.name} is not listed; the listing is old, or the claim was removed"
         )
 
 
@@ -177,7 +177,7 @@ def _require_newest(store: Store, seen: Iterable[Seen], claim: Claim) -> None:
         newest = max(later)
         raise Fenced(
             f"{store.url}: job {newest.writer!r}{_where(store, newest)} has taken over (epoch {newest.epoch}, this "
-            f"process has {claim.epoch}); nothing more is saved from here: end this process, or claim the place again"
+            f"process has {claim.epoch}); nothing more is saved from here: end this process, or claim again"
         )
 
 
@@ -195,7 +195,7 @@ def _refuse_if_alive(store: Store, other: Seen, lease_s: float, looks: int, slee
             alive = max(now.values())
             raise BadInput(
                 f"{store.url} is being written to by job {alive.writer!r}{_where(store, alive)}, which renewed its "
-                f"lease in the last {wait_s / looks:.1f} s: give this job a place of its own, end the other one, or "
+                f"lease in the last {wait_s / looks:.1f} s: give this job a location of its own, end the other one, or "
                 "take over from it (takeover=True), which cuts it off"
             )
 

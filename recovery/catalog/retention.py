@@ -1,4 +1,4 @@
-"""Which checkpoints are no longer needed, and which objects nobody refers to. Decided here, deleted at the end.
+"""Which checkpoints are no longer needed, and which objects no manifest refers to. Decided here, deleted at the end.
 
 Only what this run wrote is ever expired: never what it resumed from, or what another run left. Ages are not looked at,
 only the steps or times at which checkpoints were saved, compared with each other: a clock that was set back may make
@@ -44,7 +44,7 @@ class Expired:
 
 @dataclass(frozen=True)
 class OrphanedObjects:
-    """Objects nobody refers to (name -> bytes), and why they are thought to be."""
+    """Objects that no manifest refers to (name -> bytes), and why."""
 
     objects: Mapping[str, int]
     reason: str
@@ -95,7 +95,7 @@ def objects_of(manifest: Manifest) -> list[str]:
 def orphaned_objects(
     names: Mapping[str, int], manifests: Iterable[Manifest], unreadable: Collection[str]
 ) -> OrphanedObjects:
-    """Objects of dead epochs that nobody refers to: of saves that died, of checkpoints half deleted, old claims.
+    """Objects of dead epochs that no manifest refers to: of saves that died, of checkpoints half deleted, old claims.
 
     names: all objects and their bytes; unreadable: names of manifests that are damaged
 
@@ -111,7 +111,7 @@ def orphaned_objects(
     for name, n_bytes in names.items():
         epoch = epoch_of(name)
         if epoch is None or epoch >= newest or not (is_blob_name(name) or claims_of([name])):
-            continue  # a checkpoint, of a save in flight, or somebody else's
+            continue  # a checkpoint, of a save in flight, or another writer's
         if name not in referred and not (doubtful and name.startswith(doubtful)):
             found[name] = n_bytes
     reason = f"of epochs before {newest}, the newest, and in no checkpoint"
@@ -142,7 +142,7 @@ def _age(manifest: Manifest) -> tuple[int, int]:
 
 
 def _first_of_each(periods: Mapping[str, int]) -> set[str]:
-    """Of names, oldest first: the first one of every period."""
+    """The first name of every period. periods: by name, oldest first."""
     first: dict[int, str] = {}
     for name, period in periods.items():
         first.setdefault(period, name)

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from recovery.child.process import Begin, Ended, Leave, Ready
+from recovery.child.process import Begin, EndChild, Ended, Ready
 from recovery.errors import RecoveryError
 
 _START_S = 300.0  # until the first message: Python and torch are loaded from a disk that may be slow
@@ -41,7 +41,7 @@ Start = Callable[[Begin], tuple[Connection, Process]]
 class Child:
     """One process, the pipe to it, and the thread that reads it. ended: what it raised in the end.
 
-    ready: when it has the place; or why it never will.
+    ready: when it has claimed the location; or why it never will.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Child:
     def end(self, within_s: float = _END_S) -> bool:
         """Ask it to leave, and wait; False: it did not, and was killed."""
         with contextlib.suppress(OSError):  # it has ended
-            self.send(Leave())
+            self.send(EndChild())
         self._reader.join(within_s)
         if not self._reader.is_alive():
             return True
@@ -111,4 +111,4 @@ class Child:
 def _how(exitcode: int | None) -> str:
     if exitcode is None or exitcode >= 0:
         return f"ended (exit status {exitcode})"
-    return f"was killed ({signal.Signals(-exitcode).name}); if nobody did that, memory may have run out"
+    return f"was killed ({signal.Signals(-exitcode).name}); if no person did that, memory may have run out"

@@ -1,9 +1,9 @@
 """The process that saves for another one: a `Checkpointer` on memory that both map, with requests through a pipe.
 
-What is said (-> to this process, <- by it):
+Messages (-> to this process, <- from it):
 
     Begin           ->    where, what and how; of the memory, the handles
-                    <-    Ready: the place is claimed
+                    <-    Ready: the location is claimed
     Save, its state ->
                     <-    ReadAll, in strict mode: the last row was read
                     <-    Event, "saved" or "failed": the answer
@@ -44,7 +44,7 @@ from recovery.restore import TrainingPoint
 from recovery.storage.store import Store
 from recovery.torch_rows.row_memory import RowMemory
 
-_SPAWN = multiprocessing.get_context("spawn")  # a fork of a process with threads may find locks that nobody opens
+_SPAWN = multiprocessing.get_context("spawn")  # a fork of a process with threads may find locks that are never released
 _LOOK_S = 1.0
 
 
@@ -72,7 +72,7 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Save:
+class ChildSave:
     """number: of the request. with_state: the next message is its bytes, which are not copied for the pipe."""
 
     number: int
@@ -100,7 +100,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Leave:
+class EndChild:
     pass
 
 
@@ -138,7 +138,7 @@ def _main(connection: Connection, begin: Begin) -> None:
 
 def serve(connection: Connection, begin: Begin, is_alone: Callable[[], bool]) -> None:
     """Serve requests until one asks to leave. single_worker: the parent is gone; a fork of it may hold the pipe."""
-    say, ended = _Saying(connection), Ended(None)
+    say, ended = _Replies(connection), Ended(None)
     with _living(say, begin.silence_s / 6):
         try:
             with _checkpointer(begin, say) as checkpoints:
@@ -153,7 +153,7 @@ def serve(connection: Connection, begin: Begin, is_alone: Callable[[], bool]) ->
     connection.close()
 
 
-def _checkpointer(begin: Begin, say: _Saying) -> Checkpointer:
+def _checkpointer(begin: Begin, say: _Replies) -> Checkpointer:
     return Checkpointer(
         begin.url,
         begin.rows,
@@ -168,20 +168,22 @@ def _checkpointer(begin: Begin, say: _Saying) -> Checkpointer:
     )
 
 
-def _asked(connection: Connection, is_alone: Callable[[], bool]) -> Iterator[Save | Restore]:
+def _asked(connection: Connection, is_alone: Callable[[], bool]) -> Iterator[ChildSave | Restore]:
     with contextlib.suppress(EOFError, OSError):
         while True:
             while not connection.poll(_LOOK_S):
                 if is_alone():
                     return
             asked = connection.recv()
-            if isinstance(asked, Leave):
+            if isinstance(asked, EndChild):
                 return
             yield asked
 
 
-def _do(asked: Save | Restore, checkpoints: Checkpointer, connection: Connection, say: _Saying, strict: bool) -> None:
-    if isinstance(asked, Save):
+def _do(
+    asked: ChildSave | Restore, checkpoints: Checkpointer, connection: Connection, say: _Replies, strict: bool
+) -> None:
+    if isinstance(asked, ChildSave):
         state = connection.recv_bytes() if asked.with_state else None
         checkpoints.wait()
         checkpoints.save(asked.step, asked.samples, state, kind=asked.kind, about=asked.about)
@@ -195,8 +197,8 @@ def _do(asked: Save | Restore, checkpoints: Checkpointer, connection: Connection
         say(Answer(_portable(error)))
 
 
-class _Saying:
-    """The pipe as seen by several threads. When nobody reads any more, saving continues."""
+class _Replies:
+    """The pipe as seen by several threads. When the reader is gone, saving continues."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._lock = connection, threading.Lock()
@@ -207,7 +209,7 @@ class _Saying:
 
 
 @contextlib.contextmanager
-def _living(say: _Saying, every_s: float) -> Iterator[None]:
+def _living(say: _Replies, every_s: float) -> Iterator[None]:
     over = threading.Event()
 
     def live() -> None:
@@ -224,7 +226,7 @@ def _living(say: _Saying, every_s: float) -> Iterator[None]:
 
 
 def _portable(error: BaseException) -> BaseException:
-    """The error, as far as it can be sent; of one that nobody raised on purpose, also where it was raised."""
+    """The error, as far as it can be sent; of one that was not raised on purpose, also where it was raised."""
     try:
         sent: BaseException = pickle.loads(pickle.dumps(error))
         if type(sent) is type(error) and str(sent) == str(error):

@@ -112,7 +112,7 @@ class Manifest:
 def to_json(manifest: Manifest) -> bytes:
     """Raises BadInput when `about` is not plain JSON, or when no restore would read a document of this size."""
     try:
-        document = _document(msgspec.to_builtins(manifest))
+        document = _document(_plain(manifest))
     except (TypeError, ValueError) as error:
         raise BadInput(f"{manifest.name}: `about` must be plain JSON with string keys, without NaN: {error}") from error
     if len(document) > LIMIT_BYTES:
@@ -154,18 +154,35 @@ def from_json(data: bytes, name: str) -> Manifest:
 
 
 def difference(saved: Schema, mine: Schema) -> list[str]:
-    """What keeps a checkpoint of `saved` out of `mine`, in words; empty when it fits. Shards may differ."""
+    """What keeps a checkpoint of `saved` out of `mine`, in words; empty when it fits.
+
+    Shards may differ, and in keyed tables the number of rows.
+    """
     theirs, ours = ({table.name: table for table in schema.tables} for schema in (saved, mine))
     found = [f"table {name!r} was saved, this model has none of this name" for name in theirs if name not in ours]
     found += [f"table {name!r} is not in the checkpoint" for name in ours if name not in theirs]
     for name in [name for name in theirs if name in ours]:
         a, b = theirs[name], ours[name]
-        if a.n_rows != b.n_rows:
+        if a.is_keyed != b.is_keyed:
+            kinds = [f"{table.n_rows} numbered rows" if not table.is_keyed else "rows by key" for table in (a, b)]
+            found.append(f"table {name!r} was saved with {kinds[0]}, here it has {kinds[1]}")
+            continue
+        if a.n_rows != b.n_rows and not a.is_keyed:
             found.append(f"table {name!r} was saved with {a.n_rows} rows, here it has {b.n_rows}")
         if a.columns != b.columns:
             found.append(f"table {name!r} was saved with {_columns(a)}, here it has {_columns(b)}")
     if not found and list(theirs) != list(ours):
         found.append(f"the tables were saved in the order {list(theirs)}, here it is {list(ours)}")
+    return found
+
+
+def _plain(manifest: Manifest) -> Any:
+    """Without what only keyed tables have, where it says nothing: other checkpoints are as they always were."""
+    found = msgspec.to_builtins(manifest)
+    for table in found["schema"]["tables"]:
+        for part, name in ((table, "shared_rows"), *((column, "exact") for column in table["columns"])):
+            if not part.get(name):  # (what was read from a document has not even the default)
+                part.pop(name, None)
     return found
 
 
@@ -213,6 +230,10 @@ def _flaws(manifest: Manifest, name: str) -> Iterator[str]:
     tables = [table.name for table in manifest.schema.tables]
     if len(set(tables)) != len(tables):
         yield "two tables of one name"
+    for table in manifest.schema.tables:
+        n_shards = max(1, manifest.schema.n_shards)
+        if table.is_keyed and (table.n_rows % n_shards or table.n_rows <= n_shards * table.shared_rows):
+            yield f"table {table.name!r}: {table.n_rows} rows in {n_shards} shards, {table.shared_rows} shared in each"
     names = [blob.name for blob in manifest.blobs] + ([manifest.state.name] if manifest.state else [])
     for blob_name in names:
         if not is_name(blob_name, "blobs"):

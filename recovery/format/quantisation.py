@@ -21,7 +21,7 @@ class Quantised:
 
 
 def quantised_bytes(weights: int, width: int, bits: int) -> int:
-    """Of one row."""
+    """Bytes of one quantised row."""
     return 8 + -(-weights * bits // 8) + 4 * (width - weights)
 
 

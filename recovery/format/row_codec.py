@@ -5,7 +5,8 @@ A section is, in this order:
     indices  when its rows are not consecutive: the first as uint64, then the distances to the next ones in the
              narrowest unsigned type that holds them all (d8 ... d64), padded with zeros to a multiple of 8 bytes
     records  float32 [n, width]; or, quantised: lowest value and scale of each row's weights (float32 [n] each), codes
-             uint8 [n, ceil(w * bits / 8)], slots float32 [n, width - w]
+             uint8 [n, ceil(w * bits / 8)], slots float32 [n, width - w]. Exact columns (`rows.Column`), such as the
+             keys of a keyed table, stand among the float32 numbers as their bits, and only weights are quantised
 
 and the whole of it compressed with zstd when that pays. An encoding is named by what was done: `raw`, `zstd`,
 `d16+zstd`, `d8+q4+zstd`.

@@ -16,7 +16,7 @@ from recovery.catalog.chains import Chain, open_chain
 from recovery.errors import Damaged, NotFound
 from recovery.format import row_codec
 from recovery.format.manifest import Manifest, Section
-from recovery.restore.row_loader import Run, runs
+from recovery.restore.row_loader import SectionRun, runs
 from recovery.rows import Table
 from recovery.storage.store import Store, read
 
@@ -31,7 +31,7 @@ def verify(store: Store, manifest: Manifest, on_bytes: Callable[[int], object] =
     on_bytes: called with how many more bytes were checked. Raises StoreError when the store fails.
     """
 
-    def check(run: Run) -> list[str]:
+    def check(run: SectionRun) -> list[str]:
         found = []
         try:
             data = memoryview(store.get(run.blob, run.sections[0].start, run.n_bytes))
@@ -107,7 +107,7 @@ def read_rows(
         about, n_shards = manifest.schema.tables[table], manifest.schema.n_shards
         whole = n_shards % modulo == 0  # then a shard's rows are all wanted, or none
 
-        def read_run(run: Run) -> None:
+        def read_run(run: SectionRun) -> None:
             data = memoryview(store.get(run.blob, run.sections[0].start, run.n_bytes))
             for section, piece in run.pieces(data):
                 indices, records = row_codec.decode_rows(

@@ -15,11 +15,11 @@ from recovery.config import Config
 from recovery.errors import BadInput, Damaged, NotFound
 from recovery.format.manifest import Manifest, difference
 from recovery.restore.inspect import read_state
-from recovery.restore.row_loader import Age, Filling, Run, runs
+from recovery.restore.row_loader import Age, Filling
 from recovery.rows import RowSource
 from recovery.storage.store import Store
 
-__all__ = ["Age", "Report", "Run", "TrainingPoint", "restore", "runs"]
+__all__ = ["Age", "Report", "TrainingPoint", "restore"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Report:
         and rows restored over all rows in place of 1 / N_emb. None: not known.
     state: the bytes saved beside the rows; None: not asked for, or there were none.
     skipped: newer checkpoints that could not be used, and why.
+    n_without_room: keys of keyed tables that have no row any more, since fewer rows are here than were saved.
     """
 
     chain: Chain
@@ -56,23 +57,27 @@ class Report:
     seconds: float
     state: bytes | None
     skipped: tuple[Skipped, ...]
+    n_without_room: int = 0
 
     @property
     def manifest(self) -> Manifest:
+        """The restored checkpoint's manifest."""
         return self.chain.newest
 
     @property
     def step(self) -> int:
+        """The step of the restored checkpoint's state."""
         return self.manifest.step
 
     @property
     def samples(self) -> int:
+        """Samples that were applied when the restored checkpoint was made."""
         return self.manifest.samples
 
 
 def restore(
     store: Store,
-    holder: RowSource,
+    source: RowSource,
     shards: Sequence[int] | None = None,
     *,
     config: Config | None = None,
@@ -84,8 +89,8 @@ def restore(
 ) -> Report | None:
     """Fill shards of the row source (None: all that are here) from the newest good checkpoint; None: there is none.
 
-    Nobody else may use these shards meanwhile. Other shards are not touched. Beside the budget, a chain with partial
-    saves takes one byte a row.
+    No other thread may use these shards meanwhile. Other shards are not touched. Beside the budget, a chain with
+    partial saves takes one byte a row.
 
     is_wanted: by the epoch it was written under and its number; the others are as if they were not there.
     only: this checkpoint and no other, by the name of its manifest.
@@ -93,11 +98,10 @@ def restore(
     Raises BadInput when the checkpoint is of another model or of a newer version of this program, Damaged when there
     are checkpoints but no good one (the shards are then worth nothing), StoreError when the store fails.
     """
-    started, schema = clock(), holder.schema
-    asked = tuple(holder.shards() if shards is None else shards)
-    if absent := sorted(set(asked) - set(holder.shards())):
-        raise BadInput(f"shards {absent} are not here; this holder has {list(holder.shards())}")
-    n_asked = sum(table.rows_in(shard, schema.n_shards) for table in schema.tables for shard in asked)
+    started, schema = clock(), source.schema
+    asked = tuple(source.shards() if shards is None else shards)
+    if absent := sorted(set(asked) - set(source.shards())):
+        raise BadInput(f"shards {absent} are not here; this row source has {list(source.shards())}")
     skipped: list[Skipped] = []
     for chain in chains(store, is_wanted) if only is None else [open_chain(store, only)]:
         if isinstance(chain, Skipped):
@@ -109,7 +113,7 @@ def restore(
                 raise BadInput(f"{manifest.name} is a checkpoint of another model: {'; '.join(differences)}")
         try:
             state = read_state(store, newest) if with_state else None
-            filling = Filling(store, holder, asked, chain, config or Config())
+            filling = Filling(store, source, asked, chain, config or Config())
             filling.run()
         except (Damaged, NotFound) as error:
             skipped.append(Skipped(newest.name, str(error)))
@@ -122,7 +126,10 @@ def restore(
         n_rows, age = filling.n_rows, filling.age(now.step if now else newest.step)
         n_bytes = filling.n_bytes + (newest.state.n_bytes if newest.state and with_state else 0)
         seconds, saved = clock() - started, filling.saved_samples
-        return Report(chain, n_rows, n_asked - n_rows, age, since, saved, pls, n_bytes, seconds, state, tuple(skipped))
+        return Report(
+            chain, n_rows, filling.n_asked - n_rows, age, since, saved, pls, n_bytes, seconds, state, tuple(skipped),
+            filling.n_without_room,
+        )  # fmt: skip
     if skipped:
         raise Damaged(
             f"{store.url} has no checkpoint that is whole: " + "; ".join(f"{s.name}: {s.why}" for s in skipped)

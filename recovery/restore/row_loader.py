@@ -6,6 +6,10 @@ can be counted exactly.
 
 Shards of a checkpoint (row r in shard r mod S) go into any number of shards S'. The rows of a section that go into one
 shard of S' are S' / gcd(S, S') indices apart, and come to lie S / gcd(S, S') indices apart: slices, no index arrays.
+
+Rows of a keyed table go back to their places where it has as many shards and rows as it had; else each key is inserted
+where there is room for it. Row g of the shared ones, of all shards together, starts as the saved one g mod their
+number: with a multiple of them, that is the very row that its keys shared.
 """
 
 from __future__ import annotations
@@ -15,20 +19,23 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import product
+from typing import cast
 
 import numpy as np
 
 from recovery.catalog.chains import Chain
 from recovery.config import Config
+from recovery.errors import BadInput
 from recovery.format import row_codec
 from recovery.format.manifest import Blob, Manifest, Section
-from recovery.rows import RowIndices, RowSource, write_rows
+from recovery.rows import NO_KEY, KeyedRowSource, RowIndices, RowSource, Table, write_rows
 from recovery.storage.store import Store, read
 
 
 @dataclass(frozen=True)
 class Age:
-    """Of the rows that came back, in steps. Negative: a row is younger than the step it is compared with."""
+    """Age of the restored rows, in steps. Negative: a row is younger than the step it is compared with."""
 
     least: int
     mean: float
@@ -36,7 +43,7 @@ class Age:
 
 
 @dataclass(frozen=True)
-class Run:
+class SectionRun:
     """Consecutive sections of a blob, read at once."""
 
     blob: str
@@ -48,7 +55,7 @@ class Run:
 
     @property
     def cost_bytes(self) -> int:
-        """Of memory: what is read, and the largest section twice (decompressed, dequantised)."""
+        """Memory it takes: what is read, and the largest section twice (decompressed, dequantised)."""
         return self.n_bytes + 2 * max(section.raw_bytes for section in self.sections)
 
     def pieces(self, data: memoryview) -> Iterator[tuple[Section, memoryview]]:
@@ -58,27 +65,27 @@ class Run:
             yield section, data[section.start - start : section.start - start + section.n_bytes]
 
 
-def runs(blobs: Sequence[Blob], wanted: Callable[[Section], bool], most_bytes: int) -> Iterator[Run]:
+def runs(blobs: Sequence[Blob], wanted: Callable[[Section], bool], most_bytes: int) -> Iterator[SectionRun]:
     """The wanted sections, neighbours together as long as they are not more than `most_bytes`."""
     for blob in blobs:
         run: list[Section] = []
         for section in blob.sections:
             if run and (not wanted(section) or sum(s.n_bytes for s in run) + section.n_bytes > most_bytes):
-                yield Run(blob.name, tuple(run))
+                yield SectionRun(blob.name, tuple(run))
                 run = []
             if wanted(section):
                 run.append(section)
         if run:
-            yield Run(blob.name, tuple(run))
+            yield SectionRun(blob.name, tuple(run))
 
 
 class Filling:
     """One attempt at one chain."""
 
-    def __init__(self, store: Store, holder: RowSource, asked: tuple[int, ...], chain: Chain, config: Config) -> None:
-        self._store, self._holder, self._asked = store, holder, frozenset(asked)
+    def __init__(self, store: Store, source: RowSource, asked: tuple[int, ...], chain: Chain, config: Config) -> None:
+        self._store, self._source, self._asked = store, source, frozenset(asked)
         self._chain, self._config = chain, config
-        schema = holder.schema
+        schema = source.schema
         self._written: dict[tuple[int, int], np.ndarray] | None = None
         if len(chain.manifests) > 1:
             self._written = {
@@ -86,6 +93,20 @@ class Filling:
                 for number, table in enumerate(schema.tables)
                 for shard in asked
             }
+        saved = chain.newest.schema
+        self._regrouped = {  # keyed tables whose rows do not go back to their places
+            number
+            for number, (was, now) in enumerate(zip(saved.tables, schema.tables, strict=True))
+            if now.is_keyed and (saved.n_shards, was) != (schema.n_shards, now)
+        }
+        if self._regrouped and any(manifest.schema != saved for manifest in chain.manifests):
+            raise BadInput(f"{chain.newest.name}: its chain has keyed tables of several sizes; none of it can be used")
+        self._seen = {  # by the shard they were saved in
+            (number, shard): np.zeros(saved.tables[number].rows_in(shard, saved.n_shards), np.bool_)
+            for number in self._regrouped
+            for shard in range(saved.n_shards)
+        }
+        self.n_regrouped, self.n_without_room = 0, 0
         self._lock = threading.Lock()
         self._restored: dict[tuple[int, int], int] = {}  # rows by (number of the save in the chain, step they are of)
         self.n_bytes = 0
@@ -98,16 +119,16 @@ class Filling:
     def saved_samples(self) -> float:
         """Mean over the rows: how many samples had been applied when each was itself saved last.
 
-        A save of all that changed ("delta") also speaks for the rows that it leaves out, also where later saves leave
+        A save of all that changed ("delta") covers the rows that it leaves out as well, also where later saves leave
         rows out. Rows that were read some steps after their save began count as saved then, at the mean number of
         samples per step so far.
         """
         total = 0.0
         for (number, step), n in self._restored.items():
             saves = self._chain.manifests
-            speaks = max((i for i in range(number + 1, len(saves)) if saves[i].kind == "delta"), default=number)
-            save = saves[speaks]
-            later = step - save.step if speaks == number else 0
+            from_save = max((i for i in range(number + 1, len(saves)) if saves[i].kind == "delta"), default=number)
+            save = saves[from_save]
+            later = step - save.step if from_save == number else 0
             total += n * (save.samples + later * save.samples / max(1, save.step))
         return total / max(1, self.n_rows)
 
@@ -120,19 +141,38 @@ class Filling:
         mean = sum((now - step) * n for step, n in steps.items()) / self.n_rows
         return Age(now - max(steps), mean, now - min(steps))
 
+    @property
+    def n_asked(self) -> int:
+        """The rows of the shards asked for, as far as they can be known before."""
+        schema = self._source.schema
+        tables = [table for number, table in enumerate(schema.tables) if number not in self._regrouped]
+        return self.n_regrouped + sum(t.rows_in(shard, schema.n_shards) for t in tables for shard in self._asked)
+
     def run(self) -> None:
-        with ThreadPoolExecutor(self._config.readers, "recovery-read") as pool:
+        keyed = cast(KeyedRowSource, self._source)
+        for number, shard in product(self._regrouped, self._asked):
+            keyed.clear(number, shard)
+        # Where keys find room depends on the order in which they come.
+        readers = 1 if self._regrouped else self._config.readers
+        with ThreadPoolExecutor(readers, "recovery-read") as pool:
             for number in reversed(range(len(self._chain.manifests))):
                 self._go_through(number, pool)  # one after the other: the newer one wins
+        for number, table in enumerate(self._source.schema.tables):
+            for shard in self._asked if table.is_keyed and number not in self._regrouped else ():
+                keyed.settle(number, shard)
 
     def _go_through(self, number: int, pool: ThreadPoolExecutor) -> None:
         manifest = self._chain.manifests[number]
         n_shards = manifest.schema.n_shards
-        mine = self._holder.schema.n_shards
+        mine = self._source.schema.n_shards
         reach = [any(into in self._asked for into, _, _ in spread(s, n_shards, mine)) for s in range(n_shards)]
+
+        def is_wanted(section: Section) -> bool:
+            return reach[section.shard] or section.table in self._regrouped
+
         in_flight: dict[Future[None], int] = {}
         try:
-            for run in runs(manifest.blobs, lambda section: reach[section.shard], self._config.section_bytes):
+            for run in runs(manifest.blobs, is_wanted, self._config.section_bytes):
                 while in_flight and sum(in_flight.values()) + run.cost_bytes > self._config.budget_bytes:
                     self._wait(in_flight)
                 while len(in_flight) > 2 * self._config.readers:
@@ -151,15 +191,18 @@ class Filling:
             del in_flight[future]
             future.result()
 
-    def _read(self, number: int, manifest: Manifest, run: Run) -> None:
+    def _read(self, number: int, manifest: Manifest, run: SectionRun) -> None:
         data = read(self._store, run.blob, run.sections[0].start, run.n_bytes)
         rows_of_step: dict[int, int] = {}
         for section, piece in run.pieces(data):
-            table = self._holder.schema.tables[section.table]
+            table = manifest.schema.tables[section.table]
             indices, records = row_codec.decode_rows(
                 piece, section, table, manifest.schema.n_shards, f"{manifest.name}: {run.blob}"
             )
-            n = self._scatter(section, manifest.schema.n_shards, indices, records)
+            if section.table in self._regrouped:
+                n = self._regroup(section, manifest.schema.n_shards, indices, records)
+            else:
+                n = self._scatter(section, manifest.schema.n_shards, indices, records)
             rows_of_step[section.step] = rows_of_step.get(section.step, 0) + n
         with self._lock:
             self.n_bytes += run.n_bytes
@@ -169,7 +212,7 @@ class Filling:
 
     def _scatter(self, section: Section, saved_in: int, indices: np.ndarray, records: np.ndarray) -> int:
         """Write the rows that nothing newer has written into the shards asked for; returns how many."""
-        n_shards, n = self._holder.schema.n_shards, 0
+        n_shards, n = self._source.schema.n_shards, 0
         for into, start, stride in spread(section.shard, saved_in, n_shards):
             if into not in self._asked:
                 continue
@@ -188,8 +231,38 @@ class Filling:
                 n += self._write(section.table, into, target, mine)
         return n
 
+    def _regroup(self, section: Section, saved_in: int, indices: np.ndarray, records: np.ndarray) -> int:
+        """As `_scatter`, of a keyed table whose rows find other places. One thread."""
+        seen, was = self._seen[section.table, section.shard], self._chain.newest.schema.tables[section.table]
+        new = ~seen[indices]
+        seen[indices] = True
+        indices, records = indices[new], records[new]
+        keys, n_shards, n = was.keys(records), self._source.schema.n_shards, 0
+        for shard in self._asked:
+            mine = (keys != NO_KEY) & (keys % n_shards == shard)
+            if mine.any():
+                written, without = cast(KeyedRowSource, self._source).insert(section.table, shard, records[mine])
+                n, self.n_without_room = n + written, self.n_without_room + without
+        entries = was.n_rows // saved_in - was.shared_rows
+        for index, record in zip(indices[indices >= entries], records[indices >= entries], strict=True):
+            n += self._share(section.table, int(index - entries) * saved_in + section.shard, was, saved_in, record)
+        self.n_regrouped += n
+        return n
+
+    def _share(self, table: int, row: int, was: Table, saved_in: int, record: np.ndarray) -> int:
+        """Write a shared row, by its number among all, to those that continue it; returns how many."""
+        schema, n = self._source.schema, 0
+        now = schema.tables[table]
+        entries = now.n_rows // schema.n_shards - now.shared_rows
+        for target in range(row, now.shared_rows * schema.n_shards, was.shared_rows * saved_in):
+            if target % schema.n_shards in self._asked:
+                at = entries + target // schema.n_shards
+                write_rows(self._source.slab(table, target % schema.n_shards), slice(at, at + 1), record[None])
+                n += 1
+        return n
+
     def _write(self, table: int, shard: int, indices: RowIndices, records: np.ndarray) -> int:
-        slab = self._holder.slab(table, shard)
+        slab = self._source.slab(table, shard)
         if self._written is not None:
             written = self._written[table, shard]
             new = ~written[indices]

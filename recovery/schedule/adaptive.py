@@ -21,7 +21,7 @@ from recovery.errors import BadInput
 from recovery.format.manifest import Manifest
 from recovery.policies import is_lossless, lossless_kind
 from recovery.schedule import failures, planner
-from recovery.schedule.costs import Costs, Job, Objectives
+from recovery.schedule.costs import Costs, JobProfile, Objectives
 from recovery.schedule.failures import MeanTime
 
 FIRST_INTERVAL_S = 300.0  # until a save was measured
@@ -32,7 +32,7 @@ LEAST_STALL_SHARE = 0.05
 TOTAL_S = 30 * 86400.0  # of training, for overheads as shares of it
 
 
-PLANNED_POLICY = "mfu"  # with several hosts, where nobody names one
+PLANNED_POLICY = "mfu"  # with several hosts, where none is configured
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Goals:
 
 
 @dataclass(frozen=True)
-class Measured:
+class JobMeasurements:
     """What a job saw so far; None: not yet. Seconds.
 
     save_s:         the newest save of all rows, until durable; partial_save_s: the newest of some rows
@@ -99,7 +99,7 @@ class Measured:
     samples_lost: float = 0.0
 
     @classmethod
-    def of_mapping(cls, values: Mapping[str, Any]) -> Measured:
+    def of_mapping(cls, values: Mapping[str, Any]) -> JobMeasurements:
         """The inverse of `asdict`, as JSON leaves it; what is not there, or makes no sense, counts as not seen."""
 
         def number(value: Any) -> bool:
@@ -111,7 +111,7 @@ class Measured:
         return cls(**{**known, "failures_s": times})
 
     @classmethod
-    def of_checkpoint(cls, manifest: Manifest) -> Measured:
+    def of_checkpoint(cls, manifest: Manifest) -> JobMeasurements:
         """What a checkpoint says was measured until then; and if it has all rows, what it took itself."""
         stored, took_s = manifest.about.get("measured"), manifest.about.get("save_s")
         measured = cls.of_mapping(stored if isinstance(stored, dict) else {})
@@ -119,14 +119,14 @@ class Measured:
             return replace(measured, save_s=float(took_s))
         return measured
 
-    def saved(self, kind: str, seconds: float, n_bytes: int, base_bytes: int) -> Measured:
+    def saved(self, kind: str, seconds: float, n_bytes: int, base_bytes: int) -> JobMeasurements:
         """A save was durable after so many seconds. base_bytes: of the full save that a partial one is on top of."""
         if kind == "full":
             return replace(self, save_s=max(seconds, 1e-3))
         seen = replace(self, partial_save_s=seconds)
         return replace(seen, delta_share=min(1.0, n_bytes / base_bytes)) if base_bytes else seen
 
-    def with_those_of(self, other: Measured) -> Measured:
+    def with_those_of(self, other: JobMeasurements) -> JobMeasurements:
         """What two workers, or a worker and a checkpoint, have seen of one job: of the one that saw more of it.
 
         Figures that this one lacks are those of the other.
@@ -135,7 +135,7 @@ class Measured:
         known = {name: value for name, value in asdict(less).items() if getattr(more, name) is None}
         return replace(more, **known)
 
-    def lost(self, at_s: float) -> Measured:
+    def lost(self, at_s: float) -> JobMeasurements:
         """A host, or the whole job, was lost when the job had trained for so long."""
         return replace(self, observed_s=at_s, failures_s=(*self.failures_s, at_s))
 
@@ -171,11 +171,6 @@ class Measured:
             return found
         return replace(found, reason=f"{found.reason}; gamma law of shape {law.shape:.2f}")
 
-    def about(self) -> dict[str, Any]:
-        """For the `about` of a checkpoint: `gba-hvd plan --url` and the next job read it."""
-        costs = self.costs()
-        return {"measured": asdict(self), **({} if costs is None else {"costs": asdict(costs)})}
-
 
 @dataclass(frozen=True)
 class IntervalPlan:
@@ -184,7 +179,7 @@ class IntervalPlan:
     interval_s: float
     kind: str
     reason: str
-    plan: planner.Plan | None = None
+    plan: planner.RecoveryPlan | None = None
 
     def differs_from(self, other: IntervalPlan) -> bool:
         """In what is done, not in the figures of the sentence."""
@@ -192,7 +187,7 @@ class IntervalPlan:
 
 
 def plan_interval(
-    measured: Measured, given: Goals, n_bytes: int, n_servers: int, now: IntervalPlan | None = None
+    measured: JobMeasurements, given: Goals, n_bytes: int, n_servers: int, now: IntervalPlan | None = None
 ) -> IntervalPlan:
     """How to continue. n_bytes: of all records; n_servers: hosts that hold rows; now: the pace in force."""
     costs, asked = measured.costs(), given.strategy if n_servers > 1 else "full"
@@ -201,17 +196,17 @@ def plan_interval(
         first_s = min(FIRST_INTERVAL_S, given.longest_s)
         return IntervalPlan(first_s, kind, f"every {first_s:g} s until a save was measured")
     between = measured.between_failures(given.mtbf_h)
-    job = Job(costs, n_bytes, n_servers, between.mean_s, TOTAL_S)
+    job = JobProfile(costs, n_bytes, n_servers, between.mean_s, TOTAL_S)
     before = now.plan if now is not None and now.plan is not None and asked in ("auto", now.plan.strategy) else None
     found = planner.plan(job, given.objectives(asked), before)
     strategy = found.strategy
     # Without a first partial save it would never be known how small they are.
     is_whole = found.kind == "full" and measured.delta_share is not None
     kind = "full" if is_whole else _kind_for(strategy, given, n_servers)
-    recovered = "a lost one is recovered alone" if strategy == "partial" else "with a lost one all go back"
+    recovered = "a lost one is recovered alone" if strategy == "partial" else "with a lost one all roll back"
     hosts = "one host: its loss is the job's" if n_servers == 1 else f"{n_servers} hosts: {recovered}"
     expected = found.expected
-    said = [
+    reason = [
         f"{kind} saves every {found.interval_s:,.0f} s ({hosts})",
         f"{expected.overhead:.2%} of training time expected for saving and recovering",
         f"{_other(found)}" if n_servers > 1 and asked == "auto" else "",
@@ -220,7 +215,7 @@ def plan_interval(
         between.reason,
         "assumed: " + ", ".join(measured.assumed()) if measured.assumed() else "",
     ]
-    return IntervalPlan(found.interval_s, kind, "; ".join(part for part in said if part), found)
+    return IntervalPlan(found.interval_s, kind, "; ".join(part for part in reason if part), found)
 
 
 def _kind_for(strategy: str, given: Goals, n_servers: int) -> str:
@@ -232,6 +227,6 @@ def _kind_for(strategy: str, given: Goals, n_servers: int) -> str:
     return lossless_kind(policy) if strategy == "full" and n_servers > 1 and not is_lossless(policy) else policy
 
 
-def _other(plan: planner.Plan) -> str:
+def _other(plan: planner.RecoveryPlan) -> str:
     other = plan.partial if plan.strategy == "full" else plan.full
     return f"{other.strategy} recovery would take {other.overhead:.2%}"

@@ -56,7 +56,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Job:
+class JobProfile:
     """What a plan is for.
 
     n_bytes: of all records. total_s: how long the job (or what remains of it) trains. between_failures_s: mean time

@@ -58,8 +58,8 @@ def mean_time(observed_s: float, n_failures: int, prior_s: float, prior_weight: 
     reason = f"{mean_s / 3600:.1f} h between failures, assumed: nothing was observed yet"
     if observed_s > 0:
         likely = f"(90 %: {low_s / 3600:.1f} to {high_s / 3600:.1f} h)"
-        said = f"{n_failures} failures in {observed_s / 3600:.1f} h, {prior_s / 3600:.1f} h assumed before"
-        reason = f"{mean_s / 3600:.1f} h between failures {likely}: {said}"
+        reason = f"{n_failures} failures in {observed_s / 3600:.1f} h, {prior_s / 3600:.1f} h assumed before"
+        reason = f"{mean_s / 3600:.1f} h between failures {likely}: {reason}"
     return MeanTime(mean_s, low_s, high_s, n_failures, reason)
 
 
@@ -126,5 +126,5 @@ def trigamma(x: float) -> float:
 
 
 def _quantile(shape: float, z: float) -> float:
-    """Of a gamma distribution with scale 1, at the normal quantile z (Wilson and Hilferty)."""
+    """The quantile of a gamma distribution with scale 1, at the normal quantile z (Wilson and Hilferty)."""
     return shape * max(1 - 1 / (9 * shape) + z / (3 * math.sqrt(shape)), 1e-3) ** 3

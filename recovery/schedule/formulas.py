@@ -17,21 +17,11 @@ import math
 def full_overhead_s(
     save_s: float, load_s: float, reschedule_s: float, every_s: float, between_s: float, total_s: float
 ) -> float:
-    """Seconds lost to saving and failures when everything goes back to the last save.
+    """Seconds lost to saving and failures when everything rolls back to the last save.
 
     O = O_save * T_total / T_save + (O_load + T_save / 2 + O_res) * T_total / T_fail
     """
     return save_s * total_s / every_s + (load_s + every_s / 2 + reschedule_s) * total_s / between_s
-
-
-def partial_overhead_s(
-    save_s: float, load_s: float, reschedule_s: float, every_s: float, between_s: float, total_s: float
-) -> float:
-    """Seconds lost to saving and failures when only the lost server goes back to the last save.
-
-    O = O_save * T_total / T_save + (O_load + O_res) * T_total / T_fail
-    """
-    return save_s * total_s / every_s + (load_s + reschedule_s) * total_s / between_s
 
 
 def best_full_interval_s(save_s: float, between_s: float) -> float:

@@ -11,9 +11,20 @@ import math
 from dataclasses import dataclass, replace
 
 from recovery.schedule import formulas
-from recovery.schedule.costs import Costs, Job, Objectives
+from recovery.schedule.costs import Costs, JobProfile, Objectives
 
-__all__ = ["ChainSize", "Costs", "Estimate", "Job", "Objectives", "Plan", "estimate", "estimates", "next_kind", "plan"]
+__all__ = [
+    "ChainSize",
+    "Costs",
+    "Estimate",
+    "JobProfile",
+    "Objectives",
+    "RecoveryPlan",
+    "estimate",
+    "estimates",
+    "next_kind",
+    "plan",
+]
 
 _DAY_S = 86400.0
 _PUT_BYTES = 64 * 2**20  # a blob
@@ -43,10 +54,10 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RecoveryPlan:
     """What to do from now on, and why.
 
-    strategy:   "full": after a failure everything goes back to the last save; "partial": only what was lost does
+    strategy:   "full": after a failure everything rolls back to the last save; "partial": only what was lost does
     kind:       "full", "delta", "mfu", "ssu", "scar": what is saved every `interval_s`
     r:          the share of rows of one save; 1 for full and delta
     full, partial: what each strategy is expected to cost
@@ -68,7 +79,7 @@ class Plan:
         return self.full if self.strategy == "full" else self.partial
 
 
-def estimates(job: Job, objectives: Objectives) -> tuple[Estimate, Estimate]:
+def estimates(job: JobProfile, objectives: Objectives) -> tuple[Estimate, Estimate]:
     """(full, partial), each at its own interval: full recovery's optimum, and the one that meets the target PLS."""
     objectives, between_s = picked(job, objectives), job.between_failures_s
     full_s = formulas.best_full_interval_s(_round_stall_s(job, "full", objectives), between_s)
@@ -77,7 +88,7 @@ def estimates(job: Job, objectives: Objectives) -> tuple[Estimate, Estimate]:
     return full, estimate(job, "partial", _feasible(partial_s, job, objectives), objectives)
 
 
-def estimate(job: Job, strategy: str, round_s: float, objectives: Objectives) -> Estimate:
+def estimate(job: JobProfile, strategy: str, round_s: float, objectives: Objectives) -> Estimate:
     """What "full" or "partial" recovery costs with a round of saves every `round_s`."""
     objectives = picked(job, objectives)
     costs, between_s, partial = job.costs, job.between_failures_s, strategy == "partial"
@@ -93,7 +104,7 @@ def estimate(job: Job, strategy: str, round_s: float, objectives: Objectives) ->
     )
 
 
-def plan(job: Job, objectives: Objectives, now: Plan | None = None) -> Plan:
+def plan(job: JobProfile, objectives: Objectives, now: RecoveryPlan | None = None) -> RecoveryPlan:
     """The strategy that costs less, its interval and kind. `now`: the plan in force, left only for good reason."""
     is_picked, objectives = objectives.r is None, picked(job, objectives, now)
     full, partial = estimates(job, objectives)
@@ -113,7 +124,7 @@ def plan(job: Job, objectives: Objectives, now: Plan | None = None) -> Plan:
     reason = _reason(strategy, full, partial, objectives, margin)
     if is_picked and r < 1:
         reason += f"; {r:.3g} of the rows a save, so that one comes every {r * chosen.round_s / 60:,.0f} min"
-    return Plan(strategy, kind, r * chosen.round_s, r, full, partial, per_day, stored, cost, reason)
+    return RecoveryPlan(strategy, kind, r * chosen.round_s, r, full, partial, per_day, stored, cost, reason)
 
 
 @dataclass(frozen=True)
@@ -144,13 +155,16 @@ def next_kind(chain: ChainSize, wanted: str, rebase_at: float = 1.0) -> tuple[st
     if not chain.trusted:
         return "full", "full: what was saved is not known for sure, so all rows are saved once more"
     total = chain.partial_bytes + chain.next_bytes
-    said = f"{total / 1e6:,.1f} MB of partial saves on a base of {chain.base_bytes / 1e6:,.1f} MB"
+    reason = f"{total / 1e6:,.1f} MB of partial saves on a base of {chain.base_bytes / 1e6:,.1f} MB"
     if total > rebase_at * chain.base_bytes:
-        return "full", f"full: {said} would be more than {rebase_at:g} times the base, a new one is cheaper to restore"
-    return wanted, f"{wanted}: {said}"
+        return (
+            "full",
+            f"full: {reason} would be more than {rebase_at:g} times the base, a new one is cheaper to restore",
+        )
+    return wanted, f"{wanted}: {reason}"
 
 
-def picked(job: Job, objectives: Objectives, now: Plan | None = None) -> Objectives:
+def picked(job: JobProfile, objectives: Objectives, now: RecoveryPlan | None = None) -> Objectives:
     """With a share r, if none was asked for: the smallest whose saves are not too close to each other.
 
     What a round of partial saves writes does not depend on r (CPR), but the rows that matter are saved 1 / r times in
@@ -179,7 +193,7 @@ def _round_shares(costs: Costs, strategy: str, objectives: Objectives) -> float:
     return _of_a_round(costs, strategy, objectives, 1.0, None)
 
 
-def _round_stall_s(job: Job, strategy: str, objectives: Objectives) -> float:
+def _round_stall_s(job: JobProfile, strategy: str, objectives: Objectives) -> float:
     """Seconds that training stands still for one round of saves."""
     costs = job.costs
     return _of_a_round(costs, strategy, objectives, costs.save_s * costs.stall_share, costs.partial_stall_s)
@@ -199,12 +213,12 @@ def _of_a_round(costs: Costs, strategy: str, objectives: Objectives, full: float
     return ((share * full + a * partial) / (share + a) if a < math.inf else partial) / r
 
 
-def _feasible(round_s: float, job: Job, objectives: Objectives) -> float:
+def _feasible(round_s: float, job: JobProfile, objectives: Objectives) -> float:
     """A save of all rows ends before the next begins."""
     return max(min(round_s, objectives.max_interval_s), job.costs.save_s)
 
 
-def _kept(job: Job, objectives: Objectives, found: Estimate, old: Estimate) -> Estimate:
+def _kept(job: JobProfile, objectives: Objectives, found: Estimate, old: Estimate) -> Estimate:
     """With the interval of the plan in force, if it is near the new one and still possible."""
     near = abs(found.round_s - old.round_s) <= objectives.interval_band * old.round_s
     possible = _feasible(old.round_s, job, objectives) == old.round_s

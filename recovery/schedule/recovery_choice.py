@@ -2,7 +2,7 @@
 
 CPR's benefit estimate: the overhead that each strategy is expected to have (`planner`), with what the job has measured
 and what is assumed for the rest. Partial recovery is chosen where it costs clearly less and its expected portion of
-lost samples (PLS) is within the target; else all go back to the newest checkpoint that leaves out no change.
+lost samples (PLS) is within the target; else all roll back to the newest checkpoint that leaves out no change.
 
 Where the interval is planned, each strategy is estimated at its own interval, as the plan in force has it. Where the
 user gave the interval, both are estimated at that interval: the saves are made anyway, so what a failure costs is
@@ -18,8 +18,8 @@ from typing import Any
 
 from recovery.policies import is_lossless
 from recovery.schedule import planner
-from recovery.schedule.adaptive import TOTAL_S, Goals, IntervalPlan, Measured, plan_interval
-from recovery.schedule.costs import Job
+from recovery.schedule.adaptive import TOTAL_S, Goals, IntervalPlan, JobMeasurements, plan_interval
+from recovery.schedule.costs import JobProfile
 
 _NOTHING = "nothing was measured yet"
 
@@ -30,7 +30,7 @@ class RecoveryDecision:
 
     strategy: "full" or "partial". asked: as the user set it ("auto": by the estimate). full, partial: expected
     overhead, shares of training time; None: not known. expected_pls: of partial recovery. manifest, step: of the
-    checkpoint that full recovery goes back to; empty and -1 with partial recovery.
+    checkpoint that full recovery rolls back to; empty and -1 with partial recovery.
     """
 
     strategy: str
@@ -64,7 +64,7 @@ class Situation:
 
     n_bytes: of all records; n_servers: hosts that held rows before, as the lost rows' share has it: 1 when all rows
     are lost. every_s: the interval that the user gave, in seconds; None: it is planned. pace: the plan in force; None:
-    the worker that decides knows none. age_s: how long ago the checkpoint was made that full recovery goes back to, in
+    the worker that decides knows none. age_s: how long ago the checkpoint was made that full recovery rolls back to, in
     seconds of training; age_steps: the same in steps. why_not_full: what rules full recovery out; empty: nothing
     """
 
@@ -77,7 +77,7 @@ class Situation:
     why_not_full: str = ""
 
 
-def choose_recovery(measured: Measured, given: Goals, now: Situation) -> RecoveryDecision:
+def choose_recovery(measured: JobMeasurements, given: Goals, now: Situation) -> RecoveryDecision:
     """How to recover. measured: with the failure at hand."""
     asked = given.strategy
     full, partial, source = _estimates(measured, given, now)
@@ -115,14 +115,14 @@ def choose_recovery(measured: Measured, given: Goals, now: Situation) -> Recover
 
 
 def _estimates(
-    measured: Measured, given: Goals, now: Situation
+    measured: JobMeasurements, given: Goals, now: Situation
 ) -> tuple[planner.Estimate | None, planner.Estimate | None, str]:
     """(full, partial, what they follow from)."""
     costs = measured.costs()
     if costs is None:
         return None, None, _NOTHING
     between = measured.between_failures(given.mtbf_h)
-    job = Job(costs, now.n_bytes, now.n_servers, between.mean_s, TOTAL_S)
+    job = JobProfile(costs, now.n_bytes, now.n_servers, between.mean_s, TOTAL_S)
     objectives = given.objectives("auto")
     if now.every_s is None:
         plan = plan_interval(measured, given, now.n_bytes, max(2, now.n_servers), now.pace).plan

@@ -24,7 +24,7 @@ import numpy as np
 
 from recovery.errors import BadInput
 from recovery.policies import POLICIES, SAVE_POLICIES, SavePolicy
-from recovery.rows import Schema, Table
+from recovery.rows import KEY, Schema, Table
 from recovery.selection.sampled_accesses import n_words
 
 _PIECE = 1 << 20  # rows looked at at once
@@ -44,7 +44,7 @@ class Histogram:
 
 
 @dataclass(frozen=True)
-class Threshold:
+class ImportanceThreshold:
     """Take the rows above `key`, and of those at it the first `quotas[i]` in the i-th shard."""
 
     key: int
@@ -53,7 +53,7 @@ class Threshold:
 
 
 def histogram(importance: np.ndarray) -> Histogram:
-    """Of one shard's rows. importance: [n], unsigned integers or float32; NaN counts as the largest."""
+    """Histogram of one shard's rows. importance: [n], unsigned integers or float32; NaN counts as the largest."""
     if len(importance) <= _PIECE // 8:  # sorting a few rows is faster than going through all keys there may be
         pieces = [np.unique(keys, return_counts=True) for _, keys in _pieces(importance)]
         found, n_rows = pieces[0] if pieces else (np.empty(0, np.int64), np.empty(0, np.int64))
@@ -67,13 +67,13 @@ def histogram(importance: np.ndarray) -> Histogram:
     return Histogram(found[unchanged:], n_rows[unchanged:])
 
 
-def threshold(histograms: Sequence[Histogram], k: int) -> Threshold:
+def threshold(histograms: Sequence[Histogram], k: int) -> ImportanceThreshold:
     """What to take in each shard so that it is the k most important rows of all; fewer if fewer have changed."""
     if k < 0:
         raise BadInput(f"the number of rows to take must not be negative, got {k}")
     none, n_changed = (0,) * len(histograms), sum(int(shard.n_rows.sum()) for shard in histograms)
     if k == 0 or n_changed <= k:
-        return Threshold(_N_KEYS, none, 0) if k == 0 else Threshold(0, none, n_changed)
+        return ImportanceThreshold(_N_KEYS, none, 0) if k == 0 else ImportanceThreshold(0, none, n_changed)
     keys, at = np.unique(np.concatenate([shard.keys for shard in histograms]), return_inverse=True)
     n_rows = np.zeros(len(keys), np.int64)
     np.add.at(n_rows, at, np.concatenate([shard.n_rows for shard in histograms]))
@@ -84,7 +84,7 @@ def threshold(histograms: Sequence[Histogram], k: int) -> Threshold:
     for shard in histograms:
         quotas.append(min(left, int(shard.n_rows[shard.keys == key].sum())))
         left -= quotas[-1]
-    return Threshold(key, tuple(quotas), k)
+    return ImportanceThreshold(key, tuple(quotas), k)
 
 
 def at_least(importance: np.ndarray, key: int, quota: int) -> np.ndarray:
@@ -132,7 +132,7 @@ def n_taken(policy: str, n_rows: int, r: float) -> int:
 def extra_bytes(policy: str, table: Table, n_rows: int, r: float) -> int:
     """Memory that a policy needs for so many rows of a table, beyond the table and its access counters.
 
-    delta, mfu: each row's counter when it was last saved (4 bytes). scar: a copy of the weights.
+    delta, mfu: each row's counter when it was last saved (4 bytes). scar: a copy of the weights and keys.
     ssu: two lists of 4-byte rows (one is filled while the other is saved), and one bit for each row that says whether
     it is in the list.
     """
@@ -141,11 +141,12 @@ def extra_bytes(policy: str, table: Table, n_rows: int, r: float) -> int:
         return 4 * n_words(n_rows, n_taken(policy, n_rows, r)) if n_rows else 0
     if policy not in POLICIES:
         return cast(type[SavePolicy], SAVE_POLICIES.get(policy)).extra_bytes(n_rows, table.record_bytes)
-    return {"full": 0, "delta": 4, "mfu": 4, "scar": table.weight_bytes}[policy] * n_rows
+    compared = table.columns[0].width + (KEY.width if table.is_keyed else 0)
+    return {"full": 0, "delta": 4, "mfu": 4, "scar": 4 * compared}[policy] * n_rows
 
 
 def list_capacities(schema: Schema, r: float) -> tuple[int, ...]:
-    """Of each table, how many rows of a shard the list of "ssu" holds; 0 for those that every save takes whole."""
+    """How many rows of a shard the list of "ssu" holds, by table; 0 for those that every save takes whole."""
     small = small_tables(schema)
     return tuple(
         0 if number in small else n_taken("ssu", table.rows_in(0, schema.n_shards), r)

@@ -27,11 +27,11 @@ _Importance = Callable[[int, int, slice], np.ndarray]
 
 
 class Selection:
-    """Of the shards that a row source has. The writer's thread owns it."""
+    """Selects rows of the shards that a row source has. The writer's thread owns it."""
 
     def __init__(
         self,
-        holder: RowSource,
+        source: RowSource,
         config: Config,
         *,
         tracker_path: Path | None = None,
@@ -39,36 +39,36 @@ class Selection:
         rng: np.random.Generator | None = None,
     ) -> None:
         """tracker_path, counters: see `Tracker`. rng: of SSU."""
-        self._holder, self._config = holder, config
-        self._small = importance.small_tables(holder.schema)
-        self._tracker = Tracker(holder, tracker_path, counters) if config.policy in ("delta", "mfu") else None
+        self._source, self._config = source, config
+        self._small = importance.small_tables(source.schema)
+        self._tracker = Tracker(source, tracker_path, counters) if config.policy in ("delta", "mfu") else None
         self._valid_for: str | None = None
         self._policy: SavePolicy | None = None  # where neither the tracker nor the stream of updates decides
         if config.policy == "scar":
-            self._policy = Scar(holder)
+            self._policy = Scar(source)
         elif config.policy not in POLICIES:
-            self._policy = SAVE_POLICIES.get(config.policy)(holder)
+            self._policy = SAVE_POLICIES.get(config.policy)(source)
         self._taken: dict[tuple[int, int], np.ndarray] = {}  # by SSU, for the save in flight
         self._again: dict[tuple[int, int], np.ndarray] = {}  # those of a save that failed
         self._rng = rng or np.random.default_rng()
         if config.policy == "ssu":
-            if not hasattr(holder, "sampled_accesses"):
+            if not hasattr(source, "sampled_accesses"):
                 raise BadInput(
-                    f"{type(holder).__name__} does not sample accesses (sampled_accesses), which ssu needs; use mfu"
+                    f"{type(source).__name__} does not sample accesses (sampled_accesses), which ssu needs; use mfu"
                 )
             self._lists(self._rng)  # refuses other ones than the configured, now
 
     @property
     def n_bytes(self) -> int:
         """Memory that the policy takes for the shards that are here."""
-        schema, config = self._holder.schema, self._config
+        schema, config = self._source.schema, self._config
         if config.policy == "ssu":
             tables = [table for number, table in enumerate(schema.tables) if number not in self._small]
         else:
             tables = list(schema.tables)
         return sum(
             importance.extra_bytes(config.policy, table, table.rows_in(shard, schema.n_shards), config.row_fraction)
-            for shard in self._holder.shards()
+            for shard in self._source.shards()
             for table in tables
         )
 
@@ -80,8 +80,8 @@ class Selection:
 
     def expected_bytes(self, kind: str) -> int:
         """About how much a save would write, before compression."""
-        total, schema = 0, self._holder.schema
-        for shard in self._holder.shards():
+        total, schema = 0, self._source.schema
+        for shard in self._source.shards():
             for number, table in enumerate(schema.tables):
                 n = table.rows_in(shard, schema.n_shards)
                 if kind == "delta":
@@ -99,7 +99,7 @@ class Selection:
             raise BadInput(f"a save can be full or {self._config.policy} (the policy), not {kind}")
         if self._tracker is not None:
             self._tracker.begin(full=kind == "full")
-        whole = everything(self._holder)
+        whole = everything(self._source)
         if kind == "full":
             self._take_all()
             return whole
@@ -135,8 +135,8 @@ class Selection:
         """The rows of these shards (None: of all that are here) have just come out of this manifest's chain."""
         if self._tracker is not None:
             self._tracker.restored(manifest, shards)
-        for shard in self._holder.shards() if shards is None else shards:
-            for table in range(len(self._holder.schema.tables)):
+        for shard in self._source.shards() if shards is None else shards:
+            for table in range(len(self._source.schema.tables)):
                 if self._policy is not None:
                     self._policy.restored(table, shard)
                 if self._config.policy == "ssu":
@@ -158,14 +158,14 @@ class Selection:
         return self._tracker.updates_since_save(table, shard, indices)
 
     def _changed(self, table: int, shard: int) -> RowIndices:
-        n = len(self._holder.slab(table, shard))
+        n = len(self._source.slab(table, shard))
         found = [importance.changed(self._since(table, shard, piece)) + piece.start for piece in _pieces(n)]
         indices = np.concatenate(found) if found else np.empty(0, np.int64)
         return slice(0, n) if len(indices) == n else indices  # all rows need no indices
 
     def _above(self, score: _Importance) -> Choice:
         """The share r of each table that is most important, over all shards that are here."""
-        shards, schema = self._holder.shards(), self._holder.schema
+        shards, schema = self._source.shards(), self._source.schema
         limits: dict[tuple[int, int], list[tuple[slice, int, int]]] = {}
         for number, table in enumerate(schema.tables):
             if number in self._small:
@@ -192,7 +192,7 @@ class Selection:
         """What SSU has listed, and rows of a save that failed as far as the share r allows."""
         taken = np.empty(0, np.int64)
         if (listed := self._lists().get((table, shard))) is not None:
-            taken = listed.take(lambda: self._holder.step_marks(shard))
+            taken = listed.take(lambda: self._source.step_marks(shard))
             again = np.setdiff1d(self._again.pop((table, shard), taken), taken)
             room = max(0, listed.capacity - len(taken))
             taken = np.union1d(taken, again if len(again) <= room else self._rng.choice(again, room, replace=False))
@@ -205,8 +205,8 @@ class Selection:
                 self._sampled(*part)
 
     def _lists(self, rng: np.random.Generator | None = None) -> Mapping[tuple[int, int], SampledAccesses]:
-        capacities = importance.list_capacities(self._holder.schema, self._config.row_fraction)
-        return cast(SampledRowSource, self._holder).sampled_accesses(capacities, self._config.ssu_period, rng)
+        capacities = importance.list_capacities(self._source.schema, self._config.row_fraction)
+        return cast(SampledRowSource, self._source).sampled_accesses(capacities, self._config.ssu_period, rng)
 
 
 def _pieces(n_rows: int) -> list[slice]:

@@ -27,15 +27,10 @@ import numpy as np
 import xxhash
 
 from recovery.errors import RecoveryError
-from recovery.rows import RowIndices, RowSource, Schema
+from recovery.rows import RowIndices, RowSource
 
 _HEADER_BYTES = 4096
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-
-
-def tracker_bytes(schema: Schema) -> int:
-    """Memory for all shards."""
-    return 4 * schema.n_rows
 
 
 class NoRoom(RecoveryError, OSError):
@@ -43,14 +38,14 @@ class NoRoom(RecoveryError, OSError):
 
 
 class Tracker:
-    """Of all shards; those that the row source has not take no memory. Not thread-safe: the writer's thread owns it.
+    """Tracks shards; those that the row source has not take no memory. Not thread-safe: the writer's thread owns it.
 
     path: a file that survives this process; None: ordinary memory.
     counters: names the memory whose counters are meant; another name, and a tracker found in the file is worth nothing.
     """
 
-    def __init__(self, holder: RowSource, path: Path | None = None, counters: str = "") -> None:
-        self._holder, schema = holder, holder.schema
+    def __init__(self, source: RowSource, path: Path | None = None, counters: str = "") -> None:
+        self._source, schema = source, source.schema
         parts = [(t, s) for s in range(schema.n_shards) for t in range(len(schema.tables))]
         sizes = [schema.tables[t].rows_in(s, schema.n_shards) for t, s in parts]
         self._about = xxhash.xxh3_128_hexdigest(json.dumps([counters, _boot(), repr(schema)]).encode())
@@ -69,17 +64,12 @@ class Tracker:
 
     def updates_since_save(self, table: int, shard: int, indices: slice = slice(None)) -> np.ndarray:
         """uint32 [n]: how often each row was accessed since it was last saved. 0: the newest checkpoint has it."""
-        now: np.ndarray = self._holder.slab(table, shard).counts[indices]
+        now: np.ndarray = self._source.slab(table, shard).counts[indices]
         return now - self._saved[table, shard][indices]
 
     def is_valid_for(self, manifest: str | None) -> bool:
         """Whether this manifest, with its chain, has every row whose `since` is 0."""
         return manifest is not None and manifest == self._valid_for
-
-    @property
-    def pending_bytes(self) -> int:
-        """What the save in flight keeps until its commit."""
-        return sum(4 * len(counts) + getattr(indices, "nbytes", 0) for _, _, indices, counts in self._pending)
 
     def begin(self, full: bool) -> None:
         self._take_space()
@@ -89,12 +79,12 @@ class Tracker:
             self._write_header(None)
 
     def _take_space(self, shards: Collection[int] | None = None) -> None:
-        """Of the shards that are here, from the file system: a write to a page without space would kill the process."""
+        """Reserve space in the file system for shards: a write to a page without space would kill the process."""
         if self._path is None:
             return
         with open(self._path, "r+b") as file:
-            for shard in self._holder.shards() if shards is None else shards:
-                for table in range(len(self._holder.schema.tables)):
+            for shard in self._source.shards() if shards is None else shards:
+                for table in range(len(self._source.schema.tables)):
                     n = len(self._saved[table, shard])
                     if n:
                         _reserve(self._path, file.fileno(), _HEADER_BYTES + 4 * self._starts[table, shard], 4 * n)
@@ -127,9 +117,9 @@ class Tracker:
         except NoRoom:  # the rows are there all the same; the next save is a full one, and says what is missing
             self._write_header(None)
             return
-        for shard in self._holder.shards() if shards is None else shards:
-            for table in range(len(self._holder.schema.tables)):
-                self._saved[table, shard][:] = self._holder.slab(table, shard).counts
+        for shard in self._source.shards() if shards is None else shards:
+            for table in range(len(self._source.schema.tables)):
+                self._saved[table, shard][:] = self._source.slab(table, shard).counts
         if shards is None:
             self._write_header(manifest)
         elif manifest != self._valid_for:

@@ -16,7 +16,7 @@ import numpy as np
 
 from recovery.schedule import formulas
 from recovery.schedule.failures import mean_time
-from recovery.schedule.planner import ChainSize, Job, Objectives, Plan, next_kind, plan
+from recovery.schedule.planner import ChainSize, JobProfile, Objectives, RecoveryPlan, next_kind, plan
 from recovery.simulation.simulated_rows import RowModel, SimulatedRows
 
 
@@ -31,7 +31,7 @@ class SimulatedJob:
     replan_s: how often it is planned again, beside after each failure; None: the first plan stays
     """
 
-    job: Job
+    job: JobProfile
     objectives: Objectives
     rows: RowModel | None = None
     settled: bool = True
@@ -40,7 +40,7 @@ class SimulatedJob:
 
 
 @dataclass
-class Outcome:
+class SimulationOutcome:
     """What an operation came to. Seconds of training lost, by cause.
 
     pls:         portion of lost samples, by CPR's closed form's idea: time since the last round of saves ended
@@ -62,7 +62,7 @@ class Outcome:
     pls_by_row: float | None = None
     updates_lost: float | None = None
     written: float = 0.0
-    plans: list[tuple[float, Plan]] = field(default_factory=list)
+    plans: list[tuple[float, RecoveryPlan]] = field(default_factory=list)
 
     @property
     def overhead(self) -> float:
@@ -70,7 +70,7 @@ class Outcome:
         return (self.saving_s + self.loading_s + self.rescheduling_s + self.redoing_s) / self.total_s
 
 
-def simulate(world: SimulatedJob, failures: np.ndarray, rng: np.random.Generator) -> Outcome:
+def simulate(world: SimulatedJob, failures: np.ndarray, rng: np.random.Generator) -> SimulationOutcome:
     """One operation. failures: float64 [F, 2], time in seconds (ascending), number of the server."""
     run = _Operation(world, rng)
     for at_s, server in failures[failures[:, 0] < world.job.total_s]:
@@ -85,7 +85,7 @@ class _Operation:
 
     def __init__(self, world: SimulatedJob, rng: np.random.Generator) -> None:
         self._world, self._job = world, world.job
-        self.outcome = Outcome(world.job.total_s)
+        self.outcome = SimulationOutcome(world.job.total_s)
         self._plan = plan(world.job, world.objectives)
         self.outcome.plans.append((0.0, self._plan))
         self._now = self._saved = self._round = self._replanned = 0.0
@@ -106,7 +106,7 @@ class _Operation:
         self._now = self._saved = self._round = self._rows_at = -rounds * self._plan.interval_s / self._plan.r
         self._save(next_kind(self._chain, self._plan.kind, self._world.objectives.rebase_at)[0])
         self.until(0.0)
-        kept, self.outcome = self.outcome, Outcome(self._job.total_s)
+        kept, self.outcome = self.outcome, SimulationOutcome(self._job.total_s)
         self.outcome.plans, self.outcome.updates_lost = kept.plans, kept.updates_lost
         self.outcome.pls_by_row = kept.pls_by_row
 
@@ -160,7 +160,7 @@ class _Operation:
             self._round, self._in_round = self._now, 0
 
     def _present(self, rows: SimulatedRows) -> SimulatedRows:
-        """The rows, after all updates until now; nobody looks at them in between."""
+        """The rows, after all updates until now; they are not used in between."""
         rows.pass_time(self._now - self._rows_at)
         self._rows_at = self._now
         return rows
@@ -195,7 +195,7 @@ class Mean:
         return 0.0 if abs(apart) <= 1e-12 * abs(expected) else apart / self.error if self.error > 0 else math.inf
 
 
-def mean_of(outcomes: Sequence[Outcome], figure: Callable[[Outcome], float]) -> Mean:
+def mean_of(outcomes: Sequence[SimulationOutcome], figure: Callable[[SimulationOutcome], float]) -> Mean:
     found = np.array([figure(outcome) for outcome in outcomes])
     error = float(found.std(ddof=1)) / math.sqrt(len(found)) if len(found) > 1 else math.nan
     return Mean(float(found.mean()), error)

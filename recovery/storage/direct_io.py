@@ -22,7 +22,7 @@ except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
 BLOCK_BYTES = 4096
-_WRITE_BYTES = 64 << 20  # at once: between two writes it is seen that nobody waits any more
+_WRITE_BYTES = 64 << 20  # at once: between two writes it is seen that no caller waits any more
 _LEAST_BYTES = 1 << 20  # below, the page cache is as fast
 
 

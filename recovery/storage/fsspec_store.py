@@ -133,7 +133,7 @@ def _open(url: str, protocol: str, storage_options: dict[str, Any]) -> tuple[Any
             f"{redacted(url)} cannot be opened: {_words(error)}; check the URL and the storage options"
         ) from error
     if not root.strip("/") and protocol != "memory":
-        raise BadInput(f"{redacted(url)} names no place: write {protocol}://BUCKET/FOLDER")
+        raise BadInput(f"{redacted(url)} names no location: write {protocol}://BUCKET/FOLDER")
     return fs, root
 
 

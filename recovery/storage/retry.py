@@ -46,7 +46,7 @@ class RetryPolicy:
             raise BadInput(f"pauses must not be negative, got {self.first_pause_s} to {self.longest_pause_s} s")
 
     def limit_s(self, n_bytes: int) -> float:
-        """Of one attempt that moves so many bytes."""
+        """Time limit of one attempt that moves so many bytes."""
         return min(self.timeout_s + n_bytes / self.least_bytes_s, threading.TIMEOUT_MAX)
 
     def pause_s(self, failed: int) -> float:
@@ -61,10 +61,10 @@ class RetryingStore:
     def __init__(self, store: Store, patience: RetryPolicy | None = None) -> None:
         self.store, self.url = store, store.url
         self.patience = patience or RetryPolicy()
-        self._lock, self._given_up = threading.Lock(), set[threading.Thread]()
+        self._lock, self._hung = threading.Lock(), set[threading.Thread]()
 
     def put(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
-        # An attempt that was given up on may continue later, when the caller's buffers hold something else. What it
+        # An attempt that timed out may continue later, when the caller's buffers hold something else. What it
         # then writes must be these bytes, if the name may have been written, and be referred to, by a later attempt.
         kept = pieces if self.patience.tries == 1 else [b"".join(pieces)]
         self._call(f"put {name}", lambda: self.store.put(name, kept), sum(map(len, kept)))
@@ -104,10 +104,10 @@ class RetryingStore:
     def _within(self, limit_s: float, call: Callable[[], T], what: str) -> T:
         """What `call` returns or raises; Transient when it takes longer. Its thread then ends when the call does."""
         with self._lock:
-            self._given_up = {thread for thread in self._given_up if thread.is_alive()}
-            if len(self._given_up) >= MOST_HUNG:
-                hung = sorted(thread.name for thread in self._given_up)[0]
-                raise Transient(f"{what}: not tried, {len(self._given_up)} earlier calls still hang ({hung} ...)")
+            self._hung = {thread for thread in self._hung if thread.is_alive()}
+            if len(self._hung) >= MOST_HUNG:
+                hung = sorted(thread.name for thread in self._hung)[0]
+                raise Transient(f"{what}: not tried, {len(self._hung)} earlier calls still hang ({hung} ...)")
         done: list[T] = []
         died: list[BaseException] = []
         attempt = Attempt()
@@ -125,7 +125,7 @@ class RetryingStore:
         if thread.is_alive():
             attempt.cancel()
             with self._lock:
-                self._given_up.add(thread)
+                self._hung.add(thread)
             raise Transient(f"{what}: no answer within {limit_s:.4g} s")
         if died:
             raise died[0]

@@ -59,7 +59,7 @@ ATTEMPT: ContextVar[Attempt | None] = ContextVar("the attempt this thread is at"
 
 
 def stop_if_cancelled(what: str) -> None:
-    """Raises Transient when nobody waits any more: what is written then may be other bytes by now."""
+    """Raises Transient when no caller waits any more: what is written then may be other bytes by now."""
     attempt = ATTEMPT.get()
     if attempt is not None and attempt.is_cancelled:
         raise Transient(f"{what}: cancelled, it took too long")
@@ -172,7 +172,7 @@ def age_of(name: str) -> tuple[int, int] | None:
 
 
 def manifest_names(store: Store) -> list[str]:
-    """Of all checkpoints, oldest first. Other objects there are passed over."""
+    """Names of all manifests, oldest first. Other objects there are passed over."""
     found = [(age, name) for name in store.names("manifests/") if (age := age_of(name)) is not None]
     return [name for _, name in sorted(found)]
 

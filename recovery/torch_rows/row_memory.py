@@ -68,7 +68,7 @@ class RowMemory:
 
     columns: of each table, its columns, float32 [n, w] or [n]. counts: of each table, int32 [n], the bits of a uint32.
     marks:   int64 [2], the last step finished and the last one begun.
-    sampled: the lists of sampled accesses, once somebody has asked for them.
+    sampled: the lists of sampled accesses, once they were asked for.
     """
 
     def __init__(

@@ -83,15 +83,19 @@ class TensorRows:
 
     @property
     def last_step(self) -> int:
+        """The last step that was finished; -1 or the restored step before the first."""
         return self.memory.finished
 
     def shards(self) -> Sequence[int]:
+        """The shards that are here: all of them, in ascending order."""
         return self.memory.shards()
 
     def slab(self, table: int, shard: int) -> RowView:
+        """Rows of a table in a shard, as views of the tensors."""
         return self.memory.slab(table, shard)
 
     def step_marks(self, shard: int) -> tuple[int, int]:
+        """(finished, begun): the last steps finished and begun on a shard; readers use them as a seqlock."""
         return self.memory.step_marks(shard)
 
     @contextlib.contextmanager
@@ -113,7 +117,7 @@ class TensorRows:
     def touched(self, table: str, ids: Tensor | np.ndarray) -> None:
         """Say which rows the coming step changes (or the one in flight). A row that is named n times had n accesses.
 
-        ids: int64 [n]: those that the batch looks up, repeated ones included. Said before the step, it is counted when
+        ids: int64 [n]: those that the batch looks up, repeated ones included. Given before the step, it is counted when
         the step begins: a count marks a change, and a save between the two would take the row for saved.
         """
         if table not in self.tables:

@@ -39,7 +39,7 @@ class Busy(RecoveryError, TimeoutError):
 class ReadResult:
     """n_rows: how many of the rows asked for were copied, the first ones, at least one: all are of step `step`.
 
-    n_torn: pieces that were copied in vain.
+    n_torn: pieces that had to be copied again.
     """
 
     n_rows: int
@@ -48,7 +48,7 @@ class ReadResult:
 
 
 def read(
-    holder: RowSource,
+    source: RowSource,
     table: int,
     shard: int,
     indices: RowIndices,
@@ -65,16 +65,16 @@ def read(
 
     Raises Busy when not even one row could be had in `timeout_s`.
     """
-    n, slab = n_indices(indices), holder.slab(table, shard)
+    n, slab = n_indices(indices), source.slab(table, shard)
     piece = max(1, PIECE_BYTES // records[:1].nbytes)
     done, step, n_torn = 0, 0, 0
     deadline: float | None = None
     while done < n:
-        finished, begun = holder.step_marks(shard)
+        finished, begun = source.step_marks(shard)
         if finished == begun and (done == 0 or begun == step):
             stop = min(done + piece, n)
             copy_rows(slab, slice_indices(indices, done, stop), records[done:stop], counts[done:stop])
-            if holder.step_marks(shard)[1] == begun:
+            if source.step_marks(shard)[1] == begun:
                 done, step = stop, begun
                 continue
             n_torn += 1
@@ -85,12 +85,12 @@ def read(
         if deadline is None:
             deadline = now + timeout_s
         if now > deadline:
-            name = holder.schema.tables[table].name
+            name = source.schema.tables[table].name
             raise Busy(
                 f"shard {shard}: no {min(piece, n)} rows of {name!r} could be read between steps in {timeout_s:g} s "
                 f"(step {begun} has begun, {finished} was the last one finished); "
                 + ("its writer died or failed in the middle of it" if n_torn == 0 else "leave pauses between steps")
             )
         if pause(_PAUSE_S):
-            deadline = None  # nobody looked meanwhile
+            deadline = None  # not looked at meanwhile
     return ReadResult(done, step, n_torn)

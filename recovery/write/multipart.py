@@ -54,7 +54,7 @@ _LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
-class SavePlace:
+class SaveTarget:
     """Where a checkpoint goes and what its manifest says, the same for all who save a part. See `manifest.Manifest`."""
 
     epoch: int
@@ -77,15 +77,15 @@ class SavePlace:
 
     def manifest(self, blobs: Sequence[Blob], state: StateBlob | None, saved_unix_s: float, **about: Any) -> Manifest:
         """about: what is known only now."""
-        place = (self.epoch, self.number, kind_of(self.kind), self.parent, self.step, self.samples)
-        return Manifest(*place, saved_unix_s, self.schema, tuple(blobs), state, {**self.about, **about})
+        target = (self.epoch, self.number, kind_of(self.kind), self.parent, self.step, self.samples)
+        return Manifest(*target, saved_unix_s, self.schema, tuple(blobs), state, {**self.about, **about})
 
 
 def save_part(
     rows: RowSource,
     selection: Selection,
     store: Store,
-    place: SavePlace,
+    target: SaveTarget,
     config: Config,
     *,
     part: int | None = None,
@@ -101,19 +101,19 @@ def save_part(
 
     part: number of this one; above 0, its list is put into the store for the writer that commits. None: there is only
         this one
-    kind: "full" when this writer does not know what changed since the parent; None: as the place says
+    kind: "full" when this writer does not know what changed since the parent; None: as the target says
     extra: what this writer adds for the state
     newest_step: the strict setting refuses rows of later steps; None: rows that are not all of one step
     on_read: called when the last row has been read. cancel, buffers: see `save_rows`
 
     Raises what `save_rows` raises, and BadInput when a strict save read rows of a later step. Then nothing stays of it.
-    Raises BadInput, and touches nothing, when the place has a checkpoint already.
+    Raises BadInput, and touches nothing, when there is such a checkpoint already.
     """
-    kind = kind or place.kind
+    kind = kind or target.kind
     # A save that fails deletes what bears its name: of a number used twice, that would be the checkpoint before.
-    if place.manifest_name in store.names(place.manifest_name):
-        raise BadInput(f"{place.manifest_name} is there already: a save that is tried again takes another number")
-    prefix = place.prefix if part is None else f"{place.prefix}{part:04d}-"
+    if target.manifest_name in store.names(target.manifest_name):
+        raise BadInput(f"{target.manifest_name} is there already: a save that is tried again takes another number")
+    prefix = target.prefix if part is None else f"{target.prefix}{part:04d}-"
     try:
         written = save_rows(
             rows,
@@ -132,10 +132,10 @@ def save_part(
             _check_strict(written, newest_step)
         written = replace(written, extra=extra)
         if part:
-            store.put(list_name(place.prefix, part), [encode_part(written)])
+            store.put(list_name(target.prefix, part), [encode_part(written)])
     except BaseException:
         selection.abandon()
-        discard(store, prefix if part else place.prefix)
+        discard(store, prefix if part else target.prefix)
         raise
     return written
 
@@ -143,7 +143,7 @@ def save_part(
 def commit_parts(
     store: Store,
     selection: Selection,
-    place: SavePlace,
+    target: SaveTarget,
     parts: Iterable[PartResult],
     state: Callable[[Sequence[PartResult]], bytes | None],
     fence: Callable[[], None] = lambda: None,
@@ -167,14 +167,14 @@ def commit_parts(
         whole = PartResult.of_all(found)
         waited_s = time.monotonic() - began_s
         beside_rows = state(found)
-        if place.parent is None:
-            _check_complete(place.schema, whole.sections)
-        stored = _put_state(store, place, beside_rows)
+        if target.parent is None:
+            _check_complete(target.schema, whole.sections)
+        stored = _put_state(store, target, beside_rows)
         save_s = round(found[0].seconds + waited_s, 3)
-        manifest = place.manifest(whole.blobs, stored, unix_clock(), save_s=save_s)
+        manifest = target.manifest(whole.blobs, stored, unix_clock(), save_s=save_s)
         document = to_json(manifest)
         _check_readable(manifest, document)
-        _check_stored(store, place.prefix, [*whole.blobs, *([stored] if stored is not None else [])])
+        _check_stored(store, target.prefix, [*whole.blobs, *([stored] if stored is not None else [])])
         fence()
         may_be_visible = True
         store.put(manifest.name, [document])  # makes the checkpoint visible, so it is written last
@@ -184,7 +184,7 @@ def commit_parts(
     except BaseException as error:
         selection.abandon()
         if not may_be_visible or isinstance(error, Damaged):  # `_verify` has removed the manifest then
-            discard(store, place.prefix)
+            discard(store, target.prefix)
         raise
     selection.commit(manifest.name)
     return manifest, whole
@@ -223,7 +223,7 @@ def await_part(
     *,
     until_s: float,
     cancel: threading.Event,
-    why_in_vain: Callable[[], str],
+    why_not: Callable[[], str],
 ) -> PartResult:
     """What another writer saved; returns when its list is there.
 
@@ -232,7 +232,7 @@ def await_part(
     """
     name, began_s = list_name(prefix, part), time.monotonic()
     while name not in store.names(name):
-        if (why := why_in_vain()) and name not in store.names(name):
+        if (why := why_not()) and name not in store.names(name):
             raise StoreError(why)
         if (now := time.monotonic()) > until_s:
             raise StoreError(f"the writer of part {part} has not saved its rows in {now - began_s:.0f} s")
@@ -267,15 +267,15 @@ def _check_complete(schema: Schema, sections: Sequence[Section]) -> None:
             if found.get((number, shard), 0) != expected:
                 raise BadInput(
                     f"table {table.name!r}, shard {shard}: a full checkpoint needs all {expected} rows, "
-                    f"{found.get((number, shard), 0)} were saved; every holder must save its shards before the commit"
+                    f"{found.get((number, shard), 0)} were saved; all row sources must save before the commit"
                 )
 
 
-def _put_state(store: Store, place: SavePlace, state: bytes | None) -> StateBlob | None:
+def _put_state(store: Store, target: SaveTarget, state: bytes | None) -> StateBlob | None:
     if state is None:
         return None
     encoded = row_codec.encode_state(state)
-    stored = StateBlob(place.prefix + "state", encoded.n_bytes, encoded.raw_bytes, encoded.encoding, encoded.checksum)
+    stored = StateBlob(target.prefix + "state", encoded.n_bytes, encoded.raw_bytes, encoded.encoding, encoded.checksum)
     store.put(stored.name, encoded.pieces)
     return stored
 

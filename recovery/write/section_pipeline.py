@@ -37,7 +37,7 @@ class Cancelled(RecoveryError):
 class PartResult:
     """What one writer put into the store. Its fields are also what a writer lists for the one that commits.
 
-    n_torn: pieces that were read in vain because a step began. worst_error: of a weight, through quantisation.
+    n_torn: pieces that had to be read again because a step began. worst_error: of a weight, through quantisation.
     seconds: until it was durable. extra: what this writer adds for the checkpoint's state.
     """
 
@@ -142,7 +142,7 @@ class SectionPipeline:
         clock: Callable[[], float],
         buffers: Buffers,
     ) -> None:
-        """buffers: nobody else's until this one is left."""
+        """buffers: for this pipeline alone until it is left."""
         self._schema, self._store, self._prefix, self._encoding_as = schema, store, prefix, encoding
         self._cancel, self._clock, self._rate = cancel, clock, config.rate_bytes_s
         self._section_bytes, self._blob_bytes = buffers.section_bytes, buffers.blob_bytes
@@ -212,7 +212,7 @@ class SectionPipeline:
         )
 
     def _look(self) -> None:
-        """Notice that the save was cancelled, or that a put failed, before more is done in vain."""
+        """Notice that the save was cancelled, or that a put failed, before more is done for nothing."""
         if self._cancel.is_set():
             raise Cancelled("the save was cancelled")
         while self._puts and self._puts[0][0].done():

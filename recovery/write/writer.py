@@ -33,7 +33,7 @@ class Note(Protocol):
 
 
 def save_rows(
-    holder: RowSource,
+    source: RowSource,
     choice: Choice,
     store: Store,
     prefix: str,
@@ -54,19 +54,19 @@ def save_rows(
     Raises what the store raises, Busy, or Cancelled within one section after `cancel` was set.
     """
     encoding = Encoding(config.level, bits=None if exact else config.bits)
-    buffers = buffers or Buffers(holder.schema, config)
+    buffers = buffers or Buffers(source.schema, config)
     with SectionPipeline(
-        holder.schema, store, prefix, config, encoding, cancel or threading.Event(), clock, buffers
+        source.schema, store, prefix, config, encoding, cancel or threading.Event(), clock, buffers
     ) as line:
-        for shard in holder.shards():
-            for number, table in enumerate(holder.schema.tables):
+        for shard in source.shards():
+            for number, table in enumerate(source.schema.tables):
                 indices, start = choice(number, shard), 0
                 while start < n_indices(indices):
                     records, counts = line.buffers(table)
                     part = slice_indices(indices, start, min(n_indices(indices), start + len(records)))
                     records, counts = records[: n_indices(part)], counts[: n_indices(part)]
                     got = consistent_read.read(
-                        holder,
+                        source,
                         number,
                         shard,
                         part,

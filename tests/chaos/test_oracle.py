@@ -54,13 +54,13 @@ def with_(**changed: Any) -> Callable[[Record], None]:
         (result_with(finite=False), "not finite"),
         (result_with(aucs=[0.5, 0.6]), "did not learn"),
         (with_(result=None), "there is no result"),
-        (without_checkpoints_from(0), "nobody warned"),
-        (without_checkpoints_from(15), "nobody warned"),
+        (without_checkpoints_from(0), "there was no warning"),
+        (without_checkpoints_from(15), "there was no warning"),
         (pause_of(50), "no step for 51 s after step 30, and not a word"),
         (with_(left=["4711: python -m gba_hvd.ps.server.server"]), "left behind: 4711"),
         (with_(left=["gba-hvd-1/ps-0.lock"]), "left behind: gba-hvd-1"),
         (with_(exit_code=1), "exit code 1, expected 0"),
-        (with_(ends=["FAILED"]), "exit code 0, but the workers said ['FAILED']"),
+        (with_(ends=["FAILED"]), "exit code 0, but the workers reported ['FAILED']"),
         (with_(limit=300.0, exit_code=-9), "still ran after 300 s"),
         (with_(tracked="RUNNING"), "the MLflow run is RUNNING, expected FINISHED"),
         (with_(tracked=None), "the MLflow run is not there"),
@@ -106,7 +106,7 @@ def test_a_warning_of_something_else_is_no_warning(record: Record) -> None:
 
 def test_a_job_that_may_fail_must_say_so(record: Record) -> None:
     record.exit_code, record.ends = 1, []
-    assert any("no worker said that it failed" in wrong for wrong in violations(record, may_fail=True))
+    assert any("no worker reported that it failed" in wrong for wrong in violations(record, may_fail=True))
     record.ends = ["FAILED"]
     assert violations(record, may_fail=True) == []
 

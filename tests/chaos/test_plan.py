@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from gba_hvd_tools.chaos.command import seeds
-from gba_hvd_tools.chaos.plan import INSIDE, KINDS, OUTSIDE, REPLAYED_RULES, RULES, STEPS, TRACKING, Plan, plan_of
+from gba_hvd_tools.chaos.plan import INSIDE, KINDS, OUTSIDE, REPLAYED_RULES, RULES, STEPS, TRACKING, FaultPlan, plan_of
 from gba_hvd_tools.cli import main
 
 from gba_hvd import GBACallback
@@ -54,7 +54,7 @@ def test_a_schedule_survives_its_file(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["chaos", "show", "--json", "8"]) == 0
     file = tmp_path / "plan.json"
     file.write_text(capsys.readouterr().out)
-    assert Plan.load(file) == plan_of(8)
+    assert FaultPlan.load(file) == plan_of(8)
     file.write_text('{"seed": 8}')
     assert main(["chaos", "run", "--plan", str(file)]) == 1
     assert "is no schedule" in capsys.readouterr().err
@@ -86,7 +86,7 @@ def test_the_rule_can_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_a_stored_schedule_without_the_newest_fields_is_read() -> None:
     stored = sorted((Path(__file__).parents[1] / "processes" / "schedules").glob("**/*.json"))
-    assert stored and all(Plan.load(path).rule in RULES for path in stored)
+    assert stored and all(FaultPlan.load(path).rule in RULES for path in stored)
 
 
 @pytest.mark.parametrize("text", ["5", "a:b", "5:5", "x0:4", "7:3"])

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from gba_hvd_tools.chaos import run
 from gba_hvd_tools.chaos.oracle import Record
-from gba_hvd_tools.chaos.plan import Plan, plan_of
-from gba_hvd_tools.chaos.run import Outcome
+from gba_hvd_tools.chaos.plan import FaultPlan, plan_of
+from gba_hvd_tools.chaos.run import ScheduleOutcome
 from gba_hvd_tools.chaos.summary import summarise
 from gba_hvd_tools.cli import main
 
@@ -21,14 +21,14 @@ def outcome(record: Record, planned: list[str], fired: list[str], lost: int = 0,
     record.fired = [{"kind": kind, "step": 1, "time": 1.0} for kind in fired]
     assert record.result is not None
     record.result["lost"] = lost
-    return Outcome(record, wrong or []).as_json()
+    return ScheduleOutcome(record, wrong or []).as_json()
 
 
 def test_the_table_counts_by_kind(record: Record) -> None:
     results = [
         outcome(record, ["kill_server", "kill_server", "neighbour"], ["kill_server", "neighbour"], lost=96),
         outcome(record, ["kill_server"], ["kill_server"], wrong=["left behind"]),
-        Outcome(record, [], "no root").as_json(),
+        ScheduleOutcome(record, [], "no root").as_json(),
     ]
     lines = summarise(results)
     servers = lines["kill_server"]
@@ -42,13 +42,13 @@ def test_a_batch_goes_on_where_it_was_interrupted(
 ) -> None:
     asked: list[int] = []
 
-    def carried_out(plan: Plan, folder: Path, keep: bool) -> Outcome:
+    def carried_out(plan: FaultPlan, folder: Path, keep: bool) -> ScheduleOutcome:
         if plan.seed == 3 and len(asked) < 4:
             asked.append(-1)
             raise KeyboardInterrupt
         asked.append(plan.seed)
         wrong = ["exit code 1, expected 0"] if plan.seed == 2 else []
-        return Outcome(Record(plan_of(plan.seed).as_json(), exit_code=0, result=record.result), wrong)
+        return ScheduleOutcome(Record(plan_of(plan.seed).as_json(), exit_code=0, result=record.result), wrong)
 
     monkeypatch.setattr(run, "run_plan", carried_out)
     arguments = ["chaos", "run", "--seeds", "0:5", "--out", str(tmp_path)]

@@ -167,7 +167,7 @@ class CoderContract:
             feedback.settle()
             total += gradient
             sent += read(message, n, 0).whole()
-        np.testing.assert_allclose(sent + feedback.rest, total, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(sent + feedback.residual, total, rtol=1e-5, atol=1e-5)
 
 
 class RowOptimizerContract:

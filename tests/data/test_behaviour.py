@@ -14,7 +14,7 @@ from gba_hvd.batch import Batch
 from gba_hvd.data import SyntheticBehaviourLog
 from gba_hvd.data.behaviour import PADDING
 from gba_hvd.errors import BadInput
-from gba_hvd.metrics import exact_auc
+from gba_hvd.metrics.scores import exact_auc
 
 SMALL: dict[str, Any] = {"n_users": 50, "n_items": 40, "n_categories": 8, "max_length": 12}
 

@@ -15,7 +15,7 @@ from gba_hvd_tools.commands import data
 from gba_hvd_tools.commands.data_output import plain_lines
 
 from gba_hvd.data import ClickLog
-from gba_hvd.data.splits import Progress
+from gba_hvd.data.splits import PrepareProgress
 from gba_hvd.errors import BadInput
 
 from .colours import GOOD, HEADER
@@ -123,7 +123,7 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(capsys: pytest.Captu
     show = plain_lines(lambda: now)
     for second in range(12):
         now = float(second)
-        show(Progress("writing", second * 10, 110, second * 1000, 1))
+        show(PrepareProgress("writing", second * 10, 110, second * 1000, 1))
     assert capsys.readouterr().err.splitlines() == [
         "writing 45%, 5,000 rows, 1 malformed",
         "writing 91%, 10,000 rows, 1 malformed",

@@ -15,7 +15,7 @@ import pytest
 
 from gba_hvd.data import ClickLog, SplitFiles, prepare
 from gba_hvd.data import prepare as prepare_function
-from gba_hvd.data.splits import Progress
+from gba_hvd.data.splits import PrepareProgress
 from gba_hvd.errors import BadInput
 
 from .colours import COLOURS, GOOD, HEADER
@@ -49,7 +49,7 @@ def source(tmp_path: Path) -> SplitFiles:
 @pytest.mark.parametrize("phase", ["fitting", "writing"])
 @pytest.mark.parametrize("after_rows", [0, 100, 200])
 def test_an_error_on_the_way_leaves_nothing(phase: str, after_rows: int, source: SplitFiles, tmp_path: Path) -> None:
-    def interrupt(progress: Progress) -> None:
+    def interrupt(progress: PrepareProgress) -> None:
         if progress.phase == phase and progress.rows >= after_rows:
             raise Interrupted
 
@@ -91,7 +91,7 @@ def test_without_overwrite_what_is_there_is_left_alone(source: SplitFiles, tmp_p
 def test_two_at_once_do_not_mix(source: SplitFiles, tmp_path: Path) -> None:
     refused = []
 
-    def start_another(progress: Progress) -> None:
+    def start_another(progress: PrepareProgress) -> None:
         with pytest.raises(BadInput, match="another prepare is writing it right now"):
             prepare_function(COLOURS, source, tmp_path / "out")
         refused.append(progress)

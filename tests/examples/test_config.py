@@ -72,6 +72,8 @@ def test_the_command_line_beats_the_file_and_the_file_beats_the_defaults(tmp_pat
         ("train.micro_batch=1000", r"train\.global_batch: must be a multiple of micro_batch \(1000\), got 4096"),
         ("train.max_norm=-1", r"train\.max_norm must be a positive, finite number, or None for no clipping, got -1\.0"),
         ("train.max_row_norm=big", r"train\.max_row_norm: expected a number, got 'big'"),
+        ("data.num_workers=-1", r"data\.num_workers must be a whole number, 0 or more, got -1"),
+        ("data={num_workers: 1, prefetch: 0}", r"data\.num_workers=1 with prefetch=0"),
         ("train.epochs=0", r"train\.epochs: must be positive, got 0"),
         ("model.dropout=1", r"model\.dropout: must be in \[0, 1\), got 1\.0"),
         ("train.row_average=local", r"train\.row_average: expected one of global, contributors, .*got 'local'"),

@@ -89,7 +89,7 @@ def test_a_job_without_a_summary_fails_the_demo(tmp_path: Path) -> None:
 def test_the_pulse_reports_the_step_and_the_process_of_each_rank(tmp_path: Path) -> None:
     for rank in (1, 0):
         pulse = ProgressFiles(tmp_path, every_steps=2)
-        pulse.on_job(Job("job", rank, 2, 0, "here", leads_host=True))
+        pulse.on_job(Job("job", rank, 2, 0, "here", is_host_leader=True))
         for step in range(1, 6):
             pulse.on_step(StepRecord(step + rank, 0, 8, 8 * step, 0.1, 2, "allreduce", None))
     reported = json.loads((tmp_path / "pulse" / "step.json").read_text())
@@ -104,7 +104,7 @@ def test_the_pulse_reports_the_step_and_the_process_of_each_rank(tmp_path: Path)
 
 def test_the_pulse_reports_a_change_of_mode_at_once_and_needs_no_round_step(tmp_path: Path) -> None:
     pulse, seen = ProgressFiles(tmp_path, every_steps=10), []
-    pulse.on_job(Job("job", 0, 2, 0, "here", leads_host=True))
+    pulse.on_job(Job("job", 0, 2, 0, "here", is_host_leader=True))
     for step, mode in [(1, "allreduce"), (2, "gba"), (9, "gba"), (13, "gba"), (14, "gba")]:
         pulse.on_step(StepRecord(step, 0, 8, 8 * step, 0.1, 2, mode, None))
         seen.append(json.loads((tmp_path / "pulse" / "step.json").read_text())["step"])
@@ -113,7 +113,7 @@ def test_the_pulse_reports_a_change_of_mode_at_once_and_needs_no_round_step(tmp_
 
 def test_the_pulse_forgets_ranks_that_the_job_no_longer_has(tmp_path: Path) -> None:
     for rank, size in ((0, 3), (1, 3), (2, 3), (0, 2)):
-        ProgressFiles(tmp_path).on_job(Job("job", rank, size, 0, "here", leads_host=rank == 0))
+        ProgressFiles(tmp_path).on_job(Job("job", rank, size, 0, "here", is_host_leader=rank == 0))
     assert sorted(path.name for path in (tmp_path / "pulse").iterdir()) == ["worker-0.json", "worker-1.json"]
 
 
@@ -146,7 +146,7 @@ def test_the_demo_reads_the_processes_and_the_mode_from_the_pulse(tmp_path: Path
         assert (watch.step(), watch.mode(), watch.workers()) == (-1, "", [])
         for rank in (0, 1):
             pulse = ProgressFiles(tmp_path)
-            pulse.on_job(Job("job", rank, 2, 0, "here", leads_host=True))
+            pulse.on_job(Job("job", rank, 2, 0, "here", is_host_leader=True))
             pulse.on_step(StepRecord(7, 0, 8, 56, 0.1, 2, "gba", None))
         assert (watch.step(), watch.mode(), watch.n_workers()) == (7, "gba", 2)
         assert watch.workers() == [Worker(rank, os.getpid(), "here") for rank in (0, 1)]
@@ -154,7 +154,7 @@ def test_the_demo_reads_the_processes_and_the_mode_from_the_pulse(tmp_path: Path
 
 def test_the_demo_learns_of_checkpoints_and_rows_that_came_back(tmp_path: Path) -> None:
     log = RecoveryLog(tmp_path)
-    log.on_job(Job("job", 0, 1, 0, "here", leads_host=True))
+    log.on_job(Job("job", 0, 1, 0, "here", is_host_leader=True))
     with subprocess.Popen([sys.executable, "-c", ""]) as job:
         watch = Watch(job, tmp_path, time.monotonic() + 100)
         assert watch.recovery("checkpoint") == []

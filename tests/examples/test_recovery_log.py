@@ -13,7 +13,7 @@ BACK = {"rows_restored": 340, "rows_lost": 0, "pls": 0.0025, "pls_total": 0.004,
 
 def worker(out: Path, rank: int) -> RecoveryLog:
     log = RecoveryLog(out)
-    log.on_job(Job("job", rank, 2, 0, "here", leads_host=True))
+    log.on_job(Job("job", rank, 2, 0, "here", is_host_leader=True))
     return log
 
 
@@ -34,7 +34,7 @@ def test_a_survivor_that_becomes_chief_goes_on_with_the_count(tmp_path: Path) ->
         chief.on_event(saved(step))
     chief.on_event(Event("rows_restored", 25, "words", BACK))
     survivor.on_event(Event("rows_restored", 25, "words", BACK))  # all get it, the chief writes it down
-    survivor.on_job(Job("job", 0, 1, 0, "here", leads_host=True))
+    survivor.on_job(Job("job", 0, 1, 0, "here", is_host_leader=True))
     survivor.on_event(saved(30))
     survivor.on_event(Event("checkpoint_failed", 41, "words", {"why": "disk full"}))
     last = {"saved_step": 30, "kind": "full", "n_bytes": 10, "url": "/c", "manifest": "m-30"}

@@ -66,7 +66,7 @@ def train(folder: Path, workers: int, *settings: str) -> dict[str, Any]:
 
 
 def test_two_workers_reach_what_one_reaches(tmp_path: Path) -> None:
-    alone, together = train(tmp_path, 1), train(tmp_path, 2)
+    alone, together = train(tmp_path, 1), train(tmp_path, 2, "data.num_workers=1")
     assert (alone["workers"], together["workers"]) == (1, 2)
     assert together["auc"] == pytest.approx(alone["auc"], abs=1e-4)
     assert together["logloss"] == pytest.approx(alone["logloss"], abs=1e-4)
@@ -140,6 +140,7 @@ def test_models_of_sequences_learn_from_the_history(tmp_path: Path, name: str, m
     config, out = EXAMPLES / "configs" / f"{name}.yaml", tmp_path / "out"
     settings = [f"data.behaviour.{key}={value}" for key, value in sizes.items()]
     settings += ["train.global_batch=256", "train.micro_batch=64", "train.epochs=2", "mlflow=false"]
+    settings += ["embedding.lr=1e-2", "dense.lr=5e-3"]  # for so few steps
     settings += [f"switching.mode={mode}", "switching.wait_s=120"]
     said = run(tmp_path, *on_workers(2), EXAMPLES / "train_ctr.py", "--config", config, "--out", out, *settings)
     wait_until_empty(tmp_path / "shards")

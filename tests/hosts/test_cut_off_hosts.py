@@ -119,7 +119,7 @@ def test_a_host_that_comes_back_is_not_believed(lab: VirtualHosts, tmp_path: Pat
         os.kill(worker, signal.SIGCONT)
         wait_for(lambda: not job.processes_on(cut), "the end of all that was on the host that came back", PATIENCE_S)
         (end,) = (line for line in job.notes("end") if line["pid"].startswith(f"{cut}-"))
-        assert end["end"] == "FAILED" and "given up while it was away" in end["error"]
+        assert end["end"] == "FAILED" and "evicted while it was away" in end["error"]
 
         (job.out / "came back").touch()
         assert job.wait(PATIENCE_S) == 0, job.log()

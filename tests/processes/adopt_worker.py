@@ -1,7 +1,8 @@
 """Trains models of `nn.Embedding` modules in shared tables, one job after the other, each in each mode of the plan.
 
 A model is a module, or an object in one, with `make_model`, `make_samples`, `loss_of` and `outputs` as the scripts of
-`examples/adopt` have them. Each worker writes what it has at the end: dense parameters, and the rows of its host.
+`examples/adopt` have them, and their `TASKS` if it has several. Each worker writes what it has at the end: dense
+parameters, and the rows of its host.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ OUT = Path(PLAN["out"])
 host = os.environ.get("HOROVOD_HOSTNAME", "alone") if PLAN.get("own_memory_per_name") else ""
 os.environ["GBA_HVD_SHARD_DIR"] = str(Path(PLAN["shard_dir"]) / host)  # two names of one machine count as two hosts
 Path(os.environ["GBA_HVD_SHARD_DIR"]).mkdir(parents=True, exist_ok=True)
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(OUT / "compiled")
 sys.path[:0] = PLAN["path"]
 
 if PLAN.get("horovod", True):
@@ -57,17 +59,18 @@ def train(name: str, mode: str) -> None:
     state = gba_hvd.elastic.TorchState(model, optimizer, epoch=0)
     if mode == "gba":
         state.register_callbacks([gba_hvd.GBACallback(mode="gba", lookahead=0, wait_s=180.0)])
-    outputs = []
-    for batch in gba_hvd.batches(samples, state, shuffle=False, forward=lambda batch: adopted.outputs(model, batch)):
+    run = torch.compile(model, backend=PLAN["compile"], fullgraph=True) if PLAN.get("compile") else model
+    modes = set()
+    for batch in gba_hvd.batches(samples, state, shuffle=False, forward=lambda batch: adopted.outputs(run, batch)):
         optimizer.zero_grad()
-        loss = adopted.loss_of(model, batch)
+        loss = adopted.loss_of(run, batch)
         loss.backward()
         optimizer.step(loss=loss)
-        outputs.append(state.engine.mode.name)
-    assert set(outputs) <= {mode}, outputs
+        modes.add(state.engine.mode.name)
+    assert modes <= {mode}, modes
     scores = gba_hvd.evaluate(
         model, samples, state, batch=50, forward=lambda batch: adopted.outputs(model, batch),
-        label=lambda batch: batch[1].reshape(len(batch[1]), -1)[:, 0], activation="none",
+        tasks=getattr(adopted, "TASKS", {"click": gba_hvd.Task(label=lambda batch: batch[1])}), activation="none",
     )  # fmt: skip
     arrays = {f"dense.{name}": p.detach().numpy() for name, p in model.named_parameters()}
     for table in tables.layout.tables:
@@ -76,7 +79,7 @@ def train(name: str, mode: str) -> None:
         rows = np.full((table.n_rows, table.dim), np.nan, np.float32)
         rows[here] = tables.rows(table.name, ids[here])
         arrays[f"rows.{table.name}"] = rows
-    arrays["auc"], arrays["step"] = np.array(scores.auc), np.array(state.step)
+    arrays["auc"], arrays["step"] = np.array([found["auc"] for found in scores.values()]), np.array(state.step)
     np.savez(OUT / f"{name.replace(':', '.')}-{mode}-{state.world.rank}.npz", **arrays)
     state.close()
 

@@ -33,7 +33,7 @@ class Books:
 
         def noting(exchange: AllreduceExchange, dense: Any, fields: Any) -> None:
             brought = projected(dense.total[: dense.n].numpy())
-            rest = projected(engine.model.compression.feedback.rest)
+            rest = projected(engine.model.compression.feedback.residual)
             facts = {"step": engine.progress.step + 1, "world": engine.progress.restarts, "rank": engine.world.rank}
             note(brings=brought, rest=rest, **facts)
             die("before commit", engine.progress.step + 1)
@@ -44,7 +44,7 @@ class Books:
         state = DenseExchange.state
 
         def noting_state(exchange: DenseExchange, world: Any) -> dict[str, Any]:
-            note(saves=projected(exchange.feedback.rest), step=engine.progress.step)
+            note(saves=projected(exchange.feedback.residual), step=engine.progress.step)
             return state(exchange, world)
 
         DenseExchange.state = noting_state  # type: ignore[method-assign]
@@ -66,7 +66,7 @@ class Books:
         DensePush.frames = noting_frames  # type: ignore[method-assign]
 
     def close(self) -> None:
-        self._note(left=self._projected(self._engine.model.compression.feedback.rest))
+        self._note(left=self._projected(self._engine.model.compression.feedback.residual))
 
 
 def assert_balanced(

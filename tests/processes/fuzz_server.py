@@ -141,7 +141,7 @@ class Host:
             self.memory.init_shard(shard, 0)
         self.folder = self.memory.folder
         self.key = settings.pop("key", transport.new_key())
-        settings = {"alive_s": 1000.0, "lease_s": 1000.0, **settings}
+        settings = {"heartbeat_timeout_s": 1000.0, "lease_s": 1000.0, **settings}
         launch.write_settings(self.folder, job, self.key, self.layout, self.optimizer, **settings)
         self.endpoints = [launch.endpoint(self.folder, i, host, 120.0) for i in range(n_servers)]
         self._peers: list[Peer] = []

@@ -85,10 +85,10 @@ def seen(batch: gba_hvd.Batch) -> Tensor:
     return next(ids_of(batch)) % N_ITEMS
 
 
-def evaluated(training: Training, n: int = 200) -> dict[str, Any]:
-    """What this worker finds, as plain values."""
+def evaluated(training: Training, n: int = 200, **reading: Any) -> dict[str, Any]:
+    """What this worker finds, as plain values. reading: arguments of both evaluations"""
     tables, state, data = training.tables, training.state, Clicks(n)
-    tasks = gba_hvd.evaluate(Outputs(tables), data, state, batch=16, activation="sigmoid", tasks=TASKS)
+    tasks = gba_hvd.evaluate(Outputs(tables), data, state, batch=16, activation="sigmoid", tasks=TASKS, **reading)
 
     def vectors(batch: gba_hvd.Batch, name: str) -> Tensor:
         tables(batch.ids)
@@ -97,6 +97,7 @@ def evaluated(training: Training, n: int = 200) -> dict[str, Any]:
     found = gba_hvd.evaluate_retrieval(
         training.model, data, AllItems(), state, query_vectors=lambda b: vectors(b, "user"), relevant=relevant,
         item_vectors=lambda b: vectors(b, "item"), seen=seen, k=K, batch=16,
+        **reading,
     )  # fmt: skip
     counts = [found.n, found.n_left_out, found.n_items, found.n_unknown]
     groups = [tasks["ctr"].n_groups, tasks["ctr"].n_groups_left_out]

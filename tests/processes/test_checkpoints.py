@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from gba_hvd_tools import cli
-from gba_hvd_tools.chaos.data import Clicks
+from gba_hvd_tools.chaos.data import ChaosClicks
 
 from recovery.catalog.chains import Chain, chains
 from recovery.format.row_codec import checksum
@@ -238,7 +238,7 @@ def test_every_lookup_of_a_row_is_counted_where_what_is_used_most_is_saved(
         (job.out / "saved once").touch()
         assert job.wait(PATIENCE_S) == 0, job.log()
         assert job.result()["applied"] == 2000
-        found, clicks = job.accesses(), Clicks(1000)
+        found, clicks = job.accesses(), ChaosClicks(1000)
         assert np.array_equal(found["user"], 2 * np.bincount(clicks.user, minlength=300))
         assert np.array_equal(found["item"], 2 * np.bincount(clicks.item, minlength=40))
         kinds = [saved["kind"] for saved in events(job, "checkpoint")]
@@ -246,7 +246,7 @@ def test_every_lookup_of_a_row_is_counted_where_what_is_used_most_is_saved(
         assert kinds[-1] in ("full", "delta"), "the last one leaves out no change"
 
 
-PLANNED = {"every_steps": None, "longest_s": 0.02}  # nobody says how often, nor by which policy
+PLANNED = {"every_steps": None, "longest_s": 0.02}  # neither how often nor by which policy
 
 
 @pytest.mark.parametrize(
@@ -263,16 +263,23 @@ PLANNED = {"every_steps": None, "longest_s": 0.02}  # nobody says how often, nor
 def test_a_lost_host_gets_its_rows_back_and_no_sample_is_lost(
     tmp_path: Path, settings: dict[str, Any], kind: str
 ) -> None:
-    plan = saving(tmp_path, total_samples=4000, recovery="partial", **settings)
-    plan |= {"holds": HOLDS, "wait_at_step": 36}
-    with cluster(tmp_path, **plan, own_memory_per_name=True, epochs=4, sleep_s=0.05) as job:
+    plan = saving(tmp_path, total_samples=4000, recovery="partial", **({"every_steps": 4} | settings))
+    # At step 11 the second checkpoint, of step 8, is steps old, and the third one is not due yet. A planned interval is
+    # no shorter than a save takes: the second checkpoint has a second until it is due.
+    held_at, sleep_s = ("30", 0.05) if settings == PLANNED else ("11", 0.0)
+    plan |= {"holds": {"1": "servers", "6": "saved once", held_at: "killed"}, "wait_at_step": 36}
+    with cluster(tmp_path, **plan, own_memory_per_name=True, epochs=4, sleep_s=sleep_s) as job:
         # Who was started again on that host before the others had noticed would find all rows in its memory.
         job.start_elastic(TWO, cooldown_s=600)
         let_go(job, n_servers=2)
         wait_for_two_checkpoints(job)
+        wait_for(
+            lambda: len(list(job.out.glob("held-by-killed-*"))) == 2, f"both workers at step {held_at}", PATIENCE_S
+        )
         killed = job.processes_of_name(TWO[1])
         job.kill(killed)
         shutil.rmtree(job.shard_dir / TWO[1])
+        (job.out / "killed").touch()
         back = wait_for(lambda: events(job, "rows_restored"), "the rows' return", PATIENCE_S)[0]
         (job.out / "go").touch()
         assert job.wait(PATIENCE_S) == 0, job.log()
@@ -281,7 +288,8 @@ def test_a_lost_host_gets_its_rows_back_and_no_sample_is_lost(
         assert back["rows_restored"] in (170, 340) and back["rows_lost"] == 0
         before_the_loss = [saved["kind"] for saved in events(job, "checkpoint") if saved["time"] < back["time"]]
         assert before_the_loss[:2] == ["full", kind] and set(before_the_loss) == {"full", kind}
-        assert 0 < back["pls"] < 1 and back["pls"] == back["pls_total"] and back["total_samples"] == 4000
+        assert 0 <= back["pls"] < 1 and back["pls"] == back["pls_total"] and back["total_samples"] == 4000
+        assert back["pls"] > 0 or settings == PLANNED, "a planned one may be of the step of the loss"
         job.assert_every_sample_once(epochs=4)
 
 

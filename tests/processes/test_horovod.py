@@ -42,14 +42,14 @@ from gba_hvd.comm.world_formation import Forming
 hvd.init()
 world = collectives.HorovodWorld()
 try:
-    world.sum_("given up", torch.ones(4), given_up=lambda: True)
+    world.sum_("cancelled", torch.ones(4), cancelled=lambda: True)
 except collectives.WorldLeft:
-    (given_up,) = mpi_ops._handle_map
-    while not hvd.poll(given_up):
+    (cancelled,) = mpi_ops._handle_map
+    while not hvd.poll(cancelled):
         time.sleep(0.01)
     collectives.initialise_again(Forming())
     values = torch.ones(4)
-    collectives.HorovodWorld().sum_("given up", values)
+    collectives.HorovodWorld().sum_("cancelled", values)
     print("the next world sums", values.sum().item(), "and keeps", len(mpi_ops._handle_map))
 """
 

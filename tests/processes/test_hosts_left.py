@@ -107,7 +107,7 @@ def test_hosts_that_cannot_agree_leave_the_checkpoint_before_in_force(tmp_path: 
         before = newest_in(tmp_path)
         with open(folder_of(job, True) / "ps-0.log") as log:  # it can be read when the folder is gone
             wait_for(lambda: not job.processes(), "the end of servers and keepers", PATIENCE_S)
-            assert "the servers of hosts [1] of 2 have not said that their workers are gone" in log.read()
+            assert "the servers of hosts [1] of 2 have not reported that their workers are gone" in log.read()
     newest = newest_in(tmp_path)
     assert newest.number >= before.number, "one that was in flight may have come"
     assert newest.step < KILLED_AT and "last_gasp" not in newest.about

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from gba_hvd.grouped_auc import grouped_auc
-from gba_hvd.metrics import exact_auc
+from gba_hvd.metrics.grouped_auc import grouped_auc
+from gba_hvd.metrics.scores import exact_auc
 
 from .cluster import NAMES, Cluster, cluster
 from .workload import Clicks
@@ -90,6 +90,19 @@ def test_evaluations_in_asynchronous_modes_are_those_of_all_samples_at_once(
     tmp_path: Path, mode: str, workers: int
 ) -> None:
     with cluster(tmp_path, gba={"mode": mode}, **SHORT) as job:
+        job.run(lambda: job.start_static(workers))
+        check(job, workers, mode)
+
+
+@pytest.mark.parametrize(
+    ("mode", "workers", "reading"),
+    [("allreduce", 2, {"num_workers": 1}), ("gba", 3, {"num_workers": 1, "prefetch": 1}), ("gba", 2, {"prefetch": 3})],
+)
+def test_evaluations_that_read_ahead_find_the_same(
+    tmp_path: Path, mode: str, workers: int, reading: dict[str, int]
+) -> None:
+    more = {} if mode == "allreduce" else {"gba": {"mode": mode}}
+    with cluster(tmp_path, evaluation_reading=reading, **more, **SHORT) as job:
         job.run(lambda: job.start_static(workers))
         check(job, workers, mode)
 

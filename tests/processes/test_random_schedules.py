@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gba_hvd_tools.chaos.plan import Plan, plan_of
+from gba_hvd_tools.chaos.plan import FaultPlan, plan_of
 from gba_hvd_tools.chaos.run import run_plan
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(1000)]
@@ -23,7 +23,7 @@ SCHEDULES = sorted((Path(__file__).parent / "schedules").glob("*.json"))
 MORE = sorted((Path(__file__).parent / "schedules" / "more").glob("*.json"))
 
 
-FIXED = [Plan.load(path) for path in (*SCHEDULES, *MORE)]
+FIXED = [FaultPlan.load(path) for path in (*SCHEDULES, *MORE)]
 
 
 def schedules() -> list[Any]:
@@ -32,12 +32,12 @@ def schedules() -> list[Any]:
     mode = os.environ.get("GBA_HVD_RANDOM_MODE", "")  # drawn where empty
     if wanted:
         return [pytest.param(plan_of(seed, mode), id=str(seed)) for seed in range(first, first + wanted)]
-    few = [pytest.param(Plan.load(path), id=path.stem) for path in SCHEDULES]
-    return few + [pytest.param(Plan.load(path), id=path.stem, marks=pytest.mark.variant) for path in MORE]
+    few = [pytest.param(FaultPlan.load(path), id=path.stem) for path in SCHEDULES]
+    return few + [pytest.param(FaultPlan.load(path), id=path.stem, marks=pytest.mark.variant) for path in MORE]
 
 
 @pytest.mark.parametrize("plan", schedules())
-def test_the_oracle_finds_nothing_wrong(tmp_path: Path, plan: Plan) -> None:
+def test_the_oracle_finds_nothing_wrong(tmp_path: Path, plan: FaultPlan) -> None:
     outcome = run_plan(plan, tmp_path / "job")
     if outcome.skipped:  # of all seeds; those in the folder need no file system of their own
         assert plan.needs_mounts

@@ -59,8 +59,8 @@ def test_one_worker_trains_as_without_replicas_bit_for_bit(tmp_path: Path, dense
     plan = {"dense_optimizer": dense, "row_optimizer": rows, "flush": True}
     plain = train_alone(tmp_path / "plain", {**plan, "global_batch": 16})
     asynchronous = train_alone(tmp_path / "async", plan, mode="async")
-    for mode in ("shadow", "ma"):
-        shadow = train_alone(tmp_path / mode, plan, mode=mode, every=3)
+    for mode, options in (("shadow", {}), ("ma", {"every": 3})):
+        shadow = train_alone(tmp_path / mode, plan, mode=mode, **options)
         assert shadow.modes == {mode} and shadow.samples == asynchronous.samples
         for other in (asynchronous, plain):
             assert_identical(shadow.arrays, other.arrays)

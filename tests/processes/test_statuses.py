@@ -113,7 +113,7 @@ def run_of(uri: str, job: Cluster) -> Run:
 @pytest.mark.parametrize(
     ("do", "rank", "said"),
     [
-        ("kill", 1, r"was killed, or died without a word, and without an elastic launcher nobody replaces it"),
+        ("kill", 1, r"was killed, or died without a word, and without an elastic launcher it is not replaced"),
         pytest.param("kill", 0, "", marks=pytest.mark.variant),  # the chief: its sender says so
         ("raise", 1, r"ended first (RuntimeError: planned failure)"),
     ],
@@ -138,7 +138,7 @@ def test_two_workers_without_elasticity(tmp_path: Path, database: str, do: str, 
         run = run_of(database, job)
         assert run.info.status == "FAILED"
         reason = run.data.tags["gba_hvd.status_reason"]
-        assert (f"WorldLost: rank {rank}" in reason) if rank else ("ended without saying how" in reason)
+        assert (f"WorldLost: rank {rank}" in reason) if rank else ("ended without reporting its end" in reason)
 
 
 def test_ctrl_c_is_killed_on_all_workers_although_one_ends_first(tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ from gba_hvd.ps import launch  # noqa: E402
 from gba_hvd.ps.worker.replica_worker import ReplicaWorker  # noqa: E402
 from gba_hvd.ps.worker.worker import PsWorker  # noqa: E402
 from gba_hvd.shm.shard_memory import ShardMemory, is_alive  # noqa: E402
+from gba_hvd.shm.vocabulary import Vocabulary  # noqa: E402
 from gba_hvd.switching import enter_ps  # noqa: E402
 from recovery.callback import CheckpointCallback  # noqa: E402
 
@@ -170,6 +171,7 @@ def hosts_updated() -> Exception:
 torch_state.hosts_updated = hosts_updated
 around(AllreduceExchange, "commit", None, lambda _: die("after commit", state.step + 1))
 around(ShardMemory, "begin", None, lambda _: die("in apply", state.step + 1))
+around(Vocabulary, "looked_up", None, lambda _: die("in vocabulary", state.step + 1))
 around(ShardMemory, "finish", None, lambda _: die("after apply", state.step + 1))
 around(ReplicaWorker, "export", lambda _: die("before submitting", state.epoch), None)
 around(
@@ -198,7 +200,7 @@ def stop_rounds(self: SyncThread, together: bool = False, timeout_s: float = 10.
 
 SyncThread.stop = stop_rounds  # type: ignore[method-assign]
 if PLAN.get("in_step"):  # in the foreground, no worker takes part in a round before it has made a step itself
-    schedule._is_due = lambda now, standing, *_: bool(standing.ending) or standing.wanted
+    schedule._is_due = lambda now, standing, *_: bool(standing.ending) or standing.round_requested
 
 
 def push(self: PsWorker, lease: Any, rows: Any, loss: Any, seconds: float, refused: str, drop: bool = False) -> str:
@@ -457,7 +459,11 @@ def train(state: gba_hvd.elastic.TorchState) -> None:
         state.aucs = [*state.aucs, scores.auc]
         state.report(auc=scores.auc)
         if PLAN.get("evaluates_more"):
-            note(evaluation=evaluated(training), rank=state.world.rank, mode=state.engine.mode.name)
+            note(
+                evaluation=evaluated(training, **PLAN.get("evaluation_reading", {})),
+                rank=state.world.rank,
+                mode=state.engine.mode.name,
+            )
     if books is not None:
         books.close()
     if state.world.rank == 0:

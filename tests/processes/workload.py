@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from gba_hvd_tools.chaos import data
+from gba_hvd_tools.chaos.data import raw_ids
 from torch import Tensor, nn
 
 import gba_hvd
@@ -31,7 +32,7 @@ class NamedBatch(gba_hvd.Batch):
     rows: tuple[int, ...] = ()
 
 
-class Clicks(data.Clicks):
+class Clicks(data.ChaosClicks):
     """What the chaos jobs learn, in batches that know which samples they hold."""
 
     def take(self, rows: np.ndarray) -> NamedBatch:
@@ -155,12 +156,14 @@ class Training:
         torch.manual_seed(plan.get("torch_seed", 3))
         module, _, kind = plan.get("row_optimizer", "Adagrad").rpartition(":")
         row_optimizer = getattr(importlib.import_module(module or "gba_hvd"), kind)(lr=plan.get("row_lr", 0.05))
-        has_features = bool(plan.get("features"))
+        has_features, users = bool(plan.get("features")), gba_hvd.Table(300 + more_users, 8)
+        if "hashed" in plan:
+            users = gba_hvd.Table(dim=8, keys="hash64", **plan["hashed"])
         tables = (
             feature_tables(plan, row_optimizer)
             if has_features
             else gba_hvd.EmbeddingTables(
-                {"user": (300 + more_users, 8), "item": (40, 6)},
+                {"user": users, "item": (40, 6)},
                 optimizer=row_optimizer,
                 seed=5,
                 n_shards=plan.get("n_shards", 4),
@@ -187,7 +190,7 @@ class Training:
         state = gba_hvd.elastic.TorchState(model, optimizer, **values)
         if plan.get("lr_decay"):
             state.on_step(state.scheduler.step)
-        dataset = (FeatureClicks if has_features else Clicks)(plan.get("samples", 1000))
+        dataset = (FeatureClicks if has_features else Clicks)(plan.get("samples", 1000), raw="hashed" in plan)
         return cls(dataset, tables, model, optimizer, state, scaler)
 
     def loss(self, batch: gba_hvd.Batch) -> Tensor:
@@ -206,12 +209,15 @@ class Training:
             self.scaler.update()
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Dense parameters, and rows and their slots where one host has them all."""
+        """Dense parameters, and rows and their slots where one host has them all; the ids that a hashed table has."""
         arrays = {f"dense.{name}": p.detach().numpy().copy() for name, p in self.model.named_parameters()}
         if self.tables.local is None:
             for table in self.tables.layout.tables:
+                rows = np.arange(table.n_rows) if table.hashed is None else raw_ids(np.arange(300))
+                if table.hashed is not None:
+                    arrays[f"{table.name}.ids"] = self.tables.vocabulary(table.name)
                 for what in ("weights", *(slot.name for slot in self.tables.layout.slots_of(table))):
-                    arrays[f"{table.name}.{what}"] = self.tables.rows(table.name, np.arange(table.n_rows), what)
+                    arrays[f"{table.name}.{what}"] = self.tables.rows(table.name, rows, what)
         return arrays
 
     def accesses(self) -> dict[str, np.ndarray]:

@@ -18,7 +18,7 @@ from recovery.rows import Schema
 from recovery.selection.selector import Selection
 from recovery.storage.store import Store
 from recovery.torch_rows.tensor_rows import TensorRows
-from recovery.write.multipart import SavePlace, commit_parts, save_part
+from recovery.write.multipart import SaveTarget, commit_parts, save_part
 
 SMALL = Config(section_bytes=8 << 10, blob_bytes=32 << 10, level=0)
 
@@ -44,11 +44,11 @@ class Saver:
         kind = kind or (self.config.policy if self.made else "full")
         number, step = len(self.made) + 1, self.rows.last_step
         parent = None if kind == "full" else self.made[-1].name
-        place = SavePlace(self.epoch, number, kind, parent, step, 10 * step, self.rows.schema)
-        written = save_part(self.rows, self.selection, self.store, place, self.config)
+        target = SaveTarget(self.epoch, number, kind, parent, step, 10 * step, self.rows.schema)
+        written = save_part(self.rows, self.selection, self.store, target, self.config)
         state = b"state of step %d" % step if state is None else state
         manifest, _ = commit_parts(
-            self.store, self.selection, place, [written], lambda parts: state, unix_clock=lambda: 0.0
+            self.store, self.selection, target, [written], lambda parts: state, unix_clock=lambda: 0.0
         )
         self.made.append(manifest)
         return manifest

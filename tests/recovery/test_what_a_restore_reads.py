@@ -19,7 +19,7 @@ from recovery.restore import restore
 from recovery.selection.selector import Selection
 from recovery.storage.store import Store, manifest_names
 from recovery.torch_rows.tensor_rows import TensorRows
-from recovery.write.multipart import SavePlace, commit_parts, save_part
+from recovery.write.multipart import SaveTarget, commit_parts, save_part
 from tests.recovery.holders import assert_same, train, two_tables, values
 from tests.recovery.saving import ThroughAPipe
 from tests.recovery.stores import RamStore
@@ -115,9 +115,9 @@ def test_sections_too_many_for_a_manifest_are_refused_at_the_start(
 def a_checkpoint(store: Store, number: int, step: int | None = None) -> None:
     rows = two_tables(2, seed=None)
     selection = Selection(rows, ONE)
-    place = SavePlace(1, number, "full", None, number if step is None else step, number, rows.schema)
-    written = save_part(rows, selection, store, place, ONE)
-    commit_parts(store, selection, place, [written], lambda parts: b"s", verify="sizes")
+    target = SaveTarget(1, number, "full", None, number if step is None else step, number, rows.schema)
+    written = save_part(rows, selection, store, target, ONE)
+    commit_parts(store, selection, target, [written], lambda parts: b"s", verify="sizes")
 
 
 def test_checkpoints_are_ordered_as_numbers_whatever_their_length(ram: RamStore) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gba_hvd_tools.chaos.job import Job
+from gba_hvd_tools.chaos.job import ChaosJob
 from gba_hvd_tools.chaos.plan import plan_of
 
 from gba_hvd.epoch import EpochOrder
@@ -57,7 +57,7 @@ def traced_job(folder: Path, rule: str, row_average: str) -> Path:
     plan = replace(plan_of(1), workers=1, mode="allreduce", switch_at={"10": "gba", "30": "allreduce"}, inside=faults)
     plan = replace(plan, outside=[], checkpoints=None, tracking=None, apart=False, optimizer="momentum", replay=True)
     plan = replace(plan, row_average=row_average, rule=rule)
-    job = Job(replace(plan, row_optimizer="Adagrad"), folder / "job")
+    job = ChaosJob(replace(plan, row_optimizer="Adagrad"), folder / "job")
     try:
         job.start(alone=True)
         assert job.launcher is not None and job.launcher.wait(START_S) == 0, job.log_file.read_text()[-3000:]

@@ -27,8 +27,10 @@ WORKER = Path(__file__).with_name("worker.py")
 FLUSH_S = 300.0  # at the end of a job; starting the sender takes tens of seconds on a machine that trains meanwhile
 
 
-def job(job_id: str, rank: int = 0, size: int = 1, host: str = "h1", leads_host: bool = True, **settings: Any) -> Job:
-    return Job(job_id, rank, size, 0, host, leads_host, settings)
+def job(
+    job_id: str, rank: int = 0, size: int = 1, host: str = "h1", is_host_leader: bool = True, **settings: Any
+) -> Job:
+    return Job(job_id, rank, size, 0, host, is_host_leader, settings)
 
 
 def step(k: int, workers: int = 1, loss: float | None = 0.5) -> StepRecord:

@@ -34,7 +34,7 @@ def test_staleness_is_that_of_the_micro_batches_since_the_last_reading():
     )
     assert read == {
         g.STALENESS_MEAN: (1 * 1 + 3 * 2) / 3, g.STALENESS_MAX: 3,
-        g.DROPPED: 64, g.LOST: 0, g.REFUSED: 1, g.REISSUED: 2,
+        g.DROPPED: 64, g.LOST: 0, g.REJECTED: 1, g.REISSUED: 2,
     }  # fmt: skip
 
 
@@ -198,7 +198,7 @@ def test_no_point_is_the_mean_of_two_modes(quiet: MLflowCallback):
 
 
 def test_a_worker_that_becomes_chief_reports_no_old_readings(quiet: MLflowCallback):
-    quiet.on_job(job("j", rank=1, size=2, leads_host=False))
+    quiet.on_job(job("j", rank=1, size=2, is_host_leader=False))
     quiet.on_event(rates(5, seconds={"0": 0.01}))
     quiet.on_event(event("membership", 6))
     quiet.on_job(job("j"))

@@ -181,7 +181,7 @@ def test_several_processes_share_one_sqlite_file_and_one_run(database: str, tmp_
 
 def test_a_worker_that_neither_speaks_nor_leads_its_host_starts_nothing(tmp_path: Path):
     callback = MLflowCallback(tracking_uri="http://127.0.0.1:9", spool_dir=tmp_path / "spool")
-    callback.on_job(job("quiet", rank=1, size=2, leads_host=False))
+    callback.on_job(job("quiet", rank=1, size=2, is_host_leader=False))
     callback.on_step(step(10))
     callback.on_event(event("membership", 10))
     callback.on_end("FINISHED", None)
@@ -243,7 +243,7 @@ def test_a_survivor_goes_on_in_the_run_of_a_killed_chief(server: Server, tmp_pat
     settings = dict(tracking_uri=server.uri, spool_dir="spool", log_every_steps=1, system_metrics=False)
     chief, survivor = Worker(tmp_path, **settings), Worker(tmp_path, **settings)
     chief("on_job", dataclasses.asdict(job("chief-dies", rank=0, size=2, lr=0.1)))
-    survivor("on_job", dataclasses.asdict(job("chief-dies", rank=1, size=2, leads_host=False, lr=0.1)))
+    survivor("on_job", dataclasses.asdict(job("chief-dies", rank=1, size=2, is_host_leader=False, lr=0.1)))
     for k in range(1, 6):
         chief("on_step", dataclasses.asdict(step(k)))
         survivor("on_step", dataclasses.asdict(step(k)))

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from gba_hvd.tracking import delivery
-from gba_hvd.tracking.delivery import Action, decide, may_report
+from gba_hvd.tracking.delivery import DeliveryAction, decide, may_report
 from gba_hvd.tracking.records import (
     MAX_METRICS,
     MAX_TOTAL,
-    Batch,
-    Line,
+    LogBatch,
     Point,
+    SpoolLine,
     flatten,
     halves,
     merge_events,
@@ -23,8 +23,8 @@ from gba_hvd.tracking.records import (
 )
 
 
-def lines(*records: dict[str, Any]) -> list[Line]:
-    return [Line(end, record) for end, record in enumerate(records, start=1)]
+def lines(*records: dict[str, Any]) -> list[SpoolLine]:
+    return [SpoolLine(end, record) for end, record in enumerate(records, start=1)]
 
 
 def metrics(step: int, n: int = 1) -> dict[str, Any]:
@@ -33,13 +33,13 @@ def metrics(step: int, n: int = 1) -> dict[str, Any]:
 
 def test_records_that_follow_each_other_travel_together():
     (batch,) = pack(lines(metrics(1), {"kind": "tags", "values": {"a": "1"}}, metrics(2)))
-    assert isinstance(batch, Batch)
+    assert isinstance(batch, LogBatch)
     assert [point.step for point in batch.points] == [1, 2]
     assert (batch.tags, batch.end) == ({"a": "1"}, 3)
 
 
 def test_no_batch_is_larger_than_mlflow_takes_and_nothing_is_left_out():
-    batches = [b for b in pack(lines(*(metrics(k, 40) for k in range(100)))) if isinstance(b, Batch)]
+    batches = [b for b in pack(lines(*(metrics(k, 40) for k in range(100)))) if isinstance(b, LogBatch)]
     assert all(len(batch.points) <= MAX_METRICS and len(batch) <= MAX_TOTAL for batch in batches)
     assert sum(len(batch.points) for batch in batches) == 4000
     assert [batch.end for batch in batches] == sorted(batch.end for batch in batches)
@@ -55,7 +55,7 @@ def test_a_record_with_more_values_than_a_batch_takes_is_written_as_several():
 
 def test_the_end_is_carried_out_alone_and_after_what_came_before_it():
     kinds = [type(item) for item in pack(lines(metrics(1), {"kind": "end"}, metrics(2)))]
-    assert kinds == [Batch, Line, Batch]
+    assert kinds == [LogBatch, SpoolLine, LogBatch]
 
 
 def test_a_parameter_that_comes_twice_is_not_in_one_batch_twice():
@@ -64,8 +64,8 @@ def test_a_parameter_that_comes_twice_is_not_in_one_batch_twice():
 
 
 def test_a_refused_batch_is_halved_until_each_value_stands_alone():
-    batch = Batch(9, [Point(f"m{i}", 0.0, 0, 0) for i in range(5)], {"p": "1"}, {"t": "1", "u": "2"})
-    alone: list[Batch] = []
+    batch = LogBatch(9, [Point(f"m{i}", 0.0, 0, 0) for i in range(5)], {"p": "1"}, {"t": "1", "u": "2"})
+    alone: list[LogBatch] = []
     waiting = [batch]
     while waiting:
         part = waiting.pop()
@@ -83,7 +83,7 @@ def test_a_refused_batch_is_halved_until_each_value_stands_alone():
 def test_an_event_becomes_a_tag_of_its_kind_and_the_last_one_stays():
     record = {"kind": "event", "event": "membership", "step": 3, "message": "2 -> 1", "data": {}, "unix_s": 0}
     (batch,) = pack(lines(record, {**record, "step": 9, "message": "1 -> 2"}))
-    assert isinstance(batch, Batch)
+    assert isinstance(batch, LogBatch)
     assert batch.tags == {"gba_hvd.event.membership": "step 9: 1 -> 2"}
     assert batch.has_event
 
@@ -110,19 +110,19 @@ class Refusal(Exception):
 @pytest.mark.parametrize(
     ("error", "active", "action"),
     [
-        (ConnectionRefusedError("connection refused"), None, Action.RETRY),
-        (TimeoutError(), None, Action.RETRY),
-        (Refusal("INTERNAL_ERROR"), True, Action.RETRY),
-        (Refusal("TEMPORARILY_UNAVAILABLE"), None, Action.RETRY),
-        (Refusal("PERMISSION_DENIED"), True, Action.RETRY),
-        (Refusal("RESOURCE_DOES_NOT_EXIST"), None, Action.RETRY),
-        (Refusal("INVALID_PARAMETER_VALUE"), True, Action.DROP),
-        (Refusal("RESOURCE_ALREADY_EXISTS"), True, Action.DROP),
-        (Refusal("INVALID_PARAMETER_VALUE"), False, Action.STOP),
-        (ModuleNotFoundError("No module named 'mlflow'", name="mlflow"), None, Action.STOP),
+        (ConnectionRefusedError("connection refused"), None, DeliveryAction.RETRY),
+        (TimeoutError(), None, DeliveryAction.RETRY),
+        (Refusal("INTERNAL_ERROR"), True, DeliveryAction.RETRY),
+        (Refusal("TEMPORARILY_UNAVAILABLE"), None, DeliveryAction.RETRY),
+        (Refusal("PERMISSION_DENIED"), True, DeliveryAction.RETRY),
+        (Refusal("RESOURCE_DOES_NOT_EXIST"), None, DeliveryAction.RETRY),
+        (Refusal("INVALID_PARAMETER_VALUE"), True, DeliveryAction.DROP),
+        (Refusal("RESOURCE_ALREADY_EXISTS"), True, DeliveryAction.DROP),
+        (Refusal("INVALID_PARAMETER_VALUE"), False, DeliveryAction.STOP),
+        (ModuleNotFoundError("No module named 'mlflow'", name="mlflow"), None, DeliveryAction.STOP),
     ],
 )
-def test_only_what_mlflow_refuses_for_good_is_dropped(error: Exception, active: bool | None, action: Action):
+def test_only_what_mlflow_refuses_for_good_is_dropped(error: Exception, active: bool | None, action: DeliveryAction):
     verdict = decide(error, active)
     assert verdict.action is action
     assert type(error).__name__ in verdict.reason
@@ -136,7 +136,7 @@ def test_waiting_grows_and_stays_bounded():
 
 
 @pytest.mark.parametrize(
-    ("own", "current", "speaks"),
+    ("own", "current", "expected"),
     [
         ("200:h1:7", None, True),
         ("200:h1:7", "200:h1:7", True),
@@ -145,5 +145,5 @@ def test_waiting_grows_and_stays_bounded():
         ("1000:h1:7", "999:h2:3", True),
     ],
 )
-def test_the_latest_chief_speaks_for_the_run(own: str, current: str | None, speaks: bool):
-    assert may_report(own, current) is speaks
+def test_the_latest_chief_speaks_for_the_run(own: str, current: str | None, expected: bool):
+    assert may_report(own, current) is expected

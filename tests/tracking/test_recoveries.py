@@ -19,9 +19,9 @@ from mlflow.entities import Metric
 from gba_hvd.callbacks import Event
 from gba_hvd.tracking import MLflowCallback, ProgressLine
 from gba_hvd.tracking.mlflow_run import JobRun
-from gba_hvd.tracking.plots import THROUGHPUT, Span
+from gba_hvd.tracking.plots import THROUGHPUT, ModeSpan
 from gba_hvd.tracking.progress_line import recovery_words
-from gba_hvd.tracking.records import Batch, Point, Record, merge_events
+from gba_hvd.tracking.records import LogBatch, Point, Record, merge_events
 from gba_hvd.tracking.recovery_records import (
     RESUMED_FROM,
     Resume,
@@ -166,7 +166,7 @@ def send(mlflow: Points, *points: Point) -> None:
     info = SimpleNamespace(run_id="r", experiment_id="1")
     run: Any = SimpleNamespace(info=info, data=SimpleNamespace(params={}))
     client: Any = mlflow
-    JobRun(client, run, "stamp", joined=True).send(Batch(1, list(points)))
+    JobRun(client, run, "stamp", joined=True).send(LogBatch(1, list(points)))
 
 
 def lossy(k: int, ms: int) -> Point:
@@ -238,7 +238,7 @@ def test_a_story_leaves_out_what_was_superseded(reported: RunHistory):
         *((k, 2.0) for k in range(5, 9)),
     ]
     assert [p.step for p in reported.history[THROUGHPUT]] == list(range(1, 9))
-    assert reported.spans == [Span(0, 8, "allreduce")]
+    assert reported.spans == [ModeSpan(0, 8, "allreduce")]
 
 
 def test_a_story_has_checkpoints_and_recoveries_in_figures(reported: RunHistory):

@@ -23,7 +23,7 @@ from gba_hvd.mode_names import MODES
 from gba_hvd.tracking import MLflowCallback
 from gba_hvd.tracking import gauges as g
 from gba_hvd.tracking.mlflow_callback import how_to_open
-from gba_hvd.tracking.plots import MODE, Span, draw_plots, is_plotted, mode_spans
+from gba_hvd.tracking.plots import MODE, ModeSpan, draw_plots, is_plotted, mode_spans
 from gba_hvd.tracking.records import Point, Record
 from gba_hvd.tracking.run_history import RunHistory, by_mode, from_files
 from gba_hvd.tracking.spool import SpoolStatus, read_status, write_status
@@ -44,17 +44,24 @@ def switch(step: int, was: str, to: str) -> Record:
 
 def test_a_switch_reports_the_exact_step():
     history_of = points((10, "allreduce"), (20, "gba"), (30, "gba"))
-    assert mode_spans(history_of, [switch(14, "allreduce", "gba")]) == [Span(0, 14, "allreduce"), Span(14, 30, "gba")]
+    assert mode_spans(history_of, [switch(14, "allreduce", "gba")]) == [
+        ModeSpan(0, 14, "allreduce"),
+        ModeSpan(14, 30, "gba"),
+    ]
 
 
 def test_points_make_up_for_a_switch_whose_record_was_lost():
     history_of = points((10, "allreduce"), (20, "gba"), (30, "gba"))
-    assert mode_spans(history_of, []) == [Span(0, 10, "allreduce"), Span(10, 30, "gba")]
+    assert mode_spans(history_of, []) == [ModeSpan(0, 10, "allreduce"), ModeSpan(10, 30, "gba")]
 
 
 def test_switches_are_enough_without_points():
     history_of = [switch(14, "allreduce", "gba"), switch(40, "gba", "allreduce"), switch(50, "allreduce", "bsp")]
-    assert mode_spans([], history_of) == [Span(0, 14, "allreduce"), Span(14, 40, "gba"), Span(40, 50, "allreduce")]
+    assert mode_spans([], history_of) == [
+        ModeSpan(0, 14, "allreduce"),
+        ModeSpan(14, 40, "gba"),
+        ModeSpan(40, 50, "allreduce"),
+    ]
 
 
 def test_nothing_reported_is_no_span():

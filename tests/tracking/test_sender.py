@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gba_hvd.tracking import mlflow_run
-from gba_hvd.tracking.records import Batch, metrics_records, pack
+from gba_hvd.tracking.records import LogBatch, metrics_records, pack
 from gba_hvd.tracking.sender import Sender
 from gba_hvd.tracking.sender_process import locked, send_left_behind
 from gba_hvd.tracking.spool import SpoolWriter, all_records, read_lines, read_status
@@ -38,7 +38,7 @@ class FaultyRun:
         self.active: bool | None = True
         self.status: str | None = None
 
-    def send(self, batch: Batch) -> list[str]:
+    def send(self, batch: LogBatch) -> list[str]:
         self.calls.append("send")
         if self.faults:
             raise self.faults.pop(0)
@@ -53,7 +53,7 @@ class FaultyRun:
     def claim(self, stamp: str) -> None:
         self.calls.append("claim")
 
-    def speaks(self) -> bool:
+    def may_report(self) -> bool:
         return True
 
     def put_text(self, path: str, text: str) -> None:

@@ -110,10 +110,11 @@ class Training:
         row_compression: Any = gba_hvd.Compression.none,
         row_average: str = "global",
         more: Mapping[str, Any] | None = None,  # arguments of DistributedOptimizer
+        tables: Mapping[str, Any] | None = None,
         **values: Any,
     ) -> None:
         self.tables = gba_hvd.EmbeddingTables(
-            {"user": (20, 4), "item": (7, 3)},
+            tables or {"user": (20, 4), "item": (7, 3)},
             rows or gba_hvd.SGD(lr=0.5),
             seed=2,
             n_shards=n_shards,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.nn.utils import parametrize
 import gba_hvd
 from gba_hvd import BadInput, StateMismatch
 from gba_hvd.shm.shard_memory import ShardMemory
+from tests.processes import adoptable
 
 Convert = Callable[..., gba_hvd.EmbeddingTables]
 
@@ -125,6 +127,113 @@ def test_the_last_offset_is_the_number_of_ids(convert: Convert) -> None:
         model["m"](ids(9), torch.tensor([0, 4, 7]))
 
 
+class Mixed(nn.Module):
+    """An embedding with a padding row that is not zero, and weighted bags, into a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.bag = nn.Embedding(9, 4, padding_idx=2), nn.EmbeddingBag(9, 4, mode="sum")
+        nn.init.normal_(self.one.weight)
+        self.weights, self.out = nn.Parameter(torch.rand(3, 2)), nn.Linear(8, 3)
+
+    def forward(self, one: Tensor, bag: Tensor) -> Tensor:
+        return self.out(torch.cat([self.one(one), self.bag(bag, per_sample_weights=self.weights)], dim=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("compile_", [False, True])
+def test_a_model_in_another_dtype_gets_its_rows_in_that(
+    convert: Convert, dtype: torch.dtype, order: str, compile_: bool
+) -> None:
+    torch._dynamo.reset()
+    model = Mixed().to(dtype) if order == "before" else Mixed()
+    plain = copy.deepcopy(model).to(dtype)
+    tables = convert(model)
+    model.to(dtype)
+    run: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if compile_ else model
+    args = torch.tensor([2, 5, 5]), torch.tensor([[1, 2], [3, 3], [4, 8]])
+    out, theirs = run(*args), plain(*args)
+    tolerance = {"rtol": 2e-2, "atol": 2e-2}  # of torch's, which rounds the rows, and adds up gradients rounded
+    torch.testing.assert_close(out, theirs, **tolerance)  # the dtype, too
+    for one in (out, theirs):
+        one.float().square().sum().backward()
+    assert tables.captured[0].rows.dtype == torch.float32
+    found = {"one": torch.zeros(9, 4), "bag": torch.zeros(9, 4)}
+    for group, grads in enumerate(tables.take_gradients()):
+        for grad in grads:
+            for key, value in zip(grad.keys, grad.values, strict=True):
+                owner, row = tables.layout.locate(int(key), group)
+                found[owner][row] += torch.from_numpy(value)
+    torch.testing.assert_close(found["one"], plain.one.weight.grad.float(), **tolerance)
+    torch.testing.assert_close(found["bag"], plain.bag.weight.grad.float(), **tolerance)
+    torch.testing.assert_close(model.weights.grad, plain.weights.grad, **tolerance)
+    assert tables.rows("one", [5]).dtype == np.float32
+    assert model.float().one(torch.tensor([5])).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "adopted", [adoptable.HISTORY, adoptable.BAGS, adoptable.ONE_TABLE], ids=["history", "bags", "one"]
+)
+def test_converted_models_compile_without_a_graph_break(convert: Convert, adopted: adoptable.Adoptable) -> None:
+    torch._dynamo.reset()
+    model, batch = adopted.make_model(), adopted.make_samples(16, 1).take(np.arange(16))
+    tables = convert(model)
+    explained = torch._dynamo.explain(model)(batch[0])
+    assert (explained.graph_count, explained.graph_break_count) == (1, 0), explained.break_reasons
+    tables.drop_gradients()
+    found: list[Any] = []
+    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        loss = adopted.loss_of(run, batch)
+        loss.backward()
+        found.append((loss, [captured.rows.grad for captured in tables.captured]))
+        tables.drop_gradients()
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_last_offset_that_is_not_the_number_of_ids_is_noticed_in_a_compiled_model(convert: Convert) -> None:
+    torch._dynamo.reset()
+    model = nn.ModuleDict({"m": nn.EmbeddingBag(9, 4, mode="sum", include_last_offset=True)})
+    convert(model)
+    compiled = torch.compile(model["m"], backend="aot_eager", fullgraph=True)
+    assert compiled(ids(9), torch.tensor([0, 4, 9])).shape == (2, 4)
+    with pytest.raises(RuntimeError, match="m: with include_last_offset the last offset must be the number of ids"):
+        compiled(ids(9), torch.tensor([0, 4, 7]))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile's default backend needs a C++ compiler")
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore")  # what torch's compiler warns of
+def test_a_converted_model_trains_with_the_default_backend_of_torch_compile(
+    convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    torch._dynamo.reset()
+    model = Mixed()
+    tables = convert(model)
+    args = torch.tensor([2, 5, 5]), torch.tensor([[1, 2], [3, 3], [4, 8]])
+    found: list[Any] = []
+    with torch._inductor.config.patch(compile_threads=1):  # type: ignore[attr-defined]
+        for run in (model, torch.compile(model, fullgraph=True)):
+            model.zero_grad()
+            out = run(*args)
+            torch.autograd.grad(out.sum(), model.out.weight, retain_graph=True)  # trains no rows
+            (out**2).sum().backward()
+            rows = [captured.rows.grad for captured in tables.captured]
+            found.append((out, rows, [p.grad for p in model.parameters()]))
+            tables.drop_gradients()
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_rows_of_a_converted_model_stay_float32_under_autocast(convert: Convert) -> None:
+    model = Mixed()
+    convert(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model.one(torch.tensor([1])).dtype == torch.float32
+        out = model(torch.tensor([2, 5, 5]), torch.tensor([[1, 2], [3, 3], [4, 8]]))
+    assert out.dtype == torch.bfloat16
+
+
 class TwoTowers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -173,6 +282,27 @@ def test_a_table_may_have_an_optimizer_of_its_own(convert: Convert) -> None:
     assert tables.tables["user"].optimizer is None
     with pytest.raises(BadInput, match=r"'same_item', which is no table; the tables are user, item\.0"):
         convert(TwoTowers(), optimizers={"same_item": own})
+
+
+def test_towers_that_are_converted_one_by_one_have_tables_of_different_names(tmp_path: Path) -> None:
+    def towers(*prefixes: str) -> tuple[list[nn.Module], list[gba_hvd.EmbeddingTables]]:
+        models: list[nn.Module] = [TwoTowers() for _ in prefixes]
+        return models, [
+            gba_hvd.convert(model, gba_hvd.SGD(lr=0.1), shard_dir=tmp_path, prefix=prefix)
+            for model, prefix in zip(models, prefixes, strict=True)
+        ]
+
+    def optimizer(models: list[nn.Module], tables: list[gba_hvd.EmbeddingTables]) -> Any:
+        sgd = torch.optim.SGD(nn.ModuleList(models).parameters(), lr=0.1)
+        return gba_hvd.DistributedOptimizer(sgd, tables, global_batch=4, micro_batch=2)
+
+    with pytest.raises(BadInput, match=r"a table named 'user': rename one of them, which .* is its prefix="):
+        optimizer(*towers("", ""))
+    whole = optimizer(*towers("left", "right")).engine.model.tables
+    assert list(whole.features) == ["left.user", "left.item.0", "right.user", "right.item.0"]
+    own = gba_hvd.Adagrad(lr=0.2)
+    named = gba_hvd.convert(TwoTowers(), own, optimizers={"a.user": gba_hvd.Adam(0.1)}, prefix="a", shard_dir=tmp_path)
+    assert named.tables["a.user"].optimizer == gba_hvd.Adam(0.1)
 
 
 def test_a_module_that_is_the_model_has_a_table(convert: Convert) -> None:

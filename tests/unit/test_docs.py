@@ -171,7 +171,12 @@ def test_the_layout_names_what_is_there(top: str) -> None:
 # --- the reference ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", sorted(path.stem for path in (ROOT / "docs" / "reference").glob("*.md")))
+MODULE_PAGES = [
+    page for page in (ROOT / "docs" / "reference").glob("*.md") if "<!-- public names -->" in page.read_text()
+]
+
+
+@pytest.mark.parametrize("module", sorted(page.stem for page in MODULE_PAGES))
 def test_every_public_name_has_a_docstring(module: str) -> None:
     loaded = importlib.import_module(module)
     public = {name: getattr(loaded, name) for name in loaded.__all__}

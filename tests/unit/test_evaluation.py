@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import gba_hvd
 from gba_hvd import BadInput, Bag, StateMismatch, Task
 from gba_hvd.errors import GbaError
-from gba_hvd.grouped_auc import grouped_auc
-from gba_hvd.metrics import exact_auc
-from tests.unit.thread_world import Workers
+from gba_hvd.metrics.grouped_auc import grouped_auc
+from gba_hvd.metrics.scores import exact_auc
+from tests.unit.thread_world import EventLog, Workers
 
 
 @dataclass(frozen=True)
@@ -316,6 +316,75 @@ def test_retrieving_from_different_items_is_noticed(workers: Workers, on_host: A
         assert isinstance(result, StateMismatch) and "disagree about the items to rank: by rank [30, 31]" in str(result)
 
 
+def lists(batch: Any, name: str) -> list[Tensor]:
+    return [torch.as_tensor(getattr(batch.of, name)[row], dtype=torch.int64) for row in batch.numbers]
+
+
+def padded(batch: Any, name: str) -> Tensor:
+    return nn.utils.rnn.pad_sequence(lists(batch, name), batch_first=True, padding_value=-7)
+
+
+def jagged(batch: Any, name: str) -> Tensor:
+    return torch.nested.nested_tensor(lists(batch, name), layout=torch.jagged)
+
+
+@pytest.mark.parametrize("form", [padded, jagged])
+def test_lists_of_items_may_be_padded_or_jagged(training: Any, form: Any) -> None:
+    job, users, items = training(), Numbered(25, 1, 31), Numbered(31, 2)
+    expected = retrieve(job, users, items)
+    how = {"relevant": lambda b: form(b, "relevant"), "seen": lambda b: form(b, "seen"), "padding": -7}
+    assert retrieve(job, users, items, **how) == expected
+    empty = Numbered(3, 1)
+    empty.relevant = empty.seen = [np.empty(0, np.int64)] * 3
+    assert retrieve(job, empty, items, **how).n_left_out == 3
+
+
+def test_relevant_items_that_were_seen_are_counted_and_warned_of_once(workers: Workers, on_host: Any) -> None:
+    reported = EventLog()
+    jobs, users, items = [on_host("a"), on_host("a")], Numbered(4, 1), Numbered(12, 2)
+    jobs[0].state.register_callbacks([reported])
+    users.relevant = [np.array([1, 2])] * 4
+    users.seen = [np.array([2, 2, 5])] * 4
+
+    def twice(job: Any) -> list[gba_hvd.RetrievalScores]:
+        return [retrieve(job, users, items, k=20) for _ in range(2)]
+
+    for results in workers.together(jobs, twice):
+        assert [(found.n_seen, found.recall[20]) for found in results] == [(4, 0.5)] * 2
+    (warned,) = reported.of("relevant_seen")
+    assert warned.level == "warning" and "4 relevant items are also in `seen`" in warned.message
+
+
+@pytest.mark.parametrize("n_workers", [1, 3])
+def test_reading_ahead_finds_the_same(workers: Workers, on_host: Any, clicks: Any, n_workers: int) -> None:
+    """Fewer batches than workers among them: 25 users in batches of 7, 12 items."""
+    jobs = [on_host("ab"[i % 2]) for i in range(n_workers)]
+    users, items, data = Numbered(25, 1, 12), Numbered(12, 2), clicks(50)
+
+    def find(job: Any, **how: Any) -> tuple[Any, ...]:
+        scores = gba_hvd.evaluate(job.model, data, job.state, batch=8, activation="sigmoid", **how)
+        return retrieve(job, users, items, **how), scores
+
+    plain, ahead = (workers.together(jobs, lambda job, n=n: find(job, prefetch=n)) for n in (None, 2))
+    assert plain == ahead
+
+
+def test_a_dataset_that_fails_while_it_is_read_ahead_fails_the_evaluation(training: Any, clicks: Any) -> None:
+    job, data = training(), clicks(50)
+
+    class Broken:
+        def __len__(self) -> int:
+            return 50
+
+        def take(self, rows: np.ndarray) -> Any:
+            if 30 in rows:
+                raise OSError("no such page")
+            return data.take(rows)
+
+    with pytest.raises(OSError, match="no such page"):
+        gba_hvd.evaluate(job.model, Broken(), job.state, batch=8, activation="sigmoid", prefetch=2)
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [
@@ -334,8 +403,15 @@ def test_retrieving_from_different_items_is_noticed(workers: Workers, on_host: A
             "weights of a Bag from seen",
         ),
         ({"seen": lambda b: Bag(torch.zeros(2).long(), 7 - torch.arange(7))}, "offsets of seen must ascend"),
+        ({"seen": lambda b: Bag(torch.zeros(9).long(), torch.arange(2, 9))}, r"must ascend from 0 .* got \[2, 3, 4"),
+        ({"relevant": lambda b: torch.zeros(7, 2)}, "relevant must be an int64 tensor"),
+        ({"relevant": lambda b: torch.zeros(7, 2, 2).long()}, "relevant must be an int64 tensor"),
+        ({"seen": lambda b: torch.nested.nested_tensor([torch.arange(2)] * 7)}, "must be .* with layout torch.jagged"),
+        ({"collate_fn": list}, "collate_fn would not be called"),
+        ({"num_workers": -1}, "num_workers must be a whole number"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_vectors_and_ids_that_do_not_fit_are_refused(training: Any, how: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput, match=message):
         retrieve(training(), Numbered(20, 1, 12), Numbered(12, 2), **how)

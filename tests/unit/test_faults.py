@@ -254,6 +254,21 @@ def test_only_one_of_many_processes_fires_a_fault(folder: Path) -> None:
     assert faults.fired == faults.planned
 
 
+def test_a_fault_whose_record_another_thread_has_read_meanwhile_is_carried_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule, close = FaultSchedule(folder=folder).raise_(worker=0, at_step=1), os.close
+
+    def close_and_read(fd: int) -> None:
+        close(fd)
+        monkeypatch.undo()
+        assert schedule.fired == schedule.planned
+
+    monkeypatch.setattr(os, "close", close_and_read)
+    with pytest.raises(InjectedFault):
+        schedule.carry_out(schedule.planned[0])
+
+
 def test_a_record_cut_short_counts_as_fired(folder: Path) -> None:
     faults = FaultSchedule(folder=folder).drop_push(worker=0, at_step=2)
     folder.mkdir()

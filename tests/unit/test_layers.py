@@ -17,8 +17,8 @@ LAYERS = {
     "gba_hvd": [
         ["errors", "extras", "config", "mode_names", "callbacks", "batch", "kernels"],
         ["shm", "epoch"],
-        ["embedding", "dense_gradients", "clipping", "loss_scale", "comm", "torch_optimizers", "update_rules"],
-        ["metrics", "grouped_auc", "ranking", "accumulators", "faults", "trace", "data", "reading"],
+        ["embedding", "gradients", "comm", "torch_optimizers", "update_rules"],
+        ["metrics", "faults", "trace", "data", "reading"],
         ["compression", "averaging"],
         ["ps"],
         ["ps.partition"],
@@ -31,10 +31,10 @@ LAYERS = {
         ["elastic"],
         [
             "optimizer",
-            "grad_scaler",
             "batch_keys",
             "batches",
             "evaluation",
+            "evaluation_reader",
             "retrieval",
             "losses",
             "hogwild",

@@ -50,6 +50,43 @@ def test_the_in_batch_loss_and_its_gradients_are_the_formula_s(
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("temperature", [1.0, 0.01])
+def test_losses_of_half_precision_vectors_are_computed_in_float32(dtype: torch.dtype, temperature: float) -> None:
+    users, items, negatives = ((10 * vectors(6, seed)).to(dtype).requires_grad_() for seed in (1, 2, 3))
+    log_q = torch.linspace(-4, -1, 6)
+    found = [
+        gba_hvd.in_batch_softmax(users, items, log_q=log_q, temperature=temperature),
+        gba_hvd.sampled_softmax(users, items, negatives, log_q=log_q, negative_log_q=log_q, temperature=temperature),
+    ]
+    exact = [vector.detach().double() for vector in (users, items, negatives)]
+    expected = [
+        gba_hvd.in_batch_softmax(*exact[:2], log_q=log_q, temperature=temperature),
+        gba_hvd.sampled_softmax(*exact, log_q=log_q, negative_log_q=log_q, temperature=temperature),
+    ]
+    for loss, other in zip(found, expected, strict=True):
+        assert loss.dtype == torch.float32 and loss.item() == pytest.approx(other.item(), rel=1e-5)
+        loss.backward()
+    assert users.grad is not None and users.grad.dtype == dtype and users.grad.isfinite().all()
+
+
+def test_losses_are_computed_in_float32_under_autocast() -> None:
+    users, items, negatives = (vectors(6, seed).float() for seed in (1, 2, 3))
+
+    def losses() -> list[Tensor]:
+        each_its_own = negatives.expand(6, 6, 4)
+        return [
+            gba_hvd.in_batch_softmax(users, items, temperature=0.05),
+            gba_hvd.sampled_softmax(users, items, negatives, temperature=0.05),
+            gba_hvd.sampled_softmax(users, items, each_its_own, temperature=0.05),
+        ]
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = losses()
+    for loss, other in zip(found, losses(), strict=True):
+        assert loss.dtype == torch.float32 and torch.equal(loss, other)
+
+
 def test_a_batch_of_one_item_has_nothing_to_learn() -> None:
     users = vectors(3).requires_grad_()
     loss = gba_hvd.in_batch_softmax(users, vectors(3, 2), item_ids=torch.tensor([4, 4, 4]))
@@ -85,6 +122,10 @@ def test_the_sampled_loss_is_the_formula_s(each_its_own: bool) -> None:
 B4, WRONG = torch.zeros(3, 4), torch.zeros(3, 5)
 
 
+def sampled_with_q(negative_log_q: Tensor) -> Tensor:
+    return gba_hvd.sampled_softmax(B4, B4, B4, log_q=torch.zeros(3), negative_log_q=negative_log_q)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -94,10 +135,12 @@ B4, WRONG = torch.zeros(3, 4), torch.zeros(3, 5)
         (lambda: gba_hvd.in_batch_softmax(B4, B4, temperature=0.0), "temperature must be a finite number, more than 0"),
         (lambda: gba_hvd.in_batch_softmax(B4, B4, item_ids=torch.zeros(3)), r"item_ids must be an int64 tensor \[3\]"),
         (lambda: gba_hvd.in_batch_softmax(B4, B4, log_q=torch.zeros(2)), r"log_q must be a float tensor \[3\], got"),
+        (lambda: gba_hvd.in_batch_softmax(B4, B4, log_q=torch.tensor([1.0, 0.0, 1.0]).log()), r"got -inf at .* \[1\]"),
         (lambda: gba_hvd.in_batch_softmax(B4, B4, negatives="all"), "'all'"),  # type: ignore[arg-type]
         (lambda: gba_hvd.in_batch_softmax(B4, B4, negatives="global"), "needs state="),
         (lambda: gba_hvd.in_batch_softmax(B4, B4, state=object()), "state= has no effect"),  # type: ignore[arg-type]
         (lambda: gba_hvd.sampled_softmax(B4, B4, WRONG), r"negatives must be a float tensor \[S, 4\] or \[3, S, 4\]"),
+        (lambda: sampled_with_q(torch.full((3, 3), torch.nan)), r"negative_log_q must be finite, got nan at "),
         (lambda: gba_hvd.sampled_softmax(B4, B4, torch.zeros(2, 5, 4)), "of the 3 samples of users"),
         (lambda: gba_hvd.sampled_softmax(B4, B4, B4, log_q=torch.zeros(3)), "log_q and negative_log_q are needed"),
         (lambda: gba_hvd.sampled_softmax(B4, B4, B4, negative_ids=torch.zeros(3).long()), "item_ids and negative_ids"),

@@ -71,3 +71,10 @@ def test_an_old_method_of_the_layout_is_the_new_one() -> None:
     keys = np.arange(7)
     with pytest.warns(DeprecationWarning, match="Layout.record_starts"):
         assert np.array_equal(layout.places(keys, layout.groups[0]), layout.record_starts(keys, layout.groups[0]))
+
+
+def test_an_old_field_of_the_job_is_the_new_one() -> None:
+    with pytest.warns(DeprecationWarning, match="is_host_leader"):
+        job = gba_hvd.Job("id", 0, 1, 0, "here", leads_host=True)  # type: ignore[call-arg]
+    with pytest.warns(DeprecationWarning, match="is_host_leader"):
+        assert job.leads_host is job.is_host_leader is True

@@ -12,6 +12,7 @@ from . import (
     reader,
     row_compression,
     server_start,
+    vocabulary,
 )
 from .allreduce import command as allreduce
 from .checkpoint import command as checkpoint
@@ -26,7 +27,7 @@ from .switch import command as switch
 
 BENCHMARKS = (
     allreduce, checkpoint, cluster_load, compression, days, delay, gba, import_time, launcher, membership, ps, quality,
-    reader, recovery, row_compression, server_start, model_averaging, switch,
+    reader, recovery, row_compression, server_start, model_averaging, switch, vocabulary,
 )  # fmt: skip
 
 

@@ -208,7 +208,7 @@ def draw(rows: Sequence[Row], scenario: emulated.Scenario, file: Path) -> None:
         axis.set_zorder(loads.get_zorder() + 1)
         axis.patch.set_visible(False)
         axis.stairs([rate / 1000 for rate in ideal_by_hour(scenario)], edges, color="#888888", linestyle="--",
-                    baseline=None, label="ideal: nobody waits")  # fmt: skip
+                    baseline=None, label="ideal: no worker waits")  # fmt: skip
         for mode, columns in headline(rows, scenario).items():
             rates = [rate / 1000 for rate in columns["by_hour"]]
             axis.plot([hour + 0.5 for hour in range(HOURS)], rates, color=_COLOURS[mode], label=mode,

@@ -16,7 +16,6 @@ so many workers if its best is within 5 % of what the one worker reached, measur
 from __future__ import annotations
 
 import argparse
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -60,12 +59,11 @@ def run(args: argparse.Namespace) -> int:
     from gba_hvd.errors import BadInput
 
     from ..simulated.experiment import Experiment
-    from ..simulated.output import json_values
+    from ..simulated.output import json_values, silent_servers
 
     if args.seeds < 1:
         raise BadInput(f"--seeds must be 1 or more, got {args.seeds}")
     torch.set_num_threads(1)
-    logging.getLogger("gba_hvd.ps").setLevel(logging.CRITICAL)  # steps that are not finite are what is looked for
     of = Experiment(optimizer=args.optimizer).optimizer_spec()["groups"][0]
     settings = {
         "mode": "async", "optimizer": args.optimizer, "optimizer_settings": {k: v for k, v in of.items() if k != "lr"},
@@ -74,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
     rules = rules_for(args.optimizer, args.rules)
     tasks: dict[str, Any] = {}
     for task in args.tasks:
-        losses, start = simulated(task, args.optimizer, args.workers, args.micro_batches, args.seeds, rules)
+        with silent_servers():
+            losses, start = simulated(task, args.optimizer, args.workers, args.micro_batches, args.seeds, rules)
         found = summary(losses, rules, args.workers, RATES[args.optimizer][task], start)
         show(f"{task}, {args.optimizer}", found, args.workers)
         rows = [

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def seconds(statement: str) -> list[float]:
-    """Of a fresh process that runs the statement: wall time, CPU time."""
+    """Wall time and CPU time of a fresh process that runs the statement."""
     command = [sys.executable, "-c", _TIMED.format(statement)]
     found: list[float] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     return found

@@ -82,8 +82,8 @@ def one_window(folder: Path, args: argparse.Namespace, job: Variant, number: int
             deadline = time.monotonic() + args.timeout
             while not started.exists():
                 if launcher.poll() is not None or time.monotonic() > deadline:
-                    said = measure.gist(log.read_text(errors="replace"))
-                    raise measure.RunFailed(f"{job.name}: no worker within {args.timeout:.0f} s\n{said}")
+                    output = measure.gist(log.read_text(errors="replace"))
+                    raise measure.RunFailed(f"{job.name}: no worker within {args.timeout:.0f} s\n{output}")
                 time.sleep(_POLL_S)
             time.sleep(_SETTLE_S)
             began_s, before_s = time.monotonic(), cpu_s(launcher.pid)

@@ -48,7 +48,7 @@ KEY = ("dataset", "mode", "rule", "seed")
 
 
 @dataclass(frozen=True)
-class Run:
+class CompressionRun:
     """One training to be done."""
 
     seed: int
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
         _dlrm_ratios(rules, ratios, Path(scratch))
     write()
-    runs = [Run(*of) for of in product(range(args.seeds), args.datasets, args.modes, rules)]
+    runs = [CompressionRun(*of) for of in product(range(args.seeds), args.datasets, args.modes, rules)]
     for run in resumable.missing(runs, rows, KEY):
         problem = problem_of(run.dataset, args.data, args.samples, args.epochs)
         equal = same_run(rows, run.dataset, run.mode, run.rule, run.seed, problem.n_steps)
@@ -171,7 +171,7 @@ def specs_of(rule: str) -> tuple[Spec, Spec]:
 
 
 def plain_bytes(n: int, dim: int) -> int:
-    """Of n rows without compression: keys, rows, keys again, gradients."""
+    """Bytes of n rows without compression: keys, rows, keys again, gradients."""
     return n * 2 * (8 + 4 * dim)
 
 
@@ -277,7 +277,7 @@ class Problem:
 
     @property
     def n_steps(self) -> int:
-        """Of each host: how often a threshold is asked for."""
+        """How often each host asks for a threshold."""
         return self.epochs * ((len(self.label) - self.held_out) // self.batch // HOSTS)
 
 
@@ -337,7 +337,9 @@ def train(problem: Problem, rule: str, mode: str, seed: int) -> dict[str, float]
 
 @dataclass(frozen=True)
 class Gradient:
-    """Of one host's batch, as it arrives: dense float32 [n]; of distinct rows, keys int64 [m], float32 [m, dim]."""
+    """Gradient of one host's batch, as it arrives: dense float32 [n]; of distinct rows, keys int64 [m], float32 [m,
+    dim].
+    """
 
     dense: np.ndarray
     keys: np.ndarray
@@ -411,8 +413,8 @@ class Trained:
 
         problem = self.problem
         keys, inverse = np.unique(problem.ids[:, chosen], return_inverse=True)
-        far, seen = keys % HOSTS != host, self.rows[keys]
-        seen[far] = way.pull(keys[far], seen[far])
+        is_remote, seen = keys % HOSTS != host, self.rows[keys]
+        seen[is_remote] = way.pull(keys[is_remote], seen[is_remote])
         leaf = torch.from_numpy(seen).requires_grad_()
         picked = leaf[torch.from_numpy(inverse.reshape(len(problem.ids), -1))].transpose(0, 1).flatten(1)
         self.optimizer.zero_grad()
@@ -420,7 +422,7 @@ class Trained:
         binary_cross_entropy_with_logits(logits, torch.from_numpy(problem.label[chosen])).backward()
         assert leaf.grad is not None
         grads = leaf.grad.numpy()
-        grads[far] = way.push(keys[far], grads[far])
+        grads[is_remote] = way.push(keys[is_remote], grads[is_remote])
         flat = np.concatenate([p.grad.numpy().ravel() for p in self.tower.parameters()])
         return Gradient(channel.send(flat), keys, grads)
 

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def one_start() -> dict[str, float]:
-    """Of one server: `answers_s`, `can_enter_s`; and `import_torch_s` of another process, before it."""
+    """Times of one server: `answers_s`, `can_enter_s`; and `import_torch_s` of another process, before it."""
     import psutil
 
     import gba_hvd

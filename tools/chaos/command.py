@@ -56,14 +56,14 @@ def seeds(text: str) -> range:
 def _run(args: argparse.Namespace) -> int:
     from gba_hvd.errors import BadInput
 
-    from .plan import Plan, plan_of
+    from .plan import FaultPlan, plan_of
     from .run import run_plans
 
     began = time.monotonic()
     if args.plan is not None:
         if args.mode or args.rule:
             raise BadInput(f"--mode and --rule choose among drawn schedules, {args.plan} has its own: leave them out")
-        chosen = {args.plan.stem: Plan.load(args.plan)}
+        chosen = {args.plan.stem: FaultPlan.load(args.plan)}
     else:
         numbers = args.seeds if args.seed is None else [args.seed]
         chosen = {f"{seed:05d}": plan_of(seed, args.mode, args.rule) for seed in numbers}

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .plan import CHECKPOINT_S, EPOCHS, GLOBAL_BATCH, MICRO_BATCH, SAMPLES, TRACKING, Plan
+from .plan import CHECKPOINT_S, EPOCHS, GLOBAL_BATCH, MICRO_BATCH, SAMPLES, TRACKING, FaultPlan
 
 NAMES = ("localhost", "127.0.0.1", socket.gethostname())  # Horovod counts these as different hosts
 GRACE_S = 2.0
@@ -27,14 +27,14 @@ _ENTRY_POINTS = "[fsspec.specs]\nchaos = gba_hvd_tools.chaos.store:ChaosFileSyst
 _METADATA = "Metadata-Version: 2.1\nName: gba-hvd-chaos-store\nVersion: 0\n"
 
 
-class Job:
+class ChaosJob:
     """Folders under `folder`, which the caller owns; the shard memory in a short-named one, for its sockets.
 
     shard_dir, disk: of shard memory and of checkpoints
     """
 
     def __init__(
-        self, plan: Plan, folder: Path, tracking_uri: str = "", proxy: Mapping[str, Any] | None = None
+        self, plan: FaultPlan, folder: Path, tracking_uri: str = "", proxy: Mapping[str, Any] | None = None
     ) -> None:
         self.plan, self.folder = plan, folder
         self.out, self.disk, self.trace = folder / "out", folder / "disk", folder / "trace"

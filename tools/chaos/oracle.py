@@ -12,7 +12,7 @@ from typing import Any
 
 from .plan import STORE
 
-SILENCE_S = 45.0  # longest time without a step in which nothing is said
+SILENCE_S = 45.0  # longest time without a step and without an event
 STANDSTILL_S = 120.0  # longest time without a step, in spite of reports
 LEAST_AUC = 0.85
 _SLOW_START_S = 10.0  # where starting a process takes so long, a sender may not be done when the job waits no more
@@ -28,7 +28,7 @@ class Record:
     words: (time, level, text), events and lines of the log. ends: status reported by each worker that ended.
     left: processes and files that remained. fired: faults that happened, with kind, step, time.
     checkpoints: times at which one was complete; checkpoint_s: the interval asked for. tracked: status of the MLflow
-    run; spooled: records of the end wait in the spool. replay: what the independent computation said.
+    run; spooled: records of the end wait in the spool. replay: the result of the independent computation.
     """
 
     plan: dict[str, Any]
@@ -69,7 +69,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Standstill:
-    """The longest time without a step: how long, after which step, and what was said meanwhile."""
+    """The longest time without a step: how long, after which step, and the events meanwhile."""
 
     seconds: float
     after_step: int
@@ -86,8 +86,8 @@ def _standstills(record: Record) -> Iterator[Standstill]:
     if record.limit is not None or record.exit_code != 0:
         marks.append((record.ended, -1))  # it never resumed
     for (begun, step), (ended, _) in pairwise(marks):
-        said = tuple(text for at, _, text in record.words if begun < at < ended)
-        yield Standstill(ended - begun, step, said)
+        words = tuple(text for at, _, text in record.words if begun < at < ended)
+        yield Standstill(ended - begun, step, words)
 
 
 def violations(record: Record, may_fail: bool = False) -> list[str]:
@@ -112,9 +112,9 @@ def _ending(record: Record, may_fail: bool) -> Iterator[str]:
         and not {"FAILED", "NOT_SAVED"} & set(record.ends)
         and not any(level == "error" for _, level, _ in record.words)
     ):
-        yield f"exit code {record.exit_code}, and no worker said that it failed"
+        yield f"exit code {record.exit_code}, and no worker reported that it failed"
     elif record.exit_code == 0 and "FINISHED" not in record.ends:
-        yield f"exit code 0, but the workers said {record.ends or 'nothing'} at the end"
+        yield f"exit code 0, but the workers reported {record.ends or 'nothing'} at the end"
 
 
 def is_not_saved(record: Record) -> bool:
@@ -165,6 +165,8 @@ def _model(record: Record) -> Iterator[str]:
     result = record.result
     if result is None:
         return
+    if result.get("doubtful_ids"):
+        yield f"the vocabulary has ids with two rows, or that nobody looked up: {result['doubtful_ids'][:5]}"
     if not result["finite"]:
         yield "the model has values that are not finite"
     if not result["aucs"] or not max(result["aucs"]) >= LEAST_AUC:
@@ -172,7 +174,7 @@ def _model(record: Record) -> Iterator[str]:
 
 
 def _age(record: Record) -> Iterator[str]:
-    """While steps are made, the newest checkpoint is at most two intervals old, or somebody warned."""
+    """While steps are made, the newest checkpoint is at most two intervals old, or there was a warning."""
     if record.checkpoint_s is None or not record.steps:
         return
     late_s = max(_LATE_S, record.start_s / 2)
@@ -190,7 +192,7 @@ def _age(record: Record) -> Iterator[str]:
         if moved > limit and not warned:
             yield (
                 f"at step {step} the newest checkpoint was {at - newest:.0f} s old ({moved:.0f} s of training), twice "
-                f"the interval is {2 * record.checkpoint_s:.0f} s, and nobody warned"
+                f"the interval is {2 * record.checkpoint_s:.0f} s, and there was no warning"
             )
             return
 
@@ -203,7 +205,7 @@ def _waiting(record: Record) -> Iterator[str]:
     silence_s, standstill_s = max(SILENCE_S, 2 * record.start_s), max(STANDSTILL_S, 4 * record.start_s)
     for wait in _standstills(record):
         if wait.seconds > standstill_s:
-            yield f"no step for {wait.seconds:.0f} s after step {wait.after_step}; said: {list(wait.words[-3:])}"
+            yield f"no step for {wait.seconds:.0f} s after step {wait.after_step}; events: {list(wait.words[-3:])}"
         elif wait.seconds > silence_s and not wait.words:
             yield f"no step for {wait.seconds:.0f} s after step {wait.after_step}, and not a word"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from . import services
-from .job import NAMES, Job
+from .job import NAMES, ChaosJob
 from .plan import NETWORK, STORE
 
 _NEVER = ("shards",)  # the memory itself: mapped by all, and a missing one is a missing host
@@ -22,7 +22,7 @@ _READ_WHOLE = (".json", ".address", ".session", ".ledger", "key", ".log", ".posi
 class Outside:
     """The faults of one job. `look()` now and then; `end()` undoes what lasts. fired: kind, step, time."""
 
-    job: Job
+    job: ChaosJob
     proxies: list[services.Proxy] = field(default_factory=list)
     fired: list[dict[str, Any]] = field(default_factory=list)
 

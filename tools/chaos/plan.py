@@ -44,7 +44,7 @@ OUTSIDE = {
     "store_slow": "each call of the store takes half a second longer",
     "tracking_hangs": "the tracking server accepts connections and never answers",
     "tracking_500": "the tracking server answers 500",
-    "tracking_away": "nobody listens at the tracking server's address",
+    "tracking_away": "no server listens at the tracking address",
     "network_delay": "everything between two hosts arrives late",
     "network_loss": "pieces between two hosts arrive much later, as after a retransmission",
     "network_cut": "nothing passes between two hosts for a while",
@@ -68,13 +68,13 @@ NETWORK = ("network_delay", "network_loss", "network_cut", "network_reset")
 
 
 @dataclass(frozen=True)
-class Plan:
+class FaultPlan:
     """One schedule.
 
     workers: at the start, 1 to 3, each under a host name of its own. apart: each name has its own memory and server, so
     that it is a host. mode: at the start; switch_at: step -> mode. inside, outside: faults, JSON values.
     tracking: None, "good", or one of the kinds `tracking_*`. replay: the job writes a trace that is computed again.
-    rule, row_average: as of `GBACallback` and `DistributedOptimizer`
+    rule, row_average: as of `GBACallback` and `DistributedOptimizer`. hashed: users are in a hashed table
     """
 
     seed: int
@@ -94,12 +94,13 @@ class Plan:
     tracking: str | None = None
     replay: bool = False
     row_average: str = "global"
+    hashed: bool = False
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def load(cls, path: Path) -> Plan:
+    def load(cls, path: Path) -> FaultPlan:
         """From a file with what `gba-hvd chaos show --json` prints. Raises BadInput."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
@@ -118,7 +119,7 @@ class Plan:
 
     @property
     def kinds(self) -> list[str]:
-        """Of all faults, one entry for each."""
+        """Kinds of all faults, one entry for each."""
         tracking = [self.tracking] if self.tracking in TRACKING else []
         return [
             *(f["kind"] for f in self.inside if f["kind"] != "serve"),
@@ -127,7 +128,7 @@ class Plan:
         ]
 
 
-def plan_of(seed: int, mode: str = "", rule: str = "") -> Plan:
+def plan_of(seed: int, mode: str = "", rule: str = "") -> FaultPlan:
     """mode: the asynchronous mode to use; by default most schedules use gba, some shadow.
 
     rule: the update rule, one of RULES; by default drawn. Raises BadInput for a rule with mode "shadow"
@@ -138,15 +139,15 @@ def plan_of(seed: int, mode: str = "", rule: str = "") -> Plan:
     return plan if not rule or rule == plan.rule else _with_rule(plan, rule)
 
 
-def _with_rule(plan: Plan, rule: str) -> Plan:
+def _with_rule(plan: FaultPlan, rule: str) -> FaultPlan:
     """The same faults with another rule, and with an optimizer that the rule goes with."""
     fitting = RULES[rule]
     optimizer = plan.optimizer if plan.optimizer in fitting else fitting[plan.seed % len(fitting)]
     is_replayed = not plan.apart and rule in REPLAYED_RULES and "shadow" not in (plan.mode, *plan.switch_at.values())
-    return replace(plan, rule=rule, optimizer=optimizer, replay=is_replayed)
+    return replace(plan, rule=rule, optimizer=optimizer, replay=is_replayed, hashed=plan.hashed and not is_replayed)
 
 
-def _drawn(seed: int, mode: str) -> Plan:
+def _drawn(seed: int, mode: str) -> FaultPlan:
     rng = np.random.default_rng([seed, 20])
     draw = _Draw(rng)
     asynchronous = mode or ("shadow" if rng.random() < 0.2 else "gba")
@@ -174,11 +175,12 @@ def _drawn(seed: int, mode: str) -> Plan:
     if asynchronous == "gba" and rule == "none" and optimizer in RULES["look_ahead"]:
         # Of numbers of its own: what a seed's schedule had before this rule stays as it is.
         rule = "look_ahead" if np.random.default_rng([seed, 21]).random() < 0.5 else "none"
-    return Plan(
+    hashed = not replay and np.random.default_rng([seed, 22]).random() < 0.5  # of numbers of its own, too
+    return FaultPlan(
         seed, workers, asynchronous if starts_asynchronous else "allreduce", switch_at, apart, compressed, rule,
         optimizer, str(rng.choice(["SGD", "Adagrad", "RowAdagrad", "Adam"])), draw.one("easgd", "ma"),
         int(rng.choice([1, 3, 4])), inside, outside, checkpoints, tracking, replay,
-        draw.one(*ROW_AVERAGES),
+        draw.one(*ROW_AVERAGES), hashed,
     )  # fmt: skip
 
 
@@ -198,7 +200,7 @@ class _Draw:
 
 def _inside(draw: _Draw, workers: int, pace: int) -> list[dict[str, Any]]:
     rng, faults = draw.rng, FaultSchedule().serve(seconds=SERVE_S)
-    # Never all of them: somebody must have the state.
+    # Never all of them: one must have the state.
     for rank in rng.choice(workers, size=min(workers - 1, int(rng.integers(0, 3))), replace=False):
         faults = faults.kill(worker=int(rank), at_step=draw.step(pace))
     for _ in range(int(rng.integers(0, 2))):

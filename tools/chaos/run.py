@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from . import oracle, services
-from .job import APART_GRACE_S, GRACE_S, NAMES, Job
+from .job import APART_GRACE_S, GRACE_S, NAMES, ChaosJob
 from .oracle import Record
 from .outside import Outside
-from .plan import CHECKPOINT_S, EPOCHS, SAMPLES, Plan
+from .plan import CHECKPOINT_S, EPOCHS, SAMPLES, FaultPlan
 
 LIMIT_S = 300.0
 END_S = 60.0  # what a busy machine may take to end a job's processes
@@ -30,8 +30,8 @@ _MEMORY_MB, _DISK_MB = 64, 16
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Of one schedule. skipped: why it cannot run here."""
+class ScheduleOutcome:
+    """Outcome of one schedule. skipped: why it cannot run here."""
 
     record: Record
     wrong: list[str]
@@ -46,14 +46,14 @@ class Outcome:
         }  # fmt: skip
 
 
-def run_plan(plan: Plan, folder: Path, keep: bool = False, limit_s: float = LIMIT_S) -> Outcome:
+def run_plan(plan: FaultPlan, folder: Path, keep: bool = False, limit_s: float = LIMIT_S) -> ScheduleOutcome:
     """Carry out one schedule in `folder` (must not exist), check it. The folder stays if asked for, or if it failed."""
     if plan.needs_mounts and (why := services.can_mount()):
-        return Outcome(Record(plan.as_json()), [], why)
+        return ScheduleOutcome(Record(plan.as_json()), [], why)
     folder.mkdir(parents=True)
     with contextlib.ExitStack() as stack:
         tracking = _tracking(plan, folder, stack)
-        job = Job(plan, folder, tracking)
+        job = ChaosJob(plan, folder, tracking)
         stack.callback(shutil.rmtree, job.shard_dir, ignore_errors=True)  # however this ends, after file systems in it
         try:
             for kind, path, size in (("full_memory", job.shard_dir, _MEMORY_MB), ("full_disk", job.disk, _DISK_MB)):
@@ -67,7 +67,7 @@ def run_plan(plan: Plan, folder: Path, keep: bool = False, limit_s: float = LIMI
                     job.proxy[name] = proxies[-1].ports
         except OSError as error:
             job.remove()
-            return Outcome(Record(plan.as_json()), [], str(error))
+            return ScheduleOutcome(Record(plan.as_json()), [], str(error))
         try:
             record = _carry_out(job, Outside(job, proxies), limit_s)
         finally:
@@ -80,14 +80,14 @@ def run_plan(plan: Plan, folder: Path, keep: bool = False, limit_s: float = LIMI
             shutil.copytree(job.shard_dir, folder / "shm", dirs_exist_ok=True, ignore=_only_logs)
     if not keep and not wrong:
         job.remove()
-    return Outcome(record, wrong)
+    return ScheduleOutcome(record, wrong)
 
 
 def _only_logs(folder: str, names: list[str]) -> set[str]:
     return {n for n in names if not (n.endswith(".log") or os.path.isdir(os.path.join(folder, n)))}
 
 
-def _tracking(plan: Plan, folder: Path, stack: contextlib.ExitStack) -> str:
+def _tracking(plan: FaultPlan, folder: Path, stack: contextlib.ExitStack) -> str:
     """The tracking server's URI, and the proxy or process behind it."""
     if plan.tracking == "good":
         return f"sqlite:///{folder}/mlflow.db"
@@ -95,29 +95,29 @@ def _tracking(plan: Plan, folder: Path, stack: contextlib.ExitStack) -> str:
         server = services.BadTracking(hangs=plan.tracking == "tracking_hangs")
         stack.callback(server.close)
         return server.uri
-    with socket.create_server(("127.0.0.1", 0)) as closed:  # nobody listens there when it is closed
+    with socket.create_server(("127.0.0.1", 0)) as closed:  # no process listens there when it is closed
         return f"http://127.0.0.1:{closed.getsockname()[1]}"
 
 
-def _carry_out(job: Job, outside: Outside, limit_s: float) -> Record:
+def _carry_out(job: ChaosJob, outside: Outside, limit_s: float) -> Record:
     plan = job.plan
     record = Record(plan.as_json(), total=EPOCHS * SAMPLES, checkpoint_s=CHECKPOINT_S if plan.checkpoints else None)
     job.start()
     record.started = job.started_s
-    said, step = 0, 0
+    offset, step = 0, 0
     deadline = time.monotonic() + limit_s
     while job.exit_code is None and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
         now = job.last_step()
         step = max(step, now)
         outside.look(step)
-        said = _listen(job, record, said)
+        offset = _listen(job, record, offset)
     if job.exit_code is None:
         record.limit = limit_s
         job.kill()
     record.exit_code, record.ended = job.exit_code, time.time()
     outside.end()
-    _listen(job, record, said)
+    _listen(job, record, offset)
     until = time.monotonic() + (APART_GRACE_S if plan.apart else GRACE_S) + END_S
     while (alive := job.processes()) and time.monotonic() < until:
         time.sleep(0.2)
@@ -129,20 +129,20 @@ def _carry_out(job: Job, outside: Outside, limit_s: float) -> Record:
     return record
 
 
-def _listen(job: Job, record: Record, said: int) -> int:
+def _listen(job: ChaosJob, record: Record, offset: int) -> int:
     """Add what was logged since; times are of when it was found."""
     with open(job.log_file, "rb") as file:
-        file.seek(said)
+        file.seek(offset)
         whole, newline, _ = file.read().rpartition(b"\n")
     if not newline:
-        return said
+        return offset
     for line in whole.decode(errors="replace").splitlines():
         level = "error" if "Error" in line else "warning" if "warn" in line.lower() else "info"
         record.words.append((time.time(), level, line[:300]))
-    return said + len(whole) + 1
+    return offset + len(whole) + 1
 
 
-def _collect(job: Job, record: Record) -> None:
+def _collect(job: ChaosJob, record: Record) -> None:
     """From the workers' notes."""
     newest = 0
     for note in sorted(job.notes(), key=lambda note: float(note["time"])):
@@ -178,7 +178,7 @@ def _tracked(database: Path) -> str | None:
     return found[0] if len(found) == 1 else f"{len(found)} runs" if found else None
 
 
-def replay(job: Job) -> dict[str, Any]:
+def replay(job: ChaosJob) -> dict[str, Any]:
     """What the independent computation of the repository's tests says; a reason where it is not there."""
     if not (_REPOSITORY / "tests" / "replay" / "__main__.py").exists():
         return {"replayed": False, "why": "tests/replay is not installed: run from a checkout"}
@@ -193,7 +193,7 @@ def replay(job: Job) -> dict[str, Any]:
     return found
 
 
-def run_plans(plans: Mapping[str, Plan], out: Path, keep: bool = False, again: bool = False) -> int:
+def run_plans(plans: Mapping[str, FaultPlan], out: Path, keep: bool = False, again: bool = False) -> int:
     """By name, those that have no result yet, or all again. Prints a line for each; returns how many failed."""
     n_failed = 0
     (out / "results").mkdir(parents=True, exist_ok=True)
@@ -212,7 +212,7 @@ def run_plans(plans: Mapping[str, Plan], out: Path, keep: bool = False, again: b
     return n_failed
 
 
-def line_of(outcome: Outcome) -> str:
+def line_of(outcome: ScheduleOutcome) -> str:
     record, plan = outcome.record, outcome.record.plan
     if outcome.skipped:
         return f"seed {plan['seed']}: skipped: {outcome.skipped}"

@@ -1,7 +1,7 @@
 """A checkpoint store that lies: a folder behind `chaos://`, with a fault while a control file says so.
 
 The control file (GBA_HVD_CHAOS_STORE) holds {"kind": ..., "until": unix seconds}; each call that was falsified adds a
-byte to `<control>.hits`, so that a fault that nobody met does not count as fired.
+byte to `<control>.hits`, so that a fault that no access met does not count as fired.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from typing import Any
 
 
 @dataclass
-class Line:
-    """Of one kind: planned and fired, schedules with it that ended as they should (survived) of those that fired it.
+class SummaryLine:
+    """Counts of one kind: planned and fired, schedules with it that ended well (survived) of those that fired it.
 
     lost: samples lost in schedules that fired it; wait_s: longest time without a step in them
     """
@@ -25,9 +25,9 @@ class Line:
     wait_s: float = 0.0
 
 
-def summarise(results: Iterable[Mapping[str, Any]]) -> dict[str, Line]:
+def summarise(results: Iterable[Mapping[str, Any]]) -> dict[str, SummaryLine]:
     """By kind, and "all" for all schedules that ran."""
-    lines: dict[str, Line] = {"all": Line()}
+    lines: dict[str, SummaryLine] = {"all": SummaryLine()}
     for result in results:
         if result["skipped"]:
             continue
@@ -39,9 +39,9 @@ def summarise(results: Iterable[Mapping[str, Any]]) -> dict[str, Line]:
         fired = [fault["kind"] for fault in record["fired"]]
         fired += [kind for kind in planned if kind == "slow"]  # it lasts, and leaves no record
         for kind in planned:
-            lines.setdefault(kind, Line()).planned += 1
+            lines.setdefault(kind, SummaryLine()).planned += 1
         for kind in fired:
-            lines.setdefault(kind, Line()).fired += 1
+            lines.setdefault(kind, SummaryLine()).fired += 1
         for line in (lines["all"], *(lines[kind] for kind in set(fired))):
             line.schedules += 1
             line.survived += well
@@ -53,7 +53,7 @@ def summarise(results: Iterable[Mapping[str, Any]]) -> dict[str, Line]:
     return lines
 
 
-def table(lines: Mapping[str, Line]) -> str:
+def table(lines: Mapping[str, SummaryLine]) -> str:
     """Markdown."""
     rows = ["| fault | planned | fired | schedules | survived | samples lost | longest time without a step |"]
     rows.append("|---|---|---|---|---|---|---|")

@@ -37,7 +37,7 @@ from gba_hvd.faults import Fault, _continue_later  # noqa: E402
 from gba_hvd.ps import launch  # noqa: E402
 from gba_hvd.switching import enter_ps, leave_ps  # noqa: E402
 
-from .data import Clicks  # noqa: E402
+from .data import ChaosClicks, raw_ids  # noqa: E402
 
 _notes = os.open(OUT / f"{socket.gethostname()}-{os.getpid()}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
@@ -105,17 +105,19 @@ def go_through_the_proxy() -> None:
 
 
 torch.manual_seed(3)
-dataset = Clicks(PLAN["samples"])
+dataset = ChaosClicks(PLAN["samples"], raw=PLAN["hashed"])
 ROW_LRS = {"SGD": 4.0 if PLAN["row_average"] == "global" else 1.0, "Adam": 0.02}
+# Room for nearly all of the 300: some are turned away or evicted.
+users = gba_hvd.Table(dim=8, keys="hash64", capacity=288, evict="lfu") if PLAN["hashed"] else gba_hvd.Table(300, 8)
 tables = gba_hvd.EmbeddingTables(
-    {"user": (300, 8), "item": (40, 6)},
+    {"user": users, "item": (40, 6)},
     optimizer=getattr(gba_hvd, PLAN["row_optimizer"])(lr=ROW_LRS.get(PLAN["row_optimizer"], 0.1)),
     seed=5,
     n_shards=PLAN["n_shards"],
 )
 
 
-class Model(torch.nn.Module):
+class ChaosModel(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tables, self.linear = tables, torch.nn.Linear(8 + 6 + 2, 1)
@@ -140,7 +142,7 @@ def compressor(name: str) -> Spec:
     return gba_hvd.Compression.by_name(name, keep=0.3).then(gba_hvd.Compression.int8).always()
 
 
-model = Model()
+model = ChaosModel()
 optimizer: Any = gba_hvd.DistributedOptimizer(
     OPTIMIZERS[PLAN["optimizer"]](model.parameters()), tables, global_batch=PLAN["global_batch"],
     micro_batch=PLAN["micro_batch"], named_parameters=model.named_parameters(), compression=compressor("dct"),
@@ -188,12 +190,21 @@ def write_result() -> None:
     dense = np.concatenate([p.detach().numpy().ravel() for p in model.parameters()])
     arrays = {"dense": dense}
     if tables.local is None:
-        arrays |= {t.name: tables.rows(t.name, np.arange(t.n_rows)) for t in tables.layout.tables}
+        ids = {"user": raw_ids(np.arange(300)) if PLAN["hashed"] else np.arange(300), "item": np.arange(40)}
+        arrays |= {name: tables.rows(name, some) for name, some in ids.items()}
     with open(OUT / "result.npz", "wb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
     facts = {"step": state.step, "aucs": state.aucs, **vars(state.samples), "reissued": state.engine.progress.reissued}
+    facts["doubtful_ids"] = doubtful_ids() if PLAN["hashed"] else []
     facts["finite"] = all(bool(np.isfinite(values).all()) for values in arrays.values())
     (OUT / "result.json").write_text(json.dumps(facts))
+
+
+def doubtful_ids() -> list[int]:
+    """Ids of the vocabulary of this host that have two rows, or that no sample has."""
+    found = tables.vocabulary("user")
+    ids, n = np.unique(found, return_counts=True)
+    return [*ids[n > 1].tolist(), *np.setdiff1d(ids, raw_ids(np.arange(300))).tolist()]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Writes a checkpoint as one file of plain tensors: safetensors, or a `state_dict` for torch.load.
 
-Names are those of the model: a table's weights have its own name, its slots are `TABLE/SLOT`. What was saved beside the
+Names are those of the model: a table's weights have its own name, its slots are `TABLE/SLOT`. A hashed table has its
+ids beside that, `TABLE/id`, -2**63 for rows that belong to no id or are shared. What was saved beside the
 rows and is a tensor comes along: the model's under its name, all other under `state/...`. Tables are read one after the
 other, straight into the mapped file, so that none has to fit into memory.
 """
@@ -31,9 +32,14 @@ _DTYPES = {
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
 
+_OF_ROWS: dict[int, np.dtype[Any]] = {
+    1: np.dtype(np.int64),
+    2: np.dtype(np.float32),
+}  # columns, by their number of dimensions: ids, numbers
+
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedFiles:
     """not_saved: rows that the checkpoint does not have, by table; they are zero. left_out: of the state, and why."""
 
     n_tensors: int
@@ -50,18 +56,20 @@ def export(
     *,
     weights_only: bool = False,
     on_bytes: Callable[[int], object] = lambda n: None,
-) -> Exported:
+) -> ExportedFiles:
     """Write the file, all or nothing. Raises Damaged when the checkpoint is, BadInput when the file cannot be made."""
+    from gba_hvd.shm.layout import ids_of
     from recovery.errors import BadInput, StoreError
     from recovery.restore.inspect import read_rows
+    from recovery.rows import KEY, NO_KEY, USES
 
     dense, left_out = dense_tensors(store, chain.newest, weights_only)
     columns = column_names(chain.newest)
     shapes = {
-        name: (table.n_rows, column.width)
+        name: (table.n_rows,) if column == KEY else (table.n_rows, column.width)
         for table, names in zip(chain.newest.schema.tables, columns, strict=True)
         for place, (name, column) in enumerate(zip(names, table.columns, strict=True))
-        if place == 0 or not weights_only
+        if (place == 0 or not weights_only or column == KEY) and column != USES
     }
     if twice := sorted(shapes.keys() & dense.keys()):
         raise BadInput(f"a table's column and a tensor of the state are both called {twice[0]!r}; nothing was written")
@@ -71,8 +79,13 @@ def export(
         arrays = _mapped(fresh, shapes, dense)
         not_saved = {}
         for number, table in enumerate(chain.newest.schema.tables):
-            into = [arrays.get(name) for name in columns[number]]
+            into: list[np.ndarray | None] = [arrays.get(name) for name in columns[number]]
+            if table.is_keyed:
+                ids = arrays[columns[number][-2]]
+                into[-2] = ids[:, None].view(np.float32)
             there = read_rows(store, chain, number, into, on_bytes=on_bytes)
+            if table.is_keyed:
+                ids[:] = np.where(there, ids_of(ids), NO_KEY)
             if not there.all():
                 not_saved[table.name] = int((~there).sum())
         if form == "state_dict":
@@ -86,13 +99,15 @@ def export(
     finally:
         with contextlib.suppress(OSError):
             fresh.unlink()
-    return Exported(len(shapes) + len(dense), out.stat().st_size, not_saved, left_out)
+    return ExportedFiles(len(shapes) + len(dense), out.stat().st_size, not_saved, left_out)
 
 
 def column_names(manifest: Manifest) -> list[list[str]]:
     """What the columns of each table are called in the file."""
+    from recovery.rows import KEY
+
     return [
-        [table.name, *(f"{table.name}/{column.name}" for column in table.columns[1:])]
+        [table.name, *(f"{table.name}/{'id' if column == KEY else column.name}" for column in table.columns[1:])]
         for table in manifest.schema.tables
     ]
 
@@ -144,7 +159,10 @@ def _mapped(path: Path, shapes: Mapping[str, Sequence[int]], dense: Mapping[str,
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape, dtype, n_bytes in [
-        *((name, shape, "F32", 4 * math.prod(shape)) for name, shape in shapes.items()),  # first: they are aligned
+        *(  # first: they are aligned
+            (name, shape, _DTYPES[_OF_ROWS[len(shape)].name], _OF_ROWS[len(shape)].itemsize * math.prod(shape))
+            for name, shape in shapes.items()
+        ),
         *((n, t.shape, _DTYPES[str(t.dtype)[6:]], t.numel() * t.element_size()) for n, t in dense.items()),
     ]:
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + n_bytes]}
@@ -161,7 +179,10 @@ def _mapped(path: Path, shapes: Mapping[str, Sequence[int]], dense: Mapping[str,
             if tensor.numel():
                 file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     offsets = {name: start + header[name]["data_offsets"][0] for name in shapes}
-    return {name: np.memmap(path, np.float32, "r+", offsets[name], tuple(shapes[name])) for name in shapes}
+    found: dict[str, np.memmap] = {}
+    for name, shape in shapes.items():
+        found[name] = np.memmap(path, _OF_ROWS[len(shape)], "r+", offsets[name], tuple(shape))
+    return found
 
 
 def _replace_by_state_dict(path: Path, arrays: Mapping[str, np.memmap], dense: Mapping[str, Tensor]) -> None:

@@ -1,6 +1,6 @@
-"""`gba-hvd checkpoint`: look at the checkpoints of a place, check them, compare, tidy up, take one elsewhere.
+"""`gba-hvd checkpoint`: look at the checkpoints of a location, check them, compare, tidy up, take one elsewhere.
 
-Which checkpoint is meant and what is said about it; what is true of one is decided in `recovery`.
+Which checkpoint is meant, and how it is shown; its properties are determined in `recovery`.
 """
 
 from __future__ import annotations
@@ -163,6 +163,12 @@ def run_diff(args: argparse.Namespace) -> int:
     old, new = _chain(store, args.old), _chain(store, args.new)
     if differences := difference(old.newest.schema, new.newest.schema):
         raise BadInput(f"they are of different models: {'; '.join(differences)}")
+    sizes = [(c.newest.schema.n_shards, [t.n_rows for t in c.newest.schema.tables if t.is_keyed]) for c in (old, new)]
+    if sizes[0][1] and sizes[0] != sizes[1]:
+        raise BadInput(
+            "rows are compared where they lie, and between these the hashed tables or the shards have another size: "
+            "compare two that were saved with the same ones, or two files of `gba-hvd checkpoint export`"
+        )
     total = sum(manifest.n_bytes for chain in (old, new) for manifest in chain.manifests)
     with progress("comparing", total) as on_bytes:
         tables = [_compared(store, old, new, n, on_bytes) for n in range(len(new.newest.schema.tables))]

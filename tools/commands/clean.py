@@ -1,6 +1,6 @@
 """`gba-hvd clean`: shows what dead jobs of this user left on this host, and removes it if asked to.
 
-What counts as left, and that nobody alive holds it, is decided in `gba_hvd.shm.sweep`.
+What counts as left, and that no living process holds it, is decided in `gba_hvd.shm.sweep`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     removed = [left for left in found if args.yes and not left.is_held and remove(left)]
     if args.json:
         listed = [
-            {"path": str(left.path), "kind": left.kind, "bytes": left.n_bytes, "held": _holder(left),
+            {"path": str(left.path), "kind": left.kind, "bytes": left.n_bytes, "held": _held_by(left),
              "removed": left in removed}
             for left in found
         ]  # fmt: skip
@@ -52,15 +52,15 @@ def run(args: argparse.Namespace) -> int:
         print(f"dead jobs have left nothing in {base}")
         return 0
     for left in found:
-        done = "removed" if left in removed else f"left alone: {_holder(left)}" if left.is_held else ""
-        done = done or ("left alone: somebody has come to use it" if args.yes else "would be removed")
+        done = "removed" if left in removed else f"left alone: {_held_by(left)}" if left.is_held else ""
+        done = done or ("left alone: a process has come to use it" if args.yes else "would be removed")
         print(f"{left.n_bytes / 2**20:>10,.1f} MiB  {left.path}  {_WORDS[left.kind]}; {done}")
     if not args.yes and not all(left.is_held for left in found):
         print("gba-hvd clean --yes removes them")
     return 0
 
 
-def _holder(left: OrphanedMemory) -> str:
+def _held_by(left: OrphanedMemory) -> str:
     if left.served:
         return "its companion server lives, and may be saving it; it ends when the keeper removes the memory"
     return "its keeper removes it after the grace period" if left.watched else ""

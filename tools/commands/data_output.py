@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gba_hvd.data.splits import Progress
+    from gba_hvd.data.splits import PrepareProgress
 
 _LINE_EVERY_S = 5.0
 
 
 @contextmanager
-def shown_progress() -> Iterator[Callable[[Progress], None]]:
+def shown_progress() -> Iterator[Callable[[PrepareProgress], None]]:
     """A bar on a terminal, a line every few seconds elsewhere."""
     if not sys.stderr.isatty():
         yield plain_lines(time.monotonic)
@@ -32,7 +32,7 @@ def shown_progress() -> Iterator[Callable[[Progress], None]]:
     ) as bar:
         tasks: dict[str, Any] = {}
 
-        def show(progress: Progress) -> None:
+        def show(progress: PrepareProgress) -> None:
             if progress.phase not in tasks:
                 tasks[progress.phase] = bar.add_task(progress.phase, total=progress.total_bytes, rows=0, bad=0)
             task = tasks[progress.phase]
@@ -41,10 +41,10 @@ def shown_progress() -> Iterator[Callable[[Progress], None]]:
         yield show
 
 
-def plain_lines(clock: Callable[[], float]) -> Callable[[Progress], None]:
+def plain_lines(clock: Callable[[], float]) -> Callable[[PrepareProgress], None]:
     due = clock() + _LINE_EVERY_S
 
-    def show(progress: Progress) -> None:
+    def show(progress: PrepareProgress) -> None:
         nonlocal due
         if clock() < due:
             return

@@ -1,6 +1,6 @@
 """From the arguments of `gba-hvd data prepare` and a look at the input to a recipe.
 
-What the arguments leave open is guessed from the first lines and said; what cannot be guessed is an error that names
+What the arguments leave open is guessed from the first lines and printed; what cannot be guessed is an error that names
 the option which mends it.
 """
 

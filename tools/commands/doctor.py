@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def checks_of_a_launch(args: argparse.Namespace) -> list[Callable[[], Finding]]:
-    """Of what `gba-hvd run` would be given."""
+    """Checks of the arguments that `gba-hvd run` would be given."""
     checks: list[Callable[[], Finding]] = []
     if args.network_interface:
         checks.append(partial(check_interface, args.network_interface))

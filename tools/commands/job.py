@@ -113,7 +113,7 @@ def run_switch(args: argparse.Namespace) -> int:
 
 
 def _refuse_without_callback(folder: Path) -> None:
-    """Raises BadInput where nobody would receive a request for another mode."""
+    """Raises BadInput where no server would receive a request for another mode."""
     from gba_hvd.errors import BadInput
     from gba_hvd.shm import job_board
 
@@ -155,42 +155,50 @@ def facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What a report says of the whole job, as (word, sentence)."""
     from gba_hvd.tracking.gauges import staleness_words, whole_numbers
 
-    said = [("mode", mode_words(report))]
+    lines = [("mode", mode_words(report))]
     if "started_unix_s" in report:
         started = _moment(report["started_unix_s"])
-        said.append(("started", f"{started}, as {report['command']}" if report.get("command") else started))
+        lines.append(("started", f"{started}, as {report['command']}" if report.get("command") else started))
     if report.get("wanted"):
         why = f": {report['reason']}" if report.get("reason") else ""
-        said.append(("on the way to", f"{report['wanted']}{why}"))
+        lines.append(("on the way to", f"{report['wanted']}{why}"))
     if "step" in report:
         epoch = f", epoch {report['epoch']}" if "epoch" in report else ""
         of = f" of {report['steps_of_epoch']:,}" if report.get("steps_of_epoch") else " of it"
         within = f" (step {report['steps_done']:,}{of})" if "steps_done" in report else ""
-        said.append(("step", f"{report['step']:,}{epoch}{within}"))
+        lines.append(("step", f"{report['step']:,}{epoch}{within}"))
     if "workers" in report:
-        said.append(("workers", str(report["workers"])))
+        lines.append(("workers", str(report["workers"])))
     if isinstance(report.get("loss"), float):
-        said.append(("loss", f"{report['loss']:.4f}"))
+        lines.append(("loss", f"{report['loss']:.4f}"))
     if report.get("samples_applied") and "account" not in report:
-        said.append(("samples", f"{report['samples_applied']:,} applied"))
+        lines.append(("samples", f"{report['samples_applied']:,} applied"))
     account = report.get("account") or {}
     if account:
         parts = [f"{account.get(k, 0):,} {k}" for k in ("applied", "dropped", "lost")]
-        said.append(("samples", f"{' + '.join(parts)} = {account.get('total', 0):,}"))
+        lines.append(("samples", f"{' + '.join(parts)} = {account.get('total', 0):,}"))
+    for table, found in (report.get("vocabulary") or {}).items():
+        lines.append((f"ids of {table}", _vocabulary_words(found)))
     staleness = whole_numbers(report.get("staleness"))
     if staleness:
-        said.append(("staleness", staleness_words(staleness)))
+        lines.append(("staleness", staleness_words(staleness)))
     shown = {"under_way": "in flight", "reissued": "reissued", "refused": "refused"}
     counts = [f"{report[key]:,} {label}" for key, label in shown.items() if report.get(key)]
     if counts:
-        said.append(("micro-batches", ", ".join(counts)))
-    said += [("refused", text) for text in report.get("refused_gradients") or ()]
+        lines.append(("micro-batches", ", ".join(counts)))
+    lines += [("refused", text) for text in report.get("refused_gradients") or ()]
     if report.get("switchable") is False:
-        said.append(("switching", "none: the job has no gba_hvd.GBACallback"))
+        lines.append(("switching", "none: the job has no gba_hvd.GBACallback"))
     if report.get("last_decision"):
-        said.append(("last decision", str(report["last_decision"])))
-    said += [("decided", text) for text in report.get("decisions") or ()]
-    return said
+        lines.append(("last decision", str(report["last_decision"])))
+    lines += [("decided", text) for text in report.get("decisions") or ()]
+    return lines
+
+
+def _vocabulary_words(found: Mapping[str, Any]) -> str:
+    words = f"{found['size']:,} of {found['capacity']:,} rows taken on this host, {found['evicted']:,} evicted"
+    turned_away = f", {found['no_room']:,} times no room" if found["no_room"] else ""
+    return f"{words}{turned_away}; {found['missed_share']:.1%} of lookups without a row"
 
 
 def workers(report: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -243,10 +251,10 @@ def print_report(report: Mapping[str, Any]) -> None:
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     name = f" ({escape(report['name'])})" if report.get("name") else ""
     console.print(f"[bold]job {report['job']}{name}[/bold]")
-    said = Table.grid(padding=(0, 2))
+    lines = Table.grid(padding=(0, 2))
     for word, sentence in facts(report):
-        said.add_row(word, escape(sentence), style="bold" if word == "mode" else None)
-    console.print(said)
+        lines.add_row(word, escape(sentence), style="bold" if word == "mode" else None)
+    console.print(lines)
     listed = workers(report)
     if not listed:
         return

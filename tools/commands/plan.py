@@ -17,7 +17,7 @@ from ..plan import measured_costs
 
 if TYPE_CHECKING:
     from recovery.schedule.failures import MeanTime
-    from recovery.schedule.planner import Costs, Estimate, Objectives, Plan
+    from recovery.schedule.planner import Costs, Estimate, Objectives, RecoveryPlan
 
     from ..plan.measured_costs import MeasuredCosts
 
@@ -96,12 +96,12 @@ def fill_in(args: argparse.Namespace, found: MeasuredCosts | None = None) -> Non
 
 
 def run(args: argparse.Namespace) -> int:
-    from recovery.schedule.planner import Job, plan
+    from recovery.schedule.planner import JobProfile, plan
 
     found_at = measured_costs.of_arguments(args)
     fill_in(args, found_at)
     costs, mean = costs_of(args, found_at), mean_time_of(args, found_at)
-    job = Job(costs, round(args.table_gb * 1e9), args.servers, mean.mean_s, total_s=30 * 86400.0)
+    job = JobProfile(costs, round(args.table_gb * 1e9), args.servers, mean.mean_s, total_s=30 * 86400.0)
     prices = {"price_per_gb_month": args.price, "price_per_1000_puts": args.price_puts}
     strategy = "full" if args.servers == 1 else "auto"  # the loss of the only host is that of the job
     objectives = objectives_of(args, strategy=strategy, **prices)
@@ -201,7 +201,7 @@ def read_hours(path: Path) -> list[float]:
     return hours
 
 
-def as_json(found: Plan, mean: MeanTime, costs: Costs) -> dict[str, Any]:
+def as_json(found: RecoveryPlan, mean: MeanTime, costs: Costs) -> dict[str, Any]:
     """Everything that was found and what it is from; times in seconds, overheads as shares of training time."""
     values = asdict(found)
     for name in ("full", "partial"):
@@ -209,7 +209,7 @@ def as_json(found: Plan, mean: MeanTime, costs: Costs) -> dict[str, Any]:
     return {**values, "between_failures": asdict(mean), "costs": asdict(costs)}
 
 
-def show(found: Plan, mean: MeanTime, costs: Costs, priced: bool) -> None:
+def show(found: RecoveryPlan, mean: MeanTime, costs: Costs, priced: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 

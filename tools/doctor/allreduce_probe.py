@@ -1,4 +1,4 @@
-"""A real Horovod job of two processes on this machine, for `gba-hvd doctor`: what it runs and how it is given up."""
+"""A real Horovod job of two processes on this machine, for `gba-hvd doctor`: what it runs and how it is ended."""
 
 from __future__ import annotations
 

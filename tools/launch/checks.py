@@ -71,8 +71,10 @@ def check_discovery(
     except subprocess.TimeoutExpired:
         return bad(f"{command!r} does not answer within {timeout_s:g} s", "it is asked every second: make it quick")
     if done.returncode != 0:
-        said = done.stderr.strip().splitlines()
-        return bad(f"{command!r} ended with {done.returncode}: {said[-1] if said else 'no message'}", "run it by hand")
+        output = done.stderr.strip().splitlines()
+        return bad(
+            f"{command!r} ended with {done.returncode}: {output[-1] if output else 'no message'}", "run it by hand"
+        )
     try:
         hosts = parse_hosts(done.stdout, f"{command!r}")
     except CannotRun as error:
@@ -94,8 +96,8 @@ def check_ssh(host: str, run: Runner = _run) -> Finding:
         return Finding("ssh", "FAIL", f"{host} does not answer within {SSH_TIMEOUT_S + 5} s", f"try: ssh {host} true")
     if done.returncode == 0:
         return Finding("ssh", "ok", f"{host} lets this user in")
-    said = done.stderr.strip().splitlines()
-    found = f"{host} refuses: {said[-1] if said else f'exit status {done.returncode}'}"
+    output = done.stderr.strip().splitlines()
+    found = f"{host} refuses: {output[-1] if output else f'exit status {done.returncode}'}"
     return Finding("ssh", "FAIL", found, f"ssh-copy-id {host}, until `ssh {host} true` asks for nothing")
 
 

@@ -1,6 +1,6 @@
-"""What a place, or a running job, reports of its costs: from the newest complete checkpoint there.
+"""What a checkpoint location, or a running job, reports of its costs: from the newest complete checkpoint there.
 
-Where figures are found; what is made of them is said in `commands.plan`.
+Finds figures; `commands.plan` uses them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from recovery.schedule.adaptive import Measured
+    from recovery.schedule.adaptive import JobMeasurements
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class MeasuredCosts:
     n_servers: int
     costs: dict[str, Any]
     given: dict[str, Any]
-    measured: Measured
+    measured: JobMeasurements
     pace: dict[str, Any]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="costs, tables, failures: what the newest checkpoint there says was measured")
     parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="for the store of --url")
-    parser.add_argument("--job", metavar="ID", help="as --url, of the place where this running job saves")
+    parser.add_argument("--job", metavar="ID", help="as --url, of the location where this running job saves")
     parser.add_argument("--dir", type=Path, help="of --job: where shards lie (default: GBA_HVD_SHARD_DIR, or /dev/shm)")
     parser.add_argument(
         "--timeout", type=float, default=10.0, metavar="S", help="wait so long for the job's answer (10)"
@@ -39,16 +39,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def of_arguments(args: argparse.Namespace) -> MeasuredCosts | None:
-    """None when neither a place nor a job was named. Raises BadInput when there is nothing to be read."""
+    """None when neither a location nor a job was named. Raises BadInput when there is nothing to be read."""
     from recovery.errors import BadInput
 
     if args.url and args.job:
         raise BadInput("--url and --job say the same: give one of them")
-    url = place_of_job(args) if args.job else args.url
+    url = location_of_job(args) if args.job else args.url
     return of_newest(url, args.option) if url else None
 
 
-def place_of_job(args: argparse.Namespace) -> str:
+def location_of_job(args: argparse.Namespace) -> str:
     from recovery.errors import BadInput
 
     from ..running_jobs import ask_status, bases_of, find_job
@@ -57,7 +57,7 @@ def place_of_job(args: argparse.Namespace) -> str:
     if not report.get("checkpoints"):
         raise BadInput(
             f"job {args.job!r} saves nowhere, as far as this host's server knows: it has no CheckpointCallback, or has "
-            "not begun to save; name the place with --url"
+            "not begun to save; name the location with --url"
         )
     return str(report["checkpoints"])
 
@@ -65,7 +65,7 @@ def place_of_job(args: argparse.Namespace) -> str:
 def of_newest(url: str, options: list[str]) -> MeasuredCosts:
     from recovery.catalog.chains import Chain, chains
     from recovery.errors import BadInput
-    from recovery.schedule.adaptive import Measured
+    from recovery.schedule.adaptive import JobMeasurements
 
     from ..checkpoint.store_argument import store_of
 
@@ -73,7 +73,7 @@ def of_newest(url: str, options: list[str]) -> MeasuredCosts:
     chain = next((one for one in chains(store) if isinstance(one, Chain)), None)
     if chain is None:
         raise BadInput(f"{store.url} has no checkpoint that is whole: nothing was measured there")
-    about, measured = chain.newest.about, Measured.of_checkpoint(chain.newest)
+    about, measured = chain.newest.about, JobMeasurements.of_checkpoint(chain.newest)
     servers, costs = about.get("n_servers"), measured.costs()
     return MeasuredCosts(
         checkpoint=chain.newest.name,

@@ -8,13 +8,13 @@ import numpy as np
 
 from gba_hvd.extras import extra
 from recovery.errors import BadInput
-from recovery.schedule.planner import Job, Objectives, Plan, estimate
+from recovery.schedule.planner import JobProfile, Objectives, RecoveryPlan, estimate
 
 _COLOURS = {"full": "#c0392b", "partial": "#2c6fbb"}
 _GRID, _INK = "#dddddd", "#333333"
 
 
-def draw(job: Job, objectives: Objectives, plan: Plan, file: Path) -> None:
+def draw(job: JobProfile, objectives: Objectives, plan: RecoveryPlan, file: Path) -> None:
     """Write it; the name's ending says the format. Raises BadInput when it cannot be written."""
     with extra("plots", "matplotlib", "plots need"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -26,11 +26,12 @@ _PICTURES = {
     "learning_curves": "Learning curves",
     "throughput": "Throughput and workers",
     "workers": "Pace of every worker: lower is faster",
+    "vocabulary": "Ids that hashed tables have rows for, on the chief's host",
     "rounds": "Rounds that keep the replicas of the dense parameters together, as rank 0 saw them",
     "gain": "How many times as fast as allreduce gba was predicted to be",
     "staleness": "Staleness, and what it cost",
 }
-_ON_THE_GROUND = ("throughput", "workers", "rounds", "gain")  # pictures with modes and events drawn into them
+_ON_THE_GROUND = ("throughput", "workers", "rounds", "gain", "vocabulary")  # pictures with modes and events drawn in
 _STATUS = {"FINISHED": "good", "RUNNING": "busy"}
 
 
@@ -76,7 +77,7 @@ def _times(story: RunHistory) -> list[str]:
 
 
 def _pictures(story: RunHistory) -> list[dict[str, str]]:
-    """Each with its caption, which speaks of colours and lines where there are any."""
+    """Each with its caption, which explains colours and lines where there are any."""
     with tempfile.TemporaryDirectory(prefix="gba-hvd-") as folder:
         files = draw_plots(story.history, story.events, "", Path(folder), form="svg")
         drawn = {file.stem: base64.b64encode(file.read_bytes()).decode() for file in files}

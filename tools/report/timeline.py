@@ -66,7 +66,7 @@ def recoveries(story: RunHistory) -> Table | None:
 
 
 def _what_was_lost(recovery: Record) -> str:
-    """A job whose workers all went back lost a host; one that resumed otherwise was lost itself."""
+    """A job whose workers all rolled back lost a host; one that resumed otherwise was lost itself."""
     is_whole = recovery["kind"] == "resumed" and not recovery["strategy"]
     return "the whole job" if is_whole else "a lost host"
 

@@ -22,14 +22,14 @@ from gba_hvd.errors import BadInput
 from gba_hvd.ps.coordinator.discipline import Discipline
 
 from ..bench.harness import emulated_accelerators as emulated
-from . import modes
+from .experiment import check_mode
 
 HISTOGRAMS = ("staleness", "lags")
 SCORES = ("auc", "log_loss", "time", "steps", "dropped")
 
 
 @dataclass(frozen=True)
-class Job:
+class JobSettings:
     """Raises BadInput.
 
     slow: the last worker takes so many times as long. latency_s: of a message, as the simulation has it.
@@ -55,7 +55,7 @@ class Job:
             )
         EpochPlan(self.micro_batches * self.micro_batch, self.n_micro * self.micro_batch, self.micro_batch)
         Discipline(self.mode, tolerance=self.tolerance)
-        modes.check(self.mode)
+        check_mode(self.mode)
         update_rules.check(self.rule, optimizer_spec())
 
     def scenario(self) -> emulated.Scenario:
@@ -64,7 +64,7 @@ class Job:
         return emulated.Scenario("agreement", self.service_s, 0.0, endless, slow, gamma=True, n_workers=self.workers)
 
 
-def simulate(job: Job, data: Path) -> dict[str, Any]:
+def simulate(job: JobSettings, data: Path) -> dict[str, Any]:
     """The same figures as a real job's."""
     from .click_task import ClickTask
     from .event_loop import Setting, train
@@ -87,7 +87,7 @@ def simulate(job: Job, data: Path) -> dict[str, Any]:
 
 
 def optimizer_spec() -> dict[str, Any]:
-    """Of the optimizer that the emulated benchmarks train with (`torch_optimizers.spec_of`)."""
+    """Description of the optimizer that the emulated benchmarks train with (`torch_optimizers.spec_of`)."""
     import torch
 
     from gba_hvd.torch_optimizers import spec_of
@@ -126,7 +126,7 @@ def together(histograms: Sequence[Mapping[Any, int]]) -> dict[int, int]:
     return dict(total)
 
 
-def draws(job: Job) -> Callable[[int], float]:
+def draws(job: JobSettings) -> Callable[[int], float]:
     """Service times in units of the mean, the numbers that the emulated accelerators of the real workers draw."""
     scenario, shape = job.scenario(), emulated.GAMMA_SHAPE
     rngs = [np.random.default_rng([job.seed, worker]) for worker in range(job.workers)]

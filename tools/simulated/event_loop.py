@@ -30,7 +30,7 @@ from gba_hvd.update_rules.dana_slim import SlimWorker
 from gba_hvd.update_rules.sgd_momentum import Sgd
 
 from .simulated_server import SimulatedServer
-from .tasks import Task
+from .tasks import SimulatedTask
 
 _USUAL, _NEW = 0.7, 0.3  # as `lease_prefetch.LeasePrefetcher` averages
 _ASK_AT = 0.9
@@ -70,7 +70,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingOutcome:
     """What came of it.
 
     curve:     (time, micro-batches done, loss), the last one at the end; a loss that diverged is infinite
@@ -122,7 +122,7 @@ class _Push:
     dense_step: int
 
 
-def train(task: Task, setting: Setting, workers: int, takes: Callable[[int], float]) -> Outcome:
+def train(task: SimulatedTask, setting: Setting, workers: int, takes: Callable[[int], float]) -> TrainingOutcome:
     """One epoch. takes: how long the next micro-batch of a worker takes, its real time for computing left out."""
     cut = setting.cut
     with SimulatedServer(
@@ -136,7 +136,12 @@ class _Loop:
     """The clock and what is due. Owns the events; the server is its caller's."""
 
     def __init__(
-        self, task: Task, setting: Setting, workers: int, takes: Callable[[int], float], server: SimulatedServer
+        self,
+        task: SimulatedTask,
+        setting: Setting,
+        workers: int,
+        takes: Callable[[int], float],
+        server: SimulatedServer,
     ) -> None:
         self._task, self._setting, self._takes, self._server = task, setting, takes, server
         self._workers = [_Worker(slim=self._slim()) for _ in range(workers)]
@@ -149,7 +154,7 @@ class _Loop:
         self._curve: list[tuple[float, int, float]] = [(0.0, 0, task.measure(task.start))]
         self._why = ""
 
-    def run(self) -> Outcome:
+    def run(self) -> TrainingOutcome:
         workers, setting, server = len(self._workers), self._setting, self._server
         for worker in range(workers):
             self._at(setting.start_over * worker / workers, partial(self._ask, worker))
@@ -162,7 +167,7 @@ class _Loop:
         self._measure(now)
         ledger, part = server.ledger, server.part
         scores = {} if self._why else self._task.evaluate(part.dense.values)
-        return Outcome(
+        return TrainingOutcome(
             tuple(self._curve), dict(ledger.staleness_histogram), dict(ledger.age_histogram), ledger.step,
             ledger.account.applied, ledger.account.dropped, now, part.dense.values.copy(), scores, self._why,
             dict(part.gaps.by_worker), tuple(part.arrivals),

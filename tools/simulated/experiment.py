@@ -13,24 +13,26 @@ import numpy as np
 import torch
 
 from gba_hvd import update_rules
-from gba_hvd.embedding.row_gradients import ROW_AVERAGES
+from gba_hvd.embedding.row_gradients import ROW_AVERAGES, RowGrad
 from gba_hvd.epoch import EpochPlan
 from gba_hvd.errors import BadInput, refuse_unknown
+from gba_hvd.mode_names import REPLICA_MODES, SERVER_MODES
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.torch_optimizers import spec_of
 
-from . import modes
-from .event_loop import Outcome, Setting, train
-from .lr_grid import Grid, with_rates
+from .event_loop import Setting, TrainingOutcome, train
 from .service_times import SHAPE, Fleet
-from .tasks import Logistic, Quadratic, Task
+from .tasks import Logistic, NoTables, Quadratic, SimulatedTask, no_rows
 
 TASKS = {
     "quadratic": "1/2 sum h x^2, 50 curvatures h from 0.01 to 1, noisy gradients",
     "logistic": "logistic regression on a synthetic click log, log loss of held-out samples",
     "clicks": "an MLP over embedding tables on a synthetic click log, log loss of held-out samples",
 }
+# Those where all workers send gradients of one model to servers.
+MODES = tuple(name for name in SERVER_MODES if name not in REPLICA_MODES)
 MOMENTUM = 0.9
+_LOST = 1e3  # a loss of so many times the first one is not looked at again
 _OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter], float], torch.optim.Optimizer]] = {
     "sgd": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr),
     "momentum": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=MOMENTUM),
@@ -77,7 +79,7 @@ class Experiment:
         refuse_unknown("row_average", self.row_average, tuple(ROW_AVERAGES))
         if self.row_average != "global" and self.task != "clicks":
             raise BadInput(f"row_average={self.row_average!r}: the task {self.task!r} has no tables, use 'clicks'")
-        modes.check(self.mode)
+        check_mode(self.mode)
         for name in ("micro_batches", "micro_batch", "n_micro"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -104,7 +106,7 @@ class Experiment:
         )  # fmt: skip
 
 
-def run(experiment: Experiment, clicks: Path | None = None) -> Outcome:
+def run(experiment: Experiment, clicks: Path | None = None) -> TrainingOutcome:
     """clicks: folder of samples for the task of that name (`small_ctr.write`)."""
     return train(_task(experiment, clicks), experiment.setting(), experiment.workers, experiment.fleet().draws())
 
@@ -125,7 +127,7 @@ def loss_at_start(experiment: Experiment) -> float:
     return task.measure(task.start)
 
 
-def _task(experiment: Experiment, clicks: Path | None) -> Task:
+def _task(experiment: Experiment, clicks: Path | None) -> SimulatedTask:
     if experiment.task == "quadratic":
         return Quadratic(np.geomspace(0.01, 1.0, 50).tolist(), noise=0.1, seed=experiment.seed)
     samples = experiment.micro_batches * experiment.micro_batch
@@ -138,3 +140,57 @@ def _task(experiment: Experiment, clicks: Path | None) -> Task:
 
 
 _logistic = lru_cache(maxsize=4)(Logistic)  # it does not change, and its samples take longer to make than to train
+
+
+def check_mode(mode: str) -> None:
+    """Raises BadInput, naming what there is, for a mode with replicas. A misspelt one is refused by `Discipline`."""
+    if mode in REPLICA_MODES:
+        raise BadInput(
+            f"mode {mode!r} cannot be simulated: its workers train replicas of their own, and the simulator has one "
+            f"model; choose one of {', '.join(MODES)}"
+        )
+
+
+# --- several learning rates at once -----------------------------------------------------------------------------------
+
+
+class Grid(NoTables):
+    """One task without tables at several learning rates in one run: n_copies, independent of each other.
+
+    Each copy is an optimizer group with its own learning rate. Optimizer and rules work element by element, so a copy
+    does what it would do alone, at a fraction of the cost: the order of the pushes is the same for all. A copy that
+    diverges gets no gradient any more, so that it does not end the run of the others; its loss is infinite.
+    """
+
+    def __init__(self, task: SimulatedTask, n_copies: int) -> None:
+        self._task, self._n = task, n_copies
+        self.start = np.tile(task.start, n_copies)
+        self._bound = _LOST * max(1.0, float(np.abs(task.start).max(initial=0.0)))
+        self._is_lost = np.zeros(n_copies, bool)
+        self._first = task.measure(task.start)
+
+    def gradient(self, values: np.ndarray, micro: int) -> tuple[np.ndarray, list[RowGrad]]:
+        copies = values.reshape(self._n, -1)
+        self._is_lost |= ~(np.abs(copies).max(axis=1) < self._bound)
+        gradient = np.zeros_like(copies)
+        for number in np.flatnonzero(~self._is_lost):
+            gradient[number] = self._task.gradient(copies[number], micro)[0]
+        return gradient.ravel(), no_rows(self.layout)
+
+    def measure(self, values: np.ndarray) -> float:
+        return self._first  # that of all together means nothing on the way
+
+    def evaluate(self, values: np.ndarray) -> dict[str, float]:
+        return {str(number): loss for number, loss in enumerate(self.losses(values))}
+
+    def losses(self, values: np.ndarray) -> list[float]:
+        losses = [self._task.measure(copy) for copy in values.reshape(self._n, -1)]
+        return [
+            math.inf if lost or not loss <= _LOST * self._first else loss
+            for loss, lost in zip(losses, self._is_lost, strict=True)
+        ]
+
+
+def with_rates(optimizer: dict[str, Any], lrs: Sequence[float]) -> dict[str, Any]:
+    """A description of one group (`torch_optimizers.spec_of`) as one of a group for each learning rate."""
+    return {**optimizer, "groups": [{**optimizer["groups"][0], "lr": lr} for lr in lrs]}

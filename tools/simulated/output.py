@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+
+@contextmanager
+def silent_servers() -> Iterator[None]:
+    """Steps that are not finite are figures here: the servers' warnings of them are not shown."""
+    log = logging.getLogger("gba_hvd.ps")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def json_values(value: Any) -> Any:

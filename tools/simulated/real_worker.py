@@ -19,7 +19,7 @@ import gba_hvd
 from ..bench.harness import emulated_accelerators as emulated
 from ..bench.harness import small_ctr
 from ..bench.harness.ours_small_ctr import Log, model_and_optimizer
-from .agreement import Job
+from .agreement import JobSettings
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--job", required=True, help="settings, JSON")
     args = parser.parse_args()
-    job = Job(**json.loads(args.job))
+    job = JobSettings(**json.loads(args.job))
     hvd.init()
     torch.set_num_threads(1)
     model, optimizer = model_and_optimizer(job.n_micro, job.micro_batch)

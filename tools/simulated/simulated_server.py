@@ -20,14 +20,14 @@ from gba_hvd.ps.coordinator.coordinator import row_damping, weighed
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.ps.coordinator.ledger import Lease, Ledger
 from gba_hvd.ps.messages import Apply, Endpoint, Enter, JobPosition, Measure, NotFinite
-from gba_hvd.ps.partition.partition import Limits, Partition
+from gba_hvd.ps.partition.partition import Partition
 from gba_hvd.shm.shard_memory import ShardMemory
 from gba_hvd.update_rules import damps, rule_class
 from recovery import state_codec
 
-from .tasks import Task
+from .tasks import SimulatedTask
 
-_NO_LIMIT = Limits(buffer_bytes=1 << 50)
+_NO_LIMIT = 1 << 50  # bytes of pushes that wait for their step
 
 
 class SimulatedServer:
@@ -37,7 +37,8 @@ class SimulatedServer:
     """
 
     def __init__(
-        self, task: Task, cut: EpochPlan, discipline: Discipline, rule: str, optimizer: dict[str, Any], workers: int,
+        self, task: SimulatedTask, cut: EpochPlan, discipline: Discipline, rule: str, optimizer: dict[str, Any],
+        workers: int,
         row_average: str = "global",
         rule_settings: Mapping[str, float | bool] | None = None,
     ) -> None:  # fmt: skip

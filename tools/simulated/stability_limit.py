@@ -53,7 +53,7 @@ class Limit:
 
     @property
     def error(self) -> float:
-        """Of the prediction, relative to what was observed."""
+        """Error of the prediction, relative to what was observed."""
         return self.predicted / self.observed - 1
 
 
@@ -131,7 +131,7 @@ class FleetLimit:
 
     @property
     def error(self) -> float:
-        """Of the prediction, relative to what was observed."""
+        """Error of the prediction, relative to what was observed."""
         return self.predicted / self.observed - 1
 
 

@@ -19,7 +19,7 @@ from gba_hvd.shm.layout import Layout
 from gba_hvd.shm.shard_memory import ShardMemory
 
 
-class Task(Protocol):
+class SimulatedTask(Protocol):
     """A model: `n` dense values, and tables in the shard memory that it is given."""
 
     layout: Layout
@@ -30,7 +30,9 @@ class Task(Protocol):
         """Rows are read from here."""
 
     def gradient(self, values: np.ndarray, micro: int) -> tuple[np.ndarray, list[RowGrad]]:
-        """Of micro-batch `micro` at these dense values and the rows as they are: float32 [n], one RowGrad per group."""
+        """Gradient of micro-batch `micro` at these dense values and the rows as they are: float32 [n], one RowGrad per
+        group.
+        """
 
     def measure(self, values: np.ndarray) -> float:
         """How good the model is: a loss, the less the better."""

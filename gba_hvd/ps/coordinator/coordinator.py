@@ -15,10 +15,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from gba_hvd.clipping import Clip
 from gba_hvd.comm.traffic import NOTHING, Sums, added
 from gba_hvd.epoch import EpochPlan, SampleAccount
-from gba_hvd.loss_scale import LossScale
+from gba_hvd.gradients.clipping import Clip
+from gba_hvd.gradients.loss_scale import LossScale
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.ps.coordinator.ledger import Drained, Finished, Lease, Ledger, StepPlan
 from gba_hvd.ps.messages import (
@@ -42,7 +42,7 @@ from gba_hvd.update_rules import damps
 
 @dataclass(frozen=True)
 class _Handed:
-    """A lease in somebody's hands, and since when."""
+    """An outstanding lease, and since when."""
 
     serial: int
     worker: int
@@ -51,7 +51,7 @@ class _Handed:
 
 # Training ends when so many gradients in a row, of all workers, were not finite: steps, and micro-batches.
 _PATIENCE = 4  # a lease may take so many times what the worker's micro-batches took, however short `lease_s` is
-_REFUSED_STEPS, _REFUSED_AT_LEAST = 3, 100
+_REJECTED_STEPS, _REJECTED_AT_LEAST = 3, 100
 _CHIEF_S = 90.0  # so long an epoch's end waits for a world that has a rank 0
 _NORMS = 64  # of so many steps workers learn the norms: more than are made between two requests of a worker
 _MISSED_S = 1.0  # so long it waits for rank 0 before anybody looks whether that has died
@@ -79,8 +79,8 @@ class WorkerSeen:
 class Coordinator:
     """Not thread-safe: belongs to the server's main thread. `clock` counts seconds."""
 
-    def __init__(self, enter: Enter, *, alive_s: float, lease_s: float, clock: Callable[[], float]) -> None:
-        self._enter, self._alive_s, self._lease_s, self._clock = enter, alive_s, lease_s, clock
+    def __init__(self, enter: Enter, *, heartbeat_timeout_s: float, lease_s: float, clock: Callable[[], float]) -> None:
+        self._enter, self._heartbeat_timeout_s, self._lease_s, self._clock = enter, heartbeat_timeout_s, lease_s, clock
         position = enter.position
         self.account = SampleAccount(**position.account)
         self.loss_scale = None if enter.loss_scale is None else LossScale(**enter.loss_scale)
@@ -91,19 +91,19 @@ class Coordinator:
             self.ledger.join(worker)
         self.moved = dict(position.remapped)
         self.world = position.membership_epoch
-        self.wanted, self.reason, self.pin = "", "", False
+        self.requested_mode, self.reason, self.pin = "", "", False
         self.clip = Clip(enter.max_norm, enter.max_row_norm)
         self._damps_rows = damps(enter.rule)
         self.last_loss: float | None = None
         self.last_norm: float | None = None  # of the newest step's gradient, before it was clipped
         self._norms: deque[tuple[int, float]] = deque(maxlen=_NORMS)  # the same by step; a successor has none
         self._staleness_before, self._lags_before = dict(position.staleness), dict(position.lags)
-        self._refused_before, self._reissued_before = position.rejected, position.reissued
+        self._rejected_before, self._reissued_before = position.rejected, position.reissued
         self._lrs, self._row_lr, self._lrs_key = list(enter.lrs), enter.row_lr, (position.epoch, position.step)
         self._losses: dict[int, float] = {}
         self._given: dict[int, _Handed] = {}  # by micro-batch: the newest lease on it
-        self.names_refused: list[str] = []
-        self._refused_in_a_row = 0
+        self.rejected_gradients: list[str] = []
+        self._rejected_in_a_row = 0
         self._ending = False
         # Both counted by the part of this server: by step, of the newest steps, and
         self.arrivals: Collection[list[tuple[int, float]]] = ()
@@ -136,11 +136,11 @@ class Coordinator:
         if request.epoch > ledger.epoch:
             if not ledger.finished and not self._all_left_early(request.worker):
                 return None  # others still work on the epoch before
-            if self.wanted not in ("", "auto"):
+            if self.requested_mode not in ("", "auto"):
                 return LeaseReply(self.position(epoch=request.epoch, steps_done=0), None, "drained")
             new = self._ledger(request.epoch, request.n_samples, 0, ledger.step, ledger.last_serial)
             self._staleness_before, self._lags_before = self.staleness(), self.lags()
-            self._refused_before += ledger.refused
+            self._rejected_before += ledger.rejected
             self._reissued_before += ledger.reissued
             self.ledger = ledger = new
             self._finished_s = None
@@ -203,18 +203,19 @@ class Coordinator:
                 self._losses[request.serial] = request.loss
             if request.worker in self.workers:
                 self.workers[request.worker].took(request.seconds)
-            self._refused_in_a_row = self._refused_in_a_row + 1 if request.rejected else 0
+            self._rejected_in_a_row = self._rejected_in_a_row + 1 if request.rejected else 0
             if request.rejected:
                 rank = self.workers[request.worker].rank if request.worker in self.workers else -1
-                self.names_refused = [
-                    *self.names_refused[-9:], f"worker {rank}, micro-batch {request.micro}: {request.rejected[:200]}"
+                self.rejected_gradients = [
+                    *self.rejected_gradients[-9:],
+                    f"worker {rank}, micro-batch {request.micro}: {request.rejected[:200]}",
                 ]  # fmt: skip
         return answer
 
     def replica_submitted(self, request: ReplicaSubmitted) -> bool:
         """This worker submitted its replica. Whether all have: those that live, and are not at it for too long.
 
-        One that left its loop early is not waited for by others, waits for nobody, and gives back its leases.
+        One that left its loop early is not waited for, does not wait for others, and gives back its leases.
         """
         phase, now = request.phase, self._clock()
         self._handed[request.worker] = max(phase, self._handed.get(request.worker, -1))
@@ -250,7 +251,7 @@ class Coordinator:
             self.world += 1
 
     def bye(self, worker: int) -> None:
-        """Training is over for this worker, so it is for all: nobody is let in any more."""
+        """Training is over for this worker, so it is for all: no worker is let in any more."""
         self.ledger.leave(worker)
         self.workers.pop(worker, None)
         self._ending = True
@@ -294,21 +295,23 @@ class Coordinator:
         """Take the leases of workers without heartbeats; returns the silent ones, whose processes may be dead."""
         now = self._clock()
         for worker, seen in self.workers.items():
-            if not seen.silent and now - seen.last_seen_s > self._alive_s:
+            if not seen.silent and now - seen.last_seen_s > self._heartbeat_timeout_s:
                 seen.silent = True
                 self.ledger.leave(worker)
         for micro, handed in list(self._given.items()):
-            # A worker that never said it lives, or has said goodbye: its request was late.
-            holder = self.workers.get(handed.worker)
-            limit = self._alive_s if holder is None else max(self._lease_s, _PATIENCE * holder.seconds)
+            # A worker that never sent a heartbeat, or has left: its request was late.
+            leased_to = self.workers.get(handed.worker)
+            limit = (
+                self._heartbeat_timeout_s if leased_to is None else max(self._lease_s, _PATIENCE * leased_to.seconds)
+            )
             if now - handed.given_s > limit:
                 self.ledger.revoke(micro)
                 del self._given[micro]
         return [worker for worker, seen in self.workers.items() if seen.silent]
 
     def request_mode(self, mode: str, reason: str, pin: bool) -> None:
-        """Somebody asks for another mode: stop at the next step boundary."""
-        self.wanted, self.reason, self.pin = mode, reason, pin
+        """Another mode is requested: stop at the next step boundary."""
+        self.requested_mode, self.reason, self.pin = mode, reason, pin
         if mode != "auto":  # the chief decides again, that is all
             self.ledger.hold()
 
@@ -317,8 +320,8 @@ class Coordinator:
     def decide(self) -> Apply | Measure | None:
         """The next step, if one is due; or the one that was decided before a crash.
 
-        `Measure` while an update rule is to damp its rows, or it is to be clipped, and nobody knows how: `damped` or
-        `measured` comes next.
+        `Measure` while an update rule is to damp its rows, or it is to be clipped, and the factors are not known yet:
+        `damped` or `measured` comes next.
         """
         plan = self.ledger.decided or self.ledger.next_step()
         if plan is None:
@@ -368,10 +371,12 @@ class Coordinator:
 
     def _failure(self) -> str:
         """Why training makes no sense any more: nothing but gradients that are not finite."""
-        limit = max(_REFUSED_AT_LEAST, _REFUSED_STEPS * self.ledger.cut.n_micro)
-        if self._refused_in_a_row < limit:
+        limit = max(_REJECTED_AT_LEAST, _REJECTED_STEPS * self.ledger.cut.n_micro)
+        if self._rejected_in_a_row < limit:
             return ""
-        return f"{self._refused_in_a_row} gradients in a row were not finite, the last of {self.names_refused[-1]}"
+        return (
+            f"{self._rejected_in_a_row} gradients in a row were not finite, the last of {self.rejected_gradients[-1]}"
+        )
 
     # --- a look ------------------------------------------------------------------------------------------------------
 
@@ -401,14 +406,14 @@ class Coordinator:
             lags=self.lags(),
             traffic=self._all_traffic(),
             gaps=sorted((s.rank, *self.gaps[w], w) for w, s in self.workers.items() if w in self.gaps),
-            rejected=self._refused_before + ledger.refused,
+            rejected=self._rejected_before + ledger.rejected,
             reissued=self._reissued_before + ledger.reissued,
             loss=self.last_loss,
             grad_norm=self.last_norm,
             grad_norms=list(self._norms),
             loss_scale=None if self.loss_scale is None else self.loss_scale.now,
             rates=sorted((s.rank, s.seconds) for s in self.workers.values() if not s.silent),
-            requested_mode=self.wanted,
+            requested_mode=self.requested_mode,
             reason=self.reason,
             pinned=self.pin,
             failure=self._failure(),
@@ -432,12 +437,12 @@ class Coordinator:
             "n_samples": self.ledger.cut.n_samples,
             "workers": [[w, s.rank, s.host, s.pid] for w, s in self.workers.items()],
             "world": self.world,
-            "wanted": self.wanted,
+            "wanted": self.requested_mode,
             "reason": self.reason,
             "pin": self.pin,
             "staleness": self._staleness_before,
             "lags": self._lags_before,
-            "refused": self._refused_before,
+            "refused": self._rejected_before,
             "reissued": self._reissued_before,
             "lrs": [*self._lrs, self._row_lr],
             "lrs_key": list(self._lrs_key),
@@ -455,11 +460,11 @@ class Coordinator:
         if self.workers and all(seen.rank for seen in self.workers.values()):
             # Rank 0 had died. If another worker is by now, its next heartbeat says so.
             self._chief_died_s = self._clock()
-        self.world, self.wanted, self.reason = state["world"], state["wanted"], state["reason"]
+        self.world, self.requested_mode, self.reason = state["world"], state["wanted"], state["reason"]
         self.pin = state["pin"]
         self._staleness_before = {int(k): v for k, v in state["staleness"].items()}
         self._lags_before = {int(k): v for k, v in state.get("lags", {}).items()}
-        self._refused_before, self._reissued_before = state["refused"], state["reissued"]
+        self._rejected_before, self._reissued_before = state["refused"], state["reissued"]
         self._given = {
             micro: _Handed(serial, worker, self._clock())
             for worker, _, micro, serial, *_ in state["ledger"]["outstanding"]
@@ -539,5 +544,5 @@ def weighed(plan: StepPlan, micro_batch: int, discipline: Discipline, row_averag
     n_samples = sum(m.n_samples for m in all_of_it)
     dropped: list[tuple[int, int]] = []
     if row_average == "contributors" and kept and not is_round:
-        dropped = [(m.micro, m.serial) for m in plan.members if not m.weight and not m.refused]
+        dropped = [(m.micro, m.serial) for m in plan.members if not m.weight and not m.rejected]
     return WeighedStep(members, micro_batch / n_samples, dropped, len(all_of_it))

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from gba_hvd.accumulators import DTYPES, Part, accumulator, combined
 from gba_hvd.epoch import EpochPlan, SampleAccount
+from gba_hvd.metrics.accumulators import DTYPES, Part, accumulator, combined
 from gba_hvd.ps.coordinator.discipline import Discipline
 from gba_hvd.ps.coordinator.ledger import Lease, Ledger
 from gba_hvd.ps.messages import Evaluate, EvaluationReply, LeaseGrant, Mismatch, ProtocolError, Score

@@ -14,20 +14,20 @@ from gba_hvd.ps.messages import ProbeProcess
 from gba_hvd.shm.shard_memory import is_alive
 
 _ASK_AGAIN_S = 1.0
-_LATE_TICK_S = 1.0  # after such a pause of this server, nobody is called silent for one tick
-_GIVEN_UP = 10  # a worker of another host that is silent for so many times `alive_s` counts as dead
+_LATE_TICK_S = 1.0  # after such a pause of this server, no worker counts as silent for one tick
+_DEAD_AFTER = 10  # a worker of another host that is silent for so many times `heartbeat_timeout_s` counts as dead
 
 
 class FailureDetector:
     """Belongs to the server's main thread."""
 
-    def __init__(self, peers: Peers, alive_s: float) -> None:
-        self._peers, self._alive_s = peers, alive_s
+    def __init__(self, peers: Peers, heartbeat_timeout_s: float) -> None:
+        self._peers, self._heartbeat_timeout_s = peers, heartbeat_timeout_s
         self._looked_s = time.monotonic()
         self._asked_s: dict[int, float] = {}  # by worker: when its host's server was last asked
 
     def check(self, coordinator_service: CoordinatorService | None) -> None:
-        """Called in every tick, also while there is nobody to look after (None)."""
+        """Called in every tick, also while there are no workers to look after (None)."""
         now, before = time.monotonic(), self._looked_s
         self._looked_s = now
         if coordinator_service is None:
@@ -42,10 +42,10 @@ class FailureDetector:
             coordinator_service.evaluations.leave(worker)
         for worker in {*silent, *coordinator.missed_chiefs()}:
             seen = coordinator.workers[worker]
-            if time.monotonic() - seen.last_seen_s > _GIVEN_UP * self._alive_s and seen.host != here:
+            if time.monotonic() - seen.last_seen_s > _DEAD_AFTER * self._heartbeat_timeout_s and seen.host != here:
                 coordinator_service.is_dead(
                     worker
-                )  # nobody there knows; should it live, it comes back with a heartbeat
+                )  # no server of that host answers; should it live, it comes back with a heartbeat
             elif seen.host != here and time.monotonic() - self._asked_s.get(worker, 0.0) > _ASK_AGAIN_S:
                 self._asked_s[worker] = time.monotonic()
                 server = self._peers.of_host(seen.host)

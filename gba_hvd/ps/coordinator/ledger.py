@@ -58,8 +58,8 @@ class Drained:
 class Member:
     """A push in a step. `weight` is f alone, 0 for a dropped one; `staleness` is k - token, in steps, 0 or more.
 
-    refused: its gradient was not finite, so that no server has all of it. age: of the dense values that it was computed
-    with, in steps; -1: not known
+    rejected: its gradient was not finite, so that no server has all of it. age: of the dense values that it was
+    computed with, in steps; -1: not known
     """
 
     micro: int
@@ -67,7 +67,7 @@ class Member:
     weight: float
     n_samples: int
     staleness: int
-    refused: bool = False
+    rejected: bool = False
     age: int = -1
 
 
@@ -100,12 +100,12 @@ class _Work:
     micro: int
     serial: int
     token: int
-    refused: bool = False
+    rejected: bool = False
     values_step: int = -1
 
 
 def _fields(work: _Work) -> list[Any]:
-    return [work.worker, work.request, work.micro, work.serial, work.token, work.refused, work.values_step]
+    return [work.worker, work.request, work.micro, work.serial, work.token, work.rejected, work.values_step]
 
 
 class Ledger:
@@ -141,7 +141,7 @@ class Ledger:
         self.skips = skips
         self.staleness_histogram: dict[int, int] = {}
         self.age_histogram: dict[int, int] = {}  # of the dense values, where they are known
-        self.reissued = self.repeated = self.refused = 0
+        self.reissued = self.repeated = self.rejected = 0
         self._weighting = weighting(discipline.staleness, discipline.tolerance)
         self._by_index = discipline.name in ("gba", "bsp")  # tokens; M pushes make a step
         self._first_step = step - steps_done
@@ -204,12 +204,12 @@ class Ledger:
         return self._lease(work)
 
     def accept(
-        self, worker: int, micro: int, serial: int, refused: str | None = None, values_step: int = -1
+        self, worker: int, micro: int, serial: int, rejected: str | None = None, values_step: int = -1
     ) -> Literal["accepted", "repeated", "revoked"]:
         """Every server has the push of this lease: it will be a member of a step, if the answer is "accepted".
 
         "repeated": it was accepted before; "revoked": it came too late, the micro-batch is for others to compute.
-        refused: why its gradient must not be applied (not finite); it becomes a dropped member.
+        rejected: why its gradient must not be applied (not finite); it becomes a dropped member.
         values_step: the step of the dense values it was computed with, the oldest; -1: not known.
         """
         work = self._outstanding.get(serial)
@@ -219,8 +219,8 @@ class Ledger:
         if work is None or (work.worker, work.micro) != (worker, micro):
             return "revoked"
         self._take_back(work)
-        self._accepted.append(replace(work, refused=refused is not None, values_step=values_step))
-        self.refused += refused is not None
+        self._accepted.append(replace(work, rejected=rejected is not None, values_step=values_step))
+        self.rejected += rejected is not None
         if worker in self._clock:
             self._clock[worker] += 1
         return "accepted"
@@ -244,7 +244,7 @@ class Ledger:
         if not pushes:
             return None
         members = tuple(self._member(work) for work in sorted(pushes, key=lambda work: work.micro))
-        overflowed = self.skips and any(work.refused for work in pushes)
+        overflowed = self.skips and any(work.rejected for work in pushes)
         if overflowed:
             members = tuple(replace(member, weight=0.0) for member in members)
         n_samples = sum(member.n_samples for member in members)
@@ -332,7 +332,7 @@ class Ledger:
         return self.cut.n_steps if self.finished else self._n_resolved // self.cut.n_micro
 
     def resume_order(self) -> dict[int, int] | None:
-        """How somebody else resumes from here in order: index -> the micro-batch in its place, where another.
+        """How training resumes from here in order: index -> the micro-batch in its place, where another.
 
         What is not done yet stands at the positions from n_resolved on. None: not now, as a step is in flight, or a
         place has another number of samples.
@@ -373,7 +373,7 @@ class Ledger:
             "ages": [list(pair) for pair in sorted(self.age_histogram.items())],
             "reissued": self.reissued,
             "repeated": self.repeated,
-            "refused": self.refused,
+            "refused": self.rejected,
             "first_step": self._first_step,
             "next": self._next,
             "n_resolved": self._n_resolved,
@@ -407,7 +407,7 @@ class Ledger:
         )
         ledger.staleness_histogram = {key: count for key, count in state["histogram"]}
         ledger.age_histogram = {age: count for age, count in state.get("ages", ())}
-        ledger.reissued, ledger.repeated, ledger.refused = state["reissued"], state["repeated"], state["refused"]
+        ledger.reissued, ledger.repeated, ledger.rejected = state["reissued"], state["repeated"], state["refused"]
         ledger._first_step, ledger._next, ledger._n_resolved = state["first_step"], state["next"], state["n_resolved"]
         ledger._again, ledger._serial = list(state["again"]), state["serial"]  # sorted, so a heap
         for fields in state["outstanding"]:
@@ -476,13 +476,13 @@ class Ledger:
     def _member(self, work: _Work) -> Member:
         staleness = max(0, self.step - work.token)
         name, weight = self.discipline.name, 1.0
-        if work.refused or (name == "hop_bw" and not self._is_fresh(work)):
+        if work.rejected or (name == "hop_bw" and not self._is_fresh(work)):
             weight = 0.0
         elif name == "gba":
             weight = self._weighting.weight(self._age(work) if self.discipline.staleness_of == "values" else staleness)
         n_samples = self.cut.samples_of_micro(work.micro)
         age = -1 if work.values_step < 0 else self._age(work)
-        return Member(work.micro, work.serial, weight, n_samples, staleness, work.refused, age)
+        return Member(work.micro, work.serial, weight, n_samples, staleness, work.rejected, age)
 
     def _is_fresh(self, work: _Work) -> bool:
         return work.token == self.step

@@ -59,7 +59,7 @@ class PendingSave:
 
         try:
             self._saver.begin(request, self._part.shards.tolist(), state, part_state(self._part))
-        except Exception as error:  # nobody waits for this answer: the chief receives it with the heartbeats
+        except Exception as error:  # no process waits for this answer: the chief receives it with the heartbeats
             log.exception("a checkpoint was not begun")
             self._saver.did_not_begin(request, f"{type(error).__name__}: {error}")
             return

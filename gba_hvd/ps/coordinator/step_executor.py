@@ -1,4 +1,6 @@
-"""Carrying out what the coordinator decides, step by step, over all servers of the mode.
+"""Executes the coordinator's decisions, step by step, over all servers of the mode: a two-phase commit.
+
+The ledger is a write-ahead log: a decision is saved in it before any server applies a part of it.
 
     decided -> saved in the ledger -> sent to the other servers, applied here -> all have applied it -> it counts
 
@@ -12,8 +14,8 @@ the rule's damping over the dense elements of all of them, also on a server that
     decided -> saved -> damping of each member, from all servers -> saved with the step -> [measured ->] applied, ...
 
 The coordinator computes both kinds of factors; a server sees them in `Apply` (damping also in the `Measure` of the
-norm), after they are saved in the ledger. A server that died and came back has no older values: it says that nothing is
-damped there. A push that it lost is damped as the others say.
+norm), after they are saved in the ledger. A server that died and came back has no older values: it reports that nothing
+is damped there. A push that it lost is damped by the mean of the other servers.
 
 Measuring changes nothing, so a step whose factors are not in the ledger was applied nowhere: a successor has it
 measured again, by the servers that have pushes of it. A step whose factors exist is applied with these, even if servers
@@ -58,7 +60,7 @@ class _StepInFlight:
 
 @dataclass
 class _BeingMeasured:
-    """A decided step: who has not said how large it is there, or how it is damped, and what the others said."""
+    """A decided step: which servers have not reported its size and its damping, and what the others reported."""
 
     request: Measure
     pending: set[int]
@@ -211,7 +213,7 @@ class StepExecutor:
     # --- after a server that died ------------------------------------------------------------------------------------
 
     def recover(self, torn: int) -> None:
-        """What became of the pushes and of a decided step that the dead server held. torn: shards it left in mid-step.
+        """Recover the pushes and the decided step that a dead server held. torn: shards it left in mid-step.
 
         With other servers, the step stays decided: it is sent to all of them again.
         """

@@ -54,6 +54,6 @@ def asynchronous_state(
     state = {"snapshot": values, "dense": dense, "position": msgspec.to_builtins(position)}
     if living is not None:
         known = {worker for part in parts for worker in part["workers"]}
-        rest = residuals.total(part["rest"] for part in parts)
-        state["compression"] = {"rest": rest, "missing": len(set(living) - known)}
+        residual = residuals.total(part["rest"] for part in parts)
+        state["compression"] = {"rest": residual, "missing": len(set(living) - known)}
     return state_codec.encode(state)

@@ -31,10 +31,6 @@ class ClaimKeepalive:
         self._ended = threading.Event()
         self._last_seen_s = time.monotonic()
 
-    @property
-    def is_running(self) -> bool:
-        return self._thread is not None
-
     def worker_seen(self) -> None:
         self._last_seen_s = time.monotonic()
 

@@ -64,7 +64,7 @@ def encode_rows(
         return _encode_activations(memory, mine, spec, frames, pulls)
     try:
         keys = [
-            row_codec.read_keys(frame, group.rows_per_shard * memory.layout.n_shards)
+            row_codec.read_keys(frame, memory.layout.key_limit(group))
             for frame, group in zip(frames, groups, strict=True)
         ]
     except BadMessage as error:

@@ -222,7 +222,7 @@ class DensePart:
 
     @property
     def is_newest(self) -> bool:
-        """Whether nobody has published another step to the file since this part loaded it."""
+        """Whether no other server process has published a step to the file since this part loaded it."""
         return self._file.step == self.step
 
     @property

@@ -23,7 +23,7 @@ SAMPLED = 65_536
 
 
 class GapMeter:
-    """Of one server's dense part. Not thread-safe: belongs to the partition.
+    """Measures the gaps of one server's dense part. Not thread-safe: belongs to the partition.
 
     values, shown: float32 [n], the model as of `step`, and what workers are shown.
     by_worker: pushes so far, the sum of their gaps, and the sum of their gaps in steps, by worker
@@ -53,7 +53,7 @@ class GapMeter:
     def stepped(
         self, pushes: Iterable[tuple[int, tuple[float, float] | None]], values: np.ndarray, shown: np.ndarray, step: int
     ) -> None:
-        """A step is applied: its pushes as (worker, what `of` said before), and the values after it."""
+        """A step is applied: its pushes as (worker, the result of `of`), and the values after it."""
         for worker, found in pushes:
             if found is not None and all(map(math.isfinite, found)):
                 n, gap, in_steps = self.by_worker.get(worker, (0, 0.0, 0.0))

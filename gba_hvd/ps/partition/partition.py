@@ -22,19 +22,20 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gba_hvd import clipping, kernels, update_rules
+from gba_hvd import update_rules
 from gba_hvd.compression.dense_deltas import DenseDeltas
-from gba_hvd.embedding.accesses import count_accesses
+from gba_hvd.embedding.apply_rows import apply_rows, by_row
 from gba_hvd.embedding.row_gradients import RowGrad, average_over_contributors
 from gba_hvd.embedding.row_optimizers import RowOptimizer, TableOptimizers
 from gba_hvd.errors import NonFiniteGradient
+from gba_hvd.gradients import clipping
 from gba_hvd.mode_names import REPLICA_MODES
 from gba_hvd.ps import messages, validation
 from gba_hvd.ps.dense_file import DenseTensor
@@ -52,13 +53,6 @@ from gba_hvd.update_rules.rule import ByOptimizer, DenseStart, Received, Rule, S
 from recovery import state_codec
 
 log = logging.getLogger("gba_hvd.ps")
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a server holds at most. buffer_bytes: pushes that wait for their step."""
-
-    buffer_bytes: int = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -84,11 +78,12 @@ class Partition:
         dense: DensePart,
         memory: ShardMemory,
         optimizer: RowOptimizer | TableOptimizers,
-        limits: Limits,
+        buffer_bytes: int,
         rule: Rule | None = None,
         residuals: Residuals | None = None,
     ) -> None:
-        self.enter, self.dense, self._memory, self._optimizer, self._limits = enter, dense, memory, optimizer, limits
+        self.enter, self.dense, self._memory, self._optimizer = enter, dense, memory, optimizer
+        self._buffer_bytes = buffer_bytes  # of pushes that wait for their step, at most
         self.idle = True  # workers apply the steps; no shard may be touched. The owner of the partition changes it
         self.mine = np.array(enter.shard_servers) == enter.me  # bool [S]
         self.shards = np.flatnonzero(self.mine)
@@ -122,7 +117,7 @@ class Partition:
         path: Path,
         memory: ShardMemory,
         optimizer: RowOptimizer | TableOptimizers,
-        limits: Limits,
+        buffer_bytes: int,
     ) -> Partition:
         """Take over from the workers. Frames: dense values, optimizer state. Changes nothing when it raises."""
         if len(frames) != 2:
@@ -142,17 +137,17 @@ class Partition:
         rule = _rule_of(enter, tensors, values, state, enter.position.step)
         shown = rule.shown(values, enter.lrs)
         dense = DensePart.create(path, tensors, enter.optimizer, values, state, enter.position.step, shown=shown)
-        part = cls(enter, dense, memory, optimizer, limits, rule)
+        part = cls(enter, dense, memory, optimizer, buffer_bytes, rule)
         memory.claim(part.shards)
         return part
 
     @classmethod
     def resume(
-        cls, enter: Enter, path: Path, memory: ShardMemory, optimizer: RowOptimizer | TableOptimizers, limits: Limits
+        cls, enter: Enter, path: Path, memory: ShardMemory, optimizer: RowOptimizer | TableOptimizers, buffer_bytes: int
     ) -> tuple[Partition, int]:
         """Resume where a server that died stopped. Returns the part, and how many shards were in mid-step."""
         residuals = Residuals.resume(_residuals_at(path), enter.generation)
-        part = cls(enter, DensePart.open(path), memory, optimizer, limits, residuals=residuals)
+        part = cls(enter, DensePart.open(path), memory, optimizer, buffer_bytes, residuals=residuals)
         marks = memory.marks()
         torn = [int(s) for s in part.shards if marks.begun[s] > marks.finished[s]]
         for shard in torn:
@@ -164,7 +159,7 @@ class Partition:
     @property
     def most_bytes(self) -> int:
         """That the row gradients of one push may take, opened: as much as those that come as they are."""
-        return min(MAX_FRAME_BYTES, self._limits.buffer_bytes)
+        return min(MAX_FRAME_BYTES, self._buffer_bytes)
 
     def begun_and_done(self, step: int) -> tuple[bool, bool]:
         """Whether anything of this step, and whether all of it, was applied here."""
@@ -185,7 +180,7 @@ class Partition:
             raise ProtocolError(f"a dense gradient of {len(dense)} numbers, expected {self.n_dense}")
         residual = self.residuals.check(frames[2]) if len(frames) == 3 else None
         push = BufferedPush(micro, serial, dense, rows, dense_step, worker, residual)
-        if self.buffer.n_bytes + push.n_bytes > self._limits.buffer_bytes:
+        if self.buffer.n_bytes + push.n_bytes > self._buffer_bytes:
             return False
         validation.check_finite(dense, self._names, self._sizes)
         validation.check_row_message(self._memory.layout, rows, self.mine, self._extra, self._counted)
@@ -209,7 +204,7 @@ class Partition:
         return Measured(
             request.step,
             clipping.squares([merged.dense]),
-            clipping.squares(grad.values for grad in merged.rows) * merged.row_scale**2,
+            clipping.squares(self._values_by_row(merged.rows)) * merged.row_scale**2,
         )
 
     def apply(self, request: Apply) -> Applied:
@@ -254,6 +249,10 @@ class Partition:
         if TRACE is not None:
             TRACE.write("applied", step=request.step, server=self.enter.me, missed=missed, failed=failed)
         return self._last
+
+    def _values_by_row(self, grads: Sequence[RowGrad]) -> Iterator[np.ndarray]:
+        for group, grad in zip(self._memory.layout.groups, grads, strict=True):
+            yield by_row(self._memory, group, grad).values
 
     def _note_arrivals(self, request: Apply, found: Mapping[tuple[int, int], BufferedPush]) -> None:
         """How old the dense values of a step's gradients are, and by what each is weighted in it."""
@@ -318,8 +317,10 @@ class Partition:
         memory.begin(due, request.step)
         for group, grad in zip(layout.groups, rows, strict=True):
             wanted = _of_shards(grad, due, layout.n_shards) if len(due) < len(self.shards) else grad
-            self._optimizer.update_(memory.flat, layout, group, wanted, scale, request.row_lr, number)
-            count_accesses(memory, group, wanted, request.step)
+            apply_rows(
+                memory, self._optimizer, group, wanted, due, scale=scale, lr=request.row_lr, number=number,
+                step=request.step,
+            )  # fmt: skip
         memory.finish(due, request.step)
         if pushes and self._central is None:
             if request.dense_factor != 1.0:
@@ -429,6 +430,6 @@ def gather(memory: ShardMemory, mine: np.ndarray, frames: Sequence[Any]) -> list
         keys = validation.array_of(frame, "int64", "keys")
         validation.check_keys(layout, number, keys, mine)
         rows = np.empty((len(keys), group.dim), dtype=np.float32)
-        kernels.gather_rows(memory.flat, layout.record_starts(keys, group), 0, rows)
+        memory.gather(keys, group, 0, rows)
         out.append(rows)
     return out

@@ -34,7 +34,7 @@ _HEAD, _ONE = struct.Struct("<qq"), struct.Struct("<qqq")  # generation, workers
 
 def total(residuals: Iterable[np.ndarray | None]) -> np.ndarray | None:
     """Their sum; None when nothing waits."""
-    waiting = [rest for rest in residuals if rest is not None and len(rest)]
+    waiting = [residual for residual in residuals if residual is not None and len(residual)]
     return np.asarray(np.sum(waiting, axis=0, dtype=np.float32)) if waiting else None
 
 
@@ -49,7 +49,7 @@ class Residuals:
 
     @classmethod
     def none(cls, path: Path, generation: int) -> Residuals:
-        """Of a mode that begins."""
+        """No residuals: a mode begins."""
         path.unlink(missing_ok=True)
         return cls(path, generation)
 
@@ -69,23 +69,25 @@ class Residuals:
 
     def total(self) -> np.ndarray | None:
         """The sum over the workers, float32 [n of all dense]; None when nothing waits."""
-        return total([rest for _, rest in self._of.values()])
+        return total([residual for _, residual in self._of.values()])
 
     def check(self, frame: Any) -> np.ndarray:
         """A residual as it comes, empty when nothing waits. Raises ProtocolError."""
-        rest = validation.array_of(frame, "float32", "residual")
-        sizes = {len(known) for _, known in self._of.values() if len(known)} | ({len(rest)} if len(rest) else set())
+        residual = validation.array_of(frame, "float32", "residual")
+        sizes = {len(known) for _, known in self._of.values() if len(known)} | (
+            {len(residual)} if len(residual) else set()
+        )
         if len(sizes) > 1:
-            raise ProtocolError(f"a residual of {len(rest)} numbers, others have {sorted(sizes)}")
-        if not validation.all_finite(rest):
+            raise ProtocolError(f"a residual of {len(residual)} numbers, others have {sorted(sizes)}")
+        if not validation.all_finite(residual):
             raise messages.NotFinite("the residual is not finite")
-        return rest
+        return residual
 
     def came(self, worker: int, frame: Any) -> None:
         """What a worker brings into the mode. Sent again, or too late, it changes nothing. Raises ProtocolError."""
-        rest = self.check(frame)
+        residual = self.check(frame)
         if worker not in self._of:
-            self._of[worker] = -1, rest
+            self._of[worker] = -1, residual
             self._write()
 
     def applied(self, pushes: Iterable[BufferedPush]) -> None:
@@ -105,8 +107,8 @@ class Residuals:
         """Where the memory has no room for it, a successor will know nothing; that is no reason to stop a step."""
         if not self._has_room:
             return
-        heads = [_ONE.pack(worker, serial, len(rest)) for worker, (serial, rest) in self._of.items()]
-        values: list[Any] = [np.ascontiguousarray(rest).view(np.uint8).data for _, rest in self._of.values()]
+        heads = [_ONE.pack(worker, serial, len(residual)) for worker, (serial, residual) in self._of.items()]
+        values: list[Any] = [np.ascontiguousarray(residual).view(np.uint8).data for _, residual in self._of.values()]
         try:
             if self._file is None:
                 self._file = SnapshotFile(self._path)

@@ -35,7 +35,7 @@ from recovery.policies import is_lossless, lossless_kind
 from recovery.selection.selector import Selection
 from recovery.storage.open import open_store
 from recovery.storage.store import Store, epoch_of
-from recovery.write.multipart import SavePlace, await_part, commit_parts, discard, list_name, save_part
+from recovery.write.multipart import SaveTarget, await_part, commit_parts, discard, list_name, save_part
 from recovery.write.section_pipeline import Buffers, Cancelled, PartResult
 
 log = logging.getLogger("gba_hvd.ps")
@@ -64,7 +64,7 @@ class Saver:
         self._active_chain: ActiveChain | None = None
         self._buffers: Buffers | None = None
         self._settings: SaveSettings | None = None  # of the newest save
-        self._not_yet_known: SavePlace | None = None  # which the newest save of this part belongs to
+        self._not_yet_known: SaveTarget | None = None  # which the newest save of this part belongs to
         self._shards: list[int] = []  # of the newest save
         self._keepalive = ClaimKeepalive()
         self._workers_gone = False  # none is left to ask other servers for their parts
@@ -86,11 +86,11 @@ class Saver:
 
     @property
     def n_hosts(self) -> int:
-        """Of that world; 0: not known, to a server that was started again."""
+        """Number of hosts in that world; 0: not known, to a server that was started again."""
         return 0 if self.held is None else self.held.n_parts
 
     def last_request(self, step: int, samples: int, generation: int = 0) -> Save | None:
-        """A save of what is newer than the last one, when nobody is left to ask for it; None: nothing is to be done.
+        """A save of what is newer than the last one, when no worker is left to ask for it; None: nothing is to be done.
 
         In allreduce mode its number is one that nothing was saved under, also where the newest save failed.
         """
@@ -119,7 +119,7 @@ class Saver:
         return 0.0 if self._known_settings is None else self._known_settings.final_checkpoint_s
 
     def report(self) -> SaveStatus:
-        """What became of the newest save."""
+        """Status of the newest save."""
         return self._report
 
     def begin(
@@ -137,12 +137,12 @@ class Saver:
         if self._thread is not None and self._thread.is_alive():
             if request.epoch == self._report.epoch and not request.supersedes:
                 raise GbaError(f"checkpoint {self._report.number} is still being saved")
-            self._cancel.set()  # of a world that is no more, or given up
+            self._cancel.set()  # of a world that is gone, or abandoned
         self._cancel = threading.Event()
         if self.held is None or self.held.claim.nonce != request.claim.nonce:  # this world was reported just now
-            place = (request.part, request.n_parts) if not request.generation else (0, 0)
+            part_of = (request.part, request.n_parts) if not request.generation else (0, 0)
             if request.part == 0 or not request.generation:
-                self.hold(DelegateClaim(request.claim, request.settings, request.about, request.first_epoch, *place))
+                self.hold(DelegateClaim(request.claim, request.settings, request.about, request.first_epoch, *part_of))
         self._report = SaveStatus(request.epoch, request.number, "running")
         work = (request, list(shards), state, extra, self._cancel, self._thread)
         self._thread = threading.Thread(target=self._run, args=work, name="saver", daemon=True)
@@ -171,11 +171,11 @@ class Saver:
         self._thread.start()
 
     def workers_are_gone(self) -> None:
-        """Until `alive`: a save in flight does not wait for parts that nobody was left to ask for."""
+        """Until `alive`: a save in flight does not wait for parts that no worker was left to ask for."""
         self._workers_gone = True
 
     def hold(self, request: DelegateClaim) -> None:
-        """Renew this claim, until another one comes or `close`, while somebody calls `alive` every now and then."""
+        """Renew this claim, until another one comes or `close`, while `alive` is called every now and then."""
         self.alive()
         self._keepalive.hold(request)
 
@@ -243,7 +243,7 @@ class Saver:
         rows.left = _is_left(request)
         about = msgspec.to_builtins(request.about)
         asked = (request.epoch, request.number, request.kind, request.parent, request.step, request.samples)
-        place, config = SavePlace(*asked, rows.schema, about), request.settings.config
+        target, config = SaveTarget(*asked, rows.schema, about), request.settings.config
 
         def on_read() -> None:
             if not cancel.is_set():
@@ -253,7 +253,7 @@ class Saver:
             rows,
             selection,
             store,
-            place,
+            target,
             # In asynchronous modes there is no step that all rows could be of.
             replace(config, strict=config.strict and not request.generation),
             part=request.part,
@@ -266,21 +266,21 @@ class Saver:
         )
         self._shards = rows.shards()
         if request.part:
-            self._not_yet_known = place
+            self._not_yet_known = target
             facts = _facts(own)
             facts.kind, facts.saved_step = request.kind, request.step
             return facts
         manifest, whole = commit_parts(
             store,
             selection,
-            place,
-            self._parts(store, place, request, own, cancel),
+            target,
+            self._parts(store, target, request, own, cancel),
             lambda parts: state([part.extra for part in parts]),
             lambda: claims.check(store, request.claim),
             verify=config.verify,
         )
         try:
-            store.delete([list_name(place.prefix, part) for part in range(1, request.n_parts)])
+            store.delete([list_name(target.prefix, part) for part in range(1, request.n_parts)])
             active_chain.expire(range(request.first_epoch, request.epoch + 1), config.keep)
         except (BadInput, RecoveryError, OSError):
             log.warning("expired checkpoints were not deleted; that is tried again", exc_info=True)
@@ -290,17 +290,17 @@ class Saver:
         return facts
 
     def _parts(
-        self, store: Store, place: SavePlace, request: Save, own: PartResult, cancel: threading.Event
+        self, store: Store, target: SaveTarget, request: Save, own: PartResult, cancel: threading.Event
     ) -> Iterator[PartResult]:
         """This part and those of the other servers, which are waited for."""
         yield own
         patience_s = max(_PARTS_LEAST_S, min(5 * own.seconds, _PARTS_MOST_S))
         until_s = self._last_until_s if _is_left(request) else time.monotonic() + patience_s
         for part in range(1, request.n_parts):
-            why = (lambda: "") if _is_left(request) else partial(self._why_in_vain, store, request.epoch, part)
-            yield await_part(store, place.prefix, part, until_s=until_s, cancel=cancel, why_in_vain=why)
+            why = (lambda: "") if _is_left(request) else partial(self._why_not_committed, store, request.epoch, part)
+            yield await_part(store, target.prefix, part, until_s=until_s, cancel=cancel, why_not=why)
 
-    def _why_in_vain(self, store: Store, epoch: int, part: int) -> str:
+    def _why_not_committed(self, store: Store, epoch: int, part: int) -> str:
         """A server reports that its workers are gone when it saves nothing any more."""
         gone = f"{last_prefix(epoch)}gone-{part:04d}"
         if self._workers_gone and gone in store.names(gone):
@@ -332,13 +332,13 @@ class Saver:
                 selection.commit(parent)
             else:
                 selection.abandon()
-                self._discard_if_in_vain(last, request.part)
+                self._discard_if_failed(last, request.part)
             self._not_yet_known = None
         if parent is None or epoch_of(parent) != request.epoch or self._shards not in ([], self._meant):
             return False
         return selection.is_valid_for(parent)
 
-    def _discard_if_in_vain(self, last: SavePlace, part: int) -> None:
+    def _discard_if_failed(self, last: SaveTarget, part: int) -> None:
         """Delete what this part has saved, perhaps too late, of a manifest that is not there."""
         assert self._store is not None
         with contextlib.suppress(BadInput, RecoveryError, OSError):
@@ -348,7 +348,7 @@ class Saver:
 
 
 def last_prefix(epoch: int) -> str:
-    """Of the names of all objects by which hosts agree on a last checkpoint (`final_checkpoint_hosts`)."""
+    """Prefix of the names of all objects by which hosts agree on a final checkpoint (`final_checkpoint_hosts`)."""
     return f"blobs/{epoch:06d}-last/"
 
 

@@ -25,7 +25,7 @@ from gba_hvd.ps.coordinator.step_executor import StepExecutor
 from gba_hvd.ps.launch import Settings
 from gba_hvd.ps.messages import Answer, Enter, Export, Exported, Leave, ProtocolError, Refused
 from gba_hvd.ps.partition.dense_part import DensePart
-from gba_hvd.ps.partition.partition import Limits, Partition
+from gba_hvd.ps.partition.partition import Partition
 from gba_hvd.ps.partition.saver import Saver
 from gba_hvd.ps.state_files import StateFiles
 from gba_hvd.shm.shard_memory import ShardMemory
@@ -37,7 +37,7 @@ class ActiveMode:
     """Belongs to the server's main thread; `mine` may be asked by others.
 
     part, coordinating: of the newest mode, also when it is over; None: there was none, or this is not server 0
-    wanted: (mode, reason) that somebody asks for while the workers apply the steps
+    requested_mode: (mode, reason) that an operator asks for while the workers apply the steps
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class ActiveMode:
     ) -> None:
         self.part: Partition | None = None
         self.coordinator_service: CoordinatorService | None = None
-        self.wanted: tuple[str, str] = ("", "")
+        self.requested_mode: tuple[str, str] = ("", "")
         self._settings, self._memory, self._records, self._peers, self._saver = settings, memory, records, peers, saver
         own = tuple(map(build, settings.own_row_optimizers))
         self._optimizer = TableOptimizers(build(settings.row_optimizer), own)
-        self._limits = Limits(settings.buffer_bytes)
+        self._buffer_bytes = settings.buffer_bytes
         self._evaluations = Evaluations()
-        self._abandoned = 0  # the newest generation that its workers gave up
+        self._abandoned = 0  # the newest generation that its workers abandoned
         self._everywhere = np.ones(memory.layout.n_shards, dtype=bool)
 
     @property
@@ -90,18 +90,18 @@ class ActiveMode:
         if self.part is not None and self.part.enter.generation == request.generation:
             return
         if request.generation == self._abandoned:
-            raise ProtocolError(f"generation {request.generation} was given up by its workers: nobody is in it")
+            raise ProtocolError(f"generation {request.generation} was abandoned by its workers: no worker is in it")
         if request.until_s and time.monotonic() > request.until_s:
             late_s = time.monotonic() - request.until_s
             raise ProtocolError(f"Enter comes {late_s:.1f} s after its time was over: the workers continued without it")
         coordinator = self._new_coordinator(request)  # what can be refused is tried before anything is changed
         dense = self._records.path("dense")
-        part = Partition.begin(request, frames, dense, self._memory, self._optimizer, self._limits)
+        part = Partition.begin(request, frames, dense, self._memory, self._optimizer, self._buffer_bytes)
         if self.part is not None:
             self.part.close()
         part.idle = self.idle  # as the one before, until all is written down
         self.part, self.coordinator_service = part, self._at_work(part, coordinator) if request.me == 0 else None
-        self.wanted = ("", "")
+        self.requested_mode = ("", "")
         self._peers.connect(request)
         if self.coordinator_service is not None:
             self.coordinator_service.save_ledger()
@@ -151,9 +151,9 @@ class ActiveMode:
         enter, idle = session
         dense = self._records.path("dense")
         if idle:
-            self.part = Partition(enter, DensePart.open(dense), self._memory, self._optimizer, self._limits)
+            self.part = Partition(enter, DensePart.open(dense), self._memory, self._optimizer, self._buffer_bytes)
             return
-        self.part, torn = Partition.resume(enter, dense, self._memory, self._optimizer, self._limits)
+        self.part, torn = Partition.resume(enter, dense, self._memory, self._optimizer, self._buffer_bytes)
         self.part.idle = False
         self._peers.connect(enter)
         if enter.me != 0:
@@ -169,7 +169,9 @@ class ActiveMode:
     def _new_coordinator(self, enter: Enter) -> Coordinator:
         settings = self._settings
         try:
-            return Coordinator(enter, alive_s=settings.alive_s, lease_s=settings.lease_s, clock=time.monotonic)
+            return Coordinator(
+                enter, heartbeat_timeout_s=settings.heartbeat_timeout_s, lease_s=settings.lease_s, clock=time.monotonic
+            )
         except TypeError as error:  # a discipline or an account with names that it does not have
             raise ProtocolError(f"Enter: {error}") from error
 

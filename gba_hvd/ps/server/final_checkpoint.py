@@ -28,7 +28,7 @@ from gba_hvd.ps.server.active_mode import ActiveMode
 from gba_hvd.ps.state_files import MARK
 from gba_hvd.shm import retained_state
 from gba_hvd.shm.retained_state import RetainedState
-from gba_hvd.shm.shard_memory import ShardMemory, nobody_lives
+from gba_hvd.shm.shard_memory import ShardMemory, no_process_lives
 from recovery import state_codec
 
 log = logging.getLogger("gba_hvd.ps")
@@ -56,14 +56,14 @@ class MemoryHold:
         return self.is_active and self._clock() - self._since_s > self._limit_s
 
     def is_due(self) -> bool:
-        """Whether nobody has lived here for long enough, and there was no last checkpoint since somebody did."""
+        """Whether no process has lived here for long enough, with no final checkpoint since one did."""
         if self.is_active:
             return True
         now = self._clock()
         if now >= self._next_look_s:
             self._next_look_s = now + _LOOK_S
             try:
-                is_empty = nobody_lives(self._folder)
+                is_empty = no_process_lives(self._folder)
             except FileNotFoundError:
                 return False
             if not is_empty:
@@ -73,7 +73,7 @@ class MemoryHold:
         return self._empty_since_s is not None and now - self._empty_since_s >= self._after_s and not self._is_over
 
     def begin(self, limit_s: float) -> bool:
-        """Hold the memory, at most for so long; False when somebody else has it just now, or it is gone."""
+        """Hold the memory, at most for so long; False when another process has it just now, or it is gone."""
         try:
             lock = os.open(self._folder / "alive", os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -88,7 +88,7 @@ class MemoryHold:
         return True
 
     def end(self) -> None:
-        """Let go. It does not begin again before somebody has lived here."""
+        """Let go. It does not begin again before a process has lived here."""
         if self._lock is not None:
             self._is_over = True
             with contextlib.suppress(FileNotFoundError):

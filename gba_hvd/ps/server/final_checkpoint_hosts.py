@@ -4,15 +4,15 @@ They meet in the store, under the epoch of the claim that their workers' world h
 meanwhile (`final_checkpoint`), for `final_checkpoint_s` at most. In the order in which things become visible:
 
     1. gone   every server but the first one reports that its host's workers are all gone, with no save in flight:
-              a save of the first one that waits for rows that nobody asked for fails        blobs/EPOCH-last/gone-NNNN
-    2. word   the first one, which has the training state, waits for them, for half of the time, and says what is to be
-              saved, or why nothing is                                                     blobs/EPOCH-last/word
-    3. save   each saves the rows of its host (`saver`), and with its list says of which steps they are
+              a save of the first one that waits for rows not asked for fails                blobs/EPOCH-last/gone-NNNN
+    2. word   the first one, which has the training state, waits for them, for half of the time, and publishes what is
+              to be saved, or why nothing is                                                     blobs/EPOCH-last/word
+    3. save   each saves the rows of its host (`saver`), and states in its list of which steps they are
     4. check  the first one: every shard has come, from one host; then the manifest is written, last
 
 Before 4 nothing counts, and the checkpoint before stays in force: a server or a host that dies, a host whose workers
 live, rows that are of other steps than the training state (`rows_of`), a store that fails. Workers that continue
-without a host have claimed the place again, so its server stops at the next look at the claims. What a crash leaves:
+without a host have claimed the location again, so its server stops at the next look at the claims. What a crash leaves:
 objects under the epoch that nothing refers to; `recovery.catalog.retention.gc` finds them.
 """
 
@@ -149,7 +149,7 @@ def collect_state(state: bytes, inventories: Sequence[PartInventory], n_shards: 
 
 
 def await_gone(store: Store, held: DelegateClaim, until_s: float, cancel: threading.Event) -> None:
-    """Return when the servers of all other hosts have said that their workers are gone.
+    """Return when the servers of all other hosts have reported that their workers are gone.
 
     Raises StoreError when one has not until then, Fenced when workers continue without them, Cancelled.
     """
@@ -162,7 +162,7 @@ def await_gone(store: Store, held: DelegateClaim, until_s: float, cancel: thread
         if time.monotonic() > until_s:
             numbers = sorted(int(name.removeprefix(prefix)) for name in missing)
             raise StoreError(
-                f"the servers of hosts {numbers[:8]} of {held.n_parts} have not said that their workers are gone, too"
+                f"the servers of hosts {numbers[:8]} of {held.n_parts} have not reported that their workers are gone"
             )
         if cancel.wait(_LOOK_S):
             raise Cancelled("the last checkpoint was cancelled")
@@ -171,7 +171,7 @@ def await_gone(store: Store, held: DelegateClaim, until_s: float, cancel: thread
 def await_order(store: Store, held: DelegateClaim, until_s: float, cancel: threading.Event) -> SaveOrder:
     """Report that the workers of this host are gone, and return what is to be saved.
 
-    Raises StoreError when nothing is, or when that was not said until then, Fenced and Cancelled as `await_gone`.
+    Raises StoreError when nothing is, or when no order came until then, Fenced and Cancelled as `await_gone`.
     """
     epoch, claim = held.claim.epoch, held.claim
     gone, name = f"{last_prefix(epoch)}gone-{held.part:04d}", _word(epoch)
@@ -180,7 +180,7 @@ def await_order(store: Store, held: DelegateClaim, until_s: float, cancel: threa
     try:
         while name not in store.names(name):
             if time.monotonic() > until_s:
-                raise StoreError("the server of the first host has not said what to save: it is gone, or cannot agree")
+                raise StoreError("the server of the first host has sent no order to save: it is gone, or cannot agree")
             if cancel.wait(_LOOK_S):
                 raise Cancelled("the last checkpoint was cancelled")
             claims.check(store, claim)

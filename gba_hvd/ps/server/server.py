@@ -47,6 +47,7 @@ from gba_hvd.ps.server.pull_thread import PullThread
 from gba_hvd.ps.server.status import StatusService
 from gba_hvd.ps.state_files import StateFiles
 from gba_hvd.shm import job_folder as folders
+from gba_hvd.shm import vocabulary_kernels
 from gba_hvd.shm.layout import Layout
 from gba_hvd.shm.shard_memory import ShardMemory, is_alive
 
@@ -82,7 +83,7 @@ class Server:
             self._poller.register(socket, zmq.POLLIN)
 
         self._folder_id = os.stat(folder).st_ino
-        self._failure_detector = FailureDetector(self._peers, settings.alive_s)
+        self._failure_detector = FailureDetector(self._peers, settings.heartbeat_timeout_s)
         self._ended = False
         self._warm_up = threading.Thread(target=self._import_optimizers, name="warm-up", daemon=True)
         if self._records.session() is not None:  # a mode that resumes needs them at once
@@ -123,6 +124,8 @@ class Server:
         try:
             kernels.load()
             compression_kernels.load()
+            if any(group.hashed is not None for group in self._memory.layout.groups):
+                vocabulary_kernels.load()
             torch.optim.Adam([torch.zeros(1, requires_grad=True)]).step()
         finally:
             self._reporting.warming = False

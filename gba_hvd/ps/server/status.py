@@ -31,14 +31,14 @@ class StatusService:
     def beat(self, request: HeartbeatMsg) -> JobPosition:
         """A worker lives; where training stands, for it."""
         self._saver.alive()
-        self._mode.abandon(request.given_up)
+        self._mode.abandon(request.abandoned)
         if request.report:
             self._reported = dict(request.report)
         coordinator_service = self._mode.active_coordinator
         if coordinator_service is None:
-            wanted, reason = self._mode.wanted
+            mode, reason = self._mode.requested_mode
             return JobPosition(
-                requested_mode=wanted,
+                requested_mode=mode,
                 reason=reason,
                 saved=self._saver.report(),
                 server=os.getpid(),
@@ -58,7 +58,7 @@ class StatusService:
         if coordinator_service is not None:
             coordinator_service.request_mode(request)
         else:
-            self._mode.wanted = (request.mode, request.reason)
+            self._mode.requested_mode = (request.mode, request.reason)
 
     def status(self) -> dict[str, Any]:
         report: dict[str, Any] = {"job": self._job, "server": self._index, "decisions": self._decisions}
@@ -77,7 +77,7 @@ def _of_asynchronous(coordinator: Coordinator) -> dict[str, Any]:
         "mode": coordinator.ledger.discipline.name,
         **position,
         "under_way": coordinator.ledger.n_outstanding,
-        "refused_gradients": coordinator.names_refused,
+        "refused_gradients": coordinator.rejected_gradients,
         "by_worker": [
             {"rank": s.rank, "pid": s.pid, "silent_s": round(now - s.last_seen_s, 1), "micro_batches": s.done,
              "seconds_per_micro_batch": round(s.seconds, 4)}

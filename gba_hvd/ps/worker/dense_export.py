@@ -93,7 +93,7 @@ def _left_position(folder: Path, index: int, generation: int, step: int) -> JobP
             return None
     except (GbaError, OSError):
         return None
-    coordinator = Coordinator(session[0], alive_s=1.0, lease_s=1.0, clock=time.monotonic)
+    coordinator = Coordinator(session[0], heartbeat_timeout_s=1.0, lease_s=1.0, clock=time.monotonic)
     coordinator.resume(state)
     position = coordinator.position()
     return position if position.step == step else None

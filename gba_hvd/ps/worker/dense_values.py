@@ -17,7 +17,7 @@ from gba_hvd.compression import dense_push
 from gba_hvd.compression.bypass import Bypass, StepTiming
 from gba_hvd.compression.dense_exchange import DenseExchange
 from gba_hvd.compression.sparse_message import BadMessage
-from gba_hvd.dense_gradients import DenseGradients
+from gba_hvd.gradients.dense_gradients import DenseGradients
 from gba_hvd.ps.client import Client
 from gba_hvd.ps.dense_file import DenseReader
 from gba_hvd.ps.messages import Compressor, Dense, PullDense

@@ -16,7 +16,7 @@ class Heartbeat:
     """One worker's. Written by several threads: `message` and `on_reply` run on the client's, one other sets each flag.
 
     rank: of the worker, in the world it is in now.
-    position: the newest that was received. saved: what became of the newest checkpoint.
+    position: the newest that was received. saved: status of the newest checkpoint.
     hosts_updated: Horovod notified this worker; somebody_leaves: some worker is preempted; leaving: this one is, and
     the chief is to have a checkpoint made first.
     acknowledged_membership: the change of membership that this worker knew of when it last formed a world
@@ -27,7 +27,7 @@ class Heartbeat:
         self.rank = rank
         self.position = JobPosition()
         self.saved: SaveStatus | None = None
-        self.hosts_updated = self.somebody_leaves = self.leaving = False
+        self.hosts_updated = self.worker_leaves = self.leaving = False
         self.acknowledged_membership = 0
         self._server, self._saving_server = 0, 0  # process that answers heartbeats, and that was asked to save
         self._asked = (0, 0)  # (epoch, number) of the newest save
@@ -87,5 +87,5 @@ class Heartbeat:
             ):
                 self.position = position
         if position.saved is not None:  # the answer to a heartbeat
-            self.somebody_leaves = position.leaving  # after the position: it has the step of the worker that leaves
+            self.worker_leaves = position.leaving  # after the position: it has the step of the worker that leaves
             self._on_save_status(position.saved, position.server)

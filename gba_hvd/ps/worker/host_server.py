@@ -2,7 +2,7 @@
 
 So `gba-hvd status` and `gba-hvd switch` find the same server to talk to in every mode. The client behind it starts the
 servers of this host and starts them again, beside the training. Whether all of them answer is `is_ready`: a switch or a
-checkpoint is agreed on only when all host leaders agree, so that nobody waits for a server that is not up.
+checkpoint is agreed on only when all host leaders agree, so that no worker waits for a server that is not up.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class HostServer:
 
     look: where training stands, plain values; called on the client's thread
     n_servers: of this host
-    saved: what became of the newest save that was asked for; reports of older ones are ignored
+    saved: status of the newest save that was asked for; reports of older ones are ignored
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class HostServer:
         self._last_reply_s = [-math.inf] * n_servers  # when each server last answered
         self._warming = [False] * n_servers
         self._questions: dict[int, Future[Reply]] = {}  # to all but the first, which gets the heartbeats
-        self._given_up = 0
+        self._abandoned = 0
         self._asked = (0, 0)  # (epoch, number) of the newest save
         self._client.beat = self._beat
         self._client.on_position = self._on_position
         self._requested: tuple[str, str] = ("", "")
         self._handled: tuple[str, str] = ("", "")
         self.saved: messages.SaveStatus | None = None
-        self._accepted: messages.Save | None = None  # which the server has not said the end of
+        self._accepted: messages.Save | None = None  # whose end the server has not reported
 
     def start(self) -> None:
         self._client.start()
@@ -64,7 +64,7 @@ class HostServer:
         self._client.beat = None  # no goodbye: the worker stays in the job
         self._client.close()
 
-    def wanted(self) -> tuple[str, str] | None:
+    def requested_mode(self) -> tuple[str, str] | None:
         """(mode, reason) that an operator asked for, once."""
         if self._requested == self._handled:
             return None
@@ -96,7 +96,7 @@ class HostServer:
                 return f"server {i} of this host still imports what a mode needs"
             silent = "has not answered yet" if math.isinf(reply_s) else f"has not answered for {now - reply_s:.0f} s"
             words = launch.why_not_started(self._folder, i) or launch.last_words(self._folder, i)
-            return f"server {i} of this host {silent}; it said: {words}"
+            return f"server {i} of this host {silent}; its last lines: {words}"
         return ""
 
     @property
@@ -105,15 +105,16 @@ class HostServer:
         return self._client.folder_lost
 
     def abandon(self, generation: int) -> None:
-        """The workers continued in allreduce mode without this mode: each heartbeat says so, servers leave it or never
-        enter it. Said at once as well, before any save that comes later.
+        """The workers continued in allreduce mode without this mode: servers leave it, or never enter it.
+
+        Each heartbeat reports it, and it is sent at once as well, before any save that comes later.
         """
-        self._given_up = generation
+        self._abandoned = generation
         for i in range(len(self._last_reply_s)):
             self._client.send(i, self._word(), timeout_s=_SAVE_TIMEOUT_S)
 
     def save(self, request: messages.Save, state: bytes) -> None:
-        """Have the server save what it holds; what became of it is in `saved`."""
+        """Have the server save what it holds; `saved` has the outcome."""
         self._asked = (request.epoch, request.number)
         future = self._client.send(0, request, [state], timeout_s=_SAVE_TIMEOUT_S)
         future.add_done_callback(lambda f: self._asked_to_save(request, f.result))
@@ -141,7 +142,7 @@ class HostServer:
 
     def _word(self) -> messages.HeartbeatMsg:
         return messages.HeartbeatMsg(
-            self._worker, self._rank, self._host, os.getpid(), 0, report=self._look(), given_up=self._given_up
+            self._worker, self._rank, self._host, os.getpid(), 0, report=self._look(), abandoned=self._abandoned
         )
 
     def _beat(self) -> messages.HeartbeatMsg:
@@ -164,7 +165,7 @@ class HostServer:
             return
         if position.saved.number:
             if (position.saved.epoch, position.saved.number) < self._asked:
-                return  # of a save before the newest: what became of that one is not known yet, or was reported
+                return  # of a save before the newest: its outcome is not known yet, or was reported
             self.saved = position.saved
             if position.saved.state != "running":
                 self._accepted = None

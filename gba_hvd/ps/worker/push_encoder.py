@@ -43,13 +43,13 @@ class PushEncoder:
     ) -> None:  # fmt: skip
         self._session, self._parts, self._layout = session, parts, layout
         self._shard_server = np.array(session.shard_servers, dtype=np.int32)
-        is_far = session.remote_servers(host)
+        is_remote = session.remote_servers(host)
         self._coded: DensePush | None = None
         if compression is not None:
-            self._coded = DensePush(compression.feedback, parts.tensors, is_far, compression.decisions)
+            self._coded = DensePush(compression.feedback, parts.tensors, is_remote, compression.decisions)
         self._with_residuals = [  # servers whose rows may have residuals: a shard may have returned with them
-            s for s, far in enumerate(is_far)
-            if row_coder is not None and (far or row_coder.has_residuals_for(self._shard_server == s))
+            s for s, remote in enumerate(is_remote)
+            if row_coder is not None and (remote or row_coder.has_residuals_for(self._shard_server == s))
         ]  # fmt: skip
         self._row_coder, self._row_coding, self._rows_are_coded = row_coder, threading.Lock(), rows_are_coded
         self.slim: SlimWorker | None = None

@@ -1,13 +1,13 @@
-"""Pushes on the way to the servers: at most `MAX_IN_FLIGHT`, so that a worker's gradients do not pile up.
+"""Pushes on the way to the servers, in a bounded in-flight window: at most `MAX_IN_FLIGHT` at a time.
 
-    begin   a place is taken, or waited for                     (a training thread)
-    sent    to every server
-    answers each server has its part, or refused it             (the client's thread)
-    report  the coordinator receives it, once all servers have it, or once one refused it as not finite
-    end     the coordinator knows: the place is free
+    acquire  take a slot of the window, or wait for one          (a training thread)
+    sent     to every server
+    answers  each server has its part, or refused it             (the client's thread)
+    report   the coordinator receives it, once all servers have it, or once one refused it as not finite
+    release  the coordinator has acknowledged it: the slot is free
 
-A push that fails on its way frees its place, too. The failure is stored, and raised where the worker next has to do
-with servers. Each place that is taken is freed exactly once.
+A push that fails on its way frees its slot, too. The failure is stored, and raised at the worker's next call. Each slot
+that is taken is freed exactly once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PushWindow:
         self.failure: Exception | None = None
 
     def acquire(self) -> bool:
-        """Take a place; False when none was free in time."""
+        """Take a slot; False when none was free in time."""
         return self._slots.acquire(timeout=self._timeout_s)
 
     def release(self) -> None:
@@ -80,7 +80,7 @@ class PushWindow:
             self.report(done)
 
     def report(self, done: PushDone) -> None:
-        """Report to the coordinator; the place is free when it has answered, or cannot."""
+        """Report to the coordinator; the slot is free when it has answered, or cannot."""
 
         def reported(reply: Future[Reply]) -> None:
             try:

@@ -16,7 +16,7 @@ import numpy as np
 from gba_hvd.comm.collectives import worker_lost
 from gba_hvd.compression import activation_codec, row_push
 from gba_hvd.compression.bypass import Bypass, StepTiming
-from gba_hvd.compression.row_codec import RowCoder, write_keys
+from gba_hvd.compression.row_codec import RowCoder, ascending, write_keys
 from gba_hvd.compression.sparse_message import BadMessage
 from gba_hvd.embedding.bags import BagLookups, Borrowed, PooledBag, PoolRequest, split
 from gba_hvd.embedding.row_gradients import distinct
@@ -39,12 +39,14 @@ class RemoteRows:
     ) -> None:
         self._session, self._tables, self._client = session, tables, client
         self._shard_server = np.array(session.shard_servers, dtype=np.int32)
-        is_far = session.remote_servers(host)
-        at_home = ~np.array(is_far)[self._shard_server]
-        self.are_there = not bool(at_home.all())
+        is_remote = session.remote_servers(host)
+        is_local = ~np.array(is_remote)[self._shard_server]
+        self.are_there = not bool(is_local.all())
         self._coder = coder if self.are_there else None
-        self._ways = [_RemoteServer(s, coder) if far and coder is not None else None for s, far in enumerate(is_far)]
-        tables.local = at_home if self.are_there else None
+        self._ways = [
+            _RemoteServer(s, coder) if remote and coder is not None else None for s, remote in enumerate(is_remote)
+        ]
+        tables.local = is_local if self.are_there else None
         tables.remote = [None] * len(tables.layout.groups)
         tables.write_rows = None
 
@@ -64,10 +66,10 @@ class RemoteRows:
         if bags is not None and not whole:
             return self._fetch_activations(keys, bags)
         layout, local = self._tables.layout, self._tables.local
-        far = [distinct(k[~local[k % layout.n_shards]]) for k in keys]
-        wanted, slots = [w for w, _, _ in far], [s for _, _, s in far]
+        remote = [distinct(k[~local[k % layout.n_shards]]) for k in keys]
+        wanted, slots = [w for w, _, _ in remote], [s for _, _, s in remote]
         if not whole and any(map(self.are_coded, range(len(self._ways)))):  # compressed keys are ascending
-            wanted = [np.sort(w) for w in wanted]
+            wanted = [ascending(w) for w in wanted]
             slots = [distinct(w)[2] for w in wanted]
         owners = [self._shard_server[w % layout.n_shards] for w in wanted]
         asked = []

@@ -7,7 +7,7 @@ Leases, rows and the account are those of mode `async`: every push is a step. No
 nothing is read before a micro-batch. The servers hold the central copy, which serves those that have no replica of the
 present: evaluations within an epoch, late joiners, checkpoints.
 
-The replicas become one where somebody looks at the model: at an epoch's end, and when the mode is left. Each worker
+The replicas become one where the model is used: at an epoch's end, and when the mode is left. Each worker
 
     1. closes   its replica: rounds leave it alone
     2. submits  the replica and the optimizer's state, to all servers
@@ -46,10 +46,10 @@ from gba_hvd.comm.collectives import World
 from gba_hvd.comm.traffic import Traffic
 from gba_hvd.compression.dense_push import Frame
 from gba_hvd.compression.row_codec import RowCoder
-from gba_hvd.dense_gradients import DenseGradients
 from gba_hvd.embedding.row_gradients import RowGrad
 from gba_hvd.embedding.tables import EmbeddingTables
 from gba_hvd.errors import NonFiniteGradient
+from gba_hvd.gradients.dense_gradients import DenseGradients
 from gba_hvd.ps import messages
 from gba_hvd.ps.client import Reply
 from gba_hvd.ps.worker.replies import request, wait_reply
@@ -124,18 +124,18 @@ class ReplicaWorker(PsWorker):
 
     def push(
         self, lease: messages.LeaseGrant, rows: Sequence[Sequence[RowGrad]], loss: float | None, seconds: float,
-        refused: str, drop: bool = False, dense: DenseGradients | None = None,
+        rejected: str, drop: bool = False, dense: DenseGradients | None = None,
     ) -> str:  # fmt: skip
         """Send the row gradients and step the replica; in the foreground, every so often, wait for a round.
 
         A push that is to be lost steps nothing: its micro-batch is computed again, and counts then.
         dense: the gradients of one of several threads that share the replica (`hogwild`); None: those of the mode
         """
-        rejected = super().push(lease, rows, loss, seconds, refused, drop)
+        found = super().push(lease, rows, loss, seconds, rejected, drop)
         step_dense = self._step_dense if dense is None else partial(self._step_with, dense)
-        step = None if refused or drop else self.replica.step(step_dense)
+        step = None if rejected or drop else self.replica.step(step_dense)
         self.rounds.end_micro(step, self._tables.config.lease_s)
-        return rejected
+        return found
 
     def _step_with(self, dense: DenseGradients) -> None:
         self._dense.take_over_(dense)
@@ -264,7 +264,7 @@ class ReplicaWorker(PsWorker):
         if self._is_elastic:
             self.contact.hosts_updated = True  # the coordinator learns of it, and all form the world again
         else:
-            self.give_up(why)
+            self.abandon(why)
 
     def _replica_diverged(self) -> None:
         self._diverged = True
@@ -273,6 +273,6 @@ class ReplicaWorker(PsWorker):
         if self._diverged:
             raise NonFiniteGradient(
                 f"the replica of rank {self.contact.rank} is not finite any more, after {self.replica.n_steps} local "
-                "steps; it was given to nobody. Lower the learning rate, or look at the data"
+                "steps; no worker received it. Lower the learning rate, or look at the data"
             )
         super()._raise_failure()

@@ -32,7 +32,7 @@ class PsSession(msgspec.Struct, frozen=True):
     accesses: bool = False
 
     def remote_servers(self, host: int) -> list[bool]:
-        """Of each server, whether it is on another host."""
+        """Whether each server is on another host."""
         return [server.host != host for server in self.servers]
 
 

@@ -12,17 +12,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from gba_hvd.accumulators import Frames, Part
 from gba_hvd.comm.collectives import World, worker_lost
 from gba_hvd.compression.dense_exchange import DenseExchange
 from gba_hvd.compression.dense_push import Frame
 from gba_hvd.compression.error_feedback import Feedback, NonFiniteResidual
 from gba_hvd.compression.row_codec import RowCoder
-from gba_hvd.dense_gradients import DenseGradients
 from gba_hvd.embedding.bags import BagLookups
 from gba_hvd.embedding.row_gradients import RowGrad
 from gba_hvd.embedding.tables import EmbeddingTables, PulledRows
 from gba_hvd.errors import GbaError, NonFiniteGradient
+from gba_hvd.gradients.dense_gradients import DenseGradients
+from gba_hvd.metrics.accumulators import Frames, Part
 from gba_hvd.ps import messages
 from gba_hvd.ps.client import Client, Reply
 from gba_hvd.ps.worker import dense_export
@@ -77,8 +77,8 @@ class PsWorker:
     def save_residual(self, feedback: Feedback) -> None:
         """From here on the server of this host knows what this worker has not sent. Before the first lease."""
         self.saved_residual = feedback
-        rest = feedback.rest.copy() if feedback.rest.any() else feedback.rest[:0]
-        pending = self.client.send(self.own_server, messages.Residual(self.worker, self.session.generation), [rest])
+        residual = feedback.residual.copy() if feedback.residual.any() else feedback.residual[:0]
+        pending = self.client.send(self.own_server, messages.Residual(self.worker, self.session.generation), [residual])
         pending.add_done_callback(_log_refusal)
 
     def close(self, finished: bool = True) -> None:
@@ -178,11 +178,11 @@ class PsWorker:
 
     def push(
         self, lease: messages.LeaseGrant, rows: Sequence[Sequence[RowGrad]], loss: float | None, seconds: float,
-        refused: str, drop: bool = False,
+        rejected: str, drop: bool = False,
     ) -> str:  # fmt: skip
         """Send the gradients of one micro-batch (dense ones from `dense.flat`) to the servers, and return.
 
-        refused: what was not finite; then nothing is sent but that. drop: lose it, as a fault would.
+        rejected: what was not finite; then nothing is sent but that. drop: lose it, as a fault would.
         Waits only while `MAX_IN_FLIGHT` earlier pushes are on the way.
 
         Returns what is not finite with the residual added, and still to be reported, or nothing. Raises
@@ -197,10 +197,10 @@ class PsWorker:
             return ""
         step, lrs = self.rates
         done = messages.PushDone(
-            self.worker, self.session.generation, lease.micro, lease.serial, loss, seconds, refused, lrs, step,
+            self.worker, self.session.generation, lease.micro, lease.serial, loss, seconds, rejected, lrs, step,
             min(self._values.steps),
         )  # fmt: skip
-        if refused:
+        if rejected:
             self._push_window.report(done)
             return ""
         try:
@@ -218,7 +218,7 @@ class PsWorker:
             self._push_window.report(done)
             return what
         if self.saved_residual is not None and self.outgoing.has_residual:
-            frames[self.own_server].append(self.saved_residual.rest.copy())
+            frames[self.own_server].append(self.saved_residual.residual.copy())
         answered = self._push_window.answers(len(frames), done)
         for s, (sent, part) in enumerate(zip(dense, frames, strict=True)):
             body = messages.Push(
@@ -234,7 +234,7 @@ class PsWorker:
         """For each server its dense slice. Raises NonFiniteGradient."""
         return self.outgoing.dense(self._dense.flat.detach().cpu().numpy(), max(self._values.steps))
 
-    def give_up(self, why: str) -> None:
+    def abandon(self, why: str) -> None:
         """From another thread: the next request of the training thread raises this."""
         self._push_window.fail(GbaError(why))
 
@@ -290,7 +290,7 @@ class PsWorker:
         return next(s for s, server in enumerate(self.session.servers) if server.host == self.host)
 
     def saved_here(self) -> messages.SaveStatus | None:
-        """What became of this host's part of the newest checkpoint."""
+        """Status of this host's part of the newest checkpoint."""
         reply = request(self.client, self.own_server, self.contact.question())
         assert isinstance(reply.body, messages.Ok)
         return None if reply.body.position is None else reply.body.position.saved

@@ -16,7 +16,6 @@ from typing import Any
 
 from ..harness import measure
 from ..harness.measure import Row, Subparsers, Variant
-from . import contestants
 
 WORKERS = 2
 BATCHES_KEPT = 24  # per worker; cycled
@@ -24,6 +23,19 @@ WARMUP_STEPS = 8
 SAMPLES_TIMED = 250_000  # per worker and run, at least STEPS_LEAST steps, unless --steps says otherwise
 STEPS_LEAST = 30
 PEERS = ("ours", "horovod", "torchrec")
+# How peers are launched: each gets the best of the settings tried; the others stay here under names of their own.
+SETTINGS = {
+    "ours": "HOROVOD_CYCLE_TIME=3: a step has one Horovod operation, so idle cycles cost more than latency",
+    "ours_micro": "ours with micro-batches of an eighth of the batch, as a job that switches to gba has them",
+    "ours_sync": "the same with sync_micro_batch: the whole batch at once in allreduce mode",
+    "horovod": "26 sparse tables, HOROVOD_CYCLE_TIME=3: the 52 allgathers of a step go in fewer, fuller responses",
+    "horovod_default_cycle": "HOROVOD_CYCLE_TIME=1, Horovod's default",
+    "horovod_short_cycle": "HOROVOD_CYCLE_TIME=0.3",
+    "horovod_merged": "one sparse table of 5.2 M rows instead of 26: two allgathers a step",
+    "horovod_dense": "sparse_as_dense=True: allreduce of whole tables",
+    "torchrec": "table_wise, fused Adagrad, DDP for the dense part",
+    "torchrec_pipeline": "the same in TrainPipelineSparseDist: the next batch's ids are exchanged meanwhile",
+}
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -31,9 +43,9 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[2048, 8192], help="samples per worker and step")
     parser.add_argument("--runs", type=int, default=5, help="launches of each peer at each batch size")
     parser.add_argument("--steps", type=int, help="timed steps per run")
-    others = " ".join(name for name in contestants.SETTINGS if name not in PEERS)
+    others = " ".join(name for name in SETTINGS if name not in PEERS)
     names = f"default: {' '.join(PEERS)}; settings that were tried besides: {others}"
-    measure.add_chosen(parser, "--peers", contestants.SETTINGS, "PEER", default=list(PEERS), help=names)
+    measure.add_chosen(parser, "--peers", SETTINGS, "PEER", default=list(PEERS), help=names)
     parser.add_argument("--timeout", type=float, default=180, metavar="SECONDS", help="for one run")
     parser.add_argument("--profile", action="store_true", help="also profile a run of ours at each batch size")
 
@@ -50,18 +62,18 @@ def run(args: argparse.Namespace) -> int:
 def compare(args: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
     """All runs, and the whole result with them in it. Raises RunFailed at the first run that fails."""
     about = measure.machine()
-    peers = {name: contestants.variant(name, WORKERS) for name in args.peers}
+    peers = {name: variant(name, WORKERS) for name in args.peers}
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
         for batch in args.batch:
             prepared = Launches(Path(scratch) / str(batch), batch, args.steps, args.timeout)
             rows += measure.interleave(list(peers.values()), args.runs, prepared.run)
             if args.profile:
-                print(prepared.profile(contestants.variant("ours", WORKERS)))
+                print(prepared.profile(variant("ours", WORKERS)))
     return rows, {
         "machine": about,
         "commands": {name: str(peer) for name, peer in peers.items()},
-        "settings": {name: contestants.SETTINGS[name] for name in peers},
+        "settings": {name: SETTINGS[name] for name in peers},
         **headline(rows),
         "rows": rows,
     }
@@ -163,3 +175,26 @@ def show(rows: Sequence[Row], result: Row) -> None:
             print(f"{name}: " + ", ".join(f"{ratio:.2f} at {batch}" for batch, ratio in result[name].items()))
     if result["table_copies_per_host"] is not None:
         print(f"table copies per host: {result['table_copies_per_host']:.3f}")
+
+
+def variant(name: str, workers: int) -> Variant:
+    """The launch of one of SETTINGS, short of the arguments that all workers take."""
+    if name.startswith("torchrec"):
+        return _torchrec(name, workers)
+    if name == "ours":
+        return measure.horovodrun(name, workers, "bench.allreduce.ours")
+    if name in ("ours_micro", "ours_sync"):
+        flags = ("--parts", "8", *(("--together",) if name == "ours_sync" else ()))
+        return measure.horovodrun(name, workers, "bench.allreduce.ours", *flags)
+    cycle_ms = {"horovod_default_cycle": "1", "horovod_short_cycle": "0.3"}.get(name, "3")
+    flags = {"horovod_merged": ("--merged",), "horovod_dense": ("--sparse-as-dense",)}.get(name, ())
+    return measure.horovodrun(name, workers, "bench.allreduce.plain_horovod", *flags, HOROVOD_CYCLE_TIME=cycle_ms)
+
+
+def _torchrec(name: str, workers: int) -> Variant:
+    from ..harness import peer_environments
+
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}")
+    flags = ("--pipeline",) if name == "torchrec_pipeline" else ()
+    command = (str(peer_environments.torchrec_python()), *launcher, "-m", f"{__package__}.torchrec", *flags)
+    return Variant(name, command, {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from ..harness import dlrm, peer_worker
-from ..harness.sparse_dlrm import DLRM
+from ..harness.dlrm import SparseDLRM
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(1)
     clicks = peer_worker.Clicks.load(args.clicks, hvd.rank())
-    model = DLRM(merged=args.merged)
+    model = SparseDLRM(merged=args.merged)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.Adagrad(model.parameters(), lr=dlrm.LEARNING_RATE, eps=dlrm.EPS),
         named_parameters=model.named_parameters(),

@@ -26,15 +26,15 @@ FIELDS = [f"c{i}" for i in range(dlrm.N_TABLES)]
 
 
 @dataclass
-class Batch(Pipelineable):  # type: ignore[misc]
+class TorchrecBatch(Pipelineable):  # type: ignore[misc]
     ids: KeyedJaggedTensor
     dense: Tensor
     label: Tensor
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+    def to(self, device: torch.device, non_blocking: bool = False) -> TorchrecBatch:
         return self
 
-    def pin_memory(self) -> Batch:
+    def pin_memory(self) -> TorchrecBatch:
         return self
 
     def record_stream(self, stream: Any) -> None:
@@ -63,7 +63,7 @@ class DLRM(nn.Module):
         )
         self.dense = dlrm.DenseDLRM()
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: TorchrecBatch) -> tuple[Tensor, Tensor]:
         rows = self.tables(batch.ids).values()
         logits = self.dense(batch.dense, rows.view(-1, dlrm.N_TABLES, dlrm.DIM))
         loss = binary_cross_entropy_with_logits(logits, batch.label)
@@ -81,7 +81,7 @@ def main() -> None:
     clicks = peer_worker.Clicks.load(args.clicks, rank)
     lengths = torch.ones(clicks.ids[0].numel(), dtype=torch.int32)
     batches = [
-        Batch(KeyedJaggedTensor.from_lengths_sync(FIELDS, ids.flatten(), lengths), dense, label)
+        TorchrecBatch(KeyedJaggedTensor.from_lengths_sync(FIELDS, ids.flatten(), lengths), dense, label)
         for ids, dense, label in zip(clicks.ids, clicks.dense, clicks.label, strict=True)
     ]
     model = sharded(DLRM(), size)
@@ -128,7 +128,7 @@ def sharded(model: DLRM, size: int) -> DistributedModelParallel:
 
 
 def pipelined(
-    model: DistributedModelParallel, optimizer: torch.optim.Optimizer, batches: list[Batch]
+    model: DistributedModelParallel, optimizer: torch.optim.Optimizer, batches: list[TorchrecBatch]
 ) -> Callable[[int], float]:
     """TorchRec's own training pipeline."""
     pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))

@@ -18,7 +18,7 @@ N_TABLES, DIM, BATCH = 4, 16, 1024
 _NOISE = 1 << 20  # numbers; each repetition gets a scale of its own, so that no two are alike
 
 
-class Clicks(nn.Module):
+class SavedModelClicks(nn.Module):
     """Logits [B] of ids int64 [N_TABLES, B]."""
 
     def __init__(self, tables: list[Tensor]) -> None:
@@ -37,12 +37,12 @@ class Clicks(nn.Module):
         return logits.squeeze(1)
 
 
-def made(n_bytes: int, trained: bool = True) -> tuple[Clicks, torch.optim.Adagrad]:
+def made(n_bytes: int, trained: bool = True) -> tuple[SavedModelClicks, torch.optim.Adagrad]:
     """A model whose tables and slots together have about so many bytes; not trained: all ones, for a restore."""
     torch.manual_seed(0)
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, but then it warns
     n_rows = max(BATCH, n_bytes // (2 * N_TABLES * DIM * 4))
-    model = Clicks([torch.empty(n_rows, DIM) for _ in range(N_TABLES)])
+    model = SavedModelClicks([torch.empty(n_rows, DIM) for _ in range(N_TABLES)])
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01)
     with torch.no_grad():
         for number, weight in enumerate(model.weights):
@@ -54,7 +54,7 @@ def made(n_bytes: int, trained: bool = True) -> tuple[Clicks, torch.optim.Adagra
     return model, optimizer
 
 
-def hot_rows(model: Clicks, share: float) -> list[np.ndarray]:
+def hot_rows(model: SavedModelClicks, share: float) -> list[np.ndarray]:
     """The rows that training changes, in random order: int64, for each table."""
     found = []
     for number, weight in enumerate(model.weights):
@@ -68,7 +68,7 @@ class Training:
 
     def __init__(
         self,
-        model: Clicks,
+        model: SavedModelClicks,
         optimizer: torch.optim.Optimizer,
         hot: list[np.ndarray],
         around: Callable[[], AbstractContextManager[object]],

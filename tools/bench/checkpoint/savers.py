@@ -16,12 +16,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from .model import Clicks
+from .model import SavedModelClicks
 
 _PLAIN_BYTES = 16 << 20  # of one write
 
 
-class Saver(Protocol):
+class ContestantSaver(Protocol):
     """One contestant with its model."""
 
     def prepare(self, hot: list[np.ndarray]) -> None:
@@ -38,7 +38,7 @@ class Saver(Protocol):
 
     @property
     def pid(self) -> int | None:
-        """Of a process of its own that saves."""
+        """Process id of a child that saves."""
 
     @property
     def kept_bytes(self) -> int:
@@ -46,8 +46,8 @@ class Saver(Protocol):
 
 
 def saver_of(
-    contestant: str, model: Clicks, optimizer: torch.optim.Adagrad, folder: Path
-) -> AbstractContextManager[Saver]:
+    contestant: str, model: SavedModelClicks, optimizer: torch.optim.Adagrad, folder: Path
+) -> AbstractContextManager[ContestantSaver]:
     if contestant.startswith("ours"):
         return _ours(contestant.removeprefix("ours_"), model, optimizer, folder)
     return contextlib.nullcontext(PEERS[contestant](model, optimizer, folder))
@@ -57,7 +57,9 @@ def saver_of(
 
 
 @contextlib.contextmanager
-def _ours(policy: str, model: Clicks, optimizer: torch.optim.Adagrad, folder: Path) -> Iterator[Saver]:
+def _ours(
+    policy: str, model: SavedModelClicks, optimizer: torch.optim.Adagrad, folder: Path
+) -> Iterator[ContestantSaver]:
     from recovery import Checkpointer, Config, ProcessCheckpointer, of_optimizer
 
     apart = policy.startswith("process_")
@@ -65,16 +67,16 @@ def _ours(policy: str, model: Clicks, optimizer: torch.optim.Adagrad, folder: Pa
     rows = of_optimizer(model, optimizer, shared=apart)
     kind: Callable[..., Any] = ProcessCheckpointer if apart else Checkpointer
     with kind(folder, rows, Config.from_env(job="bench", policy=policy)) as checkpoints:
-        yield Ours(policy, model, optimizer, rows, checkpoints)
+        yield OurSaver(policy, model, optimizer, rows, checkpoints)
 
 
-class Ours:
+class OurSaver:
     """Defaults, but for the policy and what RECOVERY_... variables say.
 
     Policies other than full are measured on top of a full checkpoint.
     """
 
-    def __init__(self, policy: str, model: Clicks, optimizer: Any, rows: Any, checkpoints: Any) -> None:
+    def __init__(self, policy: str, model: SavedModelClicks, optimizer: Any, rows: Any, checkpoints: Any) -> None:
         self._policy, self._model, self._optimizer = policy, model, optimizer
         self._rows, self._checkpoints = rows, checkpoints
 
@@ -124,7 +126,7 @@ class _Peer:
     pid = None
     kept_bytes = 0
 
-    def __init__(self, model: Clicks, optimizer: torch.optim.Adagrad, folder: Path) -> None:
+    def __init__(self, model: SavedModelClicks, optimizer: torch.optim.Adagrad, folder: Path) -> None:
         self._model, self._optimizer, self._folder = model, optimizer, folder
 
     def prepare(self, hot: list[np.ndarray]) -> None:
@@ -141,7 +143,7 @@ class _Peer:
         return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
 
 
-class Plain(_Peer):
+class PlainSaver(_Peer):
     """The tables' bytes as they lie in memory, one after the other, into one file."""
 
     def save(self) -> Callable[[], object]:
@@ -263,8 +265,8 @@ class TorchSnapshotAsync(TorchSnapshot):
         return wait
 
 
-PEERS: dict[str, Callable[..., Saver]] = {
-    "plain": Plain,
+PEERS: dict[str, Callable[..., ContestantSaver]] = {
+    "plain": PlainSaver,
     "torch_save": TorchSave,
     "dcp": Distributed,
     "dcp_async": DistributedAsync,

@@ -19,7 +19,7 @@ import torch
 
 from ..harness.peer_worker import status_bytes
 from .analysis import UNTRAINED, stall
-from .model import Clicks, Training, hot_rows, made
+from .model import SavedModelClicks, Training, hot_rows, made
 from .savers import saver_of
 
 WARM_UP_S, COLD_ROWS = 1.0, 1000
@@ -108,7 +108,7 @@ def expected(args: argparse.Namespace) -> Path:
     return folder.with_name(folder.name + ".expected.npz")
 
 
-def of_cold(model: Clicks, optimizer: torch.optim.Adagrad, number: int, trained: float) -> np.ndarray:
+def of_cold(model: SavedModelClicks, optimizer: torch.optim.Adagrad, number: int, trained: float) -> np.ndarray:
     """Weights and slots of some rows of a table that training never changes: float32 [n, 2 * DIM]."""
     weight = model.weights[number]
     n = len(weight)
@@ -124,7 +124,7 @@ def of_its_own(pid: int) -> int:
     return max(0, status_bytes("VmHWM", pid) - status_bytes("RssShmem", pid) - status_bytes("RssFile", pid))
 
 
-def table_bytes(model: Clicks, optimizer: torch.optim.Adagrad) -> int:
+def table_bytes(model: SavedModelClicks, optimizer: torch.optim.Adagrad) -> int:
     return sum(weight.nbytes + optimizer.state[weight]["sum"].nbytes for weight in model.weights)
 
 

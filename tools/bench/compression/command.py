@@ -230,11 +230,11 @@ class Launches:
         while not path.exists():
             ended = [p.poll() for p in processes]
             if any(status is not None for status in ended) and not path.exists():
-                said = measure.gist((folder / "log").read_text(errors="replace"))
-                raise measure.RunFailed(f"ended with status {ended} before {path.name}\n{said}")
+                lines = measure.gist((folder / "log").read_text(errors="replace"))
+                raise measure.RunFailed(f"ended with status {ended} before {path.name}\n{lines}")
             if time.monotonic() > deadline:
-                said = measure.gist((folder / "log").read_text(errors="replace"))
-                raise measure.RunFailed(f"no {path.name} after {TIMEOUT_S:.0f} s\n{said}")
+                lines = measure.gist((folder / "log").read_text(errors="replace"))
+                raise measure.RunFailed(f"no {path.name} after {TIMEOUT_S:.0f} s\n{lines}")
             time.sleep(0.05)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from ..harness import dlrm, peer_worker, small_ctr
-from ..harness.sparse_dlrm import DLRM
+from ..harness.dlrm import SparseDLRM
 from . import workload
 
 
@@ -88,7 +88,7 @@ def main() -> None:
 def model_of(name: str) -> tuple[nn.Module, float, float]:
     """(model, learning rate, eps): those of our contestants."""
     if name == "dlrm":
-        return DLRM(), dlrm.LEARNING_RATE, dlrm.EPS
+        return SparseDLRM(), dlrm.LEARNING_RATE, dlrm.EPS
     return (
         small_ctr.OneTable(workload.HIDDEN[name]),
         small_ctr.LEARNING_RATE if name == "small" else 0.005,

@@ -1,7 +1,7 @@
-"""The model every peer trains: Facebook's DLRM at its Kaggle size, without the embedding tables.
+"""The model every peer trains: Facebook's DLRM at its Kaggle size.
 
 Imports torch and nothing else, so that peers in other virtual environments share it. Where the rows come from, and who
-sums the gradients, is the peers' business.
+sums the gradients, each peer decides.
 """
 
 from __future__ import annotations
@@ -56,3 +56,29 @@ def mlp(widths: tuple[int, ...], *, last_relu: bool) -> nn.Sequential:
     for n_in, n_out in pairwise(widths):
         layers += [nn.Linear(n_in, n_out), nn.ReLU()]
     return nn.Sequential(*(layers if last_relu else layers[:-1]))
+
+
+class SparseDLRM(nn.Module):
+    """With tables as torch has them, for peers that do without ours: sparse gradients, all tables on every worker.
+
+    One table per field; `merged`: one table for all fields, so that two allgathers do for 52.
+    """
+
+    def __init__(self, *, merged: bool = False) -> None:
+        super().__init__()
+        n = N_TABLES
+        sizes = [n * N_ROWS] if merged else [N_ROWS] * n
+        self.tables = nn.ModuleList(nn.Embedding(size, DIM, sparse=True) for size in sizes)
+        for weight in self.tables.parameters():
+            nn.init.uniform_(weight, -(N_ROWS**-0.5), N_ROWS**-0.5)
+        self.first_row = (torch.arange(n) * N_ROWS).unsqueeze(1) if merged else None
+        self.dense = DenseDLRM()
+
+    def forward(self, ids: Tensor, dense: Tensor) -> Tensor:
+        """ids: int64 [26, B], dense: float32 [B, 13] -> logits [B]"""
+        if self.first_row is not None:
+            rows = self.tables[0]((ids + self.first_row).T)
+        else:
+            rows = torch.stack([table(column) for table, column in zip(self.tables, ids, strict=True)], dim=1)
+        logits: Tensor = self.dense(dense, rows)
+        return logits

@@ -2,7 +2,7 @@
 
 Every worker computes its small model for real and then sleeps until the micro-batch has taken its service time, so that
 a few cores carry several workers whose speed is known exactly. Time decides, not steps: a worker that is slow for ten
-seconds is slow for ten seconds in any mode. When the time is over nobody sleeps any more, and the
+seconds is slow for ten seconds in any mode. When the time is over no worker sleeps any more, and the
 rest of the epoch is trained as fast as it goes: all contestants see the same samples once, and all end cleanly.
 """
 
@@ -164,7 +164,7 @@ class Accelerator:
             self._sleep(left)
 
 
-class Progress:
+class EmulatedProgress:
     """What the chief saw, step by step, within the measured time."""
 
     def __init__(self, accelerator: Accelerator) -> None:

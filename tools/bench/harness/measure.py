@@ -122,8 +122,8 @@ def launch(variant: Variant, more: Sequence[str], *, log: Path, timeout_s: float
             stop(process)
     if status != 0:
         why = f"still running after {timeout_s:.0f} s" if status is None else f"exit status {status}"
-        said = gist(log.read_text(errors="replace"))
-        raise RunFailed(f"{variant.name}: {why}\n{shlex.join(command)}\n{said}")
+        output = gist(log.read_text(errors="replace"))
+        raise RunFailed(f"{variant.name}: {why}\n{shlex.join(command)}\n{output}")
     return started
 
 

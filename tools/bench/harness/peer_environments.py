@@ -38,7 +38,7 @@ def torchsnapshot_python() -> Path:
 
 
 def _python(module: str, packages: Sequence[str]) -> Path:
-    """Of an environment with these packages, which takes torch and everything else from the project's."""
+    """Python of an environment with these packages, which takes torch and everything else from the project's."""
     home = PEERS / module
     python, ready = home / "bin" / "python", home / ".ready"
     wanted = "\n".join((sys.executable, *packages))

@@ -18,7 +18,7 @@ _served: Any = None  # by this process
 
 
 def serve(server: Any) -> None:
-    """Let other processes call the functions below; before `init_rpc`, so that nobody can be too early."""
+    """Let other processes call the functions below; before `init_rpc`, so that no caller can be too early."""
     global _served  # noqa: PLW0603
     _served = server
 

@@ -207,7 +207,7 @@ def joined(workers: Mapping[int, Worker], before: set[int]) -> float | None:
 
 @dataclass(frozen=True)
 class Pause:
-    """Of one survivor: its longest pause, the usual time between ends, and its micro-batches, in the window."""
+    """A survivor's pause: the longest, the usual time between ends, and its micro-batches, in the window."""
 
     pause_s: float
     usual_s: float

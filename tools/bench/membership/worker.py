@@ -19,10 +19,10 @@ from ..harness import emulated_accelerators as emulated
 from ..harness import small_ctr
 from .command import N_MICRO
 
-SAMPLES = 1 << 40  # an epoch that nobody sees the end of
+SAMPLES = 1 << 40  # an epoch that never ends
 
 
-class Marks:
+class WorkerMarks:
     """A file of this process: its rank when it began, then the time of each micro-batch's end (monotonic, s)."""
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -48,7 +48,7 @@ def train_ours(mode: str, marks: Path, service_s: float) -> None:
     model, optimizer = model_and_optimizer(N_MICRO, emulated.MICRO_BATCH)
     state = gba_hvd.elastic.TorchState(model, optimizer, epoch=0)
     state.register_callbacks([gba_hvd.GBACallback(mode=mode, wait_s=60)])
-    device, noted = accelerator(service_s), Marks(marks, hvd.rank())
+    device, noted = accelerator(service_s), WorkerMarks(marks, hvd.rank())
 
     @gba_hvd.elastic.run
     def train(state: Any) -> None:
@@ -71,7 +71,7 @@ def train_plain(marks: Path, service_s: float) -> None:
         backward_passes_per_step=N_MICRO + 1,  # more than there are: gradients leave in step()
     )
     state = hvd.elastic.TorchState(model, optimizer, step=0)
-    device, noted = accelerator(service_s), Marks(marks, hvd.rank())
+    device, noted = accelerator(service_s), WorkerMarks(marks, hvd.rank())
 
     def train(state: Any) -> None:
         while True:

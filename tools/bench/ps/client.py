@@ -1,7 +1,7 @@
 """One run of `bench ps`: starts the servers of one contestant, then asks them for rows and sends them gradients.
 
-Every contestant is a context manager that yields an `Endpoint`. Row r is on server r mod N. Servers are processes of
-their own; all talk through TCP on the loopback interface.
+Every contestant is a context manager that yields a `ServerAddress`. Row r is on server r mod N. Servers are processes
+of their own; all talk through TCP on the loopback interface.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import torch
 
 import gba_hvd
 from gba_hvd import torch_optimizers
-from gba_hvd.dense_gradients import DenseGradients
 from gba_hvd.embedding.row_gradients import RowGrad
+from gba_hvd.gradients.dense_gradients import DenseGradients
 from gba_hvd.ps import launch as companion
 from gba_hvd.ps import messages, transport
 from gba_hvd.ps.client import Client
@@ -44,7 +44,7 @@ N_REQUESTS = 16  # different ones, cycled
 LEARNING_RATE = 1e-3
 
 
-class Endpoint(Protocol):
+class ServerAddress(Protocol):
     """A client of some servers. `pids`: the server processes."""
 
     pids: Sequence[int]
@@ -138,7 +138,7 @@ class Ours:
 
 
 @contextmanager
-def ours(servers: int) -> Iterator[Endpoint]:
+def ours(servers: int) -> Iterator[ServerAddress]:
     here, elsewhere = 1, 2  # the servers' host, and the host that this client says it is on
     key = transport.new_key()
     # Not gba-hvd-...: other jobs of this machine would take the folder for memory of a dead job, and remove it.
@@ -198,7 +198,7 @@ class Local:
 
 
 @contextmanager
-def local(servers: int) -> Iterator[Endpoint]:
+def local(servers: int) -> Iterator[ServerAddress]:
     yield Local()
 
 
@@ -246,7 +246,7 @@ def serve_echo(ready: Connection, secret: bytes | None) -> None:
 
 
 @contextmanager
-def zmq_echo(servers: int, *, curve: bool = False) -> Iterator[Endpoint]:
+def zmq_echo(servers: int, *, curve: bool = False) -> Iterator[ServerAddress]:
     import zmq
 
     spawn = mp.get_context("spawn")
@@ -275,7 +275,7 @@ def zmq_echo(servers: int, *, curve: bool = False) -> Iterator[Endpoint]:
 
 
 @contextmanager
-def zmq_curve(servers: int) -> Iterator[Endpoint]:
+def zmq_curve(servers: int) -> Iterator[ServerAddress]:
     with zmq_echo(servers, curve=True) as endpoint:
         yield endpoint
 
@@ -345,7 +345,7 @@ def serve_rpc(rank: int, world: int, port: int) -> None:
 
 
 @contextmanager
-def torch_rpc(servers: int) -> Iterator[Endpoint]:
+def torch_rpc(servers: int) -> Iterator[ServerAddress]:
     import torch
     import torch.distributed.rpc as rpc
 

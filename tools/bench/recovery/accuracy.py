@@ -45,7 +45,7 @@ _EVALUATED = 1 << 15  # samples at once
 
 
 @dataclass(frozen=True)
-class DataSet:
+class AccuracyData:
     """How a data set is trained. Adagrad on everything, as with DLRM."""
 
     epochs: int
@@ -57,8 +57,8 @@ class DataSet:
 
 
 DATASETS = {
-    "frappe": DataSet(epochs=12, global_batch=1024, lr=0.05, dim=10, hidden=(128, 64), needs_files=True),
-    "synthetic": DataSet(epochs=1, global_batch=1024, lr=0.05, dim=8, hidden=(64, 32)),
+    "frappe": AccuracyData(epochs=12, global_batch=1024, lr=0.05, dim=10, hidden=(128, 64), needs_files=True),
+    "synthetic": AccuracyData(epochs=1, global_batch=1024, lr=0.05, dim=8, hidden=(64, 32)),
 }
 SYNTHETIC_TRAIN, _SYNTHETIC_TEST = 1_000_000, 100_000  # a second epoch would overfit
 
@@ -85,7 +85,7 @@ class Log:
 
 
 @dataclass(frozen=True)
-class Run:
+class AccuracyRun:
     """One training to be done.
 
     mean_h:  hours between failures of any server; 0: there is none
@@ -109,7 +109,7 @@ class Run:
         return f"{title}, {self.mean_h:g} h between failures, {self.strategy}, {setting}, seed {self.seed}"
 
 
-KEY = tuple(Run.__dataclass_fields__)  # what distinguishes one row of results from another
+KEY = tuple(AccuracyRun.__dataclass_fields__)  # what distinguishes one row of results from another
 
 
 def complete(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def titled(dataset: str, epochs: int, samples: int) -> str:
 class Model(nn.Module):
     """Embeddings of all fields and the dense features into an MLP."""
 
-    def __init__(self, tables: Mapping[str, int], n_dense: int, of: DataSet) -> None:
+    def __init__(self, tables: Mapping[str, int], n_dense: int, of: AccuracyData) -> None:
         super().__init__()
         self.tables = nn.ModuleList(nn.Embedding(rows, of.dim, sparse=True) for rows in tables.values())
         for table in self.tables:
@@ -149,8 +149,8 @@ def planned(
     seeds: Sequence[int],
     epochs: int | None = None,
     samples: int | None = None,
-    settings: Sequence[Setting] | None = None,
-) -> list[Run]:
+    settings: Sequence[AccuracySetting] | None = None,
+) -> list[AccuracyRun]:
     """Seed by seed, so that what is there when time is over can be compared. settings: `comparison` by default."""
     runs = []
     for seed in seeds:
@@ -158,7 +158,7 @@ def planned(
             of, size = DATASETS[dataset], 0 if DATASETS[dataset].needs_files else samples or SYNTHETIC_TRAIN
             for one in settings or comparison():
                 runs.append(
-                    Run(
+                    AccuracyRun(
                         dataset, epochs or of.epochs, one.mean_h, one.strategy, seed, one.r, one.servers,
                         one.target_pls, size,
                     )
@@ -167,8 +167,8 @@ def planned(
 
 
 @dataclass(frozen=True)
-class Setting:
-    """As of `Run`."""
+class AccuracySetting:
+    """As of `AccuracyRun`."""
 
     strategy: str
     mean_h: float = 0.0
@@ -177,11 +177,11 @@ class Setting:
     target_pls: float = emulation.TARGET_PLS
 
 
-def comparison(r: float = R) -> list[Setting]:
+def comparison(r: float = R) -> list[AccuracySetting]:
     """All strategies, at each mean time. r is nothing to those that save all rows."""
-    found = [Setting("none")]
+    found = [AccuracySetting("none")]
     for mean_h in emulation.MEANS_H:
-        found += [Setting(name, mean_h, r if name in PRIORITY else R) for name in STRATEGIES if name != "none"]
+        found += [AccuracySetting(name, mean_h, r if name in PRIORITY else R) for name in STRATEGIES if name != "none"]
     return found
 
 
@@ -193,7 +193,7 @@ def failures(mean_h: float, n_steps: int, seed: int, servers: int = emulation.SE
     return list(zip(steps.tolist(), rng.integers(servers, size=n).tolist(), strict=True))
 
 
-def save_every(run: Run, n_steps: int) -> int:
+def save_every(run: AccuracyRun, n_steps: int) -> int:
     """Steps between two saves: what CPR's formulas say, with the job's steps for its hours."""
     mean_s = run.mean_h * 3600.0
     if run.strategy == "full":
@@ -204,7 +204,7 @@ def save_every(run: Run, n_steps: int) -> int:
     return max(1, round(round_s / (emulation.HOURS * 3600.0) * n_steps))
 
 
-def train(run: Run, log: Log) -> dict[str, Any]:
+def train(run: AccuracyRun, log: Log) -> dict[str, Any]:
     """One training, with its failures; a row of results."""
     of, started = DATASETS[run.dataset], time.monotonic()
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, but then it warns
@@ -256,13 +256,13 @@ def train(run: Run, log: Log) -> dict[str, Any]:
 
 
 def exact_auc(logits: np.ndarray, labels: np.ndarray) -> float:
-    from gba_hvd.metrics import exact_auc as auc
+    from gba_hvd.metrics.scores import exact_auc as auc
 
     return auc(logits, labels)
 
 
 def _step(
-    model: Model, optimizer: torch.optim.Optimizer, rows: TensorRows, samples: Samples, of: DataSet, step: int,
+    model: Model, optimizer: torch.optim.Optimizer, rows: TensorRows, samples: Samples, of: AccuracyData, step: int,
     per_epoch: int, seed: int,
 ) -> None:  # fmt: skip
     from gba_hvd.epoch import EpochOrder
@@ -407,7 +407,7 @@ def means_of(some: Sequence[Mapping[str, Any]], whole: Mapping[int, float]) -> d
 
 def verdict(found: Mapping[str, Mapping[str, Mapping[str, Mapping[str, Any]]]]) -> list[str]:
     """Whether MFU and SSU stay within the target of no failure, in the mean over the seeds."""
-    said = []
+    lines = []
     for title, by_mean in found.items():
         for mean_h, of in by_mean.items():
             for strategy in ("cpr_mfu", "cpr_ssu"):
@@ -415,5 +415,5 @@ def verdict(found: Mapping[str, Mapping[str, Mapping[str, Mapping[str, Any]]]]) 
                 if apart is not None:
                     meets = "meets" if apart >= -TARGET_LOSS else "misses"
                     text = f"{title}, {mean_h}: {strategy} {apart:+.5f} AUC against no failure"
-                    said.append(f"{text}, {meets} the target of {TARGET_LOSS}")
-    return said
+                    lines.append(f"{text}, {meets} the target of {TARGET_LOSS}")
+    return lines

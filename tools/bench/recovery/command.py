@@ -146,7 +146,7 @@ def measure_accuracy(args: argparse.Namespace, document: dict[str, Any], started
         name: accuracy.opened(name, args.data, args.samples) for name in dict.fromkeys(run.dataset for run in waiting)
     }
 
-    def train(run: accuracy.Run) -> None:
+    def train(run: accuracy.AccuracyRun) -> None:
         row = accuracy.train(run, logs[run.dataset])
         rows.append(row)
         document["auc"] = accuracy.headline(rows, args.r)
@@ -180,7 +180,7 @@ def show_experiment(name: str, rows: Sequence[Mapping[str, Any]], plot: Path | N
         if over := experiments.no_more_than(accuracy.TARGET_LOSS, lines):
             print(f"more than {accuracy.TARGET_LOSS} below no failure: {', '.join(over)}")
     if name == "pls" and plot is not None and found:
-        from .curve_plot import draw
+        from .experiments import draw
 
         draw(found, plot)
         print(f"drawn to {plot}")

@@ -11,9 +11,9 @@ import numpy as np
 
 from recovery.schedule.failures import Gamma, failure_times
 from recovery.schedule.formulas import expected_pls_of_job, interval_for_pls_s, least_partial_overhead_s
-from recovery.schedule.planner import Costs, Job, Objectives, estimates
+from recovery.schedule.planner import Costs, JobProfile, Objectives, estimates
 from recovery.simulation.simulated_rows import RowModel
-from recovery.simulation.simulation import Mean, Outcome, SimulatedJob, mean_of, simulate
+from recovery.simulation.simulation import Mean, SimulatedJob, SimulationOutcome, mean_of, simulate
 
 HOURS, SERVERS, TABLE_BYTES = 56, 8, 100 * 10**9
 _ROWS = 16_000  # of the model of what is accessed
@@ -23,9 +23,9 @@ TARGET_PLS = 0.1
 TARGET_OVERHEAD = 0.005
 WHERE_FULL_COSTS = 0.08
 CONTESTANTS = {
-    "full": "everything goes back to the last save; interval sqrt(2 O_save T_fail)",
-    "naive": "only the lost server goes back; full recovery's interval",
-    "cpr_full": "only the lost server goes back; interval from the target PLS, all rows at each save",
+    "full": "everything rolls back to the last save; interval sqrt(2 O_save T_fail)",
+    "naive": "only the lost server rolls back; full recovery's interval",
+    "cpr_full": "only the lost server rolls back; interval from the target PLS, all rows at each save",
     "cpr_scar": "the same interval; every r of it the share r of rows that changed most in L2",
     "cpr_mfu": "... that were accessed most often since they were saved",
     "cpr_ssu": "... that are in a list of sub-sampled accesses",
@@ -36,11 +36,11 @@ CONTESTANTS = {
 def emulated(
     costs: Costs, mean_h: float, n_traces: int, shape: float, r: float, seed: int, servers: int = SERVERS,
     contestants: Collection[str] = tuple(CONTESTANTS),
-) -> dict[str, list[Outcome]]:  # fmt: skip
+) -> dict[str, list[SimulationOutcome]]:  # fmt: skip
     """The contestants on the same random failures; one outcome for each trace."""
     mean_s = mean_h * 3600.0
-    job = Job(costs, TABLE_BYTES, servers, mean_s, HOURS * 3600.0)
-    found: dict[str, list[Outcome]] = {name: [] for name in CONTESTANTS if name in contestants}
+    job = JobProfile(costs, TABLE_BYTES, servers, mean_s, HOURS * 3600.0)
+    found: dict[str, list[SimulationOutcome]] = {name: [] for name in CONTESTANTS if name in contestants}
     for number in range(n_traces):
         trace = job_failures(Gamma(shape, mean_s), job.total_s, np.random.default_rng([seed, number]), servers)
         for which, name in enumerate(CONTESTANTS):
@@ -64,7 +64,7 @@ def row_model(servers: int = SERVERS) -> RowModel:
     return RowModel(n_servers=servers, rows_per_server=_ROWS // servers, updates_per_row_h=0.1)
 
 
-def objectives_of(contestant: str, job: Job, r: float) -> Objectives:
+def objectives_of(contestant: str, job: JobProfile, r: float) -> Objectives:
     """What distinguishes a contestant from the others. CPR overwrites rows in its one checkpoint: never a new base."""
     cpr = Objectives(strategy="partial", policy="full", target_pls=TARGET_PLS, r=r, rebase_at=math.inf)
     if contestant == "full":
@@ -83,7 +83,7 @@ def job_failures(law: Gamma, until_s: float, rng: np.random.Generator, servers: 
     return trace
 
 
-def figures(outcomes: Sequence[Outcome], servers: int = SERVERS) -> dict[str, Any]:
+def figures(outcomes: Sequence[SimulationOutcome], servers: int = SERVERS) -> dict[str, Any]:
     """Means and standard errors; `updates_lost` is 0 where nothing but time is lost."""
     return {
         "overhead_pct": as_json(mean_of(outcomes, lambda o: 100 * o.overhead)),
@@ -98,7 +98,7 @@ def figures(outcomes: Sequence[Outcome], servers: int = SERVERS) -> dict[str, An
     }
 
 
-def expected_pls(outcome: Outcome, servers: int) -> float:
+def expected_pls(outcome: SimulationOutcome, servers: int) -> float:
     """CPR's E[PLS] for the first plan of a job as long as this one."""
     plan = outcome.plans[0][1]
     if plan.strategy == "full":
@@ -110,16 +110,16 @@ def expected_pls(outcome: Outcome, servers: int) -> float:
 
 def pls_agreement(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Where all rows are saved at once, the measured PLS is to be the closed form's; elsewhere it has none to be."""
-    said = []
+    lines = []
     for mean, rows in found.items():
         for name in ("naive", "cpr_full"):
             row = rows[name]
             agrees = "agrees with" if abs(row["pls_sigmas"]) <= 2 else "DIFFERS from"
-            said.append(
+            lines.append(
                 f"{mean}, {name}: PLS {row['pls']['mean']:.4f} +- {row['pls']['standard_error']:.4f} {agrees} E[PLS] "
                 f"{row['closed_form_pls']:.4f} ({row['pls_sigmas']:+.1f} standard errors)"
             )
-    return said
+    return lines
 
 
 def as_json(mean: Mean) -> dict[str, float]:
@@ -133,17 +133,17 @@ def by_mean_time(found: Mapping[str, Mapping[str, Any]], column: str) -> dict[st
 
 def verdict(found: Mapping[str, Mapping[str, Any]], costs: Costs) -> list[str]:
     """What it shows, and which of it follows from the costs alone."""
-    said = []
+    lines = []
     for mean, rows in found.items():
         full = rows["full"]["overhead_pct"]["mean"]
         worst = max(row["overhead_pct"]["mean"] for name, row in rows.items() if name.startswith("cpr_"))
         ours = rows["planned"]["overhead_pct"]["mean"]
         claim = f"{mean}: full recovery costs {full:.2f} %, CPR at most {worst:.2f} %, as planned here {ours:.2f} %"
         if rows["full"]["closed_form_overhead_pct"] < 100 * WHERE_FULL_COSTS:
-            said.append(f"{claim}: the target is for where full recovery costs 8 % or more")
+            lines.append(f"{claim}: the target is for where full recovery costs 8 % or more")
         else:
-            said.append(f"{claim}: CPR {'meets' if worst <= 100 * TARGET_OVERHEAD else 'misses'} the target of 0.5 %")
-    return [*said, *(bound(costs, mean_h) for mean_h in MEANS_H), assumption(costs)]
+            lines.append(f"{claim}: CPR {'meets' if worst <= 100 * TARGET_OVERHEAD else 'misses'} the target of 0.5 %")
+    return [*lines, *(bound(costs, mean_h) for mean_h in MEANS_H), assumption(costs)]
 
 
 def bound(costs: Costs, mean_h: float) -> str:

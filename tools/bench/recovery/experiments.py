@@ -9,28 +9,41 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import stdev
 from typing import Any
 
+from gba_hvd.errors import BadInput
+from gba_hvd.extras import extra
 from recovery.schedule.formulas import expected_pls_of_job, interval_for_pls_s
 
 from . import emulation
-from .accuracy import PRIORITY, R, Setting, by_log, means_of
+from .accuracy import PRIORITY, AccuracySetting, R, by_log, means_of
 from .grid import RS, SERVERS
+
+_COLOURS = {"cpr_full": "#2c6fbb", "cpr_mfu": "#c0392b"}
+_NAMES = {"cpr_full": "all rows at each save", "cpr_mfu": "MFU, r = 1/8"}
+_GRID, _INK = "#dddddd", "#333333"
 
 CURVE_H = 3.5  # hours between failures
 CURVE = (0.8, 0.4, 0.2, 0.1, 0.05, 0.025, 0.0125)  # target PLS; the interval is 56 hours times it: few saves first
 OTHERS_H = 14
 MEANS_H = (28, 14, 8)
-NONE = Setting("none")
-EXPERIMENTS: dict[str, list[Setting]] = {
-    "pls": [NONE, *(Setting(name, CURVE_H, target_pls=pls) for name in ("cpr_full", "cpr_mfu") for pls in CURVE)],
-    "r": [NONE, *(Setting(name, OTHERS_H, r) for r in RS for name in PRIORITY)],
+NONE = AccuracySetting("none")
+EXPERIMENTS: dict[str, list[AccuracySetting]] = {
+    "pls": [
+        NONE,
+        *(AccuracySetting(name, CURVE_H, target_pls=pls) for name in ("cpr_full", "cpr_mfu") for pls in CURVE),
+    ],
+    "r": [NONE, *(AccuracySetting(name, OTHERS_H, r) for r in RS for name in PRIORITY)],
     "servers": [
         NONE,
-        *(Setting(name, OTHERS_H, servers=n) for n in SERVERS for name in ("cpr_full", "cpr_mfu", "cpr_ssu")),
+        *(AccuracySetting(name, OTHERS_H, servers=n) for n in SERVERS for name in ("cpr_full", "cpr_mfu", "cpr_ssu")),
     ],
-    "mtbf": [NONE, *(Setting(name, mean_h) for mean_h in MEANS_H for name in ("cpr_full", "cpr_mfu", "cpr_ssu"))],
+    "mtbf": [
+        NONE,
+        *(AccuracySetting(name, mean_h) for mean_h in MEANS_H for name in ("cpr_full", "cpr_mfu", "cpr_ssu")),
+    ],
 }
 TITLES = {
     "pls": ("target PLS", f"portion of lost samples, {CURVE_H:g} h between failures"),
@@ -67,7 +80,7 @@ def table(experiment: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[
     return found
 
 
-def expected_pls(setting: Setting) -> float | None:
+def expected_pls(setting: AccuracySetting) -> float | None:
     """E[PLS] of saves of all rows in a job of this length; the number of failures is given here."""
     if setting.strategy != "cpr_full":
         return None
@@ -103,7 +116,37 @@ def no_more_than(worst: float, lines: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"{line['recovery']} at {line['varied']:g}" for line in lines if line["vs_none"] < -worst]
 
 
-def _is(row: Mapping[str, Any], setting: Setting) -> bool:
+def _is(row: Mapping[str, Any], setting: AccuracySetting) -> bool:
     """Where r is nothing to a strategy, rows have the default."""
     wanted = setting if setting.strategy in PRIORITY else replace(setting, r=R)
     return all(row[name] == getattr(wanted, name) for name in ("strategy", "mean_h", "r", "servers", "target_pls"))
+
+
+def draw(found: Mapping[str, Sequence[Mapping[str, Any]]], file: Path) -> None:
+    """A panel for each data set. AUC lost over PLS, of `table`. Raises BadInput where it cannot be written."""
+    with extra("plots", "matplotlib", "plots need"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.2 * len(found), 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    for panel, (title, lines) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True):
+        for name, colour in _COLOURS.items():
+            mine = [line for line in lines if line["recovery"] == name]
+            pls, lost = [line["pls"] for line in mine], [-line["vs_none"] for line in mine]
+            panel.errorbar(
+                pls, lost, yerr=[line["error"] or 0.0 for line in mine], color=colour, marker="o", markersize=4,
+                linewidth=1.4, elinewidth=0.8, capsize=2, label=_NAMES[name],
+            )  # fmt: skip
+        panel.axhline(0, color=_INK, linewidth=0.8)
+        panel.set_title(f"{title}; {CURVE_H:g} h between failures", fontsize=10, color=_INK)
+        panel.set_xlabel("portion of lost samples (PLS)")
+        panel.grid(color=_GRID, linewidth=0.6)
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.legend(frameon=False, fontsize=8)
+    figure.axes[0].set_ylabel("AUC lost against no failure")
+    try:
+        figure.savefig(file, dpi=110)
+    except (OSError, ValueError) as error:  # ValueError: an ending that is no format
+        raise BadInput(f"{file}: the plot cannot be written here: {error}") from error

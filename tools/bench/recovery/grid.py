@@ -21,7 +21,7 @@ KEY = ("recovery", "r", "servers", "mean_h", "traces", "shape", "seed")
 
 
 @dataclass(frozen=True)
-class Cell:
+class GridCell:
     """r: 1 for saves of all rows. traces, shape, seed: of the failures."""
 
     recovery: str
@@ -36,18 +36,18 @@ class Cell:
         return f"{self.recovery}, r = {self.r:g}, {self.servers} servers, {self.mean_h} h between failures"
 
 
-def cells(traces: int, shape: float, seed: int) -> list[Cell]:
+def cells(traces: int, shape: float, seed: int) -> list[GridCell]:
     """r varies with 8 servers, and the servers vary with r = 1/8; both at each mean time."""
     settings = [(r, emulation.SERVERS) for r in RS] + [(R, servers) for servers in SERVERS]
     found = []
     for mean_h in MEANS_H:
         for r, servers in settings:
-            found.append(Cell("cpr_full", 1.0, servers, mean_h, traces, shape, seed))
-            found += [Cell(recovery, r, servers, mean_h, traces, shape, seed) for recovery in BY_R]
+            found.append(GridCell("cpr_full", 1.0, servers, mean_h, traces, shape, seed))
+            found += [GridCell(recovery, r, servers, mean_h, traces, shape, seed) for recovery in BY_R]
     return list(dict.fromkeys(found))
 
 
-def emulated(cell: Cell, costs: Costs) -> dict[str, Any]:
+def emulated(cell: GridCell, costs: Costs) -> dict[str, Any]:
     """A row of results."""
     outcomes = emulation.emulated(
         costs, cell.mean_h, cell.traces, cell.shape, cell.r, cell.seed, cell.servers, [cell.recovery]

@@ -23,7 +23,7 @@ from ..harness.ours_small_ctr import Log, model_and_optimizer
 class Watch(gba_hvd.Callback):
     """Notes progress and switches."""
 
-    def __init__(self, progress: emulated.Progress) -> None:
+    def __init__(self, progress: emulated.EmulatedProgress) -> None:
         self._progress = progress
         self.state: gba_hvd.elastic.TorchState | None = None
         self.switches: list[dict[str, Any]] = []
@@ -54,7 +54,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model, optimizer = model_and_optimizer(emulated.N_MICRO, emulated.MICRO_BATCH)
     accelerator = emulated.Accelerator(scenario, hvd.rank())
-    progress = emulated.Progress(accelerator)
+    progress = emulated.EmulatedProgress(accelerator)
     watch = Watch(progress)
     state = watch.state = gba_hvd.elastic.TorchState(model, optimizer, epoch=0)
     state.register_callbacks([gba_hvd.GBACallback(mode=args.mode, wait_s=60, **args.settings), watch])
@@ -87,7 +87,7 @@ def main() -> None:
 
 def write(
     path: Path,
-    progress: emulated.Progress,
+    progress: emulated.EmulatedProgress,
     state: gba_hvd.elastic.TorchState,
     watch: Watch,
     auc: float,

@@ -35,7 +35,7 @@ def main() -> None:
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     accelerator = emulated.Accelerator(scenario, rank)
-    progress = emulated.Progress(accelerator)
+    progress = emulated.EmulatedProgress(accelerator)
     hvd.allreduce(torch.zeros(1), name="barrier")
 
     for step in range(scenario.n_micro() // emulated.N_MICRO):

@@ -50,7 +50,7 @@ def train(args: argparse.Namespace, tower: small_ctr.Tower, rank: int, n_workers
     samples = small_ctr.Samples.train(args.data, scenario.n_micro() * emulated.MICRO_BATCH)
     first_rows, share = small_ctr.first_rows(), emulated.N_MICRO // n_workers
     accelerator = emulated.Accelerator(scenario, rank)
-    progress = emulated.Progress(accelerator)
+    progress = emulated.EmulatedProgress(accelerator)
     for step in range(scenario.n_micro() // emulated.N_MICRO):
         accelerator.begin()
         mine = [

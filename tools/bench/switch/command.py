@@ -64,7 +64,7 @@ def launch(
 ) -> list[Row]:
     """One job with all its switches, each a row. Raises RunFailed."""
     seen = measure.result_of(ours, ["--bytes", n_bytes, "--service-s", service_s], folder, timeout_s)
-    found = switches([Step(*step) for step in seen["steps"]])
+    found = switches([SwitchStep(*step) for step in seen["steps"]])
     if len(found) != SWITCHES:
         raise measure.RunFailed(f"ours: {len(found)} switches at {n_bytes} bytes, expected {SWITCHES}")
     for row in found:
@@ -74,7 +74,7 @@ def launch(
 
 
 @dataclass(frozen=True)
-class Step:
+class SwitchStep:
     """A step as the chief saw it end."""
 
     step: int
@@ -82,7 +82,7 @@ class Step:
     at_s: float
 
 
-def switches(steps: Sequence[Step], every: int = EVERY) -> list[Row]:
+def switches(steps: Sequence[SwitchStep], every: int = EVERY) -> list[Row]:
     """Each change of mode: the seconds since the decision, and how many steps of the old mode that is.
 
     The decision falls at the end of every `every`-th step (`WARM_UP` is a multiple). Steps the chief saw together count

@@ -18,7 +18,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ...simulated.agreement import Job
+    from ...simulated.agreement import JobSettings
 
 _TIMEOUT_S = 240.0  # for a job, beyond the time that is emulated
 
@@ -48,13 +48,15 @@ def run(args: argparse.Namespace) -> int:
     from gba_hvd.errors import BadInput
 
     from ...bench.harness import measure, small_ctr
-    from ...simulated.agreement import Job, compared, simulate
+    from ...simulated.agreement import JobSettings, compared, simulate
 
     if args.runs < 1:
         raise BadInput(f"--runs must be 1 or more, got {args.runs}")
     torch.set_num_threads(1)
     jobs = [
-        Job(n, mode, rule, args.slow, args.service_ms / 1000, args.micro_batches, latency_s=args.latency_ms / 1000)
+        JobSettings(
+            n, mode, rule, args.slow, args.service_ms / 1000, args.micro_batches, latency_s=args.latency_ms / 1000
+        )
         for n in args.workers
         for mode in args.mode
         for rule in args.rule
@@ -80,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def real_run(job: Job, folder: Path) -> dict[str, Any]:
+def real_run(job: JobSettings, folder: Path) -> dict[str, Any]:
     """One job of the real system. Raises RunFailed."""
     from ...bench.harness import measure
 
@@ -92,7 +94,10 @@ def real_run(job: Job, folder: Path) -> dict[str, Any]:
 
 
 def show(
-    job: Job, real: Sequence[Mapping[str, Any]], simulated: Mapping[str, Any], far: Mapping[str, Mapping[str, Any]]
+    job: JobSettings,
+    real: Sequence[Mapping[str, Any]],
+    simulated: Mapping[str, Any],
+    far: Mapping[str, Mapping[str, Any]],
 ) -> None:
     """real: of several jobs, all histograms together and the medians of the rest."""
     from ...bench.harness.measure import print_table

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from recovery.schedule.failures import Gamma
-    from recovery.simulation.simulation import Mean, Outcome
+    from recovery.simulation.simulation import Mean, SimulationOutcome
 
 STRATEGIES = ("full", "partial", "auto")
 _YEAR_S = 365 * 86400.0
@@ -54,7 +54,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 @dataclass(frozen=True)
-class Line:
+class RecoveryLine:
     """What came of one number of servers and one strategy, and what the closed forms say of the first plan."""
 
     servers: int
@@ -97,27 +97,27 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def simulated(args: argparse.Namespace, n: int, strategy: str, law: Gamma, trace: np.ndarray | None) -> Line:
+def simulated(args: argparse.Namespace, n: int, strategy: str, law: Gamma, trace: np.ndarray | None) -> RecoveryLine:
     """Independent operations of one world."""
     import numpy as np
 
     from recovery.schedule.failures import failure_times
-    from recovery.schedule.planner import Job, plan
+    from recovery.schedule.planner import JobProfile, plan
     from recovery.simulation.simulated_rows import RowModel
     from recovery.simulation.simulation import SimulatedJob, mean_of, simulate
 
     total_s = args.years * _YEAR_S
-    job = Job(costs_of(args), round(args.table_gb * 1e9 * n), n, law.mean_s / n, total_s)
+    job = JobProfile(costs_of(args), round(args.table_gb * 1e9 * n), n, law.mean_s / n, total_s)
     objectives = objectives_of(args, strategy=strategy)
     rows = RowModel(min(n, args.sampled_servers)) if args.sampled_servers else None
     world = SimulatedJob(job, objectives, rows, replan_s=None if args.fixed_plan else 86400.0)
-    outcomes: list[Outcome] = []
+    outcomes: list[SimulationOutcome] = []
     for repeat in range(args.repeats):
         rng = np.random.default_rng([args.seed, n, repeat])
         outcomes.append(simulate(world, failure_times(law, total_s, n, rng) if trace is None else trace, rng))
     expected = plan(job, objectives).expected
     has_rows = all(outcome.updates_lost is not None for outcome in outcomes)
-    return Line(
+    return RecoveryLine(
         servers=n,
         strategy=strategy,
         between_failures_h=job.between_failures_s / 3600,
@@ -153,7 +153,7 @@ def read_trace(path: Path) -> np.ndarray:
 COLUMNS = ("servers", "recovery", "failures", "every", "overhead %", "CPR", "sigma", "PLS", "CPR", "sigma", "lost")
 
 
-def show(lines: list[Line]) -> None:
+def show(lines: list[RecoveryLine]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -172,7 +172,7 @@ def show(lines: list[Line]) -> None:
         console.print(sentence, highlight=False, soft_wrap=True)
 
 
-def cells(line: Line) -> tuple[str, ...]:
+def cells(line: RecoveryLine) -> tuple[str, ...]:
     expected, apart = line.overhead_expected, line.overhead.sigmas_from(line.overhead_expected)
     pls = ("-", "-", "-")
     if line.pls_expected:
@@ -185,19 +185,23 @@ def cells(line: Line) -> tuple[str, ...]:
     )
 
 
-def growth(lines: list[Line]) -> list[str]:
+def growth(lines: list[RecoveryLine]) -> list[str]:
     """How overhead and PLS grow from the fewest to the most servers, in words."""
-    said = []
+    conclusions = []
     for strategy in dict.fromkeys(line.strategy for line in lines):
         of_strategy = sorted((line for line in lines if line.strategy == strategy), key=lambda line: line.servers)
         few, many = of_strategy[0], of_strategy[-1]
         if few.servers < many.servers:
             summary = f"{strategy}: {few.servers:,} to {many.servers:,} servers: overhead {percent(few.overhead)} % to "
             summary += f"{percent(many.overhead)} %"
-            said.append(summary + (f", PLS {few.pls.value:.3g} to {many.pls.value:.3g}" if many.pls_expected else ""))
+            conclusions.append(
+                summary + (f", PLS {few.pls.value:.3g} to {many.pls.value:.3g}" if many.pls_expected else "")
+            )
     if any(line.overhead.value > 0.2 for line in lines):
-        said.append("overheads above 20 % are too low: no failure comes while work is done again, or servers replaced")
-    return said
+        conclusions.append(
+            "overheads above 20 % are too low: no failure comes while work is done again, or servers replaced"
+        )
+    return conclusions
 
 
 def percent(mean: Mean) -> str:

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ...simulated.output import json_values, loss_text
+from ...simulated.output import json_values, loss_text, silent_servers
 
 if TYPE_CHECKING:
-    from ...simulated.event_loop import Outcome
+    from ...simulated.event_loop import TrainingOutcome
     from ...simulated.experiment import Experiment
-    from .training_plot import Line
+    from .training_plot import TrainingLine
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -68,13 +67,13 @@ def run(args: argparse.Namespace) -> int:
         raise BadInput(f"--seeds must be 1 or more, got {args.seeds}")
     args.rule_settings = parsed_settings(args.rule, args.rule_settings)
     torch.set_num_threads(1)
-    logging.getLogger("gba_hvd.ps").setLevel(logging.CRITICAL)  # steps that are not finite are in the table
     plans = [
         [_experiment(args, n, rule, seed) for seed in range(args.seeds)] for n in args.workers for rule in args.rule
     ]
     with tempfile.TemporaryDirectory(prefix="gba-hvd-simulate-") as scratch:
         folder = _clicks(args, Path(scratch))
-        lines = [simulated(plan, folder) for plan in plans]
+        with silent_servers():
+            lines = [simulated(plan, folder) for plan in plans]
     show(lines, args)
     if args.plot:
         from .training_plot import draw
@@ -83,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"drawn in {args.plot}")
     if args.out:
         settings = {key: str(v) if isinstance(v, Path) else v for key, v in vars(args).items() if key != "run"}
-        write_json(args.out, {"settings": settings, "results": json_values([asdict(line) for line in lines])})
+        write_json(args.out, {"settings": settings, "results": json_values([_stored(line) for line in lines])})
         print(f"written to {args.out}")
     return 0
 
@@ -128,16 +127,16 @@ def _clicks(args: argparse.Namespace, folder: Path) -> Path | None:
     return folder / "data"
 
 
-def simulated(plan: Sequence[Experiment], clicks: Path | None) -> Line:
+def simulated(plan: Sequence[Experiment], clicks: Path | None) -> TrainingLine:
     """The runs of one number of workers and one rule."""
     from ...simulated.experiment import run as simulate
-    from .training_plot import Line
+    from .training_plot import TrainingLine
 
     outcomes = [simulate(experiment, clicks) for experiment in plan]
     first, losses = outcomes[0], [outcome.loss for outcome in outcomes]
     names = {name for outcome in outcomes for name in outcome.scores}  # what diverged has no score
     scores = {name: median(o.scores[name] for o in outcomes if name in o.scores) for name in names}
-    return Line(
+    return TrainingLine(
         workers=plan[0].workers,
         rule=plan[0].rule,
         loss=median(losses),
@@ -151,7 +150,7 @@ def simulated(plan: Sequence[Experiment], clicks: Path | None) -> Line:
         dropped_share=first.dropped / max(1, first.dropped + first.applied),
         speed=speed(first),
         steps=first.steps,
-        judged=scores,
+        scores=scores,
         curve=list(first.curve),
         why=next((outcome.why for outcome in outcomes if outcome.why), ""),
     )
@@ -162,22 +161,28 @@ def mean_of(histogram: dict[int, int]) -> float:
     return sum(key * count for key, count in histogram.items()) / n if n else 0.0
 
 
-def mean_gap(outcome: Outcome) -> tuple[float, float]:
-    """Of all pushes: the gap, and the gap in steps; 0 where there was none."""
+def mean_gap(outcome: TrainingOutcome) -> tuple[float, float]:
+    """Mean gap of all pushes, and in steps; 0 where there was none."""
     n = max(1, sum(pushes for pushes, _, _ in outcome.gaps.values()))
     return sum(gap for _, gap, _ in outcome.gaps.values()) / n, sum(steps for *_, steps in outcome.gaps.values()) / n
 
 
-def speed(outcome: Outcome) -> float:
+def speed(outcome: TrainingOutcome) -> float:
     """Micro-batches per unit of time: what so many workers of the mean speed do alone, if nothing holds them up."""
     time, done, _ = outcome.curve[-1]
     return done / time if time else 0.0
 
 
-def show(lines: Sequence[Line], args: argparse.Namespace) -> None:
+def _stored(line: TrainingLine) -> dict[str, Any]:
+    """A line under the names of the results file, where the scores have another one."""
+    values = asdict(line)
+    return {"judged" if name == "scores" else name: value for name, value in values.items()}
+
+
+def show(lines: Sequence[TrainingLine], args: argparse.Namespace) -> None:
     from ...bench.harness.measure import print_table
 
-    extra = sorted({name for line in lines for name in line.judged})
+    extra = sorted({name for line in lines for name in line.scores})
     columns = (
         "workers",
         "rule",
@@ -195,7 +200,7 @@ def show(lines: Sequence[Line], args: argparse.Namespace) -> None:
     table = [
         (
             f"{line.workers:,}", line.rule, loss_text(line.loss),
-            *(f"{line.judged[n]:.4f}" if n in line.judged else "-" for n in extra),
+            *(f"{line.scores[n]:.4f}" if n in line.scores else "-" for n in extra),
             f"{line.staleness_mean:.2f}", str(line.staleness_max), f"{line.lag_mean:.2f}",
             f"{line.gap:.2g}", f"{line.gap_in_steps:.2f}", f"{line.dropped_share:.2%}",
             f"{line.speed:.1f}", f"{line.steps:,}",

@@ -16,11 +16,11 @@ _A_ROW = 3
 
 
 @dataclass(frozen=True)
-class Line:
+class TrainingLine:
     """Runs of one number of workers and one rule.
 
     gap, gap_in_steps: means over all pushes, as of `gba_hvd.ps.partition.gaps`; gap_by_worker: both, of each
-    loss, judged: medians over the seeds (judged: of the task, where it converged); all else is of the first
+    loss, scores: medians over the seeds (scores: of the task, where it converged); all else is of the first
     """
 
     workers: int
@@ -36,12 +36,12 @@ class Line:
     dropped_share: float
     speed: float
     steps: int
-    judged: dict[str, float]
+    scores: dict[str, float]
     curve: list[tuple[float, int, float]]
     why: str
 
 
-def draw(lines: Sequence[Line], title: str, file: Path) -> None:
+def draw(lines: Sequence[TrainingLine], title: str, file: Path) -> None:
     """Write it; the name's ending says the format. Raises BadInput when it cannot be written."""
     with extra("plots", "matplotlib", "plots need"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -1,0 +1,78 @@
+"""A step's row gradients, applied to the shards that this process writes: the same in every mode.
+
+Gradients come by key. In a hashed table keys become rows here: those without a row of their own share one, so their
+gradients are added up first. What the step's lookups do to the vocabulary comes last: an id that is admitted has its
+row from the next step on.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gba_hvd.embedding.accesses import count_accesses
+from gba_hvd.embedding.row_gradients import RowGrad, merge
+from gba_hvd.embedding.row_optimizers import RowOptimizer, TableOptimizers
+from gba_hvd.shm.layout import Group
+from gba_hvd.shm.shard_memory import ShardMemory
+from gba_hvd.shm.vocabulary import Vocabulary
+
+
+def by_row(memory: ShardMemory, group: Group, grad: RowGrad) -> RowGrad:
+    """The gradient of rows that the optimizers get. grad: by key, of shards that are here"""
+    vocabulary = memory.vocabulary(group)
+    return grad if vocabulary is None else _by_row(vocabulary, grad, vocabulary.rows(grad.keys))
+
+
+def _by_row(vocabulary: Vocabulary, grad: RowGrad, rows: np.ndarray) -> RowGrad:
+    """rows: int64 [n], of the gradient's keys"""
+    found = RowGrad(rows, grad.values, grad.accesses)
+    is_shared = rows >= vocabulary.n_own_rows
+    if not is_shared.any():
+        return found
+    return merge([(found.select(~is_shared), 1.0), (found.select(is_shared), 1.0)])
+
+
+def apply_rows(
+    memory: ShardMemory,
+    optimizer: RowOptimizer | TableOptimizers,
+    group: Group,
+    grad: RowGrad,
+    shards: np.ndarray,
+    *,
+    scale: float,
+    lr: float,
+    number: int,
+    step: int,
+) -> None:
+    """Between the marks of `step` on these shards, which all rows of the gradient are in.
+
+    scale, lr: see `RowOptimizer.update_`; number: of this step among those that were not skipped
+    """
+    vocabulary = memory.vocabulary(group)
+    if vocabulary is None:
+        optimizer.update_(memory.flat, memory.layout, group, grad, scale, lr, number)
+        count_accesses(memory, group, grad, step)
+        return
+    assert grad.accesses is not None  # tables with a hashed one count them
+    found = vocabulary.rows(grad.keys)
+    rows = _by_row(vocabulary, grad, found)
+    optimizer.update_(memory.flat, memory.layout, group, rows, scale, lr, number)
+    count_accesses(memory, group, rows, step)
+    vocabulary.looked_up(grad.keys, found, grad.accesses, shards, step)
+
+
+def write_rows(memory: ShardMemory, group: Group, keys: np.ndarray, values: np.ndarray, step: int) -> int:
+    """Set rows between two steps; ids of a hashed table are admitted. Returns how many found no room in it.
+
+    keys: int64 [n], distinct, of shards that this process writes; values: float32 [n, dim]
+    """
+    vocabulary, missing = memory.vocabulary(group), 0
+    if vocabulary is not None and len(keys):
+        vocabulary.admit(keys, step)
+        has_row = vocabulary.has(keys)
+        missing = int(np.count_nonzero(~has_row))
+        keys, values = keys[has_row], values[has_row]
+    starts = memory.record_starts(keys, group)
+    memory.flat[starts.astype(np.int64)[:, None] + np.arange(group.dim)] = values
+    memory.count_changed(starts, group)
+    return missing

@@ -1,0 +1,79 @@
+"""How an evaluation reads a dataset: in order, a forward pass at a time, ahead of the evaluation where that is asked
+for. What `evaluate` and `evaluate_retrieval` have in common before their first batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from gba_hvd.elastic import TorchState
+from gba_hvd.errors import BadInput, GbaError
+from gba_hvd.reading.datasets import Dataset, MapDataset, reads
+from gba_hvd.reading.read_ahead import ReadAhead, Share
+from gba_hvd.reading.reader_processes import ReaderProcesses
+from gba_hvd.reading.settings import Collate, ReadSettings
+from gba_hvd.shm.layout import table_seed
+from gba_hvd.training.engine import Engine
+from gba_hvd.training.mode import SampleReader
+
+
+def ready_engine(state: TorchState, caller: str) -> Engine:
+    """The engine of a job that has a world. Raises GbaError within a step, where workers with uneven shares would wait
+    for each other.
+    """
+    state.ensure_synced()
+    if state.engine.is_within_step:
+        raise GbaError(f"{caller} only between steps: workers with uneven shares would wait for each other")
+    return state.engine
+
+
+def read_settings(num_workers: int, prefetch: int | None, collate_fn: Collate | None) -> ReadSettings:
+    """As `batches` takes them; nothing is read ahead unless it is asked for. Raises BadInput."""
+    nothing_asked = prefetch is None and num_workers == 0
+    return ReadSettings(num_workers, 0 if nothing_asked else prefetch, collate_fn)
+
+
+@contextlib.contextmanager
+def open_reader(
+    engine: Engine,
+    dataset: Dataset | MapDataset,
+    batch: int | None,
+    keys: Callable[[list[Any]], list[np.ndarray]],
+    settings: ReadSettings,
+) -> Iterator[SampleReader]:
+    """What reads the dataset while this lasts.
+
+    batch: samples of a forward pass, default `micro_batch`. keys: the rows that some batches use.
+    Raises BadInput for a batch below 1, a dataset without samples, and one that cannot be read by number or copied.
+    """
+    size = engine.model.micro_batch if batch is None else batch
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise BadInput(f"batch must be a whole number of samples, 1 or more, got {batch!r}")
+    if not len(dataset):
+        raise BadInput("the dataset has no samples")
+    take = reads(dataset, settings.collate_fn)
+    with contextlib.ExitStack() as stack:
+        ahead = None
+        if settings.depth:
+            readers: list[Callable[[Share], Any]] = [lambda share: take(_rows(share))]
+            if settings.num_workers:
+                processes = ReaderProcesses(dataset, settings.collate_fn, settings.num_workers, None)
+                stack.enter_context(processes)
+                readers = [partial(_read_there, processes, number) for number in range(settings.num_workers)]
+            ahead = stack.enter_context(ReadAhead(readers, settings.depth))
+            if settings.num_workers:
+                stack.callback(processes.close)  # first, so that no thread waits for a process that hangs
+        yield SampleReader(take, len(dataset), size, keys, ahead, settings.depth)
+
+
+def _rows(share: Share) -> np.ndarray:
+    first, n = share
+    return np.arange(first, first + n, dtype=np.int64)
+
+
+def _read_there(processes: ReaderProcesses, number: int, share: Share) -> Any:
+    return processes.take(number, _rows(share), table_seed(0, f"evaluating samples from {share[0]}"))

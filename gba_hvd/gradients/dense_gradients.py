@@ -1,0 +1,109 @@
+"""One flat buffer with the gradients of all dense parameters, and the numbers that travel with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gba_hvd.errors import BadInput
+
+
+class DenseGradients:
+    """The gradients of all dense parameters as one flat buffer, so that a step needs one allreduce.
+
+    `p.grad` of every parameter is a view of `flat`; `total` collects the worker's micro-batches of a step and ends with
+    `n_extra` numbers that travel with them.
+
+    flat:  [n]            gradient of the micro-batch, later of the step
+    total: [n + n_extra]  weighted sum over micro-batches, at least float32
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], n_extra: int) -> None:
+        self._parameters = [p for p in parameters if p.requires_grad]
+        kinds = {(p.dtype, p.device) for p in self._parameters}
+        if len(kinds) > 1:
+            raise BadInput(f"dense parameters must share one dtype and device, got {sorted(map(str, kinds))}")
+        dtype, device = next(iter(kinds)) if kinds else (torch.float32, torch.device("cpu"))
+        self.n = sum(p.numel() for p in self._parameters)
+        self.flat = torch.zeros(self.n, dtype=dtype, device=device)
+        total_dtype = torch.promote_types(dtype, torch.float32)  # the numbers that travel along are counts
+        self.total = torch.zeros(self.n + n_extra, dtype=total_dtype, device=device)
+        self._views: list[Tensor] = []
+        at = 0
+        for p in self._parameters:
+            self._views.append(self.flat[at : at + p.numel()].view_as(p))
+            at += p.numel()
+        self.zero_()
+
+    @property
+    def extra(self) -> Tensor:
+        return self.total[self.n :]
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return list(self._parameters)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers in each parameter."""
+        return [p.numel() for p in self._parameters]
+
+    def resize_extra(self, n_extra: int) -> None:
+        """Let another number of values travel with the gradients; `total` is empty afterwards."""
+        if len(self.total) != self.n + n_extra:
+            self.total = self.total.new_zeros(self.n + n_extra)
+
+    def set_parameters_(self, which: Sequence[int], values: Tensor) -> None:
+        """Overwrite some parameters, given by number; `values` [n] holds them one after the other."""
+        at = 0
+        with torch.no_grad():
+            for number in which:
+                p = self._parameters[number]
+                p.copy_(values[at : at + p.numel()].view_as(p))
+                at += p.numel()
+
+    def zero_(self) -> None:
+        """Clear the micro-batch's gradient and make every `p.grad` a view of `flat` again."""
+        self.flat.zero_()
+        for p, view in zip(self._parameters, self._views, strict=True):
+            p.grad = view
+
+    def collect_(self) -> None:
+        """Bring the micro-batch's gradient to `flat`, also where `p.grad` is None or a tensor of other code."""
+        for p, view in zip(self._parameters, self._views, strict=True):
+            if p.grad is not view:
+                view.zero_() if p.grad is None else view.copy_(p.grad)
+
+    def scale_(self, factor: float) -> None:
+        """Multiply the micro-batch's gradient, wherever it is; `p.grad` of every parameter is a view afterwards."""
+        if self.flat.dtype == torch.float16:
+            raise ValueError("Attempting to unscale FP16 gradients.")  # as torch says
+        self.collect_()
+        self.flat.mul_(factor)
+        for p, view in zip(self._parameters, self._views, strict=True):
+            p.grad = view
+
+    def take_over_(self, other: DenseGradients) -> None:
+        """Make the gradient that another one collected, of parameters of the same sizes, that of these parameters."""
+        self.flat.copy_(other.flat)
+        for p, view in zip(self._parameters, self._views, strict=True):
+            p.grad = view
+
+    def add_micro_batch_(self, weight: float) -> None:
+        """total += weight * gradient of the micro-batch, which `collect_` brought to `flat`; then clear the latter."""
+        if weight != 1.0:  # multiplied first, rounded as servers round it
+            self.flat.mul_(weight)
+        self.total[: self.n].add_(self.flat)
+        self.zero_()
+
+    def clear_total_(self) -> None:
+        self.total.zero_()
+
+    def non_finite(self, names: Sequence[str]) -> str | None:
+        """Name of the first parameter whose gradient is NaN or infinite."""
+        for name, view in zip(names, self._views, strict=True):
+            if not bool(torch.isfinite(view).all()):
+                return name
+        return None

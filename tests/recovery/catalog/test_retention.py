@@ -1,0 +1,209 @@
+"""What nobody needs goes; what somebody needs, or somebody else wrote, stays."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recovery.catalog.claims import claim, release
+from recovery.catalog.retention import Expired, Keep, delete, expired, gc, objects_of, orphaned_objects
+from recovery.errors import BadInput
+from recovery.format.manifest import Blob, Manifest, StateBlob, to_json
+from recovery.rows import Schema
+from tests.recovery.stores import Crash, FaultyStore, RamStore
+
+
+def saved(number: int, parent: Manifest | None = None, *, epoch: int = 1, step: int | None = None) -> Manifest:
+    """A checkpoint per 100 steps and per 60 seconds."""
+    prefix = f"blobs/{epoch:06d}-{number:08d}/"
+    return Manifest(
+        epoch,
+        number,
+        "delta" if parent else "full",
+        parent.name if parent else None,
+        100 * number if step is None else step,
+        0,
+        60.0 * number,
+        Schema((), 1),
+        (Blob(prefix + "0000", 0, ()),),
+        StateBlob(prefix + "state", 5, 5, "raw", "0"),
+    )
+
+
+def names(manifests: list[Manifest]) -> set[str]:
+    return {manifest.name for manifest in manifests}
+
+
+def kept(manifests: list[Manifest], found: Expired) -> list[int]:
+    return sorted(manifest.number for manifest in manifests if manifest.name not in found.manifests)
+
+
+def chain(*numbers: int, epoch: int = 1, base: Manifest | None = None) -> list[Manifest]:
+    """A base, and one partial save on top of the other."""
+    found = [base] if base else []
+    for number in numbers:
+        found.append(saved(number, found[-1] if found else None, epoch=epoch))
+    return found[1:] if base else found
+
+
+def test_the_last_ones_are_kept_and_the_sentence_says_so() -> None:
+    manifests = [saved(number) for number in range(5)]
+    found = expired(manifests, names(manifests), Keep(last=2))
+    assert kept(manifests, found) == [3, 4]
+    assert found.manifests == tuple(f"manifests/000001-0000000{number}.json" for number in (2, 1, 0)), "newest first"
+    assert set(found.blobs) == {name for manifest in manifests[:3] for name in objects_of(manifest)}
+    assert found.reason == ("3 of 5 checkpoints of this run expire: the last 2 are kept, and 0 that these are based on")
+
+
+def test_what_a_kept_one_is_based_on_is_kept() -> None:
+    manifests = chain(0, 1, 2) + chain(3, 4, 5)
+    assert kept(manifests, expired(manifests, names(manifests), Keep(last=1))) == [3, 4, 5]
+    assert kept(manifests, expired(manifests, names(manifests), Keep(last=3))) == [3, 4, 5]
+    found = expired(manifests, names(manifests), Keep(last=4))
+    assert kept(manifests, found) == [0, 1, 2, 3, 4, 5] and "and 2 that these are based on" in found.reason
+
+
+@pytest.mark.parametrize("keep", [Keep(1, every_steps=300), Keep(1, every_s=180), Keep(1, 300, 180)])
+def test_the_first_of_every_period_is_kept_for_good(keep: Keep) -> None:
+    manifests = [saved(number) for number in range(10)]
+    assert kept(manifests, expired(manifests, names(manifests), keep)) == [0, 3, 6, 9]
+    later = [saved(number) for number in (0, 3, 6, 9, 10)]
+    assert kept(later, expired(later, names(later), keep)) == [0, 3, 6, 9, 10]
+
+
+def test_what_another_run_wrote_is_never_touched_nor_what_it_is_based_on() -> None:
+    theirs = chain(0, 1)
+    mine = chain(0, 1, epoch=2, base=theirs[1]) + [saved(number, epoch=2) for number in range(2, 6)]
+    manifests = theirs + mine
+    found = expired(manifests, names(mine), Keep(last=1))
+    assert set(found.manifests) == names(mine[:-1])
+    after_me = saved(0, mine[1], epoch=3)
+    found = expired([*manifests, after_me], names(mine), Keep(last=1))
+    assert set(found.manifests) == names(mine[2:-1])
+
+
+def test_a_clock_that_was_set_back_costs_none_of_the_newest() -> None:
+    manifests = [replace(saved(number), saved_unix_s=1000.0 - 100 * number) for number in range(6)]
+    assert kept(manifests, expired(manifests, names(manifests), Keep(last=2))) == [4, 5]
+    assert {4, 5} <= set(kept(manifests, expired(manifests, names(manifests), Keep(last=2, every_s=250.0))))
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.data())
+def test_whatever_is_left_can_still_be_restored(parents: list[int], data: st.DataObject) -> None:
+    manifests: list[Manifest] = []
+    for number, back in enumerate(parents):
+        parent = manifests[-back] if 0 < back <= len(manifests) else None
+        manifests.append(saved(number, parent, epoch=1 + number // 4))
+    mine = data.draw(st.sets(st.sampled_from(sorted(names(manifests)))))
+    found = expired(manifests, mine, Keep(data.draw(st.integers(1, 4)), data.draw(st.sampled_from([None, 300]))))
+    left = [manifest for manifest in manifests if manifest.name not in found.manifests]
+    assert set(found.manifests) <= mine
+    assert all(manifest.parent is None or manifest.parent in names(left) for manifest in left)
+    assert not {name for manifest in left for name in objects_of(manifest)} & set(found.blobs)
+    if mine:
+        assert max(mine) in names(left)
+
+
+@pytest.mark.parametrize("bad", [{"last": 0}, {"every_steps": 0}, {"every_s": -1.0}, {"every_s": float("inf")}])
+def test_settings_without_sense_are_refused(bad: dict[str, int]) -> None:
+    with pytest.raises(BadInput):
+        Keep(**bad)  # type: ignore[arg-type]
+
+
+# --- deleting --------------------------------------------------------------------------------------------------------
+
+
+def fill(store: RamStore, manifests: list[Manifest]) -> None:
+    for manifest in manifests:
+        for name in objects_of(manifest):
+            store.put(name, [b"bytes"])
+        store.put(manifest.name, [to_json(manifest)])
+
+
+def readable(store: RamStore, manifests: list[Manifest]) -> bool:
+    """Whether every manifest that is there has its parent and its blobs."""
+    there = set(store.objects)
+    return all(
+        {*objects_of(manifest), *([manifest.parent] if manifest.parent else [])} <= there
+        for manifest in manifests
+        if manifest.name in there
+    )
+
+
+def test_a_crash_at_any_deletion_leaves_no_checkpoint_without_its_parts() -> None:
+    manifests = chain(0, 1, 2) + chain(3, 4)
+    found = expired(manifests, names(manifests), Keep(last=1))
+    for at in range(1, len(found.manifests) + 2):
+        store = RamStore()
+        fill(store, manifests)
+        faulty = FaultyStore(store).dies_before("delete", at)
+        with pytest.raises(Crash):
+            delete(faulty, found)
+        assert faulty.fired == faulty.planned
+        assert readable(store, manifests)
+        release(store, claim(store, "next", sleep=lambda _: None))
+        claim(store, "next", sleep=lambda _: None)
+        delete(store, replace(found, blobs=()))
+        gc(store, really=True)
+        assert {name for name in store.objects if name.startswith("blobs/")} == {
+            name for manifest in manifests[3:] for name in objects_of(manifest)
+        }
+
+
+def test_orphaned_objects_of_dead_epochs_are_found_and_those_of_the_newest_left_alone(ram: RamStore) -> None:
+    claim(ram, "job")
+    fill(ram, [saved(0)])
+    ram.put("blobs/000001-00000001/0000", [b"a save that died"])
+    old_claims = {name: len(data) for name, data in ram.objects.items() if name.startswith("claims/")}
+    assert not gc(ram).objects
+    claim(ram, "job")
+    ram.put("blobs/000002-00000000/0000", [b"a save in flight"])
+    ram.put("probes/x", [b"?"])
+    found = gc(ram)
+    assert found.objects == {"blobs/000001-00000001/0000": 16, **old_claims}
+    assert found.n_bytes == 16 + sum(old_claims.values())
+    assert found.reason == "of epochs before 2, the newest, and in no checkpoint"
+    assert "blobs/000001-00000001/0000" in ram.objects, "nothing is deleted unless it is asked to"
+    gc(ram, really=True)
+    assert not set(found.objects) & set(ram.objects)
+    assert readable(ram, [saved(0)]) and saved(0).name in ram.objects
+    assert not gc(ram).objects
+
+
+def test_without_any_claim_nothing_is_orphaned() -> None:
+    found = orphaned_objects({"blobs/000001-00000001/0000": 5}, [], [])
+    assert not found.objects and "no claim" in found.reason
+
+
+def test_the_blobs_of_a_damaged_checkpoint_stay(ram: RamStore) -> None:
+    fill(ram, [saved(0), saved(1)])
+    claim(ram, "job")
+    ram.objects[saved(0).name] = ram.objects[saved(0).name][:-3]
+    before = dict(ram.objects)
+    found = gc(ram, really=True)
+    assert not found.objects and "those of 1 damaged ones stay" in found.reason
+    assert ram.objects == before
+
+
+def test_beside_a_checkpoint_of_a_newer_format_nothing_is_deleted(ram: RamStore) -> None:
+    from tests.recovery.format.test_manifest import with_checksum
+
+    claim(ram, "job")
+    ram.put("manifests/000001-00000000.json", [with_checksum({"format": 9, "manifest": {}})])
+    with pytest.raises(BadInput, match="format version 9"):
+        gc(ram, really=True)
+
+
+def test_retention_of_a_long_run_keeps_a_bounded_number() -> None:
+    rng, manifests, mine = random.Random(1), list[Manifest](), set[str]()
+    for number in range(300):
+        parent = manifests[-1] if manifests and rng.random() < 0.8 and number % 8 else None
+        manifests.append(saved(number, parent))
+        mine.add(manifests[-1].name)
+        found = expired(manifests, mine, Keep(last=3))
+        manifests = [manifest for manifest in manifests if manifest.name not in found.manifests]
+        assert len(manifests) <= 3 + 8

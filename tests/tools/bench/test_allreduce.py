@@ -1,0 +1,144 @@
+"""What the benchmarks compute from their runs, and what they say when a run fails. No launch of a real peer."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gba_hvd_tools.bench.allreduce import command as allreduce
+from gba_hvd_tools.bench.harness import clicks, dlrm, measure, peer_worker
+
+SMAPS = """\
+7f0000000000-7f0000004000 rw-s 00000000 00:19 7                          /dev/shm/job/shards
+Size:                 16 kB
+Rss:                  12 kB
+Pss:                   6 kB
+Pss_Dirty:             6 kB
+7f0000004000-7f0000006000 rw-s 00004000 00:19 7                          /dev/shm/job/shards
+Size:                  8 kB
+Rss:                   8 kB
+Pss:                   4 kB
+7f0000010000-7f0000014000 rw-p 00000000 00:00 0
+Size:                 64 kB
+Rss:                  64 kB
+Pss:                  64 kB
+"""
+
+
+def run_of(rank: int, seconds: float, **more: float) -> measure.Row:
+    result = {"rank": rank, "seconds": seconds, "cpu_s": 1.0, "first_step_unix_s": 105.0 + rank}
+    return {**result, "peak_own_bytes": 100 + rank, "loss_first": 0.7, "loss_last": 0.5 + rank / 10, **more}
+
+
+def test_the_slowest_worker_makes_the_speed_of_a_run():
+    row = allreduce.row_of([run_of(0, 2.0), run_of(1, 4.0)], started=100.0, batch=10, steps=8)
+    assert row["samples_per_s"] == 2 * 10 * 8 / 4.0
+    assert row["ms_per_step"] == 500.0
+    assert row["startup_s"] == 6.0
+    assert row["peak_own_bytes"] == 101
+
+
+def test_table_copies_are_the_proportional_shares_of_all_workers_over_one_copy():
+    ranks = [run_of(r, 1.0, shared_bytes=1000, shared_proportional_bytes=505) for r in range(2)]
+    assert allreduce.row_of(ranks, started=0.0, batch=1, steps=1)["table_copies_per_host"] == 1.01
+
+
+def test_headline_ratios_are_ratios_of_medians_by_batch_size():
+    speeds = {"ours": (30, 10, 20), "horovod": (5, 10, 40), "torchrec": (1, 2, 3)}
+    own = {"table_copies_per_host": 1.0, "startup_s": 3.0, "peak_own_bytes": 5}
+    rows = [
+        {"peer": peer, "batch": 64, "samples_per_s": speed, **(own if peer == "ours" else {})}
+        for peer, of_peer in speeds.items()
+        for speed in of_peer
+    ]
+    headline = allreduce.headline(rows)
+    assert headline["ratio_vs_horovod"] == {"64": 2.0}
+    assert headline["ratio_vs_torchrec"] == {"64": 10.0}
+    assert headline["startup_s"] == 3.0
+    assert json.loads(json.dumps(headline)) == headline
+
+
+def test_headline_without_ours_has_no_ratio():
+    headline = allreduce.headline([{"peer": "horovod", "batch": 64, "samples_per_s": 5}])
+    assert headline["ratio_vs_horovod"] == {}
+    assert headline["startup_s"] is None
+
+
+def test_runs_of_the_variants_alternate():
+    variants = [measure.Variant(name, ()) for name in "ABC"]
+    rows = measure.interleave(variants, 2, lambda variant, i: {"peer": variant.name, "run": i})
+    assert "".join(row["peer"] for row in rows) == "ABCABC"
+
+
+def test_a_variant_reads_as_the_command_a_person_would_type():
+    assert str(measure.Variant("x", ("run", "a b"), {"THREADS": "1"})) == "THREADS=1 run 'a b'"
+
+
+def test_a_failed_run_shows_the_first_traceback_not_the_launchers(tmp_path: Path):
+    output = "noise\n" * 50 + "Traceback (most recent call last)\nboom\n" + "end\n" * 50
+    code = f"import sys; print({output!r}); sys.exit(3)"
+    with pytest.raises(measure.RunFailed, match=r"broken: exit status 3[\s\S]*\nTraceback .*\nboom\n"):
+        measure.launch(measure.Variant("broken", (sys.executable, "-c", code)), [], log=tmp_path / "log", timeout_s=60)
+
+
+def test_a_run_that_takes_too_long_is_ended(tmp_path: Path):
+    code = "import signal, sys; print('ready', flush=True); signal.pause()"
+    with pytest.raises(measure.RunFailed, match="stuck: still running after 1 s"):
+        measure.launch(measure.Variant("stuck", (sys.executable, "-c", code)), [], log=tmp_path / "log", timeout_s=1)
+
+
+def test_shared_pages_are_distinguished_by_the_file_they_are_mapped_from():
+    assert peer_worker.shared_memory("/dev/shm/job", SMAPS) == {
+        "shared_bytes": 24 << 10,
+        "shared_resident_bytes": 20 << 10,
+        "shared_proportional_bytes": 10 << 10,
+    }
+
+
+def test_touched_pages_are_resident(tmp_path: Path):
+    path, size = tmp_path / "pages", 64 * mmap.PAGESIZE
+    path.write_bytes(b"\1" * size)
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), size):
+        peer_worker.touch(str(path))
+        sizes = peer_worker.shared_memory(str(path))
+    assert sizes == dict.fromkeys(sizes, size)
+
+
+def test_all_workers_get_their_own_batches_of_skewed_ids(tmp_path: Path):
+    clicks.write(tmp_path, batch=64, n_batches=2, workers=2)
+    first, second = (peer_worker.Clicks.load(tmp_path, rank) for rank in range(2))
+    assert first.ids.shape == (2, dlrm.N_TABLES, 64)
+    assert first.ids.dtype == torch.int64
+    assert first.dense.shape == (2, 64, dlrm.N_DENSE)
+    assert not torch.equal(first.ids, second.ids)
+    assert 0 <= int(first.ids.min()) <= int(first.ids.max()) < dlrm.N_ROWS
+    assert max(np.unique(first.ids[:, 0], return_counts=True)[1]) > 3  # uniform ids would hardly repeat
+
+
+def test_the_dense_model_interacts_every_pair_once():
+    vectors = torch.randn(3, 4, 2)
+    products = dlrm.Interaction(4)(vectors)
+    expected = [[float(sample[i] @ sample[j]) for i in range(4) for j in range(i)] for sample in vectors]
+    torch.testing.assert_close(products, torch.tensor(expected))
+    assert dlrm.DenseDLRM()(torch.randn(3, dlrm.N_DENSE), torch.randn(3, dlrm.N_TABLES, dlrm.DIM)).shape == (3,)
+
+
+@pytest.mark.parametrize("name", [name for name in allreduce.SETTINGS if not name.startswith("torchrec")])
+def test_every_horovod_setting_has_a_launch_with_one_thread_per_worker(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(measure, "console_script", lambda script: f"/bin/{script}")
+    variant = allreduce.variant(name, workers=2)
+    assert variant.command[:5] == ("/bin/horovodrun", "-np", "2", "-H", "localhost:2")
+    assert variant.env["OMP_NUM_THREADS"] == "1"
+
+
+def test_the_result_needs_a_file_name(capsys: pytest.CaptureFixture[str]):
+    from gba_hvd_tools.cli import main
+
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "allreduce"])
+    assert "--out" in capsys.readouterr().err

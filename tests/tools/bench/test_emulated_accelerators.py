@@ -1,0 +1,170 @@
+"""Emulated accelerators and what the benchmarks of the asynchronous modes compute. No launch of a real peer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gba_hvd_tools.bench.harness import emulated_accelerators as emulated
+from gba_hvd_tools.bench.harness import small_ctr
+from gba_hvd_tools.bench.ps import command as ps
+from gba_hvd_tools.bench.stragglers import command as gba
+from gba_hvd_tools.bench.switch import command as switch
+
+
+class Clock:
+    """Time that passes in sleep only."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def accelerator(scenario: emulated.Scenario, worker: int, clock: Clock) -> emulated.Accelerator:
+    return emulated.Accelerator(scenario, worker, clock=clock, sleep=clock.sleep)
+
+
+def done_by(scenario: emulated.Scenario, worker: int) -> int:
+    """Micro-batches a worker that never waits for others does while the emulation lasts."""
+    clock, n = Clock(), 0
+    device = accelerator(scenario, worker, clock)
+    while device.at_s < scenario.end_s:
+        device.begin()
+        device.wait()
+        n += 1
+    return n
+
+
+@pytest.mark.parametrize("name", gba.SCENARIOS)
+def test_workers_that_never_wait_do_what_the_ideal_says(name: str):
+    scenario = emulated.scenarios(0.05, 5.0)[name]
+    done = sum(done_by(scenario, worker) for worker in range(scenario.n_workers))
+    assert done / scenario.end_s == pytest.approx(scenario.ideal_rate(0.0, scenario.end_s), rel=0.01)
+    assert scenario.n_micro() > done
+    assert scenario.n_micro() % emulated.N_MICRO == 0
+
+
+def test_with_one_worker_five_times_slower_the_ideal_is_three_and_a_fifth_workers():
+    scenario = emulated.scenarios(0.05, 5.0)["straggler_5x"]
+    assert scenario.ideal_rate(scenario.warmup_s, scenario.end_s) == pytest.approx(3.2 / 0.05)
+
+
+def test_nobody_sleeps_when_the_emulation_is_over():
+    clock = Clock()
+    device = accelerator(emulated.Scenario("none", 0.05, 0.0, 1.0), 0, clock)
+    device.begin()
+    clock.now += 2.0
+    device.begin()
+    device.wait()
+    assert device.at_s == 2.0
+
+
+def test_real_compute_counts_towards_the_service_time():
+    clock = Clock()
+    device = accelerator(emulated.Scenario("none", 0.05, 0.0, 1.0), 0, clock)
+    device.begin()
+    clock.now += 0.02
+    device.wait()
+    assert device.at_s == pytest.approx(0.05)
+
+
+def test_speed_is_of_applied_samples_within_the_measured_time():
+    clock = Clock()
+    device = accelerator(emulated.Scenario("none", 0.1, 1.0, 3.0), 0, clock)
+    progress = emulated.EmulatedProgress(device)
+    device.begin()
+    for at, applied, dropped in [(0.5, 7, 0), (1.0, 100, 10), (2.0, 300, 60), (2.5, 400, 110), (3.5, 9000, 999)]:
+        clock.now = 100.0 + at
+        progress.note(applied, dropped)
+    result = progress.result(micro_batch=10)
+    assert result["samples_per_s"] == 200.0
+    assert result["ideal_share"] == pytest.approx(200.0 / (10 * 4 / 0.1))
+    assert result["dropped"] == 100
+    assert result["dropped_share"] == 0.25
+
+
+def test_staleness_is_weighted_by_pushes_and_keys_may_have_been_through_json():
+    assert emulated.staleness(json.loads(json.dumps({0: 3, 4: 1}))) == {
+        "staleness_mean": 1.0,
+        "staleness_max": 4,
+    }
+    assert emulated.staleness({})["staleness_max"] == 0
+
+
+def test_auto_is_held_against_the_better_of_both_modes():
+    speeds = {
+        "none": {"allreduce": 100, "gba": 98, "auto": 99},
+        "straggler_5x": {"allreduce": 10, "gba": 40, "auto": 30},
+    }
+    found = {
+        name: {m: {"samples_per_s": v, "ideal_share": v / 50} for m, v in of.items()} for name, of in speeds.items()
+    }
+    headline = emulated.headline(found)
+    assert headline["gba_vs_allreduce"] == 4.0
+    assert headline["gba_ideal_share"] == 0.8
+    assert headline["auto_vs_allreduce_without_straggler"] == 0.99
+    assert headline["auto_vs_better_mode"] == {"none": 0.99, "straggler_5x": 0.75}
+    assert "gba_vs_horovod" not in headline
+
+
+def test_the_scenario_in_the_result_is_plain_json():
+    for scenario in emulated.scenarios(0.05, 5.0).values():
+        assert "Infinity" not in json.dumps(gba.described(scenario))
+
+
+def test_a_switch_is_timed_from_its_decision_to_the_first_step_of_the_new_mode():
+    times = [(k, "allreduce" if k <= 5 or k > 12 else "gba", 0.1 * k + (0.05 if k > 5 else 0.0)) for k in range(1, 16)]
+    found = switch.switches([switch.SwitchStep(*t) for t in times], every=5)
+    assert [(row["from"], row["to"], row["step"], row["steps_until"]) for row in found] == [
+        ("allreduce", "gba", 5, 1),
+        ("gba", "allreduce", 10, 3),
+    ]
+    assert found[0]["seconds"] == pytest.approx(0.15)
+    assert found[0]["steps"] == pytest.approx(1.5)
+    assert found[1]["steps"] == pytest.approx(3.0)
+
+
+def test_the_ratio_of_a_parameter_server_is_that_of_its_worst_number_of_servers():
+    speeds = {("ours", 1): 10.0, ("ours", 2): 12.0, ("rpc", 1): 4.0, ("rpc", 2): 6.0, ("local", 1): 20.0}
+    rows = [
+        {"contestant": name, "servers": servers, "rows": 8, "what": "pull", "rows_per_s": speed}
+        for (name, servers), speed in speeds.items()
+    ]
+    headline = ps.headline(rows, 8)
+    assert headline["pull_vs_rpc"] == 2.0
+    assert headline["pull_vs_rpc_by_servers"] == {"1": 2.5, "2": 2.0}
+    assert headline["pull_vs_local"] == 0.5
+    assert "push_vs_rpc" not in headline
+
+
+def test_all_workers_see_the_same_samples_and_others_are_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(small_ctr, "N_HELD_OUT", 500)
+    small_ctr.write(tmp_path, 1000)
+    samples, held_out = small_ctr.Samples.train(tmp_path, 1000), small_ctr.Samples.held_out(tmp_path)
+    ids, dense, label = samples.micro(1, 256)
+    assert ids.shape == (8, 256)
+    assert ids.dtype == torch.int64
+    assert dense.shape == (256, 4)
+    assert set(label.tolist()) == {0.0, 1.0}
+    assert (len(held_out), held_out.first) == (500, 1000)
+    assert not torch.equal(held_out.micro(0, 256)[0], samples.micro(0, 256)[0])
+
+
+def test_auc_counts_ties_half(tmp_path: Path):
+    samples = small_ctr.Samples(
+        np.zeros((4, 8), np.int32), np.zeros((4, 4), np.float32), np.array([0, 1, 0, 1.0]), 0, 4
+    )
+    logits = torch.tensor([0.0, 0.0, -1.0, 2.0])
+    assert small_ctr.auc(lambda ids, dense: logits, samples) == 0.875
+
+
+def test_the_dense_part_takes_all_embeddings():
+    assert small_ctr.Tower()(torch.randn(3, 4), torch.randn(3, 8, 8)).shape == (3,)

@@ -1,0 +1,364 @@
+"""`gba-hvd status` and `gba-hvd switch`: which job is meant, what is shown of it, and a real server that answers."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gba_hvd_tools import cli, running_jobs
+from gba_hvd_tools.commands import job
+
+import gba_hvd
+from gba_hvd.callbacks import Event, StepRecord
+from gba_hvd.errors import BadInput
+from gba_hvd.ps import launch
+from gba_hvd.ps.transport import new_key
+from gba_hvd.ps.worker.host_server import HostServer
+from gba_hvd.shm import job_board
+from gba_hvd.shm.shard_memory import ShardMemory
+from tests.unit.conftest import Clicks, Training
+from tests.unit.shm.test_shard_memory import a_layout
+
+Start = Callable[[str], ShardMemory]
+
+IN_GBA: dict[str, Any] = {
+    "job": "ctr", "server": 0, "mode": "gba", "step": 1200, "epoch": 2, "steps_done": 200, "loss": 0.4321,
+    "account": {"total": 1000, "applied": 940, "dropped": 50, "lost": 10}, "staleness": {"0": 70, "1": 20, "5": 10},
+    "under_way": 3, "reissued": 1, "refused": 0, "wanted": "", "reason": "", "world": 0, "rates": [[0, 0.01]],
+    "decisions": ["gba: worker 2 takes 6.1x the median"], "refused_gradients": [],
+    "by_worker": [
+        {"rank": 0, "pid": 41, "silent_s": 0.1, "micro_batches": 900, "seconds_per_micro_batch": 0.01},
+        {"rank": 1, "pid": 42, "silent_s": 7.0, "micro_batches": 0, "seconds_per_micro_batch": 0.0},
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Be a job's only worker on this host."""
+    made: list[ShardMemory] = []
+
+    def job(job_id: str) -> ShardMemory:
+        made.append(ShardMemory.create_or_open(tmp_path, job_id, a_layout(), grace_s=0))
+        return made[-1]
+
+    yield job
+    for memory in made:
+        memory.close()
+
+
+# --- which job is meant ----------------------------------------------------------------------------------------------
+
+
+def test_the_only_job_needs_no_name(start: Start, tmp_path: Path) -> None:
+    memory = start("ctr")
+    assert running_jobs.find_job([tmp_path], None) == memory.folder
+    assert running_jobs.find_job([tmp_path], "ctr") == memory.folder
+
+
+def test_one_of_several_jobs_must_be_named(start: Start, tmp_path: Path) -> None:
+    start("ctr-b"), start("ctr-a")
+    with pytest.raises(BadInput, match=r"2 jobs run on this host, name one with --job: ctr-a, ctr-b"):
+        running_jobs.find_job([tmp_path], None)
+    with pytest.raises(BadInput, match=r"job 'ctr-c' does not run here .*; did you mean 'ctr-"):
+        running_jobs.find_job([tmp_path], "ctr-c")
+
+
+def test_a_folder_whose_workers_are_gone_is_no_running_job(start: Start, tmp_path: Path) -> None:
+    start("ctr").close(remove=False)
+    assert (tmp_path / "gba-hvd-ctr").is_dir()
+    with pytest.raises(BadInput, match=r"no job runs here: .*--dir"):
+        running_jobs.find_job([tmp_path], None)
+    with pytest.raises(BadInput, match="job 'ctr' has no living worker on this host; running here: none"):
+        running_jobs.find_job([tmp_path], "ctr")
+
+
+def test_looking_does_not_keep_a_job_alive_or_end_it(start: Start, tmp_path: Path) -> None:
+    memory = start("ctr")
+    running_jobs.find_job([tmp_path], None)
+    memory.close()
+    assert not memory.folder.exists()
+
+
+def test_the_folder_may_come_from_the_environment(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start("ctr")
+    monkeypatch.setenv("GBA_HVD_SHARD_DIR", str(tmp_path))
+    assert cli.main(["status"]) == 1
+    assert "job 'ctr' is beginning: its workers have not formed a world yet" in capsys.readouterr().err
+
+
+def test_a_job_that_ends_while_it_is_asked_is_said_to_have_ended(start: Start) -> None:
+    memory = start("ctr")
+    memory.close()
+    with pytest.raises(BadInput, match="job 'ctr' has just ended"):
+        running_jobs.ask_status(memory.folder, timeout_s=1.0)
+
+
+# --- what is shown -------------------------------------------------------------------------------------------------
+
+
+def test_a_report_reads_as_sentences() -> None:
+    assert job.facts(IN_GBA) == [
+        ("mode", "gba"),
+        ("step", "1,200, epoch 2 (step 200 of it)"),
+        ("loss", "0.4321"),
+        ("samples", "940 applied + 50 dropped + 10 lost = 1,000"),
+        ("staleness", "mean 0.70, max 5 (0: 70%, 1: 20%, 5: 10%)"),
+        ("micro-batches", "3 in flight, 1 reissued"),
+        ("decided", "gba: worker 2 takes 6.1x the median"),
+    ]
+
+
+def test_a_switch_on_its_way_is_reported_with_its_reason() -> None:
+    report = {"job": "ctr", "mode": "gba", "wanted": "allreduce", "reason": "worker 2 recovered"}
+    assert ("on the way to", "allreduce: worker 2 recovered") in job.facts(report)
+
+
+def test_in_allreduce_the_last_decision_is_reported() -> None:
+    report = {"job": "ctr", "mode": "allreduce", "step": 9, "epoch": 0, "workers": 3, "last_decision": "stay: 1.0x"}
+    assert job.facts(report) == [
+        ("mode", "allreduce"),
+        ("step", "9, epoch 0"),
+        ("workers", "3"),
+        ("last decision", "stay: 1.0x"),
+    ]
+
+
+def test_the_least_a_server_may_say_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    job.print_report({"job": "ctr", "server": 0, "mode": "allreduce", "decisions": []})
+    assert capsys.readouterr().out.split() == ["job", "ctr", "mode", "allreduce"]
+
+
+def test_workers_are_listed_with_their_rates(capsys: pytest.CaptureFixture[str]) -> None:
+    job.print_report(IN_GBA)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["0", "10.0", "100.0", "900", "0.1", "s", "ago", "41"] in rows
+    assert ["1", "-", "-", "0", "7.0", "s", "ago", "42"] in rows
+
+
+# --- asking for a mode -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, start: Start) -> list[tuple[str, str]]:
+    """A job in allreduce that changes as soon as it is asked to; what it was asked for."""
+    start("ctr")
+    mode_requests: list[tuple[str, str]] = []
+
+    def status(folder: Path, timeout_s: float) -> dict[str, Any]:
+        return {"job": "ctr", "mode": mode_requests[-1][0] if mode_requests else "allreduce", "step": 7}
+
+    monkeypatch.setattr(job, "ask_status", status)
+    monkeypatch.setattr(job, "ask_switch", lambda folder, mode, reason, s: mode_requests.append((mode, reason)))
+    return mode_requests
+
+
+def test_a_switch_is_asked_for_and_waited_for(
+    asked: list[tuple[str, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["switch", "gba", "--dir", str(tmp_path), "--reason", "a slow disk"]) == 0
+    assert asked == [("gba", "a slow disk")]
+    assert capsys.readouterr().out.splitlines() == [
+        "job ctr: asked for gba; it is in allreduce now",
+        "job ctr: in gba at step 7",
+    ]
+
+
+def test_a_mode_the_job_is_in_is_not_asked_for(asked: list[tuple[str, str]], tmp_path: Path) -> None:
+    assert cli.main(["switch", "allreduce", "--dir", str(tmp_path)]) == 0
+    assert asked == []
+
+
+def test_a_misspelt_mode_suggests_the_right_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["switch", "alreduce", "--dir", str(tmp_path)]) == 1
+    assert "did you mean 'allreduce'?" in capsys.readouterr().err
+
+
+def test_a_switch_that_does_not_come_is_an_error(
+    asked: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(job, "_wait_for", lambda *_: None)
+    assert cli.main(["switch", "gba", "--dir", str(tmp_path), "--wait", "5"]) == 1
+    assert "still not in gba after 5 s" in capsys.readouterr().err
+
+
+# --- real servers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_a_server_that_serves_no_step_yet_answers_and_notes_the_request(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory = start("ctr")
+    launch.write_settings(memory.folder, "ctr", new_key(), a_layout(), gba_hvd.RowAdagrad(lr=0.1))
+    assert cli.main(["switch", "gba", "--dir", str(tmp_path), "--wait", "0", "--timeout", "90"]) == 0
+    assert capsys.readouterr().out == "job ctr: asked for gba; it is in allreduce now\n"
+    assert cli.main(["status", "--json", "--dir", str(tmp_path), "--timeout", "90"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["job"], report["mode"]) == ("ctr", "allreduce")
+    assert [text for text in report["decisions"] if text.startswith("gba: asked for by ")]
+
+
+class Operator(gba_hvd.Callback):
+    """Looks at the job it is part of, and asks for allreduce at a step."""
+
+    def __init__(self, base: Path) -> None:
+        self.base, self.reports, self.switches = base, list[dict[str, Any]](), list[Event]()
+
+    def on_step(self, record: StepRecord) -> None:
+        if record.mode == "gba" and len(self.reports) < 2:
+            folder = running_jobs.find_job([self.base], None)
+            self.reports.append(running_jobs.ask_status(folder, 60.0))
+            if len(self.reports) == 2:
+                running_jobs.ask_switch(folder, "allreduce", "enough seen", 60.0)
+
+    def on_event(self, event: Event) -> None:
+        if event.kind == "switch":
+            self.switches.append(event)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_a_job_in_gba_mode_reports_its_rates_and_leaves_when_asked(tmp_path: Path) -> None:
+    operator = Operator(tmp_path)
+    training = Training(tmp_path)
+    training.state.register_callbacks([operator, gba_hvd.GBACallback(mode="gba", wait_s=120)])
+    for _ in range(3):
+        training.epoch(Clicks(96))
+    training.state.close()
+    first, second = operator.reports
+    assert first["mode"] == second["mode"] == "gba"
+    assert second["step"] >= first["step"] >= 1
+    assert [worker["pid"] for worker in job.workers(second)] == [os.getpid()]
+    assert sum(second["staleness"].values()) > 0
+    assert [(event.data["from"], event.data["to"]) for event in operator.switches] == [
+        ("allreduce", "gba"),
+        ("gba", "allreduce"),
+    ]
+    assert operator.switches[1].data["reason"] == "enough seen"
+
+
+# --- jobs without servers --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
+    """A job in allreduce mode with no callback at all, after two steps of its first epoch."""
+    monkeypatch.setenv("GBA_HVD_JOB_ID", "ctr-1")
+    monkeypatch.setenv("GBA_HVD_JOB_NAME", "click model")
+    training = Training(tmp_path)
+    for number, batch in enumerate(gba_hvd.batches(Clicks(96), training.state)):
+        training.micro_step(batch)
+        if number == 7:  # the last micro-batch of the second step
+            break
+    yield training
+    training.state.close()
+
+
+@pytest.mark.processes
+def test_a_plain_allreduce_job_is_shown_with_its_name_and_step(
+    plain: Training, start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start("beginning")
+    assert cli.main(["ps", "--dir", str(tmp_path)]) == 0
+    listed = {line.split()[1 if "beginning" in line else 2]: line for line in capsys.readouterr().out.splitlines()[3:5]}
+    words = listed["ctr-1"].split()
+    assert words[:4] == ["click", "model", "ctr-1", "allreduce"]
+    assert "2 (epoch 0: 2 of 6)" in listed["ctr-1"] and "s ago" in listed["ctr-1"]
+    assert cli.main(["ps", "--json", "--dir", str(tmp_path)]) == 0
+    reported = {job["job"]: job for job in json.loads(capsys.readouterr().out)}
+    mine = reported["ctr-1"]
+    assert (mine["name"], mine["mode"], mine["step"], mine["epoch"], mine["steps_of_epoch"], mine["workers"]) == (
+        "click model", "allreduce", 2, 0, 6, 1,
+    )  # fmt: skip
+    assert mine["samples_applied"] == 32 and mine["switchable"] is False and mine["dir"] == str(tmp_path)
+    assert reported["beginning"]["mode"] == "beginning"
+
+    for name in (["ctr-1"], ["click model"], ["--job", "ctr-1"]):
+        assert cli.main(["status", *name, "--dir", str(tmp_path)]) == 0
+        said = capsys.readouterr().out
+        assert "job ctr-1 (click model)" in said and "2, epoch 0 (step 2 of 6)" in said
+        assert "none: the job has no gba_hvd.GBACallback" in said
+    assert cli.main(["status", "--dir", str(tmp_path)]) == 1
+    assert "2 jobs run on this host, name one with --job: beginning, ctr-1 (click model)" in capsys.readouterr().err
+    assert cli.main(["switch", "gba", "--job", "ctr-1", "--dir", str(tmp_path)]) == 1
+    assert "job ctr-1 (click model) cannot be switched: it was started without a" in capsys.readouterr().err
+
+
+@pytest.mark.processes
+def test_a_job_with_a_memory_elsewhere_is_listed_and_found_by_its_id(
+    plain: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.setenv("GBA_HVD_SHARD_DIR", str(tmp_path / "other"))
+    assert cli.main(["ps", "--json"]) == 0
+    assert str(tmp_path) in [job["dir"] for job in json.loads(capsys.readouterr().out) if job["job"] == "ctr-1"]
+    monkeypatch.setattr(job_board, "bases_in_use", lambda: [tmp_path])  # other tests may run a job of this id
+    for name in ("ctr-1", "click model"):
+        assert cli.main(["status", name]) == 0
+        assert "job ctr-1 (click model)" in capsys.readouterr().out
+    assert cli.main(["status"]) == 0, "what ps lists, status finds"
+    start = running_jobs.find_job([tmp_path / "other", tmp_path], "ctr-1")
+    assert start == plain.state.engine.folder
+
+
+@pytest.mark.processes
+def test_a_mode_that_was_asked_for_and_is_not_on_is_shown_and_reported_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(HostServer, "is_ready", lambda self, to_enter=False: False)
+    monkeypatch.setattr(HostServer, "why_not_ready", lambda self, to_enter=False: "server 0 has not answered yet")
+    training, reported = Training(tmp_path), io.StringIO()
+    training.state.register_callbacks([gba_hvd.GBACallback(mode="gba"), gba_hvd.ProgressLine(stream=reported)])
+    training.epoch(Clicks(96))
+    place = ["--dir", str(tmp_path)]
+    for command in (["status", *place], ["ps", *place]):
+        assert cli.main(command) == 0
+        assert "allreduce (gba asked for, its server is not up yet)" in capsys.readouterr().out
+    training.state.close()
+    missed = (
+        "mode gba was asked for; 0 of 6 steps were in it: the companion servers were not up at the end; server 0 has"
+    )
+    assert [
+        line
+        for line in reported.getvalue().splitlines()
+        if line.startswith("warning: [mode missed]") and missed in line
+    ]
+
+
+@pytest.mark.processes
+def test_a_job_whose_training_is_over_is_ending(
+    plain: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Sends(gba_hvd.Callback):
+        def on_end(self, status: str, error: BaseException | None) -> None:
+            for command in ("ps", "status"):
+                assert cli.main([command, "--dir", str(tmp_path)]) == 0
+
+    plain.state.register_callbacks([Sends()])
+    plain.state.close()
+    listed, status = capsys.readouterr().out.split("job ctr-1")[0], "ending: the training is over"
+    assert "ending" in listed and "allreduce" not in listed, status
+
+
+@pytest.mark.parametrize(
+    ("argument", "environ", "name"), [(None, None, "train"), (None, "from env", "from env"), ("mine", "x", "mine")]
+)
+def test_a_jobs_name_is_the_argument_else_the_environments_else_the_scripts(
+    argument: str | None, environ: str | None, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["/models/train.py", "--lr", "3"])
+    if environ:
+        monkeypatch.setenv("GBA_HVD_JOB_NAME", environ)
+    training = Training(tmp_path, name=argument)
+    assert training.state.name == name
+    with pytest.raises(BadInput, match="1 to 100 printable characters"):
+        gba_hvd.elastic.TorchState(training.model, training.optimizer, name="two\nlines")

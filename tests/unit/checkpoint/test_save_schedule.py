@@ -1,0 +1,142 @@
+"""Numbers of saves, and when one that is waited for is there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gba_hvd.callbacks import Event
+from gba_hvd.checkpoint import save_schedule
+from gba_hvd.checkpoint.save_schedule import SaveSchedule
+from gba_hvd.membership import JoinResult
+from gba_hvd.ps.messages import JobPosition, SaveFacts, SaveState, SaveStatus
+from recovery import CheckpointCallback
+from recovery.schedule.adaptive import JobMeasurements
+
+
+class Chief:
+    """A schedule, and what it told."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.events: list[Event] = []
+        self.engine: Any = SimpleNamespace(
+            world=SimpleNamespace(rank=0),
+            progress=SimpleNamespace(step=5),
+            host=SimpleNamespace(server=None),
+            emit=self.events.append,
+        )
+        self.schedule = SaveSchedule(
+            self.engine, CheckpointCallback("/nowhere", every_steps=4, policy="mfu", **settings)
+        )
+
+    def saves(self, kind: str, became: SaveState, step: int = 5, why: str = "") -> int:
+        """Ask for a checkpoint and hear what became of it; returns its number."""
+        number = self.schedule.next_number(step)
+        self.schedule.asked(number, step)
+        self.schedule.poll(saved(number, kind, became, step, why))
+        return number
+
+
+def saved(number: int, kind: str, state: SaveState = "done", step: int = 5, why: str = "") -> SaveStatus:
+    return SaveStatus(1, number, state, SaveFacts(manifest=f"m-{number}", kind=kind, saved_step=step, why=why))
+
+
+def test_a_number_is_the_step_s_and_never_one_that_a_save_had_before() -> None:
+    """One that leaves nothing out follows one that did; it fails, and is made again, under another number."""
+    chief = Chief()
+    assert chief.saves("mfu", "done") == 5
+    assert chief.saves("delta", "failed", why="the store is away") == 6
+    assert chief.saves("delta", "failed", why="the store is away") == 7
+    assert chief.saves("full", "done") == 8
+    assert chief.saves("mfu", "done", step=6) == 9
+    assert chief.saves("mfu", "done", step=20) == 20
+
+
+def test_a_coordinator_that_is_ahead_of_the_chief_has_numbers_after_the_chief_s_step() -> None:
+    chief = Chief()
+    chief.schedule.asked(5, 5)
+    chief.schedule.poll(saved(8, "mfu", step=8))
+    assert chief.schedule.next_number(6) == 9
+
+
+def test_the_failure_of_an_earlier_save_is_not_that_of_the_one_that_is_waited_for() -> None:
+    chief = Chief()
+    assert chief.saves("mfu", "failed", why="the store is away") == 5
+    chief.schedule.asked(6, 5)
+    heard = iter([saved(5, "mfu", "failed"), saved(6, "delta", "running"), saved(6, "delta")])
+    chief.schedule.await_saved(lambda: next(heard), 5, timeout_s=60.0)
+    assert list(heard) == []
+    assert chief.schedule.has(5) and chief.schedule.why_not_saved(5) == ""
+
+
+def test_what_failed_before_a_worker_leaves_is_made_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    chief = Chief()
+    chief.engine.signals = SimpleNamespace(preempt_deadline_s=None)
+    mode: Any = SimpleNamespace(contact=SimpleNamespace(worker_leaves=True, position=JobPosition(step=5)))
+    assert chief.schedule.is_due_before_a_leave(mode)
+    chief.saves("delta", "failed", why="the store is away")
+    assert not chief.schedule.is_due_before_a_leave(mode)
+    monkeypatch.setattr(save_schedule, "_AGAIN_S", 0.0)
+    assert chief.schedule.is_due_before_a_leave(mode)
+    chief.saves("full", "done")
+    assert not chief.schedule.is_due_before_a_leave(mode)
+
+
+def test_a_checkpoint_of_the_step_before_is_none_of_the_step_at_which_a_worker_leaves() -> None:
+    chief = Chief()
+    chief.engine.signals = SimpleNamespace(preempt_deadline_s=None)
+    mode: Any = SimpleNamespace(contact=SimpleNamespace(worker_leaves=True, position=JobPosition(step=5)))
+    chief.saves("mfu", "done")
+    assert chief.saves("delta", "done") == 6
+    chief.engine.progress.step = 6
+    assert chief.schedule.is_due_before_a_leave(mode)
+    assert not chief.schedule.has(6) and chief.schedule.why_not_saved(6)
+
+
+def test_who_leaves_may_be_a_step_ahead_of_the_chief() -> None:
+    """It waits for a checkpoint of its own step, which the coordinator knew of when it said that somebody leaves."""
+    chief = Chief()
+    chief.engine.signals = SimpleNamespace(preempt_deadline_s=None)
+    chief.saves("delta", "done")
+    mode: Any = SimpleNamespace(contact=SimpleNamespace(worker_leaves=True, position=JobPosition(step=6)))
+    assert chief.schedule.is_due_before_a_leave(mode)
+
+
+@pytest.mark.parametrize(("number", "age"), [(5, 0), (6, 0)])
+def test_the_age_of_the_newest_checkpoint_is_counted_from_its_step(number: int, age: int) -> None:
+    chief = Chief()
+    chief.schedule.asked(number, 5)
+    chief.schedule.poll(saved(number, "delta"))
+    chief.schedule.look_at_age(lambda: "")
+    told = [event.data for event in chief.events if event.kind == "rates"]
+    assert [one["checkpoint_age_steps"] for one in told] == [age]
+
+
+def test_after_going_back_a_save_of_before_counts_no_more_and_a_failed_part_of_a_new_one_is_reported() -> None:
+    chief = Chief()
+    assert chief.saves("delta", "done", step=20) == 20
+    chief.schedule.void_before(2)
+    chief.schedule.rolled_back(5)
+    assert chief.schedule.in_force(saved(20, "delta", step=20)) is None
+    chief.schedule.asked(chief.schedule.next_number(5), 5)
+    chief.schedule.part_failed()
+    assert [event.kind for event in chief.events] == ["checkpoint", "checkpoint_failed"]
+
+
+def test_a_second_lost_host_adds_to_the_samples_of_the_first_and_a_return_takes_those_of_the_checkpoint() -> None:
+    schedule = Chief().schedule
+    first = JoinResult("j", 0, 1, True, True, 0, 0, host=0, rows_restored=25, refilled=((300.0, 20), (400.0, 5)))
+    second = replace(first, rows_restored=10, rows_lost=5, refilled=((640.0, 10),))
+    schedule.host_was_lost(1.0, 2.0, first.samples_lost(400, 50))
+    assert schedule.samples_lost == (100 * 20) / 50
+    schedule.host_was_lost(1.0, 2.0, second.samples_lost(700, 50))
+    assert schedule.samples_lost == 40 + (60 * 10 + 700 * 5) / 50
+    resumed = JobMeasurements.of_mapping(json.loads(json.dumps(asdict(schedule.seen()))))
+    assert (resumed.samples_lost, len(resumed.failures_s)) == (schedule.samples_lost, 2), "as a checkpoint has it"
+    schedule.rolled_back_to(40.0, 1.0, 3.0)
+    schedule.host_was_lost(None, None, second.samples_lost(700, 50))
+    assert schedule.samples_lost == 40 + (60 * 10 + 700 * 5) / 50, "the second loss was gone back on, then came again"

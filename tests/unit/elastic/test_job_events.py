@@ -1,0 +1,329 @@
+"""What callbacks get when a world has formed, and what it cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gba_hvd import Compression, GBACallback
+from gba_hvd.callbacks import Event
+from gba_hvd.checkpoint.job_checkpoints import JobCheckpoints
+from gba_hvd.elastic import job_events
+from gba_hvd.epoch import SampleAccount
+from gba_hvd.membership import JoinResult
+from gba_hvd.membership.resume_job import ResumedFromMemory
+from gba_hvd.shm.layout import TableSpec
+from gba_hvd.switching.requests import ModeRequests
+from gba_hvd.training.job_state import JobIdentity, LocalHost, Rollback
+from recovery.schedule.recovery_choice import RecoveryDecision
+
+STARTED = JoinResult("j", 0, 1, True, False, 0, 0, host=1)
+CHANGED = replace(STARTED, is_restart=True, n_hosts=2)
+RESUMED: Any = SimpleNamespace(
+    manifest=SimpleNamespace(name="m-3"), n_rows=2000, n_lost=0, n_without_room=0, seconds=1.5,
+    age=SimpleNamespace(mean=0.5),
+    skipped=[SimpleNamespace(name="m-4", why="torn")],
+)  # fmt: skip
+
+
+def reported(
+    joined: JoinResult,
+    *,
+    size: int = 2,
+    checkpoints: Any = None,
+    board: Any = lambda *_, **facts: facts,
+    row_coder: Any = None,
+    rollback: Rollback | None = None,
+    **how: Any,
+) -> tuple[list[str], list[Event]]:
+    """What callbacks got, in its order, and the events among it. At step 7, 400 of 500 samples applied."""
+    received: list[str] = []
+    events: list[Event] = []
+
+    def emit(event: Event, only_here: bool = False) -> None:
+        received.append(event.kind)
+        events.append(event)
+
+    tables = SimpleNamespace(layout=SimpleNamespace(
+        tables=[TableSpec("t", 50, 4)], n_shards=3, n_rows=50
+    ))  # fmt: skip
+    tables.optimizer = "rows"
+    engine: Any = SimpleNamespace(
+        job=JobIdentity("j", "clicks"), mode=None, folder=Path("/nowhere"), host=LocalHost(), emit=emit,
+        world=SimpleNamespace(rank=0, size=size, local_rank=0, host="h"), rollback=rollback or Rollback(),
+        progress=SimpleNamespace(
+            step=7, account=SampleAccount(total=500, applied=400), staleness={1: 3, 0: 8}, lags={2: 11},
+            gaps={1: (11, 0.5, 5.5, 42)},
+        ),
+        model=SimpleNamespace(
+            tables=tables, global_batch=16, micro_batch=4, sync_micro_batch=None, untrained=[],
+            optimizer=torch.optim.Rprop([torch.zeros(1)]),
+            row_coder=row_coder,
+            row_average="global", compression=None, row_compression=Compression.none,
+        ),
+        callbacks=[SimpleNamespace(on_job=lambda job: received.append(f"job {job.job_id} of {job.size}"))],
+        participant=lambda kind: None if kind is ModeRequests or not checkpoints else SimpleNamespace(
+            schedule=SimpleNamespace(
+                plan_pace=lambda n_hosts: received.append(f"pace of {n_hosts}"),
+                samples_lost=getattr(checkpoints, "samples_lost", 0.0),
+            ),
+            callback=SimpleNamespace(
+                url="memory://place", total_samples=getattr(checkpoints, "total_samples", None), recovery="auto"
+            ),
+        ),
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job_events, "Board", board)
+        job_events.world_formed(engine, joined, **{"before": None, **how})
+    assert (engine.host.board is not None) == (board is not no_room)
+    return received, events
+
+
+def no_room(*_: Any, **facts: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_job_that_cannot_be_shown_says_so() -> None:
+    received, (not_shown, _) = reported(STARTED, board=no_room)
+    assert received == ["job j of 2", "not_shown", "started"]
+    assert not_shown.level == "warning"
+    assert "gba-hvd ps and gba-hvd status cannot show this job on h: [Errno 28]" in not_shown.message
+
+
+def test_a_job_starts() -> None:
+    received, (started,) = reported(STARTED)
+    assert received == ["job j of 2", "started"]
+    assert (started.step, started.message, started.data) == (7, "2 workers on 1 host, job j", {"workers": 2})
+
+
+def test_row_compression_on_one_host_is_reported_as_idle() -> None:
+    _, (_, idle) = reported(STARTED, row_coder=object())
+    assert (idle.kind, idle.level) == ("row_compression_idle", "warning")
+    assert "changes nothing on one host" in idle.message and "when a second host joins" in idle.message
+    assert reported(replace(STARTED, n_hosts=2), row_coder=object())[0] == ["job j of 2", "started"]
+
+
+def test_the_pace_of_checkpoints_is_planned_before_the_rest_is_reported() -> None:
+    assert reported(STARTED, checkpoints=True)[0] == ["job j of 2", "pace of 1", "started"]
+
+
+def test_a_job_goes_on_from_a_checkpoint_that_lacks_residuals() -> None:
+    _, (_, resumed, residuals) = reported(replace(STARTED, resumed=RESUMED), residuals_missing=1)
+    assert resumed.message == "resuming at step 7 from m-3: 2,000 rows in 1.5 s"
+    assert resumed.data["skipped"] == ["m-4: torn"]
+    assert (resumed.data["staleness"], resumed.data["lags"]) == ({"0": 8, "1": 3}, {"2": 11})
+    assert resumed.data["gaps"] == {"1": [11, 0.5, 5.5, 42]}
+    assert (resumed.data["rows_lost"], resumed.data["age"]) == (0, 0.5)
+    assert (residuals.kind, residuals.message) == ("residual_lost", "the checkpoint lacks what 1 worker had not sent")
+
+
+def test_residuals_of_rows_that_no_checkpoint_has_are_reported() -> None:
+    on_two_hosts = replace(STARTED, n_hosts=2)
+    _, (_, _, lost) = reported(replace(on_two_hosts, resumed=RESUMED), row_coder=object())
+    assert (lost.kind, lost.level) == ("row_residual_lost", "warning")
+    assert reported(on_two_hosts, row_coder=object())[0] == ["job j of 2", "started"], "a new job has none"
+
+
+def test_a_job_goes_on_from_memory() -> None:
+    _, (_, resumed) = reported(
+        replace(STARTED, taken=ResumedFromMemory(7, 0, "all is there", None), shard_steps_missed=2)
+    )
+    assert resumed.message == "resuming at step 7 where the lost job stood: all is there"
+    assert (resumed.data["from_memory"], resumed.data["shard_steps_missed"]) == (True, 2)
+
+
+@pytest.mark.parametrize(("before", "words"), [(None, ""), (3, ", before 3")])
+def test_workers_come_and_go(before: int | None, words: str) -> None:
+    received, (change,) = reported(CHANGED, size=1, before=before)
+    assert received == ["job j of 1", "membership"]
+    assert change.message == f"1 worker on 2 hosts{words}; resuming at step 7"
+
+
+def test_what_a_change_cost_is_reported_piece_by_piece() -> None:
+    lost = replace(
+        CHANGED, shard_steps_missed=2, rows_restored=25, rows_age=3.0, refilled=((300, 20), (400, 5)), rows_lost=5
+    )
+    _, events = reported(lost, checkpoints=SimpleNamespace(samples_lost=80.0))
+    assert [event.kind for event in events] == ["membership", "shard_steps_missed", "rows_restored", "rows_lost"]
+    assert events[1].message == "2 shards missed a step that their worker died in"
+    assert "25 rows that went down with their host came back from the checkpoint" in events[2].message
+    # Of 500 samples so far: 20 of 50 rows lost 100, 5 lost none, and 5 lost all 400 that were applied.
+    assert events[2].data["pls"] == events[2].data["pls_total"] == pytest.approx((100 * 20 + 400 * 5) / 50 / 500)
+    assert "PLS 0.16, 0.16 with all recoveries so far, of 500 samples so far" in events[2].message
+    assert "pls" not in events[3].data
+
+
+CHOSEN = RecoveryDecision("partial", "partial: it costs less", "auto", 0.02, 0.01, 0.001)
+
+
+def test_the_choice_of_partial_recovery_is_told_with_the_rows() -> None:
+    _, (_, back) = reported(replace(CHANGED, rows_restored=25, decision=CHOSEN), checkpoints=True)
+    assert back.message.endswith("; partial: it costs less")
+    assert {name: back.data[name] for name in CHOSEN.event_data()} == {
+        "strategy": "partial", "strategy_reason": "partial: it costs less", "strategy_asked": "auto",
+        "overhead_full": 0.02, "overhead_partial": 0.01, "pls_expected": 0.001,
+    }  # fmt: skip
+    _, (_, lost) = reported(replace(CHANGED, rows_lost=5, decision=CHOSEN), checkpoints=True)
+    assert lost.message.endswith("; partial: it costs less") and lost.data["strategy"] == "partial"
+
+
+def test_full_recovery_is_told_once_as_a_return_to_a_checkpoint() -> None:
+    facts = {"manifest": "m-3", "rows_restored": 50, "rows_lost": 0, "seconds": 0.2, "from_step": 12, "skipped": []}
+    facts |= {
+        "samples_redone": 480,
+        "pls": 0.0,
+        **replace(CHOSEN, strategy="full", reason="full: as asked").event_data(),
+    }
+    rollback = Rollback(1, unreported=facts)
+    _, (_, back) = reported(replace(CHANGED, decision=CHOSEN), checkpoints=True, rollback=rollback)
+    assert (back.kind, back.step, back.data) == ("resumed", 7, facts)
+    assert (
+        "all workers rolled back from step 12 to m-3, 50 rows in 0.2 s; 480 samples are trained again" in back.message
+    )
+    assert back.message.endswith("full: as asked")
+    assert reported(CHANGED, checkpoints=True, rollback=rollback)[0][2:] == ["membership"], "it is told once"
+    rollback.unreported = facts | {"skipped": ["m-4: torn"]}
+    _, (_, back, residuals) = reported(CHANGED, checkpoints=True, rollback=rollback, residuals_missing=1)
+    assert back.message.endswith("; newer ones cannot be used: m-4: torn") and residuals.kind == "residual_lost"
+
+
+def test_the_portion_lost_adds_up_and_is_of_the_planned_training() -> None:
+    planned = SimpleNamespace(total_samples=4000, samples_lost=120.0)
+    _, events = reported(replace(CHANGED, rows_restored=25, refilled=((300, 20), (400, 5))), checkpoints=planned)
+    assert (events[1].data["pls"], events[1].data["pls_total"]) == pytest.approx((100 * 20 / 50 / 4000, 120 / 4000))
+    assert "of 4,000 samples of the planned training" in events[1].message
+
+
+def test_a_damaged_checkpoint_that_rows_did_not_come_from_is_named() -> None:
+    back = replace(CHANGED, rows_restored=25, rows_age=3.0, restored_from=("m-3",), skipped=("m-4: torn",))
+    _, (_, event) = reported(back, checkpoints=True)
+    assert "they are 3 steps old; PLS 0" in event.message
+    assert event.message.endswith("; newer ones cannot be used: m-4: torn")
+    assert (event.data["manifest"], event.data["skipped"]) == ("m-3", ["m-4: torn"])
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "why_lost", "why"),
+    [
+        (None, "", "no checkpoint was configured"),
+        (True, "", "no checkpoint has them"),
+        (True, "the store does not answer", "the store does not answer"),
+    ],
+)
+def test_why_rows_are_lost(checkpoints: Any, why_lost: str, why: str) -> None:
+    _, (_, lost) = reported(replace(CHANGED, rows_lost=5, why_lost=why_lost), checkpoints=checkpoints)
+    assert lost.message == f"5 rows went down with their host and are reinitialised; {why}"
+    assert lost.data["why"] == why
+
+
+def settings_of(switching: GBACallback | None = None, **model: Any) -> dict[str, Any]:
+    """What MLflow gets as parameters of such a job."""
+    tables = SimpleNamespace(layout=SimpleNamespace(tables=[], n_shards=3), optimizer="rows")
+    plain = {"tables": tables, "global_batch": 16, "micro_batch": 4, "sync_micro_batch": None}
+    plain["optimizer"] = torch.optim.Rprop([torch.zeros(1)])
+    nothing = {"row_average": "contributors", "compression": None, "row_compression": Compression.none}
+    requests = None if switching is None else SimpleNamespace(callback=switching)
+    engine: Any = SimpleNamespace(
+        model=SimpleNamespace(**{**plain, **nothing, **model}),
+        participant=lambda kind: requests if kind is ModeRequests else None,
+    )
+    return job_events._settings(engine)
+
+
+def test_the_settings_say_how_gradients_and_rows_travel() -> None:
+    dct = Compression.dct(keep=0.01).then(Compression.int8)
+    reported = settings_of(compression=SimpleNamespace(spec=dct), row_compression=Compression.fp16.always())
+    assert reported["compression"] == "dct(keep=0.01, refresh_every=1000).then(int8)"
+    assert reported["row_compression"] == "fp16.always()"
+    plain = settings_of()
+    assert (plain["compression"], plain["row_compression"], plain["row_average"]) == ("none", "none", "contributors")
+
+
+def test_the_settings_have_the_momentum_of_sgd_also_of_a_class_of_the_user_s_own() -> None:
+    class OwnSgd(torch.optim.SGD):
+        pass
+
+    groups = [{"params": [torch.zeros(1)], "momentum": 0.8}, {"params": [torch.zeros(1)]}]
+    optimizer = OwnSgd(groups, lr=0.1)
+    assert settings_of(optimizer=optimizer)["dense_momentum"] == 0.8
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 10, base_momentum=0.5, max_momentum=0.95)
+    assert settings_of(optimizer=optimizer)["dense_momentum"] == 0.95, "the largest, at any step"
+    assert "dense_momentum" not in settings_of(optimizer=torch.optim.Adam([torch.zeros(1)]))
+
+
+def test_the_settings_have_the_learning_rate_of_the_dense_part_before_schedules_and_the_betas() -> None:
+    tables = {"params": [torch.zeros(0)], "lr": 9.0, "gba_hvd": "tables"}
+    groups: list[dict[str, Any]] = [{"params": [torch.zeros(1)], "lr": 0.2}, {"params": [torch.zeros(1)]}]
+    adam = torch.optim.Adam([*groups, tables], lr=0.1, betas=(0.8, 0.99))
+    torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 0.01)
+    reported = settings_of(optimizer=adam)
+    assert (reported["dense_lr"], reported["dense_betas"]) == (0.2, [0.8, 0.99])
+    adam.param_groups[1]["betas"] = (0.9, 0.999)
+    assert settings_of(optimizer=adam)["dense_betas"] == [[0.8, 0.99], [0.9, 0.999]]
+    assert "dense_betas" not in settings_of(optimizer=torch.optim.SGD([torch.zeros(1)], lr=0.3))
+
+
+def test_the_settings_say_which_mode_was_asked_for_and_what_belongs_to_it() -> None:
+    callback = GBACallback(mode="ma", every=5, elasticity=0.25)
+    reported = settings_of(switching=callback)
+    asked = {"mode": "ma", "rule": "none", "sync": "easgd", "every": 5, "elasticity": 0.25, "block_rate": 0.9}
+    assert reported.items() >= asked.items()
+    assert "curvature" not in reported, "what was not given is left out"
+    callback.pin("gba")
+    assert settings_of(switching=callback) == reported, "MLflow refuses another value for a parameter"
+
+
+def test_a_job_that_asks_for_no_mode_is_in_allreduce() -> None:
+    reported = settings_of()
+    assert reported["mode"] == "allreduce"
+    assert "rule" not in reported
+
+
+def test_a_launcher_passes_ctrl_c_on_as_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOROVOD_RANK", raising=False)
+    assert [job_events._interruption(error) for error in ("", "SIGTERM")] == ["Ctrl-C", "SIGTERM"]
+    monkeypatch.setenv("HOROVOD_RANK", "0")
+    assert job_events._interruption("SIGTERM") == "Ctrl-C or SIGTERM"
+    assert job_events._interruption("SIGTERM, after a checkpoint") == "Ctrl-C or SIGTERM, after a checkpoint"
+
+
+BEGINS = "when all workers have ended, the same command resumes "
+MEMORY, SAVED = (
+    "from step 955 if it comes within 20 s of the end, while that is kept in memory",
+    "from step 602, of the newest",
+)
+
+
+@pytest.mark.parametrize(
+    ("is_kept", "saved_step", "job_id", "words"),
+    [
+        (True, 602, "", f"{BEGINS}{MEMORY}, else {SAVED} checkpoint"),
+        (False, 602, "", f"{BEGINS}{SAVED} checkpoint"),
+        (True, -1, "ctr", BEGINS + MEMORY),
+        (True, -1, "", ""),
+        (False, -1, "ctr", ""),
+    ],
+)
+def test_an_interrupted_job_says_where_the_same_command_goes_on(
+    is_kept: bool, saved_step: int, job_id: str, words: str, tmp_path: Path
+) -> None:
+    if is_kept:
+        (tmp_path / "kept").touch()
+    checkpoints = SimpleNamespace(
+        schedule=SimpleNamespace(saved_step=saved_step), callback=SimpleNamespace(resume=True)
+    )
+    config, found = SimpleNamespace(grace_s=20.0, job_id=job_id), {JobCheckpoints: checkpoints}
+    engine: Any = SimpleNamespace(
+        participant=found.get, world=SimpleNamespace(rank=0), folder=tmp_path,
+        progress=SimpleNamespace(step=955), model=SimpleNamespace(tables=SimpleNamespace(config=config)),
+    )  # fmt: skip
+    assert job_events._what_continues(engine) == words
+    checkpoints.callback.resume = False
+    assert job_events._what_continues(engine) == "", "it starts over"
+    found.clear()
+    assert job_events._what_continues(engine) == ""

@@ -1,0 +1,313 @@
+"""State survives, the end is reported, and what cannot travel is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gba_hvd
+from gba_hvd import BadInput
+from gba_hvd.comm.collectives import SoloWorld
+from gba_hvd.membership import JoinResult
+from gba_hvd.switching.requests import switching_of
+from recovery import state_codec
+
+
+class Diary(gba_hvd.Callback):
+    """Records all calls."""
+
+    def __init__(self) -> None:
+        self.received: list[str] = []
+        self.jobs: list[gba_hvd.Job] = []
+        self.count = 0
+
+    def on_job(self, job: gba_hvd.Job) -> None:
+        self.received.append("job")
+        self.jobs.append(job)
+
+    def on_step(self, record: gba_hvd.StepRecord) -> None:
+        self.count += 1
+        self.received.append(f"step {record.step}")
+
+    def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.received.append(f"metrics {step} {dict(metrics)}")
+
+    def on_event(self, event: gba_hvd.Event) -> None:
+        self.received.append(event.kind)
+
+    def on_end(self, status: str, error: BaseException | None) -> None:
+        self.received.append(f"end {status} {error!r}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.count = state["count"]
+        self.received.append("state")
+
+
+def with_diary(job: Any) -> Diary:
+    diary = Diary()
+    job.state.register_callbacks([diary])
+    return diary
+
+
+def test_callbacks_follow_a_run_from_beginning_to_end(training: Any, clicks: Any) -> None:
+    job = training(epoch=0)
+    diary = with_diary(job)
+
+    @gba_hvd.elastic.run
+    def train(state: Any) -> str:
+        job.epoch(clicks(20))
+        state.report(auc=0.5)
+        return "done"
+
+    assert train(job.state) == "done"
+    assert diary.received == [
+        "job",
+        "started",
+        "step 1",
+        "step 2",
+        "metrics 2 {'auc': 0.5}",
+        "finished",
+        "end FINISHED None",
+    ]
+    (reported,) = diary.jobs
+    assert (reported.rank, reported.size, reported.is_host_leader, reported.is_chief) == (0, 1, True, True)
+    assert reported.job_id == job.state.job_id
+    assert reported.settings["tables"] == {"user": [20, 4], "item": [7, 3]}
+    assert (reported.settings["global_batch"], reported.settings["optimizer"]) == (16, "SGD")
+    assert not job.tables.memory.folder.exists()
+
+
+def test_step_records_count_samples(training: Any, clicks: Any) -> None:
+    job, records = training(), []
+
+    class Records(gba_hvd.Callback):
+        def on_step(self, record: gba_hvd.StepRecord) -> None:
+            records.append(record)
+
+    job.state.register_callbacks([Records()])
+    job.epoch(clicks(20))
+    assert [(r.step, r.epoch, r.samples, r.samples_applied, r.workers) for r in records] == [
+        (1, 0, 16, 16, 1),
+        (2, 0, 4, 20, 1),
+    ]
+    assert all(r.loss is not None and r.seconds > 0 and r.mode == "allreduce" for r in records)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(RuntimeError("broken"), "FAILED"), (KeyboardInterrupt(), "KILLED"), (SystemExit(3), "FAILED")],
+)
+def test_how_it_ended_is_reported_and_the_error_goes_on(training: Any, error: BaseException, status: str) -> None:
+    job = training()
+    diary = with_diary(job)
+
+    @gba_hvd.elastic.run
+    def train(state: Any) -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        train(job.state)
+    assert diary.received[-1] == f"end {status} {error!r}"
+    assert not job.tables.memory.folder.exists()
+
+
+def test_sigterm_is_an_interruption(training: Any) -> None:
+    job = training()
+    diary = with_diary(job)
+    before = signal.getsignal(signal.SIGTERM)
+
+    @gba_hvd.elastic.run
+    def train(state: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.sigtimedwait([], 10)  # the handler runs at once
+
+    with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+        train(job.state)
+    assert diary.received[-1] == "end KILLED KeyboardInterrupt('SIGTERM')"
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_closing_twice_reports_the_end_once(training: Any) -> None:
+    job = training()
+    diary = with_diary(job)
+    job.state.sync()
+    job.state.close()
+    job.state.close("FAILED")
+    assert diary.received == ["job", "started", "finished", "end FINISHED None"]
+
+
+def test_the_memory_is_freed_even_when_a_callback_fails_at_the_end(training: Any) -> None:
+    job = training()
+
+    class Fails(gba_hvd.Callback):
+        def on_end(self, status: str, error: BaseException | None) -> None:
+            raise OSError("tracking is away")
+
+    job.state.register_callbacks([Fails()])
+    job.state.sync()
+    with pytest.raises(OSError, match="tracking is away"):
+        job.state.close()
+    assert not job.tables.memory.folder.exists()
+
+
+# --- what travels ----------------------------------------------------------------------------------------------------
+
+
+def test_a_late_joiner_goes_on_like_those_it_joins(training: Any, clicks: Any) -> None:
+    def a_job() -> Any:
+        job = training(dense=lambda p: torch.optim.Adam(p, lr=0.1), epoch=0, best=0.0, history=[], mean=torch.zeros(2))
+        job.scheduler = torch.optim.lr_scheduler.StepLR(job.optimizer, 1, gamma=0.5)
+        job.state.training_state.names.append("scheduler")
+        job.state.scheduler = job.scheduler
+        return job
+
+    old, new, dataset = a_job(), a_job(), clicks(50)
+    diaries = with_diary(old), with_diary(new)
+    old.epoch(dataset)
+    old.scheduler.step()
+    old.state.epoch, old.state.best, old.state.history, old.state.mean = 1, 0.75, [0.5, (1, None)], torch.ones(2)
+    new.state.sync()
+    new.state.training_state.load_state_dict(
+        state_codec.decode(state_codec.encode(old.state.training_state.state_dict()))
+    )
+    assert (new.state.step, new.state.epoch, new.state.best, new.state.history) == (4, 1, 0.75, [0.5, (1, None)])
+    assert torch.equal(new.state.mean, torch.ones(2))
+    assert new.state.samples == old.state.samples
+    assert diaries[1].count == 4
+    assert new.optimizer.param_groups[-1]["lr"] == old.optimizer.param_groups[-1]["lr"] == 0.25
+    new.tables.memory.flat[:] = old.tables.memory.flat
+    for job in (old, new):
+        job.epoch(dataset)
+        job.scheduler.step()
+    assert new.optimizer.param_groups[-1]["lr"] == 0.125
+    for name, value in {**old.all_dense(), **old.all_rows()}.items():
+        assert np.array_equal(value, {**new.all_dense(), **new.all_rows()}[name]), name
+
+
+def test_a_value_that_cannot_travel_is_named(training: Any) -> None:
+    job = training(sampler=object())
+    with pytest.raises(BadInput, match=r"state\['values'\]\['sampler'\] is a object, which cannot travel"):
+        job.state.sync()
+
+
+@pytest.mark.parametrize("name", ["step", "samples", "world", "sync", "report", "engine", "saving", "finished_epoch"])
+def test_names_the_state_needs_itself_are_refused(training: Any, name: str) -> None:
+    with pytest.raises(BadInput, match=f"TorchState has a '{name}' of its own"):
+        training(**{name: 1})
+
+
+def test_an_optimizer_that_is_not_distributed_is_refused() -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(BadInput, match=r"needs an optimizer made by gba_hvd\.DistributedOptimizer"):
+        gba_hvd.elastic.TorchState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+# --- failures and changes --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails_at", [0, 2, 3, 5])
+def test_a_failed_step_is_computed_again_and_nothing_else(training: Any, clicks: Any, fails_at: int) -> None:
+    job, whole, dataset = training(epoch=0), training(epoch=0), clicks(40)
+    for batch in gba_hvd.batches(dataset, job.state):
+        job.optimizer.zero_grad()
+        job.loss(batch).backward()
+        if batch.index == fails_at:
+            break
+        job.optimizer.step()
+    job.state.restore()
+    job.state.on_reset()
+    job.epoch(dataset)
+    whole.epoch(dataset)
+    assert (job.state.step, job.state.samples.applied) == (3, 40)
+    for name, value in {**whole.all_dense(), **whole.all_rows()}.items():
+        assert np.array_equal(value, {**job.all_dense(), **job.all_rows()}[name]), name
+
+
+def test_hosts_that_come_or_go_interrupt_between_two_steps(training: Any, clicks: Any) -> None:
+    exceptions = pytest.importorskip("horovod.common.exceptions")
+    job, whole, dataset = training(epoch=0), training(epoch=0), clicks(40)
+    diary = with_diary(job)
+
+    def train() -> None:
+        for batch in gba_hvd.batches(dataset, job.state):
+            if batch.index == 5:
+                job.state.on_hosts_updated(0, 1)
+            job.micro_step(batch)
+
+    with pytest.raises(exceptions.HostsUpdatedInterrupt) as interrupt:
+        train()
+    assert not interrupt.value.skip_sync
+    assert job.state.step == 2
+    job.state.on_reset()
+    job.epoch(dataset)
+    assert diary.received == ["job", "started", "step 1", "step 2", "job", "membership", "step 3"]
+    assert job.optimizer.engine.progress.restarts == 1
+    whole.epoch(dataset)
+    for name, value in {**whole.all_dense(), **whole.all_rows()}.items():
+        assert np.array_equal(value, {**job.all_dense(), **job.all_rows()}[name]), name
+
+
+def test_a_world_met_beside_an_asynchronous_mode_is_reported_before_the_next_one(training: Any, clicks: Any) -> None:
+    """The mode may end before the training thread learns of it; the world after it is another."""
+    job = training(epoch=0)
+    diary = with_diary(job)
+    state = job.state
+    state.sync()
+    met = SoloWorld()  # another one
+    joined = JoinResult(state.job_id, 0, 1, True, True, 0, 0, host=1, asynchronous=True, membership=1)
+    state.late_joiners._met.append((joined, met, None, None, {}))
+    state.on_reset()
+    state.sync()
+    assert state.world is not met
+    assert diary.received.count("job") == 3
+    state.late_joiners.report()  # as within the next asynchronous mode
+    assert state.world is not met
+    assert diary.received.count("job") == 3
+
+
+def test_reset_callbacks_run_after_a_change(training: Any) -> None:
+    job, ran = training(), []
+    job.state.register_reset_callbacks([lambda: ran.append(1), lambda: ran.append(2)])
+    job.state.on_reset()
+    assert ran == [1, 2]
+
+
+def test_horovod_verbs_of_other_scripts_do_no_harm(training: Any, clicks: Any) -> None:
+    job = training()
+    for batch in gba_hvd.batches(clicks(20), job.state):
+        job.micro_step(batch)
+        job.state.commit()
+        job.state.check_host_updates()
+        job.state.save()
+    assert job.state.step == 2
+
+
+@pytest.mark.parametrize(("saved", "asked"), [("auto", "gba"), ("gba", "allreduce")])
+def test_a_job_that_goes_on_is_in_the_mode_that_its_script_asks_for(training: Any, saved: str, asked: str) -> None:
+    first, job = training(), training()
+    first.state.register_callbacks([gba_hvd.GBACallback(saved)])
+    job.state.register_callbacks([gba_hvd.GBACallback(asked)])
+    job.state.training_state.resume(state_codec.decode(state_codec.encode(first.state.training_state.state_dict())))
+    assert switching_of(job.state.engine).mode == asked  # type: ignore[union-attr]
+
+
+def test_rank_0_logs_warnings_beside_reporting_callbacks(training: Any, caplog: pytest.LogCaptureFixture) -> None:
+    job = training(epoch=0)
+    diary = with_diary(job)
+    engine = job.state.engine
+    engine.emit(gba_hvd.Event("membership", 3, "two workers"))
+    engine.emit(gba_hvd.Event("switch_failed", 3, "still in allreduce: no server; see its log", level="warning"))
+    assert diary.received[-2:] == ["membership", "switch_failed"]
+    assert [r.getMessage() for r in caplog.records] == [
+        "[switch failed] step 3: still in allreduce: no server; see its log"
+    ]

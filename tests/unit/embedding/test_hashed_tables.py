@@ -1,0 +1,367 @@
+"""Hashed tables in training: what a user says and gets, and the same vocabulary whoever trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gba_hvd_tools import cli
+from gba_hvd_tools.commands.job import facts
+from safetensors.torch import load_file
+
+import gba_hvd
+from gba_hvd import BadInput, Bag, GbaError, Table
+from gba_hvd.shm import job_board
+from gba_hvd.shm.checkpoint_rows import ShardRows
+from gba_hvd.shm.layout import keys_of_ids
+from gba_hvd.tracking import gauges
+from recovery.config import Config
+from recovery.errors import BadInput as NotThisCheckpoint
+from recovery.restore import restore
+from recovery.selection.selector import Selection
+from recovery.storage.open import open_store
+from recovery.write.multipart import SaveTarget, commit_parts, save_part
+from tests.unit.conftest import Clicks
+from tests.unit.thread_world import EventLog, Workers
+
+USERS = Table(dim=4, keys="hash64", capacity=300, admit_after=2, evict="lfu", fallback_rows=10)
+
+
+class RawClicks(Clicks):
+    """Users have ids of 64 bits, some of them negative; few come often."""
+
+    def __init__(self, n: int = 200, seed: int = 3) -> None:
+        super().__init__(n, users=40, seed=seed)
+        popular = np.random.default_rng(seed).integers(-(2**63) + 1, 2**63 - 1, 40)
+        self.user = popular[np.minimum(self.user, np.random.default_rng(seed + 1).integers(0, 40, n))]
+
+
+def state_of(jobs: list[Any]) -> dict[str, Any]:
+    """Of all hosts together."""
+    ids = np.unique(np.concatenate([job.tables.vocabulary("user") for job in jobs]))
+    return {"ids": ids.tolist(), "dense": np.concatenate([v.ravel() for v in jobs[0].all_dense().values()])}
+
+
+def rows_of(job: Any, ids: list[int]) -> dict[str, np.ndarray]:
+    return {what: job.tables.rows("user", ids, what) for what in ("weights", "sum")}
+
+
+# --- what a user says ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("table", "why"),
+    [
+        (Table(10, 4, capacity=5), "capacity would have no effect without keys='hash64'"),
+        (Table(10, 4, admit_after=3, evict="lfu"), "admit_after, evict would have no effect"),
+        (Table(10, 4, keys="hash64", capacity=5), "give dim and capacity, and no n_rows"),
+        (Table(dim=4, keys="hash32", capacity=5), "keys must be 'hash64'"),
+        (Table(keys="hash64", capacity=5), "give dim and capacity"),
+        (Table(dim=4, keys="hash64"), "needs capacity="),
+        (Table(dim=4, keys="hash64", capacity=0), "needs capacity="),
+        (Table(dim=4, keys="hash64", capacity=True), "needs capacity="),
+        (Table(dim=4, keys="hash64", capacity=5, admit_after=0), "admit_after must be from 1 to 255"),
+        (Table(dim=4, keys="hash64", capacity=5, admit_after=256), "admit_after must be from 1 to 255"),
+        (Table(dim=4, keys="hash64", capacity=5, evict="lru"), "evict must be 'lfu', 'ttl' or None"),
+        (Table(dim=4, keys="hash64", capacity=5, evict="ttl"), "needs evict_after_steps="),
+        (Table(dim=4, keys="hash64", capacity=5, evict="lfu", evict_after_steps=9), "no effect without evict='ttl'"),
+        (Table(dim=4, keys="hash64", capacity=5, evict_after_steps=9), "no effect without evict='ttl'"),
+        (Table(dim=4, keys="hash64", capacity=5, fallback_rows=0), "fallback_rows must be at least 1"),
+        (Table(dim=4, keys="hash64", capacity=5, init=lambda ids: ids), "servers, which do not have your function"),
+        (Table(dim=4, keys="hash64", capacity=5, padding_idx=-(2**63)), "padding_idx must be an id"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(make_tables: Any, table: Table, why: str) -> None:
+    with pytest.raises(BadInput, match=why):
+        make_tables({"t": table})
+
+
+def test_activations_of_bags_cannot_be_told_from_ids(training: Any) -> None:
+    with pytest.raises(BadInput, match=r"row_compression=dct_mp .* table 'user' has keys='hash64'"):
+        training(tables={"user": USERS, "item": (7, 3)}, row_compression=gba_hvd.Compression.dct_mp())
+
+
+def test_ids_of_another_type_are_refused_with_what_to_do(make_tables: Any) -> None:
+    tables = make_tables({"t": Table(dim=4, keys="hash64", capacity=50)})
+    with pytest.raises(BadInput, match=r"got torch.uint64 \[2\]; view hashes as int64: ids.view\(torch.int64\)"):
+        tables({"t": torch.zeros(2, dtype=torch.uint64)})
+    with pytest.raises(BadInput, match=r"id -9223372036854775808 at position 1 .* stands for no value"):
+        tables({"t": torch.tensor([3, -(2**63)])})
+    assert tables({"t": torch.tensor([-5, 3], dtype=torch.int32)})["t"].shape == (2, 4)
+
+
+def test_every_form_of_ids_works_and_padding_is_left_out(make_tables: Any) -> None:
+    tables = make_tables({"t": Table(dim=4, keys="hash64", capacity=500, padding_idx=-1)})
+    big = 2**62
+    bag = tables({"t": Bag(torch.tensor([big, -1, 5, -7]), torch.tensor([0, 2]))})["t"]
+    padded = tables({"t": torch.tensor([[big, -1], [5, -7]])})["t"]
+    assert torch.equal(bag, padded)
+    rows = tables.rows("t", [big, 5, -7])
+    assert np.allclose(bag.detach().numpy(), [rows[0], rows[1] + rows[2]])
+    assert not tables.admitted("t", [big, 5]).any() and tables.vocabulary("t").tolist() == []
+
+
+def test_a_compiled_model_looks_up_raw_ids(make_tables: Any) -> None:
+    tables = make_tables({"t": Table(dim=4, keys="hash64", capacity=500)})
+    ids = {"t": torch.tensor([2**62, -3, 2**62])}
+    compiled = torch.compile(lambda ids: tables(ids)["t"] * 2, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(ids), tables(ids)["t"] * 2)
+
+
+def test_a_table_of_numbered_rows_has_no_vocabulary(make_tables: Any) -> None:
+    with pytest.raises(BadInput, match="table 't' is not hashed: its ids are 0 to 9"):
+        make_tables({"t": (10, 4)}).vocabulary("t")
+
+
+def test_assigned_ids_are_admitted_before_and_during_training(training: Any) -> None:
+    job = training(tables={"user": USERS, "item": (7, 3)}, epoch=0)
+    ids = [-(2**60), 0, 12]
+    job.tables.assign("user", ids, np.arange(12, dtype=np.float32).reshape(3, 4))
+    job.state.sync()
+    assert job.tables.admitted("user", ids).all()
+    assert np.array_equal(job.tables.rows("user", ids).ravel(), np.arange(12))
+    job.tables.assign("user", [12, 99], np.full((2, 4), 7, np.float32))
+    assert job.tables.vocabulary("user").tolist() == sorted([*ids, 99])
+    assert (job.tables.rows("user", [12, 99]) == 7).all()
+
+
+def test_more_assigned_ids_than_there_is_room_for_are_refused(training: Any) -> None:
+    small = Table(dim=4, keys="hash64", capacity=10)
+    job = training(tables={"user": small, "item": (7, 3)}, epoch=0)
+    job.state.sync()
+    with pytest.raises(GbaError, match=r"table 'user': .* assigned ids found no room"):
+        job.tables.assign("user", np.arange(100), np.ones((100, 4), np.float32))
+
+
+def test_with_all_ids_admitted_a_hashed_table_trains_like_a_plain_one(training: Any, clicks: Any) -> None:
+    hashed = Table(dim=4, keys="hash64", capacity=300)
+    jobs = [training(tables={"user": user, "item": (7, 3)}, epoch=0) for user in (hashed, (20, 4))]
+    start = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32)
+    for job in jobs:
+        job.tables.assign("user", np.arange(20), start)
+        job.epoch(clicks(100))
+    assert np.array_equal(*(job.tables.rows("user", np.arange(20)) for job in jobs))
+    assert all(np.array_equal(a, b) for a, b in zip(*(job.all_dense().values() for job in jobs), strict=True))
+
+
+# --- whoever trains --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hosts", ["a", "aa", "aaa", "ab", "aab"])
+def test_any_number_of_workers_and_hosts_gives_the_same_vocabulary_and_model(
+    on_host: Callable[..., Any], workers: Workers, hosts: str
+) -> None:
+    def train(where: str) -> list[Any]:
+        jobs = [on_host(f"{len(where)}{host}", tables={"user": USERS, "item": (7, 3)}) for host in where]
+
+        def run(job: Any) -> None:
+            job.state.sync()
+            job.epoch(RawClicks())
+
+        workers.together(jobs, run)
+        return jobs
+
+    alone, jobs = train("a"), train(hosts)
+    expected, found = state_of(alone), state_of(jobs)
+    assert 0 < len(expected["ids"]) < len(np.unique(RawClicks().user))
+    assert found["ids"] == expected["ids"]
+    assert np.allclose(found["dense"], expected["dense"], atol=1e-5)
+    ids = np.unique(RawClicks().user)
+    for job in jobs:
+        here = ids if job.tables.local is None else ids[job.tables.local[keys_of_ids(ids) % 5]]
+        for what, rows in rows_of(job, here).items():
+            assert np.allclose(rows, rows_of(alone[0], here)[what], atol=1e-5)
+
+
+@pytest.mark.parametrize("row_average", ["contributors", "kept_contributors"])
+def test_rows_are_averaged_over_contributors_with_large_keys(
+    on_host: Callable[..., Any], workers: Workers, row_average: str
+) -> None:
+    found = []
+    for where, sync in (("a", None), ("aa", None), ("a", 8)):
+        more = {} if sync is None else {"sync_micro_batch": sync}
+        tables = {"user": USERS, "item": (7, 3)}
+        jobs = [on_host(f"{where}{sync}", tables=tables, row_average=row_average, more=more) for _ in where]
+
+        def run(job: Any) -> None:
+            job.state.sync()
+            job.epoch(RawClicks())
+
+        workers.together(jobs, run)
+        found.append(state_of(jobs))
+    assert found[0]["ids"] == found[1]["ids"] == found[2]["ids"]
+    assert all(np.allclose(found[0]["dense"], other["dense"], atol=1e-5) for other in found[1:])
+
+
+def test_compressed_rows_between_hosts_carry_keys_of_64_bits(on_host: Callable[..., Any], workers: Workers) -> None:
+    few = gba_hvd.Compression.ternary_ef(keep=0.5)
+    jobs = [on_host(host, tables={"user": USERS, "item": (7, 3)}, row_compression=few) for host in "ab"]
+
+    def run(job: Any) -> None:
+        job.state.sync()
+        job.epoch(RawClicks())
+
+    workers.together(jobs, run)
+    alone = on_host("c", tables={"user": USERS, "item": (7, 3)})
+    workers.together([alone], run)
+    assert state_of(jobs)["ids"] == state_of([alone])["ids"]
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def filled(make_tables: Any, n: int = 150, **settings: Any) -> Any:
+    """Tables with ids 0 to n - 1, whose rows are their numbers, and shared rows of -1."""
+    n_shards = settings.pop("n_shards", 4)
+    table = Table(dim=3, keys="hash64", **{"capacity": 200, "fallback_rows": 8, **settings})
+    tables = make_tables({"plain": (10, 2), "t": table}, gba_hvd.Adagrad(lr=0.1), n_shards=n_shards)
+    group = tables.layout.groups[tables.layout.place_of_table["t"][0]]
+    vocabulary, rows = tables.memory.vocabulary(group), np.arange(n)
+    for step in (1, 2):
+        some = keys_of_ids(rows[: n if step == 1 else n // 2])
+        vocabulary.looked_up(some, vocabulary.rows(some), np.full(len(some), 1, np.uint32), np.arange(n_shards), step)
+    rows = rows[vocabulary.has(keys_of_ids(rows))]
+    starts = tables.memory.record_starts(keys_of_ids(rows), group).astype(np.int64)
+    tables.memory.flat[starts[:, None] + np.arange(6)] = np.repeat(rows[:, None], 6, axis=1)
+    return tables
+
+
+def saved(
+    rows: ShardRows, selection: Selection, url: str, config: Config, number: int = 1, parent: str | None = None
+) -> str:
+    store, kind = open_store(url), config.policy if parent else "full"
+    target = SaveTarget(1, number, kind, parent, number, number, rows.schema, {})
+    part = save_part(rows, selection, store, target, config)
+    return commit_parts(store, selection, target, [part], lambda _: None)[0].name
+
+
+def save_all(tables: Any, url: str, **settings: Any) -> None:
+    rows, config = ShardRows(tables.memory), Config(**settings)
+    saved(rows, Selection(rows, config), url, config)
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_a_checkpoint_has_keys_and_uses_exactly_also_where_weights_are_rounded(
+    make_tables: Any, tmp_path: Path, bits: int | None
+) -> None:
+    before = filled(make_tables)
+    save_all(before, str(tmp_path / "store"), bits=bits)
+    after = make_tables({"plain": (10, 2), "t": before.tables["t"]}, gba_hvd.Adagrad(lr=0.1), n_shards=4)
+    report = restore(open_store(str(tmp_path / "store")), ShardRows(after.memory, filling=True))
+    assert report is not None and report.n_lost == report.n_without_room == 0
+    assert after.vocabulary("t").tolist() == before.vocabulary("t").tolist()
+    a, b = (one.memory.vocabulary(one.layout.groups[1]) for one in (before, after))
+    assert all(np.array_equal(a.uses(s), b.uses(s)) and np.array_equal(a.keys(s), b.keys(s)) for s in range(4))
+    assert np.array_equal(before.rows("t", range(150), "sum"), after.rows("t", range(150), "sum"))
+    assert bits or np.array_equal(before.rows("t", range(200)), after.rows("t", range(200)))
+    assert b.stats([0, 1, 2, 3]).size == len(after.vocabulary("t"))
+
+
+@pytest.mark.parametrize(("capacity", "n_shards"), [(400, 4), (4000, 4), (200, 3), (300, 7), (200, 1)])
+def test_growth_and_resharding_keep_every_row_by_its_id(
+    make_tables: Any, tmp_path: Path, capacity: int, n_shards: int
+) -> None:
+    before = filled(make_tables)
+    save_all(before, str(tmp_path / "store"))
+    after = filled(make_tables, n=0, capacity=capacity, n_shards=n_shards, fallback_rows=8 * n_shards)
+    report = restore(open_store(str(tmp_path / "store")), ShardRows(after.memory, filling=True))
+    ids = before.vocabulary("t")
+    assert report is not None and report.n_without_room == 0 and report.n_lost == 0
+    assert after.vocabulary("t").tolist() == ids.tolist() and len(ids) > 140
+    for what in ("weights", "sum"):
+        assert np.array_equal(before.rows("t", ids, what), after.rows("t", ids, what))
+    new = np.arange(1000, 1100)  # they find the very row that they shared, now that there are as many times as many
+    if n_shards in (1, 4):
+        assert np.array_equal(before.rows("t", new), after.rows("t", new))
+
+
+def test_a_smaller_table_takes_the_most_used_or_is_refused(make_tables: Any, tmp_path: Path) -> None:
+    before = filled(make_tables)
+    save_all(before, str(tmp_path / "store"))
+    small = filled(make_tables, n=0, capacity=64, evict="lfu")
+    report = restore(open_store(str(tmp_path / "store")), ShardRows(small.memory, filling=True))
+    kept = small.vocabulary("t")
+    assert report is not None and report.n_without_room == len(before.vocabulary("t")) - len(kept) > 0
+    assert (kept < 75).mean() > 0.95  # those used twice
+    assert np.array_equal(small.rows("t", kept), before.rows("t", kept))
+    tight = filled(make_tables, n=0, capacity=64)
+    with pytest.raises(NotThisCheckpoint, match=r"table 't': \d+ ids .* the table evicts nothing: raise capacity"):
+        restore(open_store(str(tmp_path / "store")), ShardRows(tight.memory, filling=True))
+
+
+@pytest.mark.parametrize("policy", ["delta", "mfu", "scar"])
+def test_a_chain_gives_each_id_its_newest_row_and_one_entry(make_tables: Any, tmp_path: Path, policy: str) -> None:
+    tables = filled(make_tables, n=60, capacity=64, evict="lfu")
+    group = tables.layout.groups[1]
+    vocabulary, rows = tables.memory.vocabulary(group), ShardRows(tables.memory)
+    config = Config(policy=policy, **({} if policy == "delta" else {"row_fraction": 0.5}))
+    selection, url, parent = Selection(rows, config), str(tmp_path / "store"), None
+    for number in range(1, 5):
+        keys = keys_of_ids(np.arange(40 * number, 40 * number + 60))
+        vocabulary.looked_up(keys, vocabulary.rows(keys), np.full(60, number, np.uint32), np.arange(4), 10 * number)
+        parent = saved(rows, selection, url, config, number, parent)
+    after = filled(make_tables, n=0, capacity=64, evict="lfu")
+    restore(open_store(url), ShardRows(after.memory, filling=True))
+    found = after.memory.vocabulary(group)
+    ids = found.ids([0, 1, 2, 3])
+    assert len(np.unique(ids)) == len(ids) == found.stats([0, 1, 2, 3]).size > 30
+    if policy == "delta":
+        assert ids.tolist() == vocabulary.ids([0, 1, 2, 3]).tolist()
+    grown = filled(make_tables, n=0, capacity=640, evict="lfu")
+    restore(open_store(url), ShardRows(grown.memory, filling=True))
+    assert grown.vocabulary("t").tolist() == ids.tolist()
+
+
+# --- what is reported ------------------------------------------------------------------------------------------------
+
+
+def test_vocabularies_are_gauges_a_line_of_status_and_an_event_where_a_table_is_full(training: Any) -> None:
+    job, log = training(tables={"user": Table(dim=4, keys="hash64", capacity=16), "item": (7, 3)}, epoch=0), EventLog()
+    job.state.register_callbacks([log])
+    dataset = RawClicks()
+    dataset.user = np.random.default_rng(0).integers(0, 2**60, len(dataset))
+    job.epoch(dataset)
+    (full,) = log.of("table_full")
+    assert full.data["table"] == "user" and "it evicts nothing" in full.message and full.level == "warning"
+    last = [event.data["vocabulary"]["user"] for event in log.of("rates") if "vocabulary" in event.data][-1]
+    assert last["size"] == len(job.tables.vocabulary("user")) <= last["capacity"] == 48
+    assert last["lookups"] == 200 and last["no_room"] > 0 and 0 < last["missed_share"] <= 1
+    values = gauges.Readings().take({"vocabulary": {"user: raw": last}})
+    assert values["job/vocabulary/user_ raw/size"] == last["size"]
+    shown = job_board.read(job.state.engine.folder)
+    assert shown is not None and shown["vocabulary"]["user"] == last
+    words = f"{last['size']} of 48 rows taken on this host, 0 evicted, {last['no_room']:,} times no room; "
+    assert ("ids of user", words + f"{last['missed_share']:.1%} of lookups without a row") in facts(shown)
+
+
+# --- tools -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_export_has_the_id_of_every_row(make_tables: Any, tmp_path: Path) -> None:
+    tables, url = filled(make_tables), str(tmp_path / "store")
+    save_all(tables, url)
+    assert cli.main(["checkpoint", "export", url, "--out", str(tmp_path / "rows.safetensors")]) == 0
+    found = load_file(tmp_path / "rows.safetensors")
+    ids, rows = found["t/id"].numpy(), found["t"].numpy()
+    assert set(found) == {"plain", "plain/sum", "t", "t/sum", "t/id"}
+    mine = ids != -(2**63)
+    assert sorted(ids[mine].tolist()) == tables.vocabulary("t").tolist()
+    assert np.array_equal(rows[mine], tables.rows("t", ids[mine]))
+
+
+def test_checkpoints_of_hashed_tables_of_different_sizes_are_not_compared_row_by_row(
+    make_tables: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = str(tmp_path / "store")
+    tables = [filled(make_tables), filled(make_tables, capacity=400)]
+    for number, one in enumerate(tables, 1):
+        rows = ShardRows(one.memory)
+        saved(rows, Selection(rows, Config()), url, Config(), number)
+    names = sorted(open_store(url).names("manifests/"))
+    assert cli.main(["checkpoint", "diff", url, *names]) == 1
+    assert "hashed tables or the shards have another size" in capsys.readouterr().err
+    assert cli.main(["checkpoint", "verify", url]) == 0

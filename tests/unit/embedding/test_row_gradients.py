@@ -1,0 +1,112 @@
+"""Row gradients are merged, sorted by owner and unpacked without loss; dense ones live in one buffer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gba_hvd.embedding.row_gradients import RowGrad, distinct, merge, pack_by_owner, unpack
+from gba_hvd.errors import BadInput
+from gba_hvd.gradients.dense_gradients import DenseGradients
+
+
+def row_grad(keys: list[int], dim: int, seed: int = 0) -> RowGrad:
+    rng = np.random.default_rng(seed)
+    return RowGrad(np.array(keys, dtype=np.int64), rng.normal(size=(len(keys), dim)).astype(np.float32))
+
+
+@given(st.lists(st.integers(0, 2**62) | st.integers(0, 20), max_size=200))
+def test_distinct_keys_are_numbered_by_first_appearance(keys: list[int]) -> None:
+    found, number, _ = distinct(np.array(keys, dtype=np.int64))
+    assert found.tolist() == list(dict.fromkeys(keys))
+    assert found[number].tolist() == keys
+
+
+keys_lists = st.lists(st.lists(st.integers(0, 12), unique=True, max_size=10), min_size=1, max_size=4)
+
+
+@given(keys_lists, st.integers(1, 4))
+def test_merging_adds_up_what_belongs_to_one_row(lists: list[list[int]], dim: int) -> None:
+    parts = [(row_grad(keys, dim, seed), 0.5 + seed) for seed, keys in enumerate(lists)]
+    expected: dict[int, np.ndarray] = {}
+    for part, weight in parts:
+        for key, value in zip(part.keys.tolist(), part.values, strict=True):
+            expected[key] = expected.get(key, 0.0) + weight * value
+    merged = merge(parts)
+    assert merged.keys.tolist() == list(expected)
+    np.testing.assert_allclose(merged.values, np.array(list(expected.values())).reshape(-1, dim), rtol=1e-5, atol=1e-6)
+
+
+@given(st.integers(1, 5), st.lists(st.tuples(st.integers(1, 5), st.integers(0, 30)), min_size=1, max_size=3), st.data())
+def test_every_owner_gets_its_rows_and_only_those(
+    n_owners: int, groups: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    n_shards = 7
+    owners = st.lists(st.integers(0, n_owners - 1), min_size=n_shards, max_size=n_shards)
+    owner = np.array(data.draw(owners), dtype=np.int32)
+    big = 2**55  # keys are 64 bits wide and must survive as float32 words
+    grads = [row_grad([(3 * i) % 100 + big * (i % 2) for i in range(n)], dim, seed=dim) for dim, n in groups]
+    message, words = pack_by_owner(grads, owner, n_owners)
+    assert words.sum() == len(message)
+    for rank, part in enumerate(np.split(message, np.cumsum(words)[:-1])):
+        for sent, received in zip(grads, unpack(part, [dim for dim, _ in groups]), strict=True):
+            mine = owner[sent.keys % n_shards] == rank
+            assert np.array_equal(received.keys, sent.keys[mine])
+            assert np.array_equal(received.values, sent.values[mine])
+
+
+def test_a_row_that_is_not_finite_is_found() -> None:
+    grad = row_grad([4, 9, 2], 3)
+    assert grad.non_finite() is None
+    grad.values[1, 2] = np.inf
+    assert grad.non_finite() == 9
+    grad.values[0, 0] = -np.inf
+    assert grad.non_finite() == 4
+
+
+def test_the_gradient_of_a_parameter_is_a_view_of_the_buffer() -> None:
+    model = nn.Linear(3, 2)
+    dense = DenseGradients(list(model.parameters()), n_extra=2)
+    model(torch.ones(1, 3)).sum().backward()
+    assert dense.flat.tolist() == [1.0] * 8
+    dense.collect_()
+    dense.add_micro_batch_(0.5)
+    dense.extra[0] += 7
+    assert dense.total.tolist() == [0.5] * 8 + [7.0, 0.0]
+    assert dense.flat.tolist() == [0.0] * 8
+    assert model.weight.grad is not None
+    assert not model.weight.grad.any()
+
+
+@pytest.mark.parametrize("own", [None, torch.full((2, 3), 4.0)], ids=["none", "another tensor"])
+def test_a_gradient_somebody_replaced_still_counts(own: Tensor | None) -> None:
+    model = nn.Linear(3, 2, bias=False)
+    dense = DenseGradients(list(model.parameters()), n_extra=0)
+    dense.flat.fill_(9)
+    model.weight.grad = own
+    dense.collect_()
+    dense.add_micro_batch_(1.0)
+    assert dense.total.tolist() == [0.0 if own is None else 4.0] * 6
+
+
+def test_frozen_parameters_have_no_place_in_the_buffer() -> None:
+    model = nn.Linear(3, 2)
+    model.bias.requires_grad_(False)
+    assert DenseGradients(list(model.parameters()), n_extra=0).n == 6
+    assert DenseGradients([], n_extra=3).total.shape == (3,)
+
+
+def test_counts_that_travel_with_half_precision_gradients_stay_exact() -> None:
+    model = nn.Linear(3, 2).bfloat16()
+    dense = DenseGradients(list(model.parameters()), n_extra=1)
+    dense.extra[0] += 4097
+    assert dense.extra.tolist() == [4097.0]
+
+
+def test_parameters_of_two_types_are_refused() -> None:
+    with pytest.raises(BadInput, match="must share one dtype and device"):
+        DenseGradients([torch.zeros(1, requires_grad=True), torch.zeros(1, dtype=torch.float64, requires_grad=True)], 0)

@@ -1,0 +1,438 @@
+"""The coordinator: whose lease lasts how long, what a silent or unknown worker costs, what goes on after a restart."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgspec
+import pytest
+
+from gba_hvd.epoch import SampleAccount
+from gba_hvd.errors import BadInput
+from gba_hvd.ps.coordinator.coordinator import Coordinator
+from gba_hvd.ps.messages import (
+    Endpoint,
+    Enter,
+    HeartbeatMsg,
+    JobPosition,
+    LeaseGrant,
+    LeaseReply,
+    LeaseRequest,
+    Mismatch,
+    PushDone,
+    ReplicaSubmitted,
+)
+
+GENERATION, ALIVE_S, LEASE_S = 5, 2.0, 60.0
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def an_enter(**changes: Any) -> Enter:
+    fields: dict[str, Any] = {
+        "generation": GENERATION, "servers": [Endpoint(0, 0, "127.0.0.1", 1, 2)], "me": 0, "shard_servers": [0],
+        "position": JobPosition(account=vars(SampleAccount())), "n_samples": 32, "global_batch": 16, "micro_batch": 8,
+        "discipline": {"name": "gba"}, "row_average": "global", "row_lr": 0.1, "lrs": [0.5], "tensors": [],
+        "optimizer": {}, **changes,
+    }  # fmt: skip
+    return Enter(**fields)
+
+
+def a_coordinator(clock: Clock, **changes: Any) -> Coordinator:
+    return Coordinator(an_enter(**changes), heartbeat_timeout_s=ALIVE_S, lease_s=LEASE_S, clock=clock)
+
+
+def ask(worker: int, request: int, epoch: int = 0, **changes: Any) -> LeaseRequest:
+    fields: dict[str, Any] = {"n_samples": 32, "lrs": [0.5, 0.1], "lrs_step": 0, **changes}
+    return LeaseRequest(worker, GENERATION, request, epoch, **fields)
+
+
+def beat(worker: int, generation: int = GENERATION, **more: Any) -> HeartbeatMsg:
+    return HeartbeatMsg(worker, worker, 0, 1000 + worker, generation, **more)
+
+
+def lease(coordinator: Coordinator, worker: int, request: int, epoch: int = 0) -> LeaseGrant:
+    answer = coordinator.ask(ask(worker, request, epoch))
+    assert isinstance(answer, LeaseReply)
+    assert answer.lease is not None
+    return answer.lease
+
+
+def done(coordinator: Coordinator, worker: int, given: LeaseGrant, **more: Any) -> str:
+    return coordinator.done(PushDone(worker, GENERATION, given.micro, given.serial, **more))
+
+
+def apply_steps(coordinator: Coordinator) -> None:
+    while (step := coordinator.decide()) is not None:
+        coordinator.applied(step.step, set(), 0)
+
+
+def finish_all_but_one(coordinator: Coordinator) -> LeaseGrant:
+    """Of epoch 0, by worker 1, which holds the last micro-batch."""
+    held, request = lease(coordinator, 1, 1000), 1001
+    while isinstance(answer := coordinator.ask(ask(1, request)), LeaseReply) and answer.lease is not None:
+        done(coordinator, 1, held)
+        apply_steps(coordinator)
+        held, request = answer.lease, request + 1
+    return held
+
+
+def finish_epoch(coordinator: Coordinator, epoch: int, worker: int = 1) -> list[int]:
+    """Compute and apply what is left; returns the serials given."""
+    serials, request = [], 1000 * (epoch + 1)
+    while True:
+        answer = coordinator.ask(ask(worker, request, epoch))
+        assert isinstance(answer, LeaseReply)
+        if answer.status == "finished":
+            return serials
+        assert answer.lease is not None
+        done(coordinator, worker, answer.lease)
+        serials.append(answer.lease.serial)
+        request += 1
+        while (step := coordinator.decide()) is not None:
+            coordinator.applied(step.step, set(), 0)
+
+
+def test_an_epoch_is_every_micro_batch_once_and_serials_go_on() -> None:
+    coordinator = a_coordinator(Clock())
+    first, second = finish_epoch(coordinator, 0), finish_epoch(coordinator, 1)
+    assert (len(first), len(second)) == (4, 4)
+    assert min(second) > max(first), "a late push of the epoch before must never be taken for one of this epoch"
+    assert vars(coordinator.account) == {**vars(SampleAccount()), "total": 64, "applied": 64}
+
+
+def test_ages_of_dense_values_add_up_over_epochs_and_survive_a_restart() -> None:
+    position = JobPosition(account=vars(SampleAccount()), lags={3: 5}, step=10)
+    coordinator = a_coordinator(Clock(), position=position)
+    for request, dense_step in enumerate((10, 9, 7, -1), start=1):  # -1: not known
+        done(coordinator, 1, lease(coordinator, 1, request), dense_step=dense_step)
+    apply_steps(coordinator)
+    assert coordinator.position().lags == {0: 1, 1: 1, 3: 5, 4: 1}  # two steps of two
+    finish_epoch(coordinator, 0)
+    before = coordinator.position().lags
+    finish_epoch(coordinator, 1)
+    state = msgspec.msgpack.decode(msgspec.msgpack.encode(coordinator.state()), strict=False)
+    successor = a_coordinator(Clock(), position=position)
+    successor.resume(state)
+    assert successor.position().lags == coordinator.position().lags == before
+
+
+def test_bytes_are_summed_over_workers_and_with_those_of_modes_before() -> None:
+    before = {"allreduce": (1, 2, 3, 4, 5, 6), "gba": (100, 0, 0, 0, 0, 0)}
+    position = JobPosition(account=vars(SampleAccount()), traffic=before)
+    coordinator = a_coordinator(Clock(), position=position)
+    for worker, request, n in ((1, 1, 10), (2, 2, 1000), (1, 3, 25)):  # each reports all since it came
+        coordinator.beat(beat(worker))
+        given = lease(coordinator, worker, request)
+        for _ in range(2):  # sent again: the answer was lost
+            done(coordinator, worker, given, traffic=(n, 0, 0, 0, n + 1, 0))
+    coordinator.dead(2)
+    assert coordinator.position().traffic == {"allreduce": (1, 2, 3, 4, 5, 6), "gba": (1125, 0, 0, 0, 1027, 0)}
+
+
+def test_a_silent_workers_micro_batches_go_to_others() -> None:
+    clock = Clock()
+    coordinator = a_coordinator(clock)
+    coordinator.beat(beat(1))
+    coordinator.beat(beat(2))
+    lost = lease(coordinator, 1, 1)
+    clock.now += ALIVE_S + 0.1
+    coordinator.beat(beat(2))
+    assert coordinator.fall_silent() == [1]
+    again = lease(coordinator, 2, 1)
+    assert (again.micro, again.serial != lost.serial) == (lost.micro, True)
+    assert done(coordinator, 1, lost) == "revoked"
+    coordinator.beat(beat(1))
+    assert coordinator.fall_silent() == []
+
+
+def test_a_lease_that_takes_too_long_is_revoked_though_its_worker_lives() -> None:
+    clock = Clock()
+    coordinator = a_coordinator(clock)
+    slow = lease(coordinator, 1, 1)
+    for _ in range(70):
+        clock.now += 1
+        coordinator.beat(beat(1))
+        coordinator.fall_silent()
+    assert lease(coordinator, 1, 2).micro == slow.micro
+
+
+def test_a_micro_batch_handed_out_again_has_the_full_time_again() -> None:
+    clock = Clock()
+    coordinator = a_coordinator(clock)
+    for worker in (1, 2):
+        coordinator.beat(beat(worker))
+    first = lease(coordinator, 1, 1)
+    clock.now += LEASE_S - 1
+    coordinator.bye(1)
+    coordinator.beat(beat(2))
+    second = lease(coordinator, 2, 1)
+    assert second.micro == first.micro
+    clock.now += 2
+    coordinator.beat(beat(2))
+    coordinator.fall_silent()
+    assert done(coordinator, 2, second) == "accepted"
+
+
+def test_a_lease_of_a_worker_that_never_lived_does_not_last() -> None:
+    clock = Clock()
+    coordinator = a_coordinator(clock)
+    coordinator.beat(beat(1))
+    coordinator.beat(beat(2))
+    coordinator.bye(1)
+    late = lease(coordinator, 1, 1)  # its request came after its goodbye
+    clock.now += ALIVE_S + 0.1
+    coordinator.beat(beat(2))
+    assert coordinator.fall_silent() == []
+    assert lease(coordinator, 2, 1).micro == late.micro
+
+
+def test_leases_given_before_a_restart_expire_too() -> None:
+    clock = Clock()
+    coordinator = a_coordinator(clock)
+    coordinator.beat(beat(1))
+    dropped = lease(coordinator, 1, 1)
+    state = msgspec.msgpack.decode(msgspec.msgpack.encode(coordinator.state()), strict=False)
+    successor = a_coordinator(clock)
+    successor.resume(state)
+    for _ in range(70):
+        clock.now += 1
+        successor.beat(beat(1))
+        successor.fall_silent()
+    assert lease(successor, 1, 2).micro == dropped.micro
+
+
+def test_a_successor_goes_on_exactly() -> None:
+    clock = Clock()
+    coordinator = a_coordinator(clock)
+    coordinator.beat(beat(1))
+    for request in (1, 2):
+        done(coordinator, 1, lease(coordinator, 1, request))
+    step = coordinator.decide()
+    assert step is not None
+    coordinator.request_mode("allreduce", "an operator asked", True)
+    state = msgspec.msgpack.decode(msgspec.msgpack.encode(coordinator.state()), strict=False)
+    successor = a_coordinator(clock)
+    successor.resume(state)
+    assert successor.decide() == step
+    successor.applied(step.step, set(), 0)
+    coordinator.applied(step.step, set(), 0)
+    ours, theirs = successor.position(), coordinator.position()
+    assert dataclasses.asdict(successor.account) == dataclasses.asdict(coordinator.account)
+    assert (ours.step, ours.requested_mode, ours.pinned, ours.membership_epoch) == (
+        theirs.step,
+        theirs.requested_mode,
+        theirs.pinned,
+        theirs.membership_epoch,
+    )
+
+
+@pytest.mark.parametrize("lrs", [[], [0.5], [0.5, 0.1, 0.1], [float("nan"), 0.1], [0.5, float("inf")]])
+def test_learning_rates_that_would_destroy_parameters_are_refused(lrs: list[float]) -> None:
+    coordinator = a_coordinator(Clock())
+    before = coordinator.state()
+    with pytest.raises(Mismatch, match="learning rates"):
+        coordinator.ask(ask(1, 1, lrs=lrs))
+    assert coordinator.state() == before
+
+
+def test_other_data_than_the_others_have_is_refused() -> None:
+    with pytest.raises(Mismatch, match="32 samples for others and 31 here"):
+        a_coordinator(Clock()).ask(ask(1, 1, n_samples=31))
+
+
+def test_an_epoch_without_samples_changes_nothing() -> None:
+    coordinator = a_coordinator(Clock())
+    finish_epoch(coordinator, 0)
+    before = coordinator.state()
+    with pytest.raises(BadInput, match="no samples"):
+        coordinator.ask(ask(1, 1, epoch=1, n_samples=0))
+    assert coordinator.state() == before
+
+
+def test_the_newest_learning_rates_count_in_whatever_order_they_come() -> None:
+    coordinator = a_coordinator(Clock())
+    coordinator.ask(ask(1, 1, lrs=[0.3, 0.2], lrs_step=4))
+    coordinator.ask(ask(2, 1, lrs=[0.9, 0.9], lrs_step=3))
+    for worker in (1, 2):
+        done(coordinator, worker, lease(coordinator, worker, 1))
+    step = coordinator.decide()
+    assert step is not None
+    assert (step.lrs, step.row_lr) == ([0.3], 0.2)
+
+
+def test_a_refused_gradient_is_dropped_counted_and_named() -> None:
+    coordinator = a_coordinator(Clock())
+    coordinator.beat(beat(1))
+    done(coordinator, 1, lease(coordinator, 1, 1), rejected="the gradient of w is not finite")
+    done(coordinator, 1, lease(coordinator, 1, 2))
+    step = coordinator.decide()
+    assert step is not None
+    assert [m.micro for m in step.members] == [1]
+    coordinator.applied(step.step, set(), 0)
+    assert (coordinator.account.applied, coordinator.account.dropped) == (8, 8)
+    assert coordinator.rejected_gradients == ["worker 1, micro-batch 0: the gradient of w is not finite"]
+    assert coordinator.position().rejected == 1
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
+def test_times_that_cannot_be_do_not_spoil_the_rates(seconds: float) -> None:
+    coordinator = a_coordinator(Clock())
+    coordinator.beat(beat(1))
+    done(coordinator, 1, lease(coordinator, 1, 1), seconds=0.5)
+    done(coordinator, 1, lease(coordinator, 1, 2), seconds=seconds)
+    assert coordinator.position().rates == [(1, 0.5)]
+
+
+def test_what_a_server_lost_is_counted_lost() -> None:
+    coordinator = a_coordinator(Clock())
+    for request in (1, 2):
+        done(coordinator, 1, lease(coordinator, 1, request))
+    step = coordinator.decide()
+    assert step is not None
+    coordinator.applied(step.step, {1}, 3)
+    account = coordinator.account
+    assert (account.total, account.applied, account.lost, account.shard_steps_missed) == (16, 8, 8, 3)
+
+
+# --- replicas that are submitted (mode shadow) -----------------------------------------------------------------------
+
+
+def handed_in(coordinator: Coordinator, worker: int, phase: int = 1, early: bool = False) -> bool:
+    return coordinator.replica_submitted(ReplicaSubmitted(worker, GENERATION, phase, early))
+
+
+def with_workers(clock: Clock, *workers: int) -> Coordinator:
+    coordinator = a_coordinator(clock, discipline={"name": "shadow"})
+    for worker in workers:
+        coordinator.beat(beat(worker))
+    return coordinator
+
+
+def test_replicas_are_in_when_every_living_worker_has_said_so():
+    coordinator = with_workers(Clock(), 1, 2)
+    assert not handed_in(coordinator, 1)
+    assert not handed_in(coordinator, 1)
+    assert handed_in(coordinator, 2)
+    assert handed_in(coordinator, 1)
+    assert coordinator.gathered == 1
+
+
+def test_a_worker_that_died_is_not_waited_for():
+    coordinator = with_workers(Clock(), 1, 2)
+    assert not handed_in(coordinator, 1)
+    coordinator.dead(2)
+    assert handed_in(coordinator, 1)
+
+
+def test_a_silent_worker_is_not_waited_for_and_finds_the_phase_over_when_it_comes_back():
+    clock = Clock()
+    coordinator = with_workers(clock, 1, 2)
+    clock.now += ALIVE_S + 1
+    coordinator.beat(beat(1))
+    coordinator.fall_silent()
+    assert handed_in(coordinator, 1)
+    coordinator.beat(beat(2))
+    assert handed_in(coordinator, 2)
+
+
+def test_a_worker_that_lives_and_does_not_come_is_waited_for_as_long_as_for_a_micro_batch():
+    clock = Clock()
+    coordinator = with_workers(clock, 1, 2)
+    assert not handed_in(coordinator, 1)
+    clock.now += LEASE_S + 1
+    coordinator.beat(beat(1))
+    coordinator.beat(beat(2))
+    assert handed_in(coordinator, 1)
+
+
+def test_a_worker_that_left_its_loop_early_waits_for_nobody_and_nobody_waits_for_it():
+    coordinator = with_workers(Clock(), 1, 2)
+    held = lease(coordinator, 1, 1)
+    assert handed_in(coordinator, 1, early=True) and coordinator.gathered == -1
+    assert lease(coordinator, 2, 1).micro == held.micro
+    assert handed_in(coordinator, 2) and coordinator.gathered == 1
+
+
+def test_a_worker_that_comes_back_to_its_loop_is_waited_for_again():
+    coordinator = with_workers(Clock(), 1, 2)
+    handed_in(coordinator, 1, early=True)
+    lease(coordinator, 1, 1)
+    assert not handed_in(coordinator, 2)
+    assert handed_in(coordinator, 1)
+
+
+def test_a_phase_that_is_over_stays_over_after_a_restart():
+    clock = Clock()
+    coordinator = with_workers(clock, 1, 2)
+    handed_in(coordinator, 1)
+    assert handed_in(coordinator, 2)
+    successor = a_coordinator(clock, discipline={"name": "shadow"})
+    successor.resume(msgspec.msgpack.decode(msgspec.msgpack.encode(coordinator.state()), strict=False))
+    assert handed_in(successor, 2)
+    assert not handed_in(successor, 2, phase=3)
+
+
+@pytest.mark.parametrize(("waited_s", "rank"), [(0.0, 0), (100.0, 1)], ids=["another is rank 0", "long enough"])
+def test_an_epoch_is_not_over_while_its_chief_is_dead(waited_s: float, rank: int) -> None:
+    clock = Clock()
+    coordinator = a_coordinator(clock)
+    for worker in (0, 1):
+        coordinator.beat(beat(worker))
+    finish_epoch(coordinator, 0)
+    coordinator.dead(0)
+    assert coordinator.ask(ask(1, 50)) is None
+    clock.now += waited_s
+    coordinator.beat(HeartbeatMsg(1, rank, 0, 1001, GENERATION))
+    answer = coordinator.ask(ask(1, 51))
+    assert isinstance(answer, LeaseReply) and answer.status == "finished"
+
+
+def test_an_epoch_is_not_over_before_its_chief_was_seen_again() -> None:
+    """It may have died in the last step, and nobody has noticed yet."""
+    clock = Clock()
+    coordinator = a_coordinator(clock)
+    for worker in (0, 1):
+        coordinator.beat(beat(worker))
+    held = finish_all_but_one(coordinator)
+    clock.now += 2.0
+    done(coordinator, 1, held)
+    apply_steps(coordinator)
+    assert coordinator.ask(ask(1, 50)) is None and coordinator.missed_chiefs() == []
+    clock.now += 2.0
+    assert coordinator.missed_chiefs() == [0]
+    coordinator.beat(beat(0))
+    assert coordinator.missed_chiefs() == []
+    answer = coordinator.ask(ask(1, 51))
+    assert isinstance(answer, LeaseReply) and answer.status == "finished"
+
+
+def test_a_chief_that_asks_itself_learns_at_once_that_the_epoch_is_over() -> None:
+    clock = Clock()
+    coordinator = a_coordinator(clock)
+    for worker in (0, 1):
+        coordinator.beat(beat(worker))
+    clock.now += 2.0
+    finish_epoch(coordinator, 0, worker=0)
+    answer = coordinator.ask(ask(1, 50))
+    assert isinstance(answer, LeaseReply) and answer.status == "finished"
+
+
+def test_a_coordinator_that_goes_on_knows_that_the_chief_has_died() -> None:
+    coordinator = a_coordinator(Clock())
+    for worker in (0, 1):
+        coordinator.beat(beat(worker))
+    finish_epoch(coordinator, 0)
+    coordinator.dead(0)
+    successor = a_coordinator(Clock())
+    successor.resume(msgspec.msgpack.decode(msgspec.msgpack.encode(coordinator.state()), strict=False))
+    assert successor.ask(ask(1, 50)) is None
+    successor.beat(HeartbeatMsg(1, 0, 0, 1001, GENERATION))
+    answer = successor.ask(ask(1, 51))
+    assert isinstance(answer, LeaseReply) and answer.status == "finished"

@@ -1,0 +1,176 @@
+"""What dead jobs leave is found, shown and removed; what anybody alive holds is not touched."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from gba_hvd_tools import cli
+from gba_hvd_tools.doctor.checks import check_orphaned_memory
+
+from gba_hvd.shm import reaper, sweep
+from gba_hvd.shm.job_folder import job_folder
+from gba_hvd.shm.shard_memory import ShardMemory
+from gba_hvd.shm.sweep import orphaned_memory
+from tests.unit.shm.test_shard_memory import a_layout, keepers, until
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+
+LIVE = """
+import fcntl, os, sys
+alive = os.open(sys.argv[1], os.O_RDWR)
+fcntl.flock(alive, fcntl.LOCK_SH)
+print("open", flush=True)
+input()
+"""
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts jobs with one worker each: a process that holds the memory."""
+    made: list[subprocess.Popen[str]] = []
+
+    def start(job: str, grace_s: float = 600.0) -> subprocess.Popen[str]:
+        memory = ShardMemory.create_or_open(tmp_path, job, a_layout(), grace_s)
+        memory.init_shard(0, step=3)
+        command = [sys.executable, "-I", "-S", "-c", LIVE, str(memory.folder / "alive")]
+        made.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        assert made[-1].stdout is not None and made[-1].stdout.readline() == "open\n"
+        memory.close(remove=False)
+        return made[-1]
+
+    yield start
+    for worker in made:
+        worker.kill()
+        worker.communicate(timeout=30)
+    for folder in tmp_path.glob("gba-hvd-*"):
+        reaper.remove(folder)
+    assert until(lambda: not any(keepers(folder) for folder in tmp_path.glob("gba-hvd-*")))
+
+
+def kill_with_its_keeper(worker: subprocess.Popen[str], folder: Path) -> None:
+    for pid in keepers(folder):
+        os.kill(int(pid), signal.SIGKILL)
+    worker.kill()
+    worker.wait(30)
+    assert until(lambda: not keepers(folder))
+
+
+def test_the_keeper_stays_when_all_processes_get_sigterm(
+    tmp_path: Path, live: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """As systemd and batch systems do. The worker dies of it without a word."""
+    worker, folder = live("job", grace_s=0.5), job_folder(tmp_path, "job")
+    (pid,) = keepers(folder)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        os.kill(int(pid), number)
+    worker.terminate()
+    worker.wait(30)
+    assert until(lambda: not folder.exists()), "the memory of the job is left"
+    assert until(lambda: not Path(f"/proc/{pid}").exists())
+
+
+def test_a_job_that_starts_has_the_memory_of_dead_ones_removed_after_their_grace(
+    tmp_path: Path, live: Callable[..., subprocess.Popen[str]]
+) -> None:
+    dead, other = job_folder(tmp_path, "dead"), job_folder(tmp_path, "other")
+    live("other")
+    kill_with_its_keeper(live("dead"), dead)
+    (tmp_path / "gba-hvd-x.gone-7").mkdir(mode=0o700)
+    (tmp_path / "gba-hvd-unborn").mkdir(mode=0o700)
+    memory = ShardMemory.create_or_open(tmp_path, "new", a_layout(), grace_s=0.5)
+    try:
+        assert until(lambda: not dead.exists())
+        assert not (tmp_path / "gba-hvd-x.gone-7").exists() and not (tmp_path / "gba-hvd-unborn").exists()
+        assert len(keepers(other)) == 1 and len(keepers(memory.folder)) == 1, "what lives needs no second keeper"
+    finally:
+        memory.close()
+
+
+def test_a_dead_job_can_be_started_again_although_another_one_has_started(
+    tmp_path: Path, live: Callable[..., subprocess.Popen[str]]
+) -> None:
+    kill_with_its_keeper(live("dead"), job_folder(tmp_path, "dead"))
+    other = ShardMemory.create_or_open(tmp_path, "new", a_layout(), grace_s=600.0)
+    again = ShardMemory.create_or_open(tmp_path, "dead", a_layout(), grace_s=600.0)
+    assert again.marks().finished[0] == 3
+    other.close()
+    again.close()
+
+
+def test_clean_shows_first_and_removes_when_asked(
+    tmp_path: Path, live: Callable[..., subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    dead, lives, watched = (job_folder(tmp_path, name) for name in ("dead", "lives", "watched"))
+    live("lives")
+    killed = live("watched")
+    killed.kill()
+    killed.wait(30)
+    kill_with_its_keeper(live("dead"), dead)
+    (tmp_path / "somebody's").mkdir()
+
+    assert cli.main(["clean", "--dir", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert f"{dead}  memory of a dead job; would be removed" in shown
+    assert f"{watched}  memory of a dead job; left alone: its keeper removes it after the grace period" in shown
+    assert str(lives) not in shown and "somebody's" not in shown and "clean --yes" in shown
+    finding = check_orphaned_memory(tmp_path)
+    assert finding.status == "warning" and "gba-hvd-dead" in finding.found and "watched" not in finding.found
+    assert dead.exists()
+
+    assert cli.main(["clean", "--dir", str(tmp_path), "--yes", "--json"]) == 0
+    reported = {Path(one["path"]).name: one["removed"] for one in json.loads(capsys.readouterr().out)["left"]}
+    assert reported["gba-hvd-dead"] and not reported["gba-hvd-watched"]
+    assert not dead.exists() and watched.exists() and lives.exists()
+    assert check_orphaned_memory(tmp_path).status == "ok"
+
+
+def test_a_server_that_lives_may_be_saving(tmp_path: Path, live: Callable[..., subprocess.Popen[str]]) -> None:
+    folder = job_folder(tmp_path, "dead")
+    kill_with_its_keeper(live("dead"), folder)
+    import fcntl
+
+    with open(folder / "ps-0.lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (left,) = orphaned_memory(tmp_path, tmp_path)
+        assert left.served and left.is_held
+    (left,) = orphaned_memory(tmp_path, tmp_path)
+    assert not left.is_held and sweep.remove(left)
+
+
+SEMAPHORE = """
+import multiprocessing
+event = multiprocessing.get_context("spawn").Event()
+print(event._flag._semlock.name, flush=True)
+input()
+"""
+
+
+def test_semaphores_of_a_killed_launcher_are_removed_and_those_in_use_are_not(tmp_path: Path) -> None:
+    """As Horovod's launcher makes them. The process that cleans up behind it is killed, too."""
+    event = multiprocessing.get_context("spawn").Event()
+    mine = sweep.SEMAPHORES / f"sem.{event._flag._semlock.name[1:]}"  # type: ignore[attr-defined]
+    other = subprocess.Popen([sys.executable, "-c", SEMAPHORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdout is not None
+    made = sweep.SEMAPHORES / f"sem.{other.stdout.readline().decode().strip()[1:]}"
+    assert made.exists() and mine.exists()
+
+    def found() -> set[Path]:
+        return {left.path for left in orphaned_memory(tmp_path)}
+
+    assert not found() & {made, mine}, "their makers live"
+    for pid in Path(f"/proc/{other.pid}/task/{other.pid}/children").read_text().split():
+        os.kill(int(pid), signal.SIGKILL)
+    other.kill()
+    other.communicate(timeout=30)
+    assert until(lambda: made in found()) and mine not in found()
+    assert cli.main(["clean", "--dir", str(tmp_path), "--yes"]) == 0
+    assert not made.exists() and mine.exists()
+    assert not event.is_set()

@@ -1,0 +1,296 @@
+"""The vocabulary of a hashed table in shard memory: lookup, admission, eviction; what a kill and a reader find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gba_hvd import kernels
+from gba_hvd.errors import ShardMemoryError
+from gba_hvd.shm import vocabulary_kernels
+from gba_hvd.shm.layout import BUCKET, NO_KEY, HashedSpec, Layout, SlotSpec, ids_of, keys_of_ids
+from gba_hvd.shm.vocabulary import Stat, Vocabulary
+
+MIN, MAX = -(2**63), 2**63 - 1
+
+
+def vocabulary(capacity: int, *, n_shards: int = 1, fallback: int = 4, **settings: Any) -> Vocabulary:
+    spec = HashedSpec.of(capacity, fallback, n_shards, **settings)
+    layout = Layout.of({"t": (0, 3)}, (SlotSpec("sum"),), n_shards, 5, 0.1, hashed={"t": spec})
+    found = Vocabulary(np.zeros(n_shards * layout.region_words, np.float32), layout, layout.groups[0])
+    for shard in range(n_shards):
+        found.clear(shard)
+    return found
+
+
+def look_up(vocabulary: Vocabulary, ids: dict[int, int] | list[int], step: int) -> None:
+    """A step in which these ids were looked up so often."""
+    counted = ids if isinstance(ids, dict) else dict.fromkeys(ids, 1)
+    keys, accesses = keys_of_ids(np.array(list(counted), np.int64)), np.array(list(counted.values()), np.uint32)
+    vocabulary.looked_up(keys, vocabulary.rows(keys), accesses, np.arange(vocabulary._layout.n_shards), step)
+
+
+def has(vocabulary: Vocabulary, ids: list[int]) -> list[bool]:
+    return list(map(bool, vocabulary.has(keys_of_ids(np.array(ids, np.int64)))))
+
+
+def weights(vocabulary: Vocabulary, ids: list[int]) -> np.ndarray:
+    out = np.empty((len(ids), 3), np.float32)
+    vocabulary.gather(keys_of_ids(np.array(ids, np.int64)), 0, out)
+    return out
+
+
+@given(st.lists(st.integers(MIN, MAX)))
+def test_every_id_has_one_key_and_a_key_gives_its_id_back(ids: list[int]) -> None:
+    given_ids = np.array(ids, np.int64)
+    keys = keys_of_ids(given_ids)
+    assert ids_of(keys).tolist() == ids
+    filled = np.empty(len(ids), np.int64)
+    bad = kernels.fill_hashed_keys(given_ids, filled)
+    n = len(ids) if bad < 0 else bad
+    assert filled[:n].tolist() == keys[:n].tolist() and (bad < 0 or ids[bad] == NO_KEY)
+
+
+def test_the_id_without_a_key_is_the_smallest_number() -> None:
+    assert keys_of_ids(np.array([MIN])).tolist() == [NO_KEY]
+
+
+@pytest.mark.parametrize("n_shards", [1, 3, 5])
+def test_kernels_and_numpy_have_negative_keys_in_the_same_shard(n_shards: int) -> None:
+    keys = keys_of_ids(np.arange(-500, 500))
+    owner = np.arange(n_shards, dtype=np.int32)
+    start, order = np.empty(n_shards + 1, np.int64), np.empty(len(keys), np.int32)
+    kernels.order_by_owner(keys, n_shards, owner, start, order)
+    for shard in range(n_shards):
+        assert set(keys[order[start[shard] : start[shard + 1]]].tolist()) == set(keys[keys % n_shards == shard])
+    found = vocabulary(2000, n_shards=n_shards, fallback=7)
+    look_up(found, list(range(-500, 500)), 1)
+    rows = found.rows(keys)
+    assert (rows % n_shards == keys % n_shards).all() and len(set(rows.tolist())) == 1000
+
+
+def test_an_id_is_admitted_by_its_lookups_and_then_starts_like_a_row_of_that_number() -> None:
+    found = vocabulary(100, admit_after=3)
+    ids = [7, -1, MAX]
+    look_up(found, {7: 1, -1: 2, MAX: 3}, 1)
+    assert has(found, ids) == [False, False, True]
+    look_up(found, {7: 1, -1: 1}, 2)
+    assert has(found, ids) == [False, True, True]
+    look_up(found, {7: 1}, 3)
+    assert has(found, ids) == [True, True, True]
+    plain = Layout.of({"t": (8, 3)}, (SlotSpec("sum"),), 1, 5, 0.1)
+    rows = np.zeros(plain.region_words, np.float32)
+    kernels.init_rows(rows, plain.groups[0].at, 7, 8, 0, 1, 3, found._seed, np.float32(0.1))
+    assert np.array_equal(weights(found, [7])[0], rows[plain.groups[0].at + 7 * 7 :][:3])
+
+
+def test_ids_without_a_row_share_the_fallback_rows() -> None:
+    found = vocabulary(100, n_shards=2, fallback=6)
+    keys = keys_of_ids(np.arange(1000))
+    rows = found.rows(keys)
+    assert set(rows.tolist()) == set(range(found.spec.entries * 2, found.spec.entries * 2 + 6))
+    assert (weights(found, [1, 2, 3]) != 0).all()
+
+
+class Model:
+    """One bucket, as plain Python has it: [id, uses, last step] in each place."""
+
+    def __init__(self, evict: str, evict_after: int) -> None:
+        self.cells: list[list[int] | None] = [None] * BUCKET
+        self.evict, self.evict_after, self.used, self.swept = evict, evict_after, 0, 0
+
+    def step(self, ids: dict[int, int], step: int) -> None:
+        by_id = {cell[0]: cell for cell in self.cells if cell}
+        for id_, n in ids.items():
+            if id_ in by_id:
+                by_id[id_][1:] = [by_id[id_][1] + n, step]
+                self.used += n
+        new = [id_ for id_ in ids if id_ not in by_id]
+        for id_ in sorted(new, key=lambda id_: int(keys_of_ids(np.array([id_]))[0])):
+            place = self._place(step)
+            if place is not None:
+                self.cells[place] = [id_, ids[id_], step]
+        if self.evict == "lfu" and self.used >= 10 * BUCKET:
+            self.used = 0
+            for cell in filter(None, self.cells):
+                cell[1] //= 2
+        if self.evict == "ttl":
+            for place, cell in enumerate(self.cells):
+                if cell and step - cell[2] > self.evict_after:
+                    self.cells[place] = None
+
+    def _place(self, step: int) -> int | None:
+        if None in self.cells:
+            return self.cells.index(None)
+        cells = [(cell, place) for place, cell in enumerate(self.cells) if cell and cell[2] != step]
+        if self.evict == "ttl":
+            cells = [(cell, place) for cell, place in cells if step - cell[2] > self.evict_after]
+            return min(((cell[2], place) for cell, place in cells), default=(0, None))[1]
+        if self.evict == "lfu":
+            return min(((cell[1], cell[2], place) for cell, place in cells), default=(0, 0, None))[2]
+        return None
+
+
+@given(
+    st.lists(st.dictionaries(st.integers(-30, 30), st.integers(1, 9), max_size=12), max_size=25),
+    st.sampled_from([("", 0), ("lfu", 0), ("ttl", 3)]),
+)
+def test_a_full_bucket_evicts_as_the_model_does(steps: list[dict[int, int]], evict: tuple[str, int]) -> None:
+    found, model = vocabulary(BUCKET, evict=evict[0], evict_after_steps=evict[1]), Model(*evict)
+    for step, ids in enumerate(steps, 1):
+        look_up(found, ids, step)
+        model.step(ids, step)
+        expected = sorted(cell[0] for cell in model.cells if cell)
+        assert found.ids([0]).tolist() == expected
+        uses = {int(ids_of(found.keys(0)[[p]])[0]): found.uses(0)[p].tolist() for p in range(BUCKET)}
+        assert all(uses[cell[0]] == [cell[1], cell[2] + 1] for cell in model.cells if cell)
+        assert found.stats([0]).size == len(expected)
+
+
+@given(st.lists(st.dictionaries(st.integers(0, 40), st.integers(1, 3), max_size=20), max_size=20), st.integers(1, 6))
+def test_with_room_for_all_admission_counts_lookups(steps: list[dict[int, int]], admit_after: int) -> None:
+    found, counts = vocabulary(2000, n_shards=2, admit_after=admit_after), dict.fromkeys(range(41), 0)
+    for step, ids in enumerate(steps):
+        look_up(found, ids, step)
+        for id_, n in ids.items():
+            counts[id_] += n
+        assert found.ids([0, 1]).tolist() == [id_ for id_, n in counts.items() if n >= admit_after]
+    stats = found.stats([0, 1])
+    assert stats.lookups == sum(sum(ids.values()) for ids in steps) and stats.evicted == stats.no_room == 0
+
+
+def test_the_filter_forgets_so_that_it_does_not_fill_up() -> None:
+    found = vocabulary(BUCKET, admit_after=200)
+    for step in range(100):
+        look_up(found, list(range(1000 * step, 1000 * step + 200)), step)
+    assert found.stats([0]).size == 0 and found.stats([0]).filled > 0
+    small = found._small[found._filter_at :][: found.spec.n_counters]
+    assert small.max() < 200
+
+
+def test_a_full_table_that_evicts_nothing_counts_whom_it_turned_away() -> None:
+    found = vocabulary(BUCKET)
+    look_up(found, list(range(20)), 1)
+    assert found.stats([0]).size == BUCKET and found.stats([0]).no_room == 4
+    with pytest.raises(ShardMemoryError, match="3 of 3 assigned ids found no room among the 16 entries"):
+        found.fill(np.arange(100, 103), np.ones((3, 3), np.float32), 1)
+
+
+def test_nine_tenths_of_the_capacity_are_reached_nearly_without_a_loss() -> None:
+    found = vocabulary(16_000, n_shards=1)
+    look_up(found, list(range(14_400)), 1)
+    assert found.stats([0]).no_room < 14
+
+
+# --- readers, and kills ----------------------------------------------------------------------------------------------
+
+_STORES = ["choose_entries", "init_records", "publish_keys", "age_entries"]
+
+
+@pytest.fixture
+def before(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], None]], None]:
+    """Does something before the writer of a shard comes to one of its stores."""
+    vocabulary_kernels.load()
+
+    def patch(name: str, act: Callable[[], None]) -> None:
+        stored = getattr(vocabulary_kernels, name)
+
+        def acted(*args: Any) -> Any:
+            act()
+            return stored(*args)
+
+        monkeypatch.setattr(vocabulary_kernels, name, acted)
+
+    return patch
+
+
+def full() -> Vocabulary:
+    """Sixteen ids with weights of their own numbers, and one free bucket for nobody."""
+    found = vocabulary(BUCKET, evict="lfu")
+    look_up(found, list(range(1, 17)), 1)
+    assert found.ids([0]).tolist() == list(range(1, 17))
+    return found
+
+
+@pytest.mark.parametrize("store", _STORES)
+def test_between_any_two_stores_a_reader_finds_complete_records_of_its_own_id(store: str, before: Any) -> None:
+    found, alone = full(), vocabulary(2000)
+    look_up(alone, list(range(1, 40)), 1)
+    own, shared = weights(alone, list(range(1, 40))), weights(found, list(range(100, 140)))
+    seen = []
+
+    def read() -> None:
+        seen.append(weights(found, list(range(1, 40))))
+
+    before(store, read)
+    look_up(found, list(range(20, 30)), 2)
+    assert len(seen) == 1
+    for row, mine in zip(seen[0], own, strict=True):
+        assert np.array_equal(row, mine) or (shared == row).all(axis=1).any()
+    assert found.ids([0]).tolist()[-10:] == list(range(20, 30))
+
+
+@pytest.mark.parametrize("store", _STORES)
+def test_a_kill_between_stores_leaves_free_entries_and_no_id_twice(store: str, before: Any) -> None:
+    class Killed(Exception):
+        pass
+
+    found = full()
+
+    def die() -> None:
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vocabulary_kernels, store, lambda *_: die())
+        with pytest.raises(Killed):
+            look_up(found, list(range(20, 30)), 2)
+    there = set(found.ids([0]).tolist())
+    assert len(there) == np.count_nonzero(found.keys(0)[:BUCKET] != NO_KEY) <= BUCKET
+    assert there <= {*range(1, 17), *range(20, 30)}
+    look_up(found, list(range(40, 56)), 3)  # the successor finds room for all
+    assert found.ids([0]).tolist() == list(range(40, 56)) and found.settle(0) == 0
+    assert found.stats([0]).size == BUCKET
+
+
+def test_a_record_that_changed_hands_while_it_was_copied_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, copy, taken = full(), kernels.gather_rows, []
+
+    def evicted_meanwhile(*args: Any) -> None:
+        if not taken:
+            taken.append(True)
+            look_up(found, list(range(20, 36)), 2)
+        copy(*args)
+
+    monkeypatch.setattr(kernels, "gather_rows", evicted_meanwhile)
+    shared = weights(found, [5])
+    assert taken and not has(found, [5])[0]
+    monkeypatch.undo()
+    assert np.array_equal(shared, weights(vocabulary(BUCKET), [5]))
+
+
+# --- out of a checkpoint ---------------------------------------------------------------------------------------------
+
+
+def test_of_an_id_in_two_entries_the_one_used_last_stays() -> None:
+    found = vocabulary(2 * BUCKET)
+    look_up(found, list(range(10)), 1)
+    key = found.keys(0)
+    place = int(np.flatnonzero(key == keys_of_ids(np.array([4]))[0])[0])
+    free = next(p for p in range(place // BUCKET * BUCKET, 2 * BUCKET) if key[p] == NO_KEY and p != place)
+    key[free], found.uses(0)[free] = key[place], (1, 9)
+    assert found.settle(0) == 1 and key[place] == NO_KEY
+    assert found.ids([0]).tolist() == list(range(10)) and found.stats([0]).size == 10
+
+
+@pytest.mark.parametrize(("evict", "kept"), [("lfu", range(4, 20)), ("", range(16))])
+def test_keys_that_find_no_room_go_by_use_where_the_table_evicts(evict: str, kept: range) -> None:
+    found = vocabulary(BUCKET, evict=evict)
+    uses = np.stack([np.arange(1, 21), np.full(20, 3)], axis=1).astype(np.uint32)
+    rows, without = found.insert(0, keys_of_ids(np.arange(20)), uses)
+    assert without == 4 and found.ids([0]).tolist() == list(kept)
+    assert found.shard_stats(0)[Stat.SIZE] == BUCKET and np.count_nonzero(rows >= 0) == (20 if evict else 16)
