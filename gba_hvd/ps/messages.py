@@ -22,6 +22,7 @@ from typing import Any, Literal
 import msgspec
 
 from gba_hvd.comm.traffic import NOTHING, Sums
+from gba_hvd.epoch import run_number
 from gba_hvd.errors import GbaError
 from gba_hvd.metrics.accumulators import Part
 from recovery.catalog.claims import Claim
@@ -143,6 +144,7 @@ class JobPosition(Struct, tag="Position"):
     grad_norm: float | None = None  # the same, where steps are clipped: before that
     grad_norms: list[tuple[int, float]] = []  # the same of the newest steps, oldest first: `step` after it, norm
     rates: list[tuple[int, float]] = []  # of each living worker: rank, seconds per micro-batch
+    segment: int = 0  # of the epoch
     requested_mode: str = msgspec.field(name="wanted", default="")  # the requested mode, with the reason
     reason: str = ""
     pinned: bool = msgspec.field(name="pin", default=False)  # an operator asked for it: stay there
@@ -161,10 +163,13 @@ class JobPosition(Struct, tag="Position"):
 
 
 class LeaseGrant(Struct, tag="GivenLease"):
+    """expected: micro-batches that the worker will probably get next, to be read ahead; nothing is promised."""
+
     micro: int
     serial: int
     token: int
     n_samples: int
+    expected: list[int] = []
 
 
 class PlannedMember(Struct):
@@ -217,6 +222,12 @@ class LeaseRequest(Struct, tag="Ask"):
     n_samples: int
     lrs: list[float]  # of the dense groups, then the rows', as of step `lrs_step`
     lrs_step: int
+    segment: int = 0  # of the epoch
+    order: int = 0  # digest of the order of the samples, and of what they are
+
+    @property
+    def run(self) -> int:
+        return run_number(self.epoch, self.segment)
 
 
 class Compressor(Struct):

@@ -47,7 +47,7 @@ if PLAN.get("horovod", True):
 
 from balance import Books  # noqa: E402
 from shown import evaluated, softmax_loss  # noqa: E402
-from workload import ParquetClicks, Training, digest_of_dense, digests  # noqa: E402
+from workload import ParquetClicks, ShardedClicks, Training, digest_of_dense, digests, to_batch  # noqa: E402
 
 import gba_hvd  # noqa: E402
 from gba_hvd import losses  # noqa: E402
@@ -210,7 +210,7 @@ def push(self: PsWorker, lease: Any, rows: Any, loss: Any, seconds: float, refus
     if PLAN.get("follow_the_chief"):
         wait_for_the_request(self, lease.token)
     note(push=lease.micro, serial=lease.serial, token=lease.token, epoch=state.epoch, rank=state.world.rank,
-         refused=refused, drop=drop, rows=notes.rows)  # fmt: skip
+         segment=state.engine.progress.cursor.segment, refused=refused, drop=drop, rows=notes.rows)  # fmt: skip
     notes.rows = []
     reported: str = _push(self, lease, rows, loss, seconds, refused, drop)
     for number, micro in enumerate(PLAN.get("kill_server_after_push", [])):
@@ -403,6 +403,8 @@ dataset, tables, model, optimizer, state, scaler = vars(training).values()
 if "parquet" in PLAN:
     dataset = ParquetClicks(PLAN["parquet"])
 how: dict[str, Any] = {"seed": PLAN.get("seed", 1), **PLAN.get("reading", {})}
+if "shards" in PLAN:
+    dataset, how["collate_fn"] = ShardedClicks(**PLAN["shards"]), to_batch
 hooked: list[int] = []
 state.on_step(lambda: hooked.append(state.step))
 notes = Notes()
@@ -455,7 +457,7 @@ def train(state: gba_hvd.elastic.TorchState) -> None:
                 time.sleep(PLAN["sleep_s"])
         scale = None if scaler is None else scaler.state_dict()
         note(values=values_now(), of_epoch=state.epoch, mode=state.engine.mode.name, scaler=scale)
-        scores = gba_hvd.evaluate(model, dataset, state, batch=64)
+        scores = gba_hvd.evaluate(model, training.dataset, state, batch=64)
         state.aucs = [*state.aucs, scores.auc]
         state.report(auc=scores.auc)
         if PLAN.get("evaluates_more"):
@@ -517,7 +519,7 @@ def wait_for_switch(batch: Any) -> None:
     near the end of an epoch there may be no micro-batch left that would bring the chief there.
     """
     due = {int(at) for at in PLAN.get("gba", {}).get("switch_at", {}) if int(at) <= state.step} - past_switches
-    n_micro = -(-len(dataset) // state.engine.model.micro_batch)
+    n_micro = -(-len(training.dataset) // state.engine.model.micro_batch)
     if not due or batch.index >= n_micro - 8:
         return
     target, deadline = PLAN["gba"]["switch_at"][str(max(due))], time.monotonic() + 60

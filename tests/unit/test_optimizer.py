@@ -446,6 +446,6 @@ def test_a_loop_that_is_left_before_the_step_leaves_no_micro_batch_behind(traini
         break
     assert job.state.engine.is_within_step
     again = gba_hvd.batches(clicks(50), job.state)
-    job.state.engine.mode._begin_step(EpochPlan(50, 16, 4), 0, 0)  # as of a worker without a share
+    job.state.engine.mode._begin_step(EpochPlan(50, 16, 4), (0, 0), 0)  # as of a worker without a share
     assert not job.state.engine.is_within_step
     again.close()

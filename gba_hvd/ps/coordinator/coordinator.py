@@ -84,7 +84,9 @@ class Coordinator:
         position = enter.position
         self.account = SampleAccount(**position.account)
         self.loss_scale = None if enter.loss_scale is None else LossScale(**enter.loss_scale)
-        self.ledger = self._ledger(position.epoch, enter.n_samples, position.steps_done, position.step)
+        at = position.epoch, position.segment
+        self.ledger = self._ledger(at, enter.n_samples, position.steps_done, position.step)
+        self._order: int | None = None  # digest of the ledger's samples in their order, as the first worker has them
         self.workers: dict[int, WorkerSeen] = {}
         for worker, rank, host, pid in enter.workers:  # one that dies before its first heartbeat is missed as well
             self.workers[worker] = WorkerSeen(rank, host, pid, clock())
@@ -130,19 +132,20 @@ class Coordinator:
             check_rates(request.lrs, len(self._enter.lrs) + 1)
         except ProtocolError as error:
             raise Mismatch(str(error)) from error
-        ledger = self.ledger
-        if request.epoch < ledger.epoch:
-            return LeaseReply(self.position(epoch=request.epoch, done=True), None, "finished")
-        if request.epoch > ledger.epoch:
+        ledger, at = self.ledger, (request.epoch, request.segment)
+        if request.run < ledger.run:
+            return LeaseReply(self.position(at, done=True), None, "finished")
+        if request.run > ledger.run:
             if not ledger.finished and not self._all_left_early(request.worker):
                 return None  # others still work on the epoch before
             if self.requested_mode not in ("", "auto"):
-                return LeaseReply(self.position(epoch=request.epoch, steps_done=0), None, "drained")
-            new = self._ledger(request.epoch, request.n_samples, 0, ledger.step, ledger.last_serial)
+                return LeaseReply(self.position(at, steps_done=0), None, "drained")
+            new = self._ledger(at, request.n_samples, 0, ledger.step, ledger.last_serial)
             self._staleness_before, self._lags_before = self.staleness(), self.lags()
             self._rejected_before += ledger.rejected
             self._reissued_before += ledger.reissued
-            self.ledger = ledger = new
+            self.ledger, self._order = new, None
+            ledger = new
             self._finished_s = None
             for worker, seen in self.workers.items():
                 if not seen.silent:
@@ -156,15 +159,23 @@ class Coordinator:
                 f"epoch {request.epoch} has {ledger.cut.n_samples} samples for others and {request.n_samples} here: "
                 "all workers must run the same script on the same data"
             )
+        if self._order is None:
+            self._order = request.order
+        elif self._order != request.order:
+            raise Mismatch(
+                f"epoch {request.epoch}: this worker has other samples than others, or the same in another order: all "
+                "workers must run the same script, with the same seed, on the same data"
+            )
         self._take_rates(request.epoch, request.lrs_step, request.lrs)
-        if self.gathered < self._handed.get(request.worker, -1) == 2 * request.epoch + 1:
+        if self.gathered < self._handed.get(request.worker, -1) == 2 * request.run + 1:
             del self._handed[request.worker]  # it had left its loop early, and is back
         answer = ledger.lease(request.worker, request.request)
         if isinstance(answer, Lease):
             handed = self._given.get(answer.micro)
             if handed is None or handed.serial != answer.serial:
                 self._given[answer.micro] = _Handed(answer.serial, request.worker, self._clock())
-            lease = LeaseGrant(answer.micro, answer.serial, answer.token, answer.n_samples)
+            expected = ledger.expected(request.worker)
+            lease = LeaseGrant(answer.micro, answer.serial, answer.token, answer.n_samples, expected)
             return LeaseReply(self.position(), lease)
         if isinstance(answer, Finished):
             return None if self._awaits_chief(request.worker) else LeaseReply(self.position(), None, "finished")
@@ -393,13 +404,19 @@ class Coordinator:
             sums = added(sums, of_worker)
         return {**self._traffic_before, mode: added(self._traffic_before.get(mode, NOTHING), sums)}
 
-    def position(self, epoch: int | None = None, steps_done: int | None = None, done: bool = False) -> JobPosition:
+    def position(
+        self, at: tuple[int, int] | None = None, steps_done: int | None = None, done: bool = False
+    ) -> JobPosition:
+        """at: the epoch and its segment, when a worker asks for others than those of the ledger."""
         ledger = self.ledger
+        of_ledger = ledger.epoch, ledger.segment
+        epoch, segment = at or of_ledger
         if done:  # an epoch that is over
             steps_done = ledger.cut.n_steps
         return JobPosition(
             step=ledger.step,
-            epoch=ledger.epoch if epoch is None else epoch,
+            epoch=epoch,
+            segment=segment,
             steps_done=ledger.steps_done if steps_done is None else steps_done,
             account=asdict(self.account),
             staleness=self.staleness(),
@@ -418,7 +435,7 @@ class Coordinator:
             pinned=self.pin,
             failure=self._failure(),
             membership_epoch=self.world,
-            remapped=self.moved if epoch in (None, ledger.epoch) else {},
+            remapped=self.moved if (epoch, segment) == of_ledger else {},
         )
 
     def resume_position(self) -> JobPosition | None:
@@ -450,6 +467,7 @@ class Coordinator:
             "gathered": self.gathered,
             "loss_scale": None if self.loss_scale is None else list(self.loss_scale.now),
             "void": self.void,
+            "order": self._order,
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
@@ -472,17 +490,19 @@ class Coordinator:
         *self._lrs, self._row_lr = state["lrs"]
         self._lrs_key = (state["lrs_key"][0], state["lrs_key"][1])
         self.moved = dict(state["moved"])
-        self.gathered, self.void = state["gathered"], state.get("void", 0)
+        self.gathered, self.void, self._order = state["gathered"], state.get("void", 0), state.get("order")
         if self.loss_scale is not None:
             self.loss_scale.load(state["loss_scale"])
 
-    def _ledger(self, epoch: int, n_samples: int, steps_done: int, step: int, last_serial: int = 0) -> Ledger:
+    def _ledger(self, at: tuple[int, int], n_samples: int, steps_done: int, step: int, last_serial: int = 0) -> Ledger:
+        """at: the epoch and its segment."""
         cut = EpochPlan(n_samples, self._enter.global_batch, self._enter.micro_batch)
         discipline = Discipline(**self._enter.discipline)
         return Ledger(
             cut,
             discipline,
-            epoch=epoch,
+            epoch=at[0],
+            segment=at[1],
             steps_done=steps_done,
             step=step,
             account=self.account,
