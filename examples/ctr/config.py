@@ -342,7 +342,9 @@ class Switching:
     min_stay: int = setting(Options.min_stay, "auto: global steps in a mode before it is left")
     warm_up_steps: int = setting(Options.warm_up_steps, "auto: global steps of the job before gba is entered", off="0")
     sync: str = setting(Averaging.algorithm, "what shadow runs in the background: easgd, ma, bmuf or none", off="none")
-    elasticity: float = setting(Averaging.elasticity, "share of the target that a replica takes on in a round")
+    elasticity: float | None = setting(
+        None, "share of the target that a replica takes on in a round; null: 1 in ma and bmuf, else 0.5", off="1.0"
+    )
     block_rate: float = setting(Averaging.block_rate, "bmuf: how far the global copy goes towards the mean")
     mixing: str = setting(Averaging.mixing, "interpolate, or difference: what was learned during a round is kept whole")
     every: int = setting(30, "local steps between the rounds of easgd, ma and bmuf")

@@ -146,9 +146,11 @@ def _modes(switching: Switching | None, dense: Dense) -> Iterator[tuple[str, str
     if "hop_bw" in visited:
         yield "", f"hop_bw: a step does not wait for the last {s.backups} of the workers"
     if "shadow" in visited:
-        yield "", f"shadow: replicas synchronised by {s.sync} in the background, elasticity {s.elasticity:g}"
+        share = callback.averaging("shadow").elasticity
+        yield "", f"shadow: replicas synchronised by {s.sync} in the background, elasticity {share:g}"
     for mode in sorted(visited & {"easgd", "ma", "bmuf"}):
-        yield "", f"{mode}: replicas synchronised every {s.every} local steps, elasticity {s.elasticity:g}"
+        share = callback.averaging(mode).elasticity
+        yield "", f"{mode}: replicas synchronised every {s.every} local steps, elasticity {share:g}"
 
 
 def _compression(config: JobConfig) -> Iterator[tuple[str, str]]:

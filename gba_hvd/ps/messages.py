@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from gba_hvd.comm.traffic import NOTHING, Sums
 from gba_hvd.epoch import run_number
 from gba_hvd.errors import GbaError
 from gba_hvd.metrics.accumulators import Part
@@ -133,8 +134,9 @@ class JobPosition(Struct, tag="Position"):
     steps_done: int = 0
     account: dict[str, int] = {}
     staleness: dict[int, int] = {}  # histogram over applied and dropped micro-batches
-    lags: dict[int, int] = {}  # as staleness, but of the dense values that gradients were computed with (server 0)
+    lags: dict[int, int] = {}  # as staleness, but of the dense values that gradients were computed with
     arrivals: list[list[tuple[int, float]]] = []  # the same by step, for the chief: with "finished", "drained"
+    traffic: dict[str, Sums] = {}  # bytes on the wires of all workers, by mode
     gaps: list[tuple[int, int, float, float, int]] = []  # rank, as of `GapMeter.by_worker` (server 0), worker
     rejected: int = msgspec.field(name="refused", default=0)
     reissued: int = 0
@@ -294,6 +296,7 @@ class PushDone(Struct, tag="Done"):
 
     lrs: as of `LeaseRequest`, when the gradients were computed; so a step is applied with rates as new as its gradients
     dense_step: of the dense values it was computed with, of several servers the oldest; -1: not known
+    traffic: bytes on this worker's wires since it came into the mode
     """
 
     worker: int
@@ -306,6 +309,7 @@ class PushDone(Struct, tag="Done"):
     lrs: list[float] = []
     lrs_step: int = -1
     dense_step: int = -1
+    traffic: Sums = NOTHING
 
 
 class HeartbeatMsg(Struct, tag="Beat"):

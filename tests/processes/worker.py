@@ -9,6 +9,7 @@ written down just before.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -50,6 +51,7 @@ from workload import ParquetClicks, ShardedClicks, Training, digest_of_dense, di
 
 import gba_hvd  # noqa: E402
 from gba_hvd import losses  # noqa: E402
+from gba_hvd.averaging import schedule  # noqa: E402
 from gba_hvd.averaging.sync_thread import SyncThread  # noqa: E402
 from gba_hvd.checkpoint.job_checkpoints import JobCheckpoints, checkpoints_of  # noqa: E402
 from gba_hvd.comm.collectives import HorovodWorld  # noqa: E402
@@ -197,6 +199,8 @@ def stop_rounds(self: SyncThread, together: bool = False, timeout_s: float = 10.
 
 
 SyncThread.stop = stop_rounds  # type: ignore[method-assign]
+if PLAN.get("in_step"):  # in the foreground, no worker takes part in a round before it has made a step itself
+    schedule._is_due = lambda now, standing, *_: bool(standing.ending) or standing.round_requested
 
 
 def push(self: PsWorker, lease: Any, rows: Any, loss: Any, seconds: float, refused: str, drop: bool = False) -> str:
@@ -246,11 +250,18 @@ def wait_for_the_request(mode: PsWorker, token: int) -> None:
 
 
 _ask = PsWorker.ask
+_n_given = itertools.count()  # leases to this worker
 
 
 def ask(self: PsWorker, epoch: int, *args: Any) -> Any:
     """Note what was given, in the thread that asks ahead."""
+    in_step, others = PLAN.get("in_step"), set(range(state.world.size)) - {state.world.rank}
+    number = next(_n_given) if in_step else 0
+    for rank in others if number else ():  # all have as many leases, so that all have as many steps
+        wait_for_file(f"given-{rank}-{number}")
     given = _ask(self, epoch, *args)
+    if in_step and given.lease is not None:
+        (OUT / f"given-{state.world.rank}-{number + 1}").touch()
     note(
         given=None if given.lease is None else given.lease.micro,
         instead=given.status,

@@ -175,7 +175,7 @@ class Training:
     def of(cls, plan: dict[str, Any], more_users: int = 0, **values: Any) -> Training:
         torch.manual_seed(plan.get("torch_seed", 3))
         module, _, kind = plan.get("row_optimizer", "Adagrad").rpartition(":")
-        row_optimizer = getattr(importlib.import_module(module or "gba_hvd"), kind)(lr=0.05)
+        row_optimizer = getattr(importlib.import_module(module or "gba_hvd"), kind)(lr=plan.get("row_lr", 0.05))
         has_features, users = bool(plan.get("features")), gba_hvd.Table(300 + more_users, 8)
         if "hashed" in plan:
             users = gba_hvd.Table(dim=8, keys="hash64", **plan["hashed"])

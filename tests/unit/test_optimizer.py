@@ -433,7 +433,7 @@ def test_callbacks_may_be_registered_in_any_order_but_not_within_a_step(training
         callbacks = [gba_hvd.GBACallback(), recovery.CheckpointCallback("memory://nowhere")]
         job.state.register_callbacks(callbacks[::order])
         names.append([participant.name for participant in job.state.engine.participants])
-    assert names == [["mode requests", "checkpoints"]] * 2
+    assert names == [["mode requests", "checkpoints", "traffic"]] * 2
     job = training()
     next(gba_hvd.batches(clicks(50), job.state))
     with pytest.raises(GbaError, match="only between steps"):

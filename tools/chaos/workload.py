@@ -158,9 +158,10 @@ optimizer: Any = gba_hvd.DistributedOptimizer(
 )  # fmt: skip
 state: Any = gba_hvd.elastic.TorchState(model, optimizer, epoch=0, aucs=[])
 switch_at = {int(step): mode for step, mode in PLAN["switch_at"].items()}
+of_replicas = {"sync": PLAN["sync"]} if "shadow" in {PLAN["mode"], *switch_at.values()} else {}
 callbacks: list[Any] = [
     Notes(),
-    gba_hvd.GBACallback(mode=PLAN["mode"], switch_at=switch_at, rule=PLAN["rule"], sync=PLAN["sync"], wait_s=180),
+    gba_hvd.GBACallback(mode=PLAN["mode"], switch_at=switch_at, rule=PLAN["rule"], wait_s=180, **of_replicas),
     gba_hvd.FaultSchedule(map(Fault.of, PLAN["inside"]), OUT / "inside"),
 ]
 if PLAN["checkpoint_url"]:

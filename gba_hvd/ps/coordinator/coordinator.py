@@ -15,6 +15,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from gba_hvd.comm.traffic import NOTHING, Sums, added
 from gba_hvd.epoch import EpochPlan, SampleAccount
 from gba_hvd.gradients.clipping import Clip
 from gba_hvd.gradients.loss_scale import LossScale
@@ -98,7 +99,7 @@ class Coordinator:
         self.last_loss: float | None = None
         self.last_norm: float | None = None  # of the newest step's gradient, before it was clipped
         self._norms: deque[tuple[int, float]] = deque(maxlen=_NORMS)  # the same by step; a successor has none
-        self._staleness_before = dict(position.staleness)
+        self._staleness_before, self._lags_before = dict(position.staleness), dict(position.lags)
         self._rejected_before, self._reissued_before = position.rejected, position.reissued
         self._lrs, self._row_lr, self._lrs_key = list(enter.lrs), enter.row_lr, (position.epoch, position.step)
         self._losses: dict[int, float] = {}
@@ -106,9 +107,11 @@ class Coordinator:
         self.rejected_gradients: list[str] = []
         self._rejected_in_a_row = 0
         self._ending = False
-        self.lags: dict[int, int] = {}  # counted by the part of this server, as are
-        self.arrivals: Collection[list[tuple[int, float]]] = ()  # by step, of the newest steps, and
+        # Both counted by the part of this server: by step, of the newest steps, and
+        self.arrivals: Collection[list[tuple[int, float]]] = ()
         self.gaps: dict[int, tuple[int, float, float]] = {}  # by worker, as of `GapMeter.by_worker`
+        self._traffic_before = dict(position.traffic)
+        self._traffic: dict[int, Sums] = {}  # by worker, of those that are gone, too; a successor has those that live
         self._chief_died_s: float | None = None  # until another worker is rank 0
         self._finished_s: float | None = None  # when a worker first learned that this epoch is over
         self._left_early: set[int] = set()  # workers that ask for the next epoch already
@@ -138,7 +141,7 @@ class Coordinator:
             if self.requested_mode not in ("", "auto"):
                 return LeaseReply(self.position(at, steps_done=0), None, "drained")
             new = self._ledger(at, request.n_samples, 0, ledger.step, ledger.last_serial)
-            self._staleness_before = self.staleness()
+            self._staleness_before, self._lags_before = self.staleness(), self.lags()
             self._rejected_before += ledger.rejected
             self._reissued_before += ledger.reissued
             self.ledger, self._order = new, None
@@ -197,6 +200,9 @@ class Coordinator:
         """Every server has this push: "accepted", "repeated" or "revoked"."""
         if request.lrs:
             check_rates(request.lrs, len(self._enter.lrs) + 1)
+        self._traffic[request.worker] = max(
+            self._traffic.get(request.worker, NOTHING), request.traffic
+        )  # both only grow
         answer = self.ledger.accept(
             request.worker, request.micro, request.serial, request.rejected or None, request.dense_step
         )
@@ -386,10 +392,17 @@ class Coordinator:
     # --- a look ------------------------------------------------------------------------------------------------------
 
     def staleness(self) -> dict[int, int]:
-        total = dict(self._staleness_before)
-        for key, count in self.ledger.staleness_histogram.items():
-            total[key] = total.get(key, 0) + count
-        return total
+        return _together(self._staleness_before, self.ledger.staleness_histogram)
+
+    def lags(self) -> dict[int, int]:
+        """The same of the dense values that gradients were computed with; of several servers, the oldest."""
+        return _together(self._lags_before, self.ledger.age_histogram)
+
+    def _all_traffic(self) -> dict[str, Sums]:
+        sums, mode = NOTHING, self._enter.discipline["name"]
+        for of_worker in self._traffic.values():
+            sums = added(sums, of_worker)
+        return {**self._traffic_before, mode: added(self._traffic_before.get(mode, NOTHING), sums)}
 
     def position(
         self, at: tuple[int, int] | None = None, steps_done: int | None = None, done: bool = False
@@ -407,7 +420,8 @@ class Coordinator:
             steps_done=ledger.steps_done if steps_done is None else steps_done,
             account=asdict(self.account),
             staleness=self.staleness(),
-            lags=dict(self.lags),
+            lags=self.lags(),
+            traffic=self._all_traffic(),
             gaps=sorted((s.rank, *self.gaps[w], w) for w, s in self.workers.items() if w in self.gaps),
             rejected=self._rejected_before + ledger.rejected,
             reissued=self._reissued_before + ledger.reissued,
@@ -444,6 +458,7 @@ class Coordinator:
             "reason": self.reason,
             "pin": self.pin,
             "staleness": self._staleness_before,
+            "lags": self._lags_before,
             "refused": self._rejected_before,
             "reissued": self._reissued_before,
             "lrs": [*self._lrs, self._row_lr],
@@ -466,6 +481,7 @@ class Coordinator:
         self.world, self.requested_mode, self.reason = state["world"], state["wanted"], state["reason"]
         self.pin = state["pin"]
         self._staleness_before = {int(k): v for k, v in state["staleness"].items()}
+        self._lags_before = {int(k): v for k, v in state.get("lags", {}).items()}
         self._rejected_before, self._reissued_before = state["refused"], state["reissued"]
         self._given = {
             micro: _Handed(serial, worker, self._clock())
@@ -493,6 +509,14 @@ class Coordinator:
             last_serial=last_serial,
             skips=self.loss_scale is not None,
         )
+
+
+def _together(before: Mapping[int, int], now: Mapping[int, int]) -> dict[int, int]:
+    """Two histograms as one."""
+    total = dict(before)
+    for key, count in now.items():
+        total[key] = total.get(key, 0) + count
+    return total
 
 
 def row_damping(plan: StepPlan, answers: Sequence[tuple[int, int, float]]) -> list[float]:

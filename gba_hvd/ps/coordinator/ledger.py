@@ -59,7 +59,8 @@ class Drained:
 class Member:
     """A push in a step. `weight` is f alone, 0 for a dropped one; `staleness` is k - token, in steps, 0 or more.
 
-    rejected: its gradient was not finite, so that no server has all of it
+    rejected: its gradient was not finite, so that no server has all of it. age: of the dense values that it was
+    computed with, in steps; -1: not known
     """
 
     micro: int
@@ -68,6 +69,7 @@ class Member:
     n_samples: int
     staleness: int
     rejected: bool = False
+    age: int = -1
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,7 @@ class Ledger:
         self.segment = segment
         self.skips = skips
         self.staleness_histogram: dict[int, int] = {}
+        self.age_histogram: dict[int, int] = {}  # of the dense values, where they are known
         self.reissued = self.repeated = self.rejected = 0
         self._weighting = weighting(discipline.staleness, discipline.tolerance)
         self._by_index = discipline.name in ("gba", "bsp")  # tokens; M pushes make a step
@@ -300,6 +303,9 @@ class Ledger:
                 self.account.applied += member.n_samples
             key = min(member.staleness, MAX_STALENESS)
             self.staleness_histogram[key] = self.staleness_histogram.get(key, 0) + 1
+            if member.age >= 0:
+                age = min(member.age, MAX_STALENESS)
+                self.age_histogram[age] = self.age_histogram.get(age, 0) + 1
         self.account.steps_skipped += plan.overflowed
         self._n_resolved += len(plan.members)
         self.step, self._decided = step, None
@@ -393,6 +399,7 @@ class Ledger:
             "step": self.step,
             "account": vars(self.account).copy(),
             "histogram": [list(pair) for pair in sorted(self.staleness_histogram.items())],
+            "ages": [list(pair) for pair in sorted(self.age_histogram.items())],
             "reissued": self.reissued,
             "repeated": self.repeated,
             "refused": self.rejected,
@@ -430,6 +437,7 @@ class Ledger:
             skips=state["skips"],
         )
         ledger.staleness_histogram = {key: count for key, count in state["histogram"]}
+        ledger.age_histogram = {age: count for age, count in state.get("ages", ())}
         ledger.reissued, ledger.repeated, ledger.rejected = state["reissued"], state["repeated"], state["refused"]
         ledger._first_step, ledger._next, ledger._n_resolved = state["first_step"], state["next"], state["n_resolved"]
         ledger._row = list(state.get("row", ()))
@@ -508,7 +516,8 @@ class Ledger:
         elif name == "gba":
             weight = self._weighting.weight(self._age(work) if self.discipline.staleness_of == "values" else staleness)
         n_samples = self.cut.samples_of_micro(work.micro)
-        return Member(work.micro, work.serial, weight, n_samples, staleness, work.rejected)
+        age = -1 if work.values_step < 0 else self._age(work)
+        return Member(work.micro, work.serial, weight, n_samples, staleness, work.rejected, age)
 
     def _is_fresh(self, work: _Work) -> bool:
         return work.token == self.step

@@ -337,6 +337,9 @@ def test_with_tolerance_0_only_gradients_of_the_newest_values_count() -> None:
         job.of.accept(0, lease.micro, lease.serial, values_step=values_step)
     assert weights(job.step()) == [1, 0, 1, 1]
     assert job.of.account == SampleAccount(total=16, applied=12, dropped=4)
+    assert job.of.age_histogram == {0: 3, 1: 1}, "the dropped one is counted, too, as in the staleness"
+    assert sum(job.of.staleness_histogram.values()) == 4
+    assert Ledger.from_state(json.loads(json.dumps(job.of.state()))).age_histogram == {0: 3, 1: 1}
 
 
 def test_the_histogram_ends_in_a_key_for_all_that_is_staler(monkeypatch: pytest.MonkeyPatch) -> None:
