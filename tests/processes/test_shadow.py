@@ -215,7 +215,7 @@ def test_a_server_that_dies_while_replicas_are_submitted_goes_on_with_what_its_s
 @pytest.mark.variant
 def test_a_server_that_is_killed_between_costs_no_replica(tmp_path: Path) -> None:
     gba = {"mode": "shadow"}
-    with cluster(tmp_path, VERY_PATIENT, gba=gba, kill_server_after_push=[[1, 20]], epochs=3, sleep_s=0.02) as job:
+    with cluster(tmp_path, VERY_PATIENT, gba=gba, kill_server_after_push=[[1, 3, 3]], epochs=3, sleep_s=0.02) as job:
         job.run(lambda: job.start_static(2), PATIENCE_S)
         job.assert_every_sample_once(epochs=3)
         assert (job.out / "fault-server-0").exists()

@@ -8,6 +8,7 @@ written down just before.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import itertools
 import json
@@ -206,33 +207,45 @@ if PLAN.get("in_step"):  # in the foreground, no worker takes part in a round be
 def push(self: PsWorker, lease: Any, rows: Any, loss: Any, seconds: float, refused: str, drop: bool = False) -> str:
     die("before push", state.epoch)
     die("before push of step", lease.token)
-    wait_for_planned_kill(lease.micro)
+    fatal = fatal_push(lease.micro)
     if PLAN.get("follow_the_chief"):
         wait_for_the_request(self, lease.token)
     note(push=lease.micro, serial=lease.serial, token=lease.token, epoch=state.epoch, rank=state.world.rank,
          segment=state.engine.progress.cursor.segment, refused=refused, drop=drop, rows=notes.rows)  # fmt: skip
     notes.rows = []
     reported: str = _push(self, lease, rows, loss, seconds, refused, drop)
-    for number, micro in enumerate(PLAN.get("kill_server_after_push", [])):
-        fired = OUT / f"fault-server-{number}"
-        if [state.epoch, lease.micro] == micro and not fired.exists():
-            self.flush()  # the server has it, and the coordinator knows
-            pid = launch.pid_of(state.engine.folder, 0)
-            assert pid is not None
-            fired.write_text(json.dumps({"pid": pid, "time": time.time()}))
-            os.kill(pid, signal.SIGKILL)
+    if fatal is not None:
+        self.flush()  # the server has it, and the coordinator knows
+        pid = launch.pid_of(state.engine.folder, 0)
+        assert pid is not None
+        fatal.write_text(json.dumps({"pid": pid, "time": time.time()}))
+        os.kill(pid, signal.SIGKILL)
     return reported
 
 
 PsWorker.push = push  # type: ignore[method-assign]
 
 
-def wait_for_planned_kill(micro: int) -> None:
-    """A step that its server is to be killed in is not complete before: its later pushes wait."""
-    of_step = state.engine.model.global_batch // state.engine.model.micro_batch
-    for number, (epoch, last) in enumerate(PLAN.get("kill_server_after_push", [])):
-        if epoch == state.epoch and micro > last and micro // of_step == last // of_step:
-            wait_for_file(f"fault-server-{number}")
+def fatal_push(micro: int) -> Path | None:
+    """What to write when this push has arrived and its server is to be killed: by [epoch, step, n], the n-th of a step.
+
+    The step is not complete before: its later pushes wait here. Which micro-batches come first is open.
+    """
+    step = micro // (state.engine.model.global_batch // state.engine.model.micro_batch)
+    for number, planned in enumerate(PLAN.get("kill_server_after_push", [])):
+        fired = OUT / f"fault-server-{number}"
+        if planned[:2] != [state.epoch, step] or fired.exists():
+            continue
+        with open(OUT / f"order-{number}", "a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            position = file.read().count(".") + 1
+            file.write(".")
+        if position == planned[2]:
+            return fired
+        if position > planned[2]:
+            wait_for_file(fired.name)
+    return None
 
 
 def wait_for_the_request(mode: PsWorker, token: int) -> None:

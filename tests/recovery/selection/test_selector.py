@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
 from recovery.config import Config
 from recovery.errors import BadInput
 from recovery.policies import POLICIES
-from recovery.rows import RowIndices, RowView
+from recovery.rows import KEY, USES, Column, RowIndices, RowView, Schema, Table
+from recovery.selection.importance import extra_bytes
+from recovery.selection.scar import Scar
 from recovery.selection.selector import Selection
 from recovery.torch_rows.tensor_rows import TensorRows
 from tests.recovery.holders import train, two_tables
@@ -79,6 +83,36 @@ def test_scar_compares_weights_and_no_optimizer_slots(as_one_array: bool) -> Non
     found = noted(selection, rows, "scar")
     assert np.asarray(found[0, 0]).tolist() == [3, 8]
     assert len(np.asarray(found[0, 1])) == 0
+
+
+def test_scar_takes_a_row_that_another_key_has_now_and_looks_at_no_uses() -> None:
+    table = Table("t", 6, (Column("weights", 2), Column("slot", 2), KEY, USES), shared_rows=1)
+    keys = np.arange(-3, 3)[:, None].view(np.float32)  # those below 0 are no numbers, as float32
+    records = np.concatenate([np.zeros((6, 4), np.float32), keys, np.zeros((6, 2), np.float32)], axis=1)
+    slab = RowView((records[:, :4], records[:, 4:6], records[:, 6:]), np.zeros(6, np.uint32))
+    scar = Scar(_OneSlab(Schema((table,), 1), slab))  # type: ignore[arg-type]
+    everything, taken = slice(0, 6), np.array([1, 3])
+    scar.saved(0, 0, everything, records, slab.counts)
+    assert scar.importance(0, 0, everything).tolist() == [0] * 6
+    records[1, 0], records[2, 2], records[4, 6] = 2.0, 2.0, 2.0  # a weight, a slot, uses
+    records[3, 4:6] = np.array([1 << 40]).view(np.float32)
+    assert scar.importance(0, 0, everything).tolist() == [0, 4, 0, np.inf, 0, 0]
+    assert scar.importance(0, 0, slice(3, 5)).tolist() == [np.inf, 0]
+    scar.saved(0, 0, taken, records[taken], slab.counts[taken])
+    assert scar.importance(0, 0, everything).tolist() == [0] * 6
+    records[:, :6] = 5.0
+    scar.restored(0, 0)
+    assert scar.importance(0, 0, everything).tolist() == [0] * 6
+    assert extra_bytes("scar", table, 6, 0.5) == 6 * (8 + 8), "a copy of weights and keys"
+
+
+@dataclass(frozen=True)
+class _OneSlab:
+    schema: Schema
+    rows: RowView
+
+    def slab(self, table: int, shard: int) -> RowView:
+        return self.rows
 
 
 class _Records:
