@@ -3,13 +3,14 @@
 Four workers with emulated accelerators (`emulated_accelerators.py`) train one small click model (`small_ctr.py`) on the
 same samples in the same order. A run lasts a fixed time; the rest of its epoch is then trained without emulation and
 not timed, so every AUC is that of the same samples. Runs of the contestants alternate. Dropped samples do not count as
-trained.
+trained. `load` is the machine's 1-minute load average after a run, the contestant's own processes included.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from typing import Any
 from ..harness import emulated_accelerators as emulated
 from ..harness import measure
 from ..harness.measure import Row, Subparsers, Variant
+from ..harness.noise import Noise
 
 MODES = ("allreduce", "gba", "auto", "async", "bsp", "hop_bs", "hop_bw")
 PEERS = {
@@ -28,7 +30,7 @@ PEERS = {
     "torch_rpc": "batch-update parameter server on torch.distributed.rpc, pulls and pushes of touched rows",
 }
 SCENARIOS = ("none", "straggler_5x", "gamma", "come_and_go")
-COLUMNS = ("samples_per_s", "ideal_share", "auc", "dropped", "dropped_share", "staleness_mean", "staleness_max")
+COLUMNS = ("samples_per_s", "ideal_share", "auc", "dropped", "dropped_share", "staleness_mean", "staleness_max", "load")
 TIMEOUT_S = 120.0  # for one run, beyond its measured time
 
 
@@ -37,6 +39,10 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--service-ms", type=float, default=50.0, help="time of a micro-batch on the emulated device")
     parser.add_argument("--seconds", type=float, default=5.0, help="measured time of the steady scenarios")
     parser.add_argument("--runs", type=int, default=1, help="launches of each contestant in each scenario")
+    parser.add_argument(
+        "--noise", type=float, default=0.0, metavar="SHARE",
+        help="processes of the benchmark's own take this share of each core, in bursts, while contestants run",
+    )  # fmt: skip
     measure.add_chosen(parser, "--modes", (*MODES, *PEERS), "MODE")
     measure.add_chosen(parser, "--scenarios", SCENARIOS, "SCENARIO")
 
@@ -51,8 +57,9 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="gba-hvd-bench-") as scratch:
         launches = Launches(Path(scratch), args.service_ms / 1000, args.seconds, list(chosen.values()))
         try:
-            for scenario in chosen.values():
-                measure.interleave(contestants, args.runs, partial(launches.run, scenario, rows))
+            with Noise(args.noise):
+                for scenario in chosen.values():
+                    measure.interleave(contestants, args.runs, partial(launches.run, scenario, rows))
         except measure.RunFailed as error:
             failed = error  # the minutes of work before it are kept
     found = by_scenario(rows)
@@ -66,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
                 "micro_batch": emulated.MICRO_BATCH,
                 "global_batch": emulated.N_MICRO * emulated.MICRO_BATCH,
                 "peers": PEERS,
+                "noise": args.noise,
                 "scenarios": {name: described(scenario) for name, scenario in chosen.items()},
             },
             "bayes_auc": launches.bayes_auc,
@@ -110,11 +118,12 @@ class Launches:
         arguments = ["--data", self._folder / "data", "--scenario", scenario.name]
         arguments += ["--service-s", self._service_s, "--measured-s", self._measured_s]
         found = measure.result_of(contestant, arguments, self._folder, scenario.end_s + self._timeout_s)
-        row = {"scenario": scenario.name, "mode": contestant.name, "run": number, **found}
+        load = os.getloadavg()[0]
+        row = {"scenario": scenario.name, "mode": contestant.name, "run": number, "load": load, **found}
         rows.append(row)
         print(
             f"{scenario.name:13s} run {number + 1}  {contestant.name:10s} {row['samples_per_s']:9,.0f} samples/s  "
-            f"{row['ideal_share']:.3f} of the ideal  AUC {row['auc']:.4f}",
+            f"{row['ideal_share']:.3f} of the ideal  AUC {row['auc']:.4f}  load {load:.1f}",
             flush=True,
         )
         return row

@@ -1,0 +1,46 @@
+"""Other work on the machine, on purpose: processes that take a share of each core, in bursts.
+
+What a process does is in `core_load.py`. It ends with the `with` block, and by itself when its parent is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+
+from gba_hvd.errors import BadInput
+
+_SCRIPT = Path(__file__).with_name("core_load.py")  # a file of the standard library alone: it is there at once
+
+
+class Noise:
+    """Runs one process on each core that this process may use; none with a share of 0. Raises BadInput."""
+
+    def __init__(self, share: float) -> None:
+        """share: of a core, 0 to below 1"""
+        if not 0 <= share < 1:
+            raise BadInput(f"noise must be a share of each core, 0 to below 1, got {share}")
+        self._share = share
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def __enter__(self) -> Noise:
+        for core in sorted(os.sched_getaffinity(0)) if self._share else ():
+            words = [sys.executable, str(_SCRIPT), "--core", str(core), "--share", str(self._share)]
+            self._processes.append(subprocess.Popen([*words, "--parent", str(os.getpid())], stdin=subprocess.DEVNULL))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+        self._processes = []
