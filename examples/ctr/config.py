@@ -336,11 +336,14 @@ class Switching:
     )
     slack: int = setting(Discipline.slack, "hop_bs: micro-batches a worker may be ahead of the slowest")
     backups: int = setting(Discipline.backups, "hop_bw: workers a round does not wait for")
-    enter_gain: float = setting(Options.enter_gain, "auto: to gba when predicted so many times as fast as allreduce")
-    leave_gain: float = setting(Options.leave_gain, "auto: back when predicted less than so many times as fast")
-    patience: int = setting(Options.patience, "auto: global steps for which the prediction must hold")
+    enter_gain: float = setting(Options.enter_gain, "auto: to gba when it is so many times as fast as allreduce")
+    leave_gain: float = setting(Options.leave_gain, "auto: back when it is less than so many times as fast")
+    patience: int = setting(Options.patience, "auto: global steps for which this must hold")
     min_stay: int = setting(Options.min_stay, "auto: global steps in a mode before it is left")
     warm_up_steps: int = setting(Options.warm_up_steps, "auto: global steps of the job before gba is entered", off="0")
+    trial_budget: float = setting(
+        Options.trial_budget, "auto: share of the work that trials of the other mode may cost; 0: none"
+    )
     sync: str = setting(Averaging.algorithm, "what shadow runs in the background: easgd, ma, bmuf or none", off="none")
     elasticity: float | None = setting(
         None, "share of the target that a replica takes on in a round; null: 1 in ma and bmuf, else 0.5", off="1.0"

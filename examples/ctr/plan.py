@@ -124,6 +124,8 @@ def _modes(switching: Switching | None, dense: Dense) -> Iterator[tuple[str, str
     if s.mode == "auto":
         yield "mode", f"auto: gba when predicted {s.enter_gain:g}x as fast as allreduce, back below {s.leave_gain:g}x,"
         yield "", f"each for {s.patience} steps, after {s.min_stay} steps or more in a mode"
+        if s.trial_budget:
+            yield "", f"the other mode is tried where it may be faster, for {s.trial_budget:.1%} of the work at most"
         if s.warm_up_steps:
             yield "", f"allreduce in the first {s.warm_up_steps} steps of the job"
     else:

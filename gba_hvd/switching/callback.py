@@ -21,16 +21,17 @@ from gba_hvd.mode_names import REPLICA_MODES, SETTINGS, known_mode
 from gba_hvd.ps.coordinator.discipline import Discipline, StalenessOf
 from gba_hvd.switching.decision_reports import DecisionReports
 from gba_hvd.switching.idle_options import idle
-from gba_hvd.switching.policy import (
-    Decision,
-    Options,
-    Rates,
-    RecentRates,
-    Stance,
-    decide,
-    expected_drops,
-    expected_old_values,
+from gba_hvd.switching.measurements import (
+    N_NEWEST,
+    N_RECENT,
+    RecentCost,
+    RecentRate,
+    RecentTimes,
+    mean_times,
+    neighbours,
 )
+from gba_hvd.switching.policy import Decision, Options, Stance, decide, learned, leaving
+from gba_hvd.switching.predictions import Rates, expected_drops, expected_old_values
 from gba_hvd.switching.requested_mode import AskedMode
 from gba_hvd.update_rules import check, known_rule, known_settings, look_ahead
 from gba_hvd.update_rules.default_rule import RuleChoice, choose
@@ -60,7 +61,7 @@ class GBACallback(Callback):
     rule_settings: of "dc" and "dana_dc", see `gba_hvd.update_rules.delay_compensation.DEFAULTS`; of "look_ahead",
                 `steps`
     staleness, tolerance, staleness_of, lookahead, slack, backups: see `gba_hvd.ps.coordinator.ledger.Discipline`
-    enter_gain, leave_gain, patience, min_stay, warm_up_steps: see `gba_hvd.switching.policy.Options`
+    enter_gain, leave_gain, patience, min_stay, warm_up_steps, trial_budget: see `gba_hvd.switching.policy.Options`
     switch_at:  modes to change to at given global steps, e.g. {1000: "gba"}
     curvature:  largest curvature of the loss (`gba_hvd.update_rules.stability.largest_curvature`), if known: an
                 asynchronous mode without replicas in which the learning rate is predicted unstable at the expected ages
@@ -94,11 +95,12 @@ class GBACallback(Callback):
         lookahead: int | None = None,
         slack: int = 2,
         backups: int = 1,
-        enter_gain: float = 1.05,
-        leave_gain: float = 1.0,
-        patience: int = 5,
-        min_stay: int = 20,
-        warm_up_steps: int = 0,
+        enter_gain: float = Options.enter_gain,
+        leave_gain: float = Options.leave_gain,
+        patience: int = Options.patience,
+        min_stay: int = Options.min_stay,
+        warm_up_steps: int = Options.warm_up_steps,
+        trial_budget: float = Options.trial_budget,
         switch_at: Mapping[int, str] | None = None,
         curvature: float | None = None,
         servers_per_host: int = 1,
@@ -152,7 +154,7 @@ class GBACallback(Callback):
         share = Averaging.elasticity if elasticity is None else elasticity
         self._background = Averaging(sync, share, block_rate, mixing, None, pause_s)
         self._every = replace(self._background, every=every).every
-        self.options = Options(enter_gain, leave_gain, patience, min_stay, warm_up_steps)
+        self.options = Options(enter_gain, leave_gain, patience, min_stay, warm_up_steps, trial_budget)
         self._arguments = {
             **self._rules, **asdict(self.options), "sync": sync, "elasticity": elasticity, "block_rate": block_rate,
             "mixing": mixing, "every": every, "pause_s": pause_s, "curvature": curvature,
@@ -160,9 +162,10 @@ class GBACallback(Callback):
         self._refuse_idle_options()
         self._refuse_compensation_without_delay()
         self._stance = Stance("allreduce", 0)
-        self._recent = RecentRates()
-        self._exchanges: deque[float] = deque(maxlen=_N_RECENT)
-        self._waits: deque[float] = deque([_FIRST_SERVE_S], maxlen=_N_RECENT)
+        self._entered: Stance | None = None  # the stance of the switch that is requested
+        self._recent, self._achieved = RecentTimes(), RecentRate()
+        self._trained_s = 0.0  # in modes among which it decides
+        self._exchange, self._wait = RecentCost(0.0), RecentCost(_FIRST_SERVE_S)
         self._batch_gains: deque[float] = deque(maxlen=_N_RECENT)
         self._request: tuple[str, str] | None = None
         self._warned = ""  # of the mode that is requested
@@ -374,33 +377,38 @@ class GBACallback(Callback):
         long single ones take. Until there was one, nothing is decided.
         """
         shared = shares(n_micro, len(seconds), together)
+        self._trained_s += step_s
         slowest_s = max(n * t for n, t in zip(shared, seconds, strict=True))
-        self._exchanges.append(max(0.0, step_s - slowest_s))
+        self._exchange.add(max(0.0, step_s - slowest_s), self._trained_s)
         if is_sample:
             usual = [self._recent.median(worker) for worker in range(len(seconds))]
             gain = self._batch_gain
             found = [before * gain / t for before, t in zip(usual, seconds, strict=True) if before and t > 0]
             if found and not self._batch_gains:
-                self._recent = RecentRates()  # from here on they are of single ones
+                self._recent = RecentTimes()  # from here on they are of single ones
             if found:
                 self._batch_gains.append(median(found))
             return
         if together > 1 and not self._batch_gains:
-            for worker, t in enumerate(seconds):  # as they come, until it is known what single ones take
-                if t > 0:
-                    self._recent.add(worker, t)
+            self._recent.add(seconds)  # as they come, until it is known what single ones take
             return
         gain = self._batch_gain if together > 1 else 1.0
+        self._achieved.add(n_micro, step_s)
         self._measure(step, "allreduce", [t / gain for t in seconds], shared, n_micro, gain)
 
     def measured_async(
-        self, step: int, seconds: Sequence[float], n_micro: int, serve_s: float, together: int = 1
-    ) -> None:
-        """Every worker's recent seconds per micro-batch, once per step; serve_s: this worker's lease, pull and push.
+        self, step: int, seconds: Sequence[float], n_micro: int, serve_s: float, together: int = 1,
+        n_pushed: int = 0, elapsed_s: float = 0.0,
+    ) -> None:  # fmt: skip
+        """Every worker's newest seconds per micro-batch, once per step; serve_s: this worker's lease, pull and push.
 
-        together: micro-batches that are one batch in allreduce mode
+        seconds: 0 of a worker that has pushed none since the last call. together: micro-batches that are one batch in
+        allreduce mode. n_pushed: micro-batches of all workers since the last call, elapsed_s ago; 0 s: it is the first
         """
-        self._waits.append(serve_s)
+        self._trained_s += elapsed_s
+        self._wait.add(serve_s, self._trained_s)
+        if elapsed_s > 0:
+            self._achieved.add(n_pushed, elapsed_s)
         gain = self._batch_gain if together > 1 else 1.0
         self._measure(step, "gba", seconds, shares(n_micro, len(seconds), together), n_micro, gain)
 
@@ -415,20 +423,17 @@ class GBACallback(Callback):
         """seconds: per micro-batch, where each is its own batch. gain: the share of them it takes in allreduce mode."""
         if self.mode != "auto" or len(seconds) < 1:
             return
-        for worker, t in enumerate(seconds):
-            if t > 0:
-                self._recent.add(worker, t)
-        medians = self._recent.medians(range(len(seconds)))
-        if medians is None:
+        self._recent.add(seconds)
+        rates = self._rates(current, shared, n_micro, gain)
+        if rates is None:
             return
         if self._stance.mode != current:
-            self._stance = Stance(current, step)
-        exchange_s, serve_s = median(self._exchanges or [0.0]), median(self._waits)
-        rates = Rates(medians, tuple(shared), n_micro, exchange_s, serve_s, sync_share=gain)
-        if self._rules["staleness"] == "threshold":
-            tolerance, by_values = self._rules["tolerance"], self.weighs_by_values
-            dropped = expected_old_values(rates, tolerance) if by_values else expected_drops(rates, tolerance)
-            rates = replace(rates, dropped_share=dropped)
+            self._stance = self._stance.in_mode(current, step)
+        if (
+            self._stance.left is not None
+            and (full := self._rates(current, shared, n_micro, gain, N_RECENT)) is not None
+        ):
+            self._stance = learned(self._stance, step, full, self.options)
         decision, stance = decide(self._stance, step, rates, self.options)
         self.last = decision
         self.decisions.add(decision)
@@ -436,8 +441,30 @@ class GBACallback(Callback):
             if self._request is None or self._request[0] != decision.mode:
                 self._warned = self._warning(rates, "gba") if decision.mode == "gba" else ""
             self._request = decision.mode, decision.reason + self._warned  # the stance changes when the switch is done
+            n_alike = N_RECENT if decision.is_trial else min(N_RECENT, self._stance.n_lost + 1)
+            alike = self._rates(current, shared, n_micro, gain, n_alike)
+            assert alike is not None
+            self._entered = leaving(stance, self._stance, rates, alike, n_alike)
         else:
-            self._stance, self._request = stance, None
+            self._stance, self._request, self._entered = stance, None, None
+
+    def _rates(
+        self, current: str, shared: Sequence[int], n_micro: int, gain: float, last: int = N_NEWEST
+    ) -> Rates | None:
+        """By so many of the newest measurements; None until every worker has been measured."""
+        times, now_s = self._recent.times(last), self._trained_s
+        if times is None:
+            return None
+        draws = times if current == "allreduce" else neighbours(times, shared)
+        rates = Rates(
+            mean_times(times), tuple(shared), n_micro, self._exchange.value(now_s), self._wait.value(now_s),
+            sync_share=gain, draws=draws, achieved=self._achieved.value(last), at_s=now_s,
+        )  # fmt: skip
+        if self._rules["staleness"] == "threshold":
+            tolerance, by_values = self._rules["tolerance"], self.weighs_by_values
+            dropped = expected_old_values(rates, tolerance) if by_values else expected_drops(rates, tolerance)
+            rates = replace(rates, dropped_share=dropped)
+        return rates
 
     def unstable_rate(self, mode: str, seconds: Sequence[float], n_micro: int, serve_s: float) -> str:
         """Why the learning rate is predicted unstable in a mode that the job is in; empty: it is not, or not known.
@@ -472,11 +499,17 @@ class GBACallback(Callback):
 
     def switched(self, mode: str, step: int) -> None:
         """The job is in `mode` from `step` on."""
+        entered, self._entered = self._entered, None
         self._request, self._not_before, self._pause = None, 0, _PAUSE_STEPS
-        self._recent = RecentRates()
+        self._forget_times()
         self._checked_rate, self._warned = mode if self._warned else "", ""
-        if mode in ("allreduce", "gba"):
-            self._stance = Stance(mode, step)
+        if entered is not None and entered.mode == mode:
+            self._stance = replace(entered, since_step=step)
+        elif mode in ("allreduce", "gba"):  # by a plan or an operator: nothing was promised
+            self._stance = self._stance.in_mode(mode, step)
+
+    def _forget_times(self) -> None:
+        self._recent, self._achieved = RecentTimes(), RecentRate()
 
     def rolled_back(self, step: int) -> None:
         """The job is at this earlier step again (full recovery): what `switch_at` has after it comes again.
@@ -492,7 +525,12 @@ class GBACallback(Callback):
         self.asked.rolled_back(step)
 
     def on_job(self, job: Any) -> None:
-        self._recent = RecentRates()  # ranks may mean other workers now
+        self.members_changed()  # ranks may mean other workers now
+
+    def members_changed(self) -> None:
+        """Times of those that left go, and what was learned with them is a guess from now on."""
+        self._forget_times()
+        self._stance = self._stance.with_other_workers()
 
     def on_step(self, record: StepRecord) -> None:
         self.asked.step(record.step, record.mode)
@@ -500,10 +538,15 @@ class GBACallback(Callback):
     def state_dict(self) -> dict[str, Any]:
         stance, asked = asdict(self._stance), self.asked.state()
         gains = list(self._batch_gains)
-        return {"mode": self.mode, "stance": stance, "handled": self._handled, "asked": asked, "batch_gains": gains}
+        return {
+            "mode": self.mode, "stance": stance, "handled": self._handled, "asked": asked, "batch_gains": gains,
+            "trained_s": self._trained_s,
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.mode, self._stance, self._handled = state["mode"], Stance(**state["stance"]), state["handled"]
-        if "asked" in state:  # checkpoints of older versions have none
+        """Checkpoints of older versions have no `asked`, no `trained_s` and a stance in which nothing was learned."""
+        self.mode, self._stance, self._handled = state["mode"], Stance.load(state["stance"]), state["handled"]
+        if "asked" in state:
             self.asked.load(state["asked"])
         self._batch_gains.extend(state.get("batch_gains", ()))
+        self._trained_s = state.get("trained_s", 0.0)

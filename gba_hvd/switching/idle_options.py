@@ -11,7 +11,7 @@ from typing import Any
 
 from gba_hvd.mode_names import SETTINGS
 
-_OF_AUTO = {"enter_gain", "leave_gain", "patience", "min_stay", "warm_up_steps"}
+_OF_AUTO = {"enter_gain", "leave_gain", "patience", "min_stay", "warm_up_steps", "trial_budget"}
 _OF_REPLICAS = {"elasticity", "mixing"}
 _OF_GBA = {"staleness", "tolerance", "staleness_of", "lookahead", "curvature"}
 _USED = {

@@ -1,39 +1,54 @@
-"""When a job should change between allreduce and gba: predicted rates, and a decision that says why.
+"""When a job should change between allreduce and gba: a decision from measured rates, with a sentence that says why.
 
 `decide` is a function of where the job stands, what was measured and the options. It neither measures nor switches:
-the engine passes `Rates`, stores the `Stance` between calls, and carries a switch out at a step boundary. A gain has
-to be large enough, for long enough, and not too soon after the last switch, so that noise moves nothing.
+the engine passes `Rates`, stores the `Stance` between calls, and carries a switch out at a step boundary. The mode that
+the job is in has a measured rate, the other one a predicted rate, times what the last switch has shown the prediction
+to be worth: before and after it both modes are measured. A switch needs a gain that lasts, and that has cost a second
+of work by then, so that noise moves nothing. Where the other mode was not measured for an hour, and may be faster than
+predicted, a short trial of it finds out, if its cost is within a budget.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 from gba_hvd.errors import BadInput
 from gba_hvd.mode_names import known_mode
-from gba_hvd.update_rules.delay_model import expected_ages
+from gba_hvd.switching.measurements import FORGET_S, N_RECENT
+from gba_hvd.switching.predictions import Rates, predicted
+
+LOST_S = 1.0  # of work, lost before a switch for it: about what a switch and the way back take together
+UNCERTAIN = 0.2  # by so much a rate may differ from a prediction that nothing has confirmed: of CPUs, links, servers
+SWITCH_S = 0.5  # assumed of one switch: below two steps of usual jobs
+BROKEN = 0.25  # a mode so much slower than the other is left before `min_stay`: 20 slow steps may be a long time
+_LEAST = 1e-9  # micro-batches/s of a mode in which all would be dropped
+COMPARED = 16  # steps before a switch that must be alike to learn from it: of fewer, chance is several percent
+_ALIKE = 0.2  # so far the newest steps may be from all of these: a worker that has just become slow is further
 
 
 @dataclass(frozen=True)
 class Options:
     """When a switch pays.
 
-    enter_gain: to gba when it is predicted at least this many times as fast as allreduce
-    leave_gain: back to allreduce when gba is predicted less than this many times as fast
-    patience:   global steps for which the prediction must hold
-    min_stay:   global steps in a mode before it is left, the first mode of the job included
+    enter_gain: to gba when it is at least this many times as fast as allreduce
+    leave_gain: back to allreduce when gba is less than this many times as fast
+    patience:   global steps for which this must hold
+    min_stay:   global steps in a mode before it is left, the first mode of the job included; not after a switch that
+                did not do what it promised
     warm_up_steps: global steps of the job before gba is entered: early steps suffer most from old values
+    trial_budget: share of the job's work that trials of the other mode may cost; 0: none are made
     """
 
-    enter_gain: float = 1.05
-    leave_gain: float = 1.0
+    enter_gain: float = 1.01
+    leave_gain: float = 0.99
     patience: int = 5
     min_stay: int = 20
     warm_up_steps: int = 0
+    trial_budget: float = 0.02
 
     def __post_init__(self) -> None:
         if not 0 < self.leave_gain <= self.enter_gain < math.inf:
@@ -47,95 +62,58 @@ class Options:
             )
         if self.warm_up_steps < 0:
             raise BadInput(f"warm_up_steps must not be negative, got {self.warm_up_steps}")
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What is known of the job's speed.
-
-    seconds_per_micro: t_w, a recent median of seconds per micro-batch, by worker
-    shares:            n_w, micro-batches of an allreduce step that a worker computes, by worker; their sum is M
-    n_micro:           M, micro-batches of a global batch
-    exchange_s:        of an allreduce step, what follows the last micro-batch
-    serve_s:           t_ps, what a micro-batch costs a worker in gba beside computing: lease, pull, push
-    dropped_share:     of the pushes in gba, those that staleness drops; measured, or from `expected_drops`
-    sync_share:        t_w in an allreduce step, as a share of t_w: below 1 where larger batches are computed there
-    """
-
-    seconds_per_micro: tuple[float, ...]
-    shares: tuple[int, ...]
-    n_micro: int
-    exchange_s: float
-    serve_s: float
-    dropped_share: float = 0.0
-    sync_share: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not self.seconds_per_micro or not all(0 < t < math.inf for t in self.seconds_per_micro):
-            raise BadInput(f"seconds_per_micro must be positive, one per worker, got {self.seconds_per_micro}")
-        if len(self.shares) != len(self.seconds_per_micro):
-            raise BadInput(f"{len(self.shares)} shares for {len(self.seconds_per_micro)} workers: give one each")
-        if self.n_micro < 1 or min(self.shares) < 0 or sum(self.shares) != self.n_micro:
-            raise BadInput(f"shares must add up to n_micro = {self.n_micro} (at least 1), got {self.shares}")
-        if not 0 <= self.exchange_s < math.inf or not 0 <= self.serve_s < math.inf:
-            raise BadInput(f"exchange_s and serve_s must not be negative, got {self.exchange_s} and {self.serve_s}")
-        if not 0 <= self.dropped_share <= 1:
-            raise BadInput(f"dropped_share must be within 0 and 1, got {self.dropped_share}")
-        if not 0 < self.sync_share < math.inf:
-            raise BadInput(f"sync_share must be positive, got {self.sync_share}")
-
-
-def predicted(rates: Rates) -> tuple[float, float]:
-    """Micro-batches/s in (allreduce, gba).
-
-    allreduce: M / (sync_share max_w(n_w t_w) + t_exchange): all wait for the slowest.
-    gba:       sum_w 1 / (t_w + t_ps), less what staleness drops: no worker waits.
-    """
-    slowest_s = max(n * t for n, t in zip(rates.shares, rates.seconds_per_micro, strict=True))
-    return rates.n_micro / (rates.sync_share * slowest_s + rates.exchange_s), sum(_push_rates(rates)) * (
-        1 - rates.dropped_share
-    )
-
-
-def expected_drops(rates: Rates, tolerance: int) -> float:
-    """Share of the pushes (0 to 1) that a staleness threshold of `tolerance` steps would drop in gba.
-
-    A step is M pushes, dropped ones included, so while a worker is at one micro-batch about
-    (t_w + t_ps) * sum_v 1/(t_v + t_ps) / M steps pass. What it pushes is dropped when that exceeds the tolerance.
-    On the safe side by up to one step: a push of 4.5 steps is often only 4 steps stale.
-    """
-    pushes = _push_rates(rates)
-    steps_per_s = sum(pushes) / rates.n_micro
-    return sum(rate for rate in pushes if steps_per_s / rate > tolerance) / sum(pushes)
-
-
-def expected_old_values(rates: Rates, tolerance: int) -> float:
-    """Share of the pushes (0 to 1) computed with dense values more than `tolerance` steps old, in gba."""
-    by_age = expected_ages([t + rates.serve_s for t in rates.seconds_per_micro], rates.n_micro)
-    return sum(share for age, share in by_age.items() if age > tolerance) / sum(by_age.values())
-
-
-def _push_rates(rates: Rates) -> list[float]:
-    """Pushes/s in gba, by worker."""
-    return [1 / (t + rates.serve_s) for t in rates.seconds_per_micro]
+        if not 0 <= self.trial_budget < 1:
+            raise BadInput(f"trial_budget must be a share of the work, 0 to below 1, got {self.trial_budget}")
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The mode to be in from now on, and why. `gain`: how many times as fast as allreduce gba is predicted to be.
+    """The mode to be in from now on, and why.
 
-    kind: of the reason: "switch"; or why it stays: "gain" (the other mode is not predicted fast enough), "patience",
-    "min_stay" or "warm_up" (it is, but not for long enough, or too soon)
+    gain:           how many times as fast as allreduce gba is, by the two rates
+    allreduce, gba: micro-batches/s; of the mode that the job is in as achieved, where that is measured; else predicted
+    kind:           of the reason: "switch", or "trial", a switch to find out how fast the other mode is; or why it
+                    stays: "gain" (the other mode is not fast enough), "patience", "cost", "min_stay" or "warm_up" (it
+                    is, but not for long enough, it has cost too little so far, or it is too soon)
     """
 
     mode: str
     reason: str
     gain: float
+    allreduce: float
+    gba: float
     kind: str
 
     @property
     def is_switch(self) -> bool:
-        return self.kind == "switch"
+        return self.kind in ("switch", "trial")
+
+    @property
+    def is_trial(self) -> bool:
+        return self.kind == "trial"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a prediction of a mode, made in the other one, is worth.
+
+    ratio: achieved by predicted rate, on the two sides of a switch. at_s: of that switch, in seconds of training; None:
+    there was none yet, or other workers take part since
+    """
+
+    ratio: float = 1.0
+    at_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Left:
+    """What was known when the mode before was left, from the same last steps in it.
+
+    achieved: its micro-batches/s. predicted: those of the mode that was entered, without a correction
+    """
+
+    achieved: float
+    predicted: float
 
 
 @dataclass(frozen=True)
@@ -145,41 +123,174 @@ class Stance:
     mode:       "allreduce" or "gba"
     since_step: the step at which it was entered
     in_favour:  decisions in a row, the last one included, that would rather be in the other mode
+    lost_s:     what the other mode would have done beside what was done, lately, in seconds of work
+    n_lost:     decisions since that was last 0: what came before them was otherwise
+    promised:   the rate for which the mode was entered, as a multiple of the other's; 0: it is the first mode
+    since_s:    when it was entered, in seconds of training
+    is_trial:   it was entered to find out how fast it is
+    spent_s:    what trials have cost since the job began, in seconds of work
+    left:       what the mode before leaves to compare with; None: nothing that can be relied on
+    allreduce, gba: what predictions of them are worth
     """
 
     mode: str
     since_step: int
     in_favour: int = 0
+    lost_s: float = 0.0
+    n_lost: int = 0
+    promised: float = 0.0
+    since_s: float = 0.0
+    is_trial: bool = False
+    spent_s: float = 0.0
+    left: Left | None = None
+    allreduce: Record = Record()
+    gba: Record = Record()
+
+    @classmethod
+    def load(cls, state: Mapping[str, Any]) -> Stance:
+        """From `dataclasses.asdict` of one; of an older version, in which nothing was learned yet, too."""
+        left = Left(**state["left"]) if state.get("left") else None
+        records = {mode: Record(**state[mode]) for mode in ("allreduce", "gba") if mode in state}
+        return cls(**{**state, **records, "left": left})
+
+    def record(self, mode: str) -> Record:
+        return self.allreduce if mode == "allreduce" else self.gba
+
+    def in_mode(self, mode: str, step: int) -> Stance:
+        """When a mode is entered for another reason than a decision: nothing was promised."""
+        return Stance(mode, step, spent_s=self.spent_s, allreduce=self.allreduce, gba=self.gba)
+
+    def with_other_workers(self) -> Stance:
+        """After a change of membership: ratios are a guess from now on, which the next stay replaces."""
+        return replace(self, left=None, allreduce=Record(self.allreduce.ratio), gba=Record(self.gba.ratio))
 
 
 def decide(stance: Stance, step: int, rates: Rates, options: Options) -> tuple[Decision, Stance]:
     """Stay or switch, at global step `step`, and the stance for the next decision. To be called once per global step.
 
-    When the decision's mode is not the stance's, switch, and measure again, into a new `RecentRates`: times taken in
-    the other mode do not count. Raises BadInput when the job is in a mode that is never entered automatically.
+    When the decision's mode is not the stance's, switch, and measure again: times taken in the other mode do not count.
+    Raises BadInput when the job is in a mode that is never entered automatically.
     """
     known_mode(stance.mode, ("allreduce", "gba"))
-    allreduce, gba = predicted(rates)
-    gain, other = gba / allreduce, "gba" if stance.mode == "allreduce" else "allreduce"
+    here, other = stance.mode, "gba" if stance.mode == "allreduce" else "allreduce"
+    rate = _rates_of_both(stance, rates)
+    gain = rate["gba"] / rate["allreduce"]
     favours_other = gain >= options.enter_gain if other == "gba" else gain < options.leave_gain
-    now = replace(stance, in_favour=stance.in_favour + 1 if favours_other else 0)
+    needed = options.enter_gain if other == "gba" else 1 / options.leave_gain
+    step_s = rates.n_micro / rate[here]
+    lost_s = max(0.0, stance.lost_s + step_s * (rate[other] / rate[here] - needed))
     stayed = step - stance.since_step
+    is_broken = stance.promised > 0 and rates.achieved is not None and rate[here] < (1 - BROKEN) * rate[other]
+    if stance.is_trial and stayed >= options.min_stay and not favours_other:
+        stance = replace(stance, is_trial=False, spent_s=stance.spent_s + _spent_s(stance, rates, rate))
+    now = replace(
+        stance, in_favour=stance.in_favour + 1 if favours_other else 0, lost_s=lost_s,
+        n_lost=stance.n_lost + 1 if lost_s > 0 else 0,
+    )  # fmt: skip
+
+    def stay(kind: str, why: str) -> tuple[Decision, Stance]:
+        return Decision(here, f"stay in {here}: {why}", gain, rate["allreduce"], rate["gba"], kind), now
+
+    def switch(kind: str, why: str) -> tuple[Decision, Stance]:
+        entered = Stance(
+            other, step, promised=rate[other] / rate[here], since_s=rates.at_s, is_trial=kind == "trial",
+            spent_s=stance.spent_s + _spent_s(stance, rates, rate), allreduce=stance.allreduce, gba=stance.gba,
+        )  # fmt: skip
+        return Decision(other, f"to {other}{why}", gain, rate["allreduce"], rate["gba"], kind), entered
 
     if not favours_other:
-        limit = f"enter at {options.enter_gain:.2f}x" if other == "gba" else f"leave below {options.leave_gain:.2f}x"
-        text = f"stay in {stance.mode}: gba predicted {gain:.2f}x as fast, {limit}"
-        return Decision(stance.mode, text, gain, "gain"), now
-    finding = f"{_slowest(rates)}, {_prediction(other, gain, rates, options)}"
+        if stayed >= options.min_stay and (cost_s := trial_cost_s(stance, step, rates, rate, options)) is not None:
+            why = f"{_multiple(here, gain, rates)}, last measured over {FORGET_S / 3600:g} h ago or never"
+            return switch("trial", f" as a trial: {why}; it costs {cost_s:.1f} s of work at most")
+        words = f"enter at {options.enter_gain:.2f}x" if other == "gba" else f"leave below {options.leave_gain:.2f}x"
+        return stay("gain", f"{_multiple(here, gain, rates)}{_correction(now, other)}, {words}")
+    finding = f"{_slowest(rates)}, {_prediction(other, gain, rates, options)}{_correction(now, other)}"
     if now.in_favour < options.patience:
-        wait = f"for {now.in_favour} of {options.patience} steps"
-        return Decision(stance.mode, f"stay in {stance.mode}: {finding} {wait}", gain, "patience"), now
-    if stayed < options.min_stay:
-        wait = f"but only {stayed} of {options.min_stay} steps in {stance.mode}"
-        return Decision(stance.mode, f"stay in {stance.mode}: {finding}, {wait}", gain, "min_stay"), now
+        return stay("patience", f"{finding} for {now.in_favour} of {options.patience} steps")
+    if not stance.is_trial and now.lost_s < max(LOST_S, (options.patience - 1) * step_s):
+        return stay("cost", f"{finding}, which has cost {now.lost_s:.2f} s of work so far")
+    if stayed < options.min_stay and not is_broken:
+        return stay("min_stay", f"{finding}, but only {stayed} of {options.min_stay} steps in {here}")
     if other == "gba" and step < options.warm_up_steps:
-        wait = f"but the warm-up takes {options.warm_up_steps} steps, this is {step}"
-        return Decision(stance.mode, f"stay in {stance.mode}: {finding}, {wait}", gain, "warm_up"), now
-    return Decision(other, f"to {other}: {finding} for {now.in_favour} steps", gain, "switch"), Stance(other, step)
+        return stay("warm_up", f"{finding}, but the warm-up takes {options.warm_up_steps} steps, this is {step}")
+    return switch("switch", f": {finding} for {now.in_favour} steps{_broken(stance, rate)}")
+
+
+def trial_cost_s(stance: Stance, step: int, rates: Rates, rate: Mapping[str, float], options: Options) -> float | None:
+    """What a trial of the other mode costs at most, in seconds of work; None: it is not worth one, or not allowed.
+
+    rate: of both modes. A trial takes `min_stay` steps and two switches. Its cost is allowed while all trials together
+    have cost no more than `trial_budget` of the job. It is worth one when the other mode was not tried lately, and
+    would pay if it were `UNCERTAIN` faster than predicted.
+    """
+    here, other = stance.mode, "gba" if stance.mode == "allreduce" else "allreduce"
+    record = stance.record(other)
+    if rates.achieved is None or options.trial_budget <= 0 or (other == "gba" and step < options.warm_up_steps):
+        return None
+    if record.at_s is not None and rates.at_s - record.at_s < FORGET_S:
+        return None
+    plain = _plain(rates)[other]
+    best, worst = plain * max(1.0, record.ratio) * (1 + UNCERTAIN), plain * min(1.0, record.ratio) * (1 - UNCERTAIN)
+    gain = best / rate[here] if other == "gba" else rate[here] / best
+    if gain < options.enter_gain if other == "gba" else gain >= options.leave_gain:
+        return None
+    steps_s = max(1, options.min_stay) * rates.n_micro / worst
+    cost_s = steps_s * max(0.0, 1 - worst / rate[here]) + 2 * SWITCH_S
+    return cost_s if stance.spent_s + cost_s <= options.trial_budget * rates.at_s else None
+
+
+def learned(stance: Stance, step: int, rates: Rates, options: Options) -> Stance:
+    """The stance, with what the last switch shows of predictions. rates: by all steps since.
+
+    Only while the mode is new is it compared with what came before: what comes later need not be its doing.
+    """
+    left, here, other = stance.left, stance.mode, "gba" if stance.mode == "allreduce" else "allreduce"
+    if left is None or rates.achieved is None or not options.patience <= step - stance.since_step <= N_RECENT:
+        return stance
+    useful = _useful(stance, rates)
+    assert useful is not None
+    found = {here: useful / left.predicted, other: left.achieved / _plain(rates)[other]}
+    records = {mode: Record(ratio, rates.at_s) for mode, ratio in found.items()}
+    return replace(stance, allreduce=records["allreduce"], gba=records["gba"])
+
+
+def leaving(entered: Stance, before: Stance, newest: Rates, alike: Rates, n_alike: int) -> Stance:
+    """The stance after a switch, with what is known of both modes, if that can be compared with what comes after.
+
+    before: the stance that is left. alike: by the last `n_alike` steps in it; newest: by the last few of these
+    """
+    now, then = _useful(before, newest), _useful(before, alike)
+    if now is None or then is None or n_alike < COMPARED:
+        return entered
+    if not entered.is_trial and abs(now / then - 1) > _ALIKE:  # the cause of the switch is newer
+        return entered
+    return replace(entered, left=Left(then, _plain(alike)[entered.mode]))
+
+
+def _rates_of_both(stance: Stance, rates: Rates) -> dict[str, float]:
+    """Micro-batches/s: achieved, or predicted and corrected."""
+    useful, plain = _useful(stance, rates), _plain(rates)
+    rate = {mode: plain[mode] * stance.record(mode).ratio for mode in plain}
+    return rate if useful is None else {**rate, stance.mode: useful}
+
+
+def _plain(rates: Rates) -> dict[str, float]:
+    return {mode: max(rate, _LEAST) for mode, rate in zip(("allreduce", "gba"), predicted(rates), strict=True)}
+
+
+def _useful(stance: Stance, rates: Rates) -> float | None:
+    """Of what the job achieves, that which is not dropped."""
+    if rates.achieved is None or stance.mode == "allreduce":
+        return rates.achieved
+    return max(rates.achieved * (1 - rates.dropped_share), _LEAST)
+
+
+def _spent_s(stance: Stance, rates: Rates, rate: Mapping[str, float]) -> float:
+    """What the trial cost that ends now, in seconds of work."""
+    if not stance.is_trial:
+        return 0.0
+    other = "gba" if stance.mode == "allreduce" else "allreduce"
+    return (rates.at_s - stance.since_s) * max(0.0, 1 - rate[stance.mode] / rate[other]) + 2 * SWITCH_S
 
 
 def _slowest(rates: Rates) -> str:
@@ -190,33 +301,28 @@ def _slowest(rates: Rates) -> str:
     return f"worker {worker} takes {times[worker] / median(times):.1f}x the median"
 
 
+def _multiple(mode: str, gain: float, rates: Rates) -> str:
+    if mode == "gba" and rates.achieved is not None:
+        return f"gba is {gain:.2f}x as fast as allreduce is predicted"
+    return f"gba predicted {gain:.2f}x as fast"
+
+
 def _prediction(other: str, gain: float, rates: Rates, options: Options) -> str:
-    """With the limit that it passed: gba is left while it is still somewhat faster, for a small gain costs quality."""
+    """With the limit that it passed."""
     drops = f" with {rates.dropped_share:.1%} dropped as stale" if rates.dropped_share else ""
     if other == "gba":
         return f"predicted {gain:.2f}x faster{drops}"
-    return f"gba predicted {gain:.2f}x as fast{drops}, below the {options.leave_gain:.2f}x it is kept for,"
+    return f"{_multiple('gba', gain, rates)}{drops}, below the {options.leave_gain:.2f}x it is kept for,"
 
 
-class RecentRates:
-    """The last `n` seconds-per-micro-batch of each worker, and their medians: one odd micro-batch moves nothing."""
+def _correction(stance: Stance, other: str) -> str:
+    record = stance.record(other)
+    return f" ({other} was {record.ratio:.2f}x its prediction before)" if abs(record.ratio - 1) >= 0.005 else ""
 
-    def __init__(self, n: int = 9) -> None:
-        if n < 1:
-            raise BadInput(f"n must be at least 1 micro-batch, got {n}")
-        self._n = n
-        self._seconds: dict[int, deque[float]] = {}
 
-    def add(self, worker: int, seconds: float) -> None:
-        self._seconds.setdefault(worker, deque(maxlen=self._n)).append(seconds)
-
-    def median(self, worker: int) -> float | None:
-        """Seconds per micro-batch; None when nothing was measured yet."""
-        seconds = self._seconds.get(worker)
-        return median(seconds) if seconds else None
-
-    def medians(self, workers: Iterable[int]) -> tuple[float, ...] | None:
-        """One per worker, for `Rates.seconds_per_micro`; None until every one of them has been measured."""
-        found = [self.median(worker) for worker in workers]
-        known = tuple(seconds for seconds in found if seconds is not None)
-        return known if len(known) == len(found) else None
+def _broken(stance: Stance, rate: Mapping[str, float]) -> str:
+    if not stance.promised:
+        return ""
+    other = "gba" if stance.mode == "allreduce" else "allreduce"
+    entered = "tried at" if stance.is_trial else "promised"
+    return f"; {stance.mode} was {entered} {stance.promised:.2f}x, and is {rate[stance.mode] / rate[other]:.2f}x"

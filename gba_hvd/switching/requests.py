@@ -18,6 +18,7 @@ from gba_hvd.mode_names import MODE_NUMBERS, REPLICA_MODES
 from gba_hvd.ps.messages import SwitchTo
 from gba_hvd.ps.worker.worker import PsWorker
 from gba_hvd.switching.callback import GBACallback
+from gba_hvd.switching.measurements import PushReadings
 from gba_hvd.training.commit_fields import StepParticipant
 from gba_hvd.training.engine import Engine
 
@@ -50,6 +51,7 @@ class ModeRequests(StepParticipant):
         self.waiting: list[str] = []
         self._requested: tuple[str, str] | None = None
         self._seen_step, self._asked_s = -1, 0.0  # step last looked at, when the coordinator was asked
+        self._pushes, self._pushes_s = PushReadings(), 0.0
         self._rates_s = self._rounds_s = self._decision_s = time.perf_counter()  # when they were reported
 
     def rolled_back(self, step: int) -> None:
@@ -128,8 +130,8 @@ class ModeRequests(StepParticipant):
     # --- asynchronous modes ------------------------------------------------------------------------------------------
 
     def mode_entered(self) -> None:
-        """The coordinator was asked for nothing in it."""
-        self._asked_s = 0.0
+        """The coordinator was asked for nothing in it, and counts what is pushed from 0."""
+        self._asked_s, self._pushes = 0.0, PushReadings()
 
     def before_micro_batch(self, servers: PsWorker, waited_s: float) -> None:
         """Pass on to the coordinator what an operator asked for here; on the chief, what would be better."""
@@ -144,9 +146,7 @@ class ModeRequests(StepParticipant):
             self._seen_step = step
             self._report_rates({str(rank): round(s, 5) for rank, s in position.rates})
             if servers.name == "gba":
-                seconds = [seconds for _, seconds in position.rates]
-                of_step = engine.model.global_batch // engine.model.micro_batch
-                callback.measured_async(step, seconds, of_step, waited_s, engine.model.together)
+                self._measure_pushes(servers, waited_s)
                 self._report_decision()
             self._report_unstable_rate(servers, waited_s)
         if position.requested_mode == "auto" and callback.mode != "auto":
@@ -157,6 +157,26 @@ class ModeRequests(StepParticipant):
         if request is not None and position.requested_mode in ("", "auto") and now - self._asked_s > _ASK_AGAIN_S:
             self._asked_s = now  # the next positions have it; until then it is not sent again
             servers.client.send(0, SwitchTo(*request))
+
+    def _rates_of_modes(self) -> dict[str, float]:
+        """By the last decision: samples/s in allreduce and in gba; of the mode that the job is in as achieved."""
+        decision, micro_batch = self.callback.last, self._engine.model.micro_batch
+        assert decision is not None
+        of_mode = {"allreduce": decision.allreduce, "gba": decision.gba}
+        return {f"{mode}_samples_per_s": round(rate * micro_batch, 1) for mode, rate in of_mode.items()}
+
+    def _measure_pushes(self, servers: PsWorker, waited_s: float) -> None:
+        """On the chief, once per step."""
+        engine, step, now_s = self._engine, self._engine.progress.step, time.perf_counter()
+        seconds, n_pushed, is_known = self._pushes.take(servers.position.newest)
+        elapsed_s = now_s - self._pushes_s if is_known else 0.0
+        self._pushes_s = now_s
+        if self._pushes.members_changed:
+            self.callback.members_changed()
+        of_step = engine.model.global_batch // engine.model.micro_batch
+        self.callback.measured_async(
+            step, seconds, of_step, waited_s, engine.model.together, n_pushed=n_pushed, elapsed_s=elapsed_s
+        )
 
     def _report_if_late(self) -> None:
         """On the chief: a planned change of mode is requested later than it was due."""
@@ -213,6 +233,7 @@ class ModeRequests(StepParticipant):
         data["elp"] = self._engine.elp
         if self.callback.mode == "auto" and self.callback.last is not None:
             data["gain"] = self.callback.last.gain
+            data |= self._rates_of_modes()
         data["lags"] = {str(k): n for k, n in sorted(progress.lags.items())}
         data["bytes_sent"], data["bytes_received"] = sent_received(progress.traffic)
         data["gaps"] = {str(rank): list(found) for rank, found in progress.gaps.items()}
@@ -241,5 +262,5 @@ class ModeRequests(StepParticipant):
         if decision is None:
             return
         self._decision_s = now
-        data = {"mode": decision.mode, "gain": round(decision.gain, 4), "kind": decision.kind}
+        data = {"mode": decision.mode, "gain": round(decision.gain, 4), "kind": decision.kind, **self._rates_of_modes()}
         self._engine.emit(Event("decision", self._engine.progress.step, decision.reason, data))

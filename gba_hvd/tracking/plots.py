@@ -178,9 +178,13 @@ def _rounds(history: History, events: Sequence[Record], title: str, file: Path) 
 
 
 def _gain(history: History, events: Sequence[Record], title: str, file: Path) -> Path:
-    figure, axes = _figure(title, rows=1)
-    _over_time(axes[0], _Panel("gba over allreduce, predicted", {gauges.GAIN: None}, form="{x:,.2f}"), history)
+    names = {gauge: gauge.removeprefix(gauges.PREFIX).split("_")[0] for gauge in gauges.RATES.values()}
+    rates = _recorded(history, [_Panel("samples/s, as decided by", names, form="{x:,.0f}")])
+    figure, axes = _figure(title, rows=1 + len(rates))
+    _over_time(axes[0], _Panel("gba over allreduce", {gauges.GAIN: None}, form="{x:,.2f}"), history)
     axes[0].axhline(1.0, color=_INK, linewidth=0.8)
+    for axis, panel in zip(axes[1:], rates, strict=True):
+        _over_time(axis, panel, history)
     _shade_modes(axes, history, events)
     _mark_events(axes, events)
     _legend_above(axes[0])

@@ -119,6 +119,8 @@ def test_the_plan_of_an_automatic_job_says_when_it_would_change(tmp_path: Path) 
     text = plan(config(tmp_path, "switching.mode=auto", "switching.enter_gain=1.5", "switching.patience=7"), None)
     assert "auto: gba when predicted 1.5x as fast as allreduce" in text
     assert "each for 7 steps" in text
+    assert "the other mode is tried where it may be faster, for 2.0% of the work at most" in text
+    assert "is tried" not in plan(config(tmp_path, "switching.mode=auto", "switching.trial_budget=0"), None)
 
 
 def test_the_plan_says_how_gradients_and_rows_travel_and_which_rule_they_meet(tmp_path: Path) -> None:

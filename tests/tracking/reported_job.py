@@ -50,6 +50,7 @@ def report_job(callbacks: Iterable[Callback], n_steps: int = 400, job_id: str = 
         else:
             data = {"seconds": {str(rank): s for rank, s in seconds}}
         data |= {"elp": 512 * workers, "gain": 2.4 if slow else 1.02}
+        data |= {"allreduce_samples_per_s": 10_000, "gba_samples_per_s": 24_000 if slow else 10_200}
         data |= {"bytes_sent": 1000 * k, "bytes_received": 900 * k}
         for callback in listeners:
             callback.on_event(Event("rates", k, "how long the workers take", data))
@@ -65,7 +66,10 @@ def report_job(callbacks: Iterable[Callback], n_steps: int = 400, job_id: str = 
         events = []
         if k in DECISIONS:
             mode, gain, kind, reason = DECISIONS[k]
-            events.append(Event("decision", k, reason, {"mode": mode, "gain": gain, "kind": kind}))
+            events.append(Event("decision", k, reason, {
+                "mode": mode, "gain": gain, "kind": kind, "allreduce_samples_per_s": 10_000.0,
+                "gba_samples_per_s": 10_000 * gain,
+            }))  # fmt: skip
         if k in SWITCHES:
             was, to, reason = SWITCHES[k]
             data = {"from": was, "to": to, "seconds": 0.0123, "reason": reason}

@@ -78,9 +78,13 @@ def test_the_samples_computed_at_once_are_a_gauge():
     assert g.Readings().take({"elp": 1024}) == {g.ELP: 1024.0}
 
 
-def test_bytes_of_all_workers_and_the_predicted_gain_are_gauges():
+def test_bytes_of_all_workers_and_what_is_decided_by_are_gauges():
     data = {"bytes_sent": 10, "bytes_received": 20, "gain": 1.25}
-    assert g.Readings().take(data) == {g.BYTES_SENT: 10.0, g.BYTES_RECEIVED: 20.0, g.GAIN: 1.25}
+    data |= {"allreduce_samples_per_s": 800, "gba_samples_per_s": 1000}
+    assert g.Readings().take(data) == {
+        g.BYTES_SENT: 10.0, g.BYTES_RECEIVED: 20.0, g.GAIN: 1.25, "job/allreduce_samples_per_s": 800.0,
+        "job/gba_samples_per_s": 1000.0,
+    }  # fmt: skip
     assert g.point_of(g.GAIN, [1.0, 1.5]) == 1.5
 
 

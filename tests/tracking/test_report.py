@@ -320,7 +320,8 @@ def test_the_page_has_the_rounds_that_a_job_reported(monkeypatch: pytest.MonkeyP
 def test_decisions_are_shown_with_the_gain_that_was_predicted_and_the_reason(spool: Path):
     story = from_files(spool)
     assert table(story, "Decisions of mode") == [
-        [f"{at:,}", mode, f"{gain:.2f}", reason] for at, (mode, gain, _, reason) in DECISIONS.items()
+        [f"{at:,}", mode, f"{gain:.2f}", "10,000", f"{10_000 * gain:,.0f}", reason]
+        for at, (mode, gain, _, reason) in DECISIONS.items()
     ]
     assert "decision" not in [row[2] for row in table(story, "Membership, recovery and other events")]
     assert [point.value for point in story.history[g.GAIN]][:1] == [1.02]

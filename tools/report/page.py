@@ -28,7 +28,7 @@ _PICTURES = {
     "workers": "Pace of every worker: lower is faster",
     "vocabulary": "Ids that hashed tables have rows for, on the chief's host",
     "rounds": "Rounds that keep the replicas of the dense parameters together, as rank 0 saw them",
-    "gain": "How many times as fast as allreduce gba was predicted to be",
+    "gain": "How many times as fast as allreduce gba is, and both rates: of the mode at hand measured, else predicted",
     "staleness": "Staleness, and what it cost",
 }
 _ON_THE_GROUND = ("throughput", "workers", "rounds", "gain", "vocabulary")  # pictures with modes and events drawn in

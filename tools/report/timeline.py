@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from gba_hvd.tracking import gauges
 from gba_hvd.tracking.recovery_records import is_event_superseded, place_of
 
 from .tables import Table, duration, figure, size, table
@@ -38,7 +39,10 @@ def switches(story: RunHistory) -> Table | None:
 
 
 def decisions(story: RunHistory) -> Table | None:
-    """Of mode "auto": those that another reason was given for than for the one before."""
+    """Of mode "auto": those that another reason was given for than for the one before.
+
+    Rates of the mode that the job was in are measured, those of the other one predicted.
+    """
     decided = story.events_of("decision")
     rows = []
     for event in decided[-_MANY_DECISIONS:]:
@@ -46,11 +50,13 @@ def decisions(story: RunHistory) -> Table | None:
         superseded = _SUPERSEDED if is_event_superseded(event, story.resumes) else ""
         rows.append([
             f"{event.get('step', 0):,}", str(data.get("mode", "")), figure(data.get("gain"), ".2f"),
-            superseded + str(event.get("message", "")),
+            *(figure(data.get(name), ",.0f") for name in gauges.RATES), superseded + str(event.get("message", "")),
         ])  # fmt: skip
     title = 'Decisions of mode "auto"'
     title += f", the newest {len(rows)} of {len(decided):,}" if len(decided) > len(rows) else ""
-    return table(title, ["step", "mode", "gba over allreduce, predicted", "reason"], rows, "rlrl")
+    return table(title, [
+        "step", "mode", "gba over allreduce", "allreduce, samples/s", "gba, samples/s", "reason"
+    ], rows, "rlrrrl")  # fmt: skip
 
 
 def recoveries(story: RunHistory) -> Table | None:

@@ -67,12 +67,14 @@ class WorkerSeen:
     last_seen_s: float
     silent: bool = False
     seconds: float = 0.0  # per micro-batch, recent mean
+    newest_s: float = 0.0  # the same of the newest one
     done: int = 0
 
     def took(self, seconds: float) -> None:
         if not (math.isfinite(seconds) and seconds >= 0):
             return
         self.seconds = seconds if not self.done else 0.8 * self.seconds + 0.2 * seconds
+        self.newest_s = seconds
         self.done += 1
 
 
@@ -430,6 +432,7 @@ class Coordinator:
             grad_norms=list(self._norms),
             loss_scale=None if self.loss_scale is None else self.loss_scale.now,
             rates=sorted((s.rank, s.seconds) for s in self.workers.values() if not s.silent),
+            newest=sorted((s.rank, w, s.done, s.newest_s) for w, s in self.workers.items() if not s.silent),
             requested_mode=self.requested_mode,
             reason=self.reason,
             pinned=self.pin,

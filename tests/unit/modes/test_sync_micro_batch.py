@@ -12,7 +12,7 @@ import gba_hvd
 from gba_hvd import BadInput, GBACallback
 from gba_hvd.epoch import EpochPlan, micro_batches_together, shares
 from gba_hvd.errors import StateMismatch
-from gba_hvd.switching.policy import Rates, predicted
+from gba_hvd.switching.predictions import Rates, predicted
 from gba_hvd.switching.requests import ModeRequests
 
 

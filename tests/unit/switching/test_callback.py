@@ -20,7 +20,8 @@ from gba_hvd.switching import callback as callback_module
 from gba_hvd.switching import requests
 from gba_hvd.switching.decision_reports import DecisionReports
 from gba_hvd.switching.mode_limits import options_idle, row_average_idle
-from gba_hvd.switching.policy import Decision, Rates, expected_old_values
+from gba_hvd.switching.policy import Decision
+from gba_hvd.switching.predictions import Rates, expected_old_values
 from gba_hvd.torch_optimizers import spec_of
 from gba_hvd.tracking import gauges
 from gba_hvd.tracking.gauges import mean_staleness
@@ -548,7 +549,11 @@ def test_the_chief_reports_the_predicted_gain_and_decisions_that_are_news(monkey
     events: list[Event] = []
     progress = Progress(None, StepHooks())
     engine: Any = SimpleNamespace(
-        world=SimpleNamespace(rank=0), model=SimpleNamespace(together=1), progress=progress, elp=12, emit=events.append
+        world=SimpleNamespace(rank=0),
+        model=SimpleNamespace(together=1, micro_batch=4),
+        progress=progress,
+        elp=12,
+        emit=events.append,
     )
     participant = requests.ModeRequests(engine, GBACallback(patience=3, min_stay=9))
     for progress.step in range(1, 16):
@@ -562,6 +567,9 @@ def test_the_chief_reports_the_predicted_gain_and_decisions_that_are_news(monkey
     assert gain > 2
     read = gauges.Readings().take([event for event in events if event.kind == "rates"][-1].data)
     assert read[gauges.GAIN] == pytest.approx(gain, abs=1e-3)
+    assert read["job/allreduce_samples_per_s"] == pytest.approx(4 * 6 / 1.3, abs=0.1), "as achieved"
+    assert read["job/gba_samples_per_s"] == pytest.approx(gain * 4 * 6 / 1.3, rel=1e-2)
+    assert decided[-1].data["gba_samples_per_s"] == read["job/gba_samples_per_s"]
     engine.world.rank, n = 1, len(events)
     participant.after_step(SLOW, 1.3, 6, 1)
     assert len(events) == n
@@ -571,12 +579,76 @@ def test_a_decision_is_reported_when_its_kind_is_another_one_and_has_lasted() ->
     reports = DecisionReports(patience=3)
     taken = []
     for kind in (*["gain"] * 4, "patience", "patience", *["gain"] * 4, *["min_stay"] * 5, "switch", "switch"):
-        reports.add(Decision("gba" if kind == "switch" else "allreduce", kind, 1.2, kind))
+        reports.add(Decision("gba" if kind == "switch" else "allreduce", kind, 1.2, 5.0, 6.0, kind))
         taken.append(decision.kind if (decision := reports.take(stays_too=True)) is not None else "")
     assert taken == ["", "", "gain", *[""] * 9, "min_stay", "", "", "switch", ""]
-    reports.add(Decision("gba", "fast", 1.2, "gain"))
+    reports.add(Decision("gba", "fast", 1.2, 5.0, 6.0, "gain"))
     assert reports.take(stays_too=True) is None  # not for long enough
     for _ in range(2):
-        reports.add(Decision("gba", "fast", 1.2, "gain"))
+        reports.add(Decision("gba", "fast", 1.2, 5.0, 6.0, "gain"))
     assert reports.take(stays_too=False) is None  # not now
-    assert reports.take(stays_too=True) == Decision("gba", "fast", 1.2, "gain")
+    assert reports.take(stays_too=True) == Decision("gba", "fast", 1.2, 5.0, 6.0, "gain")
+
+
+# --- what mode auto remembers ----------------------------------------------------------------------------------------
+
+
+def in_gba(callback: GBACallback, seconds: list[float], steps: int, first: int, per_step_s: float) -> None:
+    for step in range(first, first + steps):
+        callback.measured_async(step, seconds, 6, 0.003, n_pushed=6, elapsed_s=per_step_s)
+
+
+def test_a_switch_that_does_not_pay_is_undone_and_remembered_through_a_restart() -> None:
+    callback = GBACallback()
+    for step in range(1, 100):
+        callback.measured_allreduce(step, EVEN, 0.26, 6)
+    request = callback.mode_request(99, "allreduce")
+    assert request is not None and request[0] == "gba"
+    callback.switched("gba", 100)
+    in_gba(callback, EVEN, 60, 101, per_step_s=0.4)  # as fast as before by its workers' times, and not by its pushes
+    request = callback.mode_request(160, "gba")
+    assert request is not None and request[0] == "allreduce"
+    assert "gba was promised 1.26x, and is 0.65x" in request[1]
+    callback.switched("allreduce", 161)
+    successor = GBACallback()
+    successor.load_state_dict(callback.state_dict())
+    for step in range(162, 400):
+        successor.measured_allreduce(step, EVEN, 0.26, 6)
+    assert successor.mode_request(400, "allreduce") is None
+    assert successor.last is not None and "gba was 0.5" in successor.last.reason
+    successor.members_changed()
+    for step in range(400, 500):
+        successor.measured_allreduce(step, [0.1, 0.1], 0.36, 6)
+    assert successor.last.allreduce == pytest.approx(6 / 0.36), "times of those that left are gone"
+
+
+def test_a_state_of_an_older_version_is_read() -> None:
+    callback = GBACallback()
+    state = callback.state_dict()
+    state["stance"] = {"mode": "allreduce", "since_step": 3, "in_favour": 1}
+    del state["trained_s"]
+    callback.load_state_dict(state)
+    measured(callback, SLOW, 40)
+    assert callback.mode_request(40, "allreduce") is not None
+
+
+def test_the_chief_measures_in_gba_what_all_workers_have_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(0.1 * tick for tick in range(10_000))
+    monkeypatch.setattr(requests.time, "perf_counter", lambda: next(clock))
+    progress, callback = Progress(None, StepHooks()), GBACallback()
+    engine: Any = SimpleNamespace(
+        world=SimpleNamespace(rank=0, size=2), progress=progress, elp=12, emit=lambda event: None,
+        model=SimpleNamespace(together=1, micro_batch=4, global_batch=16, dense_lrs=[0.1]),
+    )  # fmt: skip
+    participant = requests.ModeRequests(engine, callback)
+    participant.mode_entered()
+    servers: Any = SimpleNamespace(name="gba", position=JobPosition(), drain_metrics=lambda: ({}, []))
+    for progress.step in range(1, 12):
+        newest = [(0, 7, 3 * progress.step, 0.1), (1, 9, progress.step, 0.3)]
+        servers.position = JobPosition(step=progress.step, rates=[(0, 0.2), (1, 0.2)], newest=newest)
+        participant.before_micro_batch(servers, 0.004)
+    state = callback.state_dict()
+    assert callback.last is not None and state["trained_s"] > 0
+    assert callback.last.gba == pytest.approx(4 * 10 / state["trained_s"]), "four in each step after the first look"
+    allreduce = 4 / (2 * 0.3)
+    assert callback.last.allreduce == pytest.approx(allreduce, rel=0.01), "by the newest times, not by their means"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
-from dataclasses import replace
+import math
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given
@@ -12,19 +12,22 @@ from hypothesis import strategies as st
 
 from gba_hvd.errors import BadInput
 from gba_hvd.mode_names import MODES, known_mode
+from gba_hvd.switching.measurements import FORGET_S
 from gba_hvd.switching.policy import (
+    LOST_S,
+    UNCERTAIN,
     Decision,
     Options,
-    Rates,
-    RecentRates,
+    Record,
     Stance,
     decide,
-    expected_drops,
-    expected_old_values,
-    predicted,
+    learned,
+    leaving,
 )
+from gba_hvd.switching.predictions import Rates, predicted
 
 EVEN = Rates((0.1, 0.1, 0.1, 0.1), (2, 2, 2, 2), n_micro=8, exchange_s=0.01, serve_s=0.004)
+BUSY_SERVER = replace(EVEN, serve_s=0.3)
 STRAGGLER = replace(EVEN, seconds_per_micro=(0.1, 0.1, 0.6, 0.1))
 times = st.floats(1e-3, 10.0)
 
@@ -46,48 +49,6 @@ def run(stance: Stance, rates: list[Rates], options: Options, first: int = 1) ->
     return decisions, stance
 
 
-def test_rates_follow_the_formulas() -> None:
-    allreduce, gba = predicted(replace(STRAGGLER, dropped_share=0.1))
-    assert allreduce == pytest.approx(8 / (2 * 0.6 + 0.01))
-    assert gba == pytest.approx((3 / 0.104 + 1 / 0.604) * 0.9)
-
-
-def test_allreduce_waits_for_the_largest_share_as_well_as_for_the_slowest_worker() -> None:
-    uneven = Rates((0.1, 0.12), (5, 3), n_micro=8, exchange_s=0.0, serve_s=0.0)
-    assert predicted(uneven)[0] == pytest.approx(8 / 0.5)
-
-
-@given(measured(), st.integers(0, 10))
-def test_expected_drops_are_a_share_and_a_larger_tolerance_drops_no_more(rates: Rates, tolerance: int) -> None:
-    drops = expected_drops(rates, tolerance)
-    assert 0 <= expected_drops(rates, tolerance + 1) <= drops <= 1
-
-
-def drops_by_simulation(seconds: list[float], n_micro: int, tolerance: int, steps: int) -> float:
-    """The rules themselves: leases in order, token i // M, M pushes make a step, too stale ones are dropped."""
-    working = [(t * (1 + 1e-3 * w), w, w) for w, t in enumerate(seconds)]
-    heapq.heapify(working)
-    leased, buffered, k, dropped = len(seconds), [], 0, 0
-    while k < steps:
-        now, worker, micro = heapq.heappop(working)
-        buffered.append(micro)
-        if len(buffered) == n_micro:
-            dropped += sum(k - i // n_micro > tolerance for i in buffered)
-            buffered, k = [], k + 1
-        heapq.heappush(working, (now + seconds[worker], worker, leased))
-        leased += 1
-    return dropped / (steps * n_micro)
-
-
-@pytest.mark.parametrize("n_micro", [4, 8, 16])
-@pytest.mark.parametrize("factor", [1, 2, 5, 8, 10, 15, 20, 30, 40])
-def test_expected_drops_agree_with_a_run_of_the_rules(n_micro: int, factor: float) -> None:
-    seconds = (1.0, 1.0, 1.0, float(factor))
-    rates = Rates(seconds, (n_micro // 4,) * 4, n_micro, 0.0, 0.0)
-    run = drops_by_simulation(list(seconds), n_micro, tolerance=4, steps=400)
-    assert expected_drops(rates, tolerance=4) == pytest.approx(run, abs=0.001)
-
-
 def test_a_straggler_sends_the_job_to_gba_after_patience_and_the_sentence_has_the_numbers() -> None:
     decisions, stance = run(Stance("allreduce", 0), [STRAGGLER] * 5, Options(1.2, 1.05, patience=5, min_stay=0))
     assert [d.mode for d in decisions] == ["allreduce"] * 4 + ["gba"]
@@ -96,7 +57,7 @@ def test_a_straggler_sends_the_job_to_gba_after_patience_and_the_sentence_has_th
     )
     assert decisions[-1].reason == "to gba: worker 2 takes 6.0x the median, predicted 4.61x faster for 5 steps"
     assert decisions[-1].gain == pytest.approx(4.61, abs=0.01)
-    assert stance == Stance("gba", since_step=5, in_favour=0)
+    assert stance == Stance("gba", since_step=5, promised=decisions[-1].gain)
 
 
 def test_of_two_workers_the_sentence_compares_the_slower_with_the_faster() -> None:
@@ -113,13 +74,29 @@ def test_the_sentence_names_what_staleness_would_drop() -> None:
 
 
 def test_the_job_returns_when_the_straggler_has_recovered() -> None:
-    decisions, stance = run(Stance("gba", 0), [EVEN] * 3, Options(1.2, 1.05, patience=3, min_stay=0), first=40)
+    decisions, stance = run(Stance("gba", 0), [BUSY_SERVER] * 3, Options(1.2, 1.05, patience=3, min_stay=0), first=40)
     assert [d.mode for d in decisions] == ["gba", "gba", "allreduce"]
     assert (
-        decisions[-1].reason == "to allreduce: worker 0 takes 1.0x the median, gba predicted 1.01x as fast, "
+        decisions[-1].reason == "to allreduce: worker 0 takes 1.0x the median, gba predicted 0.26x as fast, "
         "below the 1.05x it is kept for, for 3 steps"
     )
-    assert stance == Stance("allreduce", since_step=42)
+    assert (stance.mode, stance.since_step) == ("allreduce", 42)
+
+
+def test_a_small_gain_is_worth_a_switch_once_it_has_cost_a_second_of_work() -> None:
+    slower = replace(EVEN, exchange_s=0.03)
+    allreduce, gba = predicted(slower)
+    lost_s = 8 / allreduce * (gba / allreduce - 1.01)
+    decisions, _ = run(Stance("allreduce", 0), [slower] * 200, Options(min_stay=0))
+    switched = [d.mode for d in decisions].index("gba")
+    assert switched + 1 == math.ceil(LOST_S / lost_s)
+    assert decisions[9].reason.endswith(f"which has cost {10 * lost_s:.2f} s of work so far")
+
+
+def test_a_gain_that_comes_and_goes_alike_costs_nothing_on_balance() -> None:
+    faster, slower = replace(EVEN, exchange_s=0.05), replace(EVEN, exchange_s=0.0, serve_s=0.04)
+    decisions, _ = run(Stance("allreduce", 0), ([faster] * 10 + [slower] * 10) * 20, Options(min_stay=0))
+    assert {d.mode for d in decisions} == {"allreduce"}
 
 
 def test_without_a_gain_the_job_stays_and_says_so() -> None:
@@ -152,20 +129,8 @@ def test_gba_is_not_entered_before_the_warm_up_is_over_and_left_at_any_step() ->
     decisions, _ = run(Stance("allreduce", 0), [STRAGGLER] * 30, options)
     assert [d.mode for d in decisions] == ["allreduce"] * 29 + ["gba"]
     assert decisions[10].reason.endswith("but the warm-up takes 30 steps, this is 11")
-    decisions, _ = run(Stance("gba", 0), [EVEN] * 3, options)
+    decisions, _ = run(Stance("gba", 0), [BUSY_SERVER] * 3, options)
     assert decisions[-1].mode == "allreduce"
-
-
-@given(measured(), st.integers(0, 10))
-def test_old_values_are_a_share_and_a_larger_tolerance_admits_no_fewer(rates: Rates, tolerance: int) -> None:
-    drops = expected_old_values(rates, tolerance)
-    assert 0 <= expected_old_values(rates, tolerance + 1) <= drops <= 1 + 1e-9
-
-
-def test_the_share_of_old_values_follows_from_the_workers_cycles() -> None:
-    even = replace(EVEN, serve_s=0.0)  # 3 pushes of others meanwhile: 3 of 8 gradients see a step end
-    assert expected_old_values(even, 0) == pytest.approx(3 / 8)
-    assert expected_old_values(even, 1) == 0.0
 
 
 @pytest.mark.parametrize("mode", ["allreduce", "gba"])
@@ -216,11 +181,12 @@ def test_known_modes_are_known() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"enter_gain": 0.99}, "leave_gain must be positive and not above enter_gain"),
+        ({"enter_gain": 0.98}, "leave_gain must be positive and not above enter_gain"),
         ({"leave_gain": 0.0}, "leave_gain must be positive"),
         ({"patience": 0}, "patience must be at least 1"),
         ({"min_stay": -1}, "min_stay not negative"),
         ({"warm_up_steps": -1}, "warm_up_steps must not be negative"),
+        ({"trial_budget": 1.0}, "trial_budget must be a share of the work"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(change: dict[str, float], says: str) -> None:
@@ -228,38 +194,127 @@ def test_options_that_make_no_sense_are_refused(change: dict[str, float], says: 
         Options(**change)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"seconds_per_micro": ()}, "one per worker"),
-        ({"seconds_per_micro": (0.1, 0.0, 0.1, 0.1)}, "must be positive"),
-        ({"seconds_per_micro": (0.1, float("nan"), 0.1, 0.1)}, "must be positive"),
-        ({"shares": (8,)}, "1 shares for 4 workers"),
-        ({"shares": (2, 2, 2, 1)}, "add up to n_micro = 8"),
-        ({"exchange_s": -1.0}, "must not be negative"),
-        ({"serve_s": float("inf")}, "must not be negative"),
-        ({"dropped_share": 1.5}, "within 0 and 1"),
-    ],
-)
-def test_rates_that_cannot_be_are_refused(change: dict[str, object], says: str) -> None:
-    with pytest.raises(BadInput, match=says):
-        replace(EVEN, **change)  # type: ignore[arg-type]
+# --- promises --------------------------------------------------------------------------------------------------------
+
+PROMISED = replace(EVEN, exchange_s=0.05)  # gba predicted 1.2 times as fast
 
 
-def test_recent_rates_are_medians_of_the_last_micro_batches() -> None:
-    recent = RecentRates(n=3)
-    assert recent.medians([0, 1]) is None
-    for seconds in (9.0, 1.0, 100.0, 2.0):  # the first has left the window, the odd one does not count
-        recent.add(0, seconds)
-    assert recent.median(0) == 2.0
-    assert recent.medians([0, 1]) is None
-    recent.add(1, 5.0)
-    assert recent.medians([1, 0]) == (5.0, 2.0)
+def entered_gba() -> Stance:
+    """At step 100, by what the last steps in allreduce say."""
+    allreduce, _ = predicted(PROMISED)
+    before = replace(PROMISED, achieved=allreduce, at_s=60.0)
+    return leaving(Stance("gba", 100, promised=1.2, since_s=60.0), Stance("allreduce", 0), before, before, 32)
 
 
-def test_recent_rates_forget_workers_that_left_and_everything_after_a_switch() -> None:
-    recent = RecentRates()
-    recent.add(0, 1.0)
-    recent.add(1, 1.0)
-    with pytest.raises(BadInput, match="at least 1"):
-        RecentRates(0)
+def test_nothing_is_learned_from_a_switch_whose_cause_is_newer_than_what_is_compared() -> None:
+    entered, before = Stance("gba", 100, promised=1.2), Stance("allreduce", 0)
+    newest, alike = replace(PROMISED, achieved=20.0), replace(PROMISED, achieved=30.0)
+    assert leaving(entered, before, newest, alike, 32).left is None
+    assert leaving(entered, before, alike, alike, 15).left is None, "too few"
+    assert leaving(entered, before, alike, alike, 16).left is not None
+    trial = replace(entered, is_trial=True)
+    assert leaving(trial, before, newest, alike, 32).left is not None
+
+
+def in_gba(gain: float, at_s: float = 70.0) -> Rates:
+    """Measurements in gba, which makes so many times what allreduce made."""
+    return replace(PROMISED, achieved=predicted(PROMISED)[0] * gain, at_s=at_s)
+
+
+def test_a_promise_that_is_not_kept_sends_the_job_back_and_the_sentence_has_both() -> None:
+    stance, options = entered_gba(), Options()
+    for step in range(101, 200):
+        stance = learned(stance, step, in_gba(0.9), options)
+        decision, stance = decide(stance, step, in_gba(0.9), options)
+        if decision.mode == "allreduce":
+            break
+    assert decision.mode == "allreduce" and step >= 120
+    assert decision.gain == pytest.approx(0.9)
+    assert decision.reason.endswith("; gba was promised 1.20x, and is 0.90x")
+
+
+def test_a_mode_that_is_far_slower_than_promised_is_left_before_its_minimum_stay() -> None:
+    stance, options = entered_gba(), Options()
+    decisions = []
+    for step in range(101, 112):
+        stance = learned(stance, step, in_gba(0.3), options)
+        decision, stance = decide(stance, step, in_gba(0.3), options)
+        decisions.append(decision.mode)
+    assert "allreduce" in decisions
+
+
+def test_what_a_switch_has_shown_corrects_the_next_prediction() -> None:
+    stance = learned(entered_gba(), 120, in_gba(0.9), Options())
+    assert stance.gba == Record(pytest.approx(0.9 * predicted(PROMISED)[0] / predicted(PROMISED)[1]), 70.0)
+    assert stance.allreduce == Record(pytest.approx(1.0), 70.0)
+    back = replace(stance, mode="allreduce", since_step=140, left=None)
+    decision, _ = decide(back, 200, replace(PROMISED, achieved=predicted(PROMISED)[0], at_s=90.0), Options())
+    assert decision.gain == pytest.approx(0.9)
+    assert decision.reason == (
+        f"stay in allreduce: gba predicted 0.90x as fast (gba was {stance.gba.ratio:.2f}x its prediction before), "
+        "enter at 1.01x"
+    )
+
+
+def test_what_comes_long_after_a_switch_is_not_its_doing() -> None:
+    late = learned(entered_gba(), 400, in_gba(0.5), Options())
+    assert late.gba == late.allreduce == Record()
+
+
+def test_with_other_workers_ratios_are_a_guess() -> None:
+    stance = learned(entered_gba(), 120, in_gba(0.9), Options()).with_other_workers()
+    assert stance.left is None and stance.gba.at_s is None and stance.gba.ratio < 1
+
+
+def test_a_stance_is_stored_and_one_of_an_older_version_is_read() -> None:
+    stance = learned(entered_gba(), 120, in_gba(0.9), Options())
+    assert Stance.load(asdict(stance)) == stance
+    assert Stance.load({"mode": "gba", "since_step": 7, "in_favour": 2}) == Stance("gba", 7, 2)
+
+
+# --- trials ----------------------------------------------------------------------------------------------------------
+
+UNCLEAR = replace(EVEN, serve_s=0.012, achieved=8 / 0.21)  # gba predicted a little slower
+
+
+def trial_at(at_s: float, stance: Stance | None = None, options: Options | None = None) -> Decision:
+    return decide(stance or Stance("allreduce", 0), 5000, replace(UNCLEAR, at_s=at_s), options or Options())[0]
+
+
+def test_a_mode_that_may_be_faster_is_tried_once_the_budget_allows_it() -> None:
+    gain = predicted(UNCLEAR)[1] / predicted(UNCLEAR)[0]
+    assert 1 / (1 + UNCERTAIN) < gain < 1.01
+    cost_s = 20 * 8 / (predicted(UNCLEAR)[1] * (1 - UNCERTAIN)) * (1 - gain * (1 - UNCERTAIN)) + 1.0
+    assert not trial_at(cost_s / 0.02 - 1).is_trial
+    decision = trial_at(cost_s / 0.02 + 1)
+    assert decision.is_trial and decision.mode == "gba"
+    assert decision.reason == (
+        f"to gba as a trial: gba predicted {gain:.2f}x as fast, last measured over 1 h ago or never; "
+        f"it costs {cost_s:.1f} s of work at most"
+    )
+    assert not trial_at(1e6, options=Options(trial_budget=0.0)).is_trial
+
+
+def test_a_mode_that_was_measured_is_not_tried_again_for_an_hour() -> None:
+    stance = Stance("allreduce", 0, gba=Record(0.97, 1000.0))
+    assert not trial_at(1000.0 + FORGET_S - 1, stance).is_trial
+    assert trial_at(1000.0 + FORGET_S, stance).is_trial
+
+
+def test_a_mode_that_cannot_be_faster_is_not_tried() -> None:
+    assert not trial_at(1e6, Stance("allreduce", 0), Options(enter_gain=3.0)).is_trial
+    decision, _ = decide(Stance("allreduce", 0), 5000, replace(BUSY_SERVER, achieved=8 / 0.21, at_s=1e6), Options())
+    assert not decision.is_trial
+
+
+def test_what_a_trial_has_cost_is_taken_from_the_budget() -> None:
+    options = Options()
+    decision, stance = decide(Stance("allreduce", 0), 5000, replace(UNCLEAR, at_s=200.0), options)
+    assert decision.is_trial and stance.is_trial
+    half = replace(UNCLEAR, achieved=0.5 * predicted(UNCLEAR)[0], at_s=210.0)
+    for step in range(5001, 5030):
+        decision, stance = decide(stance, step, half, options)
+        if decision.mode == "allreduce":
+            break
+    assert decision.mode == "allreduce" and "gba was tried at" in decision.reason
+    assert stance.spent_s == pytest.approx(10 * 0.5 + 1.0) and not stance.is_trial

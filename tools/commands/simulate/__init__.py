@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from . import agreement, limits, recovery, training
+from . import agreement, auto, limits, recovery, training
 
-SIMULATIONS = (training, recovery, limits, agreement)
+SIMULATIONS = (training, recovery, limits, auto, agreement)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -288,6 +288,7 @@ def test_times_that_cannot_be_do_not_spoil_the_rates(seconds: float) -> None:
     done(coordinator, 1, lease(coordinator, 1, 1), seconds=0.5)
     done(coordinator, 1, lease(coordinator, 1, 2), seconds=seconds)
     assert coordinator.position().rates == [(1, 0.5)]
+    assert [(rank, newest_s) for rank, _, _, newest_s in coordinator.position().newest] == [(1, 0.5)]
 
 
 def test_what_a_server_lost_is_counted_lost() -> None:

@@ -1,0 +1,142 @@
+"""Recent measurements of a job's speed in the mode that it is in, as the decision takes them.
+
+One odd micro-batch or step moves nothing: a time of more than `_ODD` times the median of its window counts as that
+much.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+import numpy as np
+
+N_RECENT = 32  # times that are kept: enough to compare two modes to a percent or two where times vary by a tenth
+N_NEWEST = 8  # of these, what a decision goes by: few enough to notice a slow worker within five of its steps
+FORGET_S = 3600.0  # what was measured in the other mode counts for so long: a cluster's load changes over hours
+_ODD = 4.0
+_N_COSTS = 9
+
+
+class PushReadings:
+    """What workers have pushed since the last look, from counts that a coordinator keeps of each."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] | None = None
+        self.members_changed = False  # other workers than at the last look
+
+    def take(self, newest: Sequence[tuple[int, int, int, float]]) -> tuple[list[float], int, bool]:
+        """Seconds of the newest micro-batch by worker, how many all have pushed, and whether that is known.
+
+        newest: as of `JobPosition`. 0 s of a worker that pushed none. Nothing is known at the first look, and where
+        others take part than at the last one, or the counts begin again.
+        """
+        before, counts = self._counts, {worker: count for _, worker, count, _ in newest}
+        self._counts = counts
+        self.members_changed = before is not None and before.keys() != counts.keys()
+        if before is None or self.members_changed or any(counts[w] < before[w] for w in counts):
+            return [0.0] * len(newest), 0, False
+        seconds = [s if count > before[worker] else 0.0 for _, worker, count, s in newest]
+        return seconds, sum(counts.values()) - sum(before.values()), True
+
+
+class RecentTimes:
+    """The last `N_RECENT` seconds per micro-batch of each worker, by rank."""
+
+    def __init__(self) -> None:
+        self._seconds = np.full((0, N_RECENT), np.inf)  # the newest last; inf: none yet
+
+    def add(self, seconds: Sequence[float]) -> None:
+        """One of each worker; 0 of one that had none. Of another number of workers than before: all begin again."""
+        if len(seconds) != len(self._seconds):
+            self._seconds = np.full((len(seconds), N_RECENT), np.inf)
+        new = np.asarray(seconds)
+        known = np.flatnonzero(new > 0)
+        self._seconds[known, :-1] = self._seconds[known, 1:]
+        self._seconds[known, -1] = new[known]
+
+    def median(self, worker: int) -> float | None:
+        """Seconds per micro-batch; None when nothing was measured yet."""
+        if worker >= len(self._seconds) or self._seconds[worker, -1] == np.inf:
+            return None
+        own = self._seconds[worker]
+        return float(np.median(own[own < np.inf]))
+
+    def times(self, last: int = N_RECENT) -> np.ndarray | None:
+        """float [workers, N_RECENT]: so many of the newest, the newest last, inf where there is none.
+
+        None until every worker has one.
+        """
+        if not len(self._seconds) or (self._seconds[:, -1] == np.inf).any():
+            return None
+        times = self._seconds.copy()
+        times[:, : N_RECENT - last] = np.inf
+        in_order, counts = np.sort(times, axis=1), (times < np.inf).sum(axis=1)
+        rows = np.arange(len(times))
+        middle = (in_order[rows, (counts - 1) // 2] + in_order[rows, counts // 2]) / 2
+        return np.where(times < np.inf, np.minimum(times, _ODD * middle[:, None]), np.inf)
+
+
+def mean_times(times: np.ndarray) -> tuple[float, ...]:
+    """Of each worker; times: as of `RecentTimes.times`."""
+    known = times < np.inf
+    return tuple((np.where(known, times, 0.0).sum(axis=1) / known.sum(axis=1)).tolist())
+
+
+def neighbours(times: np.ndarray, n_together: Sequence[int]) -> np.ndarray:
+    """Means over so many neighbours of each worker's times, as they vary over several micro-batches; all of fewer.
+
+    times: as of `RecentTimes.times`, which this returns, too. n_together: by worker
+    """
+    n_known = (times < np.inf).sum(axis=1)
+    sums = np.concatenate((np.zeros((len(times), 1)), np.cumsum(np.where(times < np.inf, times, 0.0), axis=1)), axis=1)
+    n = np.clip(np.asarray(n_together), 1, n_known)[:, None]
+    ends = np.arange(1, times.shape[1] + 1)[None, :]
+    begins = ends - n
+    is_whole = begins >= times.shape[1] - n_known[:, None]
+    rows = np.arange(len(times))[:, None]
+    return np.where(is_whole, (sums[:, 1:] - sums[rows, np.maximum(begins, 0)]) / n, np.inf)
+
+
+class RecentRate:
+    """Micro-batches/s over the last `N_RECENT` readings, each of how many were done in how many seconds."""
+
+    def __init__(self) -> None:
+        self._readings: deque[tuple[float, int]] = deque(maxlen=N_RECENT)
+
+    def add(self, n_micro: int, seconds: float) -> None:
+        """Readings in which nothing was done are part of the next one."""
+        if self._readings and not self._readings[-1][1]:
+            seconds += self._readings.pop()[0]
+        self._readings.append((seconds, n_micro))
+
+    def value(self, last: int = N_RECENT) -> float | None:
+        """Of so many of the newest readings; None when there was none."""
+        done = [(seconds / n, n) for seconds, n in self._readings if n][-last:]
+        if not done:
+            return None
+        most_s = _ODD * median([each for each, _ in done])
+        total_s = sum(min(each, most_s) * n for each, n in done)
+        return sum(n for _, n in done) / total_s if total_s > 0 else None
+
+
+class RecentCost:
+    """Seconds of what a mode costs beside computing: a median of its last readings.
+
+    Of a mode that the job has not been in for `FORGET_S` the least that it ever was: it may be so again.
+    """
+
+    def __init__(self, first_s: float) -> None:
+        """first_s: until there is a reading"""
+        self._readings: deque[float] = deque([first_s], maxlen=_N_COSTS)
+        self._at_s, self._least_s = 0.0, math.inf
+
+    def add(self, seconds: float, at_s: float) -> None:
+        self._readings.append(seconds)
+        self._at_s, self._least_s = at_s, min(self._least_s, median(self._readings))
+
+    def value(self, at_s: float) -> float:
+        is_old = at_s - self._at_s > FORGET_S and self._least_s < math.inf
+        return self._least_s if is_old else median(self._readings)

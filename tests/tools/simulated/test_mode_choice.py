@@ -1,0 +1,59 @@
+"""Mode auto is about as fast as the better of its two modes, whatever happens to the workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import mean
+
+import pytest
+from gba_hvd_tools import cli
+from gba_hvd_tools.commands.simulate.auto import SCENARIOS
+from gba_hvd_tools.simulated.mode_choice import Comparison, compare, random_cluster, scenarios
+
+SECONDS = 480.0
+
+
+def test_the_command_names_the_scenarios_that_there_are() -> None:
+    assert tuple(scenarios(SECONDS)) == SCENARIOS
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_it_is_within_two_percent_of_the_better_mode_and_never_more_than_five_behind(name: str) -> None:
+    found = compare(scenarios(SECONDS)[name])
+    assert found.share >= 0.98
+    assert found.worst_minute >= 0.95
+    assert found.needless <= 1
+
+
+@pytest.fixture(scope="module")
+def clusters() -> list[Comparison]:
+    return [compare(random_cluster(seed, seconds=600.0)) for seed in range(10)]
+
+
+def test_over_drawn_clusters_it_loses_less_than_two_percent(clusters: list[Comparison]) -> None:
+    assert mean(max(0.0, 1 - one.share) for one in clusters) <= 0.02
+    assert any(one.allreduce > one.gba for one in clusters) and any(one.gba > one.allreduce for one in clusters)
+
+
+def test_over_drawn_clusters_it_makes_no_more_than_one_needless_switch_each(clusters: list[Comparison]) -> None:
+    assert mean(one.needless for one in clusters) <= 1
+    assert sum(len(one.switches) for one in clusters) > 0
+
+
+def test_a_simulation_is_the_same_each_time() -> None:
+    one, other = (compare(random_cluster(3, seconds=400.0)) for _ in range(2))
+    assert (one.auto, one.switches) == (other.auto, other.switches)
+
+
+def test_a_job_that_learns_nothing_from_its_switches_repeats_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison would notice."""
+    monkeypatch.setattr("gba_hvd.switching.callback.learned", lambda stance, *_: stance)
+    assert compare(scenarios(SECONDS)["gba_dearer"]).needless > 1
+
+
+def test_the_command_prints_and_stores_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "auto.json"
+    words = ["simulate", "auto", "--scenarios", "noise", "--seconds", "360", "--out", str(file)]
+    assert cli.main(words) == 0
+    assert "noise" in capsys.readouterr().out and '"worst_minute"' in file.read_text()
+    assert cli.main(["simulate", "auto", "--seconds", "10"]) != 0
