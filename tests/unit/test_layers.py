@@ -42,7 +42,7 @@ LAYERS = {
         ],
     ],
     "recovery": [
-        ["errors", "old_names", "redaction", "registry", "state_codec", "rows", "policies"],
+        ["errors", "old_names", "redaction", "registry", "state_codec", "rows", "hashed_ids", "policies"],
         ["storage"],
         ["format"],
         ["catalog"],
