@@ -280,14 +280,15 @@ def open_checkpoint(
     if step != "newest" and (isinstance(step, bool) or not isinstance(step, int)):
         raise BadInput(f"step must be a number or 'newest', got {step!r}")
     store = open_store(url, **storage_options) if isinstance(url, str | Path) else url
+    found = _find(store, step, check)
     for _ in range(_LISTINGS):
-        found = _find(store, step, check)
-        if isinstance(found, OpenCheckpoint):
-            for one in found.skipped:
-                log.warning("%s: %s is passed over: %s", store.url, one.name, one.why)
-            return found
-        if not any(_is_deleted(store, one.name) for one in found.skipped):
+        if isinstance(found, OpenCheckpoint) or not any(_is_deleted(store, one.name) for one in found.skipped):
             break  # else the job has deleted some since they were listed: there are newer ones by now
+        found = _find(store, step, check)
+    if isinstance(found, OpenCheckpoint):
+        for one in found.skipped:
+            log.warning("%s: %s is passed over: %s", store.url, one.name, one.why)
+        return found
     flaws = "; ".join(one.why for one in found.skipped)
     if step != "newest" and (found.steps or not found.skipped):
         there = f"it has steps {', '.join(map(str, found.steps))}" if found.steps else "it has none"
