@@ -40,6 +40,7 @@ LAYERS = {
             "hogwild",
             "convert",
         ],
+        ["serving"],
     ],
     "recovery": [
         ["errors", "old_names", "redaction", "registry", "state_codec", "rows", "hashed_ids", "policies"],
