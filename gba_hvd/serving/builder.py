@@ -70,10 +70,14 @@ class Builder:
 
     def build(self) -> nn.Module:
         """Raises BadInput where nothing is found under the target, or what it returns is no module."""
-        made = self._callable()(**self.arguments)
+        made = self.call()
         if not isinstance(made, nn.Module):
             raise BadInput(f"{self} returned a {type(made).__name__}, expected an nn.Module")
         return made
+
+    def call(self) -> Any:
+        """What the callable returns."""
+        return self._callable()(**self.arguments)
 
     def __str__(self) -> str:
         return self.target if self.code is None else f"{self.target} of the model's code file"

@@ -126,7 +126,7 @@ class _InMemory:
 
         def read(number: int) -> None:
             shard, here = part.shards[number], slice(ends[number], ends[number + 1])
-            keys, rows = _arrays(get_verified(store, shard.name, shard.n_bytes, shard.sha256), shard, table, part)
+            keys, rows = shard_arrays(get_verified(store, shard.name, shard.n_bytes, shard.sha256), shard, table, part)
             self._rows[here] = rows
             if self._keys is not None:
                 self._keys[here] = keys
@@ -192,11 +192,11 @@ class _Mapped:
                     raise Damaged(f"{path} cannot be mapped: {error}") from error
                 if len(data) != shard.n_bytes:
                     raise Damaged(f"{path} is truncated or overwritten: {len(data)} bytes, {shard.n_bytes} were saved")
-                self._open[bucket] = _arrays(data.data, shard, self._table, self._part)
+                self._open[bucket] = shard_arrays(data.data, shard, self._table, self._part)
             return self._open[bucket]
 
 
-def _arrays(data: memoryview, shard: Shard, table: StoredTable, part: RowShards) -> tuple[np.ndarray, np.ndarray]:
+def shard_arrays(data: memoryview, shard: Shard, table: StoredTable, part: RowShards) -> tuple[np.ndarray, np.ndarray]:
     """(keys int64 [n], rows float32 [n, dim]) of a shard's bytes; views."""
     rows = np.frombuffer(data, "<f4", offset=shard.rows_at).reshape(shard.n_rows, table.dim)
     if shard.has_keys:

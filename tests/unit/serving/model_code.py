@@ -43,3 +43,10 @@ def forgetful(**how: int) -> Clicks:
     model = make_model(**how)
     model.mlp[2] = nn.Softsign()
     return model
+
+
+def example() -> gba_hvd.Batch:
+    """An input of two samples."""
+    history = gba_hvd.Bag(torch.tensor([1, 2, 3]), torch.tensor([0, 2]))
+    ids = {"user": torch.tensor([1, 2]), "item": torch.tensor([3, 4]), "history": history}
+    return gba_hvd.Batch(ids, torch.ones(2, 2), torch.zeros(2))
