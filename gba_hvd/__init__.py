@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from gba_hvd.optimizer import DistributedOptimizer
     from gba_hvd.retrieval import evaluate_retrieval
     from gba_hvd.serving.load import OpenModel, load_for_inference, open_model
+    from gba_hvd.serving.log_model import LogModel
     from gba_hvd.serving.save import SavedModel, export_model, save_model
     from gba_hvd.switching.callback import GBACallback
     from gba_hvd.torch_optimizers import register_optimizer
@@ -51,6 +52,7 @@ __all__ = [
     "GBACallback",
     "GbaError",
     "Job",
+    "LogModel",
     "MLflowCallback",
     "NonFiniteGradient",
     "OpenModel",
@@ -98,6 +100,7 @@ _IN = {
     "optimizer": ("DistributedOptimizer",),
     "metrics.ranking": ("RetrievalScores",),
     "retrieval": ("evaluate_retrieval",),
+    "serving.log_model": ("LogModel",),
     "serving.load": ("OpenModel", "load_for_inference", "open_model"),
     "serving.save": ("SavedModel", "export_model", "save_model"),
     "switching.callback": ("GBACallback",),

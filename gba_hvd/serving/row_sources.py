@@ -97,6 +97,14 @@ def live_rows(tables: Sequence[EmbeddingTables]) -> dict[str, LiveRows]:
     return {name: LiveRows(one, name) for one in tables for name in one.tables}
 
 
+def has_all_rows(tables: Sequence[EmbeddingTables]) -> bool:
+    """Whether this host has all shards."""
+    return all(
+        whole.memory is not None and len(whole.memory.ready()) == whole.layout.n_shards
+        for whole in map(whole_of, tables)
+    )
+
+
 def whole_of(tables: EmbeddingTables) -> EmbeddingTables:
     """The tables that have the memory: several of one model share one."""
     return tables._joined[0] if tables._joined else tables
