@@ -4,5 +4,5 @@
     load: manifest -> builder -> dense tensors, row readers -> `nn.Module` -> predictions
 
 Rows stand in shards that are named by their content, so versions of a model at one URL share those that are equal.
-docs/SERVING.md has how it is used.
+docs/FORMAT.md describes the files.
 """

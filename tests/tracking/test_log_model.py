@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -26,7 +31,7 @@ from gba_hvd.callbacks import Event
 from gba_hvd.tracking import MLflowCallback
 from gba_hvd.tracking.spool import model_path
 from tests.tools.commands.test_model import frame_of
-from tests.tracking.conftest import FLUSH_S, Server, artifact, client, job, only_run, step
+from tests.tracking.conftest import FLUSH_S, Server, artifact, client, job, only_run, port_of_our_own, step, wait_until
 from tests.unit.conftest import _no_keeper as _no_keeper
 from tests.unit.serving.conftest import CODE, batch, evaluated
 from tests.unit.serving.conftest import job_memory as job_memory
@@ -115,6 +120,53 @@ def test_the_model_is_logged_registered_and_predicts_without_horovod(
     assert not [one for one in requirements if "horovod" in one]
     assert {f"torch=={version('torch')}", "my-models==1.2", f"gba-hvd=={version('gba-hvd')}"} <= set(requirements)
     assert (files / "input_example.json").exists()
+
+
+def test_a_served_model_answers_over_http(trained: Trained, database: str, tmp_path: Path) -> None:
+    model, one = trained(), batch(5)
+    callback = patient(*["m"], tracking_uri=database, spool_dir=tmp_path / "spool", log_model=log_model())
+    run_job(callback, model, "served")
+    (logged,) = logged_models(database, "served")
+    port = port_of_our_own()
+    command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", logged.model_uri, "--env-manager", "local"]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # it starts uvicorn by its name
+    settings = {"MLFLOW_TRACKING_URI": database, "MLFLOW_DISABLE_TELEMETRY": "true", "PATH": path}
+    with (tmp_path / "log").open("wb") as log:
+        served = subprocess.Popen(
+            [*command, "--host", "127.0.0.1", "--port", str(port)], env=os.environ | settings, stdout=log, stderr=log,
+            start_new_session=True,
+        )  # fmt: skip
+    try:
+
+        def answer(path: str, data: bytes | None = None) -> tuple[int, bytes]:
+            headers = {"Content-Type": "application/json"}
+            request = urllib.request.Request(f"http://127.0.0.1:{port}/{path}", data, headers)
+            try:
+                with urllib.request.urlopen(request, timeout=60) as found:
+                    return found.status, found.read()
+            except urllib.error.HTTPError as error:
+                return error.code, error.read()
+            except OSError:
+                return 0, b""
+
+        def is_up() -> bool:
+            assert served.poll() is None, (tmp_path / "log").read_text()
+            return answer("ping")[0] == 200
+
+        wait_until("the model is served", is_up)
+        frame = frame_of(one).drop(columns=["request"])
+        status, text = answer("invocations", json.dumps({"dataframe_split": frame.to_dict("split")}).encode())
+        assert status == 200, text
+        scores = [row["score"] for row in json.loads(text)["predictions"]]
+        assert np.array_equal(np.array(scores, np.float32), evaluated(model, one).numpy())
+        frame.loc[0, "user"] = 50
+        status, text = answer("invocations", json.dumps({"dataframe_split": frame.to_dict("split")}).encode())
+        assert status >= 400
+        assert b"table 'user' has rows 0 to 49, got id 50" in text
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself, and the test fails
+            os.killpg(served.pid, signal.SIGTERM)
+        served.wait(60)
 
 
 def test_a_job_that_failed_logs_no_model(trained: Trained, database: str, tmp_path: Path) -> None:
